@@ -1,0 +1,20 @@
+#include "layer_norm/op.h"
+
+#include "binding.h"
+
+namespace fasttfm {
+
+#define FORWARD(MEMBER) FASTTFM_FIELD(LayerNormForward, MEMBER)
+#define BACKWARD(MEMBER) FASTTFM_FIELD(LayerNormBackward, MEMBER)
+
+FASTTFM_BINDING(layer_norm) {
+  module.def("layer_norm_workspace", &cpu::layer_norm_workspace, py::arg("rows"), py::arg("columns"));
+  bind_launcher(module, "layer_norm_forward_cpu", &cpu::layer_norm_forward, FORWARD(x), FORWARD(weight), FORWARD(bias),
+                FORWARD(y), FORWARD(mean), FORWARD(rstd), FORWARD(rows), FORWARD(columns), FORWARD(x_stride), FORWARD(eps),
+                FORWARD(dtype), FORWARD(threads));
+  bind_launcher(module, "layer_norm_backward_cpu", &cpu::layer_norm_backward, BACKWARD(dy), BACKWARD(x), BACKWARD(weight),
+                BACKWARD(mean), BACKWARD(rstd), BACKWARD(dx), BACKWARD(dweight), BACKWARD(dbias), BACKWARD(workspace),
+                BACKWARD(rows), BACKWARD(columns), BACKWARD(x_stride), BACKWARD(dtype), BACKWARD(threads));
+}
+
+}  // namespace fasttfm

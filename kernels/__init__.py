@@ -1,0 +1,1 @@
+"""What computes: one folder per op, one file per language. Installed as ``fasttfm.kernels``."""

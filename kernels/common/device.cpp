@@ -1,0 +1,5 @@
+#include "common/device.h"
+
+#ifndef FASTTFM_WITH_CUDA
+int fasttfm::cuda::compiled_version() { return 0; }
+#endif

@@ -1,0 +1,29 @@
+"""What every Triton launcher needs to know about the tensors and the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Launches inside go to the tensor's GPU, whichever is current. Free of cost where it is current already."""
+    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+def multiprocessors(tensor: Tensor) -> int:
+    """How many multiprocessors the tensor's GPU has; 4 in Triton's interpreter, so that tests see several programs."""
+    if tensor.device.type != "cuda":
+        return 4
+    return _multiprocessors(tensor.device.index)
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count

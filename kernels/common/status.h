@@ -1,0 +1,18 @@
+// What a launcher returns. Launchers never throw and never print; csrc/ turns a status into an exception.
+#pragma once
+
+#include <cstdint>
+
+namespace fasttfm {
+
+enum class StatusCode : int32_t { ok, unknown_dtype, bad_size, bad_alignment, cuda_error };
+
+struct Status {
+  StatusCode code = StatusCode::ok;
+  const char* detail = "";  // a string with static lifetime: which size, or CUDA's own words
+};
+
+inline Status bad_size(const char* detail) { return {StatusCode::bad_size, detail}; }
+inline Status unknown_dtype() { return {StatusCode::unknown_dtype, "dtype code is not 0 (fp32), 1 (bf16) or 2 (fp16)"}; }
+
+}  // namespace fasttfm

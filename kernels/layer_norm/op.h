@@ -1,0 +1,55 @@
+// LayerNorm over the last dimension. N rows of C columns; see reference.py for the formula.
+//
+// Bytes per row (e = bytes of an element): forward reads x and writes y, 2*C*e; backward reads dy and x and writes dx, 3*C*e.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/status.h"
+
+namespace fasttfm {
+
+struct LayerNormForward {
+  const void* x;        // [N, C], dtype; rows x_stride elements apart
+  const void* weight;   // [C], weight_dtype, or null for 1
+  const void* bias;     // [C], weight_dtype, or null for 0
+  void* y;              // [N, C], dtype, contiguous
+  float* mean;          // [N]
+  float* rstd;          // [N], 1 / sqrt(variance + eps)
+  int64_t rows;         // N
+  int64_t columns;      // C
+  int64_t x_stride;
+  float eps;
+  DType dtype;
+  DType weight_dtype;   // the CPU takes f32 only
+  int threads;          // CPU
+  void* stream;         // CUDA
+};
+
+struct LayerNormBackward {
+  const void* dy;       // [N, C], dtype, contiguous
+  const void* x;        // [N, C], dtype; rows x_stride elements apart
+  const void* weight;   // [C], weight_dtype, or null for 1
+  const float* mean;    // [N]
+  const float* rstd;    // [N]
+  void* dx;             // [N, C], dtype, contiguous
+  float* dweight;       // [C], or null when not wanted
+  float* dbias;         // [C], or null when not wanted
+  float* workspace;     // layer_norm_workspace(rows, columns) floats
+  int64_t rows;
+  int64_t columns;
+  int64_t x_stride;
+  DType dtype;
+  DType weight_dtype;
+  int threads;
+  void* stream;
+};
+
+namespace cpu {
+Status layer_norm_forward(const LayerNormForward&);
+Status layer_norm_backward(const LayerNormBackward&);
+int64_t layer_norm_workspace(int64_t rows, int64_t columns);  // in floats
+}  // namespace cpu
+
+}  // namespace fasttfm

@@ -1,0 +1,237 @@
+"""LayerNorm in Triton. N rows of C columns; the formulas are in reference.py.
+
+Forward: a program takes BLOCK_N whole rows. Backward: one program per slot of the machine walks over its share of the rows and keeps
+its part of dweight and dbias in registers; a second, small kernel adds the parts up in a fixed order. Every element of x and dy
+is read once. The number of programs depends on the device alone, so the same call gives the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fasttfm.kernels.common.launch import multiprocessors, on_device
+from fasttfm.kernels.common.rows import as_rows
+
+_PROGRAMS_PER_MULTIPROCESSOR = 4
+
+
+@triton.jit
+def _fwd_kernel(
+    x,  # [N, C], rows x_stride apart
+    weight,  # [C] or unused
+    bias,  # [C] or unused
+    y,  # [N, C]
+    mean_out,  # [N] fp32
+    rstd_out,  # [N] fp32
+    N,
+    C,
+    x_stride,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.arange(0, BLOCK_C)
+    in_row = columns < C
+    mask = (rows < N)[:, None] & in_row[None, :]
+    value = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(value, axis=1) / C
+    centered = tl.where(in_row[None, :], value - mean[:, None], 0.0)
+    correction = tl.sum(centered, axis=1) / C
+    centered = tl.where(in_row[None, :], centered - correction[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / C + eps)
+    out = centered * rstd[:, None]
+    if HAS_WEIGHT:
+        out = out * tl.load(weight + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        out = out + tl.load(bias + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + rows[:, None] * C + columns[None, :], out.to(y.dtype.element_ty), mask=mask)
+    tl.store(mean_out + rows, mean, mask=rows < N)
+    tl.store(rstd_out + rows, rstd, mask=rows < N)
+
+
+@triton.jit
+def _bwd_kernel(
+    dy,  # [N, C]
+    x,  # [N, C], rows x_stride apart
+    weight,  # [C] or unused
+    mean_in,  # [N] fp32
+    rstd_in,  # [N] fp32
+    dx,  # [N, C]
+    parts,  # [2, programs, C] fp32: each program's share of dweight and dbias
+    N,
+    C,
+    x_stride,
+    HAS_WEIGHT: tl.constexpr,
+    WANT_PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    columns = tl.arange(0, BLOCK_C)
+    in_row = columns < C
+    if HAS_WEIGHT:
+        scale = tl.load(weight + columns, mask=in_row, other=0.0).to(tl.float32)
+    dweight = tl.zeros([BLOCK_C], dtype=tl.float32)
+    dbias = tl.zeros([BLOCK_C], dtype=tl.float32)
+    for start in range(program * BLOCK_N, N, programs * BLOCK_N):
+        rows = (start + tl.arange(0, BLOCK_N)).to(tl.int64)
+        in_rows = rows < N
+        mask = in_rows[:, None] & in_row[None, :]
+        value = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        gradient = tl.load(dy + rows[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(mean_in + rows, mask=in_rows, other=0.0)
+        rstd = tl.load(rstd_in + rows, mask=in_rows, other=0.0)
+        xhat = tl.where(in_row[None, :], (value - mean[:, None]) * rstd[:, None], 0.0)
+        xhat -= (tl.sum(xhat, axis=1) / C)[:, None]  # past the row's end it is not zero, but the gradient is
+        scaled = gradient
+        if HAS_WEIGHT:
+            scaled = gradient * scale[None, :]
+        mean_scaled = tl.sum(scaled, axis=1) / C
+        mean_scaled_xhat = tl.sum(scaled * xhat, axis=1) / C
+        out = rstd[:, None] * (scaled - mean_scaled[:, None] - xhat * mean_scaled_xhat[:, None])
+        tl.store(dx + rows[:, None] * C + columns[None, :], out.to(dx.dtype.element_ty), mask=mask)
+        if WANT_PARTS:
+            dweight += tl.sum(gradient * xhat, axis=0)
+            dbias += tl.sum(gradient, axis=0)
+    if WANT_PARTS:
+        part = program.to(tl.int64) * C + columns
+        tl.store(parts + part, dweight, mask=in_row)
+        tl.store(parts + programs.to(tl.int64) * C + part, dbias, mask=in_row)
+
+
+@triton.jit
+def _sum_parts_kernel(
+    parts,  # [2, P, C] fp32
+    sums,  # [2, C] fp32
+    P,
+    C,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    which = tl.program_id(1).to(tl.int64)
+    total = tl.zeros([BLOCK_C], dtype=tl.float32)
+    for start in range(0, P, BLOCK_P):
+        rows = start + tl.arange(0, BLOCK_P)
+        mask = (rows < P)[:, None] & (columns < C)[None, :]
+        offsets = (which * P + rows[:, None]) * C + columns[None, :]
+        total += tl.sum(tl.load(parts + offsets, mask=mask, other=0.0), axis=0)
+    tl.store(sums + which * C + columns, total, mask=columns < C)
+
+
+def _tile(columns: int, elements: int, per_thread: int) -> dict[str, int]:
+    """Whole rows for a program, about ``elements`` elements together, ``per_thread`` for each thread."""
+    block_c = triton.next_power_of_2(columns)
+    block_n = min(16, max(1, elements // block_c))
+    num_warps = min(32, max(1, block_n * block_c // (32 * per_thread)))
+    return {"BLOCK_N": block_n, "BLOCK_C": block_c, "num_warps": num_warps}
+
+
+def _forward_tile(columns: int) -> dict[str, int]:
+    return _tile(columns, elements=4096, per_thread=32)
+
+
+def _backward_tile(columns: int) -> dict[str, int]:
+    return _tile(columns, elements=4096, per_thread=16)
+
+
+def layer_norm_forward_triton(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = as_rows(x)
+    count, columns = rows.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    mean = torch.empty(count, dtype=torch.float32, device=x.device)
+    rstd = torch.empty_like(mean)
+    if count == 0:
+        return y, mean, rstd
+    tile = _forward_tile(columns)
+    with on_device(x):
+        _fwd_kernel[(triton.cdiv(count, tile["BLOCK_N"]),)](
+            rows,
+            rows if weight is None else weight.contiguous(),
+            rows if bias is None else bias.contiguous(),
+            y,
+            mean,
+            rstd,
+            count,
+            columns,
+            rows.stride(0),
+            eps,
+            HAS_WEIGHT=weight is not None,
+            HAS_BIAS=bias is not None,
+            **tile,
+        )
+    return y, mean, rstd
+
+
+def layer_norm_backward_triton(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, want_dweight: bool, want_dbias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, dy = as_rows(x), dy.contiguous()
+    count, columns = rows.shape
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    want_parts = want_dweight or want_dbias
+    sums = torch.zeros(2, columns if want_parts else 0, dtype=torch.float32, device=x.device)
+    if count > 0:
+        tile = _backward_tile(columns)
+        programs = min(triton.cdiv(count, tile["BLOCK_N"]), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x))
+        parts = torch.empty(2, programs if want_parts else 0, columns, dtype=torch.float32, device=x.device)
+        with on_device(x):
+            _bwd_kernel[(programs,)](
+                dy,
+                rows,
+                rows if weight is None else weight.contiguous(),
+                mean,
+                rstd,
+                dx,
+                parts,
+                count,
+                columns,
+                rows.stride(0),
+                HAS_WEIGHT=weight is not None,
+                WANT_PARTS=want_parts,
+                **tile,
+            )
+            if want_parts:
+                _sum_parts_kernel[(triton.cdiv(columns, 32), 2)](
+                    parts, sums, programs, columns, BLOCK_P=64, BLOCK_C=32, num_warps=4
+                )
+    empty = sums.new_empty(0)
+    return dx, sums[0] if want_dweight else empty, sums[1] if want_dbias else empty
+
+
+
+def compile_signatures(columns: int, element: str, parameter: str) -> list[dict[str, object]]:
+    """Every kernel as the launchers above would compile it for rows of ``columns`` elements of Triton type ``element``."""
+    x, p, f = f"*{element}", f"*{parameter}", "*fp32"
+    sizes = {"N": "i32", "C": "i32", "x_stride": "i32"}
+    forward = {"x": x, "weight": p, "bias": p, "y": x, "mean_out": f, "rstd_out": f, **sizes, "eps": "fp32"}
+    backward = {"dy": x, "x": x, "weight": p, "mean_in": f, "rstd_in": f, "dx": x, "parts": f, **sizes}
+    forward_tile, backward_tile = _forward_tile(columns), _backward_tile(columns)
+    return [
+        {
+            "kernel": _fwd_kernel,
+            "signature": forward,
+            "num_warps": forward_tile.pop("num_warps"),
+            "constants": {"HAS_WEIGHT": True, "HAS_BIAS": True, **forward_tile},
+        },
+        {
+            "kernel": _bwd_kernel,
+            "signature": backward,
+            "num_warps": backward_tile.pop("num_warps"),
+            "constants": {"HAS_WEIGHT": True, "WANT_PARTS": True, **backward_tile},
+        },
+        {
+            "kernel": _sum_parts_kernel,
+            "signature": {"parts": f, "sums": f, "P": "i32", "C": "i32"},
+            "constants": {"BLOCK_P": 64, "BLOCK_C": 32},
+        },
+    ]

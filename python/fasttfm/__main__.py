@@ -1,0 +1,3 @@
+from fasttfm.cli import main
+
+raise SystemExit(main())

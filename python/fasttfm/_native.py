@@ -1,0 +1,49 @@
+"""Loads the native core and ties it to torch: dtype codes, thread count, and torch's own OpenMP runtime."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+# kernels/common/dtype.h
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+try:
+    from fasttfm import _C as _core
+
+    _missing = ""
+except ImportError as error:
+    _core = None  # type: ignore[assignment]
+    _missing = f"the native core did not load ({error}); `pip install .` builds it"
+
+
+def missing() -> str | None:
+    """Why there is no native core; None if there is one."""
+    return _missing or None
+
+
+def missing_cuda() -> str | None:
+    """Why the native core cannot launch CUDA kernels here; None if it can."""
+    if _core is None:
+        return _missing
+    if _core.cuda_version == 0:
+        return "the native core was built without CUDA (FASTTFM_CUDA=ON pip install . builds it)"
+    return None if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+@functools.cache
+def core() -> ModuleType:
+    """The extension module, sharing torch's OpenMP threads."""
+    if _core is None:
+        raise ImportError(_missing)
+    torch_library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    _core.share_openmp(str(torch_library))
+    return _core
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """A tensor's data pointer as the core takes it; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,179 @@
+"""Which implementation serves a call: chosen at call time, explained on request, never silently replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fasttfm import _native
+
+# Set by use_backend(). A plain module variable on purpose: torch.compile guards on it, so a compiled function follows it too.
+_override: str | None = None
+
+_tables: dict[str, BackendTable] = {}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of an op.
+
+    ``absent()`` says why this machine or build lacks it; ``refuse(...)``, called with the forward's tensors and options, why it cannot
+    serve that call. Both return None where there is nothing in the way.
+    """
+
+    name: str
+    absent: Callable[[], str | None]
+    refuse: Callable[..., str | None]
+    functions: Mapping[str, Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class BackendTable:
+    """The backends of one op, best first."""
+
+    op: str
+    backends: tuple[Backend, ...]
+    names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(backend.name for backend in self.backends))
+        _tables[self.op] = self
+
+    def reasons(self, *args: Any) -> dict[str, str | None]:
+        """Per backend: None if it can serve a call with these arguments, else why not."""
+        return {backend.name: backend.absent() or backend.refuse(*args) for backend in self.backends}
+
+    def select(self, requested: str | None, *args: Any) -> Backend:
+        """The requested backend, or the first that does not refuse."""
+        for backend in self.backends:
+            if requested in (None, backend.name) and (backend.absent() or backend.refuse(*args)) is None:
+                return backend
+        self._raise_refused(requested, *args)
+        raise AssertionError("unreachable")
+
+    def check_name(self, requested: str | None) -> None:
+        if requested is not None and requested not in self.names:
+            raise ValueError(f"{self.op}: backend: expected one of {', '.join(self.names)}, got {requested!r}")
+
+    def _raise_refused(self, requested: str | None, *args: Any) -> None:
+        lines = [f"  {name}: {reason or 'can serve this call'}" for name, reason in self.reasons(*args).items()]
+        asked = f"backend {requested!r} cannot serve this call" if requested else "no backend can serve this call"
+        raise ValueError("\n".join([f"{self.op}: {asked}:", *lines]))
+
+
+@contextlib.contextmanager
+def use_backend(name: str | None) -> Iterator[None]:
+    """Requests one backend for every call inside the ``with`` block (all threads); ``None`` restores the free choice.
+
+    A call that the backend refuses raises. The backward of a call uses what its forward was asked for, wherever it runs.
+    """
+    global _override
+    known = sorted({backend for table in _tables.values() for backend in table.names})
+    if name is not None and name not in known:
+        raise ValueError(f"use_backend: name: expected one of {', '.join(known)}, got {name!r}")
+    previous, _override = _override, name
+    try:
+        yield
+    finally:
+        _override = previous
+
+
+def requested(backend: str | None) -> str | None:
+    """The backend a call asks for: its own argument, else the surrounding use_backend()."""
+    return _override if backend is None else backend
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend serves a call, and why the others do not. Prints as a table."""
+
+    op: str
+    chosen: str | None
+    reasons: Mapping[str, str | None]
+
+    def __str__(self) -> str:
+        def verdict(name: str, reason: str | None) -> str:
+            if name == self.chosen:
+                return "serves this call"
+            return reason or "could serve this call"
+
+        lines = [f"  {name:<10} {verdict(name, reason)}" for name, reason in self.reasons.items()]
+        return "\n".join([f"{self.op}: {self.chosen or 'no backend'}", *lines])
+
+
+def explain(op: str, *args: Any, backend: str | None = None) -> Explanation:
+    """Says which backend would serve ``fasttfm.ops.<op>(*args)``. Nothing is computed."""
+    table = _tables.get(op)
+    if table is None:
+        raise ValueError(f"explain: op: expected one of {', '.join(sorted(_tables))}, got {op!r}")
+    table.check_name(backend)
+    wanted = requested(backend)
+    reasons = table.reasons(*args)
+    able = [name for name, reason in reasons.items() if reason is None and wanted in (None, name)]
+    return Explanation(op, able[0] if able else None, reasons)
+
+
+def tables() -> Mapping[str, BackendTable]:
+    """Every op's backends, by op name."""
+    return dict(_tables)
+
+
+# ---- what backends commonly have to say ------------------------------------------------------------------------------
+
+
+def always() -> str | None:
+    return None
+
+
+@functools.cache
+def triton_absent() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.cuda.is_available() or triton_interpreted():
+        return None
+    return "torch sees no CUDA device (TRITON_INTERPRET=1 runs Triton kernels on the CPU, slowly, for tests)"
+
+
+@functools.cache
+def triton_interpreted() -> bool:
+    """Whether Triton kernels run in Triton's interpreter: on CPU tensors, one program at a time."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def refuse_native_cpu(tensor: torch.Tensor) -> str | None:
+    if tensor.device.type != "cpu":
+        return f"takes CPU tensors, got {tensor.device.type}"
+    return _refuse_dtype(tensor)
+
+
+def refuse_cuda(tensor: torch.Tensor) -> str | None:
+    if tensor.device.type != "cuda":
+        return f"takes CUDA tensors, got {tensor.device.type}"
+    return _refuse_dtype(tensor)
+
+
+def refuse_triton(tensor: torch.Tensor) -> str | None:
+    expected = "cpu" if triton_interpreted() else "cuda"
+    if tensor.device.type != expected:
+        return f"takes {expected} tensors, got {tensor.device.type}"
+    return _refuse_dtype(tensor)
+
+
+def _refuse_dtype(tensor: torch.Tensor) -> str | None:
+    if tensor.dtype not in _native.DTYPE_CODES:
+        return f"takes float32, bfloat16 and float16, got {dtype_name(tensor.dtype)}"
+    return None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

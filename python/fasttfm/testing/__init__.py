@@ -1,0 +1,18 @@
+"""What tests and benchmarks are made of; installed with the package so that backends can be checked where they run."""
+
+from fasttfm.testing.harness import check_accuracy as check_op
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, Peer, PeerUnavailable, TritonKernel
+from fasttfm.testing.tolerance import compare, rounding_step
+
+__all__ = [
+    "BadCall",
+    "Cost",
+    "OpCase",
+    "OpSpec",
+    "Peer",
+    "PeerUnavailable",
+    "TritonKernel",
+    "check_op",
+    "compare",
+    "rounding_step",
+]

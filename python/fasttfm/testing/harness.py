@@ -1,0 +1,195 @@
+"""The checks every op passes, derived from its OpSpec. ``tests/ops/test_<op>.py`` is one call of ``op_tests(SPEC)``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.testing.spec import BadCall, Inputs, OpCase, OpSpec, outputs_of
+from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, Comparison, compare
+
+SEED = 1234
+_GRADCHECK_ELEMENTS = 300
+
+
+@dataclass(frozen=True)
+class Run:
+    """An op's outputs and the gradients of its differentiable inputs, by name."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**self.outputs, **self.gradients}
+
+
+def draw_inputs(spec: OpSpec, case: OpCase, dtype: torch.dtype, device: torch.device | str = "cpu") -> Inputs:
+    """The case's inputs: the same for every device and backend."""
+    return spec.inputs(case, dtype, torch.device(device), torch.Generator().manual_seed(SEED))
+
+
+def run(
+    spec: OpSpec, function: Callable[..., Any], inputs: Inputs, options: Mapping[str, Any], wide: bool = False
+) -> Run:
+    """Calls ``function`` forward and backward. ``wide`` turns floating inputs (and the incoming gradients) to fp64."""
+
+    def prepare(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        value = value.detach()
+        if wide:
+            value = value.double()
+        return value.requires_grad_() if name in spec.differentiable else value
+
+    prepared = {name: prepare(name, value) for name, value in inputs.items()}
+    outputs = outputs_of(function(**prepared, **options))
+    wanted = {name: prepared[name] for name in spec.differentiable if prepared.get(name) is not None}
+    floating = [output for output in outputs if output.is_floating_point() and output.requires_grad]
+    gradients: tuple[Tensor | None, ...] = ()
+    if floating:
+        incoming = [_incoming(index, output, wide, inputs) for index, output in enumerate(floating)]
+        gradients = torch.autograd.grad(floating, list(wanted.values()), incoming, allow_unused=True)
+    named = {
+        f"d{name}": torch.zeros_like(value) if gradient is None else gradient
+        for (name, value), gradient in zip(wanted.items(), gradients, strict=True)
+    }
+    return Run({f"output{i}": output.detach() for i, output in enumerate(outputs)}, named)
+
+
+def _incoming(index: int, output: Tensor, wide: bool, inputs: Inputs) -> Tensor:
+    """The gradient that comes in for an output: random, the same numbers in every precision (rounded to the tested one first)."""
+    tested = next(value.dtype for value in inputs.values() if isinstance(value, Tensor) and value.is_floating_point())
+    generator = torch.Generator().manual_seed(SEED + 1 + index)
+    gradient = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+    return gradient.to(tested).to(torch.float64 if wide else output.dtype).to(output.device)
+
+
+def with_backend(spec: OpSpec, backend: str | None) -> Callable[..., Any]:
+    def call(**arguments: Any) -> Any:
+        return spec.function(**arguments, backend=backend)
+
+    return call
+
+
+def accuracy(
+    spec: OpSpec,
+    case: OpCase,
+    dtype: torch.dtype,
+    backend: str | None,
+    device: torch.device | str = "cpu",
+    function: Callable[..., Any] | None = None,
+) -> list[Comparison]:
+    """Every output and gradient of a backend (or of ``function``) held against the reference in fp64."""
+    inputs = draw_inputs(spec, case, dtype, device)
+    exact = run(spec, spec.reference, inputs, case.options, wide=True).tensors()
+    naive = run(spec, spec.reference, inputs, case.options).tensors()
+    tested = run(spec, function or with_backend(spec, backend), inputs, case.options)
+    comparisons = []
+    for name, out in tested.tensors().items():
+        if not out.is_floating_point():
+            assert torch.equal(out, exact[name]), f"{name}: integers differ"
+            continue
+        factor = GRADIENT_FACTOR if name in tested.gradients else OUTPUT_FACTOR
+        comparisons.append(compare(name, out, naive[name], exact[name], factor))
+    return comparisons
+
+
+def check_accuracy(*args: Any, **kwargs: Any) -> None:
+    wrong = [str(comparison) for comparison in accuracy(*args, **kwargs) if not comparison.ok]
+    assert not wrong, "; ".join(wrong)
+
+
+def check_mutant_rejected(spec: OpSpec, mutant: Callable[..., Any]) -> None:
+    """A deliberately broken copy of the reference must fail the accuracy check in at least one case."""
+    for case in spec.cases:
+        try:
+            check_accuracy(spec, case, torch.float32, None, function=mutant)
+        except AssertionError:
+            return
+    raise AssertionError("the accuracy check accepts a broken implementation")
+
+
+def check_same_bits(
+    spec: OpSpec, case: OpCase, dtype: torch.dtype, backend: str, device: torch.device | str = "cpu", repeats: int = 5
+) -> None:
+    """Repeated runs give the same bits; on the CPU, with every thread count."""
+    inputs = draw_inputs(spec, case, dtype, device)
+    first = run(spec, with_backend(spec, backend), inputs, case.options).tensors()
+    for repeat in range(repeats):
+        with _threads(1 + repeat % 3):
+            again = run(spec, with_backend(spec, backend), inputs, case.options).tensors()
+        for name, tensor in first.items():
+            assert same_bits(tensor, again[name]), f"{name}: run {repeat + 2} differs from the first"
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal as bit patterns: NaN equals itself, 0.0 does not equal -0.0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else a.item() == b.item()
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def check_gradients(spec: OpSpec, case: OpCase) -> None:
+    """The reference backend's hand-written backward against finite differences, in fp64."""
+    inputs = draw_inputs(spec, case, torch.float64)
+    names = [name for name in spec.differentiable if inputs.get(name) is not None]
+    fixed = {name: value for name, value in inputs.items() if name not in names}
+
+    def function(*values: Tensor) -> Any:
+        arguments = dict(zip(names, values, strict=True))
+        result = outputs_of(spec.function(**arguments, **fixed, **case.options, backend="reference"))
+        return tuple(output for output in result if output.is_floating_point())
+
+    values = [inputs[name].requires_grad_() for name in names]
+    # The fast mode checks a random direction instead of every element: enough where the full Jacobian takes seconds.
+    large = sum(value.numel() for value in values) > _GRADCHECK_ELEMENTS
+    assert torch.autograd.gradcheck(function, values, fast_mode=large)
+
+
+def check_registration(spec: OpSpec, case: OpCase, dtype: torch.dtype) -> None:
+    """torch.library.opcheck on the registered ops: schema, fake tensors, ahead-of-time autograd with dynamic shapes."""
+    assert spec.native_ops is not None, f"{spec.name} declares no native_ops"
+    for operator, arguments in spec.native_ops(draw_inputs(spec, case, dtype), case.options):
+        torch.library.opcheck(operator, arguments)
+
+
+def check_compiled(spec: OpSpec, cases: list[OpCase], dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    """One fullgraph compilation with dynamic shapes gives the same bits as the eager call, forward and backward."""
+    torch._dynamo.reset()
+    compiled = torch.compile(spec.function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for case in cases:
+        inputs = draw_inputs(spec, case, dtype, device)
+        eager = run(spec, spec.function, inputs, case.options).tensors()
+        traced = run(spec, compiled, inputs, case.options).tensors()
+        for name, tensor in eager.items():
+            assert same_bits(tensor, traced[name]), f"{case}: {name} differs under torch.compile"
+
+
+def check_bad_call(spec: OpSpec, bad: BadCall) -> None:
+    """The call raises the declared error, and the message says op, argument, expected and got."""
+    case = spec.cases[0]
+    inputs, options = draw_inputs(spec, case, torch.float32), dict(case.options)
+    bad.change(inputs, options)
+    try:
+        spec.function(**inputs, **options)
+    except (ValueError, TypeError) as error:
+        assert type(error) is bad.error, f"expected {bad.error.__name__}, got {type(error).__name__}: {error}"
+        for part in (f"{spec.name}: ", f"{bad.argument}: ", "expected ", ", got "):
+            assert part in str(error), f"the message lacks {part!r}: {error}"
+    else:
+        raise AssertionError("the call was accepted")

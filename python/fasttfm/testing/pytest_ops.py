@@ -1,0 +1,93 @@
+"""Turns an OpSpec into pytest tests. A test file is two lines: the import of its SPEC, and ``Test... = op_tests(SPEC)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fasttfm.ops.backends import tables, triton_interpreted
+from fasttfm.testing import harness
+from fasttfm.testing.spec import BadCall, OpCase, OpSpec
+
+
+def op_tests(spec: OpSpec) -> type:
+    """A test class with every check that the harness derives from ``spec``."""
+
+    class OpTests:
+        @pytest.mark.parametrize(("backend", "case", "dtype"), _cpu_calls(spec))
+        def test_accuracy(self, backend: str, case: OpCase, dtype: torch.dtype) -> None:
+            harness.check_accuracy(spec, case, dtype, backend)
+
+        @pytest.mark.gpu
+        @pytest.mark.parametrize(("backend", "case", "dtype"), _gpu_calls(spec))
+        def test_accuracy_gpu(self, backend: str, case: OpCase, dtype: torch.dtype) -> None:
+            harness.check_accuracy(spec, case, dtype, backend, device="cuda")
+
+        @pytest.mark.parametrize(("backend", "case", "dtype"), _cpu_calls(spec, one_dtype=True))
+        def test_same_bits(self, backend: str, case: OpCase, dtype: torch.dtype) -> None:
+            harness.check_same_bits(spec, case, dtype, backend, repeats=1 if backend == "triton" else 5)
+
+        @pytest.mark.gpu
+        @pytest.mark.parametrize(("backend", "case", "dtype"), _gpu_calls(spec, one_dtype=True))
+        def test_same_bits_gpu(self, backend: str, case: OpCase, dtype: torch.dtype) -> None:
+            harness.check_same_bits(spec, case, dtype, backend, device="cuda", repeats=10)
+
+        @pytest.mark.parametrize("case", spec.cases, ids=str)
+        def test_gradcheck(self, case: OpCase) -> None:
+            harness.check_gradients(spec, case)
+
+        @pytest.mark.parametrize("case", spec.cases, ids=str)
+        def test_opcheck(self, case: OpCase) -> None:
+            harness.check_registration(spec, case, torch.float32)
+
+        @pytest.mark.parametrize("case", spec.cases, ids=str)
+        def test_compiled(self, case: OpCase) -> None:
+            harness.check_compiled(spec, [case], torch.float32)
+
+        @pytest.mark.gpu
+        @pytest.mark.parametrize("case", spec.cases, ids=str)
+        def test_compiled_gpu(self, case: OpCase) -> None:
+            harness.check_compiled(spec, [case], torch.bfloat16, device="cuda")
+
+        @pytest.mark.parametrize("bad", spec.bad_calls, ids=lambda bad: bad.name)
+        def test_bad_call(self, bad: BadCall) -> None:
+            harness.check_bad_call(spec, bad)
+
+        @pytest.mark.parametrize("name", spec.mutants)
+        def test_mutant_is_rejected(self, name: str) -> None:
+            harness.check_mutant_rejected(spec, spec.mutants[name])
+
+    return OpTests
+
+
+def _cpu_calls(spec: OpSpec, one_dtype: bool = False) -> list[Any]:
+    """CPU tensors go to the native core, the reference and, where there is no GPU, Triton's interpreter: small fp32 cases only, because
+    it truncates to bf16 where a GPU rounds."""
+    calls = []
+    for backend in tables()[spec.name].backends:
+        if backend.absent() is not None or backend.name == "cuda":
+            continue
+        interpreted = backend.name == "triton" and triton_interpreted()
+        if backend.name == "triton" and not interpreted:
+            continue
+        for case in spec.cases:
+            dtypes = case.dtypes[:1] if one_dtype or interpreted else case.dtypes
+            if not interpreted or case.interpret:
+                calls += [_call(backend.name, case, dtype) for dtype in dtypes]
+    return calls
+
+
+def _gpu_calls(spec: OpSpec, one_dtype: bool = False) -> list[Any]:
+    names = [backend.name for backend in tables()[spec.name].backends if backend.name != "cpu"]
+    return [
+        _call(name, case, dtype)
+        for name in names
+        for case in spec.cases
+        for dtype in (case.dtypes[-1:] if one_dtype else case.dtypes)
+    ]
+
+
+def _call(backend: str, case: OpCase, dtype: torch.dtype) -> Any:
+    return pytest.param(backend, case, dtype, id=f"{backend}-{case}-{str(dtype).removeprefix('torch.')}")

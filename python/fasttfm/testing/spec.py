@@ -1,0 +1,110 @@
+"""What an op declares about itself, once: its cases, its costs, its peers, its bad inputs and its broken copies.
+
+``fasttfm.testing.specs.<op>`` holds one OpSpec per op. Tests (harness.py), ahead-of-time compilation (aot.py) and benchmarks (bench.py)
+are all derived from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Inputs = dict[str, Any]  # tensors by argument name; None for an optional argument that is left out
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class PeerUnavailable(Exception):
+    """Raised by a peer's ``build`` when it cannot run here; the message is shown in the benchmark's table."""
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """One way to call an op: sizes that ``OpSpec.inputs`` draws tensors for, and options passed on as they are."""
+
+    name: str
+    sizes: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
+    interpret: bool = True  # small enough for Triton's interpreter
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class BadCall:
+    """A call that must raise ``error`` before anything runs, with a message that names op, ``argument``, expected and got."""
+
+    name: str
+    argument: str
+    error: type[Exception]
+    change: Callable[[Inputs, dict[str, Any]], None]  # spoils a good call's inputs and options in place
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What users would pick instead. ``build(inputs, options)`` returns a function of no arguments that runs the forward and returns
+    its output, differentiable in the same inputs; it raises PeerUnavailable where it cannot run."""
+
+    name: str
+    build: Callable[[Inputs, Mapping[str, Any]], Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The least an implementation must do: bytes through memory and floating-point operations that need the matrix units."""
+
+    bytes: float
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class TritonKernel:
+    """A Triton kernel with one set of compile-time values, to be compiled ahead of time."""
+
+    kernel: Any  # the @triton.jit function
+    signature: Mapping[str, str]  # argument -> Triton type ("*bf16", "i32", "fp32"), compile-time arguments left out
+    constants: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    allow_spills: bool = False
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """Everything the harness needs to know about an op.
+
+    ``function(**inputs, **options, backend=...)`` is the public op; ``reference(**inputs, **options)`` the same in plain
+    torch for any floating type, differentiable by autograd. Both return a tensor or a tuple of tensors.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    reference: Callable[..., Any]
+    inputs: Callable[[OpCase, torch.dtype, torch.device, torch.Generator], Inputs]
+    differentiable: tuple[str, ...]
+    cases: tuple[OpCase, ...]
+    bench_cases: tuple[OpCase, ...] = ()
+    bench_cases_cpu: tuple[OpCase, ...] = ()
+    forward_cost: Callable[[OpCase, torch.dtype], Cost] | None = None
+    backward_cost: Callable[[OpCase, torch.dtype], Cost] | None = None
+    peers: tuple[Peer, ...] = ()
+    bad_calls: tuple[BadCall, ...] = ()
+    mutants: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # broken copies of ``reference``
+    triton_kernels: Callable[[], list[TritonKernel]] | None = None
+    native_ops: Callable[[Inputs, Mapping[str, Any]], list[tuple[Any, tuple[Any, ...]]]] | None = None  # for opcheck
+
+
+def outputs_of(result: Any) -> tuple[Tensor, ...]:
+    """An op's result as a tuple of tensors."""
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def draw(generator: torch.Generator, *shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> Tensor:
+    """Normal random numbers, drawn on the CPU so that every device sees the same, then rounded to ``dtype``."""
+    return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype).to(device)

@@ -1,0 +1,197 @@
+"""layer_norm: cases, costs, peers, bad inputs, broken copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.layer_norm import reference
+from fasttfm.ops import layer_norm
+from fasttfm.testing.peers import compiled, liger
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
+
+
+def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+    shape = case.sizes["shape"]
+    columns = shape[-1]
+    parameter_dtype = dtype if dtype == torch.float64 else case.sizes.get("parameter_dtype", dtype)
+
+    def tensor(*sizes: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        return draw(generator, *sizes, dtype=dtype, device=device, scale=scale)
+
+    x = tensor(*shape, dtype=dtype, scale=case.sizes.get("scale", 1.0)) + case.sizes.get("offset", 0.0)
+    layout = case.sizes.get("layout", "contiguous")
+    if layout == "transposed":  # [A, B, C] seen as [B, A, C]
+        x = x.transpose(0, 1)
+    elif layout == "sliced":  # every second row of a wider tensor
+        wide = tensor(2 * x.shape[0], columns + 5, dtype=dtype)
+        wide[::2, :columns] = x
+        x = wide[::2, :columns]
+    elif layout == "strided columns":
+        x = x.repeat_interleave(2, dim=-1)[..., ::2]
+    parameters = case.sizes.get("parameters", ("weight", "bias"))
+    return {
+        "x": x,
+        "weight": tensor(columns, dtype=parameter_dtype) if "weight" in parameters else None,
+        "bias": tensor(columns, dtype=parameter_dtype) if "bias" in parameters else None,
+    }
+
+
+def _case(name: str, *shape: int, eps: float = 1e-5, **sizes: Any) -> OpCase:
+    return OpCase(name, {"shape": shape, **sizes}, {"eps": eps})
+
+
+CASES = (
+    _case("typical", 3, 5, 64),
+    _case("odd", 7, 33),
+    _case("one_row", 1, 100),
+    _case("one_column", 5, 1),
+    _case("vector", 40),
+    _case("no_rows", 0, 16),
+    _case("many_rows", 301, 48),
+    _case("wide", 3, 1543),
+    _case("no_weight", 4, 40, parameters=("bias",)),
+    _case("no_bias", 4, 40, parameters=("weight",)),
+    _case("plain", 4, 40, parameters=()),
+    _case("fp32_parameters", 6, 96, parameter_dtype=torch.float32),
+    _case("large_mean", 6, 96, offset=100.0),
+    _case("large_scale", 6, 96, scale=300.0),
+    _case("tiny_scale", 6, 96, scale=1e-3, eps=1e-12),
+    _case("transposed", 4, 6, 32, layout="transposed"),
+    _case("sliced", 9, 32, layout="sliced"),
+    _case("strided_columns", 9, 32, layout="strided columns"),
+)
+
+
+def _rows(case: OpCase) -> tuple[int, int]:
+    *leading, columns = case.sizes["shape"]
+    return int(torch.Size(leading).numel()), columns
+
+
+def _forward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
+    rows, columns = _rows(case)
+    return Cost(bytes=2 * rows * columns * dtype.itemsize)
+
+
+def _backward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
+    rows, columns = _rows(case)
+    return Cost(bytes=3 * rows * columns * dtype.itemsize)
+
+
+def _torch_layer_norm(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    x, weight, bias = inputs["x"], inputs["weight"], inputs["bias"]
+    return lambda: torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, options["eps"])
+
+
+def _liger_layer_norm(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    function = liger("ops.layer_norm", "LigerLayerNormFunction").apply
+    return lambda: function(inputs["x"], inputs["weight"], inputs["bias"], options["eps"])
+
+
+def _spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
+    def change(inputs: Inputs, options: dict[str, Any]) -> None:
+        (options if argument in options else inputs)[argument] = value
+
+    return change
+
+
+BAD_CALLS = (
+    BadCall("x is no tensor", "x", TypeError, _spoil("x", [1.0])),
+    BadCall("x is of integers", "x", TypeError, _spoil("x", torch.ones(3, 64, dtype=torch.int64))),
+    BadCall("x has no dimension", "x", ValueError, _spoil("x", torch.tensor(1.0))),
+    BadCall("x has no column", "x", ValueError, _spoil("x", torch.ones(3, 0))),
+    BadCall("weight too short", "weight", ValueError, _spoil("weight", torch.ones(63))),
+    BadCall("weight of two dimensions", "weight", ValueError, _spoil("weight", torch.ones(1, 64))),
+    BadCall("bias elsewhere", "bias", ValueError, _spoil("bias", torch.ones(64, device="meta"))),
+    BadCall("bias is a number", "bias", TypeError, _spoil("bias", 1.0)),
+    BadCall("double weight, single x", "x", TypeError, _spoil("weight", torch.ones(64, dtype=torch.float64))),
+    BadCall("eps is text", "eps", TypeError, _spoil("eps", "small")),
+    BadCall("eps is negative", "eps", ValueError, _spoil("eps", -1.0)),
+    BadCall("eps is not a number", "eps", ValueError, _spoil("eps", float("nan"))),
+)
+
+
+def _without_mean(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    y = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return y * (1 if weight is None else weight) + (0 if bias is None else bias)
+
+
+def _one_column_short(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    centered = x - x.mean(-1, keepdim=True)
+    variance = centered.square().sum(-1, keepdim=True) / max(1, x.shape[-1] - 1)
+    return centered * (variance + eps).rsqrt() * (1 if weight is None else weight) + (0 if bias is None else bias)
+
+
+class _DroppedTerm(torch.autograd.Function):
+    """Right forward, and a dx that lacks the xhat * mean(g * xhat) term."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        y, mean, rstd = reference.layer_norm_forward(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        _, dweight, dbias = reference.layer_norm_backward(dy, x, weight, mean, rstd, True, True)
+        g = dy if weight is None else dy * weight
+        dx = rstd.reshape(*x.shape[:-1], 1) * (g - g.mean(-1, keepdim=True))
+        return dx, None if weight is None else dweight, None if bias is None else dbias, None
+
+
+def _triton_kernels() -> list[TritonKernel]:
+    from fasttfm.kernels.layer_norm import triton as kernels
+
+    found = []
+    for columns in (64, 768, 1024, 4096, 8192):
+        for element, parameter in (("bf16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32")):
+            found += kernels.compile_signatures(columns, element, parameter)
+    return [TritonKernel(**description) for description in found]
+
+
+def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
+    x, weight, bias = inputs["x"], inputs["weight"], inputs["bias"]
+    _, mean, rstd = reference.layer_norm_forward(x, weight, bias, options["eps"])
+    return [
+        (torch.ops.fasttfm.layer_norm_forward.default, (x, weight, bias, options["eps"], None)),
+        (
+            torch.ops.fasttfm.layer_norm_backward.default,
+            (torch.ones_like(x), x, weight, mean, rstd, weight is not None, bias is not None, None),
+        ),
+    ]
+
+
+SPEC = OpSpec(
+    name="layer_norm",
+    function=layer_norm,
+    reference=reference.layer_norm,
+    inputs=_inputs,
+    differentiable=("x", "weight", "bias"),
+    cases=CASES,
+    bench_cases=(
+        _case("32768x1024", 32768, 1024),
+        _case("32768x4096", 32768, 4096),
+        _case("32768x768", 32768, 768),
+        _case("512x768", 512, 768),
+    ),
+    bench_cases_cpu=(_case("2048x768", 2048, 768), _case("128x256", 128, 256)),
+    forward_cost=_forward_cost,
+    backward_cost=_backward_cost,
+    peers=(
+        Peer("torch", _torch_layer_norm),
+        Peer("torch.compile", compiled(_torch_layer_norm)),
+        Peer("liger", _liger_layer_norm),
+    ),
+    bad_calls=BAD_CALLS,
+    mutants={
+        "without the mean": _without_mean,
+        "variance over C - 1": _one_column_short,
+        "a term of dx dropped": _DroppedTerm.apply,
+    },
+    triton_kernels=_triton_kernels,
+    native_ops=_native_ops,
+)

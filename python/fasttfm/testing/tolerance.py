@@ -1,0 +1,66 @@
+"""How far a result may be from the truth: derived from the data, never typed in.
+
+With ``exact`` the reference in fp64 and ``naive`` the reference in the tested type, both on the same low-precision inputs:
+
+    max|out - exact| <= factor * max|naive - exact| + floor        factor 2 for outputs, 3 for gradients
+
+where ``floor`` is one rounding step of the output's type at max|exact|.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+OUTPUT_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor held against the truth."""
+
+    name: str
+    error: float  # max|out - exact|
+    naive_error: float  # max|naive - exact|
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.bound  # False for NaN
+
+    @property
+    def ratio(self) -> float:
+        """Measured error over plain torch's: at most 1 is the aim. 0 where both are exact."""
+        if self.naive_error == 0:
+            return 0.0 if self.error == 0 else math.inf
+        return self.error / self.naive_error
+
+    def __str__(self) -> str:
+        return f"{self.name}: error {self.error:.3e}, bound {self.bound:.3e}, plain torch {self.naive_error:.3e}"
+
+
+def rounding_step(value: float, dtype: torch.dtype) -> float:
+    """The distance between neighbouring numbers of ``dtype`` just above ``value``."""
+    information = torch.finfo(dtype)
+    if value <= information.tiny:
+        return information.tiny * information.eps
+    return 2.0 ** math.floor(math.log2(value)) * information.eps
+
+
+def compare(name: str, out: Tensor, naive: Tensor, exact: Tensor, factor: float) -> Comparison:
+    """Holds ``out`` against ``exact`` by the rule above. Shapes and types must agree already."""
+    if out.shape != exact.shape:
+        raise AssertionError(f"{name}: shape {tuple(out.shape)}, expected {tuple(exact.shape)}")
+    if out.dtype != naive.dtype:
+        raise AssertionError(f"{name}: dtype {out.dtype}, expected {naive.dtype}")
+    if exact.numel() == 0:
+        return Comparison(name, 0.0, 0.0, 0.0)
+    exact = exact.double()
+    error = (out.double() - exact).abs().max().item()
+    naive_error = (naive.double() - exact).abs().max().item()
+    floor = rounding_step(exact.abs().max().item(), out.dtype)
+    return Comparison(name, error, naive_error, factor * naive_error + floor)

@@ -1,0 +1,19 @@
+"""Every Triton kernel compiles for sm_80 and sm_90, without spills and within the shared memory of the chip."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fasttfm.testing.specs import all_specs
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("op", [name for name, spec in all_specs().items() if spec.triton_kernels])
+def test_triton_kernels_compile(op: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "fasttfm.testing.aot", op]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
