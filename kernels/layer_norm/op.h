@@ -13,7 +13,7 @@ namespace fasttfm {
 struct LayerNormForward {
   const void* x;        // [N, C], dtype; rows x_stride elements apart
   const void* weight;   // [C], weight_dtype, or null for 1
-  const void* bias;     // [C], weight_dtype, or null for 0
+  const void* bias;     // [C], bias_dtype, or null for 0
   void* y;              // [N, C], dtype, contiguous
   float* mean;          // [N]
   float* rstd;          // [N], 1 / sqrt(variance + eps)
@@ -22,8 +22,10 @@ struct LayerNormForward {
   int64_t x_stride;
   float eps;
   DType dtype;
-  DType weight_dtype;   // the CPU takes f32 only
+  DType weight_dtype;   // f32 on the CPU
+  DType bias_dtype;     // f32 on the CPU
   int threads;          // CPU
+  int device;           // CUDA
   void* stream;         // CUDA
 };
 
@@ -36,14 +38,16 @@ struct LayerNormBackward {
   void* dx;             // [N, C], dtype, contiguous
   float* dweight;       // [C], or null when not wanted
   float* dbias;         // [C], or null when not wanted
-  float* workspace;     // layer_norm_workspace(rows, columns) floats
+  float* workspace;     // CPU: layer_norm_workspace(rows, columns) floats; CUDA: 2 * blocks * columns floats
   int64_t rows;
   int64_t columns;
   int64_t x_stride;
   DType dtype;
   DType weight_dtype;
-  int threads;
-  void* stream;
+  int threads;          // CPU
+  int blocks;           // CUDA: at most so many blocks share the rows
+  int device;           // CUDA
+  void* stream;         // CUDA
 };
 
 namespace cpu {
@@ -51,5 +55,11 @@ Status layer_norm_forward(const LayerNormForward&);
 Status layer_norm_backward(const LayerNormBackward&);
 int64_t layer_norm_workspace(int64_t rows, int64_t columns);  // in floats
 }  // namespace cpu
+
+namespace cuda {
+// Columns are a multiple of 8, up to 8192; x, dy, weight and bias start at multiples of 16 bytes.
+Status layer_norm_forward(const LayerNormForward&);
+Status layer_norm_backward(const LayerNormBackward&);
+}  // namespace cuda
 
 }  // namespace fasttfm

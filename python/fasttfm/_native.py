@@ -47,3 +47,13 @@ def core() -> ModuleType:
 def address(tensor: torch.Tensor | None) -> int:
     """A tensor's data pointer as the core takes it; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def dtype_code(tensor: torch.Tensor | None) -> int:
+    """A tensor's dtype as the core takes it; any code will do where there is no tensor."""
+    return 0 if tensor is None else DTYPE_CODES[tensor.dtype]
+
+
+def stream(tensor: torch.Tensor) -> int:
+    """The handle of torch's current stream on the tensor's GPU."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fasttfm import _native
+from fasttfm.kernels.common.launch import multiprocessors
 from fasttfm.kernels.common.rows import as_rows
 from fasttfm.kernels.layer_norm import reference
 from fasttfm.ops import checks
@@ -15,6 +16,7 @@ from fasttfm.ops.backends import (
     Backend,
     BackendTable,
     always,
+    refuse_cuda,
     refuse_native_cpu,
     refuse_triton,
     requested,
@@ -234,13 +236,87 @@ def _backward_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return gradients
 
 
-# A program of the Triton kernels holds whole rows in registers.
-_TRITON_MAX_COLUMNS = 8192
+def _forward_cuda(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = as_rows(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    mean = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
+    rstd = torch.empty_like(mean)
+    _native.core().layer_norm_forward_cuda(
+        x=rows.data_ptr(),
+        weight=_native.address(weight),
+        bias=_native.address(bias),
+        y=y.data_ptr(),
+        mean=mean.data_ptr(),
+        rstd=rstd.data_ptr(),
+        rows=rows.shape[0],
+        columns=rows.shape[1],
+        x_stride=rows.stride(0),
+        eps=eps,
+        dtype=_native.DTYPE_CODES[x.dtype],
+        weight_dtype=_native.dtype_code(weight),
+        bias_dtype=_native.dtype_code(bias),
+        device=x.device.index,
+        stream=_native.stream(x),
+    )
+    return y, mean, rstd
+
+
+def _backward_cuda(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, want_dweight: bool, want_dbias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, dy = as_rows(x), dy.contiguous()
+    count, columns = rows.shape
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dweight = torch.empty(columns if want_dweight else 0, dtype=torch.float32, device=x.device)
+    dbias = torch.empty(columns if want_dbias else 0, dtype=torch.float32, device=x.device)
+    blocks = _CUDA_BLOCKS_PER_MULTIPROCESSOR * multiprocessors(x)
+    workspace = torch.empty(2 * blocks * columns, dtype=torch.float32, device=x.device)
+    _native.core().layer_norm_backward_cuda(
+        dy=dy.data_ptr(),
+        x=rows.data_ptr(),
+        weight=_native.address(weight),
+        mean=mean.data_ptr(),
+        rstd=rstd.data_ptr(),
+        dx=dx.data_ptr(),
+        dweight=dweight.data_ptr() if want_dweight else 0,
+        dbias=dbias.data_ptr() if want_dbias else 0,
+        workspace=workspace.data_ptr(),
+        rows=count,
+        columns=columns,
+        x_stride=rows.stride(0),
+        dtype=_native.DTYPE_CODES[x.dtype],
+        weight_dtype=_native.dtype_code(weight),
+        blocks=blocks,
+        device=x.device.index,
+        stream=_native.stream(x),
+    )
+    return dx, dweight, dbias
+
+
+# Both kernels keep whole rows in registers; the CUDA ones read 8 elements, 16 bytes of a 16-bit type, at a time.
+_GPU_MAX_COLUMNS = 8192
+_CUDA_VECTOR = 8
+_CUDA_BLOCKS_PER_MULTIPROCESSOR = 4
+
+
+def _refuse_cuda(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> str | None:
+    columns = x.shape[-1]
+    if columns > _GPU_MAX_COLUMNS or columns % _CUDA_VECTOR:
+        return f"takes a multiple of {_CUDA_VECTOR} columns, up to {_GPU_MAX_COLUMNS}, got {columns}"
+    if any(tensor is not None and tensor.data_ptr() % 16 for tensor in (x, weight, bias)):
+        return "takes tensors that start at a multiple of 16 bytes"
+    if any(stride % _CUDA_VECTOR for stride in x.stride()[:-1]):
+        return f"takes rows whose strides are multiples of {_CUDA_VECTOR}, got {x.stride()}"
+    if any(parameter is not None and not parameter.is_contiguous() for parameter in (weight, bias)):
+        return "takes contiguous weight and bias"
+    return refuse_cuda(x)
 
 
 def _refuse_triton(x: Tensor, *_: Any) -> str | None:
-    if x.shape[-1] > _TRITON_MAX_COLUMNS:
-        return f"takes up to {_TRITON_MAX_COLUMNS} columns, got {x.shape[-1]}"
+    if x.shape[-1] > _GPU_MAX_COLUMNS:
+        return f"takes up to {_GPU_MAX_COLUMNS} columns, got {x.shape[-1]}"
     return refuse_triton(x)
 
 
@@ -254,6 +330,7 @@ TABLE = BackendTable(
             lambda x, *_: refuse_native_cpu(x),
             {"forward": _forward_cpu, "backward": _backward_cpu},
         ),
+        Backend("cuda", _native.missing_cuda, _refuse_cuda, {"forward": _forward_cuda, "backward": _backward_cuda}),
         Backend("triton", triton_absent, _refuse_triton, {"forward": _forward_triton, "backward": _backward_triton}),
         Backend(
             "reference",
