@@ -1,0 +1,92 @@
+# The commands of this project; `make help` lists them.
+#
+#   PYTHON       the interpreter that .venv is made with, and that `make gpu` runs
+#   OPS          `make gpu` and `make sanitize-gpu`: some ops only, for example OPS=layer_norm,attention
+#   PYTEST_ARGS  `make test`: passed on to pytest, for example PYTEST_ARGS="tests/ops -k odd"
+
+PYTHON ?= python3
+OPS ?=
+PYTEST_ARGS ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+comma := ,
+ops := $(subst $(comma), ,$(OPS))
+op_tests := $(if $(ops),$(ops:%=tests/ops/test_%.py),tests)
+cpp_sources := $(wildcard kernels/*/*.h kernels/*/*.cuh kernels/*/*.cpp kernels/*/*.cu csrc/*.h csrc/*.cpp)
+build_inputs := pyproject.toml setup.py CMakeLists.txt constraints.txt tools/environment.py $(cpp_sources)
+
+# Everything installed and built; made again only when something that it depends on has changed.
+.venv/installed: $(build_inputs)
+	$(PYTHON) tools/environment.py .venv
+	@touch $@
+
+.PHONY: help
+help: ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
+
+.PHONY: demo
+demo: .venv/installed ## set everything up and run the main job: the benchmarks on small shapes
+	.venv/bin/fasttfm info
+	.venv/bin/fasttfm bench --quick
+
+.PHONY: test
+test: .venv/installed ## set everything up and run the tests
+	.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: .venv/installed ## ruff, mypy and clang-format; changes nothing
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/clang-format --dry-run -Werror $(cpp_sources)
+
+.PHONY: format
+format: .venv/installed ## lay out Python and C++ as `make lint` wants them
+	.venv/bin/ruff check --fix-only --quiet .
+	.venv/bin/ruff format .
+	.venv/bin/clang-format -i $(cpp_sources)
+
+# A build of its own, laid out as a package that stands before the installed one on the path. Python itself is not sanitized, so
+# the runtimes are preloaded; its own allocations, which live to the end, would count as leaks.
+asan_environment = PYTHONPATH=$(CURDIR)/build/asan/lib ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)"
+
+.PHONY: asan
+asan: .venv/installed ## the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@rm -rf build/asan/lib
+	PATH="$(CURDIR)/.venv/bin:$$PATH" FASTTFM_SANITIZE=ON FASTTFM_CUDA=OFF \
+	  .venv/bin/python setup.py --quiet build --build-base build/asan --build-lib build/asan/lib
+	$(asan_environment) .venv/bin/python -c 'from fasttfm import _C; assert "build/asan" in _C.__file__, _C.__file__'
+	$(asan_environment) .venv/bin/python -m pytest tests/native
+
+# No virtual environment, no network, no isolation: what the machine's own Python has (torch, Triton, pytest, setuptools, cmake, ninja,
+# pybind11) builds the package under build/gpu and runs it from there.
+gpu_environment = PYTHONPATH=$(CURDIR)/build/gpu/lib
+
+.PHONY: gpu-build
+gpu-build:
+	@rm -rf build/gpu/lib
+	$(PYTHON) setup.py --quiet build --build-base build/gpu --build-lib build/gpu/lib
+	$(gpu_environment) $(PYTHON) -m fasttfm info
+
+.PHONY: gpu
+gpu: gpu-build ## on a GPU machine: build with its own Python, run GPU tests and benchmarks (OPS=a,b)
+	$(gpu_environment) $(PYTHON) -m pytest -m gpu $(op_tests)
+	$(gpu_environment) $(PYTHON) -m fasttfm bench $(ops)
+
+.PHONY: sanitize-gpu
+sanitize-gpu: gpu-build ## on a GPU machine: the GPU tests under compute-sanitizer (OPS=a,b)
+	$(gpu_environment) PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+	  $(PYTHON) -m pytest -m gpu -k accuracy $(op_tests)
+
+.PHONY: clean
+clean: ## remove what was built and cached, keep .venv
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+.PHONY: distclean
+distclean: clean ## remove .venv too
+	rm -rf .venv python/fasttfm.egg-info python/fasttfm/_C.*.so

@@ -1,0 +1,89 @@
+"""Makes or refreshes the virtual environment that the Makefile works in: ``python3 tools/environment.py .venv``.
+
+Standard library only, and readable by any Python 3.7: an old interpreter gets a sentence, not a syntax error.
+
+Where the interpreter's own torch sees a GPU, the environment is laid over it and keeps its torch, Triton and numpy;
+elsewhere constraints.txt says which ones are installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD_TOOLS = ("setuptools", "cmake", "ninja", "pybind11")  # as [build-system] in pyproject.toml has them
+BROUGHT_BY_TORCH = ("torch", "triton", "numpy")
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        return fail("expected one argument, the environment's folder")
+    if sys.version_info < (3, 10):
+        found = f"{sys.executable} is {sys.version.split()[0]}"
+        return fail(f"fasttfm needs Python 3.10 or newer, {found}; name another one: make PYTHON=python3.12 ...")
+    folder = Path(arguments[0]).resolve()
+    python = folder / "bin" / "python"
+    lay_over = sees_gpu(sys.executable)
+    try:
+        if not works(python):
+            make_environment(folder, lay_over)
+        install(python, lay_over)
+    except subprocess.CalledProcessError as error:
+        return fail(f"this command failed with status {error.returncode}: {' '.join(error.cmd)}")
+    return 0
+
+
+def fail(reason: str) -> int:
+    print(f"environment: {reason}", file=sys.stderr)
+    return 1
+
+
+def sees_gpu(python: str) -> bool:
+    question = "import torch; raise SystemExit(not torch.cuda.is_available())"
+    return subprocess.run([python, "-c", question], stderr=subprocess.DEVNULL).returncode == 0
+
+
+def works(python: Path) -> bool:
+    """Whether there is an environment and its interpreter still exists: one whose base was upgraded is made anew."""
+    command = [str(python), "-m", "pip", "--version"]
+    return python.exists() and subprocess.run(command, capture_output=True).returncode == 0
+
+
+def make_environment(folder: Path, lay_over: bool) -> None:
+    options = ["--clear", *(["--system-site-packages"] if lay_over else [])]
+    print(f"environment: making {folder} with {sys.executable}{' and its own torch' if lay_over else ''}", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", *options, str(folder)], check=True)
+
+
+def install(python: Path, lay_over: bool) -> None:
+    # A GPU build of torch pins the Triton that it brings: ours is added only where torch brought none.
+    tested = ROOT / "constraints.txt"
+    constraints = without(tested, BROUGHT_BY_TORCH if lay_over else ("triton",), python.parent.parent)
+    pip(python, constraints, *BUILD_TOOLS)
+    pip(python, constraints, "--no-build-isolation", "--editable", f"{ROOT}[test,bench,dev]")
+    if subprocess.run([str(python), "-c", "import triton"], stderr=subprocess.DEVNULL).returncode != 0:
+        pip(python, tested, "triton")
+
+
+def without(constraints: Path, names: tuple[str, ...], folder: Path) -> Path:
+    """A copy of the constraints in ``folder`` that says nothing of ``names``."""
+    lines = constraints.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if re.split(r"[=<>; ]", line)[0] not in names]
+    copy = folder / "constraints.txt"
+    copy.write_text("".join(kept))
+    return copy
+
+
+def pip(python: Path, constraints: Path, *arguments: str) -> None:
+    print(f"environment: pip install {' '.join(arguments)}", flush=True)
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(constraints)]
+    path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])  # setup.py calls cmake and ninja
+    subprocess.run([*command, *arguments], env={**os.environ, "PATH": path}, check=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
