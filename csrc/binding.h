@@ -29,10 +29,10 @@ template <class Params, class Member>
 struct Field {
   const char* name;
   PyObject* key;  // interned, lives as long as the module
-  Member Params::*member;
+  Member Params::* member;
 };
 template <class Params, class Member>
-Field<Params, Member> make_field(const char* name, Member Params::*member) {
+Field<Params, Member> make_field(const char* name, Member Params::* member) {
   return {name, PyUnicode_InternFromString(name), member};
 }
 
@@ -60,8 +60,9 @@ void assign(Params& params, PyObject* given, const char* launcher, const Field<P
   }
 }
 
-// Adds `name(**fields)`: fills the params struct from keywords (each exactly once, none unknown), runs the launcher without the
-// GIL and turns its status into an exception. Its docstring lists the fields; a test holds _C.pyi against it.
+// Adds `name(**fields)`: fills the params struct from keywords (each exactly once, none unknown), runs the launcher
+// without the GIL and turns its status into an exception. Its docstring lists the fields; a test holds _C.pyi against
+// it.
 template <class Params, class... Members>
 void bind_launcher(py::module_& module, const char* name, Status (*launcher)(const Params&),
                    Field<Params, Members>... fields) {
@@ -73,8 +74,8 @@ void bind_launcher(py::module_& module, const char* name, Status (*launcher)(con
         Params params{};
         (assign(params, given.ptr(), name, fields), ...);
         if (given.size() != sizeof...(fields))
-          throw py::type_error(std::string(name) + ": expected " + std::to_string(sizeof...(fields)) + " arguments, got " +
-                               std::to_string(given.size()));
+          throw py::type_error(std::string(name) + ": expected " + std::to_string(sizeof...(fields)) +
+                               " arguments, got " + std::to_string(given.size()));
         Status status;
         {
           py::gil_scoped_release unlocked;
@@ -98,7 +99,7 @@ struct BinderRegistration {
 
 #define FASTTFM_FIELD(PARAMS, MEMBER) ::fasttfm::make_field(#MEMBER, &PARAMS::MEMBER)
 
-#define FASTTFM_BINDING(NAME)                                        \
-  static void bind_##NAME(pybind11::module_& module);                \
-  static const BinderRegistration register_##NAME(&bind_##NAME);     \
+#define FASTTFM_BINDING(NAME)                                    \
+  static void bind_##NAME(pybind11::module_& module);            \
+  static const BinderRegistration register_##NAME(&bind_##NAME); \
   static void bind_##NAME(pybind11::module_& module)

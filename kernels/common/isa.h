@@ -26,31 +26,29 @@ bool isa_supported(Isa isa);
 
 }  // namespace fasttfm
 
-// Defines fasttfm::cpu::NAME(const PARAMS&), which forwards to the active instruction set's copy. Written once at the end
-// of a cpu.cpp file, after fasttfm::FASTTFM_ISA::NAME.
+// Defines fasttfm::cpu::NAME(const PARAMS&), which forwards to the active instruction set's copy. Written once at the
+// end of a cpu.cpp file, after fasttfm::FASTTFM_ISA::NAME.
 #if defined(FASTTFM_ISA_BASELINE) && defined(FASTTFM_X86)
-#define FASTTFM_CPU_LAUNCHER(NAME, PARAMS)                      \
-  namespace fasttfm {                                           \
-  namespace avx2 {                                              \
-  Status NAME(const PARAMS&);                                   \
-  }                                                             \
-  namespace avx512 {                                            \
-  Status NAME(const PARAMS&);                                   \
-  }                                                             \
-  Status cpu::NAME(const PARAMS& params) {                      \
-    switch (active_isa()) {                                     \
-      case Isa::avx512: return avx512::NAME(params);            \
-      case Isa::avx2: return avx2::NAME(params);                \
-      default: return baseline::NAME(params);                   \
-    }                                                           \
-  }                                                             \
+#define FASTTFM_CPU_LAUNCHER(NAME, PARAMS)           \
+  namespace fasttfm {                                \
+  namespace avx2 {                                   \
+  Status NAME(const PARAMS&);                        \
+  }                                                  \
+  namespace avx512 {                                 \
+  Status NAME(const PARAMS&);                        \
+  }                                                  \
+  Status cpu::NAME(const PARAMS& params) {           \
+    switch (active_isa()) {                          \
+      case Isa::avx512: return avx512::NAME(params); \
+      case Isa::avx2: return avx2::NAME(params);     \
+      default: return baseline::NAME(params);        \
+    }                                                \
+  }                                                  \
   }
 #elif defined(FASTTFM_ISA_BASELINE)
-#define FASTTFM_CPU_LAUNCHER(NAME, PARAMS) \
-  namespace fasttfm {                      \
-  Status cpu::NAME(const PARAMS& params) { \
-    return baseline::NAME(params);         \
-  }                                        \
+#define FASTTFM_CPU_LAUNCHER(NAME, PARAMS)                                  \
+  namespace fasttfm {                                                       \
+  Status cpu::NAME(const PARAMS& params) { return baseline::NAME(params); } \
   }
 #else
 #define FASTTFM_CPU_LAUNCHER(NAME, PARAMS)

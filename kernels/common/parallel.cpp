@@ -59,7 +59,8 @@ const char* share_openmp(const char* library_path, const char** reason) {
     *reason = "the library is not loaded in this process";
     return "";
   }
-  // A search from a handle covers the library and everything it depends on: this is its runtime, whatever its file is called.
+  // A search from a handle covers the library and everything it depends on: this is its runtime, whatever its file is
+  // called.
   void* symbol = dlsym(library, "GOMP_parallel");
   dlclose(library);
   if (symbol == nullptr) {

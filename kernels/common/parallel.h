@@ -1,8 +1,8 @@
 // Threads for CPU kernels: the OpenMP runtime that the host program already runs, never a second pool beside it.
 //
-// Two pools whose idle threads spin fight for the cores (docs/design.md has the measurement). So the core links no OpenMP:
-// at start-up Python hands over the path of torch's CPU library, and the parallel region of *its* OpenMP runtime is looked up there by
-// name. Where there is none, work runs on plain threads that are started per call.
+// Two pools whose idle threads spin fight for the cores (docs/design.md has the measurement). So the core links no
+// OpenMP: at start-up Python hands over the path of torch's CPU library, and the parallel region of *its* OpenMP
+// runtime is looked up there by name. Where there is none, work runs on plain threads that are started per call.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,9 @@
 
 namespace fasttfm {
 
-// Runs body(context, item) for every item in [0, items) on at most `threads` threads. Items are claimed in order, one at a time:
-// which thread runs an item is open, so an item must not depend on it, and results that are summed up are summed per item.
+// Runs body(context, item) for every item in [0, items) on at most `threads` threads. Items are claimed in order, one
+// at a time: which thread runs an item is open, so an item must not depend on it, and results that are summed up are
+// summed per item.
 void parallel_items(int64_t items, int threads, void (*body)(void* context, int64_t item), void* context);
 
 // `body` is any callable (item) -> void; it lives on the caller's stack.
@@ -23,8 +24,8 @@ inline void parallel_items(int64_t items, int threads, Body&& body) {
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 
-// Looks up the OpenMP runtime that the loaded library at `library_path` depends on. Returns its name, or "" and why not in
-// `reason`. Not to be called while kernels run.
+// Looks up the OpenMP runtime that the loaded library at `library_path` depends on. Returns its name, or "" and why not
+// in `reason`. Not to be called while kernels run.
 const char* share_openmp(const char* library_path, const char** reason);
 // "openmp" or "threads": what parallel_items() uses now.
 const char* parallel_runtime();

@@ -1,5 +1,6 @@
-// Rows cut into chunks whose number depends on the row count alone, never on the thread count: sums over rows (gradients of weights and
-// biases) are kept per chunk and added up in chunk order, so every thread count gives the same bits.
+// Rows cut into chunks whose number depends on the row count alone, never on the thread count: sums over rows
+// (gradients of weights and biases) are kept per chunk and added up in chunk order, so every thread count gives the
+// same bits.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +29,8 @@ struct RowChunks {
   int64_t rows, count;
 };
 
-// A sum over rows of [C] vectors: one partial vector per chunk in `parts` ([chunks, C] fp32), then their sum in `total` ([C] fp32).
-// With a null `total` nothing is computed.
+// A sum over rows of [C] vectors: one partial vector per chunk in `parts` ([chunks, C] fp32), then their sum in `total`
+// ([C] fp32). With a null `total` nothing is computed.
 struct ColumnSums {
   float* total;
   float* parts;

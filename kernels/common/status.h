@@ -13,6 +13,8 @@ struct Status {
 };
 
 inline Status bad_size(const char* detail) { return {StatusCode::bad_size, detail}; }
-inline Status unknown_dtype() { return {StatusCode::unknown_dtype, "dtype code is not 0 (fp32), 1 (bf16) or 2 (fp16)"}; }
+inline Status unknown_dtype() {
+  return {StatusCode::unknown_dtype, "dtype code is not 0 (fp32), 1 (bf16) or 2 (fp16)"};
+}
 
 }  // namespace fasttfm
