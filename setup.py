@@ -25,8 +25,8 @@ class CMakeBuild(build_ext):
         destination = Path(self.get_ext_fullpath(extension.name)).resolve().parent
         build_directory = Path(self.build_temp).resolve()
         build_directory.mkdir(parents=True, exist_ok=True)
-        # Objects are reused, settings are not: an earlier build's tools may be gone with its isolated environment, and an
-        # option that is no longer set means its default again.
+        # Objects are reused, settings are not: an earlier build's tools may be gone with its isolated environment, and
+        # an option that is no longer set means its default again.
         (build_directory / "CMakeCache.txt").unlink(missing_ok=True)
         definitions = {
             "CMAKE_BUILD_TYPE": "Debug" if self.debug else "Release",

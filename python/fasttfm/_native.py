@@ -39,9 +39,15 @@ def core() -> ModuleType:
     """The extension module, sharing torch's OpenMP threads."""
     if _core is None:
         raise ImportError(_missing)
-    torch_library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    _core.share_openmp(str(torch_library))
+    shared_openmp()
     return _core
+
+
+@functools.cache
+def shared_openmp() -> tuple[str, str]:
+    """The file of torch's OpenMP runtime, on whose threads the core runs; or "" and why it starts its own threads."""
+    torch_library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    return _core.share_openmp(str(torch_library))
 
 
 def address(tensor: torch.Tensor | None) -> int:

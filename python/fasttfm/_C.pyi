@@ -1,0 +1,71 @@
+"""The native core. Launchers take every field by keyword: addresses and dtype codes are integers (see _native.py)."""
+
+from typing import TypedDict
+
+from typing_extensions import Unpack
+
+version: str
+compiler: str
+cuda_version: int  # 13000 for toolkit 13.0; 0 when built without CUDA: then there are no launchers named _cuda
+cuda_archs: str
+
+def active_isa() -> str: ...
+def supported_isas() -> list[str]: ...
+def set_isa(name: str) -> None: ...
+def share_openmp(library_path: str) -> tuple[str, str]: ...
+def parallel_runtime() -> str: ...
+def use_plain_threads() -> None: ...
+
+# ---- layer_norm ------------------------------------------------------------------------------------------------------
+
+class _LayerNormForward(TypedDict):
+    x: int
+    weight: int
+    bias: int
+    y: int
+    mean: int
+    rstd: int
+    rows: int
+    columns: int
+    x_stride: int
+    eps: float
+    dtype: int
+
+class _LayerNormForwardCpu(_LayerNormForward):
+    threads: int
+
+class _LayerNormForwardCuda(_LayerNormForward):
+    weight_dtype: int
+    bias_dtype: int
+    device: int
+    stream: int
+
+class _LayerNormBackward(TypedDict):
+    dy: int
+    x: int
+    weight: int
+    mean: int
+    rstd: int
+    dx: int
+    dweight: int
+    dbias: int
+    workspace: int
+    rows: int
+    columns: int
+    x_stride: int
+    dtype: int
+
+class _LayerNormBackwardCpu(_LayerNormBackward):
+    threads: int
+
+class _LayerNormBackwardCuda(_LayerNormBackward):
+    weight_dtype: int
+    blocks: int
+    device: int
+    stream: int
+
+def layer_norm_workspace(rows: int, columns: int) -> int: ...
+def layer_norm_forward_cpu(**fields: Unpack[_LayerNormForwardCpu]) -> None: ...
+def layer_norm_forward_cuda(**fields: Unpack[_LayerNormForwardCuda]) -> None: ...
+def layer_norm_backward_cpu(**fields: Unpack[_LayerNormBackwardCpu]) -> None: ...
+def layer_norm_backward_cuda(**fields: Unpack[_LayerNormBackwardCuda]) -> None: ...

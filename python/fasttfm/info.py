@@ -1,0 +1,134 @@
+"""``fasttfm info``: what this installation is made of, what it found on this machine, and each op's backends here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fasttfm import _native
+from fasttfm._version import __version__
+from fasttfm.ops.backends import BackendTable, tables
+from fasttfm.testing.bench_timing import device_name
+
+Rows = list[tuple[str, str]]
+
+_PACKAGES = ("torch", "triton", "numpy", "safetensors")
+
+
+def add_parser(commands: Any) -> None:
+    text = "versions, devices, and which backends each op has on this machine"
+    commands.add_parser("info", help=text, description=f"Prints {text}, with the reason where one is absent.")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    print(report())
+    return 0
+
+
+def report() -> str:
+    """Everything, as text."""
+    parts = [
+        f"fasttfm {__version__}",
+        _section("versions", _versions()),
+        _section("devices", _devices()),
+        "ops\n" + backend_table(tables()),
+    ]
+    return "\n\n".join(parts)
+
+
+def _section(title: str, rows: Rows) -> str:
+    return "\n".join([title, *(f"  {name:<12} {text}" for name, text in rows)])
+
+
+def _versions() -> Rows:
+    packages = [(name, _package_version(name)) for name in _PACKAGES]
+    return [("python", f"{platform.python_version()} on {platform.machine()}"), *packages, ("core", _core_version())]
+
+
+def _package_version(name: str) -> str:
+    try:
+        return str(importlib.import_module(name).__version__)
+    except ModuleNotFoundError:
+        return "not installed"
+    except ImportError as error:
+        return f"does not load: {error}"
+
+
+def _core_version() -> str:
+    absent = _native.missing()
+    if absent is not None:
+        return f"missing: {absent}"
+    core = _native.core()
+    return f"{core.version}, compiled by {core.compiler}, {_cuda_text(core.cuda_version, core.cuda_archs)}"
+
+
+def _cuda_text(version: int, archs: str) -> str:
+    if version == 0:
+        return "without CUDA"
+    return f"CUDA {version // 1000}.{version % 1000 // 10} for {archs}"
+
+
+def _devices() -> Rows:
+    rows = [
+        ("cpu", f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores"),
+        ("instructions", _instruction_sets()),
+        ("threads", _threads()),
+    ]
+    if not torch.cuda.is_available():
+        return [*rows, ("cuda", "torch sees no CUDA device")]
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        memory = gpu.total_memory / 2**30
+        rows.append((f"cuda:{index}", f"{gpu.name}, {memory:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"))
+    return rows
+
+
+def _instruction_sets() -> str:
+    if _native.missing():
+        return "no native core"
+    core = _native.core()
+    return f"{core.active_isa()}, out of {', '.join(core.supported_isas())}"
+
+
+def _threads() -> str:
+    count = f"{torch.get_num_threads()}, as torch.get_num_threads() says"
+    if _native.missing():
+        return count
+    runtime, reason = _native.shared_openmp()
+    if not runtime:
+        return f"{count}, started per call: {reason}"
+    return f"{count}, shared with torch through {os.path.basename(runtime)}"
+
+
+def backend_table(ops: Mapping[str, BackendTable]) -> str:
+    """Op by backend: "yes", or "no" with the number of the reason, and the reasons below."""
+    columns = sorted({name for table in ops.values() for name in table.names}, key=_column_order)
+    reasons: list[str] = []
+
+    def cell(absent: Callable[[], str | None] | None) -> str:
+        reason = "the op has no such backend" if absent is None else absent()
+        if reason is None:
+            return "yes"
+        if reason not in reasons:
+            reasons.append(reason)
+        return f"no [{reasons.index(reason) + 1}]"
+
+    rows = [("", *columns)]
+    for op, table in sorted(ops.items()):
+        absent = {backend.name: backend.absent for backend in table.backends}
+        rows.append((op, *(cell(absent.get(name)) for name in columns)))
+    width = max(12, *(len(row[0]) for row in rows))
+    lines = [f"  {op:<{width}} " + " ".join(f"{text:<10}" for text in cells) for op, *cells in rows]
+    lines += [f"  [{number}] {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _column_order(name: str) -> tuple[bool, str]:
+    """By name, the reference last."""
+    return name == "reference", name

@@ -1,0 +1,66 @@
+"""python/fasttfm/_C.pyi against the module it describes: the same functions, the same fields, the same attributes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import fasttfm
+from fasttfm import _C
+
+STUB = Path(fasttfm.__file__).with_name("_C.pyi")
+
+Signatures = dict[str, list[str]]
+
+
+def stub_signatures(text: str) -> Signatures:
+    """Each function's arguments; for a launcher, the fields of its TypedDict. Private names are the stub's own."""
+    tree = ast.parse(text)
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+    def fields(name: str) -> list[str]:
+        inherited = [field for base in classes[name].bases if base.id != "TypedDict" for field in fields(base.id)]
+        return inherited + [item.target.id for item in classes[name].body if isinstance(item, ast.AnnAssign)]
+
+    signatures = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.args.kwarg is not None:
+            signatures[node.name] = sorted(fields(node.args.kwarg.annotation.slice.id))
+        elif isinstance(node, ast.FunctionDef):
+            signatures[node.name] = [argument.arg for argument in node.args.args]
+    return signatures
+
+
+def module_signatures() -> Signatures:
+    """The same, from the docstrings that pybind11 and bind_launcher (csrc/binding.h) write."""
+    signatures = {}
+    for name in dir(_C):
+        function = getattr(_C, name)
+        if name.startswith("_") or not callable(function):
+            continue
+        fields = re.search(r"^fields:(.*)$", function.__doc__, re.MULTILINE)
+        if fields is not None:
+            signatures[name] = sorted(fields[1].split())
+        else:
+            signatures[name] = re.findall(r"(\w+):", function.__doc__.partition("->")[0])
+    return signatures
+
+
+def test_functions_and_fields_agree() -> None:
+    declared = stub_signatures(STUB.read_text())
+    if _C.cuda_version == 0:
+        declared = {name: fields for name, fields in declared.items() if not name.endswith("_cuda")}
+    assert declared == module_signatures()
+
+
+def test_attributes_agree() -> None:
+    tree = ast.parse(STUB.read_text())
+    declared = {node.target.id: node.annotation.id for node in tree.body if isinstance(node, ast.AnnAssign)}
+    found = {name: type(getattr(_C, name)).__name__ for name in dir(_C) if not name.startswith("_")}
+    assert declared == {name: kind for name, kind in found.items() if kind in ("str", "int")}
+
+
+def test_a_forgotten_field_shows() -> None:
+    text = STUB.read_text()
+    assert stub_signatures(text.replace("    rstd: int\n", "", 1)) != stub_signatures(text)

@@ -1,0 +1,122 @@
+"""The command line: what ``fasttfm info`` says with and without its optional parts, and answers to wrong arguments."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fasttfm
+from fasttfm import _C, _native, cli, info
+from fasttfm.ops.backends import Backend, BackendTable
+
+
+def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "fasttfm", *arguments], capture_output=True, text=True)
+
+
+def run_without(*modules: str) -> str:
+    """The output of ``fasttfm info`` in an interpreter where these modules cannot be imported."""
+    hidden = "".join(f"sys.modules[{name!r}] = None; " for name in modules)
+    code = f"import sys; {hidden}from fasttfm.cli import main; raise SystemExit(main(['info']))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def line_of(text: str, name: str) -> str:
+    return next(line for line in text.splitlines() if line.split()[:1] == [name])
+
+
+def test_info_names_versions_devices_and_ops() -> None:
+    result = run_cli("info")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"fasttfm {fasttfm.__version__}\n")
+    assert torch.__version__ in line_of(result.stdout, "torch")
+    assert _C.compiler in line_of(result.stdout, "core")
+    assert _C.active_isa() in line_of(result.stdout, "instructions")
+    assert line_of(result.stdout, "layer_norm").split()[1] == "yes"  # the native core, first by name
+
+
+def test_info_without_triton() -> None:
+    text = run_without("triton")
+    assert "not installed" in line_of(text, "triton")
+    assert "] Triton is not installed" in text
+
+
+def test_info_without_the_native_core() -> None:
+    text = run_without("fasttfm._C")
+    assert "missing" in line_of(text, "core")
+    assert "`pip install .` builds it" in text
+    assert line_of(text, "layer_norm").split()[-1] == "yes"  # the reference stays
+
+
+def test_info_without_either() -> None:
+    text = run_without("triton", "fasttfm._C")
+    assert line_of(text, "layer_norm").count("yes") == 1
+
+
+def test_info_with_a_core_built_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_C, "cuda_version", 0)
+    text = info.report()
+    assert "without CUDA" in line_of(text, "core")
+    assert "the native core was built without CUDA" in text
+
+
+def test_info_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = type("Properties", (), {"name": "A GPU", "total_memory": 80 * 2**30, "major": 9, "minor": 0})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert line_of(info.report(), "cuda:1").split(maxsplit=1)[1] == "A GPU, 80.0 GiB, compute capability 9.0"
+
+
+def test_info_says_when_threads_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "shared_openmp", lambda: ("", "torch has no OpenMP"))
+    assert line_of(info.report(), "threads").endswith("started per call: torch has no OpenMP")
+
+
+def test_backend_table_numbers_each_reason_once() -> None:
+    def backend(name: str, reason: str | None) -> Backend:
+        return Backend(name, lambda: reason, lambda *_: None, {})
+
+    class Table(BackendTable):
+        def __post_init__(self) -> None:  # stays out of the process-wide register
+            object.__setattr__(self, "names", tuple(backend.name for backend in self.backends))
+
+    tables = {
+        "first": Table("first", (backend("cuda", "no GPU"), backend("reference", None))),
+        "second": Table("second", (backend("cuda", "no GPU"), backend("cpu", "no core"), backend("reference", None))),
+    }
+    lines = [line.split() for line in info.backend_table(tables).splitlines()]
+    assert lines[0] == ["cpu", "cuda", "reference"]
+    assert lines[1] == ["first", "no", "[1]", "no", "[2]", "yes"]
+    assert lines[2] == ["second", "no", "[3]", "no", "[2]", "yes"]
+    assert [" ".join(line) for line in lines[3:]] == ["[1] the op has no such backend", "[2] no GPU", "[3] no core"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "required: command"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["info", "--nonsense"], "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_a_wrong_argument_exits_with_2_and_a_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"], ["bench", "--help"], ["--version"]])
+def test_help_and_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 0
+    assert "fasttfm" in capsys.readouterr().out
