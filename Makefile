@@ -75,7 +75,7 @@ gpu-build:
 .PHONY: gpu
 gpu: gpu-build ## on a GPU machine: build with its own Python, run GPU tests and benchmarks (OPS=a,b)
 	$(gpu_environment) $(PYTHON) -m pytest -m gpu $(op_tests)
-	$(gpu_environment) $(PYTHON) -m fasttfm bench $(ops)
+	$(gpu_environment) $(PYTHON) -m fasttfm bench $(if $(OPS),--ops $(OPS))
 
 .PHONY: sanitize-gpu
 sanitize-gpu: gpu-build ## on a GPU machine: the GPU tests under compute-sanitizer (OPS=a,b)

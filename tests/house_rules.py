@@ -1,0 +1,233 @@
+"""The rules of the house, each a function that returns its violations as sentences; test_house.py applies them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 80
+MAX_KERNEL_LINES = 150
+MAX_ARGUMENTS = 8
+MAX_LAUNCHER_ARGUMENTS = 12
+
+# ---- one op, the same stem in every room -----------------------------------------------------------------------------
+
+# Where every op has a file.
+ROOMS_OF_AN_OP = (
+    "kernels/{op}/reference.py",
+    "python/fasttfm/ops/{op}.py",
+    "python/fasttfm/testing/specs/{op}.py",
+    "tests/ops/test_{op}.py",
+    "benchmarks/bench_{op}.py",
+    "docs/ops/{op}.md",
+)
+# What the ops share: files in those rooms that belong to no op.
+SHARED = {"python/fasttfm/ops/": {"__init__", "backends", "checks", "library"}}
+KERNEL_FILES = {"reference.py", "triton.py", "op.h", "cpu.cpp", "cuda.cu"}
+HEADERS = {".h", ".cuh"}
+
+
+def ops_found(root: Path) -> dict[str, set[str]]:
+    """Every op that has a file in some room, with the rooms that have one."""
+    found: dict[str, set[str]] = {}
+    for room in ROOMS_OF_AN_OP:
+        prefix, suffix = room.split("{op}")
+        for path in root.glob(room.replace("{op}", "*")):
+            stem = path.relative_to(root).as_posix().removeprefix(prefix).removesuffix(suffix)
+            if not stem.startswith("__") and stem not in SHARED.get(prefix, ()):
+                found.setdefault(stem, set()).add(room)
+    return found
+
+
+def missing_rooms(root: Path) -> list[str]:
+    return [
+        f"{op}: there is no {room.format(op=op)}"
+        for op, rooms in sorted(ops_found(root).items())
+        for room in ROOMS_OF_AN_OP
+        if room not in rooms
+    ]
+
+
+def stray_kernel_files(root: Path) -> list[str]:
+    """Files of an op's folder that are none of reference.py, triton.py, op.h, cpu.cpp, cuda.cu and headers."""
+    return [
+        f"{path.relative_to(root)}: expected {', '.join(sorted(KERNEL_FILES))} or a header"
+        for path in sorted(root.glob("kernels/*/*"))
+        if path.is_file() and path.parent.name not in ("common", "__pycache__")
+        if path.name not in KERNEL_FILES and path.suffix not in HEADERS
+    ]
+
+
+# ---- what C++ may include --------------------------------------------------------------------------------------------
+
+
+def forbidden_includes(path: str, text: str) -> list[str]:
+    """torch headers nowhere; Python only in csrc/."""
+    forbidden = "torch|ATen|c10|caffe2" + ("" if path.startswith("csrc/") else r"|pybind11|Python\.h")
+    pattern = re.compile(rf'^\s*#\s*include\s*[<"](?:{forbidden})\b.*$', re.MULTILINE)
+    return [f"{path}: {found.strip()}" for found in pattern.findall(text)]
+
+
+# ---- which way the imports run ---------------------------------------------------------------------------------------
+
+# A room is a module or package directly under fasttfm. `cli` stands for the files that make up the command line,
+# `fasttfm` for the package's own __init__. _version is free for all.
+COMMAND_LINE = {"cli", "__main__", "info", "bench_command"}
+_WORK = {"ops", "nn", "models", "train", "data", "generate"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "kernels": {"kernels"},
+    "_native": {"_C"},
+    "ops": {"ops", "kernels", "_native"},
+    "nn": {"nn", "ops"},
+    "models": {"models", "nn", "ops"},
+    "train": _WORK,
+    "data": _WORK,
+    "generate": _WORK,
+    "testing": {"testing", "nn", "ops", "kernels", "_native"},
+    "cli": {"cli", "testing", "_native", *_WORK},
+    "fasttfm": _WORK,
+    "_version": set(),
+}
+
+
+def backward_imports(module: str, text: str) -> list[str]:
+    """Imports in fasttfm's ``module`` that run against the direction."""
+    room = room_of(module)
+    if room not in MAY_IMPORT:
+        return [f"{module}: {room!r} is no room of the house (MAY_IMPORT)"]
+    violations = []
+    for imported in fasttfm_imports(module, text):
+        target = room_of(imported)
+        if target == "_version" or (target in MAY_IMPORT[room] and not _crosses_implementations(module, imported)):
+            continue
+        violations.append(f"{module}: must not import {imported}")
+    return violations
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    if len(parts) == 1:
+        return "fasttfm"
+    return "cli" if parts[1] in COMMAND_LINE else parts[1]
+
+
+def _crosses_implementations(module: str, imported: str) -> bool:
+    """Kernels know kernels/common and their own folder, but never a reference; an op knows only its own kernels."""
+    parts, target = module.split("."), imported.split(".")
+    if target[:2] != ["fasttfm", "kernels"] or room_of(module) == "testing":
+        return False
+    if room_of(module) == "kernels" and target[-1] == "reference":
+        return True
+    own = parts[2] if len(parts) > 2 else None
+    return target[2] not in ("common", own)
+
+
+def fasttfm_imports(module: str, text: str) -> Iterator[str]:
+    """Every module of fasttfm that ``text`` imports, at its top or inside functions, relative imports resolved."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{source}.{alias.name}" if _is_package(source) else source for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] == "fasttfm")
+
+
+def _is_package(module: str) -> bool:
+    """Whether ``from module import name`` names a module: true of fasttfm itself and of an op's folder of kernels."""
+    return module == "fasttfm" or re.fullmatch(r"fasttfm\.kernels(\.\w+)?", module) is not None
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def long_file(path: str, text: str) -> list[str]:
+    lines = len(text.splitlines())
+    return [f"{path}: {lines} lines, at most {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
+
+
+def long_python_functions(path: str, text: str) -> list[str]:
+    violations = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            limit = MAX_KERNEL_LINES if _is_triton_kernel(node) else MAX_FUNCTION_LINES
+            if lines > limit:
+                violations.append(f"{path}: {node.name} has {lines} lines, at most {limit}")
+    return violations
+
+
+def many_arguments(path: str, text: str) -> list[str]:
+    """Public functions and methods with too many positional-or-keyword arguments. Options after ``*`` are free."""
+    limit = MAX_LAUNCHER_ARGUMENTS if path.startswith("kernels/") else MAX_ARGUMENTS
+    violations = []
+    for node in _public_functions(ast.parse(text).body):
+        arguments = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+        count = len([name for name in arguments if name not in ("self", "cls", "ctx")])
+        if count > limit and not _is_triton_kernel(node):
+            violations.append(f"{path}: {node.name} has {count} positional-or-keyword arguments, at most {limit}")
+    return violations
+
+
+def _public_functions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            if isinstance(node, ast.FunctionDef):
+                yield node
+            else:
+                yield from _public_functions(node.body)
+
+
+def _is_triton_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    decorators = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in node.decorator_list]
+    return any(ast.unparse(decorator) == "triton.jit" for decorator in decorators)
+
+
+def long_cpp_functions(path: str, text: str) -> list[str]:
+    violations = []
+    for header, lines in cpp_functions(text):
+        limit = MAX_KERNEL_LINES if "__global__" in header else MAX_FUNCTION_LINES
+        if lines > limit:
+            violations.append(f"{path}: '{' '.join(header.split())[:80]}' has {lines} lines, at most {limit}")
+    return violations
+
+
+def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
+    """The header of every function body outside other functions, and its lines from header to closing brace.
+
+    Reads braces, not C++: a body is a brace after a parameter list. Comments, literals and preprocessor lines are
+    blanked first.
+    """
+    code = _without_comments(text)
+    scopes: list[tuple[str, int] | None] = []  # a function's header and first line; None for a namespace or class
+    start = 0
+    for position, character in enumerate(code):
+        if character == "{":
+            header = code[start:position]
+            inside = any(scope is not None for scope in scopes)
+            first = start + len(header) - len(header.lstrip())
+            scopes.append((header, first) if not inside and _FUNCTION_HEADER.search(header) else None)
+        elif character == "}" and scopes:
+            closed = scopes.pop()
+            if closed is not None:
+                yield closed[0], code.count("\n", closed[1], position) + 1
+        if character in ";{}":
+            start = position + 1
+
+
+_FUNCTION_HEADER = re.compile(r"\)\s*(const|noexcept|override|final|->[^;]*|:[^;]*|\s)*$")
+_BLANKED = re.compile(
+    r"""//[^\n]* | /\*.*?\*/ | "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*' | ^[ \t]*\#(?:[^\n]*\\\n)*[^\n]*""",
+    re.VERBOSE | re.DOTALL | re.MULTILINE,
+)
+
+
+def _without_comments(text: str) -> str:
+    """Comments, literals and preprocessor lines as empty lines, so that line numbers stay."""
+    return _BLANKED.sub(lambda found: "\n" * found[0].count("\n"), text)

@@ -1,0 +1,216 @@
+"""Keeps the rules of the house (house_rules.py) over the whole tree, and shows that each rule can fail."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import house_rules as rules
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("kernels", "csrc", "python", "tests", "benchmarks", "tools", "docs")
+CPP = (".h", ".cuh", ".cpp", ".cu")
+
+
+def sources(*suffixes: str, folders: tuple[str, ...] = FOLDERS) -> Iterator[tuple[str, str]]:
+    """Path (relative to the root) and text of the tree's files."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in suffixes and path.is_file():
+                yield path.relative_to(ROOT).as_posix(), path.read_text()
+
+
+def modules() -> Iterator[tuple[str, str]]:
+    """Module name and text of everything that is installed as fasttfm."""
+    for path, text in sources(".py", folders=("python", "kernels")):
+        name = path.removeprefix("python/").removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        yield (f"fasttfm.{name}" if path.startswith("kernels/") else name), text
+
+
+def dedent(text: str) -> str:
+    return textwrap.dedent(text).lstrip("\n")
+
+
+# ---- the tree --------------------------------------------------------------------------------------------------------
+
+
+def test_every_op_is_in_every_room() -> None:
+    assert "layer_norm" in rules.ops_found(ROOT)
+    assert rules.missing_rooms(ROOT) == []
+
+
+def test_kernel_folders_hold_one_file_per_language() -> None:
+    assert rules.stray_kernel_files(ROOT) == []
+
+
+def test_includes() -> None:
+    found = list(sources(*CPP, folders=("kernels", "csrc")))
+    assert found
+    assert [violation for path, text in found for violation in rules.forbidden_includes(path, text)] == []
+
+
+def test_imports_run_one_way() -> None:
+    found = dict(modules())
+    assert {"fasttfm", "fasttfm.ops.layer_norm", "fasttfm.kernels.layer_norm.triton"} <= found.keys()
+    assert [violation for module, text in found.items() for violation in rules.backward_imports(module, text)] == []
+
+
+def test_no_file_is_long() -> None:
+    found = list(sources(".py", ".pyi", ".md", *CPP))
+    assert [violation for path, text in found for violation in rules.long_file(path, text)] == []
+
+
+def test_no_function_is_long() -> None:
+    python = [violation for path, text in sources(".py") for violation in rules.long_python_functions(path, text)]
+    cpp = [violation for path, text in sources(*CPP) for violation in rules.long_cpp_functions(path, text)]
+    assert python + cpp == []
+
+
+def test_no_public_function_has_many_arguments() -> None:
+    found = sources(".py", folders=("python", "kernels"))
+    assert [violation for path, text in found for violation in rules.many_arguments(path, text)] == []
+
+
+# ---- the rules can fail ----------------------------------------------------------------------------------------------
+
+
+def test_an_op_without_a_test_or_a_page_is_found(tmp_path: Path) -> None:
+    for room in rules.ROOMS_OF_AN_OP:
+        path = tmp_path / room.format(op="scale")
+        path.parent.mkdir(parents=True)
+        path.touch()
+    (tmp_path / "python/fasttfm/ops/checks.py").touch()
+    assert rules.missing_rooms(tmp_path) == []
+    (tmp_path / "tests/ops/test_scale.py").unlink()
+    assert rules.missing_rooms(tmp_path) == ["scale: there is no tests/ops/test_scale.py"]
+    (tmp_path / "docs/ops/shift.md").touch()
+    assert "shift: there is no kernels/shift/reference.py" in rules.missing_rooms(tmp_path)
+
+
+def test_a_stray_kernel_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "kernels/scale").mkdir(parents=True)
+    for name in ("cpu.cpp", "tiles.cuh", "triton_v2.py"):
+        (tmp_path / "kernels/scale" / name).touch()
+    (found,) = rules.stray_kernel_files(tmp_path)
+    assert found.startswith("kernels/scale/triton_v2.py: ")
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "allowed"),
+    [
+        ("kernels/scale/cpu.cpp", "#include <torch/extension.h>", False),
+        ("csrc/scale.cpp", '  # include "ATen/ATen.h"', False),
+        ("kernels/scale/op.h", "#include <pybind11/pybind11.h>", False),
+        ("kernels/scale/op.h", "#include <Python.h>", False),
+        ("csrc/scale.cpp", "#include <pybind11/pybind11.h>", True),
+        ("kernels/scale/op.h", "// not #include <torch/extension.h>", True),
+    ],
+)
+def test_forbidden_includes_are_found(path: str, line: str, allowed: bool) -> None:
+    assert (rules.forbidden_includes(path, f"#pragma once\n{line}\n") == []) is allowed
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "allowed"),
+    [
+        ("fasttfm.kernels.scale.triton", "from fasttfm.kernels.common.rows import as_rows", True),
+        ("fasttfm.kernels.scale.triton", "from fasttfm.kernels.shift import triton", False),
+        ("fasttfm.kernels.scale.triton", "from ..shift.triton import shift", False),
+        ("fasttfm.kernels.scale.triton", "from fasttfm.kernels.scale.reference import scale", False),
+        ("fasttfm.kernels.scale.triton", "from fasttfm.kernels.scale import reference", False),
+        ("fasttfm.kernels.scale.triton", "from .reference import scale", False),
+        ("fasttfm.kernels.scale.triton", "import fasttfm.ops.checks", False),
+        ("fasttfm.kernels.scale.triton", "def f():\n    from fasttfm import ops", False),
+        ("fasttfm.kernels.scale.triton", "from fasttfm import _C", False),
+        ("fasttfm.ops.scale", "from fasttfm.kernels.scale import reference", True),
+        ("fasttfm.ops.scale", "from fasttfm.kernels.shift import reference", False),
+        ("fasttfm.ops.scale", "from fasttfm import _native", True),
+        ("fasttfm.ops.scale", "from fasttfm.nn import Scale", False),
+        ("fasttfm.nn.scale", "from fasttfm import ops", True),
+        ("fasttfm.nn.scale", "from fasttfm.kernels.scale import triton", False),
+        ("fasttfm.nn.scale", "from fasttfm.models.bert import Bert", False),
+        ("fasttfm.models.bert", "from fasttfm.train import loop", False),
+        ("fasttfm.train.loop", "from fasttfm.models.bert import Bert", True),
+        ("fasttfm.train.loop", "from fasttfm.cli import main", False),
+        ("fasttfm.testing.specs.scale", "from fasttfm.kernels.scale import reference", True),
+        ("fasttfm.testing.harness", "from fasttfm.models import bert", False),
+        ("fasttfm.ops.scale", "from fasttfm.testing import tolerance", False),
+        ("fasttfm.info", "from fasttfm.testing import tolerance", True),
+        ("fasttfm.cellar", "import torch", False),
+    ],
+)
+def test_backward_imports_are_found(module: str, line: str, allowed: bool) -> None:
+    assert (rules.backward_imports(module, line) == []) is allowed
+
+
+def test_long_files_are_found() -> None:
+    assert rules.long_file("a.py", "x = 1\n" * rules.MAX_FILE_LINES) == []
+    assert rules.long_file("a.py", "x = 1\n" * (rules.MAX_FILE_LINES + 1)) != []
+
+
+@pytest.mark.parametrize(
+    ("decorator", "limit"),
+    [("", 80), ("@staticmethod\n", 80), ("@triton.jit\n", 150), ("@triton.jit(debug=True)\n", 150)],
+)
+def test_long_python_functions_are_found(decorator: str, limit: int) -> None:
+    def function(lines: int) -> str:
+        return f"{decorator}def f():\n" + "    x = 1\n" * (lines - 1)
+
+    assert rules.long_python_functions("a.py", function(limit)) == []
+    assert rules.long_python_functions("a.py", function(limit + 1)) != []
+
+
+@pytest.mark.parametrize(
+    ("header", "limit"),
+    [
+        ("void f(int a) {", 80),
+        ("template <class T>\ninline int Class::f(T a) const noexcept {", 81),
+        ("auto f(int a) -> std::vector<int> {", 80),
+        ("Class(int a) : member_(a) {", 80),
+        ("__global__ void kernel(const float* x) {", 150),
+    ],
+)
+def test_long_cpp_functions_are_found(header: str, limit: int) -> None:
+    def file(lines: int) -> str:
+        body = "  if (a) {  // not a } brace\n    print(\"}\", '{');\n  }\n"
+        fill = "  ++a;\n" * (lines - 2 - body.count("\n"))
+        return f"#define OPEN {{ \\\n  {{\nnamespace n {{\nstruct S {{ int a; }};\n{header}\n{body}{fill}}}\n}}\n"
+
+    limit -= header.count("\n") * 2  # the limit counts from the header's first line
+    assert rules.long_cpp_functions("a.cpp", file(limit)) == []
+    assert rules.long_cpp_functions("a.cpp", file(limit + 1)) != []
+
+
+def test_cpp_functions_are_told_from_other_braces() -> None:
+    text = """
+        namespace fasttfm {
+        struct Params { int x; };
+        const int table[] = {1, 2};
+        void launch(const Params& p) {
+          auto body = [&](int i) { for (;;) { work(i); } };
+        }
+        int small() { return 1; }
+        }
+    """
+    found = [(header.strip(), lines) for header, lines in rules.cpp_functions(dedent(text))]
+    assert found == [("void launch(const Params& p)", 3), ("int small()", 1)]
+
+
+def test_many_arguments_are_found() -> None:
+    eight, nine = (", ".join(f"a{i}" for i in range(count)) for count in (8, 9))
+    thirteen = ", ".join(f"a{i}" for i in range(13))
+
+    def count(path: str, text: str) -> int:
+        return len(rules.many_arguments(path, dedent(text)))
+
+    assert count("python/fasttfm/a.py", f"def f({eight}, *, b, c): ...") == 0
+    assert count("python/fasttfm/a.py", f"def f({nine}): ...") == 1
+    assert count("python/fasttfm/a.py", f"def f(b, /, {eight}): ...") == 1
+    assert count("python/fasttfm/a.py", f"def _f({nine}): ...") == 0
+    assert count("python/fasttfm/a.py", f"class C:\n    def f(self, {eight}): ...") == 0
+    assert count("python/fasttfm/a.py", f"class C:\n    def f(self, {nine}): ...") == 1
+    assert count("kernels/scale/triton.py", f"def f({nine}): ...") == 0
+    assert count("kernels/scale/triton.py", f"def f({thirteen}): ...") == 1
+    assert count("kernels/scale/triton.py", f"@triton.jit\ndef f({thirteen}): ...") == 0
