@@ -166,7 +166,7 @@ def test_long_python_functions_are_found(decorator: str, limit: int) -> None:
     ("header", "limit"),
     [
         ("void f(int a) {", 80),
-        ("template <class T>\ninline int Class::f(T a) const noexcept {", 81),
+        ("template <class T>\ninline int Class::f(T a) const noexcept {", 80),
         ("auto f(int a) -> std::vector<int> {", 80),
         ("Class(int a) : member_(a) {", 80),
         ("__global__ void kernel(const float* x) {", 150),
@@ -175,10 +175,9 @@ def test_long_python_functions_are_found(decorator: str, limit: int) -> None:
 def test_long_cpp_functions_are_found(header: str, limit: int) -> None:
     def file(lines: int) -> str:
         body = "  if (a) {  // not a } brace\n    print(\"}\", '{');\n  }\n"
-        fill = "  ++a;\n" * (lines - 2 - body.count("\n"))
+        fill = "  ++a;\n" * (lines - 1 - f"{header}\n{body}".count("\n"))
         return f"#define OPEN {{ \\\n  {{\nnamespace n {{\nstruct S {{ int a; }};\n{header}\n{body}{fill}}}\n}}\n"
 
-    limit -= header.count("\n") * 2  # the limit counts from the header's first line
     assert rules.long_cpp_functions("a.cpp", file(limit)) == []
     assert rules.long_cpp_functions("a.cpp", file(limit + 1)) != []
 

@@ -1,0 +1,152 @@
+"""The choice of backend: requested, explained, refused with every reason, and the same for a call's backward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fasttfm
+from fasttfm.ops import backends, layer_norm
+from fasttfm.ops.backends import Backend, BackendTable, explain, use_backend
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+TABLE = backends.tables()["layer_norm"]
+
+
+@pytest.fixture
+def served() -> Iterator[list[str]]:
+    """The backends that serve layer_norm's calls from here on, as "<backend> <function>", in order."""
+    calls: list[str] = []
+
+    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls.append(name)
+            return function(*args)
+
+        return call
+
+    watched = tuple(
+        dataclasses.replace(
+            backend,
+            functions={key: recorded(f"{backend.name} {key}", value) for key, value in backend.functions.items()},
+        )
+        for backend in TABLE.backends
+    )
+    before = TABLE.backends
+    object.__setattr__(TABLE, "backends", watched)
+    yield calls
+    object.__setattr__(TABLE, "backends", before)
+
+
+def test_the_first_backend_that_can_serves(served: list[str]) -> None:
+    layer_norm(X)
+    layer_norm(X.double())
+    assert served == ["cpu forward", "reference forward"]
+
+
+def test_argument_and_context_request_a_backend(served: list[str]) -> None:
+    layer_norm(X, backend="reference")
+    with use_backend("reference"):
+        layer_norm(X)
+        layer_norm(X, backend="cpu")  # the call's own word counts
+        with use_backend(None):
+            layer_norm(X)
+        layer_norm(X)
+    layer_norm(X)
+    names = [call.split()[0] for call in served]
+    assert names == ["reference", "reference", "cpu", "cpu", "reference", "cpu"]
+
+
+def test_context_ends_with_an_exception(served: list[str]) -> None:
+    with pytest.raises(RuntimeError), use_backend("reference"):
+        raise RuntimeError
+    layer_norm(X)
+    assert served == ["cpu forward"]
+
+
+def test_backward_uses_what_the_forward_was_asked_for(served: list[str]) -> None:
+    x = X.clone().requires_grad_()
+    with use_backend("reference"):
+        y = layer_norm(x)
+    y.sum().backward()
+    with use_backend("reference"):
+        z = layer_norm(x, backend="cpu")
+        z.sum().backward()
+    assert served == ["reference forward", "reference backward", "cpu forward", "cpu backward"]
+
+
+def test_a_compiled_function_follows_the_context(served: list[str]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: layer_norm(x), fullgraph=True, backend="aot_eager")
+    compiled(X)
+    with use_backend("reference"):
+        compiled(X)
+    compiled(X)
+    assert [call.split()[0] for call in served] == ["cpu", "reference", "cpu"]
+
+
+def test_unknown_names_raise_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"layer_norm: backend: expected one of .*cpu.*reference.*, got 'fastest'"):
+        layer_norm(X, backend="fastest")
+    unknown = use_backend("fastest")
+    with pytest.raises(ValueError, match=r"use_backend: name: expected one of .*reference.*, got 'fastest'"), unknown:
+        pass
+    with pytest.raises(ValueError, match=r"explain: op: expected one of .*layer_norm.*, got 'layernorm'"):
+        explain("layernorm", X)
+    with pytest.raises(ValueError, match=r"layer_norm: backend: expected one of .*, got 'fastest'"):
+        explain("layer_norm", X, backend="fastest")
+
+
+def test_a_refused_request_lists_every_reason() -> None:
+    with pytest.raises(ValueError, match="backend 'cpu' cannot serve this call") as refused:
+        layer_norm(X.double(), backend="cpu")
+    lines = str(refused.value).splitlines()
+    assert lines[0] == "layer_norm: backend 'cpu' cannot serve this call:"
+    assert [line.split(":")[0].strip() for line in lines[1:]] == list(TABLE.names)
+    assert "  cpu: takes float32, bfloat16 and float16, got float64" in lines
+    assert "  reference: can serve this call" in lines
+
+
+def test_no_backend_at_all_raises_with_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_tables", {})
+    table = BackendTable(
+        "scale",
+        (
+            Backend("cpu", lambda: "no core", lambda *_: None, {}),
+            Backend("reference", lambda: None, lambda *_: "too large", {}),
+        ),
+    )
+    expected = "scale: no backend can serve this call:\n  cpu: no core\n  reference: too large"
+    with pytest.raises(ValueError, match="no backend") as refused:
+        table.select(None, X)
+    assert str(refused.value) == expected
+
+
+def test_explain_says_who_serves_and_why_not_the_others() -> None:
+    free = fasttfm.explain("layer_norm", X)
+    assert free.chosen == "cpu"
+    assert str(free).startswith("layer_norm: cpu\n")
+    assert "  cpu        serves this call" in str(free)
+    assert "  reference  could serve this call" in str(free)
+
+    double = explain("layer_norm", X.double())
+    assert double.chosen == "reference"
+    assert double.reasons["cpu"] == "takes float32, bfloat16 and float16, got float64"
+
+
+def test_explain_follows_requests_as_a_call_would() -> None:
+    assert explain("layer_norm", X, backend="reference").chosen == "reference"
+    with use_backend("reference"):
+        assert explain("layer_norm", X).chosen == "reference"
+    refused = explain("layer_norm", X.double(), backend="cpu")
+    assert refused.chosen is None
+    assert str(refused).startswith("layer_norm: no backend\n")
+
+
+def test_explain_computes_nothing(served: list[str]) -> None:
+    explain("layer_norm", X)
+    assert served == []
