@@ -1,12 +1,15 @@
-"""How benchmarks reach the libraries users would pick instead."""
+"""How benchmarks reach the libraries users would pick instead. What cannot run here raises PeerUnavailable."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fasttfm.testing.spec import Inputs, PeerUnavailable
 
@@ -21,11 +24,34 @@ def peer_module(name: str) -> Any:
         raise PeerUnavailable(f"{name}: {type(error).__name__}: {error}") from error
 
 
+def _attribute(module: str, name: str, *, needs_gpu: bool) -> Any:
+    package = module.partition(".")[0]
+    if needs_gpu and not torch.cuda.is_available():
+        raise PeerUnavailable(f"{package} needs a GPU")
+    try:
+        return getattr(peer_module(module), name)
+    except AttributeError as error:
+        raise PeerUnavailable(f"{package} {version_of(package)}: {error}") from error
+
+
 def liger(module: str, name: str) -> Any:
-    """A name out of liger_kernel, which runs on a GPU only."""
-    if not torch.cuda.is_available():
-        raise PeerUnavailable("liger_kernel needs a GPU")
-    return getattr(peer_module(f"liger_kernel.{module}"), name)
+    """A name out of ``liger_kernel.<module>``, which runs on a GPU only."""
+    return _attribute(f"liger_kernel.{module}", name, needs_gpu=True)
+
+
+def cut_cross_entropy(name: str) -> Any:
+    """A name out of cut_cross_entropy, which runs on a GPU only."""
+    return _attribute("cut_cross_entropy", name, needs_gpu=True)
+
+
+def flash_attn(name: str) -> Any:
+    """A name out of flash_attn, which runs on a GPU only."""
+    return _attribute("flash_attn", name, needs_gpu=True)
+
+
+def transformers(module: str, name: str) -> Any:
+    """A name out of ``transformers.<module>``, for example its activations."""
+    return _attribute(f"transformers.{module}", name, needs_gpu=False)
 
 
 def compiled(build: Build) -> Build:
@@ -33,8 +59,41 @@ def compiled(build: Build) -> Build:
 
     def build_compiled(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
         if not torch.cuda.is_available():
-            raise PeerUnavailable("torch.compile is compared on a GPU only: on a CPU it needs a C++ compiler at run time")
+            raise PeerUnavailable(
+                "torch.compile is compared on a GPU only: on a CPU it needs a C++ compiler at run time"
+            )
         function = build(inputs, options)
-        return torch.compile(function, fullgraph=True, dynamic=False)  # type: ignore[no-any-return]
+        return torch.compile(function, fullgraph=True, dynamic=False)
 
     return build_compiled
+
+
+def with_cudnn_attention(build: Build) -> Build:
+    """The peer with scaled_dot_product_attention forced to cuDNN; a call that cuDNN cannot serve raises."""
+
+    def build_cudnn(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
+        if not torch.cuda.is_available():
+            raise PeerUnavailable("cuDNN attention needs a GPU")
+        function = build(inputs, options)
+
+        def call() -> Any:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return function()
+
+        return call
+
+    return build_cudnn
+
+
+@functools.cache
+def version_of(contender: str) -> str:
+    """The version of the package that a contender's name begins with (up to a dot or blank); "" if there is none."""
+    head = contender.replace(" ", ".").partition(".")[0]
+    package = {"liger": "liger_kernel", "sdpa": "torch"}.get(head, head)
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        try:
+            return str(getattr(importlib.import_module(package), "__version__", ""))
+        except Exception:  # not installed, or broken: its row says so
+            return ""

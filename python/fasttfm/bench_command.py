@@ -1,0 +1,89 @@
+"""``fasttfm bench``: measures the ops against their peers, prints the table, writes a CSV and a chart for each op."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the ``bench`` command to a command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "bench", help="measure the ops against their peers", description=__doc__
+    )
+    parser.add_argument("--ops", type=_names, default=(), metavar="A,B", help="only these ops")
+    parser.add_argument("--cases", type=_names, default=(), metavar="A,B", help="only these cases, by name")
+    parser.add_argument("--dtypes", type=_names, default=(), metavar="A,B", help=f"of {', '.join(_DTYPES)}")
+    parser.add_argument(
+        "--contenders",
+        type=_names,
+        default=(),
+        metavar="A,B",
+        help="fasttfm, fasttfm:<backend>, or peers, as the table names them",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    parser.add_argument("--quick", action="store_true", help="one small case for each op")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="folder for CSV and charts; default: benchmarks/results for a whole run in a checkout, else fasttfm-bench",
+    )
+    parser.set_defaults(refuse=parser.error)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command; 0 if every op of ours was measured."""
+    from fasttfm.testing import bench, report
+    from fasttfm.testing.bench_timing import file_stem
+    from fasttfm.testing.specs import all_specs
+
+    specs = all_specs()
+    for option, names, known in (("--ops", arguments.ops, specs), ("--dtypes", arguments.dtypes, _DTYPES)):
+        if unknown := [name for name in names if name not in known]:
+            arguments.refuse(f"{option}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        arguments.refuse("--device: expected a device that is here, got cuda, and torch sees none")
+    device = torch.device(arguments.device) if arguments.device else bench.default_device()
+    selection = bench.Selection(
+        cases=arguments.cases,
+        dtypes=tuple(_DTYPES[name] for name in arguments.dtypes),
+        contenders=arguments.contenders,
+        quick=arguments.quick,
+    )
+    rows = []
+    for name in arguments.ops or specs:
+        start = time.perf_counter()
+        for measured in bench.bench_op(specs[name], device, selection):
+            rows += measured
+            seconds, start = time.perf_counter() - start, time.perf_counter()
+            print(f"{name} {measured[0].case} {measured[0].dtype}: {seconds:.1f} s", file=sys.stderr, flush=True)
+    if not rows:
+        arguments.refuse("the chosen ops have no such cases on this device")
+    print(report.table(rows))
+
+    output = arguments.output or _default_output(whole=not selection.partial)
+    csv_path = output / f"{file_stem(device)}.csv"
+    report.write_csv(csv_path, rows)
+    print(f"\nrows:  {csv_path}")
+    for name in dict.fromkeys(row.op for row in rows if row.ms_p50 is not None):
+        chart_path = output / f"{file_stem(device)}-{name}.png"
+        report.write_chart(chart_path, [row for row in rows if row.op == name])
+        print(f"chart: {chart_path}")
+    return 1 if any(row.ours and row.ms_p50 is None for row in rows) else 0
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _default_output(whole: bool) -> Path:
+    """Committed results are replaced by whole runs only."""
+    results = Path("benchmarks/results")
+    return results if whole and results.is_dir() else Path("fasttfm-bench")

@@ -1,0 +1,72 @@
+"""Turns an OpSpec into pytest-benchmark tests. A benchmark file is one line: ``test_<op> = bench_test(SPEC)``.
+
+pytest-benchmark times with a host clock and one contender after the other; bench.py times with the device's clock and
+lets contenders take turns. So each case is measured once, by bench.py, and pytest-benchmark's clock plays the samples
+back: its statistics, its JSON and its comparisons hold the same numbers as the table at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from fasttfm.ops.backends import dtype_name
+from fasttfm.testing import bench, bench_timing
+from fasttfm.testing.spec import OpCase, OpSpec
+
+# Rows of the session, by op, case and dtype: the first test of a case measures all its contenders and directions.
+_measured: dict[tuple[str, str, torch.dtype], list[bench.Row]] = {}
+
+
+def session_rows() -> list[bench.Row]:
+    """Everything this session has measured."""
+    return [row for rows in _measured.values() for row in rows]
+
+
+def bench_test(spec: OpSpec) -> Callable[..., None]:
+    """A test with one parameter set for each case, dtype, direction and contender on this machine's device."""
+    device, everything = bench.default_device(), bench.Selection()
+    contenders = bench.contender_names(spec, everything)
+    parameters = [
+        pytest.param(case, dtype, direction, name, id=f"{case}-{dtype_name(dtype)}-{direction}-{name}")
+        for case, dtype in bench.calls_of(spec, device, everything)
+        for direction in (bench.DIRECTIONS if spec.differentiable else bench.DIRECTIONS[:1])
+        for name in contenders
+    ]
+
+    @pytest.mark.benchmark(timer=_playback.read)
+    @pytest.mark.parametrize(("case", "dtype", "direction", "contender"), parameters)
+    def test(benchmark: Any, case: OpCase, dtype: torch.dtype, direction: str, contender: str) -> None:
+        key = (spec.name, case.name, dtype)
+        if key not in _measured:
+            effort = bench_timing.effort_for(device)
+            _measured[key] = bench.bench_case(spec, case, dtype, device, contenders=contenders, effort=effort)
+        row = next(row for row in _measured[key] if (row.direction, row.contender) == (direction, contender))
+        if row.ms_p50 is None:
+            (pytest.fail if row.ours else pytest.skip)(f"{contender}: {row.note}")
+        benchmark.group = f"{row.op} {row.case} {row.dtype} {row.direction}"
+        benchmark.extra_info.update({name: value for name, value in asdict(row).items() if name != "samples"})
+        _playback.load(row.samples)
+        benchmark.pedantic(lambda: None, rounds=len(row.samples))
+
+    return test
+
+
+class _Playback:
+    """A timer that is read at the start and at the end of each round, and shows a sample taken before in between."""
+
+    def __init__(self) -> None:
+        self._readings: Iterator[float] = iter(())
+
+    def load(self, samples: Sequence[float]) -> None:
+        self._readings = (reading for sample in samples for reading in (0.0, sample))
+
+    def read(self) -> float:
+        return next(self._readings)
+
+
+_playback = _Playback()
