@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "common/parallel.h"
 #include "common/simd.h"
@@ -28,6 +29,16 @@ struct RowChunks {
 
   int64_t rows, count;
 };
+
+// Calls body(row, count) for groups of R rows in [begin, end) with count = std::integral_constant<int, R>, and for the
+// rows left over one by one. Kernels that add up over rows keep a block of the sum in registers while they walk through
+// a group.
+template <int R, class Body>
+inline void for_row_groups(int64_t begin, int64_t end, Body body) {
+  int64_t row = begin;
+  for (; row + R <= end; row += R) body(row, std::integral_constant<int, R>{});
+  for (; row < end; ++row) body(row, std::integral_constant<int, 1>{});
+}
 
 // A sum over rows of [C] vectors: one partial vector per chunk in `parts` ([chunks, C] fp32), then their sum in `total`
 // ([C] fp32). With a null `total` nothing is computed.

@@ -8,12 +8,18 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __ARM_NEON
+#if defined(__ARM_NEON)
 #include <arm_neon.h>
+#elif defined(__AVX2__)
+#include <immintrin.h>
 #endif
 
 #include "common/dtype.h"
 #include "common/isa.h"
+
+// Goes before a function that loops over rows or columns: everything it calls, lambdas included, is inlined. Without it
+// the compiler's size limits decide, and an accumulator that a lambda captures by reference lives in memory.
+#define FASTTFM_KERNEL __attribute__((flatten))
 
 namespace fasttfm {
 namespace FASTTFM_ISA {
@@ -52,7 +58,7 @@ inline Lanes map(const Lanes& a, const Lanes& b, F f) {
 
 inline Lanes broadcast(float value) {
   Lanes out;
-  for (int i = 0; i < kRegisters; ++i) out.r[i] = RegF{} + value;
+  for (int i = 0; i < kRegisters; ++i) out.r[i] = value - RegF{};  // minus: keeps the sign of -0.0f
   return out;
 }
 inline Lanes operator+(const Lanes& a, const Lanes& b) {
@@ -65,32 +71,84 @@ inline Lanes operator*(const Lanes& a, const Lanes& b) {
   return map(a, b, [](RegF x, RegF y) { return x * y; });
 }
 
-// Sum of the 16 lanes, always in the same order.
-inline float sum(const Lanes& a) {
-  float lane[kLanes];
-  std::memcpy(lane, a.r, sizeof(lane));
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-  return lane[0];
+// a * b rounded by itself. Elsewhere the compiler may fuse a product and the sum that follows into one rounding.
+inline Lanes product(const Lanes& a, const Lanes& b) {
+  Lanes out = a * b;
+#if defined(__ARM_NEON)
+  for (int i = 0; i < kRegisters; ++i) asm("" : "+w"(out.r[i]));
+#elif defined(__x86_64__)
+  for (int i = 0; i < kRegisters; ++i) asm("" : "+v"(out.r[i]));
+#endif
+  return out;
 }
 
-// ---- storage formats -------------------------------------------------------------------------------------------------
+// Sum of the 16 lanes, in the same order on every instruction set: lane i + lane i+8, then i+4, i+2, i+1.
+inline float sum(const Lanes& a) {
+  typedef float Quad __attribute__((vector_size(16)));
+  Quad quad[4];
+  std::memcpy(quad, a.r, sizeof(quad));
+  const Quad total = (quad[0] + quad[2]) + (quad[1] + quad[3]);
+  return (total[0] + total[2]) + (total[1] + total[3]);
+}
+
+// ---- storage formats: load() and store() of 16 elements --------------------------------------------------------------
+//
+// Reading widens exactly. Writing rounds to nearest, ties to even; a NaN stays a NaN, its payload may change.
 
 inline RegU bits(RegF x) { return reinterpret_cast<RegU>(x); }
 inline RegF floats(RegU x) { return reinterpret_cast<RegF>(x); }
+// `yes` where the mask is all ones, `no` where it is all zeros.
 inline RegU select(RegU mask, RegU yes, RegU no) { return (mask & yes) | (~mask & no); }
 
-inline RegU zero_extend(RegH h) {
-#ifdef __ARM_NEON  // GCC 12 takes __builtin_convertvector apart into scalars here
-  return reinterpret_cast<RegU>(vmovl_u16(reinterpret_cast<uint16x4_t>(h)));
-#else
-  return __builtin_convertvector(h, RegU);
-#endif
+inline Lanes load(const float* from) {
+  Lanes out;
+  for (int i = 0; i < kRegisters; ++i) std::memcpy(&out.r[i], from + i * kRegisterLanes, sizeof(RegF));
+  return out;
+}
+inline void store(float* to, const Lanes& value) {
+  for (int i = 0; i < kRegisters; ++i) std::memcpy(to + i * kRegisterLanes, &value.r[i], sizeof(RegF));
 }
 
-inline RegF widen(RegH h, bf16_t) { return floats(zero_extend(h) << 16); }
+#if defined(__ARM_NEON)
 
-// Round to nearest, ties to even. A NaN becomes the NaN of all ones: a mask and an or, where keeping its payload costs twice that.
+// bf16 is the upper half of an fp32. Interleaving with zeros, and taking halves apart, keep both vector pipes busy
+// where shifts would use one.
+inline Lanes load(const bf16_t* from) {
+  Lanes out;
+  const uint16x8_t zero = vdupq_n_u16(0);
+  for (int i = 0; i < kRegisters; i += 2) {
+    const uint16x8_t upper = vld1q_u16(&from->bits + i * kRegisterLanes);
+    out.r[i] = reinterpret_cast<RegF>(vzip1q_u16(zero, upper));
+    out.r[i + 1] = reinterpret_cast<RegF>(vzip2q_u16(zero, upper));
+  }
+  return out;
+}
+inline void store(bf16_t* to, const Lanes& value) {
+  for (int i = 0; i < kRegisters; i += 2) {
+    const auto first = reinterpret_cast<uint16x8_t>(value.r[i]), second = reinterpret_cast<uint16x8_t>(value.r[i + 1]);
+    const uint16x8_t lower = vuzp1q_u16(first, second), upper = vuzp2q_u16(first, second);
+    // Up if the part cut off is more than half, or just half and the part kept is odd.
+    const uint16x8_t up = vcgtq_u16(vorrq_u16(lower, vandq_u16(upper, vdupq_n_u16(1))), vdupq_n_u16(0x8000));
+    const uint16x8_t number = vuzp1q_u16(reinterpret_cast<uint16x8_t>(value.r[i] == value.r[i]),
+                                         reinterpret_cast<uint16x8_t>(value.r[i + 1] == value.r[i + 1]));
+    vst1q_u16(&to->bits + i * kRegisterLanes, vornq_u16(vsubq_u16(upper, up), number));
+  }
+}
+
+inline Lanes load(const f16_t* from) {
+  Lanes out;
+  for (int i = 0; i < kRegisters; ++i)
+    out.r[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits + i * kRegisterLanes)));
+  return out;
+}
+inline void store(f16_t* to, const Lanes& value) {
+  for (int i = 0; i < kRegisters; ++i)
+    vst1_u16(&to->bits + i * kRegisterLanes, vreinterpret_u16_f16(vcvt_f16_f32(value.r[i])));
+}
+
+#else
+
+inline RegF widen(RegH h, bf16_t) { return floats(__builtin_convertvector(h, RegU) << 16); }
 inline RegH narrow(RegF x, bf16_t) {
   const RegU u = bits(x);
   const RegU rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
@@ -98,16 +156,32 @@ inline RegH narrow(RegF x, bf16_t) {
   return __builtin_convertvector(rounded | ~number, RegH);
 }
 
+#if defined(__AVX512F__)
+
+inline RegF widen(RegH h, f16_t) { return reinterpret_cast<RegF>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(h))); }
+inline RegH narrow(RegF x, f16_t) {
+  return reinterpret_cast<RegH>(_mm512_cvtps_ph(reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+}
+
+#elif defined(__F16C__)
+
+inline RegF widen(RegH h, f16_t) { return reinterpret_cast<RegF>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(h))); }
+inline RegH narrow(RegF x, f16_t) {
+  return reinterpret_cast<RegH>(_mm256_cvtps_ph(reinterpret_cast<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
+}
+
+#else
+
 // fp16 has a narrower exponent: moving the bits up and multiplying by 2^112 rebiases it and makes subnormals exact.
 inline RegF widen(RegH h, f16_t) {
-  const RegU u = zero_extend(h);
+  const RegU u = __builtin_convertvector(h, RegU);
   const RegF scaled = floats((u & 0x7fffu) << 13) * 0x1p112f;
   const RegU special = reinterpret_cast<RegU>((u & 0x7c00u) == 0x7c00u);  // infinity or NaN
   return floats(bits(scaled) | (special & 0x7f800000u) | ((u & 0x8000u) << 16));
 }
 
-// Adding and removing a power of two chosen from the exponent rounds to 11 bits (ties to even) and, below fp16's normal
-// range, to multiples of its smallest subnormal; then the exponent is rebiased.
+// In fp16's normal range the mantissa is rounded as an integer and the exponent rebiased; below it, adding 0.5 rounds
+// to multiples of the smallest subnormal.
 inline RegH narrow(RegF x, f16_t) {
   const RegU u = bits(x);
   const RegU sign = (u >> 16) & 0x8000u;
@@ -123,6 +197,8 @@ inline RegH narrow(RegF x, f16_t) {
   return __builtin_convertvector(half | sign, RegH);
 }
 
+#endif
+
 template <class T>
 inline Lanes load(const T* from) {
   Lanes out;
@@ -133,13 +209,6 @@ inline Lanes load(const T* from) {
   }
   return out;
 }
-template <>
-inline Lanes load<float>(const float* from) {
-  Lanes out;
-  for (int i = 0; i < kRegisters; ++i) std::memcpy(&out.r[i], from + i * kRegisterLanes, sizeof(RegF));
-  return out;
-}
-
 template <class T>
 inline void store(T* to, const Lanes& value) {
   for (int i = 0; i < kRegisters; ++i) {
@@ -147,10 +216,16 @@ inline void store(T* to, const Lanes& value) {
     std::memcpy(to + i * kRegisterLanes, &h, sizeof(h));
   }
 }
-template <>
-inline void store<float>(float* to, const Lanes& value) {
-  for (int i = 0; i < kRegisters; ++i) std::memcpy(to + i * kRegisterLanes, &value.r[i], sizeof(RegF));
+
+#endif
+
+// Asks for memory that the next row will read.
+template <class T>
+inline void prefetch(const T* from) {
+  __builtin_prefetch(from);
 }
+
+// ---- rows of any length ----------------------------------------------------------------------------------------------
 
 // How many of a block's 16 lanes are in the row: all of them (known when compiling), or the last block's first few.
 struct Full {};
@@ -158,8 +233,8 @@ struct Tail {
   int count;
 };
 
-// Calls body(column, lanes) for each block of up to 16 columns, with Full{} for all but a partial last block: a body written as a
-// generic lambda compiles to a full-width loop and one tail.
+// Calls body(column, lanes) for each block of up to 16 columns, with Full{} for all but a partial last block: a body
+// written as a generic lambda compiles to a full-width loop and one tail.
 template <class Body>
 inline void for_columns(int64_t columns, Body body) {
   int64_t column = 0;
@@ -188,12 +263,18 @@ inline void store(T* to, const Lanes& value, Tail tail) {
   store(buffer, value);
   std::memcpy(to, buffer, static_cast<size_t>(tail.count) * sizeof(T));
 }
+constexpr uint32_t kLaneIndex[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 // Zero in the lanes past the end: for terms that are not zero there by themselves (x - mean, say).
 inline Lanes keep(const Lanes& value, Full) { return value; }
 inline Lanes keep(const Lanes& value, Tail tail) {
-  float buffer[kLanes];
-  store(buffer, value);
-  return load(buffer, tail);
+  Lanes out;
+  for (int i = 0; i < kRegisters; ++i) {
+    RegU index;
+    std::memcpy(&index, kLaneIndex + i * kRegisterLanes, sizeof(index));
+    const RegU inside = reinterpret_cast<RegU>(index < static_cast<uint32_t>(tail.count));
+    out.r[i] = floats(bits(value.r[i]) & inside);
+  }
+  return out;
 }
 
 }  // namespace FASTTFM_ISA

@@ -1,8 +1,9 @@
-// LayerNorm on the CPU. A row stays in the first-level cache between its passes, so each row is read from memory once.
+// LayerNorm on the CPU. Rows stay in the first-level cache between their passes, so each is read from memory once.
 #include "layer_norm/op.h"
 
 #include <cmath>
 
+#include "common/moments.h"
 #include "common/parallel.h"
 #include "common/row_chunks.h"
 #include "common/simd.h"
@@ -11,74 +12,90 @@ namespace fasttfm {
 namespace FASTTFM_ISA {
 namespace {
 
-// N rows, C columns. Two passes over the row: the variance is the mean of squared deviations, not a difference of large sums. The mean of the
-// deviations, zero but for the rounding of the mean, corrects both.
 template <class T>
-void forward_row(const LayerNormForward& p, int64_t row) {
+FASTTFM_KERNEL void forward_row(const LayerNormForward& p, int64_t row) {
   const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+  const T* next = row + 1 < p.rows ? x + p.x_stride : x;
   T* y = static_cast<T*>(p.y) + row * p.columns;
   const auto* weight = static_cast<const float*>(p.weight);
   const auto* bias = static_cast<const float*>(p.bias);
-  const float inverse_c = 1.0f / static_cast<float>(p.columns);
 
-  Lanes total = broadcast(0.0f);
-  for_columns(p.columns, [&](int64_t c, auto n) { total = total + load(x + c, n); });
-  const float mean = sum(total) * inverse_c;
-
-  Lanes deviations = broadcast(0.0f), squares = broadcast(0.0f);
+  const Moments found = moments(p.columns, [&](int64_t c, auto n) { return load(x + c, n); });
+  const float rstd = 1.0f / std::sqrt(found.variance + p.eps);
+  const Lanes mean = broadcast(found.mean), scale = broadcast(rstd), shift = broadcast(-found.correction * rstd);
   for_columns(p.columns, [&](int64_t c, auto n) {
-    const Lanes deviation = keep(load(x + c, n) - broadcast(mean), n);
-    deviations = deviations + deviation;
-    squares = squares + deviation * deviation;
-  });
-  const float correction = sum(deviations) * inverse_c;
-  const float variance = sum(squares) * inverse_c - correction * correction;
-  const float rstd = 1.0f / std::sqrt((variance > 0.0f ? variance : 0.0f) + p.eps);
-
-  for_columns(p.columns, [&](int64_t c, auto n) {
-    Lanes out = (load(x + c, n) - broadcast(mean) - broadcast(correction)) * broadcast(rstd);
+    prefetch(next + c);
+    Lanes out = (load(x + c, n) - mean) * scale + shift;
     if (weight != nullptr) out = out * load(weight + c, n);
     if (bias != nullptr) out = out + load(bias + c, n);
     store(y + c, out, n);
   });
-  p.mean[row] = mean;
+  p.mean[row] = found.mean;
   p.rstd[row] = rstd;
 }
 
-// Writes dx of one row and adds the row's share to dweight and dbias (fp32 [C] each, null when not wanted).
+// A row of the backward pass and what dx needs of the whole row: with g = dy * weight and d = x - mean - correction,
+//   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) = rstd * (g - mean_g) - slope * d
 template <class T>
-void backward_row(const LayerNormBackward& p, int64_t row, float* dweight, float* dbias) {
+struct BackwardRow {
+  const T* x;
+  const T* dy;
+  T* dx;
+  float mean, correction, rstd, mean_g, slope;
+};
+
+template <class T>
+FASTTFM_KERNEL BackwardRow<T> backward_row(const LayerNormBackward& p, int64_t row) {
   const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
   const T* dy = static_cast<const T*>(p.dy) + row * p.columns;
   T* dx = static_cast<T*>(p.dx) + row * p.columns;
   const auto* weight = static_cast<const float*>(p.weight);
   const float inverse_c = 1.0f / static_cast<float>(p.columns);
-  const Lanes mean = broadcast(p.mean[row]);
-  const Lanes rstd = broadcast(p.rstd[row]);
-  const auto scaled_gradient = [&](int64_t c, auto n) {
-    const Lanes g = load(dy + c, n);
-    return weight != nullptr ? g * load(weight + c, n) : g;
-  };
+  const float mean = p.mean[row], rstd = p.rstd[row];
 
   // dy is zero past the end of the row, so only the sum without it needs keep().
-  Lanes sum_xhat = broadcast(0.0f), sum_g = broadcast(0.0f), sum_g_xhat = broadcast(0.0f);
+  Lanes deviations = broadcast(0.0f), sum_g = broadcast(0.0f), sum_g_deviation = broadcast(0.0f);
   for_columns(p.columns, [&](int64_t c, auto n) {
-    const Lanes g = scaled_gradient(c, n);
-    const Lanes xhat = keep((load(x + c, n) - mean) * rstd, n);
-    sum_xhat = sum_xhat + xhat;
+    Lanes g = load(dy + c, n);
+    if (weight != nullptr) g = g * load(weight + c, n);
+    const Lanes deviation = keep(load(x + c, n) - broadcast(mean), n);
+    deviations = deviations + deviation;
     sum_g = sum_g + g;
-    sum_g_xhat = sum_g_xhat + g * xhat;
+    sum_g_deviation = sum_g_deviation + g * deviation;
   });
-  const Lanes correction = broadcast(sum(sum_xhat) * inverse_c);  // zero but for the rounding of the mean
-  const Lanes mean_g = broadcast(sum(sum_g) * inverse_c);
-  const Lanes mean_g_xhat = broadcast(sum(sum_g_xhat) * inverse_c) - correction * mean_g;
+  const float correction = sum(deviations) * inverse_c;
+  const float mean_g = sum(sum_g) * inverse_c;
+  const float mean_g_d = sum(sum_g_deviation) * inverse_c - correction * mean_g;
+  return {x, dy, dx, mean, correction, rstd, mean_g, rstd * rstd * rstd * mean_g_d};
+}
 
+// Writes dx of R rows and adds their shares to dweight and dbias (fp32 [C] each, null when not wanted). Several rows at
+// a time: a block of the two sums is read and written once for all of them.
+template <class T, int R>
+FASTTFM_KERNEL void backward_rows(const LayerNormBackward& p, int64_t first, float* dweight, float* dbias) {
+  const auto* weight = static_cast<const float*>(p.weight);
+  BackwardRow<T> rows[R];
+  for (int r = 0; r < R; ++r) rows[r] = backward_row<T>(p, first + r);
+
+  const int64_t ahead = first + 2 * R <= p.rows ? R : 0;  // the next group's rows, to be prefetched
   for_columns(p.columns, [&](int64_t c, auto n) {
-    const Lanes xhat = (load(x + c, n) - mean) * rstd - correction;
-    store(dx + c, rstd * (scaled_gradient(c, n) - mean_g - xhat * mean_g_xhat), n);
-    const Lanes g = load(dy + c, n);
-    if (dweight != nullptr) store(dweight + c, load(dweight + c, n) + g * xhat, n);
-    if (dbias != nullptr) store(dbias + c, load(dbias + c, n) + g, n);
+    const Lanes w = weight != nullptr ? load(weight + c, n) : broadcast(1.0f);
+    Lanes dw = dweight != nullptr ? load(dweight + c, n) : broadcast(0.0f);
+    Lanes db = dbias != nullptr ? load(dbias + c, n) : broadcast(0.0f);
+    // Unrolled, the rows' constants would take the registers of the sums.
+#pragma GCC unroll 1
+    for (const BackwardRow<T>& row : rows) {
+      prefetch(row.x + ahead * p.x_stride + c);
+      prefetch(row.dy + ahead * p.columns + c);
+      const Lanes dy = load(row.dy + c, n);
+      const Lanes d = load(row.x + c, n) - broadcast(row.mean) - broadcast(row.correction);
+      const Lanes g = product(dy, w);  // rounded as in mean_g: their difference is exact where it should be zero
+      store(row.dx + c, broadcast(row.rstd) * (g - broadcast(row.mean_g)) - broadcast(row.slope) * d, n);
+      dw = dw + dy * broadcast(row.rstd) * d;
+      db = db + dy;
+    }
+    if (dweight != nullptr) store(dweight + c, dw, n);
+    if (dbias != nullptr) store(dbias + c, db, n);
   });
 }
 
@@ -104,8 +121,9 @@ Status layer_norm_backward(const LayerNormBackward& p) {
     parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
       float* dweight_part = dweight.start(chunk);
       float* dbias_part = dbias.start(chunk);
-      for (int64_t row = chunks.begin(chunk); row < chunks.end(chunk); ++row)
-        backward_row<decltype(element)>(p, row, dweight_part, dbias_part);
+      for_row_groups<4>(chunks.begin(chunk), chunks.end(chunk), [&](int64_t row, auto count) {
+        backward_rows<decltype(element), decltype(count)::value>(p, row, dweight_part, dbias_part);
+      });
     });
     dweight.finish(chunks.count, p.threads);
     dbias.finish(chunks.count, p.threads);
