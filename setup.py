@@ -35,7 +35,7 @@ class CMakeBuild(build_ext):
             "Python_EXECUTABLE": sys.executable,
             "pybind11_DIR": pybind11.get_cmake_dir(),
         }
-        for option in ("FASTTFM_CUDA", "FASTTFM_CUDA_ARCHS", "FASTTFM_SANITIZE"):
+        for option in ("FASTTFM_CUDA", "FASTTFM_NVCC", "FASTTFM_CUDA_ARCHS", "FASTTFM_SANITIZE"):
             if option in os.environ:
                 definitions[option] = os.environ[option]
         flags = [f"-D{name}={value}" for name, value in definitions.items()]

@@ -1,0 +1,85 @@
+"""Writes the skeleton of an op: ``python tools/new_op.py NAME``.
+
+The files under tools/op_skeleton/ make up a small op called "skeleton", with the reference as its only backend. They
+are copied to the same places in the tree with the new name in it, and the op is exported from fasttfm.ops. All its tests
+pass as written; CONTRIBUTING.md says how to go on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import keyword
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SKELETON = Path(__file__).resolve().parent / "op_skeleton"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Writes the skeleton of an op, whose tests pass as written.")
+    parser.add_argument("name", help="lower-case words joined by underscores, for example rotary_embedding")
+    name = parser.parse_args(arguments).name
+    refusal = refuse_name(name, ROOT)
+    if refusal is not None:
+        print(f"new_op: name: {refusal}", file=sys.stderr)
+        return 2
+    for path in write_op(name, ROOT):
+        print(path.relative_to(ROOT))
+    print(f"\nNext: pytest tests/ops/test_{name}.py, then the formula in kernels/{name}/reference.py")
+    return 0
+
+
+def refuse_name(name: str, root: Path) -> str | None:
+    """Why there can be no new op of this name; None if there can."""
+    if re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) is None or keyword.iskeyword(name):
+        return f"expected lower-case words joined by underscores, got {name!r}"
+    taken = [path for path in targets(name, root) if path.exists()]
+    if name in ("common", "skeleton") or taken:
+        where = taken[0].relative_to(root) if taken else "the tree's own names"
+        return f"expected a new name, got {name!r}, which {where} has already"
+    return None
+
+
+def targets(name: str, root: Path) -> list[Path]:
+    """Where the op's files go, in the order of the skeleton's."""
+    return [root / renamed(path.relative_to(SKELETON).as_posix(), name) for path in skeleton_files()]
+
+
+def skeleton_files() -> list[Path]:
+    return sorted(path for path in SKELETON.rglob("*") if path.suffix in (".py", ".md"))
+
+
+def renamed(text: str, name: str) -> str:
+    camel = "".join(word.capitalize() for word in name.split("_"))
+    return text.replace("skeleton", name).replace("Skeleton", camel)
+
+
+def write_op(name: str, root: Path) -> list[Path]:
+    """Writes the op's files, exports it, and returns every path that was written."""
+    written = targets(name, root)
+    for source, target in zip(skeleton_files(), written, strict=True):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(renamed(source.read_text(), name))
+    exports = root / "python" / "fasttfm" / "ops" / "__init__.py"
+    exports.write_text(with_export(exports.read_text(), name))
+    return [*written, exports]
+
+
+def with_export(text: str, name: str) -> str:
+    """``ops/__init__.py`` with one more op: an import, and a name in ``__all__``, each in its order."""
+    imports = re.findall(r"^from fasttfm\.ops\.\w+ import .+\n", text, re.MULTILINE)
+    exported = re.search(r"^__all__ = \[(.*?)\]\n", text, re.MULTILINE | re.DOTALL)
+    if not imports or exported is None:
+        raise SystemExit("new_op: python/fasttfm/ops/__init__.py: expected one import per line and a list __all__")
+    block = "".join(sorted([*imports, f"from fasttfm.ops.{name} import {name}\n"]))
+    names = sorted([*re.findall(r'"(\w+)"', exported[1]), name])
+    lines = "".join(f'    "{item}",\n' for item in names)
+    one_line = "__all__ = [" + ", ".join(f'"{item}"' for item in names) + "]\n"
+    text = text.replace(exported[0], one_line if len(one_line) <= 121 else f"__all__ = [\n{lines}]\n")
+    return text.replace("".join(imports), block)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
