@@ -50,8 +50,9 @@ format: .venv/installed ## lay out Python and C++ as `make lint` wants them
 	.venv/bin/clang-format -i $(cpp_sources)
 
 # A build of its own, laid out as a package that stands before the installed one on the path. Python itself is not sanitized, so
-# the runtimes are preloaded; its own allocations, which live to the end, would count as leaks.
-asan_environment = PYTHONPATH=$(CURDIR)/build/asan/lib ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+# the runtimes are preloaded and Python allocates with malloc; what it keeps to the end would count as leaks.
+asan_environment = PYTHONPATH=$(CURDIR)/build/asan/lib PYTHONMALLOC=malloc \
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
   LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)"
 
 .PHONY: asan
@@ -61,6 +62,7 @@ asan: .venv/installed ## the native tests under AddressSanitizer and UndefinedBe
 	  .venv/bin/python setup.py --quiet build --build-base build/asan --build-lib build/asan/lib
 	$(asan_environment) .venv/bin/python -c 'from fasttfm import _C; assert "build/asan" in _C.__file__, _C.__file__'
 	$(asan_environment) .venv/bin/python -m pytest tests/native
+	$(asan_environment) .venv/bin/python -m pytest tests/ops -k "test_accuracy and cpu- and not gpu"
 
 # No virtual environment, no network, no isolation: what the machine's own Python has (torch, Triton, pytest, setuptools, cmake, ninja,
 # pybind11) builds the package under build/gpu and runs it from there.

@@ -1,8 +1,8 @@
 """Writes the skeleton of an op: ``python tools/new_op.py NAME``.
 
 The files under tools/op_skeleton/ make up a small op called "skeleton", with the reference as its only backend. They
-are copied to the same places in the tree with the new name in it, and the op is exported from fasttfm.ops. All its tests
-pass as written; CONTRIBUTING.md says how to go on from there.
+are copied to the same places in the tree with the new name in it, and the op is exported from fasttfm.ops. All its
+tests pass as written; CONTRIBUTING.md says how to go on from there.
 """
 
 from __future__ import annotations

@@ -1,0 +1,61 @@
+"""Prints the measured accuracy of every op as rows for docs/numerics.md: ``python tools/accuracy_table.py [op ...]``.
+
+A cell is max|out - exact| / max|naive - exact|, the median over the op's cases and, in brackets, the largest: 1.0 means
+as far from the fp64 result as the same formula in plain torch and in the same type. Cases where plain torch is exact
+give no ratio. Measures the GPU backends if there is a GPU, the native core otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterable
+
+import torch
+
+from fasttfm.ops.backends import dtype_name, tables
+from fasttfm.testing.harness import accuracy
+from fasttfm.testing.spec import FLOAT_DTYPES, OpSpec
+from fasttfm.testing.specs import all_specs
+from fasttfm.testing.tolerance import Comparison
+
+
+def main(arguments: list[str] | None = None) -> int:
+    specs = all_specs()
+    parser = argparse.ArgumentParser(description="Prints the measured accuracy of ops as rows for docs/numerics.md.")
+    parser.add_argument("ops", nargs="*", metavar="op", help=f"of {', '.join(specs)}; default: all")
+    names = parser.parse_args(arguments).ops
+    unknown = [name for name in names if name not in specs]
+    if unknown:
+        parser.error(f"op: expected some of {', '.join(specs)}, got {', '.join(unknown)}")
+    print("| op | backend | type | outputs | gradients |\n| --- | --- | --- | --- | --- |")
+    for name in names or specs:
+        for row in rows(specs[name]):
+            print(f"| {' | '.join(row)} |", flush=True)
+    return 0
+
+
+def rows(spec: OpSpec) -> list[list[str]]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    backends = ("cuda", "triton") if device == "cuda" else ("cpu",)
+    present = [b.name for b in tables()[spec.name].backends if b.name in backends and b.absent() is None]
+    gradients = {f"d{name}" for name in spec.differentiable}
+    found = []
+    for backend in present:
+        for dtype in FLOAT_DTYPES:
+            cases = [case for case in spec.cases if dtype in case.dtypes]
+            comparisons = [item for case in cases for item in accuracy(spec, case, dtype, backend, device)]
+            outputs = ratios(item for item in comparisons if item.name not in gradients)
+            backward = ratios(item for item in comparisons if item.name in gradients)
+            found.append([spec.name, backend, dtype_name(dtype), outputs, backward])
+    return found
+
+
+def ratios(comparisons: Iterable[Comparison]) -> str:
+    """The median ratio and the largest."""
+    found = [comparison.ratio for comparison in comparisons if comparison.naive_error > 0]
+    return f"{statistics.median(found):.2f} ({max(found):.2f})" if found else "exact"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
