@@ -20,8 +20,8 @@ allocate.restype, allocate.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 rows, columns = 4, 64
 x, y, statistics = allocate(4 * rows * columns), allocate(4 * rows * columns - {missing}), allocate(8 * rows)
 _C.layer_norm_forward_cpu(
-    x=x, weight=0, bias=0, y=y, mean=statistics, rstd=statistics + 4 * rows, rows=rows, columns=columns, x_stride=columns,
-    eps=1e-5, dtype=0, threads=1,
+    x=x, weight=0, bias=0, y=y, mean=statistics, rstd=statistics + 4 * rows, rows=rows, columns=columns,
+    x_stride=columns, eps=1e-5, dtype=0, threads=1,
 )
 """
 
