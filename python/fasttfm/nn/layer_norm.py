@@ -19,7 +19,9 @@ class LayerNorm(torch.nn.LayerNorm):
         leading = input.shape[: input.dim() - len(normalized)]
         if tuple(input.shape[len(leading) :]) != normalized:
             raise ValueError(f"LayerNorm: input: expected shape (..., {normalized}), got {tuple(input.shape)}")
-        x, weight, bias = input, self.weight, self.bias
+        x = input
+        weight: Tensor | None = self.weight
+        bias: Tensor | None = self.bias
         if len(normalized) > 1:  # the op normalises one dimension
             x = input.reshape(*leading, -1)
             weight = None if weight is None else weight.reshape(-1)

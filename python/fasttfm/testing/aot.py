@@ -1,7 +1,7 @@
 """Compiles every Triton kernel ahead of time, without a GPU: ``python -m fasttfm.testing.aot [op ...]``.
 
-A compile error, a register spill or more shared memory than the chip has then shows on any machine. Must run in a process of its own,
-without TRITON_INTERPRET: Triton decides at import whether kernels are compiled or interpreted.
+A compile error, a register spill or more shared memory than the chip has then shows on any machine. Must run in a
+process of its own, without TRITON_INTERPRET: Triton decides at import whether kernels are compiled or interpreted.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def compile_kernel(description: TritonKernel, target: int) -> Compiled:
 
 
 def _alignment(description: TritonKernel) -> dict[tuple[int], list[list[Any]]]:
-    """Pointers and sizes as multiples of 16, the way the launcher specialises for usual shapes: loads become 16 bytes wide."""
+    """Pointers and sizes as multiples of 16, as the launcher specialises for usual shapes: loads become 16 bytes wide."""
     return {
         (index,): [["tt.divisibility", 16]]
         for index, argument in enumerate(description.kernel.arg_names)

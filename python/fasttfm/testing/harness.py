@@ -62,7 +62,7 @@ def run(
 
 
 def _incoming(index: int, output: Tensor, wide: bool, inputs: Inputs) -> Tensor:
-    """The gradient that comes in for an output: random, the same numbers in every precision (rounded to the tested one first)."""
+    """An output's incoming gradient: random, rounded to the tested type, the same numbers in every precision."""
     tested = next(value.dtype for value in inputs.values() if isinstance(value, Tensor) and value.is_floating_point())
     generator = torch.Generator().manual_seed(SEED + 1 + index)
     gradient = torch.randn(output.shape, generator=generator, dtype=torch.float64)
@@ -131,7 +131,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal as bit patterns: NaN equals itself, 0.0 does not equal -0.0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else a.item() == b.item()
+    return (
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        if a.dim()
+        else a.item() == b.item()
+    )
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """What an op declares about itself, once: its cases, its costs, its peers, its bad inputs and its broken copies.
 
-``fasttfm.testing.specs.<op>`` holds one OpSpec per op. Tests (harness.py), ahead-of-time compilation (aot.py) and benchmarks (bench.py)
-are all derived from it.
+``fasttfm.testing.specs.<op>`` holds one OpSpec per op. Tests (harness.py), ahead-of-time compilation (aot.py) and
+benchmarks (bench.py) are all derived from it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class OpCase:
 
 @dataclass(frozen=True)
 class BadCall:
-    """A call that must raise ``error`` before anything runs, with a message that names op, ``argument``, expected and got."""
+    """A call that must raise ``error`` before anything runs; the message names op, ``argument``, expected and got."""
 
     name: str
     argument: str
@@ -48,8 +48,11 @@ class BadCall:
 
 @dataclass(frozen=True)
 class Peer:
-    """What users would pick instead. ``build(inputs, options)`` returns a function of no arguments that runs the forward and returns
-    its output, differentiable in the same inputs; it raises PeerUnavailable where it cannot run."""
+    """What users would pick instead.
+
+    ``build(inputs, options)`` returns a function of no arguments that runs the forward and returns its output,
+    differentiable in the same inputs; it raises PeerUnavailable where it cannot run.
+    """
 
     name: str
     build: Callable[[Inputs, Mapping[str, Any]], Callable[[], Any]]
@@ -57,7 +60,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Cost:
-    """The least an implementation must do: bytes through memory and floating-point operations that need the matrix units."""
+    """The least an implementation must do: bytes through memory, and floating-point operations of the matrix units."""
 
     bytes: float
     flops: float = 0.0
@@ -79,8 +82,8 @@ class TritonKernel:
 class OpSpec:
     """Everything the harness needs to know about an op.
 
-    ``function(**inputs, **options, backend=...)`` is the public op; ``reference(**inputs, **options)`` the same in plain
-    torch for any floating type, differentiable by autograd. Both return a tensor or a tuple of tensors.
+    ``function(**inputs, **options, backend=...)`` is the public op; ``reference(**inputs, **options)`` the same in
+    plain torch for any floating type, differentiable by autograd. Both return a tensor or a tuple of tensors.
     """
 
     name: str
@@ -105,6 +108,8 @@ def outputs_of(result: Any) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
-def draw(generator: torch.Generator, *shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> Tensor:
+def draw(
+    generator: torch.Generator, *shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0
+) -> Tensor:
     """Normal random numbers, drawn on the CPU so that every device sees the same, then rounded to ``dtype``."""
     return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype).to(device)

@@ -1,6 +1,7 @@
 """How far a result may be from the truth: derived from the data, never typed in.
 
-With ``exact`` the reference in fp64 and ``naive`` the reference in the tested type, both on the same low-precision inputs:
+With ``exact`` the reference in fp64 and ``naive`` the reference in the tested type, both on the same low-precision
+inputs:
 
     max|out - exact| <= factor * max|naive - exact| + floor        factor 2 for outputs, 3 for gradients
 

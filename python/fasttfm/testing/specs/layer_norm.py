@@ -135,7 +135,7 @@ class _DroppedTerm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, rstd = ctx.saved_tensors
         _, dweight, dbias = reference.layer_norm_backward(dy, x, weight, mean, rstd, True, True)
         g = dy if weight is None else dy * weight
