@@ -70,7 +70,7 @@ def compile_kernel(description: TritonKernel, target: int) -> Compiled:
 
 
 def _alignment(description: TritonKernel) -> dict[tuple[int], list[list[Any]]]:
-    """Pointers and sizes as multiples of 16, as the launcher specialises for usual shapes: loads become 16 bytes wide."""
+    """Pointers and sizes as multiples of 16, as the launcher specialises for usual shapes: loads are 16 bytes wide."""
     return {
         (index,): [["tt.divisibility", 16]]
         for index, argument in enumerate(description.kernel.arg_names)
