@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -36,13 +37,13 @@ Field<Params, Member> make_field(const char* name, Member Params::* member) {
   return {name, PyUnicode_InternFromString(name), member};
 }
 
-// Pointers cross the bridge as integers (tensor.data_ptr(), 0 for null), dtypes as their codes.
+// Pointers cross the bridge as integers (tensor.data_ptr(), 0 for null), enumerations as their codes.
 template <class Member>
 Member from_python(PyObject* value) {
   if constexpr (std::is_pointer_v<Member>) {
     return reinterpret_cast<Member>(py::cast<uintptr_t>(py::handle(value)));
-  } else if constexpr (std::is_same_v<Member, DType>) {
-    return static_cast<DType>(py::cast<int32_t>(py::handle(value)));
+  } else if constexpr (std::is_enum_v<Member>) {
+    return static_cast<Member>(py::cast<int32_t>(py::handle(value)));
   } else {
     return py::cast<Member>(py::handle(value));
   }
@@ -60,6 +61,16 @@ void assign(Params& params, PyObject* given, const char* launcher, const Field<P
   }
 }
 
+[[noreturn]] inline void raise_unknown(const char* launcher, const py::kwargs& given,
+                                       const std::set<std::string>& known) {
+  std::string unknown;
+  for (const auto& item : given) {
+    const auto name = py::cast<std::string>(item.first);
+    if (known.count(name) == 0) unknown += " '" + name + "'";
+  }
+  throw py::type_error(std::string(launcher) + ": unknown arguments:" + unknown);
+}
+
 // Adds `name(**fields)`: fills the params struct from keywords (each exactly once, none unknown), runs the launcher
 // without the GIL and turns its status into an exception. Its docstring lists the fields; a test holds _C.pyi against
 // it.
@@ -73,9 +84,7 @@ void bind_launcher(py::module_& module, const char* name, Status (*launcher)(con
       [=](const py::kwargs& given) {
         Params params{};
         (assign(params, given.ptr(), name, fields), ...);
-        if (given.size() != sizeof...(fields))
-          throw py::type_error(std::string(name) + ": expected " + std::to_string(sizeof...(fields)) +
-                               " arguments, got " + std::to_string(given.size()));
+        if (given.size() != sizeof...(fields)) raise_unknown(name, given, {fields.name...});
         Status status;
         {
           py::gil_scoped_release unlocked;

@@ -1,6 +1,7 @@
 #include "common/parallel.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <thread>
@@ -67,6 +68,9 @@ const char* share_openmp(const char* library_path, const char** reason) {
     *reason = "the library depends on no OpenMP runtime with GOMP_parallel";
     return "";
   }
+  // A forked child has none of the parent's threads, but its copy of the runtime would wait for them forever.
+  static const int registered = pthread_atfork(nullptr, nullptr, use_plain_threads);
+  (void)registered;
   gomp_parallel.store(reinterpret_cast<GompParallel>(symbol), std::memory_order_release);
   static Dl_info info;
   return dladdr(symbol, &info) != 0 ? info.dli_fname : "unknown";

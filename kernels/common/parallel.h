@@ -1,6 +1,6 @@
 // Threads for CPU kernels: the OpenMP runtime that the host program already runs, never a second pool beside it.
 //
-// Two pools whose idle threads spin fight for the cores (docs/design.md has the measurement). So the core links no
+// Two pools whose idle threads spin fight for the cores (docs/threads.md has the measurement). So the core links no
 // OpenMP: at start-up Python hands over the path of torch's CPU library, and the parallel region of *its* OpenMP
 // runtime is looked up there by name. Where there is none, work runs on plain threads that are started per call.
 #pragma once
@@ -29,7 +29,7 @@ inline void parallel_items(int64_t items, int threads, Body&& body) {
 const char* share_openmp(const char* library_path, const char** reason);
 // "openmp" or "threads": what parallel_items() uses now.
 const char* parallel_runtime();
-// Goes back to plain threads (benchmarks compare the two).
+// Goes back to plain threads: benchmarks compare the two, and a forked child has no other choice.
 void use_plain_threads();
 
 }  // namespace fasttfm

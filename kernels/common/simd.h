@@ -36,11 +36,22 @@ constexpr int kRegisters = kLanes / kRegisterLanes;
 
 typedef float RegF __attribute__((vector_size(kRegisterLanes * 4)));
 typedef uint32_t RegU __attribute__((vector_size(kRegisterLanes * 4)));
+typedef int32_t RegI __attribute__((vector_size(kRegisterLanes * 4)));
 typedef uint16_t RegH __attribute__((vector_size(kRegisterLanes * 2)));
 
 struct Lanes {
   RegF r[kRegisters];
 };
+// The answer to a comparison: all bits of a lane, or none.
+struct Mask {
+  RegU r[kRegisters];
+};
+
+inline RegU bits(RegF x) { return reinterpret_cast<RegU>(x); }
+inline RegF floats(RegU x) { return reinterpret_cast<RegF>(x); }
+// `yes` where the mask is all ones, `no` where it is all zeros.
+inline RegU select(RegU mask, RegU yes, RegU no) { return (mask & yes) | (~mask & no); }
+inline RegF select(RegU mask, RegF yes, RegF no) { return floats(select(mask, bits(yes), bits(no))); }
 
 // Applies `f` register by register. The loops have constant bounds: the compiler keeps `Lanes` in registers.
 template <class F>
@@ -71,6 +82,21 @@ inline Lanes operator*(const Lanes& a, const Lanes& b) {
   return map(a, b, [](RegF x, RegF y) { return x * y; });
 }
 
+inline Lanes operator/(const Lanes& a, const Lanes& b) {
+  return map(a, b, [](RegF x, RegF y) { return x / y; });
+}
+
+inline Mask operator<(const Lanes& a, float b) {
+  Mask out;
+  for (int i = 0; i < kRegisters; ++i) out.r[i] = reinterpret_cast<RegU>(a.r[i] < b);
+  return out;
+}
+inline Lanes select(const Mask& mask, const Lanes& yes, const Lanes& no) {
+  Lanes out;
+  for (int i = 0; i < kRegisters; ++i) out.r[i] = select(mask.r[i], yes.r[i], no.r[i]);
+  return out;
+}
+
 // a * b rounded by itself. Elsewhere the compiler may fuse a product and the sum that follows into one rounding.
 inline Lanes product(const Lanes& a, const Lanes& b) {
   Lanes out = a * b;
@@ -94,11 +120,6 @@ inline float sum(const Lanes& a) {
 // ---- storage formats: load() and store() of 16 elements --------------------------------------------------------------
 //
 // Reading widens exactly. Writing rounds to nearest, ties to even; a NaN stays a NaN, its payload may change.
-
-inline RegU bits(RegF x) { return reinterpret_cast<RegU>(x); }
-inline RegF floats(RegU x) { return reinterpret_cast<RegF>(x); }
-// `yes` where the mask is all ones, `no` where it is all zeros.
-inline RegU select(RegU mask, RegU yes, RegU no) { return (mask & yes) | (~mask & no); }
 
 inline Lanes load(const float* from) {
   Lanes out;

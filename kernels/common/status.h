@@ -5,7 +5,7 @@
 
 namespace fasttfm {
 
-enum class StatusCode : int32_t { ok, unknown_dtype, bad_size, bad_alignment, cuda_error };
+enum class StatusCode : int32_t { ok, unknown_dtype, bad_size, bad_value, bad_alignment, cuda_error };
 
 struct Status {
   StatusCode code = StatusCode::ok;

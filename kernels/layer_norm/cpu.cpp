@@ -66,7 +66,7 @@ FASTTFM_KERNEL BackwardRow<T> backward_row(const LayerNormBackward& p, int64_t r
   const float correction = sum(deviations) * inverse_c;
   const float mean_g = sum(sum_g) * inverse_c;
   const float mean_g_d = sum(sum_g_deviation) * inverse_c - correction * mean_g;
-  return {x, dy, dx, mean, correction, rstd, mean_g, rstd * rstd * rstd * mean_g_d};
+  return {x, dy, dx, mean, correction, rstd, mean_g, rstd * (rstd * (rstd * mean_g_d))};
 }
 
 // Writes dx of R rows and adds their shares to dweight and dbias (fp32 [C] each, null when not wanted). Several rows at
@@ -116,8 +116,8 @@ Status layer_norm_backward(const LayerNormBackward& p) {
   if (p.columns < 1) return bad_size("layer_norm: columns must be at least 1");
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
     const RowChunks chunks(p.rows);
-    const ColumnSums dweight{p.dweight, p.workspace, p.columns};
-    const ColumnSums dbias{p.dbias, p.workspace + chunks.count * p.columns, p.columns};
+    const ColumnSums dweight{static_cast<float*>(p.dweight), p.workspace, p.columns};
+    const ColumnSums dbias{static_cast<float*>(p.dbias), p.workspace + chunks.count * p.columns, p.columns};
     parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
       float* dweight_part = dweight.start(chunk);
       float* dbias_part = dbias.start(chunk);

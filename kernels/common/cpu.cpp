@@ -1,0 +1,46 @@
+#include "common/elementwise.h"
+#include "common/parallel.h"
+#include "common/simd.h"
+#include "common/simd_math.h"
+
+namespace fasttfm {
+namespace FASTTFM_ISA {
+namespace {
+
+constexpr int64_t kItem = 1 << 14;  // elements per item of work
+
+template <class From, class To, class Function>
+FASTTFM_KERNEL void apply(const Elementwise& p, int64_t item, Function function) {
+  const int64_t first = item * kItem, left = p.count - first;
+  const From* x = static_cast<const From*>(p.x) + first;
+  To* y = static_cast<To*>(p.y) + first;
+  for_columns(left < kItem ? left : kItem, [&](int64_t i, auto n) { store(y + i, function(load(x + i, n)), n); });
+}
+
+template <class Function>
+Status run(const Elementwise& p, Function function) {
+  return with_dtype(p.x_dtype, unknown_dtype(), [&](auto from) {
+    return with_dtype(p.y_dtype, unknown_dtype(), [&](auto to) {
+      parallel_items((p.count + kItem - 1) / kItem, p.threads,
+                     [&](int64_t item) { apply<decltype(from), decltype(to)>(p, item, function); });
+      return Status{};
+    });
+  });
+}
+
+}  // namespace
+
+Status elementwise(const Elementwise& p) {
+  switch (p.function) {
+    case ElementFunction::identity: return run(p, [](const Lanes& x) { return x; });
+    case ElementFunction::exp: return run(p, [](const Lanes& x) { return exp(x); });
+    case ElementFunction::erf: return run(p, [](const Lanes& x) { return erf(x); });
+    case ElementFunction::tanh: return run(p, [](const Lanes& x) { return tanh(x); });
+  }
+  return {StatusCode::bad_value, "elementwise: function is not 0 (identity), 1 (exp), 2 (erf) or 3 (tanh)"};
+}
+
+}  // namespace FASTTFM_ISA
+}  // namespace fasttfm
+
+FASTTFM_CPU_LAUNCHER(elementwise, Elementwise)

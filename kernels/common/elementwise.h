@@ -1,0 +1,28 @@
+// A function of each element of an array. This is how tests reach what every CPU kernel is made of: identity from one
+// dtype to another is load() and store(), the others are the functions of simd_math.h.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/status.h"
+
+namespace fasttfm {
+
+enum class ElementFunction : int32_t { identity = 0, exp = 1, erf = 2, tanh = 3 };
+
+struct Elementwise {
+  const void* x;  // [count], x_dtype
+  void* y;        // [count], y_dtype
+  int64_t count;
+  DType x_dtype;
+  DType y_dtype;
+  ElementFunction function;
+  int threads;
+};
+
+namespace cpu {
+Status elementwise(const Elementwise&);
+}  // namespace cpu
+
+}  // namespace fasttfm
