@@ -37,9 +37,11 @@ Field<Params, Member> make_field(const char* name, Member Params::* member) {
   return {name, PyUnicode_InternFromString(name), member};
 }
 
-// Pointers cross the bridge as integers (tensor.data_ptr(), 0 for null), enumerations as their codes.
+// Pointers cross the bridge as integers (tensor.data_ptr(), 0 for null), enumerations as their codes. Where an integer
+// is due, nothing else is taken, though it might convert: a tensor of one element is not an address.
 template <class Member>
 Member from_python(PyObject* value) {
+  if (!std::is_floating_point_v<Member> && !PyLong_Check(value)) throw py::cast_error();
   if constexpr (std::is_pointer_v<Member>) {
     return reinterpret_cast<Member>(py::cast<uintptr_t>(py::handle(value)));
   } else if constexpr (std::is_enum_v<Member>) {

@@ -10,19 +10,21 @@ namespace fasttfm {
 FASTTFM_BINDING(layer_norm) {
   module.def("layer_norm_workspace", &cpu::layer_norm_workspace, py::arg("rows"), py::arg("columns"));
   bind_launcher(module, "layer_norm_forward_cpu", &cpu::layer_norm_forward, FORWARD(x), FORWARD(weight), FORWARD(bias),
-                FORWARD(y), FORWARD(mean), FORWARD(rstd), FORWARD(rows), FORWARD(columns), FORWARD(x_stride), FORWARD(eps),
-                FORWARD(dtype), FORWARD(threads));
-  bind_launcher(module, "layer_norm_backward_cpu", &cpu::layer_norm_backward, BACKWARD(dy), BACKWARD(x), BACKWARD(weight),
-                BACKWARD(mean), BACKWARD(rstd), BACKWARD(dx), BACKWARD(dweight), BACKWARD(dbias), BACKWARD(workspace),
-                BACKWARD(rows), BACKWARD(columns), BACKWARD(x_stride), BACKWARD(dtype), BACKWARD(threads));
+                FORWARD(y), FORWARD(mean), FORWARD(rstd), FORWARD(rows), FORWARD(columns), FORWARD(x_stride),
+                FORWARD(eps), FORWARD(dtype), FORWARD(threads));
+  bind_launcher(module, "layer_norm_backward_cpu", &cpu::layer_norm_backward, BACKWARD(dy), BACKWARD(x),
+                BACKWARD(weight), BACKWARD(mean), BACKWARD(rstd), BACKWARD(dx), BACKWARD(dweight), BACKWARD(dbias),
+                BACKWARD(workspace), BACKWARD(rows), BACKWARD(columns), BACKWARD(x_stride), BACKWARD(dtype),
+                BACKWARD(threads));
 #ifdef FASTTFM_WITH_CUDA
-  bind_launcher(module, "layer_norm_forward_cuda", &cuda::layer_norm_forward, FORWARD(x), FORWARD(weight), FORWARD(bias),
-                FORWARD(y), FORWARD(mean), FORWARD(rstd), FORWARD(rows), FORWARD(columns), FORWARD(x_stride), FORWARD(eps),
-                FORWARD(dtype), FORWARD(weight_dtype), FORWARD(bias_dtype), FORWARD(device), FORWARD(stream));
-  bind_launcher(module, "layer_norm_backward_cuda", &cuda::layer_norm_backward, BACKWARD(dy), BACKWARD(x), BACKWARD(weight),
-                BACKWARD(mean), BACKWARD(rstd), BACKWARD(dx), BACKWARD(dweight), BACKWARD(dbias), BACKWARD(workspace),
-                BACKWARD(rows), BACKWARD(columns), BACKWARD(x_stride), BACKWARD(dtype), BACKWARD(weight_dtype),
-                BACKWARD(blocks), BACKWARD(device), BACKWARD(stream));
+  bind_launcher(module, "layer_norm_forward_cuda", &cuda::layer_norm_forward, FORWARD(x), FORWARD(weight),
+                FORWARD(bias), FORWARD(y), FORWARD(mean), FORWARD(rstd), FORWARD(rows), FORWARD(columns),
+                FORWARD(x_stride), FORWARD(eps), FORWARD(dtype), FORWARD(parameter_dtype), FORWARD(device),
+                FORWARD(stream));
+  bind_launcher(module, "layer_norm_backward_cuda", &cuda::layer_norm_backward, BACKWARD(dy), BACKWARD(x),
+                BACKWARD(weight), BACKWARD(mean), BACKWARD(rstd), BACKWARD(dx), BACKWARD(dweight), BACKWARD(dbias),
+                BACKWARD(workspace), BACKWARD(rows), BACKWARD(columns), BACKWARD(x_stride), BACKWARD(dtype),
+                BACKWARD(weight_dtype), BACKWARD(bias_dtype), BACKWARD(blocks), BACKWARD(device), BACKWARD(stream));
 #endif
 }
 

@@ -32,7 +32,8 @@ def served() -> Iterator[list[str]]:
     watched = tuple(
         dataclasses.replace(
             backend,
-            functions={key: recorded(f"{backend.name} {key}", value) for key, value in backend.functions.items()},
+            forward=recorded(f"{backend.name} forward", backend.forward),
+            backward=recorded(f"{backend.name} backward", backend.backward),
         )
         for backend in TABLE.backends
     )

@@ -1,10 +1,13 @@
-// Times the CUDA LayerNorm kernels over thread groupings and block counts; prints microseconds and the share of the copy bandwidth.
+// Times the CUDA LayerNorm kernels over thread groupings and block counts; prints microseconds and the share of the
+// copy bandwidth.
 //
-//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I kernels -o /tmp/shapes benchmarks/lab/layer_norm_shapes.cu && /tmp/shapes
+//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I kernels -o /tmp/shapes
+//   benchmarks/lab/layer_norm_shapes.cu && /tmp/shapes
 #include "../../kernels/layer_norm/cuda.cu"
 
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 #include <vector>
 
 using namespace fasttfm;
@@ -20,7 +23,7 @@ static void check(cudaError_t error) {
 __global__ void fill(bf16_t* to, int64_t count, uint32_t seed) {
   for (int64_t i = blockIdx.x * 1024ll + threadIdx.x; i < count; i += gridDim.x * 1024ll) {
     const uint32_t hash = (static_cast<uint32_t>(i) * 2654435761u) ^ seed;
-    narrow((hash >> 8) * (2.0f / (1 << 24)) - 1.0f, to[i]);
+    to[i].bits = static_cast<uint16_t>(narrow_word((hash >> 8) * (2.0f / (1 << 24)) - 1.0f, 0.0f, bf16_t{}));
   }
 }
 
@@ -59,11 +62,13 @@ static void forward(int64_t rows, int64_t columns) {
     LayerNormForward p{};
     p.x = x[i % kSets], p.y = out[i % kSets], p.weight = weight, p.bias = weight, p.mean = mean, p.rstd = rstd;
     p.rows = rows, p.columns = columns, p.x_stride = columns, p.eps = 1e-5f, p.dtype = DType::bf16;
-    forward_kernel<bf16_t, S><<<(rows + S::kGroups - 1) / S::kGroups, S::kBlock>>>(p);
+    launch(forward_kernel<bf16_t, bf16_t, S>, static_cast<unsigned>((rows + S::kGroups - 1) / S::kGroups), S::kBlock, 0,
+           nullptr, p);
   });
   check(cudaGetLastError());
-  std::printf("forward  %5lld x %4lld group %3d vectors %d            %7.1f us  %.3f of copy\n", (long long)rows,
-              (long long)columns, S::kGroup, S::kVectors, us, rows * columns * 4 / copy_rate / us);
+  std::printf("forward  %5lld x %4lld group %3d vectors %d block %3d             %7.1f us  %.3f of copy\n",
+              (long long)rows, (long long)columns, S::kGroup, S::kVectors, S::kBlock, us,
+              rows * columns * 4 / copy_rate / us);
 }
 
 template <class S>
@@ -74,12 +79,13 @@ static void backward(int64_t rows, int64_t columns, int per_sm) {
     p.x = x[i % kSets], p.dy = dy[i % kSets], p.dx = out[i % kSets], p.weight = weight, p.mean = mean, p.rstd = rstd;
     p.dweight = dweight, p.dbias = dbias, p.workspace = workspace;
     p.rows = rows, p.columns = columns, p.x_stride = columns, p.dtype = DType::bf16;
-    backward_kernel<bf16_t, S><<<blocks, S::kBlock>>>(p);
-    sum_parts_kernel<<<dim3((columns + 31) / 32, 2), dim3(kSumColumns, kSumRows)>>>(workspace, dweight, dbias, blocks, columns);
+    launch(backward_kernel<bf16_t, S>, blocks, S::kBlock, sizeof(BackwardMemory<bf16_t, S>), nullptr, p);
+    sum_parts(workspace, {dweight, DType::bf16}, {dbias, DType::bf16}, blocks, columns, nullptr);
   });
   check(cudaGetLastError());
-  std::printf("backward %5lld x %4lld group %3d vectors %d blocks/SM %2d %7.1f us  %.3f of copy\n", (long long)rows,
-              (long long)columns, S::kGroup, S::kVectors, per_sm, us, rows * columns * 6 / copy_rate / us);
+  std::printf("backward %5lld x %4lld group %3d vectors %d block %3d blocks/SM %2d %7.1f us  %.3f of copy\n",
+              (long long)rows, (long long)columns, S::kGroup, S::kVectors, S::kBlock, per_sm, us,
+              rows * columns * 6 / copy_rate / us);
 }
 
 int main() {
@@ -95,26 +101,23 @@ int main() {
     check(cudaMemset(*buffer, 1, 32768 * 4));
   }
   check(cudaMalloc(&workspace, 2ll * 132 * 16 * 4096 * 4));
-  const float copy_us = time_us([&](int i) {
-    check(cudaMemcpyAsync(out[i % kSets], x[i % kSets], elements * 2, cudaMemcpyDeviceToDevice));
-  });
+  const float copy_us = time_us(
+      [&](int i) { check(cudaMemcpyAsync(out[i % kSets], x[i % kSets], elements * 2, cudaMemcpyDeviceToDevice)); });
   copy_rate = elements * 4 / copy_us;
   std::printf("copy %.2f TB/s\n", copy_rate / 1e6);
 
-  forward<Shape<32, 4>>(32768, 1024);
-  forward<Shape<64, 2>>(32768, 1024);
-  forward<Shape<128, 1>>(32768, 1024);
-  forward<Shape<32, 3>>(32768, 768);
-  forward<Shape<128, 1>>(32768, 768);
-  forward<Shape<256, 2>>(32768, 4096);
-  forward<Shape<512, 1>>(32768, 4096);
-  forward<Shape<128, 4>>(32768, 4096);
-  for (int per_sm : {2, 3, 4}) backward<Shape<32, 4>>(32768, 1024, per_sm);
-  for (int per_sm : {4, 6, 8, 12}) backward<Shape<128, 1>>(32768, 1024, per_sm);
-  for (int per_sm : {4, 8, 12}) backward<Shape<64, 2>>(32768, 1024, per_sm);
-  for (int per_sm : {2, 3, 4}) backward<Shape<32, 3>>(32768, 768, per_sm);
-  for (int per_sm : {4, 8}) backward<Shape<128, 1>>(32768, 768, per_sm);
-  for (int per_sm : {1, 2, 3, 4}) backward<Shape<256, 2>>(32768, 4096, per_sm);
-  for (int per_sm : {1, 2, 3}) backward<Shape<512, 1>>(32768, 4096, per_sm);
+  forward<RowShape<32, 4, 32>>(32768, 1024);
+  forward<RowShape<32, 4, 64>>(32768, 1024);
+  forward<RowShape<32, 4, 128>>(32768, 1024);
+  forward<RowShape<64, 2, 64>>(32768, 1024);
+  forward<RowShape<32, 3, 64>>(32768, 768);
+  forward<RowShape<32, 3, 128>>(32768, 768);
+  forward<RowShape<128, 4, 128>>(32768, 4096);
+  forward<RowShape<256, 2, 256>>(32768, 4096);
+  backward<RowShape<32, 4, 384>>(32768, 1024, 1);
+  backward<RowShape<32, 4, 352>>(32768, 1024, 1);
+  backward<RowShape<32, 3, 512>>(32768, 768, 1);
+  backward<RowShape<32, 3, 384>>(32768, 768, 1);
+  backward<RowShape<128, 4, 384>>(32768, 4096, 1);
   return 0;
 }

@@ -32,7 +32,9 @@ def main() -> None:
             kernels._backward_tile = lambda _, tile=tile: dict(tile)
             kernels._PROGRAMS_PER_MULTIPROCESSOR = programs
             us = microseconds(
-                lambda i: kernels.layer_norm_backward_triton(x[i % SETS], x[(i + 1) % SETS], weight, mean, rstd, True, True)  # noqa: B023
+                lambda i: kernels.layer_norm_backward_triton(
+                    x[i % SETS], x[(i + 1) % SETS], weight, mean, rstd, True, True
+                )  # noqa: B023
             )
             report("backward", rows, columns, tile, programs, us, 3 * x[0].nbytes / copy_rate)
         kernels._forward_tile, kernels._backward_tile = forward, backward
@@ -58,7 +60,9 @@ def microseconds(call: object, repeats: int = 30) -> float:
     return sorted(times)[2]
 
 
-def report(direction: str, rows: int, columns: int, tile: dict[str, int], programs: int, us: float, limit: float) -> None:
+def report(
+    direction: str, rows: int, columns: int, tile: dict[str, int], programs: int, us: float, limit: float
+) -> None:
     print(
         f"{direction:8} {rows}x{columns} rows {tile['BLOCK_N']:2} warps {tile['num_warps']:2} programs/SM {programs} "
         f"{us:7.1f} us {limit / us:.3f} of copy",

@@ -28,40 +28,118 @@ __device__ __forceinline__ void store_packed(T* to, const Packed<T>& value) {
   *reinterpret_cast<Packed<T>*>(to) = value;
 }
 
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(bf16_t x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
-__device__ __forceinline__ float widen(f16_t x) { return __half2float(__ushort_as_half(x.bits)); }
+// A load from shared memory that the compiler may not merge with an earlier one of the same address: it frees the
+// registers in between.
+template <class T>
+__device__ __forceinline__ Packed<T> reload_packed(const Packed<T>* shared) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  Packed<T> value;
+  auto* word = reinterpret_cast<uint32_t*>(&value);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(value)) / 16; ++i)
+    asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(word[4 * i]), "=r"(word[4 * i + 1]), "=r"(word[4 * i + 2]), "=r"(word[4 * i + 3])
+                 : "r"(address + 16 * i));
+  return value;
+}
 
-__device__ __forceinline__ void narrow(float x, float& to) { to = x; }
-__device__ __forceinline__ void narrow(float x, bf16_t& to) { to.bits = __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
-__device__ __forceinline__ void narrow(float x, f16_t& to) { to.bits = __half_as_ushort(__float2half_rn(x)); }
+// Starts a copy of one vector into shared memory; it is there after wait_copies<N>() by the same thread.
+template <class T>
+__device__ __forceinline__ void start_copy(Packed<T>* shared, const T* global) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+#pragma unroll
+  for (int offset = 0; offset < static_cast<int>(sizeof(Packed<T>)); offset += 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address + offset),
+                 "l"(reinterpret_cast<const char*>(global) + offset)
+                 : "memory");
+}
+// Closes the group of copies started since the last call.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most PENDING of the thread's latest groups are still under way.
+template <int PENDING>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// The two elements of a 32-bit word, the lower address first. Written out per word: element by element the compiler
+// extracts each half twice.
+__device__ __forceinline__ float2 widen_word(uint32_t word, bf16_t) {
+  return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+}
+__device__ __forceinline__ float2 widen_word(uint32_t word, f16_t) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&word));
+}
+__device__ __forceinline__ uint32_t narrow_word(float low, float high, bf16_t) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ uint32_t narrow_word(float low, float high, f16_t) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
 
 template <class T>
 __device__ __forceinline__ void widen(const Packed<T>& from, float (&to)[kVector]) {
+  if constexpr (sizeof(T) == 4) {
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) to[i] = widen(from.element[i]);
+    for (int i = 0; i < kVector; ++i) to[i] = from.element[i];
+  } else {
+    const uint4 words = *reinterpret_cast<const uint4*>(&from);
+    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = widen_word(word[i], T{});
+      to[2 * i] = pair.x;
+      to[2 * i + 1] = pair.y;
+    }
+  }
 }
+
 template <class T>
 __device__ __forceinline__ Packed<T> narrow(const float (&from)[kVector]) {
   Packed<T> to;
+  if constexpr (sizeof(T) == 4) {
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) narrow(from[i], to.element[i]);
+    for (int i = 0; i < kVector; ++i) to.element[i] = from[i];
+  } else {
+    uint32_t word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word[i] = narrow_word(from[2 * i], from[2 * i + 1], T{});
+    *reinterpret_cast<uint4*>(&to) = make_uint4(word[0], word[1], word[2], word[3]);
+  }
   return to;
 }
 
-// A parameter vector whose type is known at run time only; `fallback` stands in for a null pointer. The branch is the same for all threads.
-__device__ __forceinline__ void load_parameter(const void* from, DType dtype, int64_t offset, float fallback,
-                                               float (&to)[kVector]) {
-  if (from == nullptr) {
+// A parameter vector; `fallback` stands in for a null pointer. The branch is the same for all threads.
+template <class P>
+__device__ __forceinline__ void load_parameter(const P* from, int offset, float fallback, float (&to)[kVector]) {
+  if (from != nullptr) {
+    widen(load_packed(from + offset), to);
+  } else {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) to[i] = fallback;
-  } else if (dtype == DType::f32) {
-    widen(load_packed(static_cast<const float*>(from) + offset), to);
-  } else if (dtype == DType::bf16) {
-    widen(load_packed(static_cast<const bf16_t*>(from) + offset), to);
-  } else {
-    widen(load_packed(static_cast<const f16_t*>(from) + offset), to);
   }
+}
+
+// A parameter vector whose type is known at run time only.
+__device__ __forceinline__ void load_parameter(const void* from, DType dtype, int offset, float fallback,
+                                               float (&to)[kVector]) {
+  if (dtype == DType::f32)
+    load_parameter(static_cast<const float*>(from), offset, fallback, to);
+  else if (dtype == DType::bf16)
+    load_parameter(static_cast<const bf16_t*>(from), offset, fallback, to);
+  else
+    load_parameter(static_cast<const f16_t*>(from), offset, fallback, to);
+}
+
+// One element of a tensor whose type is known at run time only.
+__device__ __forceinline__ void store_as(DType dtype, void* to, int64_t index, float value) {
+  if (dtype == DType::f32)
+    static_cast<float*>(to)[index] = value;
+  else if (dtype == DType::bf16)
+    static_cast<bf16_t*>(to)[index].bits = static_cast<uint16_t>(narrow_word(value, 0.0f, bf16_t{}));
+  else
+    static_cast<f16_t*>(to)[index].bits = static_cast<uint16_t>(narrow_word(value, 0.0f, f16_t{}));
 }
 
 }  // namespace cuda

@@ -14,6 +14,13 @@ namespace {
 using GompParallel = void (*)(void (*body)(void*), void* context, unsigned threads, unsigned flags);
 std::atomic<GompParallel> gomp_parallel{nullptr};
 
+// A forked child has none of its parent's threads, but the runtime's copy in it would wait for them forever.
+std::atomic<bool> forked{false};
+[[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] {
+  forked.store(true);
+  use_plain_threads();
+});
+
 struct Region {
   void (*body)(void*, int64_t);
   void* context;
@@ -55,6 +62,10 @@ void parallel_items(int64_t items, int threads, void (*body)(void*, int64_t), vo
 
 const char* share_openmp(const char* library_path, const char** reason) {
   *reason = "";
+  if (forked.load()) {
+    *reason = "this process is a fork, in which OpenMP's threads do not exist";
+    return "";
+  }
   void* library = dlopen(library_path, RTLD_NOW | RTLD_NOLOAD);
   if (library == nullptr) {
     *reason = "the library is not loaded in this process";
@@ -68,9 +79,6 @@ const char* share_openmp(const char* library_path, const char** reason) {
     *reason = "the library depends on no OpenMP runtime with GOMP_parallel";
     return "";
   }
-  // A forked child has none of the parent's threads, but its copy of the runtime would wait for them forever.
-  static const int registered = pthread_atfork(nullptr, nullptr, use_plain_threads);
-  (void)registered;
   gomp_parallel.store(reinterpret_cast<GompParallel>(symbol), std::memory_order_release);
   static Dl_info info;
   return dladdr(symbol, &info) != 0 ? info.dli_fname : "unknown";

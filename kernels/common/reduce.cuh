@@ -1,29 +1,35 @@
 // Reductions in a fixed order.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstdint>
+
+#include "common/convert.cuh"
+#include "common/launch.cuh"
 
 namespace fasttfm {
 namespace cuda {
 
-// Sums over the GROUP threads that share a row (a power of two; whole warps when above 32), for COUNT values at once. Every thread
-// of the group gets the sums. `scratch`: COUNT * GROUP / 32 floats per group, unused for a single warp; a group above one
-// warp must be the whole block.
-template <int GROUP, int COUNT>
+// Sums over the GROUP consecutive threads that share a row (a power of two, at least a warp), for COUNT values at once.
+// Every thread of the group gets the sums. `scratch` is the group's own: COUNT * GROUP / 32 floats, unused by a single
+// warp. One barrier per call: consecutive calls must alternate between two scratch buffers.
+//
+// A group that is the whole block meets at barrier 0; several groups of a block meet at barriers of their own, all 16
+// of which the block then occupies: an SM has room for four such blocks only.
+template <int GROUP, int BLOCK, int COUNT>
 __device__ __forceinline__ void group_sum(float (&value)[COUNT], float* scratch) {
 #pragma unroll
-  for (int offset = (GROUP < 32 ? GROUP : 32) / 2; offset > 0; offset /= 2)
+  for (int offset = 16; offset > 0; offset /= 2)
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) value[i] += __shfl_xor_sync(0xffffffffu, value[i], offset);
   if constexpr (GROUP > 32) {
     constexpr int kWarps = GROUP / 32;
-    __syncthreads();  // the previous use of scratch is over
     if (threadIdx.x % 32 == 0)
 #pragma unroll
-      for (int i = 0; i < COUNT; ++i) scratch[i * kWarps + threadIdx.x / 32] = value[i];
-    __syncthreads();
+      for (int i = 0; i < COUNT; ++i) scratch[i * kWarps + threadIdx.x % GROUP / 32] = value[i];
+    if constexpr (GROUP == BLOCK)
+      __syncthreads();
+    else
+      asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / GROUP + 1), "n"(GROUP) : "memory");
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
       value[i] = 0.0f;
@@ -36,13 +42,18 @@ __device__ __forceinline__ void group_sum(float (&value)[COUNT], float* scratch)
 constexpr int kSumColumns = 32;
 constexpr int kSumRows = 16;
 
-// first[c] = sum over p of parts[0][p][c], second[c] = sum over p of parts[1][p][c]; fp32, p in a fixed order; a null output is skipped.
+// Where a sum goes: [C] of any type, or null when it is not wanted.
+struct SumOutput {
+  void* to;
+  DType dtype;
+};
+
 // Grid (columns / 32, 2), block (32, 16).
 static __global__ void __launch_bounds__(kSumColumns* kSumRows)
-    sum_parts_kernel(const float* parts, float* first, float* second, int part_count, int64_t columns) {
+    sum_parts_kernel(const float* parts, SumOutput first, SumOutput second, int part_count, int64_t columns) {
   __shared__ float partial[kSumRows][kSumColumns + 1];
-  float* out = blockIdx.y == 0 ? first : second;
-  if (out == nullptr) return;
+  const SumOutput out = blockIdx.y == 0 ? first : second;
+  if (out.to == nullptr) return;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kSumColumns + threadIdx.x;
   const float* from = parts + static_cast<int64_t>(blockIdx.y) * part_count * columns + column;
   float total = 0.0f;
@@ -56,8 +67,17 @@ static __global__ void __launch_bounds__(kSumColumns* kSumRows)
     float sum = 0.0f;
 #pragma unroll
     for (int row = 0; row < kSumRows; ++row) sum += partial[row][threadIdx.x];
-    out[column] = sum;
+    store_as(out.dtype, out.to, column, sum);
   }
+}
+
+// first[c] = sum over p of parts[0][p][c], second[c] = sum over p of parts[1][p][c]: added in fp32, p in a fixed order,
+// rounded once.
+inline Status sum_parts(const float* parts, SumOutput first, SumOutput second, int part_count, int64_t columns,
+                        void* stream) {
+  const dim3 grid(static_cast<unsigned>((columns + kSumColumns - 1) / kSumColumns), 2);
+  return launch(sum_parts_kernel, grid, dim3(kSumColumns, kSumRows), 0, stream, parts, first, second, part_count,
+                columns);
 }
 
 }  // namespace cuda

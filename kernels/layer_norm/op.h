@@ -1,6 +1,7 @@
 // LayerNorm over the last dimension. N rows of C columns; see reference.py for the formula.
 //
-// Bytes per row (e = bytes of an element): forward reads x and writes y, 2*C*e; backward reads dy and x and writes dx, 3*C*e.
+// Bytes per row (e = bytes of an element): forward reads x and writes y, 2*C*e; backward reads dy and x and writes dx,
+// 3*C*e.
 #pragma once
 
 #include <cstdint>
@@ -11,43 +12,43 @@
 namespace fasttfm {
 
 struct LayerNormForward {
-  const void* x;        // [N, C], dtype; rows x_stride elements apart
-  const void* weight;   // [C], weight_dtype, or null for 1
-  const void* bias;     // [C], bias_dtype, or null for 0
-  void* y;              // [N, C], dtype, contiguous
-  float* mean;          // [N]
-  float* rstd;          // [N], 1 / sqrt(variance + eps)
-  int64_t rows;         // N
-  int64_t columns;      // C
+  const void* x;       // [N, C], dtype; rows x_stride elements apart
+  const void* weight;  // [C], parameter_dtype, or null for 1
+  const void* bias;    // [C], parameter_dtype, or null for 0
+  void* y;             // [N, C], dtype, contiguous
+  float* mean;         // [N]
+  float* rstd;         // [N], 1 / sqrt(variance + eps)
+  int64_t rows;        // N
+  int64_t columns;     // C
   int64_t x_stride;
   float eps;
   DType dtype;
-  DType weight_dtype;   // f32 on the CPU
-  DType bias_dtype;     // f32 on the CPU
-  int threads;          // CPU
-  int device;           // CUDA
-  void* stream;         // CUDA
+  DType parameter_dtype;  // CPU: f32; CUDA: f32 or dtype
+  int threads;            // CPU
+  int device;             // CUDA
+  void* stream;           // CUDA
 };
 
 struct LayerNormBackward {
-  const void* dy;       // [N, C], dtype, contiguous
-  const void* x;        // [N, C], dtype; rows x_stride elements apart
-  const void* weight;   // [C], weight_dtype, or null for 1
-  const float* mean;    // [N]
-  const float* rstd;    // [N]
-  void* dx;             // [N, C], dtype, contiguous
-  float* dweight;       // [C], or null when not wanted
-  float* dbias;         // [C], or null when not wanted
-  float* workspace;     // CPU: layer_norm_workspace(rows, columns) floats; CUDA: 2 * blocks * columns floats
+  const void* dy;      // [N, C], dtype, contiguous
+  const void* x;       // [N, C], dtype; rows x_stride elements apart
+  const void* weight;  // [C], weight_dtype, or null for 1
+  const float* mean;   // [N]
+  const float* rstd;   // [N]
+  void* dx;            // [N, C], dtype, contiguous
+  void* dweight;       // [C], weight_dtype, or null when not wanted
+  void* dbias;         // [C], bias_dtype, or null when not wanted
+  float* workspace;    // CPU: layer_norm_workspace(rows, columns) floats; CUDA: 2 * blocks * columns floats
   int64_t rows;
   int64_t columns;
   int64_t x_stride;
   DType dtype;
-  DType weight_dtype;
-  int threads;          // CPU
-  int blocks;           // CUDA: at most so many blocks share the rows
-  int device;           // CUDA
-  void* stream;         // CUDA
+  DType weight_dtype;  // f32 on the CPU
+  DType bias_dtype;    // f32 on the CPU
+  int threads;         // CPU
+  int blocks;          // CUDA: at most so many blocks share the rows
+  int device;          // CUDA
+  void* stream;        // CUDA
 };
 
 namespace cpu {

@@ -25,10 +25,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return layer_norm_forward(x, weight, bias, eps)[0]
 
 
-def layer_norm_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns y [..., C] in x's type, mean [N] and rstd [N] in the accumulation type."""
+def layer_norm_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns y [..., C] in x's type, and statistics [2, N]: mean and rstd, in the accumulation type."""
     rows = _accumulate(x).reshape(-1, x.shape[-1])
     mean = rows.mean(dim=1)
     centered = rows - mean[:, None]
@@ -39,21 +37,28 @@ def layer_norm_forward(
         y = y * _accumulate(weight)
     if bias is not None:
         y = y + _accumulate(bias)
-    return y.to(x.dtype).reshape(x.shape), mean, rstd
+    return y.to(x.dtype).reshape(x.shape), torch.stack([mean, rstd])
 
 
 def layer_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, want_dweight: bool, want_dbias: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor,
+    want_dweight: bool,
+    want_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dx [..., C], dweight [C] and dbias [C] in the accumulation type; what is not wanted is empty."""
+    """Returns dx [..., C], dweight [C] and dbias [C], each in its tensor's type; what is not wanted is empty."""
+    mean, rstd = statistics
     columns = x.shape[-1]
     dy_rows = _accumulate(dy).reshape(-1, columns)
     xhat = (_accumulate(x).reshape(-1, columns) - mean[:, None]) * rstd[:, None]
     xhat = xhat - xhat.mean(dim=1, keepdim=True)
     g = dy_rows if weight is None else dy_rows * _accumulate(weight)
     dx = rstd[:, None] * (g - g.mean(dim=1, keepdim=True) - xhat * (g * xhat).mean(dim=1, keepdim=True))
-    dweight = (dy_rows * xhat).sum(dim=0) if want_dweight else xhat.new_empty(0)
-    dbias = dy_rows.sum(dim=0) if want_dbias else xhat.new_empty(0)
+    dweight = (dy_rows * xhat).sum(dim=0).to(weight.dtype) if want_dweight else dx.new_empty(0)
+    dbias = dy_rows.sum(dim=0).to(bias.dtype) if want_dbias else dx.new_empty(0)
     return dx.to(x.dtype).reshape(x.shape), dweight, dbias
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common.launch import multiprocessors, on_device
-from fasttfm.kernels.common.rows import as_rows
+from fasttfm.kernels.common.rows import as_rows, gradient_like
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 
@@ -24,8 +24,7 @@ def _fwd_kernel(
     weight,  # [C] or unused
     bias,  # [C] or unused
     y,  # [N, C]
-    mean_out,  # [N] fp32
-    rstd_out,  # [N] fp32
+    statistics,  # [2, N] fp32: mean, rstd
     N,
     C,
     x_stride,
@@ -51,8 +50,8 @@ def _fwd_kernel(
     if HAS_BIAS:
         out = out + tl.load(bias + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
     tl.store(y + rows[:, None] * C + columns[None, :], out.to(y.dtype.element_ty), mask=mask)
-    tl.store(mean_out + rows, mean, mask=rows < N)
-    tl.store(rstd_out + rows, rstd, mask=rows < N)
+    tl.store(statistics + rows, mean, mask=rows < N)
+    tl.store(statistics + N + rows, rstd, mask=rows < N)
 
 
 @triton.jit
@@ -60,8 +59,7 @@ def _bwd_kernel(
     dy,  # [N, C]
     x,  # [N, C], rows x_stride apart
     weight,  # [C] or unused
-    mean_in,  # [N] fp32
-    rstd_in,  # [N] fp32
+    statistics,  # [2, N] fp32: mean, rstd
     dx,  # [N, C]
     parts,  # [2, programs, C] fp32: each program's share of dweight and dbias
     N,
@@ -86,8 +84,8 @@ def _bwd_kernel(
         mask = in_rows[:, None] & in_row[None, :]
         value = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         gradient = tl.load(dy + rows[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        mean = tl.load(mean_in + rows, mask=in_rows, other=0.0)
-        rstd = tl.load(rstd_in + rows, mask=in_rows, other=0.0)
+        mean = tl.load(statistics + rows, mask=in_rows, other=0.0)
+        rstd = tl.load(statistics + N + rows, mask=in_rows, other=0.0)
         xhat = tl.where(in_row[None, :], (value - mean[:, None]) * rstd[:, None], 0.0)
         xhat -= (tl.sum(xhat, axis=1) / C)[:, None]  # past the row's end it is not zero, but the gradient is
         scaled = gradient
@@ -109,21 +107,29 @@ def _bwd_kernel(
 @triton.jit
 def _sum_parts_kernel(
     parts,  # [2, P, C] fp32
-    sums,  # [2, C] fp32
+    dweight,  # [C], or unused
+    dbias,  # [C], or unused
     P,
     C,
+    WANT_DWEIGHT: tl.constexpr,
+    WANT_DBIAS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    which = tl.program_id(1).to(tl.int64)
+    which = tl.program_id(1).to(tl.int64)  # 0: dweight, 1: dbias
     total = tl.zeros([BLOCK_C], dtype=tl.float32)
     for start in range(0, P, BLOCK_P):
         rows = start + tl.arange(0, BLOCK_P)
         mask = (rows < P)[:, None] & (columns < C)[None, :]
         offsets = (which * P + rows[:, None]) * C + columns[None, :]
         total += tl.sum(tl.load(parts + offsets, mask=mask, other=0.0), axis=0)
-    tl.store(sums + which * C + columns, total, mask=columns < C)
+    if WANT_DWEIGHT:
+        if which == 0:
+            tl.store(dweight + columns, total.to(dweight.dtype.element_ty), mask=columns < C)
+    if WANT_DBIAS:
+        if which == 1:
+            tl.store(dbias + columns, total.to(dbias.dtype.element_ty), mask=columns < C)
 
 
 def _tile(columns: int, elements: int, per_thread: int) -> dict[str, int]:
@@ -134,24 +140,24 @@ def _tile(columns: int, elements: int, per_thread: int) -> dict[str, int]:
     return {"BLOCK_N": block_n, "BLOCK_C": block_c, "num_warps": num_warps}
 
 
+# Measured on an H200 (benchmarks/lab/layer_norm_tiles.py): two rows per program, four where they are short.
 def _forward_tile(columns: int) -> dict[str, int]:
-    return _tile(columns, elements=4096, per_thread=32)
+    return _tile(columns, elements=8192 if columns > 2048 else 4096, per_thread=32)
 
 
 def _backward_tile(columns: int) -> dict[str, int]:
-    return _tile(columns, elements=4096, per_thread=16)
+    return _tile(columns, elements=2048, per_thread=16)
 
 
 def layer_norm_forward_triton(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     rows = as_rows(x)
     count, columns = rows.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    mean = torch.empty(count, dtype=torch.float32, device=x.device)
-    rstd = torch.empty_like(mean)
+    statistics = torch.empty(2, count, dtype=torch.float32, device=x.device)
     if count == 0:
-        return y, mean, rstd
+        return y, statistics
     tile = _forward_tile(columns)
     with on_device(x):
         _fwd_kernel[(triton.cdiv(count, tile["BLOCK_N"]),)](
@@ -159,8 +165,7 @@ def layer_norm_forward_triton(
             rows if weight is None else weight.contiguous(),
             rows if bias is None else bias.contiguous(),
             y,
-            mean,
-            rstd,
+            statistics,
             count,
             columns,
             rows.stride(0),
@@ -169,52 +174,67 @@ def layer_norm_forward_triton(
             HAS_BIAS=bias is not None,
             **tile,
         )
-    return y, mean, rstd
+    return y, statistics
 
 
 def layer_norm_backward_triton(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, want_dweight: bool, want_dbias: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor,
+    want_dweight: bool,
+    want_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, dy = as_rows(x), dy.contiguous()
     count, columns = rows.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dweight = gradient_like(weight, want_dweight, x)
+    dbias = gradient_like(bias, want_dbias, x)
+    if count == 0:
+        return dx, dweight.zero_(), dbias.zero_()
     want_parts = want_dweight or want_dbias
-    sums = torch.zeros(2, columns if want_parts else 0, dtype=torch.float32, device=x.device)
-    if count > 0:
-        tile = _backward_tile(columns)
-        programs = min(triton.cdiv(count, tile["BLOCK_N"]), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x))
-        parts = torch.empty(2, programs if want_parts else 0, columns, dtype=torch.float32, device=x.device)
-        with on_device(x):
-            _bwd_kernel[(programs,)](
-                dy,
-                rows,
-                rows if weight is None else weight.contiguous(),
-                mean,
-                rstd,
-                dx,
+    tile = _backward_tile(columns)
+    programs = min(triton.cdiv(count, tile["BLOCK_N"]), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x))
+    parts = torch.empty(2, programs if want_parts else 0, columns, dtype=torch.float32, device=x.device)
+    with on_device(x):
+        _bwd_kernel[(programs,)](
+            dy,
+            rows,
+            rows if weight is None else weight.contiguous(),
+            statistics,
+            dx,
+            parts,
+            count,
+            columns,
+            rows.stride(0),
+            HAS_WEIGHT=weight is not None,
+            WANT_PARTS=want_parts,
+            enable_fp_fusion=columns > 1,  # a single column's g - mean(g) is zero only if both products are rounded
+            **tile,
+        )
+        if want_parts:
+            _sum_parts_kernel[(triton.cdiv(columns, 32), 2)](
                 parts,
-                count,
+                dweight,
+                dbias,
+                programs,
                 columns,
-                rows.stride(0),
-                HAS_WEIGHT=weight is not None,
-                WANT_PARTS=want_parts,
-                **tile,
+                WANT_DWEIGHT=want_dweight,
+                WANT_DBIAS=want_dbias,
+                BLOCK_P=64,
+                BLOCK_C=32,
+                num_warps=4,
             )
-            if want_parts:
-                _sum_parts_kernel[(triton.cdiv(columns, 32), 2)](
-                    parts, sums, programs, columns, BLOCK_P=64, BLOCK_C=32, num_warps=4
-                )
-    empty = sums.new_empty(0)
-    return dx, sums[0] if want_dweight else empty, sums[1] if want_dbias else empty
-
+    return dx, dweight, dbias
 
 
 def compile_signatures(columns: int, element: str, parameter: str) -> list[dict[str, object]]:
     """Every kernel as the launchers above would compile it for rows of ``columns`` elements of Triton type ``element``."""
     x, p, f = f"*{element}", f"*{parameter}", "*fp32"
     sizes = {"N": "i32", "C": "i32", "x_stride": "i32"}
-    forward = {"x": x, "weight": p, "bias": p, "y": x, "mean_out": f, "rstd_out": f, **sizes, "eps": "fp32"}
-    backward = {"dy": x, "x": x, "weight": p, "mean_in": f, "rstd_in": f, "dx": x, "parts": f, **sizes}
+    forward = {"x": x, "weight": p, "bias": p, "y": x, "statistics": f, **sizes, "eps": "fp32"}
+    backward = {"dy": x, "x": x, "weight": p, "statistics": f, "dx": x, "parts": f, **sizes}
     forward_tile, backward_tile = _forward_tile(columns), _backward_tile(columns)
     return [
         {
@@ -231,7 +251,7 @@ def compile_signatures(columns: int, element: str, parameter: str) -> list[dict[
         },
         {
             "kernel": _sum_parts_kernel,
-            "signature": {"parts": f, "sums": f, "P": "i32", "C": "i32"},
-            "constants": {"BLOCK_P": 64, "BLOCK_C": 32},
+            "signature": {"parts": f, "dweight": p, "dbias": p, "P": "i32", "C": "i32"},
+            "constants": {"WANT_DWEIGHT": True, "WANT_DBIAS": True, "BLOCK_P": 64, "BLOCK_C": 32},
         },
     ]

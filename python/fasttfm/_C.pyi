@@ -16,6 +16,17 @@ def share_openmp(library_path: str) -> tuple[str, str]: ...
 def parallel_runtime() -> str: ...
 def use_plain_threads() -> None: ...
 
+class _Elementwise(TypedDict):
+    x: int
+    y: int
+    count: int
+    x_dtype: int
+    y_dtype: int
+    function: int
+    threads: int
+
+def elementwise_cpu(**fields: Unpack[_Elementwise]) -> None: ...
+
 # ---- layer_norm ------------------------------------------------------------------------------------------------------
 
 class _LayerNormForward(TypedDict):
@@ -35,8 +46,7 @@ class _LayerNormForwardCpu(_LayerNormForward):
     threads: int
 
 class _LayerNormForwardCuda(_LayerNormForward):
-    weight_dtype: int
-    bias_dtype: int
+    parameter_dtype: int
     device: int
     stream: int
 
@@ -60,6 +70,7 @@ class _LayerNormBackwardCpu(_LayerNormBackward):
 
 class _LayerNormBackwardCuda(_LayerNormBackward):
     weight_dtype: int
+    bias_dtype: int
     blocks: int
     device: int
     stream: int

@@ -25,6 +25,7 @@ def missing() -> str | None:
     return _missing or None
 
 
+@functools.cache
 def missing_cuda() -> str | None:
     """Why the native core cannot launch CUDA kernels here; None if it can."""
     if _core is None:
@@ -55,6 +56,13 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def as_parameter(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A parameter as kernels read it: contiguous and of one type; itself where it is that already."""
+    if tensor is None or (tensor.dtype == dtype and tensor.is_contiguous()):
+        return tensor
+    return tensor.to(dtype).contiguous()
+
+
 def dtype_code(tensor: torch.Tensor | None) -> int:
     """A tensor's dtype as the core takes it; any code will do where there is no tensor."""
     return 0 if tensor is None else DTYPE_CODES[tensor.dtype]
@@ -62,4 +70,5 @@ def dtype_code(tensor: torch.Tensor | None) -> int:
 
 def stream(tensor: torch.Tensor) -> int:
     """The handle of torch's current stream on the tensor's GPU."""
-    return torch.cuda.current_stream(tensor.device).cuda_stream
+    handle: int = torch._C._cuda_getCurrentRawStream(tensor.device.index)  # current_stream() builds an object first
+    return handle

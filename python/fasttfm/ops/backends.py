@@ -19,6 +19,10 @@ _override: str | None = None
 _tables: dict[str, BackendTable] = {}
 
 
+class BackendRefused(ValueError):
+    """No backend, or not the requested one, can serve a call; the message lists every backend's reason."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of an op.
@@ -30,7 +34,8 @@ class Backend:
     name: str
     absent: Callable[[], str | None]
     refuse: Callable[..., str | None]
-    functions: Mapping[str, Callable[..., Any]]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class BackendTable:
     def _raise_refused(self, requested: str | None, *args: Any) -> None:
         lines = [f"  {name}: {reason or 'can serve this call'}" for name, reason in self.reasons(*args).items()]
         asked = f"backend {requested!r} cannot serve this call" if requested else "no backend can serve this call"
-        raise ValueError("\n".join([f"{self.op}: {asked}:", *lines]))
+        raise BackendRefused("\n".join([f"{self.op}: {asked}:", *lines]))
 
 
 @contextlib.contextmanager

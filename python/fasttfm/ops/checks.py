@@ -33,7 +33,7 @@ def check_floating(op: str, argument: str, tensor: Any, *, optional: bool = Fals
 
 def check_shape(op: str, argument: str, tensor: torch.Tensor | None, expected: Sequence[int]) -> None:
     """``tensor`` has exactly this shape (None passes)."""
-    if tensor is not None and tuple(tensor.shape) != tuple(expected):
+    if tensor is not None and tensor.shape != torch.Size(expected):
         raise bad_value(op, argument, f"shape {tuple(expected)}", f"shape {tuple(tensor.shape)}")
 
 
@@ -43,14 +43,13 @@ def check_device(op: str, argument: str, tensor: torch.Tensor | None, like: torc
         raise bad_value(op, argument, f"a tensor on {like.device}", f"one on {tensor.device}")
 
 
-def check_double(op: str, tensors: dict[str, torch.Tensor | None]) -> None:
+def check_double(op: str, **tensors: torch.Tensor | None) -> None:
     """Double precision is all or nothing: mixing it with lower types would silently lose what it is asked for."""
-    doubles = [name for name, tensor in tensors.items() if tensor is not None and tensor.dtype == torch.float64]
-    others = [name for name, tensor in tensors.items() if tensor is not None and tensor.dtype != torch.float64]
-    if doubles and others:
-        other = tensors[others[0]]
-        assert other is not None
-        raise bad_type(op, others[0], f"float64 like {doubles[0]}", dtype_name(other.dtype))
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+    doubles = [name for name, dtype in dtypes.items() if dtype == torch.float64]
+    if doubles and len(doubles) < len(dtypes):
+        other = next(name for name in dtypes if name not in doubles)
+        raise bad_type(op, other, f"float64 like {doubles[0]}", dtype_name(dtypes[other]))
 
 
 def check_number(op: str, argument: str, value: Any, *, low: float, high: float, low_open: bool = False) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import as_rows
+from fasttfm.kernels.common.rows import as_rows, gradient_like
 from fasttfm.kernels.layer_norm import reference
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
@@ -22,7 +22,7 @@ from fasttfm.ops.backends import (
     requested,
     triton_absent,
 )
-from fasttfm.ops.library import register
+from fasttfm.ops.library import needs_gradient, register
 
 OP = "layer_norm"
 
@@ -49,7 +49,8 @@ def layer_norm(
     """
     _check(x, weight, bias, eps)
     TABLE.check_name(backend)
-    y: Tensor = _LayerNorm.apply(x, weight, bias, float(eps), requested(backend))
+    arguments = (x, weight, bias, float(eps), requested(backend))
+    y: Tensor = _LayerNorm.apply(*arguments) if needs_gradient(x, weight, bias) else _forward_op(*arguments)[0]
     return y
 
 
@@ -58,10 +59,11 @@ def _check(x: Any, weight: Any, bias: Any, eps: Any) -> None:
     if x.dim() == 0 or x.shape[-1] == 0:
         raise checks.bad_value(OP, "x", "at least one dimension and one column", f"shape {tuple(x.shape)}")
     for name, parameter in (("weight", weight), ("bias", bias)):
-        checks.check_floating(OP, name, parameter, optional=True)
-        checks.check_shape(OP, name, parameter, (x.shape[-1],))
-        checks.check_device(OP, name, parameter, like=x)
-    checks.check_double(OP, {"x": x, "weight": weight, "bias": bias})
+        if parameter is not None:
+            checks.check_floating(OP, name, parameter, optional=True)
+            checks.check_shape(OP, name, parameter, (x.shape[-1],))
+            checks.check_device(OP, name, parameter, like=x)
+    checks.check_double(OP, x=x, weight=weight, bias=bias)
     checks.check_number(OP, "eps", eps, low=0.0, high=float("inf"))
 
 
@@ -70,25 +72,18 @@ class _LayerNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, backend: str | None
     ) -> Tensor:
-        y, mean, rstd = _forward_op(x, weight, bias, eps, backend)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        y: Tensor
+        y, statistics = _forward_op(x, weight, bias, eps, backend)
+        ctx.save_for_backward(x, weight, bias, statistics)
         ctx.backend = backend
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
-        x, weight, mean, rstd = ctx.saved_tensors
-        want_dweight = weight is not None and ctx.needs_input_grad[1]
-        want_dbias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]
-        dx, dweight, dbias = _backward_op(dy, x, weight, mean, rstd, want_dweight, want_dbias, ctx.backend)
-        return (
-            dx,
-            dweight.to(weight.dtype) if want_dweight else None,
-            dbias.to(ctx.bias_dtype) if want_dbias else None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, bias, statistics = ctx.saved_tensors
+        _, want_dweight, want_dbias, *_ = ctx.needs_input_grad
+        dx, dweight, dbias = _backward_op(dy, x, weight, bias, statistics, want_dweight, want_dbias, ctx.backend)
+        return dx, dweight if want_dweight else None, dbias if want_dbias else None, None, None
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
@@ -96,32 +91,30 @@ class _LayerNorm(torch.autograd.Function):
 
 def _forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, backend: str | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    chosen = TABLE.select(backend, x, weight, bias)
-    outputs: tuple[Tensor, Tensor, Tensor] = chosen.functions["forward"](x, weight, bias, eps)
+) -> tuple[Tensor, Tensor]:
+    outputs: tuple[Tensor, Tensor] = TABLE.select(backend, x, weight, bias).forward(x, weight, bias, eps)
     return outputs
 
 
 def _forward_fake(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, backend: str | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = x.new_empty(x.numel() // x.shape[-1], dtype=_statistics_dtype(x))
-    return torch.empty_like(x, memory_format=torch.contiguous_format), statistics, torch.empty_like(statistics)
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(x.shape), x.new_empty((2, x.numel() // x.shape[-1]), dtype=dtype)
 
 
 def _backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
+    bias: Tensor | None,
+    statistics: Tensor,
     want_dweight: bool,
     want_dbias: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    chosen = TABLE.select(backend, x, weight, None)
-    gradients: tuple[Tensor, Tensor, Tensor] = chosen.functions["backward"](
-        dy, x, weight, mean, rstd, want_dweight, want_dbias
+    gradients: tuple[Tensor, Tensor, Tensor] = TABLE.select(backend, x, weight, bias).backward(
+        dy, x, weight, bias, statistics, want_dweight, want_dbias
     )
     return gradients
 
@@ -130,102 +123,127 @@ def _backward_fake(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
+    bias: Tensor | None,
+    statistics: Tensor,
     want_dweight: bool,
     want_dbias: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = _statistics_dtype(x)
-    dweight = x.new_empty(x.shape[-1] if want_dweight else 0, dtype=dtype)
-    dbias = x.new_empty(x.shape[-1] if want_dbias else 0, dtype=dtype)
-    return torch.empty_like(x, memory_format=torch.contiguous_format), dweight, dbias
-
-
-def _statistics_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(x.shape), gradient_like(weight, want_dweight, x), gradient_like(bias, want_dbias, x)
 
 
 _forward_op = register(
-    "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps, str? backend)"
-    " -> (Tensor y, Tensor mean, Tensor rstd)",
+    "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps, str? backend) -> (Tensor y, Tensor statistics)",
     _forward,
     _forward_fake,
 )
 _backward_op = register(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool want_dweight, bool want_dbias,"
-    " str? backend) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, bool want_dweight,"
+    " bool want_dbias, str? backend) -> (Tensor dx, Tensor dweight, Tensor dbias)",
     _backward,
     _backward_fake,
 )
 
 
-# ---- backends --------------------------------------------------------------------------------------------------------
+# ---- the native core: CPU and CUDA -----------------------------------------------------------------------------------
 
 
-def _forward_cpu(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_native(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     rows = as_rows(x)
-    y = torch.empty(x.shape, dtype=x.dtype)
-    mean = torch.empty(rows.shape[0], dtype=torch.float32)
-    rstd = torch.empty_like(mean)
-    weight, bias = _as_float(weight), _as_float(bias)
-    _native.core().layer_norm_forward_cpu(
-        x=rows.data_ptr(),
-        weight=_native.address(weight),
-        bias=_native.address(bias),
-        y=y.data_ptr(),
-        mean=mean.data_ptr(),
-        rstd=rstd.data_ptr(),
-        rows=rows.shape[0],
-        columns=rows.shape[1],
-        x_stride=rows.stride(0),
-        eps=eps,
-        dtype=_native.DTYPE_CODES[x.dtype],
-        threads=torch.get_num_threads(),
-    )
-    return y, mean, rstd
+    count, columns = rows.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    statistics = torch.empty((2, count), dtype=torch.float32, device=x.device)
+    weight, bias = _parameters(x, weight, bias)
+    fields = {
+        "x": rows.data_ptr(),
+        "weight": _native.address(weight),
+        "bias": _native.address(bias),
+        "y": y.data_ptr(),
+        "mean": statistics.data_ptr(),
+        "rstd": statistics.data_ptr() + 4 * count,
+        "rows": count,
+        "columns": columns,
+        "x_stride": rows.stride(0),
+        "eps": eps,
+        "dtype": _native.DTYPE_CODES[x.dtype],
+    }
+    if x.is_cuda:
+        parameter = bias if weight is None else weight
+        _native.core().layer_norm_forward_cuda(
+            **fields,
+            parameter_dtype=_native.dtype_code(parameter),
+            device=x.device.index,
+            stream=_native.stream(x),
+        )
+    else:
+        _native.core().layer_norm_forward_cpu(**fields, threads=torch.get_num_threads())
+    return y, statistics
 
 
-def _backward_cpu(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, want_dweight: bool, want_dbias: bool
+def _backward_native(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor,
+    want_dweight: bool,
+    want_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     core = _native.core()
     rows, dy = as_rows(x), dy.contiguous()
     count, columns = rows.shape
-    dx = torch.empty(x.shape, dtype=x.dtype)
-    dweight = torch.empty(columns if want_dweight else 0, dtype=torch.float32)
-    dbias = torch.empty(columns if want_dbias else 0, dtype=torch.float32)
-    workspace = torch.empty(core.layer_norm_workspace(count, columns), dtype=torch.float32)
-    weight = _as_float(weight)
-    core.layer_norm_backward_cpu(
-        dy=dy.data_ptr(),
-        x=rows.data_ptr(),
-        weight=_native.address(weight),
-        mean=mean.data_ptr(),
-        rstd=rstd.data_ptr(),
-        dx=dx.data_ptr(),
-        dweight=dweight.data_ptr() if want_dweight else 0,
-        dbias=dbias.data_ptr() if want_dbias else 0,
-        workspace=workspace.data_ptr(),
-        rows=count,
-        columns=columns,
-        x_stride=rows.stride(0),
-        dtype=_native.DTYPE_CODES[x.dtype],
-        threads=torch.get_num_threads(),
-    )
-    return dx, dweight, dbias
+    fp32_weight, _ = (weight, bias) if x.is_cuda else _parameters(x, weight, bias)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dweight = gradient_like(weight, want_dweight, x)
+    dbias = gradient_like(bias, want_dbias, x)
+    # The CPU sums in fp32 and leaves the rounding to torch.
+    sums = (dweight, dbias) if x.is_cuda else (dweight.float(), dbias.float())
+    blocks = multiprocessors(x) if x.is_cuda else 0
+    elements = 2 * blocks * columns if x.is_cuda else core.layer_norm_workspace(count, columns)
+    workspace = torch.empty(elements, dtype=torch.float32, device=x.device)
+    fields = {
+        "dy": dy.data_ptr(),
+        "x": rows.data_ptr(),
+        "weight": _native.address(fp32_weight),
+        "mean": statistics.data_ptr(),
+        "rstd": statistics.data_ptr() + 4 * count,
+        "dx": dx.data_ptr(),
+        "dweight": sums[0].data_ptr() if want_dweight else 0,
+        "dbias": sums[1].data_ptr() if want_dbias else 0,
+        "workspace": workspace.data_ptr(),
+        "rows": count,
+        "columns": columns,
+        "x_stride": rows.stride(0),
+        "dtype": _native.DTYPE_CODES[x.dtype],
+    }
+    if x.is_cuda:
+        core.layer_norm_backward_cuda(
+            **fields,
+            weight_dtype=_native.dtype_code(weight),
+            bias_dtype=_native.dtype_code(bias),
+            blocks=blocks,
+            device=x.device.index,
+            stream=_native.stream(x),
+        )
+        return dx, dweight, dbias
+    core.layer_norm_backward_cpu(**fields, threads=torch.get_num_threads())
+    return dx, sums[0].to(dweight.dtype), sums[1].to(dbias.dtype)
 
 
-def _as_float(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.float().contiguous()
+def _parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Contiguous parameters of one type: x's own where the kernels take that, else fp32."""
+    given = [parameter for parameter in (weight, bias) if parameter is not None]
+    dtype = x.dtype if x.is_cuda and all(parameter.dtype == x.dtype for parameter in given) else torch.float32
+    return _native.as_parameter(weight, dtype), _native.as_parameter(bias, dtype)
 
 
-def _forward_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+def _forward_triton(*args: Any) -> tuple[Tensor, Tensor]:
     from fasttfm.kernels.layer_norm import triton
 
-    outputs: tuple[Tensor, Tensor, Tensor] = triton.layer_norm_forward_triton(*args)
+    outputs: tuple[Tensor, Tensor] = triton.layer_norm_forward_triton(*args)
     return outputs
 
 
@@ -236,81 +254,23 @@ def _backward_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return gradients
 
 
-def _forward_cuda(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = as_rows(x)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    mean = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
-    rstd = torch.empty_like(mean)
-    _native.core().layer_norm_forward_cuda(
-        x=rows.data_ptr(),
-        weight=_native.address(weight),
-        bias=_native.address(bias),
-        y=y.data_ptr(),
-        mean=mean.data_ptr(),
-        rstd=rstd.data_ptr(),
-        rows=rows.shape[0],
-        columns=rows.shape[1],
-        x_stride=rows.stride(0),
-        eps=eps,
-        dtype=_native.DTYPE_CODES[x.dtype],
-        weight_dtype=_native.dtype_code(weight),
-        bias_dtype=_native.dtype_code(bias),
-        device=x.device.index,
-        stream=_native.stream(x),
-    )
-    return y, mean, rstd
-
-
-def _backward_cuda(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, want_dweight: bool, want_dbias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, dy = as_rows(x), dy.contiguous()
-    count, columns = rows.shape
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dweight = torch.empty(columns if want_dweight else 0, dtype=torch.float32, device=x.device)
-    dbias = torch.empty(columns if want_dbias else 0, dtype=torch.float32, device=x.device)
-    blocks = _CUDA_BLOCKS_PER_MULTIPROCESSOR * multiprocessors(x)
-    workspace = torch.empty(2 * blocks * columns, dtype=torch.float32, device=x.device)
-    _native.core().layer_norm_backward_cuda(
-        dy=dy.data_ptr(),
-        x=rows.data_ptr(),
-        weight=_native.address(weight),
-        mean=mean.data_ptr(),
-        rstd=rstd.data_ptr(),
-        dx=dx.data_ptr(),
-        dweight=dweight.data_ptr() if want_dweight else 0,
-        dbias=dbias.data_ptr() if want_dbias else 0,
-        workspace=workspace.data_ptr(),
-        rows=count,
-        columns=columns,
-        x_stride=rows.stride(0),
-        dtype=_native.DTYPE_CODES[x.dtype],
-        weight_dtype=_native.dtype_code(weight),
-        blocks=blocks,
-        device=x.device.index,
-        stream=_native.stream(x),
-    )
-    return dx, dweight, dbias
-
-
-# Both kernels keep whole rows in registers; the CUDA ones read 8 elements, 16 bytes of a 16-bit type, at a time.
+# Both GPU backends keep whole rows in registers; the CUDA kernels read 8 elements, 16 bytes of a 16-bit type, at a time.
 _GPU_MAX_COLUMNS = 8192
 _CUDA_VECTOR = 8
-_CUDA_BLOCKS_PER_MULTIPROCESSOR = 4
 
 
-def _refuse_cuda(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> str | None:
+def _refuse_cuda(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> str | None:
     columns = x.shape[-1]
     if columns > _GPU_MAX_COLUMNS or columns % _CUDA_VECTOR:
         return f"takes a multiple of {_CUDA_VECTOR} columns, up to {_GPU_MAX_COLUMNS}, got {columns}"
-    if any(tensor is not None and tensor.data_ptr() % 16 for tensor in (x, weight, bias)):
-        return "takes tensors that start at a multiple of 16 bytes"
-    if any(stride % _CUDA_VECTOR for stride in x.stride()[:-1]):
-        return f"takes rows whose strides are multiples of {_CUDA_VECTOR}, got {x.stride()}"
-    if any(parameter is not None and not parameter.is_contiguous() for parameter in (weight, bias)):
-        return "takes contiguous weight and bias"
+    for tensor in (x, weight, bias):
+        if tensor is not None and tensor.data_ptr() % 16:
+            return "takes tensors that start at a multiple of 16 bytes"
+    for stride in x.stride()[:-1]:
+        if stride % _CUDA_VECTOR:
+            return f"takes rows whose strides are multiples of {_CUDA_VECTOR}, got {x.stride()}"
+    if weight is not None and not weight.is_contiguous():
+        return "takes a contiguous weight"
     return refuse_cuda(x)
 
 
@@ -324,19 +284,9 @@ def _refuse_triton(x: Tensor, *_: Any) -> str | None:
 TABLE = BackendTable(
     OP,
     (
-        Backend(
-            "cpu",
-            _native.missing,
-            lambda x, *_: refuse_native_cpu(x),
-            {"forward": _forward_cpu, "backward": _backward_cpu},
-        ),
-        Backend("cuda", _native.missing_cuda, _refuse_cuda, {"forward": _forward_cuda, "backward": _backward_cuda}),
-        Backend("triton", triton_absent, _refuse_triton, {"forward": _forward_triton, "backward": _backward_triton}),
-        Backend(
-            "reference",
-            always,
-            lambda *_: None,
-            {"forward": reference.layer_norm_forward, "backward": reference.layer_norm_backward},
-        ),
+        Backend("cpu", _native.missing, lambda x, *_: refuse_native_cpu(x), _forward_native, _backward_native),
+        Backend("cuda", _native.missing_cuda, _refuse_cuda, _forward_native, _backward_native),
+        Backend("triton", triton_absent, _refuse_triton, _forward_triton, _backward_triton),
+        Backend("reference", always, lambda *_: None, reference.layer_norm_forward, reference.layer_norm_backward),
     ),
 )

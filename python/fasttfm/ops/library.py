@@ -45,3 +45,10 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
     _library.impl(name, implementation, "CUDA")
     torch.library.register_fake(f"fasttfm::{name}", fake, lib=_library)
     return RegisteredOp(getattr(torch.ops.fasttfm, name).default, implementation)
+
+
+def needs_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd has to see the call; one that it need not see skips the autograd function and its cost."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -130,16 +130,17 @@ class _DroppedTerm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        y, mean, rstd = reference.layer_norm_forward(x, weight, bias, eps)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        y, statistics = reference.layer_norm_forward(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, statistics)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, rstd = ctx.saved_tensors
-        _, dweight, dbias = reference.layer_norm_backward(dy, x, weight, mean, rstd, True, True)
+        x, weight, bias, statistics = ctx.saved_tensors
+        wanted = (weight is not None, bias is not None)
+        _, dweight, dbias = reference.layer_norm_backward(dy, x, weight, bias, statistics, *wanted)
         g = dy if weight is None else dy * weight
-        dx = rstd.reshape(*x.shape[:-1], 1) * (g - g.mean(-1, keepdim=True))
+        dx = statistics[1].reshape(*x.shape[:-1], 1) * (g - g.mean(-1, keepdim=True))
         return dx, None if weight is None else dweight, None if bias is None else dbias, None
 
 
@@ -155,12 +156,12 @@ def _triton_kernels() -> list[TritonKernel]:
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     x, weight, bias = inputs["x"], inputs["weight"], inputs["bias"]
-    _, mean, rstd = reference.layer_norm_forward(x, weight, bias, options["eps"])
+    _, statistics = reference.layer_norm_forward(x, weight, bias, options["eps"])
     return [
         (torch.ops.fasttfm.layer_norm_forward.default, (x, weight, bias, options["eps"], None)),
         (
             torch.ops.fasttfm.layer_norm_backward.default,
-            (torch.ones_like(x), x, weight, mean, rstd, weight is not None, bias is not None, None),
+            (torch.ones_like(x), x, weight, bias, statistics, weight is not None, bias is not None, None),
         ),
     ]
 

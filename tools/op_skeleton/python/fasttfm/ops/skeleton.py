@@ -54,12 +54,12 @@ class _Skeleton(torch.autograd.Function):
 
 
 def _forward(x: Tensor, factor: float, backend: str | None) -> Tensor:
-    y: Tensor = TABLE.select(backend, x).functions["forward"](x, factor)
+    y: Tensor = TABLE.select(backend, x).forward(x, factor)
     return y
 
 
 def _backward(dy: Tensor, factor: float, backend: str | None) -> Tensor:
-    dx: Tensor = TABLE.select(backend, dy).functions["backward"](dy, factor)
+    dx: Tensor = TABLE.select(backend, dy).backward(dy, factor)
     return dx
 
 
@@ -75,12 +75,5 @@ _backward_op = register("skeleton_backward(Tensor dy, float factor, str? backend
 
 TABLE = BackendTable(
     OP,
-    (
-        Backend(
-            "reference",
-            always,
-            lambda *_: None,
-            {"forward": reference.skeleton_forward, "backward": reference.skeleton_backward},
-        ),
-    ),
+    (Backend("reference", always, lambda *_: None, reference.skeleton_forward, reference.skeleton_backward),),
 )

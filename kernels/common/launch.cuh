@@ -1,0 +1,52 @@
+// What every CUDA launcher does around its kernel: be on the right device, launch, and turn CUDA's answer into a
+// status.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+#include "common/status.h"
+
+namespace fasttfm {
+namespace cuda {
+
+inline Status status_of(cudaError_t error) {
+  if (error == cudaSuccess) return {};
+  return {StatusCode::cuda_error, cudaGetErrorString(error)};
+}
+
+// Makes `device` current for the lifetime of the guard.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    if (cudaGetDevice(&previous_) != cudaSuccess) previous_ = device;
+    if (previous_ != device) cudaSetDevice(device);
+    changed_ = previous_ != device;
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+};
+
+// Launches a kernel with `memory` bytes of dynamic shared memory.
+template <class... Parameters, class... Arguments>
+Status launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memory, void* stream,
+              const Arguments&... arguments) {
+  if (memory > 48 * 1024) {  // above this a kernel has to ask
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(memory));
+    if (error != cudaSuccess) return status_of(error);
+  }
+  kernel<<<grid, block, memory, static_cast<cudaStream_t>(stream)>>>(arguments...);
+  return status_of(cudaGetLastError());
+}
+
+}  // namespace cuda
+}  // namespace fasttfm

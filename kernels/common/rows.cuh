@@ -1,0 +1,157 @@
+// The frame of row-wise kernels (layer_norm and its fused relatives). N rows of C columns, C a multiple of 8.
+//
+// A row belongs to a group of threads, each of which holds kVectors vectors of 8 elements: every element crosses the
+// memory bus once, 16 bytes at a time. Kernels that only map rows take one row per group: plenty of small blocks keep
+// the memory busy. Kernels that also sum over rows are persistent: their groups walk over the rows, the sums stay in
+// registers until the end, and the next row is copied to shared memory while the current one is computed. Each thread
+// reads back only what it copied itself, so the copies need no barrier. A second, small kernel adds up the blocks'
+// parts in a fixed order.
+#pragma once
+
+#include <cstdint>
+
+#include "common/convert.cuh"
+#include "common/reduce.cuh"
+#include "common/status.h"
+
+namespace fasttfm {
+namespace cuda {
+
+// GROUP threads with VECTORS vectors each take a row; the BLOCK threads of a block take several.
+template <int GROUP, int VECTORS, int BLOCK>
+struct RowShape {
+  static constexpr int kGroup = GROUP;
+  static constexpr int kVectors = VECTORS;
+  static constexpr int kBlock = BLOCK;
+  static constexpr int kGroups = BLOCK / GROUP;
+  static constexpr int kColumns = GROUP * VECTORS * kVector;
+};
+
+constexpr int64_t kMaxRowColumns = 8192;
+
+// Whether rows of a tensor that starts here can be read 16 bytes at a time.
+inline bool rows_aligned(const void* tensor, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(tensor) % 16 == 0 && stride % kVector == 0;
+}
+inline Status misaligned_rows() { return {StatusCode::bad_alignment, "rows must start at multiples of 16 bytes"}; }
+
+// Calls launch(RowShape{}) for the smallest shape that holds a row. BLOCK threads to a block, or one group if BLOCK is
+// 0.
+template <int BLOCK, class Launch>
+Status for_row_shape(int64_t columns, Launch launch) {
+  constexpr int kWarpRows = BLOCK > 0 ? BLOCK : 128;
+  if (columns < kVector || columns % kVector != 0 || columns > kMaxRowColumns)
+    return bad_size("the CUDA kernels take columns that are a multiple of 8, from 8 to 8192");
+  if (columns <= 256) return launch(RowShape<32, 1, kWarpRows>{});
+  if (columns <= 512) return launch(RowShape<32, 2, kWarpRows>{});
+  if (columns <= 768) return launch(RowShape<32, 3, kWarpRows>{});
+  if (columns <= 1024) return launch(RowShape<32, 4, kWarpRows>{});
+  if (columns <= 2048) return launch(RowShape<64, 4, BLOCK == 0 ? 64 : BLOCK>{});
+  if (columns <= 4096) return launch(RowShape<128, 4, BLOCK == 0 ? 128 : BLOCK>{});
+  return launch(RowShape<256, 4, 256>{});
+}
+
+// The column of a thread's v-th vector: neighbouring threads read neighbouring vectors.
+template <class S>
+__device__ __forceinline__ int column_of(int v) {
+  return (v * S::kGroup + threadIdx.x % S::kGroup) * kVector;
+}
+
+// The rows of one group: `first`, `first + stride`, ...; `rounds` of them.
+template <class S>
+struct GroupRows {
+  int64_t first, stride;
+  int rounds;
+
+  __device__ __forceinline__ explicit GroupRows(int64_t rows)
+      : first(static_cast<int64_t>(blockIdx.x) * S::kGroups + threadIdx.x / S::kGroup),
+        stride(static_cast<int64_t>(gridDim.x) * S::kGroups),
+        rounds(first < rows ? static_cast<int>((rows - first + stride - 1) / stride) : 0) {}
+};
+
+// One tensor's rows as a group walks over them: the pointer steps along, so that the loop multiplies no 64-bit numbers.
+template <class T>
+struct RowWalk {
+  T* row;
+  int64_t step;
+
+  template <class S>
+  __device__ __forceinline__ RowWalk(T* tensor, const GroupRows<S>& rows, int64_t row_stride)
+      : row(tensor + rows.first * row_stride), step(rows.stride * row_stride) {}
+  __device__ __forceinline__ void next() { row += step; }
+};
+
+constexpr int kRowStages = 2;  // one row in use, one in flight; a third bought nothing on an H200
+
+// Rows of TENSORS tensors on their way from memory to registers.
+template <class T, class S, int TENSORS>
+struct RowRing {
+  Packed<T> vector[kRowStages][TENSORS][S::kVectors][S::kBlock];
+
+  // Vectors past the row's end are zero for good: most arithmetic then needs no guards.
+  __device__ __forceinline__ void clear_past_end(int columns) {
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {
+      if (column_of<S>(v) < columns) continue;
+#pragma unroll
+      for (int stage = 0; stage < kRowStages; ++stage)
+#pragma unroll
+        for (int tensor = 0; tensor < TENSORS; ++tensor) vector[stage][tensor][v][threadIdx.x] = Packed<T>{};
+    }
+  }
+
+  // Starts copying the walks' next rows into `slot` and steps the walks. Past the last row (`wanted` false) it closes
+  // an empty group of copies, so that groups always count rows.
+  template <class... Walks>
+  __device__ __forceinline__ void start(bool wanted, int columns, int slot, Walks&... walks) {
+    static_assert(sizeof...(Walks) == TENSORS, "one walk per tensor");
+    if (wanted) {
+#pragma unroll
+      for (int v = 0; v < S::kVectors; ++v) {
+        if (column_of<S>(v) >= columns) continue;
+        int tensor = 0;
+        (start_copy(&vector[slot][tensor++][v][threadIdx.x], walks.row + column_of<S>(v)), ...);
+      }
+    }
+    commit_copies();
+    (walks.next(), ...);
+  }
+
+  __device__ __forceinline__ void wait() { wait_copies<kRowStages - 1>(); }
+
+  __device__ __forceinline__ const Packed<T>& at(int slot, int tensor, int v) const {
+    return vector[slot][tensor][v][threadIdx.x];
+  }
+};
+
+// A parameter [C] of any type into shared memory as fp32, `fallback` where there is none and zero past the end. A
+// barrier must follow.
+template <class S>
+__device__ __forceinline__ void stage_parameter(const void* from, DType dtype, float fallback, int columns,
+                                                float (&to)[S::kColumns]) {
+  for (int column = threadIdx.x * kVector; column < S::kColumns; column += S::kBlock * kVector) {
+    float value[kVector] = {};
+    if (column < columns) load_parameter(from, dtype, column, fallback, value);
+    store_packed(to + column, narrow<float>(value));
+  }
+}
+
+// The block's groups add up their shares of a sum over rows, in group order, and store the block's part ([C] fp32).
+template <class S>
+__device__ __forceinline__ void store_part(const float (&share)[S::kVectors][kVector],
+                                           float (&shares)[S::kGroups][S::kColumns], float* part, int columns) {
+  __syncthreads();  // the memory's previous use is over
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v)
+    store_packed(&shares[threadIdx.x / S::kGroup][column_of<S>(v)], narrow<float>(share[v]));
+  __syncthreads();
+  for (int column = threadIdx.x; column < columns; column += S::kBlock) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int group = 0; group < S::kGroups; ++group) sum += shares[group][column];
+    part[column] = sum;
+  }
+}
+
+}  // namespace cuda
+}  // namespace fasttfm
