@@ -1,0 +1,94 @@
+"""Wrong calls of the native core raise, each with its own exception; none of them reaches a kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from native.calls import layer_norm_fields
+
+from fasttfm import _C
+
+LAUNCHER = "layer_norm_forward_cpu"
+
+
+def call(**changes: Any) -> None:
+    fields, _ = layer_norm_fields(torch.ones(4, 8))
+    fields.update(changes)
+    getattr(_C, LAUNCHER)(**fields)
+
+
+def test_the_unchanged_call_is_good() -> None:
+    call()
+
+
+@pytest.mark.parametrize("name", ["x", "eps", "threads"])
+def test_missing_argument(name: str) -> None:
+    fields, _ = layer_norm_fields(torch.ones(4, 8))
+    del fields[name]
+    with pytest.raises(TypeError, match=f"^{LAUNCHER}: missing argument '{name}'$"):
+        getattr(_C, LAUNCHER)(**fields)
+
+
+def test_unknown_argument() -> None:
+    with pytest.raises(TypeError, match=f"^{LAUNCHER}: unknown arguments: 'colour' 'taste'$"):
+        call(colour=1, taste=2)
+
+
+def test_positional_argument() -> None:
+    with pytest.raises(TypeError):
+        getattr(_C, LAUNCHER)(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rows", "many"),
+        ("rows", 1.5),
+        ("rows", None),
+        ("rows", 2**63),
+        ("x", -1),
+        ("x", 2**64),
+        ("x", torch.ones(1)),
+        ("eps", "small"),
+        ("dtype", 2**31),
+        ("dtype", "bf16"),
+        ("threads", [2]),
+    ],
+)
+def test_argument_of_a_wrong_type(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{LAUNCHER}: {name}: expected a number that fits its field, got "):
+        call(**{name: value})
+
+
+@pytest.mark.parametrize("code", [-1, 3, 2**31 - 1])
+def test_unknown_dtype_code(code: int) -> None:
+    with pytest.raises(ValueError, match=r"^dtype code is not 0 \(fp32\), 1 \(bf16\) or 2 \(fp16\)$"):
+        call(dtype=code)
+
+
+@pytest.mark.parametrize("columns", [0, -1])
+def test_no_columns(columns: int) -> None:
+    with pytest.raises(ValueError, match=r"^layer_norm: columns must be at least 1$"):
+        call(columns=columns)
+
+
+@pytest.mark.parametrize(("field", "code"), [("x_dtype", 3), ("y_dtype", -1), ("function", 4), ("function", -1)])
+def test_unknown_codes_of_elementwise(field: str, code: int) -> None:
+    x = torch.ones(4)
+    fields = {"x": x.data_ptr(), "y": x.data_ptr(), "count": 4, "x_dtype": 0, "y_dtype": 0, "function": 0, "threads": 1}
+    with pytest.raises(ValueError, match="is not 0"):
+        _C.elementwise_cpu(**{**fields, field: code})
+
+
+def test_instruction_sets() -> None:
+    assert "baseline" in _C.supported_isas()
+    assert _C.active_isa() in _C.supported_isas()
+    with pytest.raises(ValueError, match=r"^set_isa: name: expected 'baseline', 'avx2' or 'avx512', got 'mmx'$"):
+        _C.set_isa("mmx")
+    for name in {"baseline", "avx2", "avx512"} - set(_C.supported_isas()):
+        with pytest.raises(ValueError, match=rf"^set_isa: name: expected one of supported_isas\(\), got '{name}'$"):
+            _C.set_isa(name)
+    with pytest.raises(TypeError):
+        _C.set_isa(2)
