@@ -1,0 +1,71 @@
+// Counter-based random numbers (Philox 4x32, 7 rounds) and what dropout makes of them. The specification is philox.py; every backend draws the same bits.
+//
+// One 128-bit draw decides 16 neighbouring features, a byte each: feature f of a token is byte f % 16 of the draw with counter
+// (f / 16, token, sequence, 0) and the seed as key, and is dropped when that byte is below the threshold, p * 256 rounded.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define FASTTFM_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FASTTFM_HOST_DEVICE inline
+#endif
+
+namespace fasttfm {
+
+#ifdef FASTTFM_ISA
+inline namespace FASTTFM_ISA {  // as in isa.h: no inline function is shared between instruction sets
+#endif
+
+// 16 random bytes; byte i is bits 8 * (i % 4) and up of word[i / 4].
+struct Draw {
+  uint32_t word[4];
+};
+
+FASTTFM_HOST_DEVICE Draw philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+  uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 7; ++round) {
+    const uint64_t product0 = static_cast<uint64_t>(0xD2511F53u) * c0;
+    const uint64_t product1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
+    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
+    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
+    c1 = static_cast<uint32_t>(product1);
+    c3 = static_cast<uint32_t>(product0);
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// Where a row of activations stands in its batch.
+struct RowPosition {
+  uint32_t sequence, token;
+};
+
+// Dense batches ([B, S, C]): sequence and token follow from the row number. Packed ones: cu_seqlens[i] is the first row of sequence i.
+struct RowPositions {
+  const int32_t* cu_seqlens;    // [sequences + 1], or null when dense
+  int64_t sequences;
+  int64_t tokens_per_sequence;  // when dense
+
+  FASTTFM_HOST_DEVICE RowPosition operator()(int64_t row) const {
+    if (cu_seqlens == nullptr)
+      return {static_cast<uint32_t>(row / tokens_per_sequence), static_cast<uint32_t>(row % tokens_per_sequence)};
+    int64_t low = 0, high = sequences;  // the last sequence that starts at or before the row; empty ones are passed over
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      if (cu_seqlens[middle] <= row)
+        low = middle;
+      else
+        high = middle;
+    }
+    return {static_cast<uint32_t>(low), static_cast<uint32_t>(row - cu_seqlens[low])};
+  }
+};
+
+#ifdef FASTTFM_ISA
+}  // namespace FASTTFM_ISA
+#endif
+
+}  // namespace fasttfm

@@ -1,0 +1,65 @@
+"""Counter-based random numbers and dropout, in plain torch: the specification that every backend follows bit for bit.
+
+Dropout is a function of a seed and of where an element stands, not of any state: forward and backward agree without a stored mask, and a batch gives
+the same result packed or padded, on every backend. One 128-bit draw of Philox 4x32 with 7 rounds decides 16 neighbouring features, a byte each:
+
+    draw(sequence, token, f // 16) = philox(key=seed, counter=(f // 16, token, sequence, 0))
+    kept(sequence, token, f) = byte f % 16 of that draw >= threshold        threshold = p * 256, rounded
+    dropout(x) = kept * x * 256 / (256 - threshold)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROUNDS = 7
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def threshold(p: float) -> int:
+    """The byte value below which an element is dropped: p in steps of 1/256, and at least one step when p is not zero."""
+    return 0 if p == 0 else max(1, min(256, round(p * 256)))
+
+
+def scale(threshold: int) -> float:
+    """What kept elements are multiplied with: one over the probability that the threshold really keeps."""
+    return 256 / (256 - threshold) if threshold < 256 else 0.0
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A seed of torch's own generator for that device: [1] int64. ``torch.manual_seed`` reproduces it, and CUDA graphs draw anew."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
+def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, rounds: int = ROUNDS) -> tuple[Tensor, ...]:
+    """Four 32-bit words per counter, as int64 tensors of the counters' broadcast shape. Products wrap modulo 2**64, as they should."""
+    key0, key1 = seed & _MASK, (seed >> 32) & _MASK
+    for _ in range(rounds):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c2 = ((product1 >> 32) & _MASK) ^ c1 ^ key0, ((product0 >> 32) & _MASK) ^ c3 ^ key1
+        c1, c3 = product1 & _MASK, product0 & _MASK
+        key0, key1 = (key0 + _WEYL[0]) & _MASK, (key1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def row_positions(shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sequence and token index of every row of a ``[..., S, C]`` or packed ``[T, C]`` tensor, as int64 [rows]."""
+    rows = torch.arange(shape[:-1].numel(), device=device)
+    if cu_seqlens is None:
+        tokens = max(1, shape[-2]) if len(shape) > 1 else 1
+        return rows // tokens, rows % tokens
+    sequences = torch.searchsorted(cu_seqlens[1:-1].contiguous(), rows.int(), right=True)
+    return sequences, rows - cu_seqlens[sequences]
+
+
+def kept(seed: Tensor, sequences: Tensor, tokens: Tensor, columns: int, threshold: int) -> Tensor:
+    """Which activations dropout keeps: bool [rows, columns]."""
+    blocks = torch.arange((columns + 15) // 16, device=seed.device)
+    zero = torch.zeros((), dtype=torch.int64, device=seed.device)
+    words = torch.stack(philox(seed, blocks[None, :], tokens[:, None], sequences[:, None], zero), dim=-1)
+    shifts = torch.arange(0, 32, 8, device=seed.device)
+    draws = (words[..., None] >> shifts) & 0xFF  # [rows, blocks, 4 words, 4 bytes]
+    return draws.reshape(len(tokens), -1)[:, :columns] >= threshold

@@ -1,0 +1,56 @@
+"""philox.py for Triton kernels."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def philox(seed, c0, c1, c2, c3):
+    """Four uint32 words per counter (uint32 tensors of one shape); ``seed`` is an int64 scalar."""
+    key0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+    key1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    for _ in tl.static_range(7):
+        high0 = tl.umulhi(c0, tl.full(c0.shape, 0xD2511F53, tl.uint32))
+        high1 = tl.umulhi(c2, tl.full(c2.shape, 0xCD9E8D57, tl.uint32))
+        low0 = c0 * tl.full(c0.shape, 0xD2511F53, tl.uint32)
+        low1 = c2 * tl.full(c2.shape, 0xCD9E8D57, tl.uint32)
+        c0 = high1 ^ c1 ^ key0
+        c2 = high0 ^ c3 ^ key1
+        c1 = low1
+        c3 = low0
+        key0 += tl.full(key0.shape, 0x9E3779B9, tl.uint32)
+        key1 += tl.full(key1.shape, 0xBB67AE85, tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def row_position(row, cu_seqlens, sequences, tokens_per_sequence, PACKED: tl.constexpr):
+    """Sequence and token index of rows (int64 tensor), as uint32."""
+    if PACKED:  # binary search for the last sequence that starts at or before the row
+        low = tl.zeros(row.shape, tl.int64)
+        high = low + sequences
+        for _ in range(32):
+            middle = (low + high) // 2
+            searching = high - low > 1
+            before = tl.load(cu_seqlens + middle, mask=searching, other=0) <= row
+            low = tl.where(searching & before, middle, low)
+            high = tl.where(searching & (before == 0), middle, high)
+        return low.to(tl.uint32), (row - tl.load(cu_seqlens + low)).to(tl.uint32)
+    return (row // tokens_per_sequence).to(tl.uint32), (row % tokens_per_sequence).to(tl.uint32)
+
+
+@triton.jit
+def kept(seed, sequence, token, threshold, first_column, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Which activations dropout keeps, for BLOCK_N rows (uint32 [BLOCK_N] positions) and BLOCK_C columns from ``first_column`` on (both
+    multiples of 16): bool [BLOCK_N, BLOCK_C]. One draw per 16 columns, then spread out to bytes."""
+    blocks = (first_column // 16 + tl.arange(0, BLOCK_C // 16)).to(tl.uint32)
+    c0 = tl.broadcast_to(blocks[None, :], (BLOCK_N, BLOCK_C // 16))
+    c1 = tl.broadcast_to(token[:, None], (BLOCK_N, BLOCK_C // 16))
+    c2 = tl.broadcast_to(sequence[:, None], (BLOCK_N, BLOCK_C // 16))
+    w0, w1, w2, w3 = philox(seed, c0, c1, c2, tl.zeros_like(c0))
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK_N, BLOCK_C // 4, 1)
+    shifts = (tl.arange(0, 4) * 8).to(tl.uint32)
+    draws = (words >> shifts[None, None, :]) & 0xFF
+    return draws.reshape(BLOCK_N, BLOCK_C) >= threshold
