@@ -1,5 +1,7 @@
 """The ops. Each is a checked public function, registered with torch.library, served by one of several backends."""
 
+from fasttfm.ops.bias_gelu import ACTIVATIONS, bias_gelu
+from fasttfm.ops.gelu_layer_norm import gelu_layer_norm
 from fasttfm.ops.layer_norm import layer_norm
 
-__all__ = ["layer_norm"]
+__all__ = ["ACTIVATIONS", "bias_gelu", "gelu_layer_norm", "layer_norm"]
