@@ -13,7 +13,7 @@ import torch
 
 from fasttfm import _native
 
-# Set by use_backend(). A plain module variable on purpose: torch.compile guards on it, so a compiled function follows it too.
+# Set by use_backend(). A plain module variable on purpose: torch.compile guards on it, so a compiled function follows too.
 _override: str | None = None
 
 _tables: dict[str, BackendTable] = {}
@@ -27,8 +27,8 @@ class BackendRefused(ValueError):
 class Backend:
     """One implementation of an op.
 
-    ``absent()`` says why this machine or build lacks it; ``refuse(...)``, called with the forward's tensors and options, why it cannot
-    serve that call. Both return None where there is nothing in the way.
+    ``absent()`` says why this machine or build lacks it; ``refuse(...)``, called with the forward's tensors and options,
+    why it cannot serve that call. Both return None where there is nothing in the way.
     """
 
     name: str
