@@ -1,8 +1,8 @@
 """Counter-based random numbers and dropout, in plain torch: the specification that every backend follows bit for bit.
 
 Dropout is a function of a seed and of where an element stands, not of any state: forward and backward agree without a
-stored mask, and a batch gives the same result packed or padded, on every backend. One 128-bit draw of Philox 4x32 with 7
-rounds decides 16 neighbouring features, a byte each:
+stored mask, and a batch gives the same result packed or padded, on every backend. One 128-bit draw of Philox 4x32 with
+7 rounds decides 16 neighbouring features, a byte each:
 
     draw(sequence, token, f // 16) = philox(key=seed, counter=(f // 16, token, sequence, 0))
     kept(sequence, token, f) = byte f % 16 of that draw >= threshold        threshold = p * 256, rounded
@@ -31,7 +31,7 @@ def scale(threshold: int) -> float:
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed of torch's generator for that device: [1] int64. ``torch.manual_seed`` reproduces it; CUDA graphs draw anew."""
+    """A seed of the device's torch generator: [1] int64. ``torch.manual_seed`` reproduces it; CUDA graphs draw anew."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 

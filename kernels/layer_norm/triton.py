@@ -1,8 +1,8 @@
 """LayerNorm in Triton. N rows of C columns; the formulas are in reference.py.
 
 Forward: a program takes BLOCK_N whole rows. Backward: one program per slot of the machine walks over its share of the
-rows and keeps its part of dweight and dbias in registers; a second, small kernel adds the parts up in a fixed order. Every
-element of x and dy is read once. The number of programs depends on the device alone: the same call gives the same bits.
+rows and keeps its part of dweight and dbias in registers; a second, small kernel adds the parts up in a fixed order.
+Every element of x and dy is read once. The number of programs depends on the device alone: the same call gives the same bits.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def layer_norm(
     """Normalises each row of ``x`` to zero mean and unit variance, then scales and shifts it.
 
     Args:
-        x: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend). Rows may be strided: they are read in place.
-        weight: ``[C]`` or None for 1. May differ from ``x`` in precision: fp32 parameters with bf16 activations are usual.
+        x: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend). Strided rows are read in place.
+        weight: ``[C]`` or None for 1. May differ from ``x`` in precision: fp32 next to bf16 activations is usual.
         bias: ``[C]`` or None for 0.
         eps: Added to the variance.
         backend: Requests one backend; by default the first that can serve the call does.
@@ -79,7 +79,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, statistics = ctx.saved_tensors
         _, want_dweight, want_dbias, *_ = ctx.needs_input_grad
         dx, dweight, dbias = _backward_op(dy, x, weight, bias, statistics, want_dweight, want_dbias, ctx.backend)

@@ -78,8 +78,8 @@ def _refusal_skips(spec: OpSpec, case: OpCase) -> Iterator[None]:
 
 
 def _cpu_calls(spec: OpSpec, one_dtype: bool = False) -> list[Any]:
-    """CPU tensors go to the native core, the reference and, where there is no GPU, Triton's interpreter: small fp32 cases
-    only, because it truncates to bf16 where a GPU rounds."""
+    """CPU tensors go to the native core, the reference and, where there is no GPU, Triton's interpreter: small fp32
+    cases only, because it truncates to bf16 where a GPU rounds."""
     calls = []
     for backend in tables()[spec.name].backends:
         if backend.absent() is not None or backend.name == "cuda":
