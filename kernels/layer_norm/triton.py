@@ -2,7 +2,8 @@
 
 Forward: a program takes BLOCK_N whole rows. Backward: one program per slot of the machine walks over its share of the
 rows and keeps its part of dweight and dbias in registers; a second, small kernel adds the parts up in a fixed order.
-Every element of x and dy is read once. The number of programs depends on the device alone: the same call gives the same bits.
+Every element of x and dy is read once. The number of programs depends on the device alone, so repeated calls give the
+same bits.
 """
 
 from __future__ import annotations
