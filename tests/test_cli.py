@@ -80,7 +80,7 @@ def test_info_says_when_threads_are_not_shared(monkeypatch: pytest.MonkeyPatch) 
 
 def test_backend_table_numbers_each_reason_once() -> None:
     def backend(name: str, reason: str | None) -> Backend:
-        return Backend(name, lambda: reason, lambda *_: None, {})
+        return Backend(name, lambda: reason, lambda *_: None, print, print)  # never called
 
     class Table(BackendTable):
         def __post_init__(self) -> None:  # stays out of the process-wide register
