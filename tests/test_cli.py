@@ -18,7 +18,7 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_prepared(*statements: str) -> str:
-    """The output of ``fasttfm info`` in an interpreter that ran these first: what backends say is cached in a process."""
+    """The output of ``fasttfm info`` in an interpreter that ran these first: backends cache what they say."""
     code = "\n".join(["import sys", *statements, "from fasttfm.cli import main", "raise SystemExit(main(['info']))"])
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
