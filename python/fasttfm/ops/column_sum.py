@@ -32,7 +32,8 @@ def column_sum(x: Tensor, *, dtype: torch.dtype | None = None, backend: str | No
     """Adds up the rows of ``x`` in fp32 and a fixed order, and rounds the sum once.
 
     Args:
-        x: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend). Rows may be strided; they are read in place.
+        x: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend). Rows may be strided: they are read in
+            place.
         dtype: Type of the sum; by default that of ``x``.
         backend: Requests one backend; by default the first that can serve the call does.
 
