@@ -8,6 +8,7 @@ version: str
 compiler: str
 cuda_version: int  # 13000 for toolkit 13.0; 0 when built without CUDA: then there are no launchers named _cuda
 cuda_archs: str
+column_sum_strip: int  # columns that a block of column_sum_cuda takes
 
 def active_isa() -> str: ...
 def supported_isas() -> list[str]: ...
@@ -80,3 +81,27 @@ def layer_norm_forward_cpu(**fields: Unpack[_LayerNormForwardCpu]) -> None: ...
 def layer_norm_forward_cuda(**fields: Unpack[_LayerNormForwardCuda]) -> None: ...
 def layer_norm_backward_cpu(**fields: Unpack[_LayerNormBackwardCpu]) -> None: ...
 def layer_norm_backward_cuda(**fields: Unpack[_LayerNormBackwardCuda]) -> None: ...
+
+# ---- column_sum ------------------------------------------------------------------------------------------------------
+
+class _ColumnSum(TypedDict):
+    x: int
+    sum: int
+    workspace: int
+    rows: int
+    columns: int
+    x_stride: int
+    dtype: int
+
+class _ColumnSumCpu(_ColumnSum):
+    threads: int
+
+class _ColumnSumCuda(_ColumnSum):
+    sum_dtype: int
+    parts: int
+    device: int
+    stream: int
+
+def column_sum_workspace(rows: int, columns: int) -> int: ...
+def column_sum_cpu(**fields: Unpack[_ColumnSumCpu]) -> None: ...
+def column_sum_cuda(**fields: Unpack[_ColumnSumCuda]) -> None: ...

@@ -1,7 +1,21 @@
 """The ops. Each is a checked public function, registered with torch.library, served by one of several backends."""
 
 from fasttfm.ops.bias_gelu import ACTIVATIONS, bias_gelu
+from fasttfm.ops.column_sum import column_sum
 from fasttfm.ops.gelu_layer_norm import gelu_layer_norm
 from fasttfm.ops.layer_norm import layer_norm
+from fasttfm.ops.linear_gelu import linear_gelu
+from fasttfm.ops.mlp import mlp
+from fasttfm.ops.qkv_projection import fuse_qkv, qkv_projection
 
-__all__ = ["ACTIVATIONS", "bias_gelu", "gelu_layer_norm", "layer_norm"]
+__all__ = [
+    "ACTIVATIONS",
+    "bias_gelu",
+    "column_sum",
+    "fuse_qkv",
+    "gelu_layer_norm",
+    "layer_norm",
+    "linear_gelu",
+    "mlp",
+    "qkv_projection",
+]
