@@ -125,10 +125,12 @@ def _sum_parts_kernel(
         mask = (rows < P)[:, None] & (columns < C)[None, :]
         offsets = (which * P + rows[:, None]) * C + columns[None, :]
         total += tl.sum(tl.load(parts + offsets, mask=mask, other=0.0), axis=0)
-    if WANT_DWEIGHT:
-        tl.store(dweight + columns, total.to(dweight.dtype.element_ty), mask=(columns < C) & (which == 0))
-    if WANT_DBIAS:
-        tl.store(dbias + columns, total.to(dbias.dtype.element_ty), mask=(columns < C) & (which == 1))
+    if which == 0:
+        if WANT_DWEIGHT:
+            tl.store(dweight + columns, total.to(dweight.dtype.element_ty), mask=columns < C)
+    else:
+        if WANT_DBIAS:
+            tl.store(dbias + columns, total.to(dbias.dtype.element_ty), mask=columns < C)
 
 
 def _tile(columns: int, elements: int, per_thread: int) -> dict[str, int]:
