@@ -105,3 +105,65 @@ class _ColumnSumCuda(_ColumnSum):
 def column_sum_workspace(rows: int, columns: int) -> int: ...
 def column_sum_cpu(**fields: Unpack[_ColumnSumCpu]) -> None: ...
 def column_sum_cuda(**fields: Unpack[_ColumnSumCuda]) -> None: ...
+# ---- dropout_add_layer_norm ------------------------------------------------------------------------------------------
+
+class _DropoutAddLayerNorm(TypedDict):
+    z: int
+    weight: int
+    mean: int
+    rstd: int
+    rows: int
+    columns: int
+    seed: int
+    cu_seqlens: int
+    sequences: int
+    tokens_per_sequence: int
+    threshold: int
+    scale: float
+    dtype: int
+    residual_dtype: int
+
+class _DropoutAddLayerNormForward(_DropoutAddLayerNorm):
+    x: int
+    residual: int
+    bias: int
+    linear_bias: int
+    y: int
+    x_stride: int
+    residual_stride: int
+    eps: float
+
+class _DropoutAddLayerNormForwardCpu(_DropoutAddLayerNormForward):
+    threads: int
+
+class _DropoutAddLayerNormForwardCuda(_DropoutAddLayerNormForward):
+    parameter_dtype: int
+    device: int
+    stream: int
+
+class _DropoutAddLayerNormBackward(_DropoutAddLayerNorm):
+    dy: int
+    dz: int
+    dresidual: int
+    dx: int
+    dweight: int
+    dbias: int
+    dlinear_bias: int
+    workspace: int
+
+class _DropoutAddLayerNormBackwardCpu(_DropoutAddLayerNormBackward):
+    threads: int
+
+class _DropoutAddLayerNormBackwardCuda(_DropoutAddLayerNormBackward):
+    weight_dtype: int
+    bias_dtype: int
+    linear_bias_dtype: int
+    blocks: int
+    device: int
+    stream: int
+
+def dropout_add_layer_norm_workspace(rows: int, columns: int) -> int: ...
+def dropout_add_layer_norm_forward_cpu(**fields: Unpack[_DropoutAddLayerNormForwardCpu]) -> None: ...
+def dropout_add_layer_norm_forward_cuda(**fields: Unpack[_DropoutAddLayerNormForwardCuda]) -> None: ...
+def dropout_add_layer_norm_backward_cpu(**fields: Unpack[_DropoutAddLayerNormBackwardCpu]) -> None: ...
+def dropout_add_layer_norm_backward_cuda(**fields: Unpack[_DropoutAddLayerNormBackwardCuda]) -> None: ...

@@ -2,6 +2,7 @@
 
 from fasttfm.ops.bias_gelu import ACTIVATIONS, bias_gelu
 from fasttfm.ops.column_sum import column_sum
+from fasttfm.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from fasttfm.ops.gelu_layer_norm import gelu_layer_norm
 from fasttfm.ops.layer_norm import layer_norm
 from fasttfm.ops.linear_gelu import linear_gelu
@@ -12,6 +13,7 @@ __all__ = [
     "ACTIVATIONS",
     "bias_gelu",
     "column_sum",
+    "dropout_add_layer_norm",
     "fuse_qkv",
     "gelu_layer_norm",
     "layer_norm",
