@@ -63,4 +63,4 @@ def kept(seed: Tensor, sequences: Tensor, tokens: Tensor, columns: int, threshol
     words = torch.stack(philox(seed, blocks[None, :], tokens[:, None], sequences[:, None], zero), dim=-1)
     shifts = torch.arange(0, 32, 8, device=seed.device)
     draws = (words[..., None] >> shifts) & 0xFF  # [rows, blocks, 4 words, 4 bytes]
-    return draws.reshape(len(tokens), -1)[:, :columns] >= threshold
+    return draws.flatten(1)[:, :columns] >= threshold
