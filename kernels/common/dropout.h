@@ -29,7 +29,7 @@ struct Dropout {
   // The decisions on one span of one row.
   class Span {
    public:
-    void draw(const Dropout& dropout, RowPosition position, int64_t first) {
+    __attribute__((noinline)) void draw(const Dropout& dropout, RowPosition position, int64_t first) {
       limit_ = static_cast<uint8_t>(dropout.threshold - 1);
       scale_ = dropout.scale;
       const auto block = static_cast<uint32_t>(first / 16);

@@ -81,7 +81,7 @@ CASES = (
     _case("given_positions", 2, 7, given=(*_ALL, "position_ids")),
     _case("odd", 3, 7, columns=33, p=0.5),
     _case("one_token", 1, 1, columns=100),
-    _case("one_column", 3, 4, columns=1),
+    _case("one_column", 1, 5, columns=1),
     _case("one_dimension", 6, columns=40),
     _case("three_dimensions", 2, 3, 4, columns=40, p=0.1),
     _case("no_tokens", 0, 5, columns=16, p=0.1),
@@ -170,14 +170,26 @@ BAD_CALLS = (
     BadCall("an id is negative", "ids", ValueError, _set("ids", (1, 2), -1)),
     BadCall("an id is too large", "ids", ValueError, _set("ids", (1, 2), 11)),
     BadCall("a segment is too large", "segment_ids", ValueError, _set("segment_ids", (0, 0), 2)),
-    BadCall("segment_ids is short", "segment_ids", ValueError, _spoil("segment_ids", torch.zeros(5, dtype=torch.int64))),
+    BadCall(
+        "segment_ids is short", "segment_ids", ValueError, _spoil("segment_ids", torch.zeros(5, dtype=torch.int64))
+    ),
     BadCall("segment_ids without a table", "segment_ids", ValueError, _spoil("segment_table", None)),
     BadCall("word_table is None", "word_table", TypeError, _spoil("word_table", None)),
     BadCall("word_table is a vector", "word_table", ValueError, _spoil("word_table", torch.ones(64))),
     BadCall("word_table has no row", "word_table", ValueError, _spoil("word_table", torch.ones(0, 64))),
     BadCall("position_table is narrow", "position_table", ValueError, _spoil("position_table", torch.ones(9, 63))),
-    BadCall("position_table of another type", "position_table", TypeError, _spoil("position_table", torch.ones(9, 64).half())),
-    BadCall("segment_table elsewhere", "segment_table", ValueError, _spoil("segment_table", torch.ones(2, 64, device="meta"))),
+    BadCall(
+        "position_table of another type",
+        "position_table",
+        TypeError,
+        _spoil("position_table", torch.ones(9, 64).half()),
+    ),
+    BadCall(
+        "segment_table elsewhere",
+        "segment_table",
+        ValueError,
+        _spoil("segment_table", torch.ones(2, 64, device="meta")),
+    ),
     BadCall("weight too short", "weight", ValueError, _spoil("weight", torch.ones(63))),
     BadCall("bias is a number", "bias", TypeError, _spoil("bias", 1.0)),
     BadCall("double bias, single table", "word_table", TypeError, _spoil("bias", torch.ones(64).double())),
@@ -190,7 +202,12 @@ BAD_CALLS = (
     BadCall("padding_idx is a float", "padding_idx", TypeError, _spoil("padding_idx", 1.0)),
     BadCall("dtype of integers", "dtype", TypeError, _spoil("dtype", torch.int32)),
     BadCall("dtype double, tables single", "dtype", TypeError, _spoil("dtype", torch.float64)),
-    BadCall("cu_seqlens with two dimensions", "ids", ValueError, _spoil("cu_seqlens", torch.tensor([0, 15], dtype=torch.int32))),
+    BadCall(
+        "cu_seqlens with two dimensions",
+        "ids",
+        ValueError,
+        _spoil("cu_seqlens", torch.tensor([0, 15], dtype=torch.int32)),
+    ),
     BadCall("cu_seqlens of int64", "cu_seqlens", TypeError, _spoil("cu_seqlens", torch.tensor([0, 15]))),
     BadCall("cu_seqlens ends early", "cu_seqlens", ValueError, _pack(0, 8, 14)),
     BadCall("cu_seqlens starts late", "cu_seqlens", ValueError, _pack(1, 8, 15)),
@@ -234,7 +251,13 @@ def _repeats_lost(ids: Tensor, word_table: Tensor, **arguments: Any) -> Tensor:
 
 
 def _triton_kernels() -> list[TritonKernel]:
-    return []
+    from fasttfm.kernels.embedding import triton as kernels
+
+    found = []
+    for columns in (128, 768, 1024, 4096):
+        for types in (("fp32", "bf16", "fp32"), ("bf16", "bf16", "bf16"), ("fp16", "fp16", "fp16"), ("fp32",) * 3):
+            found += kernels.compile_signatures(columns, *types)
+    return [TritonKernel(**description) for description in found]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
