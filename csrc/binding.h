@@ -108,7 +108,9 @@ struct BinderRegistration {
 
 }  // namespace fasttfm
 
-#define FASTTFM_FIELD(PARAMS, MEMBER) ::fasttfm::make_field(#MEMBER, &PARAMS::MEMBER)
+// The cast makes a member of a base struct one of PARAMS.
+#define FASTTFM_FIELD(PARAMS, MEMBER) \
+  ::fasttfm::make_field(#MEMBER, static_cast<decltype(PARAMS::MEMBER) PARAMS::*>(&PARAMS::MEMBER))
 
 #define FASTTFM_BINDING(NAME)                                    \
   static void bind_##NAME(pybind11::module_& module);            \

@@ -167,3 +167,60 @@ def dropout_add_layer_norm_forward_cpu(**fields: Unpack[_DropoutAddLayerNormForw
 def dropout_add_layer_norm_forward_cuda(**fields: Unpack[_DropoutAddLayerNormForwardCuda]) -> None: ...
 def dropout_add_layer_norm_backward_cpu(**fields: Unpack[_DropoutAddLayerNormBackwardCpu]) -> None: ...
 def dropout_add_layer_norm_backward_cuda(**fields: Unpack[_DropoutAddLayerNormBackwardCuda]) -> None: ...
+# ---- embedding -------------------------------------------------------------------------------------------------------
+
+class _EmbeddingRows(TypedDict):
+    word_table: int
+    position_table: int
+    segment_table: int
+    ids: int
+    position_ids: int
+    segment_ids: int
+    cu_seqlens: int
+    weight: int
+    seed: int
+    sequences: int
+    tokens_per_sequence: int
+    rows: int
+    columns: int
+    threshold: int
+    scale: float
+    layer_norm: int
+    table_dtype: int
+    dtype: int
+    threads: int
+
+class _EmbeddingForward(_EmbeddingRows):
+    bias: int
+    y: int
+    mean: int
+    rstd: int
+    eps: float
+
+class _EmbeddingBackward(_EmbeddingRows):
+    dy: int
+    mean: int
+    rstd: int
+    dx: int
+    positions: int
+    dweight: int
+    dbias: int
+    workspace: int
+
+class _EmbeddingTableBackward(TypedDict):
+    dx: int
+    indices: int
+    dtable: int
+    first: int
+    next: int
+    rows: int
+    columns: int
+    table_rows: int
+    excluded: int
+    dtype: int
+    threads: int
+
+def embedding_workspace(rows: int, columns: int) -> int: ...
+def embedding_forward_cpu(**fields: Unpack[_EmbeddingForward]) -> None: ...
+def embedding_backward_cpu(**fields: Unpack[_EmbeddingBackward]) -> None: ...
+def embedding_table_backward_cpu(**fields: Unpack[_EmbeddingTableBackward]) -> None: ...

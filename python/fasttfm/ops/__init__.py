@@ -3,6 +3,7 @@
 from fasttfm.ops.bias_gelu import ACTIVATIONS, bias_gelu
 from fasttfm.ops.column_sum import column_sum
 from fasttfm.ops.dropout_add_layer_norm import dropout_add_layer_norm
+from fasttfm.ops.embedding import embedding
 from fasttfm.ops.gelu_layer_norm import gelu_layer_norm
 from fasttfm.ops.layer_norm import layer_norm
 from fasttfm.ops.linear_gelu import linear_gelu
@@ -14,6 +15,7 @@ __all__ = [
     "bias_gelu",
     "column_sum",
     "dropout_add_layer_norm",
+    "embedding",
     "fuse_qkv",
     "gelu_layer_norm",
     "layer_norm",

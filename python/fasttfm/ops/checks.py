@@ -58,3 +58,54 @@ def check_number(op: str, argument: str, value: Any, *, low: float, high: float,
         raise bad_type(op, argument, "a number", type(value).__name__)
     if not (low < value <= high if low_open else low <= value <= high):
         raise bad_value(op, argument, f"a number in {'(' if low_open else '['}{low}, {high}]", value)
+
+
+INDEX = (torch.int64, torch.int32)
+
+
+def check_index(op: str, argument: str, tensor: Any) -> None:
+    """``tensor`` is a tensor of indices."""
+    if not isinstance(tensor, torch.Tensor):
+        raise bad_type(op, argument, "a tensor", type(tensor).__name__)
+    if tensor.dtype not in INDEX:
+        raise bad_type(op, argument, "a tensor of int64 or int32", dtype_name(tensor.dtype))
+
+
+def check_cu_seqlens(op: str, cu_seqlens: Any, like: torch.Tensor) -> None:
+    """``cu_seqlens`` looks like the first rows of packed sequences: int32 [sequences + 1], on the device of ``like``."""
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise bad_type(op, "cu_seqlens", "a tensor", type(cu_seqlens).__name__)
+    if cu_seqlens.dtype != torch.int32:
+        raise bad_type(op, "cu_seqlens", "a tensor of int32", dtype_name(cu_seqlens.dtype))
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise bad_value(op, "cu_seqlens", "shape (sequences + 1,)", f"shape {tuple(cu_seqlens.shape)}")
+    check_device(op, "cu_seqlens", cu_seqlens, like)
+
+
+def check_cu_seqlens_values(op: str, cu_seqlens: torch.Tensor, total: int, longest: int | None = None) -> None:
+    """On the CPU: ``cu_seqlens`` rises from 0 to ``total`` in steps of at most ``longest``. On a GPU nothing is looked at, for
+    that would wait for it; kernels there keep inside their tensors whatever it holds."""
+    if cu_seqlens.device.type != "cpu":
+        return
+    values = cu_seqlens.tolist()
+    if values[0] != 0 or values[-1] != total:
+        raise bad_value(op, "cu_seqlens", f"values from 0 to {total}", f"from {values[0]} to {values[-1]}")
+    for sequence, (first, end) in enumerate(zip(values, values[1:], strict=False)):
+        if end < first:
+            raise bad_value(op, "cu_seqlens", "values that never fall", f"{first}, {end} at sequence {sequence}")
+        if longest is not None and end - first > longest:
+            raise bad_value(
+                op, "cu_seqlens", f"sequences of at most {longest} tokens", f"{end - first} in sequence {sequence}"
+            )
+
+
+def check_seed(op: str, seed: Any, like: torch.Tensor) -> None:
+    """``seed`` is what philox.draw_seed() gives (None passes: one will be drawn)."""
+    if seed is None:
+        return
+    if not isinstance(seed, torch.Tensor):
+        raise bad_type(op, "seed", "a tensor or None", type(seed).__name__)
+    if seed.dtype != torch.int64:
+        raise bad_type(op, "seed", "a tensor of int64", dtype_name(seed.dtype))
+    check_shape(op, "seed", seed, (1,))
+    check_device(op, "seed", seed, like)

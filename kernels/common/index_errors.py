@@ -1,0 +1,95 @@
+"""Indices outside their table, as kernels on a GPU report them: no exception can leave a kernel, and no call waits for one.
+
+A kernel that meets a bad index reads nothing with it, marks its output with NaN and notes the first such row in a few
+words on the device. Each call has the words copied to the host behind its kernels and never waits for the copy: a later
+call raises when a copy that arrived holds an error, ``check_errors()`` waits and raises now. CUDA graphs write the same
+words when they are replayed; after those, only ``check_errors()`` looks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_NONE = 2**63 - 1
+_LARGEST = 2**31 - 1
+_all: list[IndexErrors] = []
+
+
+class IndexErrors:
+    """The bad indices of one op, for every GPU.
+
+    The words are int64 [2, arguments]. First row: ``row << 32 | index`` of the first bad row, the index saturated to 32
+    bits; the largest int64 where there is none. Second row: how many rows the table has.
+    """
+
+    def __init__(self, op: str, arguments: tuple[str, ...]) -> None:
+        self._op = op
+        self._arguments = arguments
+        self._devices: dict[torch.device, _DeviceState] = {}
+        _all.append(self)
+
+    def words(self, device: torch.device) -> Tensor:
+        """What kernels on this device write to."""
+        return self._state(device).words
+
+    def watch(self, device: torch.device) -> None:
+        """Queues the copy that a later call looks at. Called after the kernels."""
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            self._state(device).copy()
+
+    def raise_if_seen(self, device: torch.device) -> None:
+        """Raises if a copy that has arrived holds an error. Waits for nothing."""
+        state = self._devices.get(device)
+        if state is not None and state.arrived():
+            self._raise(state, "an earlier call")
+
+    def raise_if_any(self) -> None:
+        """Waits for every GPU's kernels and raises if one of them met an error."""
+        for device, state in self._devices.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            state.host.copy_(state.words)
+            self._raise(state, "a call")
+
+    def _state(self, device: torch.device) -> _DeviceState:
+        if device not in self._devices:
+            self._devices[device] = _DeviceState(device, len(self._arguments))
+        return self._devices[device]
+
+    def _raise(self, state: _DeviceState, when: str) -> None:
+        for argument, word, limit in zip(self._arguments, *state.host.tolist(), strict=True):
+            if word != _NONE:
+                state.reset()
+                row, index = word >> 32, word & 0xFFFFFFFF
+                index -= 2**32 if index > _LARGEST else 0
+                beyond = " or beyond" if index in (_LARGEST, -_LARGEST - 1) else ""
+                raise ValueError(
+                    f"{self._op}: {argument}: expected indices in [0, {limit}), got {index}{beyond} at token {row} in {when}"
+                )
+
+
+class _DeviceState:
+    def __init__(self, device: torch.device, arguments: int) -> None:
+        self.words = torch.full((2, arguments), _NONE, dtype=torch.int64, device=device)
+        self.host = torch.full((2, arguments), _NONE, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._event: torch.cuda.Event | None = None
+
+    def copy(self) -> None:
+        if self._event is None:
+            self._event = torch.cuda.Event()
+        self.host.copy_(self.words, non_blocking=True)
+        self._event.record(torch.cuda.current_stream(self.words.device))
+
+    def arrived(self) -> bool:
+        return self._event is not None and not torch.cuda.is_current_stream_capturing() and self._event.query()
+
+    def reset(self) -> None:
+        self.words.fill_(_NONE)
+        self.host.fill_(_NONE)
+
+
+def check_errors() -> None:
+    """Raises ValueError if a kernel on a GPU has met an index outside its table since the last report. Waits for the GPUs."""
+    for errors in _all:
+        errors.raise_if_any()

@@ -1,0 +1,80 @@
+// Word + position + segment embedding, LayerNorm, dropout. N tokens, C columns; see reference.py for the formula.
+//
+// Bytes per token (t, e = bytes of an element of the tables and of y): forward reads a word row and writes y, C*(t +
+// e); backward reads both again and once writes the tables' whole gradients. Indices are inside their tables: the
+// caller has looked.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/status.h"
+
+namespace fasttfm {
+
+// What both directions know about the tokens.
+struct EmbeddingRows {
+  const void* word_table;       // [V, C], table_dtype
+  const void* position_table;   // [positions, C], table_dtype, or null
+  const void* segment_table;    // [segments, C], table_dtype, or null
+  const int64_t* ids;           // [N]
+  const int64_t* position_ids;  // [N], or null for a token's index in its sequence
+  const int64_t* segment_ids;   // [N], or null for 0
+  const int32_t* cu_seqlens;    // [sequences + 1], or null when all sequences have tokens_per_sequence
+  const float* weight;          // [C], or null for 1
+  const int64_t* seed;          // [1], or null for no dropout
+  int64_t sequences;
+  int64_t tokens_per_sequence;
+  int64_t rows;     // N
+  int64_t columns;  // C
+  int threshold;    // common/philox.py; 1 to 256
+  float scale;
+  int layer_norm;  // 1 or 0
+  DType table_dtype;
+  DType dtype;  // of y and dy
+  int threads;
+};
+
+struct EmbeddingForward : EmbeddingRows {
+  const float* bias;  // [C], or null for 0
+  void* y;            // [N, C], dtype
+  float* mean;        // [N]; unused without LayerNorm
+  float* rstd;        // [N]; unused without LayerNorm
+  float eps;
+};
+
+// The gradient of every token's sum of rows; embedding_table_backward() adds it up.
+struct EmbeddingBackward : EmbeddingRows {
+  const void* dy;      // [N, C], dtype
+  const float* mean;   // [N]; unused without LayerNorm
+  const float* rstd;   // [N]; unused without LayerNorm
+  float* dx;           // [N, C]
+  int64_t* positions;  // [N]: the rows of the position table that were used; null when not wanted
+  float* dweight;      // [C], or null when not wanted
+  float* dbias;        // [C], or null when not wanted
+  float* workspace;    // embedding_workspace(rows, columns) floats
+};
+
+// dtable[r] = sum of dx[n] over all n with indices[n] == r, in the order of n.
+struct EmbeddingTableBackward {
+  const float* dx;         // [N, C]
+  const int64_t* indices;  // [N]
+  void* dtable;            // [table_rows, C], dtype
+  int32_t* first;          // [table_rows], workspace
+  int32_t* next;           // [N], workspace
+  int64_t rows;            // N
+  int64_t columns;         // C
+  int64_t table_rows;
+  int64_t excluded;  // an index that gets no gradient, or -1
+  DType dtype;
+  int threads;
+};
+
+namespace cpu {
+Status embedding_forward(const EmbeddingForward&);
+Status embedding_backward(const EmbeddingBackward&);
+Status embedding_table_backward(const EmbeddingTableBackward&);
+int64_t embedding_workspace(int64_t rows, int64_t columns);  // in floats
+}  // namespace cpu
+
+}  // namespace fasttfm

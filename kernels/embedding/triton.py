@@ -1,0 +1,760 @@
+"""Embedding in Triton. N tokens of C columns; the formulas are in reference.py.
+
+Forward: a program takes BLOCK_N whole rows. Backward, with dx the gradient of a token's sum of rows:
+
+1. _rows_kernel reads dy and looks the tables up again. Where positions are the tokens' own indices a program takes all tokens of one
+   position: it sums dx into that row of dposition_table, and keeps dweight, dbias and up to two rows of dsegment_table in registers.
+   It leaves behind five numbers per token, from which dx is one line of arithmetic.
+2. Tokens are sorted by id. _table_kernel walks through runs of 32 sorted tokens, computes dx again from dy and adds it up; an id
+   whose tokens are in several runs gets parts, which _join_kernel adds up in order. dx itself is never in memory.
+
+Sums have a fixed order, which depends on the device and the sizes alone. Indices outside their tables are clamped before anything is
+read, give NaN, are noted in ``errors`` (common/index_errors.py) and are left out of the tables' gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fasttfm.kernels.common import philox
+from fasttfm.kernels.common.launch import multiprocessors, on_device
+from fasttfm.kernels.common.philox_triton import kept, row_position
+from fasttfm.kernels.common.rows import gradient_like
+
+Triple = tuple[Tensor, Tensor | None, Tensor | None]
+
+_PROGRAMS_PER_MULTIPROCESSOR = 4
+_MEMBERS_PER_ITEM = 64  # tokens of one position that a program takes at a time
+_FUSED_SEGMENTS = 2  # a segment table of more rows is summed as the word table is
+_RUN = 32  # sorted tokens that a program of _table_kernel takes
+_NO_ROW = 2**31 - 1  # the key of a token that adds to no row
+
+
+@triton.jit
+def _clamped(index, limit):
+    """The index, or 0 where it names no row; and whether it names none."""
+    bad = (index < 0) | (index >= limit)
+    return tl.where(bad, 0, index), bad
+
+
+@triton.jit
+def _note(errors, ARGUMENT: tl.constexpr, rows, index, limit, mask):
+    """Notes the first bad row of one argument: errors is int64 [2, 3], see index_errors.py."""
+    saturated = tl.minimum(tl.maximum(index, -2147483648), 2147483647)
+    words = errors + ARGUMENT + tl.zeros_like(rows)
+    tl.atomic_min(words, (rows << 32) | (saturated & 0xFFFFFFFF), mask=mask)
+    tl.store(words + 3, limit, mask=mask)
+
+
+@triton.jit
+def _fwd_kernel(
+    word_table,  # [V, C]
+    position_table,  # [positions, C] or unused
+    segment_table,  # [segments, C] or unused
+    ids,  # [N]
+    position_ids,  # [N] or unused
+    segment_ids,  # [N] or unused
+    cu_seqlens,  # [sequences + 1] int32, or unused
+    weight,  # [C] or unused
+    bias,  # [C] or unused
+    seed,  # [1] int64, or unused
+    y,  # [N, C]
+    statistics,  # [2, N] fp32: mean, rstd
+    errors,  # [2, 3] int64
+    N,
+    C,
+    V,
+    position_rows,
+    segment_rows,
+    sequences,
+    tokens_per_sequence,
+    eps,
+    threshold,
+    scale,
+    POSITIONS: tl.constexpr,  # "none", "own" (a token's index in its sequence) or "given"
+    SEGMENTS: tl.constexpr,  # "none", "zero" or "given"
+    PACKED: tl.constexpr,
+    LAYER_NORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.arange(0, BLOCK_C)
+    in_rows = rows < N
+    in_row = columns < C
+    mask = in_rows[:, None] & in_row[None, :]
+    if DROPOUT or POSITIONS == "own":
+        # Rows past the end take the last one's place.
+        sequence, token = row_position(tl.minimum(rows, N - 1), cu_seqlens, sequences, tokens_per_sequence, PACKED)
+
+    given = tl.load(ids + rows, mask=in_rows, other=0).to(tl.int64)
+    index, bad = _clamped(given, V)
+    _note(errors, 0, rows, given, V, bad & in_rows)
+    value = tl.load(word_table + index[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    if POSITIONS != "none":
+        if POSITIONS == "own":
+            position = token.to(tl.int64)
+        else:
+            position = tl.load(position_ids + rows, mask=in_rows, other=0).to(tl.int64)
+        index, bad_position = _clamped(position, position_rows)
+        _note(errors, 1, rows, position, position_rows, bad_position & in_rows)
+        bad = bad | bad_position
+        value += tl.load(position_table + index[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    if SEGMENTS == "given":
+        given = tl.load(segment_ids + rows, mask=in_rows, other=0).to(tl.int64)
+        index, bad_segment = _clamped(given, segment_rows)
+        _note(errors, 2, rows, given, segment_rows, bad_segment & in_rows)
+        bad = bad | bad_segment
+        value += tl.load(segment_table + index[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    elif SEGMENTS == "zero":
+        value += tl.load(segment_table + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
+    value = tl.where(bad[:, None], float("nan"), value)
+
+    if LAYER_NORM:
+        mean = tl.sum(value, axis=1) / C
+        centered = tl.where(in_row[None, :], value - mean[:, None], 0.0)
+        correction = tl.sum(centered, axis=1) / C
+        centered = tl.where(in_row[None, :], centered - correction[:, None], 0.0)
+        rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / C + eps)
+        value = centered * rstd[:, None]
+        if HAS_WEIGHT:
+            value = value * tl.load(weight + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
+        if HAS_BIAS:
+            value = value + tl.load(bias + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
+        tl.store(statistics + rows, mean, mask=in_rows)
+        tl.store(statistics + N + rows, rstd, mask=in_rows)
+    if DROPOUT:
+        keep = kept(tl.load(seed), sequence, token, threshold, 0, BLOCK_N, BLOCK_C)
+        value = tl.where(keep, value * scale, 0.0)
+    tl.store(y + rows[:, None] * C + columns[None, :], value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rows_kernel(
+    dy,  # [N, C]
+    word_table,  # [V, C]
+    position_table,  # [positions, C] or unused
+    segment_table,  # [segments, C] or unused
+    ids,  # [N]
+    position_ids,  # [N] or unused
+    segment_ids,  # [N] or unused
+    cu_seqlens,  # [sequences + 1] int32, or unused
+    weight,  # [C] or unused
+    seed,  # [1] int64, or unused
+    statistics,  # [2, N] fp32: mean, rstd
+    keys,  # [3, N] int32: the row of each table that the token's dx goes to; _NO_ROW for none
+    places,  # [N, 8] int32: id, position, segment, sequence, token
+    terms,  # [N, 8] fp32: mean, rstd, correction, mean(g), slope
+    dposition,  # [splits, positions, C], or unused
+    parts,  # [programs, 4, C] fp32: each program's share of dweight, dbias and two rows of dsegment
+    N,
+    C,
+    V,
+    position_rows,
+    segment_rows,
+    sequences,
+    tokens_per_sequence,
+    padding_idx,  # -1 for none
+    groups,  # positions, or 1 where tokens are not taken by position
+    members,  # sequences, or N
+    splits,  # parts that the members of a group are cut into
+    threshold,
+    scale,
+    POSITIONS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    PACKED: tl.constexpr,
+    LAYER_NORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    BY_POSITION: tl.constexpr,
+    FUSED_SEGMENTS: tl.constexpr,  # how many rows of dsegment are summed here
+    NO_ROW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK_C)
+    in_row = columns < C
+    if HAS_WEIGHT:
+        factor = tl.load(weight + columns, mask=in_row, other=0.0).to(tl.float32)
+    dweight = tl.zeros([BLOCK_C], dtype=tl.float32)
+    dbias = tl.zeros([BLOCK_C], dtype=tl.float32)
+    dsegment0 = tl.zeros([BLOCK_C], dtype=tl.float32)
+    dsegment1 = tl.zeros([BLOCK_C], dtype=tl.float32)
+    span = tl.cdiv(members, splits)
+    for item in range(program, groups * splits, tl.num_programs(0)):
+        group = (item // splits).to(tl.int64)
+        split = item % splits
+        dgroup = tl.zeros([BLOCK_C], dtype=tl.float32)
+        for start in range(split * span, tl.minimum(members, (split + 1) * span), BLOCK_N):
+            member = (start + tl.arange(0, BLOCK_N)).to(tl.int64)
+            in_rows = member < tl.minimum(members, (split + 1) * span)
+            if BY_POSITION:
+                if PACKED:
+                    begin = tl.load(cu_seqlens + member, mask=in_rows, other=0).to(tl.int64)
+                    end = tl.load(cu_seqlens + member + 1, mask=in_rows, other=0).to(tl.int64)
+                    rows = begin + group
+                    in_rows = in_rows & (begin >= 0) & (rows < end) & (rows < N)
+                else:
+                    rows = member * tokens_per_sequence + group
+                sequence = member.to(tl.uint32)
+                token = (tl.zeros_like(member) + group).to(tl.uint32)
+            else:
+                rows = member
+                sequence, token = row_position(
+                    tl.minimum(rows, N - 1), cu_seqlens, sequences, tokens_per_sequence, PACKED
+                )
+            mask = in_rows[:, None] & in_row[None, :]
+            offsets = rows[:, None] * C + columns[None, :]
+
+            given = tl.load(ids + rows, mask=in_rows, other=0).to(tl.int64)
+            word, bad = _clamped(given, V)
+            tl.store(keys + rows, tl.where(bad | (given == padding_idx), NO_ROW, given).to(tl.int32), mask=in_rows)
+            position = tl.zeros_like(word)
+            if POSITIONS == "own":
+                position = token.to(tl.int64)
+            elif POSITIONS == "given":
+                position = tl.load(position_ids + rows, mask=in_rows, other=0).to(tl.int64)
+            if POSITIONS != "none":
+                position, bad_position = _clamped(position, position_rows)
+                tl.store(keys + N + rows, tl.where(bad_position, NO_ROW, position).to(tl.int32), mask=in_rows)
+            segment = tl.zeros_like(word)
+            if SEGMENTS == "given":
+                segment = tl.load(segment_ids + rows, mask=in_rows, other=0).to(tl.int64)
+                segment, bad_segment = _clamped(segment, segment_rows)
+                tl.store(keys + 2 * N + rows, tl.where(bad_segment, NO_ROW, segment).to(tl.int32), mask=in_rows)
+            tl.store(places + rows * 8, word.to(tl.int32), mask=in_rows)
+            tl.store(places + rows * 8 + 1, position.to(tl.int32), mask=in_rows)
+            tl.store(places + rows * 8 + 2, segment.to(tl.int32), mask=in_rows)
+            tl.store(places + rows * 8 + 3, sequence.to(tl.int32, bitcast=True), mask=in_rows)
+            tl.store(places + rows * 8 + 4, token.to(tl.int32, bitcast=True), mask=in_rows)
+
+            h = tl.load(dy + offsets, mask=mask, other=0.0).to(tl.float32)
+            if DROPOUT:
+                keep = kept(tl.load(seed), sequence, token, threshold, 0, BLOCK_N, BLOCK_C)
+                h = tl.where(keep, h * scale, 0.0)
+            dx = h
+            if LAYER_NORM:
+                value = _lookup(
+                    word_table,
+                    position_table,
+                    segment_table,
+                    word,
+                    position,
+                    segment,
+                    columns,
+                    mask,
+                    C,
+                    POSITIONS,
+                    SEGMENTS,
+                )
+                mean = tl.load(statistics + rows, mask=in_rows, other=0.0)
+                rstd = tl.load(statistics + N + rows, mask=in_rows, other=0.0)
+                deviation = tl.where(mask, value - mean[:, None], 0.0)
+                correction = tl.sum(deviation, axis=1) / C
+                deviation -= correction[:, None]  # past the row's end it is not zero, but h is
+                g = h
+                if HAS_WEIGHT:
+                    g = h * factor[None, :]
+                mean_g = tl.sum(g, axis=1) / C
+                slope = rstd * rstd * rstd * (tl.sum(g * deviation, axis=1) / C)
+                dx = rstd[:, None] * (g - mean_g[:, None]) - slope[:, None] * deviation
+                dweight += tl.sum(h * rstd[:, None] * deviation, axis=0)
+                dbias += tl.sum(h, axis=0)
+                tl.store(terms + rows * 8, mean, mask=in_rows)
+                tl.store(terms + rows * 8 + 1, rstd, mask=in_rows)
+                tl.store(terms + rows * 8 + 2, correction, mask=in_rows)
+                tl.store(terms + rows * 8 + 3, mean_g, mask=in_rows)
+                tl.store(terms + rows * 8 + 4, slope, mask=in_rows)
+            if BY_POSITION:
+                dgroup += tl.sum(tl.where(mask, dx, 0.0), axis=0)
+            if FUSED_SEGMENTS >= 1:
+                dsegment0 += tl.sum(tl.where(mask & (segment == 0)[:, None], dx, 0.0), axis=0)
+            if FUSED_SEGMENTS >= 2:
+                dsegment1 += tl.sum(tl.where(mask & (segment == 1)[:, None], dx, 0.0), axis=0)
+        if BY_POSITION:
+            place = (split * position_rows + group) * C + columns
+            tl.store(dposition + place, dgroup.to(dposition.dtype.element_ty), mask=in_row)
+    part = parts + program.to(tl.int64) * 4 * C + columns
+    if LAYER_NORM:
+        tl.store(part, dweight, mask=in_row)
+        tl.store(part + C, dbias, mask=in_row)
+    if FUSED_SEGMENTS >= 1:
+        tl.store(part + 2 * C, dsegment0, mask=in_row)
+    if FUSED_SEGMENTS >= 2:
+        tl.store(part + 3 * C, dsegment1, mask=in_row)
+
+
+@triton.jit
+def _lookup(
+    word_table,
+    position_table,
+    segment_table,
+    word,
+    position,
+    segment,
+    columns,
+    mask,
+    C,
+    POSITIONS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    """The sum of the rows at int64 [BLOCK_N] indices inside their tables: fp32 [BLOCK_N, BLOCK_C]."""
+    value = tl.load(word_table + word[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    if POSITIONS != "none":
+        value += tl.load(position_table + position[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    if SEGMENTS != "none":
+        value += tl.load(segment_table + segment[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _table_kernel(
+    dy,  # [N, C]
+    word_table,  # [V, C]
+    position_table,  # [positions, C] or unused
+    segment_table,  # [segments, C] or unused
+    weight,  # [C] or unused
+    seed,  # [1] int64, or unused
+    places,  # [N, 8] int32, from _rows_kernel
+    terms,  # [N, 8] fp32, from _rows_kernel
+    keys,  # [N] int32, ascending
+    order,  # [N] int64: the token of each key
+    dtable,  # [table_rows, C], zero where no token's key is
+    parts,  # [runs, 2, C] fp32: of the key that the run goes on with, and of the key that goes on after the run
+    N,
+    C,
+    table_rows,
+    threshold,
+    scale,
+    POSITIONS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    LAYER_NORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    RUN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    run = tl.program_id(0)
+    first_column = tl.program_id(1) * BLOCK_C
+    columns = first_column + tl.arange(0, BLOCK_C)
+    in_row = columns < C
+    part = parts + run.to(tl.int64) * 2 * C + columns
+    if HAS_WEIGHT:
+        factor = tl.load(weight + columns, mask=in_row, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK_C], dtype=tl.float32)
+    begin = run * RUN
+    end = tl.minimum(begin + RUN, N)
+    # Whether the key being summed began in this run.
+    own = (run == 0) | (tl.load(keys + begin) != tl.load(keys + tl.maximum(begin - 1, 0)))
+    for start in range(begin, end, BLOCK_N):
+        slots = start + tl.arange(0, BLOCK_N)
+        live = (slots < end) & (tl.load(keys + slots, mask=slots < end, other=0) < table_rows)
+        rows = tl.load(order + slots, mask=live, other=0)
+        mask = live[:, None] & in_row[None, :]
+        dx = tl.load(dy + rows[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        if DROPOUT:
+            sequence = tl.load(places + rows * 8 + 3, mask=live, other=0).to(tl.uint32, bitcast=True)
+            token = tl.load(places + rows * 8 + 4, mask=live, other=0).to(tl.uint32, bitcast=True)
+            keep = kept(tl.load(seed), sequence, token, threshold, first_column, BLOCK_N, BLOCK_C)
+            dx = tl.where(keep, dx * scale, 0.0)
+        if LAYER_NORM:
+            word = tl.load(places + rows * 8, mask=live, other=0).to(tl.int64)
+            position = tl.load(places + rows * 8 + 1, mask=live, other=0).to(tl.int64)
+            segment = tl.load(places + rows * 8 + 2, mask=live, other=0).to(tl.int64)
+            value = _lookup(
+                word_table,
+                position_table,
+                segment_table,
+                word,
+                position,
+                segment,
+                columns,
+                mask,
+                C,
+                POSITIONS,
+                SEGMENTS,
+            )
+            mean = tl.load(terms + rows * 8, mask=live, other=0.0)
+            rstd = tl.load(terms + rows * 8 + 1, mask=live, other=0.0)
+            correction = tl.load(terms + rows * 8 + 2, mask=live, other=0.0)
+            mean_g = tl.load(terms + rows * 8 + 3, mask=live, other=0.0)
+            slope = tl.load(terms + rows * 8 + 4, mask=live, other=0.0)
+            if HAS_WEIGHT:
+                dx = dx * factor[None, :]
+            dx = rstd[:, None] * (dx - mean_g[:, None]) - slope[:, None] * (
+                (value - mean[:, None]) - correction[:, None]
+            )
+        for i in tl.static_range(BLOCK_N):
+            slot = start + i
+            if slot < end:
+                key = tl.load(keys + slot)
+                ends = (slot + 1 == N) | (tl.load(keys + tl.minimum(slot + 1, N - 1)) != key)
+                total += tl.sum(tl.where((tl.arange(0, BLOCK_N) == i)[:, None], dx, 0.0), axis=0)
+                if key < table_rows:
+                    if ends & own:
+                        row = dtable + key.to(tl.int64) * C + columns
+                        tl.store(row, total.to(dtable.dtype.element_ty), mask=in_row)
+                    elif ends | (slot + 1 == end):
+                        tl.store(tl.where(own, part + C, part), total, mask=in_row)
+                total = tl.where(ends, 0.0, total)
+                own = own | ends
+
+
+@triton.jit
+def _join_kernel(
+    keys,  # [N] int32, ascending
+    parts,  # [runs, 2, C] fp32, from _table_kernel
+    dtable,  # [table_rows, C]
+    N,
+    C,
+    table_rows,
+    runs,
+    RUN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One program per run: it finishes the key that begins in its run and goes on in the next."""
+    run = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_row = columns < C
+    end = (run + 1) * RUN
+    if end < N:
+        key = tl.load(keys + end - 1)
+        begins = (run == 0) | (tl.load(keys + tl.maximum(run * RUN - 1, 0)) != key)
+        if begins & (key < table_rows) & (tl.load(keys + end) == key):
+            total = tl.load(parts + (run.to(tl.int64) * 2 + 1) * C + columns, mask=in_row, other=0.0)
+            following = run + 1
+            going_on = True
+            while going_on:
+                later = following + tl.arange(0, BLOCK_N)
+                same = tl.load(keys + later * RUN, mask=later < runs, other=-1) == key
+                mask = same[:, None] & in_row[None, :]
+                offsets = later.to(tl.int64)[:, None] * 2 * C + columns[None, :]
+                total += tl.sum(tl.load(parts + offsets, mask=mask, other=0.0), axis=0)
+                following += BLOCK_N
+                going_on = tl.min(same.to(tl.int32), axis=0) == 1
+            row = dtable + key.to(tl.int64) * C + columns
+            tl.store(row, total.to(dtable.dtype.element_ty), mask=in_row)
+
+
+@triton.jit
+def _sum_parts_kernel(
+    parts,  # [P, 4, C] fp32
+    dweight,  # [C], or unused
+    dbias,  # [C], or unused
+    dsegment,  # [segments, C], or unused
+    P,
+    C,
+    WANT_DWEIGHT: tl.constexpr,
+    WANT_DBIAS: tl.constexpr,
+    FUSED_SEGMENTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_row = columns < C
+    which = tl.program_id(1)  # 0: dweight, 1: dbias, 2 and 3: rows of dsegment
+    total = tl.zeros([BLOCK_C], dtype=tl.float32)
+    for start in range(0, P, BLOCK_P):
+        rows = (start + tl.arange(0, BLOCK_P)).to(tl.int64)
+        offsets = (rows[:, None] * 4 + which) * C + columns[None, :]
+        total += tl.sum(tl.load(parts + offsets, mask=(rows < P)[:, None] & in_row[None, :], other=0.0), axis=0)
+    if WANT_DWEIGHT:
+        if which == 0:
+            tl.store(dweight + columns, total.to(dweight.dtype.element_ty), mask=in_row)
+    if WANT_DBIAS:
+        if which == 1:
+            tl.store(dbias + columns, total.to(dbias.dtype.element_ty), mask=in_row)
+    if FUSED_SEGMENTS > 0:
+        if (which >= 2) & (which < 2 + FUSED_SEGMENTS):
+            tl.store(dsegment + (which - 2) * C + columns, total.to(dsegment.dtype.element_ty), mask=in_row)
+
+
+# ---- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _tile(columns: int, elements: int, per_thread: int) -> dict[str, int]:
+    """Whole rows for a program, about ``elements`` elements together, ``per_thread`` for each thread."""
+    block_c = max(16, triton.next_power_of_2(columns))  # 16 columns share a draw of dropout
+    block_n = min(16, max(1, elements // block_c))
+    num_warps = min(32, max(1, block_n * block_c // (32 * per_thread)))
+    return {"BLOCK_N": block_n, "BLOCK_C": block_c, "num_warps": num_warps}
+
+
+def _forward_tile(columns: int) -> dict[str, int]:
+    return _tile(columns, elements=4096, per_thread=32)
+
+
+def _rows_tile(columns: int) -> dict[str, int]:
+    return _tile(columns, elements=2048, per_thread=16)
+
+
+def _table_tile(columns: int) -> dict[str, int]:
+    block_c = min(1024, max(16, triton.next_power_of_2(columns)))
+    return {"BLOCK_N": 4, "BLOCK_C": block_c, "num_warps": max(1, block_c // 256)}
+
+
+def _modes(tables: Triple, indices: Triple) -> dict[str, str]:
+    """How positions and segments come about, as the kernels' constants name it."""
+    position = "none" if tables[1] is None else "own" if indices[1] is None else "given"
+    segment = "none" if tables[2] is None else "zero" if indices[2] is None else "given"
+    return {"POSITIONS": position, "SEGMENTS": segment}
+
+
+def _contiguous(*tensors: Tensor | None, instead: Tensor) -> list[Tensor]:
+    """The tensors as kernels read them; ``instead`` takes the place of one that is not there and is not read."""
+    return [instead if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def _sizes(tables: Triple, indices: Triple, cu_seqlens: Tensor | None) -> dict[str, int]:
+    ids = indices[0]
+    return {
+        "N": ids.numel(),
+        "C": tables[0].shape[1],
+        "V": tables[0].shape[0],
+        "position_rows": 0 if tables[1] is None else tables[1].shape[0],
+        "segment_rows": 0 if tables[2] is None else tables[2].shape[0],
+        "sequences": 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        "tokens_per_sequence": max(1, ids.shape[-1]),
+    }
+
+
+def embedding_forward_triton(
+    tables: Triple,
+    indices: Triple,
+    cu_seqlens: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    layer_norm: bool,
+    eps: float,
+    p: float,
+    dtype: torch.dtype,
+    errors: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """``errors``: int64 [2, 3] of index_errors.py."""
+    ids, word_table = indices[0], tables[0]
+    count, columns = ids.numel(), word_table.shape[1]
+    y = torch.empty((*ids.shape, columns), dtype=dtype, device=ids.device)
+    statistics = torch.empty((2, count if layer_norm else 0), dtype=torch.float32, device=ids.device)
+    if count == 0:
+        return y, statistics
+    tile = _forward_tile(columns)
+    threshold = philox.threshold(p)
+    with on_device(ids):
+        _fwd_kernel[(triton.cdiv(count, tile["BLOCK_N"]),)](
+            *_contiguous(*tables, *indices, cu_seqlens, weight, bias, seed, instead=word_table),
+            y,
+            statistics,
+            errors,
+            **_sizes(tables, indices, cu_seqlens),
+            eps=eps,
+            threshold=threshold,
+            scale=philox.scale(threshold),
+            **_modes(tables, indices),
+            PACKED=cu_seqlens is not None,
+            LAYER_NORM=layer_norm,
+            HAS_WEIGHT=weight is not None,
+            HAS_BIAS=bias is not None,
+            DROPOUT=seed is not None,
+            **tile,
+        )
+    return y, statistics
+
+
+def embedding_backward_triton(
+    dy: Tensor,
+    tables: Triple,
+    indices: Triple,
+    cu_seqlens: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor,
+    seed: Tensor | None,
+    layer_norm: bool,
+    p: float,
+    padding_idx: int | None,
+    wanted: list[bool],
+) -> tuple[Tensor, ...]:
+    word_table, dy = tables[0], dy.contiguous()
+    dtables = [
+        torch.zeros_like(table, memory_format=torch.contiguous_format) if wants and table is not None else None
+        for table, wants in zip(tables, wanted[:3], strict=True)
+    ]
+    dweight, dbias = gradient_like(weight, wanted[3], word_table), gradient_like(bias, wanted[4], word_table)
+    if dy.numel() == 0:
+        return *_or_empty(dtables, word_table), dweight.zero_(), dbias.zero_()
+    sizes, threshold = _sizes(tables, indices, cu_seqlens), philox.threshold(p)
+    count, columns = sizes["N"], sizes["C"]
+    *whole_tables, whole_weight, whole_seed = _contiguous(*tables, weight, seed, instead=word_table)
+    # By position, a packed token past the position table's end is met by no program: its keys stay what they are here.
+    keys = torch.full((3, count), _NO_ROW, dtype=torch.int32, device=dy.device)
+    places = torch.empty((count, 8), dtype=torch.int32, device=dy.device)
+    terms = torch.empty((count if layer_norm else 0, 8), dtype=torch.float32, device=dy.device)
+    common = {
+        "threshold": threshold,
+        "scale": philox.scale(threshold),
+        **_modes(tables, indices),
+        "LAYER_NORM": layer_norm,
+        "HAS_WEIGHT": weight is not None,
+        "DROPOUT": seed is not None,
+        "enable_fp_fusion": columns > 1,  # a single column's g - mean(g) is zero only if both products are rounded
+    }
+    by_position = common["POSITIONS"] == "own" and dtables[1] is not None
+    fused_segments = 0 if dtables[2] is None or len(dtables[2]) > _FUSED_SEGMENTS else len(dtables[2])
+    with on_device(dy):
+        parts = _sum_by_position(
+            (dy, *whole_tables, *_contiguous(*indices, cu_seqlens, instead=word_table), whole_weight, whole_seed),
+            (statistics, keys, places, terms),
+            dtables[1] if by_position else None,
+            {**sizes, "padding_idx": -1 if padding_idx is None else padding_idx},
+            {**common, "PACKED": cu_seqlens is not None, "FUSED_SEGMENTS": fused_segments},
+        )
+        if wanted[3] or wanted[4] or fused_segments > 0:
+            _sum_parts_kernel[(triton.cdiv(columns, 32), 4)](
+                parts,
+                dweight,
+                dbias,
+                parts if dtables[2] is None else dtables[2],
+                len(parts),
+                columns,
+                WANT_DWEIGHT=wanted[3],
+                WANT_DBIAS=wanted[4],
+                FUSED_SEGMENTS=fused_segments,
+                BLOCK_P=64,
+                BLOCK_C=32,
+                num_warps=4,
+            )
+        for dtable, own_keys, done in zip(dtables, keys, (False, by_position, fused_segments > 0), strict=True):
+            if dtable is not None and not done:
+                _sum_by_key((dy, *whole_tables, whole_weight, whole_seed, places, terms), own_keys, dtable, common)
+    return *_or_empty(dtables, word_table), dweight, dbias
+
+
+def _sum_by_position(
+    inputs: tuple[Tensor, ...],
+    rows: tuple[Tensor, ...],
+    dposition: Tensor | None,
+    sizes: dict[str, int],
+    constants: dict[str, Any],
+) -> Tensor:
+    """Runs _rows_kernel: fills ``rows`` (statistics, keys, places, terms) and ``dposition``, and returns its parts."""
+    dy, columns = inputs[0], sizes["C"]
+    groups, members = 1, sizes["N"]
+    if dposition is not None:
+        groups = sizes["position_rows"] if constants["PACKED"] else sizes["tokens_per_sequence"]
+        members = sizes["sequences"] if constants["PACKED"] else sizes["N"] // sizes["tokens_per_sequence"]
+    splits = triton.cdiv(members, _MEMBERS_PER_ITEM)
+    programs = min(groups * splits, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(dy))
+    parts = torch.empty((programs, 4, columns), dtype=torch.float32, device=dy.device)
+    target = parts
+    if dposition is not None:
+        target = dposition if splits == 1 else dposition.new_zeros((splits, *dposition.shape), dtype=torch.float32)
+    _rows_kernel[(programs,)](
+        *inputs,
+        *rows,
+        target,
+        parts,
+        **sizes,
+        groups=groups,
+        members=members,
+        splits=splits,
+        **constants,
+        BY_POSITION=dposition is not None,
+        NO_ROW=_NO_ROW,
+        **_rows_tile(columns),
+    )
+    if dposition is not None and splits > 1:
+        dposition.copy_(target.sum(dim=0))
+    return parts
+
+
+def _sum_by_key(inputs: tuple[Tensor, ...], keys: Tensor, dtable: Tensor, constants: dict[str, Any]) -> None:
+    """Sorts the tokens by key and adds their dx up to the rows of ``dtable``, which are zero before."""
+    count, (table_rows, columns) = len(keys), dtable.shape
+    keys, order = torch.sort(keys, stable=True)
+    runs = triton.cdiv(count, _RUN)
+    parts = torch.empty((runs, 2, columns), dtype=torch.float32, device=keys.device)
+    tile = _table_tile(columns)
+    grid = (runs, triton.cdiv(columns, tile["BLOCK_C"]))
+    _table_kernel[grid](
+        *inputs, keys, order, dtable, parts, N=count, C=columns, table_rows=table_rows, **constants, RUN=_RUN, **tile
+    )
+    _join_kernel[grid](
+        keys,
+        parts,
+        dtable,
+        count,
+        columns,
+        table_rows,
+        runs,
+        RUN=_RUN,
+        BLOCK_N=16,
+        BLOCK_C=tile["BLOCK_C"],
+        num_warps=8,
+    )
+
+
+def _or_empty(gradients: list[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+def compile_signatures(columns: int, table: str, element: str, parameter: str) -> list[dict[str, object]]:
+    """Every kernel as the launchers above would compile it for packed training with dropout: tables, y and LayerNorm's
+    parameters of these Triton types."""
+    t, e, w, f, i, j = f"*{table}", f"*{element}", f"*{parameter}", "*fp32", "*i64", "*i32"
+    tables = {"word_table": t, "position_table": t, "segment_table": t}
+    given = {"ids": i, "position_ids": t, "segment_ids": i, "cu_seqlens": j}
+    sizes = dict.fromkeys(("N", "C", "V", "position_rows", "segment_rows", "sequences", "tokens_per_sequence"), "i32")
+    dropout = {"threshold": "i32", "scale": "fp32"}
+    rows = {"keys": j, "places": j, "terms": f}
+    constants = {"LAYER_NORM": True, "HAS_WEIGHT": True, "DROPOUT": True, "POSITIONS": "own", "SEGMENTS": "given"}
+    signatures: list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = [
+        (
+            _fwd_kernel,
+            {**tables, **given, "weight": w, "bias": w, "seed": i, "y": e, "statistics": f, "errors": i, **sizes}
+            | {"eps": "fp32", **dropout},
+            {**constants, "PACKED": True, "HAS_BIAS": True},
+            _forward_tile(columns),
+        ),
+        (
+            _rows_kernel,
+            {"dy": e, **tables, **given, "weight": w, "seed": i, "statistics": f, **rows, "dposition": t, "parts": f}
+            | {**sizes, **dict.fromkeys(("padding_idx", "groups", "members", "splits"), "i32"), **dropout},
+            {**constants, "PACKED": True, "BY_POSITION": True, "FUSED_SEGMENTS": 2, "NO_ROW": _NO_ROW},
+            _rows_tile(columns),
+        ),
+        (
+            _table_kernel,
+            {"dy": e, **tables, "weight": w, "seed": i, **rows, "order": i, "dtable": t, "parts": f}
+            | {"N": "i32", "C": "i32", "table_rows": "i32", **dropout},
+            {**constants, "RUN": _RUN},
+            _table_tile(columns),
+        ),
+        (
+            _join_kernel,
+            {"keys": j, "parts": f, "dtable": t, "N": "i32", "C": "i32", "table_rows": "i32", "runs": "i32"},
+            {"RUN": _RUN},
+            {"BLOCK_N": 16, "BLOCK_C": _table_tile(columns)["BLOCK_C"], "num_warps": 8},
+        ),
+        (
+            _sum_parts_kernel,
+            {"parts": f, "dweight": w, "dbias": w, "dsegment": t, "P": "i32", "C": "i32"},
+            {"WANT_DWEIGHT": True, "WANT_DBIAS": True, "FUSED_SEGMENTS": 2},
+            {"BLOCK_P": 64, "BLOCK_C": 32, "num_warps": 4},
+        ),
+    ]
+    return [
+        {"kernel": kernel, "signature": signature, "num_warps": tile.pop("num_warps"), "constants": {**fixed, **tile}}
+        for kernel, signature, fixed, tile in signatures
+    ]

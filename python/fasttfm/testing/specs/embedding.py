@@ -1,0 +1,311 @@
+"""embedding: cases, costs, peers, bad inputs, broken copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.embedding import reference
+from fasttfm.ops import embedding
+from fasttfm.testing.peers import compiled
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
+
+VOCABULARY = 30522
+
+
+def cu_seqlens_of(lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+
+
+def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+    sizes = case.sizes
+    columns, wide = sizes["columns"], dtype == torch.float64
+    table_dtype = dtype if wide else sizes.get("table_dtype", dtype)
+    parameter_dtype = dtype if wide else sizes.get("parameter_dtype", dtype)
+    lengths = sizes.get("lengths")
+    shape = sizes["shape"] if lengths is None else (sum(lengths),)
+
+    def tensor(*shape: int, dtype: torch.dtype) -> Tensor:
+        return draw(generator, *shape, dtype=dtype, device=device, scale=sizes.get("scale", 1.0))
+
+    def indices(limit: int) -> Tensor:
+        drawn = torch.randint(0, limit, shape, generator=generator)
+        return drawn.to(sizes.get("index_dtype", torch.int64)).to(device)
+
+    tables: Inputs = {"word_table": tensor(sizes["words"], columns, dtype=table_dtype) + sizes.get("offset", 0.0)}
+    parameters: Inputs = {}
+    given: Inputs = {"ids": indices(sizes.get("distinct", sizes["words"]))}
+    for name in ("position", "segment"):
+        if f"{name}s" in sizes:
+            tables[f"{name}_table"] = tensor(sizes[f"{name}s"], columns, dtype=table_dtype)
+            if f"{name}_ids" in sizes["given"]:
+                given[f"{name}_ids"] = indices(sizes[f"{name}s"])
+    for name in ("weight", "bias"):
+        if name in sizes["given"]:
+            parameters[name] = tensor(columns, dtype=parameter_dtype)
+    if lengths is not None:
+        given["cu_seqlens"] = cu_seqlens_of(lengths, device)
+    if "seed" in sizes["given"]:
+        given["seed"] = torch.tensor([0x123456789ABCDEF], device=device)
+    if table_dtype != dtype:
+        given["dtype"] = dtype
+    # The harness rounds incoming gradients to the first floating type it meets: the output's.
+    floating = {**tables, **parameters} if table_dtype == dtype else {**parameters, **tables}
+    return {**floating, **given}
+
+
+_ALL = ("weight", "bias", "segment_ids", "seed")
+_TABLES = {"words": 11, "positions": 9, "segments": 2}
+
+
+def _case(name: str, *shape: int, columns: int = 64, given: tuple[str, ...] = _ALL, **sizes: Any) -> OpCase:
+    options = {name: sizes.pop(name) for name in ("p", "eps", "padding_idx", "layer_norm") if name in sizes}
+    return OpCase(name, {"shape": shape, "columns": columns, "given": given, **(_TABLES | sizes)}, options)
+
+
+def _bench_case(name: str, *shape: int, columns: int, **sizes: Any) -> OpCase:
+    given = ("weight", "bias", "segment_ids")
+    return _case(
+        name, *shape, columns=columns, given=given, words=VOCABULARY, positions=512, segments=2, p=0.1, **sizes
+    )
+
+
+CASES = (
+    _case("typical", 3, 5, p=0.1),
+    _case("no_dropout", 3, 5),
+    _case("packed", lengths=(4, 0, 9, 1), p=0.25),
+    _case("packed_given_positions", lengths=(4, 3), given=(*_ALL, "position_ids"), p=0.25),
+    _case("given_positions", 2, 7, given=(*_ALL, "position_ids")),
+    _case("odd", 3, 7, columns=33, p=0.5),
+    _case("one_token", 1, 1, columns=100),
+    _case("one_column", 1, 5, columns=1),
+    _case("one_dimension", 6, columns=40),
+    _case("three_dimensions", 2, 3, 4, columns=40, p=0.1),
+    _case("no_tokens", 0, 5, columns=16, p=0.1),
+    _case("packed_no_tokens", lengths=(0, 0), p=0.1),
+    _case("one_word", 5, 9, distinct=1),
+    _case("many_tokens", 33, 9, columns=48, words=300, p=0.1),
+    _case("wide", 2, 3, columns=1543, p=0.1),
+    _case("plain_layer_norm", 3, 5, given=("segment_ids",), layer_norm=True),
+    _case("no_layer_norm", 3, 5, given=("segment_ids", "seed"), p=0.1),
+    _case("segment_zero", 3, 5, given=("weight", "bias")),
+    _case("many_segments", 4, 6, segments=7, columns=40),
+    _case("padding", 4, 6, padding_idx=3),
+    _case("fp32_parameters", 3, 5, parameter_dtype=torch.float32, p=0.1),
+    _case("fp32_tables", 3, 5, table_dtype=torch.float32, p=0.1),
+    _case("int32", 3, 5, index_dtype=torch.int32),
+    _case("large_mean", 4, 6, offset=100.0),
+    _case("everything_dropped", 2, 3, p=1.0),
+    OpCase("words_only", {"shape": (3, 5), "columns": 64, "given": (), "words": 11}),
+)
+
+
+def _tokens(case: OpCase) -> int:
+    lengths = case.sizes.get("lengths")
+    return int(torch.Size(case.sizes["shape"]).numel()) if lengths is None else sum(lengths)
+
+
+def _table_size(case: OpCase, dtype: torch.dtype) -> int:
+    return int(case.sizes.get("table_dtype", dtype).itemsize)
+
+
+def _forward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
+    """A word row is read and a row of y written for every token; the other tables fit into the cache."""
+    return Cost(bytes=_tokens(case) * (case.sizes["columns"] * (_table_size(case, dtype) + dtype.itemsize) + 8))
+
+
+def _backward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
+    """dy and the word rows are read, and the whole gradient of the tables is written."""
+    rows = sum(case.sizes.get(name, 0) for name in ("words", "positions", "segments"))
+    gradient = rows * case.sizes["columns"] * _table_size(case, dtype)
+    return Cost(bytes=_forward_cost(case, dtype).bytes + gradient)
+
+
+def _torch_embedding(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    """As users write it."""
+    word, position, segment = (inputs.get(f"{name}_table") for name in ("word", "position", "segment"))
+    positions = torch.arange(inputs["ids"].shape[-1], device=word.device)
+    functional = torch.nn.functional
+
+    def call() -> Tensor:
+        x = functional.embedding(inputs["ids"], word) + functional.embedding(positions, position)
+        x = x + functional.embedding(inputs["segment_ids"], segment)
+        x = functional.layer_norm(x, x.shape[-1:], inputs["weight"].to(x.dtype), inputs["bias"].to(x.dtype))
+        return functional.dropout(x, options["p"]).to(inputs.get("dtype", x.dtype))
+
+    return call
+
+
+def _spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
+    def change(inputs: Inputs, options: dict[str, Any]) -> None:
+        (options if argument in options else inputs)[argument] = value
+
+    return change
+
+
+def _set(argument: str, index: tuple[int, ...], value: int) -> Callable[[Inputs, dict[str, Any]], None]:
+    def change(inputs: Inputs, options: dict[str, Any]) -> None:
+        inputs[argument] = inputs[argument].clone()
+        inputs[argument][index] = value
+
+    return change
+
+
+def _pack(*boundaries: int) -> Callable[[Inputs, dict[str, Any]], None]:
+    def change(inputs: Inputs, options: dict[str, Any]) -> None:
+        inputs["ids"], inputs["segment_ids"] = inputs["ids"].reshape(-1), inputs["segment_ids"].reshape(-1)
+        inputs["cu_seqlens"] = torch.tensor(boundaries, dtype=torch.int32)
+
+    return change
+
+
+BAD_CALLS = (
+    BadCall("ids is a list", "ids", TypeError, _spoil("ids", [1])),
+    BadCall("ids are floats", "ids", TypeError, _spoil("ids", torch.ones(3, 5))),
+    BadCall("ids has no dimension", "ids", ValueError, _spoil("ids", torch.tensor(1))),
+    BadCall("ids is too long", "ids", ValueError, _spoil("ids", torch.zeros(3, 10, dtype=torch.int64))),
+    BadCall("an id is negative", "ids", ValueError, _set("ids", (1, 2), -1)),
+    BadCall("an id is too large", "ids", ValueError, _set("ids", (1, 2), 11)),
+    BadCall("a segment is too large", "segment_ids", ValueError, _set("segment_ids", (0, 0), 2)),
+    BadCall(
+        "segment_ids is short", "segment_ids", ValueError, _spoil("segment_ids", torch.zeros(5, dtype=torch.int64))
+    ),
+    BadCall("segment_ids without a table", "segment_ids", ValueError, _spoil("segment_table", None)),
+    BadCall("word_table is None", "word_table", TypeError, _spoil("word_table", None)),
+    BadCall("word_table is a vector", "word_table", ValueError, _spoil("word_table", torch.ones(64))),
+    BadCall("word_table has no row", "word_table", ValueError, _spoil("word_table", torch.ones(0, 64))),
+    BadCall("position_table is narrow", "position_table", ValueError, _spoil("position_table", torch.ones(9, 63))),
+    BadCall(
+        "position_table of another type",
+        "position_table",
+        TypeError,
+        _spoil("position_table", torch.ones(9, 64).half()),
+    ),
+    BadCall(
+        "segment_table elsewhere",
+        "segment_table",
+        ValueError,
+        _spoil("segment_table", torch.ones(2, 64, device="meta")),
+    ),
+    BadCall("weight too short", "weight", ValueError, _spoil("weight", torch.ones(63))),
+    BadCall("bias is a number", "bias", TypeError, _spoil("bias", 1.0)),
+    BadCall("double bias, single table", "word_table", TypeError, _spoil("bias", torch.ones(64).double())),
+    BadCall("eps is negative", "eps", ValueError, _spoil("eps", -1.0)),
+    BadCall("p above one", "p", ValueError, _spoil("p", 1.5)),
+    BadCall("p is text", "p", TypeError, _spoil("p", "often")),
+    BadCall("seed is a number", "seed", TypeError, _spoil("seed", 3)),
+    BadCall("seed of two numbers", "seed", ValueError, _spoil("seed", torch.tensor([1, 2]))),
+    BadCall("padding_idx is no row", "padding_idx", ValueError, _spoil("padding_idx", 11)),
+    BadCall("padding_idx is a float", "padding_idx", TypeError, _spoil("padding_idx", 1.0)),
+    BadCall("dtype of integers", "dtype", TypeError, _spoil("dtype", torch.int32)),
+    BadCall("dtype double, tables single", "dtype", TypeError, _spoil("dtype", torch.float64)),
+    BadCall(
+        "cu_seqlens with two dimensions",
+        "ids",
+        ValueError,
+        _spoil("cu_seqlens", torch.tensor([0, 15], dtype=torch.int32)),
+    ),
+    BadCall("cu_seqlens of int64", "cu_seqlens", TypeError, _spoil("cu_seqlens", torch.tensor([0, 15]))),
+    BadCall("cu_seqlens ends early", "cu_seqlens", ValueError, _pack(0, 8, 14)),
+    BadCall("cu_seqlens starts late", "cu_seqlens", ValueError, _pack(1, 8, 15)),
+    BadCall("cu_seqlens falls", "cu_seqlens", ValueError, _pack(0, 8, 7, 15)),
+    BadCall("a sequence has more tokens than positions", "cu_seqlens", ValueError, _pack(0, 10, 15)),
+)
+
+
+def _without_segments(segment_table: Tensor | None = None, **arguments: Any) -> Tensor:
+    return reference.embedding(segment_table=None if segment_table is None else segment_table * 0, **arguments)
+
+
+def _positions_run_on(ids: Tensor, cu_seqlens: Tensor | None = None, **arguments: Any) -> Tensor:
+    if cu_seqlens is not None and arguments.get("position_ids") is None and arguments.get("position_table") is not None:
+        arguments["position_ids"] = torch.arange(len(ids)) % len(arguments["position_table"])
+    return reference.embedding(ids, cu_seqlens=cu_seqlens, **arguments)
+
+
+def _unscaled_dropout(p: float = 0.0, **arguments: Any) -> Tensor:
+    return reference.embedding(p=p, **arguments) * (1 - p)
+
+
+class _LastTokenWins(torch.autograd.Function):
+    """Right values, but of several tokens with the same id only one reaches the table's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(table, ids)
+        return table[ids]
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        table, ids = ctx.saved_tensors
+        return torch.zeros_like(table).index_put_((ids,), dx), None
+
+
+def _repeats_lost(ids: Tensor, word_table: Tensor, **arguments: Any) -> Tensor:
+    rows = _LastTokenWins.apply(word_table, ids.reshape(-1).long())
+    arguments.pop("padding_idx", None)
+    return reference.embedding(torch.arange(len(rows)).reshape(ids.shape), rows, **arguments)
+
+
+def _triton_kernels() -> list[TritonKernel]:
+    from fasttfm.kernels.embedding import triton as kernels
+
+    found = []
+    for columns in (128, 768, 1024, 4096):
+        for types in (("fp32", "bf16", "fp32"), ("bf16", "bf16", "bf16"), ("fp16", "fp16", "fp16"), ("fp32",) * 3):
+            found += kernels.compile_signatures(columns, *types)
+    return [TritonKernel(**description) for description in found]
+
+
+def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
+    names = ("ids", "word_table", "position_table", "segment_table", "position_ids", "segment_ids")
+    tensors = tuple(inputs.get(name) for name in (*names, "cu_seqlens", "weight", "bias", "seed"))
+    tables, indices = tensors[1:4], (tensors[0], *tensors[4:6])
+    p = options.get("p", 0.0)
+    tensors = (*tensors[:-1], tensors[-1] if p else None)
+    layer_norm = options.get("layer_norm", False) or inputs.get("weight") is not None
+    dtype = inputs.get("dtype", inputs["word_table"].dtype)
+    y, statistics = reference.embedding_forward(tables, indices, *tensors[6:], layer_norm, 1e-5, p, dtype)
+    wanted = [tensor is not None for tensor in (*tables, *tensors[7:9])]
+    return [
+        (torch.ops.fasttfm.embedding_forward.default, (*tensors, layer_norm, 1e-5, p, dtype, None)),
+        (
+            torch.ops.fasttfm.embedding_backward.default,
+            (torch.ones_like(y), *tensors, statistics, layer_norm, p, options.get("padding_idx"), wanted, None),
+        ),
+    ]
+
+
+SPEC = OpSpec(
+    name="embedding",
+    function=embedding,
+    reference=reference.embedding,
+    inputs=_inputs,
+    differentiable=("word_table", "position_table", "segment_table", "weight", "bias"),
+    cases=CASES,
+    bench_cases=(
+        _bench_case("64x512x768", 64, 512, columns=768),
+        _bench_case("64x512x1024", 64, 512, columns=1024),
+        _bench_case("64x512x768 fp32 tables", 64, 512, columns=768, table_dtype=torch.float32),
+        _bench_case("64x512x1024 fp32 tables", 64, 512, columns=1024, table_dtype=torch.float32),
+    ),
+    bench_cases_cpu=(
+        _bench_case("4x512x768", 4, 512, columns=768),
+        _bench_case("4x512x768 fp32 tables", 4, 512, columns=768, table_dtype=torch.float32),
+    ),
+    forward_cost=_forward_cost,
+    backward_cost=_backward_cost,
+    peers=(Peer("torch", _torch_embedding), Peer("torch.compile", compiled(_torch_embedding))),
+    bad_calls=BAD_CALLS,
+    mutants={
+        "without the segments": _without_segments,
+        "positions run on over sequences": _positions_run_on,
+        "dropout without its scale": _unscaled_dropout,
+        "repeated ids lose gradient": _repeats_lost,
+    },
+    triton_kernels=_triton_kernels,
+    native_ops=_native_ops,
+)
