@@ -1,5 +1,6 @@
 """The ops. Each is a checked public function, registered with torch.library, served by one of several backends."""
 
+from fasttfm.kernels.common.index_errors import check_errors
 from fasttfm.ops.bias_gelu import ACTIVATIONS, bias_gelu
 from fasttfm.ops.column_sum import column_sum
 from fasttfm.ops.dropout_add_layer_norm import dropout_add_layer_norm
@@ -13,6 +14,7 @@ from fasttfm.ops.qkv_projection import fuse_qkv, qkv_projection
 __all__ = [
     "ACTIVATIONS",
     "bias_gelu",
+    "check_errors",
     "column_sum",
     "dropout_add_layer_norm",
     "embedding",
