@@ -59,10 +59,14 @@ __global__ void __launch_bounds__(kBlock, 4) column_sum_kernel(ColumnSum p) {
   __syncthreads();
   const int own = blockIdx.x * kColumnSumStrip + threadIdx.x;
   if (own >= columns) return;
-  float total = 0.0f;
+  float total[kWarps];
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) total += shares[w][threadIdx.x];
-  p.workspace[static_cast<int64_t>(blockIdx.y) * columns + own] = total;
+  for (int w = 0; w < kWarps; ++w) total[w] = shares[w][threadIdx.x];
+#pragma unroll
+  for (int half = kWarps / 2; half > 0; half /= 2)
+#pragma unroll
+    for (int w = 0; w < half; ++w) total[w] += total[w + half];
+  p.workspace[static_cast<int64_t>(blockIdx.y) * columns + own] = total[0];
 }
 static_assert(kBlock == kColumnSumStrip, "each thread adds up one column of the strip");
 

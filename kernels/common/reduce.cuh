@@ -65,10 +65,14 @@ static __global__ void __launch_bounds__(kSumColumns* kSumRows)
   partial[threadIdx.y][threadIdx.x] = total;
   __syncthreads();
   if (threadIdx.y == 0 && column < columns) {
-    float sum = 0.0f;
+    float sum[kSumRows];  // pairwise: fewer roundings than one after the other
 #pragma unroll
-    for (int row = 0; row < kSumRows; ++row) sum += partial[row][threadIdx.x];
-    store_as(out.dtype, out.to, column, sum);
+    for (int row = 0; row < kSumRows; ++row) sum[row] = partial[row][threadIdx.x];
+#pragma unroll
+    for (int half = kSumRows / 2; half > 0; half /= 2)
+#pragma unroll
+      for (int row = 0; row < half; ++row) sum[row] += sum[row + half];
+    store_as(out.dtype, out.to, column, sum[0]);
   }
 }
 
