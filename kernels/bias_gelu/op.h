@@ -33,7 +33,8 @@ struct BiasGeluBackward {
   const void* bias;  // [C], bias_dtype, or null for 0
   void* dx;          // [N, C], dtype, contiguous
   void* dbias;       // [C], bias_dtype, or null when not wanted
-  float* workspace;  // CPU: bias_gelu_workspace(rows, columns) floats; CUDA: parts * columns floats; unused without dbias
+  float*
+      workspace;  // CPU: bias_gelu_workspace(rows, columns) floats; CUDA: parts * columns floats; unused without dbias
   int64_t rows;
   int64_t columns;
   int64_t x_stride;

@@ -3,8 +3,8 @@
     u = x + bias        y = activation(u)
     dx = dy * activation'(u)        dbias = sum over rows of dx
 
-Rows are all dimensions but the last. Arithmetic is fp32 (fp64 for fp64 input); only y, dx and dbias are rounded to the tensors' own
-types, dbias from the sum of unrounded dx.
+Rows are all dimensions but the last. Arithmetic is fp32 (fp64 for fp64 input); only y, dx and dbias are rounded to the
+tensors' own types, dbias from the sum of unrounded dx.
 """
 
 from __future__ import annotations

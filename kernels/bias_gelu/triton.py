@@ -1,8 +1,8 @@
 """Activation of x + bias in Triton. N rows of C columns; the formulas are in reference.py.
 
-Both kernels own a stripe of BLOCK_C columns and walk over BLOCK_N rows at a time: forward over a tile only, backward over every
-PARTS-th tile, with the stripe's part of dbias in registers; a second, small kernel adds the parts up in a fixed order. The number of
-parts depends on the shape and the device alone, so the same call gives the same bits.
+A program owns a stripe of BLOCK_C columns. Forward: one tile of BLOCK_N rows. Backward: the programs of a stripe share
+its tiles, each with its part of dbias in registers; a second, small kernel adds the parts up in a fixed order. Their
+number depends on the shape and the device alone, so the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def bias_gelu_backward_triton(
 
 
 def compile_signatures(columns: int, element: str, parameter: str, kind: str) -> list[dict[str, object]]:
-    """Every kernel as the launchers above would compile it for rows of ``columns`` elements of Triton type ``element``."""
+    """Every kernel as the launchers above compile it for rows of ``columns`` elements of Triton type ``element``."""
     x, p = f"*{element}", f"*{parameter}"
     sizes = {"N": "i32", "C": "i32", "x_stride": "i32"}
     tile = _tile(columns)

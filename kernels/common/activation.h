@@ -1,5 +1,5 @@
-// Which activation: the codes that Python passes (activation.py), and their formulas' home. Values and derivatives are in
-// activation_simd.h (CPU) and activation.cuh (CUDA).
+// Which activation: the codes that Python passes (activation.py), and their formulas' home. Values and derivatives are
+// in activation_simd.h (CPU) and activation.cuh (CUDA).
 #pragma once
 
 #include <cstdint>
@@ -41,9 +41,9 @@ inline Status with_gelu(Activation activation, Body body) {
 }
 
 // Constants of the formulas in activation.py.
-constexpr float kHalfRoot = 0.70710678f;         // 1 / sqrt(2)
-constexpr float kDensity = 0.39894228f;          // 1 / sqrt(2 pi)
-constexpr float kTanhSlope = 1.59576912f;        // 2 sqrt(2 / pi): 2 z = kTanhSlope * u * (1 + kTanhCubic * u^2)
+constexpr float kHalfRoot = 0.70710678f;   // 1 / sqrt(2)
+constexpr float kDensity = 0.39894228f;    // 1 / sqrt(2 pi)
+constexpr float kTanhSlope = 1.59576912f;  // 2 sqrt(2 / pi): 2 z = kTanhSlope * u * (1 + kTanhCubic * u^2)
 constexpr float kTanhCubic = 0.044715f;
 // From here down the logistic functions are 0 in fp32, and their exponential is still finite.
 constexpr float kTanhLowest = -10.0f;

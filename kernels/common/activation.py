@@ -1,4 +1,4 @@
-"""The activations of transformer MLPs in plain torch: their names, values and derivatives. Kernels have their own copies.
+"""The activations of transformer MLPs in plain torch: names, values and derivatives. Kernels have their own copies.
 
     gelu        u * Phi(u), Phi(u) = (1 + erf(u / sqrt 2)) / 2         Phi(u) + u * exp(-u^2 / 2) / sqrt(2 pi)
     gelu_tanh   u * s, s = sigmoid(2 z), z = sqrt(2 / pi) (u + 0.044715 u^3)     s + u * s * (1 - s) * 2 z'

@@ -1,4 +1,4 @@
-"""Values and derivatives of the activations in Triton; the formulas are in activation.py, why they are written so in activation.cuh."""
+"""Values and derivatives of the activations in Triton. The formulas are in activation.py; activation.cuh says why."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-// LayerNorm of GELU(x + linear_bias) on the CPU. A row's GELU (and in backward its derivative) is computed once, into fp32
-// buffers that stay in the first-level cache between the passes over the row.
+// LayerNorm of GELU(x + linear_bias) on the CPU. A row's GELU (and in backward its derivative) is computed once, into
+// fp32 buffers that stay in the first-level cache between the passes over the row.
 #include "gelu_layer_norm/op.h"
 
 #include <cmath>

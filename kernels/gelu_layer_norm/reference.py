@@ -8,10 +8,10 @@
     dx = gelu'(u) * rstd * (g - mean(g) - hhat * mean(g * hhat))
     dlinear_bias = sum over rows of dx        dweight = sum over rows of dy * hhat        dbias = sum over rows of dy
 
-mean(hhat) is zero but for the rounding of the mean; every implementation subtracts what is left of it.
+mean(hhat) is zero but for the rounding of the mean; where that could show, what is left of it is subtracted.
 
-Rows are all dimensions but the last. Arithmetic is fp32 (fp64 for fp64 input); only y, dx and the parameters' gradients are rounded to
-the tensors' own types, dlinear_bias from the sum of unrounded dx.
+Rows are all dimensions but the last. Arithmetic is fp32 (fp64 for fp64 input); only y, dx and the parameters' gradients
+are rounded to the tensors' own types, dlinear_bias from the sum of unrounded dx.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def gelu_layer_norm_backward(
     kind: str,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns dx [..., C] and dlinear_bias, dweight, dbias [C], each in its tensor's type; what is not ``wanted`` is empty."""
+    """Returns dx [..., C] and dlinear_bias, dweight, dbias [C] in their tensors' types; what is not wanted is empty."""
     mean, rstd = statistics
     dy_rows = _accumulate(dy).reshape(-1, x.shape[-1])
     u = _biased(x, linear_bias)

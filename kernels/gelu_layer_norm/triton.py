@@ -1,8 +1,9 @@
 """LayerNorm of GELU(x + linear_bias) in Triton. N rows of C columns; the formulas are in reference.py.
 
-Forward: a program takes BLOCK_N whole rows. Backward: one program per slot of the machine walks over its share of the rows and keeps
-its part of the three sums over rows in registers; a second, small kernel adds the parts up in a fixed order. Every element of x and dy
-is read once. The number of programs depends on the device alone, so the same call gives the same bits.
+Forward: a program takes BLOCK_N whole rows. Backward: one program per slot of the machine walks over its share of the
+rows and keeps its part of the three sums over rows in registers; a second, small kernel adds the parts up in a fixed
+order. Every element of x and dy is read once. The number of programs depends on the device alone, so the same call
+gives the same bits.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ def _bwd_kernel(
             scaled = gradient * scale[None, :]
         mean_scaled = tl.sum(scaled, axis=1) / C
         mean_scaled_hhat = tl.sum(scaled * hhat, axis=1) / C
-        out = rstd[:, None] * (scaled - mean_scaled[:, None] - hhat * mean_scaled_hhat[:, None])  # zero past the last row
+        out = rstd[:, None] * (
+            scaled - mean_scaled[:, None] - hhat * mean_scaled_hhat[:, None]
+        )  # zero past the last row
         out = out * derivative
         tl.store(dx + rows[:, None] * C + columns[None, :], out.to(dx.dtype.element_ty), mask=mask)
         if WANT_PARTS:
@@ -140,7 +143,7 @@ def _forward_tile(columns: int) -> dict[str, int]:
 
 
 def _backward_tile(columns: int) -> dict[str, int]:
-    return _tile(columns, elements=2048, per_thread=16 if columns <= 4096 else 8)
+    return _tile(columns, elements=2048, per_thread=8 if columns <= 4096 else 16)
 
 
 def gelu_layer_norm_forward_triton(
@@ -217,7 +220,7 @@ def gelu_layer_norm_backward_triton(
 
 
 def compile_signatures(columns: int, element: str, parameter: str, kind: str) -> list[dict[str, object]]:
-    """Every kernel as the launchers above would compile it for rows of ``columns`` elements of Triton type ``element``."""
+    """Every kernel as the launchers above compile it for rows of ``columns`` elements of Triton type ``element``."""
     x, p, f = f"*{element}", f"*{parameter}", "*fp32"
     sizes = {"N": "i32", "C": "i32", "x_stride": "i32"}
     forward = {"x": x, "linear_bias": p, "weight": p, "bias": p, "y": x, "statistics": f, **sizes, "eps": "fp32"}

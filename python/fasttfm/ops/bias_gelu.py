@@ -49,13 +49,13 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, activation: str = "gelu", backend: str | None = None) -> Tensor:
     """Adds a bias to each row of ``x`` and applies an activation: what follows the first linear of an MLP.
 
-    Saved for the backward are ``x`` and ``bias`` alone; the activation is recomputed, and the bias gradient comes out of the
-    same pass as ``x``'s.
+    Saved for the backward are ``x`` and ``bias`` alone; the activation is recomputed, and the bias gradient comes out
+    of the same pass as ``x``'s.
 
     Args:
-        x: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend). Rows may be strided; they are read in place.
+        x: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend). Strided rows are read in place.
         bias: ``[C]`` or None for 0. May be of another precision than ``x``.
-        activation: A name out of ``ACTIVATIONS``: ``gelu`` (with erf; also ``gelu_python``), ``gelu_new``, ``gelu_fast``,
+        activation: A name out of ``ACTIVATIONS``: ``gelu`` or ``gelu_python`` (with erf), ``gelu_new``, ``gelu_fast``,
             ``gelu_accurate``, ``gelu_pytorch_tanh`` or ``gelu_tanh`` (with tanh), ``relu``, ``silu`` or ``swish``.
         backend: Requests one backend; by default the first that can serve the call does.
 
@@ -93,7 +93,7 @@ class _BiasGelu(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         want_dbias = ctx.needs_input_grad[1]
         dx, dbias = _backward_op(dy, x, bias, ctx.kind, want_dbias, ctx.backend)
@@ -165,9 +165,7 @@ def _forward_native(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     return y
 
 
-def _backward_native(
-    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want_dbias: bool
-) -> tuple[Tensor, Tensor]:
+def _backward_native(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want_dbias: bool) -> tuple[Tensor, Tensor]:
     core = _native.core()
     rows, dy = as_rows(x), dy.contiguous()
     count, columns = rows.shape

@@ -44,11 +44,11 @@ def gelu_layer_norm(
 ) -> Tensor:
     """``layer_norm(gelu(x + linear_bias), weight, bias)``: the masked-LM transform of BERT, ALBERT and ELECTRA.
 
-    ``x`` is what the transform's linear gives without its bias. Saved for the backward are ``x``, the parameters and two numbers per
-    row; GELU is recomputed.
+    ``x`` is what the transform's linear gives without its bias. Saved for the backward are ``x``, the parameters and
+    two numbers per row; GELU is recomputed.
 
     Args:
-        x: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend). Rows may be strided; they are read in place.
+        x: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend). Strided rows are read in place.
         linear_bias: ``[C]`` or None for 0. Parameters may be of another precision than ``x``.
         weight: ``[C]`` or None for 1.
         bias: ``[C]`` or None for 0.
@@ -105,7 +105,7 @@ class _GeluLayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[1:4]
         dx, *gradients = _backward_op(dy, *ctx.saved_tensors, ctx.kind, wanted, ctx.backend)
         kept = [gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)]
@@ -154,7 +154,7 @@ def _backward(
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     chosen = TABLE.select(backend, x, linear_bias, weight, bias)
-    gradients: tuple[Tensor, Tensor, Tensor, Tensor] = chosen.backward(  # type: ignore[misc]
+    gradients: tuple[Tensor, Tensor, Tensor, Tensor] = chosen.backward(
         dy, x, linear_bias, weight, bias, statistics, kind, wanted
     )
     return gradients

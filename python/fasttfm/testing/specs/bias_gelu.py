@@ -28,7 +28,10 @@ CASES = (
     _case("typical", 3, 5, 64),
     *(_case(name, 6, 72, activation=name) for name in ("gelu_new", "relu", "silu")),
     *(_case(f"large_{name}", 6, 96, activation=name, scale=300.0) for name in ("gelu", "gelu_new", "relu", "silu")),
-    *(_case(f"tiny_{name}", 6, 96, activation=name, scale=1e-4, parameters=()) for name in ("gelu", "gelu_new", "silu")),
+    *(
+        _case(f"tiny_{name}", 6, 96, activation=name, scale=1e-4, parameters=())
+        for name in ("gelu", "gelu_new", "silu")
+    ),
     _case("odd", 7, 33),
     _case("one_row", 1, 100, activation="gelu_fast"),
     _case("one_column", 5, 1),
