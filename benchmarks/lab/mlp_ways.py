@@ -1,7 +1,7 @@
 """Times the ways to compute an MLP, forward and backward: ``python benchmarks/lab/mlp_ways.py`` on a GPU.
 
 Each way is a function of (x, w1, b1, w2, b2, dy) that returns y, dx, dw1, db1, dw2, db2. They take turns as CUDA
-graphs; the table gives milliseconds, the ratio to the bare matrix products and the error of the worst result against fp32.
+graphs; the table gives milliseconds, the ratio to the bare matrix products and the worst result's error against fp32.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ CALLS = 3
 TOKENS, CHUNK = 32768, 4096  # a chunk of the inner activations, 24 or 32 MiB, stays in the L2
 
 
+@torch.no_grad()
 def bare_products(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
     h = torch.mm(x, w1.t())
     y = torch.mm(h, w2.t())
@@ -94,15 +95,15 @@ def vendor_epilogue(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, d
     return y, dx, dw1, column_sum(dh), dw2, db2
 
 
-def triton_products(config: dict[str, int], backward: bool) -> Way:
-    """Triton's product with the forward's ending, and with the backward's too."""
+def triton_products(forward: dict[str, int], backward: dict[str, int] | None) -> Way:
+    """Triton's product with the forward's ending, and with the backward's too where its tiles are given."""
 
     @torch.no_grad()
     def way(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
-        h, a = kernels.matmul_gelu(x, w1, b1, config)
+        h, a = kernels.matmul_gelu(x, w1, b1, forward)
         y = torch.addmm(b2, a, w2.t())
-        if backward:
-            dh, a, total = kernels.matmul_gelu_backward(dy, w2, b1, h, config)
+        if backward is not None:
+            dh, a, total = kernels.matmul_gelu_backward(dy, w2, b1, h, backward)
             db1 = total.to(b1.dtype)
         else:
             dh, parts = torch.empty_like(h), kernels.backward_parts(h)
@@ -142,6 +143,33 @@ def exact_results(tensors: tuple[Tensor, ...], approximate: str) -> tuple[Tensor
     return by_autograd(lambda *given: torch_mlp(*given, approximate=approximate))(*wide)
 
 
+def fastest_tiles(tensors: tuple[Tensor, ...]) -> tuple[dict[str, int], dict[str, int]]:
+    """Times single products; returns Triton's fastest tiles for the forward's ending and for the backward's."""
+    x, w1, b1, w2, _, dy = (tensor.detach() for tensor in tensors)
+    h = torch.mm(x, w1.t())
+    calls: dict[str, Callable[[], object]] = {
+        "vendor": lambda: torch.mm(x, w1.t()),
+        "vendor, dy w2": lambda: torch.mm(dy, w2),
+        "vendor, tanh epilogue": lambda: torch._addmm_activation(b1, x, w1.t(), use_gelu=True),
+        "eager linear and gelu": lambda: torch.nn.functional.gelu(torch.nn.functional.linear(x, w1, b1)),
+    }
+    for index, config in enumerate(kernels.CONFIGS):
+        calls[f"Triton {index}"] = lambda config=config: kernels.matmul(x, w1.t(), config)
+        calls[f"Triton {index}, forward"] = lambda config=config: kernels.matmul_gelu(x, w1, b1, config)
+        calls[f"Triton {index}, backward"] = lambda config=config: kernels.matmul_gelu_backward(dy, w2, b1, h, config)
+    times = measure(calls)
+    for name, milliseconds in times.items():
+        print(f"  {name:<24} {milliseconds:7.3f} ms  {2 * h.numel() * x.shape[1] / milliseconds / 1e9:6.0f} TFLOP/s")
+
+    def fastest(ending: str) -> dict[str, int]:
+        found = min((name for name in times if name.endswith(ending)), key=times.__getitem__)
+        config = kernels.CONFIGS[int(found.removeprefix("Triton ").removesuffix(ending))]
+        print(f"  fastest{ending}: {config}")
+        return config
+
+    return fastest(", forward"), fastest(", backward")
+
+
 def compare(columns: int) -> None:
     inner = 4 * columns
     torch.manual_seed(0)
@@ -149,25 +177,8 @@ def compare(columns: int) -> None:
     scales = (1.0, columns**-0.5, 1.0, inner**-0.5, 1.0, 1.0)
     pairs = zip(shapes, scales, strict=True)
     tensors = tuple((scale * torch.randn(shape, device="cuda")).bfloat16().requires_grad_() for shape, scale in pairs)
-    x, w1, b1 = (tensor.detach() for tensor in tensors[:3])
-    print(f"\n{TOKENS} x {columns} x {inner}: the first product")
-    products: dict[str, Callable[[], object]] = {
-        "vendor": lambda: torch.mm(x, w1.t()),
-        "vendor + pass": lambda: torch.nn.functional.gelu(torch.nn.functional.linear(x, w1, b1)),
-        "vendor, tanh epilogue": lambda: torch._addmm_activation(b1, x, w1.t(), use_gelu=True),
-    }
-    for index, config in enumerate(kernels.CONFIGS):
-        products[f"Triton {index}"] = lambda config=config: kernels.matmul(x, w1.t(), config)
-        products[f"Triton {index} + ending"] = lambda config=config: kernels.matmul_gelu(x, w1, b1, config)
-    times = measure(products)
-    for name, milliseconds in times.items():
-        rate = 2 * TOKENS * columns * inner / milliseconds / 1e9
-        print(f"  {name:<24} {milliseconds:7.3f} ms  {rate:6.0f} TFLOP/s")
-    endings = {name: time for name, time in times.items() if name.endswith("ending")}
-    best = min(endings, key=endings.__getitem__)
-    config = kernels.CONFIGS[int(best.split()[1])]
-    print(f"  fastest ending: {config}")
-
+    print(f"\n{TOKENS} x {columns} x {inner}: one product, without and with an ending")
+    forward, backward = fastest_tiles(tensors)
     ways: dict[str, Way] = {
         "bare products": bare_products,
         "torch eager": by_autograd(torch_mlp),
@@ -177,8 +188,8 @@ def compare(columns: int) -> None:
         "one backward pass": one_backward_pass,
         "in chunks": in_chunks,
         "vendor tanh epilogue": vendor_epilogue,
-        "Triton forward": triton_products(config, backward=False),
-        "Triton both": triton_products(config, backward=True),
+        "Triton forward": triton_products(forward, None),
+        "Triton both": triton_products(forward, backward),
     }
     times = measure({name: lambda way=way: way(*tensors) for name, way in ways.items()})
     exact = {form: exact_results(tensors, form) for form in ("none", "tanh")}
