@@ -1,7 +1,8 @@
 """Counter-based random numbers and dropout, in plain torch: the specification that every backend follows bit for bit.
 
-Dropout is a function of a seed and of where an element stands, not of any state: forward and backward agree without a stored mask, and a batch gives
-the same result packed or padded, on every backend. One 128-bit draw of Philox 4x32 with 7 rounds decides 16 neighbouring features, a byte each:
+Dropout is a function of a seed and of where an element stands, not of any state: forward and backward agree without a
+stored mask, and a batch gives the same result packed or padded, on every backend. One 128-bit draw of Philox 4x32 with
+7 rounds decides 16 neighbouring features, a byte each:
 
     draw(sequence, token, f // 16) = philox(key=seed, counter=(f // 16, token, sequence, 0))
     kept(sequence, token, f) = byte f % 16 of that draw >= threshold        threshold = p * 256, rounded
@@ -20,7 +21,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def threshold(p: float) -> int:
-    """The byte value below which an element is dropped: p in steps of 1/256, and at least one step when p is not zero."""
+    """The byte value below which an element is dropped: p in steps of 1/256, at least one step when p is not zero."""
     return 0 if p == 0 else max(1, min(256, round(p * 256)))
 
 
@@ -30,12 +31,12 @@ def scale(threshold: int) -> float:
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed of torch's own generator for that device: [1] int64. ``torch.manual_seed`` reproduces it, and CUDA graphs draw anew."""
+    """A seed of the device's torch generator: [1] int64. ``torch.manual_seed`` reproduces it; CUDA graphs draw anew."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, rounds: int = ROUNDS) -> tuple[Tensor, ...]:
-    """Four 32-bit words per counter, as int64 tensors of the counters' broadcast shape. Products wrap modulo 2**64, as they should."""
+    """Four 32-bit words per counter, as int64 tensors of the counters' broadcast shape. Products wrap modulo 2**64."""
     key0, key1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(rounds):
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]

@@ -43,8 +43,8 @@ def row_position(row, cu_seqlens, sequences, tokens_per_sequence, PACKED: tl.con
 
 @triton.jit
 def kept(seed, sequence, token, threshold, first_column, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Which activations dropout keeps, for BLOCK_N rows (uint32 [BLOCK_N] positions) and BLOCK_C columns from ``first_column`` on (both
-    multiples of 16): bool [BLOCK_N, BLOCK_C]. One draw per 16 columns, then spread out to bytes."""
+    """Which activations dropout keeps: bool [BLOCK_N, BLOCK_C], for rows at the given positions (uint32 [BLOCK_N]) and
+    the columns from ``first_column`` on (both multiples of 16). One draw per 16 columns, then spread out to bytes."""
     blocks = (first_column // 16 + tl.arange(0, BLOCK_C // 16)).to(tl.uint32)
     c0 = tl.broadcast_to(blocks[None, :], (BLOCK_N, BLOCK_C // 16))
     c1 = tl.broadcast_to(token[:, None], (BLOCK_N, BLOCK_C // 16))

@@ -7,11 +7,11 @@
     dx = rstd * (g - mean(g) - xhat * mean(g * xhat))
     dweight = sum over rows of dy * xhat        dbias = sum over rows of dy
 
-mean(xhat) is zero but for the rounding of the mean, which matters where a row's mean is large against its deviation: every
-implementation subtracts what is left of it.
+mean(xhat) is zero but for the rounding of the mean, which matters where a row's mean is large against its deviation:
+every implementation subtracts what is left of it.
 
-Rows are all dimensions but the last. Arithmetic is fp32 (fp64 for fp64 input); only y, dx, dweight and dbias are rounded to the
-tensors' own types.
+Rows are all dimensions but the last. Arithmetic is fp32 (fp64 for fp64 input); only y, dx, dweight and dbias are
+rounded to the tensors' own types.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """LayerNorm in Triton. N rows of C columns; the formulas are in reference.py.
 
-Forward: a program takes BLOCK_N whole rows. Backward: one program per slot of the machine walks over its share of the rows and keeps
-its part of dweight and dbias in registers; a second, small kernel adds the parts up in a fixed order. Every element of x and dy
-is read once. The number of programs depends on the device alone, so the same call gives the same bits.
+Forward: a program takes BLOCK_N whole rows. Backward: one program per slot of the machine walks over its share of the
+rows and keeps its part of dweight and dbias in registers; a second, small kernel adds the parts up in a fixed order.
+Every element of x and dy is read once. The number of programs depends on the device alone, so repeated calls give the
+same bits.
 """
 
 from __future__ import annotations
@@ -124,11 +125,11 @@ def _sum_parts_kernel(
         mask = (rows < P)[:, None] & (columns < C)[None, :]
         offsets = (which * P + rows[:, None]) * C + columns[None, :]
         total += tl.sum(tl.load(parts + offsets, mask=mask, other=0.0), axis=0)
-    if WANT_DWEIGHT:
-        if which == 0:
+    if which == 0:
+        if WANT_DWEIGHT:
             tl.store(dweight + columns, total.to(dweight.dtype.element_ty), mask=columns < C)
-    if WANT_DBIAS:
-        if which == 1:
+    else:
+        if WANT_DBIAS:
             tl.store(dbias + columns, total.to(dbias.dtype.element_ty), mask=columns < C)
 
 
@@ -210,7 +211,7 @@ def layer_norm_backward_triton(
             rows.stride(0),
             HAS_WEIGHT=weight is not None,
             WANT_PARTS=want_parts,
-            enable_fp_fusion=columns > 1,  # a single column's g - mean(g) is zero only if both products are rounded
+            enable_fp_fusion=columns > 1,  # a single column's g - mean(g) is zero only if both are rounded
             **tile,
         )
         if want_parts:
@@ -230,7 +231,7 @@ def layer_norm_backward_triton(
 
 
 def compile_signatures(columns: int, element: str, parameter: str) -> list[dict[str, object]]:
-    """Every kernel as the launchers above would compile it for rows of ``columns`` elements of Triton type ``element``."""
+    """Every kernel as the launchers compile it for rows of ``columns`` elements of Triton type ``element``."""
     x, p, f = f"*{element}", f"*{parameter}", "*fp32"
     sizes = {"N": "i32", "C": "i32", "x_stride": "i32"}
     forward = {"x": x, "weight": p, "bias": p, "y": x, "statistics": f, **sizes, "eps": "fp32"}

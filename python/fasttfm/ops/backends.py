@@ -13,7 +13,7 @@ import torch
 
 from fasttfm import _native
 
-# Set by use_backend(). A plain module variable on purpose: torch.compile guards on it, so a compiled function follows it too.
+# Set by use_backend(). A plain module variable on purpose: torch.compile guards on it, so compiled functions follow it.
 _override: str | None = None
 
 _tables: dict[str, BackendTable] = {}
@@ -27,15 +27,15 @@ class BackendRefused(ValueError):
 class Backend:
     """One implementation of an op.
 
-    ``absent()`` says why this machine or build lacks it; ``refuse(...)``, called with the forward's tensors and options, why it cannot
-    serve that call. Both return None where there is nothing in the way.
+    ``absent()`` says why this machine or build lacks it; ``refuse(...)``, called with the forward's tensors and
+    options, why it cannot serve that call. Both return None where there is nothing in the way.
     """
 
     name: str
     absent: Callable[[], str | None]
     refuse: Callable[..., str | None]
     forward: Callable[..., Any]
-    backward: Callable[..., Any] | None = None
+    backward: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class BackendTable:
 def use_backend(name: str | None) -> Iterator[None]:
     """Requests one backend for every call inside the ``with`` block (all threads); ``None`` restores the free choice.
 
-    A call that the backend refuses raises. The backward of a call uses what its forward was asked for, wherever it runs.
+    A call that the backend refuses raises. The backward of a call uses what its forward was asked for.
     """
     global _override
     known = sorted({backend for table in _tables.values() for backend in table.names})

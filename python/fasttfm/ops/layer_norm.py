@@ -38,14 +38,14 @@ def layer_norm(
     """Normalises each row of ``x`` to zero mean and unit variance, then scales and shifts it.
 
     Args:
-        x: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend). Rows may be strided; they are read in place.
-        weight: ``[C]`` or None for 1. May be of another precision than ``x``: fp32 parameters with bf16 activations are usual.
+        x: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend). Strided rows are read in place.
+        weight: ``[C]`` or None for 1. May differ from ``x`` in precision: fp32 next to bf16 activations is usual.
         bias: ``[C]`` or None for 0.
         eps: Added to the variance.
         backend: Requests one backend; by default the first that can serve the call does.
 
     Returns:
-        ``[..., C]`` in ``x``'s type, contiguous. Statistics are fp32 whatever the type, so autocast leaves the op alone.
+        ``[..., C]`` in ``x``'s type, contiguous. Statistics are fp32 in any case, so autocast leaves the op alone.
     """
     _check(x, weight, bias, eps)
     TABLE.check_name(backend)
@@ -79,7 +79,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, statistics = ctx.saved_tensors
         _, want_dweight, want_dbias, *_ = ctx.needs_input_grad
         dx, dweight, dbias = _backward_op(dy, x, weight, bias, statistics, want_dweight, want_dbias, ctx.backend)
@@ -133,7 +133,8 @@ def _backward_fake(
 
 
 _forward_op = register(
-    "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps, str? backend) -> (Tensor y, Tensor statistics)",
+    "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps, str? backend)"
+    " -> (Tensor y, Tensor statistics)",
     _forward,
     _forward_fake,
 )
@@ -254,7 +255,7 @@ def _backward_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return gradients
 
 
-# Both GPU backends keep whole rows in registers; the CUDA kernels read 8 elements, 16 bytes of a 16-bit type, at a time.
+# Both GPU backends keep whole rows in registers; the CUDA kernels read 8 elements at a time: 16 bytes of a 16-bit type.
 _GPU_MAX_COLUMNS = 8192
 _CUDA_VECTOR = 8
 
@@ -280,7 +281,7 @@ def _refuse_triton(x: Tensor, *_: Any) -> str | None:
     return refuse_triton(x)
 
 
-# The CPU core stands before Triton so that Triton's interpreter serves a CPU tensor only when it is asked for by name.
+# The CPU core stands before Triton: Triton's interpreter serves a CPU tensor only when it is asked for by name.
 TABLE = BackendTable(
     OP,
     (

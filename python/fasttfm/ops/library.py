@@ -1,4 +1,4 @@
-"""Registration with torch.library, in one place: schema, implementation for CPU and CUDA, and the fake that torch.compile traces."""
+"""Registration with torch.library, in one place: schema, implementation for CPU and CUDA, fake for torch.compile."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _plain_tensors = (torch.Tensor, torch.nn.Parameter)
 class RegisteredOp:
     """An op as autograd functions call it.
 
-    ``torch.ops`` is where torch.compile, fake tensors, dispatch modes and tensor subclasses look. A plain eager call gains nothing there but
-    pays for the dispatcher's way into Python and back (15 to 25 microseconds, more than a small kernel), so it goes straight on.
+    ``torch.ops`` is where torch.compile, fake tensors, dispatch modes and tensor subclasses look. A plain eager call
+    gains nothing there but pays for the dispatcher's way into Python and back, which costs more than a small kernel: it
+    goes straight on.
     """
 
     def __init__(self, overload: Any, implementation: Callable[..., Any]) -> None:
@@ -37,7 +38,7 @@ def _intercepted() -> bool:
 def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> RegisteredOp:
     """Defines ``fasttfm::<schema>`` for CPU and CUDA tensors.
 
-    ``schema`` is torch's schema text, for example ``"scale(Tensor x, float factor) -> Tensor"``; the first argument is a tensor.
+    ``schema`` is torch's schema text, for example ``"scale(Tensor x, float factor) -> Tensor"``; a tensor comes first.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

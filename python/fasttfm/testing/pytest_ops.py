@@ -1,4 +1,4 @@
-"""Turns an OpSpec into pytest tests. A test file is two lines: the import of its SPEC, and ``Test... = op_tests(SPEC)``."""
+"""Turns an OpSpec into pytest tests. A test file is the import of its SPEC, and ``Test... = op_tests(SPEC)``."""
 
 from __future__ import annotations
 
@@ -55,6 +55,20 @@ def op_tests(spec: OpSpec) -> type:
         def test_compiled_gpu(self, case: OpCase) -> None:
             harness.check_compiled(spec, [case], torch.bfloat16, device="cuda")
 
+        @pytest.mark.gpu
+        @pytest.mark.parametrize("case", spec.cases, ids=str)
+        def test_cuda_graph(self, case: OpCase) -> None:
+            harness.check_cuda_graph(spec, case, torch.bfloat16)
+
+        @pytest.mark.parametrize("case", spec.cases[:1], ids=str)
+        def test_autocast(self, case: OpCase) -> None:
+            harness.check_autocast(spec, case)
+
+        @pytest.mark.gpu
+        @pytest.mark.parametrize("case", spec.cases[:1], ids=str)
+        def test_autocast_gpu(self, case: OpCase) -> None:
+            harness.check_autocast(spec, case, device="cuda")
+
         @pytest.mark.parametrize("bad", spec.bad_calls, ids=lambda bad: bad.name)
         def test_bad_call(self, bad: BadCall) -> None:
             harness.check_bad_call(spec, bad)
@@ -78,8 +92,8 @@ def _refusal_skips(spec: OpSpec, case: OpCase) -> Iterator[None]:
 
 
 def _cpu_calls(spec: OpSpec, one_dtype: bool = False) -> list[Any]:
-    """CPU tensors go to the native core, the reference and, where there is no GPU, Triton's interpreter: small fp32 cases only, because
-    it truncates to bf16 where a GPU rounds."""
+    """CPU tensors go to the native core, the reference and, where there is no GPU, Triton's interpreter: small fp32
+    cases only, because it truncates to bf16 where a GPU rounds."""
     calls = []
     for backend in tables()[spec.name].backends:
         if backend.absent() is not None or backend.name == "cuda":
