@@ -125,7 +125,7 @@ class _QkvProjection(torch.autograd.Function):
         return qkv
 
     @staticmethod
-    def backward(ctx: Any, dqkv: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dqkv: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:3])
         gradients = _backward_op(dqkv, x, weight, wanted, ctx.backend)
