@@ -62,8 +62,8 @@ class _ColumnSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, dsum: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return dsum.to(ctx.dtype).expand(ctx.shape), None, None
+    def backward(ctx: Any, dsum: Tensor) -> tuple[Tensor, None, None]:
+        return reference.column_sum_backward(dsum, ctx.shape, ctx.dtype), None, None
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
@@ -147,12 +147,14 @@ def _refuse_cuda(x: Tensor, *_: Any) -> str | None:
 
 
 # The CPU core stands before Triton so that Triton's interpreter serves a CPU tensor only when it is asked for by name.
+# The gradient is a view, which no backend could do better.
+_backward = reference.column_sum_backward
 TABLE = BackendTable(
     OP,
     (
-        Backend("cpu", _native.missing, lambda x, *_: refuse_native_cpu(x), _forward_native),
-        Backend("cuda", _native.missing_cuda, _refuse_cuda, _forward_native),
-        Backend("triton", triton_absent, lambda x, *_: refuse_triton(x), _forward_triton),
-        Backend("reference", always, lambda *_: None, reference.column_sum),
+        Backend("cpu", _native.missing, lambda x, *_: refuse_native_cpu(x), _forward_native, _backward),
+        Backend("cuda", _native.missing_cuda, _refuse_cuda, _forward_native, _backward),
+        Backend("triton", triton_absent, lambda x, *_: refuse_triton(x), _forward_triton, _backward),
+        Backend("reference", always, lambda *_: None, reference.column_sum, _backward),
     ),
 )

@@ -57,7 +57,7 @@ def _check_like(op: str, argument: str, tensor: Tensor, x: Tensor) -> None:
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, shape: Sequence[int] | None = None) -> Tensor:
-    """``a @ b + bias`` of matrices, summed in fp32, rounded once: a new tensor of ``shape``, by default [rows, columns].
+    """``a @ b + bias`` of matrices, summed in fp32, rounded once: a new tensor of ``shape``, else [rows, columns].
 
     The bias goes into the product's epilogue. Writing into the tensor of the final shape makes the result no view, so
     that autograd lets users change it in place; and autocast, which has dealt with the arguments, leaves calls with

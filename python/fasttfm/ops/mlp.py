@@ -89,7 +89,7 @@ class _Mlp(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         wanted = list(ctx.needs_input_grad[:5])
         gradients = _backward_op(dy, *ctx.saved_tensors, ctx.kind, wanted, ctx.backend)
         return *(found if want else None for found, want in zip(gradients, wanted, strict=True)), None, None, None

@@ -54,7 +54,7 @@ def qkv_projection(
         x = apply_layer_norm(x, norm_weight, norm_bias, eps=eps, backend=inner)
     fused = _fused(weight, bias) if isinstance(weight, (tuple, list)) else (weight, bias)
     tensors = linear.autocast(x, *fused)
-    _check(*tensors, num_heads)
+    _check(num_heads, *tensors)
     apply = _QkvProjection.apply if needs_gradient(*tensors) else _forward_op
     qkv: Tensor = apply(*tensors, num_heads, wanted)
     return qkv
@@ -102,7 +102,7 @@ def _layer_norm_parameters(given: Any) -> LayerNorm:
     return given
 
 
-def _check(x: Any, weight: Any, bias: Any, num_heads: Any) -> None:
+def _check(num_heads: Any, x: Any, weight: Any, bias: Any) -> None:
     linear.check_input(OP, x)
     columns = x.shape[-1]
     linear.check_weight(OP, "weight", weight, columns, x)
@@ -125,7 +125,7 @@ class _QkvProjection(torch.autograd.Function):
         return qkv
 
     @staticmethod
-    def backward(ctx: Any, dqkv: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dqkv: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:3])
         gradients = _backward_op(dqkv, x, weight, wanted, ctx.backend)
