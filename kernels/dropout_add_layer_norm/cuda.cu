@@ -125,6 +125,13 @@ struct BackwardMemory {
   float weight[S::kColumns];
 };
 
+// A row that RowRing copies, where the walk over the rows is the caller's.
+template <class T>
+struct RowStart {
+  T* row;
+  __device__ __forceinline__ void next() {}
+};
+
 template <class T, class R, class S, bool LINEAR_BIAS>
 __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerNormBackward p) {
   extern __shared__ __align__(16) char dynamic_memory[];
@@ -136,29 +143,32 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
   float dweight[S::kVectors][kVector] = {}, dbias[S::kVectors][kVector] = {};
   float dlinear_bias[LINEAR_BIAS ? S::kVectors : 1][kVector] = {};
   const GroupRows<S> rows(p.rows);
-  RowWalk<const T> dy_walk(static_cast<const T*>(p.dy), rows, columns);
-  RowWalk<const R> z_walk(static_cast<const R*>(p.z), rows, columns);
   const Dropout dropout(p);
-  int64_t row = rows.first;
-  int64_t offset_of_row = rows.first * columns;
+  int row = static_cast<int>(rows.first);  // 32 bits: the sums over rows need the registers
+  const int stride = static_cast<int>(rows.stride);
+  const auto start_copies = [&](int next, bool wanted, int slot) {
+    RowStart<const T> dy{static_cast<const T*>(p.dy) + static_cast<int64_t>(next) * columns};
+    RowStart<const R> z{static_cast<const R*>(p.z) + static_cast<int64_t>(next) * columns};
+    rings.dy.start(wanted, columns, slot, dy);
+    rings.z.start(wanted, columns, slot, z);
+  };
 
   rings.dy.clear_past_end(columns);
   rings.z.clear_past_end(columns);
-  rings.dy.start(rows.rounds > 0, columns, 0, dy_walk);
-  rings.z.start(rows.rounds > 0, columns, 0, z_walk);
+  start_copies(row, rows.rounds > 0, 0);
   stage_parameter<S>(p.weight, p.weight_dtype, 1.0f, columns, memory.weight);
   __syncthreads();
   for (int round = 0; round < rows.rounds; ++round) {  // a group's threads share the row: they meet at its barriers
     const int slot = round % kRowStages;
-    rings.dy.start(round + 1 < rows.rounds, columns, slot ^ 1, dy_walk);
-    rings.z.start(round + 1 < rows.rounds, columns, slot ^ 1, z_walk);
+    start_copies(row + stride, round + 1 < rows.rounds, slot ^ 1);
+    const int64_t row_start = static_cast<int64_t>(row) * columns;
     const float rstd = p.rstd[row];
     const float shift = -p.mean[row] * rstd;
     Packed<R> dz[S::kVectors];
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
       const bool wanted = p.dz != nullptr && column_of<S>(v) < columns;
-      dz[v] = wanted ? load_packed(static_cast<const R*>(p.dz) + offset_of_row + column_of<S>(v)) : Packed<R>{};
+      dz[v] = wanted ? load_packed(static_cast<const R*>(p.dz) + row_start + column_of<S>(v)) : Packed<R>{};
     }
     RowDraws<S> draws;
     dropout.draw(row, draws);
@@ -191,20 +201,25 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
 
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
-      float gradient[kVector], value[kVector], weight[kVector], stream[kVector], out[kVector];
+      float gradient[kVector], value[kVector], weight[kVector], out[kVector];
       widen(reload_packed(&rings.dy.at(slot, 0, v)), gradient);
       widen(reload_packed(&rings.z.at(slot, 0, v)), value);
       widen(reload_packed(reinterpret_cast<const Packed<float>*>(memory.weight + column_of<S>(v))), weight);
-      widen(dz[v], stream);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         const float xhat = fmaf(value[i], rstd, shift);
-        out[i] = fmaf(gradient[i] * weight[i], rstd, fmaf(xhat, slope, offset)) + stream[i];
+        out[i] = fmaf(gradient[i] * weight[i], rstd, fmaf(xhat, slope, offset));
         dweight[v][i] = fmaf(gradient[i], xhat - correction, dweight[v][i]);
         dbias[v][i] += gradient[i];
       }
+      if (p.dz != nullptr) {
+        float stream[kVector];
+        widen(dz[v], stream);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) out[i] += stream[i];
+      }
       const bool in_row = column_of<S>(v) < columns;
-      const int64_t to = offset_of_row + column_of<S>(v);
+      const int64_t to = row_start + column_of<S>(v);
       if (in_row) store_packed(static_cast<R*>(p.dresidual) + to, narrow<R>(out));
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
@@ -213,8 +228,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
       }
       if (p.dx != nullptr && in_row) store_packed(static_cast<T*>(p.dx) + to, narrow<T>(out));
     }
-    offset_of_row += dy_walk.step;
-    row += rows.stride;
+    row += stride;
   }
   wait_copies<0>();
   const int64_t parts = static_cast<int64_t>(gridDim.x) * columns;
@@ -224,9 +238,10 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
   if constexpr (LINEAR_BIAS) store_part<S>(dlinear_bias, memory.shares, part + 2 * parts, columns);
 }
 
-// Twelve warps leave each thread 168 registers; the shared memory of fp32 rows allows eight.
-template <class R>
-constexpr int kBackwardBlock = sizeof(R) == 4 ? 256 : 384;
+// Twelve warps leave each thread 168 registers. A third sum over rows takes more, and fp32 rows the shared memory of
+// twelve: eight warps then.
+template <class R, bool LINEAR_BIAS>
+constexpr int kBackwardBlock = sizeof(R) == 4 || LINEAR_BIAS ? 256 : 384;
 
 template <class T, class R, class P>
 Status launch_forward(const DropoutAddLayerNormForward& p) {
@@ -237,22 +252,23 @@ Status launch_forward(const DropoutAddLayerNormForward& p) {
   });
 }
 
-template <class T, class R>
+template <class T, class R, bool LINEAR_BIAS>
 Status launch_backward(const DropoutAddLayerNormBackward& p) {
-  return for_row_shape<kBackwardBlock<R>>(p.columns, [&](auto shape) {
+  return for_row_shape<kBackwardBlock<R, LINEAR_BIAS>>(p.columns, [&](auto shape) {
     using S = decltype(shape);
     const int64_t wanted = (p.rows + S::kGroups - 1) / S::kGroups;
     const int blocks = wanted < p.blocks ? static_cast<int>(wanted) : p.blocks;
-    if (blocks > 0) {
-      const auto kernel = p.dlinear_bias == nullptr ? backward_kernel<T, R, S, false> : backward_kernel<T, R, S, true>;
-      const Status status = launch(kernel, blocks, S::kBlock, sizeof(BackwardMemory<T, R, S>), p.stream, p);
-      if (status.code != StatusCode::ok) return status;
-    }
-    if (p.dweight == nullptr && p.dbias == nullptr && p.dlinear_bias == nullptr) return Status{};
+    const Status status = blocks == 0 ? Status{}
+                                      : launch(backward_kernel<T, R, S, LINEAR_BIAS>, blocks, S::kBlock,
+                                               sizeof(BackwardMemory<T, R, S>), p.stream, p);
+    if (status.code != StatusCode::ok || (p.dweight == nullptr && p.dbias == nullptr && !LINEAR_BIAS)) return status;
     return sum_parts(p.workspace, {p.dweight, p.weight_dtype}, {p.dbias, p.bias_dtype}, blocks, p.columns, p.stream,
                      {p.dlinear_bias, p.linear_bias_dtype});
   });
 }
+
+constexpr int64_t kMaxRows = int64_t{1} << 30;  // the backward counts them in 32 bits
+Status too_many_rows() { return bad_size("dropout_add_layer_norm: the CUDA kernels take at most 2^30 rows"); }
 
 }  // namespace
 
@@ -260,6 +276,7 @@ Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward& p) {
   if (!rows_aligned(p.x, p.x_stride) || !rows_aligned(p.residual, p.residual_stride) || !rows_aligned(p.weight, 0) ||
       !rows_aligned(p.bias, 0) || !rows_aligned(p.linear_bias, 0))
     return misaligned_rows();
+  if (p.rows > kMaxRows) return too_many_rows();
   if (p.rows == 0) return {};
   DeviceGuard guard(p.device);
   return with_stream_types(p.dtype, p.residual_dtype, [&](auto element, auto stream) {
@@ -276,9 +293,12 @@ Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward& p) {
 Status dropout_add_layer_norm_backward(const DropoutAddLayerNormBackward& p) {
   if (!rows_aligned(p.dy, 0) || !rows_aligned(p.dz, 0) || !rows_aligned(p.z, 0) || !rows_aligned(p.weight, 0))
     return misaligned_rows();
+  if (p.rows > kMaxRows) return too_many_rows();
   DeviceGuard guard(p.device);
   return with_stream_types(p.dtype, p.residual_dtype, [&](auto element, auto stream) {
-    return launch_backward<decltype(element), decltype(stream)>(p);
+    using T = decltype(element);
+    using R = decltype(stream);
+    return p.dlinear_bias == nullptr ? launch_backward<T, R, false>(p) : launch_backward<T, R, true>(p);
   });
 }
 

@@ -61,8 +61,8 @@ def dropout_add_layer_norm(
         backend: Requests one backend; by default the first that can serve the call does.
 
     Returns:
-        ``y`` in ``x``'s type, with ``prenorm`` also ``z`` in the residual's; contiguous. No mask is kept for the backward
-        pass: it is computed again from the seed.
+        ``y`` in ``x``'s type, with ``prenorm`` also ``z`` in the residual's; contiguous. No mask is kept for the
+        backward pass: it is computed again from the seed.
     """
     _check(x, residual, weight, bias, linear_bias)
     checks.check_number(OP, "p", p, low=0.0, high=1.0)
@@ -135,9 +135,7 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
         backend: str | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         y: Tensor
-        y, z, statistics = _forward_op(
-            x, residual, weight, bias, linear_bias, cu_seqlens, seed, p, eps, True, backend
-        )
+        y, z, statistics = _forward_op(x, residual, weight, bias, linear_bias, cu_seqlens, seed, p, eps, True, backend)
         ctx.save_for_backward(z, statistics, weight, bias, linear_bias, cu_seqlens, seed)
         ctx.p = p
         ctx.backend = backend
@@ -398,10 +396,57 @@ def _dropout_fields(x: Tensor, cu_seqlens: Tensor | None, seed: Tensor | None, p
 # ---- backends --------------------------------------------------------------------------------------------------------
 
 
+def _forward_triton(*args: Any) -> Outputs:
+    from fasttfm.kernels.dropout_add_layer_norm import triton
+
+    outputs: Outputs = triton.dropout_add_layer_norm_forward_triton(*args)
+    return outputs
+
+
+def _backward_triton(*args: Any) -> Gradients:
+    from fasttfm.kernels.dropout_add_layer_norm import triton
+
+    gradients: Gradients = triton.dropout_add_layer_norm_backward_triton(*args)
+    return gradients
+
+
+# Both GPU backends keep whole rows in registers; the CUDA kernels read 8 elements at a time: 16 bytes of a 16-bit type.
+_GPU_MAX_COLUMNS = 8192
+_CUDA_VECTOR = 8
+_CUDA_MAX_ROWS = 2**30
+
+
+def _refuse_cuda(x: Tensor, residual: Tensor | None = None, *parameters: Tensor | None) -> str | None:
+    columns = x.shape[-1]
+    if columns > _GPU_MAX_COLUMNS or columns % _CUDA_VECTOR:
+        return f"takes a multiple of {_CUDA_VECTOR} columns, up to {_GPU_MAX_COLUMNS}, got {columns}"
+    if x.numel() > _CUDA_MAX_ROWS * columns:
+        return f"takes at most {_CUDA_MAX_ROWS} rows, got {x.numel() // columns}"
+    for tensor in (x, residual, *parameters):
+        if tensor is not None and tensor.data_ptr() % 16:
+            return "takes tensors that start at a multiple of 16 bytes"
+    for strides in (x.stride(), () if residual is None else residual.stride()):
+        if any(stride % _CUDA_VECTOR for stride in strides[:-1]):
+            return f"takes rows whose strides are multiples of {_CUDA_VECTOR}, got {strides}"
+    for parameter in parameters:
+        if parameter is not None and not parameter.is_contiguous():
+            return "takes contiguous parameters"
+    return refuse_cuda(x)
+
+
+def _refuse_triton(x: Tensor, *_: Any) -> str | None:
+    if x.shape[-1] > _GPU_MAX_COLUMNS:
+        return f"takes up to {_GPU_MAX_COLUMNS} columns, got {x.shape[-1]}"
+    return refuse_triton(x)
+
+
+# The CPU core stands before Triton: Triton's interpreter serves a CPU tensor only when it is asked for by name.
 TABLE = BackendTable(
     OP,
     (
         Backend("cpu", _native.missing, lambda x, *_: refuse_native_cpu(x), _forward_native, _backward_native),
+        Backend("cuda", _native.missing_cuda, _refuse_cuda, _forward_native, _backward_native),
+        Backend("triton", triton_absent, _refuse_triton, _forward_triton, _backward_triton),
         Backend(
             "reference",
             always,

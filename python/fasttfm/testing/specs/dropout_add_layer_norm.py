@@ -51,9 +51,7 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
     return inputs
 
 
-def _case(
-    name: str, *shape: int, p: float = 0.1, eps: float = 1e-5, prenorm: bool = False, **sizes: Any
-) -> OpCase:
+def _case(name: str, *shape: int, p: float = 0.1, eps: float = 1e-5, prenorm: bool = False, **sizes: Any) -> OpCase:
     return OpCase(name, {"shape": shape, **sizes}, {"p": p, "eps": eps, "prenorm": prenorm})
 
 
@@ -182,6 +180,17 @@ def _without_dz(*args: Any, **options: Any) -> Any:
     return outputs if isinstance(outputs, Tensor) else (outputs[0], _ForgottenStream.apply(outputs[1]))
 
 
+def _triton_kernels() -> list[TritonKernel]:
+    from fasttfm.kernels.dropout_add_layer_norm import triton as kernels
+
+    types = (("bf16", "bf16", "bf16"), ("bf16", "fp32", "fp32"), ("fp16", "fp16", "fp16"), ("fp32", "fp32", "fp32"))
+    found = []
+    for columns in (64, 768, 1024, 4096, 8192):
+        for element, stream, parameter in types:
+            found += kernels.compile_signatures(columns, element, stream, parameter)
+    return [TritonKernel(**description) for description in found]
+
+
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     x, residual = inputs["x"], inputs["residual"]
     parameters = [inputs[name] for name in PARAMETERS]
@@ -224,5 +233,6 @@ SPEC = OpSpec(
         "positions in the batch": _position_in_the_batch,
         "the gradient of z dropped": _without_dz,
     },
+    triton_kernels=_triton_kernels,
     native_ops=_native_ops,
 )
