@@ -1,4 +1,4 @@
-"""Indices outside their table, as kernels on a GPU report them: no exception can leave a kernel, and no call waits for one.
+"""Indices outside their table, as kernels on a GPU report them: nothing raises in a kernel, and no call waits for one.
 
 A kernel that meets a bad index reads nothing with it, marks its output with NaN and notes the first such row in a few
 words on the device. Each call has the words copied to the host behind its kernels and never waits for the copy: a later
@@ -64,9 +64,8 @@ class IndexErrors:
                 row, index = word >> 32, word & 0xFFFFFFFF
                 index -= 2**32 if index > _LARGEST else 0
                 beyond = " or beyond" if index in (_LARGEST, -_LARGEST - 1) else ""
-                raise ValueError(
-                    f"{self._op}: {argument}: expected indices in [0, {limit}), got {index}{beyond} at token {row} in {when}"
-                )
+                expected = f"expected indices in [0, {limit}), got {index}{beyond} at token {row} in {when}"
+                raise ValueError(f"{self._op}: {argument}: {expected}")
 
 
 class _DeviceState:
@@ -90,6 +89,6 @@ class _DeviceState:
 
 
 def check_errors() -> None:
-    """Raises ValueError if a kernel on a GPU has met an index outside its table since the last report. Waits for the GPUs."""
+    """Waits for the GPUs and raises ValueError if a kernel has met an index outside its table since the last report."""
     for errors in _all:
         errors.raise_if_any()

@@ -46,7 +46,7 @@ def embedding(
     dtype: torch.dtype | None = None,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """The forward formula as autograd can differentiate it; tests hold every backend against this. fp64 tables give fp64."""
+    """The forward formula as autograd can differentiate it; tests hold every backend against this. fp64 gives fp64."""
     tables = (word_table, position_table, segment_table)
     if padding_idx is not None:  # the same values, but no way back from that row
         is_padding = torch.arange(len(word_table), device=word_table.device)[:, None] == padding_idx
@@ -112,7 +112,7 @@ def embedding_backward(
     padding_idx: int | None,
     wanted: list[bool],
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of the three tables, weight and bias, each in its tensor's type; what is not wanted is empty."""
+    """Returns the gradients of the three tables, weight and bias, in their types; what is not wanted is empty."""
     h = _dropout(_accumulate(dy).reshape(-1, dy.shape[-1]), indices[0], cu_seqlens, seed, p)
     dx, dweight, dbias = h, h.new_empty(0), h.new_empty(0)
     if layer_norm:

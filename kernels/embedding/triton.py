@@ -2,14 +2,15 @@
 
 Forward: a program takes BLOCK_N whole rows. Backward, with dx the gradient of a token's sum of rows:
 
-1. _rows_kernel reads dy and looks the tables up again. Where positions are the tokens' own indices a program takes all tokens of one
-   position: it sums dx into that row of dposition_table, and keeps dweight, dbias and up to two rows of dsegment_table in registers.
-   It leaves behind five numbers per token, from which dx is one line of arithmetic.
-2. Tokens are sorted by id. _table_kernel walks through runs of 32 sorted tokens, computes dx again from dy and adds it up; an id
-   whose tokens are in several runs gets parts, which _join_kernel adds up in order. dx itself is never in memory.
+1. _rows_kernel reads dy and looks the tables up again. Where positions are the tokens' own indices, a program takes all
+   tokens of one position: it sums dx into that row of dposition_table, and keeps dweight, dbias and up to two rows of
+   dsegment_table in registers. It leaves behind five numbers per token, from which dx is one line of arithmetic.
+2. Tokens are sorted by id. _table_kernel walks through runs of sorted tokens, computes dx again from dy and adds it up
+   (common/sorted_sums_triton.py). dx itself is never in memory.
 
-Sums have a fixed order, which depends on the device and the sizes alone. Indices outside their tables are clamped before anything is
-read, give NaN, are noted in ``errors`` (common/index_errors.py) and are left out of the tables' gradients.
+Sums have a fixed order, which depends on the device and the sizes alone. Indices outside their tables are clamped
+before anything is read, give NaN, are noted in ``errors`` (common/index_errors.py) and are left out of the tables'
+gradients.
 """
 
 from __future__ import annotations
@@ -22,33 +23,50 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common import philox
+from fasttfm.kernels.common.index_errors_triton import clamped, noted
 from fasttfm.kernels.common.launch import multiprocessors, on_device
 from fasttfm.kernels.common.philox_triton import kept, row_position
 from fasttfm.kernels.common.rows import gradient_like
+from fasttfm.kernels.common.sorted_sums_triton import RUN, join_runs
+from fasttfm.kernels.common.sum_parts_triton import sum_parts
 
 Triple = tuple[Tensor, Tensor | None, Tensor | None]
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 _MEMBERS_PER_ITEM = 64  # tokens of one position that a program takes at a time
 _FUSED_SEGMENTS = 2  # a segment table of more rows is summed as the word table is
-_RUN = 32  # sorted tokens that a program of _table_kernel takes
 _NO_ROW = 2**31 - 1  # the key of a token that adds to no row
 
 
 @triton.jit
-def _clamped(index, limit):
-    """The index, or 0 where it names no row; and whether it names none."""
-    bad = (index < 0) | (index >= limit)
-    return tl.where(bad, 0, index), bad
+def _keyed(given, limit, excluded, keys, rows, mask, NO_ROW: tl.constexpr):
+    """The index that is read; the row of the table's gradient that the token's dx goes to is stored in keys."""
+    index, bad = clamped(given, limit)
+    tl.store(keys + rows, tl.where(bad | (given == excluded), NO_ROW, given).to(tl.int32), mask=mask)
+    return index
 
 
 @triton.jit
-def _note(errors, ARGUMENT: tl.constexpr, rows, index, limit, mask):
-    """Notes the first bad row of one argument: errors is int64 [2, 3], see index_errors.py."""
-    saturated = tl.minimum(tl.maximum(index, -2147483648), 2147483647)
-    words = errors + ARGUMENT + tl.zeros_like(rows)
-    tl.atomic_min(words, (rows << 32) | (saturated & 0xFFFFFFFF), mask=mask)
-    tl.store(words + 3, limit, mask=mask)
+def _lookup(
+    word_table,
+    position_table,
+    segment_table,
+    word,
+    position,
+    segment,
+    columns,
+    mask,
+    C,
+    POSITIONS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    """The sum of the rows at int64 [BLOCK_N] indices inside their tables: fp32 [BLOCK_N, BLOCK_C]."""
+    value = tl.load(word_table + word[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    if POSITIONS != "none":
+        value += tl.load(position_table + position[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    if SEGMENTS != "none":
+        value += tl.load(segment_table + segment[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -96,26 +114,23 @@ def _fwd_kernel(
         sequence, token = row_position(tl.minimum(rows, N - 1), cu_seqlens, sequences, tokens_per_sequence, PACKED)
 
     given = tl.load(ids + rows, mask=in_rows, other=0).to(tl.int64)
-    index, bad = _clamped(given, V)
-    _note(errors, 0, rows, given, V, bad & in_rows)
-    value = tl.load(word_table + index[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    word, bad = noted(given, V, errors, 0, 3, rows, in_rows)
+    position = tl.zeros_like(word)
+    segment = tl.zeros_like(word)
     if POSITIONS != "none":
         if POSITIONS == "own":
-            position = token.to(tl.int64)
+            given = token.to(tl.int64)
         else:
-            position = tl.load(position_ids + rows, mask=in_rows, other=0).to(tl.int64)
-        index, bad_position = _clamped(position, position_rows)
-        _note(errors, 1, rows, position, position_rows, bad_position & in_rows)
+            given = tl.load(position_ids + rows, mask=in_rows, other=0).to(tl.int64)
+        position, bad_position = noted(given, position_rows, errors, 1, 3, rows, in_rows)
         bad = bad | bad_position
-        value += tl.load(position_table + index[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     if SEGMENTS == "given":
         given = tl.load(segment_ids + rows, mask=in_rows, other=0).to(tl.int64)
-        index, bad_segment = _clamped(given, segment_rows)
-        _note(errors, 2, rows, given, segment_rows, bad_segment & in_rows)
+        segment, bad_segment = noted(given, segment_rows, errors, 2, 3, rows, in_rows)
         bad = bad | bad_segment
-        value += tl.load(segment_table + index[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    elif SEGMENTS == "zero":
-        value += tl.load(segment_table + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
+    value = _lookup(
+        word_table, position_table, segment_table, word, position, segment, columns, mask, C, POSITIONS, SEGMENTS
+    )
     value = tl.where(bad[:, None], float("nan"), value)
 
     if LAYER_NORM:
@@ -154,7 +169,7 @@ def _rows_kernel(
     places,  # [N, 8] int32: id, position, segment, sequence, token
     terms,  # [N, 8] fp32: mean, rstd, correction, mean(g), slope
     dposition,  # [splits, positions, C], or unused
-    parts,  # [programs, 4, C] fp32: each program's share of dweight, dbias and two rows of dsegment
+    parts,  # [4, programs, C] fp32: each program's share of dweight, dbias and two rows of dsegment
     N,
     C,
     V,
@@ -216,21 +231,17 @@ def _rows_kernel(
             offsets = rows[:, None] * C + columns[None, :]
 
             given = tl.load(ids + rows, mask=in_rows, other=0).to(tl.int64)
-            word, bad = _clamped(given, V)
-            tl.store(keys + rows, tl.where(bad | (given == padding_idx), NO_ROW, given).to(tl.int32), mask=in_rows)
+            word = _keyed(given, V, padding_idx, keys, rows, in_rows, NO_ROW)
             position = tl.zeros_like(word)
-            if POSITIONS == "own":
-                position = token.to(tl.int64)
-            elif POSITIONS == "given":
-                position = tl.load(position_ids + rows, mask=in_rows, other=0).to(tl.int64)
-            if POSITIONS != "none":
-                position, bad_position = _clamped(position, position_rows)
-                tl.store(keys + N + rows, tl.where(bad_position, NO_ROW, position).to(tl.int32), mask=in_rows)
             segment = tl.zeros_like(word)
+            if POSITIONS == "own":
+                position = _keyed(token.to(tl.int64), position_rows, -1, keys + N, rows, in_rows, NO_ROW)
+            elif POSITIONS == "given":
+                given = tl.load(position_ids + rows, mask=in_rows, other=0).to(tl.int64)
+                position = _keyed(given, position_rows, -1, keys + N, rows, in_rows, NO_ROW)
             if SEGMENTS == "given":
-                segment = tl.load(segment_ids + rows, mask=in_rows, other=0).to(tl.int64)
-                segment, bad_segment = _clamped(segment, segment_rows)
-                tl.store(keys + 2 * N + rows, tl.where(bad_segment, NO_ROW, segment).to(tl.int32), mask=in_rows)
+                given = tl.load(segment_ids + rows, mask=in_rows, other=0).to(tl.int64)
+                segment = _keyed(given, segment_rows, -1, keys + 2 * N, rows, in_rows, NO_ROW)
             tl.store(places + rows * 8, word.to(tl.int32), mask=in_rows)
             tl.store(places + rows * 8 + 1, position.to(tl.int32), mask=in_rows)
             tl.store(places + rows * 8 + 2, segment.to(tl.int32), mask=in_rows)
@@ -283,37 +294,15 @@ def _rows_kernel(
         if BY_POSITION:
             place = (split * position_rows + group) * C + columns
             tl.store(dposition + place, dgroup.to(dposition.dtype.element_ty), mask=in_row)
-    part = parts + program.to(tl.int64) * 4 * C + columns
+    part = parts + program.to(tl.int64) * C + columns
+    stride = tl.num_programs(0).to(tl.int64) * C
     if LAYER_NORM:
         tl.store(part, dweight, mask=in_row)
-        tl.store(part + C, dbias, mask=in_row)
+        tl.store(part + stride, dbias, mask=in_row)
     if FUSED_SEGMENTS >= 1:
-        tl.store(part + 2 * C, dsegment0, mask=in_row)
+        tl.store(part + 2 * stride, dsegment0, mask=in_row)
     if FUSED_SEGMENTS >= 2:
-        tl.store(part + 3 * C, dsegment1, mask=in_row)
-
-
-@triton.jit
-def _lookup(
-    word_table,
-    position_table,
-    segment_table,
-    word,
-    position,
-    segment,
-    columns,
-    mask,
-    C,
-    POSITIONS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-):
-    """The sum of the rows at int64 [BLOCK_N] indices inside their tables: fp32 [BLOCK_N, BLOCK_C]."""
-    value = tl.load(word_table + word[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    if POSITIONS != "none":
-        value += tl.load(position_table + position[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    if SEGMENTS != "none":
-        value += tl.load(segment_table + segment[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    return value
+        tl.store(part + 3 * stride, dsegment1, mask=in_row)
 
 
 @triton.jit
@@ -410,76 +399,6 @@ def _table_kernel(
                 own = own | ends
 
 
-@triton.jit
-def _join_kernel(
-    keys,  # [N] int32, ascending
-    parts,  # [runs, 2, C] fp32, from _table_kernel
-    dtable,  # [table_rows, C]
-    N,
-    C,
-    table_rows,
-    runs,
-    RUN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """One program per run: it finishes the key that begins in its run and goes on in the next."""
-    run = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    in_row = columns < C
-    end = (run + 1) * RUN
-    if end < N:
-        key = tl.load(keys + end - 1)
-        begins = (run == 0) | (tl.load(keys + tl.maximum(run * RUN - 1, 0)) != key)
-        if begins & (key < table_rows) & (tl.load(keys + end) == key):
-            total = tl.load(parts + (run.to(tl.int64) * 2 + 1) * C + columns, mask=in_row, other=0.0)
-            following = run + 1
-            going_on = True
-            while going_on:
-                later = following + tl.arange(0, BLOCK_N)
-                same = tl.load(keys + later * RUN, mask=later < runs, other=-1) == key
-                mask = same[:, None] & in_row[None, :]
-                offsets = later.to(tl.int64)[:, None] * 2 * C + columns[None, :]
-                total += tl.sum(tl.load(parts + offsets, mask=mask, other=0.0), axis=0)
-                following += BLOCK_N
-                going_on = tl.min(same.to(tl.int32), axis=0) == 1
-            row = dtable + key.to(tl.int64) * C + columns
-            tl.store(row, total.to(dtable.dtype.element_ty), mask=in_row)
-
-
-@triton.jit
-def _sum_parts_kernel(
-    parts,  # [P, 4, C] fp32
-    dweight,  # [C], or unused
-    dbias,  # [C], or unused
-    dsegment,  # [segments, C], or unused
-    P,
-    C,
-    WANT_DWEIGHT: tl.constexpr,
-    WANT_DBIAS: tl.constexpr,
-    FUSED_SEGMENTS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    in_row = columns < C
-    which = tl.program_id(1)  # 0: dweight, 1: dbias, 2 and 3: rows of dsegment
-    total = tl.zeros([BLOCK_C], dtype=tl.float32)
-    for start in range(0, P, BLOCK_P):
-        rows = (start + tl.arange(0, BLOCK_P)).to(tl.int64)
-        offsets = (rows[:, None] * 4 + which) * C + columns[None, :]
-        total += tl.sum(tl.load(parts + offsets, mask=(rows < P)[:, None] & in_row[None, :], other=0.0), axis=0)
-    if WANT_DWEIGHT:
-        if which == 0:
-            tl.store(dweight + columns, total.to(dweight.dtype.element_ty), mask=in_row)
-    if WANT_DBIAS:
-        if which == 1:
-            tl.store(dbias + columns, total.to(dbias.dtype.element_ty), mask=in_row)
-    if FUSED_SEGMENTS > 0:
-        if (which >= 2) & (which < 2 + FUSED_SEGMENTS):
-            tl.store(dsegment + (which - 2) * C + columns, total.to(dsegment.dtype.element_ty), mask=in_row)
-
-
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
 
@@ -496,12 +415,12 @@ def _forward_tile(columns: int) -> dict[str, int]:
 
 
 def _rows_tile(columns: int) -> dict[str, int]:
-    return _tile(columns, elements=2048, per_thread=16)
+    return _tile(columns, elements=2048, per_thread=8)
 
 
 def _table_tile(columns: int) -> dict[str, int]:
     block_c = min(1024, max(16, triton.next_power_of_2(columns)))
-    return {"BLOCK_N": 4, "BLOCK_C": block_c, "num_warps": max(1, block_c // 256)}
+    return {"BLOCK_N": 4, "BLOCK_C": block_c, "num_warps": max(1, block_c // 128)}
 
 
 def _modes(tables: Triple, indices: Triple) -> dict[str, str]:
@@ -588,12 +507,12 @@ def embedding_backward_triton(
 ) -> tuple[Tensor, ...]:
     word_table, dy = tables[0], dy.contiguous()
     dtables = [
-        torch.zeros_like(table, memory_format=torch.contiguous_format) if wants and table is not None else None
+        torch.zeros(table.shape if wants and table is not None else 0, dtype=word_table.dtype, device=dy.device)
         for table, wants in zip(tables, wanted[:3], strict=True)
     ]
     dweight, dbias = gradient_like(weight, wanted[3], word_table), gradient_like(bias, wanted[4], word_table)
     if dy.numel() == 0:
-        return *_or_empty(dtables, word_table), dweight.zero_(), dbias.zero_()
+        return *dtables, dweight.zero_(), dbias.zero_()
     sizes, threshold = _sizes(tables, indices, cu_seqlens), philox.threshold(p)
     count, columns = sizes["N"], sizes["C"]
     *whole_tables, whole_weight, whole_seed = _contiguous(*tables, weight, seed, instead=word_table)
@@ -610,8 +529,8 @@ def embedding_backward_triton(
         "DROPOUT": seed is not None,
         "enable_fp_fusion": columns > 1,  # a single column's g - mean(g) is zero only if both products are rounded
     }
-    by_position = common["POSITIONS"] == "own" and dtables[1] is not None
-    fused_segments = 0 if dtables[2] is None or len(dtables[2]) > _FUSED_SEGMENTS else len(dtables[2])
+    by_position = common["POSITIONS"] == "own" and len(dtables[1]) > 0
+    fused_segments = len(dtables[2]) if len(dtables[2]) <= _FUSED_SEGMENTS else 0
     with on_device(dy):
         parts = _sum_by_position(
             (dy, *whole_tables, *_contiguous(*indices, cu_seqlens, instead=word_table), whole_weight, whole_seed),
@@ -620,25 +539,13 @@ def embedding_backward_triton(
             {**sizes, "padding_idx": -1 if padding_idx is None else padding_idx},
             {**common, "PACKED": cu_seqlens is not None, "FUSED_SEGMENTS": fused_segments},
         )
-        if wanted[3] or wanted[4] or fused_segments > 0:
-            _sum_parts_kernel[(triton.cdiv(columns, 32), 4)](
-                parts,
-                dweight,
-                dbias,
-                parts if dtables[2] is None else dtables[2],
-                len(parts),
-                columns,
-                WANT_DWEIGHT=wanted[3],
-                WANT_DBIAS=wanted[4],
-                FUSED_SEGMENTS=fused_segments,
-                BLOCK_P=64,
-                BLOCK_C=32,
-                num_warps=4,
-            )
+        sum_parts(parts[:2], (dweight, dbias))
+        if fused_segments > 0:
+            sum_parts(parts[2 : 2 + fused_segments], tuple(dtables[2]))
         for dtable, own_keys, done in zip(dtables, keys, (False, by_position, fused_segments > 0), strict=True):
-            if dtable is not None and not done:
+            if len(dtable) > 0 and not done:
                 _sum_by_key((dy, *whole_tables, whole_weight, whole_seed, places, terms), own_keys, dtable, common)
-    return *_or_empty(dtables, word_table), dweight, dbias
+    return *dtables, dweight, dbias
 
 
 def _sum_by_position(
@@ -656,7 +563,7 @@ def _sum_by_position(
         members = sizes["sequences"] if constants["PACKED"] else sizes["N"] // sizes["tokens_per_sequence"]
     splits = triton.cdiv(members, _MEMBERS_PER_ITEM)
     programs = min(groups * splits, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(dy))
-    parts = torch.empty((programs, 4, columns), dtype=torch.float32, device=dy.device)
+    parts = torch.empty((4, programs, columns), dtype=torch.float32, device=dy.device)
     target = parts
     if dposition is not None:
         target = dposition if splits == 1 else dposition.new_zeros((splits, *dposition.shape), dtype=torch.float32)
@@ -683,78 +590,11 @@ def _sum_by_key(inputs: tuple[Tensor, ...], keys: Tensor, dtable: Tensor, consta
     """Sorts the tokens by key and adds their dx up to the rows of ``dtable``, which are zero before."""
     count, (table_rows, columns) = len(keys), dtable.shape
     keys, order = torch.sort(keys, stable=True)
-    runs = triton.cdiv(count, _RUN)
+    runs = triton.cdiv(count, RUN)
     parts = torch.empty((runs, 2, columns), dtype=torch.float32, device=keys.device)
     tile = _table_tile(columns)
     grid = (runs, triton.cdiv(columns, tile["BLOCK_C"]))
     _table_kernel[grid](
-        *inputs, keys, order, dtable, parts, N=count, C=columns, table_rows=table_rows, **constants, RUN=_RUN, **tile
+        *inputs, keys, order, dtable, parts, N=count, C=columns, table_rows=table_rows, **constants, RUN=RUN, **tile
     )
-    _join_kernel[grid](
-        keys,
-        parts,
-        dtable,
-        count,
-        columns,
-        table_rows,
-        runs,
-        RUN=_RUN,
-        BLOCK_N=16,
-        BLOCK_C=tile["BLOCK_C"],
-        num_warps=8,
-    )
-
-
-def _or_empty(gradients: list[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
-    return tuple(like.new_empty(0) if gradient is None else gradient for gradient in gradients)
-
-
-def compile_signatures(columns: int, table: str, element: str, parameter: str) -> list[dict[str, object]]:
-    """Every kernel as the launchers above would compile it for packed training with dropout: tables, y and LayerNorm's
-    parameters of these Triton types."""
-    t, e, w, f, i, j = f"*{table}", f"*{element}", f"*{parameter}", "*fp32", "*i64", "*i32"
-    tables = {"word_table": t, "position_table": t, "segment_table": t}
-    given = {"ids": i, "position_ids": t, "segment_ids": i, "cu_seqlens": j}
-    sizes = dict.fromkeys(("N", "C", "V", "position_rows", "segment_rows", "sequences", "tokens_per_sequence"), "i32")
-    dropout = {"threshold": "i32", "scale": "fp32"}
-    rows = {"keys": j, "places": j, "terms": f}
-    constants = {"LAYER_NORM": True, "HAS_WEIGHT": True, "DROPOUT": True, "POSITIONS": "own", "SEGMENTS": "given"}
-    signatures: list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = [
-        (
-            _fwd_kernel,
-            {**tables, **given, "weight": w, "bias": w, "seed": i, "y": e, "statistics": f, "errors": i, **sizes}
-            | {"eps": "fp32", **dropout},
-            {**constants, "PACKED": True, "HAS_BIAS": True},
-            _forward_tile(columns),
-        ),
-        (
-            _rows_kernel,
-            {"dy": e, **tables, **given, "weight": w, "seed": i, "statistics": f, **rows, "dposition": t, "parts": f}
-            | {**sizes, **dict.fromkeys(("padding_idx", "groups", "members", "splits"), "i32"), **dropout},
-            {**constants, "PACKED": True, "BY_POSITION": True, "FUSED_SEGMENTS": 2, "NO_ROW": _NO_ROW},
-            _rows_tile(columns),
-        ),
-        (
-            _table_kernel,
-            {"dy": e, **tables, "weight": w, "seed": i, **rows, "order": i, "dtable": t, "parts": f}
-            | {"N": "i32", "C": "i32", "table_rows": "i32", **dropout},
-            {**constants, "RUN": _RUN},
-            _table_tile(columns),
-        ),
-        (
-            _join_kernel,
-            {"keys": j, "parts": f, "dtable": t, "N": "i32", "C": "i32", "table_rows": "i32", "runs": "i32"},
-            {"RUN": _RUN},
-            {"BLOCK_N": 16, "BLOCK_C": _table_tile(columns)["BLOCK_C"], "num_warps": 8},
-        ),
-        (
-            _sum_parts_kernel,
-            {"parts": f, "dweight": w, "dbias": w, "dsegment": t, "P": "i32", "C": "i32"},
-            {"WANT_DWEIGHT": True, "WANT_DBIAS": True, "FUSED_SEGMENTS": 2},
-            {"BLOCK_P": 64, "BLOCK_C": 32, "num_warps": 4},
-        ),
-    ]
-    return [
-        {"kernel": kernel, "signature": signature, "num_warps": tile.pop("num_warps"), "constants": {**fixed, **tile}}
-        for kernel, signature, fixed, tile in signatures
-    ]
+    join_runs(keys, parts, dtable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ def check_index(op: str, argument: str, tensor: Any) -> None:
 
 
 def check_cu_seqlens(op: str, cu_seqlens: Any, like: torch.Tensor) -> None:
-    """``cu_seqlens`` looks like the first rows of packed sequences: int32 [sequences + 1], on the device of ``like``."""
+    """``cu_seqlens`` looks like the boundaries of packed sequences: int32 [sequences + 1], where ``like`` is."""
     if not isinstance(cu_seqlens, torch.Tensor):
         raise bad_type(op, "cu_seqlens", "a tensor", type(cu_seqlens).__name__)
     if cu_seqlens.dtype != torch.int32:
@@ -83,14 +84,14 @@ def check_cu_seqlens(op: str, cu_seqlens: Any, like: torch.Tensor) -> None:
 
 
 def check_cu_seqlens_values(op: str, cu_seqlens: torch.Tensor, total: int, longest: int | None = None) -> None:
-    """On the CPU: ``cu_seqlens`` rises from 0 to ``total`` in steps of at most ``longest``. On a GPU nothing is looked at, for
-    that would wait for it; kernels there keep inside their tensors whatever it holds."""
+    """On the CPU: ``cu_seqlens`` rises from 0 to ``total`` in steps of at most ``longest``. On a GPU nothing is looked
+    at, for that would wait for it; kernels there keep inside their tensors whatever it holds."""
     if cu_seqlens.device.type != "cpu":
         return
     values = cu_seqlens.tolist()
     if values[0] != 0 or values[-1] != total:
         raise bad_value(op, "cu_seqlens", f"values from 0 to {total}", f"from {values[0]} to {values[-1]}")
-    for sequence, (first, end) in enumerate(zip(values, values[1:], strict=False)):
+    for sequence, (first, end) in enumerate(itertools.pairwise(values)):
         if end < first:
             raise bad_value(op, "cu_seqlens", "values that never fall", f"{first}, {end} at sequence {sequence}")
         if longest is not None and end - first > longest:

@@ -74,8 +74,8 @@ def embedding(
         ``[..., S, C]`` or ``[T, C]``, contiguous.
 
     Raises:
-        ValueError: For an index outside its table. On the CPU this call raises. On a GPU the token's row is NaN, and a later
-            call or ``fasttfm.ops.check_errors()`` raises: a call never waits for the GPU.
+        ValueError: For an index outside its table. On the CPU this call raises. On a GPU the token's row is NaN, and a
+            later call or ``fasttfm.ops.check_errors()`` raises: a call never waits for the GPU.
     """
     tables = {"word_table": word_table, "position_table": position_table, "segment_table": segment_table}
     _check_tables(tables)
@@ -87,13 +87,14 @@ def embedding(
     elif seed is None:
         seed = philox.draw_seed(word_table.device)
     normalise = bool(layer_norm) or weight is not None or bias is not None
-    tensors = (ids, *tables.values(), position_ids, segment_ids, cu_seqlens, weight, bias, seed)
+    tensors: tuple[Any, ...] = (ids, *tables.values(), position_ids, segment_ids, cu_seqlens, weight, bias, seed)
     options = (normalise, float(eps), float(p), dtype or word_table.dtype, padding_idx, requested(backend))
     if needs_gradient(*tables.values(), weight, bias):
-        y: Tensor = _Embedding.apply(*tensors, *options)
-        return y
-    y = _forward_op(*tensors, *options[:4], options[5])[0]
-    return y
+        result: Tensor = _Embedding.apply(*tensors, *options)
+    else:
+        *forward_options, _, backend = options
+        result, _ = _forward_op(*tensors, *forward_options, backend)
+    return result
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def _check_options(
 
 
 def _check_values(tables: reference.Triple, indices: reference.Triple, cu_seqlens: Tensor | None) -> None:
-    """What only the values tell. On the CPU they are looked at; on a GPU that would wait for it, so the kernels do it."""
+    """What only the values tell. On the CPU they are looked at; on a GPU that would wait for it: kernels look there."""
     ids = indices[0]
     if ids.is_cuda:
         return
@@ -188,8 +189,8 @@ def _check_values(tables: reference.Triple, indices: reference.Triple, cu_seqlen
 
 
 class _Embedding(torch.autograd.Function):
-    """Saved are inputs, the seed and two numbers a token. The sum of the rows is looked up again in the backward: that reads
-    what reading a stored sum would, and writing one is saved."""
+    """Saved are inputs, the seed and two numbers a token. The sum of the rows is looked up again in the backward: that
+    reads as much as a stored sum, and nothing has to be written for it."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -202,7 +203,7 @@ class _Embedding(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, statistics = ctx.saved_tensors
         needs = ctx.needs_input_grad
         wanted = [*needs[1:4], *needs[7:9]]

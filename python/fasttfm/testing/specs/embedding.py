@@ -62,7 +62,9 @@ _TABLES = {"words": 11, "positions": 9, "segments": 2}
 
 
 def _case(name: str, *shape: int, columns: int = 64, given: tuple[str, ...] = _ALL, **sizes: Any) -> OpCase:
-    options = {name: sizes.pop(name) for name in ("p", "eps", "padding_idx", "layer_norm") if name in sizes}
+    options: dict[str, Any] = {
+        name: sizes.pop(name) for name in ("p", "eps", "padding_idx", "layer_norm") if name in sizes
+    }
     return OpCase(name, {"shape": shape, "columns": columns, "given": given, **(_TABLES | sizes)}, options)
 
 
@@ -126,7 +128,7 @@ def _backward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
 
 def _torch_embedding(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
     """As users write it."""
-    word, position, segment = (inputs.get(f"{name}_table") for name in ("word", "position", "segment"))
+    word, position, segment = (inputs[f"{name}_table"] for name in ("word", "position", "segment"))
     positions = torch.arange(inputs["ids"].shape[-1], device=word.device)
     functional = torch.nn.functional
 
@@ -251,13 +253,56 @@ def _repeats_lost(ids: Tensor, word_table: Tensor, **arguments: Any) -> Tensor:
 
 
 def _triton_kernels() -> list[TritonKernel]:
+    mixed = ("fp32", "bf16", "fp32")
+    calls = [(columns, mixed) for columns in (128, 1024, 4096, 8192)]
+    calls += [(1024, (element,) * 3) for element in ("bf16", "fp16", "fp32")]
+    return [kernel for columns, types in calls for kernel in _signatures(columns, *types)]
+
+
+def _signatures(columns: int, table: str, element: str, parameter: str) -> list[TritonKernel]:
+    """Every kernel as its launcher compiles it for packed training; tables, y and parameters of these types."""
+    from fasttfm.kernels.common import sorted_sums_triton, sum_parts_triton
     from fasttfm.kernels.embedding import triton as kernels
 
-    found = []
-    for columns in (128, 768, 1024, 4096):
-        for types in (("fp32", "bf16", "fp32"), ("bf16", "bf16", "bf16"), ("fp16", "fp16", "fp16"), ("fp32",) * 3):
-            found += kernels.compile_signatures(columns, *types)
-    return [TritonKernel(**description) for description in found]
+    t, e, w, f, i, j = f"*{table}", f"*{element}", f"*{parameter}", "*fp32", "*i64", "*i32"
+    tables = {"word_table": t, "position_table": t, "segment_table": t}
+    given = {"ids": i, "position_ids": t, "segment_ids": i, "cu_seqlens": j}
+    sizes = dict.fromkeys(("N", "C", "V", "position_rows", "segment_rows", "sequences", "tokens_per_sequence"), "i32")
+    loop = dict.fromkeys(("padding_idx", "groups", "members", "splits"), "i32")
+    dropout = {"threshold": "i32", "scale": "fp32"}
+    rows = {"keys": j, "places": j, "terms": f}
+    constants = {"LAYER_NORM": True, "HAS_WEIGHT": True, "DROPOUT": True, "POSITIONS": "own", "SEGMENTS": "given"}
+    forward = {**tables, **given, "weight": w, "bias": w, "seed": i, "y": e, "statistics": f, "errors": i, **sizes}
+    backward = {"dy": e, **tables, **given, "weight": w, "seed": i, "statistics": f, **rows, "dposition": t, "parts": f}
+    table_backward = {"dy": e, **tables, "weight": w, "seed": i, **rows, "order": i, "dtable": t, "parts": f}
+    by_position = {"BY_POSITION": True, "FUSED_SEGMENTS": 2, "NO_ROW": 2**31 - 1}
+
+    def kernel(function: Any, signature: dict[str, str], fixed: dict[str, Any], tile: dict[str, int]) -> TritonKernel:
+        num_warps = tile.pop("num_warps")
+        return TritonKernel(function, signature, {**constants, **fixed, **tile}, num_warps)
+
+    return [
+        kernel(
+            kernels._fwd_kernel,
+            {**forward, "eps": "fp32", **dropout},
+            {"PACKED": True, "HAS_BIAS": True},
+            kernels._forward_tile(columns),
+        ),
+        kernel(
+            kernels._rows_kernel,
+            {**backward, **sizes, **loop, **dropout},
+            {"PACKED": True, **by_position},
+            kernels._rows_tile(columns),
+        ),
+        kernel(
+            kernels._table_kernel,
+            {**table_backward, "N": "i32", "C": "i32", "table_rows": "i32", **dropout},
+            {"RUN": sorted_sums_triton.RUN},
+            kernels._table_tile(columns),
+        ),
+        TritonKernel(**sorted_sums_triton.compile_signature(columns, table)),
+        TritonKernel(**sum_parts_triton.compile_signature(parameter, 2)),
+    ]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
