@@ -3,8 +3,8 @@
 // Both directions are near the issue limit as well as the memory's: what counts is instructions per element. So the
 // backward reads everything once and keeps hhat, gelu' and g of a row, with three sums over rows, in registers: eight
 // warps of up to 255 registers a thread, where the eight independent elements of a vector hide the latencies. And hhat
-// is one fused multiply-add, h * rstd - mean * rstd, off by the rounding of the constant, 2^-24 * |mean| * rstd. Rows
-// of 16-bit numbers cannot have a deviation so small against their mean that it would show; fp32 rows are centered.
+// is one fused multiply-add, h * rstd - mean * rstd, off by the rounding of the constant, 2^-24 * |mean| * rstd. That
+// shows only where a row's deviation is far below the rounding of 16-bit elements; fp32 rows are centered once more.
 #include <cstdint>
 
 #include "common/activation.cuh"

@@ -143,7 +143,7 @@ def _forward_tile(columns: int) -> dict[str, int]:
 
 
 def _backward_tile(columns: int) -> dict[str, int]:
-    return _tile(columns, elements=2048, per_thread=8 if columns <= 4096 else 16)
+    return _tile(columns, elements=2048, per_thread=8)
 
 
 def gelu_layer_norm_forward_triton(
@@ -239,6 +239,7 @@ def compile_signatures(columns: int, element: str, parameter: str, kind: str) ->
             "signature": backward,
             "num_warps": backward_tile.pop("num_warps"),
             "constants": {**present, "WANT_PARTS": True, "KIND": kind, **backward_tile},
+            "allow_spills": columns > 4096,  # one program's rows, sums and parameters are more than all registers hold
         },
         compile_signature(parameter, 3),
     ]
