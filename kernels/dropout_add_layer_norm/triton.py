@@ -237,11 +237,11 @@ def _tile(columns: int, elements: int, per_thread: int) -> dict[str, int]:
 
 
 def _forward_tile(columns: int) -> dict[str, int]:
-    return _tile(columns, elements=4096, per_thread=32)
+    return _tile(columns, elements=4096, per_thread=16)
 
 
 def _backward_tile(columns: int) -> dict[str, int]:
-    return _tile(columns, elements=2048, per_thread=16)
+    return _tile(columns, elements=2048, per_thread=8)
 
 
 def _dropout_arguments(
@@ -408,6 +408,7 @@ def compile_signatures(columns: int, element: str, stream: str, parameter: str) 
                 **dict.fromkeys(("HAS_DZ", "WANT_DX", "WANT_PARTS", "WANT_DLINEAR_BIAS"), True),
                 **backward_tile,
             },
+            "allow_spills": columns > 4096,  # 8 elements a thread and three sums: a few words of the widest rows
         },
         {
             "kernel": _sum_parts_kernel,
