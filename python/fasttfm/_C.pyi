@@ -87,6 +87,7 @@ def layer_norm_backward_cuda(**fields: Unpack[_LayerNormBackwardCuda]) -> None: 
 class _ColumnSum(TypedDict):
     x: int
     sum: int
+
 # ---- bias_gelu -------------------------------------------------------------------------------------------------------
 
 class _BiasGeluForward(TypedDict):
@@ -139,11 +140,13 @@ class _BiasGeluBackwardCuda(_BiasGeluBackward):
 def column_sum_workspace(rows: int, columns: int) -> int: ...
 def column_sum_cpu(**fields: Unpack[_ColumnSumCpu]) -> None: ...
 def column_sum_cuda(**fields: Unpack[_ColumnSumCuda]) -> None: ...
+
 # ---- dropout_add_layer_norm ------------------------------------------------------------------------------------------
 
 class _DropoutAddLayerNorm(TypedDict):
     z: int
     weight: int
+
 def bias_gelu_workspace(rows: int, columns: int) -> int: ...
 def bias_gelu_forward_cpu(**fields: Unpack[_BiasGeluForwardCpu]) -> None: ...
 def bias_gelu_forward_cuda(**fields: Unpack[_BiasGeluForwardCuda]) -> None: ...
@@ -216,6 +219,7 @@ class _DropoutAddLayerNormBackwardCuda(_DropoutAddLayerNormBackward):
     weight_dtype: int
     bias_dtype: int
     linear_bias_dtype: int
+
 class _GeluLayerNormBackward(TypedDict):
     dy: int
     x: int
@@ -250,6 +254,7 @@ def dropout_add_layer_norm_forward_cpu(**fields: Unpack[_DropoutAddLayerNormForw
 def dropout_add_layer_norm_forward_cuda(**fields: Unpack[_DropoutAddLayerNormForwardCuda]) -> None: ...
 def dropout_add_layer_norm_backward_cpu(**fields: Unpack[_DropoutAddLayerNormBackwardCpu]) -> None: ...
 def dropout_add_layer_norm_backward_cuda(**fields: Unpack[_DropoutAddLayerNormBackwardCuda]) -> None: ...
+
 # ---- embedding -------------------------------------------------------------------------------------------------------
 
 class _EmbeddingRows(TypedDict):
