@@ -415,7 +415,7 @@ def _forward_tile(columns: int) -> dict[str, int]:
 
 
 def _rows_tile(columns: int) -> dict[str, int]:
-    return _tile(columns, elements=2048, per_thread=8)
+    return _tile(columns, elements=2048, per_thread=16 if columns <= 4096 else 8)
 
 
 def _table_tile(columns: int) -> dict[str, int]:

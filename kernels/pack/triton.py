@@ -51,9 +51,9 @@ def _copy_kernel(
 
 
 def _tile(columns: int) -> dict[str, int]:
-    """About 4096 elements for a program, 32 for each thread."""
+    """About 4096 elements for a program, 32 for each thread; less where rows are short and their addresses many."""
     block_c = min(1024, triton.next_power_of_2(columns))
-    return {"BLOCK_S": 4096 // block_c, "BLOCK_C": block_c, "num_warps": 4}
+    return {"BLOCK_S": min(512, 4096 // block_c), "BLOCK_C": block_c, "num_warps": 4}
 
 
 def pack_triton(x: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:

@@ -280,7 +280,8 @@ def _signatures(columns: int, table: str, element: str, parameter: str) -> list[
 
     def kernel(function: Any, signature: dict[str, str], fixed: dict[str, Any], tile: dict[str, int]) -> TritonKernel:
         num_warps = tile.pop("num_warps")
-        return TritonKernel(function, signature, {**constants, **fixed, **tile}, num_warps)
+        # Past 4096 columns the sums over tokens do not fit into registers beside the row.
+        return TritonKernel(function, signature, {**constants, **fixed, **tile}, num_warps, allow_spills=columns > 4096)
 
     return [
         kernel(
