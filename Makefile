@@ -66,7 +66,7 @@ asan: .venv/installed ## the native tests under AddressSanitizer and UndefinedBe
 
 # No virtual environment, no network, no isolation: what the machine's own Python has (torch, Triton, pytest, setuptools, cmake, ninja,
 # pybind11) builds the package under build/gpu and runs it from there.
-gpu_environment = PYTHONPATH=$(CURDIR)/build/gpu/lib
+gpu_environment = PYTHONPATH=$(CURDIR)/build/gpu/lib:$(PYTHONPATH)
 
 .PHONY: gpu-build
 gpu-build:

@@ -113,12 +113,15 @@ def test_a_refused_request_lists_every_reason() -> None:
 
 
 def test_no_backend_at_all_raises_with_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("a backend that refuses was called")
+
     monkeypatch.setattr(backends, "_tables", {})
     table = BackendTable(
         "scale",
         (
-            Backend("cpu", lambda: "no core", lambda *_: None, {}),
-            Backend("reference", lambda: None, lambda *_: "too large", {}),
+            Backend("cpu", lambda: "no core", lambda *_: None, never, never),
+            Backend("reference", lambda: None, lambda *_: "too large", never, never),
         ),
     )
     expected = "scale: no backend can serve this call:\n  cpu: no core\n  reference: too large"

@@ -17,13 +17,16 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "fasttfm", *arguments], capture_output=True, text=True)
 
 
-def run_without(*modules: str) -> str:
-    """The output of ``fasttfm info`` in an interpreter where these modules cannot be imported."""
-    hidden = "".join(f"sys.modules[{name!r}] = None; " for name in modules)
-    code = f"import sys; {hidden}from fasttfm.cli import main; raise SystemExit(main(['info']))"
+def run_prepared(*statements: str) -> str:
+    """The output of ``fasttfm info`` in an interpreter that ran these first: backends cache what they say."""
+    code = "\n".join(["import sys", *statements, "from fasttfm.cli import main", "raise SystemExit(main(['info']))"])
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def run_without(*modules: str) -> str:
+    return run_prepared(*(f"sys.modules[{name!r}] = None" for name in modules))
 
 
 def line_of(text: str, name: str) -> str:
@@ -58,19 +61,21 @@ def test_info_without_either() -> None:
     assert line_of(text, "layer_norm").count("yes") == 1
 
 
-def test_info_with_a_core_built_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_C, "cuda_version", 0)
-    text = info.report()
+def test_info_with_a_core_built_without_cuda() -> None:
+    text = run_prepared("from fasttfm import _C", "_C.cuda_version = 0")
     assert "without CUDA" in line_of(text, "core")
     assert "the native core was built without CUDA" in text
 
 
-def test_info_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = type("Properties", (), {"name": "A GPU", "total_memory": 80 * 2**30, "major": 9, "minor": 0})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    assert line_of(info.report(), "cuda:1").split(maxsplit=1)[1] == "A GPU, 80.0 GiB, compute capability 9.0"
+def test_info_with_a_gpu() -> None:
+    text = run_prepared(
+        "import torch, types",
+        "gpu = types.SimpleNamespace(name='A GPU', total_memory=80 * 2**30, major=9, minor=0)",
+        "torch.cuda.is_available = lambda: True",
+        "torch.cuda.device_count = lambda: 2",
+        "torch.cuda.get_device_properties = lambda index: gpu",
+    )
+    assert line_of(text, "cuda:1").split(maxsplit=1)[1] == "A GPU, 80.0 GiB, compute capability 9.0"
 
 
 def test_info_says_when_threads_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +85,7 @@ def test_info_says_when_threads_are_not_shared(monkeypatch: pytest.MonkeyPatch) 
 
 def test_backend_table_numbers_each_reason_once() -> None:
     def backend(name: str, reason: str | None) -> Backend:
-        return Backend(name, lambda: reason, lambda *_: None, {})
+        return Backend(name, lambda: reason, lambda *_: None, print, print)  # never called
 
     class Table(BackendTable):
         def __post_init__(self) -> None:  # stays out of the process-wide register

@@ -2,7 +2,8 @@
 
 A cell is max|out - exact| / max|naive - exact|, the median over the op's cases and, in brackets, the largest: 1.0 means
 as far from the fp64 result as the same formula in plain torch and in the same type. Cases where plain torch is exact
-give no ratio. Measures the GPU backends if there is a GPU, the native core otherwise.
+give no ratio. Measures the GPU backends if there is a GPU, the native core otherwise, and
+the ops that the vendor's matrix products serve (backend torch) on either.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def rows(spec: OpSpec) -> list[list[str]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    backends = ("cuda", "triton") if device == "cuda" else ("cpu",)
+    backends = ("cuda", "triton", "torch") if device == "cuda" else ("cpu", "torch")
     present = [b.name for b in tables()[spec.name].backends if b.name in backends and b.absent() is None]
     gradients = {f"d{name}" for name in spec.differentiable}
     found = []

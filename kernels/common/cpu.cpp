@@ -10,20 +10,24 @@ namespace {
 constexpr int64_t kItem = 1 << 14;  // elements per item of work
 
 template <class From, class To, class Function>
-FASTTFM_KERNEL void apply(const Elementwise& p, int64_t item, Function function) {
+FASTTFM_KERNEL void apply_item(const Elementwise& p, int64_t item, Function function) {
   const int64_t first = item * kItem, left = p.count - first;
   const From* x = static_cast<const From*>(p.x) + first;
   To* y = static_cast<To*>(p.y) + first;
   for_columns(left < kItem ? left : kItem, [&](int64_t i, auto n) { store(y + i, function(load(x + i, n)), n); });
 }
 
-template <class Function>
-Status run(const Elementwise& p, Function function) {
+template <class From, class To, class Function>
+Status apply(const Elementwise& p, Function function) {
+  parallel_items((p.count + kItem - 1) / kItem, p.threads,
+                 [&](int64_t item) { apply_item<From, To>(p, item, function); });
+  return {};
+}
+
+Status convert(const Elementwise& p) {
   return with_dtype(p.x_dtype, unknown_dtype(), [&](auto from) {
     return with_dtype(p.y_dtype, unknown_dtype(), [&](auto to) {
-      parallel_items((p.count + kItem - 1) / kItem, p.threads,
-                     [&](int64_t item) { apply<decltype(from), decltype(to)>(p, item, function); });
-      return Status{};
+      return apply<decltype(from), decltype(to)>(p, [](const Lanes& x) { return x; });
     });
   });
 }
@@ -31,13 +35,15 @@ Status run(const Elementwise& p, Function function) {
 }  // namespace
 
 Status elementwise(const Elementwise& p) {
+  if (p.function == ElementFunction::identity) return convert(p);
+  if (p.x_dtype != DType::f32 || p.y_dtype != DType::f32)
+    return {StatusCode::unknown_dtype, "elementwise: dtype codes of a function other than identity must be 0 (fp32)"};
   switch (p.function) {
-    case ElementFunction::identity: return run(p, [](const Lanes& x) { return x; });
-    case ElementFunction::exp: return run(p, [](const Lanes& x) { return exp(x); });
-    case ElementFunction::erf: return run(p, [](const Lanes& x) { return erf(x); });
-    case ElementFunction::tanh: return run(p, [](const Lanes& x) { return tanh(x); });
+    case ElementFunction::exp: return apply<float, float>(p, [](const Lanes& x) { return exp(x); });
+    case ElementFunction::erf: return apply<float, float>(p, [](const Lanes& x) { return erf(x); });
+    case ElementFunction::tanh: return apply<float, float>(p, [](const Lanes& x) { return tanh(x); });
+    default: return {StatusCode::bad_value, "elementwise: function is not 0 (identity), 1 (exp), 2 (erf) or 3 (tanh)"};
   }
-  return {StatusCode::bad_value, "elementwise: function is not 0 (identity), 1 (exp), 2 (erf) or 3 (tanh)"};
 }
 
 }  // namespace FASTTFM_ISA

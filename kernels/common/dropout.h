@@ -29,6 +29,7 @@ struct Dropout {
   // The decisions on one span of one row.
   class Span {
    public:
+    // Not inlined: one copy serves all kernels.
     __attribute__((noinline)) void draw(const Dropout& dropout, RowPosition position, int64_t first) {
       limit_ = static_cast<uint8_t>(dropout.threshold - 1);
       scale_ = dropout.scale;

@@ -1,5 +1,5 @@
 // A function of each element of an array. This is how tests reach what every CPU kernel is made of: identity from one
-// dtype to another is load() and store(), the others are the functions of simd_math.h.
+// dtype to another is load() and store(), the others, for fp32 alone, are the functions of simd_math.h.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,9 @@
-// Counter-based random numbers (Philox 4x32, 7 rounds) and what dropout makes of them. The specification is philox.py; every backend draws the same bits.
+// Counter-based random numbers (Philox 4x32, 7 rounds) and what dropout makes of them. The specification is philox.py;
+// every backend draws the same bits.
 //
-// One 128-bit draw decides 16 neighbouring features, a byte each: feature f of a token is byte f % 16 of the draw with counter
-// (f / 16, token, sequence, 0) and the seed as key, and is dropped when that byte is below the threshold, p * 256 rounded.
+// One 128-bit draw decides 16 neighbouring features, a byte each: feature f of a token is byte f % 16 of the draw with
+// counter (f / 16, token, sequence, 0) and the seed as key, and is dropped when that byte is below the threshold, p *
+// 256 rounded.
 #pragma once
 
 #include <cstdint>
@@ -43,16 +45,18 @@ struct RowPosition {
   uint32_t sequence, token;
 };
 
-// Dense batches ([B, S, C]): sequence and token follow from the row number. Packed ones: cu_seqlens[i] is the first row of sequence i.
+// Dense batches ([B, S, C]): sequence and token follow from the row number. Packed ones: cu_seqlens[i] is the first row
+// of sequence i.
 struct RowPositions {
-  const int32_t* cu_seqlens;    // [sequences + 1], or null when dense
+  const int32_t* cu_seqlens;  // [sequences + 1], or null when dense
   int64_t sequences;
   int64_t tokens_per_sequence;  // when dense
 
   FASTTFM_HOST_DEVICE RowPosition operator()(int64_t row) const {
     if (cu_seqlens == nullptr)
       return {static_cast<uint32_t>(row / tokens_per_sequence), static_cast<uint32_t>(row % tokens_per_sequence)};
-    int64_t low = 0, high = sequences;  // the last sequence that starts at or before the row; empty ones are passed over
+    int64_t low = 0,
+            high = sequences;  // the last sequence that starts at or before the row; empty ones are passed over
     while (high - low > 1) {
       const int64_t middle = (low + high) / 2;
       if (cu_seqlens[middle] <= row)

@@ -48,11 +48,12 @@ struct SumOutput {
   DType dtype;
 };
 
-// Grid (columns / 32, 2), block (32, 16).
+// Grid (columns / 32, 2 or 3), block (32, 16).
 static __global__ void __launch_bounds__(kSumColumns* kSumRows)
-    sum_parts_kernel(const float* parts, SumOutput first, SumOutput second, int part_count, int64_t columns) {
+    sum_parts_kernel(const float* parts, SumOutput first, SumOutput second, SumOutput third, int part_count,
+                     int64_t columns) {
   __shared__ float partial[kSumRows][kSumColumns + 1];
-  const SumOutput out = blockIdx.y == 0 ? first : second;
+  const SumOutput out = blockIdx.y == 0 ? first : blockIdx.y == 1 ? second : third;
   if (out.to == nullptr) return;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kSumColumns + threadIdx.x;
   const float* from = parts + static_cast<int64_t>(blockIdx.y) * part_count * columns + column;
@@ -64,19 +65,23 @@ static __global__ void __launch_bounds__(kSumColumns* kSumRows)
   partial[threadIdx.y][threadIdx.x] = total;
   __syncthreads();
   if (threadIdx.y == 0 && column < columns) {
-    float sum = 0.0f;
+    float sum[kSumRows];  // pairwise: fewer roundings than one after the other
 #pragma unroll
-    for (int row = 0; row < kSumRows; ++row) sum += partial[row][threadIdx.x];
-    store_as(out.dtype, out.to, column, sum);
+    for (int row = 0; row < kSumRows; ++row) sum[row] = partial[row][threadIdx.x];
+#pragma unroll
+    for (int half = kSumRows / 2; half > 0; half /= 2)
+#pragma unroll
+      for (int row = 0; row < half; ++row) sum[row] += sum[row + half];
+    store_as(out.dtype, out.to, column, sum[0]);
   }
 }
 
-// first[c] = sum over p of parts[0][p][c], second[c] = sum over p of parts[1][p][c]: added in fp32, p in a fixed order,
-// rounded once.
+// first[c] = sum over p of parts[0][p][c], second[c] = sum over p of parts[1][p][c], and so the third, if there is one:
+// added in fp32, p in a fixed order, rounded once.
 inline Status sum_parts(const float* parts, SumOutput first, SumOutput second, int part_count, int64_t columns,
-                        void* stream) {
-  const dim3 grid(static_cast<unsigned>((columns + kSumColumns - 1) / kSumColumns), 2);
-  return launch(sum_parts_kernel, grid, dim3(kSumColumns, kSumRows), 0, stream, parts, first, second, part_count,
+                        void* stream, SumOutput third = {}) {
+  const dim3 grid(static_cast<unsigned>((columns + kSumColumns - 1) / kSumColumns), third.to == nullptr ? 2 : 3);
+  return launch(sum_parts_kernel, grid, dim3(kSumColumns, kSumRows), 0, stream, parts, first, second, third, part_count,
                 columns);
 }
 

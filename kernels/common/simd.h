@@ -19,7 +19,9 @@
 
 // Goes before a function that loops over rows or columns: everything it calls, lambdas included, is inlined. Without it
 // the compiler's size limits decide, and an accumulator that a lambda captures by reference lives in memory.
+#ifndef FASTTFM_KERNEL
 #define FASTTFM_KERNEL __attribute__((flatten))
+#endif
 
 namespace fasttfm {
 namespace FASTTFM_ISA {
@@ -177,11 +179,13 @@ inline RegH narrow(RegF x, bf16_t) {
   return __builtin_convertvector(rounded | ~number, RegH);
 }
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__)  // with masks: GCC 12 warns of the plain forms' own undefined operand
 
-inline RegF widen(RegH h, f16_t) { return reinterpret_cast<RegF>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(h))); }
+inline RegF widen(RegH h, f16_t) {
+  return reinterpret_cast<RegF>(_mm512_maskz_cvtph_ps(0xffff, reinterpret_cast<__m256i>(h)));
+}
 inline RegH narrow(RegF x, f16_t) {
-  return reinterpret_cast<RegH>(_mm512_cvtps_ph(reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+  return reinterpret_cast<RegH>(_mm512_maskz_cvtps_ph(0xffff, reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
 }
 
 #elif defined(__F16C__)

@@ -29,15 +29,16 @@ def sum_parts_kernel(
         mask = (rows < P)[:, None] & (columns < C)[None, :]
         offsets = (which.to(tl.int64) * P + rows[:, None]) * C + columns[None, :]
         total += tl.sum(tl.load(parts + offsets, mask=mask, other=0.0), axis=0)
-    if WANTED[0]:
-        if which == 0:
-            tl.store(first + columns, total.to(first.dtype.element_ty), mask=columns < C)
-    if WANTED[1]:
-        if which == 1:
-            tl.store(second + columns, total.to(second.dtype.element_ty), mask=columns < C)
-    if WANTED[2]:
-        if which == 2:
-            tl.store(third + columns, total.to(third.dtype.element_ty), mask=columns < C)
+    in_row = columns < C
+    if which == 0:
+        if WANTED[0]:
+            tl.store(first + columns, total.to(first.dtype.element_ty), mask=in_row)
+    elif which == 1:
+        if WANTED[1]:
+            tl.store(second + columns, total.to(second.dtype.element_ty), mask=in_row)
+    else:
+        if WANTED[2]:
+            tl.store(third + columns, total.to(third.dtype.element_ty), mask=in_row)
 
 
 _BLOCK_P = 64
@@ -45,7 +46,7 @@ _BLOCK_C = 32
 
 
 def sum_parts(parts: Tensor, outputs: Sequence[Tensor]) -> None:
-    """``outputs[i][c]`` = sum over p of ``parts[i, p, c]``, rounded once; empty outputs (up to three in all) are left out."""
+    """``outputs[i][c]`` = sum over p of ``parts[i, p, c]``, rounded once; up to three, empty ones are left out."""
     count, programs, columns = parts.shape
     wanted = tuple(output.numel() > 0 for output in outputs)
     missing = 3 - count

@@ -2,7 +2,8 @@
 
 Forward: a program takes BLOCK_N whole rows. Backward: one program per slot of the machine walks over its share of the
 rows and keeps its part of dweight and dbias in registers; a second, small kernel adds the parts up in a fixed order.
-Every element of x and dy is read once. The number of programs depends on the device alone: the same call gives the same bits.
+Every element of x and dy is read once. The number of programs depends on the device alone, so repeated calls give the
+same bits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fasttfm.kernels.common.launch import multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows, gradient_like
+from fasttfm.kernels.common.sum_parts_triton import compile_signature, sum_parts
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 
@@ -104,32 +106,6 @@ def _bwd_kernel(
         tl.store(parts + programs.to(tl.int64) * C + part, dbias, mask=in_row)
 
 
-@triton.jit
-def _sum_parts_kernel(
-    parts,  # [2, P, C] fp32
-    dweight,  # [C], or unused
-    dbias,  # [C], or unused
-    P,
-    C,
-    WANT_DWEIGHT: tl.constexpr,
-    WANT_DBIAS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    which = tl.program_id(1).to(tl.int64)  # 0: dweight, 1: dbias
-    total = tl.zeros([BLOCK_C], dtype=tl.float32)
-    for start in range(0, P, BLOCK_P):
-        rows = start + tl.arange(0, BLOCK_P)
-        mask = (rows < P)[:, None] & (columns < C)[None, :]
-        offsets = (which * P + rows[:, None]) * C + columns[None, :]
-        total += tl.sum(tl.load(parts + offsets, mask=mask, other=0.0), axis=0)
-    if WANT_DWEIGHT:
-        tl.store(dweight + columns, total.to(dweight.dtype.element_ty), mask=(columns < C) & (which == 0))
-    if WANT_DBIAS:
-        tl.store(dbias + columns, total.to(dbias.dtype.element_ty), mask=(columns < C) & (which == 1))
-
-
 def _tile(columns: int, elements: int, per_thread: int) -> dict[str, int]:
     """Whole rows for a program, about ``elements`` elements together, ``per_thread`` for each thread."""
     block_c = triton.next_power_of_2(columns)
@@ -212,18 +188,7 @@ def layer_norm_backward_triton(
             **tile,
         )
         if want_parts:
-            _sum_parts_kernel[(triton.cdiv(columns, 32), 2)](
-                parts,
-                dweight,
-                dbias,
-                programs,
-                columns,
-                WANT_DWEIGHT=want_dweight,
-                WANT_DBIAS=want_dbias,
-                BLOCK_P=64,
-                BLOCK_C=32,
-                num_warps=4,
-            )
+            sum_parts(parts, (dweight, dbias))
     return dx, dweight, dbias
 
 
@@ -247,9 +212,5 @@ def compile_signatures(columns: int, element: str, parameter: str) -> list[dict[
             "num_warps": backward_tile.pop("num_warps"),
             "constants": {"HAS_WEIGHT": True, "WANT_PARTS": True, **backward_tile},
         },
-        {
-            "kernel": _sum_parts_kernel,
-            "signature": {"parts": f, "dweight": p, "dbias": p, "P": "i32", "C": "i32"},
-            "constants": {"WANT_DWEIGHT": True, "WANT_DBIAS": True, "BLOCK_P": 64, "BLOCK_C": 32},
-        },
+        compile_signature(parameter, count=2),
     ]

@@ -8,6 +8,7 @@ version: str
 compiler: str
 cuda_version: int  # 13000 for toolkit 13.0; 0 when built without CUDA: then there are no launchers named _cuda
 cuda_archs: str
+column_sum_strip: int  # columns that a block of column_sum_cuda takes
 
 def active_isa() -> str: ...
 def supported_isas() -> list[str]: ...
@@ -81,6 +82,174 @@ def layer_norm_forward_cuda(**fields: Unpack[_LayerNormForwardCuda]) -> None: ..
 def layer_norm_backward_cpu(**fields: Unpack[_LayerNormBackwardCpu]) -> None: ...
 def layer_norm_backward_cuda(**fields: Unpack[_LayerNormBackwardCuda]) -> None: ...
 
+# ---- column_sum ------------------------------------------------------------------------------------------------------
+
+class _ColumnSum(TypedDict):
+    x: int
+    sum: int
+# ---- bias_gelu -------------------------------------------------------------------------------------------------------
+
+class _BiasGeluForward(TypedDict):
+    x: int
+    bias: int
+    y: int
+    rows: int
+    columns: int
+    x_stride: int
+    activation: int
+    dtype: int
+
+class _BiasGeluForwardCpu(_BiasGeluForward):
+    threads: int
+
+class _BiasGeluForwardCuda(_BiasGeluForward):
+    bias_dtype: int
+    device: int
+    stream: int
+
+class _BiasGeluBackward(TypedDict):
+    dy: int
+    x: int
+    bias: int
+    dx: int
+    dbias: int
+    workspace: int
+    rows: int
+    columns: int
+    x_stride: int
+    dtype: int
+
+class _ColumnSumCpu(_ColumnSum):
+    threads: int
+
+class _ColumnSumCuda(_ColumnSum):
+    sum_dtype: int
+    activation: int
+    dtype: int
+
+class _BiasGeluBackwardCpu(_BiasGeluBackward):
+    threads: int
+
+class _BiasGeluBackwardCuda(_BiasGeluBackward):
+    bias_dtype: int
+    parts: int
+    device: int
+    stream: int
+
+def column_sum_workspace(rows: int, columns: int) -> int: ...
+def column_sum_cpu(**fields: Unpack[_ColumnSumCpu]) -> None: ...
+def column_sum_cuda(**fields: Unpack[_ColumnSumCuda]) -> None: ...
+# ---- dropout_add_layer_norm ------------------------------------------------------------------------------------------
+
+class _DropoutAddLayerNorm(TypedDict):
+    z: int
+    weight: int
+def bias_gelu_workspace(rows: int, columns: int) -> int: ...
+def bias_gelu_forward_cpu(**fields: Unpack[_BiasGeluForwardCpu]) -> None: ...
+def bias_gelu_forward_cuda(**fields: Unpack[_BiasGeluForwardCuda]) -> None: ...
+def bias_gelu_backward_cpu(**fields: Unpack[_BiasGeluBackwardCpu]) -> None: ...
+def bias_gelu_backward_cuda(**fields: Unpack[_BiasGeluBackwardCuda]) -> None: ...
+
+# ---- gelu_layer_norm -------------------------------------------------------------------------------------------------
+
+class _GeluLayerNormForward(TypedDict):
+    x: int
+    linear_bias: int
+    weight: int
+    bias: int
+    y: int
+    mean: int
+    rstd: int
+    rows: int
+    columns: int
+    seed: int
+    cu_seqlens: int
+    sequences: int
+    tokens_per_sequence: int
+    threshold: int
+    scale: float
+    dtype: int
+    residual_dtype: int
+
+class _DropoutAddLayerNormForward(_DropoutAddLayerNorm):
+    x: int
+    residual: int
+    bias: int
+    linear_bias: int
+    y: int
+    x_stride: int
+    residual_stride: int
+    eps: float
+
+class _DropoutAddLayerNormForwardCpu(_DropoutAddLayerNormForward):
+    threads: int
+
+class _DropoutAddLayerNormForwardCuda(_DropoutAddLayerNormForward):
+    x_stride: int
+    eps: float
+    activation: int
+    dtype: int
+
+class _GeluLayerNormForwardCpu(_GeluLayerNormForward):
+    workspace: int
+    threads: int
+
+class _GeluLayerNormForwardCuda(_GeluLayerNormForward):
+    parameter_dtype: int
+    device: int
+    stream: int
+
+class _DropoutAddLayerNormBackward(_DropoutAddLayerNorm):
+    dy: int
+    dz: int
+    dresidual: int
+    dx: int
+    dweight: int
+    dbias: int
+    dlinear_bias: int
+    workspace: int
+
+class _DropoutAddLayerNormBackwardCpu(_DropoutAddLayerNormBackward):
+    threads: int
+
+class _DropoutAddLayerNormBackwardCuda(_DropoutAddLayerNormBackward):
+    weight_dtype: int
+    bias_dtype: int
+    linear_bias_dtype: int
+class _GeluLayerNormBackward(TypedDict):
+    dy: int
+    x: int
+    linear_bias: int
+    weight: int
+    mean: int
+    rstd: int
+    dx: int
+    dlinear_bias: int
+    dweight: int
+    dbias: int
+    workspace: int
+    rows: int
+    columns: int
+    x_stride: int
+    activation: int
+    dtype: int
+
+class _GeluLayerNormBackwardCpu(_GeluLayerNormBackward):
+    threads: int
+
+class _GeluLayerNormBackwardCuda(_GeluLayerNormBackward):
+    linear_bias_dtype: int
+    weight_dtype: int
+    bias_dtype: int
+    blocks: int
+    device: int
+    stream: int
+
+def dropout_add_layer_norm_workspace(rows: int, columns: int) -> int: ...
+def dropout_add_layer_norm_forward_cpu(**fields: Unpack[_DropoutAddLayerNormForwardCpu]) -> None: ...
+def dropout_add_layer_norm_forward_cuda(**fields: Unpack[_DropoutAddLayerNormForwardCuda]) -> None: ...
+def dropout_add_layer_norm_backward_cpu(**fields: Unpack[_DropoutAddLayerNormBackwardCpu]) -> None: ...
+def dropout_add_layer_norm_backward_cuda(**fields: Unpack[_DropoutAddLayerNormBackwardCuda]) -> None: ...
 # ---- embedding -------------------------------------------------------------------------------------------------------
 
 class _EmbeddingRows(TypedDict):
@@ -138,6 +307,12 @@ def embedding_workspace(rows: int, columns: int) -> int: ...
 def embedding_forward_cpu(**fields: Unpack[_EmbeddingForward]) -> None: ...
 def embedding_backward_cpu(**fields: Unpack[_EmbeddingBackward]) -> None: ...
 def embedding_table_backward_cpu(**fields: Unpack[_EmbeddingTableBackward]) -> None: ...
+def gelu_layer_norm_forward_workspace(rows: int, columns: int) -> int: ...
+def gelu_layer_norm_backward_workspace(rows: int, columns: int) -> int: ...
+def gelu_layer_norm_forward_cpu(**fields: Unpack[_GeluLayerNormForwardCpu]) -> None: ...
+def gelu_layer_norm_forward_cuda(**fields: Unpack[_GeluLayerNormForwardCuda]) -> None: ...
+def gelu_layer_norm_backward_cpu(**fields: Unpack[_GeluLayerNormBackwardCpu]) -> None: ...
+def gelu_layer_norm_backward_cuda(**fields: Unpack[_GeluLayerNormBackwardCuda]) -> None: ...
 
 # ---- pack ------------------------------------------------------------------------------------------------------------
 

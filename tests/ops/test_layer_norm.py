@@ -1,4 +1,32 @@
+import pytest
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.layer_norm import reference
+from fasttfm.ops import layer_norm
 from fasttfm.testing.pytest_ops import op_tests
 from fasttfm.testing.specs.layer_norm import SPEC
+from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 
 TestLayerNorm = op_tests(SPEC)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_more_than_two_to_the_31_elements(backend: str) -> None:
+    """Row offsets are 64-bit: the last rows of a tensor of 2.15 billion elements come out right in both directions."""
+    rows, columns = 2_100_000, 1024
+    x = torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda")
+    dy = torch.zeros_like(x)
+    x[-2:], dy[-2:] = torch.randn(2, 2, columns, device="cuda")
+    y = layer_norm(x.requires_grad_(), backend=backend)
+    (dx,) = torch.autograd.grad(y, x, dy)
+
+    def tail(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        last = x[-2:].detach().to(dtype).requires_grad_()
+        expected = reference.layer_norm(last, None, None, 1e-5)
+        return expected, torch.autograd.grad(expected, last, dy[-2:].to(dtype))[0]
+
+    naive, exact = tail(torch.bfloat16), tail(torch.float64)
+    assert compare("y", y[-2:], naive[0], exact[0], OUTPUT_FACTOR).ok
+    assert compare("dx", dx[-2:], naive[1], exact[1], GRADIENT_FACTOR).ok

@@ -1,8 +1,14 @@
 """The ops. Each is a checked public function, registered with torch.library, served by one of several backends."""
 
 from fasttfm.kernels.common.index_errors import check_errors
+from fasttfm.ops.bias_gelu import ACTIVATIONS, bias_gelu
+from fasttfm.ops.column_sum import column_sum
+from fasttfm.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from fasttfm.ops.embedding import embedding
+from fasttfm.ops.gelu_layer_norm import gelu_layer_norm
 from fasttfm.ops.layer_norm import layer_norm
+from fasttfm.ops.linear_gelu import linear_gelu
+from fasttfm.ops.mlp import mlp
 from fasttfm.ops.pack import (
     cu_seqlens_from_lengths,
     cu_seqlens_from_mask,
@@ -11,15 +17,25 @@ from fasttfm.ops.pack import (
     token_indices_from_mask,
     unpack,
 )
+from fasttfm.ops.qkv_projection import fuse_qkv, qkv_projection
 
 __all__ = [
+    "ACTIVATIONS",
+    "bias_gelu",
     "check_errors",
+    "column_sum",
     "cu_seqlens_from_lengths",
     "cu_seqlens_from_mask",
+    "dropout_add_layer_norm",
     "embedding",
+    "fuse_qkv",
+    "gelu_layer_norm",
     "layer_norm",
+    "linear_gelu",
+    "mlp",
     "pack",
     "position_ids_from_cu_seqlens",
+    "qkv_projection",
     "token_indices_from_mask",
     "unpack",
 ]

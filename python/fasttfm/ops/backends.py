@@ -23,6 +23,10 @@ class BackendRefused(ValueError):
     """No backend, or not the requested one, can serve a call; the message lists every backend's reason."""
 
 
+def _no_backward(*_: Any) -> Any:
+    raise NotImplementedError("this op's gradient needs no kernel")
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of an op.
@@ -35,7 +39,7 @@ class Backend:
     absent: Callable[[], str | None]
     refuse: Callable[..., str | None]
     forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    backward: Callable[..., Any] = field(default=_no_backward)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,12 @@ def draw_inputs(spec: OpSpec, case: OpCase, dtype: torch.dtype, device: torch.de
 
 
 def run(
-    spec: OpSpec, function: Callable[..., Any], inputs: Inputs, options: Mapping[str, Any], wide: bool = False
+    spec: OpSpec,
+    function: Callable[..., Any],
+    inputs: Inputs,
+    options: Mapping[str, Any],
+    wide: bool = False,
+    incoming: list[Tensor] | None = None,
 ) -> Run:
     """Calls ``function`` forward and backward. ``wide`` turns floating inputs (and the incoming gradients) to fp64."""
 
@@ -52,7 +57,8 @@ def run(
     floating = [output for output in outputs if output.is_floating_point() and output.requires_grad]
     gradients: tuple[Tensor | None, ...] = ()
     if floating:
-        incoming = [_incoming(index, output, wide, inputs) for index, output in enumerate(floating)]
+        if incoming is None:
+            incoming = [_incoming(index, output, wide, inputs) for index, output in enumerate(floating)]
         gradients = torch.autograd.grad(floating, list(wanted.values()), incoming, allow_unused=True)
     named = {
         f"d{name}": torch.zeros_like(value) if gradient is None else gradient
@@ -182,6 +188,38 @@ def check_compiled(spec: OpSpec, cases: list[OpCase], dtype: torch.dtype, device
         traced = run(spec, compiled, inputs, case.options).tensors()
         for name, tensor in eager.items():
             assert same_bits(tensor, traced[name]), f"{case}: {name} differs under torch.compile"
+
+
+def check_autocast(spec: OpSpec, case: OpCase, device: torch.device | str = "cpu") -> None:
+    """Under autocast, forward and backward run, and gradients come in the types of what they are gradients of."""
+    inputs = draw_inputs(spec, case, torch.float32, device)
+    with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+        result = run(spec, spec.function, inputs, case.options)
+    for name, gradient in result.gradients.items():
+        assert gradient.dtype == torch.float32, f"{name}: {gradient.dtype} for a float32 input"
+    for name, tensor in result.tensors().items():
+        assert tensor.isfinite().all(), f"{name} is not finite"
+
+
+def check_cuda_graph(spec: OpSpec, case: OpCase, dtype: torch.dtype) -> None:
+    """Captured once, forward and backward follow new data in the same tensors: replays give the eager call's bits."""
+    static = draw_inputs(spec, case, dtype, "cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):  # warm-up: compilation and first allocations stay out of the capture
+        outputs = run(spec, spec.function, static, case.options).outputs.values()
+        floating = [output for output in outputs if output.is_floating_point()]
+        incoming = [_incoming(index, output, False, static) for index, output in enumerate(floating)]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(spec, spec.function, static, case.options, incoming=incoming).tensors()
+    fresh = spec.inputs(case, dtype, torch.device("cuda"), torch.Generator().manual_seed(SEED + 100))
+    for name, value in fresh.items():
+        if isinstance(value, Tensor):
+            static[name].copy_(value)
+    graph.replay()
+    eager = run(spec, spec.function, static, case.options, incoming=incoming).tensors()
+    for name, tensor in eager.items():
+        assert same_bits(tensor, captured[name]), f"{name} differs between graph replay and eager call"
 
 
 def check_bad_call(spec: OpSpec, bad: BadCall) -> None:

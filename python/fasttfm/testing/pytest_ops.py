@@ -55,6 +55,20 @@ def op_tests(spec: OpSpec) -> type:
         def test_compiled_gpu(self, case: OpCase) -> None:
             harness.check_compiled(spec, [case], torch.bfloat16, device="cuda")
 
+        @pytest.mark.gpu
+        @pytest.mark.parametrize("case", spec.cases, ids=str)
+        def test_cuda_graph(self, case: OpCase) -> None:
+            harness.check_cuda_graph(spec, case, torch.bfloat16)
+
+        @pytest.mark.parametrize("case", spec.cases[:1], ids=str)
+        def test_autocast(self, case: OpCase) -> None:
+            harness.check_autocast(spec, case)
+
+        @pytest.mark.gpu
+        @pytest.mark.parametrize("case", spec.cases[:1], ids=str)
+        def test_autocast_gpu(self, case: OpCase) -> None:
+            harness.check_autocast(spec, case, device="cuda")
+
         @pytest.mark.parametrize("bad", spec.bad_calls, ids=lambda bad: bad.name)
         def test_bad_call(self, bad: BadCall) -> None:
             harness.check_bad_call(spec, bad)

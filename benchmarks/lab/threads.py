@@ -1,0 +1,86 @@
+"""What sharing torch's threads is worth: a torch operation and ours in turn, on three ways to get threads.
+
+    python benchmarks/lab/threads.py
+
+``openmp``: the pool that torch runs, as the core uses it. ``threads``: threads started for each call, as the core does
+where it finds no OpenMP. ``second pool``: another copy of the same OpenMP runtime, which is what a library linked to an
+OpenMP of its own brings along. Each is timed in fresh processes, in turn; the table shows the best of the rounds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from fasttfm import _C, _native
+from fasttfm.ops import layer_norm
+
+RUNTIMES = ("openmp", "threads", "second pool")
+SHAPES = ((2048, 768), (128, 256))
+ROUNDS = 5
+SECONDS = 1.5  # per shape and process
+
+
+def use(runtime: str) -> None:
+    path, reason = _native.shared_openmp()
+    if not path:
+        raise SystemExit(f"torch's OpenMP runtime was not found: {reason}")
+    if runtime == "threads":
+        _C.use_plain_threads()
+    elif runtime == "second pool":
+        copy = Path(tempfile.mkdtemp()) / "libsecond_openmp.so"
+        shutil.copy(path, copy)
+        ctypes.CDLL(str(copy))  # another file: the loader gives it threads and data of its own
+        loaded, reason = _C.share_openmp(str(copy))
+        assert loaded == str(copy), reason
+        shutil.rmtree(copy.parent)
+
+
+def milliseconds_per_turn(rows: int, columns: int) -> float:
+    """One forward pass of torch's layer_norm and one of ours, one after the other: the turn that one in ten beats.
+
+    A low quantile, because other programs disturb the rest; a second pool disturbs every turn."""
+    x = torch.randn(rows, columns)
+    turns = []
+    end = time.perf_counter() + SECONDS
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        torch.nn.functional.layer_norm(x, (columns,))
+        layer_norm(x, backend="cpu")
+        turns.append((time.perf_counter() - start) * 1e3)
+    return statistics.quantiles(turns, n=10)[0]
+
+
+def measure(runtime: str) -> None:
+    use(runtime)
+    print(json.dumps([milliseconds_per_turn(*shape) for shape in SHAPES]))
+
+
+def compare() -> None:
+    found: dict[str, list[list[float]]] = {runtime: [] for runtime in RUNTIMES}
+    for _ in range(ROUNDS):
+        for runtime in RUNTIMES:
+            output = subprocess.run([sys.executable, __file__, runtime], check=True, capture_output=True, text=True)
+            found[runtime].append(json.loads(output.stdout))
+    print(f"{torch.get_num_threads()} threads; torch's layer_norm and ours in turn, forward, fp32: ms per turn")
+    for index, (rows, columns) in enumerate(SHAPES):
+        shared = min(times[index] for times in found["openmp"])
+        for runtime in RUNTIMES:
+            best = min(times[index] for times in found[runtime])
+            print(f"{rows} x {columns:<5} {runtime:12} {best:8.3f}   {best / shared:5.2f} x")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        measure(sys.argv[1])
+    else:
+        compare()

@@ -1,0 +1,83 @@
+// Activation of x + bias on the CPU: each element is read once and written once.
+#include "bias_gelu/op.h"
+
+#include "common/activation_simd.h"
+#include "common/parallel.h"
+#include "common/row_chunks.h"
+#include "common/simd.h"
+
+namespace fasttfm {
+namespace FASTTFM_ISA {
+namespace {
+
+template <class T, Activation A>
+FASTTFM_KERNEL void forward_row(const BiasGeluForward& p, int64_t row) {
+  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+  T* y = static_cast<T*>(p.y) + row * p.columns;
+  const auto* bias = static_cast<const float*>(p.bias);
+  for_columns(p.columns, [&](int64_t c, auto n) {
+    Lanes u = load(x + c, n);
+    if (bias != nullptr) u = u + load(bias + c, n);
+    store(y + c, activated<A>(u).value, n);
+  });
+}
+
+// `dbias` is the chunk's partial sum, fp32 [C], or null.
+template <class T, Activation A>
+FASTTFM_KERNEL void backward_row(const BiasGeluBackward& p, int64_t row, float* dbias) {
+  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+  const T* dy = static_cast<const T*>(p.dy) + row * p.columns;
+  T* dx = static_cast<T*>(p.dx) + row * p.columns;
+  const auto* bias = static_cast<const float*>(p.bias);
+  for_columns(p.columns, [&](int64_t c, auto n) {
+    Lanes u = load(x + c, n);
+    if (bias != nullptr) u = u + load(bias + c, n);
+    const Lanes out = load(dy + c, n) * activated<A>(u).derivative;
+    store(dx + c, out, n);
+    if (dbias != nullptr) store(dbias + c, load(dbias + c, n) + out, n);
+  });
+}
+
+}  // namespace
+
+Status bias_gelu_forward(const BiasGeluForward& p) {
+  if (p.columns < 1) return bad_size("bias_gelu: columns must be at least 1");
+  return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
+    return with_activation(p.activation, [&](auto activation) {
+      const RowChunks chunks(p.rows);
+      parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
+        for (int64_t row = chunks.begin(chunk); row < chunks.end(chunk); ++row)
+          forward_row<decltype(element), decltype(activation)::value>(p, row);
+      });
+      return Status{};
+    });
+  });
+}
+
+Status bias_gelu_backward(const BiasGeluBackward& p) {
+  if (p.columns < 1) return bad_size("bias_gelu: columns must be at least 1");
+  return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
+    return with_activation(p.activation, [&](auto activation) {
+      const RowChunks chunks(p.rows);
+      const ColumnSums dbias{static_cast<float*>(p.dbias), p.workspace, p.columns};
+      parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
+        float* part = dbias.start(chunk);
+        for (int64_t row = chunks.begin(chunk); row < chunks.end(chunk); ++row)
+          backward_row<decltype(element), decltype(activation)::value>(p, row, part);
+      });
+      dbias.finish(chunks.count, p.threads);
+      return Status{};
+    });
+  });
+}
+
+}  // namespace FASTTFM_ISA
+
+#ifdef FASTTFM_ISA_BASELINE
+int64_t cpu::bias_gelu_workspace(int64_t rows, int64_t columns) { return row_chunk_count(rows) * columns; }
+#endif
+
+}  // namespace fasttfm
+
+FASTTFM_CPU_LAUNCHER(bias_gelu_forward, BiasGeluForward)
+FASTTFM_CPU_LAUNCHER(bias_gelu_backward, BiasGeluBackward)

@@ -1,0 +1,172 @@
+// Activation of x + bias on NVIDIA GPUs. The formulas are in reference.py.
+//
+// A warp owns a stripe of 256 columns, 8 to a lane, whose bias it keeps in registers, and reads several rows before it
+// computes: enough 16-byte loads are in flight to keep the memory busy. Forward: one tile per block, many small blocks.
+// Backward: the blocks fill the GPU once and walk over the rows, with their part of dbias in registers; a second, small
+// kernel adds up the parts in a fixed order. Neighbouring blocks take neighbouring stripes of the same rows.
+#include <cstdint>
+
+#include "bias_gelu/op.h"
+#include "common/activation.cuh"
+#include "common/launch.cuh"
+#include "common/reduce.cuh"
+#include "common/rows.cuh"
+
+namespace fasttfm {
+namespace cuda {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kBlock = 32 * kWarps;
+constexpr int kStripe = 32 * kVector;
+constexpr int kBackwardBlocks = 4;  // per multiprocessor: 32 warps of up to 64 registers a thread
+
+template <class T>
+constexpr bool kExact = sizeof(T) == 4;
+// Rows that a lane reads at once: as many bytes of each tensor whatever the type.
+template <class T>
+constexpr int kForwardRows = 16 / sizeof(T) / 2;
+template <class T>
+constexpr int kBackwardRows = 4 / sizeof(T);
+
+// Grid (tiles * stripes); a tile is kWarps * kForwardRows rows, which the warps take in turn.
+template <class T, Activation A>
+__global__ void __launch_bounds__(kBlock) forward_kernel(BiasGeluForward p, unsigned stripes) {
+  constexpr int kRows = kForwardRows<T>;
+  const int column = static_cast<int>(blockIdx.x % stripes * kStripe + threadIdx.x % 32 * kVector);
+  const int64_t first = static_cast<int64_t>(blockIdx.x / stripes) * (kWarps * kRows) + threadIdx.x / 32;
+  if (column >= p.columns || first >= p.rows) return;
+  const T* x = static_cast<const T*>(p.x) + first * p.x_stride + column;
+  T* y = static_cast<T*>(p.y) + first * p.columns + column;
+  const int64_t x_step = kWarps * p.x_stride, y_step = kWarps * p.columns;
+
+  Packed<T> packed[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+    if (first + r * kWarps < p.rows) packed[r] = load_packed(x + r * x_step);
+  float bias[kVector];
+  load_parameter(p.bias, p.bias_dtype, column, 0.0f, bias);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (first + r * kWarps >= p.rows) return;
+    float value[kVector];
+    widen(packed[r], value);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) value[i] = activated<A, kExact<T>>(value[i] + bias[i]).value;
+    store_packed(y + r * y_step, narrow<T>(value));
+  }
+}
+
+// What a lane of the backward carries along: its place in each tensor, bias and dbias of its columns.
+template <class T>
+struct BackwardLane {
+  const T* x;
+  const T* dy;
+  T* dx;
+  int64_t x_step, step;
+  float bias[kVector];
+  float dbias[kVector];
+
+  // The next COUNT rows.
+  template <Activation A, int COUNT>
+  __device__ __forceinline__ void take() {
+    Packed<T> value[COUNT], gradient[COUNT];
+#pragma unroll
+    for (int r = 0; r < COUNT; ++r) {
+      value[r] = load_packed(x);
+      gradient[r] = load_packed(dy);
+      x += x_step;
+      dy += step;
+    }
+#pragma unroll
+    for (int r = 0; r < COUNT; ++r) {
+      float u[kVector], out[kVector];
+      widen(value[r], u);
+      widen(gradient[r], out);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        out[i] *= activated<A, kExact<T>>(u[i] + bias[i]).derivative;
+        dbias[i] += out[i];
+      }
+      store_packed(dx, narrow<T>(out));
+      dx += step;
+    }
+  }
+};
+
+// Grid (stripes, parts).
+template <class T, Activation A>
+__global__ void __launch_bounds__(kBlock, kBackwardBlocks) backward_kernel(BiasGeluBackward p) {
+  __shared__ __align__(16) float shares[kWarps][kStripe];
+  constexpr int kRows = kBackwardRows<T>;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int stripe = static_cast<int>(blockIdx.x) * kStripe, column = stripe + lane * kVector;
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * kWarps + warp;
+  const int64_t stride = static_cast<int64_t>(gridDim.y) * kWarps;  // warps take rows in turn
+  BackwardLane<T> at{static_cast<const T*>(p.x) + first * p.x_stride + column,
+                     static_cast<const T*>(p.dy) + first * p.columns + column,
+                     static_cast<T*>(p.dx) + first * p.columns + column,
+                     stride * p.x_stride,
+                     stride * p.columns,
+                     {},
+                     {}};
+  if (column < p.columns && first < p.rows) {
+    load_parameter(p.bias, p.bias_dtype, column, 0.0f, at.bias);
+    auto left = static_cast<int>((p.rows - first + stride - 1) / stride);
+    for (; left >= kRows; left -= kRows) at.template take<A, kRows>();
+    for (; left > 0; --left) at.template take<A, 1>();
+  }
+  if (p.dbias == nullptr) return;
+  store_packed(&shares[warp][lane * kVector], narrow<float>(at.dbias));
+  __syncthreads();
+  if (stripe + threadIdx.x < p.columns) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int share = 0; share < kWarps; ++share) sum += shares[share][threadIdx.x];
+    p.workspace[blockIdx.y * p.columns + stripe + threadIdx.x] = sum;
+  }
+}
+
+unsigned stripes_of(int64_t columns) { return static_cast<unsigned>((columns + kStripe - 1) / kStripe); }
+
+bool columns_fit(int64_t columns) { return columns >= kVector && columns % kVector == 0 && columns < (1 << 30); }
+Status misfit_columns() { return bad_size("bias_gelu: the CUDA kernels take columns that are a multiple of 8"); }
+
+}  // namespace
+
+Status bias_gelu_forward(const BiasGeluForward& p) {
+  if (!columns_fit(p.columns)) return misfit_columns();
+  if (!rows_aligned(p.x, p.x_stride) || !rows_aligned(p.bias, 0)) return misaligned_rows();
+  if (p.rows == 0) return {};
+  DeviceGuard guard(p.device);
+  return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
+    return with_activation(p.activation, [&](auto activation) {
+      using T = decltype(element);
+      constexpr int64_t kTile = kWarps * kForwardRows<T>;
+      const unsigned stripes = stripes_of(p.columns);
+      const int64_t blocks = (p.rows + kTile - 1) / kTile * stripes;
+      if (blocks > INT32_MAX) return bad_size("bias_gelu: x is too large for one launch");
+      return launch(forward_kernel<T, decltype(activation)::value>, static_cast<unsigned>(blocks), kBlock, 0, p.stream,
+                    p, stripes);
+    });
+  });
+}
+
+Status bias_gelu_backward(const BiasGeluBackward& p) {
+  if (!columns_fit(p.columns)) return misfit_columns();
+  if (!rows_aligned(p.x, p.x_stride) || !rows_aligned(p.dy, 0) || !rows_aligned(p.bias, 0)) return misaligned_rows();
+  if (p.parts < 1 || p.parts > 65535) return bad_size("bias_gelu: parts must be from 1 to 65535");
+  DeviceGuard guard(p.device);
+  return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
+    return with_activation(p.activation, [&](auto activation) {
+      const dim3 grid(stripes_of(p.columns), static_cast<unsigned>(p.parts));
+      const Status status =
+          launch(backward_kernel<decltype(element), decltype(activation)::value>, grid, kBlock, 0, p.stream, p);
+      if (status.code != StatusCode::ok || p.dbias == nullptr) return status;
+      return sum_parts(p.workspace, {p.dbias, p.bias_dtype}, {}, p.parts, p.columns, p.stream);
+    });
+  });
+}
+
+}  // namespace cuda
+}  // namespace fasttfm

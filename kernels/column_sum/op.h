@@ -1,0 +1,39 @@
+// The sum over rows: the gradient of a linear layer's bias. N rows of C columns, each element read once: C*e bytes for
+// a row, with e bytes for an element.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/status.h"
+
+namespace fasttfm {
+
+struct ColumnSum {
+  const void* x;     // [N, C], dtype; rows x_stride elements apart
+  void* sum;         // [C], sum_dtype
+  float* workspace;  // CPU: column_sum_workspace(rows, columns) floats; CUDA: parts * columns floats
+  int64_t rows;      // N
+  int64_t columns;   // C
+  int64_t x_stride;
+  DType dtype;
+  DType sum_dtype;  // f32 on the CPU
+  int threads;      // CPU
+  int parts;        // CUDA: into so many parts the rows are cut
+  int device;       // CUDA
+  void* stream;     // CUDA
+};
+
+namespace cpu {
+Status column_sum(const ColumnSum&);
+int64_t column_sum_workspace(int64_t rows, int64_t columns);  // in floats
+}  // namespace cpu
+
+namespace cuda {
+constexpr int kColumnSumStrip = 256;  // columns of a block: the Python side counts blocks with it
+
+// Columns are a multiple of 8; x starts at a multiple of 16 bytes and so does each row.
+Status column_sum(const ColumnSum&);
+}  // namespace cuda
+
+}  // namespace fasttfm

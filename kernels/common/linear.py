@@ -1,0 +1,33 @@
+"""A linear layer as the specifications of fused ops write it: products in fp32 (fp64 for fp64), rounded once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accumulate(tensor: Tensor) -> Tensor:
+    """The tensor in the type that sums are kept in."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x [..., C] @ weight [O, C]^T + bias [O]``, rounded once to x's type. Autograd can differentiate it."""
+    y = _product(accumulate(x), accumulate(weight).t())
+    return (y if bias is None else y + accumulate(bias)).to(x.dtype)
+
+
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """``dy [..., O]^T @ x [..., C]`` summed over rows: [O, C] in x's type."""
+    dy_rows, x_rows = accumulate(dy).reshape(-1, dy.shape[-1]), accumulate(x).reshape(-1, x.shape[-1])
+    return _product(dy_rows.t(), x_rows).to(x.dtype)
+
+
+def bias_gradient(dy: Tensor) -> Tensor:
+    """The sum of ``dy [..., O]`` over rows: [O] in its type."""
+    return accumulate(dy).reshape(-1, dy.shape[-1]).sum(dim=0).to(dy.dtype)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):  # it would narrow the operands
+        return a @ b

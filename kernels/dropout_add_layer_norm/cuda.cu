@@ -1,0 +1,306 @@
+// dropout_add_layer_norm on NVIDIA GPUs, in the frame of common/rows.cuh. The formulas are in reference.py.
+//
+// The forward maps rows, one for each group of threads. The backward is persistent: dy and z come through rings in
+// shared memory, and both passes over a row read them there, so that registers hold little but the sums over rows. dz,
+// needed in the second pass only, is loaded at the start of the first.
+//
+// Whether anything is dropped is decided at run time: one draw of random numbers for 16 elements is all that it adds.
+#include <cstdint>
+
+#include "common/dropout.cuh"
+#include "common/launch.cuh"
+#include "common/rows.cuh"
+#include "dropout_add_layer_norm/op.h"
+
+namespace fasttfm {
+namespace cuda {
+namespace {
+
+// z = residual + dropout(x + linear_bias) as it is stored, rounded to the residual's type R.
+template <class T, class R, class P, class S>
+__device__ __forceinline__ void add_row(const DropoutAddLayerNormForward& p, int64_t row,
+                                        float (&z)[S::kVectors][kVector]) {
+  const int columns = static_cast<int>(p.columns);
+  const T* from = static_cast<const T*>(p.x) + row * p.x_stride;
+  const R* residual = static_cast<const R*>(p.residual) + row * p.residual_stride;
+  Packed<T> x_packed[S::kVectors];
+  Packed<R> residual_packed[S::kVectors];
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+    const bool in_row = column_of<S>(v) < columns;
+    x_packed[v] = in_row ? load_packed(from + column_of<S>(v)) : Packed<T>{};
+    residual_packed[v] = in_row ? load_packed(residual + column_of<S>(v)) : Packed<R>{};
+  }
+  const Dropout dropout(p);
+  RowDraws<S> draws;
+  dropout.draw(row, draws);
+
+  const P* linear_bias = static_cast<const P*>(p.linear_bias);
+  R* to = static_cast<R*>(p.z) + row * columns;
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+    const bool in_row = column_of<S>(v) < columns;
+    float x[kVector];
+    widen(x_packed[v], x);
+    widen(residual_packed[v], z[v]);
+    if (linear_bias != nullptr && in_row) {
+      float added[kVector];
+      widen(load_packed(linear_bias + column_of<S>(v)), added);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) x[i] += added[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i)
+      if (draws.kept(v, i, dropout.limit)) z[v][i] = fmaf(x[i], dropout.scale, z[v][i]);
+    const Packed<R> rounded = narrow<R>(z[v]);
+    widen(rounded, z[v]);
+    if (p.z != nullptr && in_row) store_packed(to + column_of<S>(v), rounded);
+  }
+}
+
+template <class T, class R, class P, class S>
+__global__ void __launch_bounds__(S::kBlock) forward_kernel(DropoutAddLayerNormForward p) {
+  __shared__ float scratch[2][2 * S::kBlock / 32];
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * S::kGroups + threadIdx.x / S::kGroup;
+  if (row >= p.rows) return;  // whole groups leave together
+  const int columns = static_cast<int>(p.columns);
+  const float inverse_c = 1.0f / static_cast<float>(columns);
+  float z[S::kVectors][kVector];
+  add_row<T, R, P, S>(p, row, z);
+
+  float total[1] = {0.0f};
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v)
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) total[0] += z[v][i];
+  group_sum<S::kGroup, S::kBlock>(total, scratch[0]);
+  const float mean = total[0] * inverse_c;
+
+  float sums[2] = {0.0f, 0.0f};  // of the deviations (zero but for the rounding of the mean) and of their squares
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+    if (column_of<S>(v) >= columns) continue;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      z[v][i] -= mean;
+      sums[0] += z[v][i];
+      sums[1] = fmaf(z[v][i], z[v][i], sums[1]);
+    }
+  }
+  group_sum<S::kGroup, S::kBlock>(sums, scratch[1]);
+  const float correction = sums[0] * inverse_c;
+  const float variance = fmaxf(sums[1] * inverse_c - correction * correction, 0.0f);
+  const float rstd = 1.0f / sqrtf(variance + p.eps);
+  const float shift = -correction * rstd;
+
+  T* y = static_cast<T*>(p.y) + row * columns;
+  const P* weight_of = static_cast<const P*>(p.weight);
+  const P* bias_of = static_cast<const P*>(p.bias);
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+    if (column_of<S>(v) >= columns) continue;
+    float weight[kVector], bias[kVector], out[kVector];
+    load_parameter(weight_of, column_of<S>(v), 1.0f, weight);
+    load_parameter(bias_of, column_of<S>(v), 0.0f, bias);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) out[i] = fmaf(fmaf(z[v][i], rstd, shift), weight[i], bias[i]);
+    store_packed(y + column_of<S>(v), narrow<T>(out));
+  }
+  if (threadIdx.x % S::kGroup == 0) {
+    p.mean[row] = mean;
+    p.rstd[row] = rstd;
+  }
+}
+
+template <class T, class R, class S>
+struct BackwardMemory {
+  struct Rings {
+    RowRing<T, S, 1> dy;
+    RowRing<R, S, 1> z;
+  };
+  union {
+    Rings rings;
+    float shares[S::kGroups][S::kColumns];
+  };
+  float weight[S::kColumns];
+};
+
+// A row that RowRing copies, where the walk over the rows is the caller's.
+template <class T>
+struct RowStart {
+  T* row;
+  __device__ __forceinline__ void next() {}
+};
+
+template <class T, class R, class S, bool LINEAR_BIAS>
+__global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerNormBackward p) {
+  extern __shared__ __align__(16) char dynamic_memory[];
+  __shared__ float scratch[2][3 * S::kBlock / 32];
+  auto& memory = *reinterpret_cast<BackwardMemory<T, R, S>*>(dynamic_memory);
+  auto& rings = memory.rings;
+  const int columns = static_cast<int>(p.columns);
+  const float inverse_c = 1.0f / static_cast<float>(columns);
+  float dweight[S::kVectors][kVector] = {}, dbias[S::kVectors][kVector] = {};
+  float dlinear_bias[LINEAR_BIAS ? S::kVectors : 1][kVector] = {};
+  const GroupRows<S> rows(p.rows);
+  const Dropout dropout(p);
+  int row = static_cast<int>(rows.first);  // 32 bits: the sums over rows need the registers
+  const int stride = static_cast<int>(rows.stride);
+  const auto start_copies = [&](int next, bool wanted, int slot) {
+    RowStart<const T> dy{static_cast<const T*>(p.dy) + static_cast<int64_t>(next) * columns};
+    RowStart<const R> z{static_cast<const R*>(p.z) + static_cast<int64_t>(next) * columns};
+    rings.dy.start(wanted, columns, slot, dy);
+    rings.z.start(wanted, columns, slot, z);
+  };
+
+  rings.dy.clear_past_end(columns);
+  rings.z.clear_past_end(columns);
+  start_copies(row, rows.rounds > 0, 0);
+  stage_parameter<S>(p.weight, p.weight_dtype, 1.0f, columns, memory.weight);
+  __syncthreads();
+  for (int round = 0; round < rows.rounds; ++round) {  // a group's threads share the row: they meet at its barriers
+    const int slot = round % kRowStages;
+    start_copies(row + stride, round + 1 < rows.rounds, slot ^ 1);
+    const int64_t row_start = static_cast<int64_t>(row) * columns;
+    const float rstd = p.rstd[row];
+    const float shift = -p.mean[row] * rstd;
+    Packed<R> dz[S::kVectors];
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {
+      const bool wanted = p.dz != nullptr && column_of<S>(v) < columns;
+      dz[v] = wanted ? load_packed(static_cast<const R*>(p.dz) + row_start + column_of<S>(v)) : Packed<R>{};
+    }
+    RowDraws<S> draws;
+    dropout.draw(row, draws);
+    wait_copies<2 * (kRowStages - 1)>();  // two rings, two groups of copies for each row
+
+    float sums[3] = {0.0f, 0.0f, 0.0f};  // of xhat (zero but for rounding), of g and of g * xhat
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {
+      const bool in_row = column_of<S>(v) < columns;
+      float gradient[kVector], value[kVector], weight[kVector];
+      widen(rings.dy.at(slot, 0, v), gradient);
+      widen(rings.z.at(slot, 0, v), value);
+      widen(load_packed(memory.weight + column_of<S>(v)), weight);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float xhat = fmaf(value[i], rstd, shift);
+        const float g = gradient[i] * weight[i];
+        if (in_row) sums[0] += xhat;  // the others are sums of products with dy, zero past the end
+        sums[1] += g;
+        sums[2] = fmaf(g, xhat, sums[2]);
+      }
+    }
+    group_sum<S::kGroup, S::kBlock>(sums, scratch[slot] + 3 * (threadIdx.x / S::kGroup) * S::kGroup / 32);
+    const float correction = sums[0] * inverse_c;
+    const float mean_g = sums[1] * inverse_c;
+    const float mean_g_xhat = sums[2] * inverse_c - correction * mean_g;
+    // rstd * (g - mean_g - (xhat - correction) * mean_g_xhat) = g * rstd + xhat * slope + offset
+    const float slope = -rstd * mean_g_xhat;
+    const float offset = -rstd * mean_g - correction * slope;
+
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {
+      float gradient[kVector], value[kVector], weight[kVector], out[kVector];
+      widen(reload_packed(&rings.dy.at(slot, 0, v)), gradient);
+      widen(reload_packed(&rings.z.at(slot, 0, v)), value);
+      widen(reload_packed(reinterpret_cast<const Packed<float>*>(memory.weight + column_of<S>(v))), weight);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float xhat = fmaf(value[i], rstd, shift);
+        out[i] = fmaf(gradient[i] * weight[i], rstd, fmaf(xhat, slope, offset));
+        dweight[v][i] = fmaf(gradient[i], xhat - correction, dweight[v][i]);
+        dbias[v][i] += gradient[i];
+      }
+      if (p.dz != nullptr) {
+        float stream[kVector];
+        widen(dz[v], stream);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) out[i] += stream[i];
+      }
+      const bool in_row = column_of<S>(v) < columns;
+      const int64_t to = row_start + column_of<S>(v);
+      if (in_row) store_packed(static_cast<R*>(p.dresidual) + to, narrow<R>(out));
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        out[i] = draws.kept(v, i, dropout.limit) ? out[i] * dropout.scale : 0.0f;
+        if constexpr (LINEAR_BIAS) dlinear_bias[v][i] += out[i];
+      }
+      if (p.dx != nullptr && in_row) store_packed(static_cast<T*>(p.dx) + to, narrow<T>(out));
+    }
+    row += stride;
+  }
+  wait_copies<0>();
+  const int64_t parts = static_cast<int64_t>(gridDim.x) * columns;
+  float* part = p.workspace + static_cast<int64_t>(blockIdx.x) * columns;
+  if (p.dweight != nullptr) store_part<S>(dweight, memory.shares, part, columns);
+  if (p.dbias != nullptr) store_part<S>(dbias, memory.shares, part + parts, columns);
+  if constexpr (LINEAR_BIAS) store_part<S>(dlinear_bias, memory.shares, part + 2 * parts, columns);
+}
+
+// Twelve warps leave each thread 168 registers. A third sum over rows takes more, and fp32 rows the shared memory of
+// twelve: eight warps then.
+template <class R, bool LINEAR_BIAS>
+constexpr int kBackwardBlock = sizeof(R) == 4 || LINEAR_BIAS ? 256 : 384;
+
+template <class T, class R, class P>
+Status launch_forward(const DropoutAddLayerNormForward& p) {
+  return for_row_shape<0>(p.columns, [&](auto shape) {
+    using S = decltype(shape);
+    const auto blocks = static_cast<unsigned>((p.rows + S::kGroups - 1) / S::kGroups);
+    return launch(forward_kernel<T, R, P, S>, blocks, S::kBlock, 0, p.stream, p);
+  });
+}
+
+template <class T, class R, bool LINEAR_BIAS>
+Status launch_backward(const DropoutAddLayerNormBackward& p) {
+  return for_row_shape<kBackwardBlock<R, LINEAR_BIAS>>(p.columns, [&](auto shape) {
+    using S = decltype(shape);
+    const int64_t wanted = (p.rows + S::kGroups - 1) / S::kGroups;
+    const int blocks = wanted < p.blocks ? static_cast<int>(wanted) : p.blocks;
+    const Status status = blocks == 0 ? Status{}
+                                      : launch(backward_kernel<T, R, S, LINEAR_BIAS>, blocks, S::kBlock,
+                                               sizeof(BackwardMemory<T, R, S>), p.stream, p);
+    if (status.code != StatusCode::ok || (p.dweight == nullptr && p.dbias == nullptr && !LINEAR_BIAS)) return status;
+    return sum_parts(p.workspace, {p.dweight, p.weight_dtype}, {p.dbias, p.bias_dtype}, blocks, p.columns, p.stream,
+                     {p.dlinear_bias, p.linear_bias_dtype});
+  });
+}
+
+constexpr int64_t kMaxRows = int64_t{1} << 30;  // the backward counts them in 32 bits
+Status too_many_rows() { return bad_size("dropout_add_layer_norm: the CUDA kernels take at most 2^30 rows"); }
+
+}  // namespace
+
+Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward& p) {
+  if (!rows_aligned(p.x, p.x_stride) || !rows_aligned(p.residual, p.residual_stride) || !rows_aligned(p.weight, 0) ||
+      !rows_aligned(p.bias, 0) || !rows_aligned(p.linear_bias, 0))
+    return misaligned_rows();
+  if (p.rows > kMaxRows) return too_many_rows();
+  if (p.rows == 0) return {};
+  DeviceGuard guard(p.device);
+  return with_stream_types(p.dtype, p.residual_dtype, [&](auto element, auto stream) {
+    using T = decltype(element);
+    using R = decltype(stream);
+    if (p.parameter_dtype == DType::f32) return launch_forward<T, R, float>(p);
+    if constexpr (sizeof(R) == sizeof(T)) {
+      if (p.parameter_dtype == p.dtype) return launch_forward<T, R, T>(p);
+    }
+    return bad_size("dropout_add_layer_norm: parameters are fp32, or of the type that x and residual share");
+  });
+}
+
+Status dropout_add_layer_norm_backward(const DropoutAddLayerNormBackward& p) {
+  if (!rows_aligned(p.dy, 0) || !rows_aligned(p.dz, 0) || !rows_aligned(p.z, 0) || !rows_aligned(p.weight, 0))
+    return misaligned_rows();
+  if (p.rows > kMaxRows) return too_many_rows();
+  DeviceGuard guard(p.device);
+  return with_stream_types(p.dtype, p.residual_dtype, [&](auto element, auto stream) {
+    using T = decltype(element);
+    using R = decltype(stream);
+    return p.dlinear_bias == nullptr ? launch_backward<T, R, false>(p) : launch_backward<T, R, true>(p);
+  });
+}
+
+}  // namespace cuda
+}  // namespace fasttfm

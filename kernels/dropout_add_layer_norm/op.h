@@ -1,0 +1,95 @@
+// dropout_add_layer_norm in C++: what the launchers take. N rows of C columns, row-major; see reference.py for the
+// formulas.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/status.h"
+
+namespace fasttfm {
+
+struct DropoutAddLayerNormForward {
+  const void* x;            // [N, C], dtype; rows x_stride elements apart
+  const void* residual;     // [N, C], residual_dtype; rows residual_stride elements apart
+  const void* weight;       // [C], parameter_dtype, or null for 1
+  const void* bias;         // [C], parameter_dtype, or null for 0
+  const void* linear_bias;  // [C], parameter_dtype, or null for 0
+  void* y;                  // [N, C], dtype, contiguous
+  void* z;          // [N, C], residual_dtype, contiguous. Not wanted: null on CUDA; on the CPU y itself or scratch
+  float* mean;      // [N]
+  float* rstd;      // [N], 1 / sqrt(variance + eps)
+  int64_t rows;     // N
+  int64_t columns;  // C
+  int64_t x_stride;
+  int64_t residual_stride;
+  float eps;
+  const int64_t* seed;          // [1], or null for no dropout
+  const int32_t* cu_seqlens;    // [sequences + 1], or null for a dense batch
+  int64_t sequences;            // when packed
+  int64_t tokens_per_sequence;  // when dense
+  int threshold;                // of 256: see common/philox.h
+  float scale;                  // of what is kept
+  DType dtype;
+  DType residual_dtype;   // dtype or f32
+  DType parameter_dtype;  // CPU: f32; CUDA: f32, or dtype if the residual has it too
+  int threads;            // CPU
+  int device;             // CUDA
+  void* stream;           // CUDA
+};
+
+struct DropoutAddLayerNormBackward {
+  const void* dy;      // [N, C], dtype, contiguous
+  const void* dz;      // [N, C], residual_dtype, contiguous, or null for 0
+  const void* z;       // [N, C], residual_dtype, contiguous
+  const void* weight;  // [C], weight_dtype, or null for 1
+  const float* mean;   // [N]
+  const float* rstd;   // [N]
+  void* dresidual;     // [N, C], residual_dtype, contiguous
+  void* dx;            // [N, C], dtype, contiguous, or null where it equals dresidual
+  void* dweight;       // [C], weight_dtype, or null when not wanted
+  void* dbias;         // [C], bias_dtype, or null when not wanted
+  void* dlinear_bias;  // [C], linear_bias_dtype, or null when not wanted
+  float* workspace;    // CPU: dropout_add_layer_norm_workspace(rows, columns) floats; CUDA: 3 * blocks * columns floats
+  int64_t rows;
+  int64_t columns;
+  const int64_t* seed;  // from here to scale: as in the forward
+  const int32_t* cu_seqlens;
+  int64_t sequences;
+  int64_t tokens_per_sequence;
+  int threshold;
+  float scale;
+  DType dtype;
+  DType residual_dtype;
+  DType weight_dtype;  // parameters' types: f32 on the CPU
+  DType bias_dtype;
+  DType linear_bias_dtype;
+  int threads;   // CPU
+  int blocks;    // CUDA: at most so many blocks share the rows
+  int device;    // CUDA
+  void* stream;  // CUDA
+};
+
+namespace cpu {
+Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward&);
+Status dropout_add_layer_norm_backward(const DropoutAddLayerNormBackward&);
+int64_t dropout_add_layer_norm_workspace(int64_t rows, int64_t columns);  // in floats
+}  // namespace cpu
+
+namespace cuda {
+// Columns are a multiple of 8, up to 8192; x, residual, dy, dz, z and parameters start at multiples of 16 bytes.
+Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward&);
+Status dropout_add_layer_norm_backward(const DropoutAddLayerNormBackward&);
+}  // namespace cuda
+
+// Calls body(T{}, R{}) with the C++ types of the branch and of the residual stream.
+template <class Body>
+inline Status with_stream_types(DType dtype, DType residual_dtype, Body body) {
+  return with_dtype(dtype, unknown_dtype(), [&](auto element) {
+    if (residual_dtype == dtype) return body(element, element);
+    if (residual_dtype == DType::f32) return body(element, float{});
+    return bad_size("dropout_add_layer_norm: the residual is of x's type or fp32");
+  });
+}
+
+}  // namespace fasttfm

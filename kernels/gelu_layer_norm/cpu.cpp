@@ -1,0 +1,158 @@
+// LayerNorm of GELU(x + linear_bias) on the CPU. A row's GELU (and in backward its derivative) is computed once, into
+// fp32 buffers that stay in the first-level cache between the passes over the row.
+#include "gelu_layer_norm/op.h"
+
+#include <cmath>
+
+#include "common/activation_simd.h"
+#include "common/moments.h"
+#include "common/parallel.h"
+#include "common/row_chunks.h"
+#include "common/simd.h"
+
+namespace fasttfm {
+namespace FASTTFM_ISA {
+namespace {
+
+// `h` is the chunk's buffer, fp32 [C].
+template <class T, Activation A>
+FASTTFM_KERNEL void forward_row(const GeluLayerNormForward& p, int64_t row, float* h) {
+  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+  T* y = static_cast<T*>(p.y) + row * p.columns;
+  const auto* linear_bias = static_cast<const float*>(p.linear_bias);
+  const auto* weight = static_cast<const float*>(p.weight);
+  const auto* bias = static_cast<const float*>(p.bias);
+
+  for_columns(p.columns, [&](int64_t c, auto n) {
+    Lanes u = load(x + c, n);
+    if (linear_bias != nullptr) u = u + load(linear_bias + c, n);
+    store(h + c, activated<A>(u).value, n);
+  });
+  const Moments found = moments(p.columns, [&](int64_t c, auto n) { return load(h + c, n); });
+  const float rstd = 1.0f / std::sqrt(found.variance + p.eps);
+  const Lanes mean = broadcast(found.mean), scale = broadcast(rstd), shift = broadcast(-found.correction * rstd);
+  for_columns(p.columns, [&](int64_t c, auto n) {
+    Lanes out = (load(h + c, n) - mean) * scale + shift;
+    if (weight != nullptr) out = out * load(weight + c, n);
+    if (bias != nullptr) out = out + load(bias + c, n);
+    store(y + c, out, n);
+  });
+  p.mean[row] = found.mean;
+  p.rstd[row] = rstd;
+}
+
+// A chunk's memory, fp32 [C] each: two buffers for the row at hand, three sums over the chunk's rows (null when not
+// wanted).
+struct ChunkMemory {
+  float* deviation;
+  float* derivative;
+  float* dlinear_bias;
+  float* dweight;
+  float* dbias;
+};
+
+template <class N>
+inline void add_to(float* sum, const Lanes& term, N n) {
+  store(sum, load(sum, n) + term, n);
+}
+
+// With d = h - mean - correction (correction: what rounding the mean cut off) and g = dy * weight,
+//   dx = gelu' * rstd * (g - mean(g) - hhat * mean(g * hhat)) = gelu' * (rstd * (g - mean_g) - slope * d)
+template <class T, Activation A>
+FASTTFM_KERNEL void backward_row(const GeluLayerNormBackward& p, int64_t row, const ChunkMemory& memory) {
+  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+  const T* dy = static_cast<const T*>(p.dy) + row * p.columns;
+  T* dx = static_cast<T*>(p.dx) + row * p.columns;
+  const auto* linear_bias = static_cast<const float*>(p.linear_bias);
+  const auto* weight = static_cast<const float*>(p.weight);
+  const float inverse_c = 1.0f / static_cast<float>(p.columns);
+  const float mean = p.mean[row], rstd = p.rstd[row];
+
+  // dy is zero past the end of the row, so only the sum without it needs keep().
+  Lanes deviations = broadcast(0.0f), sum_g = broadcast(0.0f), sum_g_deviation = broadcast(0.0f);
+  for_columns(p.columns, [&](int64_t c, auto n) {
+    Lanes u = load(x + c, n);
+    if (linear_bias != nullptr) u = u + load(linear_bias + c, n);
+    const Activated h = activated<A>(u);
+    const Lanes deviation = keep(h.value - broadcast(mean), n);
+    store(memory.deviation + c, deviation, n);
+    store(memory.derivative + c, h.derivative, n);
+    Lanes g = load(dy + c, n);
+    if (weight != nullptr) g = g * load(weight + c, n);
+    deviations = deviations + deviation;
+    sum_g = sum_g + g;
+    sum_g_deviation = sum_g_deviation + g * deviation;
+  });
+  const float correction = sum(deviations) * inverse_c;
+  const float mean_g = sum(sum_g) * inverse_c;
+  const float mean_g_d = sum(sum_g_deviation) * inverse_c - correction * mean_g;
+  const float slope = rstd * (rstd * (rstd * mean_g_d));
+
+  for_columns(p.columns, [&](int64_t c, auto n) {
+    const Lanes gradient = load(dy + c, n), d = load(memory.deviation + c, n) - broadcast(correction);
+    // Rounded as in mean_g: their difference is exact where it should be zero.
+    const Lanes g = weight != nullptr ? product(gradient, load(weight + c, n)) : gradient;
+    const Lanes dh = broadcast(rstd) * (g - broadcast(mean_g)) - broadcast(slope) * d;
+    const Lanes out = dh * load(memory.derivative + c, n);
+    store(dx + c, out, n);
+    if (memory.dlinear_bias != nullptr) add_to(memory.dlinear_bias + c, out, n);
+    if (memory.dweight != nullptr) add_to(memory.dweight + c, gradient * broadcast(rstd) * d, n);
+    if (memory.dbias != nullptr) add_to(memory.dbias + c, gradient, n);
+  });
+}
+
+}  // namespace
+
+Status gelu_layer_norm_forward(const GeluLayerNormForward& p) {
+  if (p.columns < 1) return bad_size("gelu_layer_norm: columns must be at least 1");
+  return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
+    return with_gelu(p.activation, [&](auto gelu) {
+      const RowChunks chunks(p.rows);
+      parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
+        for (int64_t row = chunks.begin(chunk); row < chunks.end(chunk); ++row)
+          forward_row<decltype(element), decltype(gelu)::value>(p, row, p.workspace + chunk * p.columns);
+      });
+      return Status{};
+    });
+  });
+}
+
+Status gelu_layer_norm_backward(const GeluLayerNormBackward& p) {
+  if (p.columns < 1) return bad_size("gelu_layer_norm: columns must be at least 1");
+  return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
+    return with_gelu(p.activation, [&](auto gelu) {
+      const RowChunks chunks(p.rows);
+      const int64_t part = chunks.count * p.columns;
+      const ColumnSums dlinear_bias{static_cast<float*>(p.dlinear_bias), p.workspace + 2 * part, p.columns};
+      const ColumnSums dweight{static_cast<float*>(p.dweight), p.workspace + 3 * part, p.columns};
+      const ColumnSums dbias{static_cast<float*>(p.dbias), p.workspace + 4 * part, p.columns};
+      parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
+        float* rows = p.workspace + 2 * chunk * p.columns;
+        const ChunkMemory memory{rows, rows + p.columns, dlinear_bias.start(chunk), dweight.start(chunk),
+                                 dbias.start(chunk)};
+        for (int64_t row = chunks.begin(chunk); row < chunks.end(chunk); ++row)
+          backward_row<decltype(element), decltype(gelu)::value>(p, row, memory);
+      });
+      dlinear_bias.finish(chunks.count, p.threads);
+      dweight.finish(chunks.count, p.threads);
+      dbias.finish(chunks.count, p.threads);
+      return Status{};
+    });
+  });
+}
+
+}  // namespace FASTTFM_ISA
+
+#ifdef FASTTFM_ISA_BASELINE
+int64_t cpu::gelu_layer_norm_forward_workspace(int64_t rows, int64_t columns) {
+  return row_chunk_count(rows) * columns;
+}
+int64_t cpu::gelu_layer_norm_backward_workspace(int64_t rows, int64_t columns) {
+  return 5 * row_chunk_count(rows) * columns;
+}
+#endif
+
+}  // namespace fasttfm
+
+FASTTFM_CPU_LAUNCHER(gelu_layer_norm_forward, GeluLayerNormForward)
+FASTTFM_CPU_LAUNCHER(gelu_layer_norm_backward, GeluLayerNormBackward)

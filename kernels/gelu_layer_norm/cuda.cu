@@ -1,0 +1,267 @@
+// LayerNorm of GELU(x + linear_bias) on NVIDIA GPUs, in the frame of common/rows.cuh. The formulas are in reference.py.
+//
+// Both directions are near the issue limit as well as the memory's: what counts is instructions per element. So the
+// backward reads everything once and keeps hhat, gelu' and g of a row, with three sums over rows, in registers: eight
+// warps of up to 255 registers a thread, where the eight independent elements of a vector hide the latencies. And hhat
+// is one fused multiply-add, h * rstd - mean * rstd, off by the rounding of the constant, 2^-24 * |mean| * rstd. That
+// shows only where a row's deviation is far below the rounding of 16-bit elements; fp32 rows are centered once more.
+#include <cstdint>
+
+#include "common/activation.cuh"
+#include "common/launch.cuh"
+#include "common/rows.cuh"
+#include "gelu_layer_norm/op.h"
+
+namespace fasttfm {
+namespace cuda {
+namespace {
+
+template <class T>
+constexpr bool kExact = sizeof(T) == 4;
+constexpr int kBackwardBlock = 256;
+
+// P is the parameters' type.
+template <class T, class P, Activation A, class S>
+__global__ void __launch_bounds__(S::kBlock) forward_kernel(GeluLayerNormForward p) {
+  __shared__ float scratch[2][2 * S::kBlock / 32];
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * S::kGroups + threadIdx.x / S::kGroup;
+  if (row >= p.rows) return;  // whole groups leave together
+  const int columns = static_cast<int>(p.columns);
+  const float inverse_c = 1.0f / static_cast<float>(columns);
+  const T* from = static_cast<const T*>(p.x) + row * p.x_stride;
+  const P* linear_bias_of = static_cast<const P*>(p.linear_bias);
+  Packed<T> packed[S::kVectors];
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v)
+    packed[v] = column_of<S>(v) < columns ? load_packed(from + column_of<S>(v)) : Packed<T>{};
+
+  float h[S::kVectors][kVector];
+  float total[1] = {0.0f};
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+    float linear_bias[kVector] = {};
+    if (column_of<S>(v) < columns) load_parameter(linear_bias_of, column_of<S>(v), 0.0f, linear_bias);
+    widen(packed[v], h[v]);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      h[v][i] = activated<A, kExact<T>>(h[v][i] + linear_bias[i]).value;  // zero past the row's end
+      total[0] += h[v][i];
+    }
+  }
+  group_sum<S::kGroup, S::kBlock>(total, scratch[0]);
+  const float mean = total[0] * inverse_c;
+
+  float sums[2] = {0.0f, 0.0f};  // of the deviations (zero but for the rounding of the mean) and of their squares
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+    if (column_of<S>(v) >= columns) continue;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      h[v][i] -= mean;
+      sums[0] += h[v][i];
+      sums[1] = fmaf(h[v][i], h[v][i], sums[1]);
+    }
+  }
+  group_sum<S::kGroup, S::kBlock>(sums, scratch[1]);
+  const float correction = sums[0] * inverse_c;
+  const float variance = fmaxf(sums[1] * inverse_c - correction * correction, 0.0f);
+  const float rstd = 1.0f / sqrtf(variance + p.eps);
+  const float shift = -correction * rstd;
+
+  T* y = static_cast<T*>(p.y) + row * columns;
+  const P* weight_of = static_cast<const P*>(p.weight);
+  const P* bias_of = static_cast<const P*>(p.bias);
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+    if (column_of<S>(v) >= columns) continue;
+    float weight[kVector], bias[kVector], out[kVector];
+    load_parameter(weight_of, column_of<S>(v), 1.0f, weight);
+    load_parameter(bias_of, column_of<S>(v), 0.0f, bias);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) out[i] = fmaf(fmaf(h[v][i], rstd, shift), weight[i], bias[i]);
+    store_packed(y + column_of<S>(v), narrow<T>(out));
+  }
+  if (threadIdx.x % S::kGroup == 0) {
+    p.mean[row] = mean + correction;
+    p.rstd[row] = rstd;
+  }
+}
+
+template <class T, class S>
+struct BackwardMemory {
+  union {
+    RowRing<T, S, 2> ring;  // x, dy
+    float shares[S::kGroups][S::kColumns];
+  };
+  float linear_bias[S::kColumns];
+  float weight[S::kColumns];
+};
+
+// A thread's shares of the three sums over rows.
+template <class S>
+struct BackwardShares {
+  float dlinear_bias[S::kVectors][kVector] = {}, dweight[S::kVectors][kVector] = {}, dbias[S::kVectors][kVector] = {};
+
+  __device__ __forceinline__ void store(const GeluLayerNormBackward& p, float (&shares)[S::kGroups][S::kColumns],
+                                        int columns) const {
+    const int64_t step = static_cast<int64_t>(gridDim.x) * columns;
+    float* part = p.workspace + static_cast<int64_t>(blockIdx.x) * columns;
+    if (p.dlinear_bias != nullptr) store_part<S>(dlinear_bias, shares, part, columns);
+    if (p.dweight != nullptr) store_part<S>(dweight, shares, part + step, columns);
+    if (p.dbias != nullptr) store_part<S>(dbias, shares, part + 2 * step, columns);
+  }
+};
+
+// Subtracts from a row's hhat what the rounding of mean and rstd left of its mean.
+template <class S>
+__device__ __forceinline__ void center(float (&hhat)[S::kVectors][kVector], int columns, float inverse_c,
+                                       float* scratch) {
+  float total[1] = {0.0f};
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+    if (column_of<S>(v) >= columns) continue;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) total[0] += hhat[v][i];
+  }
+  group_sum<S::kGroup, S::kBlock>(total, scratch);
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v)
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) hhat[v][i] -= total[0] * inverse_c;
+}
+
+template <class T, Activation A, class S>
+__global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(GeluLayerNormBackward p) {
+  extern __shared__ __align__(16) char dynamic_memory[];
+  __shared__ float scratch[3][2 * S::kBlock / 32];
+  const int group = threadIdx.x / S::kGroup * (S::kGroup / 32);  // its first warp, where its scratch begins
+  auto& memory = *reinterpret_cast<BackwardMemory<T, S>*>(dynamic_memory);
+  const int columns = static_cast<int>(p.columns);
+  const float inverse_c = 1.0f / static_cast<float>(columns);
+  BackwardShares<S> shares;
+  const GroupRows<S> rows(p.rows);
+  RowWalk<const T> x_walk(static_cast<const T*>(p.x), rows, p.x_stride);
+  RowWalk<const T> dy_walk(static_cast<const T*>(p.dy), rows, columns);
+  T* dx = static_cast<T*>(p.dx) + rows.first * columns;
+  int64_t row = rows.first;
+
+  memory.ring.clear_past_end(columns);
+  memory.ring.start(rows.rounds > 0, columns, 0, x_walk, dy_walk);
+  stage_parameter<S>(p.linear_bias, p.linear_bias_dtype, 0.0f, columns, memory.linear_bias);
+  stage_parameter<S>(p.weight, p.weight_dtype, 1.0f, columns, memory.weight);
+  __syncthreads();
+  for (int round = 0; round < rows.rounds; ++round) {  // a group's threads share the row: they meet at its barriers
+    const int slot = round % kRowStages;
+    memory.ring.start(round + 1 < rows.rounds, columns, slot ^ 1, x_walk, dy_walk);
+    const float rstd = p.rstd[row];
+    const float shift = -p.mean[row] * rstd;
+    memory.ring.wait();
+
+    float hhat[S::kVectors][kVector], derivative[S::kVectors][kVector], g[S::kVectors][kVector];
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {
+      float value[kVector], linear_bias[kVector];
+      widen(memory.ring.at(slot, 0, v), value);
+      widen(load_packed(memory.linear_bias + column_of<S>(v)), linear_bias);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const Activated h = activated<A, kExact<T>>(value[i] + linear_bias[i]);
+        derivative[v][i] = h.derivative;
+        hhat[v][i] = fmaf(h.value, rstd, shift);
+      }
+    }
+    if constexpr (kExact<T>) center<S>(hhat, columns, inverse_c, scratch[2] + group);
+
+    float sums[2] = {0.0f, 0.0f};  // of g and of g * hhat; past the row's end g is zero, hhat is not
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {
+      float gradient[kVector], weight[kVector];
+      widen(memory.ring.at(slot, 1, v), gradient);
+      widen(load_packed(memory.weight + column_of<S>(v)), weight);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        g[v][i] = gradient[i] * weight[i];
+        sums[0] += g[v][i];
+        sums[1] = fmaf(g[v][i], hhat[v][i], sums[1]);
+        shares.dweight[v][i] = fmaf(gradient[i], hhat[v][i], shares.dweight[v][i]);
+        shares.dbias[v][i] += gradient[i];
+      }
+    }
+    group_sum<S::kGroup, S::kBlock>(sums, scratch[slot] + 2 * group);
+    const float offset = -rstd * (sums[0] * inverse_c);
+    const float slope = -rstd * (sums[1] * inverse_c);
+
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {
+      float out[kVector];
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        out[i] = fmaf(g[v][i], rstd, fmaf(hhat[v][i], slope, offset)) * derivative[v][i];
+        shares.dlinear_bias[v][i] += out[i];
+      }
+      if (column_of<S>(v) < columns) store_packed(dx + column_of<S>(v), narrow<T>(out));
+    }
+    dx += dy_walk.step;
+    row += rows.stride;
+  }
+  wait_copies<0>();
+  shares.store(p, memory.shares, columns);
+}
+
+template <class T, class P, Activation A>
+Status launch_forward(const GeluLayerNormForward& p) {
+  return for_row_shape<0>(p.columns, [&](auto shape) {
+    using S = decltype(shape);
+    const auto blocks = static_cast<unsigned>((p.rows + S::kGroups - 1) / S::kGroups);
+    return launch(forward_kernel<T, P, A, S>, blocks, S::kBlock, 0, p.stream, p);
+  });
+}
+
+template <class T, Activation A>
+Status launch_backward(const GeluLayerNormBackward& p) {
+  return for_row_shape<kBackwardBlock>(p.columns, [&](auto shape) {
+    using S = decltype(shape);
+    const int64_t wanted = (p.rows + S::kGroups - 1) / S::kGroups;
+    const int blocks = wanted < p.blocks ? static_cast<int>(wanted) : p.blocks;
+    const Status status =
+        blocks == 0 ? Status{}
+                    : launch(backward_kernel<T, A, S>, blocks, S::kBlock, sizeof(BackwardMemory<T, S>), p.stream, p);
+    if (status.code != StatusCode::ok) return status;
+    if (p.dlinear_bias == nullptr && p.dweight == nullptr && p.dbias == nullptr) return status;
+    return sum_parts(p.workspace, {p.dlinear_bias, p.linear_bias_dtype}, {p.dweight, p.weight_dtype}, blocks, p.columns,
+                     p.stream, {p.dbias, p.bias_dtype});
+  });
+}
+
+}  // namespace
+
+Status gelu_layer_norm_forward(const GeluLayerNormForward& p) {
+  for (const void* parameter : {p.linear_bias, p.weight, p.bias})
+    if (!rows_aligned(parameter, 0)) return misaligned_rows();
+  if (!rows_aligned(p.x, p.x_stride)) return misaligned_rows();
+  if (p.rows == 0) return {};
+  DeviceGuard guard(p.device);
+  return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
+    return with_gelu(p.activation, [&](auto gelu) {
+      using T = decltype(element);
+      constexpr Activation kGelu = decltype(gelu)::value;
+      if (p.parameter_dtype == p.dtype) return launch_forward<T, T, kGelu>(p);
+      if (p.parameter_dtype == DType::f32) return launch_forward<T, float, kGelu>(p);
+      return bad_size("gelu_layer_norm: parameters are of x's type or fp32");
+    });
+  });
+}
+
+Status gelu_layer_norm_backward(const GeluLayerNormBackward& p) {
+  for (const void* tensor : {p.dy, p.linear_bias, p.weight})
+    if (!rows_aligned(tensor, 0)) return misaligned_rows();
+  if (!rows_aligned(p.x, p.x_stride)) return misaligned_rows();
+  DeviceGuard guard(p.device);
+  return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
+    return with_gelu(p.activation,
+                     [&](auto gelu) { return launch_backward<decltype(element), decltype(gelu)::value>(p); });
+  });
+}
+
+}  // namespace cuda
+}  // namespace fasttfm

@@ -1,0 +1,458 @@
+"""``dropout_add_layer_norm``: dropout, residual addition and LayerNorm in one pass, for any leading shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm import _native
+from fasttfm.kernels.common import philox
+from fasttfm.kernels.common.launch import multiprocessors
+from fasttfm.kernels.common.rows import as_rows, gradient_like
+from fasttfm.kernels.dropout_add_layer_norm import reference
+from fasttfm.ops import checks
+from fasttfm.ops.backends import (
+    Backend,
+    BackendTable,
+    always,
+    dtype_name,
+    refuse_cuda,
+    refuse_native_cpu,
+    refuse_triton,
+    requested,
+    triton_absent,
+)
+from fasttfm.ops.library import needs_gradient, register
+
+OP = "dropout_add_layer_norm"
+
+
+def dropout_add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    linear_bias: Tensor | None = None,
+    p: float = 0.0,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    cu_seqlens: Tensor | None = None,
+    seed: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``z = residual + dropout(x + linear_bias)`` and ``y = LayerNorm(z) * weight + bias`` in one pass over memory.
+
+    Args:
+        x: ``[B, S, C]``, packed ``[T, C]`` or any ``[..., C]``: fp32, bf16 or fp16 (fp64 on the reference backend).
+            Strided rows are read in place.
+        residual: ``x``'s shape, in ``x``'s type or fp32. The sum ``z`` keeps its type.
+        weight: ``[C]`` or None for 1. Parameters may differ from ``x`` in precision.
+        bias: ``[C]`` or None for 0.
+        linear_bias: ``[C]`` or None: the bias of the linear layer that made ``x``, added here instead of there.
+        p: Probability that dropout sets an element to zero, rounded to a multiple of 1/256; 0 in evaluation.
+        eps: Added to the variance.
+        prenorm: Returns ``(y, z)`` instead of ``y``: pre-LN blocks carry ``z`` on as their residual stream.
+        cu_seqlens: int32 ``[sequences + 1]``, the first row of each packed sequence and the row count. With it a packed
+            batch drops the elements that the same batch drops when padded. ``x`` is ``[T, C]`` then.
+        seed: int64 ``[1]``, decides what is dropped; by default drawn from torch's generator.
+        backend: Requests one backend; by default the first that can serve the call does.
+
+    Returns:
+        ``y`` in ``x``'s type, with ``prenorm`` also ``z`` in the residual's; contiguous. No mask is kept for the
+        backward pass: it is computed again from the seed.
+    """
+    _check(x, residual, weight, bias, linear_bias)
+    checks.check_number(OP, "p", p, low=0.0, high=1.0)
+    checks.check_number(OP, "eps", eps, low=0.0, high=float("inf"))
+    _check_dropout(x, cu_seqlens, seed)
+    TABLE.check_name(backend)
+    if p == 0:
+        cu_seqlens = seed = None  # from here on, a seed means dropout
+    elif seed is None:
+        seed = philox.draw_seed(x.device)
+    tensors = (x, residual, weight, bias, linear_bias, cu_seqlens, seed)
+    options = (float(p), float(eps), bool(prenorm), requested(backend))
+    if needs_gradient(x, residual, weight, bias, linear_bias):
+        result: Tensor | tuple[Tensor, Tensor] = _DropoutAddLayerNorm.apply(*tensors, *options)
+        return result
+    y, z, _ = _forward_op(*tensors, *options)
+    return (y, z) if prenorm else y
+
+
+def _check(x: Any, residual: Any, weight: Any, bias: Any, linear_bias: Any) -> None:
+    checks.check_floating(OP, "x", x)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise checks.bad_value(OP, "x", "at least one dimension and one column", f"shape {tuple(x.shape)}")
+    checks.check_floating(OP, "residual", residual)
+    checks.check_shape(OP, "residual", residual, x.shape)
+    checks.check_device(OP, "residual", residual, like=x)
+    for name, parameter in (("weight", weight), ("bias", bias), ("linear_bias", linear_bias)):
+        if parameter is not None:
+            checks.check_floating(OP, name, parameter, optional=True)
+            checks.check_shape(OP, name, parameter, (x.shape[-1],))
+            checks.check_device(OP, name, parameter, like=x)
+    checks.check_double(OP, x=x, residual=residual, weight=weight, bias=bias, linear_bias=linear_bias)
+    if residual.dtype not in (x.dtype, torch.float32):
+        expected = f"a tensor of x's {dtype_name(x.dtype)} or float32"
+        raise checks.bad_type(OP, "residual", expected, dtype_name(residual.dtype))
+
+
+def _check_dropout(x: Tensor, cu_seqlens: Any, seed: Any) -> None:
+    for name, tensor, dtype in (("cu_seqlens", cu_seqlens, torch.int32), ("seed", seed, torch.int64)):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+            got = dtype_name(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise checks.bad_type(OP, name, f"a tensor of {dtype_name(dtype)} or None", got)
+        checks.check_device(OP, name, tensor, like=x)
+    if seed is not None:
+        checks.check_shape(OP, "seed", seed, (1,))
+    if cu_seqlens is not None:
+        if x.dim() != 2:
+            raise checks.bad_value(OP, "x", "shape [T, C] next to cu_seqlens", f"shape {tuple(x.shape)}")
+        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not cu_seqlens.is_contiguous():
+            got = f"shape {tuple(cu_seqlens.shape)} with strides {cu_seqlens.stride()}"
+            raise checks.bad_value(OP, "cu_seqlens", "a contiguous [sequences + 1], at least one sequence", got)
+
+
+class _DropoutAddLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        linear_bias: Tensor | None,
+        cu_seqlens: Tensor | None,
+        seed: Tensor | None,
+        p: float,
+        eps: float,
+        prenorm: bool,
+        backend: str | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        y: Tensor
+        y, z, statistics = _forward_op(x, residual, weight, bias, linear_bias, cu_seqlens, seed, p, eps, True, backend)
+        ctx.save_for_backward(z, statistics, weight, bias, linear_bias, cu_seqlens, seed)
+        ctx.p = p
+        ctx.backend = backend
+        return (y, z) if prenorm else y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dz: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        z, statistics, *others = ctx.saved_tensors
+        _, _, *wanted = ctx.needs_input_grad[:5]
+        dresidual, dx, *sums = _backward_op(dy, dz, z, statistics, *others, ctx.p, wanted, ctx.backend)
+        if not _separate(dy, z, others[-1]):
+            dx = dresidual
+        parameters = [gradient if want else None for gradient, want in zip(sums, wanted, strict=True)]
+        return dx, dresidual, *parameters, None, None, None, None, None, None
+
+
+def _separate(x: Tensor, residual: Tensor, seed: Tensor | None) -> bool:
+    """Whether the gradients of ``x`` and ``residual`` differ; else one tensor serves both."""
+    return seed is not None or x.dtype != residual.dtype
+
+
+# ---- torch.library ---------------------------------------------------------------------------------------------------
+
+Outputs = tuple[Tensor, Tensor, Tensor]  # y, z, statistics
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dresidual, dx, dweight, dbias, dlinear_bias
+
+
+def _forward(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    linear_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    eps: float,
+    want_z: bool,
+    backend: str | None,
+) -> Outputs:
+    chosen = TABLE.select(backend, x, residual, weight, bias, linear_bias)
+    outputs: Outputs = chosen.forward(x, residual, weight, bias, linear_bias, cu_seqlens, seed, p, eps, want_z)
+    return outputs
+
+
+def _forward_fake(x: Tensor, residual: Tensor, *others: Any) -> Outputs:
+    *_, want_z, _ = others
+    statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return (
+        x.new_empty(x.shape),
+        residual.new_empty(x.shape if want_z else 0),
+        x.new_empty((2, x.numel() // x.shape[-1]), dtype=statistics),
+    )
+
+
+def _backward(
+    dy: Tensor,
+    dz: Tensor | None,
+    z: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    linear_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    wanted: list[bool],
+    backend: str | None,
+) -> Gradients:
+    dy = dy.contiguous()
+    dz = None if dz is None else dz.contiguous()
+    chosen = TABLE.select(backend, dy, z, weight, bias, linear_bias)
+    gradients: Gradients = chosen.backward(
+        dy, dz, z, statistics, weight, bias, linear_bias, cu_seqlens, seed, p, wanted
+    )
+    return gradients
+
+
+def _backward_fake(
+    dy: Tensor,
+    dz: Tensor | None,
+    z: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    linear_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    wanted: list[bool],
+    backend: str | None,
+) -> Gradients:
+    return (
+        z.new_empty(z.shape),
+        dy.new_empty(z.shape if _separate(dy, z, seed) else 0),
+        gradient_like(weight, wanted[0], dy),
+        gradient_like(bias, wanted[1], dy),
+        gradient_like(linear_bias, wanted[2], dy),
+    )
+
+
+_forward_op = register(
+    "dropout_add_layer_norm_forward(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, Tensor? linear_bias,"
+    " Tensor? cu_seqlens, Tensor? seed, float p, float eps, bool want_z, str? backend)"
+    " -> (Tensor y, Tensor z, Tensor statistics)",
+    _forward,
+    _forward_fake,
+)
+_backward_op = register(
+    "dropout_add_layer_norm_backward(Tensor dy, Tensor? dz, Tensor z, Tensor statistics, Tensor? weight, Tensor? bias,"
+    " Tensor? linear_bias, Tensor? cu_seqlens, Tensor? seed, float p, bool[] wanted, str? backend)"
+    " -> (Tensor dresidual, Tensor dx, Tensor dweight, Tensor dbias, Tensor dlinear_bias)",
+    _backward,
+    _backward_fake,
+)
+
+
+# ---- the native core: CPU and CUDA -----------------------------------------------------------------------------------
+
+
+def _forward_native(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    linear_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    eps: float,
+    want_z: bool,
+) -> Outputs:
+    rows, residual_rows = as_rows(x), as_rows(residual)
+    count, columns = rows.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    statistics = torch.empty((2, count), dtype=torch.float32, device=x.device)
+    z = torch.empty(x.shape if want_z else 0, dtype=residual.dtype, device=x.device)
+    scratch = z
+    if not want_z and not x.is_cuda:  # the CPU normalises in place; a sum of another type needs room of its own
+        scratch = y if residual.dtype == x.dtype else torch.empty(x.shape, dtype=residual.dtype)
+    weight, bias, linear_bias, parameter_dtype = _parameters(x, residual, weight, bias, linear_bias)
+    fields = {
+        "x": rows.data_ptr(),
+        "residual": residual_rows.data_ptr(),
+        "weight": _native.address(weight),
+        "bias": _native.address(bias),
+        "linear_bias": _native.address(linear_bias),
+        "y": y.data_ptr(),
+        "z": scratch.data_ptr(),
+        "mean": statistics.data_ptr(),
+        "rstd": statistics.data_ptr() + 4 * count,
+        "rows": count,
+        "columns": columns,
+        "x_stride": rows.stride(0),
+        "residual_stride": residual_rows.stride(0),
+        "eps": eps,
+        "dtype": _native.DTYPE_CODES[x.dtype],
+        "residual_dtype": _native.DTYPE_CODES[residual.dtype],
+        **_dropout_fields(x, cu_seqlens, seed, p),
+    }
+    if x.is_cuda:
+        _native.core().dropout_add_layer_norm_forward_cuda(
+            **fields,
+            parameter_dtype=_native.DTYPE_CODES[parameter_dtype],
+            device=x.device.index,
+            stream=_native.stream(x),
+        )
+    else:
+        _native.core().dropout_add_layer_norm_forward_cpu(**fields, threads=torch.get_num_threads())
+    return y, z, statistics
+
+
+def _backward_native(
+    dy: Tensor,
+    dz: Tensor | None,
+    z: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    linear_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    wanted: list[bool],
+) -> Gradients:
+    core = _native.core()
+    columns = z.shape[-1]
+    count = statistics.shape[1]
+    dresidual = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    dx = torch.empty(z.shape if _separate(dy, z, seed) else 0, dtype=dy.dtype, device=z.device)
+    parameters = (weight, bias, linear_bias)
+    gradients = [gradient_like(parameter, want, dy) for parameter, want in zip(parameters, wanted, strict=True)]
+    # The CPU sums in fp32 and leaves the rounding to torch.
+    sums = gradients if z.is_cuda else [gradient.float() for gradient in gradients]
+    blocks = multiprocessors(z) if z.is_cuda else 0
+    elements = 3 * blocks * columns if z.is_cuda else core.dropout_add_layer_norm_workspace(count, columns)
+    workspace = torch.empty(elements, dtype=torch.float32, device=z.device)
+    staged = weight if z.is_cuda else _native.as_parameter(weight, torch.float32)
+    addresses = [total.data_ptr() if want else 0 for total, want in zip(sums, wanted, strict=True)]
+    fields = {
+        "dy": dy.data_ptr(),
+        "dz": _native.address(dz),
+        "z": z.data_ptr(),
+        "weight": _native.address(staged),
+        "mean": statistics.data_ptr(),
+        "rstd": statistics.data_ptr() + 4 * count,
+        "dresidual": dresidual.data_ptr(),
+        "dx": dx.data_ptr(),
+        "dweight": addresses[0],
+        "dbias": addresses[1],
+        "dlinear_bias": addresses[2],
+        "workspace": workspace.data_ptr(),
+        "rows": count,
+        "columns": columns,
+        "dtype": _native.DTYPE_CODES[dy.dtype],
+        "residual_dtype": _native.DTYPE_CODES[z.dtype],
+        **_dropout_fields(z, cu_seqlens, seed, p),
+    }
+    if z.is_cuda:
+        core.dropout_add_layer_norm_backward_cuda(
+            **fields,
+            weight_dtype=_native.dtype_code(weight),
+            bias_dtype=_native.dtype_code(bias),
+            linear_bias_dtype=_native.dtype_code(linear_bias),
+            blocks=blocks,
+            device=z.device.index,
+            stream=_native.stream(z),
+        )
+        return dresidual, dx, *gradients
+    core.dropout_add_layer_norm_backward_cpu(**fields, threads=torch.get_num_threads())
+    rounded = [total.to(gradient.dtype) for total, gradient in zip(sums, gradients, strict=True)]
+    return dresidual, dx, *rounded
+
+
+def _parameters(
+    x: Tensor, residual: Tensor, *parameters: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, torch.dtype]:
+    """Contiguous parameters of one type, and the type: x's own where the kernels take that, else fp32."""
+    given = [parameter.dtype for parameter in parameters if parameter is not None]
+    own = x.is_cuda and residual.dtype == x.dtype and all(dtype == x.dtype for dtype in given)
+    dtype = x.dtype if own else torch.float32
+    weight, bias, linear_bias = (_native.as_parameter(parameter, dtype) for parameter in parameters)
+    return weight, bias, linear_bias, dtype
+
+
+def _dropout_fields(x: Tensor, cu_seqlens: Tensor | None, seed: Tensor | None, p: float) -> dict[str, int | float]:
+    threshold = philox.threshold(p)
+    return {
+        "seed": _native.address(seed),
+        "cu_seqlens": _native.address(cu_seqlens),
+        "sequences": 0 if cu_seqlens is None else len(cu_seqlens) - 1,
+        "tokens_per_sequence": x.shape[-2] if x.dim() > 1 else 1,
+        "threshold": threshold,
+        "scale": philox.scale(threshold),
+    }
+
+
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+def _forward_triton(*args: Any) -> Outputs:
+    from fasttfm.kernels.dropout_add_layer_norm import triton
+
+    outputs: Outputs = triton.dropout_add_layer_norm_forward_triton(*args)
+    return outputs
+
+
+def _backward_triton(*args: Any) -> Gradients:
+    from fasttfm.kernels.dropout_add_layer_norm import triton
+
+    gradients: Gradients = triton.dropout_add_layer_norm_backward_triton(*args)
+    return gradients
+
+
+# Both GPU backends keep whole rows in registers; the CUDA kernels read 8 elements at a time: 16 bytes of a 16-bit type.
+_GPU_MAX_COLUMNS = 8192
+_CUDA_VECTOR = 8
+_CUDA_MAX_ROWS = 2**30
+
+
+def _refuse_cuda(x: Tensor, residual: Tensor | None = None, *parameters: Tensor | None) -> str | None:
+    columns = x.shape[-1]
+    if columns > _GPU_MAX_COLUMNS or columns % _CUDA_VECTOR:
+        return f"takes a multiple of {_CUDA_VECTOR} columns, up to {_GPU_MAX_COLUMNS}, got {columns}"
+    if x.numel() > _CUDA_MAX_ROWS * columns:
+        return f"takes at most {_CUDA_MAX_ROWS} rows, got {x.numel() // columns}"
+    for tensor in (x, residual, *parameters):
+        if tensor is not None and tensor.data_ptr() % 16:
+            return "takes tensors that start at a multiple of 16 bytes"
+    for strides in (x.stride(), () if residual is None else residual.stride()):
+        if any(stride % _CUDA_VECTOR for stride in strides[:-1]):
+            return f"takes rows whose strides are multiples of {_CUDA_VECTOR}, got {strides}"
+    for parameter in parameters:
+        if parameter is not None and not parameter.is_contiguous():
+            return "takes contiguous parameters"
+    return refuse_cuda(x)
+
+
+def _refuse_triton(x: Tensor, *_: Any) -> str | None:
+    if x.shape[-1] > _GPU_MAX_COLUMNS:
+        return f"takes up to {_GPU_MAX_COLUMNS} columns, got {x.shape[-1]}"
+    return refuse_triton(x)
+
+
+# The CPU core stands before Triton: Triton's interpreter serves a CPU tensor only when it is asked for by name.
+TABLE = BackendTable(
+    OP,
+    (
+        Backend("cpu", _native.missing, lambda x, *_: refuse_native_cpu(x), _forward_native, _backward_native),
+        Backend("cuda", _native.missing_cuda, _refuse_cuda, _forward_native, _backward_native),
+        Backend("triton", triton_absent, _refuse_triton, _forward_triton, _backward_triton),
+        Backend(
+            "reference",
+            always,
+            lambda *_: None,
+            reference.dropout_add_layer_norm_forward,
+            reference.dropout_add_layer_norm_backward,
+        ),
+    ),
+)

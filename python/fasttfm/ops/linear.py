@@ -1,0 +1,92 @@
+"""What the ops around linear layers share: autocast, checks, and matrix products by the vendor's library."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.ops import checks
+from fasttfm.ops.backends import dtype_name
+
+
+def autocast(x: Any, *others: Any) -> tuple[Any, ...]:
+    """The tensors in autocast's type, where it is on for x's device: what it does around torch's own linear layers."""
+    if not isinstance(x, Tensor) or not torch.amp.is_autocast_available(x.device.type):
+        return (x, *others)
+    if not torch.is_autocast_enabled(x.device.type):
+        return (x, *others)
+    dtype = torch.get_autocast_dtype(x.device.type)
+
+    def cast(value: Any) -> Any:
+        narrow = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+        return value.to(dtype) if narrow else value
+
+    return tuple(cast(value) for value in (x, *others))
+
+
+def check_input(op: str, x: Any) -> None:
+    checks.check_floating(op, "x", x)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise checks.bad_value(op, "x", "at least one dimension and one column", f"shape {tuple(x.shape)}")
+
+
+def check_weight(op: str, argument: str, weight: Any, columns: int, x: Tensor) -> None:
+    """``weight`` is a matrix of any number of rows, at least one, that takes ``columns`` columns."""
+    checks.check_floating(op, argument, weight)
+    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != columns:
+        raise checks.bad_value(op, argument, f"shape (any, {columns})", f"shape {tuple(weight.shape)}")
+    _check_like(op, argument, weight, x)
+
+
+def check_bias(op: str, argument: str, bias: Any, weight: Tensor, x: Tensor) -> None:
+    """``bias`` is None or has one element for each of the weight's rows."""
+    if bias is not None:
+        checks.check_floating(op, argument, bias, optional=True)
+        checks.check_shape(op, argument, bias, (weight.shape[0],))
+        _check_like(op, argument, bias, x)
+
+
+def _check_like(op: str, argument: str, tensor: Tensor, x: Tensor) -> None:
+    checks.check_device(op, argument, tensor, like=x)
+    if tensor.dtype != x.dtype:
+        raise checks.bad_type(op, argument, f"{dtype_name(x.dtype)} like x", dtype_name(tensor.dtype))
+
+
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, shape: Sequence[int] | None = None) -> Tensor:
+    """``a @ b + bias`` of matrices, summed in fp32, rounded once: a new tensor of ``shape``, else [rows, columns].
+
+    The bias goes into the product's epilogue. Writing into the tensor of the final shape makes the result no view, so
+    that autograd lets users change it in place; and autocast, which has dealt with the arguments, leaves calls with
+    ``out`` alone.
+    """
+    size = (a.shape[0], b.shape[1])
+    out = torch.empty(size if shape is None else shape, dtype=a.dtype, device=a.device)
+    matrix = out.view(size)
+    if _widened(a):
+        product = torch.mm(a.float(), b.float(), out=torch.empty(size, dtype=torch.float32, device=a.device))
+        matrix.copy_(product if bias is None else product.add_(bias))
+    elif bias is None:
+        torch.mm(a, b, out=matrix)
+    else:
+        torch.addmm(bias, a, b, out=matrix)
+    return out
+
+
+def _widened(a: Tensor) -> bool:
+    """Whether fp32 products take the place of a type's own: on CPUs without instructions for bf16 torch multiplies it
+    hundreds of times slower than fp32."""
+    return a.dtype == torch.bfloat16 and a.device.type == "cpu" and not _cpu_multiplies_bf16()
+
+
+@functools.cache
+def _cpu_multiplies_bf16() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def unwanted(like: Tensor) -> Tensor:
+    """Stands for a gradient that nobody asked for."""
+    return torch.empty(0, dtype=like.dtype, device=like.device)

@@ -1,0 +1,163 @@
+"""``linear_gelu``: a linear layer and the activation that follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.common.rows import as_rows
+from fasttfm.kernels.linear_gelu import reference
+from fasttfm.ops import checks, linear
+from fasttfm.ops.backends import Backend, BackendTable, always, requested
+from fasttfm.ops.bias_gelu import ACTIVATIONS
+from fasttfm.ops.bias_gelu import _backward_op as bias_gelu_backward_op
+from fasttfm.ops.bias_gelu import _forward_op as bias_gelu_forward_op
+from fasttfm.ops.library import needs_gradient, register
+
+OP = "linear_gelu"
+
+
+def linear_gelu(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "gelu", backend: str | None = None
+) -> Tensor:
+    """``activation(x weight^T + bias)``: the vendor's matrix product, then one pass for bias and activation.
+
+    Saved for the backward are ``x``, the parameters and the product without the bias; the activation is recomputed, and
+    the bias gradient comes out of the pass that computes its derivative.
+
+    Args:
+        x: ``[..., C]``, fp32, bf16, fp16 or fp64.
+        weight: ``[O, C]``.
+        bias: ``[O]`` or None.
+        activation: A name out of ``ACTIVATIONS``, as for ``bias_gelu``.
+        backend: Requests one backend; by default the first that can serve the call does.
+
+    Returns:
+        ``[..., O]``, contiguous. Parameters have x's type; under autocast everything is cast to autocast's, as around
+        ``torch.nn.Linear``.
+    """
+    x, weight, bias = linear.autocast(x, weight, bias)
+    linear.check_input(OP, x)
+    linear.check_weight(OP, "weight", weight, x.shape[-1], x)
+    linear.check_bias(OP, "bias", bias, weight, x)
+    kind = activation_kind(OP, activation)
+    TABLE.check_name(backend)
+    arguments = (x, weight, bias, kind, requested(backend))
+    y: Tensor = _LinearGelu.apply(*arguments) if needs_gradient(x, weight, bias) else _forward_op(*arguments)[0]
+    return y
+
+
+def activation_kind(op: str, name: Any) -> str:
+    """The formula that an activation's name stands for."""
+    if not isinstance(name, str):
+        raise checks.bad_type(op, "activation", "a name", type(name).__name__)
+    if name not in ACTIVATIONS:
+        raise checks.bad_value(op, "activation", f"one of {', '.join(ACTIVATIONS)}", repr(name))
+    return ACTIVATIONS[name]
+
+
+class _LinearGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, backend: str | None) -> Tensor:
+        y: Tensor
+        y, h = _forward_op(x, weight, bias, kind, backend)
+        ctx.save_for_backward(x, weight, bias, h)
+        ctx.kind, ctx.backend = kind, backend
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = list(ctx.needs_input_grad[:3])
+        gradients = _backward_op(dy, *ctx.saved_tensors, ctx.kind, wanted, ctx.backend)
+        return *(found if want else None for found, want in zip(gradients, wanted, strict=True)), None, None
+
+
+# ---- torch.library ---------------------------------------------------------------------------------------------------
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, backend: str | None) -> tuple[Tensor, Tensor]:
+    outputs: tuple[Tensor, Tensor] = TABLE.select(backend, x, weight, bias).forward(x, weight, bias, kind)
+    return outputs
+
+
+def _forward_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:-1], weight.shape[0])
+    return x.new_empty(shape), x.new_empty(shape)
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    h: Tensor,
+    kind: str,
+    wanted: Sequence[bool],
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients: tuple[Tensor, Tensor, Tensor] = TABLE.select(backend, x, weight, bias).backward(
+        dy, x, weight, bias, h, kind, wanted
+    )
+    return gradients
+
+
+def _backward_fake(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    h: Tensor,
+    kind: str,
+    wanted: Sequence[bool],
+    backend: str | None,
+) -> tuple[Tensor, ...]:
+    shapes = (x.shape, weight.shape, weight.shape[:1])
+    return tuple(x.new_empty(shape if want else 0) for shape, want in zip(shapes, wanted, strict=True))
+
+
+_forward_op = register(
+    "linear_gelu_forward(Tensor x, Tensor weight, Tensor? bias, str kind, str? backend) -> (Tensor y, Tensor h)",
+    _forward,
+    _forward_fake,
+)
+_backward_op = register(
+    "linear_gelu_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor h, str kind, bool[] wanted,"
+    " str? backend) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    _backward,
+    _backward_fake,
+)
+
+
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+def _forward_torch(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+    h = linear.matmul(as_rows(x), weight.t(), shape=(*x.shape[:-1], weight.shape[0]))
+    return bias_gelu_forward_op(h, bias, kind, None), h
+
+
+def _backward_torch(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, kind: str, wanted: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = as_rows(x)
+    dh, dbias = bias_gelu_backward_op(dy, h, bias, kind, wanted[2], None)
+    dh = as_rows(dh)
+    return (
+        linear.matmul(dh, weight, shape=x.shape) if wanted[0] else linear.unwanted(x),
+        linear.matmul(dh.t(), rows) if wanted[1] else linear.unwanted(x),
+        dbias,
+    )
+
+
+TABLE = BackendTable(
+    OP,
+    (
+        Backend("torch", always, lambda *_: None, _forward_torch, _backward_torch),
+        Backend("reference", always, lambda *_: None, reference.linear_gelu_forward, reference.linear_gelu_backward),
+    ),
+)

@@ -1,0 +1,198 @@
+"""``qkv_projection``: queries, keys and values of all heads by one matrix product, as attention reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.common.rows import as_rows
+from fasttfm.kernels.qkv_projection import reference
+from fasttfm.ops import checks, linear
+from fasttfm.ops.backends import Backend, BackendTable, always, requested
+from fasttfm.ops.column_sum import column_sum_op
+from fasttfm.ops.layer_norm import layer_norm as apply_layer_norm
+from fasttfm.ops.library import needs_gradient, register
+
+OP = "qkv_projection"
+
+LayerNorm = tuple[Tensor | None, Tensor | None, float]  # weight, bias, eps
+
+
+def qkv_projection(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None,
+    num_heads: int,
+    *,
+    layer_norm: LayerNorm | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Projects ``x`` to queries, keys and values.
+
+    Args:
+        x: ``[B, S, C]`` or packed ``[T, C]`` (any leading shape), fp32, bf16, fp16 or fp64.
+        weight: ``[3C, C]``, rows of q, then k, then v. Three weights ``[C, C]`` are fused at every call, which is
+            slower than fusing them once (``fuse_qkv``).
+        bias: ``[3C]`` or None; three, each ``[C]`` or None, go with three weights.
+        num_heads: H; it divides C.
+        layer_norm: Weight, bias and eps of a LayerNorm in front (pre-LN). Its output is kept for the backward.
+        backend: Requests one backend; by default the first that can serve the call does.
+
+    Returns:
+        ``[..., 3, H, C / H]``, contiguous: q, k and v are views of it. Parameters have x's type; under autocast
+        everything is cast to autocast's, as around ``torch.nn.Linear``.
+    """
+    TABLE.check_name(backend)
+    wanted = requested(backend)
+    if layer_norm is not None:
+        linear.check_input(OP, x)
+        norm_weight, norm_bias, eps = _layer_norm_parameters(layer_norm)
+        inner = "reference" if wanted == "reference" else None
+        x = apply_layer_norm(x, norm_weight, norm_bias, eps=eps, backend=inner)
+    fused = _fused(weight, bias) if isinstance(weight, (tuple, list)) else (weight, bias)
+    tensors = linear.autocast(x, *fused)
+    _check(num_heads, *tensors)
+    apply = _QkvProjection.apply if needs_gradient(*tensors) else _forward_op
+    qkv: Tensor = apply(*tensors, num_heads, wanted)
+    return qkv
+
+
+def fuse_qkv(
+    q_weight: Tensor,
+    k_weight: Tensor,
+    v_weight: Tensor,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """One weight ``[3C, C]`` and one bias ``[3C]`` out of three; a bias that is missing beside others counts as zero.
+
+    Autograd carries gradients back to the three.
+    """
+    weights, biases = (q_weight, k_weight, v_weight), (q_bias, k_bias, v_bias)
+    for name, weight in zip(("q_weight", "k_weight", "v_weight"), weights, strict=True):
+        checks.check_floating("fuse_qkv", name, weight)
+        if weight.dim() != 2:
+            raise checks.bad_value("fuse_qkv", name, "a matrix", f"shape {tuple(weight.shape)}")
+        checks.check_shape("fuse_qkv", name, weight, q_weight.shape)
+    for name, bias in zip(("q_bias", "k_bias", "v_bias"), biases, strict=True):
+        checks.check_floating("fuse_qkv", name, bias, optional=True)
+        checks.check_shape("fuse_qkv", name, bias, (q_weight.shape[0],))
+    if all(bias is None for bias in biases):
+        return torch.cat(weights), None
+    filled = [q_weight.new_zeros(q_weight.shape[0]) if bias is None else bias for bias in biases]
+    return torch.cat(weights), torch.cat(filled)
+
+
+def _fused(weights: Sequence[Any], biases: Any) -> tuple[Tensor, Tensor | None]:
+    biases = (None, None, None) if biases is None else biases
+    if len(weights) != 3:
+        raise checks.bad_value(OP, "weight", "a tensor or three", f"{len(weights)}")
+    if not isinstance(biases, (tuple, list)) or len(biases) != 3:
+        raise checks.bad_type(OP, "bias", "None or three biases with three weights", type(biases).__name__)
+    return fuse_qkv(*weights, *biases)
+
+
+def _layer_norm_parameters(given: Any) -> LayerNorm:
+    if not isinstance(given, tuple) or len(given) != 3:
+        raise checks.bad_type(OP, "layer_norm", "None or a tuple (weight, bias, eps)", type(given).__name__)
+    return given
+
+
+def _check(num_heads: Any, x: Any, weight: Any, bias: Any) -> None:
+    linear.check_input(OP, x)
+    columns = x.shape[-1]
+    linear.check_weight(OP, "weight", weight, columns, x)
+    checks.check_shape(OP, "weight", weight, (3 * columns, columns))
+    linear.check_bias(OP, "bias", bias, weight, x)
+    if isinstance(num_heads, bool) or not isinstance(num_heads, (int, torch.SymInt)):
+        raise checks.bad_type(OP, "num_heads", "an integer", type(num_heads).__name__)
+    if num_heads < 1 or columns % num_heads:
+        raise checks.bad_value(OP, "num_heads", f"a divisor of x's {columns} columns", num_heads)
+
+
+class _QkvProjection(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, backend: str | None
+    ) -> Tensor:
+        qkv: Tensor = _forward_op(x, weight, bias, num_heads, backend)
+        ctx.save_for_backward(x, weight)
+        ctx.backend = backend
+        return qkv
+
+    @staticmethod
+    def backward(ctx: Any, dqkv: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[:3])
+        gradients = _backward_op(dqkv, x, weight, wanted, ctx.backend)
+        return *(found if want else None for found, want in zip(gradients, wanted, strict=True)), None, None
+
+
+# ---- torch.library ---------------------------------------------------------------------------------------------------
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, backend: str | None) -> Tensor:
+    qkv: Tensor = TABLE.select(backend, x, weight, bias, num_heads).forward(x, weight, bias, num_heads)
+    return qkv
+
+
+def _forward_fake(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, backend: str | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], 3, num_heads, x.shape[-1] // num_heads))
+
+
+def _backward(
+    dqkv: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool], backend: str | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients: tuple[Tensor, Tensor, Tensor] = TABLE.select(backend, x, weight).backward(dqkv, x, weight, wanted)
+    return gradients
+
+
+def _backward_fake(
+    dqkv: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool], backend: str | None
+) -> tuple[Tensor, ...]:
+    shapes = (x.shape, weight.shape, weight.shape[:1])
+    return tuple(x.new_empty(shape if want else 0) for shape, want in zip(shapes, wanted, strict=True))
+
+
+_forward_op = register(
+    "qkv_projection_forward(Tensor x, Tensor weight, Tensor? bias, SymInt num_heads, str? backend) -> Tensor",
+    _forward,
+    _forward_fake,
+)
+_backward_op = register(
+    "qkv_projection_backward(Tensor dqkv, Tensor x, Tensor weight, bool[] wanted, str? backend)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    _backward,
+    _backward_fake,
+)
+
+
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+def _forward_torch(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int) -> Tensor:
+    shape = (*x.shape[:-1], 3, num_heads, x.shape[-1] // num_heads)
+    return linear.matmul(as_rows(x), weight.t(), bias, shape=shape)
+
+
+def _backward_torch(dqkv: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    rows = as_rows(x)
+    gradient = dqkv.reshape(rows.shape[0], weight.shape[0])
+    return (
+        linear.matmul(gradient, weight, shape=x.shape) if wanted[0] else linear.unwanted(x),
+        linear.matmul(gradient.t(), rows) if wanted[1] else linear.unwanted(x),
+        column_sum_op(gradient, weight.dtype, None) if wanted[2] else linear.unwanted(x),
+    )
+
+
+TABLE = BackendTable(
+    OP,
+    (
+        Backend("torch", always, lambda *_: None, _forward_torch, _backward_torch),
+        Backend("reference", always, lambda *_: None, reference.qkv_projection, reference.qkv_projection_backward),
+    ),
+)

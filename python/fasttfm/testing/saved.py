@@ -1,0 +1,22 @@
+"""What a call keeps for its backward, in bytes: memory that a training step holds until then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def saved_bytes(call: Callable[[], object]) -> int:
+    """The bytes of all tensors that ``call`` saves for the backward, those that share their memory counted once."""
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = call()  # alive until the sizes are added up: no address is used twice
+    del result
+    return sum(sizes.values())

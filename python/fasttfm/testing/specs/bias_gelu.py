@@ -1,0 +1,166 @@
+"""bias_gelu: cases, costs, peers, bad inputs, broken copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fasttfm.kernels.bias_gelu import reference
+from fasttfm.ops import ACTIVATIONS, bias_gelu
+from fasttfm.testing.peers import compiled
+from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns, spoil
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel
+
+
+def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+    return draw_rows(case, dtype, device, generator, ("bias",))
+
+
+def _case(name: str, *shape: int, activation: str = "gelu", **sizes: Any) -> OpCase:
+    return row_case(name, *shape, options={"activation": activation}, **sizes)
+
+
+CASES = (
+    _case("typical", 3, 5, 64),
+    *(_case(name, 6, 72, activation=name) for name in ("gelu_new", "relu", "silu")),
+    *(_case(f"large_{name}", 6, 96, activation=name, scale=300.0) for name in ("gelu", "gelu_new", "relu", "silu")),
+    *(
+        _case(f"tiny_{name}", 6, 96, activation=name, scale=1e-4, parameters=())
+        for name in ("gelu", "gelu_new", "silu")
+    ),
+    _case("odd", 7, 33),
+    _case("one_row", 1, 100, activation="gelu_fast"),
+    _case("one_column", 5, 1),
+    _case("vector", 40),
+    _case("no_rows", 0, 16),
+    _case("many_rows", 301, 48),
+    _case("wide", 3, 1543),
+    replace(_case("very_wide", 2, 16400), interpret=False),
+    _case("no_bias", 4, 40, parameters=()),
+    _case("fp32_bias", 6, 96, parameter_dtype=torch.float32),
+    _case("transposed", 4, 6, 32, layout="transposed"),
+    _case("sliced", 9, 32, layout="sliced"),
+    _case("strided_columns", 9, 32, layout="strided columns"),
+)
+
+
+def _reference(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    return reference.bias_gelu(x, bias, ACTIVATIONS[activation])
+
+
+def _forward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
+    rows, columns = rows_and_columns(case)
+    return Cost(bytes=2 * rows * columns * dtype.itemsize)
+
+
+def _backward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
+    rows, columns = rows_and_columns(case)
+    return Cost(bytes=3 * rows * columns * dtype.itemsize)
+
+
+_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda u: functional.gelu(u, approximate="tanh"),
+    "relu": functional.relu,
+    "silu": functional.silu,
+}
+
+
+def _torch_bias_gelu(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    x, bias, activation = inputs["x"], inputs["bias"], _TORCH[ACTIVATIONS[options["activation"]]]
+    return lambda: activation(x if bias is None else x + bias)
+
+
+BAD_CALLS = (
+    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
+    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 64, dtype=torch.int64))),
+    BadCall("x has no dimension", "x", ValueError, spoil("x", torch.tensor(1.0))),
+    BadCall("x has no column", "x", ValueError, spoil("x", torch.ones(3, 0))),
+    BadCall("bias too short", "bias", ValueError, spoil("bias", torch.ones(63))),
+    BadCall("bias of two dimensions", "bias", ValueError, spoil("bias", torch.ones(1, 64))),
+    BadCall("bias elsewhere", "bias", ValueError, spoil("bias", torch.ones(64, device="meta"))),
+    BadCall("bias is a number", "bias", TypeError, spoil("bias", 1.0)),
+    BadCall("double bias, single x", "x", TypeError, spoil("bias", torch.ones(64, dtype=torch.float64))),
+    BadCall("unknown activation", "activation", ValueError, spoil("activation", "quick_gelu")),
+    BadCall("activation is a function", "activation", TypeError, spoil("activation", torch.relu)),
+)
+
+
+def _other_form(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    kind = ACTIVATIONS[activation]
+    return reference.bias_gelu(x, bias, {"gelu": "gelu_tanh", "gelu_tanh": "gelu"}.get(kind, kind))
+
+
+def _without_bias(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    dropped = x if bias is None else x + 0 * bias  # the bias still has a gradient
+    return reference.bias_gelu(dropped, None, ACTIVATIONS[activation])
+
+
+class _DroppedTerm(torch.autograd.Function):
+    """Right forward, and a dx without the term u * phi(u) of gelu's derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        return reference.bias_gelu(x, bias, ACTIVATIONS[activation])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
+        dx = dy * torch.special.ndtr(x if bias is None else x + bias)
+        return dx, None if bias is None else dx.reshape(-1, x.shape[-1]).sum(dim=0), None
+
+
+def _triton_kernels() -> list[TritonKernel]:
+    from fasttfm.kernels.bias_gelu import triton as kernels
+
+    found = []
+    for columns in (64, 1024, 4096):
+        for element, parameter in (("bf16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32")):
+            for kind in ("gelu", "gelu_tanh", "relu", "silu") if columns == 1024 else ("gelu",):
+                found += kernels.compile_signatures(columns, element, parameter, kind)
+    return [TritonKernel(**description) for description in found]
+
+
+def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
+    x, bias, kind = inputs["x"], inputs["bias"], ACTIVATIONS[options["activation"]]
+    return [
+        (torch.ops.fasttfm.bias_gelu_forward.default, (x, bias, kind, None)),
+        (
+            torch.ops.fasttfm.bias_gelu_backward.default,
+            (torch.ones_like(x), x, bias, kind, bias is not None, None),
+        ),
+    ]
+
+
+SPEC = OpSpec(
+    name="bias_gelu",
+    function=bias_gelu,
+    reference=_reference,
+    inputs=_inputs,
+    differentiable=("x", "bias"),
+    cases=CASES,
+    bench_cases=(
+        _case("32768x4096", 32768, 4096),
+        _case("32768x1024", 32768, 1024),
+        _case("32768x3072", 32768, 3072),
+        _case("32768x4096 tanh", 32768, 4096, activation="gelu_new"),
+    ),
+    bench_cases_cpu=(_case("2048x768", 2048, 768), _case("2048x768 tanh", 2048, 768, activation="gelu_new")),
+    forward_cost=_forward_cost,
+    backward_cost=_backward_cost,
+    peers=(Peer("torch", _torch_bias_gelu), Peer("torch.compile", compiled(_torch_bias_gelu))),
+    bad_calls=BAD_CALLS,
+    mutants={
+        "the other form of gelu": _other_form,
+        "bias dropped": _without_bias,
+        "a term of the derivative dropped": _DroppedTerm.apply,
+    },
+    triton_kernels=_triton_kernels,
+    native_ops=_native_ops,
+)

@@ -1,0 +1,122 @@
+"""column_sum: cases, costs, peers, bad inputs, broken copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.column_sum import reference
+from fasttfm.ops import column_sum
+from fasttfm.testing.peers import compiled
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
+
+
+def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+    x = draw(generator, *case.sizes["shape"], dtype=dtype, device=device) + case.sizes.get("offset", 0.0)
+    layout = case.sizes.get("layout", "contiguous")
+    if layout == "transposed":  # [A, B, C] seen as [B, A, C]
+        x = x.transpose(0, 1)
+    elif layout == "sliced":  # every second row of a wider tensor
+        wide = draw(generator, 2 * x.shape[0], x.shape[1] + 8, dtype=dtype, device=device)
+        wide[::2, : x.shape[1]] = x
+        x = wide[::2, : x.shape[1]]
+    return {"x": x}
+
+
+def _case(name: str, *shape: int, dtype: torch.dtype | None = None, **sizes: Any) -> OpCase:
+    return OpCase(name, {"shape": shape, **sizes}, {"dtype": dtype})
+
+
+CASES = (
+    _case("typical", 3, 5, 64),
+    _case("odd", 7, 33),
+    _case("one_row", 1, 100),
+    _case("one_column", 5, 1),
+    _case("vector", 40),
+    _case("no_rows", 0, 16),
+    _case("many_rows", 1031, 40),
+    _case("wide", 67, 2312),
+    _case("large_mean", 300, 96, offset=100.0),
+    _case("transposed", 4, 6, 32, layout="transposed"),
+    _case("sliced", 9, 32, layout="sliced"),
+)
+
+
+def _forward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
+    return Cost(bytes=torch.Size(case.sizes["shape"]).numel() * dtype.itemsize)
+
+
+def _backward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
+    return Cost(bytes=case.sizes["shape"][-1] * dtype.itemsize)  # the gradient is a view of dsum
+
+
+def _torch_sum(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    return lambda: inputs["x"].flatten(0, -2).sum(dim=0, dtype=options["dtype"])
+
+
+def _spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
+    def change(inputs: Inputs, options: dict[str, Any]) -> None:
+        (options if argument in options else inputs)[argument] = value
+
+    return change
+
+
+BAD_CALLS = (
+    BadCall("x is no tensor", "x", TypeError, _spoil("x", [1.0])),
+    BadCall("x is of integers", "x", TypeError, _spoil("x", torch.ones(3, 64, dtype=torch.int64))),
+    BadCall("x has no dimension", "x", ValueError, _spoil("x", torch.tensor(1.0))),
+    BadCall("x has no column", "x", ValueError, _spoil("x", torch.ones(3, 0))),
+    BadCall("dtype of integers", "dtype", TypeError, _spoil("dtype", torch.int32)),
+    BadCall("dtype is text", "dtype", TypeError, _spoil("dtype", "float32")),
+    BadCall("double sum of singles", "dtype", TypeError, _spoil("dtype", torch.float64)),
+)
+
+
+def _reference(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return reference.column_sum(x, dtype or x.dtype)
+
+
+def _without_last_row(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return _reference(x.reshape(-1, x.shape[-1])[:-1], dtype)
+
+
+def _mean(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return _reference(x, dtype) / max(1, x.numel() // x.shape[-1])
+
+
+def _triton_kernels() -> list[TritonKernel]:
+    from fasttfm.kernels.column_sum import triton as kernels
+
+    types = (("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"))
+    return [TritonKernel(**found) for pair in types for found in kernels.compile_signatures(*pair)]
+
+
+def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
+    return [(torch.ops.fasttfm.column_sum.default, (inputs["x"], torch.float32, None))]
+
+
+SPEC = OpSpec(
+    name="column_sum",
+    function=column_sum,
+    reference=_reference,
+    inputs=_inputs,
+    differentiable=("x",),
+    cases=CASES,
+    bench_cases=(
+        _case("32768x3072", 32768, 3072),
+        _case("32768x1024", 32768, 1024),
+        _case("32768x4096", 32768, 4096),
+        _case("512x768", 512, 768),
+    ),
+    bench_cases_cpu=(_case("2048x768", 2048, 768), _case("2048x2304", 2048, 2304)),
+    forward_cost=_forward_cost,
+    backward_cost=_backward_cost,
+    peers=(Peer("torch", _torch_sum), Peer("torch.compile", compiled(_torch_sum))),
+    bad_calls=BAD_CALLS,
+    mutants={"without the last row": _without_last_row, "the mean": _mean},
+    triton_kernels=_triton_kernels,
+    native_ops=_native_ops,
+)

@@ -1,0 +1,200 @@
+"""gelu_layer_norm: cases, costs, peers, bad inputs, broken copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fasttfm.kernels.common.activation import derivative
+from fasttfm.kernels.gelu_layer_norm import reference
+from fasttfm.ops import gelu_layer_norm
+from fasttfm.testing.peers import compiled, liger
+from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns, spoil
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel
+
+_PARAMETERS = ("linear_bias", "weight", "bias")
+_KINDS = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+    return draw_rows(case, dtype, device, generator, _PARAMETERS)
+
+
+def _case(name: str, *shape: int, approximate: str = "none", eps: float = 1e-12, **sizes: Any) -> OpCase:
+    return row_case(name, *shape, options={"approximate": approximate, "eps": eps}, **sizes)
+
+
+CASES = (
+    _case("typical", 3, 5, 64),
+    _case("tanh", 6, 72, approximate="tanh"),
+    _case("odd", 7, 33),
+    _case("one_row", 1, 100, approximate="tanh"),
+    _case("one_column", 5, 1, eps=1e-5),
+    _case("vector", 40),
+    _case("no_rows", 0, 16),
+    _case("many_rows", 301, 48),
+    _case("wide", 3, 1543),
+    _case("two_warps", 5, 1544),
+    _case("no_linear_bias", 4, 40, parameters=("weight", "bias")),
+    _case("no_weight", 4, 40, parameters=("linear_bias", "bias")),
+    _case("no_bias", 4, 40, parameters=("linear_bias", "weight")),
+    _case("plain", 4, 40, parameters=()),
+    _case("fp32_parameters", 6, 96, parameter_dtype=torch.float32),
+    _case("large", 6, 96, scale=300.0),
+    _case("large_tanh", 6, 96, approximate="tanh", scale=300.0),
+    _case("tiny", 6, 96, scale=1e-3, parameters=("weight", "bias")),
+    _case("transposed", 4, 6, 32, layout="transposed"),
+    _case("sliced", 9, 32, layout="sliced"),
+    _case("strided_columns", 9, 32, layout="strided columns"),
+)
+
+
+def _reference(
+    x: Tensor, linear_bias: Tensor | None, weight: Tensor | None, bias: Tensor | None, approximate: str, eps: float
+) -> Tensor:
+    return reference.gelu_layer_norm(x, linear_bias, weight, bias, _KINDS[approximate], eps)
+
+
+def _forward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
+    rows, columns = rows_and_columns(case)
+    return Cost(bytes=2 * rows * columns * dtype.itemsize)
+
+
+def _backward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
+    rows, columns = rows_and_columns(case)
+    return Cost(bytes=3 * rows * columns * dtype.itemsize)
+
+
+def _torch_gelu(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    x, linear_bias, approximate = inputs["x"], inputs["linear_bias"], options["approximate"]
+    return lambda: functional.gelu(x if linear_bias is None else x + linear_bias, approximate=approximate)
+
+
+def _torch_gelu_layer_norm(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    gelu, weight, bias = _torch_gelu(inputs, options), inputs["weight"], inputs["bias"]
+    return lambda: functional.layer_norm(gelu(), inputs["x"].shape[-1:], weight, bias, options["eps"])
+
+
+def _liger_layer_norm(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    function = liger("ops.layer_norm", "LigerLayerNormFunction").apply
+    gelu, weight, bias = _torch_gelu(inputs, options), inputs["weight"], inputs["bias"]
+    return lambda: function(gelu(), weight, bias, options["eps"])
+
+
+BAD_CALLS = (
+    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
+    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 64, dtype=torch.int64))),
+    BadCall("x has no dimension", "x", ValueError, spoil("x", torch.tensor(1.0))),
+    BadCall("x has no column", "x", ValueError, spoil("x", torch.ones(3, 0))),
+    BadCall("linear_bias too short", "linear_bias", ValueError, spoil("linear_bias", torch.ones(63))),
+    BadCall("weight of two dimensions", "weight", ValueError, spoil("weight", torch.ones(1, 64))),
+    BadCall("bias elsewhere", "bias", ValueError, spoil("bias", torch.ones(64, device="meta"))),
+    BadCall("linear_bias is a number", "linear_bias", TypeError, spoil("linear_bias", 1.0)),
+    BadCall("double weight, single x", "x", TypeError, spoil("weight", torch.ones(64, dtype=torch.float64))),
+    BadCall("unknown form of gelu", "approximate", ValueError, spoil("approximate", "erf")),
+    BadCall("approximate is a flag", "approximate", TypeError, spoil("approximate", True)),
+    BadCall("eps is text", "eps", TypeError, spoil("eps", "small")),
+    BadCall("eps is negative", "eps", ValueError, spoil("eps", -1.0)),
+)
+
+
+def _other_form(**arguments: Any) -> Tensor:
+    arguments["approximate"] = {"none": "tanh", "tanh": "none"}[arguments["approximate"]]
+    return _reference(**arguments)
+
+
+def _norm_before_gelu(
+    x: Tensor, linear_bias: Tensor | None, weight: Tensor | None, bias: Tensor | None, approximate: str, eps: float
+) -> Tensor:
+    u = x if linear_bias is None else x + linear_bias
+    return functional.gelu(functional.layer_norm(u, x.shape[-1:], weight, bias, eps), approximate=approximate)
+
+
+class _LinearBiasBeforeGelu(torch.autograd.Function):
+    """Right but for dlinear_bias, which is summed before the factor gelu' is applied."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        linear_bias: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        approximate: str,
+        eps: float,
+    ) -> Tensor:
+        arguments = (x, linear_bias, weight, bias, _KINDS[approximate], eps)
+        y, statistics = reference.gelu_layer_norm_forward(*arguments)
+        ctx.save_for_backward(x, linear_bias, weight, bias, statistics)
+        ctx.kind = arguments[4]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, linear_bias, *parameters = ctx.saved_tensors
+        wanted = [parameter is not None for parameter in (linear_bias, *parameters[:2])]
+        dx, _, dweight, dbias = reference.gelu_layer_norm_backward(dy, x, linear_bias, *parameters, ctx.kind, wanted)
+        u = x if linear_bias is None else x + linear_bias
+        wrong = (dx / (derivative(u, ctx.kind) + 1e-3)).reshape(-1, x.shape[-1]).sum(dim=0)
+        kept = [gradient if want else None for gradient, want in zip((wrong, dweight, dbias), wanted, strict=True)]
+        return dx, *kept, None, None
+
+
+def _triton_kernels() -> list[TritonKernel]:
+    from fasttfm.kernels.gelu_layer_norm import triton as kernels
+
+    found = []
+    for columns in (64, 768, 1024, 4096, 8192):
+        for element, parameter in (("bf16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32")):
+            for kind in ("gelu", "gelu_tanh") if columns == 1024 else ("gelu",):
+                found += kernels.compile_signatures(columns, element, parameter, kind)
+    return [TritonKernel(**description) for description in found]
+
+
+def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
+    x, parameters = inputs["x"], [inputs[name] for name in _PARAMETERS]
+    kind, eps = _KINDS[options["approximate"]], options["eps"]
+    _, statistics = reference.gelu_layer_norm_forward(x, *parameters, kind, eps)
+    wanted = [parameter is not None for parameter in parameters]
+    return [
+        (torch.ops.fasttfm.gelu_layer_norm_forward.default, (x, *parameters, kind, eps, None)),
+        (
+            torch.ops.fasttfm.gelu_layer_norm_backward.default,
+            (torch.ones_like(x), x, *parameters, statistics, kind, wanted, None),
+        ),
+    ]
+
+
+SPEC = OpSpec(
+    name="gelu_layer_norm",
+    function=gelu_layer_norm,
+    reference=_reference,
+    inputs=_inputs,
+    differentiable=("x", *_PARAMETERS),
+    cases=CASES,
+    bench_cases=(
+        _case("32768x1024", 32768, 1024),
+        _case("32768x4096", 32768, 4096),
+        _case("32768x1024 tanh", 32768, 1024, approximate="tanh"),
+    ),
+    bench_cases_cpu=(_case("2048x768", 2048, 768), _case("2048x768 tanh", 2048, 768, approximate="tanh")),
+    forward_cost=_forward_cost,
+    backward_cost=_backward_cost,
+    peers=(
+        Peer("torch", _torch_gelu_layer_norm),
+        Peer("torch.compile", compiled(_torch_gelu_layer_norm)),
+        Peer("liger", _liger_layer_norm),
+    ),
+    bad_calls=BAD_CALLS,
+    mutants={
+        "the other form of gelu": _other_form,
+        "gelu after the norm": _norm_before_gelu,
+        "dlinear_bias without gelu'": _LinearBiasBeforeGelu.apply,
+    },
+    triton_kernels=_triton_kernels,
+    native_ops=_native_ops,
+)

@@ -1,0 +1,166 @@
+"""linear_gelu: cases, costs, peers, bad inputs, broken copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.linear_gelu import reference
+from fasttfm.ops import ACTIVATIONS, linear_gelu
+from fasttfm.testing.peers import compiled
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
+
+
+def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+    shape, outputs = case.sizes["shape"], case.sizes["outputs"]
+    columns = shape[-1]
+
+    def tensor(*sizes: int, scale: float = 1.0) -> Tensor:
+        return draw(generator, *sizes, dtype=dtype, device=device, scale=scale)
+
+    x = tensor(*shape, scale=case.sizes.get("scale", 1.0))
+    return {
+        "x": x.transpose(0, 1) if case.sizes.get("transposed") else x,
+        "weight": tensor(outputs, columns, scale=columns**-0.5),
+        "bias": tensor(outputs) if case.sizes.get("bias", True) else None,
+    }
+
+
+def _case(name: str, *shape: int, outputs: int, activation: str = "gelu", **sizes: Any) -> OpCase:
+    dtypes = sizes.pop("dtypes", OpCase.dtypes)
+    return OpCase(name, {"shape": shape, "outputs": outputs, **sizes}, {"activation": activation}, dtypes)
+
+
+CASES = (
+    _case("typical", 3, 5, 64, outputs=128),
+    _case("tanh", 3, 5, 64, outputs=128, activation="gelu_new"),
+    _case("relu", 9, 32, outputs=40, activation="relu"),
+    _case("silu", 9, 32, outputs=40, activation="silu"),
+    _case("odd", 7, 33, outputs=51),
+    _case("one_row", 1, 40, outputs=8),
+    _case("vector", 40, outputs=24),
+    _case("no_rows", 0, 16, outputs=24),
+    _case("many_rows", 301, 24, outputs=40),
+    _case("no_bias", 9, 32, outputs=48, bias=False),
+    _case("large_values", 9, 32, outputs=48, scale=30.0),
+    _case("transposed", 4, 6, 32, outputs=16, transposed=True),
+)
+
+
+def _cost(case: OpCase, dtype: torch.dtype, products: int) -> Cost:
+    """Each product's flops, and its two operands read and its result written."""
+    *leading, columns = case.sizes["shape"]
+    rows, outputs = torch.Size(leading).numel(), case.sizes["outputs"]
+    bytes_of_one = (rows * (columns + outputs) + columns * outputs) * dtype.itemsize
+    return Cost(bytes=products * bytes_of_one, flops=products * 2 * rows * columns * outputs)
+
+
+def torch_activation(activation: str) -> Callable[[Tensor], Tensor]:
+    """The activation as users write it."""
+    kind = ACTIVATIONS[activation]
+    if kind == "gelu_tanh":
+        return lambda x: torch.nn.functional.gelu(x, approximate="tanh")
+    found: Callable[[Tensor], Tensor] = getattr(torch.nn.functional, kind)
+    return found
+
+
+def _torch_linear(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    activation = torch_activation(options["activation"])
+    return lambda: activation(torch.nn.functional.linear(inputs["x"], inputs["weight"], inputs["bias"]))
+
+
+class _BareProducts(torch.autograd.Function):
+    """The three matrix products alone: what no fused op can be faster than."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.mm(dy, weight), torch.mm(dy.t(), x)
+
+
+def _bare_products(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    return lambda: _BareProducts.apply(inputs["x"].flatten(0, -2), inputs["weight"])
+
+
+def _spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
+    def change(inputs: Inputs, options: dict[str, Any]) -> None:
+        (options if argument in options else inputs)[argument] = value
+
+    return change
+
+
+BAD_CALLS = (
+    BadCall("x is no tensor", "x", TypeError, _spoil("x", [1.0])),
+    BadCall("x is of integers", "x", TypeError, _spoil("x", torch.ones(3, 64, dtype=torch.int64))),
+    BadCall("x has no dimension", "x", ValueError, _spoil("x", torch.tensor(1.0))),
+    BadCall("weight of other columns", "weight", ValueError, _spoil("weight", torch.ones(128, 63))),
+    BadCall("weight of no rows", "weight", ValueError, _spoil("weight", torch.ones(0, 64))),
+    BadCall("weight of one dimension", "weight", ValueError, _spoil("weight", torch.ones(64))),
+    BadCall("weight of another type", "weight", TypeError, _spoil("weight", torch.ones(128, 64).half())),
+    BadCall("weight elsewhere", "weight", ValueError, _spoil("weight", torch.ones(128, 64, device="meta"))),
+    BadCall("bias too short", "bias", ValueError, _spoil("bias", torch.ones(64))),
+    BadCall("bias of another type", "bias", TypeError, _spoil("bias", torch.ones(128, dtype=torch.float64))),
+    BadCall("unknown activation", "activation", ValueError, _spoil("activation", "gelux")),
+    BadCall("activation is no name", "activation", TypeError, _spoil("activation", torch.relu)),
+)
+
+
+def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    return reference.linear_gelu(x, weight, bias, ACTIVATIONS[activation])
+
+
+def _without_bias(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    return _reference(x, weight, None, activation)
+
+
+def _other_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """The tanh form in place of erf and the other way round."""
+    swapped = {"gelu": "gelu_new", "gelu_new": "gelu"}
+    return _reference(x, weight, bias, swapped.get(activation, activation))
+
+
+def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
+    x, weight, bias, kind = inputs["x"], inputs["weight"], inputs["bias"], ACTIVATIONS[options["activation"]]
+    y, h = reference.linear_gelu_forward(x, weight, bias, kind)
+    wanted = [True, True, bias is not None]
+    return [
+        (torch.ops.fasttfm.linear_gelu_forward.default, (x, weight, bias, kind, None)),
+        (
+            torch.ops.fasttfm.linear_gelu_backward.default,
+            (torch.ones_like(y), x, weight, bias, h, kind, wanted, None),
+        ),
+    ]
+
+
+SPEC = OpSpec(
+    name="linear_gelu",
+    function=linear_gelu,
+    reference=_reference,
+    inputs=_inputs,
+    differentiable=("x", "weight", "bias"),
+    cases=CASES,
+    bench_cases=(
+        _case("32768x768x3072", 32768, 768, outputs=3072),
+        _case("32768x1024x4096", 32768, 1024, outputs=4096),
+    ),
+    # fp32 only: where a CPU has no instructions for bf16, torch's own product takes minutes.
+    bench_cases_cpu=(_case("128x768x3072", 128, 768, outputs=3072, dtypes=(torch.float32,)),),
+    forward_cost=lambda case, dtype: _cost(case, dtype, 1),
+    backward_cost=lambda case, dtype: _cost(case, dtype, 2),
+    peers=(
+        Peer("torch", _torch_linear),
+        Peer("torch.compile", compiled(_torch_linear)),
+        Peer("bare GEMMs", _bare_products),
+    ),
+    bad_calls=BAD_CALLS,
+    mutants={"without the bias": _without_bias, "the other GELU": _other_gelu},
+    native_ops=_native_ops,
+)

@@ -1,0 +1,196 @@
+"""mlp: cases, costs, peers, bad inputs, broken copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.mlp import reference
+from fasttfm.ops import ACTIVATIONS, mlp
+from fasttfm.testing.peers import compiled
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
+from fasttfm.testing.specs.linear_gelu import torch_activation
+
+
+def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+    shape, inner = case.sizes["shape"], case.sizes["inner"]
+    columns = shape[-1]
+    outputs = case.sizes.get("outputs", columns)
+    biased = case.sizes.get("bias", True)
+
+    def tensor(*sizes: int, scale: float = 1.0) -> Tensor:
+        return draw(generator, *sizes, dtype=dtype, device=device, scale=scale)
+
+    x = tensor(*shape)
+    return {
+        "x": x.transpose(0, 1) if case.sizes.get("transposed") else x,
+        "w1": tensor(inner, columns, scale=columns**-0.5),
+        "b1": tensor(inner) if biased else None,
+        "w2": tensor(outputs, inner, scale=inner**-0.5),
+        "b2": tensor(outputs) if biased else None,
+    }
+
+
+def _case(name: str, *shape: int, inner: int, activation: str = "gelu", recompute: bool = True, **sizes: Any) -> OpCase:
+    dtypes = sizes.pop("dtypes", OpCase.dtypes)
+    options = {"activation": activation, "recompute": recompute}
+    return OpCase(name, {"shape": shape, "inner": inner, **sizes}, options, dtypes)
+
+
+CASES = (
+    _case("typical", 3, 5, 64, inner=128),
+    _case("saved", 3, 5, 64, inner=128, recompute=False),
+    _case("tanh", 3, 5, 32, inner=64, activation="gelu_new"),
+    _case("relu", 9, 32, inner=40, activation="relu"),
+    _case("silu", 9, 32, inner=40, activation="silu", recompute=False),
+    _case("odd", 7, 33, inner=51),
+    _case("one_row", 1, 40, inner=24),
+    _case("vector", 40, inner=24),
+    _case("no_rows", 0, 16, inner=24),
+    _case("many_rows", 301, 24, inner=40),
+    _case("no_bias", 9, 32, inner=48, bias=False),
+    _case("other_outputs", 9, 32, inner=48, outputs=20),
+    _case("transposed", 4, 6, 32, inner=16, transposed=True),
+)
+
+
+def _cost(case: OpCase, dtype: torch.dtype, products: int) -> Cost:
+    """Each product's flops, and its two operands read and its result written; both layers count as the first."""
+    *leading, columns = case.sizes["shape"]
+    rows, inner = torch.Size(leading).numel(), case.sizes["inner"]
+    bytes_of_one = (rows * (columns + inner) + columns * inner) * dtype.itemsize
+    return Cost(bytes=products * bytes_of_one, flops=products * 2 * rows * columns * inner)
+
+
+def _torch_mlp(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    linear, activation = torch.nn.functional.linear, torch_activation(options["activation"])
+    x, w1, b1, w2, b2 = (inputs[name] for name in ("x", "w1", "b1", "w2", "b2"))
+    return lambda: linear(activation(linear(x, w1, b1)), w2, b2)
+
+
+class _BareProducts(torch.autograd.Function):
+    """The six matrix products alone: what no fused op can be faster than."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        h = torch.mm(x, w1.t())
+        ctx.save_for_backward(x, w1, w2, h)
+        return torch.mm(h, w2.t())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, w1, w2, h = ctx.saved_tensors
+        dh = torch.mm(dy, w2)
+        return torch.mm(dh, w1), torch.mm(dh.t(), x), torch.mm(dy.t(), h)
+
+
+def _bare_products(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    return lambda: _BareProducts.apply(inputs["x"].flatten(0, -2), inputs["w1"], inputs["w2"])
+
+
+def _spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
+    def change(inputs: Inputs, options: dict[str, Any]) -> None:
+        (options if argument in options else inputs)[argument] = value
+
+    return change
+
+
+BAD_CALLS = (
+    BadCall("x is no tensor", "x", TypeError, _spoil("x", [1.0])),
+    BadCall("x is of integers", "x", TypeError, _spoil("x", torch.ones(3, 64, dtype=torch.int64))),
+    BadCall("w1 of other columns", "w1", ValueError, _spoil("w1", torch.ones(128, 63))),
+    BadCall("w1 of another type", "w1", TypeError, _spoil("w1", torch.ones(128, 64).bfloat16())),
+    BadCall("b1 too short", "b1", ValueError, _spoil("b1", torch.ones(64))),
+    BadCall("w2 of other columns", "w2", ValueError, _spoil("w2", torch.ones(64, 127))),
+    BadCall("w2 elsewhere", "w2", ValueError, _spoil("w2", torch.ones(64, 128, device="meta"))),
+    BadCall("w2 is missing", "w2", TypeError, _spoil("w2", None)),
+    BadCall("b2 too long", "b2", ValueError, _spoil("b2", torch.ones(65))),
+    BadCall("b2 of another type", "b2", TypeError, _spoil("b2", torch.ones(64, dtype=torch.float64))),
+    BadCall("unknown activation", "activation", ValueError, _spoil("activation", "gelux")),
+    BadCall("recompute is a number", "recompute", TypeError, _spoil("recompute", 1)),
+)
+
+
+def _reference(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str, recompute: bool
+) -> Tensor:
+    return reference.mlp(x, w1, b1, w2, b2, ACTIVATIONS[activation])
+
+
+def _without_first_bias(**arguments: Any) -> Tensor:
+    return _reference(**{**arguments, "b1": None})
+
+
+def _without_second_bias(**arguments: Any) -> Tensor:
+    return _reference(**{**arguments, "b2": None})
+
+
+class _SameActivation(torch.autograd.Function):
+    """Right forward, and a dw2 from the activation before the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        x, w1, b1, w2, b2, kind = arguments
+        y, h, _ = reference.mlp_forward(x, w1, b1, w2, b2, kind, False)
+        ctx.save_for_backward(x, w1, b1, w2, h)
+        ctx.kind, ctx.wanted = kind, [True, True, b1 is not None, True, b2 is not None]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w1, b1, w2, h = ctx.saved_tensors
+        gradients = reference.mlp_backward(dy, x, w1, b1, w2, h, h, ctx.kind, ctx.wanted)
+        return *(found if want else None for found, want in zip(gradients, ctx.wanted, strict=True)), None
+
+
+def _wrong_activation(activation: str, recompute: bool, **tensors: Any) -> Tensor:
+    y: Tensor = _SameActivation.apply(*tensors.values(), ACTIVATIONS[activation])
+    return y
+
+
+def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
+    x, w1, b1, w2, b2 = (inputs[name] for name in ("x", "w1", "b1", "w2", "b2"))
+    kind, keep = ACTIVATIONS[options["activation"]], not options["recompute"]
+    y, h, a = reference.mlp_forward(x, w1, b1, w2, b2, kind, keep)
+    saved = (torch.ones_like(y), x, w1, b1, w2, h, a if keep else None, kind)
+    backward = torch.ops.fasttfm.mlp_backward.default
+    return [
+        (torch.ops.fasttfm.mlp_forward.default, (x, w1, b1, w2, b2, kind, keep, None)),
+        (backward, (*saved, [True, True, b1 is not None, True, b2 is not None], None)),
+        (backward, (*saved, [False, False, False, True, False], None)),
+    ]
+
+
+SPEC = OpSpec(
+    name="mlp",
+    function=mlp,
+    reference=_reference,
+    inputs=_inputs,
+    differentiable=("x", "w1", "b1", "w2", "b2"),
+    cases=CASES,
+    bench_cases=(
+        _case("32768x768x3072", 32768, 768, inner=3072),
+        _case("32768x1024x4096", 32768, 1024, inner=4096),
+        _case("32768x1024x4096, saved", 32768, 1024, inner=4096, recompute=False),
+        _case("4096x768x3072", 4096, 768, inner=3072),
+    ),
+    # fp32 only: where a CPU has no instructions for bf16, torch's own product takes minutes.
+    bench_cases_cpu=(_case("128x768x3072", 128, 768, inner=3072, dtypes=(torch.float32,)),),
+    forward_cost=lambda case, dtype: _cost(case, dtype, 2),
+    backward_cost=lambda case, dtype: _cost(case, dtype, 4),
+    peers=(
+        Peer("torch", _torch_mlp),
+        Peer("torch.compile", compiled(_torch_mlp)),
+        Peer("bare GEMMs", _bare_products),
+    ),
+    bad_calls=BAD_CALLS,
+    mutants={
+        "without the first bias": _without_first_bias,
+        "without the second bias": _without_second_bias,
+        "dw2 from the pre-activation": _wrong_activation,
+    },
+    native_ops=_native_ops,
+)

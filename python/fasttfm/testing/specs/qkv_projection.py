@@ -1,0 +1,218 @@
+"""qkv_projection: cases, costs, peers, bad inputs, broken copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.layer_norm import reference as layer_norm_reference
+from fasttfm.kernels.qkv_projection import reference
+from fasttfm.ops import qkv_projection
+from fasttfm.testing.peers import compiled
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
+
+# The harness passes tensors by name: the LayerNorm's two come as arguments of their own.
+_EPS = 1e-5
+
+
+def _with_layer_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    num_heads: Any,
+    layer_norm: Any = None,
+    backend: str | None = None,
+) -> Tensor:
+    if norm_weight is not None:
+        layer_norm = (norm_weight, norm_bias, _EPS)
+    return qkv_projection(x, weight, bias, num_heads, layer_norm=layer_norm, backend=backend)
+
+
+def _reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    num_heads: int,
+    project: Callable[..., Tensor] = reference.qkv_projection,
+) -> Tensor:
+    if norm_weight is not None:
+        x = layer_norm_reference.layer_norm(x, norm_weight, norm_bias, _EPS)
+    return project(x, weight, bias, num_heads)
+
+
+def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+    shape = case.sizes["shape"]
+    columns = shape[-1]
+
+    def tensor(*sizes: int, scale: float = 1.0) -> Tensor:
+        return draw(generator, *sizes, dtype=dtype, device=device, scale=scale)
+
+    x = tensor(*shape)
+    layout = case.sizes.get("layout", "contiguous")
+    if layout == "transposed":  # [A, B, C] seen as [B, A, C]
+        x = x.transpose(0, 1)
+    elif layout == "sliced":  # every second row of a wider tensor
+        wide = tensor(2 * x.shape[0], columns + 5)
+        wide[::2, :columns] = x
+        x = wide[::2, :columns]
+    weight = tensor(3 * columns, columns, scale=columns**-0.5)
+    normed = case.sizes.get("layer_norm", False)
+    return {
+        "x": x,
+        "weight": weight.t().contiguous().t() if case.sizes.get("transposed_weight") else weight,
+        "bias": tensor(3 * columns) if case.sizes.get("bias", True) else None,
+        "norm_weight": tensor(columns) if normed else None,
+        "norm_bias": tensor(columns) if normed else None,
+    }
+
+
+def _case(name: str, *shape: int, num_heads: int, **sizes: Any) -> OpCase:
+    dtypes = sizes.pop("dtypes", OpCase.dtypes)
+    return OpCase(name, {"shape": shape, **sizes}, {"num_heads": num_heads}, dtypes)
+
+
+CASES = (
+    _case("typical", 3, 5, 64, num_heads=4),
+    _case("packed", 37, 48, num_heads=3),
+    _case("odd", 7, 33, num_heads=11),
+    _case("one_row", 1, 40, num_heads=1),
+    _case("vector", 40, num_heads=2),
+    _case("no_rows", 0, 16, num_heads=2),
+    _case("many_rows", 301, 24, num_heads=2),
+    _case("no_bias", 9, 32, num_heads=2, bias=False),
+    _case("layer_norm", 3, 5, 64, num_heads=4, layer_norm=True),
+    _case("layer_norm_no_bias", 11, 32, num_heads=4, layer_norm=True, bias=False),
+    _case("transposed", 4, 6, 32, num_heads=4, layout="transposed"),
+    _case("transposed_weight", 9, 32, num_heads=4, transposed_weight=True),
+    _case("sliced", 9, 32, num_heads=4, layout="sliced"),
+)
+
+
+def _cost(case: OpCase, dtype: torch.dtype, products: int) -> Cost:
+    """Each product's flops, and its two operands read and its result written."""
+    *leading, columns = case.sizes["shape"]
+    rows = torch.Size(leading).numel()
+    bytes_of_one = (4 * rows * columns + 3 * columns * columns) * dtype.itemsize
+    return Cost(bytes=products * bytes_of_one, flops=products * 2 * rows * columns * 3 * columns)
+
+
+def _torch_linear(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    x, weight, bias, heads = inputs["x"], inputs["weight"], inputs["bias"], options["num_heads"]
+    columns = x.shape[-1]
+
+    def call() -> Tensor:
+        normed = x
+        if inputs["norm_weight"] is not None:
+            normed = torch.nn.functional.layer_norm(x, (columns,), inputs["norm_weight"], inputs["norm_bias"], _EPS)
+        qkv = torch.nn.functional.linear(normed, weight, bias)
+        return qkv.view(*x.shape[:-1], 3, heads, columns // heads)
+
+    return call
+
+
+class _BareProducts(torch.autograd.Function):
+    """The three matrix products alone: what no fused op can be faster than."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.mm(dy, weight), torch.mm(dy.t(), x)
+
+
+def _bare_products(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    return lambda: _BareProducts.apply(inputs["x"].flatten(0, -2), inputs["weight"])
+
+
+def _spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
+    def change(inputs: Inputs, options: dict[str, Any]) -> None:
+        (inputs if argument in inputs else options)[argument] = value
+
+    return change
+
+
+BAD_CALLS = (
+    BadCall("x is no tensor", "x", TypeError, _spoil("x", [1.0])),
+    BadCall("x is of integers", "x", TypeError, _spoil("x", torch.ones(3, 64, dtype=torch.int64))),
+    BadCall("x has no dimension", "x", ValueError, _spoil("x", torch.tensor(1.0))),
+    BadCall("x has no column", "x", ValueError, _spoil("x", torch.ones(3, 0))),
+    BadCall("weight is no tensor", "weight", TypeError, _spoil("weight", "w")),
+    BadCall("weight of other columns", "weight", ValueError, _spoil("weight", torch.ones(192, 63))),
+    BadCall("weight of other rows", "weight", ValueError, _spoil("weight", torch.ones(128, 64))),
+    BadCall("weight turned", "weight", ValueError, _spoil("weight", torch.ones(64, 192))),
+    BadCall("weight of another type", "weight", TypeError, _spoil("weight", torch.ones(192, 64).bfloat16())),
+    BadCall("weight elsewhere", "weight", ValueError, _spoil("weight", torch.ones(192, 64, device="meta"))),
+    BadCall("two weights", "weight", ValueError, _spoil("weight", (torch.ones(64, 64), torch.ones(64, 64)))),
+    BadCall("three weights, one bias", "bias", TypeError, _spoil("weight", (torch.ones(64, 64),) * 3)),
+    BadCall("bias too short", "bias", ValueError, _spoil("bias", torch.ones(64))),
+    BadCall("bias of another type", "bias", TypeError, _spoil("bias", torch.ones(192, dtype=torch.float64))),
+    BadCall("num_heads no divisor", "num_heads", ValueError, _spoil("num_heads", 5)),
+    BadCall("num_heads is zero", "num_heads", ValueError, _spoil("num_heads", 0)),
+    BadCall("num_heads is a fraction", "num_heads", TypeError, _spoil("num_heads", 4.0)),
+    BadCall("layer_norm is a tensor", "layer_norm", TypeError, _spoil("layer_norm", torch.ones(64))),
+    BadCall("layer_norm lacks eps", "layer_norm", TypeError, _spoil("layer_norm", (None, None))),
+)
+
+
+def _without_bias(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int) -> Tensor:
+    return reference.qkv_projection(x, weight, None, num_heads)
+
+
+def _heads_outermost(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int) -> Tensor:
+    """[H, 3, D] in place of [3, H, D]: how some models order their fused weight."""
+    columns = x.shape[-1]
+    mixed = reference.qkv_projection(x, weight, bias, num_heads).flatten(-3)
+    return mixed.unflatten(-1, (num_heads, 3, columns // num_heads)).transpose(-3, -2)
+
+
+def _mutant(project: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda **arguments: _reference(**arguments, project=project)
+
+
+def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
+    x, weight, bias, heads = inputs["x"], inputs["weight"], inputs["bias"], options["num_heads"]
+    dqkv = torch.ones_like(reference.qkv_projection(x, weight, bias, heads))
+    return [
+        (torch.ops.fasttfm.qkv_projection_forward.default, (x, weight, bias, heads, None)),
+        (torch.ops.fasttfm.qkv_projection_backward.default, (dqkv, x, weight, [True, True, True], None)),
+        (torch.ops.fasttfm.qkv_projection_backward.default, (dqkv, x, weight, [False, True, False], None)),
+    ]
+
+
+SPEC = OpSpec(
+    name="qkv_projection",
+    function=_with_layer_norm,
+    reference=_reference,
+    inputs=_inputs,
+    differentiable=("x", "weight", "bias", "norm_weight", "norm_bias"),
+    cases=CASES,
+    bench_cases=(
+        _case("32768x768", 32768, 768, num_heads=12),
+        _case("32768x1024", 32768, 1024, num_heads=16),
+        _case("32768x1024, pre-LN", 32768, 1024, num_heads=16, layer_norm=True),
+        _case("4096x768", 4096, 768, num_heads=12),
+    ),
+    # fp32 only: where a CPU has no instructions for bf16, torch's own product takes minutes.
+    bench_cases_cpu=(_case("256x768", 256, 768, num_heads=12, dtypes=(torch.float32,)),),
+    forward_cost=lambda case, dtype: _cost(case, dtype, 1),
+    backward_cost=lambda case, dtype: _cost(case, dtype, 2),
+    peers=(
+        Peer("torch", _torch_linear),
+        Peer("torch.compile", compiled(_torch_linear)),
+        Peer("bare GEMMs", _bare_products),
+    ),
+    bad_calls=BAD_CALLS,
+    mutants={"without the bias": _mutant(_without_bias), "heads outermost": _mutant(_heads_outermost)},
+    native_ops=_native_ops,
+)

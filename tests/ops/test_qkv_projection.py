@@ -1,0 +1,113 @@
+import pytest
+import torch
+from torch import Tensor
+
+from fasttfm.ops import fuse_qkv, layer_norm, qkv_projection
+from fasttfm.testing.harness import same_bits
+from fasttfm.testing.pytest_ops import op_tests
+from fasttfm.testing.saved import saved_bytes
+from fasttfm.testing.specs.qkv_projection import SPEC
+
+TestQkvProjection = op_tests(SPEC)
+
+C, H = 16, 4
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (0.5 * torch.randn(shape)).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("shape", [(3, 5, C), (15, C)], ids=["dense", "packed"])
+def test_layout_is_what_attention_reads(shape: tuple[int, ...]) -> None:
+    """q, k and v are views of one contiguous result, which is no view itself: users may change it in place."""
+    qkv = qkv_projection(random(*shape), random(3 * C, C), random(3 * C), H)
+    assert qkv.shape == (*shape[:-1], 3, H, C // H)
+    assert qkv.is_contiguous()
+    assert not qkv._is_view()
+    for index, part in enumerate(qkv.unbind(-3)):
+        assert part.stride()[-3:] == (3 * C, C // H, 1)
+        assert part.data_ptr() == qkv.data_ptr() + index * C * qkv.itemsize
+    qkv.mul_(2.0).sum().backward()
+
+
+def test_three_weights_equal_the_fused_one() -> None:
+    torch.manual_seed(0)
+    x, weights, biases = random(7, C), [random(C, C) for _ in range(3)], [random(C) for _ in range(3)]
+    weight, bias = (value.detach().requires_grad_() for value in fuse_qkv(*weights, *biases))
+    separate, fused = qkv_projection(x, weights, biases, H), qkv_projection(x, weight, bias, H)
+    assert same_bits(separate, fused)
+    gradient = torch.randn_like(fused)
+    dx, *found = torch.autograd.grad(separate, [x, *weights, *biases], gradient)
+    fused_dx, dweight, dbias = torch.autograd.grad(fused, [x, weight, bias], gradient)
+    assert same_bits(dx, fused_dx)
+    assert same_bits(torch.cat(found[:3]), dweight)
+    assert same_bits(torch.cat(found[3:]), dbias)
+
+
+def test_three_weights_are_q_k_and_v_in_this_order() -> None:
+    x, weights = torch.randn(7, C), [torch.randn(C, C) for _ in range(3)]
+    qkv = qkv_projection(x, weights, None, H)
+    for part, weight in zip(qkv.unbind(-3), weights, strict=True):
+        torch.testing.assert_close(part.flatten(-2), x @ weight.t())
+
+
+def test_a_missing_bias_is_zero() -> None:
+    weights = [torch.randn(C, C) for _ in range(3)]
+    assert fuse_qkv(*weights)[1] is None
+    bias = fuse_qkv(*weights, torch.ones(C), None, torch.ones(C))[1]
+    assert torch.equal(bias, torch.cat([torch.ones(C), torch.zeros(C), torch.ones(C)]))
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "argument"),
+    [
+        (1, torch.ones(C, C + 1), "k_weight"),
+        (2, torch.ones(C), "v_weight"),
+        (3, torch.ones(C + 1), "q_bias"),
+        (5, 1.0, "v_bias"),
+    ],
+)
+def test_fuse_refuses_what_does_not_fit(position: int, value: object, argument: str) -> None:
+    arguments: list[object] = [*(torch.ones(C, C) for _ in range(3)), *(torch.ones(C) for _ in range(3))]
+    arguments[position] = value
+    with pytest.raises((TypeError, ValueError), match=f"fuse_qkv: {argument}: expected .*, got "):
+        fuse_qkv(*arguments)  # type: ignore[arg-type]
+
+
+def test_layer_norm_in_front_is_layer_norm() -> None:
+    x, norm = torch.randn(7, C), (torch.randn(C), torch.randn(C), 1e-3)
+    weight, bias = torch.randn(3 * C, C), torch.randn(3 * C)
+    folded = qkv_projection(x, weight, bias, H, layer_norm=norm)
+    assert same_bits(folded, qkv_projection(layer_norm(x, norm[0], norm[1], eps=norm[2]), weight, bias, H))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saves_input_and_weight(dtype: torch.dtype) -> None:
+    x, weight, bias = random(7, C, dtype=dtype), random(3 * C, C, dtype=dtype), random(3 * C, dtype=dtype)
+    assert saved_bytes(lambda: qkv_projection(x, weight, bias, H)) == x.nbytes + weight.nbytes
+    norm = (random(C), random(C), 1e-5)
+    kept = 2 * x.nbytes + weight.nbytes + norm[0].nbytes + norm[1].nbytes + 7 * 2 * 4  # x, its norm, mean and rstd
+    assert saved_bytes(lambda: qkv_projection(x, weight, bias, H, layer_norm=norm)) == kept
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_each_gradient_alone(wanted: int) -> None:
+    torch.manual_seed(0)
+    given = [random(7, C), random(3 * C, C), random(3 * C)]
+    everything = torch.autograd.grad(qkv_projection(*given, H).square().sum(), given)
+    alone = [value.detach().requires_grad_(index == wanted) for index, value in enumerate(given)]
+    (found,) = torch.autograd.grad(qkv_projection(*alone, H).square().sum(), alone[wanted])
+    assert same_bits(found, everything[wanted])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype) -> None:
+    given = [random(7, C), random(3 * C, C), random(3 * C)]
+    cast = [value.detach().to(dtype).requires_grad_() for value in given]
+    with torch.autocast("cpu", dtype):
+        qkv = qkv_projection(*given, H)
+    expected = qkv_projection(*cast, H)
+    assert same_bits(qkv, expected)
+    found = torch.autograd.grad(qkv.float().square().sum(), given)
+    wanted = torch.autograd.grad(expected.float().square().sum(), cast)
+    assert all(same_bits(one, other.float()) for one, other in zip(found, wanted, strict=True))
