@@ -147,7 +147,7 @@ void backward_chunk(const EmbeddingBackward& p, int64_t begin, int64_t end, floa
   }
 }
 
-// ---- gradients of tables ---------------------------------------------------------------------------------------------
+// ---- gradients of tables --------------------------------------------------------------------------------------------
 
 constexpr int64_t kRowsPerItem = 16;
 constexpr int64_t kColumnsPerItem = 128;  // of tables with few rows, whose lists are long

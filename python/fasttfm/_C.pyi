@@ -82,11 +82,6 @@ def layer_norm_forward_cuda(**fields: Unpack[_LayerNormForwardCuda]) -> None: ..
 def layer_norm_backward_cpu(**fields: Unpack[_LayerNormBackwardCpu]) -> None: ...
 def layer_norm_backward_cuda(**fields: Unpack[_LayerNormBackwardCuda]) -> None: ...
 
-# ---- column_sum ------------------------------------------------------------------------------------------------------
-
-class _ColumnSum(TypedDict):
-    x: int
-    sum: int
 # ---- bias_gelu -------------------------------------------------------------------------------------------------------
 
 class _BiasGeluForward(TypedDict):
@@ -117,13 +112,6 @@ class _BiasGeluBackward(TypedDict):
     rows: int
     columns: int
     x_stride: int
-    dtype: int
-
-class _ColumnSumCpu(_ColumnSum):
-    threads: int
-
-class _ColumnSumCuda(_ColumnSum):
-    sum_dtype: int
     activation: int
     dtype: int
 
@@ -136,28 +124,41 @@ class _BiasGeluBackwardCuda(_BiasGeluBackward):
     device: int
     stream: int
 
-def column_sum_workspace(rows: int, columns: int) -> int: ...
-def column_sum_cpu(**fields: Unpack[_ColumnSumCpu]) -> None: ...
-def column_sum_cuda(**fields: Unpack[_ColumnSumCuda]) -> None: ...
-# ---- dropout_add_layer_norm ------------------------------------------------------------------------------------------
-
-class _DropoutAddLayerNorm(TypedDict):
-    z: int
-    weight: int
 def bias_gelu_workspace(rows: int, columns: int) -> int: ...
 def bias_gelu_forward_cpu(**fields: Unpack[_BiasGeluForwardCpu]) -> None: ...
 def bias_gelu_forward_cuda(**fields: Unpack[_BiasGeluForwardCuda]) -> None: ...
 def bias_gelu_backward_cpu(**fields: Unpack[_BiasGeluBackwardCpu]) -> None: ...
 def bias_gelu_backward_cuda(**fields: Unpack[_BiasGeluBackwardCuda]) -> None: ...
 
-# ---- gelu_layer_norm -------------------------------------------------------------------------------------------------
+# ---- column_sum ------------------------------------------------------------------------------------------------------
 
-class _GeluLayerNormForward(TypedDict):
+class _ColumnSum(TypedDict):
     x: int
-    linear_bias: int
+    sum: int
+    workspace: int
+    rows: int
+    columns: int
+    x_stride: int
+    dtype: int
+
+class _ColumnSumCpu(_ColumnSum):
+    threads: int
+
+class _ColumnSumCuda(_ColumnSum):
+    sum_dtype: int
+    parts: int
+    device: int
+    stream: int
+
+def column_sum_workspace(rows: int, columns: int) -> int: ...
+def column_sum_cpu(**fields: Unpack[_ColumnSumCpu]) -> None: ...
+def column_sum_cuda(**fields: Unpack[_ColumnSumCuda]) -> None: ...
+
+# ---- dropout_add_layer_norm ------------------------------------------------------------------------------------------
+
+class _DropoutAddLayerNorm(TypedDict):
+    z: int
     weight: int
-    bias: int
-    y: int
     mean: int
     rstd: int
     rows: int
@@ -185,16 +186,6 @@ class _DropoutAddLayerNormForwardCpu(_DropoutAddLayerNormForward):
     threads: int
 
 class _DropoutAddLayerNormForwardCuda(_DropoutAddLayerNormForward):
-    x_stride: int
-    eps: float
-    activation: int
-    dtype: int
-
-class _GeluLayerNormForwardCpu(_GeluLayerNormForward):
-    workspace: int
-    threads: int
-
-class _GeluLayerNormForwardCuda(_GeluLayerNormForward):
     parameter_dtype: int
     device: int
     stream: int
@@ -216,31 +207,6 @@ class _DropoutAddLayerNormBackwardCuda(_DropoutAddLayerNormBackward):
     weight_dtype: int
     bias_dtype: int
     linear_bias_dtype: int
-class _GeluLayerNormBackward(TypedDict):
-    dy: int
-    x: int
-    linear_bias: int
-    weight: int
-    mean: int
-    rstd: int
-    dx: int
-    dlinear_bias: int
-    dweight: int
-    dbias: int
-    workspace: int
-    rows: int
-    columns: int
-    x_stride: int
-    activation: int
-    dtype: int
-
-class _GeluLayerNormBackwardCpu(_GeluLayerNormBackward):
-    threads: int
-
-class _GeluLayerNormBackwardCuda(_GeluLayerNormBackward):
-    linear_bias_dtype: int
-    weight_dtype: int
-    bias_dtype: int
     blocks: int
     device: int
     stream: int
@@ -250,6 +216,7 @@ def dropout_add_layer_norm_forward_cpu(**fields: Unpack[_DropoutAddLayerNormForw
 def dropout_add_layer_norm_forward_cuda(**fields: Unpack[_DropoutAddLayerNormForwardCuda]) -> None: ...
 def dropout_add_layer_norm_backward_cpu(**fields: Unpack[_DropoutAddLayerNormBackwardCpu]) -> None: ...
 def dropout_add_layer_norm_backward_cuda(**fields: Unpack[_DropoutAddLayerNormBackwardCuda]) -> None: ...
+
 # ---- embedding -------------------------------------------------------------------------------------------------------
 
 class _EmbeddingRows(TypedDict):
@@ -307,6 +274,62 @@ def embedding_workspace(rows: int, columns: int) -> int: ...
 def embedding_forward_cpu(**fields: Unpack[_EmbeddingForward]) -> None: ...
 def embedding_backward_cpu(**fields: Unpack[_EmbeddingBackward]) -> None: ...
 def embedding_table_backward_cpu(**fields: Unpack[_EmbeddingTableBackward]) -> None: ...
+
+# ---- gelu_layer_norm -------------------------------------------------------------------------------------------------
+
+class _GeluLayerNormForward(TypedDict):
+    x: int
+    linear_bias: int
+    weight: int
+    bias: int
+    y: int
+    mean: int
+    rstd: int
+    rows: int
+    columns: int
+    x_stride: int
+    eps: float
+    activation: int
+    dtype: int
+
+class _GeluLayerNormForwardCpu(_GeluLayerNormForward):
+    workspace: int
+    threads: int
+
+class _GeluLayerNormForwardCuda(_GeluLayerNormForward):
+    parameter_dtype: int
+    device: int
+    stream: int
+
+class _GeluLayerNormBackward(TypedDict):
+    dy: int
+    x: int
+    linear_bias: int
+    weight: int
+    mean: int
+    rstd: int
+    dx: int
+    dlinear_bias: int
+    dweight: int
+    dbias: int
+    workspace: int
+    rows: int
+    columns: int
+    x_stride: int
+    activation: int
+    dtype: int
+
+class _GeluLayerNormBackwardCpu(_GeluLayerNormBackward):
+    threads: int
+
+class _GeluLayerNormBackwardCuda(_GeluLayerNormBackward):
+    linear_bias_dtype: int
+    weight_dtype: int
+    bias_dtype: int
+    blocks: int
+    device: int
+    stream: int
+
 def gelu_layer_norm_forward_workspace(rows: int, columns: int) -> int: ...
 def gelu_layer_norm_backward_workspace(rows: int, columns: int) -> int: ...
 def gelu_layer_norm_forward_cpu(**fields: Unpack[_GeluLayerNormForwardCpu]) -> None: ...
