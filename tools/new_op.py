@@ -69,10 +69,10 @@ def write_op(name: str, root: Path) -> list[Path]:
 
 def with_export(text: str, name: str) -> str:
     """``ops/__init__.py`` with one more op: an import, and a name in ``__all__``, each in its order."""
-    imports = re.findall(r"^from fasttfm\.ops\.\w+ import .+\n", text, re.MULTILINE)
+    imports = re.findall(r"^from fasttfm\.ops\.\w+ import (?:\([^)]*\)|.+)\n", text, re.MULTILINE)
     exported = re.search(r"^__all__ = \[(.*?)\]\n", text, re.MULTILINE | re.DOTALL)
     if not imports or exported is None:
-        raise SystemExit("new_op: python/fasttfm/ops/__init__.py: expected one import per line and a list __all__")
+        raise SystemExit("new_op: python/fasttfm/ops/__init__.py: expected imports in a row and a list __all__")
     block = "".join(sorted([*imports, f"from fasttfm.ops.{name} import {name}\n"]))
     names = sorted([*re.findall(r'"(\w+)"', exported[1]), name])
     lines = "".join(f'    "{item}",\n' for item in names)

@@ -147,10 +147,11 @@ void backward_chunk(const EmbeddingBackward& p, int64_t begin, int64_t end, floa
   }
 }
 
-// ---- gradients of tables ---------------------------------------------------------------------------------------------
+// ---- gradients of tables --------------------------------------------------------------------------------------------
 
 constexpr int64_t kRowsPerItem = 16;
-constexpr int64_t kColumnsPerItem = 256;
+constexpr int64_t kColumnsPerItem = 128;  // of tables with few rows, whose lists are long
+constexpr int64_t kFewRows = 1024;
 
 // The tokens of each table row as a list in ascending order: first[row], then next[token], until -1.
 void link_tokens(const EmbeddingTableBackward& p) {
@@ -183,9 +184,8 @@ FASTTFM_KERNEL void sum_tokens(const EmbeddingTableBackward& p, int64_t row, int
 }
 
 template <class T>
-void sum_item(const EmbeddingTableBackward& p, int64_t first_row, int64_t begin) {
+void sum_item(const EmbeddingTableBackward& p, int64_t first_row, int64_t begin, int64_t end) {
   const int64_t last_row = first_row + kRowsPerItem < p.table_rows ? first_row + kRowsPerItem : p.table_rows;
-  const int64_t end = begin + kColumnsPerItem < p.columns ? begin + kColumnsPerItem : p.columns;
   for (int64_t row = first_row; row < last_row; ++row) {
     if (p.first[row] < 0)
       std::memset(static_cast<T*>(p.dtable) + row * p.columns + begin, 0, static_cast<size_t>(end - begin) * sizeof(T));
@@ -232,10 +232,12 @@ Status embedding_table_backward(const EmbeddingTableBackward& p) {
   if (p.rows > INT32_MAX) return bad_size("embedding: rows must be at most 2^31 - 1");
   link_tokens(p);
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
-    const int64_t slices = (p.columns + kColumnsPerItem - 1) / kColumnsPerItem;
+    const int64_t width = p.table_rows < kFewRows && p.columns > kColumnsPerItem ? kColumnsPerItem : p.columns;
+    const int64_t slices = (p.columns + width - 1) / width;
     const int64_t blocks = (p.table_rows + kRowsPerItem - 1) / kRowsPerItem;
     parallel_items(blocks * slices, p.threads, [&](int64_t item) {
-      sum_item<decltype(element)>(p, item / slices * kRowsPerItem, item % slices * kColumnsPerItem);
+      const int64_t begin = item % slices * width, end = begin + width < p.columns ? begin + width : p.columns;
+      sum_item<decltype(element)>(p, item / slices * kRowsPerItem, begin, end);
     });
     return Status{};
   });

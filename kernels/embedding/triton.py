@@ -415,7 +415,7 @@ def _forward_tile(columns: int) -> dict[str, int]:
 
 
 def _rows_tile(columns: int) -> dict[str, int]:
-    return _tile(columns, elements=2048, per_thread=8)
+    return _tile(columns, elements=2048, per_thread=16 if columns <= 4096 else 8)
 
 
 def _table_tile(columns: int) -> dict[str, int]:
@@ -468,8 +468,7 @@ def embedding_forward_triton(
     statistics = torch.empty((2, count if layer_norm else 0), dtype=torch.float32, device=ids.device)
     if count == 0:
         return y, statistics
-    tile = _forward_tile(columns)
-    threshold = philox.threshold(p)
+    tile, threshold = _forward_tile(columns), philox.threshold(p)
     with on_device(ids):
         _fwd_kernel[(triton.cdiv(count, tile["BLOCK_N"]),)](
             *_contiguous(*tables, *indices, cu_seqlens, weight, bias, seed, instead=word_table),
@@ -516,7 +515,7 @@ def embedding_backward_triton(
     sizes, threshold = _sizes(tables, indices, cu_seqlens), philox.threshold(p)
     count, columns = sizes["N"], sizes["C"]
     *whole_tables, whole_weight, whole_seed = _contiguous(*tables, weight, seed, instead=word_table)
-    # By position, a packed token past the position table's end is met by no program: its keys stay what they are here.
+    # By position, no program meets a packed token past the position table's end: its keys stay what they are here.
     keys = torch.full((3, count), _NO_ROW, dtype=torch.int32, device=dy.device)
     places = torch.empty((count, 8), dtype=torch.int32, device=dy.device)
     terms = torch.empty((count if layer_norm else 0, 8), dtype=torch.float32, device=dy.device)
@@ -530,7 +529,8 @@ def embedding_backward_triton(
         "enable_fp_fusion": columns > 1,  # a single column's g - mean(g) is zero only if both products are rounded
     }
     by_position = common["POSITIONS"] == "own" and len(dtables[1]) > 0
-    fused_segments = len(dtables[2]) if len(dtables[2]) <= _FUSED_SEGMENTS else 0
+    used_segments = dtables[2][:1] if common["SEGMENTS"] == "zero" else dtables[2]
+    fused_segments = len(used_segments) if len(used_segments) <= _FUSED_SEGMENTS else 0
     with on_device(dy):
         parts = _sum_by_position(
             (dy, *whole_tables, *_contiguous(*indices, cu_seqlens, instead=word_table), whole_weight, whole_seed),
@@ -539,9 +539,10 @@ def embedding_backward_triton(
             {**sizes, "padding_idx": -1 if padding_idx is None else padding_idx},
             {**common, "PACKED": cu_seqlens is not None, "FUSED_SEGMENTS": fused_segments},
         )
-        sum_parts(parts[:2], (dweight, dbias))
+        if wanted[3] or wanted[4]:
+            sum_parts(parts[:2], (dweight, dbias))
         if fused_segments > 0:
-            sum_parts(parts[2 : 2 + fused_segments], tuple(dtables[2]))
+            sum_parts(parts[2 : 2 + fused_segments], tuple(used_segments))
         for dtable, own_keys, done in zip(dtables, keys, (False, by_position, fused_segments > 0), strict=True):
             if len(dtable) > 0 and not done:
                 _sum_by_key((dy, *whole_tables, whole_weight, whole_seed, places, terms), own_keys, dtable, common)
@@ -556,8 +557,7 @@ def _sum_by_position(
     constants: dict[str, Any],
 ) -> Tensor:
     """Runs _rows_kernel: fills ``rows`` (statistics, keys, places, terms) and ``dposition``, and returns its parts."""
-    dy, columns = inputs[0], sizes["C"]
-    groups, members = 1, sizes["N"]
+    dy, columns, groups, members = inputs[0], sizes["C"], 1, sizes["N"]
     if dposition is not None:
         groups = sizes["position_rows"] if constants["PACKED"] else sizes["tokens_per_sequence"]
         members = sizes["sequences"] if constants["PACKED"] else sizes["N"] // sizes["tokens_per_sequence"]
@@ -593,8 +593,7 @@ def _sum_by_key(inputs: tuple[Tensor, ...], keys: Tensor, dtable: Tensor, consta
     runs = triton.cdiv(count, RUN)
     parts = torch.empty((runs, 2, columns), dtype=torch.float32, device=keys.device)
     tile = _table_tile(columns)
-    grid = (runs, triton.cdiv(columns, tile["BLOCK_C"]))
-    _table_kernel[grid](
+    _table_kernel[(runs, triton.cdiv(columns, tile["BLOCK_C"]))](
         *inputs, keys, order, dtable, parts, N=count, C=columns, table_rows=table_rows, **constants, RUN=RUN, **tile
     )
     join_runs(keys, parts, dtable)

@@ -82,12 +82,6 @@ def layer_norm_forward_cuda(**fields: Unpack[_LayerNormForwardCuda]) -> None: ..
 def layer_norm_backward_cpu(**fields: Unpack[_LayerNormBackwardCpu]) -> None: ...
 def layer_norm_backward_cuda(**fields: Unpack[_LayerNormBackwardCuda]) -> None: ...
 
-# ---- column_sum ------------------------------------------------------------------------------------------------------
-
-class _ColumnSum(TypedDict):
-    x: int
-    sum: int
-
 # ---- bias_gelu -------------------------------------------------------------------------------------------------------
 
 class _BiasGeluForward(TypedDict):
@@ -118,13 +112,6 @@ class _BiasGeluBackward(TypedDict):
     rows: int
     columns: int
     x_stride: int
-    dtype: int
-
-class _ColumnSumCpu(_ColumnSum):
-    threads: int
-
-class _ColumnSumCuda(_ColumnSum):
-    sum_dtype: int
     activation: int
     dtype: int
 
@@ -133,6 +120,32 @@ class _BiasGeluBackwardCpu(_BiasGeluBackward):
 
 class _BiasGeluBackwardCuda(_BiasGeluBackward):
     bias_dtype: int
+    parts: int
+    device: int
+    stream: int
+
+def bias_gelu_workspace(rows: int, columns: int) -> int: ...
+def bias_gelu_forward_cpu(**fields: Unpack[_BiasGeluForwardCpu]) -> None: ...
+def bias_gelu_forward_cuda(**fields: Unpack[_BiasGeluForwardCuda]) -> None: ...
+def bias_gelu_backward_cpu(**fields: Unpack[_BiasGeluBackwardCpu]) -> None: ...
+def bias_gelu_backward_cuda(**fields: Unpack[_BiasGeluBackwardCuda]) -> None: ...
+
+# ---- column_sum ------------------------------------------------------------------------------------------------------
+
+class _ColumnSum(TypedDict):
+    x: int
+    sum: int
+    workspace: int
+    rows: int
+    columns: int
+    x_stride: int
+    dtype: int
+
+class _ColumnSumCpu(_ColumnSum):
+    threads: int
+
+class _ColumnSumCuda(_ColumnSum):
+    sum_dtype: int
     parts: int
     device: int
     stream: int
@@ -146,21 +159,6 @@ def column_sum_cuda(**fields: Unpack[_ColumnSumCuda]) -> None: ...
 class _DropoutAddLayerNorm(TypedDict):
     z: int
     weight: int
-
-def bias_gelu_workspace(rows: int, columns: int) -> int: ...
-def bias_gelu_forward_cpu(**fields: Unpack[_BiasGeluForwardCpu]) -> None: ...
-def bias_gelu_forward_cuda(**fields: Unpack[_BiasGeluForwardCuda]) -> None: ...
-def bias_gelu_backward_cpu(**fields: Unpack[_BiasGeluBackwardCpu]) -> None: ...
-def bias_gelu_backward_cuda(**fields: Unpack[_BiasGeluBackwardCuda]) -> None: ...
-
-# ---- gelu_layer_norm -------------------------------------------------------------------------------------------------
-
-class _GeluLayerNormForward(TypedDict):
-    x: int
-    linear_bias: int
-    weight: int
-    bias: int
-    y: int
     mean: int
     rstd: int
     rows: int
@@ -188,16 +186,6 @@ class _DropoutAddLayerNormForwardCpu(_DropoutAddLayerNormForward):
     threads: int
 
 class _DropoutAddLayerNormForwardCuda(_DropoutAddLayerNormForward):
-    x_stride: int
-    eps: float
-    activation: int
-    dtype: int
-
-class _GeluLayerNormForwardCpu(_GeluLayerNormForward):
-    workspace: int
-    threads: int
-
-class _GeluLayerNormForwardCuda(_GeluLayerNormForward):
     parameter_dtype: int
     device: int
     stream: int
@@ -219,32 +207,6 @@ class _DropoutAddLayerNormBackwardCuda(_DropoutAddLayerNormBackward):
     weight_dtype: int
     bias_dtype: int
     linear_bias_dtype: int
-
-class _GeluLayerNormBackward(TypedDict):
-    dy: int
-    x: int
-    linear_bias: int
-    weight: int
-    mean: int
-    rstd: int
-    dx: int
-    dlinear_bias: int
-    dweight: int
-    dbias: int
-    workspace: int
-    rows: int
-    columns: int
-    x_stride: int
-    activation: int
-    dtype: int
-
-class _GeluLayerNormBackwardCpu(_GeluLayerNormBackward):
-    threads: int
-
-class _GeluLayerNormBackwardCuda(_GeluLayerNormBackward):
-    linear_bias_dtype: int
-    weight_dtype: int
-    bias_dtype: int
     blocks: int
     device: int
     stream: int
@@ -312,9 +274,80 @@ def embedding_workspace(rows: int, columns: int) -> int: ...
 def embedding_forward_cpu(**fields: Unpack[_EmbeddingForward]) -> None: ...
 def embedding_backward_cpu(**fields: Unpack[_EmbeddingBackward]) -> None: ...
 def embedding_table_backward_cpu(**fields: Unpack[_EmbeddingTableBackward]) -> None: ...
+
+# ---- gelu_layer_norm -------------------------------------------------------------------------------------------------
+
+class _GeluLayerNormForward(TypedDict):
+    x: int
+    linear_bias: int
+    weight: int
+    bias: int
+    y: int
+    mean: int
+    rstd: int
+    rows: int
+    columns: int
+    x_stride: int
+    eps: float
+    activation: int
+    dtype: int
+
+class _GeluLayerNormForwardCpu(_GeluLayerNormForward):
+    workspace: int
+    threads: int
+
+class _GeluLayerNormForwardCuda(_GeluLayerNormForward):
+    parameter_dtype: int
+    device: int
+    stream: int
+
+class _GeluLayerNormBackward(TypedDict):
+    dy: int
+    x: int
+    linear_bias: int
+    weight: int
+    mean: int
+    rstd: int
+    dx: int
+    dlinear_bias: int
+    dweight: int
+    dbias: int
+    workspace: int
+    rows: int
+    columns: int
+    x_stride: int
+    activation: int
+    dtype: int
+
+class _GeluLayerNormBackwardCpu(_GeluLayerNormBackward):
+    threads: int
+
+class _GeluLayerNormBackwardCuda(_GeluLayerNormBackward):
+    linear_bias_dtype: int
+    weight_dtype: int
+    bias_dtype: int
+    blocks: int
+    device: int
+    stream: int
+
 def gelu_layer_norm_forward_workspace(rows: int, columns: int) -> int: ...
 def gelu_layer_norm_backward_workspace(rows: int, columns: int) -> int: ...
 def gelu_layer_norm_forward_cpu(**fields: Unpack[_GeluLayerNormForwardCpu]) -> None: ...
 def gelu_layer_norm_forward_cuda(**fields: Unpack[_GeluLayerNormForwardCuda]) -> None: ...
 def gelu_layer_norm_backward_cpu(**fields: Unpack[_GeluLayerNormBackwardCpu]) -> None: ...
 def gelu_layer_norm_backward_cuda(**fields: Unpack[_GeluLayerNormBackwardCuda]) -> None: ...
+
+# ---- pack ------------------------------------------------------------------------------------------------------------
+
+class _PackCopy(TypedDict):
+    source: int
+    target: int
+    cu_seqlens: int
+    sequences: int
+    max_seqlen: int
+    total: int
+    token_bytes: int
+    threads: int
+
+def pack_cpu(**fields: Unpack[_PackCopy]) -> None: ...
+def unpack_cpu(**fields: Unpack[_PackCopy]) -> None: ...

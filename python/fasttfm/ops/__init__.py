@@ -9,6 +9,14 @@ from fasttfm.ops.gelu_layer_norm import gelu_layer_norm
 from fasttfm.ops.layer_norm import layer_norm
 from fasttfm.ops.linear_gelu import linear_gelu
 from fasttfm.ops.mlp import mlp
+from fasttfm.ops.pack import (
+    cu_seqlens_from_lengths,
+    cu_seqlens_from_mask,
+    pack,
+    position_ids_from_cu_seqlens,
+    token_indices_from_mask,
+    unpack,
+)
 from fasttfm.ops.qkv_projection import fuse_qkv, qkv_projection
 
 __all__ = [
@@ -16,6 +24,8 @@ __all__ = [
     "bias_gelu",
     "check_errors",
     "column_sum",
+    "cu_seqlens_from_lengths",
+    "cu_seqlens_from_mask",
     "dropout_add_layer_norm",
     "embedding",
     "fuse_qkv",
@@ -23,5 +33,9 @@ __all__ = [
     "layer_norm",
     "linear_gelu",
     "mlp",
+    "pack",
+    "position_ids_from_cu_seqlens",
     "qkv_projection",
+    "token_indices_from_mask",
+    "unpack",
 ]

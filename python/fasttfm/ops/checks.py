@@ -83,14 +83,18 @@ def check_cu_seqlens(op: str, cu_seqlens: Any, like: torch.Tensor) -> None:
     check_device(op, "cu_seqlens", cu_seqlens, like)
 
 
-def check_cu_seqlens_values(op: str, cu_seqlens: torch.Tensor, total: int, longest: int | None = None) -> None:
-    """On the CPU: ``cu_seqlens`` rises from 0 to ``total`` in steps of at most ``longest``. On a GPU nothing is looked
-    at, for that would wait for it; kernels there keep inside their tensors whatever it holds."""
+def check_cu_seqlens_values(
+    op: str, cu_seqlens: torch.Tensor, total: int, longest: int | None = None, *, exact: bool = True
+) -> None:
+    """On the CPU: ``cu_seqlens`` rises from 0 to ``total`` (or ends before, unless ``exact``) in steps of at most
+    ``longest``. On a GPU nothing is looked at, for that would wait for it; kernels there keep inside their tensors
+    whatever it holds."""
     if cu_seqlens.device.type != "cpu":
         return
     values = cu_seqlens.tolist()
-    if values[0] != 0 or values[-1] != total:
-        raise bad_value(op, "cu_seqlens", f"values from 0 to {total}", f"from {values[0]} to {values[-1]}")
+    if values[0] != 0 or values[-1] > total or (exact and values[-1] < total):
+        expected = f"values from 0 to {'' if exact else 'at most '}{total}"
+        raise bad_value(op, "cu_seqlens", expected, f"from {values[0]} to {values[-1]}")
     for sequence, (first, end) in enumerate(itertools.pairwise(values)):
         if end < first:
             raise bad_value(op, "cu_seqlens", "values that never fall", f"{first}, {end} at sequence {sequence}")

@@ -1,0 +1,65 @@
+// Removing and restoring padding on the CPU: a sequence is one block of memory on either side.
+#include "pack/op.h"
+
+#include <cstring>
+
+#include "common/isa.h"
+#include "common/parallel.h"
+
+namespace fasttfm {
+namespace FASTTFM_ISA {
+namespace {
+
+constexpr int64_t kItemBytes = 1 << 16;  // about as much is copied by one item of work
+
+char* token(void* base, int64_t index, int64_t token_bytes) { return static_cast<char*>(base) + index * token_bytes; }
+const char* token(const void* base, int64_t index, int64_t token_bytes) {
+  return static_cast<const char*>(base) + index * token_bytes;
+}
+
+// Cuts the padded batch into stretches, each within one sequence, and calls body(padded, packed, present, step) for
+// each, in parallel: it has `step` tokens from `padded` on, the first `present` of which are `packed` and following.
+template <class Body>
+void for_stretches(const PackCopy& p, Body body) {
+  const int64_t tokens = p.sequences * p.max_seqlen;
+  const int64_t fitting = kItemBytes / (p.token_bytes + 1) + 1;
+  parallel_items((tokens + fitting - 1) / fitting, p.threads, [&](int64_t item) {
+    const int64_t end = (item + 1) * fitting < tokens ? (item + 1) * fitting : tokens;
+    for (int64_t padded = item * fitting; padded < end;) {
+      const int64_t sequence = padded / p.max_seqlen, s = padded % p.max_seqlen;
+      const int64_t next = padded - s + p.max_seqlen < end ? padded - s + p.max_seqlen : end;
+      const int64_t left = p.cu_seqlens[sequence + 1] - p.cu_seqlens[sequence] - s, step = next - padded;
+      body(padded, p.cu_seqlens[sequence] + s, left < 0 ? 0 : left < step ? left : step, step);
+      padded = next;
+    }
+  });
+}
+
+}  // namespace
+
+Status pack(const PackCopy& p) {
+  const auto size = [&](int64_t tokens) { return static_cast<size_t>(tokens * p.token_bytes); };
+  for_stretches(p, [&](int64_t padded, int64_t packed, int64_t present, int64_t) {
+    if (present > 0)
+      std::memcpy(token(p.target, packed, p.token_bytes), token(p.source, padded, p.token_bytes), size(present));
+  });
+  const int64_t end = p.cu_seqlens[p.sequences];
+  if (end < p.total) std::memset(token(p.target, end, p.token_bytes), 0, size(p.total - end));
+  return Status{};
+}
+
+Status unpack(const PackCopy& p) {
+  const auto size = [&](int64_t tokens) { return static_cast<size_t>(tokens * p.token_bytes); };
+  for_stretches(p, [&](int64_t padded, int64_t packed, int64_t present, int64_t step) {
+    if (present > 0)
+      std::memcpy(token(p.target, padded, p.token_bytes), token(p.source, packed, p.token_bytes), size(present));
+    if (present < step) std::memset(token(p.target, padded + present, p.token_bytes), 0, size(step - present));
+  });
+  return Status{};
+}
+
+}  // namespace FASTTFM_ISA
+}  // namespace fasttfm
+
+FASTTFM_CPU_LAUNCHER(pack, PackCopy)
+FASTTFM_CPU_LAUNCHER(unpack, PackCopy)

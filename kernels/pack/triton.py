@@ -1,0 +1,117 @@
+"""Removing and restoring padding in Triton: one kernel copies rows between [B, S, C] and [T, C], either way.
+
+A program takes BLOCK_S tokens of one sequence and BLOCK_C columns. When packing, the places of the padding, numbered in
+their order, fill what is left of the packed tensor behind the last sequence with zeros, so every row is written once.
+Whatever cu_seqlens holds, nothing outside the tensors is touched.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fasttfm.kernels.common.launch import on_device
+
+
+@triton.jit
+def _copy_kernel(
+    padded,  # [B, S, C], sequences batch_stride and tokens token_stride apart
+    packed,  # [T, C], rows packed_stride apart
+    cu_seqlens,  # [B + 1] int32
+    B,
+    S,
+    T,
+    C,
+    batch_stride,
+    token_stride,
+    packed_stride,
+    TO_PACKED: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    tokens = (tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)).to(tl.int64)
+    columns = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    begin = tl.load(cu_seqlens + sequence).to(tl.int64)
+    end = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
+    rows = begin + tokens
+    here = (tokens < S)[:, None] & (columns < C)[None, :]
+    present = here & ((rows >= 0) & (rows < T) & (rows < end))[:, None]
+    place = padded + sequence * batch_stride + tokens[:, None] * token_stride + columns[None, :]
+    if TO_PACKED:
+        padding = tl.load(cu_seqlens + B).to(tl.int64) + sequence * S + tokens - end
+        rows = tl.where(rows < end, rows, padding)
+        row = packed + rows[:, None] * packed_stride + columns[None, :]
+        tl.store(row, tl.load(place, mask=present, other=0), mask=here & ((rows >= 0) & (rows < T))[:, None])
+    else:
+        row = packed + rows[:, None] * packed_stride + columns[None, :]
+        tl.store(place, tl.load(row, mask=present, other=0), mask=here)
+
+
+def _tile(columns: int) -> dict[str, int]:
+    """About 4096 elements for a program, 32 for each thread; less where rows are short and their addresses many."""
+    block_c = min(1024, triton.next_power_of_2(columns))
+    return {"BLOCK_S": min(512, 4096 // block_c), "BLOCK_C": block_c, "num_warps": 4}
+
+
+def pack_triton(x: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
+    packed = torch.empty((total, *x.shape[2:]), dtype=x.dtype, device=x.device)
+    _copy(x, packed, cu_seqlens, to_packed=True)
+    return packed
+
+
+def unpack_triton(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    x = torch.empty((len(cu_seqlens) - 1, max_seqlen, *packed.shape[1:]), dtype=packed.dtype, device=packed.device)
+    _copy(x, packed, cu_seqlens, to_packed=False)
+    return x
+
+
+def _copy(padded: Tensor, packed: Tensor, cu_seqlens: Tensor, to_packed: bool) -> None:
+    if padded.numel() == 0:
+        return
+    batch, longest, columns = padded.shape[0], padded.shape[1], padded.shape[2:].numel()
+    padded, packed = _columns(padded, 2), _columns(packed, 1)
+    tile = _tile(columns)
+    with on_device(padded):
+        _copy_kernel[(batch, triton.cdiv(longest, tile["BLOCK_S"]), triton.cdiv(columns, tile["BLOCK_C"]))](
+            padded,
+            packed,
+            cu_seqlens.contiguous(),
+            batch,
+            longest,
+            packed.shape[0],
+            columns,
+            padded.stride(0),
+            padded.stride(1),
+            packed.stride(0),
+            TO_PACKED=to_packed,
+            **tile,
+        )
+
+
+def _columns(tensor: Tensor, leading: int) -> Tensor:
+    """The dimensions after the ``leading`` ones as one, its elements next to each other; a copy only where that needs
+    one. Truth values as bytes."""
+    if tensor.dtype == torch.bool:
+        tensor = tensor.view(torch.uint8)
+    tensor = tensor.unsqueeze(leading).flatten(leading)
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def compile_signatures(columns: int, element: str) -> list[dict[str, object]]:
+    """The kernel, either way, as it is compiled for tokens of ``columns`` elements of Triton type ``element``."""
+    tile = _tile(columns)
+    num_warps = tile.pop("num_warps")
+    pointers = {"padded": f"*{element}", "packed": f"*{element}", "cu_seqlens": "*i32"}
+    numbers = dict.fromkeys(("B", "S", "T", "C", "batch_stride", "token_stride", "packed_stride"), "i32")
+    return [
+        {
+            "kernel": _copy_kernel,
+            "signature": {**pointers, **numbers},
+            "constants": {"TO_PACKED": to_packed, **tile},
+            "num_warps": num_warps,
+        }
+        for to_packed in (True, False)
+    ]

@@ -1,0 +1,155 @@
+"""pack, unpack and the helpers around cu_seqlens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fasttfm import ops
+from fasttfm.ops.backends import triton_interpreted
+from fasttfm.testing.pytest_ops import op_tests
+from fasttfm.testing.specs.pack import SPEC, UNPACK_SPEC
+
+TestPack = op_tests(SPEC)
+TestUnpack = op_tests(UNPACK_SPEC)
+
+DTYPES = [torch.int64, torch.int32, torch.bool, torch.uint8, torch.float64, torch.bfloat16]
+BACKENDS = ["cpu", "triton", "reference"]
+
+
+def padded_batch(lengths: list[int], longest: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Token s of sequence b is 1000 * (b + 1) + s, padding is 0."""
+    x = torch.zeros(len(lengths), longest, dtype=torch.int64)
+    for b, length in enumerate(lengths):
+        x[b, :length] = 1000 * (b + 1) + torch.arange(length)
+    return x.to(dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=7), st.integers(0, 3), st.integers(0, 4))
+def test_round_trip(lengths: list[int], spare: int, more: int) -> None:
+    longest = max(lengths, default=0) + more
+    x = padded_batch(lengths, longest)
+    total = min(sum(lengths) + spare, x.numel())
+    cu_seqlens = ops.cu_seqlens_from_lengths(lengths)
+    packed = ops.pack(x, cu_seqlens, total=total)
+    expected = [1000 * (b + 1) + s for b, length in enumerate(lengths) for s in range(length)]
+    assert packed.tolist() == expected + [0] * (total - len(expected))
+    assert torch.equal(ops.unpack(packed, cu_seqlens, longest), x)
+
+
+@pytest.mark.skipif(not triton_interpreted(), reason="Triton takes CPU tensors in its interpreter only")
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=5), st.integers(0, 3))
+def test_backends_agree(lengths: list[int], spare: int) -> None:
+    longest = max(lengths, default=0) + 2
+    x = padded_batch(lengths, longest)
+    total = min(sum(lengths) + spare, x.numel())
+    cu_seqlens = ops.cu_seqlens_from_lengths(lengths)
+    packed = [ops.pack(x, cu_seqlens, total=total, backend=backend) for backend in BACKENDS]
+    restored = [ops.unpack(packed[0], cu_seqlens, longest, backend=backend) for backend in BACKENDS]
+    for other in (1, 2):
+        assert torch.equal(packed[0], packed[other])
+        assert torch.equal(restored[0], restored[other])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_any_type(dtype: torch.dtype, backend: str) -> None:
+    x = padded_batch([2, 0, 3], 4, dtype)
+    cu_seqlens = ops.cu_seqlens_from_lengths([2, 0, 3])
+    packed = ops.pack(x, cu_seqlens, backend=backend)
+    assert packed.dtype == dtype
+    assert torch.equal(ops.unpack(packed, cu_seqlens, 4, backend=backend), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_type_gpu(dtype: torch.dtype) -> None:
+    x = padded_batch([2, 0, 3], 4, dtype).cuda()
+    cu_seqlens = ops.cu_seqlens_from_lengths([2, 0, 3], device="cuda")
+    packed = ops.pack(x, cu_seqlens, backend="triton")
+    assert torch.equal(ops.unpack(packed, cu_seqlens, 4, backend="triton"), x)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_gpu() -> None:
+    x = padded_batch([2, 0, 3], 4).cuda()
+    lengths = torch.tensor([2, 0, 3], device="cuda")
+    ops.unpack(ops.pack(x, lengths=[2, 0, 3]), ops.cu_seqlens_from_lengths(lengths), 4)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        packed = ops.pack(x, lengths=[2, 0, 3])
+        cu_seqlens = ops.cu_seqlens_from_lengths(lengths)
+        again = ops.pack(x, cu_seqlens, total=5)
+        restored = ops.unpack(packed, cu_seqlens, 4)
+        ops.position_ids_from_cu_seqlens(cu_seqlens, total=5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(packed, again)
+    assert torch.equal(restored, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("boundaries", [[0, 90, 5, 7], [-4, 2, 3, 5], [3, 9, 9, 100], [0, 0, 0, 2**31 - 1]])
+def test_wrong_boundaries_reach_nothing_outside(boundaries: list[int]) -> None:
+    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device="cuda")
+    packed = ops.pack(torch.ones(3, 4, 40, device="cuda"), cu_seqlens, total=7)
+    ops.unpack(packed, cu_seqlens, 4)
+    torch.cuda.synchronize()
+
+
+def test_lengths_may_be_given() -> None:
+    x = padded_batch([2, 0, 3], 4)
+    expected = ops.pack(x, ops.cu_seqlens_from_lengths([2, 0, 3]))
+    assert torch.equal(ops.pack(x, lengths=[2, 0, 3]), expected)
+    assert torch.equal(ops.pack(x, lengths=torch.tensor([2, 0, 3])), expected)
+
+
+def test_cu_seqlens_from_lengths() -> None:
+    for lengths in ([2, 0, 3], torch.tensor([2, 0, 3]), torch.tensor([2, 0, 3], dtype=torch.int32)):
+        found = ops.cu_seqlens_from_lengths(lengths)
+        assert found.dtype == torch.int32
+        assert found.tolist() == [0, 2, 2, 5]
+    assert ops.cu_seqlens_from_lengths([]).tolist() == [0]
+    assert ops.cu_seqlens_from_lengths(torch.empty(0, dtype=torch.int64)).tolist() == [0]
+
+
+def test_masks() -> None:
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]])
+    for form in (mask, mask.bool(), mask.float()):
+        assert ops.cu_seqlens_from_mask(form).tolist() == [0, 2, 2, 5]
+    gaps = torch.tensor([[True, False, True], [False, True, False]])
+    assert ops.token_indices_from_mask(gaps).tolist() == [0, 2, 4]
+    assert ops.token_indices_from_mask(gaps, total=3).tolist() == [0, 2, 4]
+
+
+def test_position_ids() -> None:
+    cu_seqlens = ops.cu_seqlens_from_lengths([2, 0, 3])
+    for total in (None, 5):
+        assert ops.position_ids_from_cu_seqlens(cu_seqlens, total=total).tolist() == [0, 1, 0, 1, 2]
+    assert ops.position_ids_from_cu_seqlens(ops.cu_seqlens_from_lengths([])).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: ops.cu_seqlens_from_lengths([1, -2]), ValueError),
+        (lambda: ops.cu_seqlens_from_lengths([1.0]), TypeError),
+        (lambda: ops.cu_seqlens_from_lengths(torch.ones(3)), TypeError),
+        (lambda: ops.cu_seqlens_from_lengths(torch.ones(3, 2, dtype=torch.int64)), ValueError),
+        (lambda: ops.cu_seqlens_from_mask(torch.ones(3)), ValueError),
+        (lambda: ops.cu_seqlens_from_mask([[1]]), TypeError),
+        (lambda: ops.token_indices_from_mask(torch.ones(2, 2, 2)), ValueError),
+        (lambda: ops.position_ids_from_cu_seqlens(torch.tensor([0, 1])), TypeError),
+        (lambda: ops.pack(torch.ones(2, 3), lengths=[1, 4]), ValueError),
+        (lambda: ops.pack(torch.ones(2, 3), lengths=[1, 2, 3]), ValueError),
+    ],
+)
+def test_bad_calls_of_helpers(call: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"\w+: \w+: expected .*, got "):
+        call()
