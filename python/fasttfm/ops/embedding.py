@@ -472,7 +472,7 @@ def _backward_triton(*args: Any) -> tuple[Tensor, ...]:
 _TRITON_MAX_COLUMNS = 8192  # whole rows are kept in registers
 
 
-def _refuse_triton(ids: Tensor, word_table: Tensor) -> str | None:
+def _refuse_triton(ids: Tensor, word_table: Tensor, *_: Any) -> str | None:
     if word_table.shape[1] > _TRITON_MAX_COLUMNS:
         return f"takes up to {_TRITON_MAX_COLUMNS} columns, got {word_table.shape[1]}"
     return refuse_triton(word_table)
@@ -485,7 +485,7 @@ TABLE = BackendTable(
         Backend(
             "cpu",
             _native.missing,
-            lambda ids, word_table: refuse_native_cpu(word_table),
+            lambda ids, word_table, *_: refuse_native_cpu(word_table),
             _forward_native,
             _backward_native,
         ),
