@@ -18,6 +18,7 @@ from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.launch import multiprocessors, on_device
 from fasttfm.kernels.common.philox_triton import kept, row_position
 from fasttfm.kernels.common.rows import as_rows, gradient_like
+from fasttfm.kernels.common.sum_parts_triton import compile_signature, sum_parts
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 
@@ -198,36 +199,6 @@ def _bwd_kernel(
         tl.store(parts + 2 * programs.to(tl.int64) * C + part, dlinear_bias, mask=in_row)
 
 
-@triton.jit
-def _sum_parts_kernel(
-    parts,  # [3, P, C] fp32
-    dweight,  # [C], or unused
-    dbias,  # [C], or unused
-    dlinear_bias,  # [C], or unused
-    P,
-    C,
-    WANT_DWEIGHT: tl.constexpr,
-    WANT_DBIAS: tl.constexpr,
-    WANT_DLINEAR_BIAS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    which = tl.program_id(1).to(tl.int64)  # 0: dweight, 1: dbias, 2: dlinear_bias
-    total = tl.zeros([BLOCK_C], dtype=tl.float32)
-    for start in range(0, P, BLOCK_P):
-        rows = start + tl.arange(0, BLOCK_P)
-        mask = (rows < P)[:, None] & (columns < C)[None, :]
-        offsets = (which * P + rows[:, None]) * C + columns[None, :]
-        total += tl.sum(tl.load(parts + offsets, mask=mask, other=0.0), axis=0)
-    if WANT_DWEIGHT:
-        tl.store(dweight + columns, total.to(dweight.dtype.element_ty), mask=(columns < C) & (which == 0))
-    if WANT_DBIAS:
-        tl.store(dbias + columns, total.to(dbias.dtype.element_ty), mask=(columns < C) & (which == 1))
-    if WANT_DLINEAR_BIAS:
-        tl.store(dlinear_bias + columns, total.to(dlinear_bias.dtype.element_ty), mask=(columns < C) & (which == 2))
-
-
 def _tile(columns: int, elements: int, per_thread: int) -> dict[str, int]:
     """Whole rows for a program, about ``elements`` elements together, ``per_thread`` for each thread."""
     block_c = max(16, triton.next_power_of_2(columns))  # 16 columns to a draw
@@ -357,20 +328,7 @@ def dropout_add_layer_norm_backward_triton(
             **tile,
         )
         if any(wanted):
-            _sum_parts_kernel[(triton.cdiv(columns, 32), 3)](
-                parts,
-                dweight,
-                dbias,
-                dlinear_bias,
-                programs,
-                columns,
-                WANT_DWEIGHT=want_dweight,
-                WANT_DBIAS=want_dbias,
-                WANT_DLINEAR_BIAS=want_dlinear_bias,
-                BLOCK_P=64,
-                BLOCK_C=32,
-                num_warps=4,
-            )
+            sum_parts(parts, (dweight, dbias, dlinear_bias))
     return dresidual, dx, dweight, dbias, dlinear_bias
 
 
@@ -410,13 +368,5 @@ def compile_signatures(columns: int, element: str, stream: str, parameter: str) 
             },
             "allow_spills": columns > 4096,  # 8 elements a thread and three sums: a few words of the widest rows
         },
-        {
-            "kernel": _sum_parts_kernel,
-            "signature": {"parts": f, "dweight": w, "dbias": w, "dlinear_bias": w, "P": "i32", "C": "i32"},
-            "constants": {
-                **dict.fromkeys(("WANT_DWEIGHT", "WANT_DBIAS", "WANT_DLINEAR_BIAS"), True),
-                "BLOCK_P": 64,
-                "BLOCK_C": 32,
-            },
-        },
+        compile_signature(parameter, count=3),
     ]

@@ -101,21 +101,15 @@ def _check(x: Any, residual: Any, weight: Any, bias: Any, linear_bias: Any) -> N
 
 
 def _check_dropout(x: Tensor, cu_seqlens: Any, seed: Any) -> None:
-    for name, tensor, dtype in (("cu_seqlens", cu_seqlens, torch.int32), ("seed", seed, torch.int64)):
-        if tensor is None:
-            continue
-        if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
-            got = dtype_name(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise checks.bad_type(OP, name, f"a tensor of {dtype_name(dtype)} or None", got)
-        checks.check_device(OP, name, tensor, like=x)
-    if seed is not None:
-        checks.check_shape(OP, "seed", seed, (1,))
-    if cu_seqlens is not None:
-        if x.dim() != 2:
-            raise checks.bad_value(OP, "x", "shape [T, C] next to cu_seqlens", f"shape {tuple(x.shape)}")
-        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not cu_seqlens.is_contiguous():
-            got = f"shape {tuple(cu_seqlens.shape)} with strides {cu_seqlens.stride()}"
-            raise checks.bad_value(OP, "cu_seqlens", "a contiguous [sequences + 1], at least one sequence", got)
+    checks.check_seed(OP, seed, like=x)
+    if cu_seqlens is None:
+        return
+    checks.check_cu_seqlens(OP, cu_seqlens, like=x)
+    if x.dim() != 2:
+        raise checks.bad_value(OP, "x", "shape [T, C] next to cu_seqlens", f"shape {tuple(x.shape)}")
+    if len(cu_seqlens) < 2 or not cu_seqlens.is_contiguous():
+        got = f"shape {tuple(cu_seqlens.shape)} with strides {cu_seqlens.stride()}"
+        raise checks.bad_value(OP, "cu_seqlens", "a contiguous [sequences + 1], at least one sequence", got)
 
 
 class _DropoutAddLayerNorm(torch.autograd.Function):
