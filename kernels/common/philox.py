@@ -64,3 +64,21 @@ def kept(seed: Tensor, sequences: Tensor, tokens: Tensor, columns: int, threshol
     shifts = torch.arange(0, 32, 8, device=seed.device)
     draws = (words[..., None] >> shifts) & 0xFF  # [rows, blocks, 4 words, 4 bytes]
     return draws.flatten(1)[:, :columns] >= threshold
+
+
+def kept_weights(seed: Tensor, sequences: Tensor, heads: Tensor, queries: Tensor, keys: int, threshold: int) -> Tensor:
+    """Which attention weights dropout keeps: bool [..., keys] for positions of one broadcast shape (int64).
+
+    Of 64 neighbouring keys, draw d (0 to 3) decides the pairs d, d + 4, d + 8, ...: as tensor cores spread a
+    row of their results over threads, so that each draws for the elements it holds.
+
+        draw = philox(key=seed, counter=(key // 64 * 4 + key // 2 % 4, query, sequence, 1 + head))
+        kept = byte 2 * (key // 8 % 8) + key % 2 of that draw >= threshold
+    """
+    groups = torch.arange((keys + 63) // 64 * 4, device=seed.device)
+    c1, c2, c3 = (index[..., None] for index in torch.broadcast_tensors(queries, sequences, 1 + heads))
+    words = torch.stack(philox(seed, groups, c1, c2, c3), dim=-1)  # [..., groups, 4 words]
+    shifts = torch.arange(0, 32, 8, device=seed.device)
+    draws = ((words[..., None] >> shifts) & 0xFF).unflatten(-3, (-1, 4)).flatten(-2)  # [..., blocks, 4, 16 bytes]
+    in_order = draws.unflatten(-1, (8, 2)).transpose(-3, -2)  # [..., blocks, 8, 4, 2]
+    return in_order.flatten(-4)[..., :keys] >= threshold

@@ -1,0 +1,42 @@
+"""What an attention call asks for, apart from its tensors q, k and v: shared by every Python backend.
+
+Letters, here and in the backends: B batch, S sequence, T packed tokens, H heads of q, Hk heads of k and v, D head dim;
+Lq and Lk are a sequence's own numbers of queries and keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+UNLIMITED = -1
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """Query i of a sequence stands at key position ``i + Lk - Lq``: both ends are aligned. It attends to the keys from
+    ``window_left`` before that position to ``window_right`` after it; causal attention has ``window_right`` 0.
+
+    Dense tensors ([B, S, H, D]) may come with ``lengths``, packed ones ([T, H, D]) always come with ``cu_seqlens``.
+    """
+
+    sequences: int
+    max_seqlen: int  # at least the longest Lq; S when dense
+    max_seqlen_k: int
+    scale: float
+    window_left: int = UNLIMITED
+    window_right: int = UNLIMITED
+    cu_seqlens: Tensor | None = None  # int32 [sequences + 1]: first token of each packed sequence, and their number
+    cu_seqlens_k: Tensor | None = None
+    lengths: Tensor | None = None  # int32 [B]: Lq of each dense sequence
+    lengths_k: Tensor | None = None
+    bias: Tensor | None = None  # [H, >= max_seqlen, >= max_seqlen_k], added to the scaled scores
+    alibi_slopes: Tensor | None = None  # fp32 [H]: -slope * distance is added to the scaled scores
+    seed: Tensor | None = None  # int64 [1]; None means no dropout
+    threshold: int = 0  # philox.threshold(p)
+    dropout_scale: float = 1.0  # philox.scale(threshold)
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None
