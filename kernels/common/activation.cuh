@@ -14,8 +14,6 @@
 namespace fasttfm {
 namespace cuda {
 
-constexpr float kLog2E = 1.44269504f;
-
 __device__ __forceinline__ float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

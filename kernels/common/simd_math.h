@@ -23,12 +23,21 @@ inline Lanes with_sign(const Lanes& magnitude, const Lanes& sign) {
   return map(magnitude, sign, [](RegF m, RegF s) { return floats(bits(m) | (bits(s) & 0x80000000u)); });
 }
 // Clamps that keep NaN.
+#if defined(__ARM_NEON)
+inline Lanes at_most(const Lanes& x, float limit) {
+  return map(x, [=](RegF r) { return RegF(vminq_f32(r, limit - RegF{})); });
+}
+inline Lanes at_least(const Lanes& x, float limit) {
+  return map(x, [=](RegF r) { return RegF(vmaxq_f32(r, limit - RegF{})); });
+}
+#else
 inline Lanes at_most(const Lanes& x, float limit) {
   return map(x, [=](RegF r) { return select(reinterpret_cast<RegU>(r > limit), limit - RegF{}, r); });
 }
 inline Lanes at_least(const Lanes& x, float limit) {
   return map(x, [=](RegF r) { return select(reinterpret_cast<RegU>(r < limit), limit - RegF{}, r); });
 }
+#endif
 
 // c[0] + c[1] t + c[2] t^2 + ...
 template <int N>
@@ -70,6 +79,14 @@ inline Lanes exp(const Lanes& x) {
     const RegI whole = shifted_integer(n), half = whole >> 1;
     return m * power_of_two(half) * power_of_two(whole - half);
   });
+}
+
+// 2^x for x in [-126, 127], within 1.6e-7 of itself.
+inline Lanes exp2_in_range(const Lanes& x) {
+  constexpr float c[] = {1.0f, 0.693147004f, 0.240222424f, 0.0555073358f, 0.00967151299f, 0.00132647273f};
+  const Lanes exponent = x + broadcast(kIntegerShift);
+  const Lanes r = x - (exponent - broadcast(kIntegerShift));
+  return map(polynomial(r, c), exponent, [](RegF m, RegF n) { return floats(bits(m) + (bits(n) << 23)); });
 }
 
 // With a = |x|: below 1, a + a * P(a^2); above, 1 - exp(log(erfc(a))). From 4 on, erf is 1 in fp32.
