@@ -79,10 +79,15 @@ gpu: gpu-build ## on a GPU machine: build with its own Python, run GPU tests and
 	$(gpu_environment) $(PYTHON) -m pytest -m gpu $(op_tests)
 	$(gpu_environment) $(PYTHON) -m fasttfm bench $(if $(OPS),--ops $(OPS))
 
+# A short list of cases: under the sanitizer a kernel runs up to a hundred times slower.
+sanitized_cases := test_accuracy_gpu and bfloat16 and (typical or odd or packed)
+
 .PHONY: sanitize-gpu
-sanitize-gpu: gpu-build ## on a GPU machine: the GPU tests under compute-sanitizer (OPS=a,b)
-	$(gpu_environment) PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
-	  $(PYTHON) -m pytest -m gpu -k accuracy $(op_tests)
+sanitize-gpu: gpu-build ## on a GPU machine: some GPU tests under compute-sanitizer's memcheck and racecheck (OPS=a,b)
+	for tool in memcheck racecheck; do \
+	  $(gpu_environment) PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    $(PYTHON) -m pytest -q -m gpu -k "$(sanitized_cases)" $(op_tests); \
+	done
 
 .PHONY: clean
 clean: ## remove what was built and cached, keep .venv

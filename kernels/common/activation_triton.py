@@ -14,12 +14,13 @@ _TANH_CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def _tail(a):
-    """1 - Phi(a) for a in [0, 10], to 2e-5 of itself up to 5."""
-    power = 2.9734783311141655e-05 * a - 0.0007133503677323461
-    power = power * a + 0.007775156758725643
-    power = power * a - 0.05269617214798927
-    power = power * a - 0.45948922634124756
-    power = power * a - 1.150957465171814
+    """1 - Phi(a) for a in [0, 10]."""
+    power = 6.45140426e-06 * a - 3.6043326e-05
+    power = power * a - 4.79933078e-04
+    power = power * a + 7.47827953e-03
+    power = power * a - 5.27534895e-02
+    power = power * a - 0.459136069
+    power = power * a - 1.15111172
     return tl.exp2(power * a - 1.0)
 
 

@@ -15,9 +15,8 @@ from fasttfm.ops.backends import dtype_name
 
 def autocast(x: Any, *others: Any) -> tuple[Any, ...]:
     """The tensors in autocast's type, where it is on for x's device: what it does around torch's own linear layers."""
-    if not isinstance(x, Tensor) or not torch.amp.is_autocast_available(x.device.type):
-        return (x, *others)
-    if not torch.is_autocast_enabled(x.device.type):
+    known = isinstance(x, Tensor) and x.device.type in ("cpu", "cuda")  # torch has no autocast for the meta device
+    if not known or not torch.is_autocast_enabled(x.device.type):
         return (x, *others)
     dtype = torch.get_autocast_dtype(x.device.type)
 
