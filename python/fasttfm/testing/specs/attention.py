@@ -16,6 +16,7 @@ from fasttfm.kernels.attention import reference
 from fasttfm.kernels.attention.problem import window_bounds
 from fasttfm.kernels.common import philox
 from fasttfm.ops import attention
+from fasttfm.ops.linear import cpu_multiplies_bf16
 from fasttfm.testing.peers import peer_module
 from fasttfm.testing.row_cases import spoil
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, PeerCall, PeerUnavailable, draw
@@ -238,7 +239,22 @@ def _sdpa_forced(backend: SDPBackend) -> Callable[[Inputs, Mapping[str, Any]], C
 def _sdpa_cpu(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
     if inputs["q"].is_cuda:
         raise PeerUnavailable("on a GPU each of SDPA's kernels is a peer of its own")
+    if inputs["q"].dtype == torch.bfloat16 and not cpu_multiplies_bf16():
+        raise PeerUnavailable("torch multiplies bf16 hundreds of times slower than fp32 on this CPU")
     return _sdpa(inputs, options)
+
+
+def _sdpa_widened(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
+    """What helps SDPA on such a CPU."""
+    dtype = inputs["q"].dtype
+    if inputs["q"].is_cuda or dtype == torch.float32:
+        raise PeerUnavailable("for 16-bit types on a CPU")
+
+    def call() -> Any:
+        wide = {name: inputs[name].float() for name in "qkv"}
+        return _sdpa({**inputs, **wide}, options)().to(dtype)
+
+    return call
 
 
 def _varlen(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
@@ -483,6 +499,7 @@ SPEC = OpSpec(
     backward_cost=_backward_cost,
     peers=(
         Peer("sdpa", _sdpa_cpu),
+        Peer("sdpa.float32", _sdpa_widened),
         Peer("sdpa.cudnn", _sdpa_forced(SDPBackend.CUDNN_ATTENTION)),
         Peer("sdpa.flash", _sdpa_forced(SDPBackend.FLASH_ATTENTION)),
         Peer("sdpa.efficient", _sdpa_forced(SDPBackend.EFFICIENT_ATTENTION)),
