@@ -148,11 +148,10 @@ void forward_chunk(const AttentionForward& p, const Sequence& s, int64_t head, R
 
   const auto out = out_rows<T>(p.out, p, s, head);
   float* lse = lse_row(p.lse, p, s, head);
-  const float scale = p.seed != nullptr ? p.dropout_scale : 1.0f;
   for (int64_t row = 0; row < count; ++row) {
     const SoftmaxRow& state = a.rows[row];
     const bool empty = state.largest == -kInfinity && state.sum == state.sum;  // a NaN is passed on
-    store_row(a.out + row * d, p.head_dim, empty ? 0.0f : scale / state.sum, out[queries.first + row]);
+    store_row(a.out + row * d, p.head_dim, empty ? 0.0f : 1.0f / state.sum, out[queries.first + row]);
     lse[queries.first + row] = empty ? -kInfinity : (state.largest + std::log2(state.sum)) * kLn2;
   }
 }
@@ -181,7 +180,7 @@ struct BackwardArrays {
         dq(dv + round_up(max_seqlen_k, kKeyTile) * d) {}
 
   float* q;         // [kQueryTile, D]
-  float* dout;      // [kQueryTile, D], times the scale of what dropout keeps
+  float* dout;      // [kQueryTile, D]
   float* k_turned;  // [D, kKeyTile] in panels
   float* v_turned;  // [D, kKeyTile] in panels
   float* k;         // [kKeyTile, D]
@@ -241,15 +240,13 @@ FASTTFM_KERNEL void load_queries(const AttentionBackward& p, const Sequence& s, 
   const float* lse = lse_row(p.lse, p, s, head);
   const int64_t count = queries.last - queries.first;
   load_rows(Rows<const T>{q[queries.first], q.stride}, count, p.head_dim, p.scale * kLog2E, a.q);
-  load_rows(Rows<const T>{dout[queries.first], dout.stride}, count, p.head_dim,
-            p.seed != nullptr ? p.dropout_scale : 1.0f, a.dout);
+  load_rows(Rows<const T>{dout[queries.first], dout.stride}, count, p.head_dim, 1.0f, a.dout);
+  float* rounded_out = a.scores;  // [kQueryTile, D]: at most as large as scores and dscores, which are not there yet
+  load_rows(Rows<const T>{out[queries.first], out.stride}, count, p.head_dim, 1.0f, rounded_out);
+  row_products(a.dout, rounded_out, count, p.head_dim, a.delta);
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t query = queries.first + i;
-    Lanes total = broadcast(0.0f);
-    for_columns(p.head_dim,
-                [&](int64_t c, auto n) { total = total + load(dout[query] + c, n) * load(out[query] + c, n); });
-    a.delta[i] = sum(total);
-    a.lse[i] = lse[query] == -kInfinity ? 0.0f : lse[query] * kLog2E;  // nothing to attend to: all are masked
+    const float found = lse[queries.first + i];
+    a.lse[i] = found == -kInfinity ? 0.0f : found * kLog2E;  // nothing to attend to: all are masked
   }
 }
 

@@ -90,6 +90,18 @@ FASTTFM_KERNEL void store_row(const float* from, int64_t columns, float scale, T
   for_columns(columns, [&](int64_t c, auto n) { store(to + c, load(from + c) * broadcast(scale), n); });
 }
 
+// to[row] = sum of a[row] * b[row], in the order of multiply(): what is equal in exact arithmetic (a row that attends
+// to a single key has dout * v = dout * out) is equal here.
+inline void row_products(const float* a, const float* b, int64_t rows, int64_t columns, float* to) {
+  const int64_t stride = round_up(columns, kLanes);
+  for (int64_t row = 0; row < rows; row += kRowStep) {
+    float total[kRowStep] = {};
+    for (int64_t c = 0; c < columns; ++c)
+      for (int64_t i = 0; i < kRowStep; ++i) total[i] += a[(row + i) * stride + c] * b[(row + i) * stride + c];
+    std::memcpy(to + row, total, sizeof(total));
+  }
+}
+
 typedef float Quad __attribute__((vector_size(16)));
 inline Quad load_quad(const float* from) {
   Quad quad;
@@ -169,6 +181,7 @@ class WeightDropout {
       : seed_(p.seed != nullptr ? static_cast<uint64_t>(*p.seed) : 0),
         active_(p.seed != nullptr),
         limit_(static_cast<uint8_t>(p.threshold - 1)),
+        scale_(p.dropout_scale),
         sequence_(static_cast<uint32_t>(s.index)),
         head_(static_cast<uint32_t>(head)) {}
 
@@ -189,10 +202,10 @@ class WeightDropout {
         for (uint32_t d = 0; d < 4; ++d) *out++ = pairs[4 * block + d][pair];
   }
 
-  // Zeros in place of what is dropped of the drawn row.
+  // What is kept of the drawn row is scaled, the rest becomes 0.
   void apply(const TilePosition& tile, float* row) const {
     for (int64_t c = tile.panels.first * kLanes; c < tile.panels.last * kLanes; c += kLanes)
-      store(row + c, select(above(bytes_ + c, limit_), load(row + c), broadcast(0.0f)));
+      store(row + c, select(above(bytes_ + c, limit_), load(row + c) * broadcast(scale_), broadcast(0.0f)));
   }
 
  private:
@@ -201,6 +214,7 @@ class WeightDropout {
   uint64_t seed_;
   bool active_;
   uint8_t limit_;
+  float scale_;
   uint32_t sequence_, head_;
 };
 
