@@ -107,8 +107,9 @@ FASTTFM_KERNEL void forward_tile(const AttentionCall& p, const Sequence& s, Weig
                   Panels{a.k_turned + first * p.head_dim, kLanes, kLanes * p.head_dim}, a.scores + first, kKeyTile);
   for (int64_t i = 0; i < tile.queries; ++i) {
     float* scores = a.scores + i * kKeyTile;
-    mask_row(p, s, tile, i, scores);
+    mask_row(p, s, tile, i, -kInfinity, scores);
     const float factor = softmax_row(tile, scores, a.rows[row + i]);
+    mask_row(p, s, tile, i, 0.0f, scores);
     float* out = a.out + (row + i) * d;
     if (factor != 1.0f)
       for (int64_t c = 0; c < d; c += kLanes) store(out + c, load(out + c) * broadcast(factor));
@@ -129,7 +130,7 @@ void forward_chunk(const AttentionForward& p, const Sequence& s, int64_t head, R
   const auto k = FASTTFM_HEAD_ROWS(const T, p, k, s.index, s.first_key, kv_head);
   const auto v = FASTTFM_HEAD_ROWS(const T, p, v, s.index, s.first_key, kv_head);
   const int64_t count = queries.last - queries.first;
-  load_rows(Rows<const T>{q[queries.first], q.stride}, count, p.head_dim, p.scale, a.q);
+  load_rows(Rows<const T>{q[queries.first], q.stride}, count, p.head_dim, p.scale * kLog2E, a.q);
   std::memset(a.out, 0, static_cast<size_t>(count * d) * sizeof(float));
   for (int64_t row = 0; row < count; ++row) a.rows[row] = {-kInfinity, 0.0f};
 
@@ -147,12 +148,11 @@ void forward_chunk(const AttentionForward& p, const Sequence& s, int64_t head, R
 
   const auto out = out_rows<T>(p.out, p, s, head);
   float* lse = lse_row(p.lse, p, s, head);
-  const float scale = p.seed != nullptr ? p.dropout_scale : 1.0f;
   for (int64_t row = 0; row < count; ++row) {
     const SoftmaxRow& state = a.rows[row];
-    const bool empty = state.largest == -kInfinity && state.sum == 0.0f;
-    store_row(a.out + row * d, p.head_dim, empty ? 0.0f : scale / state.sum, out[queries.first + row]);
-    lse[queries.first + row] = empty ? -kInfinity : state.largest + std::log(state.sum);
+    const bool empty = state.largest == -kInfinity && state.sum == state.sum;  // a NaN is passed on
+    store_row(a.out + row * d, p.head_dim, empty ? 0.0f : 1.0f / state.sum, out[queries.first + row]);
+    lse[queries.first + row] = empty ? -kInfinity : (state.largest + std::log2(state.sum)) * kLn2;
   }
 }
 
@@ -180,13 +180,13 @@ struct BackwardArrays {
         dq(dv + round_up(max_seqlen_k, kKeyTile) * d) {}
 
   float* q;         // [kQueryTile, D]
-  float* dout;      // [kQueryTile, D], times the scale of what dropout keeps
+  float* dout;      // [kQueryTile, D]
   float* k_turned;  // [D, kKeyTile] in panels
   float* v_turned;  // [D, kKeyTile] in panels
   float* k;         // [kKeyTile, D]
   float* scores;    // [kQueryTile, kKeyTile]; then weights
   float* dscores;   // [kQueryTile, kKeyTile]
-  float* lse;       // [kQueryTile]
+  float* lse;       // [kQueryTile], in units of ln 2
   float* delta;     // [kQueryTile]: sum of dout * out
   float* dk;        // [keys, D]
   float* dv;        // [keys, D]
@@ -207,13 +207,14 @@ FASTTFM_KERNEL void backward_tile(const AttentionCall& p, const Sequence& s, Wei
                   Panels{a.v_turned + turned, kLanes, kLanes * p.head_dim}, a.dscores + first, kKeyTile);
   for (int64_t i = 0; i < tile.queries; ++i) {
     float *scores = a.scores + i * kKeyTile, *dscores = a.dscores + i * kKeyTile;
-    mask_row(p, s, tile, i, scores);
     if (dropout.active()) {
       dropout.draw(tile, i);
       dropout.apply(tile, dscores);
     }
     softmax_backward_row(tile, a.lse[i], a.delta[i], scores, dscores);
     if (dropout.active()) dropout.apply(tile, scores);
+    mask_row(p, s, tile, i, 0.0f, scores);
+    mask_row(p, s, tile, i, 0.0f, dscores);
   }
   for (int64_t i = tile.queries; i < round_up(tile.queries, kRowStep); ++i) {  // depth of dk and dv comes in steps
     std::memset(a.scores + i * kKeyTile + first, 0, static_cast<size_t>(width) * sizeof(float));
@@ -238,16 +239,14 @@ FASTTFM_KERNEL void load_queries(const AttentionBackward& p, const Sequence& s, 
   const auto dout = out_rows<const T>(p.dout, p, s, head), out = out_rows<const T>(p.out, p, s, head);
   const float* lse = lse_row(p.lse, p, s, head);
   const int64_t count = queries.last - queries.first;
-  load_rows(Rows<const T>{q[queries.first], q.stride}, count, p.head_dim, p.scale, a.q);
-  load_rows(Rows<const T>{dout[queries.first], dout.stride}, count, p.head_dim,
-            p.seed != nullptr ? p.dropout_scale : 1.0f, a.dout);
+  load_rows(Rows<const T>{q[queries.first], q.stride}, count, p.head_dim, p.scale * kLog2E, a.q);
+  load_rows(Rows<const T>{dout[queries.first], dout.stride}, count, p.head_dim, 1.0f, a.dout);
+  float* rounded_out = a.scores;  // [kQueryTile, D]: at most as large as scores and dscores, which are not there yet
+  load_rows(Rows<const T>{out[queries.first], out.stride}, count, p.head_dim, 1.0f, rounded_out);
+  row_products(a.dout, rounded_out, count, p.head_dim, a.delta);
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t query = queries.first + i;
-    Lanes total = broadcast(0.0f);
-    for_columns(p.head_dim,
-                [&](int64_t c, auto n) { total = total + load(dout[query] + c, n) * load(out[query] + c, n); });
-    a.delta[i] = sum(total);
-    a.lse[i] = lse[query] == -kInfinity ? kInfinity : lse[query];  // nothing to attend to: all weights are 0
+    const float found = lse[queries.first + i];
+    a.lse[i] = found == -kInfinity ? 0.0f : found * kLog2E;  // nothing to attend to: all are masked
   }
 }
 
@@ -306,7 +305,7 @@ void backward_keys(const AttentionBackward& p, const Sequence& s, int64_t kv_hea
   const auto dk = FASTTFM_HEAD_ROWS(T, p, dk, s.index, s.first_key, kv_head);
   const auto dv = FASTTFM_HEAD_ROWS(T, p, dv, s.index, s.first_key, kv_head);
   for (int64_t key = keys.first; key < keys.last; ++key) {
-    store_row(a.dk + (key - keys.first) * d, p.head_dim, 1.0f, dk[key]);
+    store_row(a.dk + (key - keys.first) * d, p.head_dim, kLn2, dk[key]);  // q came in units of ln 2
     store_row(a.dv + (key - keys.first) * d, p.head_dim, 1.0f, dv[key]);
   }
 }

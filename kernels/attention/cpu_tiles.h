@@ -1,6 +1,7 @@
 // What attention does to one tile of queries and keys on the CPU: reading and writing rows, masks, dropout, softmax.
 //
-// Scores are [queries, keys] matrices of fp32 with rows kKeyTile apart.
+// Scores are [queries, keys] matrices of fp32 with rows kKeyTile apart. They are in units of ln 2: q is multiplied with
+// scale / ln 2 as it is read, so a weight is a power of two and the score needs no factor of its own.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +20,7 @@ namespace FASTTFM_ISA {
 
 constexpr int64_t kQueryTile = 64;
 constexpr int64_t kKeyTile = 128;  // a multiple of the 64 keys that dropout decides together
+constexpr float kLog2E = 0x1.715476p0f, kLn2 = 0x1.62e43p-1f;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // ---- where things are ------------------------------------------------------------------------------------------------
@@ -66,19 +68,38 @@ inline Range intersection(Range a, Range b) {
 
 // ---- rows in and out -------------------------------------------------------------------------------------------------
 
+// Rows of one head lie far apart: they are asked for so many rows ahead.
+constexpr int64_t kRowsAhead = 8;
+
 // to[row] = from[row] * scale in fp32, `columns` padded with zeros to a multiple of 16, rows to one of kRowStep.
 template <class T>
 FASTTFM_KERNEL void load_rows(Rows<const T> from, int64_t rows, int64_t columns, float scale, float* to) {
   const int64_t stride = round_up(columns, kLanes);
-  for (int64_t row = 0; row < rows; ++row)
-    for_columns(columns,
-                [&](int64_t c, auto n) { store(to + row * stride + c, load(from[row] + c, n) * broadcast(scale)); });
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* ahead = from[row + kRowsAhead < rows ? row + kRowsAhead : row];
+    for_columns(columns, [&](int64_t c, auto n) {
+      prefetch(ahead + c);
+      store(to + row * stride + c, load(from[row] + c, n) * broadcast(scale));
+    });
+  }
   std::memset(to + rows * stride, 0, static_cast<size_t>((round_up(rows, kRowStep) - rows) * stride) * sizeof(float));
 }
 
 template <class T>
 FASTTFM_KERNEL void store_row(const float* from, int64_t columns, float scale, T* to) {
   for_columns(columns, [&](int64_t c, auto n) { store(to + c, load(from + c) * broadcast(scale), n); });
+}
+
+// to[row] = sum of a[row] * b[row], in the order of multiply(): what is equal in exact arithmetic (a row that attends
+// to a single key has dout * v = dout * out) is equal here.
+inline void row_products(const float* a, const float* b, int64_t rows, int64_t columns, float* to) {
+  const int64_t stride = round_up(columns, kLanes);
+  for (int64_t row = 0; row < rows; row += kRowStep) {
+    float total[kRowStep] = {};
+    for (int64_t c = 0; c < columns; ++c)
+      for (int64_t i = 0; i < kRowStep; ++i) total[i] += a[(row + i) * stride + c] * b[(row + i) * stride + c];
+    std::memcpy(to + row, total, sizeof(total));
+  }
 }
 
 typedef float Quad __attribute__((vector_size(16)));
@@ -141,15 +162,16 @@ inline TilePosition find_tile(const AttentionCall& p, const Sequence& s, Range q
   return tile;
 }
 
-// Scores of keys that a query does not attend to become -infinity.
-inline void mask_row(const AttentionCall& p, const Sequence& s, const TilePosition& tile, int64_t row, float* scores) {
+// Writes `value` to the columns of a row whose keys its query does not attend to.
+inline void mask_row(const AttentionCall& p, const Sequence& s, const TilePosition& tile, int64_t row, float value,
+                     float* columns) {
   const int64_t query = tile.query + row;
   const Range keys = intersection(attended_keys(p, s, {query, query + 1}), {tile.key, tile.key + tile.keys});
   const int64_t begin = tile.panels.first * kLanes, end = tile.panels.last * kLanes;
   int64_t first = keys.first - tile.key, last = keys.last - tile.key;
   if (first >= last) first = last = end;
-  for (int64_t c = begin; c < first; ++c) scores[c] = -kInfinity;
-  for (int64_t c = last; c < end; ++c) scores[c] = -kInfinity;
+  for (int64_t c = begin; c < first; ++c) columns[c] = value;
+  for (int64_t c = last; c < end; ++c) columns[c] = value;
 }
 
 // Which of a row's weights dropout keeps.
@@ -159,6 +181,7 @@ class WeightDropout {
       : seed_(p.seed != nullptr ? static_cast<uint64_t>(*p.seed) : 0),
         active_(p.seed != nullptr),
         limit_(static_cast<uint8_t>(p.threshold - 1)),
+        scale_(p.dropout_scale),
         sequence_(static_cast<uint32_t>(s.index)),
         head_(static_cast<uint32_t>(head)) {}
 
@@ -179,10 +202,10 @@ class WeightDropout {
         for (uint32_t d = 0; d < 4; ++d) *out++ = pairs[4 * block + d][pair];
   }
 
-  // Zeros in place of what is dropped of the drawn row.
+  // What is kept of the drawn row is scaled, the rest becomes 0.
   void apply(const TilePosition& tile, float* row) const {
     for (int64_t c = tile.panels.first * kLanes; c < tile.panels.last * kLanes; c += kLanes)
-      store(row + c, select(above(bytes_ + c, limit_), load(row + c), broadcast(0.0f)));
+      store(row + c, select(above(bytes_ + c, limit_), load(row + c) * broadcast(scale_), broadcast(0.0f)));
   }
 
  private:
@@ -191,39 +214,46 @@ class WeightDropout {
   uint64_t seed_;
   bool active_;
   uint8_t limit_;
+  float scale_;
   uint32_t sequence_, head_;
 };
 
-// What online softmax knows of a row: the largest score so far, and the sum of exp(score - largest).
+// What online softmax knows of a row: the largest score so far, and the sum of 2^(score - largest).
 struct SoftmaxRow {
   float largest, sum;
 };
 
+// 2^(score - shift). Below fp32's normal range, and for -infinity, it stays at 2^-126: masks write their zeros
+// afterwards.
+inline Lanes weights(const Lanes& scores, float shift) {
+  return exp2_in_range(at_least(scores - broadcast(shift), -126.0f));
+}
+
 // scores -> weights relative to the row's largest score, which may rise: returns what earlier weights of the row are to
-// be multiplied with.
+// be multiplied with. Masked scores are -infinity.
 inline float softmax_row(const TilePosition& tile, float* scores, SoftmaxRow& state) {
   const int64_t begin = tile.panels.first * kLanes, end = tile.panels.last * kLanes;
-  Lanes largest = load(scores + begin);
-  for (int64_t c = begin + kLanes; c < end; c += kLanes) largest = maximum(load(scores + c), largest);
-  const float here = maximum(largest), before = state.largest;
+  Lanes most = load(scores + begin);
+  for (int64_t c = begin + kLanes; c < end; c += kLanes) most = larger(load(scores + c), most);
+  const float here = largest(most), before = state.largest;
   if (here > before) state.largest = here;
-  const float shift = state.largest == -kInfinity ? 0.0f : state.largest;  // nothing to attend to: all weights are 0
+  const float shift = state.largest == -kInfinity ? 0.0f : state.largest;  // nothing to attend to: all are masked
   Lanes total = broadcast(0.0f);
   for (int64_t c = begin; c < end; c += kLanes) {
-    const Lanes weight = exp_or_zero(load(scores + c) - broadcast(shift));
+    const Lanes weight = weights(load(scores + c), shift);
     store(scores + c, weight);
     total = total + weight;
   }
   const bool unchanged = before == state.largest || before == -kInfinity;  // or there are no earlier weights
-  const float factor = unchanged ? 1.0f : exp_or_zero(broadcast(before - shift)).r[0][0];
+  const float factor = unchanged ? 1.0f : weights(broadcast(before), shift).r[0][0];
   state.sum = state.sum * factor + sum(total);
   return factor;
 }
 
-// With dweights = dout * V^T: scores -> weights P, dweights -> dscores = P * (dweights - delta).
+// With dweights = dout * V^T: scores -> weights P, dweights -> dscores = P * (dweights - delta). Masks come after it.
 inline void softmax_backward_row(const TilePosition& tile, float lse, float delta, float* scores, float* dweights) {
   for (int64_t c = tile.panels.first * kLanes; c < tile.panels.last * kLanes; c += kLanes) {
-    const Lanes weight = exp_or_zero(load(scores + c) - broadcast(lse));
+    const Lanes weight = weights(load(scores + c), lse);
     store(scores + c, weight);
     store(dweights + c, weight * (load(dweights + c) - broadcast(delta)));
   }

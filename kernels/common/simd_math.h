@@ -24,10 +24,10 @@ inline Lanes with_sign(const Lanes& magnitude, const Lanes& sign) {
 }
 // Clamps that keep NaN.
 inline Lanes at_most(const Lanes& x, float limit) {
-  return map(x, [=](RegF r) { return select(reinterpret_cast<RegU>(r > limit), limit - RegF{}, r); });
+  return map(x, [=](RegF r) { return smaller(r, limit - RegF{}); });
 }
 inline Lanes at_least(const Lanes& x, float limit) {
-  return map(x, [=](RegF r) { return select(reinterpret_cast<RegU>(r < limit), limit - RegF{}, r); });
+  return map(x, [=](RegF r) { return larger(r, limit - RegF{}); });
 }
 
 // c[0] + c[1] t + c[2] t^2 + ...
@@ -63,9 +63,20 @@ inline Lanes exp_in_range(const Lanes& x) {
   return map(e.mantissa, e.exponent, [](RegF m, RegF n) { return m * power_of_two(shifted_integer(n)); });
 }
 
-// For x up to 88: results below fp32's normal range are 0.
-inline Lanes exp_or_zero(const Lanes& x) {
-  return select(x < -87.0f, broadcast(0.0f), exp_in_range(at_least(x, -87.0f)));
+// 2^x for x in [-126, 127], with a relative error of at most 2^-23: x = n + r, and n is added to the exponent of 2^r.
+inline Lanes exp2_in_range(const Lanes& x) {
+  constexpr float c[] = {1.0f,
+                         0.6931470036506653f,
+                         0.24022246897220612f,
+                         0.0555071122944355f,
+                         0.009671294130384922f,
+                         0.0013269406044855714f};
+  const Lanes exponent = x + broadcast(kIntegerShift);
+  const Lanes r = x - (exponent - broadcast(kIntegerShift)), r2 = r * r;
+  const Lanes low = r * broadcast(c[1]) + broadcast(c[0]), middle = r * broadcast(c[3]) + broadcast(c[2]);
+  const Lanes mantissa = r2 * (r2 * (r * broadcast(c[5]) + broadcast(c[4])) + middle) + low;
+  // All bits of the shift but n itself leave the register on the left.
+  return map(mantissa, exponent, [](RegF m, RegF n) { return floats(bits(m) + (bits(n) << 23)); });
 }
 
 // Scaling in two steps reaches the subnormal results and infinity; past the limits the result stays 0 or infinity.
