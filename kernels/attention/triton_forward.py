@@ -54,7 +54,7 @@ def _over_keys(
         k_tile = load_rows(k_rows, first, shape[1], columns, MASKED, D, BLOCK_N)
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         keys = first + tl.arange(0, BLOCK_N)
-        scores = masked_scores(products, queries, keys, shape, terms, MASKED, FEATURES)
+        scores = masked_scores(products, queries[:, None], keys[None, :], shape, terms, MASKED, FEATURES)
         higher = tl.maximum(m, tl.max(scores, 1) * factor)
         reference = higher
         if MASKED or FEATURES[BIAS]:

@@ -13,13 +13,16 @@ class Tiles:
     keys: int
     warps: int
     stages: int
+    registers: int | None = None  # at most so many for a thread
+    programs: int = 2  # for a multiprocessor, where programs own heads
 
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, int | None]:
         return {
             "BLOCK_M": self.queries,
             "BLOCK_N": self.keys,
             "num_warps": self.warps,
             "num_stages": self.stages,
+            "maxnreg": self.registers,
         }
 
 
