@@ -35,7 +35,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     sequence_span,
     store_rows,
 )
-from fasttfm.kernels.common.philox_triton import kept_weights
+from fasttfm.kernels.common.philox_triton import dropped_weights
 
 MAX_BLOCK_M = tl.constexpr(128)
 
@@ -79,8 +79,6 @@ def _tile_gradients(
     PRECISION: tl.constexpr,
 ):
     """Z P and dS / s of a tile, queries by keys or keys by queries, rounded to the type that matrix products take."""
-    BLOCK_M: tl.constexpr = q_tile.shape[0]
-    BLOCK_N: tl.constexpr = k_tile.shape[0]
     q_axis: tl.constexpr = 0 if KEYS_FIRST else 1  # along which what belongs to queries is repeated
     factor = terms[0] if FEATURES[PLAIN] else 1.0
     if KEYS_FIRST:
@@ -89,15 +87,14 @@ def _tile_gradients(
     else:
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         dproducts = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
-    keys = first_key + tl.arange(0, BLOCK_N)
+    keys = first_key + tl.arange(0, k_tile.shape[0])
     scores = masked_scores(
         products, tl.expand_dims(queries, q_axis), tl.expand_dims(keys, 1 - q_axis), shape, terms, MASKED, FEATURES
     )
     weights = tl.exp2(scores * factor - tl.expand_dims(lse, q_axis))
     if FEATURES[DROPOUT]:
         tl.static_assert(not KEYS_FIRST, "dropout's draws lie along keys")
-        keep = kept_weights(dropout[0], dropout[1], dropout[2], queries, first_key, dropout[3], BLOCK_M, BLOCK_N)
-        dropped = tl.where(keep, weights, 0.0)
+        dropped = dropped_weights(weights, dropout[0], dropout[1], dropout[2], queries, first_key, dropout[3])
         dscores = dropped * dproducts - weights * delta[:, None]
     else:
         dropped = weights

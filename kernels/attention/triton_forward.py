@@ -24,7 +24,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     sequence_span,
     store_rows,
 )
-from fasttfm.kernels.common.philox_triton import kept_weights
+from fasttfm.kernels.common.philox_triton import dropped_weights
 
 
 @triton.jit
@@ -47,7 +47,6 @@ def _over_keys(
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    BLOCK_M: tl.constexpr = q_tile.shape[0]
     columns = tl.arange(0, q_tile.shape[1])
     factor = terms[0] if FEATURES[PLAIN] else 1.0
     for first in range(begin, end, BLOCK_N):
@@ -63,8 +62,7 @@ def _over_keys(
         correction = tl.exp2(m - reference)
         l = l * correction + tl.sum(weights, 1)
         if FEATURES[DROPOUT]:
-            keep = kept_weights(dropout[0], dropout[1], dropout[2], queries, first, dropout[3], BLOCK_M, BLOCK_N)
-            weights = tl.where(keep, weights, 0.0)
+            weights = dropped_weights(weights, dropout[0], dropout[1], dropout[2], queries, first, dropout[3])
         accumulator = accumulator * correction[:, None]
         v_tile = load_rows(v_rows, first, shape[1], columns, MASKED, D, BLOCK_N)
         accumulator = tl.dot(weights.to(v_tile.dtype), v_tile, accumulator, input_precision=PRECISION)
