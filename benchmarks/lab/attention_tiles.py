@@ -80,24 +80,28 @@ def forward_choices(case: Case) -> Iterator[Choice]:
 
 
 def backward_choices(case: Case) -> Iterator[Choice]:
-    wide = case.D > 64
+    first = case.p == 0
     if case.S <= 128:
         for queries, keys, warps, stages in ((64, 128, 8, 1), (64, 128, 8, 2), (128, 128, 8, 1), (64, 64, 4, 1)):
-            yield {"head_tiles": Tiles(queries, keys, warps, stages), "HEAD_KEYS": case.S}
+            yield {"head_tiles": Tiles(queries, keys, warps, stages, keys_first=first), "HEAD_KEYS": case.S}
+        if first:
+            yield {"head_tiles": Tiles(128, 128, 8, 1), "HEAD_KEYS": case.S}
     elif case.S <= 1024:
-        tiles = [(64, 64, 4, 2)]
-        tiles += [(64, 128, 8, 1)] if case.p == 0 else [(128, 64, 8, 1)]
-        tiles += [] if wide else [(128, 128, 8, 1)]
+        tiles = [(64, 64, 4, 2), (64, 128, 8, 1) if first else (128, 64, 8, 1)]
+        tiles += [(128, 128, 8, 1)] if case.D <= 64 else []
         for queries, keys, warps, programs in tiles:
             for stages in (1, 2):
-                choice = Tiles(queries, keys, warps, stages, programs=programs)
+                choice = Tiles(queries, keys, warps, stages, programs=programs, keys_first=first)
                 yield {"head_tiles": choice, "HEAD_KEYS": case.S}
+        if first:
+            yield {"head_tiles": Tiles(64, 64, 4, 2), "HEAD_KEYS": case.S}
+            yield {"head_tiles": Tiles(128, 64, 8, 2, programs=1), "HEAD_KEYS": case.S}
     if case.S >= 512:
-        query, key = Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)
-        options = [(64, 128, 8, 2)] if case.p == 0 else [(128, 64, 8, 2)]
+        query, key = Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2, keys_first=first)
+        options = [(64, 128, 8, 2)] if first else [(128, 64, 8, 2)]
         for option in [(64, 64, 4, 2), (64, 64, 4, 3), *options, (128, 128, 8, 1)]:
-            if not wide or option[1] * option[0] < 128 * 128:
-                yield {"query_tiles": query, "key_tiles": Tiles(*option), "HEAD_KEYS": 0}
+            if case.D <= 64 or option[1] * option[0] < 128 * 128:
+                yield {"query_tiles": query, "key_tiles": Tiles(*option, keys_first=first), "HEAD_KEYS": 0}
         for option in [(64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 128, 8, 2)]:
             yield {"query_tiles": Tiles(*option), "key_tiles": key, "HEAD_KEYS": 0}
 
@@ -105,7 +109,9 @@ def backward_choices(case: Case) -> Iterator[Choice]:
 def name_of(choice: Choice) -> str:
     short = {"forward_tiles": "", "head_tiles": "head ", "query_tiles": "q ", "key_tiles": "kv "}
     return " ".join(
-        f"{short[key]}{t.queries}x{t.keys} w{t.warps} s{t.stages}" + (f" r{t.registers}" if t.registers else "")
+        f"{short[key]}{t.queries}x{t.keys} w{t.warps} s{t.stages}"
+        + (f" r{t.registers}" if t.registers else "")
+        + " T" * t.keys_first
         for key, t in choice.items()
         if isinstance(t, Tiles)
     )

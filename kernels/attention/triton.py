@@ -1,4 +1,4 @@
-"""Attention in Triton: launchers. The kernels are in triton_forward.py and triton_backward.py, tile sizes in tuning.py."""
+"""Attention in Triton: launchers. The kernels are in triton_forward.py and triton_backward.py, tiles in tuning.py."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _backward_by_head(arguments: dict[str, Any], out: Tensor, problem: Attention
         scratch=scratch,
         items=items,
         scratch_rows=scratch_rows,
-        KEYS_FIRST=problem.seed is None,
+        KEYS_FIRST=tiles.keys_first,
         ONE_TILE=one_tile,
         **options,
     )
@@ -175,10 +175,11 @@ def _backward_by_tile(arguments: dict[str, Any], out: Tensor, problem: Attention
     _bwd_q_kernel[(tiles * heads * problem.sequences,)](
         **_without(arguments, "dk", "dv"), out=out, tiles=tiles, **options
     )
-    options = tuning.key_tiles(*key).options()
+    chosen = tuning.key_tiles(*key)
+    options = chosen.options()
     tiles = triton.cdiv(problem.max_seqlen_k, options["BLOCK_N"])
     _bwd_kv_kernel[(tiles * arguments["kv_heads"] * problem.sequences,)](
-        **_without(arguments, "dq", "lse"), tiles=tiles, KEYS_FIRST=problem.seed is None, **options
+        **_without(arguments, "dq", "lse"), tiles=tiles, KEYS_FIRST=chosen.keys_first, **options
     )
 
 

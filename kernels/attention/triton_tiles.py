@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What a call has, in the order of the tuple FEATURES: a limit of the window to the left, one to the right, a bias, slopes,
-# scores that are the plain products times a positive scale, dropout.
+# What a call has, in the order of the tuple FEATURES: a limit of the window to the left, one to the right, a bias,
+# slopes, scores that are the plain products times a positive scale, dropout.
 LEFT, RIGHT, BIAS, SLOPES, PLAIN, DROPOUT = (tl.constexpr(index) for index in range(6))
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -54,7 +54,7 @@ def output_offsets(sequence, first, head, heads, size, LAYOUT: tl.constexpr):
 
 @triton.jit
 def load_rows(head, first, rows, columns, MASKED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows ``first`` to ``first + BLOCK`` of a head; zeros past row ``rows`` (not looked at unless MASKED) and past D."""
+    """Rows ``first`` to ``first + BLOCK`` of a head; zeros past D and, where MASKED, past row ``rows``."""
     base, stride = head
     offsets = tl.arange(0, BLOCK)[:, None] * stride + columns[None, :]
     pointers = base + tl.cast(first, tl.int64) * stride + offsets
