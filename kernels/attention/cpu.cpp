@@ -158,14 +158,13 @@ void forward_chunk(const AttentionForward& p, const Sequence& s, int64_t head, R
 
 // ---- backward --------------------------------------------------------------------------------------------------------
 
-// One thread's arrays: what one tile needs, then sums of gradients for up to max_seqlen queries and max_seqlen_k keys.
+// One thread's arrays: what one tile needs, then sums of gradients for all queries and keys of a sequence.
 struct BackwardArrays {
-  static int64_t floats(int64_t max_seqlen, int64_t max_seqlen_k, int64_t d) {
-    return (2 * kQueryTile + 3 * kKeyTile + round_up(max_seqlen, kQueryTile) + 2 * round_up(max_seqlen_k, kKeyTile)) *
-               d +
+  static int64_t floats(int64_t queries, int64_t keys, int64_t d) {
+    return (2 * kQueryTile + 3 * kKeyTile + round_up(queries, kQueryTile) + 2 * round_up(keys, kKeyTile)) * d +
            2 * kQueryTile * kKeyTile + 2 * kQueryTile;
   }
-  BackwardArrays(float* workspace, int64_t max_seqlen_k, int64_t d)
+  BackwardArrays(float* workspace, int64_t keys, int64_t d)
       : q(workspace),
         dout(q + kQueryTile * d),
         k_turned(dout + kQueryTile * d),
@@ -176,8 +175,8 @@ struct BackwardArrays {
         lse(dscores + kQueryTile * kKeyTile),
         delta(lse + kQueryTile),
         dk(delta + kQueryTile),
-        dv(dk + round_up(max_seqlen_k, kKeyTile) * d),
-        dq(dv + round_up(max_seqlen_k, kKeyTile) * d) {}
+        dv(dk + round_up(keys, kKeyTile) * d),
+        dq(dv + round_up(keys, kKeyTile) * d) {}
 
   float* q;         // [kQueryTile, D]
   float* dout;      // [kQueryTile, D]
@@ -362,6 +361,18 @@ Status check(const AttentionCall& p) {
   return {};
 }
 
+// The most queries and keys that a sequence really has: max_seqlen may be far above it.
+struct Longest {
+  explicit Longest(const AttentionCall& p) {
+    for (int64_t i = 0; i < p.sequences; ++i) {
+      const Sequence s = find_sequence(p, i);
+      if (s.queries > queries) queries = s.queries;
+      if (s.keys > keys) keys = s.keys;
+    }
+  }
+  int64_t queries = 0, keys = 0;
+};
+
 }  // namespace
 
 Status attention_forward(const AttentionForward& p) {
@@ -376,7 +387,7 @@ Status attention_forward(const AttentionForward& p) {
         for (int64_t i = tokens.first; i < tokens.last; ++i) lse_row(p.lse, p, s, head)[i] = -kInfinity;
       }
     });
-    const int64_t per_head = chunks(p.max_seqlen, kQueryChunk), per_sequence = p.heads * per_head;
+    const int64_t per_head = chunks(Longest(p).queries, kQueryChunk), per_sequence = p.heads * per_head;
     const int64_t floats = ForwardArrays::floats(round_up(p.head_dim, kLanes));
     for_items(p, p.sequences * per_sequence, floats, [&](int64_t item, float* workspace) {
       const Sequence s = find_sequence(p, item / per_sequence);
@@ -398,28 +409,29 @@ Status attention_backward(const AttentionBackward& p) {
     using T = decltype(element);
     clear_unused<T>(p);
     const int64_t d = round_up(p.head_dim, kLanes);
-    const int64_t floats = BackwardArrays::floats(p.max_seqlen, p.max_seqlen_k, d);
+    const Longest longest(p);
+    const int64_t floats = BackwardArrays::floats(longest.queries, longest.keys, d);
     if (p.threads == 1 || p.sequences * p.kv_heads >= 2 * p.threads) {
       for_items(p, p.sequences * p.kv_heads, floats, [&](int64_t item, float* workspace) {
         const Sequence s = find_sequence(p, item / p.kv_heads);
-        backward_keys<T, true>(p, s, item % p.kv_heads, {0, s.keys}, BackwardArrays(workspace, p.max_seqlen_k, d));
+        backward_keys<T, true>(p, s, item % p.kv_heads, {0, s.keys}, BackwardArrays(workspace, longest.keys, d));
       });
       return Status{};
     }
-    const int64_t tiles = chunks(p.max_seqlen_k, kKeyTile), queries = chunks(p.max_seqlen, kQueryChunk);
+    const int64_t tiles = chunks(longest.keys, kKeyTile), queries = chunks(longest.queries, kQueryChunk);
     for_items(p, p.sequences * p.kv_heads * tiles, floats, [&](int64_t item, float* workspace) {
       const Sequence s = find_sequence(p, item / tiles / p.kv_heads);
       const int64_t first = item % tiles * kKeyTile;
       const Range keys = intersection({first, first + kKeyTile}, {0, s.keys});
       if (first < s.keys)
-        backward_keys<T, false>(p, s, item / tiles % p.kv_heads, keys, BackwardArrays(workspace, p.max_seqlen_k, d));
+        backward_keys<T, false>(p, s, item / tiles % p.kv_heads, keys, BackwardArrays(workspace, longest.keys, d));
     });
     for_items(p, p.sequences * p.heads * queries, floats, [&](int64_t item, float* workspace) {
       const Sequence s = find_sequence(p, item / queries / p.heads);
       const int64_t first = item % queries * kQueryChunk;
       const Range range = intersection({first, first + kQueryChunk}, {0, s.queries});
       if (first < s.queries)
-        backward_queries<T>(p, s, item / queries % p.heads, range, BackwardArrays(workspace, p.max_seqlen_k, d));
+        backward_queries<T>(p, s, item / queries % p.heads, range, BackwardArrays(workspace, longest.keys, d));
     });
     return Status{};
   });
