@@ -1,0 +1,424 @@
+"""``attention``: softmax(q k^T) v with dropout, for dense, padded and packed sequences, whole or local."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm import _native
+from fasttfm.kernels.attention import reference
+from fasttfm.kernels.attention.problem import AttentionProblem, window_bounds
+from fasttfm.kernels.common import philox
+from fasttfm.ops import checks
+from fasttfm.ops.attention_checks import Window, check_call, check_values
+from fasttfm.ops.backends import (
+    Backend,
+    BackendTable,
+    always,
+    refuse_native_cpu,
+    refuse_triton,
+    requested,
+    triton_absent,
+)
+from fasttfm.ops.library import needs_gradient, register
+from fasttfm.ops.linear import autocast
+
+OP = "attention"
+_WEIGHTS = "attention_weights"
+
+
+def attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen: int | None = None,
+    max_seqlen_k: int | None = None,
+    lengths: Tensor | None = None,
+    lengths_k: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of queries to keys and values, sequence by sequence and head by head.
+
+    Args:
+        q: ``[B, Sq, H, D]``, or packed ``[T, H, D]`` with ``cu_seqlens``: fp32, bf16 or fp16 (fp64 on the reference
+            backend). Without k and v it holds all three: ``[B, S, 3, H, D]`` or ``[T, 3, H, D]``, read in place.
+        k, v: ``[B, Sk, Hk, D]`` or ``[Tk, Hk, D]``. Hk divides H: each key/value head serves H / Hk query heads.
+        causal: Query i attends to keys up to position i + Lk - Lq of its sequence of Lq queries and Lk keys.
+        window: ``(left, right)``: keys from ``left`` before that position to ``right`` after; None or -1 for no limit.
+        scale: Of the scores; 1 / sqrt(D) by default.
+        dropout_p: Probability that a weight is set to zero, rounded to a multiple of 1/256; 0 in evaluation.
+        cu_seqlens: int32 ``[sequences + 1]``, the first row of each packed sequence, and the row count.
+        cu_seqlens_k: The same of k and v, where they are not ``cu_seqlens``.
+        max_seqlen, max_seqlen_k: No packed sequence has more queries or keys; T and Tk by default. Smaller bounds save
+            work. A GPU's kernels take them at their word: rows past them get no result.
+        lengths: int32 ``[B]``, for dense tensors: how many tokens of each sequence are real. Rows past that are no
+            keys, and give zeros and zero gradients.
+        lengths_k: The same for k and v alone, where they are not ``lengths``.
+        bias: ``[H, Sq or more, Sk or more]``, added to the scaled scores. Has no gradient.
+        alibi_slopes: fp32 ``[H]``: ``-slope * |i + Lk - Lq - j|`` is added for key j. Has no gradient.
+        seed: int64 ``[1]``, decides what is dropped; by default drawn from torch's generator.
+        return_lse: Returns ``(out, lse)``.
+        backend: Requests one backend; by default the first that can serve the call does.
+
+    Returns:
+        ``out`` of q's shape and type, contiguous; 0 where there is no key to attend to. ``lse``, fp32 without gradient,
+        is the logarithm of the sum of the exponential scores: ``[B, H, Sq]``, packed ``[H, T]``; -inf without a key.
+    """
+    TABLE.check_name(backend)
+    q, k, v = autocast(q, k, v)
+    bounds = check_call(
+        OP,
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen=max_seqlen,
+        max_seqlen_k=max_seqlen_k,
+        lengths=lengths,
+        lengths_k=lengths_k,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+    )
+    checks.check_number(OP, "dropout_p", dropout_p, low=0.0, high=1.0)
+    checks.check_seed(OP, seed, like=q)
+    if dropout_p == 0:
+        seed = None  # from here on, a seed means dropout
+    elif seed is None:
+        seed = philox.draw_seed(q.device)
+    tensors = (cu_seqlens, cu_seqlens_k, lengths, lengths_k, bias, alibi_slopes, seed)
+    numbers = (*bounds, *window_bounds(causal, window), _scale(q, scale), float(dropout_p))
+    apply = _Attention.apply if needs_gradient(q, k, v) else _forward_op
+    out, lse = apply(q, k, v, *tensors, *numbers, requested(backend))
+    return (out, lse) if return_lse else out
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen: int | None = None,
+    max_seqlen_k: int | None = None,
+    lengths: Tensor | None = None,
+    lengths_k: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """The weights that ``attention`` sums the values with, before dropout: for distillation and for plots.
+
+    Plain torch, differentiable in q and k; all weights are held in memory. The arguments are ``attention``'s.
+
+    Returns:
+        fp32 (fp64 for fp64) ``[B, H, Sq, Sk]``; of packed sequences ``[sequences, H, max_seqlen, max_seqlen_k]``. Rows
+        and columns past a sequence's end are 0, like those that the mask excludes.
+    """
+    bounds = check_call(
+        _WEIGHTS,
+        q,
+        k,
+        k,
+        causal=causal,
+        window=window,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen=max_seqlen,
+        max_seqlen_k=max_seqlen_k,
+        lengths=lengths,
+        lengths_k=lengths_k,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+    )
+    tensors = (cu_seqlens, cu_seqlens_k, lengths, lengths_k, bias, alibi_slopes, None)
+    left, right = window_bounds(causal, window)
+    problem = _problem(q, *tensors, *bounds, left, right, _scale(q, scale), 0.0)
+    _check_values(_WEIGHTS, q, k, problem)
+    weights: Tensor = reference.attention_weights(q, k, problem)
+    return weights
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return float(q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _check_values(op: str, q: Tensor, k: Tensor, problem: AttentionProblem) -> None:
+    check_values(op, q.shape[-3], problem.max_seqlen, problem.cu_seqlens, problem.lengths)
+    check_values(op, k.shape[-3], problem.max_seqlen_k, problem.cu_seqlens_k, problem.lengths_k, suffix="_k")
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _forward_op(q, k, v, *options)
+        ctx.save_for_backward(q, k, v, out, lse, *options[:_TENSORS])
+        ctx.numbers = options[_TENSORS:]
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # there is none of lse
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        gradients = (None, None, None)
+        if dout is not None:
+            gradients = _backward_op(dout, *ctx.saved_tensors, *ctx.numbers)
+        wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
+        return *(gradient if want else None for gradient, want in wanted), *(None for _ in ctx.needs_input_grad[3:])
+
+
+# ---- torch.library ---------------------------------------------------------------------------------------------------
+# k and v are None where q is qkv. Its gradient comes in one piece as dq then, and dk and dv are empty.
+
+_TENSORS = 7  # cu_seqlens, cu_seqlens_k, lengths, lengths_k, bias, alibi_slopes, seed
+
+
+def _forward(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    *others, backend = options
+    q, k, v = _separate(q, k, v)
+    problem = _problem(q, *others)
+    _check_values(OP, q, k, problem)
+    chosen = TABLE.select(backend, q, k, v, problem.bias, problem.alibi_slopes)
+    outputs: tuple[Tensor, Tensor] = chosen.forward(q, k, v, problem)
+    return outputs
+
+
+def _forward_fake(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    query = q.select(-3, 0) if k is None else q
+    *leading, tokens, heads, _ = query.shape
+    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return query.new_empty(query.shape), query.new_empty((*leading, heads, tokens), dtype=statistics)
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *others, backend = options
+    gradients = _backward_fake(dout, q, k, v)
+    dq, dk, dv = _separate(gradients[0], *(None if k is None else gradient for gradient in gradients[1:]))
+    q, k, v = _separate(q, k, v)
+    problem = _problem(q, *others)
+    chosen = TABLE.select(backend, q, k, v, problem.bias, problem.alibi_slopes)
+    chosen.backward(dout.contiguous(), q, k, v, out, lse, problem, dq, dk, dv)
+    return gradients
+
+
+def _backward_fake(
+    dout: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (q.new_empty(0 if tensor is None else tensor.shape) for tensor in (q, k, v))
+    return dq, dk, dv
+
+
+def _separate(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with their last dimension contiguous; views where q is qkv."""
+    if k is None or v is None:
+        q, k, v = q.unbind(-3)
+    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
+    return q, k, v
+
+
+def _problem(
+    q: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    lengths: Tensor | None,
+    lengths_k: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    max_seqlen: int,
+    max_seqlen_k: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    p: float,
+) -> AttentionProblem:
+    threshold = philox.threshold(p)
+    return AttentionProblem(
+        sequences=q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        max_seqlen=max_seqlen,
+        max_seqlen_k=max_seqlen_k,
+        scale=scale,
+        window_left=window_left,
+        window_right=window_right,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
+        lengths=lengths,
+        lengths_k=lengths if lengths_k is None else lengths_k,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        seed=seed,
+        threshold=threshold,
+        dropout_scale=philox.scale(threshold),
+    )
+
+
+_OPTIONS = (
+    "Tensor? cu_seqlens, Tensor? cu_seqlens_k, Tensor? lengths, Tensor? lengths_k, Tensor? bias, Tensor? alibi_slopes,"
+    " Tensor? seed, SymInt max_seqlen, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, float scale,"
+    " float p, str? backend"
+)
+_forward_op = register(
+    f"attention_forward(Tensor q, Tensor? k, Tensor? v, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+    _forward,
+    _forward_fake,
+)
+_backward_op = register(
+    f"attention_backward(Tensor dout, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor lse, {_OPTIONS})"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    _backward,
+    _backward_fake,
+)
+
+
+# ---- the native core: CPU --------------------------------------------------------------------------------------------
+
+
+def _forward_native(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
+    core, threads = _native.core(), torch.get_num_threads()
+    out, lse = _forward_fake(q, k, v)
+    workspace = torch.empty(core.attention_forward_workspace(q.shape[-1], threads), dtype=torch.float32)
+    core.attention_forward_cpu(
+        **_fields(q, k, v, problem),
+        workspace=workspace.data_ptr(),
+        threads=threads,
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+    )
+    return out, lse
+
+
+def _backward_native(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: AttentionProblem,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    core, threads = _native.core(), torch.get_num_threads()
+    size = core.attention_backward_workspace(problem.max_seqlen, problem.max_seqlen_k, q.shape[-1], threads)
+    workspace = torch.empty(size, dtype=torch.float32)
+    core.attention_backward_cpu(
+        **_fields(q, k, v, problem),
+        workspace=workspace.data_ptr(),
+        threads=threads,
+        dout=dout.data_ptr(),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        **_strided("dq", dq),
+        **_strided("dk", dk),
+        **_strided("dv", dv),
+    )
+
+
+def _fields(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> dict[str, int | float]:
+    return {
+        **_strided("q", q),
+        **_strided("k", k),
+        **_strided("v", v),
+        "cu_seqlens": _native.address(problem.cu_seqlens),
+        "cu_seqlens_k": _native.address(problem.cu_seqlens_k),
+        "lengths": _native.address(problem.lengths),
+        "lengths_k": _native.address(problem.lengths_k),
+        "seed": _native.address(problem.seed),
+        "sequences": problem.sequences,
+        "heads": q.shape[-2],
+        "kv_heads": k.shape[-2],
+        "head_dim": q.shape[-1],
+        "queries": q.shape[-3],
+        "keys": k.shape[-3],
+        "max_seqlen": problem.max_seqlen,
+        "max_seqlen_k": problem.max_seqlen_k,
+        "window_left": problem.window_left,
+        "window_right": problem.window_right,
+        "scale": problem.scale,
+        "threshold": problem.threshold,
+        "dropout_scale": problem.dropout_scale,
+        "dtype": _native.DTYPE_CODES[q.dtype],
+    }
+
+
+def _strided(name: str, x: Tensor) -> dict[str, int]:
+    """Where [B, S, H, D] or [T, H, D] lies; packed rows are no sequence's, so that stride is 0."""
+    sequence, token, head = x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
+    return {
+        name: x.data_ptr(),
+        f"{name}_sequence_stride": sequence,
+        f"{name}_token_stride": token,
+        f"{name}_head_stride": head,
+    }
+
+
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+def _forward_triton(*args: Any) -> tuple[Tensor, Tensor]:
+    from fasttfm.kernels.attention import triton
+
+    outputs: tuple[Tensor, Tensor] = triton.attention_fwd_triton(*args)
+    return outputs
+
+
+def _backward_triton(*args: Any) -> None:
+    from fasttfm.kernels.attention import triton
+
+    triton.attention_bwd_triton(*args)
+
+
+_HEAD_DIMS = range(16, 257, 8)
+
+
+def _refuse_head_dim(q: Tensor) -> str | None:
+    return None if q.shape[-1] in _HEAD_DIMS else f"takes head dims of 16 to 256 in steps of 8, got {q.shape[-1]}"
+
+
+def _refuse_cpu(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> str | None:
+    if bias is not None or alibi_slopes is not None:
+        return f"takes no {'alibi_slopes' if bias is None else 'bias'}"
+    return _refuse_head_dim(q) or refuse_native_cpu(q)
+
+
+def _refuse_triton(q: Tensor, *_: Any) -> str | None:
+    return _refuse_head_dim(q) or refuse_triton(q)
+
+
+# The CPU core stands before Triton: Triton's interpreter serves a CPU tensor only when it is asked for by name.
+TABLE = BackendTable(
+    OP,
+    (
+        Backend("cpu", _native.missing, _refuse_cpu, _forward_native, _backward_native),
+        Backend("triton", triton_absent, _refuse_triton, _forward_triton, _backward_triton),
+        Backend("reference", always, lambda *_: None, reference.attention_forward, reference.attention_backward),
+    ),
+)
