@@ -86,7 +86,7 @@ CASES = (
     _case("alibi", (9,), 4, 16, lengths_k=(15,), kv_heads=2, bias="alibi"),
     _case("head_dim_72", (20, 20), 1, 72, dropout_p=0.1),
     _case("head_dim_128", (18, 18), 1, 128, causal=True),
-    _case("head_dim_256", (17,), 1, 256, dropout_p=0.1),
+    _case("head_dim_256", (21, 21), 2, 256, dropout_p=0.1),
     _case("transposed", (9, 9), 2, 16, layout="transposed", causal=True),
     _case("sliced", (9, 4), 2, 16, layout="sliced", dropout_p=0.1),
     _case("fused", (9, 9), 2, 16, layout="fused", causal=True, dropout_p=0.1),
