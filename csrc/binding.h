@@ -2,6 +2,7 @@
 // nothing of Python and compile in a moment; module.cpp does, once for all launchers.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -57,8 +58,11 @@ void bind_launcher(Module& module, const char* name, Status (*launcher)(const Pa
                [launcher](const void* params) { return launcher(*static_cast<const Params*>(params)); });
 }
 
-// Adds `name(rows, columns)`: how many elements a workspace takes.
-void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t rows, int64_t columns));
+// Adds `name(arguments...)`: how many elements a workspace takes.
+void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t),
+                    std::array<const char*, 2> arguments = {"rows", "columns"});
+void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t, int64_t),
+                    std::array<const char*, 4> arguments);
 
 void bind_constant(Module& module, const char* name, int64_t value);
 

@@ -121,8 +121,15 @@ void add_launcher(Module& module, const char* name, std::vector<Field> fields,
       doc.c_str());
 }
 
-void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t rows, int64_t columns)) {
-  module.python.def(name, size, py::arg("rows"), py::arg("columns"));
+void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t),
+                    std::array<const char*, 2> arguments) {
+  module.python.def(name, size, py::arg(arguments[0]), py::arg(arguments[1]));
+}
+
+void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t, int64_t),
+                    std::array<const char*, 4> arguments) {
+  module.python.def(name, size, py::arg(arguments[0]), py::arg(arguments[1]), py::arg(arguments[2]),
+                    py::arg(arguments[3]));
 }
 
 void bind_constant(Module& module, const char* name, int64_t value) { module.python.attr(name) = value; }

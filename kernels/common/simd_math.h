@@ -94,14 +94,6 @@ inline Lanes exp(const Lanes& x) {
   });
 }
 
-// 2^x for x in [-126, 127], within 1.6e-7 of itself.
-inline Lanes exp2_in_range(const Lanes& x) {
-  constexpr float c[] = {1.0f, 0.693147004f, 0.240222424f, 0.0555073358f, 0.00967151299f, 0.00132647273f};
-  const Lanes exponent = x + broadcast(kIntegerShift);
-  const Lanes r = x - (exponent - broadcast(kIntegerShift));
-  return map(polynomial(r, c), exponent, [](RegF m, RegF n) { return floats(bits(m) + (bits(n) << 23)); });
-}
-
 // With a = |x|: below 1, a + a * P(a^2); above, 1 - exp(log(erfc(a))). From 4 on, erf is 1 in fp32.
 inline Lanes erf(const Lanes& x) {
   constexpr float p[] = {0.12837916612625122f,  -0.3761262595653534f,    0.1128358542919159f,   -0.026853810995817184f,
