@@ -59,9 +59,7 @@ def kept(seed, sequence, token, threshold, first_column, BLOCK_N: tl.constexpr, 
 
 
 @triton.jit
-def _kept_words(
-    seed, sequence, head, queries, first_key, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _kept_words(seed, sequence, head, queries, first_key, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """For each weight of a tile the word whose byte decides about it, and which byte: uint32 [BLOCK_M, BLOCK_N]. The
     byte's high bit says whether the weight is kept.
 
@@ -105,9 +103,7 @@ def dropped_weights(
     """Attention weights of the given queries and the keys from ``first_key`` on (a multiple of 64, as is BLOCK_N), with
     zeros for those that dropout takes. Where weights come from a matrix product, each thread draws for what it holds.
     """
-    keep, byte = _kept_words(
-        seed, sequence, head, queries, first_key, threshold, weights.shape[0], weights.shape[1]
-    )
+    keep, byte = _kept_words(seed, sequence, head, queries, first_key, threshold, weights.shape[0], weights.shape[1])
     if INTERPRETED:
         mask = ((keep << (24 - 8 * byte)).to(tl.int32, bitcast=True) >> 31).to(tl.int32)
     else:  # one instruction: the sign of a byte in every bit
@@ -121,12 +117,12 @@ def dropped_weights(
 def dropped_rounded(weights, seed, sequence, head, queries, first_key, threshold, DTYPE: tl.constexpr):
     """dropped_weights in another type. Weights of 16 bits are masked in pairs."""
     shape: tl.constexpr = weights.shape
-    if INTERPRETED or DTYPE == tl.float32:
+    if INTERPRETED or tl.float32 == DTYPE:
         rounded = dropped_weights(weights, seed, sequence, head, queries, first_key, threshold).to(DTYPE)
     else:
         keep, byte = _kept_words(seed, sequence, head, queries, first_key, threshold, shape[0], shape[1])
         selector = 0x9988 + 0x1111 * byte  # the sign of a byte in both bytes of a number, of the next one in the other
-        if DTYPE == tl.bfloat16:
+        if tl.bfloat16 == DTYPE:
             rounded = tl.inline_asm_elementwise(
                 "{ .reg .b32 p, m; cvt.rn.bf16x2.f32 p, $2, $1; prmt.b32 m, $3, 0, $5; and.b32 $0, p, m; }",
                 "=r,r,r,r,r,r,r",
