@@ -107,7 +107,7 @@ def _short_options(q: Tensor, problem: AttentionProblem, tiles: tuning.Tiles) ->
     options |= {"items": items, "EVEN": _even(problem, tiles), "STAGES": tiles.stages}
     bounded = problem.packed or problem.lengths is not None or problem.lengths_k is not None
     if bounded and problem.window_left == UNLIMITED and problem.window_right == UNLIMITED:
-        # The compiler also loads boundaries ahead, where nothing but loads and masks needs them, and takes stages for it.
+        # Where only loads and masks need the boundaries, the compiler loads them ahead too, and takes stages for that.
         options["STAGES"] = 2 * tiles.stages - 1
     return min(items, tiles.programs * multiprocessors(q)), options
 
