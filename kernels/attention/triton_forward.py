@@ -15,6 +15,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     LEFT,
     LN_2,
     PLAIN,
+    RIGHT,
     SLOPES,
     head_rows,
     key_tiles,
@@ -111,6 +112,7 @@ def _fwd_kernel(
     K_LAYOUT: tl.constexpr,
     UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
+    EVEN: tl.constexpr,  # every sequence is made of whole tiles
     PRECISION: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -131,7 +133,7 @@ def _fwd_kernel(
     q_rows = head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT)
     k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, head // group, UNIT)
     v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, head // group, UNIT)
-    q_tile = load_rows(q_rows, first, q_length, columns, True, D, BLOCK_M)
+    q_tile = load_rows(q_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
     shape = (q_length, k_length, window_left, window_right)
     terms = (scale, bias + head.to(tl.int64) * bias_head, bias_row, tl.load(slopes + head) if FEATURES[SLOPES] else 0.0)
     dropout = (tl.load(seed) if FEATURES[DROPOUT] else 0, sequence, head, threshold)
@@ -139,7 +141,7 @@ def _fwd_kernel(
     accumulator = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
-    for part in tl.static_range(0 if FEATURES[LEFT] else 1, 3):
+    for part in tl.static_range(0 if FEATURES[LEFT] else 1, 2 if EVEN and not FEATURES[RIGHT] else 3):
         accumulator, m, l = _over_keys(
             accumulator,
             m,
@@ -164,4 +166,4 @@ def _fwd_kernel(
     accumulator *= tl.where(l == 0.0, 0.0, dropout_scale / l)[:, None]
     lse_start, out_start = output_offsets(sequence, q_first, head, heads, q_size, Q_LAYOUT)
     tl.store(lse + lse_start + queries, (m + tl.log2(l)) * LN_2, mask=queries < rows)
-    store_rows((out + out_start * D, heads * D), first, rows, columns, accumulator, D, BLOCK_M)
+    store_rows((out + out_start * D, heads * D), first, rows, columns, accumulator, not EVEN, D, BLOCK_M)
