@@ -72,7 +72,7 @@ CASES = (
     _case("window_causal", (13, 30), 2, 16, layout="padded", window=(6, -1), causal=True),
     _case("cross_causal", (9, 9), 2, 16, lengths_k=(21, 21), causal=True),
     _case("cross_packed", (3, 5, 0, 4), 2, 16, lengths_k=(7, 0, 6, 9), layout="packed", causal=True),
-    _case("cross_padded", (3, 5), 2, 16, lengths_k=(7, 2), layout="padded", causal=True, dropout_p=0.1),
+    _case("cross_padded", (13, 21), 2, 16, lengths_k=(27, 9), layout="padded", causal=True, dropout_p=0.1),
     _case("nothing_to_attend", (21,), 2, 16, lengths_k=(9,), causal=True),
     _case("decoding", (1, 1, 1), 4, 64, lengths_k=(19, 1, 40), kv_heads=2, layout="padded", causal=True),
     _case("grouped_heads", (11, 6), 6, 16, kv_heads=2, layout="packed", dropout_p=0.1),
