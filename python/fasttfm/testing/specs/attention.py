@@ -38,6 +38,7 @@ def _case(
     layout: str = "dense",
     magnitude: float = 1.0,
     bias: str = "",
+    interpret: bool = True,
     **options: Any,
 ) -> OpCase:
     """``lengths`` of the queries of each sequence, ``lengths_k`` of the keys where they are others.
@@ -56,7 +57,7 @@ def _case(
         "magnitude": magnitude,
         "bias": bias,
     }
-    return OpCase(name, sizes, options)
+    return OpCase(name, sizes, options, interpret=interpret)
 
 
 CASES = (
@@ -91,7 +92,8 @@ CASES = (
     _case("sliced", (9, 4), 2, 16, layout="sliced", dropout_p=0.1),
     _case("fused", (9, 9), 2, 16, layout="fused", causal=True, dropout_p=0.1),
     _case("fused_packed", (9, 0, 14), 2, 40, layout="fused packed", dropout_p=0.1),
-    _case("large_logits", (24, 24), 2, 32, magnitude=4.0, causal=True),
+    # Not for Triton's interpreter: it rounds the product in `score * scale - lse`, which a GPU does not.
+    _case("large_logits", (24, 24), 2, 32, magnitude=4.0, causal=True, interpret=False),
     _case("all_dropped", (6, 6), 1, 16, dropout_p=1.0),
 )
 
