@@ -130,7 +130,7 @@ void forward_chunk(const AttentionForward& p, const Sequence& s, int64_t head, R
   const auto k = FASTTFM_HEAD_ROWS(const T, p, k, s.index, s.first_key, kv_head);
   const auto v = FASTTFM_HEAD_ROWS(const T, p, v, s.index, s.first_key, kv_head);
   const int64_t count = queries.last - queries.first;
-  load_rows(Rows<const T>{q[queries.first], q.stride}, count, p.head_dim, p.scale * kLog2E, a.q);
+  load_rows(Rows<const T>{q[queries.first], q.stride}, count, p.head_dim, p.scale, a.q);
   std::memset(a.out, 0, static_cast<size_t>(count * d) * sizeof(float));
   for (int64_t row = 0; row < count; ++row) a.rows[row] = {-kInfinity, 0.0f};
 
@@ -152,7 +152,7 @@ void forward_chunk(const AttentionForward& p, const Sequence& s, int64_t head, R
     const SoftmaxRow& state = a.rows[row];
     const bool empty = state.largest == -kInfinity && state.sum == state.sum;  // a NaN is passed on
     store_row(a.out + row * d, p.head_dim, empty ? 0.0f : 1.0f / state.sum, out[queries.first + row]);
-    lse[queries.first + row] = empty ? -kInfinity : (state.largest + std::log2(state.sum)) * kLn2;
+    lse[queries.first + row] = empty ? -kInfinity : state.largest + std::log(state.sum);
   }
 }
 
@@ -185,7 +185,7 @@ struct BackwardArrays {
   float* k;         // [kKeyTile, D]
   float* scores;    // [kQueryTile, kKeyTile]; then weights
   float* dscores;   // [kQueryTile, kKeyTile]
-  float* lse;       // [kQueryTile], in units of ln 2
+  float* lse;       // [kQueryTile]
   float* delta;     // [kQueryTile]: sum of dout * out
   float* dk;        // [keys, D]
   float* dv;        // [keys, D]
@@ -238,14 +238,13 @@ FASTTFM_KERNEL void load_queries(const AttentionBackward& p, const Sequence& s, 
   const auto dout = out_rows<const T>(p.dout, p, s, head), out = out_rows<const T>(p.out, p, s, head);
   const float* lse = lse_row(p.lse, p, s, head);
   const int64_t count = queries.last - queries.first;
-  load_rows(Rows<const T>{q[queries.first], q.stride}, count, p.head_dim, p.scale * kLog2E, a.q);
-  load_rows(Rows<const T>{dout[queries.first], dout.stride}, count, p.head_dim, 1.0f, a.dout);
-  float* rounded_out = a.scores;  // [kQueryTile, D]: at most as large as scores and dscores, which are not there yet
-  load_rows(Rows<const T>{out[queries.first], out.stride}, count, p.head_dim, 1.0f, rounded_out);
-  row_products(a.dout, rounded_out, count, p.head_dim, a.delta);
+  load_rows(Rows<const T>{q[queries.first], q.stride}, count, p.head_dim, p.scale, a.q);
+  const Rows<const T> dout_tile = {dout[queries.first], dout.stride}, out_tile = {out[queries.first], out.stride};
+  load_rows(dout_tile, count, p.head_dim, 1.0f, a.dout);
+  row_products(dout_tile, out_tile, count, p.head_dim, a.scores, a.delta);  // no scores are there yet
   for (int64_t i = 0; i < count; ++i) {
     const float found = lse[queries.first + i];
-    a.lse[i] = found == -kInfinity ? 0.0f : found * kLog2E;  // nothing to attend to: all are masked
+    a.lse[i] = found == -kInfinity ? 0.0f : found;  // nothing to attend to: all are masked
   }
 }
 
@@ -304,7 +303,7 @@ void backward_keys(const AttentionBackward& p, const Sequence& s, int64_t kv_hea
   const auto dk = FASTTFM_HEAD_ROWS(T, p, dk, s.index, s.first_key, kv_head);
   const auto dv = FASTTFM_HEAD_ROWS(T, p, dv, s.index, s.first_key, kv_head);
   for (int64_t key = keys.first; key < keys.last; ++key) {
-    store_row(a.dk + (key - keys.first) * d, p.head_dim, kLn2, dk[key]);  // q came in units of ln 2
+    store_row(a.dk + (key - keys.first) * d, p.head_dim, 1.0f, dk[key]);
     store_row(a.dv + (key - keys.first) * d, p.head_dim, 1.0f, dv[key]);
   }
 }

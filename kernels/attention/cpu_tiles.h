@@ -1,7 +1,7 @@
 // What attention does to one tile of queries and keys on the CPU: reading and writing rows, masks, dropout, softmax.
 //
-// Scores are [queries, keys] matrices of fp32 with rows kKeyTile apart. They are in units of ln 2: q is multiplied with
-// scale / ln 2 as it is read, so a weight is a power of two and the score needs no factor of its own.
+// Scores are [queries, keys] matrices of fp32 with rows kKeyTile apart. q is multiplied with the scale as it is read,
+// so that they need no factor of their own.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,6 @@ namespace FASTTFM_ISA {
 
 constexpr int64_t kQueryTile = 64;
 constexpr int64_t kKeyTile = 128;  // a multiple of the 64 keys that dropout decides together
-constexpr float kLog2E = 0x1.715476p0f, kLn2 = 0x1.62e43p-1f;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // ---- where things are ------------------------------------------------------------------------------------------------
@@ -90,18 +89,6 @@ FASTTFM_KERNEL void store_row(const float* from, int64_t columns, float scale, T
   for_columns(columns, [&](int64_t c, auto n) { store(to + c, load(from + c) * broadcast(scale), n); });
 }
 
-// to[row] = sum of a[row] * b[row], in the order of multiply(): what is equal in exact arithmetic (a row that attends
-// to a single key has dout * v = dout * out) is equal here.
-inline void row_products(const float* a, const float* b, int64_t rows, int64_t columns, float* to) {
-  const int64_t stride = round_up(columns, kLanes);
-  for (int64_t row = 0; row < rows; row += kRowStep) {
-    float total[kRowStep] = {};
-    for (int64_t c = 0; c < columns; ++c)
-      for (int64_t i = 0; i < kRowStep; ++i) total[i] += a[(row + i) * stride + c] * b[(row + i) * stride + c];
-    std::memcpy(to + row, total, sizeof(total));
-  }
-}
-
 typedef float Quad __attribute__((vector_size(16)));
 inline Quad load_quad(const float* from) {
   Quad quad;
@@ -140,6 +127,23 @@ FASTTFM_KERNEL void load_transposed(Rows<const T> from, int64_t rows, int64_t co
       for (int64_t row = 0; row < count; ++row) store(block + row * kLanes, load(from[first + row] + c, n));
       transpose_block(block, to + first * columns + c * kLanes);
     });
+  }
+}
+
+// to[row] = sum of a[row] * b[row], each row's in the order of multiply(): what is equal in exact arithmetic (a query
+// that attends to a single key has dout * out = dout * v) is equal here. `scratch` holds 32 rows; `to` is written by
+// sixteens.
+template <class T>
+FASTTFM_KERNEL void row_products(Rows<const T> a, Rows<const T> b, int64_t rows, int64_t columns, float* scratch,
+                                 float* to) {
+  float *a_turned = scratch, *b_turned = scratch + kLanes * round_up(columns, kLanes);
+  for (int64_t row = 0; row < rows; row += kLanes) {
+    const int64_t count = rows - row < kLanes ? rows - row : kLanes;
+    load_transposed(Rows<const T>{a[row], a.stride}, count, columns, a_turned);
+    load_transposed(Rows<const T>{b[row], b.stride}, count, columns, b_turned);
+    Lanes total = broadcast(0.0f);
+    for (int64_t c = 0; c < columns * kLanes; c += kLanes) total = total + load(a_turned + c) * load(b_turned + c);
+    store(to + row, total);
   }
 }
 
@@ -218,15 +222,16 @@ class WeightDropout {
   uint32_t sequence_, head_;
 };
 
-// What online softmax knows of a row: the largest score so far, and the sum of 2^(score - largest).
+// What online softmax knows of a row: the largest score so far, and the sum of exp(score - largest).
 struct SoftmaxRow {
   float largest, sum;
 };
 
-// 2^(score - shift). Below fp32's normal range, and for -infinity, it stays at 2^-126: masks write their zeros
+// exp(score - shift). Below fp32's normal range, and for -infinity, it stays at 2^-126: masks write their zeros
 // afterwards.
 inline Lanes weights(const Lanes& scores, float shift) {
-  return exp2_in_range(at_least(scores - broadcast(shift), -126.0f));
+  constexpr float log2_e = 0x1.715476p0f;
+  return exp2_in_range(at_least((scores - broadcast(shift)) * broadcast(log2_e), -126.0f));
 }
 
 // scores -> weights relative to the row's largest score, which may rise: returns what earlier weights of the row are to
