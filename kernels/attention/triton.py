@@ -88,6 +88,13 @@ def _even(problem: AttentionProblem, tiles: tuning.Tiles) -> bool:
     return dense and problem.max_seqlen % tiles.queries == 0 and problem.max_seqlen_k % tiles.keys == 0
 
 
+def _tile_options(q: Tensor, problem: AttentionProblem, tiles: tuning.Tiles) -> dict[str, Any]:
+    """The arguments of the kernels for long sequences that depend on tiles."""
+    prefetch = tiles.ahead > 0 and q.device.type == "cuda"
+    ahead = tiles.ahead * multiprocessors(q) if prefetch else 0
+    return {**tiles.options(), "EVEN": _even(problem, tiles), "AHEAD": prefetch, "ahead": ahead}
+
+
 def _short_options(q: Tensor, problem: AttentionProblem, tiles: tuning.Tiles) -> tuple[int, dict[str, Any]]:
     """Number of programs, and the arguments of the kernels for short sequences that depend on tiles."""
     items = problem.sequences * q.shape[-2]
@@ -119,7 +126,7 @@ def attention_fwd_triton(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProb
             chosen = tuning.forward_tiles(call)
             tiles = triton.cdiv(problem.max_seqlen, chosen.queries)
             _fwd_kernel[(tiles * heads * problem.sequences,)](
-                **arguments, tiles=tiles, EVEN=_even(problem, chosen), **chosen.options()
+                **arguments, tiles=tiles, **_tile_options(q, problem, chosen)
             )
     return out, lse
 
@@ -156,27 +163,25 @@ def attention_bwd_triton(
 def _backward_by_tile(arguments: dict[str, Any], out: Tensor, problem: AttentionProblem) -> None:
     q, lse, heads = arguments["q"], arguments["lse"], arguments["heads"]
     call = _call(q, problem)
-    margin = MAX_BLOCK_M.value
     if problem.packed:
-        rows = len(q) + problem.sequences * margin
+        rows = len(q) + problem.sequences * MAX_BLOCK_M.value
         size = heads * rows
     else:
-        rows = triton.cdiv(problem.max_seqlen, margin) * margin
+        rows = triton.cdiv(problem.max_seqlen, MAX_BLOCK_M.value) * MAX_BLOCK_M.value
         size = problem.sequences * heads * rows
     arguments |= {"statistics": lse.new_empty(2 * size), "statistics_rows": rows, "statistics_size": size}
     chosen = tuning.query_tiles(call)
     tiles = triton.cdiv(problem.max_seqlen, chosen.queries)
     _bwd_q_kernel[(tiles * heads * problem.sequences,)](
-        **_without(arguments, "dk", "dv"), out=out, tiles=tiles, EVEN=_even(problem, chosen), **chosen.options()
+        **_without(arguments, "dk", "dv"), out=out, tiles=tiles, **_tile_options(q, problem, chosen)
     )
     chosen = tuning.key_tiles(call)
     tiles = triton.cdiv(problem.max_seqlen_k, chosen.keys)
     _bwd_kv_kernel[(tiles * arguments["kv_heads"] * problem.sequences,)](
         **_without(arguments, "dq", "lse"),
         tiles=tiles,
-        EVEN=_even(problem, chosen),
         KEYS_FIRST=chosen.keys_first,
-        **chosen.options(),
+        **_tile_options(q, problem, chosen),
     )
 
 

@@ -27,6 +27,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     lse_in_log2,
     masked_scores,
     output_offsets,
+    prefetch_rows,
     query_tiles,
     sequence_span,
     store_rows,
@@ -35,7 +36,7 @@ from fasttfm.kernels.common.philox_triton import dropped_weights
 
 MAX_BLOCK_M = tl.constexpr(128)
 
-_SIZES = ["heads", "kv_heads", "tiles", "q_size", "k_size", "window_left", "window_right", "threshold"]
+_SIZES = ["heads", "kv_heads", "tiles", "ahead", "q_size", "k_size", "window_left", "window_right", "threshold"]
 _STRIDES = [
     f"{tensor}_{axis}" for tensor in ("q", "k", "v", "dout", "dq", "dk", "dv") for axis in ("batch", "row", "head")
 ] + ["bias_head", "bias_row", "statistics_rows", "statistics_size"]
@@ -43,10 +44,41 @@ _STRIDES = [
 
 @triton.jit
 def _statistics_start(sequence, first, head, heads, rows, LAYOUT: tl.constexpr):
-    """Where a sequence's first row stands in the statistics of tiled backward. Tiles reach past a sequence's end."""
+    """Where a sequence's first row stands in the statistics. Tiles reach past a sequence's end."""
     if LAYOUT == "packed":
         return head.to(tl.int64) * rows + first + sequence * MAX_BLOCK_M
     return (sequence * heads + head).to(tl.int64) * rows
+
+
+@triton.jit
+def _prefetch(
+    first,
+    sequence,
+    head,
+    tensors,  # q, dout, k, v
+    strides,  # of q, dout, k
+    v_strides,
+    sizes,  # q_bounds, k_bounds, q_size, k_size, heads of q that read one of k
+    Q_LAYOUT: tl.constexpr,
+    K_LAYOUT: tl.constexpr,
+    UNIT: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Brings BLOCK rows of each tensor into the cache; returns the sequence's first query and their number."""
+    q_first, q_length = sequence_span(sizes[0], sequence, sizes[2], Q_LAYOUT)
+    k_first, k_length = sequence_span(sizes[1], sequence, sizes[3], K_LAYOUT)
+    if first < q_length:
+        q_rows = head_rows(tensors[0], strides[0], sequence, q_first, head, UNIT)
+        prefetch_rows(q_rows, first, q_length, D, BLOCK)
+        dout_rows = head_rows(tensors[1], strides[1], sequence, q_first, head, UNIT)
+        prefetch_rows(dout_rows, first, q_length, D, BLOCK)
+    if first < k_length:
+        k_rows = head_rows(tensors[2], strides[2], sequence, k_first, head // sizes[4], UNIT)
+        prefetch_rows(k_rows, first, k_length, D, BLOCK)
+        v_rows = head_rows(tensors[3], v_strides, sequence, k_first, head // sizes[4], UNIT)
+        prefetch_rows(v_rows, first, k_length, D, BLOCK)
+    return q_first, q_length
 
 
 @triton.jit
@@ -185,6 +217,7 @@ def _bwd_kv_kernel(
     heads,
     kv_heads,
     tiles,  # of a sequence
+    ahead,  # which program's tensors to prefetch
     statistics_rows,
     statistics_size,
     q_size,  # S or T
@@ -200,6 +233,7 @@ def _bwd_kv_kernel(
     FEATURES: tl.constexpr,
     KEYS_FIRST: tl.constexpr,  # scores are computed keys by queries
     EVEN: tl.constexpr,  # every sequence is made of whole tiles
+    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -221,6 +255,22 @@ def _bwd_kv_kernel(
     v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, kv_head, UNIT)
     k_tile = load_rows(k_rows, first, k_length, columns, not EVEN, D, BLOCK_N)
     v_tile = load_rows(v_rows, first, k_length, columns, not EVEN, D, BLOCK_N)
+    if AHEAD:
+        later = tl.minimum(program + ahead, tl.num_programs(0) - 1)
+        _prefetch(
+            later % tiles * BLOCK_N,
+            later // tiles // kv_heads,
+            later // tiles % kv_heads * (heads // kv_heads),
+            (q, dout, k, v),
+            ((q_batch, q_row, q_head), (dout_batch, dout_row, dout_head), (k_batch, k_row, k_head)),
+            (v_batch, v_row, v_head),
+            (q_bounds, k_bounds, q_size, k_size, heads // kv_heads),
+            Q_LAYOUT,
+            K_LAYOUT,
+            UNIT,
+            D,
+            BLOCK_N,
+        )
     begin, full_begin, full_end, end = query_tiles(first, shape, FEATURES, BLOCK_M, BLOCK_N)
     dk_tile = tl.zeros((BLOCK_N, BLOCK_D) if KEYS_FIRST else (BLOCK_D, BLOCK_N), tl.float32)
     dv_tile = tl.zeros((BLOCK_N, BLOCK_D) if KEYS_FIRST else (BLOCK_D, BLOCK_N), tl.float32)
@@ -344,6 +394,7 @@ def _bwd_q_kernel(
     heads,
     kv_heads,
     tiles,  # of a sequence
+    ahead,  # which program's tensors to prefetch
     statistics_rows,
     statistics_size,
     q_size,  # S or T
@@ -358,6 +409,7 @@ def _bwd_q_kernel(
     UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
     EVEN: tl.constexpr,  # every sequence is made of whole tiles
+    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -382,6 +434,28 @@ def _bwd_q_kernel(
     q_tile = load_rows(q_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
     dout_tile = load_rows(dout_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
     out_tile = load_rows((out + out_start * D, heads * D), first, q_length, columns, not EVEN, D, BLOCK_M)
+    if AHEAD:
+        later = tl.minimum(program + ahead, tl.num_programs(0) - 1)
+        later_first = (tiles - 1 - later % tiles) * BLOCK_M
+        later_head = later // tiles % heads
+        later_sequence = later // tiles // heads
+        later_q_first, later_length = _prefetch(
+            later_first,
+            later_sequence,
+            later_head,
+            (q, dout, k, v),
+            ((q_batch, q_row, q_head), (dout_batch, dout_row, dout_head), (k_batch, k_row, k_head)),
+            (v_batch, v_row, v_head),
+            (q_bounds, k_bounds, q_size, k_size, heads // kv_heads),
+            Q_LAYOUT,
+            K_LAYOUT,
+            UNIT,
+            D,
+            BLOCK_M,
+        )
+        if later_first < later_length:
+            _, later_out = output_offsets(later_sequence, later_q_first, later_head, heads, q_size, Q_LAYOUT)
+            prefetch_rows((out + later_out * D, heads * D), later_first, later_length, D, BLOCK_M)
     delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1) * ((256 - threshold) / 256.0)
     lse_row = lse_in_log2(lse + lse_start, queries, q_length)
     own = statistics + _statistics_start(sequence, q_first, head, heads, statistics_rows, Q_LAYOUT) + queries

@@ -24,7 +24,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     sequence_span,
     store_rows,
 )
-from fasttfm.kernels.common.philox_triton import dropped_weights
+from fasttfm.kernels.common.philox_triton import dropped_rounded, dropped_weights
 
 _SIZES = ["heads", "group", "items", "q_size", "k_size", "window_left", "window_right", "threshold"]
 _STRIDES = [
@@ -103,7 +103,7 @@ def _short_fwd_kernel(
         weights = tl.exp2(scores * factor - tl.where(m == -float("inf"), 0.0, m)[:, None])
         l = tl.sum(weights, 1)
         if FEATURES[DROPOUT]:
-            weights = dropped_weights(weights, seed_value, sequence, head, queries, 0, threshold)
+            weights = dropped_rounded(weights, seed_value, sequence, head, queries, 0, threshold, v_tile.dtype)
         result = tl.dot(weights.to(v_tile.dtype), v_tile, input_precision=PRECISION)
         if Q_LAYOUT == "lengths":
             l = tl.where(queries < q_length, l, 0.0)

@@ -22,6 +22,7 @@ class Tiles:
     stages: int
     registers: int | None = None  # at most so many for a thread
     programs: int = 1  # for a multiprocessor, where programs go over heads
+    ahead: int = 0  # programs prefetch for those that follow after so many for a multiprocessor; 0: not at all
     keys_first: bool = False  # scores keys by queries: not with dropout, whose draws lie along keys
 
     def options(self) -> dict[str, int | None]:
