@@ -324,6 +324,15 @@ def test_gradients_may_come_in_any_layout(backend: str, device: str) -> None:
             assert same_bits(found, expected)
 
 
+@pytest.mark.parametrize(("backend", "device"), BACKENDS[1:])
+def test_a_bias_may_come_in_any_layout(backend: str, device: str) -> None:
+    q, k, v = torch.randn(3, 2, 9, 2, 16, device=device)
+    bias, slopes = torch.randn(2, 9, 9, device=device), torch.rand(2, 2, device=device)
+    expected = attention(q, k, v, bias=bias, alibi_slopes=slopes[:, 0].clone(), backend=backend)
+    options = {"bias": bias.mT.contiguous().mT, "alibi_slopes": slopes[:, 0], "backend": backend}
+    assert same_bits(attention(q, k, v, **options), expected)
+
+
 @pytest.mark.parametrize("wanted", [0, 1, 2])
 def test_one_gradient_alone(wanted: int) -> None:
     inputs, dout = torch.randn(3, 2, 9, 2, 16).unbind(), torch.randn(2, 9, 2, 16)
