@@ -439,10 +439,10 @@ Status attention_backward(const AttentionBackward& p) {
 }  // namespace FASTTFM_ISA
 
 #ifdef FASTTFM_ISA_BASELINE
-int64_t cpu::attention_forward_workspace(int64_t head_dim, int threads) {
+int64_t cpu::attention_forward_workspace(int64_t head_dim, int64_t threads) {
   return baseline::ForwardArrays::floats(baseline::round_up(head_dim, baseline::kLanes)) * threads;
 }
-int64_t cpu::attention_backward_workspace(int64_t max_seqlen, int64_t max_seqlen_k, int64_t head_dim, int threads) {
+int64_t cpu::attention_backward_workspace(int64_t max_seqlen, int64_t max_seqlen_k, int64_t head_dim, int64_t threads) {
   const int64_t d = baseline::round_up(head_dim, baseline::kLanes);
   return baseline::BackwardArrays::floats(max_seqlen, max_seqlen_k, d) * threads;
 }

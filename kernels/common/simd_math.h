@@ -23,12 +23,21 @@ inline Lanes with_sign(const Lanes& magnitude, const Lanes& sign) {
   return map(magnitude, sign, [](RegF m, RegF s) { return floats(bits(m) | (bits(s) & 0x80000000u)); });
 }
 // Clamps that keep NaN.
+#if defined(__ARM_NEON)
+inline Lanes at_most(const Lanes& x, float limit) {
+  return map(x, [=](RegF r) { return RegF(vminq_f32(r, limit - RegF{})); });
+}
+inline Lanes at_least(const Lanes& x, float limit) {
+  return map(x, [=](RegF r) { return RegF(vmaxq_f32(r, limit - RegF{})); });
+}
+#else
 inline Lanes at_most(const Lanes& x, float limit) {
   return map(x, [=](RegF r) { return smaller(r, limit - RegF{}); });
 }
 inline Lanes at_least(const Lanes& x, float limit) {
   return map(x, [=](RegF r) { return larger(r, limit - RegF{}); });
 }
+#endif
 
 // c[0] + c[1] t + c[2] t^2 + ...
 template <int N>
