@@ -71,9 +71,14 @@ def short_backward_tiles(call: Call) -> Tiles | None:
     return short_forward_tiles(call)
 
 
+def _float_tiles(call: Call) -> Tiles:
+    """For fp32, which has no matrix units that round like it."""
+    return Tiles(16, 64, 8, 1) if call.head_dim > 128 else Tiles(32, 64, 4, 1)
+
+
 def forward_tiles(call: Call) -> Tiles:
     if call.element_bytes == 4:
-        return Tiles(32, 64, 4, 1) if call.head_dim > 64 else Tiles(64, 64, 4, 1)
+        return _float_tiles(call) if call.head_dim > 64 else Tiles(64, 64, 4, 1)
     if not call.hopper:
         return Tiles(64, 64, 4, 1 if call.head_dim > 128 else 2)
     if call.head_dim > 128:
@@ -85,7 +90,7 @@ def forward_tiles(call: Call) -> Tiles:
 
 def query_tiles(call: Call) -> Tiles:
     if call.element_bytes == 4:
-        return Tiles(32, 64, 4, 1)
+        return _float_tiles(call)
     if not call.hopper:
         return Tiles(64, 64, 4, 1)
     return Tiles(64, 64, 4, 3 if call.head_dim <= 64 else 2)
@@ -94,8 +99,10 @@ def query_tiles(call: Call) -> Tiles:
 def key_tiles(call: Call) -> Tiles:
     first = not call.dropout
     if call.element_bytes == 4:
-        return Tiles(32, 64, 4, 1)
-    if not call.hopper or call.head_dim > 128:
+        return _float_tiles(call)
+    if not call.hopper:
+        return Tiles(64, 64, 8, 1) if call.head_dim > 64 else Tiles(32, 64, 4, 2)
+    if call.head_dim > 128:
         return Tiles(64, 64, 4, 1, keys_first=first)
     if call.head_dim > 64 and first:
         return Tiles(64, 128, 8, 2, keys_first=True)

@@ -19,7 +19,18 @@ from fasttfm.ops import attention
 from fasttfm.ops.linear import cpu_multiplies_bf16
 from fasttfm.testing.peers import peer_module
 from fasttfm.testing.row_cases import spoil
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, PeerCall, PeerUnavailable, draw
+from fasttfm.testing.spec import (
+    BadCall,
+    Cost,
+    Inputs,
+    OpCase,
+    OpSpec,
+    Peer,
+    PeerCall,
+    PeerUnavailable,
+    TritonKernel,
+    draw,
+)
 
 SEED = 0x123456789ABCDEF
 Lengths = tuple[int, ...]
@@ -468,6 +479,17 @@ def _other_kv_head(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, 
 # ---- registration ----------------------------------------------------------------------------------------------------
 
 
+def _triton_kernels() -> list[TritonKernel]:
+    from fasttfm.kernels.attention.triton_signatures import compile_signatures
+
+    found: list[dict[str, Any]] = []
+    for hopper in (False, True):
+        for head_dim, element in ((16, "bf16"), (64, "bf16"), (128, "fp16"), (256, "bf16"), (64, "fp32")):
+            found += compile_signatures(head_dim, element, hopper, dropout=False)
+            found += compile_signatures(head_dim, element, hopper, dropout=True)
+    return [TritonKernel(**description) for description in found]
+
+
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     q, k, v = (inputs.get(name) for name in "qkv")
     assert q is not None
@@ -519,5 +541,6 @@ SPEC = OpSpec(
         "packed sequences as one": _one_sequence,
         "another key head": _other_kv_head,
     },
+    triton_kernels=_triton_kernels,
     native_ops=_native_ops,
 )
