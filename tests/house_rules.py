@@ -25,7 +25,7 @@ ROOMS_OF_AN_OP = (
     "docs/ops/{op}.md",
 )
 # What the ops share: files in those rooms that belong to no op.
-SHARED = {"python/fasttfm/ops/": {"__init__", "backends", "checks", "library", "linear"}}
+SHARED = {"python/fasttfm/ops/": {"__init__", "backends", "checks", "library", "linear", "vocabulary"}}
 KERNEL_FILES = {"reference.py", "triton.py", "op.h", "cpu.cpp", "cuda.cu"}
 HEADERS = {".h", ".cuh"}
 

@@ -351,3 +351,27 @@ class _PackCopy(TypedDict):
 
 def pack_cpu(**fields: Unpack[_PackCopy]) -> None: ...
 def unpack_cpu(**fields: Unpack[_PackCopy]) -> None: ...
+
+# ---- linear_cross_entropy --------------------------------------------------------------------------------------------
+
+class _LinearCrossEntropy(TypedDict):
+    logits: int
+    bias: int
+    labels: int
+    coefficients: int
+    seed: int
+    losses: int
+    correct: int
+    samples: int
+    rows: int
+    first_row: int
+    vocabulary: int
+    stride: int
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    temperature: float
+    gradient: int
+    threads: int
+
+def linear_cross_entropy_cpu(**fields: Unpack[_LinearCrossEntropy]) -> None: ...
