@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.kernels.common.rows import as_rows
 from fasttfm.ops import checks, linear
 from fasttfm.ops.backends import dtype_name
 from fasttfm.ops.column_sum import column_sum_op
@@ -114,6 +115,21 @@ def scatter_triton(*args: Any) -> None:
     from fasttfm.kernels.common import pick_rows_triton
 
     pick_rows_triton.scatter(*args)
+
+
+def rows_triton(hidden: Tensor, positions: Tensor | None, errors: Tensor) -> Tensor:
+    """The rows of hidden [..., C] at ``positions``, or all: [N, C]."""
+    rows = as_rows(hidden)
+    if positions is None:
+        return rows
+    picked = torch.empty(len(positions), rows.shape[1], dtype=rows.dtype, device=rows.device)
+    gather_triton(rows, positions, picked, errors)
+    return picked
+
+
+def padded_bias(bias: Tensor) -> Tensor:
+    """As long as the logits' rows in memory, so that kernels read it in whole vectors."""
+    return torch.nn.functional.pad(bias, (0, padded(len(bias)) - len(bias)))
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
