@@ -10,27 +10,26 @@ namespace fasttfm {
 namespace FASTTFM_ISA {
 namespace {
 
-float log_sum_exp(const LogitRow& row) {
-  const float largest = largest_of(row);
-  return largest + std::log(sum_of_exponentials(row, largest));
-}
-
 // The sum of q * (log q - log p); and T * factor * (p - q) over the student's logits, where the gradient is wanted.
 FASTTFM_KERNEL float divergence(const DistillationLoss& p, int64_t n, float* gradient, float factor) {
   const float inverse = 1.0f / p.temperature;
   const LogitRow student{p.student + n * p.stride, p.student_bias, p.vocabulary, inverse};
   const LogitRow teacher{p.teacher + n * p.stride, p.teacher_bias, p.vocabulary, inverse};
-  const Lanes student_lse = broadcast(log_sum_exp(student)), teacher_lse = broadcast(log_sum_exp(teacher));
+  const float student_largest = largest_of(student), teacher_largest = largest_of(teacher);
+  const float student_sum = sum_of_exponentials(student, student_largest);
+  const float teacher_sum = sum_of_exponentials(teacher, teacher_largest);
+  const Lanes offset = broadcast(std::log(student_sum) - std::log(teacher_sum));
+  const Lanes p_scale = broadcast(1.0f / student_sum), q_scale = broadcast(1.0f / teacher_sum);
   const Lanes slope = broadcast(p.temperature * factor);
   Lanes total = broadcast(0.0f);
   for_columns(p.vocabulary, [&](int64_t v, auto count) {
-    const Lanes log_p = student(v, count) - student_lse, log_q = teacher(v, count) - teacher_lse;
-    const Lanes q = exp(log_q);
-    const Lanes term = q * (log_q - log_p);
-    total = total + map(q, term, [](RegF share, RegF r) {  // 0 * infinity is not 0 here
-              return select(reinterpret_cast<RegU>(share == 0.0f), RegF{}, r);
+    const Lanes s = student(v, count) - broadcast(student_largest), t = teacher(v, count) - broadcast(teacher_largest);
+    const Lanes q = exp(t) * q_scale;
+    total = total + map(q, q * ((t - s) + offset), [](RegF share, RegF term) {  // 0 * infinity is not 0
+              return select(reinterpret_cast<RegU>(share == 0.0f), RegF{}, term);
             });
-    if (gradient != nullptr) store(gradient + v, slope * (exp(log_p) - q), count);
+    // p rounded as q is: their difference is exact where it should be zero.
+    if (gradient != nullptr) store(gradient + v, slope * (product(exp(s), p_scale) - q), count);
   });
   return sum(total);
 }

@@ -75,8 +75,9 @@ def _loss_kernel(
             t = _logits_at(other, teacher_bias, columns, V, P, inverse, HAS_TEACHER_BIAS)
             s_sums, s_largest = _added(s_sums, s_largest, s)
             t_sums, t_largest = _added(t_sums, t_largest, t)
-        s_lse = s_largest + tl.log(tl.sum(s_sums, axis=0))
-        t_lse = t_largest + tl.log(tl.sum(t_sums, axis=0))
+        s_sum = tl.sum(s_sums, axis=0)
+        t_sum = tl.sum(t_sums, axis=0)
+        offset = tl.log(s_sum) - tl.log(t_sum)
 
         factor = temperature
         if HAS_COEFFICIENTS:
@@ -84,12 +85,12 @@ def _loss_kernel(
         divergence = tl.zeros([BLOCK_V], tl.float32)
         for start in range(0, P, BLOCK_V):
             columns = start + block
-            log_p = _logits_at(line, student_bias, columns, V, P, inverse, HAS_STUDENT_BIAS) - s_lse
-            log_q = _logits_at(other, teacher_bias, columns, V, P, inverse, HAS_TEACHER_BIAS) - t_lse
-            q = tl.exp(log_q)
-            divergence += tl.where(q > 0, q * (log_q - log_p), 0.0)
+            s = _logits_at(line, student_bias, columns, V, P, inverse, HAS_STUDENT_BIAS) - s_largest
+            t = _logits_at(other, teacher_bias, columns, V, P, inverse, HAS_TEACHER_BIAS) - t_largest
+            q = tl.exp(t) / t_sum
+            divergence += tl.where(q > 0, q * ((t - s) + offset), 0.0)
             if GRADIENT:
-                g = factor * (tl.exp(log_p) - q)
+                g = factor * (tl.exp(s) / s_sum - q)
                 g = tl.where(columns < V, g, 0.0).to(student.dtype.element_ty)
                 tl.store(line + columns, g, mask=columns < P)
         tl.store(losses + row, temperature * temperature * tl.sum(divergence, axis=0))

@@ -56,14 +56,19 @@ inline float uniform(uint64_t seed, int64_t row) {
   return (static_cast<float>(philox(seed, low, high, 0, kSamplingCounter).word[0] >> 9) + 0.5f) * 0x1p-23f;
 }
 
-// g = factor * (exp(x - lse) * (1 + 2 z lse) - s / V - (1 - s) [v = label])
-FASTTFM_KERNEL void write_gradient(const LinearCrossEntropy& p, const LogitRow& row, float* g, int64_t label, float lse,
-                                   float factor) {
-  const Lanes slope = broadcast(factor * (1.0f + 2.0f * p.z_loss * lse));
+// g = factor * (exp(x - lse) * (1 + 2 z lse) - s / V - (1 - s) [v = label]), the exponential as exp(x - largest) /
+// total.
+FASTTFM_KERNEL void write_gradient(const LinearCrossEntropy& p, int64_t n, float largest, float total) {
+  float* g = p.logits + n * p.stride;
+  const LogitRow row{g, p.bias, p.vocabulary};
+  const float factor = p.coefficients != nullptr ? p.coefficients[n] : 1.0f;
+  const float lse = largest + std::log(total);
+  const Lanes slope = broadcast(factor * (1.0f + 2.0f * p.z_loss * lse) / total);
   const Lanes spread = broadcast(factor * p.label_smoothing / static_cast<float>(p.vocabulary));
-  for_columns(row.vocabulary,
-              [&](int64_t v, auto n) { store(g + v, exp(row(v, n) - broadcast(lse)) * slope - spread, n); });
-  g[label] -= factor * (1.0f - p.label_smoothing);
+  for_columns(p.vocabulary, [&](int64_t v, auto count) {
+    store(g + v, exp(row(v, count) - broadcast(largest)) * slope - spread, count);
+  });
+  g[p.labels[n]] -= factor * (1.0f - p.label_smoothing);
   std::memset(g + p.vocabulary, 0, static_cast<size_t>(p.stride - p.vocabulary) * sizeof(float));
 }
 
@@ -75,14 +80,14 @@ void ignored_row(const LinearCrossEntropy& p, int64_t n) {
 }
 
 void counted_row(const LinearCrossEntropy& p, int64_t n) {
-  float* logits = p.logits + n * p.stride;
-  const LogitRow row{logits, p.bias, p.vocabulary};
+  const LogitRow row{p.logits + n * p.stride, p.bias, p.vocabulary};
   const int64_t label = p.labels[n];
   const float largest = largest_of(row);
   const float total = sum_of_exponentials(row, largest);
-  const float lse = largest + std::log(total);
-  float loss = lse - (1.0f - p.label_smoothing) * row(label) + p.z_loss * lse * lse;
-  if (p.label_smoothing != 0.0f) loss -= p.label_smoothing / static_cast<float>(p.vocabulary) * sum_of_logits(row);
+  const float at_label = row(label), log_total = std::log(total), lse = largest + log_total;
+  float loss = (largest - at_label) + log_total + p.z_loss * lse * lse;
+  if (p.label_smoothing != 0.0f)
+    loss += p.label_smoothing * (at_label - sum_of_logits(row) / static_cast<float>(p.vocabulary));
   p.losses[n] = loss;
   if (p.correct != nullptr) p.correct[n] = is_correct(row, label);
   if (p.samples != nullptr) {
@@ -92,7 +97,7 @@ void counted_row(const LinearCrossEntropy& p, int64_t n) {
     const float end = p.temperature == 1.0f ? total : sum_of_exponentials(tempered, top);
     p.samples[n] = sample(tempered, top, uniform(static_cast<uint64_t>(*p.seed), p.first_row + n) * end);
   }
-  if (p.gradient) write_gradient(p, row, logits, label, lse, p.coefficients != nullptr ? p.coefficients[n] : 1.0f);
+  if (p.gradient) write_gradient(p, n, largest, total);
 }
 
 }  // namespace

@@ -40,7 +40,7 @@ def replaced_token_loss_forward(logits: Tensor, labels: Tensor, counted: Tensor)
 
 def replaced_token_loss_backward(dlosses: Tensor, logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
     """The logits' gradient; ``dlosses`` has their shape or is one number for all."""
-    difference = torch.sigmoid(accumulate(logits)) - labels
+    difference = torch.sigmoid(accumulate(logits)) - labels.to(accumulate(logits).dtype)
     return torch.where(counted, difference * dlosses, 0.0).to(logits.dtype)
 
 

@@ -239,18 +239,19 @@ class _TeacherLogits:
     """A block of the teacher's logits after the other, in one buffer: products, or copies of given ones, whose rows may
     start anywhere."""
 
-    def __init__(self, teacher: Tensor, weight: Tensor | None, positions: Tensor | None, vocabulary_size: int) -> None:
-        self.rows, self.positions, self.vocabulary = as_rows(teacher), positions, vocabulary_size
+    def __init__(self, teacher: Tensor, weight: Tensor | None, positions: Tensor | None, words: int) -> None:
+        self.rows, self.positions, self.words = as_rows(teacher), positions, words
         self.dtype = vocabulary.product_type(teacher)
         self.weight = None if weight is None else weight.to(self.dtype)
         self.buffer: Tensor | None = None
 
-    def block(self, first: int, count: int, errors: Tensor | None) -> Tensor:
+    def block(self, first: int, like: Tensor, errors: Tensor | None) -> Tensor:
+        """Of as many rows, and as many columns in memory, as ``like`` has, the student's."""
+        count = len(like)
         if self.buffer is None:  # the first block is the largest
-            shape = (count, vocabulary.padded(self.vocabulary))
-            self.buffer = torch.empty(shape, dtype=self.dtype, device=self.rows.device)
+            self.buffer = torch.empty(like.shape, dtype=self.dtype, device=like.device)
         block = self.buffer[:count]
-        logits = block[:, : self.vocabulary]
+        logits = block[:, : self.words]
         chosen = slice(first, first + count)
         if self.weight is not None:
             torch.mm(self._picked(chosen, errors).to(self.dtype), self.weight.t(), out=logits)
@@ -293,7 +294,7 @@ def _forward_native(
     def turn(first: int, logits: Tensor) -> None:
         core.distillation_loss_cpu(
             student=logits.data_ptr(),
-            teacher=teacher_logits.block(first, len(logits), None).data_ptr(),
+            teacher=teacher_logits.block(first, logits, None).data_ptr(),
             student_bias=_native.address(biases[0]),
             teacher_bias=_native.address(biases[1]),
             counted=counted.data_ptr() + 4 * first,
@@ -308,7 +309,8 @@ def _forward_native(
         )
 
     rows = pick_rows.gather(student_hidden, positions)
-    return losses, *vocabulary.stream(rows, student_weight, turn, wanted, into_rows=positions is not None)
+    columns, own = len(student_weight), positions is not None
+    return losses, *vocabulary.stream(rows, student_weight, turn, wanted, columns=columns, into_rows=own)
 
 
 def _forward_triton(
@@ -334,7 +336,7 @@ def _forward_triton(
     teacher_logits = _TeacherLogits(teacher, teacher_weight, positions, len(student_weight))
 
     def turn(first: int, logits: Tensor) -> None:
-        others = teacher_logits.block(first, len(logits), errors)
+        others = teacher_logits.block(first, logits, errors)
         triton.distillation_loss_triton(
             logits,
             others,
@@ -349,7 +351,8 @@ def _forward_triton(
         )
 
     rows = vocabulary.rows_triton(student_hidden, positions, errors)
-    gradients = vocabulary.stream(rows, student_weight, turn, wanted, into_rows=positions is not None)
+    columns, own = vocabulary.padded(len(student_weight)), positions is not None
+    gradients = vocabulary.stream(rows, student_weight, turn, wanted, columns=columns, into_rows=own)
     _errors.watch(device)
     return losses, *gradients
 

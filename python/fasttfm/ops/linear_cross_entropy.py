@@ -391,7 +391,7 @@ def _forward_native(
         )
 
     rows = pick_rows.gather(hidden, positions)
-    gradients = vocabulary.stream(rows, weight, turn, wanted, into_rows=positions is not None)
+    gradients = vocabulary.stream(rows, weight, turn, wanted, columns=len(weight), into_rows=positions is not None)
     return losses, correct, samples, *gradients
 
 
@@ -420,7 +420,8 @@ def _forward_triton(
         )
 
     rows = vocabulary.rows_triton(hidden, positions, errors)
-    gradients = vocabulary.stream(rows, weight, turn, wanted, into_rows=positions is not None)
+    columns = vocabulary.padded(len(weight))
+    gradients = vocabulary.stream(rows, weight, turn, wanted, columns=columns, into_rows=positions is not None)
     _errors.watch(hidden.device)
     return *outputs, *gradients
 
