@@ -17,9 +17,9 @@ from fasttfm.ops.column_sum import column_sum_op
 REDUCTIONS = ("none", "mean", "sum")
 
 # A block of rows is large enough that adding its share to dweight (8 V C bytes) is small beside its products, and small
-# enough that the logits are: at most 8 blocks, of at least 896 rows each, unless that takes more than 512 MiB.
+# enough that the logits are: at most 8 blocks, of at least 768 rows each, unless that takes more than 512 MiB.
 _BLOCKS = 8
-_ROWS = 896
+_ROWS = 768
 _BYTES = 512 * 2**20
 _ROW_STEP = 128  # rows of a product's tile
 _COLUMN_STEP = 64
@@ -34,7 +34,7 @@ def padded(vocabulary: int) -> int:
 
 def rows_of_block(count: int, row_bytes: int) -> int:
     """How many rows of logits stand in memory at a time, of ``count`` in all."""
-    blocks = min(_BLOCKS, max(1, -(-count // _ROWS)))
+    blocks = min(_BLOCKS, max(1, count // _ROWS))
     steps = -(-count // (blocks * _ROW_STEP))
     most = max(1, _BYTES // (row_bytes * _ROW_STEP))
     return min(count, _ROW_STEP * max(1, min(steps, most)))
