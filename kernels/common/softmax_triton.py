@@ -30,7 +30,7 @@ def exponential(x, PRECISE: tl.constexpr):
         scale = ((whole.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
         result = tl.where(x < -86.6, 0.0, p * scale)
     else:
-        result = tl.exp(x)
+        result = tl.exp2(x * 1.4426950408889634)
     return result
 
 
