@@ -64,16 +64,17 @@ def _start_kernel(
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = row < n
-    for start in range(0, C if WANT_DH else 0, BLOCK_C):
-        columns = start + tl.arange(0, BLOCK_C)
-        inside = columns < C
-        total = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-        for word in tl.static_range(WORDS):
-            w = tl.load(weight + word * weight_stride + columns, mask=inside, other=0.0).to(tl.float32)
-            share = tl.load(g + row * g_stride + word, mask=here, other=0.0).to(tl.float32)
-            total += share[:, None] * w[None, :]
-        mask = here[:, None] & inside[None, :]
-        tl.store(dh + row[:, None] * C + columns[None, :], total.to(dh.dtype.element_ty), mask=mask)
+    if WANT_DH:
+        for start in range(0, C, BLOCK_C):
+            columns = start + tl.arange(0, BLOCK_C)
+            inside = columns < C
+            total = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+            for word in tl.static_range(WORDS):
+                w = tl.load(weight + word * weight_stride + columns, mask=inside, other=0.0).to(tl.float32)
+                share = tl.load(g + row * g_stride + word, mask=here, other=0.0).to(tl.float32)
+                total += share[:, None] * w[None, :]
+            mask = here[:, None] & inside[None, :]
+            tl.store(dh + row[:, None] * C + columns[None, :], total.to(dh.dtype.element_ty), mask=mask)
     word = tl.arange(0, GROUP)
     mask = here[:, None] & (word < WORDS)[None, :]
     found = tl.load(g + row[:, None] * g_stride + word[None, :], mask=mask, other=0.0)

@@ -39,8 +39,13 @@ def _logits_at(line, bias, columns, V, P, HAS_BIAS: tl.constexpr, WHOLE: tl.cons
 
 @triton.jit
 def _seen(
-    state,  # sums, largest, tempered sums, their largest, sum of logits, whether the label is beaten: all [groups]
-    x,
+    sums,  # [groups], as all of the state
+    largest,
+    tempered,
+    tempered_largest,
+    totals,  # sums of logits
+    beaten,  # whether a logit comes before the label's
+    x,  # [groups, group]
     columns,
     label,
     at_label,
@@ -51,8 +56,7 @@ def _seen(
     TEMPERED: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
-    """What the first sweep knows, with logits x [groups, group] at these columns."""
-    sums, largest, tempered, tempered_largest, totals, beaten = state
+    """What the first sweep knows, with logits x at these columns."""
     sums, largest = added(sums, largest, x, PRECISE)
     if TEMPERED:
         tempered, tempered_largest = added(tempered, tempered_largest, x * inverse_temperature, PRECISE)
@@ -168,16 +172,22 @@ def _loss_kernel(
         whole = V // BLOCK_V * BLOCK_V  # tiles before this column are full; at most one comes after
 
         zeros = tl.zeros([GROUPS], tl.float32)
-        state = (zeros, zeros + LOWEST, zeros, zeros + LOWEST, zeros, tl.zeros([GROUPS], tl.int32))
+        sums, maxima, tempered, tempered_maxima, totals = zeros, zeros + LOWEST, zeros, zeros + LOWEST, zeros
+        beaten = tl.zeros([GROUPS], tl.int32)
         for start in range(0, whole, BLOCK_V):
             columns = start + block
             x = _logits_at(line, bias, columns, V, P, HAS_BIAS, True, "evict_last")
-            state = _seen(state, x, columns, label, at_label, inverse, V, SMOOTHED, COUNT, APART, PRECISE)
+            sums, maxima, tempered, tempered_maxima, totals, beaten = _seen(
+                sums, maxima, tempered, tempered_maxima, totals, beaten,
+                x, columns, label, at_label, inverse, V, SMOOTHED, COUNT, APART, PRECISE,
+            )  # fmt: skip
         if whole < P:
             columns = whole + block
             x = _logits_at(line, bias, columns, V, P, HAS_BIAS, False, "")
-            state = _seen(state, x, columns, label, at_label, inverse, V, SMOOTHED, COUNT, APART, PRECISE)
-        sums, maxima, tempered, tempered_maxima, totals, beaten = state
+            sums, maxima, tempered, tempered_maxima, totals, beaten = _seen(
+                sums, maxima, tempered, tempered_maxima, totals, beaten,
+                x, columns, label, at_label, inverse, V, SMOOTHED, COUNT, APART, PRECISE,
+            )  # fmt: skip
         denominator, largest = total(sums, maxima, PRECISE)
         log_denominator = tl.log(denominator)
         lse = largest + log_denominator
@@ -218,11 +228,12 @@ def _loss_kernel(
             tl.store(line + label, g.to(logits.dtype.element_ty))
 
 
-def _tile(columns: int, element_bytes: int) -> dict[str, int]:
-    """16 bytes at a time for a thread, and few rows on their way at one time: together they fit into the cache."""
+def _tile(columns: int, element_bytes: int, *, more: bool) -> dict[str, int]:
+    """16 bytes at a time for a thread, and few rows on their way at one time: together they fit into the cache. With
+    counts, samples or smoothing, which take registers, half as many threads."""
     group = 16 // element_bytes
-    block_v = min(1024 * group, triton.next_power_of_2(columns))
-    return {"BLOCK_V": block_v, "GROUP": group, "num_warps": min(32, max(1, block_v // (32 * group)))}
+    block_v = min((512 if more else 1024) * group, triton.next_power_of_2(columns))
+    return {"BLOCK_V": block_v, "GROUP": group, "num_warps": max(1, block_v // (32 * group))}
 
 
 def linear_cross_entropy_triton(
@@ -240,6 +251,7 @@ def linear_cross_entropy_triton(
 ) -> None:
     """One block of rows: logits [n, P] of rows ``first`` and on; ``outputs`` are losses, correct and samples of all."""
     losses, correct, samples = outputs
+    more = loss.count_correct or seed is not None or loss.label_smoothing != 0
     with on_device(logits):
         _loss_kernel[(len(logits),)](
             logits,
@@ -267,13 +279,13 @@ def linear_cross_entropy_triton(
             GRADIENT=gradient,
             ARGUMENT=_LABELS,
             COUNTER=SAMPLING_COUNTER,
-            **_tile(logits.stride(0), logits.element_size()),
+            **_tile(logits.stride(0), logits.element_size(), more=more),
         )
 
 
 def compile_signatures(columns: int, element: str, *, everything: bool) -> list[dict[str, object]]:
     """The kernel as it is compiled for rows of ``columns`` logits: with all its options, or as training runs it."""
-    tile = _tile(columns, 4 if element == "fp32" else 2)
+    tile = _tile(columns, 4 if element == "fp32" else 2, more=everything)
     e, i, f = f"*{element}", "*i64", "*fp32"
     pointers = {"logits": e, "bias": e, "labels": i, "coefficients": f, "seed": i, "losses": f, "correct": "*i1"}
     numbers = dict.fromkeys(("first_row", "V", "P", "ignore_index"), "i32")
