@@ -25,7 +25,9 @@ ROOMS_OF_AN_OP = (
     "docs/ops/{op}.md",
 )
 # What the ops share: files in those rooms that belong to no op.
-SHARED = {"python/fasttfm/ops/": {"__init__", "attention_checks", "backends", "checks", "library", "linear"}}
+SHARED = {
+    "python/fasttfm/ops/": {"__init__", "attention_checks", "backends", "checks", "library", "linear", "vocabulary"}
+}
 # problem.py says what a call asks for, where that is much; tuning.py and triton_<part>.py are parts of triton.py.
 KERNEL_FILES = {"reference.py", "problem.py", "triton.py", "tuning.py", "op.h", "cpu.cpp", "cuda.cu"}
 PARTS = re.compile(r"triton_[a-z_]+\.py")

@@ -4,11 +4,14 @@ from fasttfm.kernels.common.index_errors import check_errors
 from fasttfm.ops.attention import attention, attention_weights
 from fasttfm.ops.bias_gelu import ACTIVATIONS, bias_gelu
 from fasttfm.ops.column_sum import column_sum
+from fasttfm.ops.distillation_loss import distillation_loss
 from fasttfm.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from fasttfm.ops.embedding import embedding
 from fasttfm.ops.gelu_layer_norm import gelu_layer_norm
 from fasttfm.ops.layer_norm import layer_norm
+from fasttfm.ops.linear_cross_entropy import CountedLoss, linear_cross_entropy
 from fasttfm.ops.linear_gelu import linear_gelu
+from fasttfm.ops.masked_lm_loss import masked_lm_loss
 from fasttfm.ops.mlp import mlp
 from fasttfm.ops.pack import (
     cu_seqlens_from_lengths,
@@ -19,9 +22,11 @@ from fasttfm.ops.pack import (
     unpack,
 )
 from fasttfm.ops.qkv_projection import fuse_qkv, qkv_projection
+from fasttfm.ops.replaced_token_loss import replaced_token_loss
 
 __all__ = [
     "ACTIVATIONS",
+    "CountedLoss",
     "attention",
     "attention_weights",
     "bias_gelu",
@@ -29,16 +34,20 @@ __all__ = [
     "column_sum",
     "cu_seqlens_from_lengths",
     "cu_seqlens_from_mask",
+    "distillation_loss",
     "dropout_add_layer_norm",
     "embedding",
     "fuse_qkv",
     "gelu_layer_norm",
     "layer_norm",
+    "linear_cross_entropy",
     "linear_gelu",
+    "masked_lm_loss",
     "mlp",
     "pack",
     "position_ids_from_cu_seqlens",
     "qkv_projection",
+    "replaced_token_loss",
     "token_indices_from_mask",
     "unpack",
 ]
