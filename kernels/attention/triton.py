@@ -93,11 +93,9 @@ def _plain(problem: AttentionProblem) -> bool:
     return problem.bias is None and problem.alibi_slopes is None
 
 
-def _tile_options(q: Tensor, problem: AttentionProblem, tiles: tuning.Tiles) -> dict[str, Any]:
+def _tile_options(problem: AttentionProblem, tiles: tuning.Tiles) -> dict[str, Any]:
     """The arguments of the kernels for long sequences that depend on tiles."""
-    prefetch = tiles.ahead > 0 and q.device.type == "cuda"
-    ahead = tiles.ahead * multiprocessors(q) if prefetch else 0
-    return {**tiles.options(), "EVEN": _even(problem, tiles), "AHEAD": prefetch, "ahead": ahead}
+    return {**tiles.options(), "EVEN": _even(problem, tiles)}
 
 
 def _short_options(q: Tensor, problem: AttentionProblem, tiles: tuning.Tiles) -> tuple[int, dict[str, Any]]:
@@ -132,7 +130,7 @@ def attention_fwd_triton(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProb
             chosen = tuning.forward_tiles(call)
             tiles = triton.cdiv(problem.max_seqlen, chosen.queries)
             _fwd_kernel[(tiles * heads * problem.sequences,)](
-                **arguments, tiles=tiles, **_tile_options(q, problem, chosen)
+                **arguments, tiles=tiles, **_tile_options(problem, chosen)
             )
     return out, lse
 
@@ -180,15 +178,18 @@ def _backward_by_tile(arguments: dict[str, Any], out: Tensor, problem: Attention
     chosen = tuning.query_tiles(call)
     tiles = triton.cdiv(problem.max_seqlen, chosen.queries)
     _bwd_q_kernel[(tiles * heads * problem.sequences,)](
-        **_without(arguments, "dk", "dv"), out=out, tiles=tiles, **_tile_options(q, problem, chosen)
+        **_without(arguments, "dk", "dv"), out=out, tiles=tiles, **_tile_options(problem, chosen)
     )
     chosen = tuning.key_tiles(call)
     tiles = triton.cdiv(problem.max_seqlen_k, chosen.keys)
+    prefetch = chosen.ahead > 0 and q.is_cuda
     _bwd_kv_kernel[(tiles * arguments["kv_heads"] * problem.sequences,)](
         **_without(arguments, "dq", "lse"),
         tiles=tiles,
+        ahead=chosen.ahead * multiprocessors(q) if prefetch else 0,
+        AHEAD=prefetch,
         KEYS_FIRST=chosen.keys_first,
-        **_tile_options(q, problem, chosen),
+        **_tile_options(problem, chosen),
     )
 
 

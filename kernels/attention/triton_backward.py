@@ -36,7 +36,7 @@ from fasttfm.kernels.common.philox_triton import dropped_weights
 
 MAX_BLOCK_M = tl.constexpr(128)
 
-_SIZES = ["heads", "kv_heads", "tiles", "ahead", "q_size", "k_size", "window_left", "window_right", "threshold"]
+_SIZES = ["heads", "kv_heads", "tiles", "q_size", "k_size", "window_left", "window_right", "threshold"]
 _STRIDES = [
     f"{tensor}_{axis}" for tensor in ("q", "k", "v", "dout", "dq", "dk", "dv") for axis in ("batch", "row", "head")
 ] + ["bias_head", "bias_row", "statistics_rows", "statistics_size"]
@@ -65,7 +65,7 @@ def _prefetch(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Brings BLOCK rows of each tensor into the cache; returns the sequence's first query and their number."""
+    """Brings BLOCK rows of each tensor into the cache."""
     q_first, q_length = sequence_span(sizes[0], sequence, sizes[2], Q_LAYOUT)
     k_first, k_length = sequence_span(sizes[1], sequence, sizes[3], K_LAYOUT)
     if first < q_length:
@@ -78,7 +78,6 @@ def _prefetch(
         prefetch_rows(k_rows, first, k_length, D, BLOCK)
         v_rows = head_rows(tensors[3], v_strides, sequence, k_first, head // sizes[4], UNIT)
         prefetch_rows(v_rows, first, k_length, D, BLOCK)
-    return q_first, q_length
 
 
 @triton.jit
@@ -180,7 +179,7 @@ def _over_queries(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *_STRIDES])
+@triton.jit(do_not_specialize=[*_SIZES, *_STRIDES, "ahead"])
 def _bwd_kv_kernel(
     q,  # [B, S, H, D] or [T, H, D]
     k,  # [B, Sk, Hk, D] or [Tk, Hk, D]
@@ -217,7 +216,7 @@ def _bwd_kv_kernel(
     heads,
     kv_heads,
     tiles,  # of a sequence
-    ahead,  # which program's tensors to prefetch
+    ahead,
     statistics_rows,
     statistics_size,
     q_size,  # S or T
@@ -233,7 +232,7 @@ def _bwd_kv_kernel(
     FEATURES: tl.constexpr,
     KEYS_FIRST: tl.constexpr,  # scores are computed keys by queries
     EVEN: tl.constexpr,  # every sequence is made of whole tiles
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr,  # whether to prefetch for the program ``ahead`` of this one
     PRECISION: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -394,7 +393,6 @@ def _bwd_q_kernel(
     heads,
     kv_heads,
     tiles,  # of a sequence
-    ahead,  # which program's tensors to prefetch
     statistics_rows,
     statistics_size,
     q_size,  # S or T
@@ -409,7 +407,6 @@ def _bwd_q_kernel(
     UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
     EVEN: tl.constexpr,  # every sequence is made of whole tiles
-    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -434,28 +431,6 @@ def _bwd_q_kernel(
     q_tile = load_rows(q_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
     dout_tile = load_rows(dout_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
     out_tile = load_rows((out + out_start * D, heads * D), first, q_length, columns, not EVEN, D, BLOCK_M)
-    if AHEAD:
-        later = tl.minimum(program + ahead, tl.num_programs(0) - 1)
-        later_first = (tiles - 1 - later % tiles) * BLOCK_M
-        later_head = later // tiles % heads
-        later_sequence = later // tiles // heads
-        later_q_first, later_length = _prefetch(
-            later_first,
-            later_sequence,
-            later_head,
-            (q, dout, k, v),
-            ((q_batch, q_row, q_head), (dout_batch, dout_row, dout_head), (k_batch, k_row, k_head)),
-            (v_batch, v_row, v_head),
-            (q_bounds, k_bounds, q_size, k_size, heads // kv_heads),
-            Q_LAYOUT,
-            K_LAYOUT,
-            UNIT,
-            D,
-            BLOCK_M,
-        )
-        if later_first < later_length:
-            _, later_out = output_offsets(later_sequence, later_q_first, later_head, heads, q_size, Q_LAYOUT)
-            prefetch_rows((out + later_out * D, heads * D), later_first, later_length, D, BLOCK_M)
     delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1) * ((256 - threshold) / 256.0)
     lse_row = lse_in_log2(lse + lse_start, queries, q_length)
     own = statistics + _statistics_start(sequence, q_first, head, heads, statistics_rows, Q_LAYOUT) + queries

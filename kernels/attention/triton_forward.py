@@ -22,7 +22,6 @@ from fasttfm.kernels.attention.triton_tiles import (
     load_rows,
     masked_scores,
     output_offsets,
-    prefetch_rows,
     sequence_span,
     store_rows,
 )
@@ -73,37 +72,7 @@ def _over_keys(
     return accumulator, m, l
 
 
-@triton.jit
-def _prefetch(
-    program,
-    tensors,  # q, k, v
-    strides,
-    sizes,  # q_bounds, k_bounds, q_size, k_size
-    counts,  # tiles, heads, group
-    Q_LAYOUT: tl.constexpr,
-    K_LAYOUT: tl.constexpr,
-    UNIT: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Brings the queries of a program, and as many keys and values, into the cache."""
-    tiles, heads, group = counts
-    first = (tiles - 1 - program % tiles) * BLOCK_M
-    head = program // tiles % heads
-    sequence = program // tiles // heads
-    q_first, q_length = sequence_span(sizes[0], sequence, sizes[2], Q_LAYOUT)
-    k_first, k_length = sequence_span(sizes[1], sequence, sizes[3], K_LAYOUT)
-    if first < q_length:
-        q_rows = head_rows(tensors[0], strides[0], sequence, q_first, head, UNIT)
-        prefetch_rows(q_rows, first, q_length, D, BLOCK_M)
-    if first < k_length:
-        k_rows = head_rows(tensors[1], strides[1], sequence, k_first, head // group, UNIT)
-        prefetch_rows(k_rows, first, k_length, D, BLOCK_M)
-        v_rows = head_rows(tensors[2], strides[2], sequence, k_first, head // group, UNIT)
-        prefetch_rows(v_rows, first, k_length, D, BLOCK_M)
-
-
-_SIZES = ["heads", "group", "tiles", "ahead", "q_size", "k_size", "window_left", "window_right", "threshold"]
+_SIZES = ["heads", "group", "tiles", "q_size", "k_size", "window_left", "window_right", "threshold"]
 _STRIDES = [f"{tensor}_{axis}" for tensor in "qkv" for axis in ("batch", "row", "head")] + ["bias_head", "bias_row"]
 
 
@@ -133,7 +102,6 @@ def _fwd_kernel(
     heads,
     group,  # H / Hk
     tiles,  # of a sequence
-    ahead,  # which program's tensors to prefetch
     q_size,  # S or T
     k_size,
     window_left,
@@ -146,7 +114,6 @@ def _fwd_kernel(
     UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
     EVEN: tl.constexpr,  # every sequence is made of whole tiles
-    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -168,19 +135,6 @@ def _fwd_kernel(
     k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, head // group, UNIT)
     v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, head // group, UNIT)
     q_tile = load_rows(q_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
-    if AHEAD:
-        _prefetch(
-            tl.minimum(program + ahead, tl.num_programs(0) - 1),
-            (q, k, v),
-            ((q_batch, q_row, q_head), (k_batch, k_row, k_head), (v_batch, v_row, v_head)),
-            (q_bounds, k_bounds, q_size, k_size),
-            (tiles, heads, group),
-            Q_LAYOUT,
-            K_LAYOUT,
-            UNIT,
-            D,
-            BLOCK_M,
-        )
     shape = (q_length, k_length, window_left, window_right)
     terms = (scale, bias + head.to(tl.int64) * bias_head, bias_row, tl.load(slopes + head) if FEATURES[SLOPES] else 0.0)
     dropout = (tl.load(seed) if FEATURES[DROPOUT] else 0, sequence, head, threshold)

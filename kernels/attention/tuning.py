@@ -22,7 +22,7 @@ class Tiles:
     stages: int
     registers: int | None = None  # at most so many for a thread
     programs: int = 1  # for a multiprocessor, where programs go over heads
-    ahead: int = 0  # programs prefetch for those that follow after so many for a multiprocessor; 0: not at all
+    ahead: int = 0  # keys' programs prefetch for those that follow after so many for a multiprocessor; 0: not at all
     keys_first: bool = False  # scores keys by queries: not with dropout, whose draws lie along keys
 
     def options(self) -> dict[str, int | None]:
@@ -58,17 +58,29 @@ def _capability(index: int) -> tuple[int, int]:
 
 def short_forward_tiles(call: Call) -> Tiles | None:
     """For the kernel that holds a whole head in one tile; None where a head does not fit."""
-    longest = max(call.queries, call.keys)
-    if call.head_dim > 64 or longest > 128:
+    if not _short(call):
         return None
-    if longest <= 64:
-        stages = 1 if call.element_bytes == 4 else 3 if call.hopper else 2
-        return Tiles(64, 64, 4, stages, programs=2)
-    return Tiles(128, 128, 8, 3) if call.hopper and call.element_bytes == 2 else None
+    if max(call.queries, call.keys) <= 64:
+        return Tiles(64, 64, 4, _short_stages(call), programs=2)
+    return Tiles(128, 128, 8, 2, registers=128, programs=2)
 
 
 def short_backward_tiles(call: Call) -> Tiles | None:
-    return short_forward_tiles(call)
+    if not _short(call):
+        return None
+    if max(call.queries, call.keys) <= 64:
+        return Tiles(64, 64, 4, _short_stages(call))
+    return Tiles(128, 128, 8, 3)
+
+
+def _short(call: Call) -> bool:
+    """Whether one tile on the chip holds a head."""
+    longest = 128 if call.hopper and call.element_bytes == 2 else 64
+    return call.head_dim <= 64 and max(call.queries, call.keys) <= longest
+
+
+def _short_stages(call: Call) -> int:
+    return 1 if call.element_bytes == 4 else 3 if call.hopper else 2
 
 
 def _float_tiles(call: Call) -> Tiles:
@@ -81,11 +93,7 @@ def forward_tiles(call: Call) -> Tiles:
         return _float_tiles(call) if call.head_dim > 64 else Tiles(64, 64, 4, 1)
     if not call.hopper:
         return Tiles(64, 64, 4, 1 if call.head_dim > 128 else 2)
-    if call.head_dim > 128:
-        return Tiles(64, 64, 4, 2)
-    if call.dropout or call.keys < 1024:
-        return Tiles(64, 64, 4, 3)
-    return Tiles(128, 64 if call.head_dim <= 64 else 128, 8, 3)
+    return Tiles(64, 64, 4, 2 if call.head_dim > 128 else 3)
 
 
 def query_tiles(call: Call) -> Tiles:
@@ -104,6 +112,6 @@ def key_tiles(call: Call) -> Tiles:
         return Tiles(64, 64, 8, 1) if call.head_dim > 64 else Tiles(32, 64, 4, 2)
     if call.head_dim > 128:
         return Tiles(64, 64, 4, 1, keys_first=first)
-    if call.head_dim > 64 and first:
-        return Tiles(64, 128, 8, 2, keys_first=True)
-    return Tiles(64, 64, 4, 2, keys_first=first)
+    if call.head_dim > 64:
+        return Tiles(64, 128, 8, 2, keys_first=True) if first else Tiles(64, 64, 4, 2)
+    return Tiles(64, 64, 4, 3, ahead=2)

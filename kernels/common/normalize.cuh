@@ -8,8 +8,11 @@
 namespace fasttfm {
 namespace cuda {
 
-// 1 / sqrt(x): the special function unit's approximation and one step of Newton's method.
+// 1 / sqrt(x) for rows of type T: correctly rounded steps for fp32, whose error shows in the result; else the special
+// function unit's approximation and one step of Newton's method.
+template <class T>
 __device__ __forceinline__ float inverse_root(float x) {
+  if constexpr (sizeof(T) == 4) return 1.0f / sqrtf(x);
   const float y = rsqrtf(x);
   return fmaf(fmaf(-x * y, y, 1.0f), 0.5f * y, y);
 }
@@ -55,7 +58,7 @@ __device__ __forceinline__ void normalize_rows(const Params& p, const int64_t (&
   for (int r = 0; r < ROWS; ++r) {
     float correction = 0.0f;
     if constexpr (CORRECTED) correction = sums[ROWS + r] * inverse_c;
-    rstd[r] = inverse_root(fmaxf(sums[r] * inverse_c - correction * correction, 0.0f) + p.eps);
+    rstd[r] = inverse_root<T>(fmaxf(sums[r] * inverse_c - correction * correction, 0.0f) + p.eps);
     shift[r] = -correction * rstd[r];
     if (threadIdx.x % S::kGroup == 0) {
       p.mean[row[r]] = mean[r] + correction;

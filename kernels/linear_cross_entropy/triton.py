@@ -229,11 +229,11 @@ def _loss_kernel(
 
 
 def _tile(columns: int, element_bytes: int, *, more: bool) -> dict[str, int]:
-    """16 bytes at a time for a thread, and few rows on their way at one time: together they fit into the cache. With
-    counts, samples or smoothing, which take registers, half as many threads."""
+    """16 bytes at a time for a thread, twice in a tile; once with counts, samples or smoothing: they take registers."""
     group = 16 // element_bytes
     block_v = min((512 if more else 1024) * group, triton.next_power_of_2(columns))
-    return {"BLOCK_V": block_v, "GROUP": group, "num_warps": max(1, block_v // (32 * group))}
+    threads = min(512, block_v // group)
+    return {"BLOCK_V": block_v, "GROUP": group, "num_warps": max(1, threads // 32)}
 
 
 def linear_cross_entropy_triton(

@@ -17,9 +17,9 @@ from fasttfm.ops.column_sum import column_sum_op
 REDUCTIONS = ("none", "mean", "sum")
 
 # A block of rows is large enough that adding its share to dweight (8 V C bytes) is small beside its products, and small
-# enough that the logits are: at most 8 blocks, of at least 768 rows each, unless that takes more than 512 MiB.
+# enough that the logits are: at most 8 blocks, of at least 960 rows each, unless that takes more than 512 MiB.
 _BLOCKS = 8
-_ROWS = 768
+_ROWS = 960
 _BYTES = 512 * 2**20
 _ROW_STEP = 128  # rows of a product's tile
 _COLUMN_STEP = 64
