@@ -88,6 +88,11 @@ def _even(problem: AttentionProblem, tiles: tuning.Tiles) -> bool:
     return dense and problem.max_seqlen % tiles.queries == 0 and problem.max_seqlen_k % tiles.keys == 0
 
 
+def _plain(problem: AttentionProblem) -> bool:
+    """Whether nothing is added to scores: the kernels for short sequences have no room for it on the chip."""
+    return problem.bias is None and problem.alibi_slopes is None
+
+
 def _tile_options(q: Tensor, problem: AttentionProblem, tiles: tuning.Tiles) -> dict[str, Any]:
     """The arguments of the kernels for long sequences that depend on tiles."""
     prefetch = tiles.ahead > 0 and q.device.type == "cuda"
@@ -99,10 +104,11 @@ def _short_options(q: Tensor, problem: AttentionProblem, tiles: tuning.Tiles) ->
     """Number of programs, and the arguments of the kernels for short sequences that depend on tiles."""
     items = problem.sequences * q.shape[-2]
     options = tiles.options()
-    plain = not problem.packed and problem.lengths is None and problem.lengths_k is None
-    # Boundaries are loaded ahead of what they bound: each takes as many stages.
-    options |= {"items": items, "EVEN": _even(problem, tiles)}
-    options["STAGES"] = tiles.stages if plain else 2 * tiles.stages - 1
+    options |= {"items": items, "EVEN": _even(problem, tiles), "STAGES": tiles.stages}
+    bounded = problem.packed or problem.lengths is not None or problem.lengths_k is not None
+    if bounded and problem.window_left == UNLIMITED and problem.window_right == UNLIMITED:
+        # Where only loads and masks need the boundaries, the compiler loads them ahead too, and takes stages for that.
+        options["STAGES"] = 2 * tiles.stages - 1
     return min(items, tiles.programs * multiprocessors(q)), options
 
 
@@ -117,7 +123,7 @@ def attention_fwd_triton(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProb
     arguments = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **strides, **_common(q, k, problem), "UNIT": unit}
     arguments["group"] = heads // k.shape[-2]
     call = _call(q, problem)
-    short = tuning.short_forward_tiles(call)
+    short = tuning.short_forward_tiles(call) if _plain(problem) else None
     with on_device(q):
         if short is not None:
             programs, options = _short_options(q, problem, short)
@@ -151,7 +157,8 @@ def attention_bwd_triton(
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
     strides, unit = _strides(tensors)
     arguments = {**tensors, "lse": lse, **strides, **_common(q, k, problem), "UNIT": unit}
-    short = tuning.short_backward_tiles(_call(q, problem)) if k.shape[-2] == q.shape[-2] else None
+    ungrouped = k.shape[-2] == q.shape[-2]
+    short = tuning.short_backward_tiles(_call(q, problem)) if ungrouped and _plain(problem) else None
     with on_device(q):
         if short is not None:
             programs, options = _short_options(q, problem, short)

@@ -30,7 +30,7 @@ def compile_signatures(head_dim: int, element: str, hopper: bool, dropout: bool)
         (_bwd_kv_kernel, tuning.key_tiles(long)),
     ):
         if tiles is not None:
-            few = kernel is _short_bwd_kernel or (kernel is _bwd_kv_kernel and not hopper)  # a few registers too many
+            few = kernel is not _fwd_kernel and kernel is not _short_fwd_kernel  # backward is a few registers short
             description = _describe(kernel, tiles, head_dim, element, dropout)
             yield {**description, "allow_spills": spills or few, "target": 90 if hopper else 80}
 
@@ -50,7 +50,7 @@ def _describe(kernel: Any, tiles: tuning.Tiles, head_dim: int, element: str, dro
         "EVEN": not dropout,
         "AHEAD": tiles.ahead > 0,
         "KEYS_FIRST": tiles.keys_first,
-        "STAGES": 2 * tiles.stages - 1 if dropout else tiles.stages,
+        "STAGES": tiles.stages,
     }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     return {
