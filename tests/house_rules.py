@@ -25,8 +25,8 @@ ROOMS_OF_AN_OP = (
     "docs/ops/{op}.md",
 )
 # What the ops share: files in those rooms that belong to no op.
-SHARED = {"python/fasttfm/ops/": {"__init__", "backends", "checks", "library", "linear"}}
-KERNEL_FILES = {"reference.py", "triton.py", "op.h", "cpu.cpp", "cuda.cu"}
+SHARED = {"python/fasttfm/ops/": {"__init__", "attention_checks", "backends", "checks", "library", "linear"}}
+KERNEL_FILES = {"reference.py", "problem.py", "triton.py", "op.h", "cpu.cpp", "cuda.cu"}
 HEADERS = {".h", ".cuh"}
 
 
@@ -52,7 +52,7 @@ def missing_rooms(root: Path) -> list[str]:
 
 
 def stray_kernel_files(root: Path) -> list[str]:
-    """Files of an op's folder that are none of reference.py, triton.py, op.h, cpu.cpp, cuda.cu and headers."""
+    """Files of an op's folder that are none of KERNEL_FILES and no headers."""
     return [
         f"{path.relative_to(root)}: expected {', '.join(sorted(KERNEL_FILES))} or a header"
         for path in sorted(root.glob("kernels/*/*"))

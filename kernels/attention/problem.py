@@ -40,3 +40,9 @@ class AttentionProblem:
     @property
     def packed(self) -> bool:
         return self.cu_seqlens is not None
+
+
+def window_bounds(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int, int]:
+    """``window_left`` and ``window_right`` of the public arguments, where None and UNLIMITED both mean no limit."""
+    left, right = (UNLIMITED if side is None else side for side in (window or (None, None)))
+    return left, 0 if causal else right

@@ -1,6 +1,7 @@
 """The ops. Each is a checked public function, registered with torch.library, served by one of several backends."""
 
 from fasttfm.kernels.common.index_errors import check_errors
+from fasttfm.ops.attention import attention, attention_weights
 from fasttfm.ops.bias_gelu import ACTIVATIONS, bias_gelu
 from fasttfm.ops.column_sum import column_sum
 from fasttfm.ops.dropout_add_layer_norm import dropout_add_layer_norm
@@ -21,6 +22,8 @@ from fasttfm.ops.qkv_projection import fuse_qkv, qkv_projection
 
 __all__ = [
     "ACTIVATIONS",
+    "attention",
+    "attention_weights",
     "bias_gelu",
     "check_errors",
     "column_sum",

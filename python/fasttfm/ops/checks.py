@@ -72,19 +72,25 @@ def check_index(op: str, argument: str, tensor: Any) -> None:
         raise bad_type(op, argument, "a tensor of int64 or int32", dtype_name(tensor.dtype))
 
 
-def check_cu_seqlens(op: str, cu_seqlens: Any, like: torch.Tensor) -> None:
+def check_cu_seqlens(op: str, cu_seqlens: Any, like: torch.Tensor, *, argument: str = "cu_seqlens") -> None:
     """``cu_seqlens`` looks like the boundaries of packed sequences: int32 [sequences + 1], where ``like`` is."""
     if not isinstance(cu_seqlens, torch.Tensor):
-        raise bad_type(op, "cu_seqlens", "a tensor", type(cu_seqlens).__name__)
+        raise bad_type(op, argument, "a tensor", type(cu_seqlens).__name__)
     if cu_seqlens.dtype != torch.int32:
-        raise bad_type(op, "cu_seqlens", "a tensor of int32", dtype_name(cu_seqlens.dtype))
+        raise bad_type(op, argument, "a tensor of int32", dtype_name(cu_seqlens.dtype))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
-        raise bad_value(op, "cu_seqlens", "shape (sequences + 1,)", f"shape {tuple(cu_seqlens.shape)}")
-    check_device(op, "cu_seqlens", cu_seqlens, like)
+        raise bad_value(op, argument, "shape (sequences + 1,)", f"shape {tuple(cu_seqlens.shape)}")
+    check_device(op, argument, cu_seqlens, like)
 
 
 def check_cu_seqlens_values(
-    op: str, cu_seqlens: torch.Tensor, total: int, longest: int | None = None, *, exact: bool = True
+    op: str,
+    cu_seqlens: torch.Tensor,
+    total: int,
+    longest: int | None = None,
+    *,
+    exact: bool = True,
+    argument: str = "cu_seqlens",
 ) -> None:
     """On the CPU: ``cu_seqlens`` rises from 0 to ``total`` (or ends before, unless ``exact``) in steps of at most
     ``longest``. On a GPU nothing is looked at, for that would wait for it; kernels there keep inside their tensors
@@ -94,13 +100,13 @@ def check_cu_seqlens_values(
     values = cu_seqlens.tolist()
     if values[0] != 0 or values[-1] > total or (exact and values[-1] < total):
         expected = f"values from 0 to {'' if exact else 'at most '}{total}"
-        raise bad_value(op, "cu_seqlens", expected, f"from {values[0]} to {values[-1]}")
+        raise bad_value(op, argument, expected, f"from {values[0]} to {values[-1]}")
     for sequence, (first, end) in enumerate(itertools.pairwise(values)):
         if end < first:
-            raise bad_value(op, "cu_seqlens", "values that never fall", f"{first}, {end} at sequence {sequence}")
+            raise bad_value(op, argument, "values that never fall", f"{first}, {end} at sequence {sequence}")
         if longest is not None and end - first > longest:
             raise bad_value(
-                op, "cu_seqlens", f"sequences of at most {longest} tokens", f"{end - first} in sequence {sequence}"
+                op, argument, f"sequences of at most {longest} tokens", f"{end - first} in sequence {sequence}"
             )
 
 

@@ -1,0 +1,234 @@
+"""Attention in plain torch: the specification, and a backend of its own.
+
+    s = scale * q k^T + bias - slope * |distance|        over the keys that the query may attend to
+    lse = log(sum over keys of exp(s))        P = exp(s - lse)        out = (kept * c * P) v
+
+    dv = (kept * c * P)^T dout        dP = kept * c * (dout v^T)        delta = sum over D of dout * out
+    ds = P * (dP - delta)        dq = scale * ds k        dk = scale * ds^T q
+
+kept and c are dropout's: which weights stay is a function of the seed and of their place (common/philox.py); without a
+seed both are 1. Query i of a sequence with Lq queries and Lk keys stands at key position i + Lk - Lq; its window and
+its distances are measured from there. Where no key may be attended to, out and the gradients are 0 and lse is -inf.
+
+Every layout is computed as a padded batch [B, S, H, D]; what lies past a sequence's end is replaced by 0 first, so that
+no number there, not even a NaN, reaches a result. Arithmetic is fp32 (fp64 for fp64 input), results are rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem, window_bounds
+from fasttfm.kernels.common import philox
+from fasttfm.kernels.common.linear import accumulate
+
+
+def attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen: int | None = None,
+    max_seqlen_k: int | None = None,
+    lengths: Tensor | None = None,
+    lengths_k: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The public op as autograd can differentiate it; tests hold every backend against this."""
+    if k is None:
+        q, k, v = q.unbind(-3)
+    threshold = philox.threshold(dropout_p)
+    left, right = window_bounds(causal, window)
+    if cu_seqlens is None:
+        sequences, longest, longest_k = q.shape[0], q.shape[1], k.shape[1]
+    else:
+        sequences = len(cu_seqlens) - 1
+        longest = q.shape[0] if max_seqlen is None else max_seqlen
+        longest_k = max_seqlen_k
+        if longest_k is None:
+            longest_k = longest if cu_seqlens_k is None else k.shape[0]
+    problem = AttentionProblem(
+        sequences=sequences,
+        max_seqlen=longest,
+        max_seqlen_k=longest_k,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        window_left=left,
+        window_right=right,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
+        lengths=lengths,
+        lengths_k=lengths if lengths_k is None else lengths_k,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        seed=seed if threshold else None,
+        threshold=threshold,
+        dropout_scale=philox.scale(threshold),
+    )
+    out, lse = attention_forward(q, k, v, problem)
+    return (out, lse) if return_lse else out
+
+
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
+    """Returns out, of q's shape and type, and lse: [B, H, Sq], or [H, T] of packed sequences."""
+    queries, keys = _sides(q, k, problem)
+    weights, lse = _softmax(q, k, queries, keys, problem)
+    values = _per_head(keys.padded(v), q)
+    with torch.autocast(q.device.type, enabled=False):  # it would narrow the operands
+        out = torch.einsum("bhij,bjhd->bihd", _dropout(weights, problem), values)
+    out = queries.restored(out).to(q.dtype).contiguous()
+    if problem.packed:
+        lse = queries.restored(lse.transpose(1, 2), fill=-torch.inf).t()
+    return out, lse.contiguous()
+
+
+def attention_weights(q: Tensor, k: Tensor, problem: AttentionProblem) -> Tensor:
+    """P of the formula: [B, H, Sq, Sk], rows and columns past a sequence's end 0. Autograd can differentiate it."""
+    return _softmax(q, k, *_sides(q, k, problem), problem)[0]
+
+
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: AttentionProblem,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Writes dq, dk and dv, of the shapes of q, k and v."""
+    queries, keys = _sides(q, k, problem)
+    if problem.packed:
+        lse = queries.padded(lse.t()).transpose(1, 2)
+    scores, attended = _scores(q, k, queries, keys, problem)
+    weights = torch.where(attended, (scores - lse[..., None]).exp(), 0.0)
+    dout, out, padded_q = (queries.padded(tensor) for tensor in (dout, out, q))
+    padded_k, padded_v = (_per_head(keys.padded(tensor), q) for tensor in (k, v))
+    delta = (dout * out).sum(dim=-1).transpose(1, 2)[..., None]
+    with torch.autocast(q.device.type, enabled=False):
+        dweights = _dropout(torch.einsum("bihd,bjhd->bhij", dout, padded_v), problem)
+        dscores = problem.scale * weights * (dweights - delta)
+        padded_dq = torch.einsum("bhij,bjhd->bihd", dscores, padded_k)
+        padded_dk = torch.einsum("bhij,bihd->bjhd", dscores, padded_q)
+        padded_dv = torch.einsum("bhij,bihd->bjhd", _dropout(weights, problem), dout)
+    dq.copy_(queries.restored(padded_dq))
+    dk.copy_(keys.restored(_sum_groups(padded_dk, k)))
+    dv.copy_(keys.restored(_sum_groups(padded_dv, v)))
+
+
+# ---- scores and weights of a padded batch ----------------------------------------------------------------------------
+
+
+def _scores(q: Tensor, k: Tensor, queries: _Side, keys: _Side, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
+    """Scaled and biased scores [B, H, Sq, Sk], -inf where ``attended`` [B, 1, Sq, Sk] is false; and ``attended``."""
+    with torch.autocast(q.device.type, enabled=False):
+        scores = problem.scale * torch.einsum("bihd,bjhd->bhij", queries.padded(q), _per_head(keys.padded(k), q))
+    i = torch.arange(queries.longest, device=q.device)[:, None]
+    j = torch.arange(keys.longest, device=q.device)
+    lengths, lengths_k = (side.lengths[:, None, None, None] for side in (queries, keys))
+    distance = j - (i + lengths_k - lengths)  # of the key from the query's position: [B, 1, Sq, Sk]
+    attended = (i < lengths) & (j < lengths_k)
+    if problem.window_left != UNLIMITED:
+        attended = attended & (distance >= -problem.window_left)
+    if problem.window_right != UNLIMITED:
+        attended = attended & (distance <= problem.window_right)
+    if problem.bias is not None:
+        scores = scores + problem.bias[:, : queries.longest, : keys.longest].to(scores.dtype)
+    if problem.alibi_slopes is not None:
+        scores = scores - problem.alibi_slopes.to(scores.dtype)[:, None, None] * distance.abs()
+    return torch.where(attended, scores, -torch.inf), attended
+
+
+def _softmax(q: Tensor, k: Tensor, queries: _Side, keys: _Side, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
+    """The weights P [B, H, Sq, Sk] before dropout, and lse [B, H, Sq]."""
+    scores, attended = _scores(q, k, queries, keys, problem)
+    lse = scores.detach().logsumexp(dim=-1)
+    rows = attended.any(dim=-1, keepdim=True)  # softmax of a row of -inf would be NaN, and so would its gradient
+    weights = torch.where(rows, scores, 0.0).softmax(dim=-1)
+    return torch.where(attended, weights, 0.0), lse
+
+
+def _dropout(weights: Tensor, problem: AttentionProblem) -> Tensor:
+    if problem.seed is None:
+        return weights
+    sequences, heads, queries = (torch.arange(size, device=weights.device) for size in weights.shape[:3])
+    kept = philox.kept_weights(
+        problem.seed, sequences[:, None, None], heads[:, None], queries, weights.shape[3], problem.threshold
+    )
+    return torch.where(kept, weights * problem.dropout_scale, 0.0)
+
+
+def _per_head(keys: Tensor, q: Tensor) -> Tensor:
+    """Keys or values [B, Sk, Hk, D], repeated so that each of q's heads has its own: [B, Sk, H, D]."""
+    return keys.repeat_interleave(q.shape[-2] // keys.shape[2], dim=2)
+
+
+def _sum_groups(gradient: Tensor, keys: Tensor) -> Tensor:
+    """The gradient of what _per_head() repeated."""
+    return gradient.unflatten(2, (keys.shape[-2], -1)).sum(dim=3)
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The queries or the keys of all sequences, and how their layout and the padded one turn into each other."""
+
+    lengths: Tensor  # int64 [B]
+    longest: int
+    rows: Tensor | None = None  # int64 [B, longest]: the packed row of each token; one past the last for padding
+    total: int = 0  # packed rows
+
+    def padded(self, x: Tensor) -> Tensor:
+        """[B, S, ...] or packed [T, ...] as [B, S, ...] in the type of sums, 0 past each sequence's end."""
+        x = accumulate(x)
+        if self.rows is None:
+            present = torch.arange(self.longest, device=x.device) < self.lengths[:, None]
+            return torch.where(present.reshape(*present.shape, *(1 for _ in x.shape[2:])), x, 0.0)
+        return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[self.rows]
+
+    def restored(self, padded: Tensor, fill: float = 0.0) -> Tensor:
+        """[B, S, ...] in the layout it has outside; a packed row that is no sequence's is ``fill``."""
+        if self.rows is None:
+            return padded
+        x = padded.new_full((self.total + 1, *padded.shape[2:]), fill)
+        return x.index_put((self.rows,), padded)[: self.total]
+
+
+def _sides(q: Tensor, k: Tensor, problem: AttentionProblem) -> tuple[_Side, _Side]:
+    if problem.cu_seqlens is not None and problem.cu_seqlens_k is not None:
+        return (
+            _packed_side(problem.cu_seqlens, problem.max_seqlen, q.shape[0]),
+            _packed_side(problem.cu_seqlens_k, problem.max_seqlen_k, k.shape[0]),
+        )
+    return _dense_side(q, problem.lengths), _dense_side(k, problem.lengths_k)
+
+
+def _packed_side(cu_seqlens: Tensor, longest: int, total: int) -> _Side:
+    cu_seqlens = cu_seqlens.long().clamp(0, total)
+    lengths = cu_seqlens.diff().clamp(0, longest)
+    token = torch.arange(longest, device=cu_seqlens.device)
+    rows = torch.where(token < lengths[:, None], cu_seqlens[:-1, None] + token, total)
+    return _Side(lengths, longest, rows, total)
+
+
+def _dense_side(x: Tensor, lengths: Tensor | None) -> _Side:
+    longest = x.shape[1]
+    if lengths is None:
+        return _Side(torch.full(x.shape[:1], longest, device=x.device), longest)
+    return _Side(lengths.long().clamp(0, longest), longest)

@@ -1,0 +1,271 @@
+"""``attention``: softmax(q k^T) v with dropout, for dense, padded and packed sequences, whole or local."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.attention import reference
+from fasttfm.kernels.attention.problem import AttentionProblem
+from fasttfm.kernels.common import philox
+from fasttfm.ops import checks
+from fasttfm.ops.attention_checks import Window, check_values, resolve
+from fasttfm.ops.backends import Backend, BackendTable, always, requested
+from fasttfm.ops.library import needs_gradient, register
+from fasttfm.ops.linear import autocast
+
+OP = "attention"
+_WEIGHTS = "attention_weights"
+
+
+def attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen: int | None = None,
+    max_seqlen_k: int | None = None,
+    lengths: Tensor | None = None,
+    lengths_k: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of queries to keys and values, sequence by sequence and head by head.
+
+    Args:
+        q: ``[B, Sq, H, D]``, or packed ``[T, H, D]`` with ``cu_seqlens``: fp32, bf16 or fp16 (fp64 on the reference
+            backend). Without k and v it holds all three: ``[B, S, 3, H, D]`` or ``[T, 3, H, D]``, read in place.
+        k, v: ``[B, Sk, Hk, D]`` or ``[Tk, Hk, D]``. Hk divides H: each key/value head serves H / Hk query heads.
+        causal: Query i attends to keys up to position i + Lk - Lq of its sequence of Lq queries and Lk keys.
+        window: ``(left, right)``: keys from ``left`` before that position to ``right`` after; None or -1 for no limit.
+        scale: Of the scores; 1 / sqrt(D) by default.
+        dropout_p: Probability that a weight is set to zero, rounded to a multiple of 1/256; 0 in evaluation.
+        cu_seqlens: int32 ``[sequences + 1]``, the first row of each packed sequence, and the row count.
+        cu_seqlens_k: The same of k and v, where they are not ``cu_seqlens``.
+        max_seqlen, max_seqlen_k: No packed sequence has more queries or keys; T and Tk by default. Smaller bounds save
+            work. A GPU's kernels take them at their word: rows past them get no result.
+        lengths: int32 ``[B]``, for dense tensors: how many tokens of each sequence are real. Rows past that are no
+            keys, and give zeros and zero gradients.
+        lengths_k: The same for k and v alone, where they are not ``lengths``.
+        bias: ``[H, Sq or more, Sk or more]``, added to the scaled scores. Has no gradient.
+        alibi_slopes: fp32 ``[H]``: ``-slope * |i + Lk - Lq - j|`` is added for key j. Has no gradient.
+        seed: int64 ``[1]``, decides what is dropped; by default drawn from torch's generator.
+        return_lse: Returns ``(out, lse)``.
+        backend: Requests one backend; by default the first that can serve the call does.
+
+    Returns:
+        ``out`` of q's shape and type, contiguous; 0 where there is no key to attend to. ``lse``, fp32 without gradient,
+        is the logarithm of the sum of the exponential scores: ``[B, H, Sq]``, packed ``[H, T]``; -inf without a key.
+    """
+    TABLE.check_name(backend)
+    q, k, v = autocast(q, k, v)
+    resolved = resolve(
+        OP,
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen=max_seqlen,
+        max_seqlen_k=max_seqlen_k,
+        lengths=lengths,
+        lengths_k=lengths_k,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+    )
+    checks.check_number(OP, "dropout_p", dropout_p, low=0.0, high=1.0)
+    checks.check_seed(OP, seed, like=q)
+    if dropout_p == 0:
+        seed = None  # from here on, a seed means dropout
+    elif seed is None:
+        seed = philox.draw_seed(q.device)
+    tensors = (cu_seqlens, cu_seqlens_k, lengths, lengths_k, bias, alibi_slopes, seed)
+    apply = _Attention.apply if needs_gradient(q, k, v) else _forward_op
+    out, lse = apply(q, k, v, *tensors, *resolved, float(dropout_p), requested(backend))
+    return (out, lse) if return_lse else out
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen: int | None = None,
+    max_seqlen_k: int | None = None,
+    lengths: Tensor | None = None,
+    lengths_k: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """The weights that ``attention`` sums the values with, before dropout: for distillation and for plots.
+
+    Plain torch, differentiable in q and k; all weights are held in memory. The arguments are ``attention``'s.
+
+    Returns:
+        fp32 (fp64 for fp64) ``[B, H, Sq, Sk]``; of packed sequences ``[sequences, H, max_seqlen, max_seqlen_k]``. Rows
+        and columns past a sequence's end are 0, like those that the mask excludes.
+    """
+    masking = {
+        "cu_seqlens": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens_k,
+        "lengths": lengths,
+        "lengths_k": lengths_k,
+        "bias": bias,
+        "alibi_slopes": alibi_slopes,
+    }
+    bounds = {"max_seqlen": max_seqlen, "max_seqlen_k": max_seqlen_k}
+    resolved = resolve(_WEIGHTS, q, k, k, causal=causal, window=window, scale=scale, **bounds, **masking)
+    problem = _problem(q, *masking.values(), None, *resolved, 0.0)
+    check_values(_WEIGHTS, q, k, problem)
+    weights: Tensor = reference.attention_weights(q, k, problem)
+    return weights
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _forward_op(q, k, v, *options)
+        ctx.save_for_backward(q, k, v, out, lse, *options[:_TENSORS])
+        ctx.numbers = options[_TENSORS:]
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # there is none of lse
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        gradients = _backward_op(dout, *ctx.saved_tensors, *ctx.numbers)
+        given = ctx.needs_input_grad[:3]
+        wanted = (gradient if want else None for gradient, want in zip(gradients, given, strict=True))
+        return *wanted, *(None for _ in range(_TENSORS + len(ctx.numbers)))
+
+
+# ---- torch.library ---------------------------------------------------------------------------------------------------
+# k and v are None where q is qkv. Its gradient comes in one piece as dq then, and dk and dv are empty.
+
+_TENSORS = 7  # cu_seqlens, cu_seqlens_k, lengths, lengths_k, bias, alibi_slopes, seed
+
+
+def _forward(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    *options, backend = options
+    q, k, v = _separate(q, k, v)
+    problem = _problem(q, *options)
+    check_values(OP, q, k, problem)
+    chosen = TABLE.select(backend, q, k, v, problem.bias, problem.alibi_slopes)
+    outputs: tuple[Tensor, Tensor] = chosen.forward(q, k, v, problem)
+    return outputs
+
+
+def _forward_fake(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    query = q.select(-3, 0) if k is None else q
+    *leading, tokens, heads, _ = query.shape
+    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return query.new_empty(query.shape), query.new_empty((*leading, heads, tokens), dtype=statistics)
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *options, backend = options
+    gradients = _backward_fake(dout, q, k, v)
+    dq, dk, dv = _separate(gradients[0], *(None if k is None else gradient for gradient in gradients[1:]))
+    q, k, v = _separate(q, k, v)
+    problem = _problem(q, *options)
+    chosen = TABLE.select(backend, q, k, v, problem.bias, problem.alibi_slopes)
+    chosen.backward(dout.contiguous(), q, k, v, out, lse, problem, dq, dk, dv)
+    return gradients
+
+
+def _backward_fake(
+    dout: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (q.new_empty(0 if tensor is None else tensor.shape) for tensor in (q, k, v))
+    return dq, dk, dv
+
+
+def _separate(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with their last dimension contiguous; views where q is qkv."""
+    if k is None or v is None:
+        q, k, v = q.unbind(-3)
+    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
+    return q, k, v
+
+
+def _problem(
+    q: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    lengths: Tensor | None,
+    lengths_k: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    max_seqlen: int,
+    max_seqlen_k: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    p: float,
+) -> AttentionProblem:
+    threshold = philox.threshold(p)
+    return AttentionProblem(
+        sequences=q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        max_seqlen=max_seqlen,
+        max_seqlen_k=max_seqlen_k,
+        scale=scale,
+        window_left=window_left,
+        window_right=window_right,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
+        lengths=lengths,
+        lengths_k=lengths if lengths_k is None else lengths_k,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        seed=seed,
+        threshold=threshold,
+        dropout_scale=philox.scale(threshold),
+    )
+
+
+_OPTIONS = (
+    "Tensor? cu_seqlens, Tensor? cu_seqlens_k, Tensor? lengths, Tensor? lengths_k, Tensor? bias, Tensor? alibi_slopes,"
+    " Tensor? seed, SymInt max_seqlen, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, float scale,"
+    " float p, str? backend"
+)
+_forward_op = register(
+    f"attention_forward(Tensor q, Tensor? k, Tensor? v, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+    _forward,
+    _forward_fake,
+)
+_backward_op = register(
+    f"attention_backward(Tensor dout, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor lse, {_OPTIONS})"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    _backward,
+    _backward_fake,
+)
+
+
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+TABLE = BackendTable(
+    OP,
+    (Backend("reference", always, lambda *_: None, reference.attention_forward, reference.attention_backward),),
+)

@@ -1,0 +1,176 @@
+"""What attention demands of its arguments. Nothing here waits for a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem, window_bounds
+from fasttfm.ops import checks
+from fasttfm.ops.backends import dtype_name
+
+FUSED = 3  # q, k and v in one tensor
+
+Window = Sequence[int | None]
+Resolved = tuple[int, int, int, int, float]  # max_seqlen, max_seqlen_k, window_left, window_right, scale
+
+
+def resolve(
+    op: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool,
+    window: Window | None,
+    scale: float | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen: int | None,
+    max_seqlen_k: int | None,
+    lengths: Tensor | None,
+    lengths_k: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> Resolved:
+    """Checks a call, and puts numbers in the place of what it leaves open."""
+    packed = cu_seqlens is not None or cu_seqlens_k is not None
+    _check_tensors(op, q, k, v, packed)
+    queries = q.shape[0 if packed else 1]
+    keys = queries if k is None else k.shape[0 if packed else 1]
+    _check_boundaries(op, q, cu_seqlens, cu_seqlens_k, queries, keys)
+    _check_bound(op, "max_seqlen", max_seqlen, packed)
+    _check_bound(op, "max_seqlen_k", max_seqlen_k, packed)
+    _check_lengths(op, "lengths", lengths, q, packed)
+    _check_lengths(op, "lengths_k", lengths_k, q, packed)
+    _check_window(op, causal, window)
+    if scale is not None:
+        checks.check_number(op, "scale", scale, low=-math.inf, high=math.inf)
+    if max_seqlen_k is None:
+        max_seqlen_k = keys if max_seqlen is None or cu_seqlens_k is not None else max_seqlen
+    if max_seqlen is None:
+        max_seqlen = queries
+    _check_bias(op, q, max_seqlen, max_seqlen_k, bias, alibi_slopes)
+    return max_seqlen, max_seqlen_k, *window_bounds(causal, window), q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def check_values(op: str, q: Tensor, k: Tensor, problem: AttentionProblem) -> None:
+    """On the CPU: boundaries and lengths stay inside the tensors. A GPU is not waited for: its kernels keep inside."""
+    if q.device.type != "cpu":
+        return
+    sides = (("", q, problem.max_seqlen), ("_k", k, problem.max_seqlen_k))
+    for suffix, tensor, longest in sides:
+        cu_seqlens, lengths = (getattr(problem, name + suffix) for name in ("cu_seqlens", "lengths"))
+        if cu_seqlens is not None:
+            checks.check_cu_seqlens_values(op, cu_seqlens, tensor.shape[0], longest, argument=f"cu_seqlens{suffix}")
+        elif lengths is not None:
+            for sequence, length in enumerate(lengths.tolist()):
+                if not 0 <= length <= longest:
+                    got = f"{length} of sequence {sequence}"
+                    raise checks.bad_value(op, f"lengths{suffix}", f"lengths in [0, {longest}]", got)
+
+
+def _check_tensors(op: str, q: Any, k: Any, v: Any, packed: bool) -> None:
+    """q, k and v in the layouts that the op reads; k and v may both be None, and q is qkv then."""
+    checks.check_floating(op, "q", q)
+    tokens = "T" if packed else "B, S"
+    if k is None and v is None:
+        dimensions, layout = (4, f"[{tokens}, 3, H, D]") if packed else (5, f"[{tokens}, 3, H, D]")
+        if q.dim() != dimensions or q.shape[-3] != FUSED or 0 in q.shape[-2:]:
+            raise checks.bad_value(op, "q", f"qkv {layout}, as k and v are None", f"shape {tuple(q.shape)}")
+        return
+    if q.dim() != (3 if packed else 4) or 0 in q.shape[-2:]:
+        expected = f"[{tokens}, H, D] {'next to' if packed else 'without'} cu_seqlens"
+        raise checks.bad_value(op, "q", expected, f"shape {tuple(q.shape)}")
+    for name, tensor in (("k", k), ("v", v)):
+        checks.check_floating(op, name, tensor)
+        checks.check_device(op, name, tensor, like=q)
+        if tensor.dtype != q.dtype:
+            raise checks.bad_type(op, name, f"q's {dtype_name(q.dtype)}", dtype_name(tensor.dtype))
+    heads, columns = q.shape[-2:]
+    if k.dim() != q.dim() or k.shape[-1] != columns or k.shape[-2] == 0 or (not packed and k.shape[0] != q.shape[0]):
+        expected = f"[{'Tk' if packed else f'{q.shape[0]}, Sk'}, Hk, {columns}], as q is {tuple(q.shape)}"
+        raise checks.bad_value(op, "k", expected, f"shape {tuple(k.shape)}")
+    if heads % k.shape[-2]:
+        raise checks.bad_value(op, "k", f"a number of heads that divides q's {heads}", k.shape[-2])
+    checks.check_shape(op, "v", v, k.shape)
+
+
+def _check_boundaries(op: str, q: Tensor, cu_seqlens: Any, cu_seqlens_k: Any, queries: int, keys: int) -> None:
+    if cu_seqlens_k is not None and cu_seqlens is None:
+        raise checks.bad_value(op, "cu_seqlens", "boundaries, as cu_seqlens_k is given", None)
+    for name, value in (("cu_seqlens", cu_seqlens), ("cu_seqlens_k", cu_seqlens_k)):
+        if value is None:
+            continue
+        checks.check_cu_seqlens(op, value, like=q, argument=name)
+        if value.shape[0] < 2 or not value.is_contiguous():
+            got = f"shape {tuple(value.shape)} with strides {value.stride()}"
+            raise checks.bad_value(op, name, "a contiguous [sequences + 1], at least one sequence", got)
+    if cu_seqlens_k is not None:
+        checks.check_shape(op, "cu_seqlens_k", cu_seqlens_k, cu_seqlens.shape)
+    elif cu_seqlens is not None and keys != queries:
+        raise checks.bad_value(op, "k", f"q's {queries} tokens, as cu_seqlens_k is None", f"{keys} tokens")
+
+
+def _check_bound(op: str, argument: str, value: Any, packed: bool) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise checks.bad_type(op, argument, "an integer or None", type(value).__name__)
+    if value < 0 or not packed:
+        raise checks.bad_value(op, argument, "no negative number" if packed else "None without cu_seqlens", value)
+
+
+def _check_lengths(op: str, argument: str, lengths: Any, q: Tensor, packed: bool) -> None:
+    if lengths is None:
+        return
+    if not isinstance(lengths, Tensor):
+        raise checks.bad_type(op, argument, "a tensor or None", type(lengths).__name__)
+    if packed:
+        raise checks.bad_value(op, argument, "None next to cu_seqlens", "a tensor")
+    if lengths.dtype != torch.int32:
+        raise checks.bad_type(op, argument, "a tensor of int32", dtype_name(lengths.dtype))
+    checks.check_shape(op, argument, lengths, q.shape[:1])
+    checks.check_device(op, argument, lengths, like=q)
+    if not lengths.is_contiguous():
+        raise checks.bad_value(op, argument, "a contiguous tensor", f"strides {lengths.stride()}")
+
+
+def _check_window(op: str, causal: Any, window: Any) -> None:
+    if not isinstance(causal, bool):
+        raise checks.bad_type(op, "causal", "True or False", type(causal).__name__)
+    if window is None:
+        return
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise checks.bad_type(op, "window", "None or a pair (left, right)", type(window).__name__)
+    for side in window:
+        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt, type(None))):
+            raise checks.bad_type(op, "window", "integers or None", type(side).__name__)
+        if side is not None and side < UNLIMITED:
+            raise checks.bad_value(op, "window", f"numbers of keys, {UNLIMITED} or None for no limit", side)
+
+
+def _check_bias(op: str, q: Tensor, queries: int, keys: int, bias: Any, alibi_slopes: Any) -> None:
+    """``bias`` [H, >= queries, >= keys] and ``alibi_slopes`` [H]."""
+    heads = q.shape[-2]
+    if bias is not None:
+        checks.check_floating(op, "bias", bias, optional=True)
+        if bias.dim() != 3 or bias.shape[0] != heads or bias.shape[1] < queries or bias.shape[2] < keys:
+            expected = f"shape ({heads}, at least {queries}, at least {keys})"
+            raise checks.bad_value(op, "bias", expected, f"shape {tuple(bias.shape)}")
+        checks.check_device(op, "bias", bias, like=q)
+    if alibi_slopes is not None:
+        if not isinstance(alibi_slopes, Tensor):
+            raise checks.bad_type(op, "alibi_slopes", "a tensor or None", type(alibi_slopes).__name__)
+        if alibi_slopes.dtype not in (torch.float32, torch.float64):
+            raise checks.bad_type(op, "alibi_slopes", "a tensor of float32", dtype_name(alibi_slopes.dtype))
+        checks.check_shape(op, "alibi_slopes", alibi_slopes, (heads,))
+        checks.check_device(op, "alibi_slopes", alibi_slopes, like=q)
+    checks.check_double(op, q=q, bias=bias, alibi_slopes=alibi_slopes)
+    for name, tensor in (("bias", bias), ("alibi_slopes", alibi_slopes)):
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise checks.bad_value(op, name, "a tensor that requires no gradient", "one that does; detach() it")
