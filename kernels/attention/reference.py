@@ -3,12 +3,13 @@
     s = scale * q k^T + bias - slope * |distance|        over the keys that the query may attend to
     lse = log(sum over keys of exp(s))        P = exp(s - lse)        out = (kept * c * P) v
 
-    dv = (kept * c * P)^T dout        dP = kept * c * (dout v^T)        delta = sum over D of dout * out
+    dv = (kept * c * P)^T dout        dP = kept * c * (dout v^T)        delta = sum over keys of P * dP
     ds = P * (dP - delta)        dq = scale * ds k        dk = scale * ds^T q
 
 kept and c are dropout's: which weights stay is a function of the seed and of their place (common/philox.py); without a
 seed both are 1. Query i of a sequence with Lq queries and Lk keys stands at key position i + Lk - Lq; its window and
 its distances are measured from there. Where no key may be attended to, out and the gradients are 0 and lse is -inf.
+delta is also the sum over D of dout * out, which is how kernels come by it in one pass.
 
 Every layout is computed as a padded batch [B, S, H, D]; what lies past a sequence's end is replaced by 0 first, so that
 no number there, not even a NaN, reaches a result. Arithmetic is fp32 (fp64 for fp64 input), results are rounded once.
@@ -116,11 +117,11 @@ def attention_backward(
         lse = queries.padded(lse.t()).transpose(1, 2)
     scores, attended = _scores(q, k, queries, keys, problem)
     weights = torch.where(attended, (scores - lse[..., None]).exp(), 0.0)
-    dout, out, padded_q = (queries.padded(tensor) for tensor in (dout, out, q))
+    dout, padded_q = queries.padded(dout), queries.padded(q)
     padded_k, padded_v = (_per_head(keys.padded(tensor), q) for tensor in (k, v))
-    delta = (dout * out).sum(dim=-1).transpose(1, 2)[..., None]
     with torch.autocast(q.device.type, enabled=False):
         dweights = _dropout(torch.einsum("bihd,bjhd->bhij", dout, padded_v), problem)
+        delta = (weights * dweights).sum(dim=-1, keepdim=True)
         dscores = problem.scale * weights * (dweights - delta)
         padded_dq = torch.einsum("bhij,bjhd->bihd", dscores, padded_k)
         padded_dk = torch.einsum("bhij,bihd->bjhd", dscores, padded_q)

@@ -54,3 +54,23 @@ def kept(seed, sequence, token, threshold, first_column, BLOCK_N: tl.constexpr, 
     shifts = (tl.arange(0, 4) * 8).to(tl.uint32)
     draws = (words >> shifts[None, None, :]) & 0xFF
     return draws.reshape(BLOCK_N, BLOCK_C) >= threshold
+
+
+@triton.jit
+def kept_weights(seed, sequence, head, queries, first_key, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which attention weights dropout keeps: bool [BLOCK_M, BLOCK_N], for the given queries (int32 [BLOCK_M]) and the
+    keys from ``first_key`` on (both multiples of 64). In the layout of a matrix product's result, each thread draws
+    exactly for the elements it holds. Bytes are compared where they stand in their word, the higher ones masked out."""
+    draws: tl.constexpr = BLOCK_N // 16
+    groups = (first_key // 16 + tl.arange(0, draws)).to(tl.uint32)
+    c0 = tl.broadcast_to(groups[None, :], (BLOCK_M, draws))
+    c1 = tl.broadcast_to(queries[:, None].to(tl.uint32), (BLOCK_M, draws))
+    c2 = tl.full((BLOCK_M, draws), 0, tl.uint32) + sequence.to(tl.uint32)
+    c3 = tl.full((BLOCK_M, draws), 1, tl.uint32) + head.to(tl.uint32)
+    w0, w1, w2, w3 = philox(seed, c0, c1, c2, c3)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK_M, BLOCK_N // 64, 4, 4, 1)  # ..., draw, word, byte
+    shifts = (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, None, :]
+    up_to_byte = tl.full(shifts.shape, 0xFFFFFFFF, tl.uint32) >> (24 - shifts)
+    keep = (words & up_to_byte) >= (threshold.to(tl.uint32) << shifts)
+    keep = tl.permute(keep.reshape(BLOCK_M, BLOCK_N // 64, 4, 8, 2), (0, 1, 3, 2, 4))
+    return keep.reshape(BLOCK_M, BLOCK_N)

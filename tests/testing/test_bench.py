@@ -16,7 +16,7 @@ import torch
 from fasttfm.cli import main
 from fasttfm.testing import bench, bench_timing, report, specs
 from fasttfm.testing.bench_timing import Ceilings, Effort, Work
-from fasttfm.testing.spec import Cost, Inputs, OpCase, OpSpec, Peer, PeerUnavailable
+from fasttfm.testing.spec import Cost, Inputs, OpCase, OpSpec, Peer, PeerCall, PeerUnavailable
 from fasttfm.testing.specs.layer_norm import SPEC
 
 pytest_plugins = ("pytester",)
@@ -315,6 +315,34 @@ def test_chart_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "charts" / "chart.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="expected at least one measured row"):
         report.write_chart(tmp_path / "empty.png", rows[2:])
+
+
+def test_curves_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        replace(_row(contender, milliseconds), case=f"size{size}", flops=1e9 * size)
+        for contender, milliseconds in (("fasttfm", 1.0), ("torch", 2.0))
+        for size in (128, 256)
+    ]
+    curves = {"one": {128: "size128", 256: "size256"}, "not measured": {128: "other"}}
+    report.write_curves(tmp_path / "charts" / "curves.png", rows, curves)
+    assert (tmp_path / "charts" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="expected at least one measured row of a curve"):
+        report.write_curves(tmp_path / "empty.png", rows, {"not measured": {128: "other"}})
+
+
+@pytest.mark.usefixtures("_fixed_ceilings")
+def test_a_peer_may_be_differentiated_in_tensors_of_its_own() -> None:
+    gradients: list[int] = []
+
+    def build(inputs: Inputs, options: Mapping[str, Any]) -> PeerCall:
+        leaf = inputs["x"].detach().t().contiguous().requires_grad_()
+        leaf.register_hook(lambda gradient: gradients.append(gradient.shape[0]))
+        return PeerCall(lambda: 2 * leaf, [leaf])
+
+    rows = bench.bench_case(_spec(Peer("other", build)), CASE, torch.float32, CPU, contenders=("other",), effort=BRIEF)
+    assert all(row.ms_p50 is not None for row in rows), rows
+    assert set(gradients) == {8}
 
 
 @pytest.mark.parametrize(

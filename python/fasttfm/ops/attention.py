@@ -7,12 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm import _native
 from fasttfm.kernels.attention import reference
 from fasttfm.kernels.attention.problem import AttentionProblem
 from fasttfm.kernels.common import philox
 from fasttfm.ops import checks
 from fasttfm.ops.attention_checks import Window, check_values, resolve
-from fasttfm.ops.backends import Backend, BackendTable, always, requested
+from fasttfm.ops.backends import (
+    Backend,
+    BackendTable,
+    always,
+    refuse_native_cpu,
+    refuse_triton,
+    requested,
+    triton_absent,
+)
 from fasttfm.ops.library import needs_gradient, register
 from fasttfm.ops.linear import autocast
 
@@ -123,17 +132,24 @@ def attention_weights(
         fp32 (fp64 for fp64) ``[B, H, Sq, Sk]``; of packed sequences ``[sequences, H, max_seqlen, max_seqlen_k]``. Rows
         and columns past a sequence's end are 0, like those that the mask excludes.
     """
-    masking = {
-        "cu_seqlens": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens_k,
-        "lengths": lengths,
-        "lengths_k": lengths_k,
-        "bias": bias,
-        "alibi_slopes": alibi_slopes,
-    }
-    bounds = {"max_seqlen": max_seqlen, "max_seqlen_k": max_seqlen_k}
-    resolved = resolve(_WEIGHTS, q, k, k, causal=causal, window=window, scale=scale, **bounds, **masking)
-    problem = _problem(q, *masking.values(), None, *resolved, 0.0)
+    resolved = resolve(
+        _WEIGHTS,
+        q,
+        k,
+        k,
+        causal=causal,
+        window=window,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen=max_seqlen,
+        max_seqlen_k=max_seqlen_k,
+        lengths=lengths,
+        lengths_k=lengths_k,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+    )
+    problem = _problem(q, cu_seqlens, cu_seqlens_k, lengths, lengths_k, bias, alibi_slopes, None, *resolved, 0.0)
     check_values(_WEIGHTS, q, k, problem)
     weights: Tensor = reference.attention_weights(q, k, problem)
     return weights
@@ -150,11 +166,12 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        gradients = _backward_op(dout, *ctx.saved_tensors, *ctx.numbers)
-        given = ctx.needs_input_grad[:3]
-        wanted = (gradient if want else None for gradient, want in zip(gradients, given, strict=True))
-        return *wanted, *(None for _ in range(_TENSORS + len(ctx.numbers)))
+    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        gradients = (None, None, None)
+        if dout is not None:
+            gradients = _backward_op(dout, *ctx.saved_tensors, *ctx.numbers)
+        wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
+        return *(gradient if want else None for gradient, want in wanted), *(None for _ in ctx.needs_input_grad[3:])
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
@@ -164,9 +181,9 @@ _TENSORS = 7  # cu_seqlens, cu_seqlens_k, lengths, lengths_k, bias, alibi_slopes
 
 
 def _forward(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
-    *options, backend = options
+    *others, backend = options
     q, k, v = _separate(q, k, v)
-    problem = _problem(q, *options)
+    problem = _problem(q, *others)
     check_values(OP, q, k, problem)
     chosen = TABLE.select(backend, q, k, v, problem.bias, problem.alibi_slopes)
     outputs: tuple[Tensor, Tensor] = chosen.forward(q, k, v, problem)
@@ -183,11 +200,11 @@ def _forward_fake(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) 
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *options, backend = options
+    *others, backend = options
     gradients = _backward_fake(dout, q, k, v)
     dq, dk, dv = _separate(gradients[0], *(None if k is None else gradient for gradient in gradients[1:]))
     q, k, v = _separate(q, k, v)
-    problem = _problem(q, *options)
+    problem = _problem(q, *others)
     chosen = TABLE.select(backend, q, k, v, problem.bias, problem.alibi_slopes)
     chosen.backward(dout.contiguous(), q, k, v, out, lse, problem, dq, dk, dv)
     return gradients
@@ -262,10 +279,134 @@ _backward_op = register(
 )
 
 
+# ---- the native core: CPU --------------------------------------------------------------------------------------------
+
+
+def _forward_native(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
+    core, threads = _native.core(), torch.get_num_threads()
+    out, lse = _forward_fake(q, k, v)
+    workspace = torch.empty(core.attention_forward_workspace(q.shape[-1], threads), dtype=torch.float32)
+    core.attention_forward_cpu(
+        **_fields(q, k, v, problem),
+        workspace=workspace.data_ptr(),
+        threads=threads,
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+    )
+    return out, lse
+
+
+def _backward_native(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: AttentionProblem,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    core, threads = _native.core(), torch.get_num_threads()
+    size = core.attention_backward_workspace(problem.max_seqlen, problem.max_seqlen_k, q.shape[-1], threads)
+    workspace = torch.empty(size, dtype=torch.float32)
+    core.attention_backward_cpu(
+        **_fields(q, k, v, problem),
+        workspace=workspace.data_ptr(),
+        threads=threads,
+        dout=dout.data_ptr(),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        **_strided("dq", dq),
+        **_strided("dk", dk),
+        **_strided("dv", dv),
+    )
+
+
+def _fields(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> dict[str, int | float]:
+    return {
+        **_strided("q", q),
+        **_strided("k", k),
+        **_strided("v", v),
+        "cu_seqlens": _native.address(problem.cu_seqlens),
+        "cu_seqlens_k": _native.address(problem.cu_seqlens_k),
+        "lengths": _native.address(problem.lengths),
+        "lengths_k": _native.address(problem.lengths_k),
+        "seed": _native.address(problem.seed),
+        "sequences": problem.sequences,
+        "heads": q.shape[-2],
+        "kv_heads": k.shape[-2],
+        "head_dim": q.shape[-1],
+        "queries": q.shape[-3],
+        "keys": k.shape[-3],
+        "max_seqlen": problem.max_seqlen,
+        "max_seqlen_k": problem.max_seqlen_k,
+        "window_left": problem.window_left,
+        "window_right": problem.window_right,
+        "scale": problem.scale,
+        "threshold": problem.threshold,
+        "dropout_scale": problem.dropout_scale,
+        "dtype": _native.DTYPE_CODES[q.dtype],
+    }
+
+
+def _strided(name: str, x: Tensor) -> dict[str, int]:
+    """Where [B, S, H, D] or [T, H, D] lies; packed rows are no sequence's, so that stride is 0."""
+    sequence, token, head = x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
+    return {
+        name: x.data_ptr(),
+        f"{name}_sequence_stride": sequence,
+        f"{name}_token_stride": token,
+        f"{name}_head_stride": head,
+    }
+
+
 # ---- backends --------------------------------------------------------------------------------------------------------
 
 
+def _forward_triton(*args: Any) -> tuple[Tensor, Tensor]:
+    from fasttfm.kernels.attention import triton
+
+    outputs: tuple[Tensor, Tensor] = triton.attention_fwd_triton(*args)
+    return outputs
+
+
+def _backward_triton(*args: Any) -> None:
+    from fasttfm.kernels.attention import triton
+
+    triton.attention_bwd_triton(*args)
+
+
+_HEAD_DIMS = range(16, 257, 8)
+
+
+def _refuse_head_dim(q: Tensor) -> str | None:
+    return None if q.shape[-1] in _HEAD_DIMS else f"takes head dims of 16 to 256 in steps of 8, got {q.shape[-1]}"
+
+
+def _refuse_cpu(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> str | None:
+    if bias is not None or alibi_slopes is not None:
+        return f"takes no {'alibi_slopes' if bias is None else 'bias'}"
+    return _refuse_head_dim(q) or refuse_native_cpu(q)
+
+
+def _refuse_triton(q: Tensor, *_: Any) -> str | None:
+    return _refuse_head_dim(q) or refuse_triton(q)
+
+
+# The CPU core stands before Triton: Triton's interpreter serves a CPU tensor only when it is asked for by name.
 TABLE = BackendTable(
     OP,
-    (Backend("reference", always, lambda *_: None, reference.attention_forward, reference.attention_backward),),
+    (
+        Backend("cpu", _native.missing, _refuse_cpu, _forward_native, _backward_native),
+        Backend("triton", triton_absent, _refuse_triton, _forward_triton, _backward_triton),
+        Backend("reference", always, lambda *_: None, reference.attention_forward, reference.attention_backward),
+    ),
 )

@@ -24,7 +24,7 @@ from fasttfm.ops.backends import BackendTable, dtype_name
 from fasttfm.testing import bench_timing as timing
 from fasttfm.testing.harness import draw_inputs
 from fasttfm.testing.peers import Build, version_of
-from fasttfm.testing.spec import Cost, Inputs, OpCase, OpSpec, PeerUnavailable, outputs_of
+from fasttfm.testing.spec import Cost, Inputs, OpCase, OpSpec, PeerCall, PeerUnavailable, outputs_of
 
 OURS = "fasttfm"  # or "fasttfm:<backend>", which asks for one backend by name
 DIRECTIONS = ("forward", "backward", "forward+backward")
@@ -320,7 +320,10 @@ class _Calls:
     ) -> None:
         self.functions = [build(inputs, case.options) for inputs in sets]
         self.wanted = [
-            [inputs[name] for name in spec.differentiable if inputs.get(name) is not None] for inputs in sets
+            function.leaves
+            if isinstance(function, PeerCall)
+            else [inputs[name] for name in spec.differentiable if inputs.get(name) is not None]
+            for function, inputs in zip(self.functions, sets, strict=True)
         ]
         outputs, self.backend = _observed(self.functions[0])
         self.on_gpu = outputs_of(outputs)[0].is_cuda

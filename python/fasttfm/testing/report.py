@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
@@ -177,3 +177,60 @@ def _draw_panel(panel: Any, rows: Iterable[Row], contenders: list[str], groups: 
     panel.set_xticks(range(len(groups)), [f"{case}\n{dtype}" for case, dtype in groups], fontsize=10)
     panel.set_ylabel("% of the limit", fontsize=10)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def write_curves(path: Path, rows: Sequence[Row], curves: Mapping[str, Mapping[int, str]]) -> None:
+    """Lines of one op: each contender's TFLOP/s over a size. A column of panels for each of ``curves``, which maps
+    sizes to cases by title; a row for each direction. Cases of no curve are not drawn."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    cases = {case for sizes in curves.values() for case in sizes.values()}
+    measured = [row for row in rows if row.case in cases and row.ms_p50 is not None]
+    drawn = {title: sizes for title, sizes in curves.items() if any(row.case in sizes.values() for row in measured)}
+    directions = [direction for direction in DIRECTIONS if any(row.direction == direction for row in measured)]
+    if not directions:
+        raise ValueError(f"chart: rows: expected at least one measured row of a curve, got none of {len(rows)}")
+    peers = list(dict.fromkeys(row.contender for row in measured if not row.ours))
+    figure = Figure(figsize=(1.5 + 3.4 * len(drawn), 1.2 + 2.9 * len(directions)), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"{measured[0].op} on {measured[0].device}: TFLOP/s", fontsize=14)
+    panels = figure.subplots(len(directions), len(drawn), squeeze=False, sharex="col", sharey="row")
+    handles: dict[str, Any] = {}
+    for line, direction in zip(panels, directions, strict=True):
+        line[0].set_ylabel(f"{direction}, TFLOP/s", fontsize=10)
+        for panel, sizes in zip(line, drawn.values(), strict=True):
+            chosen = [row for row in measured if row.direction == direction and row.case in sizes.values()]
+            handles |= _draw_lines(panel, chosen, sizes, peers)
+    for panel, title in zip(panels[0], drawn, strict=True):
+        panel.set_title(title, loc="left", fontsize=11)
+    names = sorted(handles, key=lambda name: (name in peers, name))
+    figure.legend(
+        [handles[name] for name in names], names, loc="outside lower center", ncols=6, fontsize=11, frameon=False
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def _draw_lines(panel: Any, rows: Sequence[Row], sizes: Mapping[int, str], peers: list[str]) -> dict[str, Any]:
+    """Draws a panel, and returns the line of each contender."""
+    handles = {}
+    for name in dict.fromkeys(row.contender for row in rows):
+        milliseconds = {
+            row.case: (row.flops, row.ms_p50 if row.gpu_ms is None else row.gpu_ms)
+            for row in rows
+            if row.contender == name
+        }
+        points = [(size, milliseconds[case]) for size, case in sizes.items() if case in milliseconds]
+        rates = [flops / (time or 1.0) * 1e-9 for _, (flops, time) in points]
+        style = {"color": _OUR_COLOR, "linewidth": 2.4, "zorder": 3}
+        if name in peers:
+            style = {"color": _PEER_COLORS[peers.index(name) % len(_PEER_COLORS)], "linewidth": 1.6}
+        (handles[name],) = panel.plot([size for size, _ in points], rates, marker="o", markersize=4, **style)
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(list(sizes), [str(size) for size in sizes], fontsize=9)
+    panel.minorticks_off()
+    panel.set_ylim(bottom=0)
+    panel.grid(axis="y", color="#dddddd", linewidth=0.6)
+    panel.spines[["top", "right"]].set_visible(False)
+    return handles

@@ -59,6 +59,18 @@ class Peer:
 
 
 @dataclass(frozen=True)
+class PeerCall:
+    """What a peer's ``build`` returns instead where its inputs are others: the same numbers, say, in another layout.
+    The call is differentiated in ``leaves`` then."""
+
+    function: Callable[[], Any]
+    leaves: list[Tensor]
+
+    def __call__(self) -> Any:
+        return self.function()
+
+
+@dataclass(frozen=True)
 class Cost:
     """The least an implementation must do: bytes through memory, and floating-point operations of the matrix units."""
 
@@ -97,6 +109,7 @@ class OpSpec:
     forward_cost: Callable[[OpCase, torch.dtype], Cost] | None = None
     backward_cost: Callable[[OpCase, torch.dtype], Cost] | None = None
     peers: tuple[Peer, ...] = ()
+    curves: Mapping[str, Mapping[int, str]] = field(default_factory=dict)  # a chart's panels: size -> case, by title
     bad_calls: tuple[BadCall, ...] = ()
     mutants: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # broken copies of ``reference``
     triton_kernels: Callable[[], list[TritonKernel]] | None = None

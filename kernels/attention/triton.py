@@ -1,0 +1,180 @@
+"""Attention in Triton: launchers. The kernels are in triton_forward.py and triton_backward.py, tile sizes in tuning.py."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fasttfm.kernels.attention import tuning
+from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem
+from fasttfm.kernels.attention.triton_backward import _bwd_head_kernel, _bwd_kv_kernel, _bwd_q_kernel
+from fasttfm.kernels.attention.triton_forward import _fwd_kernel
+from fasttfm.kernels.common.launch import multiprocessors, on_device
+
+_HEAD_PROGRAMS_PER_MULTIPROCESSOR = 2
+
+
+def _strides(tensors: dict[str, Tensor]) -> tuple[dict[str, int], int]:
+    """Strides of sequences, rows and heads of each tensor, as the kernels' arguments, and the unit they are in.
+
+    A unit of 8 elements tells the compiler that rows start at whole vectors; where rows do not, the unit is 1.
+    """
+    unit, strides = 8, {}
+    for name, tensor in tensors.items():
+        batch, row, head = (0, *tensor.stride()[:2]) if tensor.dim() == 3 else tensor.stride()[:3]
+        strides[f"{name}_batch"], strides[f"{name}_row"], strides[f"{name}_head"] = batch, row, head
+        if batch % 8 or row % 8 or head % 8:
+            unit = 1
+    return {name: stride // unit for name, stride in strides.items()}, unit
+
+
+def _common(q: Tensor, k: Tensor, problem: AttentionProblem) -> dict[str, Any]:
+    """Arguments that every kernel takes, apart from tensors and tile sizes."""
+    bias, q_bounds, k_bounds = problem.bias, problem.cu_seqlens, problem.cu_seqlens_k
+    if problem.packed:
+        q_layout = k_layout = "packed"
+        k_bounds = q_bounds if k_bounds is None else k_bounds
+    else:
+        q_bounds = problem.lengths
+        k_bounds = q_bounds if problem.lengths_k is None else problem.lengths_k
+        q_layout = "dense" if q_bounds is None else "lengths"
+        k_layout = "dense" if k_bounds is None else "lengths"
+    instead = q  # of a tensor that is not there and is not read
+    head_dim = q.shape[-1]
+    return {
+        "q_bounds": instead if q_bounds is None else q_bounds,
+        "k_bounds": instead if k_bounds is None else k_bounds,
+        "bias": instead if bias is None else bias,
+        "slopes": instead if problem.alibi_slopes is None else problem.alibi_slopes,
+        "seed": instead if problem.seed is None else problem.seed,
+        "bias_head": 0 if bias is None else bias.stride(0),
+        "bias_row": 0 if bias is None else bias.stride(1),
+        "heads": q.shape[-2],
+        "q_size": q.shape[-3],
+        "k_size": k.shape[-3],
+        "window_left": problem.window_left,
+        "window_right": problem.window_right,
+        "scale": problem.scale * math.log2(math.e),
+        "threshold": problem.threshold,
+        "dropout_scale": problem.dropout_scale,
+        "Q_LAYOUT": q_layout,
+        "K_LAYOUT": k_layout,
+        "FEATURES": (
+            problem.window_left != UNLIMITED,
+            problem.window_right != UNLIMITED,
+            bias is not None,
+            problem.alibi_slopes is not None,
+            bias is None and problem.alibi_slopes is None and problem.scale > 0,
+            problem.seed is not None,
+        ),
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "D": head_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+    }
+
+
+def _tuning_key(q: Tensor, problem: AttentionProblem) -> tuple[int, int, int, bool]:
+    return q.shape[-1], q.element_size(), problem.max_seqlen_k, problem.seed is not None
+
+
+def attention_fwd_triton(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
+    heads = q.shape[-2]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse_shape = (heads, len(q)) if problem.packed else (len(q), heads, q.shape[1])
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    if q.numel() == 0:
+        return out, lse
+    strides, unit = _strides({"q": q, "k": k, "v": v})
+    options = tuning.forward_tiles(*_tuning_key(q, problem)).options()
+    tiles = triton.cdiv(problem.max_seqlen, options["BLOCK_M"])
+    with on_device(q):
+        _fwd_kernel[(tiles * heads * problem.sequences,)](
+            q,
+            k,
+            v,
+            out,
+            lse,
+            **strides,
+            **_common(q, k, problem),
+            group=heads // k.shape[-2],
+            tiles=tiles,
+            UNIT=unit,
+            **options,
+        )
+    return out, lse
+
+
+def attention_bwd_triton(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: AttentionProblem,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Writes dq, dk and dv. ``out`` is contiguous."""
+    if q.numel() == 0 or k.numel() == 0:
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
+        return
+    tensors = {"q": q, "k": k, "v": v, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+    strides, unit = _strides(tensors)
+    arguments = {**tensors, "lse": lse, **strides, **_common(q, k, problem), "kv_heads": k.shape[-2], "UNIT": unit}
+    with on_device(q):
+        if problem.max_seqlen_k <= tuning.HEAD_KEYS:
+            _backward_by_head(arguments, out, problem)
+        else:
+            _backward_by_tile(arguments, out, problem)
+
+
+def _backward_by_head(arguments: dict[str, Any], out: Tensor, problem: AttentionProblem) -> None:
+    q, lse = arguments["q"], arguments["lse"]
+    options = tuning.head_tiles(*_tuning_key(q, problem)).options()
+    heads, kv_heads = arguments["heads"], arguments["kv_heads"]
+    programs = items = problem.sequences * kv_heads
+    one_tile = problem.max_seqlen_k <= options["BLOCK_N"]
+    scratch_rows, delta, scratch = 0, lse, lse
+    if not one_tile:
+        programs = min(items, _HEAD_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(q))
+        scratch_rows = triton.cdiv(problem.max_seqlen, options["BLOCK_M"]) * options["BLOCK_M"]
+        delta = torch.empty_like(lse)
+        scratch = lse.new_empty(programs * heads // kv_heads * scratch_rows * arguments["BLOCK_D"])
+    _bwd_head_kernel[(programs,)](
+        **arguments,
+        out=out,
+        delta=delta,
+        scratch=scratch,
+        items=items,
+        scratch_rows=scratch_rows,
+        ONE_TILE=one_tile,
+        **options,
+    )
+
+
+def _backward_by_tile(arguments: dict[str, Any], out: Tensor, problem: AttentionProblem) -> None:
+    q, delta = arguments["q"], torch.empty_like(arguments["lse"])
+    key = _tuning_key(q, problem)
+    options = tuning.query_tiles(*key).options()
+    tiles = triton.cdiv(problem.max_seqlen, options["BLOCK_M"])
+    _bwd_q_kernel[(tiles * arguments["heads"] * problem.sequences,)](
+        **_without(arguments, "dk", "dv"), out=out, delta=delta, tiles=tiles, **options
+    )
+    options = tuning.key_tiles(*key).options()
+    tiles = triton.cdiv(problem.max_seqlen_k, options["BLOCK_N"])
+    _bwd_kv_kernel[(tiles * arguments["kv_heads"] * problem.sequences,)](
+        **_without(arguments, "dq"), delta=delta, tiles=tiles, **options
+    )
+
+
+def _without(arguments: dict[str, Any], *tensors: str) -> dict[str, Any]:
+    """The arguments less some tensors and their strides."""
+    left_out = {f"{tensor}{axis}" for tensor in tensors for axis in ("", "_batch", "_row", "_head")}
+    return {name: value for name, value in arguments.items() if name not in left_out}

@@ -1,0 +1,169 @@
+"""Attention forward in Triton: out = softmax(scale * q k^T + bias) v, with dropout on the weights.
+
+A program takes BLOCK_M queries of one sequence and head and goes over the keys they attend to with a running maximum m
+and sum l (online softmax): tiles at the left edge of the window, full tiles that need no mask, and the last ones.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fasttfm.kernels.attention.triton_tiles import (
+    BIAS,
+    DROPOUT,
+    LEFT,
+    LN_2,
+    PLAIN,
+    SLOPES,
+    head_rows,
+    key_tiles,
+    load_rows,
+    masked_scores,
+    output_offsets,
+    sequence_span,
+    store_rows,
+)
+from fasttfm.kernels.common.philox_triton import kept_weights
+
+
+@triton.jit
+def _over_keys(
+    accumulator,  # fp32 [BLOCK_M, BLOCK_D]
+    m,  # fp32 [BLOCK_M], in units of log2
+    l,  # fp32 [BLOCK_M]
+    q_tile,
+    queries,  # int32 [BLOCK_M]
+    begin,
+    end,
+    k_rows,  # of head_rows
+    v_rows,
+    shape,
+    terms,
+    dropout,  # seed, sequence, head, threshold
+    MASKED: tl.constexpr,
+    FEATURES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = q_tile.shape[0]
+    columns = tl.arange(0, q_tile.shape[1])
+    factor = terms[0] if FEATURES[PLAIN] else 1.0
+    for first in range(begin, end, BLOCK_N):
+        k_tile = load_rows(k_rows, first, shape[1], columns, MASKED, D, BLOCK_N)
+        products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        keys = first + tl.arange(0, BLOCK_N)
+        scores = masked_scores(products, queries, keys, shape, terms, MASKED, FEATURES)
+        higher = tl.maximum(m, tl.max(scores, 1) * factor)
+        reference = higher
+        if MASKED or FEATURES[BIAS]:
+            reference = tl.where(higher == -float("inf"), 0.0, higher)  # nothing attended to so far
+        weights = tl.exp2(scores * factor - reference[:, None])
+        correction = tl.exp2(m - reference)
+        l = l * correction + tl.sum(weights, 1)
+        if FEATURES[DROPOUT]:
+            keep = kept_weights(dropout[0], dropout[1], dropout[2], queries, first, dropout[3], BLOCK_M, BLOCK_N)
+            weights = tl.where(keep, weights, 0.0)
+        accumulator = accumulator * correction[:, None]
+        v_tile = load_rows(v_rows, first, shape[1], columns, MASKED, D, BLOCK_N)
+        accumulator = tl.dot(weights.to(v_tile.dtype), v_tile, accumulator, input_precision=PRECISION)
+        m = higher
+    return accumulator, m, l
+
+
+_SIZES = ["heads", "group", "tiles", "q_size", "k_size", "window_left", "window_right", "threshold"]
+_STRIDES = [f"{tensor}_{axis}" for tensor in "qkv" for axis in ("batch", "row", "head")] + ["bias_head", "bias_row"]
+
+
+@triton.jit(do_not_specialize=[*_SIZES, *_STRIDES])
+def _fwd_kernel(
+    q,  # [B, S, H, D] or [T, H, D]
+    k,  # [B, Sk, Hk, D] or [Tk, Hk, D]
+    v,
+    out,  # like q, contiguous
+    lse,  # fp32 [B, H, S] or [H, T]
+    q_bounds,  # int32: cu_seqlens or lengths, or unused
+    k_bounds,
+    bias,  # [H, >= S, >= Sk] or unused
+    slopes,  # fp32 [H] or unused
+    seed,  # int64 [1] or unused
+    q_batch,  # strides in units of UNIT elements, those of bias in elements
+    q_row,
+    q_head,
+    k_batch,
+    k_row,
+    k_head,
+    v_batch,
+    v_row,
+    v_head,
+    bias_head,
+    bias_row,
+    heads,
+    group,  # H / Hk
+    tiles,  # of a sequence
+    q_size,  # S or T
+    k_size,
+    window_left,
+    window_right,
+    scale,  # in units of log2
+    threshold,
+    dropout_scale,
+    Q_LAYOUT: tl.constexpr,
+    K_LAYOUT: tl.constexpr,
+    UNIT: tl.constexpr,
+    FEATURES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    program = tl.program_id(0)
+    first = (tiles - 1 - program % tiles) * BLOCK_M  # the last queries have the most keys where attention is causal
+    head = program // tiles % heads
+    sequence = program // tiles // heads
+    q_first, q_length = sequence_span(q_bounds, sequence, q_size, Q_LAYOUT)
+    k_first, k_length = sequence_span(k_bounds, sequence, k_size, K_LAYOUT)
+    rows = q_size if Q_LAYOUT == "lengths" else q_length  # rows past a dense sequence's length are written as zeros
+    if first >= rows:
+        return
+    columns = tl.arange(0, BLOCK_D)
+    queries = first + tl.arange(0, BLOCK_M)
+    q_rows = head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT)
+    k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, head // group, UNIT)
+    v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, head // group, UNIT)
+    q_tile = load_rows(q_rows, first, q_length, columns, True, D, BLOCK_M)
+    shape = (q_length, k_length, window_left, window_right)
+    terms = (scale, bias + head.to(tl.int64) * bias_head, bias_row, tl.load(slopes + head) if FEATURES[SLOPES] else 0.0)
+    dropout = (tl.load(seed) if FEATURES[DROPOUT] else 0, sequence, head, threshold)
+    begin, full_begin, full_end, end = key_tiles(first, shape, FEATURES, BLOCK_M, BLOCK_N)
+    accumulator = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    l = tl.zeros((BLOCK_M,), tl.float32)
+    for part in tl.static_range(0 if FEATURES[LEFT] else 1, 3):
+        accumulator, m, l = _over_keys(
+            accumulator,
+            m,
+            l,
+            q_tile,
+            queries,
+            begin if part == 0 else full_begin if part == 1 else full_end,
+            full_begin if part == 0 else full_end if part == 1 else end,
+            k_rows,
+            v_rows,
+            shape,
+            terms,
+            dropout,
+            part != 1,
+            FEATURES,
+            PRECISION,
+            D,
+            BLOCK_N,
+        )
+    if Q_LAYOUT == "lengths":
+        l = tl.where(queries < q_length, l, 0.0)
+    accumulator *= tl.where(l == 0.0, 0.0, dropout_scale / l)[:, None]
+    lse_start, out_start = output_offsets(sequence, q_first, head, heads, q_size, Q_LAYOUT)
+    tl.store(lse + lse_start + queries, (m + tl.log2(l)) * LN_2, mask=queries < rows)
+    store_rows((out + out_start * D, heads * D), first, rows, columns, accumulator, D, BLOCK_M)

@@ -1,0 +1,159 @@
+"""Parts that attention's Triton kernels share: where a sequence lies, which tiles need a mask, and a tile's scores.
+
+A tile holds BLOCK_M queries (rows) and BLOCK_N keys (columns) of one sequence and head; indices count from the start of
+the sequence. Scores are in units of log2: exp2 is what the chip computes. Two groups of values go together:
+
+    shape = (q_length, k_length, window_left, window_right)
+    terms = (scale, bias, bias_row, slope)          scale in units of log2, bias [queries, keys] of the head
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# What a call has, in the order of the tuple FEATURES: a limit of the window to the left, one to the right, a bias, slopes,
+# scores that are the plain products times a positive scale, dropout.
+LEFT, RIGHT, BIAS, SLOPES, PLAIN, DROPOUT = (tl.constexpr(index) for index in range(6))
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def sequence_span(bounds, sequence, size, LAYOUT: tl.constexpr):
+    """First row (0 when dense) and number of rows of a sequence. ``size``: rows of the tensor, per sequence if dense.
+
+    ``bounds`` is cu_seqlens where LAYOUT is "packed", lengths where it is "lengths", and not read where it is "dense".
+    """
+    if LAYOUT == "packed":
+        first = tl.minimum(tl.maximum(tl.load(bounds + sequence), 0), size)
+        end = tl.minimum(tl.load(bounds + sequence + 1), size)
+        return first, tl.maximum(end - first, 0)
+    length = size
+    if LAYOUT == "lengths":
+        length = tl.minimum(tl.maximum(tl.load(bounds + sequence), 0), size)
+    return tl.zeros_like(sequence), length
+
+
+@triton.jit
+def head_rows(tensor, strides, sequence, first, head, UNIT: tl.constexpr):
+    """One head of a sequence whose first row is ``first``: pointer to that row, and stride of rows in elements.
+    ``strides`` of sequences, rows and heads are in units of UNIT elements."""
+    offset = sequence.to(tl.int64) * strides[0] + tl.cast(first, tl.int64) * strides[1] + head.to(tl.int64) * strides[2]
+    return tensor + offset * UNIT, strides[1] * UNIT
+
+
+@triton.jit
+def output_offsets(sequence, first, head, heads, size, LAYOUT: tl.constexpr):
+    """Where a sequence's first row stands in lse, and in a contiguous out counted in rows of D."""
+    if LAYOUT == "packed":
+        return head.to(tl.int64) * size + first, first.to(tl.int64) * heads + head
+    return (sequence * heads + head).to(tl.int64) * size, sequence.to(tl.int64) * size * heads + head
+
+
+@triton.jit
+def load_rows(head, first, rows, columns, MASKED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows ``first`` to ``first + BLOCK`` of a head; zeros past row ``rows`` (not looked at unless MASKED) and past D."""
+    base, stride = head
+    offsets = tl.arange(0, BLOCK)[:, None] * stride + columns[None, :]
+    pointers = base + tl.cast(first, tl.int64) * stride + offsets
+    if MASKED:
+        inside = (first + tl.arange(0, BLOCK) < rows)[:, None]
+        if columns.shape[0] > D:
+            inside = inside & (columns < D)[None, :]
+        return tl.load(pointers, mask=inside, other=0.0)
+    if columns.shape[0] > D:
+        return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def store_rows(head, first, rows, columns, value, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes the rows that lie before row ``rows``."""
+    base, stride = head
+    offsets = tl.arange(0, BLOCK)[:, None] * stride + columns[None, :]
+    inside = (first + tl.arange(0, BLOCK) < rows)[:, None]
+    if columns.shape[0] > D:
+        inside = inside & (columns < D)[None, :]
+    tl.store(base + tl.cast(first, tl.int64) * stride + offsets, value.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def key_tiles(first, shape, FEATURES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys that the tile of queries from ``first`` on attends to: (begin, full_begin, full_end, end), the first three
+    multiples of BLOCK_N. Between full_begin and full_end every query attends to every key."""
+    q_length, k_length, window_left, window_right = shape
+    last = tl.minimum(first + BLOCK_M, q_length) - 1
+    offset = k_length - q_length
+    begin = 0
+    full_begin = 0
+    end = k_length
+    full_end = k_length
+    if FEATURES[LEFT]:
+        begin = tl.maximum(first + offset - window_left, 0) // BLOCK_N * BLOCK_N
+        full_begin = tl.cdiv(tl.maximum(last + offset - window_left, 0), BLOCK_N) * BLOCK_N
+    if FEATURES[RIGHT]:
+        end = tl.minimum(end, tl.maximum(last + offset + window_right + 1, 0))
+        full_end = tl.minimum(full_end, tl.maximum(first + offset + window_right + 1, 0))
+    end = tl.where(first < q_length, end, begin)  # no query, no key
+    full_end = tl.minimum(full_end, end) // BLOCK_N * BLOCK_N
+    full_begin = tl.minimum(full_begin, tl.maximum(end, begin))
+    return begin, full_begin, tl.maximum(full_begin, full_end), end
+
+
+@triton.jit
+def query_tiles(first, shape, FEATURES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Queries that attend to the tile of keys from ``first`` on: (begin, full_begin, full_end, end), the first two
+    multiples of BLOCK_M. Between full_begin and full_end every query there is attends to every key."""
+    q_length, k_length, window_left, window_right = shape
+    offset = k_length - q_length
+    begin = 0
+    full_begin = 0
+    end = q_length
+    full_end = q_length
+    if FEATURES[RIGHT]:
+        begin = tl.maximum(first - offset - window_right, 0) // BLOCK_M * BLOCK_M
+        full_begin = tl.cdiv(tl.maximum(first + BLOCK_N - 1 - offset - window_right, 0), BLOCK_M) * BLOCK_M
+    if FEATURES[LEFT]:
+        end = tl.minimum(end, tl.maximum(tl.minimum(first + BLOCK_N, k_length) - offset + window_left, 0))
+        full_end = tl.minimum(full_end, tl.maximum(first - offset + window_left + 1, 0))
+        full_end = tl.where(full_end < q_length, full_end // BLOCK_M * BLOCK_M, full_end)
+    end = tl.where(first < k_length, end, begin)
+    full_end = tl.where(first + BLOCK_N <= k_length, tl.minimum(full_end, end), begin)
+    full_begin = tl.minimum(full_begin, tl.maximum(end, begin))
+    return begin, full_begin, tl.maximum(full_begin, full_end), end
+
+
+@triton.jit
+def masked_scores(
+    products,  # fp32 [BLOCK_M, BLOCK_N]
+    queries,  # int32 [BLOCK_M]
+    keys,  # int32 [BLOCK_N]
+    shape,
+    terms,
+    MASKED: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    """Scores, -inf where a query does not attend to a key. They are in units of log2, except where PLAIN: then they are
+    the products, to be multiplied by ``scale`` where they enter an exponential."""
+    q_length, k_length, window_left, window_right = shape
+    scale, bias, bias_row, slope = terms
+    offset = k_length - q_length
+    scores = products
+    if not FEATURES[PLAIN]:
+        scores = products * scale
+        if FEATURES[BIAS]:
+            inside = (queries < q_length)[:, None] & (keys < k_length)[None, :]
+            added = tl.load(bias + queries.to(tl.int64)[:, None] * bias_row + keys[None, :], mask=inside, other=0.0)
+            scores += added.to(tl.float32) * LOG2_E
+        if FEATURES[SLOPES]:
+            scores -= slope * LOG2_E * tl.abs((queries + offset)[:, None] - keys[None, :]).to(tl.float32)
+    if MASKED:
+        attended = (keys < k_length)[None, :]
+        if FEATURES[RIGHT]:
+            attended = attended & (keys[None, :] <= (queries + (offset + window_right))[:, None])
+        if FEATURES[LEFT]:
+            attended = attended & (keys[None, :] >= (queries + (offset - window_left))[:, None])
+        scores = tl.where(attended, scores, -float("inf"))
+    return scores
