@@ -174,7 +174,11 @@ def test_unsupported_options_are_named(option: str) -> None:
     ("options", "error", "message"),
     [
         ({"key_padding_mask": torch.zeros(B, S)}, TypeError, "key_padding_mask: expected a boolean mask"),
-        ({"key_padding_mask": torch.zeros(B, 2, dtype=torch.bool)}, ValueError, r"expected shape \(3, 7\), got \(3, 2\)"),
+        (
+            {"key_padding_mask": torch.zeros(B, 2, dtype=torch.bool)},
+            ValueError,
+            r"expected shape \(3, 7\), got \(3, 2\)",
+        ),
         ({"attn_mask": torch.zeros(B * H, S, S)}, ValueError, "attn_mask: expected shape .*not supported"),
         (
             {"attn_mask": causal_mask(S), "key_padding_mask": padding_mask(S)},

@@ -83,4 +83,6 @@ def test_compiled_in_one_graph() -> None:
     compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
     x = torch.randn(B, S, C)
     with torch.no_grad():
-        assert torch.equal(compiled(x, src_key_padding_mask=padding_mask()), ours(x, src_key_padding_mask=padding_mask()))
+        assert torch.equal(
+            compiled(x, src_key_padding_mask=padding_mask()), ours(x, src_key_padding_mask=padding_mask())
+        )

@@ -80,7 +80,9 @@ class Arguments:
         queries, keys = query.shape[1], key.shape[1]
         if causal:
             if queries != keys:
-                raise ValueError(f"{self.module}: is_causal: expected as many queries as keys, got {queries} and {keys}")
+                raise ValueError(
+                    f"{self.module}: is_causal: expected as many queries as keys, got {queries} and {keys}"
+                )
             mask = None  # it is the causal one, says the caller
         bias = _bias(f"{self.module}: {self.attention}", mask, (heads, queries, keys), query.dtype)
         compaction = _compaction(f"{self.module}: {self.padding}", ignored, key)

@@ -1,0 +1,51 @@
+"""``Encoder``: a stack of transformer layers over packed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from fasttfm.nn.encoder_layer import EncoderLayer, draw_seeds
+from fasttfm.nn.residual import norm
+
+
+class Encoder(nn.Module):
+    """Layers in order, all post-LN or all pre-LN.
+
+    Args:
+        layers: A layer that stands in the list more than once is one set of parameters (ALBERT).
+        final_norm: The LayerNorm that ends a pre-LN model.
+    """
+
+    def __init__(self, layers: Sequence[EncoderLayer], final_norm: nn.LayerNorm | None = None) -> None:
+        super().__init__()
+        pre_norm = any(layer.norm_first for layer in layers)
+        if pre_norm != (final_norm is not None) or any(layer.norm_first != pre_norm for layer in layers):
+            raise ValueError(
+                "Encoder: layers: expected all pre-LN with a final_norm, or all post-LN without, got a mix"
+            )
+        unique = list(dict.fromkeys(layers))
+        self.layers = nn.ModuleList(unique)
+        self.order = [unique.index(layer) for layer in layers]
+        self.final_norm = final_norm
+
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, hidden_states: list[Tensor] | None = None
+    ) -> Tensor:
+        """Runs the layers over ``x`` [T, C]; ``hidden_states`` collects the stream before each of them."""
+        layers = [self.layers[index] for index in self.order]
+        drops = self.training and any(layer.dropout or layer.attention_dropout for layer in layers)
+        seeds = draw_seeds(x.device, len(layers)).unbind() if drops else [None] * len(layers)
+        residual: Tensor | None = None
+        if self.final_norm is not None and layers:
+            residual = x
+            x = norm(layers[0].norm1, x)
+        for index, (layer, seed) in enumerate(zip(layers, seeds, strict=True)):
+            if hidden_states is not None:
+                hidden_states.append(x if residual is None else residual)
+            following = None
+            if self.final_norm is not None:
+                following = self.final_norm if index + 1 == len(layers) else layers[index + 1].norm1
+            x, residual = layer(x, cu_seqlens, max_seqlen, residual=residual, next_norm=following, seeds=seed)
+        return x
