@@ -34,7 +34,8 @@ class Encoder(nn.Module):
         self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, hidden_states: list[Tensor] | None = None
     ) -> Tensor:
         """Runs the layers over ``x`` [T, C]; ``hidden_states`` collects the stream before each of them."""
-        layers = [self.layers[index] for index in self.order]
+        unique = [layer for layer in self.layers if isinstance(layer, EncoderLayer)]
+        layers = [unique[index] for index in self.order]
         drops = self.training and any(layer.dropout or layer.attention_dropout for layer in layers)
         seeds = draw_seeds(x.device, len(layers)).unbind() if drops else [None] * len(layers)
         residual: Tensor | None = None

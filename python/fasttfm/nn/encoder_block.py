@@ -229,8 +229,8 @@ class _Backward:
             self.gradients[name] = linear.matmul(dy.t(), x).to(dtype)
 
     def _meet(self, dy: Tensor, weight: Tensor, dstream: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The gradient dy @ weight of a block's input, to which a post-LN model adds the stream's: it is the same tensor
-        there. In a pre-LN model the stream goes on by itself."""
+        """The gradient dy @ weight of a block's input. In a post-LN model that is the stream, whose gradient is added;
+        in a pre-LN model the stream goes on by itself."""
         if self.pre_norm:
             return linear.matmul(dy, weight), dstream
         return linear.add_matmul(dstream, dy, weight), None
@@ -260,5 +260,6 @@ def _attention_options(qkv: Tensor, cu_seqlens: Tensor, seeds: Tensor | None, op
 def _in_type(parameters: Parameters, dtype: torch.dtype) -> Parameters:
     """What goes into matrix products in x's type; the other ops read parameters of any type."""
     names = ("qkv_weight", "qkv_bias", "out_weight", "up_weight", "down_weight")
-    given = {name: getattr(parameters, name) for name in names}
-    return parameters._replace(**{name: None if value is None else value.to(dtype) for name, value in given.items()})
+    given = ((name, getattr(parameters, name)) for name in names)
+    cast: dict[str, Any] = {name: None if value is None else value.to(dtype) for name, value in given}
+    return parameters._replace(**cast)

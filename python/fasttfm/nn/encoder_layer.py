@@ -88,8 +88,8 @@ class EncoderLayer(nn.Module):
         """Runs the layer.
 
         Args:
-            x: ``[T, C]``. In a pre-LN model, ``norm1`` of the stream: LayerNorms belong to the addition in front of them.
-            cu_seqlens: int32 ``[sequences + 1]``: sequence i is made of the rows from cu_seqlens[i] to cu_seqlens[i + 1].
+            x: ``[T, C]``. In a pre-LN model ``norm1`` of the stream: LayerNorms belong to the addition before them.
+            cu_seqlens: int32 ``[sequences + 1]``: sequence i is the rows from cu_seqlens[i] to cu_seqlens[i + 1].
             max_seqlen: No sequence is longer.
             residual: A pre-LN model's stream ``[T, C]``, in x's type or fp32.
             next_norm: In a pre-LN model, the LayerNorm that follows: the next layer's ``norm1``, or the model's last.
@@ -106,9 +106,18 @@ class EncoderLayer(nn.Module):
         elif seeds is None:
             seeds = draw_seeds(x.device)
         norm_a, norm_b = (self.norm2, next_norm) if next_norm is not None else (self.norm1, self.norm2)
-        kind, eps = ops.ACTIVATIONS[self.activation], (norm_a.eps, norm_b.eps)
         options = Options(
-            self.heads, max_seqlen, *self.window, kind, attention_p, p, *eps, self.recompute, requested(None)
+            heads=self.heads,
+            max_seqlen=max_seqlen,
+            window_left=self.window[0],
+            window_right=self.window[1],
+            activation=ops.ACTIVATIONS[self.activation],
+            attention_p=attention_p,
+            p=p,
+            eps_a=norm_a.eps,
+            eps_b=norm_b.eps,
+            recompute=self.recompute,
+            backend=requested(None),
         )
         parameters = Parameters(
             *(self.qkv.weight, self.qkv.bias, self.out.weight, self.out.bias, norm_a.weight, norm_a.bias),

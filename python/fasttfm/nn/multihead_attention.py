@@ -22,7 +22,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ``need_weights=False`` for speed. What differs then:
 
     - A query without a key to attend to gets the output projection's bias, where torch's result is NaN.
-    - ``is_causal`` needs no ``attn_mask``. Beside a ``key_padding_mask``, rows of ignored tokens hold nothing of meaning.
+    - ``is_causal`` needs no ``attn_mask``. Beside a ``key_padding_mask`` it leaves rows of ignored tokens meaningless.
     - Not supported, and refused by name: ``add_bias_kv``, ``add_zero_attn``, nested tensors, a ``key_padding_mask`` of
       numbers, an ``attn_mask`` for each sequence or head, or one beside a ``key_padding_mask`` unless it is causal.
     """
@@ -85,21 +85,24 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     def _cross_attention(self, q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> Tensor:
         """[B, Sq, C]; keys and values have entered the masks' order, queries only where attention is causal."""
-        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        if self.in_proj_weight is not None:
-            weights = self.in_proj_weight.chunk(3)
+        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         inputs = (masks.enter(q) if masks.causal else q, masks.enter(k), masks.enter(v))
         heads = (
             functional.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1))
             for x, weight, bias in zip(inputs, weights, biases, strict=True)
         )
-        context = ops.attention(*heads, dropout_p=self.dropout if self.training else 0.0, **masks.options())
-        return context.flatten(-2)
+        return _attention(self, tuple(heads), masks)
 
 
 def self_attention(module: torch.nn.MultiheadAttention, x: Tensor, masks: Masks) -> Tensor:
     """Attention of ``x`` [B, S, C] to itself, in the masks' order, without the output projection."""
     qkv = ops.qkv_projection(x, module.in_proj_weight, module.in_proj_bias, module.num_heads)
-    context = ops.attention(qkv, dropout_p=module.dropout if module.training else 0.0, **masks.options())
+    return _attention(module, (qkv,), masks)
+
+
+def _attention(module: torch.nn.MultiheadAttention, heads: tuple[Tensor, ...], masks: Masks) -> Tensor:
+    context = ops.attention(*heads, dropout_p=module.dropout if module.training else 0.0, **masks.options())
+    assert isinstance(context, Tensor)
     return context.flatten(-2)

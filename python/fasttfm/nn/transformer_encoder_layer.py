@@ -57,8 +57,8 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     def encode(self, x: Tensor, masks: Masks) -> Tensor:
         """The layer for ``x`` [B, S, C] in the masks' order.
 
-        The bias of a block's last product, the dropout behind it and the residual connection are done with the LayerNorm
-        that follows them.
+        The bias of a block's last product, the dropout behind it and the residual connection are done in the pass of
+        the LayerNorm that follows.
         """
         projection, p = self.self_attn.out_proj, self._rate(self.dropout1)
         if self.norm_first:
@@ -91,7 +91,7 @@ def run_layers(
     *,
     causal: bool,
 ) -> Tensor:
-    """Runs layers over ``src`` in torch's layouts: [S, B, C], [B, S, C] or [S, C]. Tokens enter the masks' order once."""
+    """Runs layers over ``src`` [S, B, C], [B, S, C] or [S, C]. Tokens enter the masks' order once."""
     if src.is_nested or src.dim() not in (2, 3):
         got = "a nested tensor" if src.is_nested else f"shape {tuple(src.shape)}"
         raise ValueError(f"{arguments.module}: src: expected two or three dimensions, got {got}")

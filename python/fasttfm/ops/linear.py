@@ -76,7 +76,7 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, shape: Sequence[
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``total + a @ b`` of matrices, in total's place: the product's epilogue reads it. Summed in fp32, rounded once."""
+    """``total + a @ b`` of matrices in total's place: the product's epilogue reads it. Rounded once."""
     if _widened(a):
         return total.copy_(torch.addmm(total.float(), a.float(), b.float()))
     return torch.addmm(total, a, b, out=total)
