@@ -3,13 +3,12 @@
     s = scale * q k^T + bias - slope * |distance|        over the keys that the query may attend to
     lse = log(sum over keys of exp(s))        P = exp(s - lse)        out = (kept * c * P) v
 
-    dv = (kept * c * P)^T dout        dP = kept * c * (dout v^T)        delta = sum over keys of P * dP
+    dv = (kept * c * P)^T dout        dP = kept * c * (dout v^T)        delta = sum over D of dout * out
     ds = P * (dP - delta)        dq = scale * ds k        dk = scale * ds^T q
 
 kept and c are dropout's: which weights stay is a function of the seed and of their place (common/philox.py); without a
 seed both are 1. Query i of a sequence with Lq queries and Lk keys stands at key position i + Lk - Lq; its window and
 its distances are measured from there. Where no key may be attended to, out and the gradients are 0 and lse is -inf.
-delta is also the sum over D of dout * out, which is how kernels come by it in one pass.
 
 Every layout is computed as a padded batch [B, S, H, D]; what lies past a sequence's end is replaced by 0 first, so that
 no number there, not even a NaN, reaches a result. Arithmetic is fp32 (fp64 for fp64 input), results are rounded once.
@@ -84,11 +83,11 @@ def attention(
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     """Returns out, of q's shape and type, and lse: [B, H, Sq], or [H, T] of packed sequences."""
     queries, keys = _sides(q, k, problem)
-    weights, lse = _softmax(q, k, queries, keys, problem)
+    weights, total, lse = _softmax(q, k, queries, keys, problem)
     values = _per_head(keys.padded(v), q)
     with torch.autocast(q.device.type, enabled=False):  # it would narrow the operands
         out = torch.einsum("bhij,bjhd->bihd", _dropout(weights, problem), values)
-    out = queries.restored(out).to(q.dtype).contiguous()
+    out = queries.restored(out / total.transpose(1, 2)[..., None]).to(q.dtype).contiguous()
     if problem.packed:
         lse = queries.restored(lse.transpose(1, 2), fill=-torch.inf).t()
     return out, lse.contiguous()
@@ -96,7 +95,8 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem
 
 def attention_weights(q: Tensor, k: Tensor, problem: AttentionProblem) -> Tensor:
     """P of the formula: [B, H, Sq, Sk], rows and columns past a sequence's end 0. Autograd can differentiate it."""
-    return _softmax(q, k, *_sides(q, k, problem), problem)[0]
+    weights, total, _ = _softmax(q, k, *_sides(q, k, problem), problem)
+    return weights / total[..., None]
 
 
 def attention_backward(
@@ -117,11 +117,11 @@ def attention_backward(
         lse = queries.padded(lse.t()).transpose(1, 2)
     scores, attended = _scores(q, k, queries, keys, problem)
     weights = torch.where(attended, (scores - lse[..., None]).exp(), 0.0)
-    dout, padded_q = queries.padded(dout), queries.padded(q)
+    dout, out, padded_q = (queries.padded(tensor) for tensor in (dout, out, q))
     padded_k, padded_v = (_per_head(keys.padded(tensor), q) for tensor in (k, v))
+    delta = (dout * out).sum(dim=-1).transpose(1, 2)[..., None]
     with torch.autocast(q.device.type, enabled=False):
         dweights = _dropout(torch.einsum("bihd,bjhd->bhij", dout, padded_v), problem)
-        delta = (weights * dweights).sum(dim=-1, keepdim=True)
         dscores = problem.scale * weights * (dweights - delta)
         padded_dq = torch.einsum("bhij,bjhd->bihd", dscores, padded_k)
         padded_dk = torch.einsum("bhij,bihd->bjhd", dscores, padded_q)
@@ -154,13 +154,19 @@ def _scores(q: Tensor, k: Tensor, queries: _Side, keys: _Side, problem: Attentio
     return torch.where(attended, scores, -torch.inf), attended
 
 
-def _softmax(q: Tensor, k: Tensor, queries: _Side, keys: _Side, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
-    """The weights P [B, H, Sq, Sk] before dropout, and lse [B, H, Sq]."""
+def _softmax(
+    q: Tensor, k: Tensor, queries: _Side, keys: _Side, problem: AttentionProblem
+) -> tuple[Tensor, Tensor, Tensor]:
+    """P [B, H, Sq, Sk] before dropout up to a factor that is 1 but for rounding, its sum, and lse, both [B, H, Sq].
+
+    The division by the sum comes after the product with v, as in kernels; so autograd takes delta from dout and out, as
+    they do, and rounds as they do.
+    """
     scores, attended = _scores(q, k, queries, keys, problem)
     lse = scores.detach().logsumexp(dim=-1)
-    rows = attended.any(dim=-1, keepdim=True)  # softmax of a row of -inf would be NaN, and so would its gradient
-    weights = torch.where(rows, scores, 0.0).softmax(dim=-1)
-    return torch.where(attended, weights, 0.0), lse
+    rows = attended.any(dim=-1)
+    weights = (scores - torch.where(rows, lse, 0.0)[..., None]).exp()
+    return weights, torch.where(rows, weights.sum(dim=-1), 1.0), lse
 
 
 def _dropout(weights: Tensor, problem: AttentionProblem) -> Tensor:

@@ -19,6 +19,27 @@ inline void for_spans(int64_t columns, Body body) {
     body(first, columns - first < kDropoutSpan ? columns - first : kDropoutSpan);
 }
 
+// Which of 16 bytes are above the limit.
+inline Mask above(const uint8_t* bytes, uint8_t limit) {
+  Mask mask;
+#if defined(__ARM_NEON)
+  const int8x16_t all = vreinterpretq_s8_u8(vcgtq_u8(vld1q_u8(bytes), vdupq_n_u8(limit)));
+  const int16x8_t half[2] = {vmovl_s8(vget_low_s8(all)), vmovl_s8(vget_high_s8(all))};
+  for (int i = 0; i < 2; ++i) {
+    mask.r[2 * i] = reinterpret_cast<RegU>(vmovl_s16(vget_low_s16(half[i])));
+    mask.r[2 * i + 1] = reinterpret_cast<RegU>(vmovl_s16(vget_high_s16(half[i])));
+  }
+#else
+  typedef uint8_t RegB __attribute__((vector_size(kRegisterLanes)));
+  for (int i = 0; i < kRegisters; ++i) {
+    RegB byte;
+    std::memcpy(&byte, bytes + i * kRegisterLanes, sizeof(byte));
+    mask.r[i] = reinterpret_cast<RegU>(__builtin_convertvector(byte, RegI) > static_cast<int32_t>(limit));
+  }
+#endif
+  return mask;
+}
+
 // What is the same for all rows. Threshold (1 to 256) and scale are philox.py's.
 struct Dropout {
   uint64_t seed;
@@ -45,26 +66,7 @@ struct Dropout {
 
    private:
     // Words lie in memory lowest byte first, so the span's bytes are in the order of its columns.
-    Mask kept(int64_t offset) const {
-      const auto* bytes = reinterpret_cast<const uint8_t*>(draws_) + offset;
-      Mask mask;
-#if defined(__ARM_NEON)
-      const int8x16_t above = vreinterpretq_s8_u8(vcgtq_u8(vld1q_u8(bytes), vdupq_n_u8(limit_)));
-      const int16x8_t half[2] = {vmovl_s8(vget_low_s8(above)), vmovl_s8(vget_high_s8(above))};
-      for (int i = 0; i < 2; ++i) {
-        mask.r[2 * i] = reinterpret_cast<RegU>(vmovl_s16(vget_low_s16(half[i])));
-        mask.r[2 * i + 1] = reinterpret_cast<RegU>(vmovl_s16(vget_high_s16(half[i])));
-      }
-#else
-      typedef uint8_t RegB __attribute__((vector_size(kRegisterLanes)));
-      for (int i = 0; i < kRegisters; ++i) {
-        RegB byte;
-        std::memcpy(&byte, bytes + i * kRegisterLanes, sizeof(byte));
-        mask.r[i] = reinterpret_cast<RegU>(__builtin_convertvector(byte, RegI) > static_cast<int32_t>(limit_));
-      }
-#endif
-      return mask;
-    }
+    Mask kept(int64_t offset) const { return above(reinterpret_cast<const uint8_t*>(draws_) + offset, limit_); }
 
     Draw draws_[kDropoutSpan / 16];
     uint8_t limit_;

@@ -3,7 +3,7 @@
 //
 // One 128-bit draw decides 16 neighbouring features, a byte each: feature f of a token is byte f % 16 of the draw with
 // counter (f / 16, token, sequence, 0) and the seed as key, and is dropped when that byte is below the threshold, p *
-// 256 rounded.
+// 256 rounded. Attention weights: see draw_weights().
 #pragma once
 
 #include <cstdint>
@@ -38,6 +38,14 @@ FASTTFM_HOST_DEVICE Draw philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_
     key1 += 0xBB67AE85u;
   }
   return {{c0, c1, c2, c3}};
+}
+
+// The draw for 16 of an attention row's weights. Of the 64 keys of a block, draw d (0 to 3) decides the pairs d, d + 4,
+// d + 8, ...: key k by byte 2 * (k / 8 % 8) + k % 2 of draw k / 2 % 4. That is how tensor cores spread a row over
+// threads.
+FASTTFM_HOST_DEVICE Draw draw_weights(uint64_t seed, uint32_t sequence, uint32_t head, uint32_t query, uint32_t block,
+                                      uint32_t d) {
+  return philox(seed, 4 * block + d, query, sequence, 1 + head);
 }
 
 // Where a row of activations stands in its batch.

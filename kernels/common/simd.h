@@ -119,6 +119,18 @@ inline float sum(const Lanes& a) {
   return (total[0] + total[2]) + (total[1] + total[3]);
 }
 
+// The largest of the 16 lanes; which of a NaN and a number is larger is open.
+inline float maximum(const Lanes& a) {
+  float lane[kLanes];
+  std::memcpy(lane, a.r, sizeof(lane));
+  float largest = lane[0];
+  for (int i = 1; i < kLanes; ++i) largest = lane[i] > largest ? lane[i] : largest;
+  return largest;
+}
+inline Lanes maximum(const Lanes& a, const Lanes& b) {
+  return map(a, b, [](RegF x, RegF y) { return select(reinterpret_cast<RegU>(x > y), x, y); });
+}
+
 // ---- storage formats: load() and store() of 16 elements --------------------------------------------------------------
 //
 // Reading widens exactly. Writing rounds to nearest, ties to even; a NaN stays a NaN, its payload may change.

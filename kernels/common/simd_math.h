@@ -63,6 +63,11 @@ inline Lanes exp_in_range(const Lanes& x) {
   return map(e.mantissa, e.exponent, [](RegF m, RegF n) { return m * power_of_two(shifted_integer(n)); });
 }
 
+// For x up to 88: results below fp32's normal range are 0.
+inline Lanes exp_or_zero(const Lanes& x) {
+  return select(x < -87.0f, broadcast(0.0f), exp_in_range(at_least(x, -87.0f)));
+}
+
 // Scaling in two steps reaches the subnormal results and infinity; past the limits the result stays 0 or infinity.
 inline Lanes exp(const Lanes& x) {
   const ScaledExp e = scaled_exp(at_most(at_least(x, -104.0f), 89.0f));

@@ -351,3 +351,66 @@ class _PackCopy(TypedDict):
 
 def pack_cpu(**fields: Unpack[_PackCopy]) -> None: ...
 def unpack_cpu(**fields: Unpack[_PackCopy]) -> None: ...
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+class _AttentionCall(TypedDict):
+    q: int
+    k: int
+    v: int
+    q_sequence_stride: int
+    q_token_stride: int
+    q_head_stride: int
+    k_sequence_stride: int
+    k_token_stride: int
+    k_head_stride: int
+    v_sequence_stride: int
+    v_token_stride: int
+    v_head_stride: int
+    cu_seqlens: int
+    cu_seqlens_k: int
+    lengths: int
+    lengths_k: int
+    seed: int
+    sequences: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    queries: int
+    keys: int
+    max_seqlen: int
+    max_seqlen_k: int
+    window_left: int
+    window_right: int
+    scale: float
+    threshold: int
+    dropout_scale: float
+    dtype: int
+    workspace: int
+    threads: int
+
+class _AttentionForward(_AttentionCall):
+    out: int
+    lse: int
+
+class _AttentionBackward(_AttentionCall):
+    dout: int
+    out: int
+    lse: int
+    dq: int
+    dk: int
+    dv: int
+    dq_sequence_stride: int
+    dq_token_stride: int
+    dq_head_stride: int
+    dk_sequence_stride: int
+    dk_token_stride: int
+    dk_head_stride: int
+    dv_sequence_stride: int
+    dv_token_stride: int
+    dv_head_stride: int
+
+def attention_forward_workspace(head_dim: int, threads: int) -> int: ...
+def attention_backward_workspace(max_seqlen: int, max_seqlen_k: int, head_dim: int, threads: int) -> int: ...
+def attention_forward_cpu(**fields: Unpack[_AttentionForward]) -> None: ...
+def attention_backward_cpu(**fields: Unpack[_AttentionBackward]) -> None: ...

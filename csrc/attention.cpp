@@ -1,0 +1,28 @@
+#include "attention/op.h"
+
+#include "binding.h"
+
+namespace fasttfm {
+
+#define FORWARD(MEMBER) FASTTFM_FIELD(AttentionForward, MEMBER)
+#define BACKWARD(MEMBER) FASTTFM_FIELD(AttentionBackward, MEMBER)
+#define STRIDES(FIELD, TENSOR) \
+  FIELD(TENSOR##_sequence_stride), FIELD(TENSOR##_token_stride), FIELD(TENSOR##_head_stride)
+#define CALL(FIELD)                                                                                                \
+  FIELD(q), FIELD(k), FIELD(v), STRIDES(FIELD, q), STRIDES(FIELD, k), STRIDES(FIELD, v), FIELD(cu_seqlens),        \
+      FIELD(cu_seqlens_k), FIELD(lengths), FIELD(lengths_k), FIELD(seed), FIELD(sequences), FIELD(heads),          \
+      FIELD(kv_heads), FIELD(head_dim), FIELD(queries), FIELD(keys), FIELD(max_seqlen), FIELD(max_seqlen_k),       \
+      FIELD(window_left), FIELD(window_right), FIELD(scale), FIELD(threshold), FIELD(dropout_scale), FIELD(dtype), \
+      FIELD(workspace), FIELD(threads)
+
+FASTTFM_BINDING(attention) {
+  module.def("attention_forward_workspace", &cpu::attention_forward_workspace, py::arg("head_dim"), py::arg("threads"));
+  module.def("attention_backward_workspace", &cpu::attention_backward_workspace, py::arg("max_seqlen"),
+             py::arg("max_seqlen_k"), py::arg("head_dim"), py::arg("threads"));
+  bind_launcher(module, "attention_forward_cpu", &cpu::attention_forward, CALL(FORWARD), FORWARD(out), FORWARD(lse));
+  bind_launcher(module, "attention_backward_cpu", &cpu::attention_backward, CALL(BACKWARD), BACKWARD(dout),
+                BACKWARD(out), BACKWARD(lse), BACKWARD(dq), BACKWARD(dk), BACKWARD(dv), STRIDES(BACKWARD, dq),
+                STRIDES(BACKWARD, dk), STRIDES(BACKWARD, dv));
+}
+
+}  // namespace fasttfm

@@ -1,0 +1,233 @@
+// What attention does to one tile of queries and keys on the CPU: reading and writing rows, masks, dropout, softmax.
+//
+// Scores are [queries, keys] matrices of fp32 with rows kKeyTile apart.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "attention/op.h"
+#include "common/dropout.h"
+#include "common/philox.h"
+#include "common/simd.h"
+#include "common/simd_gemm.h"
+#include "common/simd_math.h"
+
+namespace fasttfm {
+namespace FASTTFM_ISA {
+
+constexpr int64_t kQueryTile = 64;
+constexpr int64_t kKeyTile = 128;  // a multiple of the 64 keys that dropout decides together
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// ---- where things are ------------------------------------------------------------------------------------------------
+
+// Rows (tokens of one head) of a tensor.
+template <class T>
+struct Rows {
+  T* data;
+  int64_t stride;
+  T* operator[](int64_t row) const { return data + row * stride; }
+};
+
+struct Range {
+  int64_t first, last;  // last is not part of it
+};
+
+struct Sequence {
+  int64_t index;
+  int64_t first_query, first_key;  // packed: where it starts among all tokens; dense: 0
+  int64_t queries, keys;           // Lq and Lk
+};
+
+inline Sequence find_sequence(const AttentionCall& p, int64_t index) {
+  if (p.cu_seqlens != nullptr) {
+    const int32_t *q = p.cu_seqlens + index, *k = p.cu_seqlens_k + index;
+    return {index, q[0], k[0], q[1] - q[0], k[1] - k[0]};
+  }
+  return {index, 0, 0, p.lengths != nullptr ? p.lengths[index] : p.queries,
+          p.lengths_k != nullptr ? p.lengths_k[index] : p.keys};
+}
+
+// The keys that at least one of the queries [first, last) attends to.
+inline Range attended_keys(const AttentionCall& p, const Sequence& s, Range queries) {
+  const int64_t offset = s.keys - s.queries;  // both ends are aligned
+  Range keys = {0, s.keys};
+  if (p.window_left >= 0 && p.window_left < queries.first + offset) keys.first = queries.first + offset - p.window_left;
+  if (p.window_right >= 0 && p.window_right < s.keys - (queries.last + offset))
+    keys.last = queries.last + offset + p.window_right;
+  return keys;
+}
+
+inline Range intersection(Range a, Range b) {
+  return {a.first > b.first ? a.first : b.first, a.last < b.last ? a.last : b.last};
+}
+
+// ---- rows in and out -------------------------------------------------------------------------------------------------
+
+// to[row] = from[row] * scale in fp32, `columns` padded with zeros to a multiple of 16, rows to one of kRowStep.
+template <class T>
+FASTTFM_KERNEL void load_rows(Rows<const T> from, int64_t rows, int64_t columns, float scale, float* to) {
+  const int64_t stride = round_up(columns, kLanes);
+  for (int64_t row = 0; row < rows; ++row)
+    for_columns(columns,
+                [&](int64_t c, auto n) { store(to + row * stride + c, load(from[row] + c, n) * broadcast(scale)); });
+  std::memset(to + rows * stride, 0, static_cast<size_t>((round_up(rows, kRowStep) - rows) * stride) * sizeof(float));
+}
+
+template <class T>
+FASTTFM_KERNEL void store_row(const float* from, int64_t columns, float scale, T* to) {
+  for_columns(columns, [&](int64_t c, auto n) { store(to + c, load(from + c) * broadcast(scale), n); });
+}
+
+typedef float Quad __attribute__((vector_size(16)));
+inline Quad load_quad(const float* from) {
+  Quad quad;
+  std::memcpy(&quad, from, sizeof(quad));
+  return quad;
+}
+
+// to[c][r] = from[r][c] for 16 x 16 floats that lie close together.
+inline void transpose_block(const float* from, float* to) {
+  for (int r = 0; r < kLanes; r += 4) {
+    for (int c = 0; c < kLanes; c += 4) {
+      const Quad a = load_quad(from + r * kLanes + c), b = load_quad(from + (r + 1) * kLanes + c);
+      const Quad d = load_quad(from + (r + 2) * kLanes + c), e = load_quad(from + (r + 3) * kLanes + c);
+      const Quad ab_low = __builtin_shufflevector(a, b, 0, 4, 1, 5),
+                 ab_high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+      const Quad de_low = __builtin_shufflevector(d, e, 0, 4, 1, 5),
+                 de_high = __builtin_shufflevector(d, e, 2, 6, 3, 7);
+      const Quad out[4] = {
+          __builtin_shufflevector(ab_low, de_low, 0, 1, 4, 5), __builtin_shufflevector(ab_low, de_low, 2, 3, 6, 7),
+          __builtin_shufflevector(ab_high, de_high, 0, 1, 4, 5), __builtin_shufflevector(ab_high, de_high, 2, 3, 6, 7)};
+      for (int i = 0; i < 4; ++i) std::memcpy(to + (c + i) * kLanes + r, &out[i], sizeof(Quad));
+    }
+  }
+}
+
+// Rows turned into columns: panels [rows / 16][columns][16]; rows past the last are zeros. Columns are turned by
+// sixteens: what a panel's last block writes too far, the next panel overwrites, and `to` has room for it after the
+// last one.
+template <class T>
+FASTTFM_KERNEL void load_transposed(Rows<const T> from, int64_t rows, int64_t columns, float* to) {
+  float block[kLanes * kLanes];
+  for (int64_t first = 0; first < rows; first += kLanes) {
+    const int64_t count = rows - first < kLanes ? rows - first : kLanes;
+    if (count < kLanes) std::memset(block, 0, sizeof(block));
+    for_columns(columns, [&](int64_t c, auto n) {
+      for (int64_t row = 0; row < count; ++row) store(block + row * kLanes, load(from[first + row] + c, n));
+      transpose_block(block, to + first * columns + c * kLanes);
+    });
+  }
+}
+
+// ---- scores ----------------------------------------------------------------------------------------------------------
+
+// A tile of scores: queries from `query` on, keys from `key` on (a multiple of kKeyTile); the columns that any of its
+// queries attends to lie in 16-key panels [panels.first, panels.last).
+struct TilePosition {
+  int64_t query, queries;
+  int64_t key, keys;
+  Range panels;
+};
+
+// panels.last <= panels.first: no query of the tile attends to any of its keys.
+inline TilePosition find_tile(const AttentionCall& p, const Sequence& s, Range queries, Range keys) {
+  const Range columns = intersection(attended_keys(p, s, queries), keys);
+  TilePosition tile = {queries.first, queries.last - queries.first, keys.first, keys.last - keys.first, {0, 0}};
+  if (columns.first < columns.last)
+    tile.panels = {(columns.first - keys.first) / kLanes, round_up(columns.last - keys.first, kLanes) / kLanes};
+  return tile;
+}
+
+// Scores of keys that a query does not attend to become -infinity.
+inline void mask_row(const AttentionCall& p, const Sequence& s, const TilePosition& tile, int64_t row, float* scores) {
+  const int64_t query = tile.query + row;
+  const Range keys = intersection(attended_keys(p, s, {query, query + 1}), {tile.key, tile.key + tile.keys});
+  const int64_t begin = tile.panels.first * kLanes, end = tile.panels.last * kLanes;
+  int64_t first = keys.first - tile.key, last = keys.last - tile.key;
+  if (first >= last) first = last = end;
+  for (int64_t c = begin; c < first; ++c) scores[c] = -kInfinity;
+  for (int64_t c = last; c < end; ++c) scores[c] = -kInfinity;
+}
+
+// Which of a row's weights dropout keeps.
+class WeightDropout {
+ public:
+  WeightDropout(const AttentionCall& p, const Sequence& s, int64_t head)
+      : seed_(p.seed != nullptr ? static_cast<uint64_t>(*p.seed) : 0),
+        active_(p.seed != nullptr),
+        limit_(static_cast<uint8_t>(p.threshold - 1)),
+        sequence_(static_cast<uint32_t>(s.index)),
+        head_(static_cast<uint32_t>(head)) {}
+
+  bool active() const { return active_; }
+
+  // Draws for the tile's keys. Not inlined: forward and backward share one copy.
+  __attribute__((noinline)) void draw(const TilePosition& tile, int64_t row) {
+    const auto query = static_cast<uint32_t>(tile.query + row), first = static_cast<uint32_t>(tile.key / kBlock);
+    constexpr uint32_t draws = kKeyTile / 16;
+    uint16_t pairs[draws][8];
+    for (uint32_t i = 0; i < draws; ++i) {  // independent of each other: the compiler computes four at once
+      const Draw drawn = draw_weights(seed_, sequence_, head_, query, first + i / 4, i % 4);
+      std::memcpy(pairs[i], drawn.word, sizeof(drawn.word));
+    }
+    auto* out = reinterpret_cast<uint16_t*>(bytes_);
+    for (uint32_t block = 0; block < draws / 4; ++block)
+      for (int pair = 0; pair < 8; ++pair)
+        for (uint32_t d = 0; d < 4; ++d) *out++ = pairs[4 * block + d][pair];
+  }
+
+  // Zeros in place of what is dropped of the drawn row.
+  void apply(const TilePosition& tile, float* row) const {
+    for (int64_t c = tile.panels.first * kLanes; c < tile.panels.last * kLanes; c += kLanes)
+      store(row + c, select(above(bytes_ + c, limit_), load(row + c), broadcast(0.0f)));
+  }
+
+ private:
+  static constexpr int64_t kBlock = 64;  // keys
+  alignas(16) uint8_t bytes_[kKeyTile];
+  uint64_t seed_;
+  bool active_;
+  uint8_t limit_;
+  uint32_t sequence_, head_;
+};
+
+// What online softmax knows of a row: the largest score so far, and the sum of exp(score - largest).
+struct SoftmaxRow {
+  float largest, sum;
+};
+
+// scores -> weights relative to the row's largest score, which may rise: returns what earlier weights of the row are to
+// be multiplied with.
+inline float softmax_row(const TilePosition& tile, float* scores, SoftmaxRow& state) {
+  const int64_t begin = tile.panels.first * kLanes, end = tile.panels.last * kLanes;
+  Lanes largest = load(scores + begin);
+  for (int64_t c = begin + kLanes; c < end; c += kLanes) largest = maximum(load(scores + c), largest);
+  const float here = maximum(largest), before = state.largest;
+  if (here > before) state.largest = here;
+  const float shift = state.largest == -kInfinity ? 0.0f : state.largest;  // nothing to attend to: all weights are 0
+  Lanes total = broadcast(0.0f);
+  for (int64_t c = begin; c < end; c += kLanes) {
+    const Lanes weight = exp_or_zero(load(scores + c) - broadcast(shift));
+    store(scores + c, weight);
+    total = total + weight;
+  }
+  const bool unchanged = before == state.largest || before == -kInfinity;  // or there are no earlier weights
+  const float factor = unchanged ? 1.0f : exp_or_zero(broadcast(before - shift)).r[0][0];
+  state.sum = state.sum * factor + sum(total);
+  return factor;
+}
+
+// With dweights = dout * V^T: scores -> weights P, dweights -> dscores = P * (dweights - delta).
+inline void softmax_backward_row(const TilePosition& tile, float lse, float delta, float* scores, float* dweights) {
+  for (int64_t c = tile.panels.first * kLanes; c < tile.panels.last * kLanes; c += kLanes) {
+    const Lanes weight = exp_or_zero(load(scores + c) - broadcast(lse));
+    store(scores + c, weight);
+    store(dweights + c, weight * (load(dweights + c) - broadcast(delta)));
+  }
+}
+
+}  // namespace FASTTFM_ISA
+}  // namespace fasttfm

@@ -1,0 +1,72 @@
+// attention in C++: what the launchers take. See reference.py for the formulas, problem.py for the letters.
+//
+// Dense tensors are [B, S, heads, D], packed ones [T, heads, D]: element (sequence b, token t, head h, d) of q stands
+// at q[b * q_sequence_stride + t * q_token_stride + h * q_head_stride + d]; packed, with t counted from the first token
+// of all and without b. The same goes for k, v and their gradients: slices of one qkv tensor are read and written in
+// place.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/status.h"
+
+namespace fasttfm {
+
+// What both directions know.
+struct AttentionCall {
+  const void* q;  // [B, queries, heads, D] or [queries, heads, D], dtype, strided
+  const void* k;  // [B, keys, kv_heads, D] or [keys, kv_heads, D], dtype, strided
+  const void* v;  // as k
+  int64_t q_sequence_stride, q_token_stride, q_head_stride;
+  int64_t k_sequence_stride, k_token_stride, k_head_stride;
+  int64_t v_sequence_stride, v_token_stride, v_head_stride;
+  const int32_t* cu_seqlens;    // [sequences + 1], or null when dense
+  const int32_t* cu_seqlens_k;  // packed: always given, may be cu_seqlens
+  const int32_t* lengths;       // [sequences] when dense: queries that count, or null for all
+  const int32_t* lengths_k;     // [sequences] when dense: keys that count, or null for all
+  const int64_t* seed;          // [1], or null for no dropout
+  int64_t sequences;
+  int64_t heads;         // of q
+  int64_t kv_heads;      // divides heads
+  int64_t head_dim;      // D: 16 to 256 in steps of 8
+  int64_t queries;       // dense: tokens of q per sequence; packed: of all sequences
+  int64_t keys;          // the same for k and v
+  int64_t max_seqlen;    // no sequence has more queries; of use when packed
+  int64_t max_seqlen_k;  // no sequence has more keys
+  int64_t window_left;   // keys before a query's own position that it attends to; -1: all
+  int64_t window_right;  // keys after it; -1: all, 0: causal
+  float scale;           // of the scores
+  int threshold;         // of 256: see common/philox.h
+  float dropout_scale;   // of the weights that are kept
+  DType dtype;           // of every tensor but lse
+  float* workspace;      // attention_forward_workspace() or attention_backward_workspace() floats
+  int threads;
+};
+
+// Every element of the results is written: rows that are no sequence's, or attend to nothing, get 0 and lse -infinity.
+struct AttentionForward : AttentionCall {
+  void* out;   // shape of q, contiguous
+  float* lse;  // dense [B, heads, queries], packed [heads, queries]
+};
+
+struct AttentionBackward : AttentionCall {
+  const void* dout;  // shape of q, contiguous
+  const void* out;   // shape of q, contiguous
+  const float* lse;  // the forward's
+  void* dq;          // shapes of q, k and v, strided
+  void* dk;
+  void* dv;
+  int64_t dq_sequence_stride, dq_token_stride, dq_head_stride;
+  int64_t dk_sequence_stride, dk_token_stride, dk_head_stride;
+  int64_t dv_sequence_stride, dv_token_stride, dv_head_stride;
+};
+
+namespace cpu {
+Status attention_forward(const AttentionForward&);
+Status attention_backward(const AttentionBackward&);
+int64_t attention_forward_workspace(int64_t head_dim, int threads);  // in floats
+int64_t attention_backward_workspace(int64_t max_seqlen, int64_t max_seqlen_k, int64_t head_dim, int threads);
+}  // namespace cpu
+
+}  // namespace fasttfm
