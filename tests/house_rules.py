@@ -25,7 +25,9 @@ ROOMS_OF_AN_OP = (
     "docs/ops/{op}.md",
 )
 # What the ops share: files in those rooms that belong to no op.
-SHARED = {"python/fasttfm/ops/": {"__init__", "attention_checks", "backends", "checks", "library", "linear"}}
+SHARED = {
+    "python/fasttfm/ops/": {"__init__", "attention_checks", "backends", "checks", "library", "linear", "vocabulary"}
+}
 # problem.py: what backends share of a call. triton_*.py and tuning.py: parts of triton.py.
 KERNEL_FILES = {"reference.py", "problem.py", "triton.py", "tuning.py", "op.h", "cpu.cpp", "cuda.cu"}
 HEADERS = {".h", ".cuh"}

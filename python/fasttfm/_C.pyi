@@ -414,3 +414,27 @@ def attention_forward_workspace(head_dim: int, threads: int) -> int: ...
 def attention_backward_workspace(max_seqlen: int, max_seqlen_k: int, head_dim: int, threads: int) -> int: ...
 def attention_forward_cpu(**fields: Unpack[_AttentionForward]) -> None: ...
 def attention_backward_cpu(**fields: Unpack[_AttentionBackward]) -> None: ...
+
+# ---- linear_cross_entropy --------------------------------------------------------------------------------------------
+
+class _LinearCrossEntropy(TypedDict):
+    logits: int
+    bias: int
+    labels: int
+    coefficients: int
+    seed: int
+    losses: int
+    correct: int
+    samples: int
+    rows: int
+    first_row: int
+    vocabulary: int
+    stride: int
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    temperature: float
+    gradient: int
+    threads: int
+
+def linear_cross_entropy_cpu(**fields: Unpack[_LinearCrossEntropy]) -> None: ...

@@ -15,9 +15,9 @@ _ARGUMENTS = Arguments(_NAME, "mask", "src_key_padding_mask")
 class TransformerEncoder(torch.nn.TransformerEncoder):
     """Drop-in for ``torch.nn.TransformerEncoder`` over ``fasttfm.nn.TransformerEncoderLayer``.
 
-    Masks are those of ``fasttfm.nn.MultiheadAttention``, dealt with once for all layers. ``is_causal=None`` does not look
-    whether ``mask`` is causal, for that would wait for a GPU: say ``True`` where it is. There are no nested tensors, so
-    ``enable_nested_tensor`` and ``mask_check`` change nothing.
+    Masks are those of ``fasttfm.nn.MultiheadAttention``, dealt with once for all layers. ``is_causal=None`` does not
+    look for a causal mask, for that would wait for a GPU: say ``True`` where ``mask`` is one. There are no nested
+    tensors: ``enable_nested_tensor`` and ``mask_check`` change nothing.
     """
 
     def __init__(

@@ -8,7 +8,9 @@ from fasttfm.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from fasttfm.ops.embedding import embedding
 from fasttfm.ops.gelu_layer_norm import gelu_layer_norm
 from fasttfm.ops.layer_norm import layer_norm
+from fasttfm.ops.linear_cross_entropy import CountedLoss, linear_cross_entropy
 from fasttfm.ops.linear_gelu import linear_gelu
+from fasttfm.ops.masked_lm_loss import masked_lm_loss
 from fasttfm.ops.mlp import mlp
 from fasttfm.ops.pack import (
     cu_seqlens_from_lengths,
@@ -22,6 +24,7 @@ from fasttfm.ops.qkv_projection import fuse_qkv, qkv_projection
 
 __all__ = [
     "ACTIVATIONS",
+    "CountedLoss",
     "attention",
     "attention_weights",
     "bias_gelu",
@@ -34,7 +37,9 @@ __all__ = [
     "fuse_qkv",
     "gelu_layer_norm",
     "layer_norm",
+    "linear_cross_entropy",
     "linear_gelu",
+    "masked_lm_loss",
     "mlp",
     "pack",
     "position_ids_from_cu_seqlens",

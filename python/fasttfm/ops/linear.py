@@ -33,26 +33,26 @@ def check_input(op: str, x: Any) -> None:
         raise checks.bad_value(op, "x", "at least one dimension and one column", f"shape {tuple(x.shape)}")
 
 
-def check_weight(op: str, argument: str, weight: Any, columns: int, x: Tensor) -> None:
+def check_weight(op: str, argument: str, weight: Any, columns: int, x: Tensor, *, like: str = "x") -> None:
     """``weight`` is a matrix of any number of rows, at least one, that takes ``columns`` columns."""
     checks.check_floating(op, argument, weight)
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != columns:
         raise checks.bad_value(op, argument, f"shape (any, {columns})", f"shape {tuple(weight.shape)}")
-    _check_like(op, argument, weight, x)
+    _check_like(op, argument, weight, x, like)
 
 
-def check_bias(op: str, argument: str, bias: Any, weight: Tensor, x: Tensor) -> None:
+def check_bias(op: str, argument: str, bias: Any, weight: Tensor, x: Tensor, *, like: str = "x") -> None:
     """``bias`` is None or has one element for each of the weight's rows."""
     if bias is not None:
         checks.check_floating(op, argument, bias, optional=True)
         checks.check_shape(op, argument, bias, (weight.shape[0],))
-        _check_like(op, argument, bias, x)
+        _check_like(op, argument, bias, x, like)
 
 
-def _check_like(op: str, argument: str, tensor: Tensor, x: Tensor) -> None:
+def _check_like(op: str, argument: str, tensor: Tensor, x: Tensor, like: str) -> None:
     checks.check_device(op, argument, tensor, like=x)
     if tensor.dtype != x.dtype:
-        raise checks.bad_type(op, argument, f"{dtype_name(x.dtype)} like x", dtype_name(tensor.dtype))
+        raise checks.bad_type(op, argument, f"{dtype_name(x.dtype)} like {like}", dtype_name(tensor.dtype))
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, shape: Sequence[int] | None = None) -> Tensor:

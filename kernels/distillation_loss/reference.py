@@ -1,0 +1,97 @@
+"""A student's divergence from a teacher over a vocabulary, in plain torch: the specification.
+
+With student logits s = h weight^T + bias, teacher logits t (given, or the same of the teacher) and a temperature T:
+
+    q = softmax(t / T)        p = softmax(s / T)
+    loss_n = T^2 * sum over v of q_v * (log q_v - log p_v)        dloss_n/ds = T * (p - q)
+
+T^2 makes up for the gradient's 1 / T^2, so that the temperature does not change its size (Hinton et al.). Rows that do
+not count have loss 0 and gradient 0. Products are summed in fp32 (fp64 for fp64), and rounded to the rows' type on
+their way through memory, as is the gradient of s. The teacher gets no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.common.linear import accumulate, linear
+from fasttfm.kernels.common.pick_rows import gather
+
+
+def distillation_loss(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor | None = None,
+    *,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    positions: Tensor | None = None,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    total: Tensor | float | None = None,
+) -> Tensor:
+    """The formula as autograd can differentiate it; tests hold every backend against this."""
+    places = None if positions is None else positions.flatten()
+    counted = _counted(student_hidden if positions is None else positions.unsqueeze(-1), mask)
+    s = _logits(gather(student_hidden, places), student_weight, student_bias)
+    t = _logits(gather(teacher.detach(), places), teacher_weight, teacher_bias)
+    losses = torch.where(counted.flatten(), _row_losses(s, t, temperature), 0.0)
+    if reduction == "none":
+        return losses.reshape(counted.shape)
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (counted.sum().clamp(min=1) if total is None else total)
+
+
+def distillation_loss_forward(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    student_bias: Tensor | None,
+    teacher: Tensor,
+    teacher_weight: Tensor | None,
+    teacher_bias: Tensor | None,
+    counted: Tensor,
+    positions: Tensor | None,
+    coefficients: Tensor | None,
+    temperature: float,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """losses [N]; dh [N, C], dweight [V, C] and dbias [V], each empty where it is not wanted, of the sum over rows of
+    ``coefficients`` (1 without them) times losses. Row n counts where ``counted`` [N] is not 0."""
+    rows = gather(student_hidden, positions)
+    s = _logits(rows, student_weight, student_bias)
+    t = _logits(gather(teacher, positions), teacher_weight, teacher_bias)
+    losses = torch.where(counted != 0, _row_losses(s, t, temperature), 0.0)
+    nothing = torch.empty(0, dtype=losses.dtype, device=losses.device)
+    dh, dweight, dbias = nothing.to(rows.dtype), nothing, nothing
+    if any(wanted):
+        difference = torch.softmax(s / temperature, dim=-1) - torch.softmax(t / temperature, dim=-1)
+        factors = (counted != 0) * temperature * (1 if coefficients is None else coefficients)
+        g = accumulate((difference * factors[:, None]).to(rows.dtype))
+        dh = (g @ accumulate(student_weight)).to(rows.dtype) if wanted[0] else dh
+        dweight = g.t() @ accumulate(rows) if wanted[1] else dweight
+        dbias = g.sum(dim=0) if wanted[2] else dbias
+    return losses, dh, dweight, dbias
+
+
+def _row_losses(s: Tensor, t: Tensor, temperature: float) -> Tensor:
+    """[N] of logits [N, V]."""
+    log_p, log_q = torch.log_softmax(s / temperature, dim=-1), torch.log_softmax(t / temperature, dim=-1)
+    q = torch.exp(log_q)
+    return temperature**2 * torch.where(q > 0, q * (log_q - log_p), 0.0).sum(dim=-1)
+
+
+def _counted(like: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return torch.ones(like.shape[:-1], dtype=torch.bool, device=like.device)
+    return mask != 0
+
+
+def _logits(rows: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = accumulate(rows if weight is None else linear(rows, weight))
+    return x if bias is None else x + accumulate(bias)

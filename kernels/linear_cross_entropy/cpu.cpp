@@ -1,0 +1,162 @@
+// Cross entropy of a block of logits on the CPU: one row after the other, three or four sweeps over each.
+#include "linear_cross_entropy/op.h"
+
+#include <cmath>
+#include <limits>
+
+#include "common/parallel.h"
+#include "common/philox.h"
+#include "common/simd_math.h"
+
+namespace fasttfm {
+namespace FASTTFM_ISA {
+namespace {
+
+constexpr uint32_t kSamplingCounter = 0xffffffffu;  // kernels/common/cross_entropy.py
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// A row's logits; minus infinity past the end, so that they change neither a maximum nor a sum of exponentials.
+struct Row {
+  float* logits;
+  const float* bias;
+  int64_t vocabulary;
+
+  Lanes operator()(int64_t v, Full) const {
+    const Lanes x = load(logits + v);
+    return bias == nullptr ? x : x + load(bias + v);
+  }
+  Lanes operator()(int64_t v, Tail n) const {
+    Lanes x = load(logits + v, n);
+    if (bias != nullptr) x = x + load(bias + v, n);
+    float lanes[kLanes];
+    store(lanes, x);
+    for (int i = n.count; i < kLanes; ++i) lanes[i] = -kInfinity;
+    return load(lanes);
+  }
+  float at(int64_t v) const { return bias == nullptr ? logits[v] : logits[v] + bias[v]; }
+};
+
+inline Lanes maximum(const Lanes& a, const Lanes& b) {
+  return map(a, b, [](RegF x, RegF y) { return select(reinterpret_cast<RegU>(x < y), y, x); });
+}
+inline float maximum(const Lanes& a) {
+  float lanes[kLanes];
+  store(lanes, a);
+  float largest = lanes[0];
+  for (int i = 1; i < kLanes; ++i) largest = largest < lanes[i] ? lanes[i] : largest;
+  return largest;
+}
+
+FASTTFM_KERNEL float largest_of(const Row& row) {
+  Lanes largest = broadcast(-kInfinity);
+  for_columns(row.vocabulary, [&](int64_t v, auto n) { largest = maximum(largest, row(v, n)); });
+  return maximum(largest);
+}
+
+// The sum of exp((x - largest) / temperature).
+FASTTFM_KERNEL float sum_of_exponentials(const Row& row, float largest, float temperature) {
+  const Lanes shift = broadcast(largest), factor = broadcast(1.0f / temperature);
+  Lanes total = broadcast(0.0f);
+  for_columns(row.vocabulary, [&](int64_t v, auto n) { total = total + exp((row(v, n) - shift) * factor); });
+  return sum(total);
+}
+
+FASTTFM_KERNEL float sum_of_logits(const Row& row) {
+  Lanes total = broadcast(0.0f);
+  for_columns(row.vocabulary, [&](int64_t v, auto n) { total = total + keep(row(v, n), n); });
+  return sum(total);
+}
+
+// Whether no word has a larger logit, and none before the label an equal one.
+bool is_correct(const Row& row, int64_t label) {
+  const float at_label = row.at(label);
+  for (int64_t v = 0; v < row.vocabulary; ++v) {
+    const float x = row.at(v);
+    if (x > at_label || (x == at_label && v < label)) return false;
+  }
+  return true;
+}
+
+// The first word at which the running sum of exp((x - largest) / temperature) exceeds u times its end.
+FASTTFM_KERNEL int64_t sample(const Row& row, float largest, float temperature, float target) {
+  const Lanes shift = broadcast(largest), factor = broadcast(1.0f / temperature);
+  int64_t word = row.vocabulary - 1;
+  float before = 0.0f;
+  bool found = false;
+  for_columns(row.vocabulary, [&](int64_t v, auto n) {
+    if (found) return;
+    const Lanes shares = exp((row(v, n) - shift) * factor);
+    const float after = before + sum(shares);
+    if (target < after) {
+      float lanes[kLanes];
+      store(lanes, shares);
+      int lane = 0;
+      for (float running = before + lanes[0]; lane < kLanes - 1 && running <= target; running += lanes[lane]) ++lane;
+      word = v + lane < row.vocabulary ? v + lane : row.vocabulary - 1;
+      found = true;
+    }
+    before = after;
+  });
+  return word;
+}
+
+inline float uniform(uint64_t seed, int64_t row) {
+  const auto low = static_cast<uint32_t>(row), high = static_cast<uint32_t>(row >> 32);
+  return (static_cast<float>(philox(seed, low, high, 0, kSamplingCounter).word[0] >> 9) + 0.5f) * 0x1p-23f;
+}
+
+// g = factor * (exp(x - lse) * (1 + 2 z lse) - s / V - (1 - s) [v = label])
+FASTTFM_KERNEL void write_gradient(const LinearCrossEntropy& p, const Row& row, int64_t label, float lse,
+                                   float factor) {
+  const Lanes shift = broadcast(lse), slope = broadcast(factor * (1.0f + 2.0f * p.z_loss * lse));
+  const Lanes spread = broadcast(factor * p.label_smoothing / static_cast<float>(p.vocabulary));
+  for_columns(row.vocabulary, [&](int64_t v, auto n) {
+    store(row.logits + v, exp(row(v, n) - shift) * slope - spread, n);
+  });
+  row.logits[label] -= factor * (1.0f - p.label_smoothing);
+  std::memset(row.logits + p.vocabulary, 0, static_cast<size_t>(p.stride - p.vocabulary) * sizeof(float));
+}
+
+void ignored_row(const LinearCrossEntropy& p, int64_t n) {
+  p.losses[n] = 0.0f;
+  if (p.correct != nullptr) p.correct[n] = false;
+  if (p.samples != nullptr) p.samples[n] = p.ignore_index;
+  if (p.gradient) std::memset(p.logits + n * p.stride, 0, static_cast<size_t>(p.stride) * sizeof(float));
+}
+
+void counted_row(const LinearCrossEntropy& p, int64_t n) {
+  const Row row{p.logits + n * p.stride, p.bias, p.vocabulary};
+  const int64_t label = p.labels[n];
+  const float largest = largest_of(row);
+  const float total = sum_of_exponentials(row, largest, 1.0f);
+  const float lse = largest + std::log(total);
+  float loss = lse - (1.0f - p.label_smoothing) * row.at(label) + p.z_loss * lse * lse;
+  if (p.label_smoothing != 0.0f) loss -= p.label_smoothing / static_cast<float>(p.vocabulary) * sum_of_logits(row);
+  p.losses[n] = loss;
+  if (p.correct != nullptr) p.correct[n] = is_correct(row, label);
+  if (p.samples != nullptr) {
+    const float end = p.temperature == 1.0f ? total : sum_of_exponentials(row, largest, p.temperature);
+    const float u = uniform(static_cast<uint64_t>(*p.seed), p.first_row + n);
+    p.samples[n] = sample(row, largest, p.temperature, u * end);
+  }
+  if (p.gradient) write_gradient(p, row, label, lse, p.coefficients != nullptr ? p.coefficients[n] : 1.0f);
+}
+
+}  // namespace
+
+Status linear_cross_entropy(const LinearCrossEntropy& p) {
+  if (p.vocabulary < 1) return bad_size("linear_cross_entropy: vocabulary must be at least 1");
+  if (p.stride < p.vocabulary) return bad_size("linear_cross_entropy: stride must be at least vocabulary");
+  parallel_items(p.rows, p.threads, [&](int64_t n) {
+    if (p.labels[n] == p.ignore_index)
+      ignored_row(p, n);
+    else
+      counted_row(p, n);
+  });
+  return {};
+}
+
+}  // namespace FASTTFM_ISA
+}  // namespace fasttfm
+
+FASTTFM_CPU_LAUNCHER(linear_cross_entropy, LinearCrossEntropy)

@@ -1,0 +1,77 @@
+"""A linear layer onto a vocabulary and the cross entropy of its logits, in plain torch: the specification.
+
+With rows h [N, C], weight [V, C] and bias [V]:
+
+    x = h weight^T        loss_n = cross entropy of x_n + bias (kernels/common/cross_entropy.py)
+
+    g = c_n * dloss_n/dx_n        dh = g weight        dweight = g^T h        dbias = sum over rows of g
+
+x and g are rounded to h's type on their way through memory; products are summed in fp32 (fp64 for fp64). Of c_n, a
+factor that all rows share (1 / N of a mean, say) is left to the end: dweight and dbias are fp32 until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.common import cross_entropy
+from fasttfm.kernels.common.cross_entropy import Loss
+from fasttfm.kernels.common.linear import accumulate, linear
+from fasttfm.kernels.common.pick_rows import gather
+from fasttfm.kernels.common.rows import as_rows
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    total: Tensor | float | None = None,
+) -> Tensor:
+    """The formula as autograd can differentiate it; tests hold every backend against this."""
+    loss = Loss(ignore_index, label_smoothing, z_loss)
+    losses = cross_entropy.row_losses(_logits(as_rows(hidden), weight, bias), labels.flatten(), loss)
+    result = cross_entropy.reduced(losses, labels, reduction, total, ignore_index)
+    return result.reshape(labels.shape) if reduction == "none" else result
+
+
+def linear_cross_entropy_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    positions: Tensor | None,
+    coefficients: Tensor | None,
+    seed: Tensor | None,
+    loss: Loss,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """losses [N], correct [N] or empty, samples [N] or empty; dh [N, C], dweight [V, C] and dbias [V], each empty where
+    it is not wanted, of the sum over rows of ``coefficients`` (1 without them) times losses."""
+    rows = gather(hidden, positions)
+    logits = _logits(rows, weight, bias)
+    losses = cross_entropy.row_losses(logits, labels, loss)
+    nothing = torch.empty(0, dtype=losses.dtype, device=losses.device)
+    correct = cross_entropy.correct_rows(logits, labels, loss) if loss.count_correct else nothing.bool()
+    samples = nothing.long() if seed is None else cross_entropy.sampled_rows(logits, labels, loss, seed)
+    dh, dweight, dbias = nothing.to(hidden.dtype), nothing, nothing
+    if any(wanted):
+        exact = cross_entropy.row_gradients(logits, labels, loss)
+        g = accumulate((exact if coefficients is None else exact * coefficients[:, None]).to(hidden.dtype))
+        dh = (g @ accumulate(weight)).to(hidden.dtype) if wanted[0] else dh
+        dweight = g.t() @ accumulate(rows) if wanted[1] else dweight
+        dbias = g.sum(dim=0) if wanted[2] else dbias
+    return losses, correct, samples, dh, dweight, dbias
+
+
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    x = accumulate(linear(rows, weight))
+    return x if bias is None else x + accumulate(bias)

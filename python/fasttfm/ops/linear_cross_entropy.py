@@ -1,0 +1,463 @@
+"""``linear_cross_entropy``: a linear layer onto a vocabulary and the cross entropy of its logits, which never stand in
+memory whole; and the engine that ``masked_lm_loss`` shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasttfm import _native
+from fasttfm.kernels.common import cross_entropy, pick_rows
+from fasttfm.kernels.common.cross_entropy import Loss
+from fasttfm.kernels.common.index_errors import IndexErrors
+from fasttfm.kernels.common.rows import as_rows
+from fasttfm.kernels.linear_cross_entropy import reference
+from fasttfm.ops import checks, linear, vocabulary
+from fasttfm.ops.backends import (
+    Backend,
+    BackendTable,
+    always,
+    refuse_native_cpu,
+    refuse_triton,
+    requested,
+    tables,
+    triton_absent,
+)
+from fasttfm.ops.library import needs_gradient, register
+
+OP = "linear_cross_entropy"
+_errors = IndexErrors(OP, ("labels", "positions"))
+
+
+class CountedLoss(NamedTuple):
+    """A loss, and what was asked for beside it."""
+
+    loss: Tensor
+    predictions: Tensor | None = None  # how many labels count: int64 []
+    correct: Tensor | None = (
+        None  # how many of them have the largest logit, the lowest index among equal ones: int64 []
+    )
+    samples: Tensor | None = None  # a word drawn for each: int64 in the labels' shape, ignore_index where theirs is
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    shift: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    total: Tensor | float | None = None,
+    counts: bool = False,
+    backend: str | None = None,
+) -> Tensor | CountedLoss:
+    """Cross entropy of ``hidden weight^T + bias`` against ``labels``, for every row.
+
+    Args:
+        hidden: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend).
+        weight: ``[V, C]`` in hidden's type.
+        labels: In hidden's leading shape; int64 or int32.
+        bias: ``[V]`` in hidden's type, or None.
+        shift: Whether a row predicts the label of the next one (causal language models): the last row of each sequence,
+            the next to last dimension of ``hidden`` or what ``cu_seqlens`` bounds, then predicts nothing.
+        cu_seqlens: int32 ``[sequences + 1]``, for ``shift`` in a packed batch ``[T, C]``.
+        reduction: "mean" over the labels that count, "sum", or "none" for a loss in the labels' shape.
+        label_smoothing: The share of the target that is spread evenly over the vocabulary, as in torch.
+        z_loss: Weight of the squared logarithm of the softmax's denominator.
+        ignore_index: A label that does not count.
+        total: What a mean divides by in the place of the number of labels that count: a number, or a tensor of one
+            element that nobody waits for. For batches in parts: the sum of the parts' losses is the whole's mean.
+        counts: Whether to return a ``CountedLoss`` with the numbers of predictions and of correct ones.
+        backend: Requests one backend; by default the first that can serve the call does.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64), 0 where no label counts. Under autocast everything is cast to its type first,
+        as around ``torch.nn.Linear``.
+
+    Raises:
+        ValueError: For a label outside the vocabulary. On the CPU this call raises. On a GPU the loss is NaN, and a
+            later call or ``fasttfm.ops.check_errors()`` raises: a call never waits for the GPU.
+    """
+    hidden, weight, bias = linear.autocast(hidden, weight, bias)
+    vocabulary.check_matrices(OP, hidden, weight, bias)
+    vocabulary.check_indices(OP, "labels", labels, hidden.shape[:-1], like=hidden)
+    vocabulary.check_loss(OP, reduction, label_smoothing, z_loss, ignore_index, total, like=hidden)
+    _check_shift(hidden, shift, cu_seqlens)
+    TABLE.check_name(backend)
+    if shift:
+        labels = _next_labels(labels, cu_seqlens, ignore_index)
+    loss = Loss(ignore_index, float(label_smoothing), float(z_loss), count_correct=counts)
+    call = Call(OP, loss, reduction, requested(backend))
+    result = vocabulary_loss(hidden, weight, bias, labels.flatten(), call, total=total)
+    found = result.loss.reshape(labels.shape) if reduction == "none" else result.loss
+    return result._replace(loss=found) if counts else found
+
+
+def _check_shift(hidden: Tensor, shift: Any, cu_seqlens: Any) -> None:
+    if not isinstance(shift, bool):
+        raise checks.bad_type(OP, "shift", "True or False", type(shift).__name__)
+    if cu_seqlens is not None:
+        checks.check_cu_seqlens(OP, cu_seqlens, like=hidden)
+        if not shift:
+            raise checks.bad_value(OP, "cu_seqlens", "None without shift", "a tensor")
+        if hidden.dim() != 2:
+            raise checks.bad_value(OP, "hidden", "shape (T, C) with cu_seqlens", f"shape {tuple(hidden.shape)}")
+        if not torch.compiler.is_compiling():
+            checks.check_cu_seqlens_values(OP, cu_seqlens, hidden.shape[0])
+    if shift and hidden.dim() < 2:
+        raise checks.bad_value(OP, "hidden", "at least two dimensions with shift", f"shape {tuple(hidden.shape)}")
+
+
+def _next_labels(labels: Tensor, cu_seqlens: Tensor | None, ignore_index: int) -> Tensor:
+    """The label of the next token of the same sequence; ignore_index for its last."""
+    following = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    if cu_seqlens is None or labels.numel() == 0:
+        return following[..., : labels.shape[-1]]
+    end = labels.shape[0]
+    # Where the first sequences are empty there is no token before their end: any sequence's last stands for it.
+    ends = torch.where(cu_seqlens[1:] > 0, cu_seqlens[1:], end).clamp(max=end).long()
+    return following.index_fill(0, ends - 1, ignore_index)
+
+
+# ---- the engine ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """What stays the same from forward to backward."""
+
+    op: str
+    loss: Loss
+    reduction: str
+    backend: str | None
+    counted_first: bool = False  # labels that count stand before the others: the rest need not be computed
+
+
+def vocabulary_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    call: Call,
+    *,
+    positions: Tensor | None = None,
+    seed: Tensor | None = None,
+    total: Tensor | float | None = None,
+) -> CountedLoss:
+    """The loss of the rows of hidden [..., C] at ``positions`` [N], or of all, against ``labels`` [N]."""
+    divisor = None
+    if call.reduction == "mean":
+        divisor = cross_entropy.divisor(labels, total, call.loss.ignore_index).to(torch.float32)
+    if needs_gradient(hidden, weight, bias):
+        found, correct, samples = _VocabularyLoss.apply(hidden, weight, bias, labels, positions, seed, divisor, call)
+    else:
+        losses, correct, samples, *_ = _forward_op(
+            hidden, weight, bias, labels, positions, None, seed, *call.loss, call.counted_first, [False] * 3, call.op,
+            call.backend,
+        )  # fmt: skip
+        found = _reduced(losses, call.reduction, divisor)
+    predictions = (labels != call.loss.ignore_index).sum() if call.loss.count_correct else None
+    return CountedLoss(
+        found,
+        predictions,
+        correct.sum() if call.loss.count_correct else None,
+        None if seed is None else samples,
+    )
+
+
+def _reduced(losses: Tensor, reduction: str, divisor: Tensor | None) -> Tensor:
+    if reduction == "none":
+        return losses
+    return losses.sum() if divisor is None else losses.sum() / divisor.to(losses.dtype)
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """A mean's or a sum's incoming gradient is one number: the forward, which has the logits at hand, makes the
+    gradients of the sum, and the backward multiplies them. With "none" each row has a factor that only the backward
+    knows: it computes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        positions: Tensor | None,
+        seed: Tensor | None,
+        divisor: Tensor | None,
+        call: Call,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.wanted = list(ctx.needs_input_grad[:3])
+        ctx.call, ctx.shape, ctx.dtype = call, hidden.shape, hidden.dtype
+        now = ctx.wanted if call.reduction != "none" else [False] * 3
+        losses, correct, samples, *gradients = _forward_op(
+            hidden, weight, bias, labels, positions, None, seed, *call.loss, call.counted_first, now, call.op,
+            call.backend,
+        )  # fmt: skip
+        if call.reduction == "none":
+            ctx.save_for_backward(labels, positions, hidden, weight, bias)
+        else:
+            ctx.save_for_backward(labels, positions, divisor, *gradients)
+        ctx.mark_non_differentiable(correct, samples)
+        return _reduced(losses, call.reduction, divisor), correct, samples
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        if call.reduction == "none":
+            labels, positions, hidden, weight, bias = ctx.saved_tensors
+            plain = call.loss._replace(count_correct=False)
+            *_, dh, dweight, dbias = _forward_op(
+                hidden, weight, bias, labels, positions, dloss.contiguous(), None, *plain, call.counted_first,
+                ctx.wanted, call.op, call.backend,
+            )  # fmt: skip
+            scale = torch.ones((), dtype=dloss.dtype, device=dloss.device)
+        else:
+            labels, positions, divisor, dh, dweight, dbias = ctx.saved_tensors
+            scale = dloss if divisor is None else dloss / divisor.to(dloss.dtype)
+        gradients = _backward_op(
+            dh, dweight, dbias, scale, labels, positions, ctx.shape, ctx.dtype, call.loss.ignore_index, ctx.wanted,
+            call.op, call.backend,
+        )  # fmt: skip
+        return *(found if want else None for found, want in zip(gradients, ctx.wanted, strict=True)), *([None] * 5)
+
+
+# ---- torch.library ---------------------------------------------------------------------------------------------------
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    positions: Tensor | None,
+    coefficients: Tensor | None,
+    seed: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    temperature: float,
+    count_correct: bool,
+    counted_first: bool,
+    wanted: Sequence[bool],
+    op: str,
+    backend: str | None,
+) -> tuple[Tensor, ...]:
+    vocabulary.check_values(op, "labels", labels, len(weight), ignore_index)
+    if positions is not None:
+        vocabulary.check_values(op, "positions", positions, hidden.shape[:-1].numel())
+    loss = Loss(ignore_index, label_smoothing, z_loss, temperature, count_correct)
+    chosen = tables()[op].select(backend, hidden, weight)
+    used = _used(labels, ignore_index) if counted_first else len(labels)
+    if used == len(labels):
+        results = chosen.forward(hidden, weight, bias, labels, positions, coefficients, seed, loss, wanted)
+        return tuple(results)
+    assert positions is not None
+    head = None if coefficients is None else coefficients[:used]
+    results = chosen.forward(hidden, weight, bias, labels[:used], positions[:used], head, seed, loss, wanted)
+    # The rows that were not computed: no loss, nothing correct, no sample, no gradient.
+    asked, fills = (True, count_correct, seed is not None, wanted[0]), (0, 0, ignore_index, 0)
+    longer = [
+        _lengthened(found, len(labels), fill) if ask else found
+        for found, ask, fill in zip(results[:4], asked, fills, strict=True)
+    ]
+    return *longer, *results[4:]
+
+
+def _used(labels: Tensor, ignore_index: int) -> int:
+    """How many rows come before the labels that do not count. A GPU is waited for; while a CUDA graph is captured
+    nobody can, and every row is computed."""
+    if labels.is_cuda and torch.cuda.is_current_stream_capturing():
+        return len(labels)
+    return int((labels != ignore_index).sum())
+
+
+def _lengthened(found: Tensor, count: int, fill: int) -> Tensor:
+    whole = torch.full((count, *found.shape[1:]), fill, dtype=found.dtype, device=found.device)
+    whole[: len(found)] = found
+    return whole
+
+
+def _forward_fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *rest: Any) -> Any:
+    _, _, seed, _, _, _, _, count_correct, _, wanted, _, _ = rest
+    count = labels.shape[0]
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    want_dh, want_dweight, want_dbias = wanted
+    return (
+        hidden.new_empty(count, dtype=wide),
+        hidden.new_empty(count if count_correct else 0, dtype=torch.bool),
+        hidden.new_empty(0 if seed is None else count, dtype=torch.int64),
+        hidden.new_empty((count, hidden.shape[-1]) if want_dh else 0),
+        hidden.new_empty(weight.shape if want_dweight else 0, dtype=wide),
+        hidden.new_empty(weight.shape[0] if want_dbias else 0, dtype=wide),
+    )
+
+
+def _backward(
+    dh: Tensor,
+    dweight: Tensor,
+    dbias: Tensor,
+    scale: Tensor,
+    labels: Tensor,
+    positions: Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    ignore_index: int,
+    wanted: Sequence[bool],
+    op: str,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dhidden = dh.new_empty(shape if wanted[0] else 0)
+    if wanted[0] and positions is None:
+        torch.mul(dh, scale, out=dhidden.view(dh.shape))
+    elif wanted[0] and dh.numel() == 0:
+        dhidden.zero_()
+    elif wanted[0]:
+        scatter = tables()[op].select(backend, dh, dweight).backward
+        scatter(dh, positions, labels, ignore_index, dhidden.view(-1, dh.shape[1]), scale)
+    # In one pass from fp32, so that every gradient is rounded once whatever the scale.
+    parameters = (torch.empty(total.shape, dtype=dtype, device=dh.device) for total in (dweight, dbias))
+    first, second = (torch.mul(total, scale, out=out) for total, out in zip((dweight, dbias), parameters, strict=True))
+    return dhidden, first, second
+
+
+def _backward_fake(dh: Tensor, dweight: Tensor, dbias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, _, shape, dtype, _, wanted, _, _ = rest
+    return (
+        dh.new_empty(shape if wanted[0] else 0),
+        dweight.new_empty(dweight.shape, dtype=dtype),
+        dbias.new_empty(dbias.shape, dtype=dtype),
+    )
+
+
+_forward_op = register(
+    "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? positions,"
+    " Tensor? coefficients, Tensor? seed, SymInt ignore_index, float label_smoothing, float z_loss, float temperature,"
+    " bool count_correct, bool counted_first, bool[] wanted, str op, str? backend)"
+    " -> (Tensor losses, Tensor correct, Tensor samples, Tensor dh, Tensor dweight, Tensor dbias)",
+    _forward,
+    _forward_fake,
+)
+_backward_op = register(
+    "linear_cross_entropy_backward(Tensor dh, Tensor dweight, Tensor dbias, Tensor scale, Tensor labels,"
+    " Tensor? positions, SymInt[] shape, ScalarType dtype, SymInt ignore_index, bool[] wanted, str op, str? backend)"
+    " -> (Tensor dhidden, Tensor dweight, Tensor dbias)",
+    _backward,
+    _backward_fake,
+)
+
+
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+def _forward_native(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    positions: Tensor | None,
+    coefficients: Tensor | None,
+    seed: Tensor | None,
+    loss: Loss,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    losses, correct, samples = _outputs(labels, seed, loss)
+    labels, bias = labels.long().contiguous(), _native.as_parameter(bias, torch.float32)
+    core = _native.core()
+
+    def turn(first: int, logits: Tensor) -> None:
+        core.linear_cross_entropy_cpu(
+            logits=logits.data_ptr(),
+            bias=_native.address(bias),
+            labels=labels.data_ptr() + 8 * first,
+            coefficients=0 if coefficients is None else coefficients.data_ptr() + 4 * first,
+            seed=_native.address(seed),
+            losses=losses.data_ptr() + 4 * first,
+            correct=correct.data_ptr() + first if loss.count_correct else 0,
+            samples=samples.data_ptr() + 8 * first if seed is not None else 0,
+            rows=len(logits),
+            first_row=first,
+            vocabulary=len(weight),
+            stride=logits.stride(0),
+            ignore_index=loss.ignore_index,
+            label_smoothing=loss.label_smoothing,
+            z_loss=loss.z_loss,
+            temperature=loss.temperature,
+            gradient=int(any(wanted)),
+            threads=torch.get_num_threads(),
+        )
+
+    rows = pick_rows.gather(hidden, positions)
+    gradients = vocabulary.stream(rows, weight, turn, wanted, into_rows=positions is not None)
+    return losses, correct, samples, *gradients
+
+
+def _forward_triton(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    positions: Tensor | None,
+    coefficients: Tensor | None,
+    seed: Tensor | None,
+    loss: Loss,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    from fasttfm.kernels.linear_cross_entropy import triton
+
+    _errors.raise_if_seen(hidden.device)
+    errors = _errors.words(hidden.device)
+    outputs = _outputs(labels, seed, loss)
+    labels = labels.contiguous()
+    if bias is not None:  # as long as the logits in memory, so that it is read in whole vectors
+        bias = torch.nn.functional.pad(bias, (0, vocabulary.padded(len(bias)) - len(bias)))
+
+    def turn(first: int, logits: Tensor) -> None:
+        triton.linear_cross_entropy_triton(
+            logits, len(weight), bias, labels, coefficients, seed, outputs, first, loss, any(wanted), errors
+        )
+
+    rows = as_rows(hidden)
+    if positions is not None:
+        rows = torch.empty(len(labels), hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
+        vocabulary.gather_triton(as_rows(hidden), positions, rows, errors)
+    gradients = vocabulary.stream(rows, weight, turn, wanted, into_rows=positions is not None)
+    _errors.watch(hidden.device)
+    return *outputs, *gradients
+
+
+def _outputs(labels: Tensor, seed: Tensor | None, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for losses, correct and samples; empty what is not asked for."""
+    count, device = len(labels), labels.device
+    return (
+        torch.empty(count, dtype=torch.float32, device=device),
+        torch.empty(count if loss.count_correct else 0, dtype=torch.bool, device=device),
+        torch.empty(0 if seed is None else count, dtype=torch.int64, device=device),
+    )
+
+
+# The CPU core stands before Triton: Triton's interpreter serves a CPU tensor only when it is asked for by name.
+BACKENDS = (
+    Backend("cpu", _native.missing, lambda hidden, *_: refuse_native_cpu(hidden), _forward_native, pick_rows.scatter),
+    Backend(
+        "triton", triton_absent, lambda hidden, *_: refuse_triton(hidden), _forward_triton, vocabulary.scatter_triton
+    ),
+    Backend(
+        "reference",
+        always,
+        lambda *_: None,
+        reference.linear_cross_entropy_forward,
+        pick_rows.scatter,
+    ),
+)
+TABLE = BackendTable(OP, BACKENDS)

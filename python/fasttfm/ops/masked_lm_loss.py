@@ -1,0 +1,153 @@
+"""``masked_lm_loss``: the loss of a masked language model, on the rows that are predicted and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.common import philox
+from fasttfm.kernels.common.cross_entropy import Loss
+from fasttfm.ops import checks, linear, vocabulary
+from fasttfm.ops.backends import BackendTable, requested
+from fasttfm.ops.linear_cross_entropy import BACKENDS, Call, CountedLoss, vocabulary_loss
+
+OP = "masked_lm_loss"
+
+
+def masked_lm_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    positions: Tensor | None = None,
+    max_predictions: int | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    total: Tensor | float | None = None,
+    counts: bool = False,
+    sample: bool = False,
+    temperature: float = 1.0,
+    seed: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | CountedLoss:
+    """Cross entropy of ``rows weight^T + bias``, where the rows are those of ``hidden`` that have something to predict.
+
+    Args:
+        hidden: ``[..., C]``, dense or packed, fp32, bf16 or fp16 (fp64 on the reference backend).
+        weight: ``[V, C]`` in hidden's type; the word embedding's table, where the two are tied.
+        bias: ``[V]`` in hidden's type, or None.
+        labels: int64 or int32; with ``positions`` one for each of them, else in hidden's leading shape.
+        positions: The predicted rows' numbers in ``hidden`` seen as ``[T, C]``, int64 or int32, of any shape and order.
+            Nothing waits for the GPU then. For a fixed number of them, fill up with any row and the label
+            ``ignore_index``.
+        max_predictions: Without ``positions``, the most rows that can have a label other than ``ignore_index``: they
+            are found without a wait. If there are more, the call raises on the CPU, and on a GPU the loss is NaN. With
+            neither, the call waits for the GPU to tell their number; while a CUDA graph is captured all rows are
+            computed.
+        reduction: "mean" over the labels that count, "sum", or "none" for a loss in the labels' shape.
+        label_smoothing: The share of the target that is spread evenly over the vocabulary, as in torch.
+        z_loss: Weight of the squared logarithm of the softmax's denominator.
+        ignore_index: A label that does not count.
+        total: What a mean divides by in the place of the number of labels that count: a number, or a tensor of one
+            element that nobody waits for. For batches in parts: the sum of the parts' losses is the whole's mean.
+        counts: Whether to return a ``CountedLoss`` with the numbers of predictions and of correct ones.
+        sample: Whether to return a ``CountedLoss`` with a word drawn from ``softmax(logits / temperature)`` for each
+            prediction, as ELECTRA's generator does.
+        temperature: Of the samples; above 0.
+        seed: int64 ``[1]``; by default drawn from torch's generator. The same seed draws the same numbers, for the
+            first, the second, ... of the predicted rows.
+        backend: Requests one backend; by default the first that can serve the call does.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64), 0 where no label counts. Under autocast everything is cast to its type first,
+        as around ``torch.nn.Linear``.
+
+    Raises:
+        ValueError: For a label outside the vocabulary or a position outside ``hidden``. On the CPU this call raises. On
+            a GPU the loss is NaN, and a later call or ``fasttfm.ops.check_errors()`` raises.
+    """
+    hidden, weight, bias = linear.autocast(hidden, weight, bias)
+    vocabulary.check_matrices(OP, hidden, weight, bias)
+    _check_rows(hidden, labels, positions, max_predictions)
+    vocabulary.check_loss(OP, reduction, label_smoothing, z_loss, ignore_index, total, like=hidden)
+    _check_samples(hidden, sample, temperature, seed)
+    TABLE.check_name(backend)
+    if not sample:
+        seed = None
+    elif seed is None:
+        seed = philox.draw_seed(hidden.device)
+    loss = Loss(ignore_index, float(label_smoothing), float(z_loss), float(temperature), counts)
+    call = Call(OP, loss, reduction, requested(backend), counted_first=positions is None and max_predictions is None)
+    if positions is not None:
+        result = vocabulary_loss(
+            hidden, weight, bias, labels.flatten(), call, positions=positions.flatten(), seed=seed, total=total
+        )
+        samples = result.samples
+        found = result.loss
+    else:
+        flat = labels.flatten()
+        places, near, missed = _predicted(flat, ignore_index, max_predictions)
+        result = vocabulary_loss(hidden, weight, bias, near, call, positions=places, seed=seed, total=total)
+        # Filled up places add nothing to the row they name.
+        found = result.loss
+        if reduction == "none":
+            found = torch.zeros(len(flat), dtype=found.dtype, device=found.device).index_add(0, places, found)
+        samples = result.samples
+        if samples is not None:
+            samples = torch.zeros_like(flat, dtype=torch.int64).index_add(0, places, samples - ignore_index)
+            samples = samples + ignore_index
+        if missed is not None:
+            found = torch.where(missed, torch.nan, found)
+    if reduction == "none":
+        found = found.reshape(labels.shape)
+    if not counts and not sample:
+        return found
+    return result._replace(loss=found, samples=None if samples is None else samples.reshape(labels.shape))
+
+
+def _predicted(labels: Tensor, ignore_index: int, most: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The rows whose labels count, and those labels, in ascending order and filled up to ``most`` with the last row and
+    ignore_index; and whether there were more."""
+    size = len(labels) if most is None else min(most, len(labels))
+    counted = labels != ignore_index
+    places = torch.nonzero_static(counted, size=size, fill_value=max(0, len(labels) - 1)).squeeze(1)
+    count = counted.sum()
+    if most is not None and not labels.is_cuda and not torch.compiler.is_compiling() and int(count) > size:
+        raise checks.bad_value(OP, "max_predictions", f"at least the {int(count)} labels that count", most)
+    present = torch.arange(size, device=labels.device) < count
+    near = torch.where(present, labels[places], ignore_index)
+    return places, near, None if most is None else count > size
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_rows(hidden: Tensor, labels: Any, positions: Any, max_predictions: Any) -> None:
+    if positions is None:
+        vocabulary.check_indices(OP, "labels", labels, hidden.shape[:-1], like=hidden)
+    else:
+        vocabulary.check_indices(OP, "positions", positions, None, like=hidden)
+        vocabulary.check_indices(OP, "labels", labels, positions.shape, like=hidden)
+    if max_predictions is None:
+        return
+    if isinstance(max_predictions, bool) or not isinstance(max_predictions, (int, torch.SymInt)):
+        raise checks.bad_type(OP, "max_predictions", "an integer or None", type(max_predictions).__name__)
+    if max_predictions < 0:
+        raise checks.bad_value(OP, "max_predictions", "no negative number", max_predictions)
+    if positions is not None:
+        raise checks.bad_value(OP, "max_predictions", "None with positions", max_predictions)
+
+
+def _check_samples(hidden: Tensor, sample: Any, temperature: Any, seed: Any) -> None:
+    if not isinstance(sample, bool):
+        raise checks.bad_type(OP, "sample", "True or False", type(sample).__name__)
+    checks.check_number(OP, "temperature", temperature, low=0.0, high=float("inf"), low_open=True)
+    checks.check_seed(OP, seed, like=hidden)
+
+
+TABLE = BackendTable(OP, BACKENDS)

@@ -1,0 +1,176 @@
+"""What the losses over a vocabulary share: logits that stand in memory a block of rows at a time, rows picked out of
+all, and the checks of common arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.ops import checks, linear
+from fasttfm.ops.backends import dtype_name
+from fasttfm.ops.column_sum import column_sum_op
+
+REDUCTIONS = ("none", "mean", "sum")
+
+# A block of rows is large enough that adding its share to dweight (8 V C bytes) is small beside its products, and small
+# enough that the logits are: at most 8 blocks, of at least 1024 rows each, unless that takes more than 512 MiB.
+_BLOCKS = 8
+_ROWS = 1024
+_BYTES = 512 * 2**20
+_ROW_STEP = 128  # rows of a product's tile
+_COLUMN_STEP = 64  # rows of logits start at multiples of 128 bytes, whatever the vocabulary
+
+
+def padded(vocabulary: int) -> int:
+    """Columns of the buffer for logits."""
+    return -(-vocabulary // _COLUMN_STEP) * _COLUMN_STEP
+
+
+def rows_of_block(count: int, row_bytes: int) -> int:
+    """How many rows of logits stand in memory at a time, of ``count`` in all."""
+    blocks = min(_BLOCKS, max(1, -(-count // _ROWS)))
+    steps = -(-count // (blocks * _ROW_STEP))
+    most = max(1, _BYTES // (row_bytes * _ROW_STEP))
+    return min(count, _ROW_STEP * max(1, min(steps, most)))
+
+
+def product_type(x: Tensor) -> torch.dtype:
+    """The type of logits and their gradients in memory: x's own on a GPU; fp32 on a CPU, whose products of 16-bit types
+    are slow where it has no instructions for them, and rounded between blocks where it has."""
+    return x.dtype if x.is_cuda else torch.float32
+
+
+def stream(
+    rows: Tensor,
+    weight: Tensor,
+    turn: Callable[[int, Tensor], None],
+    wanted: Sequence[bool],
+    *,
+    into_rows: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walks over blocks of rows [N, C]: their logits, ``turn(first, logits)``, and the products of what it leaves.
+
+    ``turn`` gets the index of the block's first row and the logits, [n, padded(V)], of which the first V columns are
+    filled. If any gradient is wanted it overwrites all columns: by their gradients, and by zeros behind them.
+
+    Returns dh [N, C] in the rows' type, dweight [V, C] and dbias [V] in fp32, empty where they are not wanted. With
+    ``into_rows`` dh takes the rows' own place: they are this call's to overwrite.
+    """
+    count, vocabulary, columns = len(rows), len(weight), padded(len(weight))
+    dtype, device = product_type(rows), rows.device
+    want_dh, want_dweight, want_dbias = wanted
+    factor = weight.to(dtype)
+    dh = linear.unwanted(rows)
+    if want_dh:
+        dh = rows if into_rows else torch.empty(rows.shape, dtype=rows.dtype, device=device)
+    make = torch.empty if count > 0 else torch.zeros
+    dweight = make(weight.shape if want_dweight else 0, dtype=torch.float32, device=device)
+    dbias = torch.zeros(vocabulary if want_dbias else 0, dtype=torch.float32, device=device)
+    step = max(1, rows_of_block(count, columns * dtype.itemsize))
+    buffer = torch.empty(step, columns, dtype=dtype, device=device)
+    for first in range(0, count, step):
+        h = rows[first : first + step]
+        own = h.to(dtype)
+        block = buffer[: len(h)]
+        logits = block[:, :vocabulary]
+        torch.mm(own, factor.t(), out=logits)
+        turn(first, block)
+        if want_dbias:
+            dbias += column_sum_op(block, torch.float32, None)[:vocabulary]
+        if want_dweight:
+            _add_product(dweight, logits.t(), own, first == 0)
+        if want_dh:
+            target = dh[first : first + step]
+            if dtype == dh.dtype:
+                torch.mm(logits, factor, out=target)
+            else:
+                target.copy_(torch.mm(logits, factor, out=torch.empty_like(own)))
+    return dh, dweight, dbias
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """Adds a @ b to ``total`` (fp32), or writes it there the first time; 16-bit products are not rounded in between."""
+    if a.dtype == torch.float32:
+        torch.mm(a, b, out=total) if first else torch.addmm(total, a, b, out=total)
+    elif first:
+        torch.mm(a, b, out_dtype=torch.float32, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+
+# ---- rows picked out of all ------------------------------------------------------------------------------------------
+
+
+def gather_triton(rows: Tensor, positions: Tensor, out: Tensor, errors: Tensor) -> None:
+    from fasttfm.kernels.common import pick_rows_triton
+
+    pick_rows_triton.gather(rows, positions, out, errors)
+
+
+def scatter_triton(*args: Any) -> None:
+    from fasttfm.kernels.common import pick_rows_triton
+
+    pick_rows_triton.scatter(*args)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_matrices(op: str, hidden: Any, weight: Any, bias: Any) -> None:
+    checks.check_floating(op, "hidden", hidden)
+    if hidden.dim() == 0 or hidden.shape[-1] == 0:
+        raise checks.bad_value(op, "hidden", "at least one dimension and one column", f"shape {tuple(hidden.shape)}")
+    linear.check_weight(op, "weight", weight, hidden.shape[-1], hidden, like="hidden")
+    linear.check_bias(op, "bias", bias, weight, hidden, like="hidden")
+
+
+def check_indices(op: str, argument: str, indices: Any, shape: Sequence[int] | None, like: Tensor) -> None:
+    """``indices`` is an integer tensor of this shape, or of any."""
+    checks.check_index(op, argument, indices)
+    if shape is not None:
+        checks.check_shape(op, argument, indices, shape)
+    checks.check_device(op, argument, indices, like=like)
+
+
+def check_loss(
+    op: str, reduction: Any, label_smoothing: Any, z_loss: Any, ignore_index: Any, total: Any, like: Tensor
+) -> None:
+    check_reduction(op, reduction, total, like)
+    checks.check_number(op, "label_smoothing", label_smoothing, low=0.0, high=1.0)
+    checks.check_number(op, "z_loss", z_loss, low=0.0, high=float("inf"))
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, torch.SymInt)):
+        raise checks.bad_type(op, "ignore_index", "an integer", type(ignore_index).__name__)
+
+
+def check_reduction(op: str, reduction: Any, total: Any, like: Tensor) -> None:
+    if reduction not in REDUCTIONS:
+        raise checks.bad_value(op, "reduction", f"one of {', '.join(REDUCTIONS)}", repr(reduction))
+    if total is None:
+        return
+    if reduction != "mean":
+        raise checks.bad_value(op, "total", f'None with reduction "{reduction}"', "a number")
+    if not isinstance(total, Tensor):
+        checks.check_number(op, "total", total, low=0, high=float("inf"))
+        return
+    if total.numel() != 1:
+        raise checks.bad_value(op, "total", "one element", f"shape {tuple(total.shape)}")
+    if total.dtype == torch.bool or total.is_complex():
+        raise checks.bad_type(op, "total", "a tensor of numbers", dtype_name(total.dtype))
+    checks.check_device(op, "total", total, like=like)
+
+
+def check_values(op: str, argument: str, indices: Tensor, limit: int, ignored: int | None = None) -> None:
+    """On the CPU: every index is in [0, limit), or is ``ignored``. On a GPU looking would wait for it: kernels look."""
+    if indices.device.type != "cpu" or indices.numel() == 0:
+        return
+    bad = (indices < 0) | (indices >= limit)
+    if ignored is not None:
+        bad &= indices != ignored
+    if bool(bad.any()):
+        at = bad.nonzero()[0].tolist()
+        where = at[0] if len(at) == 1 else at
+        expected = f"indices in [0, {limit})" + ("" if ignored is None else f" or {ignored}")
+        raise checks.bad_value(op, argument, expected, f"{int(indices[tuple(at)])} at {where}")

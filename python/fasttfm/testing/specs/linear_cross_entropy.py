@@ -1,0 +1,201 @@
+"""linear_cross_entropy: cases, costs, peers, bad inputs, broken copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.common.cross_entropy import Loss
+from fasttfm.kernels.linear_cross_entropy import reference
+from fasttfm.ops import linear_cross_entropy
+from fasttfm.testing.peers import compiled, liger
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel
+from fasttfm.testing.vocabulary_cases import IGNORED, cost, draw_hidden, draw_labels, spoil
+
+
+def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+    inputs = draw_hidden(case, dtype, device, generator)
+    shape = tuple(inputs["hidden"].shape[:-1])
+    labels = draw_labels(shape, case.sizes.get("share", 0.9), case.sizes["vocabulary"], generator, device)
+    return {**inputs, "labels": labels.int() if case.sizes.get("int32") else labels}
+
+
+def _case(name: str, *shape: int, vocabulary: int, options: dict[str, Any] | None = None, **sizes: Any) -> OpCase:
+    dtypes, interpret = sizes.pop("dtypes", OpCase.dtypes), sizes.pop("interpret", True)
+    given = {"reduction": "mean", **(options or {})}
+    return OpCase(name, {"shape": shape, "vocabulary": vocabulary, **sizes}, given, dtypes, interpret)
+
+
+CASES = (
+    _case("typical", 3, 7, 64, vocabulary=101),
+    _case("sum", 9, 32, vocabulary=48, options={"reduction": "sum"}),
+    _case("none", 3, 5, 32, vocabulary=40, options={"reduction": "none"}),
+    _case("smoothed", 9, 32, vocabulary=57, options={"label_smoothing": 0.1, "z_loss": 1e-3}),
+    _case("smoothed_none", 9, 32, vocabulary=57, options={"reduction": "none", "label_smoothing": 0.2, "z_loss": 1e-2}),
+    _case("no_bias", 7, 33, vocabulary=51, bias=False),
+    _case("long_rows", 5, 16, vocabulary=4500),
+    _case("one_row", 1, 40, vocabulary=9),
+    _case("vector", 40, vocabulary=24),
+    _case("one_word", 4, 16, vocabulary=1),
+    _case("no_rows", 0, 16, vocabulary=12),
+    _case("nothing_counts", 6, 16, vocabulary=12, share=0.0),
+    _case("many_rows", 301, 16, vocabulary=24, interpret=False),
+    _case("large_logits", 6, 32, vocabulary=40, scale=300.0),
+    _case("transposed", 4, 6, 32, vocabulary=24, layout="transposed"),
+    _case("strided", 4, 6, 32, vocabulary=24, layout="strided"),
+    _case("int32_labels", 9, 32, vocabulary=24, int32=True, dtypes=(torch.float32,)),
+    _case("total", 9, 32, vocabulary=24, options={"total": 64}, dtypes=(torch.float32,)),
+    _case("word_0_ignored", 9, 32, vocabulary=4, options={"ignore_index": 0}, share=1.0, dtypes=(torch.float32,)),
+)
+
+
+def _cost(case: OpCase, dtype: torch.dtype, products: int) -> Cost:
+    *leading, columns = case.sizes["shape"]
+    return cost(torch.Size(leading).numel(), columns, case.sizes["vocabulary"], dtype, products)
+
+
+def _logits(inputs: Inputs) -> Callable[[], Tensor]:
+    hidden, weight, bias = inputs["hidden"].flatten(0, -2), inputs["weight"], inputs["bias"]
+    return lambda: torch.nn.functional.linear(hidden, weight, bias)
+
+
+def _torch_loss(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    logits, labels = _logits(inputs), inputs["labels"].flatten()
+    return lambda: torch.nn.functional.cross_entropy(logits().float(), labels)
+
+
+def _liger_loss(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    function = liger("ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction").apply
+    hidden, labels = inputs["hidden"].flatten(0, -2), inputs["labels"].flatten()
+    return lambda: function(hidden, inputs["weight"], labels, inputs["bias"])[0]
+
+
+BAD_CALLS = (
+    BadCall("hidden is no tensor", "hidden", TypeError, spoil("hidden", [1.0])),
+    BadCall("hidden has no column", "hidden", ValueError, spoil("hidden", torch.ones(3, 7, 0))),
+    BadCall("weight of other columns", "weight", ValueError, spoil("weight", torch.ones(101, 63))),
+    BadCall("weight of another type", "weight", TypeError, spoil("weight", torch.ones(101, 64).bfloat16())),
+    BadCall("weight without words", "weight", ValueError, spoil("weight", torch.ones(0, 64))),
+    BadCall("bias too short", "bias", ValueError, spoil("bias", torch.ones(100))),
+    BadCall("labels of another shape", "labels", ValueError, spoil("labels", torch.zeros(21, dtype=torch.int64))),
+    BadCall("labels of reals", "labels", TypeError, spoil("labels", torch.zeros(3, 7))),
+    BadCall("labels elsewhere", "labels", ValueError, spoil("labels", torch.zeros(3, 7).long().to("meta"))),
+    BadCall("a label too large", "labels", ValueError, spoil("labels", torch.full((3, 7), 101))),
+    BadCall("a label negative", "labels", ValueError, spoil("labels", torch.full((3, 7), -1))),
+    BadCall("unknown reduction", "reduction", ValueError, spoil("reduction", "average")),
+    BadCall("label_smoothing above 1", "label_smoothing", ValueError, spoil("label_smoothing", 1.5)),
+    BadCall("z_loss is text", "z_loss", TypeError, spoil("z_loss", "much")),
+    BadCall("ignore_index is a real", "ignore_index", TypeError, spoil("ignore_index", 0.0)),
+    BadCall("total is negative", "total", ValueError, spoil("total", -1)),
+    BadCall("total of two", "total", ValueError, spoil("total", torch.ones(2))),
+    BadCall("shift is a number", "shift", TypeError, spoil("shift", 1)),
+    BadCall("cu_seqlens without shift", "cu_seqlens", ValueError, spoil("cu_seqlens", torch.tensor([0, 3]).int())),
+)
+
+
+def _reference(**arguments: Any) -> Tensor:
+    return reference.linear_cross_entropy(**arguments)
+
+
+def _over_all_rows(**arguments: Any) -> Tensor:
+    """A mean over all rows instead of those that count."""
+    return _reference(**{**arguments, "total": max(1, arguments["labels"].numel())})
+
+
+def _without_bias(**arguments: Any) -> Tensor:
+    return _reference(**{**arguments, "bias": None})
+
+
+def _one_late(**arguments: Any) -> Tensor:
+    return _reference(**{**arguments, "labels": arguments["labels"].roll(1, dims=-1)})
+
+
+class _WithoutTarget(torch.autograd.Function):
+    """Right loss, and a gradient that lacks the label's term."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, labels)
+        return torch.nn.functional.cross_entropy(logits, labels)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None]:
+        logits, labels = ctx.saved_tensors
+        counted = labels != IGNORED
+        return logits.softmax(dim=-1) * (counted[:, None] * dloss / counted.sum()), None
+
+
+def _dropped_target(**arguments: Any) -> Tensor:
+    logits = _logits(arguments)()
+    return _WithoutTarget.apply(logits, arguments["labels"].flatten().long())
+
+
+def _triton_kernels() -> list[TritonKernel]:
+    from fasttfm.kernels.common import pick_rows_triton
+    from fasttfm.kernels.linear_cross_entropy import triton as kernels
+
+    found = []
+    for columns, element in ((128, "fp32"), (30528, "bf16"), (30528, "fp32"), (50304, "fp16")):
+        for everything in (False, True):
+            found += kernels.compile_signatures(columns, element, everything=everything)
+    for columns, element in ((64, "fp32"), (768, "bf16"), (1024, "fp16")):
+        found += pick_rows_triton.compile_signatures(columns, element)
+    return [TritonKernel(**description) for description in found]
+
+
+def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
+    return native_ops("linear_cross_entropy", inputs, options, None)
+
+
+def native_ops(
+    op: str, inputs: Inputs, options: Mapping[str, Any], positions: Tensor | None
+) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The engine's calls, forward and backward, for opcheck."""
+    loss = Loss(options.get("ignore_index", IGNORED), options.get("label_smoothing", 0.0), options.get("z_loss", 0.0))
+    tensors = (inputs["hidden"], inputs["weight"], inputs["bias"], inputs["labels"].flatten(), positions)
+    wanted = [True, True, inputs["bias"] is not None]
+    call = (*tensors, None, None, *loss, False, wanted, op, None)
+    *_, dh, dweight, dbias = torch.ops.fasttfm.linear_cross_entropy_forward(*call)
+    hidden = inputs["hidden"]
+    back = (dh, dweight, dbias, torch.ones(()), tensors[3], positions, hidden.shape, hidden.dtype, loss.ignore_index)
+    return [
+        (torch.ops.fasttfm.linear_cross_entropy_forward.default, call),
+        (torch.ops.fasttfm.linear_cross_entropy_backward.default, (*back, wanted, op, None)),
+    ]
+
+
+_BF16 = (torch.bfloat16,)
+SPEC = OpSpec(
+    name="linear_cross_entropy",
+    function=linear_cross_entropy,
+    reference=_reference,
+    inputs=_inputs,
+    differentiable=("hidden", "weight", "bias"),
+    cases=CASES,
+    bench_cases=(
+        _case("32768x768x50257", 32768, 768, vocabulary=50257, bias=False, share=1.0, dtypes=_BF16),
+        _case("8192x1024x50257", 8192, 1024, vocabulary=50257, bias=False, share=1.0, dtypes=_BF16),
+    ),
+    bench_cases_cpu=(
+        _case("128x768x50257", 128, 768, vocabulary=50257, bias=False, share=1.0, dtypes=(torch.float32,)),
+    ),
+    forward_cost=lambda case, dtype: _cost(case, dtype, 1),
+    backward_cost=lambda case, dtype: _cost(case, dtype, 2),
+    peers=(
+        Peer("torch", _torch_loss),
+        Peer("torch.compile", compiled(_torch_loss)),
+        Peer("liger", _liger_loss),
+    ),
+    bad_calls=BAD_CALLS,
+    mutants={
+        "mean over all rows": _over_all_rows,
+        "without bias": _without_bias,
+        "labels one late": _one_late,
+        "the label's term of the gradient dropped": _dropped_target,
+    },
+    triton_kernels=_triton_kernels,
+    native_ops=_native_ops,
+)

@@ -1,0 +1,166 @@
+"""masked_lm_loss: cases, costs, peers, bad inputs, broken copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.masked_lm_loss import reference
+from fasttfm.ops import masked_lm_loss
+from fasttfm.testing.peers import compiled, liger
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer
+from fasttfm.testing.specs.linear_cross_entropy import native_ops
+from fasttfm.testing.vocabulary_cases import IGNORED, cost, draw_hidden, draw_labels, spoil
+
+
+def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+    inputs = draw_hidden(case, dtype, device, generator)
+    vocabulary = case.sizes["vocabulary"]
+    leading = tuple(inputs["hidden"].shape[:-1])
+    given = case.sizes.get("positions")  # how many, or the rows themselves; None: found by the labels
+    if given is None:
+        labels = draw_labels(leading, case.sizes.get("share", 0.3), vocabulary, generator, device)
+        return {**inputs, "labels": labels, "positions": None}
+    if isinstance(given, int):
+        positions = torch.randperm(torch.Size(leading).numel(), generator=generator)[:given].sort().values
+    else:
+        positions = torch.tensor(given, dtype=torch.int64)
+    share = case.sizes.get("share", 1.0)
+    labels = draw_labels(tuple(positions.shape), share, vocabulary, generator, device)
+    return {**inputs, "labels": labels, "positions": positions.to(device)}
+
+
+def _case(name: str, *shape: int, vocabulary: int, options: dict[str, Any] | None = None, **sizes: Any) -> OpCase:
+    dtypes, interpret = sizes.pop("dtypes", OpCase.dtypes), sizes.pop("interpret", True)
+    given = {"reduction": "mean", **(options or {})}
+    return OpCase(name, {"shape": shape, "vocabulary": vocabulary, **sizes}, given, dtypes, interpret)
+
+
+_SINGLE = (torch.float32,)
+CASES = (
+    _case("typical", 3, 7, 64, vocabulary=101, positions=6),
+    _case("found", 3, 7, 32, vocabulary=57),
+    _case("bounded", 3, 7, 32, vocabulary=57, options={"max_predictions": 12}),
+    _case("found_none", 3, 7, 32, vocabulary=57, options={"reduction": "none"}, dtypes=_SINGLE),
+    _case("none", 21, 32, vocabulary=57, positions=5, options={"reduction": "none"}),
+    _case("sum", 21, 32, vocabulary=57, positions=5, options={"reduction": "sum"}, dtypes=_SINGLE),
+    _case("smoothed", 21, 32, vocabulary=57, positions=5, options={"label_smoothing": 0.1, "z_loss": 1e-3}),
+    _case("any_order_and_repeated", 9, 32, vocabulary=24, positions=(7, 2, 2, 8, 0, 2, 7)),
+    _case("filled_up", 9, 32, vocabulary=24, positions=(1, 2, 5, 0, 0, 0), share=0.5),
+    _case("two_dimensions", 3, 4, 32, vocabulary=24, positions=((1, 2), (5, 4), (9, 11)), dtypes=_SINGLE),
+    _case("no_positions", 9, 32, vocabulary=24, positions=0),
+    _case("nothing_found", 9, 32, vocabulary=24, share=0.0),
+    _case("no_rows", 0, 32, vocabulary=24, dtypes=_SINGLE),
+    _case("all_rows", 9, 32, vocabulary=24, share=1.0, dtypes=_SINGLE),
+    _case("no_bias", 9, 33, vocabulary=51, positions=4, bias=False),
+    _case("transposed", 4, 6, 32, vocabulary=24, positions=7, layout="transposed"),
+    _case("strided", 4, 6, 32, vocabulary=24, layout="strided", dtypes=_SINGLE),
+)
+
+
+def _predicted(case: OpCase) -> int:
+    positions = case.sizes["positions"]
+    return positions if isinstance(positions, int) else torch.tensor(positions).numel()
+
+
+def _cost(case: OpCase, dtype: torch.dtype, products: int) -> Cost:
+    """The products of the predicted rows; and in the backward the gradient of all rows, which is zero at the others."""
+    *leading, columns = case.sizes["shape"]
+    least = cost(_predicted(case), columns, case.sizes["vocabulary"], dtype, products)
+    zeros = torch.Size(leading).numel() * columns * dtype.itemsize if products == 2 else 0
+    return Cost(bytes=least.bytes + zeros, flops=least.flops)
+
+
+# ---- peers -----------------------------------------------------------------------------------------------------------
+
+
+def _dense(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    """Every row through the vocabulary, as transformers' heads do."""
+    hidden, weight, bias = inputs["hidden"], inputs["weight"], inputs["bias"]
+    labels = torch.full(hidden.shape[:-1], IGNORED, device=hidden.device).flatten()
+    labels[inputs["positions"]] = inputs["labels"]
+    functional = torch.nn.functional
+    return lambda: functional.cross_entropy(functional.linear(hidden, weight, bias).flatten(0, -2).float(), labels)
+
+
+def _gathered(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    hidden, weight, bias = inputs["hidden"].flatten(0, -2), inputs["weight"], inputs["bias"]
+    positions, labels, functional = inputs["positions"], inputs["labels"], torch.nn.functional
+    return lambda: functional.cross_entropy(functional.linear(hidden[positions], weight, bias).float(), labels)
+
+
+def _liger_gathered(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    function = liger("ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction").apply
+    hidden, positions = inputs["hidden"].flatten(0, -2), inputs["positions"]
+    return lambda: function(hidden[positions], inputs["weight"], inputs["labels"], inputs["bias"])[0]
+
+
+BAD_CALLS = (
+    BadCall("hidden of integers", "hidden", TypeError, spoil("hidden", torch.ones(3, 7, 64).long())),
+    BadCall("weight of other columns", "weight", ValueError, spoil("weight", torch.ones(101, 63))),
+    BadCall("bias of another type", "bias", TypeError, spoil("bias", torch.ones(101).half())),
+    BadCall("labels of another number", "labels", ValueError, spoil("labels", torch.zeros(7, dtype=torch.int64))),
+    BadCall("a label too large", "labels", ValueError, spoil("labels", torch.full((6,), 101))),
+    BadCall("positions of reals", "positions", TypeError, spoil("positions", torch.zeros(6))),
+    BadCall("a position too large", "positions", ValueError, spoil("positions", torch.full((6,), 21))),
+    BadCall("a position negative", "positions", ValueError, spoil("positions", torch.full((6,), -1))),
+    BadCall("positions elsewhere", "positions", ValueError, spoil("positions", torch.zeros(6).long().to("meta"))),
+    BadCall("max_predictions with positions", "max_predictions", ValueError, spoil("max_predictions", 8)),
+    BadCall("max_predictions is a real", "max_predictions", TypeError, spoil("max_predictions", 8.0)),
+    BadCall("max_predictions is negative", "max_predictions", ValueError, spoil("max_predictions", -8)),
+    BadCall("unknown reduction", "reduction", ValueError, spoil("reduction", "batchmean")),
+    BadCall("total with a sum", "total", ValueError, lambda _, options: options.update(reduction="sum", total=3)),
+    BadCall("sample is a number", "sample", TypeError, spoil("sample", 1)),
+    BadCall("temperature 0", "temperature", ValueError, spoil("temperature", 0.0)),
+    BadCall("seed of int32", "seed", TypeError, spoil("seed", torch.zeros(1, dtype=torch.int32))),
+)
+
+
+def _reference(**arguments: Any) -> Tensor:
+    arguments.pop("max_predictions", None)
+    return reference.masked_lm_loss(**arguments)
+
+
+def _one_row_late(**arguments: Any) -> Tensor:
+    return _reference(**{**arguments, "hidden": arguments["hidden"].roll(1, dims=-2)})
+
+
+def _ignored_rows_count(**arguments: Any) -> Tensor:
+    return _reference(**{**arguments, "labels": arguments["labels"].clamp(min=0)})
+
+
+def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
+    positions = inputs["positions"]
+    return native_ops("masked_lm_loss", inputs, options, None if positions is None else positions.flatten())
+
+
+def _bench(tokens: int, columns: int, vocabulary: int = 30522, dtypes: tuple[torch.dtype, ...] = ()) -> OpCase:
+    name, predicted = f"{tokens}x{columns}x{vocabulary}", round(0.15 * tokens)
+    dtypes = dtypes or (torch.bfloat16,)
+    return _case(name, tokens, columns, vocabulary=vocabulary, positions=predicted, dtypes=dtypes)
+
+
+SPEC = OpSpec(
+    name="masked_lm_loss",
+    function=masked_lm_loss,
+    reference=_reference,
+    inputs=_inputs,
+    differentiable=("hidden", "weight", "bias"),
+    cases=CASES,
+    bench_cases=(_bench(32768, 1024), _bench(32768, 768), _bench(131072, 1024), _bench(131072, 768)),
+    bench_cases_cpu=(_bench(1024, 768, dtypes=(torch.float32,)),),
+    forward_cost=lambda case, dtype: _cost(case, dtype, 1),
+    backward_cost=lambda case, dtype: _cost(case, dtype, 2),
+    peers=(
+        Peer("torch dense", _dense),
+        Peer("torch gathered", _gathered),
+        Peer("torch.compile gathered", compiled(_gathered)),
+        Peer("liger gathered", _liger_gathered),
+    ),
+    bad_calls=BAD_CALLS,
+    mutants={"rows one late": _one_row_late, "ignored rows count": _ignored_rows_count},
+    native_ops=_native_ops,
+)
