@@ -36,17 +36,6 @@ struct Row {
   float at(int64_t v) const { return bias == nullptr ? logits[v] : logits[v] + bias[v]; }
 };
 
-inline Lanes maximum(const Lanes& a, const Lanes& b) {
-  return map(a, b, [](RegF x, RegF y) { return select(reinterpret_cast<RegU>(x < y), y, x); });
-}
-inline float maximum(const Lanes& a) {
-  float lanes[kLanes];
-  store(lanes, a);
-  float largest = lanes[0];
-  for (int i = 1; i < kLanes; ++i) largest = largest < lanes[i] ? lanes[i] : largest;
-  return largest;
-}
-
 FASTTFM_KERNEL float largest_of(const Row& row) {
   Lanes largest = broadcast(-kInfinity);
   for_columns(row.vocabulary, [&](int64_t v, auto n) { largest = maximum(largest, row(v, n)); });
