@@ -64,15 +64,19 @@ NAMES = {
 }
 
 
-def translate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def translate(tensors: dict[str, Tensor], names: dict[str, str] = NAMES) -> dict[str, Tensor]:
     translated = {}
     for name, tensor in tensors.items():
-        for ours, theirs in NAMES.items():
+        for ours, theirs in names.items():
             if name.endswith(f".{ours}"):
                 name = name.removesuffix(ours) + theirs
                 break
         translated[name] = tensor
     return translated
+
+
+def translate_back(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return translate(tensors, {theirs: ours for ours, theirs in NAMES.items()})
 
 
 def call(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -89,13 +93,13 @@ def tokens(count: int = T) -> Tensor:
 def test_same_numbers_as_torch(norm_first: bool, causal: bool, recompute: bool) -> None:
     ours = encoder(norm_first, causal=causal, recompute=recompute)
     theirs = Plain(ours, norm_first, causal)
-    check_modules(ours, theirs, call, {"x": tokens()}, translate=translate)
+    check_modules(ours, theirs, call, {"x": tokens()}, translate=translate_back)
 
 
 def test_a_wrong_model_is_noticed() -> None:
     ours = encoder(norm_first=False)
     theirs = Plain(ours, norm_first=False, causal=True)
-    comparisons = compare_modules(ours, theirs, call, {"x": tokens()}, translate=translate)
+    comparisons = compare_modules(ours, theirs, call, {"x": tokens()}, translate=translate_back)
     right = [comparison.name for comparison in comparisons if comparison.ok]
     assert right == ["dlayers.1.norm2.bias"]  # a sum of the incoming gradient, whatever the model
 

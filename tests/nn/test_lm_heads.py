@@ -92,4 +92,4 @@ def test_causal_loss() -> None:
         return {"loss": functional.cross_entropy(logits[rows], labels[rows + 1]), "logits": logits}
 
     inputs = {"x": torch.randn(T, C)}
-    check_modules(ours, theirs, call, inputs, translate=lambda found: {"weight": found.pop("decoder.weight"), **found})
+    check_modules(ours, theirs, call, inputs, translate=lambda found: {"decoder.weight": found.pop("weight"), **found})

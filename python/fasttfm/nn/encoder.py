@@ -34,8 +34,7 @@ class Encoder(nn.Module):
         self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, hidden_states: list[Tensor] | None = None
     ) -> Tensor:
         """Runs the layers over ``x`` [T, C]; ``hidden_states`` collects the stream before each of them."""
-        unique = [layer for layer in self.layers if isinstance(layer, EncoderLayer)]
-        layers = [unique[index] for index in self.order]
+        layers = self.in_order()
         drops = self.training and any(layer.dropout or layer.attention_dropout for layer in layers)
         seeds = draw_seeds(x.device, len(layers)).unbind() if drops else [None] * len(layers)
         residual: Tensor | None = None
@@ -50,3 +49,8 @@ class Encoder(nn.Module):
                 following = self.final_norm if index + 1 == len(layers) else layers[index + 1].norm1
             x, residual = layer(x, cu_seqlens, max_seqlen, residual=residual, next_norm=following, seeds=seed)
         return x
+
+    def in_order(self) -> list[EncoderLayer]:
+        """The layers as they follow each other."""
+        unique = [layer for layer in self.layers if isinstance(layer, EncoderLayer)]
+        return [unique[index] for index in self.order]

@@ -125,6 +125,13 @@ class EncoderLayer(nn.Module):
         )
         return encoder_block(x, residual, cu_seqlens, seeds, options, parameters)
 
+    def attention_weights(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """Attention's weights for ``forward``'s ``x``, fp32 ``[sequences, H, max_seqlen, max_seqlen]``: for plots and
+        distillation. Plain torch, all in memory."""
+        left, right = self.window
+        q, k, _ = ops.qkv_projection(x, self.qkv.weight, self.qkv.bias, self.heads).unbind(-3)
+        return ops.attention_weights(q, k, window=(left, right), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+
     def _check(self, x: Any, cu_seqlens: Any, residual: Any, next_norm: Any) -> None:
         checks.check_floating(_NAME, "x", x)
         if x.dim() != 2 or x.shape[1] != self.qkv.in_features or not x.is_contiguous():

@@ -118,7 +118,7 @@ class CausalLMHead(nn.Module):
 
 
 def _predicted(labels: Tensor, most: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The rows that have a label, and their labels, filled up to ``most`` with row 0 and -100; whether any is missing."""
+    """The rows with a label and their labels, filled up to ``most`` with row 0 and -100; whether any is missing."""
     labelled = labels != IGNORED
     if most is None:
         positions = labelled.nonzero().squeeze(1)

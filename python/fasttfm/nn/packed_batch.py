@@ -100,6 +100,15 @@ class PackedBatch:
             return x.unflatten(0, self.shape)
         return ops.unpack(x, self.cu_seqlens, self.shape[1])
 
+    def per_sequence(self, x: Tensor, *, fill: float) -> Tensor:
+        """``[T, ...]`` as ``[sequences, S, ...]``, for packed batches too; ``fill`` where there is no token."""
+        if self._full():
+            return self.unpack(x)
+        padded = ops.unpack(x, self.cu_seqlens, self.max_seqlen) if self.shape is None else self.unpack(x)
+        ones = torch.ones(self.tokens, dtype=torch.bool, device=x.device)
+        there = ops.unpack(ones, self.cu_seqlens, self.max_seqlen) if self.shape is None else self.unpack(ones)
+        return padded.masked_fill(~there[(...,) + (None,) * (x.dim() - 1)], fill)
+
     def first_tokens(self, x: Tensor) -> Tensor:
         """The row of each sequence's first token: ``[sequences, ...]``. A sequence without tokens gets another's."""
         return x.index_select(0, self.cu_seqlens[:-1].clamp(max=max(0, self.tokens - 1)))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +14,23 @@ from torch import Tensor
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, Comparison, compare
 
 Tensors = dict[str, Tensor]
+
+
+class Results(NamedTuple):
+    outputs: Tensors
+    gradients: Tensors
+
+
 Call = Callable[[Any, Tensors], Mapping[str, Tensor]]  # of a module and its inputs; gives the outputs to compare
 
 
-# A single small gradient may by chance come out of plain torch exact to the last bit, and would then demand the same of
-# every implementation: gradients are compared over several incoming ones.
+# A few numbers may by chance come out of plain torch exact to the last bit, and would then demand the same of every
+# implementation: modules are compared in several runs, with parameters of other sizes and other incoming gradients.
 _DRAWS = 4
 
 
-def run_module(module: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
-    """The outputs, and the gradients [draws, ...] of floating inputs and of all parameters, each by name.
+def run_module(module: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor], draw: int = 0) -> Results:
+    """The outputs, and the gradients of floating inputs and of all parameters, each by name.
 
     Floating inputs take the module's type. Incoming gradients are random, but the same for every module.
     """
@@ -35,21 +43,13 @@ def run_module(module: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor]
     outputs = call(module, prepared)
     wanted = {name: value for name, value in prepared.items() if value.is_floating_point()} | parameters
     differentiable = {name: value for name, value in outputs.items() if value.requires_grad}
-
-    def gradients(draw: int) -> tuple[Tensor, ...]:
-        incoming = [_incoming(name, value, draw) for name, value in differentiable.items()]
-        leaves = list(wanted.values())
-        found = torch.autograd.grad(
-            list(differentiable.values()), leaves, incoming, allow_unused=True, retain_graph=True
-        )
-        return tuple(
-            torch.zeros_like(leaf) if gradient is None else gradient
-            for leaf, gradient in zip(leaves, found, strict=True)
-        )
-
-    draws = zip(*(gradients(draw) for draw in range(_DRAWS)), strict=True)
-    stacked = {f"d{name}": torch.stack(found) for name, found in zip(wanted, draws, strict=True)}
-    return {name: value.detach() for name, value in outputs.items()}, stacked
+    incoming = [_incoming(name, value, draw) for name, value in differentiable.items()]
+    found = torch.autograd.grad(list(differentiable.values()), list(wanted.values()), incoming, allow_unused=True)
+    gradients = {
+        name: torch.zeros_like(value) if gradient is None else gradient
+        for (name, value), gradient in zip(wanted.items(), found, strict=True)
+    }
+    return Results({name: value.detach() for name, value in outputs.items()}, gradients)
 
 
 def compare_modules(
@@ -62,22 +62,32 @@ def compare_modules(
 ) -> list[Comparison]:
     """Every output and gradient of ``ours`` against those of ``theirs`` in fp64, with ``theirs`` as the measure.
 
-    ``translate`` turns gradients by our parameters' names into gradients by their names.
+    ``translate`` turns tensors by their parameters' names into tensors by ours: gradients are compared as we keep them.
     """
-    out, gradients = run_module(ours, call, inputs)
-    if translate is not None:
-        translated = translate({name[1:]: value for name, value in gradients.items()})
-        gradients = {f"d{name}": value for name, value in translated.items()}
-    naive, naive_gradients = run_module(theirs, call, inputs)
-    exact, exact_gradients = run_module(copy.deepcopy(theirs).double(), call, inputs)
-    for found, expected in ((out, exact), (gradients, exact_gradients)):
+    runs: list[list[Results]] = [[], [], []]  # ours, theirs, theirs in fp64
+    for draw in range(_DRAWS):
+        with _scaled(ours, draw), _scaled(theirs, draw):
+            results = (
+                run_module(ours, call, inputs, draw),
+                run_module(theirs, call, inputs, draw),
+                run_module(copy.deepcopy(theirs).double(), call, inputs, draw),
+            )
+        for collected, result in zip(runs, results, strict=True):
+            if translate is not None and collected is not runs[0]:
+                result = Results(result.outputs, translate(result.gradients))
+            collected.append(result)
+    out, naive, exact = (_stacked(collected) for collected in runs)
+    for found, expected in zip(out, exact, strict=True):
         if found.keys() != expected.keys():
             raise AssertionError(f"the names differ: {sorted(found.keys() ^ expected.keys())}")
     return [
-        *(compare(name, out[name], naive[name], exact[name], OUTPUT_FACTOR) for name in exact),
         *(
-            compare(name, gradients[name], naive_gradients[name], exact_gradients[name], GRADIENT_FACTOR)
-            for name in exact_gradients
+            compare(name, out.outputs[name], naive.outputs[name], exact.outputs[name], OUTPUT_FACTOR)
+            for name in exact.outputs
+        ),
+        *(
+            compare(f"d{name}", out.gradients[name], naive.gradients[name], exact.gradients[name], GRADIENT_FACTOR)
+            for name in exact.gradients
         ),
     ]
 
@@ -85,6 +95,26 @@ def compare_modules(
 def check_modules(*args: Any, **kwargs: Any) -> None:
     wrong = [str(comparison) for comparison in compare_modules(*args, **kwargs) if not comparison.ok]
     assert not wrong, "; ".join(wrong)
+
+
+def _stacked(runs: list[Results]) -> Results:
+    outputs, gradients = (
+        {name: torch.stack([run[part][name] for run in runs]) for name in runs[0][part]} for part in (0, 1)
+    )
+    return Results(outputs, gradients)
+
+
+@contextlib.contextmanager
+def _scaled(module: torch.nn.Module, draw: int) -> Iterator[None]:
+    """The module with parameters that differ from draw to draw."""
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1 + draw / 16)
+    yield
+    with torch.no_grad():
+        for parameter, value in zip(module.parameters(), before, strict=True):
+            parameter.copy_(value)
 
 
 def _incoming(name: str, output: Tensor, draw: int) -> Tensor:
