@@ -11,7 +11,7 @@ embeddings and comes back only in what is returned.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 import torch
@@ -98,6 +98,12 @@ NAMES = Names(
         rule("qa_outputs", "qa_outputs"),
     ),
     ignored=(r"bert\.embeddings\.position_ids",),
+)
+# Where the decoder is not the word table, its bias is its own too, and the one beside it belongs to nothing.
+UNTIED_NAMES = replace(
+    NAMES,
+    heads=[each for each in NAMES.heads if each.ours != "lm_head.decoder.bias"],
+    ignored=(*NAMES.ignored, r"cls\.predictions\.bias"),
 )
 
 
@@ -233,10 +239,13 @@ class BertHead(PretrainedModel):
 
     config_class = BertConfig
     names = NAMES
+    untied_names: ClassVar[Names] = UNTIED_NAMES
     encoder_class: ClassVar[type[BertModel]] = BertModel
 
     def __init__(self, config: BertConfig, *, pooler: bool) -> None:
         super().__init__(config)
+        if not config.tie_word_embeddings:
+            self.names = self.untied_names
         setattr(self, self.names.prefix, self.encoder_class(config, add_pooling_layer=pooler))
         rate = config.classifier_dropout
         self.dropout = nn.Dropout(config.hidden_dropout_prob if rate is None else rate)

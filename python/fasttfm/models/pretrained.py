@@ -30,7 +30,7 @@ class PretrainedModel(nn.Module):
     """
 
     config_class: ClassVar[type[ModelConfig]]
-    names: ClassVar[Names]
+    names: Names
     base: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:

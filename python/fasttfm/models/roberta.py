@@ -3,7 +3,7 @@ and no sentence pairs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -47,7 +47,12 @@ NAMES = Names(
         rule("classifier", "classifier"),
         rule("qa_outputs", "qa_outputs"),
     ),
-    ignored=(r"roberta\.embeddings\.position_ids", r"lm_head\.decoder\.bias"),
+    ignored=(r"roberta\.embeddings\.position_ids",),
+)
+UNTIED_NAMES = replace(
+    NAMES,
+    heads=[each for each in NAMES.heads if each.ours != "lm_head.decoder.bias"],
+    ignored=(*NAMES.ignored, r"lm_head\.bias"),
 )
 
 
@@ -74,28 +79,28 @@ class RobertaModel(BertModel):
 
 
 class RobertaForMaskedLM(BertForMaskedLM):
-    config_class, names, encoder_class = RobertaConfig, NAMES, RobertaModel
+    config_class, names, untied_names, encoder_class = RobertaConfig, NAMES, UNTIED_NAMES, RobertaModel
 
     def lm_head_of(self, config: BertConfig) -> MaskedLMHead:
         return MaskedLMHead(config.hidden_size, config.vocab_size, activation="gelu", eps=config.layer_norm_eps)
 
 
 class RobertaForTokenClassification(BertForTokenClassification):
-    config_class, names, encoder_class = RobertaConfig, NAMES, RobertaModel
+    config_class, names, untied_names, encoder_class = RobertaConfig, NAMES, UNTIED_NAMES, RobertaModel
 
 
 class RobertaForQuestionAnswering(BertForQuestionAnswering):
-    config_class, names, encoder_class = RobertaConfig, NAMES, RobertaModel
+    config_class, names, untied_names, encoder_class = RobertaConfig, NAMES, UNTIED_NAMES, RobertaModel
 
 
 class RobertaForMultipleChoice(BertForMultipleChoice):
-    config_class, names, encoder_class = RobertaConfig, NAMES, RobertaModel
+    config_class, names, untied_names, encoder_class = RobertaConfig, NAMES, UNTIED_NAMES, RobertaModel
 
 
 class RobertaForSequenceClassification(BertForSequenceClassification):
     """Labels sequences by a head of its own on the first token."""
 
-    config_class, names, encoder_class = RobertaConfig, NAMES, RobertaModel
+    config_class, names, untied_names, encoder_class = RobertaConfig, NAMES, UNTIED_NAMES, RobertaModel
     pooler = False
 
     def head_of(self, config: BertConfig) -> nn.Module:
