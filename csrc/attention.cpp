@@ -16,9 +16,9 @@ namespace fasttfm {
       FIELD(workspace), FIELD(threads)
 
 FASTTFM_BINDING(attention) {
-  module.def("attention_forward_workspace", &cpu::attention_forward_workspace, py::arg("head_dim"), py::arg("threads"));
-  module.def("attention_backward_workspace", &cpu::attention_backward_workspace, py::arg("max_seqlen"),
-             py::arg("max_seqlen_k"), py::arg("head_dim"), py::arg("threads"));
+  bind_workspace(module, "attention_forward_workspace", &cpu::attention_forward_workspace, {"head_dim", "threads"});
+  bind_workspace(module, "attention_backward_workspace", &cpu::attention_backward_workspace,
+                 {"max_seqlen", "max_seqlen_k", "head_dim", "threads"});
   bind_launcher(module, "attention_forward_cpu", &cpu::attention_forward, CALL(FORWARD), FORWARD(out), FORWARD(lse));
   bind_launcher(module, "attention_backward_cpu", &cpu::attention_backward, CALL(BACKWARD), BACKWARD(dout),
                 BACKWARD(out), BACKWARD(lse), BACKWARD(dq), BACKWARD(dk), BACKWARD(dv), STRIDES(BACKWARD, dq),

@@ -8,7 +8,7 @@ namespace fasttfm {
 #define BACKWARD(MEMBER) FASTTFM_FIELD(BiasGeluBackward, MEMBER)
 
 FASTTFM_BINDING(bias_gelu) {
-  module.def("bias_gelu_workspace", &cpu::bias_gelu_workspace, py::arg("rows"), py::arg("columns"));
+  bind_workspace(module, "bias_gelu_workspace", &cpu::bias_gelu_workspace);
   bind_launcher(module, "bias_gelu_forward_cpu", &cpu::bias_gelu_forward, FORWARD(x), FORWARD(bias), FORWARD(y),
                 FORWARD(rows), FORWARD(columns), FORWARD(x_stride), FORWARD(activation), FORWARD(dtype),
                 FORWARD(threads));

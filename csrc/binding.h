@@ -1,109 +1,74 @@
-// Shared by the binding files: one per op, each adds its launchers to the module inside FASTTFM_BINDING.
+// Shared by the binding files: one per op, each adds its launchers to the module inside FASTTFM_BINDING. They know
+// nothing of Python and compile in a moment; module.cpp does, once for all launchers.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
+#include <array>
+#include <cstddef>
 #include <cstdint>
-#include <set>
-#include <stdexcept>
-#include <string>
+#include <functional>
 #include <type_traits>
 #include <vector>
 
-#include "common/dtype.h"
 #include "common/status.h"
 
 namespace fasttfm {
 
-namespace py = pybind11;
+class Module;  // the extension module, while it is set up
 
-inline void raise_unless_ok(const Status& status) {
-  switch (status.code) {
-    case StatusCode::ok: return;
-    case StatusCode::cuda_error: throw std::runtime_error(status.detail);
-    default: throw py::value_error(status.detail);
-  }
-}
+// What crosses the bridge: addresses and sizes as integers, enumerations as their codes.
+enum class FieldType { pointer, int64, int32, float32 };
 
 // One member of a params struct and the keyword that fills it.
-template <class Params, class Member>
 struct Field {
   const char* name;
-  PyObject* key;  // interned, lives as long as the module
-  Member Params::* member;
+  FieldType type;
+  std::ptrdiff_t offset;  // in the struct
 };
-template <class Params, class Member>
-Field<Params, Member> make_field(const char* name, Member Params::* member) {
-  return {name, PyUnicode_InternFromString(name), member};
-}
 
-// Pointers cross the bridge as integers (tensor.data_ptr(), 0 for null), enumerations as their codes. Where an integer
-// is due, nothing else is taken, though it might convert: a tensor of one element is not an address.
 template <class Member>
-Member from_python(PyObject* value) {
-  if (!std::is_floating_point_v<Member> && !PyLong_Check(value)) throw py::cast_error();
-  if constexpr (std::is_pointer_v<Member>) {
-    return reinterpret_cast<Member>(py::cast<uintptr_t>(py::handle(value)));
-  } else if constexpr (std::is_enum_v<Member>) {
-    return static_cast<Member>(py::cast<int32_t>(py::handle(value)));
-  } else {
-    return py::cast<Member>(py::handle(value));
-  }
+constexpr FieldType field_type() {
+  if constexpr (std::is_pointer_v<Member>) return FieldType::pointer;
+  if constexpr (std::is_same_v<Member, float>) return FieldType::float32;
+  if constexpr (std::is_integral_v<Member> && sizeof(Member) == 8) return FieldType::int64;
+  static_assert(std::is_pointer_v<Member> || std::is_same_v<Member, float> ||
+                    ((std::is_integral_v<Member> || std::is_enum_v<Member>) && sizeof(Member) >= 4),
+                "a type that the bridge does not know");
+  return FieldType::int32;
 }
 
 template <class Params, class Member>
-void assign(Params& params, PyObject* given, const char* launcher, const Field<Params, Member>& field) {
-  PyObject* value = PyDict_GetItemWithError(given, field.key);
-  if (value == nullptr) throw py::type_error(std::string(launcher) + ": missing argument '" + field.name + "'");
-  try {
-    params.*field.member = from_python<Member>(value);
-  } catch (const py::cast_error&) {
-    throw py::type_error(std::string(launcher) + ": " + field.name + ": expected a number that fits its field, got " +
-                         py::repr(py::handle(value)).template cast<std::string>());
-  }
+Field make_field(const char* name, Member Params::* member) {
+  static const Params params{};
+  const auto* start = reinterpret_cast<const char*>(&params);
+  return {name, field_type<Member>(), reinterpret_cast<const char*>(&(params.*member)) - start};
 }
 
-[[noreturn]] inline void raise_unknown(const char* launcher, const py::kwargs& given,
-                                       const std::set<std::string>& known) {
-  std::string unknown;
-  for (const auto& item : given) {
-    const auto name = py::cast<std::string>(item.first);
-    if (known.count(name) == 0) unknown += " '" + name + "'";
-  }
-  throw py::type_error(std::string(launcher) + ": unknown arguments:" + unknown);
-}
+constexpr std::size_t kMaxParamsSize = 512;
 
 // Adds `name(**fields)`: fills the params struct from keywords (each exactly once, none unknown), runs the launcher
 // without the GIL and turns its status into an exception. Its docstring lists the fields; a test holds _C.pyi against
 // it.
-template <class Params, class... Members>
-void bind_launcher(py::module_& module, const char* name, Status (*launcher)(const Params&),
-                   Field<Params, Members>... fields) {
-  std::string doc = "fields:";
-  ((doc += std::string(" ") + fields.name), ...);
-  module.def(
-      name,
-      [=](const py::kwargs& given) {
-        Params params{};
-        (assign(params, given.ptr(), name, fields), ...);
-        if (given.size() != sizeof...(fields)) raise_unknown(name, given, {fields.name...});
-        Status status;
-        {
-          py::gil_scoped_release unlocked;
-          status = launcher(params);
-        }
-        raise_unless_ok(status);
-      },
-      doc.c_str());
+void add_launcher(Module& module, const char* name, std::vector<Field> fields,
+                  std::function<Status(const void* params)> launcher);
+
+template <class Params, class... Fields>
+void bind_launcher(Module& module, const char* name, Status (*launcher)(const Params&), Fields... fields) {
+  static_assert(std::is_trivially_copyable_v<Params> && sizeof(Params) <= kMaxParamsSize, "plain and small");
+  add_launcher(module, name, {fields...},
+               [launcher](const void* params) { return launcher(*static_cast<const Params*>(params)); });
 }
 
-using Binder = void (*)(py::module_&);
-inline std::vector<Binder>& binders() {
-  static std::vector<Binder> all;
-  return all;
-}
+// Adds `name(arguments...)`: how many elements a workspace takes.
+void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t),
+                    std::array<const char*, 2> arguments = {"rows", "columns"});
+void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t, int64_t),
+                    std::array<const char*, 4> arguments);
+
+void bind_constant(Module& module, const char* name, int64_t value);
+
+using Binder = void (*)(Module&);
 struct BinderRegistration {
-  explicit BinderRegistration(Binder binder) { binders().push_back(binder); }
+  explicit BinderRegistration(Binder binder);
 };
 
 }  // namespace fasttfm
@@ -113,6 +78,6 @@ struct BinderRegistration {
   ::fasttfm::make_field(#MEMBER, static_cast<decltype(PARAMS::MEMBER) PARAMS::*>(&PARAMS::MEMBER))
 
 #define FASTTFM_BINDING(NAME)                                    \
-  static void bind_##NAME(pybind11::module_& module);            \
+  static void bind_##NAME(Module& module);                       \
   static const BinderRegistration register_##NAME(&bind_##NAME); \
-  static void bind_##NAME(pybind11::module_& module)
+  static void bind_##NAME(Module& module)

@@ -7,8 +7,8 @@ namespace fasttfm {
 #define SUM(MEMBER) FASTTFM_FIELD(ColumnSum, MEMBER)
 
 FASTTFM_BINDING(column_sum) {
-  module.def("column_sum_workspace", &cpu::column_sum_workspace, py::arg("rows"), py::arg("columns"));
-  module.attr("column_sum_strip") = cuda::kColumnSumStrip;
+  bind_workspace(module, "column_sum_workspace", &cpu::column_sum_workspace);
+  bind_constant(module, "column_sum_strip", cuda::kColumnSumStrip);
   bind_launcher(module, "column_sum_cpu", &cpu::column_sum, SUM(x), SUM(sum), SUM(workspace), SUM(rows), SUM(columns),
                 SUM(x_stride), SUM(dtype), SUM(threads));
 #ifdef FASTTFM_WITH_CUDA

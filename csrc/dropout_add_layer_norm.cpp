@@ -19,8 +19,7 @@ namespace fasttfm {
       BACKWARD(threshold), BACKWARD(scale), BACKWARD(dtype), BACKWARD(residual_dtype)
 
 FASTTFM_BINDING(dropout_add_layer_norm) {
-  module.def("dropout_add_layer_norm_workspace", &cpu::dropout_add_layer_norm_workspace, py::arg("rows"),
-             py::arg("columns"));
+  bind_workspace(module, "dropout_add_layer_norm_workspace", &cpu::dropout_add_layer_norm_workspace);
   bind_launcher(module, "dropout_add_layer_norm_forward_cpu", &cpu::dropout_add_layer_norm_forward, FORWARD_FIELDS,
                 FORWARD(threads));
   bind_launcher(module, "dropout_add_layer_norm_backward_cpu", &cpu::dropout_add_layer_norm_backward, BACKWARD_FIELDS,

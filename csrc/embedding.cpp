@@ -14,7 +14,7 @@ namespace fasttfm {
       FIELD(threads)
 
 FASTTFM_BINDING(embedding) {
-  module.def("embedding_workspace", &cpu::embedding_workspace, py::arg("rows"), py::arg("columns"));
+  bind_workspace(module, "embedding_workspace", &cpu::embedding_workspace);
   bind_launcher(module, "embedding_forward_cpu", &cpu::embedding_forward, ROWS(FORWARD), FORWARD(bias), FORWARD(y),
                 FORWARD(mean), FORWARD(rstd), FORWARD(eps));
   bind_launcher(module, "embedding_backward_cpu", &cpu::embedding_backward, ROWS(BACKWARD), BACKWARD(dy),

@@ -8,10 +8,8 @@ namespace fasttfm {
 #define BACKWARD(MEMBER) FASTTFM_FIELD(GeluLayerNormBackward, MEMBER)
 
 FASTTFM_BINDING(gelu_layer_norm) {
-  module.def("gelu_layer_norm_forward_workspace", &cpu::gelu_layer_norm_forward_workspace, py::arg("rows"),
-             py::arg("columns"));
-  module.def("gelu_layer_norm_backward_workspace", &cpu::gelu_layer_norm_backward_workspace, py::arg("rows"),
-             py::arg("columns"));
+  bind_workspace(module, "gelu_layer_norm_forward_workspace", &cpu::gelu_layer_norm_forward_workspace);
+  bind_workspace(module, "gelu_layer_norm_backward_workspace", &cpu::gelu_layer_norm_backward_workspace);
   bind_launcher(module, "gelu_layer_norm_forward_cpu", &cpu::gelu_layer_norm_forward, FORWARD(x), FORWARD(linear_bias),
                 FORWARD(weight), FORWARD(bias), FORWARD(y), FORWARD(mean), FORWARD(rstd), FORWARD(workspace),
                 FORWARD(rows), FORWARD(columns), FORWARD(x_stride), FORWARD(eps), FORWARD(activation), FORWARD(dtype),

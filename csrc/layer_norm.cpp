@@ -8,7 +8,7 @@ namespace fasttfm {
 #define BACKWARD(MEMBER) FASTTFM_FIELD(LayerNormBackward, MEMBER)
 
 FASTTFM_BINDING(layer_norm) {
-  module.def("layer_norm_workspace", &cpu::layer_norm_workspace, py::arg("rows"), py::arg("columns"));
+  bind_workspace(module, "layer_norm_workspace", &cpu::layer_norm_workspace);
   bind_launcher(module, "layer_norm_forward_cpu", &cpu::layer_norm_forward, FORWARD(x), FORWARD(weight), FORWARD(bias),
                 FORWARD(y), FORWARD(mean), FORWARD(rstd), FORWARD(rows), FORWARD(columns), FORWARD(x_stride),
                 FORWARD(eps), FORWARD(dtype), FORWARD(threads));

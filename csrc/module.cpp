@@ -1,11 +1,84 @@
-// The extension module fasttfm._C: build information, thread and instruction-set control, and the ops' bindings.
+// The extension module fasttfm._C: build information, thread and instruction-set control, and the ops' bindings. The
+// only file that knows Python.
+#include <pybind11/pybind11.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
 #include "binding.h"
 #include "common/device.h"
 #include "common/isa.h"
 #include "common/parallel.h"
 
 namespace fasttfm {
+
+namespace py = pybind11;
+
+class Module {
+ public:
+  py::module_& python;
+};
+
 namespace {
+
+std::vector<Binder>& binders() {
+  static std::vector<Binder> all;
+  return all;
+}
+
+// A field with its keyword, interned for the module's lifetime.
+struct KeyedField {
+  Field field;
+  PyObject* key;
+};
+
+template <class Member>
+void put(void* params, std::ptrdiff_t offset, Member value) {
+  std::memcpy(static_cast<char*>(params) + offset, &value, sizeof(value));
+}
+
+// Where an integer is due, nothing else is taken, though it might convert: a tensor of one element is not an address.
+void put_number(void* params, const Field& field, py::handle value) {
+  if (field.type != FieldType::float32 && !PyLong_Check(value.ptr())) throw py::cast_error();
+  switch (field.type) {
+    case FieldType::pointer: return put(params, field.offset, py::cast<uintptr_t>(value));
+    case FieldType::int64: return put(params, field.offset, py::cast<int64_t>(value));
+    case FieldType::int32: return put(params, field.offset, py::cast<int32_t>(value));
+    case FieldType::float32: return put(params, field.offset, py::cast<float>(value));
+  }
+}
+
+void fill(void* params, const std::string& launcher, const std::vector<KeyedField>& fields, const py::kwargs& given) {
+  for (const auto& [field, key] : fields) {
+    PyObject* value = PyDict_GetItemWithError(given.ptr(), key);
+    if (value == nullptr) throw py::type_error(launcher + ": missing argument '" + field.name + "'");
+    try {
+      put_number(params, field, value);
+    } catch (const py::cast_error&) {
+      throw py::type_error(launcher + ": " + field.name + ": expected a number that fits its field, got " +
+                           py::repr(py::handle(value)).cast<std::string>());
+    }
+  }
+  if (given.size() == fields.size()) return;
+  std::string unknown;
+  for (const auto& item : given) {
+    const auto name = py::cast<std::string>(item.first);
+    bool known = false;
+    for (const auto& keyed : fields) known = known || name == keyed.field.name;
+    if (!known) unknown += " '" + name + "'";
+  }
+  throw py::type_error(launcher + ": unknown arguments:" + unknown);
+}
+
+void raise_unless_ok(const Status& status) {
+  switch (status.code) {
+    case StatusCode::ok: return;
+    case StatusCode::cuda_error: throw std::runtime_error(status.detail);
+    default: throw py::value_error(status.detail);
+  }
+}
 
 Isa parse_isa(const std::string& name) {
   if (name == "baseline") return Isa::baseline;
@@ -25,28 +98,66 @@ const char* isa_name(Isa isa) {
 
 }  // namespace
 
-PYBIND11_MODULE(_C, module) {
-  module.doc() = "fasttfm's native core. Private: the checked entry points are in fasttfm.ops.";
-  module.attr("version") = FASTTFM_VERSION;
-  module.attr("compiler") = FASTTFM_COMPILER;
-  module.attr("cuda_version") = cuda::compiled_version();
-  module.attr("cuda_archs") = FASTTFM_CUDA_ARCHS_TEXT;
+void add_launcher(Module& module, const char* name, std::vector<Field> fields,
+                  std::function<Status(const void* params)> launcher) {
+  std::string doc = "fields:";
+  std::vector<KeyedField> keyed;
+  for (const Field& field : fields) {
+    doc += std::string(" ") + field.name;
+    keyed.push_back({field, PyUnicode_InternFromString(field.name)});
+  }
+  module.python.def(
+      name,
+      [name = std::string(name), keyed, launcher](const py::kwargs& given) {
+        alignas(std::max_align_t) char params[kMaxParamsSize] = {};
+        fill(params, name, keyed, given);
+        Status status;
+        {
+          py::gil_scoped_release unlocked;
+          status = launcher(params);
+        }
+        raise_unless_ok(status);
+      },
+      doc.c_str());
+}
 
-  module.def("active_isa", [] { return isa_name(active_isa()); });
-  module.def("supported_isas", [] {
+void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t),
+                    std::array<const char*, 2> arguments) {
+  module.python.def(name, size, py::arg(arguments[0]), py::arg(arguments[1]));
+}
+
+void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t, int64_t),
+                    std::array<const char*, 4> arguments) {
+  module.python.def(name, size, py::arg(arguments[0]), py::arg(arguments[1]), py::arg(arguments[2]),
+                    py::arg(arguments[3]));
+}
+
+void bind_constant(Module& module, const char* name, int64_t value) { module.python.attr(name) = value; }
+
+BinderRegistration::BinderRegistration(Binder binder) { binders().push_back(binder); }
+
+PYBIND11_MODULE(_C, python) {
+  python.doc() = "fasttfm's native core. Private: the checked entry points are in fasttfm.ops.";
+  python.attr("version") = FASTTFM_VERSION;
+  python.attr("compiler") = FASTTFM_COMPILER;
+  python.attr("cuda_version") = cuda::compiled_version();
+  python.attr("cuda_archs") = FASTTFM_CUDA_ARCHS_TEXT;
+
+  python.def("active_isa", [] { return isa_name(active_isa()); });
+  python.def("supported_isas", [] {
     py::list names;
     for (Isa isa : {Isa::baseline, Isa::avx2, Isa::avx512})
       if (isa_supported(isa)) names.append(isa_name(isa));
     return names;
   });
-  module.def(
+  python.def(
       "set_isa",
       [](const std::string& name) {
         if (!set_isa(parse_isa(name)))
           throw py::value_error("set_isa: name: expected one of supported_isas(), got '" + name + "'");
       },
       py::arg("name"));
-  module.def(
+  python.def(
       "share_openmp",
       [](const std::string& library_path) {
         const char* reason = "";
@@ -54,9 +165,10 @@ PYBIND11_MODULE(_C, module) {
         return std::make_pair(runtime, std::string(reason));
       },
       py::arg("library_path"));
-  module.def("parallel_runtime", &parallel_runtime);
-  module.def("use_plain_threads", &use_plain_threads);
+  python.def("parallel_runtime", &parallel_runtime);
+  python.def("use_plain_threads", &use_plain_threads);
 
+  Module module{python};
   for (Binder bind : binders()) bind(module);
 }
 

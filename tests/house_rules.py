@@ -28,8 +28,9 @@ ROOMS_OF_AN_OP = (
 SHARED = {
     "python/fasttfm/ops/": {"__init__", "attention_checks", "backends", "checks", "library", "linear", "vocabulary"}
 }
-# problem.py: what backends share of a call. triton_*.py and tuning.py: parts of triton.py.
+# problem.py says what a call asks for, where that is much; tuning.py and triton_<part>.py are parts of triton.py.
 KERNEL_FILES = {"reference.py", "problem.py", "triton.py", "tuning.py", "op.h", "cpu.cpp", "cuda.cu"}
+PARTS = re.compile(r"triton_[a-z_]+\.py")
 HEADERS = {".h", ".cuh"}
 
 
@@ -55,12 +56,12 @@ def missing_rooms(root: Path) -> list[str]:
 
 
 def stray_kernel_files(root: Path) -> list[str]:
-    """Files of an op's folder that are none of KERNEL_FILES and no headers."""
+    """Files of an op's folder that are none of KERNEL_FILES, no parts of one, and no headers."""
     return [
         f"{path.relative_to(root)}: expected {', '.join(sorted(KERNEL_FILES))} or a header"
         for path in sorted(root.glob("kernels/*/*"))
         if path.is_file() and path.parent.name not in ("common", "__pycache__")
-        if path.name not in KERNEL_FILES and path.suffix not in HEADERS and not path.match("triton_*.py")
+        if path.name not in KERNEL_FILES and path.suffix not in HEADERS and not PARTS.fullmatch(path.name)
     ]
 
 

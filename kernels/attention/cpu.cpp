@@ -107,8 +107,9 @@ FASTTFM_KERNEL void forward_tile(const AttentionCall& p, const Sequence& s, Weig
                   Panels{a.k_turned + first * p.head_dim, kLanes, kLanes * p.head_dim}, a.scores + first, kKeyTile);
   for (int64_t i = 0; i < tile.queries; ++i) {
     float* scores = a.scores + i * kKeyTile;
-    mask_row(p, s, tile, i, scores);
+    mask_row(p, s, tile, i, -kInfinity, scores);
     const float factor = softmax_row(tile, scores, a.rows[row + i]);
+    mask_row(p, s, tile, i, 0.0f, scores);
     float* out = a.out + (row + i) * d;
     if (factor != 1.0f)
       for (int64_t c = 0; c < d; c += kLanes) store(out + c, load(out + c) * broadcast(factor));
@@ -147,25 +148,23 @@ void forward_chunk(const AttentionForward& p, const Sequence& s, int64_t head, R
 
   const auto out = out_rows<T>(p.out, p, s, head);
   float* lse = lse_row(p.lse, p, s, head);
-  const float scale = p.seed != nullptr ? p.dropout_scale : 1.0f;
   for (int64_t row = 0; row < count; ++row) {
     const SoftmaxRow& state = a.rows[row];
-    const bool empty = state.largest == -kInfinity && state.sum == 0.0f;
-    store_row(a.out + row * d, p.head_dim, empty ? 0.0f : scale / state.sum, out[queries.first + row]);
+    const bool empty = state.largest == -kInfinity && state.sum == state.sum;  // a NaN is passed on
+    store_row(a.out + row * d, p.head_dim, empty ? 0.0f : 1.0f / state.sum, out[queries.first + row]);
     lse[queries.first + row] = empty ? -kInfinity : state.largest + std::log(state.sum);
   }
 }
 
 // ---- backward --------------------------------------------------------------------------------------------------------
 
-// One thread's arrays: what one tile needs, then sums of gradients for up to max_seqlen queries and max_seqlen_k keys.
+// One thread's arrays: what one tile needs, then sums of gradients for all queries and keys of a sequence.
 struct BackwardArrays {
-  static int64_t floats(int64_t max_seqlen, int64_t max_seqlen_k, int64_t d) {
-    return (2 * kQueryTile + 3 * kKeyTile + round_up(max_seqlen, kQueryTile) + 2 * round_up(max_seqlen_k, kKeyTile)) *
-               d +
+  static int64_t floats(int64_t queries, int64_t keys, int64_t d) {
+    return (2 * kQueryTile + 3 * kKeyTile + round_up(queries, kQueryTile) + 2 * round_up(keys, kKeyTile)) * d +
            2 * kQueryTile * kKeyTile + 2 * kQueryTile;
   }
-  BackwardArrays(float* workspace, int64_t max_seqlen_k, int64_t d)
+  BackwardArrays(float* workspace, int64_t keys, int64_t d)
       : q(workspace),
         dout(q + kQueryTile * d),
         k_turned(dout + kQueryTile * d),
@@ -176,11 +175,11 @@ struct BackwardArrays {
         lse(dscores + kQueryTile * kKeyTile),
         delta(lse + kQueryTile),
         dk(delta + kQueryTile),
-        dv(dk + round_up(max_seqlen_k, kKeyTile) * d),
-        dq(dv + round_up(max_seqlen_k, kKeyTile) * d) {}
+        dv(dk + round_up(keys, kKeyTile) * d),
+        dq(dv + round_up(keys, kKeyTile) * d) {}
 
   float* q;         // [kQueryTile, D]
-  float* dout;      // [kQueryTile, D], times the scale of what dropout keeps
+  float* dout;      // [kQueryTile, D]
   float* k_turned;  // [D, kKeyTile] in panels
   float* v_turned;  // [D, kKeyTile] in panels
   float* k;         // [kKeyTile, D]
@@ -207,13 +206,14 @@ FASTTFM_KERNEL void backward_tile(const AttentionCall& p, const Sequence& s, Wei
                   Panels{a.v_turned + turned, kLanes, kLanes * p.head_dim}, a.dscores + first, kKeyTile);
   for (int64_t i = 0; i < tile.queries; ++i) {
     float *scores = a.scores + i * kKeyTile, *dscores = a.dscores + i * kKeyTile;
-    mask_row(p, s, tile, i, scores);
     if (dropout.active()) {
       dropout.draw(tile, i);
       dropout.apply(tile, dscores);
     }
     softmax_backward_row(tile, a.lse[i], a.delta[i], scores, dscores);
     if (dropout.active()) dropout.apply(tile, scores);
+    mask_row(p, s, tile, i, 0.0f, scores);
+    mask_row(p, s, tile, i, 0.0f, dscores);
   }
   for (int64_t i = tile.queries; i < round_up(tile.queries, kRowStep); ++i) {  // depth of dk and dv comes in steps
     std::memset(a.scores + i * kKeyTile + first, 0, static_cast<size_t>(width) * sizeof(float));
@@ -239,15 +239,12 @@ FASTTFM_KERNEL void load_queries(const AttentionBackward& p, const Sequence& s, 
   const float* lse = lse_row(p.lse, p, s, head);
   const int64_t count = queries.last - queries.first;
   load_rows(Rows<const T>{q[queries.first], q.stride}, count, p.head_dim, p.scale, a.q);
-  load_rows(Rows<const T>{dout[queries.first], dout.stride}, count, p.head_dim,
-            p.seed != nullptr ? p.dropout_scale : 1.0f, a.dout);
+  const Rows<const T> dout_tile = {dout[queries.first], dout.stride}, out_tile = {out[queries.first], out.stride};
+  load_rows(dout_tile, count, p.head_dim, 1.0f, a.dout);
+  row_products(dout_tile, out_tile, count, p.head_dim, a.scores, a.delta);  // no scores are there yet
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t query = queries.first + i;
-    Lanes total = broadcast(0.0f);
-    for_columns(p.head_dim,
-                [&](int64_t c, auto n) { total = total + load(dout[query] + c, n) * load(out[query] + c, n); });
-    a.delta[i] = sum(total);
-    a.lse[i] = lse[query] == -kInfinity ? kInfinity : lse[query];  // nothing to attend to: all weights are 0
+    const float found = lse[queries.first + i];
+    a.lse[i] = found == -kInfinity ? 0.0f : found;  // nothing to attend to: all are masked
   }
 }
 
@@ -363,6 +360,18 @@ Status check(const AttentionCall& p) {
   return {};
 }
 
+// The most queries and keys that a sequence really has: max_seqlen may be far above it.
+struct Longest {
+  explicit Longest(const AttentionCall& p) {
+    for (int64_t i = 0; i < p.sequences; ++i) {
+      const Sequence s = find_sequence(p, i);
+      if (s.queries > queries) queries = s.queries;
+      if (s.keys > keys) keys = s.keys;
+    }
+  }
+  int64_t queries = 0, keys = 0;
+};
+
 }  // namespace
 
 Status attention_forward(const AttentionForward& p) {
@@ -377,7 +386,7 @@ Status attention_forward(const AttentionForward& p) {
         for (int64_t i = tokens.first; i < tokens.last; ++i) lse_row(p.lse, p, s, head)[i] = -kInfinity;
       }
     });
-    const int64_t per_head = chunks(p.max_seqlen, kQueryChunk), per_sequence = p.heads * per_head;
+    const int64_t per_head = chunks(Longest(p).queries, kQueryChunk), per_sequence = p.heads * per_head;
     const int64_t floats = ForwardArrays::floats(round_up(p.head_dim, kLanes));
     for_items(p, p.sequences * per_sequence, floats, [&](int64_t item, float* workspace) {
       const Sequence s = find_sequence(p, item / per_sequence);
@@ -399,28 +408,29 @@ Status attention_backward(const AttentionBackward& p) {
     using T = decltype(element);
     clear_unused<T>(p);
     const int64_t d = round_up(p.head_dim, kLanes);
-    const int64_t floats = BackwardArrays::floats(p.max_seqlen, p.max_seqlen_k, d);
+    const Longest longest(p);
+    const int64_t floats = BackwardArrays::floats(longest.queries, longest.keys, d);
     if (p.threads == 1 || p.sequences * p.kv_heads >= 2 * p.threads) {
       for_items(p, p.sequences * p.kv_heads, floats, [&](int64_t item, float* workspace) {
         const Sequence s = find_sequence(p, item / p.kv_heads);
-        backward_keys<T, true>(p, s, item % p.kv_heads, {0, s.keys}, BackwardArrays(workspace, p.max_seqlen_k, d));
+        backward_keys<T, true>(p, s, item % p.kv_heads, {0, s.keys}, BackwardArrays(workspace, longest.keys, d));
       });
       return Status{};
     }
-    const int64_t tiles = chunks(p.max_seqlen_k, kKeyTile), queries = chunks(p.max_seqlen, kQueryChunk);
+    const int64_t tiles = chunks(longest.keys, kKeyTile), queries = chunks(longest.queries, kQueryChunk);
     for_items(p, p.sequences * p.kv_heads * tiles, floats, [&](int64_t item, float* workspace) {
       const Sequence s = find_sequence(p, item / tiles / p.kv_heads);
       const int64_t first = item % tiles * kKeyTile;
       const Range keys = intersection({first, first + kKeyTile}, {0, s.keys});
       if (first < s.keys)
-        backward_keys<T, false>(p, s, item / tiles % p.kv_heads, keys, BackwardArrays(workspace, p.max_seqlen_k, d));
+        backward_keys<T, false>(p, s, item / tiles % p.kv_heads, keys, BackwardArrays(workspace, longest.keys, d));
     });
     for_items(p, p.sequences * p.heads * queries, floats, [&](int64_t item, float* workspace) {
       const Sequence s = find_sequence(p, item / queries / p.heads);
       const int64_t first = item % queries * kQueryChunk;
       const Range range = intersection({first, first + kQueryChunk}, {0, s.queries});
       if (first < s.queries)
-        backward_queries<T>(p, s, item / queries % p.heads, range, BackwardArrays(workspace, p.max_seqlen_k, d));
+        backward_queries<T>(p, s, item / queries % p.heads, range, BackwardArrays(workspace, longest.keys, d));
     });
     return Status{};
   });
@@ -429,10 +439,10 @@ Status attention_backward(const AttentionBackward& p) {
 }  // namespace FASTTFM_ISA
 
 #ifdef FASTTFM_ISA_BASELINE
-int64_t cpu::attention_forward_workspace(int64_t head_dim, int threads) {
+int64_t cpu::attention_forward_workspace(int64_t head_dim, int64_t threads) {
   return baseline::ForwardArrays::floats(baseline::round_up(head_dim, baseline::kLanes)) * threads;
 }
-int64_t cpu::attention_backward_workspace(int64_t max_seqlen, int64_t max_seqlen_k, int64_t head_dim, int threads) {
+int64_t cpu::attention_backward_workspace(int64_t max_seqlen, int64_t max_seqlen_k, int64_t head_dim, int64_t threads) {
   const int64_t d = baseline::round_up(head_dim, baseline::kLanes);
   return baseline::BackwardArrays::floats(max_seqlen, max_seqlen_k, d) * threads;
 }

@@ -1,6 +1,7 @@
 // What attention does to one tile of queries and keys on the CPU: reading and writing rows, masks, dropout, softmax.
 //
-// Scores are [queries, keys] matrices of fp32 with rows kKeyTile apart.
+// Scores are [queries, keys] matrices of fp32 with rows kKeyTile apart. q is multiplied with the scale as it is read,
+// so that they need no factor of their own.
 #pragma once
 
 #include <cstdint>
@@ -66,13 +67,20 @@ inline Range intersection(Range a, Range b) {
 
 // ---- rows in and out -------------------------------------------------------------------------------------------------
 
+// Rows of one head lie far apart: they are asked for so many rows ahead.
+constexpr int64_t kRowsAhead = 8;
+
 // to[row] = from[row] * scale in fp32, `columns` padded with zeros to a multiple of 16, rows to one of kRowStep.
 template <class T>
 FASTTFM_KERNEL void load_rows(Rows<const T> from, int64_t rows, int64_t columns, float scale, float* to) {
   const int64_t stride = round_up(columns, kLanes);
-  for (int64_t row = 0; row < rows; ++row)
-    for_columns(columns,
-                [&](int64_t c, auto n) { store(to + row * stride + c, load(from[row] + c, n) * broadcast(scale)); });
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* ahead = from[row + kRowsAhead < rows ? row + kRowsAhead : row];
+    for_columns(columns, [&](int64_t c, auto n) {
+      prefetch(ahead + c);
+      store(to + row * stride + c, load(from[row] + c, n) * broadcast(scale));
+    });
+  }
   std::memset(to + rows * stride, 0, static_cast<size_t>((round_up(rows, kRowStep) - rows) * stride) * sizeof(float));
 }
 
@@ -122,6 +130,23 @@ FASTTFM_KERNEL void load_transposed(Rows<const T> from, int64_t rows, int64_t co
   }
 }
 
+// to[row] = sum of a[row] * b[row], each row's in the order of multiply(): what is equal in exact arithmetic (a query
+// that attends to a single key has dout * out = dout * v) is equal here. `scratch` holds 32 rows; `to` is written by
+// sixteens.
+template <class T>
+FASTTFM_KERNEL void row_products(Rows<const T> a, Rows<const T> b, int64_t rows, int64_t columns, float* scratch,
+                                 float* to) {
+  float *a_turned = scratch, *b_turned = scratch + kLanes * round_up(columns, kLanes);
+  for (int64_t row = 0; row < rows; row += kLanes) {
+    const int64_t count = rows - row < kLanes ? rows - row : kLanes;
+    load_transposed(Rows<const T>{a[row], a.stride}, count, columns, a_turned);
+    load_transposed(Rows<const T>{b[row], b.stride}, count, columns, b_turned);
+    Lanes total = broadcast(0.0f);
+    for (int64_t c = 0; c < columns * kLanes; c += kLanes) total = total + load(a_turned + c) * load(b_turned + c);
+    store(to + row, total);
+  }
+}
+
 // ---- scores ----------------------------------------------------------------------------------------------------------
 
 // A tile of scores: queries from `query` on, keys from `key` on (a multiple of kKeyTile); the columns that any of its
@@ -141,15 +166,16 @@ inline TilePosition find_tile(const AttentionCall& p, const Sequence& s, Range q
   return tile;
 }
 
-// Scores of keys that a query does not attend to become -infinity.
-inline void mask_row(const AttentionCall& p, const Sequence& s, const TilePosition& tile, int64_t row, float* scores) {
+// Writes `value` to the columns of a row whose keys its query does not attend to.
+inline void mask_row(const AttentionCall& p, const Sequence& s, const TilePosition& tile, int64_t row, float value,
+                     float* columns) {
   const int64_t query = tile.query + row;
   const Range keys = intersection(attended_keys(p, s, {query, query + 1}), {tile.key, tile.key + tile.keys});
   const int64_t begin = tile.panels.first * kLanes, end = tile.panels.last * kLanes;
   int64_t first = keys.first - tile.key, last = keys.last - tile.key;
   if (first >= last) first = last = end;
-  for (int64_t c = begin; c < first; ++c) scores[c] = -kInfinity;
-  for (int64_t c = last; c < end; ++c) scores[c] = -kInfinity;
+  for (int64_t c = begin; c < first; ++c) columns[c] = value;
+  for (int64_t c = last; c < end; ++c) columns[c] = value;
 }
 
 // Which of a row's weights dropout keeps.
@@ -159,6 +185,7 @@ class WeightDropout {
       : seed_(p.seed != nullptr ? static_cast<uint64_t>(*p.seed) : 0),
         active_(p.seed != nullptr),
         limit_(static_cast<uint8_t>(p.threshold - 1)),
+        scale_(p.dropout_scale),
         sequence_(static_cast<uint32_t>(s.index)),
         head_(static_cast<uint32_t>(head)) {}
 
@@ -179,10 +206,10 @@ class WeightDropout {
         for (uint32_t d = 0; d < 4; ++d) *out++ = pairs[4 * block + d][pair];
   }
 
-  // Zeros in place of what is dropped of the drawn row.
+  // What is kept of the drawn row is scaled, the rest becomes 0.
   void apply(const TilePosition& tile, float* row) const {
     for (int64_t c = tile.panels.first * kLanes; c < tile.panels.last * kLanes; c += kLanes)
-      store(row + c, select(above(bytes_ + c, limit_), load(row + c), broadcast(0.0f)));
+      store(row + c, select(above(bytes_ + c, limit_), load(row + c) * broadcast(scale_), broadcast(0.0f)));
   }
 
  private:
@@ -191,6 +218,7 @@ class WeightDropout {
   uint64_t seed_;
   bool active_;
   uint8_t limit_;
+  float scale_;
   uint32_t sequence_, head_;
 };
 
@@ -199,31 +227,38 @@ struct SoftmaxRow {
   float largest, sum;
 };
 
+// exp(score - shift). Below fp32's normal range, and for -infinity, it stays at 2^-126: masks write their zeros
+// afterwards.
+inline Lanes weights(const Lanes& scores, float shift) {
+  constexpr float log2_e = 0x1.715476p0f;
+  return exp2_in_range(at_least((scores - broadcast(shift)) * broadcast(log2_e), -126.0f));
+}
+
 // scores -> weights relative to the row's largest score, which may rise: returns what earlier weights of the row are to
-// be multiplied with.
+// be multiplied with. Masked scores are -infinity.
 inline float softmax_row(const TilePosition& tile, float* scores, SoftmaxRow& state) {
   const int64_t begin = tile.panels.first * kLanes, end = tile.panels.last * kLanes;
-  Lanes largest = load(scores + begin);
-  for (int64_t c = begin + kLanes; c < end; c += kLanes) largest = maximum(load(scores + c), largest);
-  const float here = maximum(largest), before = state.largest;
+  Lanes most = load(scores + begin);
+  for (int64_t c = begin + kLanes; c < end; c += kLanes) most = larger(load(scores + c), most);
+  const float here = largest(most), before = state.largest;
   if (here > before) state.largest = here;
-  const float shift = state.largest == -kInfinity ? 0.0f : state.largest;  // nothing to attend to: all weights are 0
+  const float shift = state.largest == -kInfinity ? 0.0f : state.largest;  // nothing to attend to: all are masked
   Lanes total = broadcast(0.0f);
   for (int64_t c = begin; c < end; c += kLanes) {
-    const Lanes weight = exp_or_zero(load(scores + c) - broadcast(shift));
+    const Lanes weight = weights(load(scores + c), shift);
     store(scores + c, weight);
     total = total + weight;
   }
   const bool unchanged = before == state.largest || before == -kInfinity;  // or there are no earlier weights
-  const float factor = unchanged ? 1.0f : exp_or_zero(broadcast(before - shift)).r[0][0];
+  const float factor = unchanged ? 1.0f : weights(broadcast(before), shift).r[0][0];
   state.sum = state.sum * factor + sum(total);
   return factor;
 }
 
-// With dweights = dout * V^T: scores -> weights P, dweights -> dscores = P * (dweights - delta).
+// With dweights = dout * V^T: scores -> weights P, dweights -> dscores = P * (dweights - delta). Masks come after it.
 inline void softmax_backward_row(const TilePosition& tile, float lse, float delta, float* scores, float* dweights) {
   for (int64_t c = tile.panels.first * kLanes; c < tile.panels.last * kLanes; c += kLanes) {
-    const Lanes weight = exp_or_zero(load(scores + c) - broadcast(lse));
+    const Lanes weight = weights(load(scores + c), lse);
     store(scores + c, weight);
     store(dweights + c, weight * (load(dweights + c) - broadcast(delta)));
   }

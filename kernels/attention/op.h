@@ -65,8 +65,8 @@ struct AttentionBackward : AttentionCall {
 namespace cpu {
 Status attention_forward(const AttentionForward&);
 Status attention_backward(const AttentionBackward&);
-int64_t attention_forward_workspace(int64_t head_dim, int threads);  // in floats
-int64_t attention_backward_workspace(int64_t max_seqlen, int64_t max_seqlen_k, int64_t head_dim, int threads);
+int64_t attention_forward_workspace(int64_t head_dim, int64_t threads);  // in floats
+int64_t attention_backward_workspace(int64_t max_seqlen, int64_t max_seqlen_k, int64_t head_dim, int64_t threads);
 }  // namespace cpu
 
 }  // namespace fasttfm

@@ -1,4 +1,4 @@
-"""Attention in Triton: launchers. The kernels are in triton_forward.py and triton_backward.py, tile sizes in tuning.py."""
+"""Attention in Triton: launchers. The kernels are in triton_forward.py and triton_backward.py, tiles in tuning.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from torch import Tensor
 
 from fasttfm.kernels.attention import tuning
 from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem
-from fasttfm.kernels.attention.triton_backward import _bwd_head_kernel, _bwd_kv_kernel, _bwd_q_kernel
+from fasttfm.kernels.attention.triton_backward import MAX_BLOCK_M, _bwd_head_kernel, _bwd_kv_kernel, _bwd_q_kernel
 from fasttfm.kernels.attention.triton_forward import _fwd_kernel
 from fasttfm.kernels.common.launch import multiprocessors, on_device
-
-_HEAD_PROGRAMS_PER_MULTIPROCESSOR = 2
 
 
 def _strides(tensors: dict[str, Tensor]) -> tuple[dict[str, int], int]:
@@ -137,40 +135,51 @@ def attention_bwd_triton(
 
 def _backward_by_head(arguments: dict[str, Any], out: Tensor, problem: AttentionProblem) -> None:
     q, lse = arguments["q"], arguments["lse"]
-    options = tuning.head_tiles(*_tuning_key(q, problem)).options()
+    tiles = tuning.head_tiles(*_tuning_key(q, problem))
+    options = tiles.options()
     heads, kv_heads = arguments["heads"], arguments["kv_heads"]
     programs = items = problem.sequences * kv_heads
     one_tile = problem.max_seqlen_k <= options["BLOCK_N"]
-    scratch_rows, delta, scratch = 0, lse, lse
+    scratch_rows, statistics, scratch = 0, lse, lse
     if not one_tile:
-        programs = min(items, _HEAD_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(q))
+        programs = min(items, tiles.programs * multiprocessors(q))
         scratch_rows = triton.cdiv(problem.max_seqlen, options["BLOCK_M"]) * options["BLOCK_M"]
-        delta = torch.empty_like(lse)
-        scratch = lse.new_empty(programs * heads // kv_heads * scratch_rows * arguments["BLOCK_D"])
+        rows = programs * (heads // kv_heads) * scratch_rows
+        statistics, scratch = lse.new_empty(2 * rows), lse.new_empty(rows * arguments["BLOCK_D"])
     _bwd_head_kernel[(programs,)](
         **arguments,
         out=out,
-        delta=delta,
+        statistics=statistics,
         scratch=scratch,
         items=items,
         scratch_rows=scratch_rows,
+        KEYS_FIRST=tiles.keys_first,
         ONE_TILE=one_tile,
         **options,
     )
 
 
 def _backward_by_tile(arguments: dict[str, Any], out: Tensor, problem: AttentionProblem) -> None:
-    q, delta = arguments["q"], torch.empty_like(arguments["lse"])
+    q, lse, heads = arguments["q"], arguments["lse"], arguments["heads"]
     key = _tuning_key(q, problem)
+    margin = MAX_BLOCK_M.value
+    if problem.packed:
+        rows = len(q) + problem.sequences * margin
+        size = heads * rows
+    else:
+        rows = triton.cdiv(problem.max_seqlen, margin) * margin
+        size = problem.sequences * heads * rows
+    arguments |= {"statistics": lse.new_empty(2 * size), "statistics_rows": rows, "statistics_size": size}
     options = tuning.query_tiles(*key).options()
     tiles = triton.cdiv(problem.max_seqlen, options["BLOCK_M"])
-    _bwd_q_kernel[(tiles * arguments["heads"] * problem.sequences,)](
-        **_without(arguments, "dk", "dv"), out=out, delta=delta, tiles=tiles, **options
+    _bwd_q_kernel[(tiles * heads * problem.sequences,)](
+        **_without(arguments, "dk", "dv"), out=out, tiles=tiles, **options
     )
-    options = tuning.key_tiles(*key).options()
+    chosen = tuning.key_tiles(*key)
+    options = chosen.options()
     tiles = triton.cdiv(problem.max_seqlen_k, options["BLOCK_N"])
     _bwd_kv_kernel[(tiles * arguments["kv_heads"] * problem.sequences,)](
-        **_without(arguments, "dq"), delta=delta, tiles=tiles, **options
+        **_without(arguments, "dq", "lse"), tiles=tiles, KEYS_FIRST=chosen.keys_first, **options
     )
 
 

@@ -24,7 +24,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     sequence_span,
     store_rows,
 )
-from fasttfm.kernels.common.philox_triton import kept_weights
+from fasttfm.kernels.common.philox_triton import dropped_weights
 
 
 @triton.jit
@@ -47,14 +47,13 @@ def _over_keys(
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    BLOCK_M: tl.constexpr = q_tile.shape[0]
     columns = tl.arange(0, q_tile.shape[1])
     factor = terms[0] if FEATURES[PLAIN] else 1.0
     for first in range(begin, end, BLOCK_N):
         k_tile = load_rows(k_rows, first, shape[1], columns, MASKED, D, BLOCK_N)
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         keys = first + tl.arange(0, BLOCK_N)
-        scores = masked_scores(products, queries, keys, shape, terms, MASKED, FEATURES)
+        scores = masked_scores(products, queries[:, None], keys[None, :], shape, terms, MASKED, FEATURES)
         higher = tl.maximum(m, tl.max(scores, 1) * factor)
         reference = higher
         if MASKED or FEATURES[BIAS]:
@@ -63,8 +62,7 @@ def _over_keys(
         correction = tl.exp2(m - reference)
         l = l * correction + tl.sum(weights, 1)
         if FEATURES[DROPOUT]:
-            keep = kept_weights(dropout[0], dropout[1], dropout[2], queries, first, dropout[3], BLOCK_M, BLOCK_N)
-            weights = tl.where(keep, weights, 0.0)
+            weights = dropped_weights(weights, dropout[0], dropout[1], dropout[2], queries, first, dropout[3])
         accumulator = accumulator * correction[:, None]
         v_tile = load_rows(v_rows, first, shape[1], columns, MASKED, D, BLOCK_N)
         accumulator = tl.dot(weights.to(v_tile.dtype), v_tile, accumulator, input_precision=PRECISION)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What a call has, in the order of the tuple FEATURES: a limit of the window to the left, one to the right, a bias, slopes,
-# scores that are the plain products times a positive scale, dropout.
+# What a call has, in the order of the tuple FEATURES: a limit of the window to the left, one to the right, a bias,
+# slopes, scores that are the plain products times a positive scale, dropout.
 LEFT, RIGHT, BIAS, SLOPES, PLAIN, DROPOUT = (tl.constexpr(index) for index in range(6))
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -54,7 +54,7 @@ def output_offsets(sequence, first, head, heads, size, LAYOUT: tl.constexpr):
 
 @triton.jit
 def load_rows(head, first, rows, columns, MASKED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows ``first`` to ``first + BLOCK`` of a head; zeros past row ``rows`` (not looked at unless MASKED) and past D."""
+    """Rows ``first`` to ``first + BLOCK`` of a head; zeros past D and, where MASKED, past row ``rows``."""
     base, stride = head
     offsets = tl.arange(0, BLOCK)[:, None] * stride + columns[None, :]
     pointers = base + tl.cast(first, tl.int64) * stride + offsets
@@ -127,9 +127,9 @@ def query_tiles(first, shape, FEATURES: tl.constexpr, BLOCK_M: tl.constexpr, BLO
 
 @triton.jit
 def masked_scores(
-    products,  # fp32 [BLOCK_M, BLOCK_N]
-    queries,  # int32 [BLOCK_M]
-    keys,  # int32 [BLOCK_N]
+    products,  # fp32: queries by keys, or keys by queries
+    queries,  # int32, of two axes, as keys: they broadcast to the shape of products
+    keys,
     shape,
     terms,
     MASKED: tl.constexpr,
@@ -144,16 +144,16 @@ def masked_scores(
     if not FEATURES[PLAIN]:
         scores = products * scale
         if FEATURES[BIAS]:
-            inside = (queries < q_length)[:, None] & (keys < k_length)[None, :]
-            added = tl.load(bias + queries.to(tl.int64)[:, None] * bias_row + keys[None, :], mask=inside, other=0.0)
+            inside = (queries < q_length) & (keys < k_length)
+            added = tl.load(bias + queries.to(tl.int64) * bias_row + keys, mask=inside, other=0.0)
             scores += added.to(tl.float32) * LOG2_E
         if FEATURES[SLOPES]:
-            scores -= slope * LOG2_E * tl.abs((queries + offset)[:, None] - keys[None, :]).to(tl.float32)
+            scores -= slope * LOG2_E * tl.abs(queries + offset - keys).to(tl.float32)
     if MASKED:
-        attended = (keys < k_length)[None, :]
+        attended = keys < k_length
         if FEATURES[RIGHT]:
-            attended = attended & (keys[None, :] <= (queries + (offset + window_right))[:, None])
+            attended = attended & (keys <= queries + (offset + window_right))
         if FEATURES[LEFT]:
-            attended = attended & (keys[None, :] >= (queries + (offset - window_left))[:, None])
+            attended = attended & (keys >= queries + (offset - window_left))
         scores = tl.where(attended, scores, -float("inf"))
     return scores

@@ -18,7 +18,7 @@ FASTTFM_KERNEL void forward_row(const BiasGeluForward& p, int64_t row) {
   for_columns(p.columns, [&](int64_t c, auto n) {
     Lanes u = load(x + c, n);
     if (bias != nullptr) u = u + load(bias + c, n);
-    store(y + c, activated<A>(u).value, n);
+    store(y + c, activated<A, sizeof(T) == 4>(u).value, n);
   });
 }
 
@@ -32,7 +32,7 @@ FASTTFM_KERNEL void backward_row(const BiasGeluBackward& p, int64_t row, float* 
   for_columns(p.columns, [&](int64_t c, auto n) {
     Lanes u = load(x + c, n);
     if (bias != nullptr) u = u + load(bias + c, n);
-    const Lanes out = load(dy + c, n) * activated<A>(u).derivative;
+    const Lanes out = load(dy + c, n) * activated<A, sizeof(T) == 4>(u).derivative;
     store(dx + c, out, n);
     if (dbias != nullptr) store(dbias + c, load(dbias + c, n) + out, n);
   });

@@ -21,12 +21,20 @@ inline Logistic logistic(const Lanes& w) {
   return {s, e * s};
 }
 
-template <Activation A>
+// EXACT asks for fp32's precision, relative to the result; without it, for 16-bit types, absolute.
+template <Activation A, bool EXACT>
 inline Activated activated(const Lanes& u) {
-  if constexpr (A == Activation::gelu) {
+  if constexpr (A == Activation::gelu && EXACT) {
     const Lanes below = erf(u * broadcast(kHalfRoot)) * broadcast(0.5f) + broadcast(0.5f);  // Phi(u)
     const Lanes density = exp(u * u * broadcast(-0.5f)) * broadcast(kDensity);
     return {u * below, u * density + below};
+  } else if constexpr (A == Activation::gelu) {
+    constexpr float logit[] = {-kLogit0, -kLogit1, -kLogit2, -kLogit3, -kLogit4, -kLogit5, -kLogit6};
+    const Lanes v = at_least(u, -kLogitEnd), w = at_most(v, kLogitEnd);
+    const Lanes below = broadcast(1.0f) / (exp2_in_range(w * polynomial(w * w, logit)) + broadcast(1.0f));  // Phi(u)
+    const Lanes d = at_most(at_least(u, -kDensityEnd), kDensityEnd);
+    const Lanes density = exp2_in_range(d * d * broadcast(-0.5f * kLog2E) + broadcast(kLogDensity));
+    return {v * below, d * density + below};
   } else if constexpr (A == Activation::gelu_tanh) {
     const Lanes v = at_least(u, kTanhLowest), square = at_most(v * v, kTanhSquare);
     const Logistic l = logistic(v * (square * broadcast(kTanhSlope * kTanhCubic) + broadcast(kTanhSlope)));

@@ -28,6 +28,32 @@ __device__ __forceinline__ void store_packed(T* to, const Packed<T>& value) {
   *reinterpret_cast<Packed<T>*>(to) = value;
 }
 
+// Global memory if `wanted`, as predicated instructions, and otherwise vectors of the words `otherwise`: branches
+// around each of a row's vectors would cost about as much as the conversion of its elements.
+template <class T>
+__device__ __forceinline__ Packed<T> load_packed_if(bool wanted, const T* from, uint32_t otherwise = 0) {
+  Packed<T> value;
+  auto* word = reinterpret_cast<uint32_t*>(&value);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(value)) / 16; ++i)
+    asm("{ .reg .pred p; setp.ne.b32 p, %4, 0; mov.b32 %0, %6; mov.b32 %1, %6; mov.b32 %2, %6; mov.b32 %3, %6;"
+        " @p ld.global.v4.b32 {%0, %1, %2, %3}, [%5]; }"
+        : "=&r"(word[4 * i]), "=&r"(word[4 * i + 1]), "=&r"(word[4 * i + 2]), "=&r"(word[4 * i + 3])
+        : "r"(static_cast<int>(wanted)), "l"(reinterpret_cast<const char*>(from) + 16 * i), "r"(otherwise));
+  return value;
+}
+template <class T>
+__device__ __forceinline__ void store_packed_if(bool wanted, T* to, const Packed<T>& value) {
+  const auto* word = reinterpret_cast<const uint32_t*>(&value);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(value)) / 16; ++i)
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.v4.b32 [%1], {%2, %3, %4, %5}; }" ::"r"(
+                     static_cast<int>(wanted)),
+                 "l"(reinterpret_cast<char*>(to) + 16 * i), "r"(word[4 * i]), "r"(word[4 * i + 1]),
+                 "r"(word[4 * i + 2]), "r"(word[4 * i + 3])
+                 : "memory");
+}
+
 // A load from shared memory that the compiler may not merge with an earlier one of the same address: it frees the
 // registers in between.
 template <class T>
@@ -43,13 +69,16 @@ __device__ __forceinline__ Packed<T> reload_packed(const Packed<T>* shared) {
   return value;
 }
 
-// Starts a copy of one vector into shared memory; it is there after wait_copies<N>() by the same thread.
+__device__ __forceinline__ uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+// Starts a copy of one vector to an address in shared memory; it is there after wait_copies<N>() by the same thread.
 template <class T>
-__device__ __forceinline__ void start_copy(Packed<T>* shared, const T* global) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+__device__ __forceinline__ void start_copy(uint32_t shared, const T* global) {
 #pragma unroll
   for (int offset = 0; offset < static_cast<int>(sizeof(Packed<T>)); offset += 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address + offset),
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared + offset),
                  "l"(reinterpret_cast<const char*>(global) + offset)
                  : "memory");
 }
@@ -110,26 +139,28 @@ __device__ __forceinline__ Packed<T> narrow(const float (&from)[kVector]) {
   return to;
 }
 
-// A parameter vector; `fallback` stands in for a null pointer. The branch is the same for all threads.
+__device__ __forceinline__ uint32_t word_of(float value, float) { return __float_as_uint(value); }
+template <class T>
+__device__ __forceinline__ uint32_t word_of(float value, T type) {
+  return narrow_word(value, value, type);
+}
+
+// A parameter vector, or `fallback` if the pointer is null or the vector not wanted.
 template <class P>
-__device__ __forceinline__ void load_parameter(const P* from, int offset, float fallback, float (&to)[kVector]) {
-  if (from != nullptr) {
-    widen(load_packed(from + offset), to);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) to[i] = fallback;
-  }
+__device__ __forceinline__ void load_parameter(bool wanted, const P* from, int offset, float fallback,
+                                               float (&to)[kVector]) {
+  widen(load_packed_if(wanted && from != nullptr, from + offset, word_of(fallback, P{})), to);
 }
 
 // A parameter vector whose type is known at run time only.
 __device__ __forceinline__ void load_parameter(const void* from, DType dtype, int offset, float fallback,
                                                float (&to)[kVector]) {
   if (dtype == DType::f32)
-    load_parameter(static_cast<const float*>(from), offset, fallback, to);
+    load_parameter(true, static_cast<const float*>(from), offset, fallback, to);
   else if (dtype == DType::bf16)
-    load_parameter(static_cast<const bf16_t*>(from), offset, fallback, to);
+    load_parameter(true, static_cast<const bf16_t*>(from), offset, fallback, to);
   else
-    load_parameter(static_cast<const f16_t*>(from), offset, fallback, to);
+    load_parameter(true, static_cast<const f16_t*>(from), offset, fallback, to);
 }
 
 // One element of a tensor whose type is known at run time only.

@@ -42,7 +42,8 @@ Status elementwise(const Elementwise& p) {
     case ElementFunction::exp: return apply<float, float>(p, [](const Lanes& x) { return exp(x); });
     case ElementFunction::erf: return apply<float, float>(p, [](const Lanes& x) { return erf(x); });
     case ElementFunction::tanh: return apply<float, float>(p, [](const Lanes& x) { return tanh(x); });
-    default: return {StatusCode::bad_value, "elementwise: function is not 0 (identity), 1 (exp), 2 (erf) or 3 (tanh)"};
+    case ElementFunction::exp2_in_range: return apply<float, float>(p, [](const Lanes& x) { return exp2_in_range(x); });
+    default: return {StatusCode::bad_value, "elementwise: function is not 0 to 4 (see kernels/common/elementwise.h)"};
   }
 }
 

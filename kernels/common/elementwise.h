@@ -9,7 +9,7 @@
 
 namespace fasttfm {
 
-enum class ElementFunction : int32_t { identity = 0, exp = 1, erf = 2, tanh = 3 };
+enum class ElementFunction : int32_t { identity = 0, exp = 1, erf = 2, tanh = 3, exp2_in_range = 4 };
 
 struct Elementwise {
   const void* x;  // [count], x_dtype

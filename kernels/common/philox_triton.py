@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # inline assembly is for GPUs alone
+
 
 @triton.jit
 def philox(seed, c0, c1, c2, c3):
@@ -57,20 +59,42 @@ def kept(seed, sequence, token, threshold, first_column, BLOCK_N: tl.constexpr, 
 
 
 @triton.jit
-def kept_weights(seed, sequence, head, queries, first_key, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which attention weights dropout keeps: bool [BLOCK_M, BLOCK_N], for the given queries (int32 [BLOCK_M]) and the
-    keys from ``first_key`` on (both multiples of 64). In the layout of a matrix product's result, each thread draws
-    exactly for the elements it holds. Bytes are compared where they stand in their word, the higher ones masked out."""
+def dropped_weights(
+    weights,  # fp32 [BLOCK_M, BLOCK_N]
+    seed,
+    sequence,
+    head,
+    queries,  # int32 [BLOCK_M]
+    first_key,
+    threshold,
+):
+    """Attention weights of the given queries and the keys from ``first_key`` on (a multiple of 64, as is BLOCK_N), with
+    zeros for those that dropout takes. Where weights come from a matrix product, each thread draws for what it holds.
+
+    Four bytes are compared at once: the high bit of a byte of ``z`` says whether its low seven bits reach those of the
+    threshold, which decides together with the high bits of the byte and of the threshold.
+    """
+    BLOCK_M: tl.constexpr = weights.shape[0]
+    BLOCK_N: tl.constexpr = weights.shape[1]
     draws: tl.constexpr = BLOCK_N // 16
-    groups = (first_key // 16 + tl.arange(0, draws)).to(tl.uint32)
-    c0 = tl.broadcast_to(groups[None, :], (BLOCK_M, draws))
-    c1 = tl.broadcast_to(queries[:, None].to(tl.uint32), (BLOCK_M, draws))
+    c0 = tl.broadcast_to((first_key // 16 + tl.arange(0, draws)).to(tl.uint32)[None, :], (BLOCK_M, draws))
+    c1 = tl.broadcast_to(queries.to(tl.uint32)[:, None], (BLOCK_M, draws))
     c2 = tl.full((BLOCK_M, draws), 0, tl.uint32) + sequence.to(tl.uint32)
     c3 = tl.full((BLOCK_M, draws), 1, tl.uint32) + head.to(tl.uint32)
     w0, w1, w2, w3 = philox(seed, c0, c1, c2, c3)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK_M, BLOCK_N // 64, 4, 4, 1)  # ..., draw, word, byte
-    shifts = (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, None, :]
-    up_to_byte = tl.full(shifts.shape, 0xFFFFFFFF, tl.uint32) >> (24 - shifts)
-    keep = (words & up_to_byte) >= (threshold.to(tl.uint32) << shifts)
-    keep = tl.permute(keep.reshape(BLOCK_M, BLOCK_N // 64, 4, 8, 2), (0, 1, 3, 2, 4))
-    return keep.reshape(BLOCK_M, BLOCK_N)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    low = (128 - (threshold & 127)).to(tl.uint32) * 0x01010101
+    either = tl.where(threshold < 128, 0xFFFFFFFF, 0).to(tl.uint32)
+    z = (words & 0x7F7F7F7F) + low
+    keep = (words & z) | (either & (words | z))
+    keep = keep.reshape(BLOCK_M, BLOCK_N // 64, 4, 4, 1)  # ..., draw, word, byte
+    byte = tl.arange(0, 4).to(tl.uint32)[None, None, None, None, :]
+    keep, byte = tl.broadcast(keep, byte)
+    if INTERPRETED:
+        mask = ((keep << (24 - 8 * byte)).to(tl.int32, bitcast=True) >> 31).to(tl.int32)
+    else:  # one instruction: the sign of a byte in every bit
+        mask = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [keep, 0x8888 + 0x1111 * byte], tl.int32, is_pure=True, pack=1
+        )
+    mask = tl.permute(mask.reshape(BLOCK_M, BLOCK_N // 64, 4, 8, 2), (0, 1, 3, 2, 4)).reshape(BLOCK_M, BLOCK_N)
+    return (weights.to(tl.int32, bitcast=True) & mask).to(tl.float32, bitcast=True)

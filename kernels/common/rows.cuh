@@ -51,10 +51,27 @@ Status for_row_shape(int64_t columns, Launch launch) {
   return launch(RowShape<256, 4, 256>{});
 }
 
-// The column of a thread's v-th vector: neighbouring threads read neighbouring vectors.
+// The column of a thread's v-th vector: neighbouring threads read neighbouring vectors, and a thread's vectors lie
+// vector_offset<S>(v) from its first, which is known when compiling.
+template <class S>
+__device__ __forceinline__ constexpr int vector_offset(int v) {
+  return v * S::kGroup * kVector;
+}
 template <class S>
 __device__ __forceinline__ int column_of(int v) {
-  return (v * S::kGroup + threadIdx.x % S::kGroup) * kVector;
+  return vector_offset<S>(v) + threadIdx.x % S::kGroup * kVector;
+}
+// Whether the thread's v-th vector lies in a row of `columns`: compared with what is left from its first one on.
+template <class S>
+__device__ __forceinline__ bool in_row(int v, int columns) {
+  return vector_offset<S>(v) < columns - column_of<S>(0);
+}
+
+// The thread's group in its block. The shuffle tells the compiler that a warp's threads agree: loops over a group's
+// rows are then no divergence, which reductions inside of them would have to provide for.
+template <class S>
+__device__ __forceinline__ int group_of_thread() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x), 0) / S::kGroup;
 }
 
 // The rows of one group: `first`, `first + stride`, ...; `rounds` of them.
@@ -64,21 +81,22 @@ struct GroupRows {
   int rounds;
 
   __device__ __forceinline__ explicit GroupRows(int64_t rows)
-      : first(static_cast<int64_t>(blockIdx.x) * S::kGroups + threadIdx.x / S::kGroup),
+      : first(static_cast<int64_t>(blockIdx.x) * S::kGroups + group_of_thread<S>()),
         stride(static_cast<int64_t>(gridDim.x) * S::kGroups),
         rounds(first < rows ? static_cast<int>((rows - first + stride - 1) / stride) : 0) {}
 };
 
-// One tensor's rows as a group walks over them: the pointer steps along, so that the loop multiplies no 64-bit numbers.
+// A thread's first vector in one tensor's rows as its group walks over them: the pointer steps along, so that the loop
+// multiplies no 64-bit numbers.
 template <class T>
 struct RowWalk {
-  T* row;
+  T* vector;
   int64_t step;
 
   template <class S>
   __device__ __forceinline__ RowWalk(T* tensor, const GroupRows<S>& rows, int64_t row_stride)
-      : row(tensor + rows.first * row_stride), step(rows.stride * row_stride) {}
-  __device__ __forceinline__ void next() { row += step; }
+      : vector(tensor + rows.first * row_stride + column_of<S>(0)), step(rows.stride * row_stride) {}
+  __device__ __forceinline__ void next() { vector += step; }
 };
 
 constexpr int kRowStages = 2;  // one row in use, one in flight; a third bought nothing on an H200
@@ -92,7 +110,7 @@ struct RowRing {
   __device__ __forceinline__ void clear_past_end(int columns) {
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
-      if (column_of<S>(v) < columns) continue;
+      if (in_row<S>(v, columns)) continue;
 #pragma unroll
       for (int stage = 0; stage < kRowStages; ++stage)
 #pragma unroll
@@ -106,11 +124,14 @@ struct RowRing {
   __device__ __forceinline__ void start(bool wanted, int columns, int slot, Walks&... walks) {
     static_assert(sizeof...(Walks) == TENSORS, "one walk per tensor");
     if (wanted) {
+      const uint32_t first = shared_address(&vector[slot][0][0][threadIdx.x]);
 #pragma unroll
       for (int v = 0; v < S::kVectors; ++v) {
-        if (column_of<S>(v) >= columns) continue;
+        if (!in_row<S>(v, columns)) continue;
         int tensor = 0;
-        (start_copy(&vector[slot][tensor++][v][threadIdx.x], walks.row + column_of<S>(v)), ...);
+        (start_copy(first + static_cast<uint32_t>(sizeof(Packed<T>)) * S::kBlock * (tensor++ * S::kVectors + v),
+                    walks.vector + vector_offset<S>(v)),
+         ...);
       }
     }
     commit_copies();

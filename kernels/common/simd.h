@@ -110,25 +110,38 @@ inline Lanes product(const Lanes& a, const Lanes& b) {
   return out;
 }
 
-// Sum of the 16 lanes, in the same order on every instruction set: lane i + lane i+8, then i+4, i+2, i+1.
-inline float sum(const Lanes& a) {
-  typedef float Quad __attribute__((vector_size(16)));
-  Quad quad[4];
-  std::memcpy(quad, a.r, sizeof(quad));
-  const Quad total = (quad[0] + quad[2]) + (quad[1] + quad[3]);
-  return (total[0] + total[2]) + (total[1] + total[3]);
+// The larger and the smaller of two, lane by lane; x where it is NaN.
+#if defined(__ARM_NEON)
+inline RegF larger(RegF x, RegF y) { return vmaxq_f32(x, y); }
+inline RegF smaller(RegF x, RegF y) { return vminq_f32(x, y); }
+#else
+inline RegF larger(RegF x, RegF y) { return select(reinterpret_cast<RegU>(x < y), y, x); }
+inline RegF smaller(RegF x, RegF y) { return select(reinterpret_cast<RegU>(x > y), y, x); }
+#endif
+inline Lanes larger(const Lanes& a, const Lanes& b) {
+  return map(a, b, [](RegF x, RegF y) { return larger(x, y); });
 }
 
-// The largest of the 16 lanes; which of a NaN and a number is larger is open.
-inline float maximum(const Lanes& a) {
-  float lane[kLanes];
-  std::memcpy(lane, a.r, sizeof(lane));
-  float largest = lane[0];
-  for (int i = 1; i < kLanes; ++i) largest = lane[i] > largest ? lane[i] : largest;
-  return largest;
+// Combines the 16 lanes in the same order on every instruction set: lane i with lane i+8, then i+4, i+2, i+1.
+template <class Combine>
+inline float fold(const Lanes& a, Combine combine) {
+  typedef float Quad __attribute__((vector_size(16)));
+  Quad all;
+  if constexpr (kRegisters == 4) {  // not by way of memory
+    all = combine(combine(a.r[0], a.r[2]), combine(a.r[1], a.r[3]));
+  } else {
+    Quad quad[4];
+    std::memcpy(quad, a.r, sizeof(quad));
+    all = combine(combine(quad[0], quad[2]), combine(quad[1], quad[3]));
+  }
+  return combine(combine(all[0], all[2]), combine(all[1], all[3]));
 }
-inline Lanes maximum(const Lanes& a, const Lanes& b) {
-  return map(a, b, [](RegF x, RegF y) { return select(reinterpret_cast<RegU>(x > y), x, y); });
+inline float sum(const Lanes& a) {
+  return fold(a, [](auto x, auto y) { return x + y; });
+}
+// With a NaN among the lanes, any lane may be the answer.
+inline float largest(const Lanes& a) {
+  return fold(a, [](auto x, auto y) { return x > y ? x : y; });
 }
 
 // ---- storage formats: load() and store() of 16 elements --------------------------------------------------------------

@@ -9,6 +9,7 @@
 
 #include "common/dropout.cuh"
 #include "common/launch.cuh"
+#include "common/normalize.cuh"
 #include "common/rows.cuh"
 #include "dropout_add_layer_norm/op.h"
 
@@ -27,9 +28,9 @@ __device__ __forceinline__ void add_row(const DropoutAddLayerNormForward& p, int
   Packed<R> residual_packed[S::kVectors];
 #pragma unroll
   for (int v = 0; v < S::kVectors; ++v) {
-    const bool in_row = column_of<S>(v) < columns;
-    x_packed[v] = in_row ? load_packed(from + column_of<S>(v)) : Packed<T>{};
-    residual_packed[v] = in_row ? load_packed(residual + column_of<S>(v)) : Packed<R>{};
+    const bool inside = in_row<S>(v, columns);
+    x_packed[v] = load_packed_if(inside, from + column_of<S>(v));
+    residual_packed[v] = load_packed_if(inside, residual + column_of<S>(v));
   }
   const Dropout dropout(p);
   RowDraws<S> draws;
@@ -39,11 +40,11 @@ __device__ __forceinline__ void add_row(const DropoutAddLayerNormForward& p, int
   R* to = static_cast<R*>(p.z) + row * columns;
 #pragma unroll
   for (int v = 0; v < S::kVectors; ++v) {
-    const bool in_row = column_of<S>(v) < columns;
+    const bool inside = in_row<S>(v, columns);
     float x[kVector];
     widen(x_packed[v], x);
     widen(residual_packed[v], z[v]);
-    if (linear_bias != nullptr && in_row) {
+    if (linear_bias != nullptr && inside) {
       float added[kVector];
       widen(load_packed(linear_bias + column_of<S>(v)), added);
 #pragma unroll
@@ -54,62 +55,17 @@ __device__ __forceinline__ void add_row(const DropoutAddLayerNormForward& p, int
       if (draws.kept(v, i, dropout.limit)) z[v][i] = fmaf(x[i], dropout.scale, z[v][i]);
     const Packed<R> rounded = narrow<R>(z[v]);
     widen(rounded, z[v]);
-    if (p.z != nullptr && in_row) store_packed(to + column_of<S>(v), rounded);
+    store_packed_if(p.z != nullptr && inside, to + column_of<S>(v), rounded);
   }
 }
 
 template <class T, class R, class P, class S>
 __global__ void __launch_bounds__(S::kBlock) forward_kernel(DropoutAddLayerNormForward p) {
-  __shared__ float scratch[2][2 * S::kBlock / 32];
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * S::kGroups + threadIdx.x / S::kGroup;
-  if (row >= p.rows) return;  // whole groups leave together
-  const int columns = static_cast<int>(p.columns);
-  const float inverse_c = 1.0f / static_cast<float>(columns);
-  float z[S::kVectors][kVector];
-  add_row<T, R, P, S>(p, row, z);
-
-  float total[1] = {0.0f};
-#pragma unroll
-  for (int v = 0; v < S::kVectors; ++v)
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) total[0] += z[v][i];
-  group_sum<S::kGroup, S::kBlock>(total, scratch[0]);
-  const float mean = total[0] * inverse_c;
-
-  float sums[2] = {0.0f, 0.0f};  // of the deviations (zero but for the rounding of the mean) and of their squares
-#pragma unroll
-  for (int v = 0; v < S::kVectors; ++v) {
-    if (column_of<S>(v) >= columns) continue;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      z[v][i] -= mean;
-      sums[0] += z[v][i];
-      sums[1] = fmaf(z[v][i], z[v][i], sums[1]);
-    }
-  }
-  group_sum<S::kGroup, S::kBlock>(sums, scratch[1]);
-  const float correction = sums[0] * inverse_c;
-  const float variance = fmaxf(sums[1] * inverse_c - correction * correction, 0.0f);
-  const float rstd = 1.0f / sqrtf(variance + p.eps);
-  const float shift = -correction * rstd;
-
-  T* y = static_cast<T*>(p.y) + row * columns;
-  const P* weight_of = static_cast<const P*>(p.weight);
-  const P* bias_of = static_cast<const P*>(p.bias);
-#pragma unroll
-  for (int v = 0; v < S::kVectors; ++v) {
-    if (column_of<S>(v) >= columns) continue;
-    float weight[kVector], bias[kVector], out[kVector];
-    load_parameter(weight_of, column_of<S>(v), 1.0f, weight);
-    load_parameter(bias_of, column_of<S>(v), 0.0f, bias);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) out[i] = fmaf(fmaf(z[v][i], rstd, shift), weight[i], bias[i]);
-    store_packed(y + column_of<S>(v), narrow<T>(out));
-  }
-  if (threadIdx.x % S::kGroup == 0) {
-    p.mean[row] = mean;
-    p.rstd[row] = rstd;
-  }
+  const int64_t row[1] = {static_cast<int64_t>(blockIdx.x) * S::kGroups + group_of_thread<S>()};
+  if (row[0] >= p.rows) return;  // whole groups leave together
+  float z[1][S::kVectors][kVector];
+  add_row<T, R, P, S>(p, row[0], z[0]);
+  normalize_rows<T, P, S, true>(p, row, z);
 }
 
 template <class T, class R, class S>
@@ -125,10 +81,10 @@ struct BackwardMemory {
   float weight[S::kColumns];
 };
 
-// A row that RowRing copies, where the walk over the rows is the caller's.
+// A thread's first vector of a row that RowRing copies, where the walk over the rows is the caller's.
 template <class T>
 struct RowStart {
-  T* row;
+  T* vector;
   __device__ __forceinline__ void next() {}
 };
 
@@ -147,8 +103,8 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
   int row = static_cast<int>(rows.first);  // 32 bits: the sums over rows need the registers
   const int stride = static_cast<int>(rows.stride);
   const auto start_copies = [&](int next, bool wanted, int slot) {
-    RowStart<const T> dy{static_cast<const T*>(p.dy) + static_cast<int64_t>(next) * columns};
-    RowStart<const R> z{static_cast<const R*>(p.z) + static_cast<int64_t>(next) * columns};
+    RowStart<const T> dy{static_cast<const T*>(p.dy) + static_cast<int64_t>(next) * columns + column_of<S>(0)};
+    RowStart<const R> z{static_cast<const R*>(p.z) + static_cast<int64_t>(next) * columns + column_of<S>(0)};
     rings.dy.start(wanted, columns, slot, dy);
     rings.z.start(wanted, columns, slot, z);
   };
@@ -167,8 +123,8 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
     Packed<R> dz[S::kVectors];
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
-      const bool wanted = p.dz != nullptr && column_of<S>(v) < columns;
-      dz[v] = wanted ? load_packed(static_cast<const R*>(p.dz) + row_start + column_of<S>(v)) : Packed<R>{};
+      const bool wanted = p.dz != nullptr && in_row<S>(v, columns);
+      dz[v] = load_packed_if(wanted, static_cast<const R*>(p.dz) + row_start + column_of<S>(v));
     }
     RowDraws<S> draws;
     dropout.draw(row, draws);
@@ -177,7 +133,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
     float sums[3] = {0.0f, 0.0f, 0.0f};  // of xhat (zero but for rounding), of g and of g * xhat
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
-      const bool in_row = column_of<S>(v) < columns;
+      const bool inside = in_row<S>(v, columns);
       float gradient[kVector], value[kVector], weight[kVector];
       widen(rings.dy.at(slot, 0, v), gradient);
       widen(rings.z.at(slot, 0, v), value);
@@ -186,7 +142,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
       for (int i = 0; i < kVector; ++i) {
         const float xhat = fmaf(value[i], rstd, shift);
         const float g = gradient[i] * weight[i];
-        if (in_row) sums[0] += xhat;  // the others are sums of products with dy, zero past the end
+        if (inside) sums[0] += xhat;  // the others are sums of products with dy, zero past the end
         sums[1] += g;
         sums[2] = fmaf(g, xhat, sums[2]);
       }
@@ -218,15 +174,15 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
 #pragma unroll
         for (int i = 0; i < kVector; ++i) out[i] += stream[i];
       }
-      const bool in_row = column_of<S>(v) < columns;
+      const bool inside = in_row<S>(v, columns);
       const int64_t to = row_start + column_of<S>(v);
-      if (in_row) store_packed(static_cast<R*>(p.dresidual) + to, narrow<R>(out));
+      store_packed_if(inside, static_cast<R*>(p.dresidual) + to, narrow<R>(out));
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         out[i] = draws.kept(v, i, dropout.limit) ? out[i] * dropout.scale : 0.0f;
         if constexpr (LINEAR_BIAS) dlinear_bias[v][i] += out[i];
       }
-      if (p.dx != nullptr && in_row) store_packed(static_cast<T*>(p.dx) + to, narrow<T>(out));
+      store_packed_if(p.dx != nullptr && inside, static_cast<T*>(p.dx) + to, narrow<T>(out));
     }
     row += stride;
   }

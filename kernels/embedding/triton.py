@@ -25,6 +25,7 @@ from torch import Tensor
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.index_errors_triton import clamped, noted
 from fasttfm.kernels.common.launch import multiprocessors, on_device
+from fasttfm.kernels.common.normalize_triton import normalized, row_tile
 from fasttfm.kernels.common.philox_triton import kept, row_position
 from fasttfm.kernels.common.rows import gradient_like
 from fasttfm.kernels.common.sorted_sums_triton import RUN, join_runs
@@ -134,18 +135,7 @@ def _fwd_kernel(
     value = tl.where(bad[:, None], float("nan"), value)
 
     if LAYER_NORM:
-        mean = tl.sum(value, axis=1) / C
-        centered = tl.where(in_row[None, :], value - mean[:, None], 0.0)
-        correction = tl.sum(centered, axis=1) / C
-        centered = tl.where(in_row[None, :], centered - correction[:, None], 0.0)
-        rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / C + eps)
-        value = centered * rstd[:, None]
-        if HAS_WEIGHT:
-            value = value * tl.load(weight + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
-        if HAS_BIAS:
-            value = value + tl.load(bias + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
-        tl.store(statistics + rows, mean, mask=in_rows)
-        tl.store(statistics + N + rows, rstd, mask=in_rows)
+        value = normalized(value, rows, columns, weight, bias, statistics, N, C, eps, HAS_WEIGHT, HAS_BIAS)
     if DROPOUT:
         keep = kept(tl.load(seed), sequence, token, threshold, 0, BLOCK_N, BLOCK_C)
         value = tl.where(keep, value * scale, 0.0)
@@ -402,20 +392,13 @@ def _table_kernel(
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _tile(columns: int, elements: int, per_thread: int) -> dict[str, int]:
-    """Whole rows for a program, about ``elements`` elements together, ``per_thread`` for each thread."""
-    block_c = max(16, triton.next_power_of_2(columns))  # 16 columns share a draw of dropout
-    block_n = min(16, max(1, elements // block_c))
-    num_warps = min(32, max(1, block_n * block_c // (32 * per_thread)))
-    return {"BLOCK_N": block_n, "BLOCK_C": block_c, "num_warps": num_warps}
-
-
+# 16 columns share a draw of dropout.
 def _forward_tile(columns: int) -> dict[str, int]:
-    return _tile(columns, elements=4096, per_thread=32)
+    return row_tile(columns, elements=4096, per_thread=32, least_columns=16)
 
 
 def _rows_tile(columns: int) -> dict[str, int]:
-    return _tile(columns, elements=2048, per_thread=16 if columns <= 4096 else 8)
+    return row_tile(columns, elements=2048, per_thread=16 if columns <= 4096 else 8, least_columns=16)
 
 
 def _table_tile(columns: int) -> dict[str, int]:

@@ -9,6 +9,7 @@
 
 #include "common/activation.cuh"
 #include "common/launch.cuh"
+#include "common/normalize.cuh"
 #include "common/rows.cuh"
 #include "gelu_layer_norm/op.h"
 
@@ -20,71 +21,40 @@ template <class T>
 constexpr bool kExact = sizeof(T) == 4;
 constexpr int kBackwardBlock = 256;
 
+// Two rows of a 16-bit type to a group: they share the parameters' loads and conversions.
+template <class T>
+constexpr int kForwardRows = kExact<T> ? 1 : 2;
+
 // P is the parameters' type.
 template <class T, class P, Activation A, class S>
 __global__ void __launch_bounds__(S::kBlock) forward_kernel(GeluLayerNormForward p) {
-  __shared__ float scratch[2][2 * S::kBlock / 32];
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * S::kGroups + threadIdx.x / S::kGroup;
-  if (row >= p.rows) return;  // whole groups leave together
+  constexpr int kRows = kForwardRows<T>;
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * S::kGroups + group_of_thread<S>()) * kRows;
+  if (first >= p.rows) return;  // whole groups leave together
   const int columns = static_cast<int>(p.columns);
-  const float inverse_c = 1.0f / static_cast<float>(columns);
-  const T* from = static_cast<const T*>(p.x) + row * p.x_stride;
-  const P* linear_bias_of = static_cast<const P*>(p.linear_bias);
-  Packed<T> packed[S::kVectors];
+  int64_t row[kRows];
+  Packed<T> packed[kRows][S::kVectors];
 #pragma unroll
-  for (int v = 0; v < S::kVectors; ++v)
-    packed[v] = column_of<S>(v) < columns ? load_packed(from + column_of<S>(v)) : Packed<T>{};
-
-  float h[S::kVectors][kVector];
-  float total[1] = {0.0f};
+  for (int r = 0; r < kRows; ++r) {
+    row[r] = first + r < p.rows ? first + r : first;  // a missing row is the first once more, with the same result
+    const T* from = static_cast<const T*>(p.x) + row[r] * p.x_stride;
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) packed[r][v] = load_packed_if(in_row<S>(v, columns), from + column_of<S>(v));
+  }
+  float h[kRows][S::kVectors][kVector];
 #pragma unroll
   for (int v = 0; v < S::kVectors; ++v) {
-    float linear_bias[kVector] = {};
-    if (column_of<S>(v) < columns) load_parameter(linear_bias_of, column_of<S>(v), 0.0f, linear_bias);
-    widen(packed[v], h[v]);
+    float linear_bias[kVector];
+    load_parameter(in_row<S>(v, columns), static_cast<const P*>(p.linear_bias), column_of<S>(v), 0.0f, linear_bias);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      h[v][i] = activated<A, kExact<T>>(h[v][i] + linear_bias[i]).value;  // zero past the row's end
-      total[0] += h[v][i];
+    for (int r = 0; r < kRows; ++r) {
+      widen(packed[r][v], h[r][v]);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i)
+        h[r][v][i] = activated<A, kExact<T>>(h[r][v][i] + linear_bias[i]).value;  // zero past the row's end
     }
   }
-  group_sum<S::kGroup, S::kBlock>(total, scratch[0]);
-  const float mean = total[0] * inverse_c;
-
-  float sums[2] = {0.0f, 0.0f};  // of the deviations (zero but for the rounding of the mean) and of their squares
-#pragma unroll
-  for (int v = 0; v < S::kVectors; ++v) {
-    if (column_of<S>(v) >= columns) continue;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      h[v][i] -= mean;
-      sums[0] += h[v][i];
-      sums[1] = fmaf(h[v][i], h[v][i], sums[1]);
-    }
-  }
-  group_sum<S::kGroup, S::kBlock>(sums, scratch[1]);
-  const float correction = sums[0] * inverse_c;
-  const float variance = fmaxf(sums[1] * inverse_c - correction * correction, 0.0f);
-  const float rstd = 1.0f / sqrtf(variance + p.eps);
-  const float shift = -correction * rstd;
-
-  T* y = static_cast<T*>(p.y) + row * columns;
-  const P* weight_of = static_cast<const P*>(p.weight);
-  const P* bias_of = static_cast<const P*>(p.bias);
-#pragma unroll
-  for (int v = 0; v < S::kVectors; ++v) {
-    if (column_of<S>(v) >= columns) continue;
-    float weight[kVector], bias[kVector], out[kVector];
-    load_parameter(weight_of, column_of<S>(v), 1.0f, weight);
-    load_parameter(bias_of, column_of<S>(v), 0.0f, bias);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) out[i] = fmaf(fmaf(h[v][i], rstd, shift), weight[i], bias[i]);
-    store_packed(y + column_of<S>(v), narrow<T>(out));
-  }
-  if (threadIdx.x % S::kGroup == 0) {
-    p.mean[row] = mean + correction;
-    p.rstd[row] = rstd;
-  }
+  normalize_rows<T, P, S, kExact<T>>(p, row, h);
 }
 
 template <class T, class S>
@@ -119,7 +89,7 @@ __device__ __forceinline__ void center(float (&hhat)[S::kVectors][kVector], int 
   float total[1] = {0.0f};
 #pragma unroll
   for (int v = 0; v < S::kVectors; ++v) {
-    if (column_of<S>(v) >= columns) continue;
+    if (!in_row<S>(v, columns)) continue;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) total[0] += hhat[v][i];
   }
@@ -142,7 +112,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(GeluLayerNormBac
   const GroupRows<S> rows(p.rows);
   RowWalk<const T> x_walk(static_cast<const T*>(p.x), rows, p.x_stride);
   RowWalk<const T> dy_walk(static_cast<const T*>(p.dy), rows, columns);
-  T* dx = static_cast<T*>(p.dx) + rows.first * columns;
+  RowWalk<T> dx_walk(static_cast<T*>(p.dx), rows, columns);
   int64_t row = rows.first;
 
   memory.ring.clear_past_end(columns);
@@ -199,9 +169,9 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(GeluLayerNormBac
         out[i] = fmaf(g[v][i], rstd, fmaf(hhat[v][i], slope, offset)) * derivative[v][i];
         shares.dlinear_bias[v][i] += out[i];
       }
-      if (column_of<S>(v) < columns) store_packed(dx + column_of<S>(v), narrow<T>(out));
+      store_packed_if(in_row<S>(v, columns), dx_walk.vector + vector_offset<S>(v), narrow<T>(out));
     }
-    dx += dy_walk.step;
+    dx_walk.next();
     row += rows.stride;
   }
   wait_copies<0>();
@@ -212,7 +182,8 @@ template <class T, class P, Activation A>
 Status launch_forward(const GeluLayerNormForward& p) {
   return for_row_shape<0>(p.columns, [&](auto shape) {
     using S = decltype(shape);
-    const auto blocks = static_cast<unsigned>((p.rows + S::kGroups - 1) / S::kGroups);
+    constexpr int kRows = S::kGroups * kForwardRows<T>;
+    const auto blocks = static_cast<unsigned>((p.rows + kRows - 1) / kRows);
     return launch(forward_kernel<T, P, A, S>, blocks, S::kBlock, 0, p.stream, p);
   });
 }

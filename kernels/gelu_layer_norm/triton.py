@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fasttfm.kernels.common.activation_triton import activated
 from fasttfm.kernels.common.launch import multiprocessors, on_device
+from fasttfm.kernels.common.normalize_triton import normalized, normalized_gradient, row_tile
 from fasttfm.kernels.common.rows import as_rows, gradient_like
 from fasttfm.kernels.common.sum_parts_triton import compile_signature, sum_parts
 
@@ -50,19 +51,8 @@ def _fwd_kernel(
     if HAS_LINEAR_BIAS:
         u += tl.load(linear_bias + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
     h, _ = activated(u, KIND, EXACT=x.dtype.element_ty == tl.float32)  # zero past the row's end
-    mean = tl.sum(h, axis=1) / C
-    centered = tl.where(in_row[None, :], h - mean[:, None], 0.0)
-    correction = tl.sum(centered, axis=1) / C
-    centered = tl.where(in_row[None, :], centered - correction[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / C + eps)
-    out = centered * rstd[:, None]
-    if HAS_WEIGHT:
-        out = out * tl.load(weight + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
-    if HAS_BIAS:
-        out = out + tl.load(bias + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
+    out = normalized(h, rows, columns, weight, bias, statistics, N, C, eps, HAS_WEIGHT, HAS_BIAS)
     tl.store(y + rows[:, None] * C + columns[None, :], out.to(y.dtype.element_ty), mask=mask)
-    tl.store(statistics + rows, mean, mask=rows < N)
-    tl.store(statistics + N + rows, rstd, mask=rows < N)
 
 
 @triton.jit
@@ -101,21 +91,13 @@ def _bwd_kernel(
         mask = in_rows[:, None] & in_row[None, :]
         u = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         gradient = tl.load(dy + rows[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        mean = tl.load(statistics + rows, mask=in_rows, other=0.0)
-        rstd = tl.load(statistics + N + rows, mask=in_rows, other=0.0)
         if HAS_LINEAR_BIAS:
             u += shift[None, :]
         h, derivative = activated(u, KIND, EXACT=x.dtype.element_ty == tl.float32)
-        hhat = tl.where(in_row[None, :], (h - mean[:, None]) * rstd[:, None], 0.0)
-        hhat -= (tl.sum(hhat, axis=1) / C)[:, None]  # past the row's end it is not zero, but the gradient is
         scaled = gradient
         if HAS_WEIGHT:
             scaled = gradient * scale[None, :]
-        mean_scaled = tl.sum(scaled, axis=1) / C
-        mean_scaled_hhat = tl.sum(scaled * hhat, axis=1) / C
-        out = rstd[:, None] * (
-            scaled - mean_scaled[:, None] - hhat * mean_scaled_hhat[:, None]
-        )  # zero past the last row
+        hhat, out = normalized_gradient(h, scaled, rows, columns, statistics, N, C)
         out = out * derivative
         tl.store(dx + rows[:, None] * C + columns[None, :], out.to(dx.dtype.element_ty), mask=mask)
         if WANT_PARTS:
@@ -130,20 +112,12 @@ def _bwd_kernel(
         tl.store(parts + 2 * step + part, dbias, mask=in_row)
 
 
-def _tile(columns: int, elements: int, per_thread: int) -> dict[str, int]:
-    """Whole rows for a program, about ``elements`` elements together, ``per_thread`` for each thread."""
-    block_c = triton.next_power_of_2(columns)
-    block_n = min(16, max(1, elements // block_c))
-    num_warps = min(32, max(1, block_n * block_c // (32 * per_thread)))
-    return {"BLOCK_N": block_n, "BLOCK_C": block_c, "num_warps": num_warps}
-
-
 def _forward_tile(columns: int) -> dict[str, int]:
-    return _tile(columns, elements=4096, per_thread=16)
+    return row_tile(columns, elements=4096, per_thread=16)
 
 
 def _backward_tile(columns: int) -> dict[str, int]:
-    return _tile(columns, elements=2048, per_thread=8)
+    return row_tile(columns, elements=2048, per_thread=8)
 
 
 def gelu_layer_norm_forward_triton(

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/launch.cuh"
+#include "common/normalize.cuh"
 #include "common/rows.cuh"
 #include "layer_norm/op.h"
 
@@ -15,62 +16,17 @@ namespace {
 
 template <class T, class P, class S>
 __global__ void __launch_bounds__(S::kBlock) forward_kernel(LayerNormForward p) {
-  __shared__ float scratch[2][2 * S::kBlock / 32];
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * S::kGroups + threadIdx.x / S::kGroup;
-  if (row >= p.rows) return;  // whole groups leave together
+  const int64_t row[1] = {static_cast<int64_t>(blockIdx.x) * S::kGroups + group_of_thread<S>()};
+  if (row[0] >= p.rows) return;  // whole groups leave together
   const int columns = static_cast<int>(p.columns);
-  const float inverse_c = 1.0f / static_cast<float>(columns);
-  const T* from = static_cast<const T*>(p.x) + row * p.x_stride;
+  const T* from = static_cast<const T*>(p.x) + row[0] * p.x_stride;
   Packed<T> packed[S::kVectors];
 #pragma unroll
-  for (int v = 0; v < S::kVectors; ++v)
-    packed[v] = column_of<S>(v) < columns ? load_packed(from + column_of<S>(v)) : Packed<T>{};
-
-  float x[S::kVectors][kVector];
-  float total[1] = {0.0f};
+  for (int v = 0; v < S::kVectors; ++v) packed[v] = load_packed_if(in_row<S>(v, columns), from + column_of<S>(v));
+  float x[1][S::kVectors][kVector];
 #pragma unroll
-  for (int v = 0; v < S::kVectors; ++v) {
-    widen(packed[v], x[v]);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) total[0] += x[v][i];
-  }
-  group_sum<S::kGroup, S::kBlock>(total, scratch[0]);
-  const float mean = total[0] * inverse_c;
-
-  float sums[2] = {0.0f, 0.0f};  // of the deviations (zero but for the rounding of the mean) and of their squares
-#pragma unroll
-  for (int v = 0; v < S::kVectors; ++v) {
-    if (column_of<S>(v) >= columns) continue;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      x[v][i] -= mean;
-      sums[0] += x[v][i];
-      sums[1] = fmaf(x[v][i], x[v][i], sums[1]);
-    }
-  }
-  group_sum<S::kGroup, S::kBlock>(sums, scratch[1]);
-  const float correction = sums[0] * inverse_c;
-  const float variance = fmaxf(sums[1] * inverse_c - correction * correction, 0.0f);
-  const float rstd = 1.0f / sqrtf(variance + p.eps);
-  const float shift = -correction * rstd;
-
-  T* y = static_cast<T*>(p.y) + row * columns;
-  const P* weight_of = static_cast<const P*>(p.weight);
-  const P* bias_of = static_cast<const P*>(p.bias);
-#pragma unroll
-  for (int v = 0; v < S::kVectors; ++v) {
-    if (column_of<S>(v) >= columns) continue;
-    float weight[kVector], bias[kVector], out[kVector];
-    load_parameter(weight_of, column_of<S>(v), 1.0f, weight);
-    load_parameter(bias_of, column_of<S>(v), 0.0f, bias);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) out[i] = fmaf(fmaf(x[v][i], rstd, shift), weight[i], bias[i]);
-    store_packed(y + column_of<S>(v), narrow<T>(out));
-  }
-  if (threadIdx.x % S::kGroup == 0) {
-    p.mean[row] = mean;
-    p.rstd[row] = rstd;
-  }
+  for (int v = 0; v < S::kVectors; ++v) widen(packed[v], x[0][v]);
+  normalize_rows<T, P, S, true>(p, row, x);
 }
 
 template <class T, class S>
@@ -93,7 +49,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(LayerNormBackwar
   const GroupRows<S> rows(p.rows);
   RowWalk<const T> x_walk(static_cast<const T*>(p.x), rows, p.x_stride);
   RowWalk<const T> dy_walk(static_cast<const T*>(p.dy), rows, columns);
-  T* dx = static_cast<T*>(p.dx) + rows.first * columns;
+  RowWalk<T> dx_walk(static_cast<T*>(p.dx), rows, columns);
   int64_t row = rows.first;
 
   memory.ring.clear_past_end(columns);
@@ -111,7 +67,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(LayerNormBackwar
     float sums[3] = {0.0f, 0.0f, 0.0f};  // of xhat (zero but for rounding), of g and of g * xhat
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
-      const bool in_row = column_of<S>(v) < columns;
+      const bool inside = in_row<S>(v, columns);
       float value[kVector], gradient[kVector], weight[kVector];
       widen(memory.ring.at(slot, 0, v), value);
       widen(memory.ring.at(slot, 1, v), gradient);
@@ -120,7 +76,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(LayerNormBackwar
       for (int i = 0; i < kVector; ++i) {
         xhat[v][i] = fmaf(value[i], rstd, shift);
         const float g = gradient[i] * weight[i];
-        if (in_row) sums[0] += xhat[v][i];  // the others are sums of products with dy, zero past the end
+        if (inside) sums[0] += xhat[v][i];  // the others are sums of products with dy, zero past the end
         sums[1] += g;
         sums[2] = fmaf(g, xhat[v][i], sums[2]);
       }
@@ -144,9 +100,9 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(LayerNormBackwar
         dweight[v][i] = fmaf(gradient[i], xhat[v][i] - correction, dweight[v][i]);
         dbias[v][i] += gradient[i];
       }
-      if (column_of<S>(v) < columns) store_packed(dx + column_of<S>(v), narrow<T>(out));
+      store_packed_if(in_row<S>(v, columns), dx_walk.vector + vector_offset<S>(v), narrow<T>(out));
     }
-    dx += dy_walk.step;
+    dx_walk.next();
     row += rows.stride;
   }
   wait_copies<0>();

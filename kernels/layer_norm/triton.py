@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common.launch import multiprocessors, on_device
+from fasttfm.kernels.common.normalize_triton import normalized, normalized_gradient, row_tile
 from fasttfm.kernels.common.rows import as_rows, gradient_like
 from fasttfm.kernels.common.sum_parts_triton import compile_signature, sum_parts
 
@@ -41,19 +42,8 @@ def _fwd_kernel(
     in_row = columns < C
     mask = (rows < N)[:, None] & in_row[None, :]
     value = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(value, axis=1) / C
-    centered = tl.where(in_row[None, :], value - mean[:, None], 0.0)
-    correction = tl.sum(centered, axis=1) / C
-    centered = tl.where(in_row[None, :], centered - correction[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / C + eps)
-    out = centered * rstd[:, None]
-    if HAS_WEIGHT:
-        out = out * tl.load(weight + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
-    if HAS_BIAS:
-        out = out + tl.load(bias + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
+    out = normalized(value, rows, columns, weight, bias, statistics, N, C, eps, HAS_WEIGHT, HAS_BIAS)
     tl.store(y + rows[:, None] * C + columns[None, :], out.to(y.dtype.element_ty), mask=mask)
-    tl.store(statistics + rows, mean, mask=rows < N)
-    tl.store(statistics + N + rows, rstd, mask=rows < N)
 
 
 @triton.jit
@@ -86,16 +76,10 @@ def _bwd_kernel(
         mask = in_rows[:, None] & in_row[None, :]
         value = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         gradient = tl.load(dy + rows[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        mean = tl.load(statistics + rows, mask=in_rows, other=0.0)
-        rstd = tl.load(statistics + N + rows, mask=in_rows, other=0.0)
-        xhat = tl.where(in_row[None, :], (value - mean[:, None]) * rstd[:, None], 0.0)
-        xhat -= (tl.sum(xhat, axis=1) / C)[:, None]  # past the row's end it is not zero, but the gradient is
         scaled = gradient
         if HAS_WEIGHT:
             scaled = gradient * scale[None, :]
-        mean_scaled = tl.sum(scaled, axis=1) / C
-        mean_scaled_xhat = tl.sum(scaled * xhat, axis=1) / C
-        out = rstd[:, None] * (scaled - mean_scaled[:, None] - xhat * mean_scaled_xhat[:, None])
+        xhat, out = normalized_gradient(value, scaled, rows, columns, statistics, N, C)
         tl.store(dx + rows[:, None] * C + columns[None, :], out.to(dx.dtype.element_ty), mask=mask)
         if WANT_PARTS:
             dweight += tl.sum(gradient * xhat, axis=0)
@@ -106,21 +90,13 @@ def _bwd_kernel(
         tl.store(parts + programs.to(tl.int64) * C + part, dbias, mask=in_row)
 
 
-def _tile(columns: int, elements: int, per_thread: int) -> dict[str, int]:
-    """Whole rows for a program, about ``elements`` elements together, ``per_thread`` for each thread."""
-    block_c = triton.next_power_of_2(columns)
-    block_n = min(16, max(1, elements // block_c))
-    num_warps = min(32, max(1, block_n * block_c // (32 * per_thread)))
-    return {"BLOCK_N": block_n, "BLOCK_C": block_c, "num_warps": num_warps}
-
-
 # Measured on an H200 (benchmarks/lab/layer_norm_tiles.py): two rows per program, four where they are short.
 def _forward_tile(columns: int) -> dict[str, int]:
-    return _tile(columns, elements=8192 if columns > 2048 else 4096, per_thread=32)
+    return row_tile(columns, elements=8192 if columns > 2048 else 4096, per_thread=32)
 
 
 def _backward_tile(columns: int) -> dict[str, int]:
-    return _tile(columns, elements=2048, per_thread=16)
+    return row_tile(columns, elements=2048, per_thread=16)
 
 
 def layer_norm_forward_triton(

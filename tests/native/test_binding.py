@@ -74,7 +74,7 @@ def test_no_columns(columns: int) -> None:
         call(columns=columns)
 
 
-@pytest.mark.parametrize(("field", "code"), [("x_dtype", 3), ("y_dtype", -1), ("function", 4), ("function", -1)])
+@pytest.mark.parametrize(("field", "code"), [("x_dtype", 3), ("y_dtype", -1), ("function", 5), ("function", -1)])
 def test_unknown_codes_of_elementwise(field: str, code: int) -> None:
     x = torch.ones(4)
     fields = {"x": x.data_ptr(), "y": x.data_ptr(), "count": 4, "x_dtype": 0, "y_dtype": 0, "function": 0, "threads": 1}

@@ -1,4 +1,4 @@
-"""exp, erf and tanh of kernels/common/simd_math.h against fp64: all magnitudes, both signs, and the special values."""
+"""exp, exp2, erf and tanh of kernels/common/simd_math.h against fp64: all magnitudes, both signs, special values."""
 
 from __future__ import annotations
 
@@ -67,6 +67,15 @@ def test_exp_of_subnormal_results_and_of_overflow() -> None:
     assert (elementwise(x, "exp").double() - exact).abs().max() <= 2.0**-149
     assert elementwise(torch.tensor([88.72283172607422]), "exp").isfinite()
     assert elementwise(torch.tensor([88.7228469848633]), "exp").isinf()
+
+
+def test_exp2_in_its_range() -> None:
+    x = torch.cat([torch.linspace(-126, 127, 2_000_001), torch.linspace(-1, 1, 1_000_001), torch.arange(-126.0, 127.0)])
+    exact = torch.exp2(x.double())
+    assert ((elementwise(x, "exp2_in_range").double() - exact).abs() / exact).max() <= 2.0**-23
+    whole = torch.arange(-126.0, 128.0)
+    assert torch.equal(elementwise(whole, "exp2_in_range"), torch.exp2(whole))
+    assert elementwise(torch.full((17,), math.nan), "exp2_in_range").isnan().all()
 
 
 def test_threads_do_not_change_bits() -> None:

@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fasttfm.kernels.common.activation import derivative
 from fasttfm.ops import ACTIVATIONS, bias_gelu
 from fasttfm.ops.backends import triton_interpreted
 from fasttfm.testing.pytest_ops import op_tests
 from fasttfm.testing.saved import saved_bytes
 from fasttfm.testing.specs.bias_gelu import SPEC
+from fasttfm.testing.tolerance import GRADIENT_FACTOR, compare
 
 TestBiasGelu = op_tests(SPEC)
 
@@ -69,6 +71,22 @@ def test_nan_stays_and_infinity_passes(backend: str, device: str, dtype: torch.d
     y = bias_gelu(x, activation=activation, backend=backend)
     assert y[::2].isnan().all()
     assert (y[1::2] == float("inf")).all()
+
+
+@backends
+@pytest.mark.parametrize("activation", KINDS)
+def test_the_derivative_has_the_precision_of_fp32(
+    backend: str, device: str, dtype: torch.dtype, activation: str
+) -> None:
+    """Where x is zero, the gradient of an fp32 bias is the derivative at the bias, whatever x's type."""
+    bias = torch.linspace(-9, 9, 4096).requires_grad_()
+    y = bias_gelu(
+        torch.zeros(1, 4096, dtype=dtype, device=device), bias.to(device), activation=activation, backend=backend
+    )
+    (dbias,) = torch.autograd.grad(y, bias, torch.ones_like(y))
+    naive, exact = (derivative(bias.detach().to(t), ACTIVATIONS[activation]) for t in (torch.float32, torch.float64))
+    comparison = compare("dbias", dbias, naive, exact, GRADIENT_FACTOR)
+    assert comparison.ok, comparison
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.attention import reference
-from fasttfm.kernels.attention.problem import AttentionProblem
+from fasttfm.kernels.attention.problem import AttentionProblem, window_bounds
 from fasttfm.kernels.common import philox
 from fasttfm.ops import checks
-from fasttfm.ops.attention_checks import Window, check_values, resolve
+from fasttfm.ops.attention_checks import Window, check_call, check_values
 from fasttfm.ops.backends import (
     Backend,
     BackendTable,
@@ -79,7 +79,7 @@ def attention(
     """
     TABLE.check_name(backend)
     q, k, v = autocast(q, k, v)
-    resolved = resolve(
+    bounds = check_call(
         OP,
         q,
         k,
@@ -103,8 +103,9 @@ def attention(
     elif seed is None:
         seed = philox.draw_seed(q.device)
     tensors = (cu_seqlens, cu_seqlens_k, lengths, lengths_k, bias, alibi_slopes, seed)
+    numbers = (*bounds, *window_bounds(causal, window), _scale(q, scale), float(dropout_p))
     apply = _Attention.apply if needs_gradient(q, k, v) else _forward_op
-    out, lse = apply(q, k, v, *tensors, *resolved, float(dropout_p), requested(backend))
+    out, lse = apply(q, k, v, *tensors, *numbers, requested(backend))
     return (out, lse) if return_lse else out
 
 
@@ -132,7 +133,7 @@ def attention_weights(
         fp32 (fp64 for fp64) ``[B, H, Sq, Sk]``; of packed sequences ``[sequences, H, max_seqlen, max_seqlen_k]``. Rows
         and columns past a sequence's end are 0, like those that the mask excludes.
     """
-    resolved = resolve(
+    bounds = check_call(
         _WEIGHTS,
         q,
         k,
@@ -149,10 +150,21 @@ def attention_weights(
         bias=bias,
         alibi_slopes=alibi_slopes,
     )
-    problem = _problem(q, cu_seqlens, cu_seqlens_k, lengths, lengths_k, bias, alibi_slopes, None, *resolved, 0.0)
-    check_values(_WEIGHTS, q, k, problem)
+    tensors = (cu_seqlens, cu_seqlens_k, lengths, lengths_k, bias, alibi_slopes, None)
+    left, right = window_bounds(causal, window)
+    problem = _problem(q, *tensors, *bounds, left, right, _scale(q, scale), 0.0)
+    _check_values(_WEIGHTS, q, k, problem)
     weights: Tensor = reference.attention_weights(q, k, problem)
     return weights
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return float(q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _check_values(op: str, q: Tensor, k: Tensor, problem: AttentionProblem) -> None:
+    check_values(op, q.shape[-3], problem.max_seqlen, problem.cu_seqlens, problem.lengths)
+    check_values(op, k.shape[-3], problem.max_seqlen_k, problem.cu_seqlens_k, problem.lengths_k, suffix="_k")
 
 
 class _Attention(torch.autograd.Function):
@@ -184,7 +196,7 @@ def _forward(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tu
     *others, backend = options
     q, k, v = _separate(q, k, v)
     problem = _problem(q, *others)
-    check_values(OP, q, k, problem)
+    _check_values(OP, q, k, problem)
     chosen = TABLE.select(backend, q, k, v, problem.bias, problem.alibi_slopes)
     outputs: tuple[Tensor, Tensor] = chosen.forward(q, k, v, problem)
     return outputs

@@ -9,17 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem, window_bounds
 from fasttfm.ops import checks
 from fasttfm.ops.backends import dtype_name
 
 FUSED = 3  # q, k and v in one tensor
 
 Window = Sequence[int | None]
-Resolved = tuple[int, int, int, int, float]  # max_seqlen, max_seqlen_k, window_left, window_right, scale
 
 
-def resolve(
+def check_call(
     op: str,
     q: Any,
     k: Any,
@@ -36,8 +34,8 @@ def resolve(
     lengths_k: Tensor | None,
     bias: Tensor | None,
     alibi_slopes: Tensor | None,
-) -> Resolved:
-    """Checks a call, and puts numbers in the place of what it leaves open."""
+) -> tuple[int, int]:
+    """Checks a call, and returns max_seqlen and max_seqlen_k, by default the tokens there are."""
     packed = cu_seqlens is not None or cu_seqlens_k is not None
     _check_tensors(op, q, k, v, packed)
     queries = q.shape[0 if packed else 1]
@@ -55,23 +53,21 @@ def resolve(
     if max_seqlen is None:
         max_seqlen = queries
     _check_bias(op, q, max_seqlen, max_seqlen_k, bias, alibi_slopes)
-    return max_seqlen, max_seqlen_k, *window_bounds(causal, window), q.shape[-1] ** -0.5 if scale is None else scale
+    return max_seqlen, max_seqlen_k
 
 
-def check_values(op: str, q: Tensor, k: Tensor, problem: AttentionProblem) -> None:
-    """On the CPU: boundaries and lengths stay inside the tensors. A GPU is not waited for: its kernels keep inside."""
-    if q.device.type != "cpu":
-        return
-    sides = (("", q, problem.max_seqlen), ("_k", k, problem.max_seqlen_k))
-    for suffix, tensor, longest in sides:
-        cu_seqlens, lengths = (getattr(problem, name + suffix) for name in ("cu_seqlens", "lengths"))
-        if cu_seqlens is not None:
-            checks.check_cu_seqlens_values(op, cu_seqlens, tensor.shape[0], longest, argument=f"cu_seqlens{suffix}")
-        elif lengths is not None:
-            for sequence, length in enumerate(lengths.tolist()):
-                if not 0 <= length <= longest:
-                    got = f"{length} of sequence {sequence}"
-                    raise checks.bad_value(op, f"lengths{suffix}", f"lengths in [0, {longest}]", got)
+def check_values(
+    op: str, tokens: int, longest: int, cu_seqlens: Tensor | None, lengths: Tensor | None, *, suffix: str = ""
+) -> None:
+    """On the CPU: one side's boundaries or lengths stay inside its tensor. A GPU is not waited for: its kernels keep
+    inside whatever comes. ``suffix`` is that of the side's arguments."""
+    if cu_seqlens is not None:
+        checks.check_cu_seqlens_values(op, cu_seqlens, tokens, longest, argument=f"cu_seqlens{suffix}")
+    elif lengths is not None and lengths.device.type == "cpu":
+        for sequence, length in enumerate(lengths.tolist()):
+            if not 0 <= length <= tokens:
+                got = f"{length} of sequence {sequence}"
+                raise checks.bad_value(op, f"lengths{suffix}", f"lengths in [0, {tokens}]", got)
 
 
 def _check_tensors(op: str, q: Any, k: Any, v: Any, packed: bool) -> None:
@@ -150,8 +146,8 @@ def _check_window(op: str, causal: Any, window: Any) -> None:
     for side in window:
         if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt, type(None))):
             raise checks.bad_type(op, "window", "integers or None", type(side).__name__)
-        if side is not None and side < UNLIMITED:
-            raise checks.bad_value(op, "window", f"numbers of keys, {UNLIMITED} or None for no limit", side)
+        if side is not None and side < -1:
+            raise checks.bad_value(op, "window", "numbers of keys, -1 or None for no limit", side)
 
 
 def _check_bias(op: str, q: Tensor, queries: int, keys: int, bias: Any, alibi_slopes: Any) -> None:

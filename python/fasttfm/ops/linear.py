@@ -85,11 +85,11 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def _widened(a: Tensor) -> bool:
     """Whether fp32 products take the place of a type's own: on CPUs without instructions for bf16 torch multiplies it
     hundreds of times slower than fp32."""
-    return a.dtype == torch.bfloat16 and a.device.type == "cpu" and not _cpu_multiplies_bf16()
+    return a.dtype == torch.bfloat16 and a.device.type == "cpu" and not cpu_multiplies_bf16()
 
 
 @functools.cache
-def _cpu_multiplies_bf16() -> bool:
+def cpu_multiplies_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
