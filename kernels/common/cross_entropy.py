@@ -90,13 +90,13 @@ def uniform(seed: Tensor, count: int) -> Tensor:
     return ((word >> 9).float() + 0.5) * 2.0**-23
 
 
-def reduced(losses: Tensor, labels: Tensor, reduction: str, total: Tensor | float | None, ignore_index: int) -> Tensor:
-    """The losses [N] as "none", their "sum", or their "mean" over the labels that count, or over ``total``."""
+def reduced(losses: Tensor, reduction: str, divisor: Tensor | None) -> Tensor:
+    """The losses themselves for "none", their sum for "sum", and that over ``divisor`` for "mean"."""
     if reduction == "none":
         return losses
-    if reduction == "sum":
+    if reduction == "sum" or divisor is None:
         return losses.sum()
-    return losses.sum() / divisor(labels, total, ignore_index).to(losses.dtype)
+    return losses.sum() / divisor.to(losses.dtype)
 
 
 def divisor(labels: Tensor, total: Tensor | float | None, ignore_index: int) -> Tensor:

@@ -12,10 +12,10 @@ from fasttfm.kernels.common.rows import as_rows
 def gather(x: Tensor, positions: Tensor | None) -> Tensor:
     """The rows of x [..., C] at ``positions`` [N], or all; NaN for a position that is none."""
     rows = as_rows(x)
-    if positions is None or len(positions) == 0:
-        return rows if positions is None else rows[:0]
+    if positions is None:
+        return rows
     known = (positions >= 0) & (positions < len(rows))
-    return torch.where(known[:, None], rows[positions.clamp(0, len(rows) - 1)], torch.nan)
+    return torch.where(known[:, None], rows[positions.clamp(0, max(0, len(rows) - 1))], torch.nan)
 
 
 def scatter(dh: Tensor, positions: Tensor, labels: Tensor, ignore_index: int, out: Tensor, scale: Tensor) -> None:

@@ -24,12 +24,13 @@ _SEARCHED = 256  # picks that are looked at together
 def _gather_kernel(
     rows,  # [T, C], row_stride apart
     positions,  # [N]
-    out,  # [N, C]
+    out,  # [N, C], out_stride apart
     errors,  # int64 [2, 2]
     N,
     T,
     C,
     row_stride,
+    out_stride,
     ARGUMENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -41,7 +42,9 @@ def _gather_kernel(
     index, bad = noted(given, T, errors, ARGUMENT, 2, picks, here)
     mask = here[:, None] & (columns < C)[None, :]
     value = tl.load(rows + index[:, None] * row_stride + columns[None, :], mask=mask, other=0.0)
-    tl.store(out + picks[:, None] * C + columns[None, :], tl.where(bad[:, None], float("nan"), value), mask=mask)
+    tl.store(
+        out + picks[:, None] * out_stride + columns[None, :], tl.where(bad[:, None], float("nan"), value), mask=mask
+    )
 
 
 @triton.jit
@@ -127,6 +130,7 @@ def gather(rows: Tensor, positions: Tensor, out: Tensor, errors: Tensor) -> None
             rows.shape[0],
             rows.shape[1],
             rows.stride(0),
+            out.stride(0),
             ARGUMENT=_POSITIONS,
             BLOCK_N=block_n,
             BLOCK_C=block_c,
@@ -166,17 +170,18 @@ def compile_signatures(columns: int, element: str) -> list[dict[str, object]]:
     """Every kernel as the launchers compile it for rows of ``columns`` elements of Triton type ``element``."""
     block, block_c = _tile(columns)
     e, i = f"*{element}", "*i64"
-    gathered = {"rows": e, "positions": i, "out": e, "errors": i, **dict.fromkeys(("N", "T", "C", "row_stride"), "i32")}
+    numbers = dict.fromkeys(("N", "T", "C", "row_stride", "out_stride"), "i32")
+    gathered = {"rows": e, "positions": i, "out": e, "errors": i, **numbers}
     counted = {"positions": i, "labels": i, "last": "*i32", "picks_of": "*i32"}
-    numbers = dict.fromkeys(("N", "T", "ignore_index"), "i32")
-    scattered = {"dh": e, **counted, "out": e, "scale": "*fp32", "C": "i32", **numbers}
+    few = dict.fromkeys(("N", "T", "ignore_index"), "i32")
+    scattered = {"dh": e, **counted, "out": e, "scale": "*fp32", "C": "i32", **few}
     return [
         {
             "kernel": _gather_kernel,
             "signature": gathered,
             "constants": {"ARGUMENT": _POSITIONS, "BLOCK_N": block, "BLOCK_C": block_c},
         },
-        {"kernel": _count_kernel, "signature": {**counted, **numbers}, "constants": {"BLOCK": 256}},
+        {"kernel": _count_kernel, "signature": {**counted, **few}, "constants": {"BLOCK": 256}},
         {
             "kernel": _scatter_kernel,
             "signature": scattered,

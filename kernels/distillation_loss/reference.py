@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fasttfm.kernels.common.cross_entropy import divisor, reduced
 from fasttfm.kernels.common.linear import accumulate, linear
 from fasttfm.kernels.common.pick_rows import gather
 
@@ -41,11 +42,8 @@ def distillation_loss(
     s = _logits(gather(student_hidden, places), student_weight, student_bias)
     t = _logits(gather(teacher.detach(), places), teacher_weight, teacher_bias)
     losses = torch.where(counted.flatten(), _row_losses(s, t, temperature), 0.0)
-    if reduction == "none":
-        return losses.reshape(counted.shape)
-    if reduction == "sum":
-        return losses.sum()
-    return losses.sum() / (counted.sum().clamp(min=1) if total is None else total)
+    result = reduced(losses, reduction, divisor(counted, total, ignore_index=0))
+    return result.reshape(counted.shape) if reduction == "none" else result
 
 
 def distillation_loss_forward(

@@ -2,79 +2,41 @@
 #include "linear_cross_entropy/op.h"
 
 #include <cmath>
-#include <limits>
 
 #include "common/parallel.h"
 #include "common/philox.h"
-#include "common/simd_math.h"
+#include "common/vocabulary_row.h"
 
 namespace fasttfm {
 namespace FASTTFM_ISA {
 namespace {
 
 constexpr uint32_t kSamplingCounter = 0xffffffffu;  // kernels/common/cross_entropy.py
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// A row's logits; minus infinity past the end, so that they change neither a maximum nor a sum of exponentials.
-struct Row {
-  float* logits;
-  const float* bias;
-  int64_t vocabulary;
-
-  Lanes operator()(int64_t v, Full) const {
-    const Lanes x = load(logits + v);
-    return bias == nullptr ? x : x + load(bias + v);
-  }
-  Lanes operator()(int64_t v, Tail n) const {
-    Lanes x = load(logits + v, n);
-    if (bias != nullptr) x = x + load(bias + v, n);
-    float lanes[kLanes];
-    store(lanes, x);
-    for (int i = n.count; i < kLanes; ++i) lanes[i] = -kInfinity;
-    return load(lanes);
-  }
-  float at(int64_t v) const { return bias == nullptr ? logits[v] : logits[v] + bias[v]; }
-};
-
-FASTTFM_KERNEL float largest_of(const Row& row) {
-  Lanes largest = broadcast(-kInfinity);
-  for_columns(row.vocabulary, [&](int64_t v, auto n) { largest = maximum(largest, row(v, n)); });
-  return maximum(largest);
-}
-
-// The sum of exp((x - largest) / temperature).
-FASTTFM_KERNEL float sum_of_exponentials(const Row& row, float largest, float temperature) {
-  const Lanes shift = broadcast(largest), factor = broadcast(1.0f / temperature);
-  Lanes total = broadcast(0.0f);
-  for_columns(row.vocabulary, [&](int64_t v, auto n) { total = total + exp((row(v, n) - shift) * factor); });
-  return sum(total);
-}
-
-FASTTFM_KERNEL float sum_of_logits(const Row& row) {
+FASTTFM_KERNEL float sum_of_logits(const LogitRow& row) {
   Lanes total = broadcast(0.0f);
   for_columns(row.vocabulary, [&](int64_t v, auto n) { total = total + keep(row(v, n), n); });
   return sum(total);
 }
 
 // Whether no word has a larger logit, and none before the label an equal one.
-bool is_correct(const Row& row, int64_t label) {
-  const float at_label = row.at(label);
+bool is_correct(const LogitRow& row, int64_t label) {
+  const float at_label = row(label);
   for (int64_t v = 0; v < row.vocabulary; ++v) {
-    const float x = row.at(v);
+    const float x = row(v);
     if (x > at_label || (x == at_label && v < label)) return false;
   }
   return true;
 }
 
-// The first word at which the running sum of exp((x - largest) / temperature) exceeds u times its end.
-FASTTFM_KERNEL int64_t sample(const Row& row, float largest, float temperature, float target) {
-  const Lanes shift = broadcast(largest), factor = broadcast(1.0f / temperature);
+// The first word at which the running sum of exp(x - largest) exceeds the target.
+FASTTFM_KERNEL int64_t sample(const LogitRow& row, float largest, float target) {
   int64_t word = row.vocabulary - 1;
   float before = 0.0f;
   bool found = false;
   for_columns(row.vocabulary, [&](int64_t v, auto n) {
     if (found) return;
-    const Lanes shares = exp((row(v, n) - shift) * factor);
+    const Lanes shares = exp(row(v, n) - broadcast(largest));
     const float after = before + sum(shares);
     if (target < after) {
       float lanes[kLanes];
@@ -94,16 +56,20 @@ inline float uniform(uint64_t seed, int64_t row) {
   return (static_cast<float>(philox(seed, low, high, 0, kSamplingCounter).word[0] >> 9) + 0.5f) * 0x1p-23f;
 }
 
-// g = factor * (exp(x - lse) * (1 + 2 z lse) - s / V - (1 - s) [v = label])
-FASTTFM_KERNEL void write_gradient(const LinearCrossEntropy& p, const Row& row, int64_t label, float lse,
-                                   float factor) {
-  const Lanes shift = broadcast(lse), slope = broadcast(factor * (1.0f + 2.0f * p.z_loss * lse));
+// g = factor * (exp(x - lse) * (1 + 2 z lse) - s / V - (1 - s) [v = label]), the exponential as exp(x - largest) /
+// total.
+FASTTFM_KERNEL void write_gradient(const LinearCrossEntropy& p, int64_t n, float largest, float total) {
+  float* g = p.logits + n * p.stride;
+  const LogitRow row{g, p.bias, p.vocabulary};
+  const float factor = p.coefficients != nullptr ? p.coefficients[n] : 1.0f;
+  const float lse = largest + std::log(total);
+  const Lanes slope = broadcast(factor * (1.0f + 2.0f * p.z_loss * lse) / total);
   const Lanes spread = broadcast(factor * p.label_smoothing / static_cast<float>(p.vocabulary));
-  for_columns(row.vocabulary, [&](int64_t v, auto n) {
-    store(row.logits + v, exp(row(v, n) - shift) * slope - spread, n);
+  for_columns(p.vocabulary, [&](int64_t v, auto count) {
+    store(g + v, exp(row(v, count) - broadcast(largest)) * slope - spread, count);
   });
-  row.logits[label] -= factor * (1.0f - p.label_smoothing);
-  std::memset(row.logits + p.vocabulary, 0, static_cast<size_t>(p.stride - p.vocabulary) * sizeof(float));
+  g[p.labels[n]] -= factor * (1.0f - p.label_smoothing);
+  std::memset(g + p.vocabulary, 0, static_cast<size_t>(p.stride - p.vocabulary) * sizeof(float));
 }
 
 void ignored_row(const LinearCrossEntropy& p, int64_t n) {
@@ -114,21 +80,24 @@ void ignored_row(const LinearCrossEntropy& p, int64_t n) {
 }
 
 void counted_row(const LinearCrossEntropy& p, int64_t n) {
-  const Row row{p.logits + n * p.stride, p.bias, p.vocabulary};
+  const LogitRow row{p.logits + n * p.stride, p.bias, p.vocabulary};
   const int64_t label = p.labels[n];
   const float largest = largest_of(row);
-  const float total = sum_of_exponentials(row, largest, 1.0f);
-  const float lse = largest + std::log(total);
-  float loss = lse - (1.0f - p.label_smoothing) * row.at(label) + p.z_loss * lse * lse;
-  if (p.label_smoothing != 0.0f) loss -= p.label_smoothing / static_cast<float>(p.vocabulary) * sum_of_logits(row);
+  const float total = sum_of_exponentials(row, largest);
+  const float at_label = row(label), log_total = std::log(total), lse = largest + log_total;
+  float loss = (largest - at_label) + log_total + p.z_loss * lse * lse;
+  if (p.label_smoothing != 0.0f)
+    loss += p.label_smoothing * (at_label - sum_of_logits(row) / static_cast<float>(p.vocabulary));
   p.losses[n] = loss;
   if (p.correct != nullptr) p.correct[n] = is_correct(row, label);
   if (p.samples != nullptr) {
-    const float end = p.temperature == 1.0f ? total : sum_of_exponentials(row, largest, p.temperature);
-    const float u = uniform(static_cast<uint64_t>(*p.seed), p.first_row + n);
-    p.samples[n] = sample(row, largest, p.temperature, u * end);
+    LogitRow tempered = row;
+    tempered.factor = 1.0f / p.temperature;
+    const float top = largest * tempered.factor;
+    const float end = p.temperature == 1.0f ? total : sum_of_exponentials(tempered, top);
+    p.samples[n] = sample(tempered, top, uniform(static_cast<uint64_t>(*p.seed), p.first_row + n) * end);
   }
-  if (p.gradient) write_gradient(p, row, label, lse, p.coefficients != nullptr ? p.coefficients[n] : 1.0f);
+  if (p.gradient) write_gradient(p, n, largest, total);
 }
 
 }  // namespace

@@ -39,7 +39,8 @@ def linear_cross_entropy(
     """The formula as autograd can differentiate it; tests hold every backend against this."""
     loss = Loss(ignore_index, label_smoothing, z_loss)
     losses = cross_entropy.row_losses(_logits(as_rows(hidden), weight, bias), labels.flatten(), loss)
-    result = cross_entropy.reduced(losses, labels, reduction, total, ignore_index)
+    divisor = cross_entropy.divisor(labels, total, ignore_index)
+    result = cross_entropy.reduced(losses, reduction, divisor)
     return result.reshape(labels.shape) if reduction == "none" else result
 
 

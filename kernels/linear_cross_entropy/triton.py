@@ -97,8 +97,8 @@ def _loss_kernel(
 
         largest = float("-inf")
         sums = tl.zeros([BLOCK_V], tl.float32)
-        tempered = tl.zeros([BLOCK_V], tl.float32)
-        totals = tl.zeros([BLOCK_V], tl.float32)
+        tempered = 0.0
+        total = 0.0
         beaten = tl.zeros([BLOCK_V], tl.int1)
         for start in range(0, P, BLOCK_V):
             columns = start + block
@@ -107,16 +107,19 @@ def _loss_kernel(
             shift = tl.where(largest_now == float("-inf"), 0.0, largest_now)
             sums = sums * tl.exp(largest - shift) + tl.exp(x - shift)
             if SAMPLE and TEMPERED:
-                tempered = tempered * tl.exp((largest - shift) / temperature) + tl.exp((x - shift) / temperature)
+                shares = tl.sum(tl.exp((x - shift) / temperature), axis=0)
+                tempered = tempered * tl.exp((largest - shift) / temperature) + shares
             if SMOOTHED:
-                totals += tl.where(columns < V, x, 0.0)
+                total += tl.sum(tl.where(columns < V, x, 0.0), axis=0)
             if COUNT:
                 beaten = beaten | (x > at_label) | ((x == at_label) & (columns < label))
             largest = largest_now
-        lse = largest + tl.log(tl.sum(sums, axis=0))
-        loss = lse - (1.0 - label_smoothing) * at_label + z_loss * lse * lse
+        denominator = tl.sum(sums, axis=0)
+        log_denominator = tl.log(denominator)
+        lse = largest + log_denominator
+        loss = (largest - at_label) + log_denominator + z_loss * lse * lse
         if SMOOTHED:
-            loss -= label_smoothing / V * tl.sum(totals, axis=0)
+            loss += label_smoothing * (at_label - total / V)
         tl.store(losses + row, tl.where(bad, float("nan"), loss))
         if COUNT:
             tl.store(correct + row, (tl.max(beaten.to(tl.int32), axis=0) == 0) & (bad == 0))
@@ -125,7 +128,7 @@ def _loss_kernel(
             factor = tl.where(bad, 0.0, 1.0)
             if HAS_COEFFICIENTS:
                 factor *= tl.load(coefficients + row).to(tl.float32)
-            slope = factor * (1.0 + 2.0 * z_loss * lse)
+            slope = factor * (1.0 + 2.0 * z_loss * lse) / denominator
             spread = factor * label_smoothing / V
             hit = factor * (1.0 - label_smoothing)
             word = V - 1
@@ -134,13 +137,18 @@ def _loss_kernel(
             if SAMPLE:
                 target = _uniform(tl.load(seed), row, COUNTER)
                 if TEMPERED:
-                    target *= tl.sum(tempered, axis=0)
+                    target *= tempered
+                else:
+                    target *= denominator
             for start in range(0, P, BLOCK_V):
                 columns = start + block
                 x = _logits_at(line, bias, columns, V, P, HAS_BIAS)
-                p = tl.exp(x - lse)
+                share = tl.exp(x - largest)
+                if GRADIENT:
+                    g = share * slope - spread - tl.where(columns == label, hit, 0.0)
+                    g = tl.where(columns < V, g, 0.0).to(logits.dtype.element_ty)
+                    tl.store(line + columns, g, mask=columns < P)
                 if SAMPLE:
-                    share = p
                     if TEMPERED:
                         share = tl.exp((x - largest) / temperature)
                     after = before + tl.sum(share, axis=0)
@@ -148,10 +156,6 @@ def _loss_kernel(
                         passed = before + tl.cumsum(share, axis=0) <= target
                         word = tl.minimum(start + tl.sum(passed.to(tl.int32), axis=0), V - 1)
                     before = after
-                if GRADIENT:
-                    g = p * slope - spread - tl.where(columns == label, hit, 0.0)
-                    g = tl.where(columns < V, g, 0.0).to(logits.dtype.element_ty)
-                    tl.store(line + columns, g, mask=columns < P)
             if SAMPLE:
                 tl.store(samples + row, word)
 

@@ -33,5 +33,6 @@ def masked_lm_loss(
     logits = accumulate(linear(rows, weight))
     logits = logits if bias is None else logits + accumulate(bias)
     losses = cross_entropy.row_losses(logits, labels.flatten(), Loss(ignore_index, label_smoothing, z_loss))
-    result = cross_entropy.reduced(losses, labels, reduction, total, ignore_index)
+    divisor = cross_entropy.divisor(labels, total, ignore_index)
+    result = cross_entropy.reduced(losses, reduction, divisor)
     return result.reshape(labels.shape) if reduction == "none" else result

@@ -438,3 +438,22 @@ class _LinearCrossEntropy(TypedDict):
     threads: int
 
 def linear_cross_entropy_cpu(**fields: Unpack[_LinearCrossEntropy]) -> None: ...
+
+# ---- distillation_loss -----------------------------------------------------------------------------------------------
+
+class _DistillationLoss(TypedDict):
+    student: int
+    teacher: int
+    student_bias: int
+    teacher_bias: int
+    counted: int
+    coefficients: int
+    losses: int
+    rows: int
+    vocabulary: int
+    stride: int
+    temperature: float
+    gradient: int
+    threads: int
+
+def distillation_loss_cpu(**fields: Unpack[_DistillationLoss]) -> None: ...

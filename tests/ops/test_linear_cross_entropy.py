@@ -1,4 +1,314 @@
+"""linear_cross_entropy: the harness, and what is its own: blocks, shifted labels, batches in parts, wrong labels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fasttfm import ops
+from fasttfm.kernels.common.index_errors import IndexErrors
+from fasttfm.kernels.linear_cross_entropy import reference
+from fasttfm.ops import linear_cross_entropy, vocabulary
+from fasttfm.ops.backends import triton_interpreted
+from fasttfm.testing.harness import same_bits
 from fasttfm.testing.pytest_ops import op_tests
+from fasttfm.testing.saved import saved_bytes
 from fasttfm.testing.specs.linear_cross_entropy import SPEC
+from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 
 TestLinearCrossEntropy = op_tests(SPEC)
+
+N, C, V = 23, 16, 37
+interpreted = pytest.mark.skipif(not triton_interpreted(), reason="Triton takes CPU tensors in its interpreter only")
+BACKENDS = ["cpu", "reference", pytest.param("triton", marks=interpreted)]
+
+
+def drawn(*shape: int) -> dict[str, Tensor]:
+    """hidden [*shape, C], weight, labels of which the second and every fifth do not count, and bias."""
+    generator = torch.Generator().manual_seed(4)
+    labels = torch.randint(0, V, shape, generator=generator)
+    labels.view(-1)[1::5] = -100
+    return {
+        "hidden": torch.randn(*shape, C, generator=generator).requires_grad_(),
+        "weight": torch.randn(V, C, generator=generator).requires_grad_(),
+        "labels": labels,
+        "bias": torch.randn(V, generator=generator).requires_grad_(),
+    }
+
+
+def gradients(loss: Tensor, given: dict[str, Tensor], scale: float = 1.0) -> list[Tensor]:
+    wanted = [given[name] for name in ("hidden", "weight", "bias")]
+    return list(torch.autograd.grad(loss, wanted, torch.full_like(loss, scale)))
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_ROWS": 4, "_ROW_STEP": 4, "_BLOCKS": 100}.items():
+        monkeypatch.setattr(vocabulary, name, value)
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_many_blocks_are_one(backend: str, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """23 rows in blocks of 4: losses stay the same bit for bit, gradients within the harness's bounds."""
+    given = drawn(N)
+    call = dict(given, reduction=reduction, label_smoothing=0.1)
+    whole = linear_cross_entropy(**call, backend=backend)
+    small_blocks(monkeypatch)
+    assert vocabulary.rows_of_block(N, 1) == 4
+    parts = linear_cross_entropy(**call, backend=backend)
+    wide = {
+        name: value.double() if value.is_floating_point() else value for name, value in call.items() if name in given
+    }
+    exact = reference.linear_cross_entropy(**wide, reduction=reduction, label_smoothing=0.1)
+    naive = reference.linear_cross_entropy(**call)
+    assert compare("loss", parts, naive, exact, OUTPUT_FACTOR).ok
+    assert compare("loss", whole, naive, exact, OUTPUT_FACTOR).ok
+    found, plain = gradients(parts, given), gradients(naive, given)
+    truth = torch.autograd.grad(exact, [wide[name] for name in ("hidden", "weight", "bias")], torch.ones_like(exact))
+    for name, *tensors in zip(("dhidden", "dweight", "dbias"), found, plain, truth, strict=True):
+        assert compare(name, *tensors, GRADIENT_FACTOR).ok
+
+
+@pytest.mark.parametrize(
+    ("count", "row_bytes", "rows"),
+    [
+        (0, 100, 0),
+        (1, 100, 1),
+        (1000, 61056, 1000),
+        (4915, 61056, 1024),
+        (19660, 61056, 2560),
+        (32768, 100608, 4096),
+        (10**6, 100608, 5248),
+        (10**6, 10**9, 128),
+    ],
+)
+def test_rows_of_a_block(count: int, row_bytes: int, rows: int) -> None:
+    """At most 8 blocks of at least 1024 rows, within 512 MiB."""
+    assert vocabulary.rows_of_block(count, row_bytes) == rows
+
+
+@pytest.mark.parametrize(
+    ("wanted", "products"),
+    [((), 1), (("hidden", "weight", "bias"), 3), (("weight",), 2), (("hidden",), 2), (("bias",), 1)],
+)
+def test_only_wanted_products_are_computed(
+    wanted: tuple[str, ...], products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = drawn(N)
+    everything = gradients(linear_cross_entropy(**given), given)
+    alone = {name: value.detach().requires_grad_(name in wanted) for name, value in given.items() if name != "labels"}
+    multiply, calls = torch.mm, []
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(args)
+        return multiply(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    loss = linear_cross_entropy(**alone, labels=given["labels"])
+    assert len(calls) == products
+    if wanted:
+        found = torch.autograd.grad(loss, [alone[name] for name in wanted])
+        names = ["hidden", "weight", "bias"]
+        assert all(same_bits(one, everything[names.index(name)]) for name, one in zip(wanted, found, strict=True))
+
+
+# ---- labels ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shifted(backend: str) -> None:
+    given = drawn(3, 7)
+    loss = linear_cross_entropy(**given, shift=True, backend=backend)
+    logits = given["hidden"] @ given["weight"].t() + given["bias"]
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), given["labels"][:, 1:].flatten())
+    torch.testing.assert_close(loss, expected)
+    for found, wanted in zip(gradients(loss, given), gradients(expected, given), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("lengths", [[7, 7, 7], [3, 0, 18], [0, 1, 0, 20], [21, 0]])
+def test_shifted_in_a_packed_batch(lengths: list[int]) -> None:
+    given = drawn(21)
+    cu_seqlens = ops.cu_seqlens_from_lengths(lengths)
+    loss = linear_cross_entropy(**given, shift=True, cu_seqlens=cu_seqlens, reduction="sum")
+    logits = given["hidden"] @ given["weight"].t() + given["bias"]
+    pieces = zip(logits.split(lengths), given["labels"].split(lengths), strict=True)
+    sums = [torch.nn.functional.cross_entropy(x[:-1], y[1:], reduction="sum") for x, y in pieces if len(x) > 1]
+    torch.testing.assert_close(loss, torch.stack(sums).sum())
+    step = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    assert same_bits(step(**given, shift=True, cu_seqlens=cu_seqlens, reduction="sum").detach(), loss.detach())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_counts(backend: str) -> None:
+    given = drawn(N)
+    given["weight"].data[:, :] = given["weight"].data.round()  # with whole numbers ties are exact
+    given["hidden"].data = given["hidden"].data.round().clamp(-1, 1)
+    given["bias"].data.zero_()
+    logits = given["hidden"] @ given["weight"].t()
+    best = logits.argmax(dim=-1)
+    tied = logits == logits.amax(dim=-1, keepdim=True)
+    assert (tied.sum(dim=-1) > 1).any()
+    first = tied.int().argmax(dim=-1)
+    labels = torch.where(torch.arange(N) % 2 == 0, first, given["labels"])
+    labels[4], labels[6] = -100, (best[6] + 1) % V
+    result = linear_cross_entropy(**{**given, "labels": labels}, counts=True, backend=backend)
+    assert isinstance(result, ops.CountedLoss)
+    assert result.predictions is not None
+    assert result.correct is not None
+    assert result.predictions.item() == (labels != -100).sum().item()
+    assert result.correct.item() == (labels == first).sum().item()
+    assert result.samples is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("at", "bad"), [((0, 0), -1), ((1, 2), V), ((0, 1), 2**40)])
+def test_a_wrong_label_raises_on_the_cpu(backend: str, at: tuple[int, int], bad: int) -> None:
+    given = drawn(2, 3)
+    given["labels"][at] = bad
+    shown = rf"linear_cross_entropy: labels: expected indices in \[0, {V}\) or -100, got {bad} at {at[0] * 3 + at[1]}"
+    with pytest.raises(ValueError, match=shown):
+        linear_cross_entropy(**given, backend=backend)
+
+
+@interpreted
+@pytest.mark.parametrize("bad", [-1, V, 2**40, -(2**40)])
+def test_a_kernel_notes_a_wrong_label_and_goes_on(bad: int) -> None:
+    from fasttfm.kernels.common.cross_entropy import Loss
+    from fasttfm.kernels.linear_cross_entropy import triton as kernels
+
+    errors = IndexErrors("linear_cross_entropy", ("labels", "positions"))
+    logits = torch.randn(3, 64)
+    labels = torch.tensor([0, 2, 4, bad, 7])
+    losses = torch.zeros(5)
+    outputs = (losses, torch.zeros(5, dtype=torch.bool), torch.empty(0, dtype=torch.int64))
+    words = errors.words(logits.device)
+    kernels.linear_cross_entropy_triton(
+        logits, V, None, labels, None, None, outputs, 2, Loss(count_correct=True), True, words
+    )
+    assert losses.isnan().tolist() == [False, False, False, True, False]
+    assert not outputs[1][3]
+    assert logits[1].count_nonzero() == 0
+    assert logits.isfinite().all()
+    limit = 2**31
+    shown = str(bad) if abs(bad) < limit else f"{max(-limit, min(limit - 1, bad))} or beyond"
+    with pytest.raises(ValueError, match=rf"labels: expected indices in \[0, {V}\), got {shown} at token 3"):
+        errors.raise_if_any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_a_wrong_label_leaves_the_gpu_usable(backend: str) -> None:
+    given = {name: value.detach().cuda().requires_grad_(name != "labels") for name, value in drawn(N).items()}
+    good = given["labels"].clone()
+    given["labels"][3] = V
+    loss = linear_cross_entropy(**given, backend=backend)
+    loss.backward()
+    assert loss.isnan()
+    assert given["hidden"].grad is not None
+    if backend == "triton":
+        with pytest.raises(ValueError, match=rf"got {V} at token 3"):
+            ops.check_errors()
+    assert linear_cross_entropy(**{**given, "labels": good}, backend=backend).isfinite()
+    ops.check_errors()
+
+
+# ---- what surrounds it -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_parts_of_a_batch_add_up(backend: str, as_tensor: bool) -> None:
+    """With the total count, the parts' losses and gradients are the whole batch's."""
+    given = drawn(N)
+    count = (given["labels"] != -100).sum()
+    whole = linear_cross_entropy(**given, backend=backend)
+    total = count if as_tensor else int(count)
+    parts = [
+        linear_cross_entropy(
+            given["hidden"][part], given["weight"], given["labels"][part], given["bias"], total=total, backend=backend
+        )
+        for part in (slice(0, 9), slice(9, 10), slice(10, N))
+    ]
+    loss = torch.stack(parts).sum()
+    torch.testing.assert_close(loss, whole)
+    for found, expected in zip(gradients(loss, given), gradients(whole, given), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_loss_scale_is_exact(backend: str, dtype: torch.dtype) -> None:
+    """A scaled loss has scaled gradients, bit for bit where the scale is a power of two; fp16's keep what would be lost
+    below its smallest number without it."""
+    if backend == "triton" and dtype == torch.float16:
+        pytest.skip("Triton's interpreter rounds 16-bit types otherwise")
+    given = {name: value.detach() for name, value in drawn(N).items()}
+    given = {
+        name: value.to(dtype).requires_grad_() if value.is_floating_point() else value for name, value in given.items()
+    }
+    loss = linear_cross_entropy(**given, backend=backend)
+    plain = torch.autograd.grad(loss, [given["hidden"], given["weight"]], retain_graph=True)
+    scaled = torch.autograd.grad(loss, [given["hidden"], given["weight"]], torch.tensor(1024.0))
+    for one, other in zip(plain, scaled, strict=True):
+        normal = one.abs() >= torch.finfo(dtype).tiny
+        assert torch.equal(one[normal] * 1024, other[normal])
+        assert (other != 0).sum() >= (one != 0).sum()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tied_weights(backend: str) -> None:
+    """One tensor is embedding and decoder: its gradient is the sum of both uses."""
+    given = drawn(N)
+    ids = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(5))
+
+    def gradient(table: Tensor, decoder: Tensor) -> list[Tensor]:
+        hidden = torch.tanh(ops.embedding(ids, table))
+        loss = linear_cross_entropy(hidden, decoder, given["labels"], backend=backend)
+        return list(torch.autograd.grad(loss, {table, decoder}))
+
+    (tied,) = gradient(given["weight"], given["weight"])
+    copy = given["weight"].detach().clone().requires_grad_()
+    torch.testing.assert_close(tied, sum(gradient(given["weight"], copy)))
+
+
+def test_backward_twice() -> None:
+    given = drawn(N)
+    loss = linear_cross_entropy(**given)
+    first = torch.autograd.grad(loss, [given["hidden"], given["weight"]], retain_graph=True)
+    second = torch.autograd.grad(loss, [given["hidden"], given["weight"]])
+    assert all(same_bits(*pair) for pair in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_saved(dtype: torch.dtype) -> None:
+    """Gradients, no logits: dh in hidden's type, dweight and dbias in fp32; labels and a number."""
+    given = {name: value.detach() for name, value in drawn(N).items()}
+    given = {
+        name: value.to(dtype).requires_grad_() if value.is_floating_point() else value for name, value in given.items()
+    }
+    expected = N * C * dtype.itemsize + 4 * (V * C + V) + given["labels"].nbytes + 4
+    assert saved_bytes(lambda: linear_cross_entropy(**given)) == expected
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_logits() -> None:
+    """A block's row offsets are 64-bit, and so are the rows of a call: the last rows of 66,000 come out right."""
+    rows, words = 66_000, 50_257
+    hidden = torch.randn(rows, 16, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(words, 16, device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(0, words, (rows,), device="cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocabulary, "_BYTES", 2**34)
+        patch.setattr(vocabulary, "_BLOCKS", 1)
+        losses = linear_cross_entropy(hidden, weight, labels, reduction="none")
+    tail = slice(rows - 5, rows)
+    exact = reference.linear_cross_entropy(hidden[tail].double(), weight.double(), labels[tail], reduction="none")
+    naive = reference.linear_cross_entropy(hidden[tail], weight, labels[tail], reduction="none")
+    assert compare("losses", losses[tail], naive, exact, OUTPUT_FACTOR).ok

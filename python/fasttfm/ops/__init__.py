@@ -4,6 +4,7 @@ from fasttfm.kernels.common.index_errors import check_errors
 from fasttfm.ops.attention import attention, attention_weights
 from fasttfm.ops.bias_gelu import ACTIVATIONS, bias_gelu
 from fasttfm.ops.column_sum import column_sum
+from fasttfm.ops.distillation_loss import distillation_loss
 from fasttfm.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from fasttfm.ops.embedding import embedding
 from fasttfm.ops.gelu_layer_norm import gelu_layer_norm
@@ -21,6 +22,7 @@ from fasttfm.ops.pack import (
     unpack,
 )
 from fasttfm.ops.qkv_projection import fuse_qkv, qkv_projection
+from fasttfm.ops.replaced_token_loss import replaced_token_loss
 
 __all__ = [
     "ACTIVATIONS",
@@ -32,6 +34,7 @@ __all__ = [
     "column_sum",
     "cu_seqlens_from_lengths",
     "cu_seqlens_from_mask",
+    "distillation_loss",
     "dropout_add_layer_norm",
     "embedding",
     "fuse_qkv",
@@ -44,6 +47,7 @@ __all__ = [
     "pack",
     "position_ids_from_cu_seqlens",
     "qkv_projection",
+    "replaced_token_loss",
     "token_indices_from_mask",
     "unpack",
 ]

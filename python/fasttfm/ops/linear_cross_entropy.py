@@ -14,7 +14,6 @@ from fasttfm import _native
 from fasttfm.kernels.common import cross_entropy, pick_rows
 from fasttfm.kernels.common.cross_entropy import Loss
 from fasttfm.kernels.common.index_errors import IndexErrors
-from fasttfm.kernels.common.rows import as_rows
 from fasttfm.kernels.linear_cross_entropy import reference
 from fasttfm.ops import checks, linear, vocabulary
 from fasttfm.ops.backends import (
@@ -164,7 +163,7 @@ def vocabulary_loss(
             hidden, weight, bias, labels, positions, None, seed, *call.loss, call.counted_first, [False] * 3, call.op,
             call.backend,
         )  # fmt: skip
-        found = _reduced(losses, call.reduction, divisor)
+        found = cross_entropy.reduced(losses, call.reduction, divisor)
     predictions = (labels != call.loss.ignore_index).sum() if call.loss.count_correct else None
     return CountedLoss(
         found,
@@ -172,12 +171,6 @@ def vocabulary_loss(
         correct.sum() if call.loss.count_correct else None,
         None if seed is None else samples,
     )
-
-
-def _reduced(losses: Tensor, reduction: str, divisor: Tensor | None) -> Tensor:
-    if reduction == "none":
-        return losses
-    return losses.sum() if divisor is None else losses.sum() / divisor.to(losses.dtype)
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -209,7 +202,7 @@ class _VocabularyLoss(torch.autograd.Function):
         else:
             ctx.save_for_backward(labels, positions, divisor, *gradients)
         ctx.mark_non_differentiable(correct, samples)
-        return _reduced(losses, call.reduction, divisor), correct, samples
+        return cross_entropy.reduced(losses, call.reduction, divisor), correct, samples
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -225,7 +218,7 @@ class _VocabularyLoss(torch.autograd.Function):
         else:
             labels, positions, divisor, dh, dweight, dbias = ctx.saved_tensors
             scale = dloss if divisor is None else dloss / divisor.to(dloss.dtype)
-        gradients = _backward_op(
+        gradients = scaled_gradients(
             dh, dweight, dbias, scale, labels, positions, ctx.shape, ctx.dtype, call.loss.ignore_index, ctx.wanted,
             call.op, call.backend,
         )  # fmt: skip
@@ -348,7 +341,7 @@ _forward_op = register(
     _forward,
     _forward_fake,
 )
-_backward_op = register(
+scaled_gradients = register(
     "linear_cross_entropy_backward(Tensor dh, Tensor dweight, Tensor dbias, Tensor scale, Tensor labels,"
     " Tensor? positions, SymInt[] shape, ScalarType dtype, SymInt ignore_index, bool[] wanted, str op, str? backend)"
     " -> (Tensor dhidden, Tensor dweight, Tensor dbias)",
@@ -398,7 +391,7 @@ def _forward_native(
         )
 
     rows = pick_rows.gather(hidden, positions)
-    gradients = vocabulary.stream(rows, weight, turn, wanted, into_rows=positions is not None)
+    gradients = vocabulary.stream(rows, weight, turn, wanted, columns=len(weight), into_rows=positions is not None)
     return losses, correct, samples, *gradients
 
 
@@ -419,19 +412,16 @@ def _forward_triton(
     errors = _errors.words(hidden.device)
     outputs = _outputs(labels, seed, loss)
     labels = labels.contiguous()
-    if bias is not None:  # as long as the logits in memory, so that it is read in whole vectors
-        bias = torch.nn.functional.pad(bias, (0, vocabulary.padded(len(bias)) - len(bias)))
+    bias = None if bias is None else vocabulary.padded_bias(bias)
 
     def turn(first: int, logits: Tensor) -> None:
         triton.linear_cross_entropy_triton(
             logits, len(weight), bias, labels, coefficients, seed, outputs, first, loss, any(wanted), errors
         )
 
-    rows = as_rows(hidden)
-    if positions is not None:
-        rows = torch.empty(len(labels), hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
-        vocabulary.gather_triton(as_rows(hidden), positions, rows, errors)
-    gradients = vocabulary.stream(rows, weight, turn, wanted, into_rows=positions is not None)
+    rows = vocabulary.rows_triton(hidden, positions, errors)
+    columns = vocabulary.padded(len(weight))
+    gradients = vocabulary.stream(rows, weight, turn, wanted, columns=columns, into_rows=positions is not None)
     _errors.watch(hidden.device)
     return *outputs, *gradients
 

@@ -83,31 +83,42 @@ def masked_lm_loss(
         seed = philox.draw_seed(hidden.device)
     loss = Loss(ignore_index, float(label_smoothing), float(z_loss), float(temperature), counts)
     call = Call(OP, loss, reduction, requested(backend), counted_first=positions is None and max_predictions is None)
-    if positions is not None:
-        result = vocabulary_loss(
-            hidden, weight, bias, labels.flatten(), call, positions=positions.flatten(), seed=seed, total=total
-        )
-        samples = result.samples
-        found = result.loss
+    matrices = (hidden, weight, bias)
+    if positions is None:
+        result = _found_loss(*matrices, labels.flatten(), call, max_predictions, seed=seed, total=total)
     else:
-        flat = labels.flatten()
-        places, near, missed = _predicted(flat, ignore_index, max_predictions)
-        result = vocabulary_loss(hidden, weight, bias, near, call, positions=places, seed=seed, total=total)
-        # Filled up places add nothing to the row they name.
-        found = result.loss
-        if reduction == "none":
-            found = torch.zeros(len(flat), dtype=found.dtype, device=found.device).index_add(0, places, found)
-        samples = result.samples
-        if samples is not None:
-            samples = torch.zeros_like(flat, dtype=torch.int64).index_add(0, places, samples - ignore_index)
-            samples = samples + ignore_index
-        if missed is not None:
-            found = torch.where(missed, torch.nan, found)
-    if reduction == "none":
-        found = found.reshape(labels.shape)
+        places = positions.flatten()
+        result = vocabulary_loss(*matrices, labels.flatten(), call, positions=places, seed=seed, total=total)
+    found = result.loss.reshape(labels.shape) if reduction == "none" else result.loss
     if not counts and not sample:
         return found
-    return result._replace(loss=found, samples=None if samples is None else samples.reshape(labels.shape))
+    words = None if result.samples is None else result.samples.reshape(labels.shape)
+    return result._replace(loss=found, samples=words)
+
+
+def _found_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    call: Call,
+    most: int | None,
+    **options: Any,
+) -> CountedLoss:
+    """The loss of the rows that ``labels`` [T] name, losses and samples in their shape."""
+    ignore_index = call.loss.ignore_index
+    places, near, missed = _predicted(labels, ignore_index, most)
+    result = vocabulary_loss(hidden, weight, bias, near, call, positions=places, **options)
+    loss, samples = result.loss, result.samples
+    # Places that are filled up add nothing to the row they name.
+    if call.reduction == "none":
+        loss = torch.zeros(len(labels), dtype=loss.dtype, device=loss.device).index_add(0, places, loss)
+    if samples is not None:
+        above = torch.zeros_like(labels, dtype=torch.int64).index_add(0, places, samples - ignore_index)
+        samples = above + ignore_index
+    if missed is not None:
+        loss = torch.where(missed, torch.nan, loss)
+    return result._replace(loss=loss, samples=samples)
 
 
 def _predicted(labels: Tensor, ignore_index: int, most: int | None) -> tuple[Tensor, Tensor, Tensor | None]:

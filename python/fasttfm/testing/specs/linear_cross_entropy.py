@@ -138,10 +138,9 @@ def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.linear_cross_entropy import triton as kernels
 
     found = []
-    for columns, element in ((128, "fp32"), (30528, "bf16"), (30528, "fp32"), (50304, "fp16")):
-        for everything in (False, True):
-            found += kernels.compile_signatures(columns, element, everything=everything)
-    for columns, element in ((64, "fp32"), (768, "bf16"), (1024, "fp16")):
+    for element, everything in (("bf16", False), ("bf16", True), ("fp32", True)):
+        found += kernels.compile_signatures(30528, element, everything=everything)
+    for columns, element in ((64, "fp32"), (768, "bf16")):
         found += pick_rows_triton.compile_signatures(columns, element)
     return [TritonKernel(**description) for description in found]
 

@@ -1,0 +1,34 @@
+// Divergence of a block of student logits from the teacher's, its gradient written over the student's. n rows of V
+// logits; the formulas are in reference.py.
+//
+// Bytes per row: 8 V read and, with the gradient, 4 V written; both rows stay in the second-level cache between the
+// sweeps over them.
+#pragma once
+
+#include <cstdint>
+
+#include "common/status.h"
+
+namespace fasttfm {
+
+struct DistillationLoss {
+  float* student;             // [n, V], rows stride apart; the gradient after the call, where it is wanted
+  const float* teacher;       // [n, V], rows stride apart
+  const float* student_bias;  // [V], or null
+  const float* teacher_bias;  // [V], or null
+  const int32_t* counted;     // [n]: 0 for a row that does not count
+  const float* coefficients;  // [n]: what rows' gradients are multiplied with; null for 1
+  float* losses;              // [n]
+  int64_t rows;               // n
+  int64_t vocabulary;         // V
+  int64_t stride;             // columns from V to it become 0 with the gradient
+  float temperature;
+  int gradient;  // 1 or 0
+  int threads;
+};
+
+namespace cpu {
+Status distillation_loss(const DistillationLoss&);
+}  // namespace cpu
+
+}  // namespace fasttfm

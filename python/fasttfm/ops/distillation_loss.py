@@ -1,0 +1,376 @@
+"""``distillation_loss``: how far a student's words are from a teacher's, over a vocabulary whose logits never stand in
+memory whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm import _native
+from fasttfm.kernels.common import cross_entropy, pick_rows
+from fasttfm.kernels.common.index_errors import IndexErrors
+from fasttfm.kernels.common.rows import as_rows
+from fasttfm.kernels.distillation_loss import reference
+from fasttfm.ops import checks, linear, vocabulary
+from fasttfm.ops.backends import (
+    Backend,
+    BackendTable,
+    always,
+    refuse_native_cpu,
+    refuse_triton,
+    requested,
+    triton_absent,
+)
+from fasttfm.ops.library import needs_gradient, register
+from fasttfm.ops.linear_cross_entropy import scaled_gradients
+
+OP = "distillation_loss"
+_errors = IndexErrors(OP, ("labels", "positions"))
+
+
+def distillation_loss(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor | None = None,
+    *,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    positions: Tensor | None = None,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    total: Tensor | float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """``temperature^2 * KL(softmax(teacher / temperature) || softmax(student / temperature))`` of rows of logits.
+
+    Args:
+        student_hidden: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend).
+        student_weight: ``[V, C]`` in the same type.
+        teacher: The teacher's hidden rows ``[..., D]`` with ``teacher_weight``, else its logits ``[..., V]``. Gets no
+            gradient.
+        teacher_weight: ``[V, D]`` in ``teacher``'s type, or None.
+        student_bias: ``[V]`` in the student's type, or None.
+        teacher_bias: ``[V]`` in the teacher's type, or None.
+        positions: The rows that are looked at, numbers in ``student_hidden`` seen as ``[T, C]`` and in ``teacher``
+            alike; int64 or int32, of any shape and order. By default all.
+        mask: True (or not 0) for rows that count; in the shape of ``positions``, or without them in the leading shape
+            of ``student_hidden``. By default all do.
+        temperature: Above 0; above 1 the teacher's small probabilities weigh more.
+        reduction: "mean" over the rows that count, "sum", or "none" for a loss in the mask's shape.
+        total: What a mean divides by in the place of the number of rows that count: a number, or a tensor of one
+            element that nobody waits for.
+        backend: Requests one backend; by default the first that can serve the call does.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64), 0 where no row counts. Under autocast everything is cast to its type first, as
+        around ``torch.nn.Linear``.
+
+    Raises:
+        ValueError: For a position outside ``student_hidden``. On the CPU this call raises. On a GPU the loss is NaN,
+            and a later call or ``fasttfm.ops.check_errors()`` raises.
+    """
+    student_hidden, student_weight, student_bias = linear.autocast(student_hidden, student_weight, student_bias)
+    teacher, teacher_weight, teacher_bias = linear.autocast(teacher, teacher_weight, teacher_bias)
+    _check_student(student_hidden, student_weight, student_bias)
+    _check_teacher(student_hidden, student_weight, teacher, teacher_weight, teacher_bias)
+    shape = _check_rows(student_hidden, positions, mask)
+    checks.check_number(OP, "temperature", temperature, low=0.0, high=float("inf"), low_open=True)
+    vocabulary.check_reduction(OP, reduction, total, like=student_hidden)
+    TABLE.check_name(backend)
+    if mask is None:
+        counted = torch.ones(shape.numel(), dtype=torch.int32, device=student_hidden.device)
+    else:
+        counted = (mask != 0).flatten().to(torch.int32)
+    divisor = None
+    if reduction == "mean":
+        divisor = cross_entropy.divisor(counted, total, ignore_index=0).to(torch.float32)
+    places = None if positions is None else positions.flatten()
+    student = (student_hidden, student_weight, student_bias)
+    others = (teacher.detach(), *(None if x is None else x.detach() for x in (teacher_weight, teacher_bias)))
+    arguments = (*student, *others, counted, places, divisor, float(temperature), reduction, requested(backend))
+    if needs_gradient(*student):
+        found: Tensor = _Distillation.apply(*arguments)
+    else:
+        losses, *_ = _forward_op(*student, *others, counted, places, None, temperature, [False] * 3, arguments[-1])
+        found = cross_entropy.reduced(losses, reduction, divisor)
+    return found.reshape(shape) if reduction == "none" else found
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_student(hidden: Any, weight: Any, bias: Any) -> None:
+    checks.check_floating(OP, "student_hidden", hidden)
+    if hidden.dim() == 0 or hidden.shape[-1] == 0:
+        expected = "at least one dimension and one column"
+        raise checks.bad_value(OP, "student_hidden", expected, f"shape {tuple(hidden.shape)}")
+    linear.check_weight(OP, "student_weight", weight, hidden.shape[-1], hidden, like="student_hidden")
+    linear.check_bias(OP, "student_bias", bias, weight, hidden, like="student_hidden")
+
+
+def _check_teacher(hidden: Tensor, weight: Tensor, teacher: Any, teacher_weight: Any, teacher_bias: Any) -> None:
+    checks.check_floating(OP, "teacher", teacher)
+    checks.check_device(OP, "teacher", teacher, like=hidden)
+    columns = teacher.shape[-1] if teacher.dim() > 0 else 0
+    if teacher.shape[:-1] != hidden.shape[:-1] or columns == 0 or (teacher_weight is None and columns != len(weight)):
+        expected = (*hidden.shape[:-1], len(weight) if teacher_weight is None else "any")
+        raise checks.bad_value(OP, "teacher", f"shape {expected}", f"shape {tuple(teacher.shape)}")
+    if teacher_weight is not None:
+        linear.check_weight(OP, "teacher_weight", teacher_weight, columns, teacher, like="teacher")
+        checks.check_shape(OP, "teacher_weight", teacher_weight, (len(weight), columns))
+    linear.check_bias(OP, "teacher_bias", teacher_bias, weight, teacher, like="teacher")
+    checks.check_double(OP, student_hidden=hidden, teacher=teacher)
+
+
+def _check_rows(hidden: Tensor, positions: Any, mask: Any) -> torch.Size:
+    """The shape of the rows that are looked at."""
+    shape = hidden.shape[:-1]
+    if positions is not None:
+        vocabulary.check_indices(OP, "positions", positions, None, like=hidden)
+        shape = positions.shape
+    if mask is not None:
+        if not isinstance(mask, Tensor):
+            raise checks.bad_type(OP, "mask", "a tensor or None", type(mask).__name__)
+        checks.check_shape(OP, "mask", mask, shape)
+        checks.check_device(OP, "mask", mask, like=hidden)
+    return shape
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+class _Distillation(torch.autograd.Function):
+    """A mean's or a sum's incoming gradient is one number: the forward, which has the logits at hand, makes the
+    gradients of the sum, and the backward multiplies them. With "none" the backward computes the logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *tensors, counted, positions, divisor, temperature, reduction, backend = arguments
+        ctx.wanted = list(ctx.needs_input_grad[:3])
+        ctx.options = (temperature, reduction, backend)
+        ctx.shape, ctx.dtype = tensors[0].shape, tensors[0].dtype
+        now = ctx.wanted if reduction != "none" else [False] * 3
+        losses, *gradients = _forward_op(*tensors, counted, positions, None, temperature, now, backend)
+        kept = tensors if reduction == "none" else (divisor, *gradients)
+        ctx.save_for_backward(counted, positions, *kept)
+        return cross_entropy.reduced(losses, reduction, divisor)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        temperature, reduction, backend = ctx.options
+        counted, positions, *kept = ctx.saved_tensors
+        if reduction == "none":
+            coefficients = dloss.contiguous()
+            _, *totals = _forward_op(*kept, counted, positions, coefficients, temperature, ctx.wanted, backend)
+            scale = torch.ones((), dtype=dloss.dtype, device=dloss.device)
+        else:
+            divisor, *totals = kept
+            scale = dloss if divisor is None else dloss / divisor.to(dloss.dtype)
+        place = (counted, positions, ctx.shape, ctx.dtype, 0)  # a row that does not count is marked with 0
+        gradients = scaled_gradients(*totals, scale, *place, ctx.wanted, OP, backend)
+        return *(found if want else None for found, want in zip(gradients, ctx.wanted, strict=True)), *([None] * 9)
+
+
+# ---- torch.library ---------------------------------------------------------------------------------------------------
+
+
+def _forward(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    student_bias: Tensor | None,
+    teacher: Tensor,
+    teacher_weight: Tensor | None,
+    teacher_bias: Tensor | None,
+    counted: Tensor,
+    positions: Tensor | None,
+    coefficients: Tensor | None,
+    temperature: float,
+    wanted: Sequence[bool],
+    backend: str | None,
+) -> tuple[Tensor, ...]:
+    if positions is not None:
+        vocabulary.check_values(OP, "positions", positions, student_hidden.shape[:-1].numel())
+    results: tuple[Tensor, ...] = TABLE.select(backend, student_hidden, teacher).forward(
+        student_hidden,
+        student_weight,
+        student_bias,
+        teacher,
+        teacher_weight,
+        teacher_bias,
+        counted,
+        positions,
+        coefficients,
+        temperature,
+        wanted,
+    )
+    return results
+
+
+def _forward_fake(student_hidden: Tensor, student_weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _, _, _, _, counted, _, _, _, wanted, _ = rest
+    wide = torch.float64 if student_hidden.dtype == torch.float64 else torch.float32
+    count, (want_dh, want_dweight, want_dbias) = counted.shape[0], wanted
+    return (
+        student_hidden.new_empty(count, dtype=wide),
+        student_hidden.new_empty((count, student_hidden.shape[-1]) if want_dh else 0),
+        student_hidden.new_empty(student_weight.shape if want_dweight else 0, dtype=wide),
+        student_hidden.new_empty(student_weight.shape[0] if want_dbias else 0, dtype=wide),
+    )
+
+
+_forward_op = register(
+    "distillation_loss_forward(Tensor student_hidden, Tensor student_weight, Tensor? student_bias, Tensor teacher,"
+    " Tensor? teacher_weight, Tensor? teacher_bias, Tensor counted, Tensor? positions, Tensor? coefficients,"
+    " float temperature, bool[] wanted, str? backend) -> (Tensor losses, Tensor dh, Tensor dweight, Tensor dbias)",
+    _forward,
+    _forward_fake,
+)
+
+
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+class _TeacherLogits:
+    """A block of the teacher's logits after the other, in one buffer: products, or copies of given ones, whose rows may
+    start anywhere."""
+
+    def __init__(self, teacher: Tensor, weight: Tensor | None, positions: Tensor | None, words: int) -> None:
+        self.rows, self.positions, self.words = as_rows(teacher), positions, words
+        self.dtype = vocabulary.product_type(teacher)
+        self.weight = None if weight is None else weight.to(self.dtype)
+        self.buffer: Tensor | None = None
+
+    def block(self, first: int, like: Tensor, errors: Tensor | None) -> Tensor:
+        """Of as many rows, and as many columns in memory, as ``like`` has, the student's."""
+        count = len(like)
+        if self.buffer is None:  # the first block is the largest
+            self.buffer = torch.empty(like.shape, dtype=self.dtype, device=like.device)
+        block = self.buffer[:count]
+        logits = block[:, : self.words]
+        chosen = slice(first, first + count)
+        if self.weight is not None:
+            torch.mm(self._picked(chosen, errors).to(self.dtype), self.weight.t(), out=logits)
+        elif self.positions is None or errors is None:
+            logits.copy_(self._picked(chosen, errors))
+        else:
+            vocabulary.gather_triton(self.rows, self.positions[chosen], logits, errors)
+        return block
+
+    def _picked(self, chosen: slice, errors: Tensor | None) -> Tensor:
+        if self.positions is None:
+            return self.rows[chosen]
+        if errors is None:
+            return pick_rows.gather(self.rows, self.positions[chosen])
+        picked = torch.empty(
+            chosen.stop - chosen.start, self.rows.shape[1], dtype=self.rows.dtype, device=errors.device
+        )
+        vocabulary.gather_triton(self.rows, self.positions[chosen], picked, errors)
+        return picked
+
+
+def _forward_native(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    student_bias: Tensor | None,
+    teacher: Tensor,
+    teacher_weight: Tensor | None,
+    teacher_bias: Tensor | None,
+    counted: Tensor,
+    positions: Tensor | None,
+    coefficients: Tensor | None,
+    temperature: float,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    losses = torch.empty(len(counted), dtype=torch.float32)
+    biases = [_native.as_parameter(bias, torch.float32) for bias in (student_bias, teacher_bias)]
+    teacher_logits = _TeacherLogits(teacher, teacher_weight, positions, len(student_weight))
+    core = _native.core()
+
+    def turn(first: int, logits: Tensor) -> None:
+        core.distillation_loss_cpu(
+            student=logits.data_ptr(),
+            teacher=teacher_logits.block(first, logits, None).data_ptr(),
+            student_bias=_native.address(biases[0]),
+            teacher_bias=_native.address(biases[1]),
+            counted=counted.data_ptr() + 4 * first,
+            coefficients=0 if coefficients is None else coefficients.data_ptr() + 4 * first,
+            losses=losses.data_ptr() + 4 * first,
+            rows=len(logits),
+            vocabulary=len(student_weight),
+            stride=logits.stride(0),
+            temperature=temperature,
+            gradient=int(any(wanted)),
+            threads=torch.get_num_threads(),
+        )
+
+    rows = pick_rows.gather(student_hidden, positions)
+    columns, own = len(student_weight), positions is not None
+    return losses, *vocabulary.stream(rows, student_weight, turn, wanted, columns=columns, into_rows=own)
+
+
+def _forward_triton(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    student_bias: Tensor | None,
+    teacher: Tensor,
+    teacher_weight: Tensor | None,
+    teacher_bias: Tensor | None,
+    counted: Tensor,
+    positions: Tensor | None,
+    coefficients: Tensor | None,
+    temperature: float,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    from fasttfm.kernels.distillation_loss import triton
+
+    device = student_hidden.device
+    _errors.raise_if_seen(device)
+    errors = _errors.words(device)
+    losses = torch.empty(len(counted), dtype=torch.float32, device=device)
+    biases = [None if bias is None else vocabulary.padded_bias(bias) for bias in (student_bias, teacher_bias)]
+    teacher_logits = _TeacherLogits(teacher, teacher_weight, positions, len(student_weight))
+
+    def turn(first: int, logits: Tensor) -> None:
+        others = teacher_logits.block(first, logits, errors)
+        triton.distillation_loss_triton(
+            logits,
+            others,
+            len(student_weight),
+            *biases,
+            counted,
+            coefficients,
+            losses,
+            first,
+            temperature,
+            any(wanted),
+        )
+
+    rows = vocabulary.rows_triton(student_hidden, positions, errors)
+    columns, own = vocabulary.padded(len(student_weight)), positions is not None
+    gradients = vocabulary.stream(rows, student_weight, turn, wanted, columns=columns, into_rows=own)
+    _errors.watch(device)
+    return losses, *gradients
+
+
+# The CPU core stands before Triton: Triton's interpreter serves a CPU tensor only when it is asked for by name.
+TABLE = BackendTable(
+    OP,
+    (
+        Backend(
+            "cpu", _native.missing, lambda hidden, *_: refuse_native_cpu(hidden), _forward_native, pick_rows.scatter
+        ),
+        Backend(
+            "triton",
+            triton_absent,
+            lambda hidden, *_: refuse_triton(hidden),
+            _forward_triton,
+            vocabulary.scatter_triton,
+        ),
+        Backend("reference", always, lambda *_: None, reference.distillation_loss_forward, pick_rows.scatter),
+    ),
+)

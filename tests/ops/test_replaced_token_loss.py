@@ -1,0 +1,45 @@
+"""replaced_token_loss: the harness; what stands in the padding; batches in parts."""
+
+import pytest
+import torch
+
+from fasttfm import ops
+from fasttfm.ops import replaced_token_loss
+from fasttfm.testing.pytest_ops import op_tests
+from fasttfm.testing.specs.replaced_token_loss import SPEC
+
+TestReplacedTokenLoss = op_tests(SPEC)
+
+LENGTHS = [5, 0, 9]
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(3, 9, generator=generator)
+    real = torch.arange(9) < torch.tensor(LENGTHS)[:, None]
+    return logits.masked_fill(~real, torch.nan), torch.rand(3, 9, generator=generator) < 0.2, real
+
+
+def test_every_way_to_leave_padding_out_agrees() -> None:
+    """A mask, lengths, a packed batch, and tokens picked out as users do it; NaN in the padding reaches nothing."""
+    logits, labels, real = batch()
+    logits.requires_grad_()
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits[real], labels[real].float())
+    (expected,) = torch.autograd.grad(loss, logits)
+    cu_seqlens = ops.cu_seqlens_from_lengths(LENGTHS)
+    found = [
+        replaced_token_loss(logits, labels, mask=real),
+        replaced_token_loss(logits, labels.long(), lengths=torch.tensor(LENGTHS)),
+        replaced_token_loss(ops.pack(logits, cu_seqlens), ops.pack(labels, cu_seqlens)),
+    ]
+    for one in found:
+        torch.testing.assert_close(one, loss)
+        torch.testing.assert_close(torch.autograd.grad(one, logits)[0], expected)
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_parts_of_a_batch_add_up(as_tensor: bool) -> None:
+    logits, labels, real = batch()
+    total = real.sum() if as_tensor else int(real.sum())
+    parts = [replaced_token_loss(logits[i], labels[i], mask=real[i], total=total) for i in range(3)]
+    torch.testing.assert_close(torch.stack(parts).sum(), replaced_token_loss(logits, labels, mask=real))
