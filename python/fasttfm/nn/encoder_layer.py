@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fasttfm import ops
 from fasttfm.nn.encoder_block import Options, Parameters, encoder_block
 from fasttfm.ops import checks, linear
-from fasttfm.ops.attention_checks import window_bounds
+from fasttfm.ops.attention import window_bounds
 from fasttfm.ops.backends import requested
 
 _NAME = "EncoderLayer"
