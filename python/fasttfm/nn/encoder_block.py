@@ -27,6 +27,7 @@ from fasttfm.ops.column_sum import column_sum_op
 from fasttfm.ops.dropout_add_layer_norm import _backward_op as add_norm_backward_op
 from fasttfm.ops.dropout_add_layer_norm import _forward_op as add_norm_forward_op
 from fasttfm.ops.layer_norm import _forward_op as layer_norm_forward_op
+from fasttfm.ops.library import needs_gradient
 
 
 class Parameters(NamedTuple):
@@ -79,8 +80,46 @@ def encoder_block(
     Returns:
         y, and z' in a pre-LN model.
     """
-    y, z = _EncoderBlock.apply(x, residual, cu_seqlens, seeds, *options, *parameters)
+    if needs_gradient(x, residual, *parameters):
+        y, z = _EncoderBlock.apply(x, residual, cu_seqlens, seeds, *options, *parameters)
+    else:
+        y, z, _ = _forward(x, residual, cu_seqlens, seeds, options, _in_type(parameters, x.dtype), keep=False)
     return y, z
+
+
+def _forward(
+    x: Tensor,
+    residual: Tensor | None,
+    cu_seqlens: Tensor,
+    seeds: Tensor | None,
+    options: Options,
+    own: Parameters,
+    *,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+    """y, z' and, to ``keep``, what the backward reads besides inputs and parameters."""
+    tokens, columns = x.shape
+    backend = options.backend
+    want_z = keep or residual is not None
+
+    product = linear.matmul(x, own.qkv_weight.t(), own.qkv_bias)
+    qkv = product.view(tokens, 3, options.heads, columns // options.heads)
+    out, lse = attention_forward_op(qkv, None, None, *_attention_options(qkv, cu_seqlens, seeds, options))
+    branch = linear.matmul(out.view(tokens, columns), own.out_weight.t())
+    norm_a = (own.norm_a_weight, own.norm_a_bias, own.out_bias, *_dropout(cu_seqlens, seeds, 1, options))
+    stream = x if residual is None else residual
+    y1, z1, statistics1 = add_norm_forward_op(branch, stream, *norm_a, options.eps_a, want_z, backend)
+
+    h = linear.matmul(y1, own.up_weight.t())
+    a = bias_gelu_forward_op(h, own.up_bias, options.activation, backend)
+    branch = linear.matmul(a, own.down_weight.t())
+    norm_b = (own.norm_b_weight, own.norm_b_bias, own.down_bias, *_dropout(cu_seqlens, seeds, 2, options))
+    stream = y1 if residual is None else z1
+    y, z, statistics = add_norm_forward_op(branch, stream, *norm_b, options.eps_b, want_z, backend)
+
+    again = (None, None) if options.recompute else (y1, a)
+    saved = (qkv, out, lse, z1, statistics1, h, *again, z, statistics) if keep else ()
+    return y, None if residual is None else z, saved
 
 
 class _EncoderBlock(torch.autograd.Function):
@@ -90,31 +129,13 @@ class _EncoderBlock(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         options, given = Options(*others[: len(Options._fields)]), Parameters(*others[len(Options._fields) :])
         own = _in_type(given, x.dtype)
-        tokens, columns = x.shape
-        backend = options.backend
-
-        product = linear.matmul(x, own.qkv_weight.t(), own.qkv_bias)
-        qkv = product.view(tokens, 3, options.heads, columns // options.heads)
-        out, lse = attention_forward_op(qkv, None, None, *_attention_options(qkv, cu_seqlens, seeds, options))
-        branch = linear.matmul(out.view(tokens, columns), own.out_weight.t())
-        norm_a = (own.norm_a_weight, own.norm_a_bias, own.out_bias, *_dropout(cu_seqlens, seeds, 1, options))
-        stream = x if residual is None else residual
-        y1, z1, statistics1 = add_norm_forward_op(branch, stream, *norm_a, options.eps_a, True, backend)
-
-        h = linear.matmul(y1, own.up_weight.t())
-        a = bias_gelu_forward_op(h, own.up_bias, options.activation, backend)
-        branch = linear.matmul(a, own.down_weight.t())
-        norm_b = (own.norm_b_weight, own.norm_b_bias, own.down_bias, *_dropout(cu_seqlens, seeds, 2, options))
-        stream = y1 if residual is None else z1
-        y, z, statistics = add_norm_forward_op(branch, stream, *norm_b, options.eps_b, True, backend)
-
-        kept = (None, None) if options.recompute else (y1, a)
-        ctx.save_for_backward(cu_seqlens, seeds, x, qkv, out, lse, z1, statistics1, h, *kept, z, statistics, *own)
+        y, z, saved = _forward(x, residual, cu_seqlens, seeds, options, own, keep=True)
+        ctx.save_for_backward(cu_seqlens, seeds, x, *saved, *own)
         ctx.options = options
         ctx.pre_norm = residual is not None
         ctx.types = [None if parameter is None else parameter.dtype for parameter in given]
         ctx.set_materialize_grads(False)
-        return y, None if residual is None else z
+        return y, z
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
