@@ -18,6 +18,7 @@ from fasttfm.models.checkpoint_files import (
 )
 from fasttfm.models.checkpoint_names import Names, checkpoint_shapes, from_checkpoint, to_checkpoint
 from fasttfm.models.config import ModelConfig
+from fasttfm.nn import Encoder
 
 Model = TypeVar("Model", bound="PretrainedModel")
 
@@ -62,6 +63,15 @@ class PretrainedModel(nn.Module):
         for name, source in self.tied().items():
             module, _, attribute = name.rpartition(".")
             setattr(self.get_submodule(module), attribute, self.get_parameter(source))
+
+    def gradient_checkpointing_enable(self, enabled: bool = True) -> None:
+        """Layers keep only their inputs for the backward, and run again there: a third more work for little memory."""
+        for module in self.modules():
+            if isinstance(module, Encoder):
+                module.checkpointing = enabled
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.gradient_checkpointing_enable(False)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fasttfm.nn.encoder_layer import EncoderLayer, draw_seeds
 from fasttfm.nn.residual import norm
@@ -29,6 +32,7 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(unique)
         self.order = [unique.index(layer) for layer in layers]
         self.final_norm = final_norm
+        self.checkpointing = False  # whether layers keep only their inputs for the backward, and run again there
 
     def forward(
         self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, hidden_states: list[Tensor] | None = None
@@ -47,7 +51,10 @@ class Encoder(nn.Module):
             following = None
             if self.final_norm is not None:
                 following = self.final_norm if index + 1 == len(layers) else layers[index + 1].norm1
-            x, residual = layer(x, cu_seqlens, max_seqlen, residual=residual, next_norm=following, seeds=seed)
+            run: Callable[..., Any] = partial(layer, residual=residual, next_norm=following, seeds=seed)
+            if self.checkpointing and self.training:  # layers draw nothing: their seeds are given
+                run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+            x, residual = run(x, cu_seqlens, max_seqlen)
         return x
 
     def in_order(self) -> list[EncoderLayer]:
