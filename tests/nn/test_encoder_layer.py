@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import fasttfm
 from fasttfm import ops
@@ -212,3 +214,113 @@ def test_compiled_in_one_graph(norm_first: bool) -> None:
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     for a, b in zip(gradients(module, tokens(), 7), gradients(compiled, tokens(), 7), strict=True):
         assert torch.equal(a, b)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+WIDE = {"width": 256, "heads": 4, "intermediate": 512}
+
+
+class Composed(nn.Module):
+    """A layer of plain torch for each of ours, on a padded batch: what a GPU's results are held against."""
+
+    def __init__(self, source: fasttfm.nn.Encoder) -> None:
+        super().__init__()
+        self.layers, self.final_norm = source.layers, source.final_norm
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        sequences = x.split(cu_seqlens.diff().tolist())
+        return torch.cat([self.sequence(sequence) for sequence in sequences])
+
+    def sequence(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            pre = layer.norm_first
+            q, k, v = layer.qkv(layer.norm1(x) if pre else x).view(len(x), 3, layer.heads, -1).permute(1, 2, 0, 3)
+            causal = layer.window[1] == 0
+            context = functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(0, 1).flatten(1)
+            x = x + layer.out(context)
+            x = x if pre else layer.norm1(x)
+            x = x + layer.down(functional.gelu(layer.up(layer.norm2(x) if pre else x)))
+            x = x if pre else layer.norm2(x)
+        return x if self.final_norm is None else self.final_norm(x)
+
+
+def wide_encoder(norm_first: bool, **options: Any) -> fasttfm.nn.Encoder:
+    torch.manual_seed(0)
+    options = {"dropout": 0.0, "attention_dropout": 0.0, "eps": 1e-5, "norm_first": norm_first, **options}
+    layers = [fasttfm.nn.EncoderLayer(*WIDE.values(), **options) for _ in range(LAYERS)]
+    return fasttfm.nn.Encoder(layers, nn.LayerNorm(WIDE["width"]) if norm_first else None).cuda()
+
+
+def wide_batch(lengths: tuple[int, ...] = (150, 1, 64, 200)) -> tuple[Tensor, Tensor, int]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(lengths), WIDE["width"], generator=generator)
+    return x, ops.cu_seqlens_from_lengths(lengths).cuda(), max(lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+def test_same_numbers_on_a_gpu(norm_first: bool, recompute: bool, dtype: torch.dtype) -> None:
+    ours = wide_encoder(norm_first, causal=norm_first, recompute=recompute).to(dtype)
+    theirs = Composed(copy.deepcopy(ours))
+    x, cu_seqlens, longest = wide_batch()
+
+    def call(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"y": module(inputs["x"], cu_seqlens, longest)}
+
+    check_modules(ours, theirs, call, {"x": x.to(dtype)})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+def test_a_gpu_gives_the_cpu_s_dropout(norm_first: bool) -> None:
+    """Seeds decide, not devices: with the same seeds both drop the same elements."""
+    module = wide_encoder(norm_first, dropout=0.2, attention_dropout=0.2)
+    x, cu_seqlens, longest = wide_batch()
+    layer, seeds = module.layers[0], torch.tensor([3, 4, 5])
+    options = {"residual": x, "next_norm": layer.norm1} if norm_first else {}
+    on_gpu = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in options.items()}
+    y, _ = layer(x.cuda(), cu_seqlens, longest, seeds=seeds.cuda(), **on_gpu)
+    layer.cpu()
+    expected, _ = layer(x, cu_seqlens.cpu(), longest, seeds=seeds, **options)
+    assert (y.cpu() - expected).abs().max() < 1e-2  # one element dropped otherwise is off by far more
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+def test_a_step_waits_for_nothing_and_is_captured(norm_first: bool) -> None:
+    module = wide_encoder(norm_first, dropout=0.1, attention_dropout=0.1, recompute=True)
+    x, cu_seqlens, longest = wide_batch()
+    x = x.cuda().requires_grad_()
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            y = module(x, cu_seqlens, longest)
+        y.float().square().mean().backward()
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()  # compiles kernels
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    for parameter in module.parameters():
+        parameter.grad = None
+    x.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    first = x.grad.clone()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not torch.equal(x.grad, first)  # added up, and dropped anew

@@ -35,12 +35,13 @@ _DRAWS = 5
 def run_module(module: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor], draw: int = 0) -> Results:
     """The outputs, and the gradients of floating inputs and of all parameters, each by name.
 
-    Floating inputs take the module's type. Incoming gradients are random, but the same for every module.
+    Inputs go to the module's device, floating ones take its type. Incoming gradients are random, but the same for every
+    module.
     """
     parameters = dict(module.named_parameters())
-    dtype = next(iter(parameters.values())).dtype
+    first = next(iter(parameters.values()))
     prepared = {
-        name: value.detach().to(dtype).requires_grad_() if value.is_floating_point() else value
+        name: value.detach().to(first).requires_grad_() if value.is_floating_point() else value.to(first.device)
         for name, value in inputs.items()
     }
     outputs = call(module, prepared)
@@ -117,4 +118,4 @@ def _scaled(module: torch.nn.Module, draw: int) -> Iterator[None]:
 
 def _incoming(name: str, output: Tensor, draw: int) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {draw}".encode()))
-    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
+    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
