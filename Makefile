@@ -80,7 +80,7 @@ gpu: gpu-build ## on a GPU machine: build with its own Python, run GPU tests and
 	$(gpu_environment) $(PYTHON) -m fasttfm bench $(if $(OPS),--ops $(OPS))
 
 # A short list of cases: under the sanitizer a kernel runs up to a hundred times slower.
-sanitized_cases := test_accuracy_gpu and bfloat16 and (typical or odd or packed)
+sanitized_cases := test_accuracy_gpu and bfloat16 and (typical or odd or packed or several_tiles)
 
 .PHONY: sanitize-gpu
 sanitize-gpu: gpu-build ## on a GPU machine: some GPU tests under compute-sanitizer's memcheck and racecheck (OPS=a,b)

@@ -12,7 +12,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem
 from fasttfm.kernels.attention.tuning import Tiles
 from fasttfm.kernels.common import philox
 
-Choice = dict[str, Tiles | int]  # function of tuning -> what it answers
+Choice = dict[str, Tiles | None]  # function of tuning -> what it answers
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Case:
     D: int = 64
     causal: bool = False
     p: float = 0.0
-    packed: bool = False  # lengths from 64 to S
+    packed: bool = False  # lengths from S / 8 to S, in no order
 
     def __str__(self) -> str:
         marks = [f"S{self.S}", f"D{self.D}"]
@@ -47,7 +47,10 @@ class Case:
     def lengths(self) -> list[int]:
         if not self.packed:
             return [self.S] * self.B
-        return [64 + (self.S - 64) * i // (self.B - 1) for i in range(self.B)] if self.B > 1 else [self.S]
+        if self.B == 1:
+            return [self.S]
+        least = self.S // 8
+        return [least + (self.S - least) * (i * 37 % self.B) // (self.B - 1) for i in range(self.B - 1)] + [self.S]
 
     @property
     def flops(self) -> float:
@@ -55,62 +58,74 @@ class Case:
 
 
 CASES = [
+    *(Case(256, 16, 64, p=p) for p in (0.0, 0.1)),
     *(Case(128, 16, 128, p=p) for p in (0.0, 0.1)),
     *(Case(64, 16, 256, p=p) for p in (0.0, 0.1)),
     *(Case(32, 16, 512, p=p) for p in (0.0, 0.1)),
+    *(Case(64, 16, 512, p=p, packed=True) for p in (0.0, 0.1)),
+    Case(256, 16, 128, packed=True),
     *(Case(16, 16, 1024, p=p) for p in (0.0, 0.1)),
-    Case(8, 16, 2048),
+    Case(32, 8, 512, 128),
+    Case(8, 8, 2048, 128),
     Case(4, 16, 4096),
     Case(128, 16, 128, causal=True),
     Case(32, 16, 512, causal=True),
-    Case(16, 16, 1024, causal=True),
-    Case(4, 16, 4096, causal=True),
-    Case(32, 8, 512, 128),
-    Case(8, 8, 2048, 128),
-    Case(8, 8, 2048, 128, causal=True),
-    *(Case(64, 16, 512, p=p, packed=True) for p in (0.0, 0.1)),
+    Case(8, 16, 2048, causal=True),
 ]
 
 
 def forward_choices(case: Case) -> Iterator[Choice]:
-    tiles = [(64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8)]
-    for queries, keys, warps in tiles:
-        for stages in (1, 2) if case.S <= 128 else (2, 3):
-            yield {"forward_tiles": Tiles(queries, keys, warps, stages)}
+    if case.S <= 64:
+        yield from ({"short_forward_tiles": Tiles(64, 64, 4, 3, programs=programs)} for programs in (1, 2))
+    elif case.S <= 128:
+        yield {"short_forward_tiles": Tiles(128, 128, 8, 3)}
+        yield {"short_forward_tiles": Tiles(128, 128, 8, 2, registers=128, programs=2)}
+    tiles = [Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3, ahead=4)]
+    if case.D > 64:
+        tiles = [
+            Tiles(64, 64, 4, 3),
+            Tiles(64, 64, 4, 3, ahead=2),
+            Tiles(128, 64, 8, 4),
+            Tiles(128, 128, 8, 3, ahead=1),
+        ]
+    elif case.S > 128:
+        tiles += [Tiles(64, 64, 4, 4, ahead=3)]
+    if case.S >= 512 and case.D <= 64 and not case.p:
+        tiles += [Tiles(128, 64, 8, 3, ahead=2)]
+    for choice in tiles:
+        yield {"forward_tiles": choice, "short_forward_tiles": None}
 
 
 def backward_choices(case: Case) -> Iterator[Choice]:
     first = case.p == 0
-    if case.S <= 128:
-        for queries, keys, warps, stages in ((64, 128, 8, 1), (64, 128, 8, 2), (128, 128, 8, 1), (64, 64, 4, 1)):
-            yield {"head_tiles": Tiles(queries, keys, warps, stages, keys_first=first), "HEAD_KEYS": case.S}
-        if first:
-            yield {"head_tiles": Tiles(128, 128, 8, 1), "HEAD_KEYS": case.S}
-    elif case.S <= 1024:
-        tiles = [(64, 64, 4, 2), (64, 128, 8, 1) if first else (128, 64, 8, 1)]
-        tiles += [(128, 128, 8, 1)] if case.D <= 64 else []
-        for queries, keys, warps, programs in tiles:
-            for stages in (1, 2):
-                choice = Tiles(queries, keys, warps, stages, programs=programs, keys_first=first)
-                yield {"head_tiles": choice, "HEAD_KEYS": case.S}
-        if first:
-            yield {"head_tiles": Tiles(64, 64, 4, 2), "HEAD_KEYS": case.S}
-            yield {"head_tiles": Tiles(128, 64, 8, 2, programs=1), "HEAD_KEYS": case.S}
-    if case.S >= 512:
-        query, key = Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2, keys_first=first)
-        options = [(64, 128, 8, 2)] if first else [(128, 64, 8, 2)]
-        for option in [(64, 64, 4, 2), (64, 64, 4, 3), *options, (128, 128, 8, 1)]:
-            if case.D <= 64 or option[1] * option[0] < 128 * 128:
-                yield {"query_tiles": query, "key_tiles": Tiles(*option, keys_first=first), "HEAD_KEYS": 0}
-        for option in [(64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 128, 8, 2)]:
-            yield {"query_tiles": Tiles(*option), "key_tiles": key, "HEAD_KEYS": 0}
+    if case.S <= 64:
+        yield from ({"short_backward_tiles": Tiles(64, 64, 4, 3, programs=programs)} for programs in (1, 2))
+    elif case.S <= 128:
+        yield {"short_backward_tiles": Tiles(128, 128, 8, 3)}
+        yield {"short_backward_tiles": Tiles(128, 128, 8, 2)}
+    if case.D > 64:
+        query, key = Tiles(64, 64, 4, 2), Tiles(64, 128, 8, 2, keys_first=True)
+        queries, keys = [replace(query, ahead=2), Tiles(128, 64, 8, 3, ahead=1)], [replace(key, ahead=1)]
+        keys += [Tiles(128, 64, 8, 2, ahead=1)]
+    else:
+        query, key = Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2, keys_first=first)
+        queries, keys = [replace(query, ahead=3)], [replace(key, ahead=2)]
+        if case.S > 128:
+            queries += [Tiles(64, 128, 4, 3, ahead=2), Tiles(64, 64, 4, 4, ahead=3)]
+            keys += [replace(key, stages=3, ahead=2)]
+            keys += [replace(key, keys_first=False, stages=stages, ahead=2) for stages in (2, 3) if first]
+    pairs = [(query, key), *((chosen, key) for chosen in queries), *((queries[0], chosen) for chosen in keys)]
+    for query_choice, key_choice in pairs:
+        yield {"query_tiles": query_choice, "key_tiles": key_choice, "short_backward_tiles": None}
 
 
 def name_of(choice: Choice) -> str:
-    short = {"forward_tiles": "", "head_tiles": "head ", "query_tiles": "q ", "key_tiles": "kv "}
+    short = {"forward_tiles": "", "query_tiles": "q ", "key_tiles": "kv "}
+    short |= {"short_forward_tiles": "short ", "short_backward_tiles": "short "}
     return " ".join(
         f"{short[key]}{t.queries}x{t.keys} w{t.warps} s{t.stages}"
         + (f" r{t.registers}" if t.registers else "")
+        + (f" a{t.ahead}" if t.ahead else f" p{t.programs}" if key.startswith("short") else "")
         + " T" * t.keys_first
         for key, t in choice.items()
         if isinstance(t, Tiles)
@@ -121,7 +136,7 @@ def name_of(choice: Choice) -> str:
 def chosen(choice: Choice) -> Iterator[None]:
     before = {name: getattr(tuning, name) for name in choice}
     for name, value in choice.items():
-        setattr(tuning, name, value if isinstance(value, int) else lambda *_, value=value: value)
+        setattr(tuning, name, lambda *_, value=value: value)
     try:
         yield
     finally:
@@ -221,16 +236,26 @@ def measure(run: Callable[[], object]) -> float:
     end.record()
     torch.cuda.synchronize()
     calls = max(2, min(20, int(3.0 / max(begin.elapsed_time(end), 0.02))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                run()
+        replay = graph.replay
+    except RuntimeError as problem:
+        print("not captured:", str(problem).split("\n")[0][:100])
+        torch.cuda.synchronize()
+
+        def replay() -> None:
+            for _ in range(calls):
+                run()
+
     times = []
-    graph.replay()
+    replay()
     for _ in range(7):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graph.replay()
+        replay()
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / calls)
@@ -291,9 +316,7 @@ def compile_all(cases: list[Case], workers: int) -> None:
     for case in cases:
         for backward, choices in ((False, forward_choices(case)), (True, backward_choices(case))):
             for choice in choices:
-                one_tile = case.S <= 128 and backward
-                key = (case.D, case.causal, case.p > 0, case.packed, one_tile, repr(choice).split("'HEAD_KEYS'")[0])
-                key += (choice.get("HEAD_KEYS", 0) == 0,)
+                key = (backward, case.D, case.causal, case.p > 0, case.packed, repr(choice))
                 if key not in seen:
                     seen.add(key)
                     tasks.append((case, choice, backward))
@@ -355,7 +378,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="only cases whose name contains this")
     parser.add_argument("--workers", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=240.0, help="stop timing after this long")
+    parser.add_argument("--seconds", type=float, default=100.0, help="stop timing after this long")
     options = parser.parse_args()
     until = time.time() + options.seconds
     cases = [case for case in CASES if options.only in str(case)]

@@ -1,8 +1,9 @@
 """What a loss over a vocabulary takes on a GPU, and how to cut its blocks: ``python benchmarks/lab/loss_blocks.py``.
 
 For masked-LM heads (4915 predicted rows of 32,768, V = 30,522) and a causal one (32,768 rows, V = 50,257), in bf16: the
-three matrix products at several block sizes, dweight added up in fp32 or rounded to bf16; the pass over the logits with
-several tiles; the whole op at several block sizes, with its memory; and what its kernels take, one by one.
+three matrix products of a block, of all words and up to a multiple of 8, 64 or 128; the small kernels around them; the
+pass over the logits with several tiles; the whole op at several block sizes, with its memory; and what its kernels
+take, one by one. Under a minute.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ import torch
 import triton
 from torch import Tensor
 
+from fasttfm.kernels.common import last_words_triton, scale_triton
 from fasttfm.kernels.common.cross_entropy import Loss
 from fasttfm.kernels.linear_cross_entropy import triton as kernels
 from fasttfm.ops import column_sum, linear_cross_entropy, masked_lm_loss, vocabulary
 from fasttfm.testing import bench_timing as timing
 
 CALLS = 3
+Calls = dict[str, Callable[[], object]]
 
 
-def measure(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+def measure(calls: Calls) -> dict[str, float]:
     """Median milliseconds of each call, as CUDA graphs that take turns. One that fails is left out and said so."""
     stream = torch.cuda.Stream()
     graphs = {}
@@ -36,7 +39,7 @@ def measure(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
                 graphs[name] = timing.captured(work, stream)
             except Exception as error:  # a way that this machine cannot go
                 print(f"  {name}: {timing.reason(error)}")
-        samples = timing.measure(graphs, timing.CudaClock(), timing.Effort(1e-3, 0.1))
+        samples = timing.measure(graphs, timing.CudaClock(), timing.Effort(1e-3, 0.03))
     for name, why in samples.failures.items():
         print(f"  {name}: {why}")
     return {name: timing.percentiles(found)[1] * 1e3 for name, found in samples.seconds.items()}
@@ -49,30 +52,56 @@ def tensors(rows: int, columns: int, words: int) -> tuple[Tensor, Tensor, Tensor
     return hidden, weight, torch.randint(0, words, (rows,), device="cuda")
 
 
-def products(columns: int, words: int) -> None:
+def products(columns: int, words: int, counts: tuple[int, ...]) -> None:
     """Each product of one block."""
-    print(f"\nproducts of a block, C={columns}, V={words}: ms (TFLOP/s)")
     dweight = torch.zeros(words, columns, device="cuda")
-    for rows in (512, 983, 1024, 1639, 2048, 4096, 4915):
-        found = measure(products_of_block(*tensors(rows, columns, words)[:2], dweight))
-        flops = 2 * rows * columns * words
-        print(f"  {rows:5} rows: " + ", ".join(f"{k} {v:.3f} ({flops / v / 1e9:.0f})" for k, v in found.items()))
+    for step in (1, 8, 64, 128):
+        even = words // step * step
+        print(f"\nproducts of a block, C={columns}, {even} of {words} words: ms (TFLOP/s)")
+        for rows in counts if step == 8 else counts[1:2]:
+            hidden, weight, _ = tensors(rows, columns, words)
+            logits = torch.randn(rows, vocabulary.padded(words), device="cuda").bfloat16()
+            found = measure(products_of_block(hidden, weight[:even], logits[:, :even], dweight[:even]))
+            flops = 2 * rows * columns * even
+            print(f"  {rows:5} rows: " + ", ".join(f"{k} {v:.3f} ({flops / v / 1e9:.0f})" for k, v in found.items()))
 
 
-def products_of_block(hidden: Tensor, weight: Tensor, dweight: Tensor) -> dict[str, Callable[[], object]]:
-    logits = torch.randn(len(hidden), vocabulary.padded(len(weight)), device="cuda").bfloat16()[:, : len(weight)]
-    dh, narrow, single = torch.empty_like(hidden), torch.zeros_like(weight), torch.float32
+def products_of_block(hidden: Tensor, weight: Tensor, logits: Tensor, dweight: Tensor) -> Calls:
+    dh, narrow, single = torch.zeros_like(hidden), torch.zeros_like(weight), torch.float32
     return {
         "logits": lambda: torch.mm(hidden, weight.t(), out=logits),
         "dh": lambda: torch.mm(logits, weight, out=dh),
+        "dh, added": lambda: torch.addmm(dh, logits, weight, out=dh),
         "dweight, fp32": lambda: torch.mm(logits.t(), hidden, out_dtype=single, out=dweight),
-        "dweight, fp32, added": lambda: torch.addmm(dweight, logits.t(), hidden, out_dtype=single, out=dweight),
+        "added": lambda: torch.addmm(dweight, logits.t(), hidden, out_dtype=single, out=dweight),
         "dweight, bf16": lambda: torch.mm(logits.t(), hidden, out=narrow),
-        "column sum": lambda: column_sum(logits._base),
+        "bf16, added": lambda: torch.addmm(narrow, logits.t(), hidden, out=narrow),
     }
 
 
-def passes(words: int, rows: int = 1024) -> None:
+def small_kernels(columns: int = 1024, words: int = 30522, rows: int = 1024, count: int = 4915) -> None:
+    hidden, weight, _ = tensors(count, columns, words)
+    logits = torch.randn(rows, vocabulary.padded(words), device="cuda").bfloat16()
+    even = words // 8 * 8
+    last, g = weight[even:], torch.zeros(count, 8, device="cuda", dtype=torch.bfloat16)
+    found, total = torch.zeros(8, columns, device="cuda"), torch.randn(words, columns, device="cuda")
+    half, one, dh = torch.empty_like(weight), torch.ones((), device="cuda"), torch.zeros_like(hidden)
+    block = hidden[:rows]
+    calls = {
+        "last words' logits": lambda: last_words_triton.logits(block, last, logits[:, even:words]),
+        "in torch": lambda: torch.mm(block, last.t(), out=logits[:, even:words]),
+        "last words' dh": lambda: last_words_triton.start(logits[:, even:words], last, dh[:rows], g[:rows]),
+        "their dweight, all rows": lambda: torch.mm(g.t(), hidden, out_dtype=torch.float32, out=found),
+        "a block's rows": lambda: torch.mm(g[:rows].t(), block, out_dtype=torch.float32, out=found),
+        "dweight scaled": lambda: scale_triton.scale(total, one, half),
+        "in torch, too": lambda: torch.mul(total, one, out=half),
+        "column sum": lambda: column_sum(logits),
+    }
+    print(f"\nsmall kernels, C={columns}, V={words}, {rows} rows of {count}: us")
+    print("  " + ", ".join(f"{name} {1e3 * value:.1f}" for name, value in measure(calls).items()))
+
+
+def passes(words: int, rows: int) -> None:
     """The pass over a block of logits with several tiles; TB/s of one read and one write."""
     stride = vocabulary.padded(words)
     logits = torch.randn(rows, stride, device="cuda").bfloat16()
@@ -82,34 +111,34 @@ def passes(words: int, rows: int = 1024) -> None:
     errors, seed = torch.full((2, 2), 2**62, device="cuda"), torch.tensor([7], device="cuda")
     print(f"\nthe pass over {rows} x {words} logits: ms (TB/s)")
 
-    def call(given: Tensor | None, drawn: Tensor | None, loss: Loss) -> None:
-        kernels.linear_cross_entropy_triton(logits, words, given, labels, None, drawn, outputs, 0, loss, True, errors)
+    def call(given: Tensor | None, drawn: Tensor | None, loss: Loss, gradient: bool = True) -> None:
+        kernels.linear_cross_entropy_triton(
+            logits, words, given, labels, None, drawn, outputs, 0, loss, gradient, errors
+        )
 
-    plain = {"plain": (None, None, Loss()), "bias": (bias, None, Loss())}
+    plain = {"plain": (None, None, Loss()), "bias": (bias, None, Loss()), "loss only": (bias, None, Loss(), False)}
     more = {"counts": (bias, None, Loss(count_correct=True)), "samples": (bias, seed, Loss())}
-    for block_v in (2048, 4096, 8192, 16384, 32768):
-        for num_warps in (4, 8, 16, 32):
-            if not 8 <= block_v // (32 * num_warps) <= 64:
-                continue
-            tile = {"BLOCK_V": block_v, "num_warps": num_warps}
-            options = {**plain, **(more if tile == kernels._tile(stride) else {})}
-            calls = {name: functools.partial(call, *given) for name, given in options.items()}
-            with mock.patch.object(kernels, "_tile", lambda columns, tile=tile: tile):
-                found = measure(calls)
-            rates = [f"{k} {v:.4f} ({2 * logits.nbytes / v / 1e9:.2f})" for k, v in found.items()]
-            print(f"  {block_v:5} x {num_warps:2}: " + ", ".join(rates), flush=True)
+    tiles = ((4096, 8), (4096, 16), (8192, 16), (8192, 32), (16384, 32), (32768, 32))
+    for block_v, num_warps in tiles:
+        tile = {"BLOCK_V": block_v, "GROUP": 8, "num_warps": num_warps}
+        options = {**plain, **(more if num_warps == 16 else {})}
+        calls = {name: functools.partial(call, *given) for name, given in options.items()}
+        with mock.patch.object(kernels, "_tile", lambda *_, tile=tile, **__: tile):
+            found = measure(calls)
+        rates = [f"{k} {v:.4f} ({2 * logits.nbytes / v / 1e9:.2f})" for k, v in found.items()]
+        print(f"  {block_v:5} x {num_warps:2}: " + ", ".join(rates), flush=True)
 
 
-def whole(name: str, step: Callable[[], object], flops: float) -> None:
+def whole(name: str, step: Callable[[], object], flops: float, cuts: tuple[tuple[int, int], ...]) -> None:
     """The op, forward and backward, with other numbers of rows in a block."""
     print(f"\n{name}: forward and backward")
-    for rows, blocks in ((512, 64), (1024, 8), (1280, 4), (1664, 3), (2048, 8), (2560, 2), (4096, 8), (8192, 4)):
+    for rows, blocks in cuts:
         with mock.patch.multiple(vocabulary, _ROWS=rows, _BLOCKS=blocks, _BYTES=2**31):
             found = measure({"op": step}).get("op")
             peak = peak_mib(step)
         if found:
             rate = f"{found:.3f} ms ({flops / found / 1e9:.0f} TFLOP/s), {peak:.0f} MiB"
-            print(f"  at least {rows} rows, at most {blocks} blocks: {rate}")
+            print(f"  at least {rows} rows, at most {blocks} blocks: {rate}", flush=True)
 
 
 def peak_mib(step: Callable[[], object]) -> float:
@@ -128,16 +157,18 @@ def kernel_times(step: Callable[[], object]) -> None:
         for _ in range(4):
             step()
         torch.cuda.synchronize()
-    for event in sorted(profile.key_averages(), key=lambda event: -event.device_time_total)[:16]:
+    for event in sorted(profile.key_averages(), key=lambda event: -event.device_time_total)[:18]:
         print(f"  {event.device_time_total / 4e3:8.4f} ms  {event.count / 4:5.1f} x  {event.key[:110]}")
 
 
 def main() -> None:
     print(f"torch {torch.__version__}, Triton {triton.__version__}, {torch.cuda.get_device_name()}")
-    products(1024, 30522)
-    products(768, 30522)
-    passes(30522)
-    passes(50257)
+    products(1024, 30522, (896, 1024, 1664, 2560, 4915))
+    products(768, 30522, (896, 1024, 1664, 2560, 4915))
+    products(768, 50257, (1024, 4096))
+    small_kernels()
+    passes(30522, 896)
+    passes(50257, 4096)
     for columns in (1024, 768):
         tokens, predicted, words = 32768, 4915, 30522
         hidden, weight, _ = tensors(tokens, columns, words)
@@ -149,7 +180,9 @@ def main() -> None:
         def step(wanted: list[Tensor] = wanted, labels: Tensor = labels, positions: Tensor = positions) -> object:
             return torch.autograd.grad(masked_lm_loss(*wanted, labels, positions=positions), wanted)
 
-        whole(f"masked_lm_loss {predicted} of {tokens} x {columns} x {words}", step, 6 * predicted * columns * words)
+        name = f"masked_lm_loss {predicted} of {tokens} x {columns} x {words}"
+        cuts = ((491, 64), (614, 8), (768, 8), (983, 8), (1638, 8), (2457, 8), (4915, 8))
+        whole(name, step, 6 * predicted * columns * words, cuts)
         kernel_times(step)
     hidden, weight, labels = tensors(32768, 768, 50257)
     hidden.requires_grad_(), weight.requires_grad_()
@@ -157,7 +190,8 @@ def main() -> None:
     def causal() -> object:
         return torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), (hidden, weight))
 
-    whole("linear_cross_entropy 32768 x 768 x 50257", causal, 6 * 32768 * 768 * 50257)
+    cuts = ((1024, 32), (2048, 16), (4096, 8), (8192, 4))
+    whole("linear_cross_entropy 32768 x 768 x 50257", causal, 6 * 32768 * 768 * 50257, cuts)
     kernel_times(causal)
 
 

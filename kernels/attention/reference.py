@@ -11,7 +11,8 @@ seed both are 1. Query i of a sequence with Lq queries and Lk keys stands at key
 its distances are measured from there. Where no key may be attended to, out and the gradients are 0 and lse is -inf.
 
 Every layout is computed as a padded batch [B, S, H, D]; what lies past a sequence's end is replaced by 0 first, so that
-no number there, not even a NaN, reaches a result. Arithmetic is fp32 (fp64 for fp64 input), results are rounded once.
+no number there, not even a NaN, reaches a result. Arithmetic is fp32 (fp64 for fp64 input), but kept * c * P and ds are
+rounded to the type of q before they are multiplied: matrix units take both operands in one type.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem
     weights, total, lse = _softmax(q, k, queries, keys, problem)
     values = _per_head(keys.padded(v), q)
     with torch.autocast(q.device.type, enabled=False):  # it would narrow the operands
-        out = torch.einsum("bhij,bjhd->bihd", _dropout(weights, problem), values)
+        out = torch.einsum("bhij,bjhd->bihd", _rounded(_dropout(weights, problem), q), values)
     out = queries.restored(out / total.transpose(1, 2)[..., None]).to(q.dtype).contiguous()
     if problem.packed:
         lse = queries.restored(lse.transpose(1, 2), fill=-torch.inf).t()
@@ -122,10 +123,10 @@ def attention_backward(
     delta = (dout * out).sum(dim=-1).transpose(1, 2)[..., None]
     with torch.autocast(q.device.type, enabled=False):
         dweights = _dropout(torch.einsum("bihd,bjhd->bhij", dout, padded_v), problem)
-        dscores = problem.scale * weights * (dweights - delta)
-        padded_dq = torch.einsum("bhij,bjhd->bihd", dscores, padded_k)
-        padded_dk = torch.einsum("bhij,bihd->bjhd", dscores, padded_q)
-        padded_dv = torch.einsum("bhij,bihd->bjhd", _dropout(weights, problem), dout)
+        dscores = _rounded(weights * (dweights - delta), q)
+        padded_dq = problem.scale * torch.einsum("bhij,bjhd->bihd", dscores, padded_k)
+        padded_dk = problem.scale * torch.einsum("bhij,bihd->bjhd", dscores, padded_q)
+        padded_dv = torch.einsum("bhij,bihd->bjhd", _rounded(_dropout(weights, problem), q), dout)
     dq.copy_(queries.restored(padded_dq))
     dk.copy_(keys.restored(_sum_groups(padded_dk, k)))
     dv.copy_(keys.restored(_sum_groups(padded_dv, v)))
@@ -177,6 +178,11 @@ def _dropout(weights: Tensor, problem: AttentionProblem) -> Tensor:
         problem.seed, sequences[:, None, None], heads[:, None], queries, weights.shape[3], problem.threshold
     )
     return torch.where(kept, weights * problem.dropout_scale, 0.0)
+
+
+def _rounded(x: Tensor, like: Tensor) -> Tensor:
+    """Numbers of the type of ``like``, still in the type of sums."""
+    return x.to(like.dtype).to(x.dtype)
 
 
 def _per_head(keys: Tensor, q: Tensor) -> Tensor:

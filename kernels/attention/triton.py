@@ -1,4 +1,5 @@
-"""Attention in Triton: launchers. The kernels are in triton_forward.py and triton_backward.py, tiles in tuning.py."""
+"""Attention in Triton: launchers. Kernels are in triton_forward.py, triton_backward.py and triton_short.py, tiles
+in tuning.py."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from fasttfm.kernels.attention import tuning
 from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem
-from fasttfm.kernels.attention.triton_backward import MAX_BLOCK_M, _bwd_head_kernel, _bwd_kv_kernel, _bwd_q_kernel
+from fasttfm.kernels.attention.triton_backward import MAX_BLOCK_M, _bwd_kv_kernel, _bwd_q_kernel
 from fasttfm.kernels.attention.triton_forward import _fwd_kernel
+from fasttfm.kernels.attention.triton_short import _short_bwd_kernel, _short_fwd_kernel
 from fasttfm.kernels.common.launch import multiprocessors, on_device
 
 
@@ -75,8 +77,39 @@ def _common(q: Tensor, k: Tensor, problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-def _tuning_key(q: Tensor, problem: AttentionProblem) -> tuple[int, int, int, bool]:
-    return q.shape[-1], q.element_size(), problem.max_seqlen_k, problem.seed is not None
+def _call(q: Tensor, problem: AttentionProblem) -> tuning.Call:
+    keys, dropout = problem.max_seqlen_k, problem.seed is not None
+    return tuning.Call(tuning.is_hopper(q.device), q.shape[-1], q.element_size(), problem.max_seqlen, keys, dropout)
+
+
+def _even(problem: AttentionProblem, tiles: tuning.Tiles) -> bool:
+    """Whether sequences are made of whole tiles, as far as the host knows."""
+    dense = not problem.packed and problem.lengths is None and problem.lengths_k is None
+    return dense and problem.max_seqlen % tiles.queries == 0 and problem.max_seqlen_k % tiles.keys == 0
+
+
+def _plain(problem: AttentionProblem) -> bool:
+    """Whether nothing is added to scores: the kernels for short sequences have no room for it on the chip."""
+    return problem.bias is None and problem.alibi_slopes is None
+
+
+def _tile_options(q: Tensor, problem: AttentionProblem, tiles: tuning.Tiles) -> dict[str, Any]:
+    """The arguments of the kernels for long sequences that depend on tiles."""
+    prefetch = tiles.ahead > 0 and q.device.type == "cuda"
+    ahead = tiles.ahead * multiprocessors(q) if prefetch else 0
+    return {**tiles.options(), "EVEN": _even(problem, tiles), "AHEAD": prefetch, "ahead": ahead}
+
+
+def _short_options(q: Tensor, problem: AttentionProblem, tiles: tuning.Tiles) -> tuple[int, dict[str, Any]]:
+    """Number of programs, and the arguments of the kernels for short sequences that depend on tiles."""
+    items = problem.sequences * q.shape[-2]
+    options = tiles.options()
+    options |= {"items": items, "EVEN": _even(problem, tiles), "STAGES": tiles.stages}
+    bounded = problem.packed or problem.lengths is not None or problem.lengths_k is not None
+    if bounded and problem.window_left == UNLIMITED and problem.window_right == UNLIMITED:
+        # Where only loads and masks need the boundaries, the compiler loads them ahead too, and takes stages for that.
+        options["STAGES"] = 2 * tiles.stages - 1
+    return min(items, tiles.programs * multiprocessors(q)), options
 
 
 def attention_fwd_triton(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
@@ -87,22 +120,20 @@ def attention_fwd_triton(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProb
     if q.numel() == 0:
         return out, lse
     strides, unit = _strides({"q": q, "k": k, "v": v})
-    options = tuning.forward_tiles(*_tuning_key(q, problem)).options()
-    tiles = triton.cdiv(problem.max_seqlen, options["BLOCK_M"])
+    arguments = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **strides, **_common(q, k, problem), "UNIT": unit}
+    arguments["group"] = heads // k.shape[-2]
+    call = _call(q, problem)
+    short = tuning.short_forward_tiles(call) if _plain(problem) else None
     with on_device(q):
-        _fwd_kernel[(tiles * heads * problem.sequences,)](
-            q,
-            k,
-            v,
-            out,
-            lse,
-            **strides,
-            **_common(q, k, problem),
-            group=heads // k.shape[-2],
-            tiles=tiles,
-            UNIT=unit,
-            **options,
-        )
+        if short is not None:
+            programs, options = _short_options(q, problem, short)
+            _short_fwd_kernel[(programs,)](**arguments, **options)
+        else:
+            chosen = tuning.forward_tiles(call)
+            tiles = triton.cdiv(problem.max_seqlen, chosen.queries)
+            _fwd_kernel[(tiles * heads * problem.sequences,)](
+                **arguments, tiles=tiles, **_tile_options(q, problem, chosen)
+            )
     return out, lse
 
 
@@ -125,61 +156,39 @@ def attention_bwd_triton(
         return
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
     strides, unit = _strides(tensors)
-    arguments = {**tensors, "lse": lse, **strides, **_common(q, k, problem), "kv_heads": k.shape[-2], "UNIT": unit}
+    arguments = {**tensors, "lse": lse, **strides, **_common(q, k, problem), "UNIT": unit}
+    ungrouped = k.shape[-2] == q.shape[-2]
+    short = tuning.short_backward_tiles(_call(q, problem)) if ungrouped and _plain(problem) else None
     with on_device(q):
-        if problem.max_seqlen_k <= tuning.HEAD_KEYS:
-            _backward_by_head(arguments, out, problem)
+        if short is not None:
+            programs, options = _short_options(q, problem, short)
+            _short_bwd_kernel[(programs,)](**arguments, **options)
         else:
-            _backward_by_tile(arguments, out, problem)
-
-
-def _backward_by_head(arguments: dict[str, Any], out: Tensor, problem: AttentionProblem) -> None:
-    q, lse = arguments["q"], arguments["lse"]
-    tiles = tuning.head_tiles(*_tuning_key(q, problem))
-    options = tiles.options()
-    heads, kv_heads = arguments["heads"], arguments["kv_heads"]
-    programs = items = problem.sequences * kv_heads
-    one_tile = problem.max_seqlen_k <= options["BLOCK_N"]
-    scratch_rows, statistics, scratch = 0, lse, lse
-    if not one_tile:
-        programs = min(items, tiles.programs * multiprocessors(q))
-        scratch_rows = triton.cdiv(problem.max_seqlen, options["BLOCK_M"]) * options["BLOCK_M"]
-        rows = programs * (heads // kv_heads) * scratch_rows
-        statistics, scratch = lse.new_empty(2 * rows), lse.new_empty(rows * arguments["BLOCK_D"])
-    _bwd_head_kernel[(programs,)](
-        **arguments,
-        out=out,
-        statistics=statistics,
-        scratch=scratch,
-        items=items,
-        scratch_rows=scratch_rows,
-        KEYS_FIRST=tiles.keys_first,
-        ONE_TILE=one_tile,
-        **options,
-    )
+            _backward_by_tile({**arguments, "kv_heads": k.shape[-2]}, out, problem)
 
 
 def _backward_by_tile(arguments: dict[str, Any], out: Tensor, problem: AttentionProblem) -> None:
     q, lse, heads = arguments["q"], arguments["lse"], arguments["heads"]
-    key = _tuning_key(q, problem)
-    margin = MAX_BLOCK_M.value
+    call = _call(q, problem)
     if problem.packed:
-        rows = len(q) + problem.sequences * margin
+        rows = len(q) + problem.sequences * MAX_BLOCK_M.value
         size = heads * rows
     else:
-        rows = triton.cdiv(problem.max_seqlen, margin) * margin
+        rows = triton.cdiv(problem.max_seqlen, MAX_BLOCK_M.value) * MAX_BLOCK_M.value
         size = problem.sequences * heads * rows
     arguments |= {"statistics": lse.new_empty(2 * size), "statistics_rows": rows, "statistics_size": size}
-    options = tuning.query_tiles(*key).options()
-    tiles = triton.cdiv(problem.max_seqlen, options["BLOCK_M"])
+    chosen = tuning.query_tiles(call)
+    tiles = triton.cdiv(problem.max_seqlen, chosen.queries)
     _bwd_q_kernel[(tiles * heads * problem.sequences,)](
-        **_without(arguments, "dk", "dv"), out=out, tiles=tiles, **options
+        **_without(arguments, "dk", "dv"), out=out, tiles=tiles, **_tile_options(q, problem, chosen)
     )
-    chosen = tuning.key_tiles(*key)
-    options = chosen.options()
-    tiles = triton.cdiv(problem.max_seqlen_k, options["BLOCK_N"])
+    chosen = tuning.key_tiles(call)
+    tiles = triton.cdiv(problem.max_seqlen_k, chosen.keys)
     _bwd_kv_kernel[(tiles * arguments["kv_heads"] * problem.sequences,)](
-        **_without(arguments, "dq", "lse"), tiles=tiles, KEYS_FIRST=chosen.keys_first, **options
+        **_without(arguments, "dq", "lse"),
+        tiles=tiles,
+        KEYS_FIRST=chosen.keys_first,
+        **_tile_options(q, problem, chosen),
     )
 
 

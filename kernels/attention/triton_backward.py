@@ -5,12 +5,8 @@
 
 P is computed again from q, k and lse. Sums have a fixed order: no atomics.
 
-_bwd_head_kernel: a program owns a whole head of keys and values. It goes over their tiles, keeps a tile's dk and dv in
-registers while it goes over the queries, and adds to dq in a scratch of its own that stays in the cache. Where one tile
-holds all keys, dq is written at once. Five matrix products for a tile.
-
-_bwd_q_kernel, then _bwd_kv_kernel, for long sequences: a program owns a tile of queries (and leaves delta behind), or a
-tile of keys. Seven products, but as many programs as there are tiles.
+_bwd_q_kernel: a program owns a tile of queries and leaves lse and delta behind, as the statistics that _bwd_kv_kernel
+reads, where a program owns a tile of keys. Short sequences have a kernel of their own in triton_short.py.
 """
 
 from __future__ import annotations
@@ -22,15 +18,16 @@ from fasttfm.kernels.attention.triton_tiles import (
     DROPOUT,
     LEFT,
     LN_2,
-    LOG2_E,
     PLAIN,
     RIGHT,
     SLOPES,
     head_rows,
     key_tiles,
     load_rows,
+    lse_in_log2,
     masked_scores,
     output_offsets,
+    prefetch_rows,
     query_tiles,
     sequence_span,
     store_rows,
@@ -39,25 +36,49 @@ from fasttfm.kernels.common.philox_triton import dropped_weights
 
 MAX_BLOCK_M = tl.constexpr(128)
 
-_SIZES = ["heads", "kv_heads", "tiles", "items", "q_size", "k_size", "window_left", "window_right", "threshold"]
+_SIZES = ["heads", "kv_heads", "tiles", "ahead", "q_size", "k_size", "window_left", "window_right", "threshold"]
 _STRIDES = [
     f"{tensor}_{axis}" for tensor in ("q", "k", "v", "dout", "dq", "dk", "dv") for axis in ("batch", "row", "head")
-] + ["bias_head", "bias_row", "scratch_rows", "statistics_rows", "statistics_size"]
-
-
-@triton.jit
-def _lse_in_log2(lse, queries, q_length):
-    """lse in units of log2, and +inf for rows that attend to nothing or are not there: their weights come out as 0."""
-    value = tl.load(lse + queries, mask=queries < q_length, other=float("inf"))
-    return tl.where(value == -float("inf"), float("inf"), value * LOG2_E)
+] + ["bias_head", "bias_row", "statistics_rows", "statistics_size"]
 
 
 @triton.jit
 def _statistics_start(sequence, first, head, heads, rows, LAYOUT: tl.constexpr):
-    """Where a sequence's first row stands in the statistics of tiled backward. Tiles reach past a sequence's end."""
+    """Where a sequence's first row stands in the statistics. Tiles reach past a sequence's end."""
     if LAYOUT == "packed":
         return head.to(tl.int64) * rows + first + sequence * MAX_BLOCK_M
     return (sequence * heads + head).to(tl.int64) * rows
+
+
+@triton.jit
+def _prefetch(
+    first,
+    sequence,
+    head,
+    tensors,  # q, dout, k, v
+    strides,  # of q, dout, k
+    v_strides,
+    sizes,  # q_bounds, k_bounds, q_size, k_size, heads of q that read one of k
+    Q_LAYOUT: tl.constexpr,
+    K_LAYOUT: tl.constexpr,
+    UNIT: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Brings BLOCK rows of each tensor into the cache; returns the sequence's first query and their number."""
+    q_first, q_length = sequence_span(sizes[0], sequence, sizes[2], Q_LAYOUT)
+    k_first, k_length = sequence_span(sizes[1], sequence, sizes[3], K_LAYOUT)
+    if first < q_length:
+        q_rows = head_rows(tensors[0], strides[0], sequence, q_first, head, UNIT)
+        prefetch_rows(q_rows, first, q_length, D, BLOCK)
+        dout_rows = head_rows(tensors[1], strides[1], sequence, q_first, head, UNIT)
+        prefetch_rows(dout_rows, first, q_length, D, BLOCK)
+    if first < k_length:
+        k_rows = head_rows(tensors[2], strides[2], sequence, k_first, head // sizes[4], UNIT)
+        prefetch_rows(k_rows, first, k_length, D, BLOCK)
+        v_rows = head_rows(tensors[3], v_strides, sequence, k_first, head // sizes[4], UNIT)
+        prefetch_rows(v_rows, first, k_length, D, BLOCK)
+    return q_first, q_length
 
 
 @triton.jit
@@ -103,16 +124,6 @@ def _tile_gradients(
 
 
 @triton.jit
-def _scratch_tile(scratch, first, TRANSPOSED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Pointers to a tile of dq, [BLOCK_M, BLOCK_D] or, TRANSPOSED, [BLOCK_D, BLOCK_M] that lies in the same place."""
-    if TRANSPOSED:
-        offsets = tl.arange(0, BLOCK_D)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-    else:
-        offsets = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    return scratch + first * BLOCK_D + offsets
-
-
-@triton.jit
 def _over_queries(
     dk,  # fp32 [BLOCK_N, BLOCK_D] if KEYS_FIRST, else transposed
     dv,
@@ -123,48 +134,33 @@ def _over_queries(
     end,
     q_rows,  # of head_rows
     dout_rows,
-    out_rows,
-    dq_rows,
-    lse,  # of the sequence and head
     statistics,  # fp32: lse in units of log2 and, statistics_size after it, delta over dropout's scale
     statistics_size,
-    scratch,
-    stored_rows,
     shape,
     terms,
-    dropout,
-    scales,  # s * scale, 1 / s
+    dropout,  # seed, sequence, head, threshold
     MASKED: tl.constexpr,
     FEATURES: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
-    DQ: tl.constexpr,  # "whole": these are all keys; "part": add to the scratch; "none"
+    EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    BLOCK_D: tl.constexpr = k_tile.shape[1]
-    columns = tl.arange(0, BLOCK_D)
+    columns = tl.arange(0, k_tile.shape[1])
     for first in range(begin, end, BLOCK_M):
         queries = first + tl.arange(0, BLOCK_M)
-        q_tile = load_rows(q_rows, first, shape[0], columns, True, D, BLOCK_M)
-        dout_tile = load_rows(dout_rows, first, shape[0], columns, True, D, BLOCK_M)
-        if DQ == "whole":
-            out_tile = load_rows(out_rows, first, shape[0], columns, True, D, BLOCK_M)
-            delta_row = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1) * scales[1]
-            lse_row = _lse_in_log2(lse, queries, shape[0])
-        else:
-            lse_row = tl.load(statistics + queries)
-            delta_row = tl.load(statistics + statistics_size + queries)
-        if DQ == "part":
-            scratch_tile = _scratch_tile(scratch, first, KEYS_FIRST, BLOCK_D, BLOCK_M)
-            dq = tl.load(scratch_tile)
+        q_tile = load_rows(q_rows, first, shape[0], columns, not EVEN, D, BLOCK_M)
+        dout_tile = load_rows(dout_rows, first, shape[0], columns, not EVEN, D, BLOCK_M)
+        lse = tl.load(statistics + queries)
+        delta = tl.load(statistics + statistics_size + queries)
         weights, dscores = _tile_gradients(
             q_tile,
             dout_tile,
             k_tile,
             v_tile,
-            lse_row,
-            delta_row,
+            lse,
+            delta,
             queries,
             first_key,
             shape,
@@ -181,287 +177,7 @@ def _over_queries(
         else:
             dv = tl.dot(tl.trans(dout_tile), weights, dv, input_precision=PRECISION)
             dk = tl.dot(tl.trans(q_tile), dscores, dk, input_precision=PRECISION)
-        if DQ != "none":
-            if KEYS_FIRST:
-                share = tl.dot(tl.trans(k_tile), dscores, input_precision=PRECISION)
-            else:
-                share = tl.dot(dscores, k_tile, input_precision=PRECISION)
-            if DQ == "part":
-                tl.store(scratch_tile, dq + share)
-            else:
-                if KEYS_FIRST:
-                    share = tl.trans(share)
-                store_rows(dq_rows, first, stored_rows, columns, share * scales[0], D, BLOCK_M)
     return dk, dv
-
-
-@triton.jit
-def _key_tile(
-    first,  # of the tile's keys
-    k_rows,
-    v_rows,
-    dk_rows,
-    dv_rows,
-    tensors,  # q, dout, out, dq, lse, statistics, scratch
-    strides,  # of q, dout and dq
-    place,  # sequence, its first query, head of k and v, heads, group, q_size, rows to store of dq, of dk and dv
-    shape,
-    scale,
-    additions,  # bias, bias_head, bias_row, slopes
-    draw,  # seed, threshold
-    scales,  # s * scale, 1 / s, s
-    sizes,  # scratch_rows, statistics_size
-    LAYOUT: tl.constexpr,
-    UNIT: tl.constexpr,
-    FEATURES: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
-    DQ: tl.constexpr,
-    PRECISION: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """dk and dv of a tile of keys, from all queries of all heads that read it, and the tile's share of dq."""
-    q, dout, out, dq, lse, statistics, scratch = tensors
-    sequence, q_first, kv_head, heads, group, q_size, q_stored, k_stored = place
-    scratch_rows, statistics_size = sizes
-    columns = tl.arange(0, BLOCK_D)
-    k_tile = load_rows(k_rows, first, shape[1], columns, True, D, BLOCK_N)
-    v_tile = load_rows(v_rows, first, shape[1], columns, True, D, BLOCK_N)
-    begin, full_begin, full_end, end = query_tiles(first, shape, FEATURES, BLOCK_M, BLOCK_N)
-    if DQ == "whole":  # every row of dq is written here
-        begin = 0
-        end = q_stored
-    dk = tl.zeros((BLOCK_N, BLOCK_D) if KEYS_FIRST else (BLOCK_D, BLOCK_N), tl.float32)
-    dv = tl.zeros((BLOCK_N, BLOCK_D) if KEYS_FIRST else (BLOCK_D, BLOCK_N), tl.float32)
-    for member in range(group):
-        head = kv_head * group + member
-        lse_start, out_start = output_offsets(sequence, q_first, head, heads, q_size, LAYOUT)
-        q_rows = head_rows(q, strides[0], sequence, q_first, head, UNIT)
-        dout_rows = head_rows(dout, strides[1], sequence, q_first, head, UNIT)
-        dq_rows = head_rows(dq, strides[2], sequence, q_first, head, UNIT)
-        if DQ == "part":  # the program's own
-            statistics_start = member * scratch_rows
-        else:
-            statistics_start = _statistics_start(sequence, q_first, head, heads, scratch_rows, LAYOUT)
-        slope = tl.load(additions[3] + head) if FEATURES[SLOPES] else 0.0
-        terms = (scale, additions[0] + head.to(tl.int64) * additions[1], additions[2], slope)
-        for part in tl.static_range(0 if FEATURES[RIGHT] else 1, 3):
-            dk, dv = _over_queries(
-                dk,
-                dv,
-                k_tile,
-                v_tile,
-                first,
-                begin if part == 0 else full_begin if part == 1 else full_end,
-                full_begin if part == 0 else full_end if part == 1 else end,
-                q_rows,
-                dout_rows,
-                (out + out_start * D, heads * D),
-                dq_rows,
-                lse + lse_start,
-                statistics + statistics_start,
-                statistics_size,
-                scratch + member * scratch_rows * BLOCK_D,
-                q_stored,
-                shape,
-                terms,
-                (draw[0], sequence, head, draw[1]),
-                scales,
-                part != 1,
-                FEATURES,
-                KEYS_FIRST,
-                DQ,
-                PRECISION,
-                D,
-                BLOCK_M,
-            )
-    if not KEYS_FIRST:
-        dk = tl.trans(dk)
-        dv = tl.trans(dv)
-    store_rows(dk_rows, first, k_stored, columns, dk * scales[0], D, BLOCK_N)
-    store_rows(dv_rows, first, k_stored, columns, dv * scales[2], D, BLOCK_N)
-
-
-@triton.jit
-def _prepare_head(
-    tensors,
-    strides,
-    place,
-    q_length,
-    kept,  # 1 / s
-    sizes,
-    LAYOUT: tl.constexpr,
-    UNIT: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """The statistics of every query of a group of heads, and zeros in the scratch of dq."""
-    _, dout, out, _, lse, statistics, scratch = tensors
-    sequence, q_first, kv_head, heads, group, q_size, q_stored, _ = place
-    scratch_rows, statistics_size = sizes
-    columns = tl.arange(0, BLOCK_D)
-    for member in range(group):
-        head = kv_head * group + member
-        lse_start, out_start = output_offsets(sequence, q_first, head, heads, q_size, LAYOUT)
-        dout_rows = head_rows(dout, strides[1], sequence, q_first, head, UNIT)
-        for first in range(0, q_stored, BLOCK_M):
-            queries = first + tl.arange(0, BLOCK_M)
-            out_tile = load_rows((out + out_start * D, heads * D), first, q_length, columns, True, D, BLOCK_M)
-            dout_tile = load_rows(dout_rows, first, q_length, columns, True, D, BLOCK_M)
-            delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1) * kept
-            own = statistics + member * scratch_rows + queries
-            tl.store(own, _lse_in_log2(lse + lse_start, queries, q_length))
-            tl.store(own + statistics_size, delta)
-            scratch_tile = _scratch_tile(scratch, member * scratch_rows + first, False, BLOCK_D, BLOCK_M)
-            tl.store(scratch_tile, tl.zeros((BLOCK_M, BLOCK_D), tl.float32))
-
-
-@triton.jit
-def _write_dq(
-    tensors,
-    strides,
-    place,
-    factor,
-    scratch_rows,
-    UNIT: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """The scratch's sums, times ``factor``, to dq."""
-    _, _, _, dq, _, _, scratch = tensors
-    sequence, q_first, kv_head, _, group, _, q_stored, _ = place
-    columns = tl.arange(0, BLOCK_D)
-    for member in range(group):
-        dq_rows = head_rows(dq, strides[2], sequence, q_first, kv_head * group + member, UNIT)
-        for first in range(0, q_stored, BLOCK_M):
-            value = tl.load(_scratch_tile(scratch, member * scratch_rows + first, KEYS_FIRST, BLOCK_D, BLOCK_M))
-            if KEYS_FIRST:
-                value = tl.trans(value)
-            store_rows(dq_rows, first, q_stored, columns, value * factor, D, BLOCK_M)
-
-
-@triton.jit(do_not_specialize=[*_SIZES, *_STRIDES])
-def _bwd_head_kernel(
-    q,  # [B, S, H, D] or [T, H, D]
-    k,  # [B, Sk, Hk, D] or [Tk, Hk, D]
-    v,
-    out,  # like q, contiguous
-    dout,  # like q
-    lse,  # fp32 [B, H, S] or [H, T]
-    dq,
-    dk,
-    dv,
-    statistics,  # fp32 [2, programs, H / Hk, scratch_rows] or unused (ONE_TILE)
-    scratch,  # fp32 [programs, H / Hk, scratch_rows, BLOCK_D] or unused (ONE_TILE)
-    q_bounds,  # int32: cu_seqlens or lengths, or unused
-    k_bounds,
-    bias,  # [H, >= S, >= Sk] or unused
-    slopes,  # fp32 [H] or unused
-    seed,  # int64 [1] or unused
-    q_batch,  # strides in units of UNIT elements, those of bias in elements
-    q_row,
-    q_head,
-    k_batch,
-    k_row,
-    k_head,
-    v_batch,
-    v_row,
-    v_head,
-    dout_batch,
-    dout_row,
-    dout_head,
-    dq_batch,
-    dq_row,
-    dq_head,
-    dk_batch,
-    dk_row,
-    dk_head,
-    dv_batch,
-    dv_row,
-    dv_head,
-    bias_head,
-    bias_row,
-    heads,
-    kv_heads,
-    items,  # sequences * kv_heads
-    scratch_rows,  # at least the longest Lq, a multiple of BLOCK_M
-    q_size,  # S or T
-    k_size,
-    window_left,
-    window_right,
-    scale,  # in units of log2
-    threshold,
-    dropout_scale,
-    Q_LAYOUT: tl.constexpr,
-    K_LAYOUT: tl.constexpr,
-    UNIT: tl.constexpr,
-    FEATURES: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,  # scores are computed keys by queries
-    PRECISION: tl.constexpr,
-    ONE_TILE: tl.constexpr,  # BLOCK_N holds all keys
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    group = heads // kv_heads
-    if not ONE_TILE:
-        statistics += tl.program_id(0) * group * scratch_rows
-        scratch += tl.program_id(0).to(tl.int64) * group * scratch_rows * BLOCK_D
-    tensors = (q, dout, out, dq, lse, statistics, scratch)
-    sizes = (scratch_rows, tl.num_programs(0) * group * scratch_rows)
-    strides = ((q_batch, q_row, q_head), (dout_batch, dout_row, dout_head), (dq_batch, dq_row, dq_head))
-    draw = (tl.load(seed) if FEATURES[DROPOUT] else 0, threshold)
-    scales = (scale * LN_2 * dropout_scale, (256 - threshold) / 256.0, dropout_scale)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        sequence = item // kv_heads
-        head = item % kv_heads
-        q_first, q_length = sequence_span(q_bounds, sequence, q_size, Q_LAYOUT)
-        k_first, k_length = sequence_span(k_bounds, sequence, k_size, K_LAYOUT)
-        q_stored = q_size if Q_LAYOUT == "lengths" else q_length
-        k_stored = k_size if K_LAYOUT == "lengths" else k_length
-        place = (sequence, q_first, head, heads, group, q_size, q_stored, k_stored)
-        shape = (q_length, k_length, window_left, window_right)
-        if not ONE_TILE:
-            _prepare_head(tensors, strides, place, q_length, scales[1], sizes, Q_LAYOUT, UNIT, D, BLOCK_D, BLOCK_M)
-            tl.debug_barrier()
-        for first in range(0, BLOCK_N if ONE_TILE else k_stored, BLOCK_N):
-            _key_tile(
-                first,
-                head_rows(k, (k_batch, k_row, k_head), sequence, k_first, head, UNIT),
-                head_rows(v, (v_batch, v_row, v_head), sequence, k_first, head, UNIT),
-                head_rows(dk, (dk_batch, dk_row, dk_head), sequence, k_first, head, UNIT),
-                head_rows(dv, (dv_batch, dv_row, dv_head), sequence, k_first, head, UNIT),
-                tensors,
-                strides,
-                place,
-                shape,
-                scale,
-                (bias, bias_head, bias_row, slopes),
-                draw,
-                scales,
-                sizes,
-                Q_LAYOUT,
-                UNIT,
-                FEATURES,
-                KEYS_FIRST,
-                "whole" if ONE_TILE else "part",
-                PRECISION,
-                D,
-                BLOCK_D,
-                BLOCK_M,
-                BLOCK_N,
-            )
-            if not ONE_TILE:
-                tl.debug_barrier()  # the scratch is read by other threads than wrote it
-        if not ONE_TILE:
-            _write_dq(tensors, strides, place, scales[0], scratch_rows, UNIT, KEYS_FIRST, D, BLOCK_D, BLOCK_M)
-            tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=[*_SIZES, *_STRIDES])
@@ -501,6 +217,7 @@ def _bwd_kv_kernel(
     heads,
     kv_heads,
     tiles,  # of a sequence
+    ahead,  # which program's tensors to prefetch
     statistics_rows,
     statistics_size,
     q_size,  # S or T
@@ -515,6 +232,8 @@ def _bwd_kv_kernel(
     UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
     KEYS_FIRST: tl.constexpr,  # scores are computed keys by queries
+    EVEN: tl.constexpr,  # every sequence is made of whole tiles
+    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -523,40 +242,75 @@ def _bwd_kv_kernel(
 ):
     program = tl.program_id(0)
     first = program % tiles * BLOCK_N
-    head = program // tiles % kv_heads
+    kv_head = program // tiles % kv_heads
     sequence = program // tiles // kv_heads
     q_first, q_length = sequence_span(q_bounds, sequence, q_size, Q_LAYOUT)
     k_first, k_length = sequence_span(k_bounds, sequence, k_size, K_LAYOUT)
     k_stored = k_size if K_LAYOUT == "lengths" else k_length
     if first >= k_stored:
         return
-    q_strides = (q_batch, q_row, q_head)
-    _key_tile(
-        first,
-        head_rows(k, (k_batch, k_row, k_head), sequence, k_first, head, UNIT),
-        head_rows(v, (v_batch, v_row, v_head), sequence, k_first, head, UNIT),
-        head_rows(dk, (dk_batch, dk_row, dk_head), sequence, k_first, head, UNIT),
-        head_rows(dv, (dv_batch, dv_row, dv_head), sequence, k_first, head, UNIT),
-        (q, dout, q, q, statistics, statistics, statistics),
-        (q_strides, (dout_batch, dout_row, dout_head), q_strides),
-        (sequence, q_first, head, heads, heads // kv_heads, q_size, q_length, k_stored),
-        (q_length, k_length, window_left, window_right),
-        scale,
-        (bias, bias_head, bias_row, slopes),
-        (tl.load(seed) if FEATURES[DROPOUT] else 0, threshold),
-        (scale * LN_2 * dropout_scale, (256 - threshold) / 256.0, dropout_scale),
-        (statistics_rows, statistics_size),
-        Q_LAYOUT,
-        UNIT,
-        FEATURES,
-        KEYS_FIRST,
-        "none",
-        PRECISION,
-        D,
-        BLOCK_D,
-        BLOCK_M,
-        BLOCK_N,
-    )
+    shape = (q_length, k_length, window_left, window_right)
+    columns = tl.arange(0, BLOCK_D)
+    k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, kv_head, UNIT)
+    v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, kv_head, UNIT)
+    k_tile = load_rows(k_rows, first, k_length, columns, not EVEN, D, BLOCK_N)
+    v_tile = load_rows(v_rows, first, k_length, columns, not EVEN, D, BLOCK_N)
+    if AHEAD:
+        later = tl.minimum(program + ahead, tl.num_programs(0) - 1)
+        _prefetch(
+            later % tiles * BLOCK_N,
+            later // tiles // kv_heads,
+            later // tiles % kv_heads * (heads // kv_heads),
+            (q, dout, k, v),
+            ((q_batch, q_row, q_head), (dout_batch, dout_row, dout_head), (k_batch, k_row, k_head)),
+            (v_batch, v_row, v_head),
+            (q_bounds, k_bounds, q_size, k_size, heads // kv_heads),
+            Q_LAYOUT,
+            K_LAYOUT,
+            UNIT,
+            D,
+            BLOCK_N,
+        )
+    begin, full_begin, full_end, end = query_tiles(first, shape, FEATURES, BLOCK_M, BLOCK_N)
+    dk_tile = tl.zeros((BLOCK_N, BLOCK_D) if KEYS_FIRST else (BLOCK_D, BLOCK_N), tl.float32)
+    dv_tile = tl.zeros((BLOCK_N, BLOCK_D) if KEYS_FIRST else (BLOCK_D, BLOCK_N), tl.float32)
+    seed_value = tl.load(seed) if FEATURES[DROPOUT] else 0
+    group = heads // kv_heads
+    for member in range(group):
+        head = kv_head * group + member
+        slope = tl.load(slopes + head) if FEATURES[SLOPES] else 0.0
+        for part in tl.static_range(0 if FEATURES[RIGHT] else 1, 2 if EVEN and not FEATURES[LEFT] else 3):
+            dk_tile, dv_tile = _over_queries(
+                dk_tile,
+                dv_tile,
+                k_tile,
+                v_tile,
+                first,
+                begin if part == 0 else full_begin if part == 1 else full_end,
+                full_begin if part == 0 else full_end if part == 1 else end,
+                head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT),
+                head_rows(dout, (dout_batch, dout_row, dout_head), sequence, q_first, head, UNIT),
+                statistics + _statistics_start(sequence, q_first, head, heads, statistics_rows, Q_LAYOUT),
+                statistics_size,
+                shape,
+                (scale, bias + head.to(tl.int64) * bias_head, bias_row, slope),
+                (seed_value, sequence, head, threshold),
+                part != 1,
+                FEATURES,
+                KEYS_FIRST,
+                EVEN,
+                PRECISION,
+                D,
+                BLOCK_M,
+            )
+    if not KEYS_FIRST:
+        dk_tile = tl.trans(dk_tile)
+        dv_tile = tl.trans(dv_tile)
+    dk_rows = head_rows(dk, (dk_batch, dk_row, dk_head), sequence, k_first, kv_head, UNIT)
+    dv_rows = head_rows(dv, (dv_batch, dv_row, dv_head), sequence, k_first, kv_head, UNIT)
+    factor = scale * LN_2 * dropout_scale
+    store_rows(dk_rows, first, k_stored, columns, dk_tile * factor, not EVEN, D, BLOCK_N)
+    store_rows(dv_rows, first, k_stored, columns, dv_tile * dropout_scale, not EVEN, D, BLOCK_N)
 
 
 @triton.jit
@@ -640,6 +394,7 @@ def _bwd_q_kernel(
     heads,
     kv_heads,
     tiles,  # of a sequence
+    ahead,  # which program's tensors to prefetch
     statistics_rows,
     statistics_size,
     q_size,  # S or T
@@ -653,6 +408,8 @@ def _bwd_q_kernel(
     K_LAYOUT: tl.constexpr,
     UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
+    EVEN: tl.constexpr,  # every sequence is made of whole tiles
+    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -674,11 +431,33 @@ def _bwd_q_kernel(
     lse_start, out_start = output_offsets(sequence, q_first, head, heads, q_size, Q_LAYOUT)
     q_rows = head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT)
     dout_rows = head_rows(dout, (dout_batch, dout_row, dout_head), sequence, q_first, head, UNIT)
-    q_tile = load_rows(q_rows, first, q_length, columns, True, D, BLOCK_M)
-    dout_tile = load_rows(dout_rows, first, q_length, columns, True, D, BLOCK_M)
-    out_tile = load_rows((out + out_start * D, heads * D), first, q_length, columns, True, D, BLOCK_M)
+    q_tile = load_rows(q_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
+    dout_tile = load_rows(dout_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
+    out_tile = load_rows((out + out_start * D, heads * D), first, q_length, columns, not EVEN, D, BLOCK_M)
+    if AHEAD:
+        later = tl.minimum(program + ahead, tl.num_programs(0) - 1)
+        later_first = (tiles - 1 - later % tiles) * BLOCK_M
+        later_head = later // tiles % heads
+        later_sequence = later // tiles // heads
+        later_q_first, later_length = _prefetch(
+            later_first,
+            later_sequence,
+            later_head,
+            (q, dout, k, v),
+            ((q_batch, q_row, q_head), (dout_batch, dout_row, dout_head), (k_batch, k_row, k_head)),
+            (v_batch, v_row, v_head),
+            (q_bounds, k_bounds, q_size, k_size, heads // kv_heads),
+            Q_LAYOUT,
+            K_LAYOUT,
+            UNIT,
+            D,
+            BLOCK_M,
+        )
+        if later_first < later_length:
+            _, later_out = output_offsets(later_sequence, later_q_first, later_head, heads, q_size, Q_LAYOUT)
+            prefetch_rows((out + later_out * D, heads * D), later_first, later_length, D, BLOCK_M)
     delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1) * ((256 - threshold) / 256.0)
-    lse_row = _lse_in_log2(lse + lse_start, queries, q_length)
+    lse_row = lse_in_log2(lse + lse_start, queries, q_length)
     own = statistics + _statistics_start(sequence, q_first, head, heads, statistics_rows, Q_LAYOUT) + queries
     tl.store(own, lse_row)
     tl.store(own + statistics_size, delta)
@@ -686,7 +465,7 @@ def _bwd_q_kernel(
     terms = (scale, bias + head.to(tl.int64) * bias_head, bias_row, tl.load(slopes + head) if FEATURES[SLOPES] else 0.0)
     begin, full_begin, full_end, end = key_tiles(first, shape, FEATURES, BLOCK_M, BLOCK_N)
     dq_tile = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for part in tl.static_range(0 if FEATURES[LEFT] else 1, 3):
+    for part in tl.static_range(0 if FEATURES[LEFT] else 1, 2 if EVEN and not FEATURES[RIGHT] else 3):
         dq_tile = _over_keys(
             dq_tile,
             q_tile,
@@ -708,4 +487,4 @@ def _bwd_q_kernel(
             BLOCK_N,
         )
     dq_rows = head_rows(dq, (dq_batch, dq_row, dq_head), sequence, q_first, head, UNIT)
-    store_rows(dq_rows, first, q_stored, columns, dq_tile * (scale * LN_2 * dropout_scale), D, BLOCK_M)
+    store_rows(dq_rows, first, q_stored, columns, dq_tile * (scale * LN_2 * dropout_scale), not EVEN, D, BLOCK_M)

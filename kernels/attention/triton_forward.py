@@ -15,16 +15,18 @@ from fasttfm.kernels.attention.triton_tiles import (
     LEFT,
     LN_2,
     PLAIN,
+    RIGHT,
     SLOPES,
     head_rows,
     key_tiles,
     load_rows,
     masked_scores,
     output_offsets,
+    prefetch_rows,
     sequence_span,
     store_rows,
 )
-from fasttfm.kernels.common.philox_triton import dropped_weights
+from fasttfm.kernels.common.philox_triton import dropped_rounded
 
 
 @triton.jit
@@ -61,16 +63,47 @@ def _over_keys(
         weights = tl.exp2(scores * factor - reference[:, None])
         correction = tl.exp2(m - reference)
         l = l * correction + tl.sum(weights, 1)
-        if FEATURES[DROPOUT]:
-            weights = dropped_weights(weights, dropout[0], dropout[1], dropout[2], queries, first, dropout[3])
         accumulator = accumulator * correction[:, None]
         v_tile = load_rows(v_rows, first, shape[1], columns, MASKED, D, BLOCK_N)
+        if FEATURES[DROPOUT]:
+            seed, sequence, head, threshold = dropout
+            weights = dropped_rounded(weights, seed, sequence, head, queries, first, threshold, v_tile.dtype)
         accumulator = tl.dot(weights.to(v_tile.dtype), v_tile, accumulator, input_precision=PRECISION)
         m = higher
     return accumulator, m, l
 
 
-_SIZES = ["heads", "group", "tiles", "q_size", "k_size", "window_left", "window_right", "threshold"]
+@triton.jit
+def _prefetch(
+    program,
+    tensors,  # q, k, v
+    strides,
+    sizes,  # q_bounds, k_bounds, q_size, k_size
+    counts,  # tiles, heads, group
+    Q_LAYOUT: tl.constexpr,
+    K_LAYOUT: tl.constexpr,
+    UNIT: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Brings the queries of a program, and as many keys and values, into the cache."""
+    tiles, heads, group = counts
+    first = (tiles - 1 - program % tiles) * BLOCK_M
+    head = program // tiles % heads
+    sequence = program // tiles // heads
+    q_first, q_length = sequence_span(sizes[0], sequence, sizes[2], Q_LAYOUT)
+    k_first, k_length = sequence_span(sizes[1], sequence, sizes[3], K_LAYOUT)
+    if first < q_length:
+        q_rows = head_rows(tensors[0], strides[0], sequence, q_first, head, UNIT)
+        prefetch_rows(q_rows, first, q_length, D, BLOCK_M)
+    if first < k_length:
+        k_rows = head_rows(tensors[1], strides[1], sequence, k_first, head // group, UNIT)
+        prefetch_rows(k_rows, first, k_length, D, BLOCK_M)
+        v_rows = head_rows(tensors[2], strides[2], sequence, k_first, head // group, UNIT)
+        prefetch_rows(v_rows, first, k_length, D, BLOCK_M)
+
+
+_SIZES = ["heads", "group", "tiles", "ahead", "q_size", "k_size", "window_left", "window_right", "threshold"]
 _STRIDES = [f"{tensor}_{axis}" for tensor in "qkv" for axis in ("batch", "row", "head")] + ["bias_head", "bias_row"]
 
 
@@ -100,6 +133,7 @@ def _fwd_kernel(
     heads,
     group,  # H / Hk
     tiles,  # of a sequence
+    ahead,  # which program's tensors to prefetch
     q_size,  # S or T
     k_size,
     window_left,
@@ -111,6 +145,8 @@ def _fwd_kernel(
     K_LAYOUT: tl.constexpr,
     UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
+    EVEN: tl.constexpr,  # every sequence is made of whole tiles
+    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -131,7 +167,20 @@ def _fwd_kernel(
     q_rows = head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT)
     k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, head // group, UNIT)
     v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, head // group, UNIT)
-    q_tile = load_rows(q_rows, first, q_length, columns, True, D, BLOCK_M)
+    q_tile = load_rows(q_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
+    if AHEAD:
+        _prefetch(
+            tl.minimum(program + ahead, tl.num_programs(0) - 1),
+            (q, k, v),
+            ((q_batch, q_row, q_head), (k_batch, k_row, k_head), (v_batch, v_row, v_head)),
+            (q_bounds, k_bounds, q_size, k_size),
+            (tiles, heads, group),
+            Q_LAYOUT,
+            K_LAYOUT,
+            UNIT,
+            D,
+            BLOCK_M,
+        )
     shape = (q_length, k_length, window_left, window_right)
     terms = (scale, bias + head.to(tl.int64) * bias_head, bias_row, tl.load(slopes + head) if FEATURES[SLOPES] else 0.0)
     dropout = (tl.load(seed) if FEATURES[DROPOUT] else 0, sequence, head, threshold)
@@ -139,7 +188,7 @@ def _fwd_kernel(
     accumulator = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)
-    for part in tl.static_range(0 if FEATURES[LEFT] else 1, 3):
+    for part in tl.static_range(0 if FEATURES[LEFT] else 1, 2 if EVEN and not FEATURES[RIGHT] else 3):
         accumulator, m, l = _over_keys(
             accumulator,
             m,
@@ -164,4 +213,4 @@ def _fwd_kernel(
     accumulator *= tl.where(l == 0.0, 0.0, dropout_scale / l)[:, None]
     lse_start, out_start = output_offsets(sequence, q_first, head, heads, q_size, Q_LAYOUT)
     tl.store(lse + lse_start + queries, (m + tl.log2(l)) * LN_2, mask=queries < rows)
-    store_rows((out + out_start * D, heads * D), first, rows, columns, accumulator, D, BLOCK_M)
+    store_rows((out + out_start * D, heads * D), first, rows, columns, accumulator, not EVEN, D, BLOCK_M)

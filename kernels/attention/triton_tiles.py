@@ -69,14 +69,43 @@ def load_rows(head, first, rows, columns, MASKED: tl.constexpr, D: tl.constexpr,
 
 
 @triton.jit
-def store_rows(head, first, rows, columns, value, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes the rows that lie before row ``rows``."""
+def store_rows(head, first, rows, columns, value, MASKED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes the rows from ``first`` on; where MASKED, those that lie before row ``rows``."""
     base, stride = head
     offsets = tl.arange(0, BLOCK)[:, None] * stride + columns[None, :]
-    inside = (first + tl.arange(0, BLOCK) < rows)[:, None]
-    if columns.shape[0] > D:
-        inside = inside & (columns < D)[None, :]
-    tl.store(base + tl.cast(first, tl.int64) * stride + offsets, value.to(base.dtype.element_ty), mask=inside)
+    pointers = base + tl.cast(first, tl.int64) * stride + offsets
+    value = value.to(base.dtype.element_ty)
+    if MASKED:
+        inside = (first + tl.arange(0, BLOCK) < rows)[:, None]
+        if columns.shape[0] > D:
+            inside = inside & (columns < D)[None, :]
+        tl.store(pointers, value, mask=inside)
+    elif columns.shape[0] > D:
+        tl.store(pointers, value, mask=(columns < D)[None, :])
+    else:
+        tl.store(pointers, value)
+
+
+@triton.jit
+def prefetch_rows(head, first, rows, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Asks for rows ``first`` to ``first + BLOCK`` of a head, as far as there are ``rows``, to be brought into the L2
+    cache. Programs do so for those that will run after them: the memory then works while the chip computes."""
+    base, stride = head
+    size: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
+    row = tl.minimum(first + tl.arange(0, BLOCK), tl.maximum(rows - 1, 0))
+    starts = base + row.to(tl.int64) * stride
+    for line in tl.static_range((D * size + 127) // 128):
+        address = (starts + line * (128 // size)).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l", [address], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def lse_in_log2(lse, queries, q_length):
+    """lse in units of log2, and +inf for rows that attend to nothing or are not there: their weights come out as 0."""
+    value = tl.load(lse + queries, mask=queries < q_length, other=float("inf"))
+    return tl.where(value == -float("inf"), float("inf"), value * LOG2_E)
 
 
 @triton.jit

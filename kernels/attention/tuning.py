@@ -1,8 +1,15 @@
-"""Tile sizes of attention's Triton kernels, by what a call looks like: a table, nothing is timed at run time."""
+"""Tile sizes of attention's Triton kernels, by what a call looks like: a table, nothing is timed at run time.
+
+The numbers for Hopper are measured (benchmarks/lab/attention_tiles.py); those for other chips fit into 100 KB of shared
+memory up to a head dim of 128, and into 163 KB up to 256.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -14,7 +21,8 @@ class Tiles:
     warps: int
     stages: int
     registers: int | None = None  # at most so many for a thread
-    programs: int = 2  # for a multiprocessor, where programs own heads
+    programs: int = 1  # for a multiprocessor, where programs go over heads
+    ahead: int = 0  # programs prefetch for those that follow after so many for a multiprocessor; 0: not at all
     keys_first: bool = False  # scores keys by queries: not with dropout, whose draws lie along keys
 
     def options(self) -> dict[str, int | None]:
@@ -27,36 +35,75 @@ class Tiles:
         }
 
 
-HEAD_KEYS = 1024  # up to here one program owns a head in backward
+@dataclass(frozen=True)
+class Call:
+    """What tiles depend on."""
+
+    hopper: bool
+    head_dim: int
+    element_bytes: int
+    queries: int  # of the longest sequence
+    keys: int
+    dropout: bool
 
 
-def forward_tiles(head_dim: int, element_bytes: int, keys: int, dropout: bool) -> Tiles:
-    if element_bytes == 4:
-        return Tiles(32, 64, 4, 1) if head_dim > 64 else Tiles(64, 64, 4, 1)
-    if head_dim > 128:
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and _capability(device.index)[0] == 9
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def short_forward_tiles(call: Call) -> Tiles | None:
+    """For the kernel that holds a whole head in one tile; None where a head does not fit."""
+    longest = max(call.queries, call.keys)
+    if call.head_dim > 64 or longest > 128:
+        return None
+    if longest <= 64:
+        stages = 1 if call.element_bytes == 4 else 3 if call.hopper else 2
+        return Tiles(64, 64, 4, stages, programs=2)
+    return Tiles(128, 128, 8, 3) if call.hopper and call.element_bytes == 2 else None
+
+
+def short_backward_tiles(call: Call) -> Tiles | None:
+    return short_forward_tiles(call)
+
+
+def _float_tiles(call: Call) -> Tiles:
+    """For fp32, which has no matrix units that round like it."""
+    return Tiles(16, 64, 8, 1) if call.head_dim > 128 else Tiles(32, 64, 4, 1)
+
+
+def forward_tiles(call: Call) -> Tiles:
+    if call.element_bytes == 4:
+        return _float_tiles(call) if call.head_dim > 64 else Tiles(64, 64, 4, 1)
+    if not call.hopper:
+        return Tiles(64, 64, 4, 1 if call.head_dim > 128 else 2)
+    if call.head_dim > 128:
         return Tiles(64, 64, 4, 2)
-    return Tiles(128, 64 if keys <= 64 else 128, 8, 2)
+    if call.dropout or call.keys < 1024:
+        return Tiles(64, 64, 4, 3)
+    return Tiles(128, 64 if call.head_dim <= 64 else 128, 8, 3)
 
 
-def head_tiles(head_dim: int, element_bytes: int, keys: int, dropout: bool) -> Tiles:
-    if element_bytes == 4:
-        return Tiles(32, 64, 4, 1)
-    if head_dim > 64:
-        return Tiles(64, 64, 4, 1, keys_first=not dropout)
-    return (
-        Tiles(64, 64, 4, 2, keys_first=not dropout)
-        if keys <= 64 or dropout
-        else Tiles(64, 128, 8, 2, programs=1, keys_first=True)
-    )
+def query_tiles(call: Call) -> Tiles:
+    if call.element_bytes == 4:
+        return _float_tiles(call)
+    if not call.hopper:
+        return Tiles(64, 64, 4, 1)
+    return Tiles(64, 64, 4, 3 if call.head_dim <= 64 else 2)
 
 
-def query_tiles(head_dim: int, element_bytes: int, keys: int, dropout: bool) -> Tiles:
-    if element_bytes == 4:
-        return Tiles(32, 64, 4, 1)
-    return Tiles(64, 64, 4, 2)
-
-
-def key_tiles(head_dim: int, element_bytes: int, keys: int, dropout: bool) -> Tiles:
-    if element_bytes == 4:
-        return Tiles(32, 64, 4, 1)
-    return Tiles(64, 64, 4, 1 if head_dim > 128 else 2, keys_first=not dropout)
+def key_tiles(call: Call) -> Tiles:
+    first = not call.dropout
+    if call.element_bytes == 4:
+        return _float_tiles(call)
+    if not call.hopper:
+        return Tiles(64, 64, 8, 1) if call.head_dim > 64 else Tiles(32, 64, 4, 2)
+    if call.head_dim > 128:
+        return Tiles(64, 64, 4, 1, keys_first=first)
+    if call.head_dim > 64 and first:
+        return Tiles(64, 128, 8, 2, keys_first=True)
+    return Tiles(64, 64, 4, 2, keys_first=first)

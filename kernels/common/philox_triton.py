@@ -59,23 +59,13 @@ def kept(seed, sequence, token, threshold, first_column, BLOCK_N: tl.constexpr, 
 
 
 @triton.jit
-def dropped_weights(
-    weights,  # fp32 [BLOCK_M, BLOCK_N]
-    seed,
-    sequence,
-    head,
-    queries,  # int32 [BLOCK_M]
-    first_key,
-    threshold,
-):
-    """Attention weights of the given queries and the keys from ``first_key`` on (a multiple of 64, as is BLOCK_N), with
-    zeros for those that dropout takes. Where weights come from a matrix product, each thread draws for what it holds.
+def _kept_words(seed, sequence, head, queries, first_key, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """For each weight of a tile the word whose byte decides about it, and which byte: uint32 [BLOCK_M, BLOCK_N]. The
+    byte's high bit says whether the weight is kept.
 
     Four bytes are compared at once: the high bit of a byte of ``z`` says whether its low seven bits reach those of the
     threshold, which decides together with the high bits of the byte and of the threshold.
     """
-    BLOCK_M: tl.constexpr = weights.shape[0]
-    BLOCK_N: tl.constexpr = weights.shape[1]
     draws: tl.constexpr = BLOCK_N // 16
     c0 = tl.broadcast_to((first_key // 16 + tl.arange(0, draws)).to(tl.uint32)[None, :], (BLOCK_M, draws))
     c1 = tl.broadcast_to(queries.to(tl.uint32)[:, None], (BLOCK_M, draws))
@@ -90,11 +80,64 @@ def dropped_weights(
     keep = keep.reshape(BLOCK_M, BLOCK_N // 64, 4, 4, 1)  # ..., draw, word, byte
     byte = tl.arange(0, 4).to(tl.uint32)[None, None, None, None, :]
     keep, byte = tl.broadcast(keep, byte)
+    return _along_keys(keep, BLOCK_M, BLOCK_N), _along_keys(byte, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _along_keys(values, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] from the order of draws [BLOCK_M, BLOCK_N // 64, draw, word, byte]."""
+    values = values.reshape(BLOCK_M, BLOCK_N // 64, 4, 8, 2)
+    return tl.permute(values, (0, 1, 3, 2, 4)).reshape(BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def dropped_weights(
+    weights,  # fp32 [BLOCK_M, BLOCK_N]
+    seed,
+    sequence,
+    head,
+    queries,  # int32 [BLOCK_M]
+    first_key,
+    threshold,
+):
+    """Attention weights of the given queries and the keys from ``first_key`` on (a multiple of 64, as is BLOCK_N), with
+    zeros for those that dropout takes. Where weights come from a matrix product, each thread draws for what it holds.
+    """
+    keep, byte = _kept_words(seed, sequence, head, queries, first_key, threshold, weights.shape[0], weights.shape[1])
     if INTERPRETED:
         mask = ((keep << (24 - 8 * byte)).to(tl.int32, bitcast=True) >> 31).to(tl.int32)
     else:  # one instruction: the sign of a byte in every bit
         mask = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [keep, 0x8888 + 0x1111 * byte], tl.int32, is_pure=True, pack=1
         )
-    mask = tl.permute(mask.reshape(BLOCK_M, BLOCK_N // 64, 4, 8, 2), (0, 1, 3, 2, 4)).reshape(BLOCK_M, BLOCK_N)
     return (weights.to(tl.int32, bitcast=True) & mask).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dropped_rounded(weights, seed, sequence, head, queries, first_key, threshold, DTYPE: tl.constexpr):
+    """dropped_weights in another type. Weights of 16 bits are masked in pairs."""
+    shape: tl.constexpr = weights.shape
+    if INTERPRETED or tl.float32 == DTYPE:
+        rounded = dropped_weights(weights, seed, sequence, head, queries, first_key, threshold).to(DTYPE)
+    else:
+        keep, byte = _kept_words(seed, sequence, head, queries, first_key, threshold, shape[0], shape[1])
+        selector = 0x9988 + 0x1111 * byte  # the sign of a byte in both bytes of a number, of the next one in the other
+        if tl.bfloat16 == DTYPE:
+            rounded = tl.inline_asm_elementwise(
+                "{ .reg .b32 p, m; cvt.rn.bf16x2.f32 p, $2, $1; prmt.b32 m, $3, 0, $5; and.b32 $0, p, m; }",
+                "=r,r,r,r,r,r,r",
+                [weights, keep, selector],
+                tl.bfloat16,
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            rounded = tl.inline_asm_elementwise(
+                "{ .reg .b32 p, m; cvt.rn.f16x2.f32 p, $2, $1; prmt.b32 m, $3, 0, $5; and.b32 $0, p, m; }",
+                "=r,r,r,r,r,r,r",
+                [weights, keep, selector],
+                tl.float16,
+                is_pure=True,
+                pack=2,
+            )
+    return rounded

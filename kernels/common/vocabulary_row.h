@@ -35,18 +35,10 @@ struct LogitRow {
   }
 };
 
-inline Lanes maximum(const Lanes& a, const Lanes& b) {
-  return map(a, b, [](RegF x, RegF y) { return select(reinterpret_cast<RegU>(x < y), y, x); });
-}
-
 FASTTFM_KERNEL inline float largest_of(const LogitRow& row) {
-  Lanes largest = broadcast(-kInfinity);
-  for_columns(row.vocabulary, [&](int64_t v, auto n) { largest = maximum(largest, row(v, n)); });
-  float lanes[kLanes];
-  store(lanes, largest);
-  float found = lanes[0];
-  for (int i = 1; i < kLanes; ++i) found = found < lanes[i] ? lanes[i] : found;
-  return found;
+  Lanes found = broadcast(-kInfinity);
+  for_columns(row.vocabulary, [&](int64_t v, auto n) { found = larger(found, row(v, n)); });
+  return largest(found);
 }
 
 // The sum of exp(x - shift).

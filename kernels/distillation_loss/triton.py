@@ -1,10 +1,9 @@
 """Divergence of a block of student logits from the teacher's in Triton, its gradient written over the student's; the
 formulas are in reference.py.
 
-A program takes one row and sweeps over both rows of logits twice: for the two denominators (online, relative to the
-largest logits so far), and for loss and gradient. Both buffers have rows P >= V columns apart, P a multiple of 64, and
-loads and stores reach to P: a mask that ended at any V would break them up into single elements. Columns from V on are
-read as minus infinity and written as zero.
+A program takes one row and sweeps over both rows of logits twice: for the two denominators, and for loss and gradient.
+Both buffers have rows P >= V columns apart, P a multiple of 64, and loads and stores reach to P: a mask that ended at
+any V would break them up into single elements. Columns from V on are read as minus infinity and written as zero.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.softmax_triton import LOWEST, added, exponential, total
 
 
 @triton.jit
@@ -23,14 +23,6 @@ def _logits_at(line, bias, columns, V, P, inverse_temperature, HAS_BIAS: tl.cons
     if HAS_BIAS:
         x += tl.load(bias + columns, mask=columns < P, other=0.0).to(tl.float32)
     return tl.where(columns < V, x * inverse_temperature, float("-inf"))
-
-
-@triton.jit
-def _added(sums, largest, x):
-    """Sums of exponentials relative to the largest so far, with those of x: the sums and the new largest."""
-    largest_now = tl.maximum(largest, tl.max(x, axis=0))
-    shift = tl.where(largest_now == float("-inf"), 0.0, largest_now)
-    return sums * tl.exp(largest - shift) + tl.exp(x - shift), largest_now
 
 
 @triton.jit
@@ -51,55 +43,62 @@ def _loss_kernel(
     HAS_COEFFICIENTS: tl.constexpr,
     GRADIENT: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     line = student + row * P
     other = teacher + row * P
     row += first_row
-    block = tl.arange(0, BLOCK_V)
+    GROUPS: tl.constexpr = BLOCK_V // GROUP
+    PRECISE: tl.constexpr = (student.dtype.element_ty == tl.float32) or (teacher.dtype.element_ty == tl.float32)
+    block = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if tl.load(counted + row) == 0:
         tl.store(losses + row, 0.0)
         if GRADIENT:
             for start in range(0, P, BLOCK_V):
                 columns = start + block
-                tl.store(line + columns, tl.zeros([BLOCK_V], student.dtype.element_ty), mask=columns < P)
+                tl.store(line + columns, tl.zeros([GROUPS, GROUP], student.dtype.element_ty), mask=columns < P)
     else:
         inverse = 1.0 / temperature
-        s_largest = float("-inf")
-        t_largest = float("-inf")
-        s_sums = tl.zeros([BLOCK_V], tl.float32)
-        t_sums = tl.zeros([BLOCK_V], tl.float32)
+        s_sums = tl.zeros([GROUPS], tl.float32)
+        t_sums = tl.zeros([GROUPS], tl.float32)
+        s_maxima = s_sums + LOWEST
+        t_maxima = t_sums + LOWEST
         for start in range(0, P, BLOCK_V):
             columns = start + block
             s = _logits_at(line, student_bias, columns, V, P, inverse, HAS_STUDENT_BIAS)
             t = _logits_at(other, teacher_bias, columns, V, P, inverse, HAS_TEACHER_BIAS)
-            s_sums, s_largest = _added(s_sums, s_largest, s)
-            t_sums, t_largest = _added(t_sums, t_largest, t)
-        s_sum = tl.sum(s_sums, axis=0)
-        t_sum = tl.sum(t_sums, axis=0)
+            s_sums, s_maxima = added(s_sums, s_maxima, s, PRECISE)
+            t_sums, t_maxima = added(t_sums, t_maxima, t, PRECISE)
+        s_sum, s_largest = total(s_sums, s_maxima, PRECISE)
+        t_sum, t_largest = total(t_sums, t_maxima, PRECISE)
         offset = tl.log(s_sum) - tl.log(t_sum)
 
         factor = temperature
         if HAS_COEFFICIENTS:
             factor *= tl.load(coefficients + row).to(tl.float32)
-        divergence = tl.zeros([BLOCK_V], tl.float32)
+        s_factor = factor / s_sum
+        t_factor = factor / t_sum
+        divergence = tl.zeros([GROUPS], tl.float32)
         for start in range(0, P, BLOCK_V):
             columns = start + block
             s = _logits_at(line, student_bias, columns, V, P, inverse, HAS_STUDENT_BIAS) - s_largest
             t = _logits_at(other, teacher_bias, columns, V, P, inverse, HAS_TEACHER_BIAS) - t_largest
-            q = tl.exp(t) / t_sum
-            divergence += tl.where(q > 0, q * ((t - s) + offset), 0.0)
+            share = exponential(t, PRECISE)
+            divergence += tl.sum(tl.where(share > 0, share * ((t - s) + offset), 0.0), axis=1)
             if GRADIENT:
-                g = factor * (tl.exp(s) / s_sum - q)
+                g = exponential(s, PRECISE) * s_factor - share * t_factor
                 g = tl.where(columns < V, g, 0.0).to(student.dtype.element_ty)
                 tl.store(line + columns, g, mask=columns < P)
-        tl.store(losses + row, temperature * temperature * tl.sum(divergence, axis=0))
+        loss = tl.div_rn(tl.sum(divergence, axis=0), t_sum)
+        tl.store(losses + row, temperature * temperature * loss)
 
 
-def _tile(columns: int) -> dict[str, int]:
-    """16 elements of each of the two rows for a thread."""
-    block_v = min(4096, triton.next_power_of_2(columns))
-    return {"BLOCK_V": block_v, "num_warps": max(1, block_v // 512)}
+def _tile(columns: int, element_bytes: int) -> dict[str, int]:
+    """16 bytes of each of the two rows at a time for a thread; few rows on their way together fit into the cache."""
+    group = 16 // element_bytes
+    block_v = min(512 * group, triton.next_power_of_2(columns))
+    return {"BLOCK_V": block_v, "GROUP": group, "num_warps": max(1, block_v // (32 * group))}
 
 
 def distillation_loss_triton(
@@ -133,13 +132,13 @@ def distillation_loss_triton(
             HAS_TEACHER_BIAS=teacher_bias is not None,
             HAS_COEFFICIENTS=coefficients is not None,
             GRADIENT=gradient,
-            **_tile(student.stride(0)),
+            **_tile(student.stride(0), student.element_size()),
         )
 
 
 def compile_signatures(columns: int, element: str) -> list[dict[str, object]]:
     """The kernel as it is compiled for rows of ``columns`` logits."""
-    tile = _tile(columns)
+    tile = _tile(columns, 4 if element == "fp32" else 2)
     e, f = f"*{element}", "*fp32"
     pointers = {"student": e, "teacher": e, "student_bias": e, "teacher_bias": e, "counted": "*i32", "coefficients": f}
     numbers = dict.fromkeys(("first_row", "V", "P"), "i32")

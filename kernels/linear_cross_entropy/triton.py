@@ -1,11 +1,11 @@
 """Cross entropy of a block of logits in Triton, its gradient written over them; the formulas are in
 kernels/common/cross_entropy.py.
 
-A program takes one row and sweeps over its V logits twice: for the softmax's denominator (online, relative to the
-largest logit so far) and all that needs no denominator, and for the gradient. Rows that are on their way at one time
-fit into the second-level cache: main memory is read once and written once. Rows are P >= V columns apart, P a multiple
-of 64, and loads and stores reach to P: a mask that ended at any V would break them up into single elements. Columns
-from V on are read as minus infinity and written as zero.
+A program takes one row and sweeps over its V logits twice: for the softmax's denominator and all that needs no
+denominator, and for the gradient; a sample is drawn in between, up to the tile it lies in. Rows that are on their way
+at one time fit into the second-level cache: main memory is read once and written once. Rows are P >= V columns apart, P
+a multiple of 64. Tiles that lie before V need no mask. In the last one, loads and stores reach to P: a mask that ended
+at any V would break them up into single elements. Columns from V on are read as minus infinity and written as zero.
 """
 
 from __future__ import annotations
@@ -17,17 +17,55 @@ from torch import Tensor
 from fasttfm.kernels.common.cross_entropy import SAMPLING_COUNTER, Loss
 from fasttfm.kernels.common.launch import on_device
 from fasttfm.kernels.common.philox_triton import philox
+from fasttfm.kernels.common.softmax_triton import LOWEST, added, exponential, total
 
 _LABELS = 0  # of the arguments (labels, positions) that errors are noted for
 
 
 @triton.jit
-def _logits_at(line, bias, columns, V, P, HAS_BIAS: tl.constexpr):
-    """fp32 logits of a row at these columns; minus infinity from V on."""
-    x = tl.load(line + columns, mask=columns < P, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        x += tl.load(bias + columns, mask=columns < P, other=0.0).to(tl.float32)
-    return tl.where(columns < V, x, float("-inf"))
+def _logits_at(line, bias, columns, V, P, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, HINT: tl.constexpr):
+    """fp32 logits of a row at these columns; minus infinity from V on. WHOLE: all columns are below V."""
+    if WHOLE:
+        x = tl.load(line + columns, eviction_policy=HINT).to(tl.float32)
+        if HAS_BIAS:
+            x += tl.load(bias + columns).to(tl.float32)
+    else:
+        x = tl.load(line + columns, mask=columns < P, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            x += tl.load(bias + columns, mask=columns < P, other=0.0).to(tl.float32)
+        x = tl.where(columns < V, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def _seen(
+    sums,  # [groups], as all of the state
+    largest,
+    tempered,
+    tempered_largest,
+    totals,  # sums of logits
+    beaten,  # whether a logit comes before the label's
+    x,  # [groups, group]
+    columns,
+    label,
+    at_label,
+    inverse_temperature,
+    V,
+    SMOOTHED: tl.constexpr,
+    COUNT: tl.constexpr,
+    TEMPERED: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    """What the first sweep knows, with logits x at these columns."""
+    sums, largest = added(sums, largest, x, PRECISE)
+    if TEMPERED:
+        tempered, tempered_largest = added(tempered, tempered_largest, x * inverse_temperature, PRECISE)
+    if SMOOTHED:
+        totals += tl.sum(tl.where(columns < V, x, 0.0), axis=1)
+    if COUNT:
+        wins = (x > at_label) | ((x == at_label) & (columns < label))
+        beaten = beaten | tl.max(wins.to(tl.int32), axis=1)
+    return sums, largest, tempered, tempered_largest, totals, beaten
 
 
 @triton.jit
@@ -38,6 +76,38 @@ def _uniform(seed, row, COUNTER: tl.constexpr):
     c2 = tl.zeros([1], tl.uint32)
     word, _, _, _ = philox(seed, c0, c1, c2, c2 + COUNTER)
     return tl.sum(((word >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0), axis=0)
+
+
+@triton.jit
+def _draw(
+    sample,
+    line,
+    bias,
+    target,
+    top,
+    inverse_temperature,
+    V,
+    P,
+    HAS_BIAS: tl.constexpr,
+    APART: tl.constexpr,
+    PRECISE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Stores the first word at which the running sum of shares exceeds ``target``."""
+    word = V - 1
+    before = 0.0
+    for start in range(0, P, BLOCK_V):
+        if before <= target:
+            x = _logits_at(line, bias, start + tl.arange(0, BLOCK_V), V, P, HAS_BIAS, False, "")
+            if APART:
+                x *= inverse_temperature
+            share = exponential(x - top, PRECISE)
+            after = before + tl.sum(share, axis=0)
+            if target < after:
+                passed = before + tl.cumsum(share, axis=0) <= target
+                word = tl.minimum(start + tl.sum(passed.to(tl.int32), axis=0), V - 1)
+            before = after
+    tl.store(sample, word)
 
 
 @triton.jit
@@ -68,13 +138,17 @@ def _loss_kernel(
     ARGUMENT: tl.constexpr,
     COUNTER: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * P
     row += first_row
-    label = tl.load(labels + row).to(tl.int64)
-    block = tl.arange(0, BLOCK_V)
-    if label == ignore_index:
+    given = tl.load(labels + row).to(tl.int64)
+    GROUPS: tl.constexpr = BLOCK_V // GROUP
+    PRECISE: tl.constexpr = logits.dtype.element_ty == tl.float32
+    APART: tl.constexpr = SAMPLE and TEMPERED
+    block = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    if given == ignore_index:
         tl.store(losses + row, 0.0)
         if COUNT:
             tl.store(correct + row, False)
@@ -83,87 +157,83 @@ def _loss_kernel(
         if GRADIENT:
             for start in range(0, P, BLOCK_V):
                 columns = start + block
-                tl.store(line + columns, tl.zeros([BLOCK_V], logits.dtype.element_ty), mask=columns < P)
+                tl.store(line + columns, tl.zeros([GROUPS, GROUP], logits.dtype.element_ty), mask=columns < P)
     else:
-        bad = (label < 0) | (label >= V)
+        bad = (given < 0) | (given >= V)
         if bad:
-            saturated = tl.minimum(tl.maximum(label, -2147483648), 2147483647)
+            saturated = tl.minimum(tl.maximum(given, -2147483648), 2147483647)
             tl.atomic_min(errors + ARGUMENT, (row << 32) | (saturated & 0xFFFFFFFF))
             tl.store(errors + 2 + ARGUMENT, V)
-        label = tl.where(bad, 0, label)
+        label = tl.where(bad, 0, given).to(tl.int32)
         at_label = tl.load(line + label).to(tl.float32)
         if HAS_BIAS:
             at_label += tl.load(bias + label).to(tl.float32)
+        inverse = 1.0 / temperature
+        whole = V // BLOCK_V * BLOCK_V  # tiles before this column are full; at most one comes after
 
-        largest = float("-inf")
-        sums = tl.zeros([BLOCK_V], tl.float32)
-        tempered = 0.0
-        total = 0.0
-        beaten = tl.zeros([BLOCK_V], tl.int1)
-        for start in range(0, P, BLOCK_V):
+        zeros = tl.zeros([GROUPS], tl.float32)
+        sums, maxima, tempered, tempered_maxima, totals = zeros, zeros + LOWEST, zeros, zeros + LOWEST, zeros
+        beaten = tl.zeros([GROUPS], tl.int32)
+        for start in range(0, whole, BLOCK_V):
             columns = start + block
-            x = _logits_at(line, bias, columns, V, P, HAS_BIAS)
-            largest_now = tl.maximum(largest, tl.max(x, axis=0))
-            shift = tl.where(largest_now == float("-inf"), 0.0, largest_now)
-            sums = sums * tl.exp(largest - shift) + tl.exp(x - shift)
-            if SAMPLE and TEMPERED:
-                shares = tl.sum(tl.exp((x - shift) / temperature), axis=0)
-                tempered = tempered * tl.exp((largest - shift) / temperature) + shares
-            if SMOOTHED:
-                total += tl.sum(tl.where(columns < V, x, 0.0), axis=0)
-            if COUNT:
-                beaten = beaten | (x > at_label) | ((x == at_label) & (columns < label))
-            largest = largest_now
-        denominator = tl.sum(sums, axis=0)
+            x = _logits_at(line, bias, columns, V, P, HAS_BIAS, True, "evict_last")
+            sums, maxima, tempered, tempered_maxima, totals, beaten = _seen(
+                sums, maxima, tempered, tempered_maxima, totals, beaten,
+                x, columns, label, at_label, inverse, V, SMOOTHED, COUNT, APART, PRECISE,
+            )  # fmt: skip
+        if whole < P:
+            columns = whole + block
+            x = _logits_at(line, bias, columns, V, P, HAS_BIAS, False, "")
+            sums, maxima, tempered, tempered_maxima, totals, beaten = _seen(
+                sums, maxima, tempered, tempered_maxima, totals, beaten,
+                x, columns, label, at_label, inverse, V, SMOOTHED, COUNT, APART, PRECISE,
+            )  # fmt: skip
+        denominator, largest = total(sums, maxima, PRECISE)
         log_denominator = tl.log(denominator)
         lse = largest + log_denominator
         loss = (largest - at_label) + log_denominator + z_loss * lse * lse
         if SMOOTHED:
-            loss += label_smoothing * (at_label - total / V)
+            loss += label_smoothing * (at_label - tl.sum(totals, axis=0) / V)
         tl.store(losses + row, tl.where(bad, float("nan"), loss))
         if COUNT:
-            tl.store(correct + row, (tl.max(beaten.to(tl.int32), axis=0) == 0) & (bad == 0))
+            tl.store(correct + row, (tl.max(beaten, axis=0) == 0) & (bad == 0))
 
-        if GRADIENT or SAMPLE:
+        if GRADIENT:
             factor = tl.where(bad, 0.0, 1.0)
             if HAS_COEFFICIENTS:
                 factor *= tl.load(coefficients + row).to(tl.float32)
             slope = factor * (1.0 + 2.0 * z_loss * lse) / denominator
             spread = factor * label_smoothing / V
-            hit = factor * (1.0 - label_smoothing)
-            word = V - 1
-            before = 0.0
-            target = float("inf")
-            if SAMPLE:
-                target = _uniform(tl.load(seed), row, COUNTER)
-                if TEMPERED:
-                    target *= tempered
-                else:
-                    target *= denominator
-            for start in range(0, P, BLOCK_V):
+        if SAMPLE:
+            end = denominator
+            top = largest
+            if APART:
+                end, top = total(tempered, tempered_maxima, PRECISE)
+            target = _uniform(tl.load(seed), row, COUNTER) * end
+            _draw(samples + row, line, bias, target, top, inverse, V, P, HAS_BIAS, APART, PRECISE, BLOCK_V)
+        if GRADIENT:
+            for start in range(0, whole, BLOCK_V):
                 columns = start + block
-                x = _logits_at(line, bias, columns, V, P, HAS_BIAS)
-                share = tl.exp(x - largest)
-                if GRADIENT:
-                    g = share * slope - spread - tl.where(columns == label, hit, 0.0)
-                    g = tl.where(columns < V, g, 0.0).to(logits.dtype.element_ty)
-                    tl.store(line + columns, g, mask=columns < P)
-                if SAMPLE:
-                    if TEMPERED:
-                        share = tl.exp((x - largest) / temperature)
-                    after = before + tl.sum(share, axis=0)
-                    if (before <= target) & (target < after):
-                        passed = before + tl.cumsum(share, axis=0) <= target
-                        word = tl.minimum(start + tl.sum(passed.to(tl.int32), axis=0), V - 1)
-                    before = after
-            if SAMPLE:
-                tl.store(samples + row, word)
+                x = _logits_at(line, bias, columns, V, P, HAS_BIAS, True, "evict_first")
+                g = exponential(x - largest, PRECISE) * slope - spread
+                tl.store(line + columns, g.to(logits.dtype.element_ty))
+            if whole < P:
+                columns = whole + block
+                x = _logits_at(line, bias, columns, V, P, HAS_BIAS, False, "")
+                g = exponential(x - largest, PRECISE) * slope - spread
+                g = tl.where(columns < V, g, 0.0).to(logits.dtype.element_ty)
+                tl.store(line + columns, g, mask=columns < P)
+            tl.debug_barrier()  # the label's column last, over what its thread has stored
+            g = exponential(at_label - largest, PRECISE) * slope - spread - factor * (1.0 - label_smoothing)
+            tl.store(line + label, g.to(logits.dtype.element_ty))
 
 
-def _tile(columns: int) -> dict[str, int]:
-    """16 to 32 elements for each thread; several rows' programs on a multiprocessor."""
-    block_v = min(4096, triton.next_power_of_2(columns))
-    return {"BLOCK_V": block_v, "num_warps": max(1, block_v // 512)}
+def _tile(columns: int, element_bytes: int, *, more: bool) -> dict[str, int]:
+    """16 bytes at a time for a thread, and few rows on their way at one time: together they fit into the cache. With
+    counts, samples or smoothing, which take registers, half as many threads."""
+    group = 16 // element_bytes
+    block_v = min((512 if more else 1024) * group, triton.next_power_of_2(columns))
+    return {"BLOCK_V": block_v, "GROUP": group, "num_warps": max(1, block_v // (32 * group))}
 
 
 def linear_cross_entropy_triton(
@@ -181,6 +251,7 @@ def linear_cross_entropy_triton(
 ) -> None:
     """One block of rows: logits [n, P] of rows ``first`` and on; ``outputs`` are losses, correct and samples of all."""
     losses, correct, samples = outputs
+    more = loss.count_correct or seed is not None or loss.label_smoothing != 0
     with on_device(logits):
         _loss_kernel[(len(logits),)](
             logits,
@@ -208,13 +279,13 @@ def linear_cross_entropy_triton(
             GRADIENT=gradient,
             ARGUMENT=_LABELS,
             COUNTER=SAMPLING_COUNTER,
-            **_tile(logits.stride(0)),
+            **_tile(logits.stride(0), logits.element_size(), more=more),
         )
 
 
 def compile_signatures(columns: int, element: str, *, everything: bool) -> list[dict[str, object]]:
     """The kernel as it is compiled for rows of ``columns`` logits: with all its options, or as training runs it."""
-    tile = _tile(columns)
+    tile = _tile(columns, 4 if element == "fp32" else 2, more=everything)
     e, i, f = f"*{element}", "*i64", "*fp32"
     pointers = {"logits": e, "bias": e, "labels": i, "coefficients": f, "seed": i, "losses": f, "correct": "*i1"}
     numbers = dict.fromkeys(("first_row", "V", "P", "ignore_index"), "i32")

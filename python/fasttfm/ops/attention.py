@@ -233,8 +233,12 @@ def _separate(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Te
     """q, k and v with their last dimension contiguous; views where q is qkv."""
     if k is None or v is None:
         q, k, v = q.unbind(-3)
-    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
-    return q, k, v
+    return _readable(q), _readable(k), _readable(v)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Kernels take any strides but the last, which is 1."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _problem(
@@ -265,8 +269,8 @@ def _problem(
         cu_seqlens_k=cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
         lengths=lengths,
         lengths_k=lengths if lengths_k is None else lengths_k,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
+        bias=None if bias is None else _readable(bias),
+        alibi_slopes=None if alibi_slopes is None else _readable(alibi_slopes),
         seed=seed,
         threshold=threshold,
         dropout_scale=philox.scale(threshold),

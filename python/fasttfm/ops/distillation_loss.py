@@ -172,8 +172,7 @@ class _Distillation(torch.autograd.Function):
             divisor, *totals = kept
             scale = dloss if divisor is None else dloss / divisor.to(dloss.dtype)
         place = (counted, positions, ctx.shape, ctx.dtype, 0)  # a row that does not count is marked with 0
-        gradients = scaled_gradients(*totals, scale, *place, ctx.wanted, OP, backend)
-        return *(found if want else None for found, want in zip(gradients, ctx.wanted, strict=True)), *([None] * 9)
+        return *scaled_gradients(totals, scale, place, ctx.wanted, OP, backend), *([None] * 9)
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
@@ -254,7 +253,11 @@ class _TeacherLogits:
         logits = block[:, : self.words]
         chosen = slice(first, first + count)
         if self.weight is not None:
-            torch.mm(self._picked(chosen, errors).to(self.dtype), self.weight.t(), out=logits)
+            rows = self._picked(chosen, errors).to(self.dtype)
+            if errors is None:
+                torch.mm(rows, self.weight.t(), out=logits)
+            else:
+                vocabulary.logits_split(rows, self.weight, logits)
         elif self.positions is None or errors is None:
             logits.copy_(self._picked(chosen, errors))
         else:
@@ -352,7 +355,7 @@ def _forward_triton(
 
     rows = vocabulary.rows_triton(student_hidden, positions, errors)
     columns, own = vocabulary.padded(len(student_weight)), positions is not None
-    gradients = vocabulary.stream(rows, student_weight, turn, wanted, columns=columns, into_rows=own)
+    gradients = vocabulary.stream(rows, student_weight, turn, wanted, columns=columns, into_rows=own, split=True)
     _errors.watch(device)
     return losses, *gradients
 

@@ -218,11 +218,35 @@ class _VocabularyLoss(torch.autograd.Function):
         else:
             labels, positions, divisor, dh, dweight, dbias = ctx.saved_tensors
             scale = dloss if divisor is None else dloss / divisor.to(dloss.dtype)
-        gradients = scaled_gradients(
-            dh, dweight, dbias, scale, labels, positions, ctx.shape, ctx.dtype, call.loss.ignore_index, ctx.wanted,
-            call.op, call.backend,
-        )  # fmt: skip
-        return *(found if want else None for found, want in zip(gradients, ctx.wanted, strict=True)), *([None] * 5)
+        place = (labels, positions, ctx.shape, ctx.dtype, call.loss.ignore_index)
+        gradients = scaled_gradients((dh, dweight, dbias), scale, place, ctx.wanted, call.op, call.backend)
+        return *gradients, *([None] * 5)
+
+
+def scaled_gradients(
+    totals: Sequence[Tensor],
+    scale: Tensor,
+    place: tuple[Any, ...],
+    wanted: Sequence[bool],
+    op: str,
+    backend: str | None,
+) -> tuple[Tensor | None, ...]:
+    """What a backward returns: the sum's gradients dh [N, C], dweight and dbias times ``scale``. ``place`` are labels,
+    positions, hidden's shape and type, and ignore_index."""
+
+    def scaled(now: Sequence[bool]) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = _backward_op(*totals, scale, *place, now, op, backend)
+        return found
+
+    if torch.compiler.is_compiling() or not (wanted[0] and wanted[1]):
+        gradients = scaled(wanted)
+    else:
+        # The fp32 sum of dweight goes before hidden's gradient comes, unless a later backward needs it again.
+        parameters = scaled((False, *wanted[1:]))
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            totals[1].untyped_storage().resize_(0)
+        gradients = (scaled((True, False, False))[0], *parameters[1:])
+    return tuple(found if want else None for found, want in zip(gradients, wanted, strict=True))
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
@@ -310,26 +334,30 @@ def _backward(
     op: str,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    chosen = tables()[op].select(backend, dh, dweight)
+    in_triton = chosen.name == "triton"
+    # In one pass from fp32, so that every gradient is rounded once whatever the scale.
+    parameters = []
+    for total, want in zip((dweight, dbias), wanted[1:], strict=True):
+        parameters.append(torch.empty(total.shape if want else 0, dtype=dtype, device=dh.device))
+        if want:
+            vocabulary.scale(total, scale, parameters[-1], in_triton)
     dhidden = dh.new_empty(shape if wanted[0] else 0)
     if wanted[0] and positions is None:
-        torch.mul(dh, scale, out=dhidden.view(dh.shape))
+        vocabulary.scale(dh, scale, dhidden.view(dh.shape), in_triton)
     elif wanted[0] and dh.numel() == 0:
         dhidden.zero_()
     elif wanted[0]:
-        scatter = tables()[op].select(backend, dh, dweight).backward
-        scatter(dh, positions, labels, ignore_index, dhidden.view(-1, dh.shape[1]), scale)
-    # In one pass from fp32, so that every gradient is rounded once whatever the scale.
-    parameters = (torch.empty(total.shape, dtype=dtype, device=dh.device) for total in (dweight, dbias))
-    first, second = (torch.mul(total, scale, out=out) for total, out in zip((dweight, dbias), parameters, strict=True))
-    return dhidden, first, second
+        chosen.backward(dh, positions, labels, ignore_index, dhidden.view(-1, dh.shape[1]), scale)
+    return dhidden, parameters[0], parameters[1]
 
 
 def _backward_fake(dh: Tensor, dweight: Tensor, dbias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, _, _, shape, dtype, _, wanted, _, _ = rest
     return (
         dh.new_empty(shape if wanted[0] else 0),
-        dweight.new_empty(dweight.shape, dtype=dtype),
-        dbias.new_empty(dbias.shape, dtype=dtype),
+        dweight.new_empty(dweight.shape if wanted[1] else 0, dtype=dtype),
+        dbias.new_empty(dbias.shape if wanted[2] else 0, dtype=dtype),
     )
 
 
@@ -341,7 +369,7 @@ _forward_op = register(
     _forward,
     _forward_fake,
 )
-scaled_gradients = register(
+_backward_op = register(
     "linear_cross_entropy_backward(Tensor dh, Tensor dweight, Tensor dbias, Tensor scale, Tensor labels,"
     " Tensor? positions, SymInt[] shape, ScalarType dtype, SymInt ignore_index, bool[] wanted, str op, str? backend)"
     " -> (Tensor dhidden, Tensor dweight, Tensor dbias)",
@@ -421,7 +449,9 @@ def _forward_triton(
 
     rows = vocabulary.rows_triton(hidden, positions, errors)
     columns = vocabulary.padded(len(weight))
-    gradients = vocabulary.stream(rows, weight, turn, wanted, columns=columns, into_rows=positions is not None)
+    gradients = vocabulary.stream(
+        rows, weight, turn, wanted, columns=columns, into_rows=positions is not None, split=True
+    )
     _errors.watch(hidden.device)
     return *outputs, *gradients
 

@@ -17,12 +17,13 @@ from fasttfm.ops.column_sum import column_sum_op
 REDUCTIONS = ("none", "mean", "sum")
 
 # A block of rows is large enough that adding its share to dweight (8 V C bytes) is small beside its products, and small
-# enough that the logits are: at most 8 blocks, of at least 1024 rows each, unless that takes more than 512 MiB.
+# enough that the logits are: at most 8 blocks, of at least 768 rows each, unless that takes more than 512 MiB.
 _BLOCKS = 8
-_ROWS = 1024
+_ROWS = 768
 _BYTES = 512 * 2**20
 _ROW_STEP = 128  # rows of a product's tile
 _COLUMN_STEP = 64
+_WORD_STEP = 8  # the vendor's products are slow for sizes that are no multiple of 16 bytes
 
 
 def padded(vocabulary: int) -> int:
@@ -33,7 +34,7 @@ def padded(vocabulary: int) -> int:
 
 def rows_of_block(count: int, row_bytes: int) -> int:
     """How many rows of logits stand in memory at a time, of ``count`` in all."""
-    blocks = min(_BLOCKS, max(1, -(-count // _ROWS)))
+    blocks = min(_BLOCKS, max(1, count // _ROWS))
     steps = -(-count // (blocks * _ROW_STEP))
     most = max(1, _BYTES // (row_bytes * _ROW_STEP))
     return min(count, _ROW_STEP * max(1, min(steps, most)))
@@ -53,22 +54,27 @@ def stream(
     *,
     columns: int,
     into_rows: bool,
+    split: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walks over blocks of rows [N, C]: their logits, ``turn(first, logits)``, and the products of what it leaves.
 
     ``turn`` gets the index of the block's first row and the logits, [n, columns], of which the first V columns are
-    filled. If any gradient is wanted it overwrites all columns: by their gradients, and by zeros behind them.
+    filled. If any gradient is wanted it overwrites all columns: by their gradients, and by zeros behind them. With
+    ``split`` the vendor's products end at a multiple of 8 words, and Triton kernels do the rest.
 
     Returns dh [N, C] in the rows' type, dweight [V, C] and dbias [V] in fp32, empty where they are not wanted. With
-    ``into_rows`` dh takes the rows' own place: they are this call's to overwrite.
+    ``into_rows`` dh may take the rows' own place: they are this call's to overwrite.
     """
     count, vocabulary = len(rows), len(weight)
     dtype, device = product_type(rows), rows.device
     want_dh, want_dweight, want_dbias = wanted
     factor = weight.to(dtype)
+    last = _LastWords(factor, count) if split and vocabulary % _WORD_STEP else None
+    even = vocabulary if last is None else last.first
     dh = linear.unwanted(rows)
     if want_dh:
-        dh = rows if into_rows else torch.empty(rows.shape, dtype=rows.dtype, device=device)
+        own_place = into_rows and (last is None or not want_dweight)
+        dh = rows if own_place else torch.empty(rows.shape, dtype=rows.dtype, device=device)
     make = torch.empty if count > 0 else torch.zeros
     dweight = make(weight.shape if want_dweight else 0, dtype=torch.float32, device=device)
     dbias = torch.zeros(vocabulary if want_dbias else 0, dtype=torch.float32, device=device)
@@ -78,20 +84,64 @@ def stream(
         h = rows[first : first + step]
         own = h.to(dtype)
         block = buffer[: len(h)]
-        logits = block[:, :vocabulary]
-        torch.mm(own, factor.t(), out=logits)
+        logits = block[:, :even]
+        torch.mm(own, factor[:even].t(), out=logits)
+        if last is not None:
+            last.logits(own, block)
         turn(first, block)
         if want_dbias:
             dbias += column_sum_op(block, torch.float32, None)[:vocabulary]
         if want_dweight:
-            _add_product(dweight, logits.t(), own, first == 0)
-        if want_dh:
-            target = dh[first : first + step]
-            if dtype == dh.dtype:
-                torch.mm(logits, factor, out=target)
-            else:
-                target.copy_(torch.mm(logits, factor, out=torch.empty_like(own)))
+            _add_product(dweight[:even], logits.t(), own, first == 0)
+        target = dh[first : first + step]
+        if last is not None and (want_dh or want_dweight):
+            last.start(first, block, target if want_dh else None)
+        if want_dh and dtype == dh.dtype:
+            _product(target, logits, factor[:even], last is not None)
+        elif want_dh:
+            target.copy_(torch.mm(logits, factor, out=torch.empty_like(own)))
+    if last is not None and want_dweight and count > 0:
+        last.finish(dweight, rows)
     return dh, dweight, dbias
+
+
+def logits_split(rows: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Fills the first V columns of out with rows weight^T, as ``stream`` with ``split`` does."""
+    even = len(weight) // _WORD_STEP * _WORD_STEP
+    torch.mm(rows, weight[:even].t(), out=out[:, :even])
+    if even < len(weight):
+        _LastWords(weight, 0).logits(rows, out)
+
+
+class _LastWords:
+    """The words behind the last multiple of 8, whose logits and gradients stand in blocks beside the others'."""
+
+    def __init__(self, weight: Tensor, count: int) -> None:
+        from fasttfm.kernels.common import last_words_triton
+
+        self.kernels = last_words_triton
+        self.first = len(weight) // _WORD_STEP * _WORD_STEP
+        self.end = len(weight)
+        self.weight = weight[self.first :].contiguous()
+        # Their gradients of all rows. Products with a whole group of 8 columns are faster than with a few.
+        self.g = torch.empty(count, last_words_triton.GROUP, dtype=weight.dtype, device=weight.device)
+
+    def logits(self, rows: Tensor, block: Tensor) -> None:
+        self.kernels.logits(rows, self.weight, block[:, self.first : self.end])
+
+    def start(self, first: int, block: Tensor, dh: Tensor | None) -> None:
+        """dh of a block begins with what these words add to it."""
+        g = block[:, self.first : self.end]
+        self.kernels.start(g, self.weight, dh, self.g[first : first + len(block)])
+
+    def finish(self, dweight: Tensor, rows: Tensor) -> None:
+        found = torch.empty(self.g.shape[1], rows.shape[1], dtype=torch.float32, device=rows.device)
+        _add_product(found, self.g.t(), rows.to(self.g.dtype), True)
+        dweight[self.first :] = found[: self.end - self.first]
+
+
+def _product(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
+    torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -111,6 +161,16 @@ def gather_triton(rows: Tensor, positions: Tensor, out: Tensor, errors: Tensor) 
     from fasttfm.kernels.common import pick_rows_triton
 
     pick_rows_triton.gather(rows, positions, out, errors)
+
+
+def scale(total: Tensor, factor: Tensor, out: Tensor, triton: bool) -> None:
+    """out = total * factor, rounded once; contiguous tensors, and a factor of one element."""
+    if not triton:
+        torch.mul(total, factor, out=out)
+        return
+    from fasttfm.kernels.common import scale_triton
+
+    scale_triton.scale(total, factor, out)
 
 
 def scatter_triton(*args: Any) -> None:

@@ -105,7 +105,7 @@ def compile_all(names: list[str]) -> Iterator[Compiled]:
         raise SystemExit(f"aot: op: expected one of {', '.join(specs)}, got {', '.join(unknown)}")
     for name in names or specs:
         for description in specs[name].triton_kernels() if specs[name].triton_kernels else []:
-            for target in TARGETS:
+            for target in [description.target] if description.target else TARGETS:
                 yield compile_kernel(description, target)
 
 

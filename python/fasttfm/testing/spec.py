@@ -88,6 +88,7 @@ class TritonKernel:
     num_warps: int = 4
     num_stages: int = 3
     allow_spills: bool = False
+    target: int | None = None  # compute capability, 90 for sm_90; None: every one
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,18 @@ from fasttfm.ops import attention
 from fasttfm.ops.linear import cpu_multiplies_bf16
 from fasttfm.testing.peers import peer_module
 from fasttfm.testing.row_cases import spoil
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, PeerCall, PeerUnavailable, draw
+from fasttfm.testing.spec import (
+    BadCall,
+    Cost,
+    Inputs,
+    OpCase,
+    OpSpec,
+    Peer,
+    PeerCall,
+    PeerUnavailable,
+    TritonKernel,
+    draw,
+)
 
 SEED = 0x123456789ABCDEF
 Lengths = tuple[int, ...]
@@ -38,6 +49,7 @@ def _case(
     layout: str = "dense",
     magnitude: float = 1.0,
     bias: str = "",
+    interpret: bool = True,
     **options: Any,
 ) -> OpCase:
     """``lengths`` of the queries of each sequence, ``lengths_k`` of the keys where they are others.
@@ -56,7 +68,7 @@ def _case(
         "magnitude": magnitude,
         "bias": bias,
     }
-    return OpCase(name, sizes, options)
+    return OpCase(name, sizes, options, interpret=interpret)
 
 
 CASES = (
@@ -72,7 +84,7 @@ CASES = (
     _case("window_causal", (13, 30), 2, 16, layout="padded", window=(6, -1), causal=True),
     _case("cross_causal", (9, 9), 2, 16, lengths_k=(21, 21), causal=True),
     _case("cross_packed", (3, 5, 0, 4), 2, 16, lengths_k=(7, 0, 6, 9), layout="packed", causal=True),
-    _case("cross_padded", (3, 5), 2, 16, lengths_k=(7, 2), layout="padded", causal=True, dropout_p=0.1),
+    _case("cross_padded", (13, 21), 2, 16, lengths_k=(27, 9), layout="padded", causal=True, dropout_p=0.1),
     _case("nothing_to_attend", (21,), 2, 16, lengths_k=(9,), causal=True),
     _case("decoding", (1, 1, 1), 4, 64, lengths_k=(19, 1, 40), kv_heads=2, layout="padded", causal=True),
     _case("grouped_heads", (11, 6), 6, 16, kv_heads=2, layout="packed", dropout_p=0.1),
@@ -91,7 +103,8 @@ CASES = (
     _case("sliced", (9, 4), 2, 16, layout="sliced", dropout_p=0.1),
     _case("fused", (9, 9), 2, 16, layout="fused", causal=True, dropout_p=0.1),
     _case("fused_packed", (9, 0, 14), 2, 40, layout="fused packed", dropout_p=0.1),
-    _case("large_logits", (24, 24), 2, 32, magnitude=4.0, causal=True),
+    # Not for Triton's interpreter: it rounds the product in `score * scale - lse`, which a GPU does not.
+    _case("large_logits", (24, 24), 2, 32, magnitude=4.0, causal=True, interpret=False),
     _case("all_dropped", (6, 6), 1, 16, dropout_p=1.0),
 )
 
@@ -466,6 +479,17 @@ def _other_kv_head(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, 
 # ---- registration ----------------------------------------------------------------------------------------------------
 
 
+def _triton_kernels() -> list[TritonKernel]:
+    from fasttfm.kernels.attention.triton_signatures import compile_signatures
+
+    found: list[dict[str, Any]] = []
+    for hopper in (False, True):
+        for head_dim, element in ((16, "bf16"), (64, "bf16"), (128, "fp16"), (256, "bf16"), (64, "fp32")):
+            found += compile_signatures(head_dim, element, hopper, dropout=False)
+            found += compile_signatures(head_dim, element, hopper, dropout=True)
+    return [TritonKernel(**description) for description in found]
+
+
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     q, k, v = (inputs.get(name) for name in "qkv")
     assert q is not None
@@ -517,5 +541,6 @@ SPEC = OpSpec(
         "packed sequences as one": _one_sequence,
         "another key head": _other_kv_head,
     },
+    triton_kernels=_triton_kernels,
     native_ops=_native_ops,
 )

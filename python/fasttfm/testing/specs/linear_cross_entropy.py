@@ -134,7 +134,7 @@ def _dropped_target(**arguments: Any) -> Tensor:
 
 
 def _triton_kernels() -> list[TritonKernel]:
-    from fasttfm.kernels.common import pick_rows_triton
+    from fasttfm.kernels.common import last_words_triton, pick_rows_triton, scale_triton
     from fasttfm.kernels.linear_cross_entropy import triton as kernels
 
     found = []
@@ -142,6 +142,8 @@ def _triton_kernels() -> list[TritonKernel]:
         found += kernels.compile_signatures(30528, element, everything=everything)
     for columns, element in ((64, "fp32"), (768, "bf16")):
         found += pick_rows_triton.compile_signatures(columns, element)
+        found += last_words_triton.compile_signatures(columns, element, 2)
+        found += scale_triton.compile_signatures("fp32", element)
     return [TritonKernel(**description) for description in found]
 
 

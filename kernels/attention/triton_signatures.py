@@ -1,0 +1,71 @@
+"""What attention's Triton kernels are compiled to ahead of time, for fasttfm.testing.aot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+
+from fasttfm.kernels.attention import tuning
+from fasttfm.kernels.attention.triton_backward import _bwd_kv_kernel, _bwd_q_kernel
+from fasttfm.kernels.attention.triton_forward import _fwd_kernel
+from fasttfm.kernels.attention.triton_short import _short_bwd_kernel, _short_fwd_kernel
+
+_FLOATS = ("lse", "statistics", "slopes")
+_TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias")
+
+
+def compile_signatures(head_dim: int, element: str, hopper: bool, dropout: bool) -> Iterator[dict[str, Any]]:
+    """Every kernel with the tiles that tuning.py chooses. With dropout packed and causal, else dense and even."""
+    element_bytes = 4 if element == "fp32" else 2
+    short = tuning.Call(hopper, head_dim, element_bytes, 128 if hopper else 64, 128 if hopper else 64, dropout)
+    long = tuning.Call(hopper, head_dim, element_bytes, 4096, 4096, dropout)
+    spills = element == "fp32" or head_dim > 128  # registers do not hold such tiles
+    for kernel, tiles in (
+        (_short_fwd_kernel, tuning.short_forward_tiles(short)),
+        (_short_bwd_kernel, tuning.short_backward_tiles(short)),
+        (_fwd_kernel, tuning.forward_tiles(long)),
+        (_bwd_q_kernel, tuning.query_tiles(long)),
+        (_bwd_kv_kernel, tuning.key_tiles(long)),
+    ):
+        if tiles is not None:
+            few = kernel is not _fwd_kernel and kernel is not _short_fwd_kernel  # backward is a few registers short
+            description = _describe(kernel, tiles, head_dim, element, dropout)
+            yield {**description, "allow_spills": spills or few, "target": 90 if hopper else 80}
+
+
+def _describe(kernel: Any, tiles: tuning.Tiles, head_dim: int, element: str, dropout: bool) -> dict[str, Any]:
+    layout = "packed" if dropout else "dense"
+    constants = {
+        "Q_LAYOUT": layout,
+        "K_LAYOUT": layout,
+        "UNIT": 8,
+        "FEATURES": (False, dropout, False, False, True, dropout),
+        "PRECISION": "ieee" if element == "fp32" else "tf32",
+        "D": head_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_M": tiles.queries,
+        "BLOCK_N": tiles.keys,
+        "EVEN": not dropout,
+        "AHEAD": tiles.ahead > 0,
+        "KEYS_FIRST": tiles.keys_first,
+        "STAGES": tiles.stages,
+    }
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return {
+        "kernel": kernel,
+        "signature": {name: _type(name, element) for name in kernel.arg_names if name not in constants},
+        "constants": constants,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
+
+
+def _type(argument: str, element: str) -> str:
+    if argument in _TENSORS:
+        return f"*{element}"
+    if argument in _FLOATS:
+        return "*fp32"
+    special = {"q_bounds": "*i32", "k_bounds": "*i32", "seed": "*i64", "scale": "fp32", "dropout_scale": "fp32"}
+    return special.get(argument, "i32")

@@ -1,0 +1,143 @@
+"""The last words of a vocabulary whose size is no multiple of 8, in Triton.
+
+The vendor's products run up to three times slower where a matrix has such a size. They take the words before; the few
+behind, fewer than 8, are left to two small kernels: one fills in their logits, the other starts a block's dh with what
+they add to it and copies their gradients to where one product for the whole call finds them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fasttfm.kernels.common.launch import on_device
+
+GROUP = 8  # columns of the copied gradients: zeros behind the last words'
+
+
+@triton.jit
+def _logits_kernel(
+    rows,  # [n, C], row_stride apart
+    weight,  # [WORDS, C]: of the last words
+    logits,  # [n, WORDS], logit_stride apart
+    n,
+    C,
+    row_stride,
+    weight_stride,
+    logit_stride,
+    WORDS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    here = row < n
+    for word in tl.static_range(WORDS):
+        sums = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+        for start in range(0, C, BLOCK_C):
+            columns = start + tl.arange(0, BLOCK_C)
+            inside = columns < C
+            h = tl.load(
+                rows + row[:, None] * row_stride + columns[None, :], mask=here[:, None] & inside[None, :], other=0.0
+            )
+            w = tl.load(weight + word * weight_stride + columns, mask=inside, other=0.0)
+            sums += h.to(tl.float32) * w.to(tl.float32)[None, :]
+        found = tl.sum(sums, axis=1).to(logits.dtype.element_ty)
+        tl.store(logits + row * logit_stride + word, found, mask=here)
+
+
+@triton.jit
+def _start_kernel(
+    g,  # [n, WORDS], g_stride apart
+    weight,  # [WORDS, C]
+    dh,  # [n, C] or unused
+    copied,  # [n, GROUP]
+    n,
+    C,
+    g_stride,
+    weight_stride,
+    WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WANT_DH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    here = row < n
+    if WANT_DH:
+        for start in range(0, C, BLOCK_C):
+            columns = start + tl.arange(0, BLOCK_C)
+            inside = columns < C
+            total = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+            for word in tl.static_range(WORDS):
+                w = tl.load(weight + word * weight_stride + columns, mask=inside, other=0.0).to(tl.float32)
+                share = tl.load(g + row * g_stride + word, mask=here, other=0.0).to(tl.float32)
+                total += share[:, None] * w[None, :]
+            mask = here[:, None] & inside[None, :]
+            tl.store(dh + row[:, None] * C + columns[None, :], total.to(dh.dtype.element_ty), mask=mask)
+    word = tl.arange(0, GROUP)
+    mask = here[:, None] & (word < WORDS)[None, :]
+    found = tl.load(g + row[:, None] * g_stride + word[None, :], mask=mask, other=0.0)
+    tl.store(copied + row[:, None] * GROUP + word[None, :], found, mask=here[:, None])
+
+
+def _tile(columns: int) -> dict[str, int]:
+    block_c = min(1024, triton.next_power_of_2(columns))
+    return {"BLOCK_N": max(1, 4096 // block_c), "BLOCK_C": block_c}
+
+
+def logits(rows: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out = rows weight^T for the last words' weight; out [n, words] may have any stride."""
+    tile = _tile(rows.shape[1])
+    with on_device(rows):
+        _logits_kernel[(triton.cdiv(len(rows), tile["BLOCK_N"]),)](
+            rows,
+            weight,
+            out,
+            *rows.shape,
+            rows.stride(0),
+            weight.stride(0),
+            out.stride(0),
+            WORDS=len(weight),
+            **tile,
+        )
+
+
+def start(g: Tensor, weight: Tensor, dh: Tensor | None, copied: Tensor) -> None:
+    """dh = g weight for the last words' g and weight, where it is wanted, and copied = g, with zeros behind."""
+    columns = weight.shape[1]
+    tile = _tile(columns)
+    with on_device(g):
+        _start_kernel[(triton.cdiv(len(g), tile["BLOCK_N"]),)](
+            g,
+            weight,
+            copied if dh is None else dh,
+            copied,
+            len(g),
+            columns,
+            g.stride(0),
+            weight.stride(0),
+            WORDS=len(weight),
+            GROUP=GROUP,
+            WANT_DH=dh is not None,
+            **tile,
+        )
+
+
+def compile_signatures(columns: int, element: str, words: int) -> list[dict[str, object]]:
+    """Both kernels as they are compiled for rows of ``columns`` elements."""
+    tile, e = _tile(columns), f"*{element}"
+    first = dict.fromkeys(("n", "C", "row_stride", "weight_stride", "logit_stride"), "i32")
+    second = dict.fromkeys(("n", "C", "g_stride", "weight_stride"), "i32")
+    return [
+        {
+            "kernel": _logits_kernel,
+            "signature": {"rows": e, "weight": e, "logits": e, **first},
+            "constants": {"WORDS": words, **tile},
+        },
+        {
+            "kernel": _start_kernel,
+            "signature": {"g": e, "weight": e, "dh": e, "copied": e, **second},
+            "constants": {"WORDS": words, "GROUP": GROUP, "WANT_DH": True, **tile},
+        },
+    ]
