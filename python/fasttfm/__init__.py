@@ -5,8 +5,8 @@
 >>> print(fasttfm.explain("layer_norm", torch.randn(2, 8, 64)))  # which backend serves this call, why not the others
 """
 
-from fasttfm import nn, ops
+from fasttfm import models, nn, ops
 from fasttfm._version import __version__
 from fasttfm.ops.backends import explain, use_backend
 
-__all__ = ["__version__", "explain", "nn", "ops", "use_backend"]
+__all__ = ["__version__", "explain", "models", "nn", "ops", "use_backend"]

@@ -75,6 +75,13 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, shape: Sequence[
     return out
 
 
+def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``total + a @ b`` of matrices in total's place: the product's epilogue reads it. Rounded once."""
+    if _widened(a):
+        return total.copy_(torch.addmm(total.float(), a.float(), b.float()))
+    return torch.addmm(total, a, b, out=total)
+
+
 def _widened(a: Tensor) -> bool:
     """Whether fp32 products take the place of a type's own: on CPUs without instructions for bf16 torch multiplies it
     hundreds of times slower than fp32."""

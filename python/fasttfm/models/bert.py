@@ -1,0 +1,492 @@
+"""BERT (Devlin et al., 2018): a bidirectional transformer encoder, pre-trained on masked words and sentence pairs.
+
+    x_0 = LN(word + position + segment)
+    x_i = LN(y + MLP(y)),    y = LN(x_(i-1) + Attention(x_(i-1)))        i = 1 ... layers
+    pooled = tanh(W x_layers[CLS])
+
+Classes, arguments, outputs and checkpoints are HF's. Inside, a batch is packed: padding is removed in front of the
+embeddings and comes back only in what is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from fasttfm.models.checkpoint_names import Names, rule
+from fasttfm.models.config import ModelConfig
+from fasttfm.models.outputs import (
+    BaseModelOutput,
+    ClassifierOutput,
+    LMOutput,
+    PreTrainingOutput,
+    QuestionAnsweringOutput,
+    States,
+)
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.nn import Embeddings, Encoder, EncoderLayer, MaskedLMHead, PackedBatch
+from fasttfm.nn.losses import classification_loss, span_loss, token_loss
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@dataclass
+class BertConfig(ModelConfig):
+    model_type: ClassVar[str] = "bert"
+    sizes: ClassVar[dict[str, dict[str, Any]]] = {
+        "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512},
+        "mini": {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024},
+        "small": {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048},
+        "medium": {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048},
+        "base": {},
+        "large": {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
+    }
+    required: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "position_embedding_type": ("absolute",),
+        "is_decoder": (False,),
+        "add_cross_attention": (False,),
+    }
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    pad_token_id: int | None = 0
+    classifier_dropout: float | None = None  # hidden_dropout_prob by default
+    recompute: bool = False  # EncoderLayer's: less memory for a little time
+
+
+# ---- names in checkpoints --------------------------------------------------------------------------------------------
+
+_LAYER = "encoder.layer.*"
+BASE_NAMES = (
+    rule("embeddings.word", "embeddings.word_embeddings"),
+    rule("embeddings.position", "embeddings.position_embeddings"),
+    rule("embeddings.segment", "embeddings.token_type_embeddings"),
+    rule("embeddings.norm", "embeddings.LayerNorm"),
+    rule("encoder.layers.*.qkv", *(f"{_LAYER}.attention.self.{part}" for part in ("query", "key", "value"))),
+    rule("encoder.layers.*.out", f"{_LAYER}.attention.output.dense"),
+    rule("encoder.layers.*.norm1", f"{_LAYER}.attention.output.LayerNorm"),
+    rule("encoder.layers.*.up", f"{_LAYER}.intermediate.dense"),
+    rule("encoder.layers.*.down", f"{_LAYER}.output.dense"),
+    rule("encoder.layers.*.norm2", f"{_LAYER}.output.LayerNorm"),
+    rule("pooler", "pooler.dense"),
+)
+NAMES = Names(
+    prefix="bert",
+    base=BASE_NAMES,
+    heads=(
+        rule("lm_head.dense", "cls.predictions.transform.dense"),
+        rule("lm_head.norm", "cls.predictions.transform.LayerNorm"),
+        rule("lm_head.decoder.bias", "cls.predictions.bias"),
+        rule("lm_head.decoder", "cls.predictions.decoder"),
+        rule("next_sentence", "cls.seq_relationship"),
+        rule("classifier", "classifier"),
+        rule("qa_outputs", "qa_outputs"),
+    ),
+    ignored=(r"bert\.embeddings\.position_ids",),
+)
+# Where the decoder is not the word table, its bias is its own too, and the one beside it belongs to nothing.
+UNTIED_NAMES = replace(
+    NAMES,
+    heads=[each for each in NAMES.heads if each.ours != "lm_head.decoder.bias"],
+    ignored=(*NAMES.ignored, r"cls\.predictions\.bias"),
+)
+
+
+# ---- the encoder -----------------------------------------------------------------------------------------------------
+
+
+class Layout(TypedDict, total=False):
+    """Where the tokens are, beside an ``attention_mask`` (nn.PackedBatch.of), and what else to return."""
+
+    lengths: Sequence[int] | Tensor | None
+    cu_seqlens: Tensor | None
+    max_seqlen: int | None
+    output_hidden_states: bool
+    output_attentions: bool
+
+
+class Encoded(NamedTuple):
+    """The encoder's result as heads read it."""
+
+    x: Tensor  # [T, C]
+    batch: PackedBatch
+    hidden_states: States  # as the caller has them
+    attentions: States
+
+    def returned(self) -> dict[str, States]:
+        return {"hidden_states": self.hidden_states, "attentions": self.attentions}
+
+
+class BertModel(PretrainedModel):
+    """The encoder, with a pooler on the first token.
+
+    Called with ``input_ids`` [B, S] and an ``attention_mask`` (or ``lengths``, which no GPU is waited for), or packed
+    with ``input_ids`` [T], ``cu_seqlens`` and ``max_seqlen``. Results are padded where the input is.
+    """
+
+    config_class = BertConfig
+    names = NAMES
+    base = True
+
+    def __init__(self, config: BertConfig, add_pooling_layer: bool = True) -> None:
+        super().__init__(config)
+        width, eps = config.hidden_size, config.layer_norm_eps
+        self.embeddings = Embeddings(
+            config.vocab_size,
+            width,
+            config.max_position_embeddings,
+            config.type_vocab_size,
+            eps=eps,
+            dropout=config.hidden_dropout_prob,
+            padding_idx=config.pad_token_id,
+        )
+        self.encoder = Encoder(
+            [
+                EncoderLayer(
+                    width,
+                    config.num_attention_heads,
+                    config.intermediate_size,
+                    activation=config.hidden_act,
+                    dropout=config.hidden_dropout_prob,
+                    attention_dropout=config.attention_probs_dropout_prob,
+                    eps=eps,
+                    recompute=config.recompute,
+                )
+                for _ in range(config.num_hidden_layers)
+            ]
+        )
+        self.pooler = nn.Linear(width, width) if add_pooling_layer else None
+        self.finish()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **layout: Unpack[Layout],
+    ) -> BaseModelOutput:
+        encoded = self.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
+        pooled = None if self.pooler is None else self.pool(encoded)
+        return BaseModelOutput(encoded.batch.unpack(encoded.x), pooled, **encoded.returned())
+
+    def encode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+        **layout: Any,
+    ) -> Encoded:
+        """The packed states of the last layer."""
+        batch = PackedBatch.of(input_ids, attention_mask, **layout)
+        ids = batch.pack(input_ids)
+        x = self.embeddings(
+            ids,
+            batch.cu_seqlens,
+            position_ids=self.positions(input_ids, ids, position_ids, batch),
+            segment_ids=None if token_type_ids is None else batch.pack(token_type_ids.expand_as(input_ids)),
+        )
+        states: list[Tensor] | None = [] if output_hidden_states or output_attentions else None
+        x = self.encoder(x, batch.cu_seqlens, batch.max_seqlen, hidden_states=states)
+        attentions = self.attentions(states, batch) if states is not None and output_attentions else None
+        hidden = (*states, x) if states is not None and output_hidden_states else None
+        return Encoded(x, batch, None if hidden is None else tuple(batch.unpack(state) for state in hidden), attentions)
+
+    def positions(
+        self, input_ids: Tensor, ids: Tensor, position_ids: Tensor | None, batch: PackedBatch
+    ) -> Tensor | None:
+        """Each packed token's position; None for its number in its own sequence."""
+        return batch.columns() if position_ids is None else batch.pack(position_ids.expand_as(input_ids))
+
+    def pool(self, encoded: Encoded) -> Tensor:
+        """[sequences, C]"""
+        assert self.pooler is not None
+        return torch.tanh(self.pooler(encoded.batch.first_tokens(encoded.x)))
+
+    def attentions(self, states: list[Tensor], batch: PackedBatch) -> tuple[Tensor, ...]:
+        """Every layer's weights [sequences, H, S, S], computed for show: a sequence's tokens stand in front."""
+        longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
+        return tuple(
+            layer.attention_weights(x, batch.cu_seqlens, longest)
+            for layer, x in zip(self.encoder.in_order(), states, strict=True)
+        )
+
+
+# ---- heads -----------------------------------------------------------------------------------------------------------
+
+
+class BertHead(PretrainedModel):
+    """A model around the encoder."""
+
+    config_class = BertConfig
+    names = NAMES
+    untied_names: ClassVar[Names] = UNTIED_NAMES
+    encoder_class: ClassVar[type[BertModel]] = BertModel
+
+    def __init__(self, config: BertConfig, *, pooler: bool) -> None:
+        super().__init__(config)
+        if not config.tie_word_embeddings:
+            self.names = self.untied_names
+        setattr(self, self.names.prefix, self.encoder_class(config, add_pooling_layer=pooler))
+        rate = config.classifier_dropout
+        self.dropout = nn.Dropout(config.hidden_dropout_prob if rate is None else rate)
+
+    @property
+    def encoder(self) -> BertModel:
+        model = getattr(self, self.names.prefix)
+        assert isinstance(model, BertModel)
+        return model
+
+    def lm_head_of(self, config: BertConfig) -> MaskedLMHead:
+        sizes = (config.hidden_size, config.vocab_size)
+        return MaskedLMHead(*sizes, activation=config.hidden_act, eps=config.layer_norm_eps)
+
+    def tied(self) -> dict[str, str]:
+        if not self.config.tie_word_embeddings or "lm_head" not in self._modules:
+            return {}
+        return {"lm_head.decoder.weight": f"{self.names.prefix}.embeddings.word.weight"}
+
+
+class Predicted(NamedTuple):
+    """What a masked-LM model is asked for."""
+
+    labels: Tensor | None
+    positions: Tensor | None
+    max_predictions: int | None
+    output_logits: bool
+
+    def run(self, head: MaskedLMHead, encoded: Encoded) -> tuple[Tensor | None, Tensor | None]:
+        """Loss and logits. The logits of all tokens are many: beside a loss they are computed only if asked for."""
+        loss = None
+        if self.labels is not None:
+            labels = encoded.batch.pack(self.labels) if self.positions is None else self.labels
+            loss = head.loss(encoded.x, labels, positions=self.positions, max_predictions=self.max_predictions)
+        logits = encoded.batch.unpack(head(encoded.x)) if self.labels is None or self.output_logits else None
+        return loss, logits
+
+
+class BertForMaskedLM(BertHead):
+    """Predicts masked words. ``positions`` and ``max_predictions`` are those of ``nn.MaskedLMHead.loss``."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config, pooler=False)
+        self.lm_head = self.lm_head_of(config)
+        self.finish()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        max_predictions: int | None = None,
+        output_logits: bool = False,
+        **layout: Unpack[Layout],
+    ) -> LMOutput:
+        encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
+        predicted = Predicted(labels, positions, max_predictions, output_logits)
+        loss, logits = predicted.run(self.lm_head, encoded)
+        return LMOutput(loss, logits, **encoded.returned())
+
+
+class BertForPreTraining(BertHead):
+    """Predicts masked words, and whether the second sentence follows the first (label 0) or not (label 1)."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config, pooler=True)
+        self.lm_head = self.lm_head_of(config)
+        self.next_sentence = nn.Linear(config.hidden_size, 2)
+        self.finish()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        next_sentence_label: Tensor | None = None,
+        positions: Tensor | None = None,
+        max_predictions: int | None = None,
+        output_logits: bool = False,
+        **layout: Unpack[Layout],
+    ) -> PreTrainingOutput:
+        encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
+        predicted = Predicted(labels, positions, max_predictions, output_logits)
+        loss, logits = predicted.run(self.lm_head, encoded)
+        relationship = self.next_sentence(self.encoder.pool(encoded))
+        if loss is not None and next_sentence_label is not None:
+            loss = loss + token_loss(relationship, next_sentence_label.flatten())
+        elif next_sentence_label is None:
+            loss = None  # HF's: a loss of both or none
+        return PreTrainingOutput(loss, logits, relationship, **encoded.returned())
+
+
+class BertForNextSentencePrediction(BertHead):
+    """Predicts whether the second sentence follows the first."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config, pooler=True)
+        self.next_sentence = nn.Linear(config.hidden_size, 2)
+        self.finish()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        **layout: Unpack[Layout],
+    ) -> ClassifierOutput:
+        encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
+        logits = self.next_sentence(self.encoder.pool(encoded))
+        loss = None if labels is None else token_loss(logits, labels.flatten())
+        return ClassifierOutput(loss, logits, **encoded.returned())
+
+
+class BertForSequenceClassification(BertHead):
+    """Labels sequences. The loss follows ``config.problem_type`` (nn.losses.classification_loss)."""
+
+    pooler: ClassVar[bool] = True
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config, pooler=self.pooler)
+        self.classifier = self.head_of(config)
+        self.finish()
+
+    def head_of(self, config: BertConfig) -> nn.Module:
+        return nn.Linear(config.hidden_size, config.num_labels)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        **layout: Unpack[Layout],
+    ) -> ClassifierOutput:
+        encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
+        logits = self.classify(encoded)
+        loss = None if labels is None else classification_loss(logits, labels, self.config.problem_type)
+        return ClassifierOutput(loss, logits, **encoded.returned())
+
+    def classify(self, encoded: Encoded) -> Tensor:
+        """[sequences, labels]"""
+        logits: Tensor = self.classifier(self.dropout(self.encoder.pool(encoded)))
+        return logits
+
+
+class BertForMultipleChoice(BertHead):
+    """Chooses between continuations: ``input_ids`` [B, choices, S], or packed, ``num_choices`` sequences a question."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config, pooler=True)
+        self.classifier = nn.Linear(config.hidden_size, 1)
+        self.finish()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        num_choices: int | None = None,
+        **layout: Unpack[Layout],
+    ) -> ClassifierOutput:
+        if input_ids.dim() == 3:
+            num_choices = input_ids.shape[1]
+        elif num_choices is None:
+            got = f"shape {tuple(input_ids.shape)} without num_choices"
+            raise ValueError(f"{type(self).__name__}: input_ids: expected shape [B, choices, S], got {got}")
+
+        def flat(x: Tensor | None) -> Tensor | None:
+            return x.flatten(0, 1) if x is not None and x.dim() == 3 else x
+
+        others = (flat(attention_mask), flat(token_type_ids), flat(position_ids))
+        ids = input_ids.flatten(0, 1) if input_ids.dim() == 3 else input_ids
+        encoded = self.encoder.encode(ids, *others, **layout)
+        logits = self.classifier(self.dropout(self.encoder.pool(encoded))).view(-1, num_choices)
+        loss = None if labels is None else token_loss(logits, labels)
+        return ClassifierOutput(loss, logits, **encoded.returned())
+
+
+class BertForTokenClassification(BertHead):
+    """Labels tokens; those with label -100 do not count."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config, pooler=False)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.finish()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        **layout: Unpack[Layout],
+    ) -> ClassifierOutput:
+        encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
+        logits = self.classifier(self.dropout(encoded.x))
+        loss = None if labels is None else token_loss(logits, encoded.batch.pack(labels))
+        return ClassifierOutput(loss, encoded.batch.unpack(logits), **encoded.returned())
+
+
+class BertForQuestionAnswering(BertHead):
+    """Finds the span that answers. Padding cannot be chosen; positions outside the sequence do not count."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config, pooler=False)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.finish()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **layout: Unpack[Layout],
+    ) -> QuestionAnsweringOutput:
+        encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
+        logits = self.qa_outputs(encoded.x)  # [T, 2]
+        padded = encoded.batch.per_sequence(logits, fill=torch.finfo(logits.dtype).min)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = span_loss(padded[..., 0], padded[..., 1], start_positions, end_positions)
+        start, end = (logits if encoded.batch.shape is None else padded).unbind(-1)
+        return QuestionAnsweringOutput(loss, start.contiguous(), end.contiguous(), **encoded.returned())

@@ -1,0 +1,108 @@
+"""What a checkpoint calls the parameters that we call otherwise, keep in one piece or the other way round."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A module or parameter of ours and its names in a checkpoint. ``*`` stands for a number.
+
+    Of several names each has an equal share of our rows, as query, key and value have of ``qkv``. ``transpose`` is for
+    checkpoints that keep matrices as [inputs, outputs].
+    """
+
+    ours: str
+    theirs: Sequence[str]
+    transpose: bool = False
+
+    def names(self, ours: str) -> list[str] | None:
+        """The checkpoint's names of what begins with this rule's module; None if it does not."""
+        found = re.fullmatch(re.escape(self.ours).replace(r"\*", r"(\d+)") + r"((?:\..*)?)", ours)
+        if found is None:
+            return None
+        *numbers, rest = found.groups()
+        names = []
+        for name in self.theirs:
+            for number in numbers:
+                name = name.replace("*", number, 1)
+            names.append(name + rest)
+        return names
+
+    def pattern(self) -> str:
+        """A regular expression of every name that the rule can give."""
+        each = (re.escape(name).replace(r"\*", r"\d+") for name in self.theirs)
+        return rf"(?:{'|'.join(each)})(?:\..*)?"
+
+
+def rule(ours: str, *theirs: str, transpose: bool = False) -> Rule:
+    return Rule(ours, theirs, transpose)
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of a family's parameters. Rules of the base model leave out its prefix."""
+
+    prefix: str  # of the base model inside models with a head, here and in checkpoints
+    base: Sequence[Rule]
+    heads: Sequence[Rule] = ()
+    ignored: Sequence[str] = ()  # regular expressions of names that hold nothing to learn
+
+    @cached_property
+    def rules(self) -> list[Rule]:
+        """All rules, for names of models with a head."""
+
+        def inside(name: str) -> str:
+            return f"{self.prefix}.{name}"
+
+        base = [Rule(inside(each.ours), [inside(name) for name in each.theirs], each.transpose) for each in self.base]
+        return [*base, *self.heads]
+
+    def find(self, ours: str) -> tuple[list[str], Rule]:
+        for each in self.rules:
+            names = each.names(ours)
+            if names is not None:
+                return names, each
+        raise KeyError(f"no rule names {ours}")
+
+    def known(self, theirs: str) -> bool:
+        """Whether some model of the family has a parameter of this name."""
+        return any(re.fullmatch(each.pattern(), theirs) for each in self.rules)
+
+    def is_ignored(self, theirs: str) -> bool:
+        return any(re.fullmatch(pattern, theirs) for pattern in self.ignored)
+
+
+def to_checkpoint(names: Names, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by our names (of a model with a head) as a checkpoint has them. Gradients translate the same way."""
+    found: dict[str, Tensor] = {}
+    for ours, tensor in tensors.items():
+        theirs, each = names.find(ours)
+        whole = tensor.t() if each.transpose and tensor.dim() == 2 else tensor
+        pieces = whole.chunk(len(theirs)) if len(theirs) > 1 else (whole,)
+        found.update(zip(theirs, pieces, strict=True))
+    return found
+
+
+def from_checkpoint(names: Names, ours: str, read: Callable[[str], Tensor]) -> Tensor:
+    """Our tensor, out of the checkpoint's."""
+    theirs, each = names.find(ours)
+    pieces = [read(name) for name in theirs]
+    whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    return whole.t().contiguous() if each.transpose and whole.dim() == 2 else whole
+
+
+def checkpoint_shapes(names: Names, ours: str, shape: Iterable[int]) -> dict[str, tuple[int, ...]]:
+    """The shape that each of a parameter's tensors in the checkpoint must have."""
+    theirs, each = names.find(ours)
+    size = tuple(shape)
+    if each.transpose and len(size) == 2:
+        size = (size[1], size[0])
+    return {name: (size[0] // len(theirs), *size[1:]) for name in theirs}

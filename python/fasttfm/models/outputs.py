@@ -1,0 +1,96 @@
+"""What models return: HF's attributes, by name, by index or as a tuple; what was not asked for is None."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+
+@dataclass
+class ModelOutput:
+    """Attributes that are not None also come by index, in order, as HF's do."""
+
+    def __init_subclass__(cls) -> None:
+        # Distributed wrappers and torch.export look for the tensors inside.
+        pytree.register_pytree_node(
+            cls,
+            lambda output: ([getattr(output, name) for name in output._names()], None),
+            lambda values, _: cls(*values),
+            serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        )
+
+    @classmethod
+    def _names(cls) -> list[str]:
+        return [each.name for each in dataclasses.fields(cls)]
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        values = (getattr(self, name) for name in self._names())
+        return tuple(value for value in values if value is not None)
+
+    def keys(self) -> list[str]:
+        return [name for name in self._names() if getattr(self, name) is not None]
+
+    def __getitem__(self, key: int | slice | str) -> Any:
+        return getattr(self, key) if isinstance(key, str) else self.to_tuple()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.to_tuple())
+
+
+States = tuple[Tensor, ...] | None  # the embeddings' output and every layer's
+
+
+@dataclass
+class BaseModelOutput(ModelOutput):
+    last_hidden_state: Tensor
+    pooler_output: Tensor | None = None
+    hidden_states: States = None
+    attentions: States = None
+
+
+@dataclass
+class LMOutput(ModelOutput):
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    hidden_states: States = None
+    attentions: States = None
+
+
+@dataclass
+class PreTrainingOutput(ModelOutput):
+    loss: Tensor | None = None
+    prediction_logits: Tensor | None = None
+    seq_relationship_logits: Tensor | None = None
+    hidden_states: States = None
+    attentions: States = None
+
+
+@dataclass
+class ClassifierOutput(ModelOutput):
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    hidden_states: States = None
+    attentions: States = None
+
+
+@dataclass
+class QuestionAnsweringOutput(ModelOutput):
+    """Logits of a span's first and last token."""
+
+    loss: Tensor | None = None
+    start_logits: Tensor | None = None
+    end_logits: Tensor | None = None
+    hidden_states: States = None
+    attentions: States = None
+
+    def no_answer_scores(self) -> Tensor:
+        """What the spans' scores are held against where a question may have no answer (SQuAD 2.0): both logits of the
+        first token. For padded calls."""
+        assert self.start_logits is not None
+        assert self.end_logits is not None
+        return self.start_logits[:, 0] + self.end_logits[:, 0]

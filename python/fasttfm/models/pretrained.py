@@ -1,0 +1,212 @@
+"""``PretrainedModel``: what models of all families share: initialisation, tied weights, checkpoints in and out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fasttfm.models.checkpoint_files import (
+    SHARD_BYTES,
+    CheckpointError,
+    CheckpointReader,
+    write_tensors,
+)
+from fasttfm.models.checkpoint_names import Names, checkpoint_shapes, from_checkpoint, to_checkpoint
+from fasttfm.models.config import ModelConfig
+from fasttfm.nn import Encoder
+
+Model = TypeVar("Model", bound="PretrainedModel")
+
+
+class PretrainedModel(nn.Module):
+    """A model that reads and writes HF's checkpoint directories.
+
+    A subclass names its configuration and its parameters' names in checkpoints. ``base`` is true of a family's model
+    without a head; the others hold one under ``names.prefix``.
+    """
+
+    config_class: ClassVar[type[ModelConfig]]
+    names: Names
+    base: ClassVar[bool] = False
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    # ---- parameters --------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Called by a model's constructor when its parts are there."""
+        self.apply(self.initialise)
+        self.tie_weights()
+
+    def initialise(self, module: nn.Module) -> None:
+        """Draws a module's parameters: normal weights, zero biases, LayerNorms that change nothing."""
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            with torch.no_grad():
+                module.weight[module.padding_idx].zero_()
+
+    def tied(self) -> dict[str, str]:
+        """Parameters that are another one, by name: ``{"lm_head.decoder.weight": "bert.embeddings.word.weight"}``."""
+        return {}
+
+    def tie_weights(self) -> None:
+        for name, source in self.tied().items():
+            module, _, attribute = name.rpartition(".")
+            setattr(self.get_submodule(module), attribute, self.get_parameter(source))
+
+    def gradient_checkpointing_enable(self, enabled: bool = True) -> None:
+        """Layers keep only their inputs for the backward, and run again there: a third more work for little memory."""
+        for module in self.modules():
+            if isinstance(module, Encoder):
+                module.checkpointing = enabled
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.gradient_checkpointing_enable(False)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Model],
+        directory: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **changes: Any,
+    ) -> Model:
+        """Reads an HF directory: ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``, sharded or not.
+
+        The weights of another model of the family serve too: a head that the checkpoint does not have is drawn anew,
+        with a warning that names its parameters; heads that only the checkpoint has are left out. Anything else that is
+        missing, of another shape or of an unknown name raises ``CheckpointError`` with key and file.
+
+        Args:
+            dtype: Of the parameters; as stored by default.
+            device: Of the parameters; the CPU by default.
+            changes: Fields of the configuration to set otherwise, for example ``num_labels``.
+
+        Returns:
+            The model, in evaluation mode as HF's.
+        """
+        path = Path(directory)
+        config = cls.config_class.from_pretrained(path)
+        for name, value in changes.items():
+            if not hasattr(config, name):
+                raise ValueError(f"{cls.__name__}.from_pretrained: {name}: expected a field of {type(config).__name__}")
+            setattr(config, name, value)
+        with torch.device("meta"):
+            model = cls(config)
+        state, new = model._read(path)
+        model.load_state_dict(state, strict=False, assign=True)
+        model._draw(new, dtype or next(iter(state.values())).dtype)
+        model.tie_weights()
+        return model.to(device=device, dtype=dtype).eval()
+
+    def save_pretrained(self, directory: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+        """Writes a directory that ``from_pretrained``, here and in transformers, reads with the same bits."""
+        path = Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        tensors = self.checkpoint_tensors(dict(self.state_dict()))
+        write_tensors(path, tensors, shard_bytes)
+        self.config.extra["architectures"] = [type(self).__name__]
+        self.config.extra["dtype"] = str(next(self.parameters()).dtype).removeprefix("torch.")
+        self.config.save_pretrained(path)
+
+    def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by our parameters' names, such as gradients, as a checkpoint of this model has them."""
+        own = {name: value for name, value in tensors.items() if name not in self.tied()}
+        found = to_checkpoint(self.names, {self._full(name): value for name, value in own.items()})
+        prefix = f"{self.names.prefix}."
+        return {name.removeprefix(prefix): value for name, value in found.items()} if self.base else found
+
+    def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The other way: tensors by the names of a checkpoint of this model, by our parameters' names."""
+        prefix = f"{self.names.prefix}." if self.base else ""
+        full = {prefix + name: value for name, value in tensors.items()}
+        names = [name for name, _ in self.named_parameters()]
+        return {name: from_checkpoint(self.names, self._full(name), full.__getitem__) for name in names}
+
+    def _full(self, name: str) -> str:
+        """A parameter's name in a model with a head."""
+        return f"{self.names.prefix}.{name}" if self.base else name
+
+    def _read(self, directory: Path) -> tuple[dict[str, Tensor], list[str]]:
+        """The checkpoint's tensors by our names, and our names of what it does not have. All is checked before any is
+        read."""
+        reader = CheckpointReader(directory)
+        keys = {name: key for name, key in self._full_names(reader) if not self.names.is_ignored(name)}
+        for name, key in keys.items():
+            if not self.names.known(name):
+                raise CheckpointError(f"{reader.files[key]}: {key}: no model of this family has such a parameter")
+        wanted = {name: value.shape for name, value in self.state_dict().items() if name not in self.tied()}
+        new = self._heads_to_draw(wanted, keys, directory)
+        for name, shape in wanted.items():
+            if name in new:
+                continue
+            for theirs, expected in checkpoint_shapes(self.names, self._full(name), shape).items():
+                found = reader.shape(keys[theirs])
+                if found != expected:
+                    where = f"{reader.files[keys[theirs]]}: {keys[theirs]}"
+                    raise CheckpointError(f"{where}: expected shape {expected}, got {found}")
+        state = {
+            name: from_checkpoint(self.names, self._full(name), lambda theirs: reader.tensor(keys[theirs]))
+            for name in wanted
+            if name not in new
+        }
+        return state, new
+
+    def _full_names(self, reader: CheckpointReader) -> Iterator[tuple[str, str]]:
+        """Every key of the checkpoint, behind its name in a model with a head. In old files LayerNorms have a gamma."""
+        prefix = f"{self.names.prefix}."
+        whole = any(key.startswith(prefix) for key in reader.files)
+        for key in reader.files:
+            name = key if whole else prefix + key
+            if name.endswith((".gamma", ".beta")):
+                name = name.removesuffix(".gamma") + ".weight" if name.endswith("gamma") else name[:-4] + "bias"
+            yield name, key
+
+    def _heads_to_draw(self, wanted: dict[str, torch.Size], keys: dict[str, str], directory: Path) -> list[str]:
+        """Our parameters in heads of which the checkpoint has nothing; raises where anything else is missing."""
+        missing: dict[str, list[str]] = {}
+        present = set()
+        for name in wanted:
+            head = self._head(name)
+            absent = [theirs for theirs in self.names.find(self._full(name))[0] if theirs not in keys]
+            if absent:
+                missing.setdefault(head, []).extend(absent)
+            else:
+                present.add(head)
+        for head, absent in missing.items():
+            if head == "" or head in present:
+                raise CheckpointError(f"{directory}: {', '.join(sorted(absent))}: missing")
+        new = [name for name in wanted if self._head(name) in missing]
+        if new:
+            warnings.warn(f"{directory} has no {', '.join(new)}: drawn anew, to be trained", stacklevel=4)
+        return new
+
+    def _head(self, name: str) -> str:
+        """The head that a parameter belongs to; empty for the base model's, save its pooler."""
+        inner = self._full(name).removeprefix(f"{self.names.prefix}.")
+        if inner != self._full(name):
+            return "pooler" if inner.startswith("pooler.") else ""
+        return name.partition(".")[0]
+
+    def _draw(self, new: list[str], dtype: torch.dtype) -> None:
+        """Gives new parameters memory, and draws them."""
+        modules = dict.fromkeys(name.rpartition(".")[0] for name in new)
+        for name in modules:
+            module = self.get_submodule(name)
+            module.to_empty(device="cpu", recurse=False).to(dtype)
+            if isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+            self.initialise(module)

@@ -1,0 +1,123 @@
+"""RoBERTa (Liu et al., 2019): BERT's encoder with other defaults, positions counted from behind the padding word's row,
+and no sentence pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fasttfm import ops
+from fasttfm.models.bert import (
+    BASE_NAMES,
+    BertConfig,
+    BertForMaskedLM,
+    BertForMultipleChoice,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
+    Encoded,
+)
+from fasttfm.models.checkpoint_names import Names, rule
+from fasttfm.nn import MaskedLMHead, PackedBatch
+
+
+@dataclass
+class RobertaConfig(BertConfig):
+    model_type: ClassVar[str] = "roberta"
+    sizes: ClassVar[dict[str, dict[str, Any]]] = {name: BertConfig.sizes[name] for name in ("base", "large")}
+
+    vocab_size: int = 50265
+    max_position_embeddings: int = 514
+    type_vocab_size: int = 1
+    layer_norm_eps: float = 1e-5
+    pad_token_id: int | None = 1
+
+
+NAMES = Names(
+    prefix="roberta",
+    base=BASE_NAMES,
+    heads=(
+        rule("lm_head.norm", "lm_head.layer_norm"),
+        rule("lm_head.decoder.bias", "lm_head.bias"),
+        rule("lm_head", "lm_head"),
+        rule("classifier", "classifier"),
+        rule("qa_outputs", "qa_outputs"),
+    ),
+    ignored=(r"roberta\.embeddings\.position_ids",),
+)
+UNTIED_NAMES = replace(
+    NAMES,
+    heads=[each for each in NAMES.heads if each.ours != "lm_head.decoder.bias"],
+    ignored=(*NAMES.ignored, r"lm_head\.bias"),
+)
+
+
+class RobertaModel(BertModel):
+    """BERT's encoder; a word that is no padding stands at position ``pad_token_id`` + its number, counted from 1."""
+
+    config_class = RobertaConfig
+    names = NAMES
+
+    def positions(
+        self, input_ids: Tensor, ids: Tensor, position_ids: Tensor | None, batch: PackedBatch
+    ) -> Tensor | None:
+        if position_ids is not None:
+            return batch.pack(position_ids.expand_as(input_ids))
+        padding = self.config.pad_token_id
+        words = input_ids != padding
+        if batch.shape is not None:
+            return batch.pack(words.cumsum(1) * words + padding)
+        counted = words.cumsum(0)
+        index = ops.position_ids_from_cu_seqlens(batch.cu_seqlens, total=batch.tokens)
+        first = torch.arange(batch.tokens, device=ids.device) - index
+        before = (counted - words.long())[first]
+        return (counted - before) * words + padding
+
+
+class RobertaForMaskedLM(BertForMaskedLM):
+    config_class, names, untied_names, encoder_class = RobertaConfig, NAMES, UNTIED_NAMES, RobertaModel
+
+    def lm_head_of(self, config: BertConfig) -> MaskedLMHead:
+        return MaskedLMHead(config.hidden_size, config.vocab_size, activation="gelu", eps=config.layer_norm_eps)
+
+
+class RobertaForTokenClassification(BertForTokenClassification):
+    config_class, names, untied_names, encoder_class = RobertaConfig, NAMES, UNTIED_NAMES, RobertaModel
+
+
+class RobertaForQuestionAnswering(BertForQuestionAnswering):
+    config_class, names, untied_names, encoder_class = RobertaConfig, NAMES, UNTIED_NAMES, RobertaModel
+
+
+class RobertaForMultipleChoice(BertForMultipleChoice):
+    config_class, names, untied_names, encoder_class = RobertaConfig, NAMES, UNTIED_NAMES, RobertaModel
+
+
+class RobertaForSequenceClassification(BertForSequenceClassification):
+    """Labels sequences by a head of its own on the first token."""
+
+    config_class, names, untied_names, encoder_class = RobertaConfig, NAMES, UNTIED_NAMES, RobertaModel
+    pooler = False
+
+    def head_of(self, config: BertConfig) -> nn.Module:
+        return ClassificationHead(config.hidden_size, config.num_labels)
+
+    def classify(self, encoded: Encoded) -> Tensor:
+        head = self.classifier
+        assert isinstance(head, ClassificationHead)
+        first = self.dropout(encoded.batch.first_tokens(encoded.x))
+        logits: Tensor = head.out_proj(self.dropout(torch.tanh(head.dense(first))))
+        return logits
+
+
+class ClassificationHead(nn.Module):
+    """Parameters of two layers."""
+
+    def __init__(self, width: int, labels: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, width)
+        self.out_proj = nn.Linear(width, labels)

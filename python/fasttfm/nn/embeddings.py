@@ -1,0 +1,81 @@
+"""``Embeddings``: what a transformer's tokens begin as."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fasttfm import ops
+
+
+class Embeddings(nn.Module):
+    """Word, position and segment rows added up, LayerNorm and dropout, in one pass.
+
+    Args:
+        vocabulary: Rows of the word table.
+        width: C.
+        positions: Rows of the position table; 0 for none.
+        segments: Rows of the segment table; 0 for none.
+        norm: Whether there is a LayerNorm (GPT has none here).
+        eps: Added to its variance.
+        dropout: Of the result.
+        padding_idx: A word that gets no gradient.
+        device, dtype: The parameters'.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        positions: int = 0,
+        segments: int = 0,
+        *,
+        norm: bool = True,
+        eps: float = 1e-12,
+        dropout: float = 0.1,
+        padding_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.word = nn.Embedding(vocabulary, width, padding_idx=padding_idx, **factory)
+        self.position = nn.Embedding(positions, width, **factory) if positions else None
+        self.segment = nn.Embedding(segments, width, **factory) if segments else None
+        self.norm = nn.LayerNorm(width, eps=eps, **factory) if norm else None
+        self.dropout = dropout
+
+    def forward(
+        self,
+        ids: Tensor,
+        cu_seqlens: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        seed: Tensor | None = None,
+    ) -> Tensor:
+        """``[T, C]`` of packed ``ids`` [T] with ``cu_seqlens``, or ``[..., S, C]``; in autocast's type under autocast.
+
+        Positions are by default a token's number in its own sequence, segments 0.
+        """
+        word, norm = self.word.weight, self.norm
+        device = word.device.type
+        autocast = device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and word.dtype != torch.float64
+        return ops.embedding(
+            ids,
+            word,
+            None if self.position is None else self.position.weight,
+            None if self.segment is None else self.segment.weight,
+            position_ids=position_ids,
+            segment_ids=segment_ids,
+            weight=None if norm is None else norm.weight,
+            bias=None if norm is None else norm.bias,
+            eps=0.0 if norm is None else norm.eps,
+            p=self.dropout if self.training else 0.0,
+            cu_seqlens=cu_seqlens,
+            padding_idx=self.word.padding_idx,
+            dtype=torch.get_autocast_dtype(device) if autocast else None,
+            seed=seed,
+        )

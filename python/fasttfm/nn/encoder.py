@@ -1,0 +1,63 @@
+"""``Encoder``: a stack of transformer layers over packed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fasttfm.nn.encoder_layer import EncoderLayer, draw_seeds
+from fasttfm.nn.residual import norm
+
+
+class Encoder(nn.Module):
+    """Layers in order, all post-LN or all pre-LN.
+
+    Args:
+        layers: A layer that stands in the list more than once is one set of parameters (ALBERT).
+        final_norm: The LayerNorm that ends a pre-LN model.
+    """
+
+    def __init__(self, layers: Sequence[EncoderLayer], final_norm: nn.LayerNorm | None = None) -> None:
+        super().__init__()
+        pre_norm = any(layer.norm_first for layer in layers)
+        if pre_norm != (final_norm is not None) or any(layer.norm_first != pre_norm for layer in layers):
+            raise ValueError(
+                "Encoder: layers: expected all pre-LN with a final_norm, or all post-LN without, got a mix"
+            )
+        unique = list(dict.fromkeys(layers))
+        self.layers = nn.ModuleList(unique)
+        self.order = [unique.index(layer) for layer in layers]
+        self.final_norm = final_norm
+        self.checkpointing = False  # whether layers keep only their inputs for the backward, and run again there
+
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, hidden_states: list[Tensor] | None = None
+    ) -> Tensor:
+        """Runs the layers over ``x`` [T, C]; ``hidden_states`` collects the stream before each of them."""
+        layers = self.in_order()
+        drops = self.training and any(layer.dropout or layer.attention_dropout for layer in layers)
+        seeds = draw_seeds(x.device, len(layers)).unbind() if drops else [None] * len(layers)
+        residual: Tensor | None = None
+        if self.final_norm is not None and layers:
+            residual = x
+            x = norm(layers[0].norm1, x)
+        for index, (layer, seed) in enumerate(zip(layers, seeds, strict=True)):
+            if hidden_states is not None:
+                hidden_states.append(x if residual is None else residual)
+            following = None
+            if self.final_norm is not None:
+                following = self.final_norm if index + 1 == len(layers) else layers[index + 1].norm1
+            run: Callable[..., Any] = partial(layer, residual=residual, next_norm=following, seeds=seed)
+            if self.checkpointing and self.training:  # layers draw nothing: their seeds are given
+                run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+            x, residual = run(x, cu_seqlens, max_seqlen)
+        return x
+
+    def in_order(self) -> list[EncoderLayer]:
+        """The layers as they follow each other."""
+        unique = [layer for layer in self.layers if isinstance(layer, EncoderLayer)]
+        return [unique[index] for index in self.order]

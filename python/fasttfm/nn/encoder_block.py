@@ -1,0 +1,286 @@
+"""A transformer layer as one autograd node: attention block and feed-forward block of post-LN and pre-LN models.
+
+    post-LN    y1 = LN_a(x + dropout(attention(x)))                 y = LN_b(y1 + dropout(mlp(y1)))
+    pre-LN     z1 = z + dropout(attention(x)),  y1 = LN_a(z1)       z' = z1 + dropout(mlp(y1)),  y = LN_b(z')
+
+In a pre-LN model x comes normalised, z is the stream that blocks add to, and LN_b is the next layer's first norm: every
+residual addition stands in front of a LayerNorm and is done in its pass, in either kind of model.
+
+One node in the place of six: nothing is kept that can be had again in one cheap pass (dropout's masks, with
+``recompute`` also y1 and the activation), and a gradient that reaches a tensor on two ways is added up where the second
+is made: in the epilogue of a matrix product (post-LN) or in LayerNorm's backward (pre-LN).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasttfm.ops import linear
+from fasttfm.ops.attention import _backward_op as attention_backward_op
+from fasttfm.ops.attention import _forward_op as attention_forward_op
+from fasttfm.ops.bias_gelu import _backward_op as bias_gelu_backward_op
+from fasttfm.ops.bias_gelu import _forward_op as bias_gelu_forward_op
+from fasttfm.ops.column_sum import column_sum_op
+from fasttfm.ops.dropout_add_layer_norm import _backward_op as add_norm_backward_op
+from fasttfm.ops.dropout_add_layer_norm import _forward_op as add_norm_forward_op
+from fasttfm.ops.layer_norm import _forward_op as layer_norm_forward_op
+from fasttfm.ops.library import needs_gradient
+
+
+class Parameters(NamedTuple):
+    """What a layer learns. Weights are [outputs, inputs]; q, k and v are one product. Any bias may be None."""
+
+    qkv_weight: Tensor  # [3 C, C]
+    qkv_bias: Tensor | None
+    out_weight: Tensor  # [C, C]
+    out_bias: Tensor | None
+    norm_a_weight: Tensor | None
+    norm_a_bias: Tensor | None
+    up_weight: Tensor  # [I, C]
+    up_bias: Tensor | None
+    down_weight: Tensor  # [C, I]
+    down_bias: Tensor | None
+    norm_b_weight: Tensor | None
+    norm_b_bias: Tensor | None
+
+
+class Options(NamedTuple):
+    heads: int
+    max_seqlen: int
+    window_left: int  # keys before a query that it attends to, -1 for all
+    window_right: int
+    activation: str  # a value of ops.ACTIVATIONS
+    attention_p: float
+    p: float
+    eps_a: float
+    eps_b: float
+    recompute: bool
+    backend: str | None
+
+
+def encoder_block(
+    x: Tensor,
+    residual: Tensor | None,
+    cu_seqlens: Tensor,
+    seeds: Tensor | None,
+    options: Options,
+    parameters: Parameters,
+) -> tuple[Tensor, Tensor | None]:
+    """Runs a layer over packed tokens.
+
+    Args:
+        x: ``[T, C]``; in a pre-LN model, where ``residual`` is given, normalised.
+        residual: The stream of a pre-LN model, in x's type or fp32.
+        cu_seqlens: int32 ``[sequences + 1]``.
+        seeds: int64 ``[3]``, for attention and the two blocks; None where nothing is dropped.
+
+    Returns:
+        y, and z' in a pre-LN model.
+    """
+    if needs_gradient(x, residual, *parameters):
+        y, z = _EncoderBlock.apply(x, residual, cu_seqlens, seeds, *options, *parameters)
+    else:
+        y, z, _ = _forward(x, residual, cu_seqlens, seeds, options, _in_type(parameters, x.dtype), keep=False)
+    return y, z
+
+
+def _forward(
+    x: Tensor,
+    residual: Tensor | None,
+    cu_seqlens: Tensor,
+    seeds: Tensor | None,
+    options: Options,
+    own: Parameters,
+    *,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+    """y, z' and, to ``keep``, what the backward reads besides inputs and parameters."""
+    tokens, columns = x.shape
+    backend = options.backend
+    want_z = keep or residual is not None
+
+    product = linear.matmul(x, own.qkv_weight.t(), own.qkv_bias)
+    qkv = product.view(tokens, 3, options.heads, columns // options.heads)
+    out, lse = attention_forward_op(qkv, None, None, *_attention_options(qkv, cu_seqlens, seeds, options))
+    branch = linear.matmul(out.view(tokens, columns), own.out_weight.t())
+    norm_a = (own.norm_a_weight, own.norm_a_bias, own.out_bias, *_dropout(cu_seqlens, seeds, 1, options))
+    stream = x if residual is None else residual
+    y1, z1, statistics1 = add_norm_forward_op(branch, stream, *norm_a, options.eps_a, want_z, backend)
+
+    h = linear.matmul(y1, own.up_weight.t())
+    a = bias_gelu_forward_op(h, own.up_bias, options.activation, backend)
+    branch = linear.matmul(a, own.down_weight.t())
+    norm_b = (own.norm_b_weight, own.norm_b_bias, own.down_bias, *_dropout(cu_seqlens, seeds, 2, options))
+    stream = y1 if residual is None else z1
+    y, z, statistics = add_norm_forward_op(branch, stream, *norm_b, options.eps_b, want_z, backend)
+
+    again = (None, None) if options.recompute else (y1, a)
+    saved = (qkv, out, lse, z1, statistics1, h, *again, z, statistics) if keep else ()
+    return y, None if residual is None else z, saved
+
+
+class _EncoderBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, cu_seqlens: Tensor, seeds: Tensor | None, *others: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        options, given = Options(*others[: len(Options._fields)]), Parameters(*others[len(Options._fields) :])
+        own = _in_type(given, x.dtype)
+        y, z, saved = _forward(x, residual, cu_seqlens, seeds, options, own, keep=True)
+        ctx.save_for_backward(cu_seqlens, seeds, x, *saved, *own)
+        ctx.options = options
+        ctx.pre_norm = residual is not None
+        ctx.types = [None if parameter is None else parameter.dtype for parameter in given]
+        ctx.set_materialize_grads(False)
+        return y, z
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
+        cu_seqlens, seeds, x, qkv, out, lse, z1, statistics1, h, y1, a, z, statistics, *own = ctx.saved_tensors
+        options: Options = ctx.options
+        inputs = len(ctx.needs_input_grad) - len(own)
+        block = _Backward(
+            Parameters(*own), Parameters(*ctx.needs_input_grad[inputs:]), Parameters(*ctx.types), options, ctx.pre_norm
+        )
+        dy = torch.zeros_like(x) if dy is None else dy
+
+        dropout = _dropout(cu_seqlens, seeds, 2, options)
+        if y1 is None:
+            y1 = block.norm_a(z1).to(x.dtype)
+        dy1, dz1 = block.feed_forward(dy, dz, y1, h, a, z, statistics, dropout)
+        del y1, a
+
+        dropout = _dropout(cu_seqlens, seeds, 1, options)
+        dout, dstream = block.projection(dy1, dz1, out, z1, statistics1, dropout)
+        attention = _attention_options(qkv, cu_seqlens, seeds, options)
+        dqkv, _, _ = attention_backward_op(dout, qkv, None, None, out, lse, *attention)
+        dx, dresidual = block.qkv(dqkv, x, dstream)
+        gradients = (block.gradients.get(name) for name in Parameters._fields)
+        return dx, dresidual, None, None, *(None for _ in options), *gradients
+
+
+class _Backward:
+    """The backward pass, a step at a time; collects the parameters' gradients."""
+
+    def __init__(
+        self, own: Parameters, wanted: Parameters, types: Parameters, options: Options, pre_norm: bool
+    ) -> None:
+        self.own, self.wanted, self.types = own, wanted, types  # wanted: of each gradient; types: what it is given in
+        self.options, self.pre_norm = options, pre_norm
+        self.gradients: dict[str, Tensor] = {}
+
+    def norm_a(self, z1: Tensor) -> Tensor:
+        """y1, computed again."""
+        norm = (self.own.norm_a_weight, self.own.norm_a_bias, self.options.eps_a)
+        y1: Tensor = layer_norm_forward_op(z1, *norm, self.options.backend)[0]
+        return y1
+
+    def feed_forward(
+        self,
+        dy: Tensor,
+        dz: Tensor | None,
+        y1: Tensor,
+        h: Tensor,
+        a: Tensor | None,
+        z: Tensor,
+        statistics: Tensor,
+        dropout: Dropout,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradients of y1 and, in a pre-LN model, of z1."""
+        own, backend = self.own, self.options.backend
+        dstream, dbranch = self._add_norm(("norm_b_weight", "norm_b_bias", "down_bias"), dy, dz, z, statistics, dropout)
+        if a is None:
+            a = bias_gelu_forward_op(h, own.up_bias, self.options.activation, backend)
+        self._weight("down_weight", dbranch, a)
+        del a  # before more tensors of its size are made
+        da = linear.matmul(dbranch, own.down_weight)
+        want_bias = bool(self.wanted.up_bias)
+        dh, dup_bias = bias_gelu_backward_op(da, h, own.up_bias, self.options.activation, want_bias, backend)
+        if want_bias:
+            self.gradients["up_bias"] = dup_bias
+        self._weight("up_weight", dh, y1)
+        return self._meet(dh, own.up_weight, dstream)
+
+    def projection(
+        self, dy: Tensor, dz: Tensor | None, out: Tensor, z1: Tensor, statistics: Tensor, dropout: Dropout
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of attention's output and of what the block is added to."""
+        dstream, dbranch = self._add_norm(("norm_a_weight", "norm_a_bias", "out_bias"), dy, dz, z1, statistics, dropout)
+        self._weight("out_weight", dbranch, out.flatten(1))
+        return linear.matmul(dbranch, self.own.out_weight, shape=out.shape), dstream
+
+    def qkv(self, dqkv: Tensor, x: Tensor, dstream: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The gradients of x and, in a pre-LN model, of the residual stream."""
+        rows = dqkv.flatten(1)
+        self._weight("qkv_weight", rows, x)
+        if self.wanted.qkv_bias:
+            self.gradients["qkv_bias"] = column_sum_op(rows, self.types.qkv_bias, None)
+        return self._meet(rows, self.own.qkv_weight, dstream)
+
+    def _add_norm(
+        self,
+        names: tuple[str, str, str],
+        dy: Tensor,
+        dz: Tensor | None,
+        z: Tensor,
+        statistics: Tensor,
+        dropout: Dropout,
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of both terms of the sum z; those of LayerNorm's parameters and of the branch's last bias."""
+        parameters = [getattr(self.own, name) for name in names]
+        wanted = [bool(getattr(self.wanted, name)) for name in names]
+        dstream, dbranch, *found = add_norm_backward_op(
+            dy, dz, z, statistics, *parameters, *dropout, wanted, self.options.backend
+        )
+        self.gradients.update((name, value) for name, value, want in zip(names, found, wanted, strict=True) if want)
+        _, seed, _ = dropout
+        return dstream, dbranch if seed is not None or dy.dtype != z.dtype else dstream
+
+    def _weight(self, name: str, dy: Tensor, x: Tensor) -> None:
+        """dy^T x, in fp32 straight from the product where a GPU's library can do that."""
+        if not getattr(self.wanted, name):
+            return
+        dtype: torch.dtype = getattr(self.types, name)
+        if dtype == torch.float32 and x.dtype != dtype and x.is_cuda:
+            self.gradients[name] = torch.mm(dy.t(), x, out_dtype=dtype)
+        else:
+            self.gradients[name] = linear.matmul(dy.t(), x).to(dtype)
+
+    def _meet(self, dy: Tensor, weight: Tensor, dstream: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The gradient dy @ weight of a block's input. In a post-LN model that is the stream, whose gradient is added;
+        in a pre-LN model the stream goes on by itself."""
+        if self.pre_norm:
+            return linear.matmul(dy, weight), dstream
+        return linear.add_matmul(dstream, dy, weight), None
+
+
+Dropout = tuple[
+    Tensor | None, Tensor | None, float
+]  # cu_seqlens, seed and p, as ops.dropout_add_layer_norm passes them
+
+
+def _dropout(cu_seqlens: Tensor, seeds: Tensor | None, place: int, options: Options) -> Dropout:
+    if seeds is None or options.p == 0:
+        return None, None, 0.0
+    return cu_seqlens, seeds[place : place + 1], options.p
+
+
+def _attention_options(qkv: Tensor, cu_seqlens: Tensor, seeds: Tensor | None, options: Options) -> tuple[Any, ...]:
+    """What attention's registered ops take behind q, k and v."""
+    drops = seeds is not None and options.attention_p > 0
+    seed = seeds[:1] if seeds is not None and drops else None
+    window = (options.window_left, options.window_right)
+    scale, p = qkv.shape[-1] ** -0.5, options.attention_p if drops else 0.0
+    bounds = (options.max_seqlen, options.max_seqlen)
+    return cu_seqlens, None, None, None, None, None, seed, *bounds, *window, scale, p, options.backend
+
+
+def _in_type(parameters: Parameters, dtype: torch.dtype) -> Parameters:
+    """What goes into matrix products in x's type; the other ops read parameters of any type."""
+    names = ("qkv_weight", "qkv_bias", "out_weight", "up_weight", "down_weight")
+    given = ((name, getattr(parameters, name)) for name in names)
+    cast: dict[str, Any] = {name: None if value is None else value.to(dtype) for name, value in given}
+    return parameters._replace(**cast)

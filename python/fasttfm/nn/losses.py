@@ -1,0 +1,45 @@
+"""Losses on a few numbers per sequence or token: plain torch, for nothing is to be gained there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
+
+
+def classification_loss(logits: Tensor, labels: Tensor, problem_type: str | None = None) -> Tensor:
+    """The loss of sequence labels: ``logits`` [sequences, labels].
+
+    ``problem_type`` is one of ``PROBLEMS``; by default it follows from the number of labels and their type, as in HF's
+    models: one label is a regression, several are classes where they are integers and independent where they are not.
+    """
+    if problem_type is None:
+        integers = labels.dtype in (torch.int64, torch.int32)
+        problem_type = PROBLEMS[0] if logits.shape[-1] == 1 else PROBLEMS[1] if integers else PROBLEMS[2]
+    if problem_type == "regression":
+        return functional.mse_loss(logits.squeeze(-1).float(), labels.squeeze(-1).float())
+    if problem_type == "single_label_classification":
+        return functional.cross_entropy(logits.float(), labels.flatten().long())
+    if problem_type == "multi_label_classification":
+        return functional.binary_cross_entropy_with_logits(logits.float(), labels.float())
+    raise ValueError(f"classification_loss: problem_type: expected one of {', '.join(PROBLEMS)}, got {problem_type!r}")
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss of token labels: ``logits`` [T, labels] and ``labels`` [T]; -100 does not count. 0 if none does."""
+    total = functional.cross_entropy(logits.float(), labels.long(), reduction="sum")
+    return total / (labels != -100).sum().clamp(min=1)
+
+
+def span_loss(start_logits: Tensor, end_logits: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """The loss of spans: logits [sequences, S] of first and last tokens, positions [sequences]. Those outside [0, S) do
+    not count."""
+
+    def loss(logits: Tensor, positions: Tensor) -> Tensor:
+        positions = positions.flatten().long()
+        inside = (positions >= 0) & (positions < logits.shape[1])
+        return token_loss(logits, positions.where(inside, -100))
+
+    return (loss(start_logits, starts) + loss(end_logits, ends)) / 2

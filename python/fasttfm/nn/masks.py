@@ -1,0 +1,118 @@
+"""torch.nn's masks in the terms of ``ops.attention``. Nothing here waits for a GPU.
+
+Nobody can look at a mask on a GPU without waiting for it, so no mask is taken for padding at the end of sequences.
+Attention does not ask in which order keys stand: the tokens of every sequence are moved to its front, in their order,
+and their number is a length. That serves any mask, padding at the front and gaps included, by a running sum on the
+device and one pass over the rows there and back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """Moves the tokens of each of B sequences to its front and what a mask ignores behind them, both in order."""
+
+    places: Tensor  # int64 [B * S]: the row of [B * S] that each row moves to
+    sources: Tensor  # int64 [B * S]: the row that comes to each place
+    lengths: Tensor  # int32 [B]: tokens of each sequence
+
+    @staticmethod
+    def of(ignored: Tensor) -> Compaction:
+        """For a mask [B, S] that is true where there is no token."""
+        batch, sequence = ignored.shape
+        tokens = ~ignored
+        lengths = tokens.sum(1, keepdim=True)
+        columns = torch.where(tokens, tokens.cumsum(1), lengths + ignored.cumsum(1)) - 1
+        first_rows = torch.arange(batch, device=ignored.device)[:, None] * sequence
+        places = (columns + first_rows).flatten()
+        rows = torch.arange(batch * sequence, device=ignored.device)
+        return Compaction(places, torch.empty_like(rows).scatter_(0, places, rows), lengths.squeeze(1).int())
+
+    def apply(self, x: Tensor) -> Tensor:
+        """``x`` [B, S, ...] with its tokens in front."""
+        return x.flatten(0, 1).index_select(0, self.sources).view(x.shape)
+
+    def undo(self, x: Tensor) -> Tensor:
+        """``x`` [B, S, ...] in the order that the mask has."""
+        return x.flatten(0, 1).index_select(0, self.places).view(x.shape)
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What a call's masks ask of attention."""
+
+    causal: bool = False
+    compaction: Compaction | None = None
+    bias: Tensor | None = None  # [H, Sq, Sk]
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x if self.compaction is None else self.compaction.apply(x)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return x if self.compaction is None else self.compaction.undo(x)
+
+    def options(self) -> dict[str, Any]:
+        """``ops.attention``'s arguments, for queries and keys that have entered.
+
+        Only causal attention limits the queries too: theirs and the keys' positions are the same only among tokens.
+        """
+        lengths = None if self.compaction is None else self.compaction.lengths
+        return {"causal": self.causal, "lengths" if self.causal else "lengths_k": lengths, "bias": self.bias}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the module calls its masks: errors speak of those."""
+
+    module: str
+    attention: str
+    padding: str
+
+    def resolve(self, heads: int, query: Tensor, key: Tensor, mask: Any, ignored: Any, *, causal: bool) -> Masks:
+        """The masks of a call with query [B, Sq, C] and key [B, Sk, C]."""
+        queries, keys = query.shape[1], key.shape[1]
+        if causal:
+            if queries != keys:
+                raise ValueError(
+                    f"{self.module}: is_causal: expected as many queries as keys, got {queries} and {keys}"
+                )
+            mask = None  # it is the causal one, says the caller
+        bias = _bias(f"{self.module}: {self.attention}", mask, (heads, queries, keys), query.dtype)
+        compaction = _compaction(f"{self.module}: {self.padding}", ignored, key)
+        if bias is not None and compaction is not None:
+            expected = f"None beside {self.padding} (is_causal=True stands for a causal mask)"
+            raise ValueError(f"{self.module}: {self.attention}: expected {expected}, got a tensor")
+        return Masks(causal, compaction, bias)
+
+
+def _compaction(argument: str, mask: Any, key: Tensor) -> Compaction | None:
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{argument}: expected a boolean mask (numbers to add are not supported), got {got}")
+    if mask.dim() == 1 and key.shape[0] == 1:
+        mask = mask[None]  # of a call without a batch
+    if mask.shape != key.shape[:2]:
+        raise ValueError(f"{argument}: expected shape {tuple(key.shape[:2])}, got {tuple(mask.shape)}")
+    return Compaction.of(mask)
+
+
+def _bias(argument: str, mask: Any, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor | None:
+    """A mask [Sq, Sk], boolean (true excludes) or added to the scores, as a bias for every head."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.shape != torch.Size(shape[1:]):
+        got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        expected = f"shape {shape[1:]}, for all sequences and heads (others are not supported)"
+        raise ValueError(f"{argument}: expected {expected}, got {got}")
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
+    return mask.expand(shape)

@@ -1,0 +1,131 @@
+"""``PackedBatch``: where the tokens of a batch are, packed and as the caller has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm import ops
+from fasttfm.ops import checks
+
+_NAME = "PackedBatch"
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """T tokens of several sequences, one after the other, and the way from a padded batch ``[B, S]`` to them and back.
+
+    ``of`` makes one from what a model is called with.
+    """
+
+    cu_seqlens: Tensor  # int32 [sequences + 1]: sequence i is the tokens from cu_seqlens[i] to cu_seqlens[i + 1]
+    max_seqlen: int  # no sequence is longer
+    tokens: int
+    shape: tuple[int, int] | None = None  # of the padded batch; None where there is none
+    indices: Tensor | None = None  # int64 [T]: the tokens' places in the padded batch, where they are not in front
+
+    @staticmethod
+    def of(
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        lengths: Sequence[int] | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> PackedBatch:
+        """The layout of a batch.
+
+        Args:
+            input_ids: ``[B, S]``, or packed ``[T]`` with ``cu_seqlens``.
+            attention_mask: ``[B, S]``, true or not 0 for tokens; padding may be anywhere. How many tokens there are is
+                the one thing that a GPU is waited for; ``lengths`` avoid it.
+            lengths: ``B`` numbers of tokens, instead of a mask, for padding behind them. Python's integers or a tensor
+                on the CPU: no GPU is waited for.
+            cu_seqlens: int32 ``[sequences + 1]``, of a packed batch.
+            max_seqlen: Of a packed batch: no sequence is longer; T by default.
+        """
+        checks.check_index(_NAME, "input_ids", input_ids)
+        if cu_seqlens is not None:
+            for name, value in (("attention_mask", attention_mask), ("lengths", lengths)):
+                if value is not None:
+                    raise checks.bad_value(_NAME, name, "None beside cu_seqlens", type(value).__name__)
+            if input_ids.dim() != 1:
+                raise checks.bad_value(_NAME, "input_ids", "shape [T] beside cu_seqlens", f"{tuple(input_ids.shape)}")
+            checks.check_cu_seqlens(_NAME, cu_seqlens, like=input_ids)
+            tokens = input_ids.shape[0]
+            return PackedBatch(cu_seqlens, tokens if max_seqlen is None else max_seqlen, tokens)
+        if max_seqlen is not None:
+            raise checks.bad_value(_NAME, "max_seqlen", "None without cu_seqlens", max_seqlen)
+        if input_ids.dim() != 2:
+            raise checks.bad_value(_NAME, "input_ids", "shape [B, S] without cu_seqlens", f"{tuple(input_ids.shape)}")
+        batch, sequence = input_ids.shape
+        if lengths is not None:
+            if attention_mask is not None:
+                raise checks.bad_value(_NAME, "attention_mask", "None beside lengths", type(attention_mask).__name__)
+            return _from_lengths(input_ids, lengths)
+        if attention_mask is not None:
+            checks.check_shape(_NAME, "attention_mask", attention_mask, (batch, sequence))
+            tokens = int(attention_mask.bool().sum())
+            if tokens < batch * sequence:
+                boundaries = ops.cu_seqlens_from_mask(attention_mask)
+                indices = ops.token_indices_from_mask(attention_mask, total=tokens)
+                return PackedBatch(boundaries, sequence, tokens, (batch, sequence), indices)
+        boundaries = torch.arange(batch + 1, dtype=torch.int32, device=input_ids.device) * sequence
+        return PackedBatch(boundaries, sequence, batch * sequence, (batch, sequence))
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Something of every token, ``[B, S, ...]``, without padding: ``[T, ...]``. What is packed already stays."""
+        if self.shape is None:
+            return x
+        if x.shape[:2] != torch.Size(self.shape):
+            raise checks.bad_value(_NAME, "x", f"shape {self.shape} and more", f"shape {tuple(x.shape)}")
+        if self.indices is not None:
+            return x.flatten(0, 1).index_select(0, self.indices)
+        if self._full():
+            return x.flatten(0, 1)
+        return ops.pack(x, self.cu_seqlens, total=self.tokens)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """``[T, ...]`` in the shape that the caller has: ``[B, S, ...]``, 0 where there is no token."""
+        if self.shape is None:
+            return x
+        if self.indices is not None:
+            rows = self.shape[0] * self.shape[1]
+            return x.new_zeros(rows, *x.shape[1:]).index_copy(0, self.indices, x).unflatten(0, self.shape)
+        if self._full():
+            return x.unflatten(0, self.shape)
+        return ops.unpack(x, self.cu_seqlens, self.shape[1])
+
+    def per_sequence(self, x: Tensor, *, fill: float) -> Tensor:
+        """``[T, ...]`` as ``[sequences, S, ...]``, for packed batches too; ``fill`` where there is no token."""
+        if self._full():
+            return self.unpack(x)
+        padded = ops.unpack(x, self.cu_seqlens, self.max_seqlen) if self.shape is None else self.unpack(x)
+        ones = torch.ones(self.tokens, dtype=torch.bool, device=x.device)
+        there = ops.unpack(ones, self.cu_seqlens, self.max_seqlen) if self.shape is None else self.unpack(ones)
+        return padded.masked_fill(~there[(...,) + (None,) * (x.dim() - 1)], fill)
+
+    def first_tokens(self, x: Tensor) -> Tensor:
+        """The row of each sequence's first token: ``[sequences, ...]``. A sequence without tokens gets another's."""
+        return x.index_select(0, self.cu_seqlens[:-1].clamp(max=max(0, self.tokens - 1)))
+
+    def columns(self) -> Tensor | None:
+        """Each token's column in the padded batch, where that is not its number in its own sequence."""
+        return None if self.indices is None or self.shape is None else self.indices % self.shape[1]
+
+    def _full(self) -> bool:
+        return self.shape is not None and self.tokens == self.shape[0] * self.shape[1]
+
+
+def _from_lengths(input_ids: Tensor, lengths: Any) -> PackedBatch:
+    batch, sequence = input_ids.shape
+    if isinstance(lengths, Tensor):
+        lengths = lengths.tolist()
+    if len(lengths) != batch or any(not 0 <= length <= sequence for length in lengths):
+        raise checks.bad_value(_NAME, "lengths", f"{batch} numbers in [0, {sequence}]", list(lengths))
+    boundaries = ops.cu_seqlens_from_lengths(lengths, device=input_ids.device)
+    return PackedBatch(boundaries, max(lengths, default=0), sum(lengths), (batch, sequence))

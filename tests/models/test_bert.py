@@ -1,0 +1,255 @@
+"""BERT and RoBERTa against transformers: the same checkpoint, the same outputs and gradients, padded and packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fasttfm import models
+from fasttfm.models.outputs import ModelOutput
+from fasttfm.testing.modules import check_modules
+
+transformers = pytest.importorskip("transformers")
+
+B, S, V, LABELS = 3, 9, 61, 3
+SIZES = {
+    "vocab_size": V,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 56,
+    "max_position_embeddings": 21,
+    "num_labels": LABELS,
+}
+MASKS = {
+    "full": torch.ones(B, S, dtype=torch.int64),
+    "behind": torch.arange(S).expand(B, S) < torch.tensor([[4], [9], [1]]),
+    "anywhere": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1, 0]]),
+}
+generator = torch.Generator().manual_seed(0)
+IDS = torch.randint(5, V, (B, S), generator=generator)
+SEGMENTS = torch.randint(2, (B, S), generator=generator)
+WORDS = torch.where(torch.rand(B, S, generator=generator) < 0.3, IDS, -100)
+
+
+def theirs_of(name: str, **changes: Any) -> Any:
+    """A model of transformers with random parameters; padding's row of the word table included."""
+    family = "Bert" if name.startswith("Bert") else "Roberta"
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    torch.manual_seed(1)
+    module = getattr(transformers, name)(config).eval()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return module
+
+
+def pair(name: str, directory: Path, **changes: Any) -> tuple[Any, Any]:
+    """Ours, read from the checkpoint that theirs wrote, and theirs."""
+    theirs = theirs_of(name, **changes)
+    theirs.save_pretrained(directory)
+    return getattr(models, name).from_pretrained(directory), theirs
+
+
+def arguments(name: str) -> dict[str, Tensor]:
+    """What a model is called with beside ids and mask, of which it makes a loss."""
+    if name.endswith("PreTraining"):
+        return {"labels": WORDS, "next_sentence_label": torch.tensor([1, 0, 1])}
+    if name.endswith("MaskedLM"):
+        return {"labels": WORDS}
+    if name.endswith("TokenClassification"):
+        return {"labels": WORDS.clamp(max=LABELS - 1)}
+    if name.endswith("QuestionAnswering"):
+        return {"start_positions": torch.tensor([0, 1, 99]), "end_positions": torch.tensor([3, 5, 0])}
+    if name.endswith(("NextSentencePrediction", "MultipleChoice")):
+        return {"labels": torch.tensor([1, 0, 1])}
+    return {"labels": torch.tensor([2, 0, 1])} if "For" in name else {}
+
+
+def hide_padding(arguments: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """Token labels only where tokens are, as collators make them."""
+    return {
+        name: torch.where(mask.bool(), value, -100) if value.shape == mask.shape else value
+        for name, value in arguments.items()
+    }
+
+
+def tensors(output: Any, mask: Tensor | None = None) -> dict[str, Tensor]:
+    """An output's tensors; of token states and token logits, the rows of tokens."""
+    found: dict[str, Tensor] = {}
+    for name in output.keys():  # noqa: SIM118 - theirs is no mapping of ours
+        value = output[name]
+        for index, each in enumerate(value if isinstance(value, tuple) else [value]):
+            by_token = mask is not None and each.shape[:2] == mask.shape
+            found[f"{name}.{index}"] = each[mask.bool()] if by_token else each
+    return found
+
+
+CLASSES = [
+    "BertModel",
+    "BertForPreTraining",
+    "BertForMaskedLM",
+    "BertForNextSentencePrediction",
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
+    "RobertaModel",
+    "RobertaForMaskedLM",
+    "RobertaForSequenceClassification",
+    "RobertaForTokenClassification",
+]
+# Padded and packed, with transformers on padded sequences: whether a mask has gaps changes nothing in the heads.
+LAYOUTS = [(name, mask) for name in CLASSES for mask in ("behind", "full")] + [
+    ("BertForMaskedLM", "anywhere"),
+    ("RobertaForTokenClassification", "anywhere"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_same_numbers_as_transformers(name: str, kind: str, packed: bool, tmp_path: Path) -> None:
+    ours, theirs = pair(name, tmp_path, **({"type_vocab_size": 2} if name.startswith("Roberta") else {}))
+    mask = MASKS[kind]
+    given = hide_padding({**arguments(name), "token_type_ids": SEGMENTS}, mask)
+    given["token_type_ids"] = SEGMENTS
+    positions = torch.arange(S).expand(B, S)
+
+    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
+        if module is not ours:
+            output = module(IDS, attention_mask=mask, **given, output_hidden_states=True)
+            return tensors(output, mask)
+        options: dict[str, Any] = {"output_hidden_states": True}
+        if "labels" in given and name.endswith(("MaskedLM", "PreTraining")):
+            options["output_logits"] = True
+        if not packed:
+            return tensors(module(IDS, mask, **given, **options), mask)
+        there = mask.bool()
+        lengths = there.sum(1)
+        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        own = {key: value[there] if value.shape == mask.shape else value for key, value in given.items()}
+        if kind == "anywhere":  # where a packed token stood cannot be known
+            own["position_ids"] = positions[there] if name.startswith("Bert") else (IDS != 1).cumsum(1)[there] + 1
+        output = module(IDS[there], cu_seqlens=cu_seqlens, max_seqlen=int(lengths.max()), **own, **options)
+        return tensors(output)
+
+    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+def test_multiple_choice(family: str, tmp_path: Path) -> None:
+    ours, theirs = pair(f"{family}ForMultipleChoice", tmp_path)
+    ids = IDS[:2].unsqueeze(0).repeat(2, 1, 1)
+    ids[1] = ids[1].flip(-1)
+    mask = MASKS["behind"][:2].repeat(2, 1, 1)
+    labels = torch.tensor([1, 0])
+
+    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
+        return tensors(module(ids, attention_mask=mask, labels=labels))
+
+    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+def test_question_answering(family: str, tmp_path: Path) -> None:
+    """Without padding, of which transformers' loss is made too."""
+    ours, theirs = pair(f"{family}ForQuestionAnswering", tmp_path, num_labels=2)
+
+    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
+        return tensors(module(IDS, **arguments("QuestionAnswering")))
+
+    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
+
+
+def test_padding_answers_no_question(tmp_path: Path) -> None:
+    ours, _ = pair("BertForQuestionAnswering", tmp_path, num_labels=2)
+    mask = MASKS["behind"].bool()
+    spans = {"start_positions": torch.tensor([1, 2, 0]), "end_positions": torch.tensor([3, 8, 0])}
+    padded = ours(IDS, mask, **spans)
+    cu_seqlens = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
+    packed = ours(IDS[mask], cu_seqlens=cu_seqlens, max_seqlen=S, **spans)
+    assert torch.equal(padded.loss, packed.loss)
+    assert torch.equal(padded.start_logits[mask], packed.start_logits)
+    assert (padded.start_logits.softmax(-1)[~mask] == 0).all()
+    assert torch.equal(padded.no_answer_scores(), padded.start_logits[:, 0] + padded.end_logits[:, 0])
+
+
+def test_attentions(tmp_path: Path) -> None:
+    ours, theirs = pair("BertModel", tmp_path, attn_implementation="eager")
+    mask = MASKS["behind"]
+    found = ours(IDS, mask, output_attentions=True).attentions
+    expected = theirs.double()(IDS, attention_mask=mask, output_attentions=True).attentions
+    assert len(found) == len(expected) == 2
+    for a, b in zip(found, expected, strict=True):
+        rows = mask[:, None, :, None].expand_as(b)
+        assert (a.double() - b)[rows].abs().max() < torch.finfo(torch.float32).eps * 100
+        assert not a[~rows].any()
+
+
+def test_lengths_say_the_same_as_a_mask(tmp_path: Path) -> None:
+    ours, _ = pair("BertForMaskedLM", tmp_path)
+    by_mask = ours(IDS, MASKS["behind"], labels=WORDS)
+    by_lengths = ours(IDS, lengths=[4, 9, 1], labels=WORDS)
+    assert torch.equal(by_mask.loss, by_lengths.loss)
+    assert by_mask.logits is None
+
+
+@pytest.mark.parametrize(
+    ("labels", "problem_type", "num_labels"),
+    [
+        (torch.tensor([0.5, -1.0, 2.0]), None, 1),
+        (torch.tensor([2, 0, 1]), "single_label_classification", LABELS),
+        (torch.rand(B, LABELS), None, LABELS),
+    ],
+    ids=["regression", "classes", "several"],
+)
+def test_problem_types(labels: Tensor, problem_type: str | None, num_labels: int, tmp_path: Path) -> None:
+    changes = {"num_labels": num_labels, "problem_type": problem_type}
+    ours, theirs = pair("BertForSequenceClassification", tmp_path, **changes)
+
+    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
+        dtype = next(module.parameters()).dtype
+        own = labels.to(dtype) if labels.is_floating_point() else labels
+        return tensors(module(IDS, labels=own))
+
+    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
+
+
+def test_predicted_positions(tmp_path: Path) -> None:
+    ours, _ = pair("BertForMaskedLM", tmp_path)
+    expected = ours(IDS, labels=WORDS).loss
+    rows = (WORDS.flatten() != -100).nonzero().squeeze(1)
+    assert torch.equal(ours(IDS, labels=WORDS.flatten()[rows], positions=rows).loss, expected)
+    assert torch.equal(ours(IDS, labels=WORDS, max_predictions=20).loss, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "parameters"),
+    [("Bert", "base", 109_482_240), ("Bert", "large", 335_141_888), ("Roberta", "base", 124_645_632)],
+)
+def test_published_sizes(family: str, size: str, parameters: int) -> None:
+    with torch.device("meta"):
+        module = getattr(models, f"{family}Model")(getattr(models, f"{family}Config").named(size))
+    assert sum(parameter.numel() for parameter in module.parameters()) == parameters
+
+
+def test_outputs_come_by_name_index_and_tuple() -> None:
+    module = models.BertForSequenceClassification(models.BertConfig(**SIZES)).eval()
+    output = module(IDS, labels=torch.tensor([0, 1, 2]))
+    assert isinstance(output, ModelOutput)
+    assert output.keys() == ["loss", "logits"]
+    assert output[0] is output.loss is output["loss"] is output.to_tuple()[0]
+    loss, logits = output
+    assert (loss is output.loss, logits is output.logits) == (True, True)
+    leaves = torch.utils._pytree.tree_leaves(output)
+    assert any(leaf is output.logits for leaf in leaves)
+
+
+def test_training_step_reaches_every_parameter() -> None:
+    module = models.BertForPreTraining(models.BertConfig(**SIZES))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = module(IDS, MASKS["behind"], labels=WORDS, next_sentence_label=torch.tensor([0, 1, 0])).loss
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in module.parameters())

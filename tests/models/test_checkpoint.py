@@ -1,0 +1,252 @@
+"""Checkpoint directories: read and written with the same bits as by transformers; what is broken is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fasttfm import models
+from fasttfm.models import CheckpointError
+
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 20,
+    "max_position_embeddings": 11,
+}
+CLASSES = [name for name in models.__all__ if "Model" in name or "For" in name]
+
+
+def model(name: str = "BertForMaskedLM", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(models, "BertConfig" if name.startswith("Bert") else "RobertaConfig")
+    made = getattr(models, name)(config(**{**SIZES, **changes}))
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter)
+    return made
+
+
+def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+
+
+def stored(directory: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        tensors.update(load_file(path))
+    return tensors
+
+
+# ---- to transformers and back ----------------------------------------------------------------------------------------
+
+
+UNTIED = ["BertForMaskedLM", "BertForPreTraining", "RobertaForMaskedLM"]
+
+
+@pytest.mark.parametrize(("name", "tied"), [*((name, True) for name in CLASSES), *((name, False) for name in UNTIED)])
+def test_transformers_reads_ours_and_we_read_theirs(name: str, tied: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    labels = {"num_labels": 5} if "QuestionAnswering" not in name else {}
+    ours = model(name, tie_word_embeddings=tied, **labels)
+    ours.save_pretrained(tmp_path / "ours")
+    theirs, info = getattr(transformers, name).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    beside_decoder = {"cls.predictions.bias", "lm_head.bias"}  # which an untied decoder does not use
+    assert set(info["missing_keys"]) <= (set() if tied else beside_decoder)
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    assert theirs.config.num_labels == ours.config.num_labels
+    theirs.save_pretrained(tmp_path / "theirs")
+    written, kept = stored(tmp_path / "theirs"), stored(tmp_path / "ours")
+    assert same_tensors({key: value for key, value in written.items() if key in kept}, kept)
+    assert written.keys() - kept.keys() <= (set() if tied else beside_decoder)
+    again = getattr(models, name).from_pretrained(tmp_path / "theirs")
+    assert same_tensors(again.state_dict(), ours.state_dict())
+    assert dataclasses.replace(again.config, extra={}) == dataclasses.replace(ours.config, extra={})
+    assert not again.training
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_types_stay(dtype: torch.dtype, tmp_path: Path) -> None:
+    made = model().to(dtype)
+    made.save_pretrained(tmp_path)
+    assert same_tensors(models.BertForMaskedLM.from_pretrained(tmp_path).state_dict(), made.state_dict())
+    wide = models.BertForMaskedLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert same_tensors(wide.state_dict(), {name: value.float() for name, value in made.state_dict().items()})
+
+
+def test_tied_weights_are_one_tensor(tmp_path: Path) -> None:
+    made = model()
+    made.save_pretrained(tmp_path)
+    assert "cls.predictions.decoder.weight" not in stored(tmp_path)
+    read = models.BertForMaskedLM.from_pretrained(tmp_path)
+    assert read.lm_head.decoder.weight is read.bert.embeddings.word.weight
+    assert len(list(read.parameters())) == len(list(made.parameters()))
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_several_files(tmp_path: Path) -> None:
+    made = model()
+    made.save_pretrained(tmp_path, shard_bytes=4000)
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
+    assert not (tmp_path / "model.safetensors").exists()
+    assert same_tensors(models.BertForMaskedLM.from_pretrained(tmp_path).state_dict(), made.state_dict())
+
+
+def test_transformers_reads_several_files(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    made = model()
+    made.save_pretrained(tmp_path / "ours", shard_bytes=4000)
+    theirs = transformers.BertForMaskedLM.from_pretrained(tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="4KB")
+    assert len(list((tmp_path / "theirs").glob("model-*-of-*.safetensors"))) > 2
+    assert same_tensors(models.BertForMaskedLM.from_pretrained(tmp_path / "theirs").state_dict(), made.state_dict())
+
+
+def test_torch_files_and_old_names(tmp_path: Path) -> None:
+    made = model()
+    made.save_pretrained(tmp_path)
+    tensors = stored(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    old = {
+        key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+        for key, value in tensors.items()
+    }
+    old["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"]
+    old["bert.embeddings.position_ids"] = torch.arange(11)
+    torch.save(old, tmp_path / "pytorch_model.bin")
+    assert same_tensors(models.BertForMaskedLM.from_pretrained(tmp_path).state_dict(), made.state_dict())
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return print, ("this code must not run",)
+
+
+def test_torch_files_run_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"weight": Harmful()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: cannot be read"):
+        models.BertForMaskedLM.from_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: cannot be read"):
+        models.BertForMaskedLM.from_pretrained(tmp_path)
+    assert "must not run" not in capsys.readouterr().out
+
+
+# ---- models of one family from each other's weights ------------------------------------------------------------------
+
+
+def test_a_new_head_is_drawn_and_named(tmp_path: Path) -> None:
+    pretrained = model("BertForPreTraining")
+    pretrained.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"has no classifier\.weight, classifier\.bias: drawn anew"):
+        made = models.BertForSequenceClassification.from_pretrained(tmp_path, num_labels=7)
+    assert made.classifier.weight.shape == (7, 24)
+    assert 0.01 < made.classifier.weight.std() < 0.03
+    assert not made.classifier.bias.any()
+    assert same_tensors(made.bert.state_dict(), pretrained.bert.state_dict())
+
+
+def test_base_and_heads_serve_each_other(tmp_path: Path) -> None:
+    base = model("BertModel")
+    base.save_pretrained(tmp_path / "base")
+    with pytest.warns(UserWarning, match=r"has no lm_head\.dense\.weight"):
+        made = models.BertForMaskedLM.from_pretrained(tmp_path / "base")
+    assert torch.equal(made.lm_head.norm.weight, torch.ones(24))
+    assert made.lm_head.decoder.weight is made.bert.embeddings.word.weight
+    made.save_pretrained(tmp_path / "head")
+    with pytest.warns(UserWarning, match=r"has no pooler\.weight, pooler\.bias"):
+        again = models.BertModel.from_pretrained(tmp_path / "head")
+    assert same_tensors(again.encoder.state_dict(), base.encoder.state_dict())
+
+
+# ---- what is broken --------------------------------------------------------------------------------------------------
+
+KEY = "bert.encoder.layer.1.attention.self.key.weight"
+
+
+def damage(directory: Path, change: Any) -> None:
+    tensors = stored(directory)
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(KEY), rf"{KEY}: missing"),
+        (lambda tensors: tensors.pop("cls.predictions.bias"), r"cls\.predictions\.bias: missing"),
+        (lambda tensors: tensors.update({"bert.encoder.adapter": torch.ones(1)}), r"bert\.encoder\.adapter: no model"),
+        (
+            lambda tensors: tensors.update({KEY: torch.ones(24, 23)}),
+            rf"{KEY}: expected shape \(24, 24\), got \(24, 23\)",
+        ),
+    ],
+    ids=["missing", "part of a head", "unknown", "shape"],
+)
+def test_wrong_tensors_are_named(change: Any, message: str, tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path)
+    damage(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        models.BertForMaskedLM.from_pretrained(tmp_path)
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read"):
+        models.BertForMaskedLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model-9.safetensors", "expected the name of a file beside it"),
+        ("../elsewhere/model.safetensors", "expected the name of a file beside it"),
+        ("config.safetensors", "the index says that it is here"),
+    ],
+)
+def test_a_wrong_index_is_named(name: str, message: str, tmp_path: Path) -> None:
+    made = model()
+    made.save_pretrained(tmp_path, shard_bytes=4000)
+    save_file({"other": torch.ones(1)}, tmp_path / "config.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"][KEY] = name
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"{KEY}: {message}"):
+        models.BertForMaskedLM.from_pretrained(tmp_path)
+
+
+def test_missing_and_foreign_configurations_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: there is no such file"):
+        models.BertModel.from_pretrained(tmp_path)
+    models.BertConfig(**SIZES).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"expected one of model\.safetensors"):
+        models.BertModel.from_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="model_type: expected 'roberta', got 'bert'"):
+        models.RobertaModel.from_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "position_embedding_type": "relative_key"}))
+    with pytest.raises(CheckpointError, match="position_embedding_type: expected 'absolute'"):
+        models.BertModel.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json: expected JSON"):
+        models.BertModel.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"size: expected one of tiny, .*, got 'huge'"):
+        models.BertConfig.named("huge")

@@ -1,0 +1,152 @@
+"""Models in the ways people use them: compiled, copied, exported, checkpointed, distributed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fasttfm import models
+from fasttfm.testing import compare
+from fasttfm.testing.saved import saved_bytes
+from fasttfm.testing.tolerance import GRADIENT_FACTOR
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 56,
+    "max_position_embeddings": 21,
+}
+IDS = torch.randint(5, 61, (14,), generator=torch.Generator().manual_seed(0))
+POSITIONS = torch.tensor([1, 7, 9])
+PACKED: dict[str, Any] = {
+    "cu_seqlens": torch.tensor([0, 5, 14], dtype=torch.int32),
+    "max_seqlen": 9,
+    "labels": IDS[POSITIONS],
+    "positions": POSITIONS,
+}
+
+
+def model(**changes: Any) -> models.BertForMaskedLM:
+    torch.manual_seed(0)
+    return models.BertForMaskedLM(models.BertConfig(**{**SIZES, **changes}))
+
+
+def step(call: Any, module: torch.nn.Module) -> list[Tensor]:
+    """The loss of a training step with dropout, and every gradient."""
+    torch.manual_seed(3)
+    module.zero_grad()
+    loss = call(IDS, **PACKED).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in module.parameters())]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_training_step_is_one_graph() -> None:
+    torch._dynamo.reset()
+    module = model()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert same(step(compiled, module), step(module, module))
+
+
+def test_an_encoder_is_exported() -> None:
+    module = models.BertModel(models.BertConfig(**SIZES)).eval()
+    ids = IDS.view(2, 7)
+    with torch.no_grad():
+        exported = torch.export.export(module, (ids,))
+        assert torch.equal(exported.module()(ids).last_hidden_state, module(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_train_alike_and_stay_tied(duplicate: Any) -> None:
+    module = model()
+    twin = duplicate(module)
+    assert twin.lm_head.decoder.weight is twin.bert.embeddings.word.weight
+    assert twin.lm_head.decoder.weight is not module.lm_head.decoder.weight
+    assert same(step(twin, twin), step(module, module))
+
+
+def test_activation_checkpointing_changes_nothing_but_memory() -> None:
+    module = model()
+    expected = step(module, module)
+    kept = saved_bytes(lambda: module(IDS, **PACKED))
+    module.gradient_checkpointing_enable()
+    assert same(step(module, module), expected)
+    assert saved_bytes(lambda: module(IDS, **PACKED)) < kept / 2
+    module.gradient_checkpointing_disable()
+    assert saved_bytes(lambda: module(IDS, **PACKED)) == kept
+
+
+def plain(dtype: torch.dtype = torch.float32) -> models.BertForMaskedLM:
+    return model(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).to(dtype)
+
+
+def half_of_a_batch(part: slice) -> dict[str, Tensor]:
+    ids = IDS.view(2, 7)
+    return {"input_ids": ids[part], "labels": torch.where(torch.arange(7) < 2, ids, -100)[part]}
+
+
+def check_gradients_of_the_whole(found: dict[str, Tensor]) -> None:
+    """Against those of a step with the whole batch."""
+    whole = {}
+    for dtype in (torch.float32, torch.float64):
+        module = plain(dtype)
+        module(**half_of_a_batch(slice(None))).loss.backward()
+        whole[dtype] = {name: parameter.grad for name, parameter in module.named_parameters()}
+    assert found.keys() == whole[torch.float32].keys()
+    for name, gradient in found.items():
+        references = (whole[dtype][name] for dtype in whole)
+        comparison = compare(name, gradient, *references, GRADIENT_FACTOR)
+        assert comparison.ok, str(comparison)
+
+
+def test_gradients_of_parts_add_up() -> None:
+    module = plain()
+    for part in (slice(0, 1), slice(1, 2)):
+        (module(**half_of_a_batch(part)).loss / 2).backward()
+    check_gradients_of_the_whole({name: parameter.grad for name, parameter in module.named_parameters()})
+
+
+def test_plain_bf16_trains() -> None:
+    module = model().bfloat16()
+    loss, *gradients = step(module, module)
+    assert loss.isfinite()
+    assert all(gradient.dtype == torch.bfloat16 and gradient.isfinite().all() for gradient in gradients)
+
+
+def distributed(rank: int, folder: str) -> None:
+    """One of two ranks, with half the batch: DDP, then FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    batch = half_of_a_batch(slice(rank, rank + 1))
+    replicated, sharded = plain(), plain()
+    wrapper = torch.nn.parallel.DistributedDataParallel(replicated)  # alive until the backward has run
+    wrapper(**batch).loss.backward()
+    for layer in sharded.bert.encoder.layers:
+        fully_shard(layer)
+    fully_shard(sharded)(**batch).loss.backward()
+    whole = {name: parameter.grad.full_tensor() for name, parameter in sharded.named_parameters()}
+    if rank == 0:
+        copies = {name: parameter.grad for name, parameter in replicated.named_parameters()}
+        torch.save({"ddp": copies, "fsdp2": whole}, f"{folder}/gradients.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(distributed, (str(tmp_path),), nprocs=2)
+    found = torch.load(tmp_path / "gradients.pt", weights_only=True)
+    check_gradients_of_the_whole(found["ddp"])
+    check_gradients_of_the_whole(found["fsdp2"])

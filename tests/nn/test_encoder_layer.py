@@ -1,0 +1,326 @@
+"""fasttfm.nn.EncoderLayer and Encoder: against torch.nn's layers, sequence by sequence, and against themselves."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fasttfm
+from fasttfm import ops
+from fasttfm.testing.modules import check_modules, compare_modules
+from fasttfm.testing.saved import saved_bytes
+
+C, H, I, LAYERS = 32, 2, 48, 2
+LENGTHS = (5, 1, 9)
+T = sum(LENGTHS)
+CU_SEQLENS = ops.cu_seqlens_from_lengths(LENGTHS)
+
+
+def encoder(norm_first: bool, layers: int = LAYERS, **options: Any) -> fasttfm.nn.Encoder:
+    torch.manual_seed(0)
+    options = {"dropout": 0.0, "attention_dropout": 0.0, "eps": 1e-5, **options}
+    stack = [fasttfm.nn.EncoderLayer(C, H, I, norm_first=norm_first, **options) for _ in range(layers)]
+    module = fasttfm.nn.Encoder(stack, nn.LayerNorm(C) if norm_first else None)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return module
+
+
+class Plain(nn.Module):
+    """The same model out of torch.nn's layers, run on one sequence at a time."""
+
+    def __init__(self, source: fasttfm.nn.Encoder, norm_first: bool, causal: bool) -> None:
+        super().__init__()
+        options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": norm_first}
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(C, H, I, **options) for _ in range(LAYERS))
+        self.final_norm = nn.LayerNorm(C) if norm_first else None
+        self.causal = causal
+        self.load_state_dict(translate(source.state_dict()))
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        sequences = []
+        for sequence in x.split(cu_seqlens.diff().tolist()):
+            y = sequence[None]
+            mask = torch.ones(len(sequence), len(sequence), dtype=torch.bool).triu(1) if self.causal else None
+            for layer in self.layers:
+                y = layer(y, src_mask=mask, is_causal=self.causal)
+            sequences.append(y[0])
+        y = torch.cat(sequences)
+        return y if self.final_norm is None else self.final_norm(y)
+
+
+NAMES = {
+    "qkv.weight": "self_attn.in_proj_weight",
+    "qkv.bias": "self_attn.in_proj_bias",
+    "out.weight": "self_attn.out_proj.weight",
+    "out.bias": "self_attn.out_proj.bias",
+    "up.weight": "linear1.weight",
+    "up.bias": "linear1.bias",
+    "down.weight": "linear2.weight",
+    "down.bias": "linear2.bias",
+}
+
+
+def translate(tensors: dict[str, Tensor], names: dict[str, str] = NAMES) -> dict[str, Tensor]:
+    translated = {}
+    for name, tensor in tensors.items():
+        for ours, theirs in names.items():
+            if name.endswith(f".{ours}"):
+                name = name.removesuffix(ours) + theirs
+                break
+        translated[name] = tensor
+    return translated
+
+
+def translate_back(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return translate(tensors, {theirs: ours for ours, theirs in NAMES.items()})
+
+
+def call(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"y": module(inputs["x"], CU_SEQLENS, max(LENGTHS))}
+
+
+def tokens(count: int = T) -> Tensor:
+    return torch.randn(count, C, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+def test_same_numbers_as_torch(norm_first: bool, causal: bool, recompute: bool) -> None:
+    ours = encoder(norm_first, causal=causal, recompute=recompute)
+    theirs = Plain(ours, norm_first, causal)
+    check_modules(ours, theirs, call, {"x": tokens()}, translate=translate_back)
+
+
+def test_a_wrong_model_is_noticed() -> None:
+    ours = encoder(norm_first=False)
+    theirs = Plain(ours, norm_first=False, causal=True)
+    comparisons = compare_modules(ours, theirs, call, {"x": tokens()}, translate=translate_back)
+    right = [comparison.name for comparison in comparisons if comparison.ok]
+    assert right == ["dlayers.1.norm2.bias"]  # a sum of the incoming gradient, whatever the model
+
+
+def gradients(module: nn.Module, x: Tensor, seed: int) -> list[Tensor]:
+    torch.manual_seed(seed)
+    x = x.clone().requires_grad_()
+    y = module(x, CU_SEQLENS, max(LENGTHS))
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
+    return [y, *torch.autograd.grad(y, [x, *module.parameters()], dy)]
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+def test_dropout_is_the_same_forward_and_backward(norm_first: bool, recompute: bool) -> None:
+    """The gradient of the dropped-out function, by finite differences: it exists only if both passes drop the same."""
+    module = encoder(norm_first, dropout=0.3, attention_dropout=0.3, recompute=recompute).double()
+    x = tokens().double().requires_grad_()
+
+    def function(x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return module(x, CU_SEQLENS, max(LENGTHS))
+
+    assert not torch.equal(function(x), module(x, CU_SEQLENS, max(LENGTHS)))
+    assert torch.autograd.gradcheck(function, [x], fast_mode=True)
+
+
+def test_computing_again_saves_two_tensors() -> None:
+    x, cu_seqlens = tokens(64), torch.tensor([0, 64], dtype=torch.int32)
+    kept, again = (encoder(norm_first=False, recompute=recompute) for recompute in (False, True))
+    saved = [saved_bytes(lambda module=module: module(x, cu_seqlens, 64)) for module in (kept, again)]
+    assert saved[0] - saved[1] == LAYERS * 64 * (C + I) * 4  # the inner LayerNorm's output and the activation
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+def test_autocast_gives_gradients_in_the_parameters_type(norm_first: bool) -> None:
+    module = encoder(norm_first, dropout=0.1)
+    x = tokens().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = module(x, CU_SEQLENS, max(LENGTHS))
+    assert y.dtype == torch.bfloat16
+    y.float().square().sum().backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.dtype == torch.float32, name
+        assert parameter.grad.shape == parameter.shape, name
+        assert parameter.grad.isfinite().all(), name
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    module = encoder(norm_first=False)
+    expected = gradients(module, tokens(), 0)
+    frozen = [name for index, (name, _) in enumerate(module.named_parameters()) if index % 2]
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    x = tokens().requires_grad_()
+    y = module(x, CU_SEQLENS, max(LENGTHS))
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)))
+    assert torch.equal(x.grad, expected[1])
+    for (name, parameter), gradient in zip(module.named_parameters(), expected[2:], strict=True):
+        assert (parameter.grad is None) == (name in frozen), name
+        assert parameter.grad is None or torch.equal(parameter.grad, gradient), name
+
+
+def test_a_layer_that_stands_twice_is_one_set_of_parameters() -> None:
+    layer = fasttfm.nn.EncoderLayer(C, H, I, dropout=0.0, attention_dropout=0.0)
+    shared = fasttfm.nn.Encoder([layer, layer])
+    assert len(list(shared.parameters())) == len(list(layer.parameters()))
+    x = tokens()
+    once = layer(x, CU_SEQLENS, 9)[0]
+    assert torch.equal(shared(x, CU_SEQLENS, 9), layer(once, CU_SEQLENS, 9)[0])
+
+
+def test_hidden_states_are_the_stream_before_each_layer() -> None:
+    x = tokens()
+    for norm_first in (False, True):
+        module, found = encoder(norm_first), []
+        module(x, CU_SEQLENS, 9, hidden_states=found)
+        assert len(found) == LAYERS
+        assert torch.equal(found[0], x)
+
+
+def test_no_tokens() -> None:
+    module = encoder(norm_first=False)
+    x = torch.zeros(0, C, requires_grad=True)
+    y = module(x, torch.zeros(2, dtype=torch.int32), 0)
+    y.sum().backward()
+    assert y.shape == (0, C)
+    assert all(not parameter.grad.any() for parameter in module.parameters())
+
+
+def test_bad_arguments_are_named() -> None:
+    layer = fasttfm.nn.EncoderLayer(C, H, I)
+    with pytest.raises(ValueError, match=r"EncoderLayer: x: expected a contiguous \[T, 32\], got shape \(15, 16\)"):
+        layer(torch.zeros(T, 16), CU_SEQLENS, 9)
+    with pytest.raises(ValueError, match="EncoderLayer: residual: expected None in a post-LN model, got Tensor"):
+        layer(tokens(), CU_SEQLENS, 9, residual=tokens())
+    with pytest.raises(TypeError, match="EncoderLayer: cu_seqlens: expected a tensor of int32"):
+        layer(tokens(), CU_SEQLENS.long(), 9)
+    with pytest.raises(ValueError, match="EncoderLayer: heads: expected a divisor of the width 32, got 3"):
+        fasttfm.nn.EncoderLayer(C, 3, I)
+    with pytest.raises(ValueError, match="Encoder: layers: expected all pre-LN"):
+        fasttfm.nn.Encoder([layer], nn.LayerNorm(C))
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+def test_compiled_in_one_graph(norm_first: bool) -> None:
+    torch._dynamo.reset()
+    module = encoder(norm_first, layers=1, dropout=0.1, attention_dropout=0.1, recompute=True)
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    for a, b in zip(gradients(module, tokens(), 7), gradients(compiled, tokens(), 7), strict=True):
+        assert torch.equal(a, b)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+WIDE = {"width": 256, "heads": 4, "intermediate": 512}
+
+
+class Composed(nn.Module):
+    """A layer of plain torch for each of ours, on a padded batch: what a GPU's results are held against."""
+
+    def __init__(self, source: fasttfm.nn.Encoder) -> None:
+        super().__init__()
+        self.layers, self.final_norm = source.layers, source.final_norm
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        sequences = x.split(cu_seqlens.diff().tolist())
+        return torch.cat([self.sequence(sequence) for sequence in sequences])
+
+    def sequence(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            pre = layer.norm_first
+            q, k, v = layer.qkv(layer.norm1(x) if pre else x).view(len(x), 3, layer.heads, -1).permute(1, 2, 0, 3)
+            causal = layer.window[1] == 0
+            context = functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(0, 1).flatten(1)
+            x = x + layer.out(context)
+            x = x if pre else layer.norm1(x)
+            x = x + layer.down(functional.gelu(layer.up(layer.norm2(x) if pre else x)))
+            x = x if pre else layer.norm2(x)
+        return x if self.final_norm is None else self.final_norm(x)
+
+
+def wide_encoder(norm_first: bool, **options: Any) -> fasttfm.nn.Encoder:
+    torch.manual_seed(0)
+    options = {"dropout": 0.0, "attention_dropout": 0.0, "eps": 1e-5, "norm_first": norm_first, **options}
+    layers = [fasttfm.nn.EncoderLayer(*WIDE.values(), **options) for _ in range(LAYERS)]
+    return fasttfm.nn.Encoder(layers, nn.LayerNorm(WIDE["width"]) if norm_first else None).cuda()
+
+
+def wide_batch(lengths: tuple[int, ...] = (150, 1, 64, 200)) -> tuple[Tensor, Tensor, int]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(lengths), WIDE["width"], generator=generator)
+    return x, ops.cu_seqlens_from_lengths(lengths).cuda(), max(lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+def test_same_numbers_on_a_gpu(norm_first: bool, recompute: bool, dtype: torch.dtype) -> None:
+    ours = wide_encoder(norm_first, causal=norm_first, recompute=recompute).to(dtype)
+    theirs = Composed(copy.deepcopy(ours))
+    x, cu_seqlens, longest = wide_batch()
+
+    def call(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"y": module(inputs["x"], cu_seqlens, longest)}
+
+    check_modules(ours, theirs, call, {"x": x.to(dtype)})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+def test_a_gpu_gives_the_cpu_s_dropout(norm_first: bool) -> None:
+    """Seeds decide, not devices: with the same seeds both drop the same elements."""
+    module = wide_encoder(norm_first, dropout=0.2, attention_dropout=0.2)
+    x, cu_seqlens, longest = wide_batch()
+    layer, seeds = module.layers[0], torch.tensor([3, 4, 5])
+    options = {"residual": x, "next_norm": layer.norm1} if norm_first else {}
+    on_gpu = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in options.items()}
+    y, _ = layer(x.cuda(), cu_seqlens, longest, seeds=seeds.cuda(), **on_gpu)
+    layer.cpu()
+    expected, _ = layer(x, cu_seqlens.cpu(), longest, seeds=seeds, **options)
+    assert (y.cpu() - expected).abs().max() < 1e-2  # one element dropped otherwise is off by far more
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+def test_a_step_waits_for_nothing_and_is_captured(norm_first: bool) -> None:
+    module = wide_encoder(norm_first, dropout=0.1, attention_dropout=0.1, recompute=True)
+    x, cu_seqlens, longest = wide_batch()
+    x = x.cuda().requires_grad_()
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            y = module(x, cu_seqlens, longest)
+        y.float().square().mean().backward()
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()  # compiles kernels
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    for parameter in module.parameters():
+        parameter.grad = None
+    x.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    first = x.grad.clone()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not torch.equal(x.grad, first)  # added up, and dropped anew

@@ -1,0 +1,75 @@
+"""fasttfm.nn.PackedBatch: from padded to packed and back, for every way to say where the tokens are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fasttfm.nn import PackedBatch
+
+B, S = 3, 6
+IDS = torch.arange(B * S).view(B, S)
+BEHIND = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
+ANYWHERE = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 0, 0, 1, 0, 0], [0, 1, 1, 1, 1, 0]])
+
+LAYOUTS: dict[str, tuple[dict[str, Any], Tensor]] = {
+    "all": ({}, torch.ones(B, S)),
+    "full mask": ({"attention_mask": torch.ones(B, S)}, torch.ones(B, S)),
+    "mask": ({"attention_mask": BEHIND}, BEHIND),
+    "boolean mask": ({"attention_mask": BEHIND.bool()}, BEHIND),
+    "gaps": ({"attention_mask": ANYWHERE}, ANYWHERE),
+    "lengths": ({"lengths": [4, 1, 6]}, BEHIND),
+    "lengths tensor": ({"lengths": torch.tensor([4, 1, 6])}, BEHIND),
+}
+
+
+@pytest.mark.parametrize(("options", "mask"), LAYOUTS.values(), ids=LAYOUTS)
+def test_there_and_back(options: dict[str, Any], mask: Tensor) -> None:
+    batch = PackedBatch.of(IDS, **options)
+    there = mask.bool()
+    assert batch.tokens == int(there.sum())
+    assert batch.cu_seqlens.dtype == torch.int32
+    assert batch.cu_seqlens.diff().tolist() == there.sum(1).tolist()
+    assert batch.max_seqlen >= int(there.sum(1).max())
+    packed = batch.pack(IDS)
+    assert torch.equal(packed, IDS[there])
+    assert torch.equal(batch.unpack(packed), IDS * there)
+    states = torch.randn(batch.tokens, 4, requires_grad=True)
+    padded = batch.unpack(states)
+    assert torch.equal(padded[there], states)
+    assert not padded[~there].any()
+    assert torch.equal(torch.autograd.grad(padded.square().sum(), states)[0], 2 * states)
+    firsts = [int(row[keep][0]) for row, keep in zip(IDS, there, strict=True)]
+    assert batch.first_tokens(packed).tolist() == firsts
+    columns = batch.columns()
+    expected = torch.arange(S).expand(B, S)[there]
+    own = torch.cat([torch.arange(int(length)) for length in there.sum(1)])
+    assert torch.equal(own if columns is None else columns, expected)
+
+
+def test_packed_stays_packed() -> None:
+    ids, cu_seqlens = torch.arange(5), torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    batch = PackedBatch.of(ids, cu_seqlens=cu_seqlens, max_seqlen=3)
+    assert (batch.tokens, batch.max_seqlen) == (5, 3)
+    assert batch.pack(ids) is ids
+    assert batch.unpack(ids) is ids
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        (IDS[0], {}, r"input_ids: expected shape \[B, S\] without cu_seqlens"),
+        (IDS, {"cu_seqlens": torch.tensor([0, 18], dtype=torch.int32)}, r"input_ids: expected shape \[T\]"),
+        (IDS, {"max_seqlen": 3}, "max_seqlen: expected None without cu_seqlens, got 3"),
+        (IDS, {"lengths": [1, 2]}, r"lengths: expected 3 numbers in \[0, 6\], got \[1, 2\]"),
+        (IDS, {"lengths": [1, 2, 7]}, r"lengths: expected 3 numbers in \[0, 6\]"),
+        (IDS, {"lengths": [1, 2, 3], "attention_mask": BEHIND}, "attention_mask: expected None beside lengths"),
+        (IDS, {"attention_mask": BEHIND[:2]}, r"attention_mask: expected shape \(3, 6\), got shape \(2, 6\)"),
+    ],
+)
+def test_contradictions_are_named(ids: Tensor, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"PackedBatch: {message}"):
+        PackedBatch.of(ids, **options)
