@@ -80,18 +80,13 @@ def forward_choices(case: Case) -> Iterator[Choice]:
     elif case.S <= 128:
         yield {"short_forward_tiles": Tiles(128, 128, 8, 3)}
         yield {"short_forward_tiles": Tiles(128, 128, 8, 2, registers=128, programs=2)}
-    tiles = [Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3, ahead=4)]
+    tiles = [Tiles(64, 64, 4, 3)]
     if case.D > 64:
-        tiles = [
-            Tiles(64, 64, 4, 3),
-            Tiles(64, 64, 4, 3, ahead=2),
-            Tiles(128, 64, 8, 4),
-            Tiles(128, 128, 8, 3, ahead=1),
-        ]
+        tiles += [Tiles(128, 64, 8, 4), Tiles(128, 128, 8, 3)]
     elif case.S > 128:
-        tiles += [Tiles(64, 64, 4, 4, ahead=3)]
+        tiles += [Tiles(64, 64, 4, 4)]
     if case.S >= 512 and case.D <= 64 and not case.p:
-        tiles += [Tiles(128, 64, 8, 3, ahead=2)]
+        tiles += [Tiles(128, 64, 8, 3)]
     for choice in tiles:
         yield {"forward_tiles": choice, "short_forward_tiles": None}
 
@@ -105,16 +100,15 @@ def backward_choices(case: Case) -> Iterator[Choice]:
         yield {"short_backward_tiles": Tiles(128, 128, 8, 2)}
     if case.D > 64:
         query, key = Tiles(64, 64, 4, 2), Tiles(64, 128, 8, 2, keys_first=True)
-        queries, keys = [replace(query, ahead=2), Tiles(128, 64, 8, 3, ahead=1)], [replace(key, ahead=1)]
-        keys += [Tiles(128, 64, 8, 2, ahead=1)]
+        queries, keys = [query, Tiles(128, 64, 8, 3)], [replace(key, ahead=1), Tiles(128, 64, 8, 2, ahead=1)]
     else:
         query, key = Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2, keys_first=first)
-        queries, keys = [replace(query, ahead=3)], [replace(key, ahead=2)]
+        queries, keys = [query], [replace(key, ahead=2)]
         if case.S > 128:
-            queries += [Tiles(64, 128, 4, 3, ahead=2), Tiles(64, 64, 4, 4, ahead=3)]
+            queries += [Tiles(64, 128, 4, 3), Tiles(64, 64, 4, 4)]
             keys += [replace(key, stages=3, ahead=2)]
             keys += [replace(key, keys_first=False, stages=stages, ahead=2) for stages in (2, 3) if first]
-    pairs = [(query, key), *((chosen, key) for chosen in queries), *((queries[0], chosen) for chosen in keys)]
+    pairs = [*((chosen, key) for chosen in queries), *((query, chosen) for chosen in keys)]
     for query_choice, key_choice in pairs:
         yield {"query_tiles": query_choice, "key_tiles": key_choice, "short_backward_tiles": None}
 
