@@ -345,6 +345,22 @@ def test_a_peer_may_be_differentiated_in_tensors_of_its_own() -> None:
     assert set(gradients) == {8}
 
 
+@pytest.mark.usefixtures("_fixed_ceilings")
+def test_a_backward_with_nothing_to_do_is_not_measured_alone() -> None:
+    spec = replace(_spec(), gradients_in_forward=True)
+    rows = bench.bench_case(spec, CASE, torch.float32, CPU, contenders=("fasttfm",), effort=BRIEF)
+    assert [row.direction for row in rows] == ["forward", "forward+backward"]
+
+
+@pytest.mark.usefixtures("_fixed_ceilings")
+def test_a_forward_alone_is_held_against_what_it_must_do() -> None:
+    spec = replace(_spec(), inference_cost=lambda case, dtype: Cost(bytes=7.0))
+    rows = bench.bench_case(spec, CASE, torch.float32, CPU, contenders=("fasttfm",), effort=BRIEF)
+    alone, _, both = rows
+    assert alone.bytes == 7.0
+    assert both.bytes > 7.0
+
+
 @pytest.mark.parametrize(
     ("name", "stem"),
     [("Neoverse-N1", "cpu-neoverse-n1"), ("Intel(R) Xeon(R) Gold 6130 CPU @ 2.10GHz", "cpu-intel-xeon-gold-6130")],

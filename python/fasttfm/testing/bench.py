@@ -146,7 +146,7 @@ def bench_case(
             except Exception as error:
                 notes[name] = timing.reason(error)
         rows = []
-        for direction in DIRECTIONS if any(calls.wanted[0] for calls in ready.values()) else DIRECTIONS[:1]:
+        for direction in _directions(spec, ready.values()):
             blank = functools.partial(_blank_row, spec, case, dtype, device, direction, ceilings)
             measured = _measure_direction(direction, ready, stream, effort)
             unmeasured = {**notes, **measured.failures}
@@ -158,6 +158,12 @@ def bench_case(
             ]
             rows += with_ratios([with_limit(row, spec, case, dtype, ceilings) for row in filled])
     return rows
+
+
+def _directions(spec: OpSpec, ready: Iterable[_Calls]) -> tuple[str, ...]:
+    if not any(calls.wanted[0] for calls in ready):
+        return DIRECTIONS[:1]
+    return tuple(name for name in DIRECTIONS if name != "backward" or not spec.gradients_in_forward)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -207,6 +213,8 @@ def _fill_row(row: Row, calls: _Calls, direction: str, measured: _Measured) -> R
 def with_limit(row: Row, spec: OpSpec, case: OpCase, dtype: torch.dtype, ceilings: timing.Ceilings) -> Row:
     """Adds what the case must move and compute, and how close the contender comes to the device's limit."""
     parts = [_cost(spec, part, case, dtype) for part in row.direction.split("+")]
+    if row.direction == "forward" and spec.inference_cost is not None:
+        parts = [spec.inference_cost(case, dtype)]
     total = Cost(sum(part.bytes for part in parts), sum(part.flops for part in parts))
     row = replace(row, bytes=total.bytes, flops=total.flops)
     milliseconds = row.ms_p50 if row.gpu_ms is None else row.gpu_ms
@@ -440,6 +448,7 @@ def _measure_direction(
             # The end of a failed capture raises once more; the first error is the one that tells.
             root = error.__context__ if isinstance(error.__context__, Exception) else error
             capture_failures[name] = f"no CUDA graph: {timing.reason(root)}"
+            timing.after_failed_capture(stream)
     replayed = timing.measure(graphs, clock, effort)
     return _Measured(measured.seconds, failures, replayed.seconds, capture_failures | replayed.failures)
 

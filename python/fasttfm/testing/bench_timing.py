@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
@@ -185,6 +186,13 @@ def _capture(function: Callable[[], object], stream: torch.cuda.Stream, pool: An
     with torch.cuda.graph(graph, pool=pool, stream=stream):
         function()
     return graph
+
+
+def after_failed_capture(stream: torch.cuda.Stream) -> None:
+    """A capture that fails leaves torch's random numbers waiting for its end, and every later draw raises; a capture
+    that succeeds ends the wait."""
+    with contextlib.suppress(RuntimeError):
+        _capture(lambda: torch.zeros(1, device=stream.device), stream)
 
 
 def percentiles(samples: list[float]) -> tuple[float, float, float]:

@@ -149,7 +149,8 @@ def write_chart(path: Path, rows: Sequence[Row]) -> None:
         _draw_panel(panel, [row for row in measured if row.direction == direction], contenders, groups)
         panel.set_title(direction, loc="left", fontsize=12)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), fontsize=11, frameon=False)
+    columns = max(1, min(len(labels), int(width / 2.2)))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=11, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": None})
 

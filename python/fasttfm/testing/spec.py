@@ -109,6 +109,8 @@ class OpSpec:
     bench_cases_cpu: tuple[OpCase, ...] = ()
     forward_cost: Callable[[OpCase, torch.dtype], Cost] | None = None
     backward_cost: Callable[[OpCase, torch.dtype], Cost] | None = None
+    inference_cost: Callable[[OpCase, torch.dtype], Cost] | None = None  # of a forward alone, where that has less to do
+    gradients_in_forward: bool = False  # the backward alone has next to nothing to do, and is not measured
     peers: tuple[Peer, ...] = ()
     curves: Mapping[str, Mapping[int, str]] = field(default_factory=dict)  # a chart's panels: size -> case, by title
     bad_calls: tuple[BadCall, ...] = ()

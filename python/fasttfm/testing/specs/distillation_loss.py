@@ -155,6 +155,7 @@ SPEC = OpSpec(
     bench_cases_cpu=(_bench(128, 768, 768, (torch.float32,)),),
     forward_cost=lambda case, dtype: _cost(case, dtype, backward=False),
     backward_cost=lambda case, dtype: _cost(case, dtype, backward=True),
+    gradients_in_forward=True,
     peers=(Peer("torch", _torch_loss), Peer("torch.compile", compiled(_torch_loss))),
     bad_calls=BAD_CALLS,
     mutants={"the other way round": _other_way_round, "without T^2": _without_square},

@@ -95,6 +95,11 @@ def _forward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
     return Cost(bytes=4 * _tensor_bytes(case, dtype))
 
 
+def _inference_cost(case: OpCase, dtype: torch.dtype) -> Cost:
+    """Writes z only where it is a result."""
+    return Cost(bytes=(3 + bool(case.options["prenorm"])) * _tensor_bytes(case, dtype))
+
+
 def _backward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
     """Reads dy and z, with prenorm also dz; writes dresidual and, if it is another, dx."""
     tensors = 3 + bool(case.options["p"]) + bool(case.options["prenorm"])
@@ -225,6 +230,7 @@ SPEC = OpSpec(
     bench_cases_cpu=(_case("4x512x768", 4, 512, 768, parameters=("weight", "bias")),),
     forward_cost=_forward_cost,
     backward_cost=_backward_cost,
+    inference_cost=_inference_cost,
     peers=(Peer("torch", _torch), Peer("torch.compile", compiled(_torch))),
     bad_calls=BAD_CALLS,
     mutants={

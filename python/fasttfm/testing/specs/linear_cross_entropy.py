@@ -185,6 +185,7 @@ SPEC = OpSpec(
     ),
     forward_cost=lambda case, dtype: _cost(case, dtype, 1),
     backward_cost=lambda case, dtype: _cost(case, dtype, 2),
+    gradients_in_forward=True,
     peers=(
         Peer("torch", _torch_loss),
         Peer("torch.compile", compiled(_torch_loss)),

@@ -154,6 +154,7 @@ SPEC = OpSpec(
     bench_cases_cpu=(_bench(1024, 768, dtypes=(torch.float32,)),),
     forward_cost=lambda case, dtype: _cost(case, dtype, 1),
     backward_cost=lambda case, dtype: _cost(case, dtype, 2),
+    gradients_in_forward=True,
     peers=(
         Peer("torch dense", _dense),
         Peer("torch gathered", _gathered),
