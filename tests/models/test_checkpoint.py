@@ -24,7 +24,7 @@ SIZES = {
     "intermediate_size": 20,
     "max_position_embeddings": 11,
 }
-CLASSES = [name for name in models.__all__ if "Model" in name or "For" in name]
+CLASSES = [name for name in models.__all__ if name.startswith(("Bert", "Roberta")) and not name.endswith("Config")]
 
 
 def model(name: str = "BertForMaskedLM", **changes: Any) -> Any:

@@ -12,6 +12,13 @@ from fasttfm.models.bert import (
     BertModel,
 )
 from fasttfm.models.checkpoint_files import CheckpointError
+from fasttfm.models.gpt import (
+    GPT2Config,
+    GPT2DoubleHeadsModel,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    GPT2Model,
+)
 from fasttfm.models.roberta import (
     RobertaConfig,
     RobertaForMaskedLM,
@@ -33,6 +40,11 @@ __all__ = [
     "BertForTokenClassification",
     "BertModel",
     "CheckpointError",
+    "GPT2Config",
+    "GPT2DoubleHeadsModel",
+    "GPT2ForSequenceClassification",
+    "GPT2LMHeadModel",
+    "GPT2Model",
     "RobertaConfig",
     "RobertaForMaskedLM",
     "RobertaForMultipleChoice",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -46,7 +47,8 @@ class PretrainedModel(nn.Module):
         self.tie_weights()
 
     def initialise(self, module: nn.Module) -> None:
-        """Draws a module's parameters: normal weights, zero biases, LayerNorms that change nothing."""
+        """Draws a module's parameters: normal weights, zero biases, LayerNorms that change nothing. In a pre-LN model
+        the blocks' outputs add up, so the weights that make them are smaller by the root of their number."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -54,6 +56,10 @@ class PretrainedModel(nn.Module):
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             with torch.no_grad():
                 module.weight[module.padding_idx].zero_()
+        if isinstance(module, Encoder) and module.final_norm is not None:
+            layers = module.in_order()
+            for product in (product for layer in layers for product in (layer.out, layer.down)):
+                nn.init.normal_(product.weight, std=self.config.initializer_range / math.sqrt(2 * len(layers)))
 
     def tied(self) -> dict[str, str]:
         """Parameters that are another one, by name: ``{"lm_head.decoder.weight": "bert.embeddings.word.weight"}``."""

@@ -1,0 +1,250 @@
+"""The GPTs against transformers: the same checkpoint, the same outputs and gradients, padded and packed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fasttfm import models
+from fasttfm.models import CheckpointError
+from fasttfm.testing.modules import check_modules
+
+B, S, V, LABELS = 3, 9, 61, 3
+PAD = 60
+SIZES = {"vocab_size": V, "n_embd": 48, "n_layer": 2, "n_head": 3, "n_positions": 21, "num_labels": LABELS}
+LENGTHS = [4, 9, 1]
+MASKS = {
+    "full": torch.ones(B, S, dtype=torch.int64),
+    "behind": torch.arange(S).expand(B, S) < torch.tensor(LENGTHS)[:, None],
+    "anywhere": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1, 0]]),
+}
+generator = torch.Generator().manual_seed(0)
+IDS = torch.randint(5, PAD, (B, S), generator=generator)
+SEGMENTS = torch.randint(2, (B, S), generator=generator)
+WORDS = torch.where(torch.rand(B, S, generator=generator) < 0.7, IDS, -100)
+
+
+def family_of(name: str) -> str:
+    return "GPT2"
+
+
+def config_of(package: Any, name: str, **changes: Any) -> Any:
+    return getattr(package, f"{family_of(name)}Config")(**{**SIZES, "pad_token_id": PAD, **changes})
+
+
+def theirs_of(name: str, **changes: Any) -> Any:
+    """A model of transformers with random parameters."""
+    transformers = pytest.importorskip("transformers")
+    config = config_of(transformers, name, **changes)
+    torch.manual_seed(1)
+    module = getattr(transformers, name)(config).eval()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return module
+
+
+def pair(name: str, directory: Path, **changes: Any) -> tuple[Any, Any]:
+    """Ours, read from the checkpoint that theirs wrote, and theirs."""
+    theirs = theirs_of(name, **changes)
+    theirs.save_pretrained(directory)
+    return getattr(models, name).from_pretrained(directory), theirs
+
+
+def tensors(output: Any, mask: Tensor | None = None) -> dict[str, Tensor]:
+    """An output's tensors; of token states and token logits, the rows of tokens."""
+    found: dict[str, Tensor] = {}
+    for name in output.keys():  # noqa: SIM118 - theirs is no mapping of ours
+        if name == "past_key_values":
+            continue
+        value = output[name]
+        for index, each in enumerate(value if isinstance(value, tuple) else [value]):
+            by_token = mask is not None and each.shape[: mask.dim()] == mask.shape
+            found[f"{name}.{index}"] = each[mask.bool()] if by_token else each
+    return found
+
+
+# ---- the same numbers ------------------------------------------------------------------------------------------------
+
+CLASSES = ["GPT2Model", "GPT2LMHeadModel", "GPT2ForSequenceClassification"]
+# With padding before a token, transformers' loss predicts the token from the padding, so there it is left out.
+LAYOUTS = [(name, mask) for name in CLASSES for mask in ("behind", "full")] + [("GPT2Model", "anywhere")]
+
+
+@pytest.mark.parametrize(("name", "kind"), LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_same_numbers_as_transformers(name: str, kind: str, packed: bool, tmp_path: Path) -> None:
+    ours, theirs = pair(name, tmp_path)
+    mask = MASKS[kind]
+    there = mask.bool()
+    ids = torch.where(there, IDS, PAD)
+    given = {"token_type_ids": SEGMENTS}
+    if "LMHead" in name:
+        given["labels"] = torch.where(there, WORDS, -100)
+    elif "Classification" in name:
+        given["labels"] = torch.tensor([2, 0, 1])
+
+    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
+        options: dict[str, Any] = {"output_hidden_states": True}
+        if module is ours and "LMHead" in name:
+            options["output_logits"] = True
+        if module is not ours or not packed:
+            return tensors(module(ids, attention_mask=mask, **given, **options), mask)
+        own = {key: value[there] if value.shape == mask.shape else value for key, value in given.items()}
+        if kind == "anywhere":  # where a packed token stood cannot be known
+            own["position_ids"] = torch.arange(S).expand(B, S)[there]
+        cu_seqlens = torch.nn.functional.pad(there.sum(1).cumsum(0), (1, 0)).int()
+        return tensors(module(ids[there], cu_seqlens=cu_seqlens, max_seqlen=S, **own, **options))
+
+    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
+
+
+@pytest.mark.parametrize("changes", [{}, {"summary_activation": "tanh"}], ids=["plain", "tanh"])
+@pytest.mark.parametrize("family", ["GPT2"])
+def test_two_heads(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    ours, theirs = pair(f"{family}DoubleHeadsModel", tmp_path, **changes)
+    ids = torch.stack([IDS[:2], IDS[:2].flip(-1)])
+    mask = MASKS["behind"][:2].repeat(2, 1, 1).int()
+    given = {
+        "labels": ids.where(mask.bool(), -100),
+        "mc_token_ids": torch.tensor([[2, 8], [3, 5]]),
+        "mc_labels": torch.tensor([1, 0]),
+    }
+
+    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
+        options = {"output_logits": True} if module is ours else {}
+        return tensors(module(ids, attention_mask=mask.flatten(0, 1), **given, **options), mask)
+
+    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
+
+
+def test_choices_are_read_from_the_same_tokens_in_every_layout() -> None:
+    module = models.GPT2DoubleHeadsModel(config_of(models, "GPT2")).eval()
+    there = MASKS["anywhere"].bool()[:2]
+    columns = torch.tensor([[4, 1]])
+    shape = (1, 2, S)
+    padded = module(IDS[:2].view(shape), there.view(shape), mc_token_ids=columns)
+    numbers = (there.cumsum(1) - 1).gather(1, columns.view(2, 1)).view(1, 2)
+    cu_seqlens = torch.tensor([0, 7, 11], dtype=torch.int32)
+    positions = torch.arange(S).expand(2, S)[there]
+    packed = module(IDS[:2][there], position_ids=positions, cu_seqlens=cu_seqlens, mc_token_ids=numbers, num_choices=2)
+    assert torch.equal(padded.mc_logits, packed.mc_logits)
+    with pytest.raises(ValueError, match=r"GPT2DoubleHeadsModel: input_ids: expected shape \[B, choices, S\]"):
+        module(IDS)
+
+
+def test_attentions(tmp_path: Path) -> None:
+    ours, theirs = pair("GPT2Model", tmp_path, attn_implementation="eager")
+    found = ours(IDS, lengths=LENGTHS, output_attentions=True).attentions
+    expected = theirs.double()(IDS, attention_mask=MASKS["behind"], output_attentions=True).attentions
+    assert len(found) == len(expected) == 2
+    for a, b in zip(found, expected, strict=True):
+        rows = MASKS["behind"][:, None, :, None].expand_as(b)
+        assert (a.double() - b)[rows].abs().max() < torch.finfo(torch.float32).eps * 100
+        assert not a[~rows].any()
+
+
+def test_the_last_word_is_read() -> None:
+    """Not padding, where the mask does not say it; the last token where no word means padding."""
+    module = models.GPT2ForSequenceClassification(config_of(models, "GPT2")).eval()
+    ids = torch.where(MASKS["behind"], IDS, PAD)
+    by_mask = module(ids, MASKS["behind"]).logits
+    assert torch.equal(module(ids).logits, by_mask)
+    module.config.pad_token_id = None
+    assert torch.equal(module(ids, lengths=LENGTHS).logits, by_mask)
+    assert not torch.equal(module(ids).logits, by_mask)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def made(name: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    module = getattr(models, name)(config_of(models, name, **changes))
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    return module
+
+
+def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+
+
+STORED = [(name, True) for name in models.__all__ if name.startswith("GPT2") and not name.endswith("Config")] + [
+    ("GPT2LMHeadModel", False)
+]
+
+
+@pytest.mark.parametrize(("name", "tied"), STORED)
+def test_transformers_reads_ours_and_we_read_theirs(name: str, tied: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = made(name, tie_word_embeddings=tied)
+    ours.save_pretrained(tmp_path / "ours")
+    theirs, info = getattr(transformers, name).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert theirs.config.num_labels == ours.config.num_labels
+    theirs.save_pretrained(tmp_path / "theirs")
+    written, kept = (load_file(tmp_path / who / "model.safetensors") for who in ("theirs", "ours"))
+    assert same_tensors(written, kept)
+    again = getattr(models, name).from_pretrained(tmp_path / "theirs")
+    assert same_tensors(again.state_dict(), ours.state_dict())
+    assert dataclasses.replace(again.config, extra={}) == dataclasses.replace(ours.config, extra={})
+
+
+def test_published_files_are_read(tmp_path: Path) -> None:
+    """They have no prefix, no head, and the causal mask of every layer."""
+    module = made("GPT2LMHeadModel")
+    module.transformer.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 21, 21) for layer in range(2)}
+    save_file({**load_file(path), **masks}, path)
+    again = models.GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert same_tensors(again.state_dict(), module.state_dict())
+    assert again.lm_head.decoder.weight is again.transformer.embeddings.word.weight
+
+
+def test_a_matrix_that_is_not_transposed_is_named(tmp_path: Path) -> None:
+    made("GPT2Model").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    stored["h.1.attn.c_attn.weight"] = stored["h.1.attn.c_attn.weight"].t().contiguous()
+    save_file(stored, path)
+    with pytest.raises(CheckpointError, match=r"h\.1\.attn\.c_attn\.weight: expected shape \(48, 144\), got \(144, 48"):
+        models.GPT2Model.from_pretrained(tmp_path)
+
+
+# ---- sizes and initialisation ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters"),
+    [("small", 124_439_808), ("medium", 354_823_168), ("large", 774_030_080), ("xl", 1_557_611_200)],
+)
+def test_published_sizes(size: str, parameters: int) -> None:
+    with torch.device("meta"):
+        module = models.GPT2LMHeadModel(models.GPT2Config.named(size))
+    assert sum(parameter.numel() for parameter in module.parameters()) == parameters
+
+
+def test_what_is_added_to_the_stream_begins_small() -> None:
+    torch.manual_seed(0)
+    module = models.GPT2LMHeadModel(config_of(models, "GPT2", n_layer=8, n_embd=96))
+    for layer in module.transformer.encoder.in_order():
+        for product, std in ((layer.qkv, 0.02), (layer.up, 0.02), (layer.out, 0.005), (layer.down, 0.005)):
+            count = product.weight.numel()
+            assert abs(product.weight.std().item() / std - 1) < 5 / (2 * count) ** 0.5  # five standard deviations
+            assert not product.bias.any()
+
+
+def test_training_step_reaches_every_parameter() -> None:
+    module = models.GPT2LMHeadModel(config_of(models, "GPT2"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = module(IDS, MASKS["behind"], labels=IDS).loss
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in module.parameters())
