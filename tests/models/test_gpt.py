@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fasttfm import models
 from fasttfm.models import CheckpointError
+from fasttfm.models.openai_gpt import task_sequence
 from fasttfm.testing.modules import check_modules
 
 B, S, V, LABELS = 3, 9, 61, 3
@@ -31,7 +32,7 @@ WORDS = torch.where(torch.rand(B, S, generator=generator) < 0.7, IDS, -100)
 
 
 def family_of(name: str) -> str:
-    return "GPT2"
+    return "OpenAIGPT" if name.startswith("OpenAIGPT") else "GPT2"
 
 
 def config_of(package: Any, name: str, **changes: Any) -> Any:
@@ -69,11 +70,16 @@ def tensors(output: Any, mask: Tensor | None = None) -> dict[str, Tensor]:
     return found
 
 
+FAMILIES = ["GPT2", "OpenAIGPT"]
+
+
 # ---- the same numbers ------------------------------------------------------------------------------------------------
 
-CLASSES = ["GPT2Model", "GPT2LMHeadModel", "GPT2ForSequenceClassification"]
+CLASSES = [f"{family}{head}" for family in FAMILIES for head in ("Model", "LMHeadModel", "ForSequenceClassification")]
 # With padding before a token, transformers' loss predicts the token from the padding, so there it is left out.
-LAYOUTS = [(name, mask) for name in CLASSES for mask in ("behind", "full")] + [("GPT2Model", "anywhere")]
+LAYOUTS = [(name, mask) for name in CLASSES for mask in ("behind", "full")] + [
+    (f"{family}Model", "anywhere") for family in FAMILIES
+]
 
 
 @pytest.mark.parametrize(("name", "kind"), LAYOUTS)
@@ -105,7 +111,7 @@ def test_same_numbers_as_transformers(name: str, kind: str, packed: bool, tmp_pa
 
 
 @pytest.mark.parametrize("changes", [{}, {"summary_activation": "tanh"}], ids=["plain", "tanh"])
-@pytest.mark.parametrize("family", ["GPT2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_two_heads(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     ours, theirs = pair(f"{family}DoubleHeadsModel", tmp_path, **changes)
     ids = torch.stack([IDS[:2], IDS[:2].flip(-1)])
@@ -175,12 +181,10 @@ def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
 
 
-STORED = [(name, True) for name in models.__all__ if name.startswith("GPT2") and not name.endswith("Config")] + [
-    ("GPT2LMHeadModel", False)
-]
+STORED = [name for name in models.__all__ if name.startswith(tuple(FAMILIES)) and not name.endswith("Config")]
 
 
-@pytest.mark.parametrize(("name", "tied"), STORED)
+@pytest.mark.parametrize(("name", "tied"), [*((name, True) for name in STORED), ("GPT2LMHeadModel", False)])
 def test_transformers_reads_ours_and_we_read_theirs(name: str, tied: bool, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     ours = made(name, tie_word_embeddings=tied)
@@ -218,16 +222,58 @@ def test_a_matrix_that_is_not_transposed_is_named(tmp_path: Path) -> None:
         models.GPT2Model.from_pretrained(tmp_path)
 
 
+def test_gpt1_has_no_fields_of_gpt2(tmp_path: Path) -> None:
+    models.OpenAIGPTConfig().save_pretrained(tmp_path)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.OpenAIGPTConfig.from_pretrained(tmp_path).to_dict()
+    assert theirs.keys() - transformers.OpenAIGPTConfig().to_dict().keys() <= {"recompute", "auxiliary_loss_weight"}
+
+
+# ---- GPT-1's fine-tuning ---------------------------------------------------------------------------------------------
+
+
+def test_the_auxiliary_loss_is_that_of_next_words(tmp_path: Path) -> None:
+    """Against transformers' two models on one set of weights."""
+    ours, theirs = pair("OpenAIGPTForSequenceClassification", tmp_path, auxiliary_loss_weight=0.25)
+    transformers = pytest.importorskip("transformers")
+    labels, mask = torch.tensor([2, 0, 1]), MASKS["behind"]
+    ids = torch.where(mask, IDS, PAD)
+    words = torch.where(mask, IDS, -100)
+
+    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
+        if module is ours:
+            return {"loss": module(ids, mask, labels=labels, lm_labels=words).loss}
+        states = module.transformer(ids, attention_mask=mask).last_hidden_state
+        logits = (states @ module.transformer.tokens_embed.weight.t())[:, :-1]
+        auxiliary = torch.nn.functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
+        return {"loss": module(ids, attention_mask=mask, labels=labels).loss + 0.25 * auxiliary}
+
+    assert isinstance(theirs, transformers.OpenAIGPTForSequenceClassification)
+    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
+
+
+def test_tasks_are_one_sequence() -> None:
+    marks = {"start": 90, "delimiter": 91, "extract": 92}
+    assert task_sequence([1, 2], **marks) == [90, 1, 2, 92]
+    assert task_sequence([1, 2], [3], [4], **marks) == [90, 1, 2, 91, 3, 91, 4, 92]
+
+
 # ---- sizes and initialisation ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("size", "parameters"),
-    [("small", 124_439_808), ("medium", 354_823_168), ("large", 774_030_080), ("xl", 1_557_611_200)],
+    ("family", "size", "parameters"),
+    [
+        ("OpenAIGPT", "base", 116_534_784),
+        ("GPT2", "small", 124_439_808),
+        ("GPT2", "medium", 354_823_168),
+        ("GPT2", "large", 774_030_080),
+        ("GPT2", "xl", 1_557_611_200),
+    ],
 )
-def test_published_sizes(size: str, parameters: int) -> None:
+def test_published_sizes(family: str, size: str, parameters: int) -> None:
     with torch.device("meta"):
-        module = models.GPT2LMHeadModel(models.GPT2Config.named(size))
+        module = getattr(models, f"{family}LMHeadModel")(getattr(models, f"{family}Config").named(size))
     assert sum(parameter.numel() for parameter in module.parameters()) == parameters
 
 

@@ -19,6 +19,13 @@ from fasttfm.models.gpt import (
     GPT2LMHeadModel,
     GPT2Model,
 )
+from fasttfm.models.openai_gpt import (
+    OpenAIGPTConfig,
+    OpenAIGPTDoubleHeadsModel,
+    OpenAIGPTForSequenceClassification,
+    OpenAIGPTLMHeadModel,
+    OpenAIGPTModel,
+)
 from fasttfm.models.roberta import (
     RobertaConfig,
     RobertaForMaskedLM,
@@ -45,6 +52,11 @@ __all__ = [
     "GPT2ForSequenceClassification",
     "GPT2LMHeadModel",
     "GPT2Model",
+    "OpenAIGPTConfig",
+    "OpenAIGPTDoubleHeadsModel",
+    "OpenAIGPTForSequenceClassification",
+    "OpenAIGPTLMHeadModel",
+    "OpenAIGPTModel",
     "RobertaConfig",
     "RobertaForMaskedLM",
     "RobertaForMultipleChoice",
