@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fasttfm import models
-from fasttfm.generate import CachedDecoder, Sampling
+from fasttfm.generate import CachedDecoder, Sampling, generate
 from fasttfm.nn import PackedBatch
 from fasttfm.testing import compare
 from fasttfm.testing.tolerance import OUTPUT_FACTOR
@@ -17,7 +17,7 @@ from fasttfm.testing.tolerance import OUTPUT_FACTOR
 B, S, V, PAD = 4, 7, 61, 60
 LENGTHS = [4, 7, 1, 6]
 SIZES = {"vocab_size": V, "n_embd": 48, "n_layer": 3, "n_head": 3, "n_positions": 40, "pad_token_id": PAD}
-FAMILIES = ["GPT2", "OpenAIGPT"]
+FAMILIES = {"GPT2": {}, "OpenAIGPT": {}, "GPT3": {"local_window": 4}}
 BEFORE = torch.arange(S) >= S - torch.tensor(LENGTHS)[:, None]  # padding stands before the prompts
 BEHIND = torch.arange(S) < torch.tensor(LENGTHS)[:, None]
 PROMPTS = torch.randint(5, PAD, (B, S), generator=torch.Generator().manual_seed(0))
@@ -25,7 +25,7 @@ PROMPTS = torch.randint(5, PAD, (B, S), generator=torch.Generator().manual_seed(
 
 def model(family: str = "GPT2", **changes: Any) -> Any:
     torch.manual_seed(0)
-    config = getattr(models, f"{family}Config")(**{**SIZES, "eos_token_id": 3, **changes})
+    config = getattr(models, f"{family}Config")(**{**SIZES, **FAMILIES[family], "eos_token_id": 3, **changes})
     made = getattr(models, f"{family}LMHeadModel")(config).eval()
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -70,7 +70,7 @@ def test_greedy_continuations_of_different_prompts(family: str, layout: str) -> 
     mask = BEFORE if layout == "before" else BEHIND
     options = {"lengths": LENGTHS} if layout == "lengths" else {"attention_mask": mask}
     ids = PROMPTS.where(mask, PAD)
-    found = module.generate(ids, **options, max_new_tokens=12, eos_token_id=ends)
+    found = generate(module, ids, **options, max_new_tokens=12, eos_token_id=ends)
     assert torch.equal(found[:, :S], ids)
     expected = [naive(module, ids[row][mask[row]], 12, ends) for row in range(B)]
     assert min(map(len, expected)) <= 3
@@ -87,16 +87,16 @@ def test_the_same_tokens_as_transformers(tmp_path: Any) -> None:
     ends = [3, int(theirs.generate(ids, attention_mask=BEFORE.int(), max_new_tokens=5, do_sample=False)[1, S + 3])]
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": ends}
     expected = theirs.generate(ids, attention_mask=BEFORE.int(), **options, pad_token_id=PAD)
-    assert torch.equal(ours.generate(ids, BEFORE, **options), expected)
+    assert torch.equal(generate(ours, ids, BEFORE, **options), expected)
 
 
 def test_the_end_is_that_of_the_longest() -> None:
     module = model()
-    first = module.generate(PROMPTS[:1], max_new_tokens=20, eos_token_id=[])[0, S:]
+    first = generate(module, PROMPTS[:1], max_new_tokens=20, eos_token_id=[])[0, S:]
     end = int(first[1])
-    found = module.generate(PROMPTS[:1], max_new_tokens=20, eos_token_id=end)
+    found = generate(module, PROMPTS[:1], max_new_tokens=20, eos_token_id=end)
     assert found[0, S:].tolist() == first[: first.tolist().index(end) + 1].tolist()
-    assert module.generate(PROMPTS, max_new_tokens=0) is PROMPTS
+    assert generate(module, PROMPTS, max_new_tokens=0) is PROMPTS
 
 
 @pytest.mark.parametrize(
@@ -137,11 +137,11 @@ def test_a_generator_reproduces_samples() -> None:
 
     def run(seed: int) -> Tensor:
         options = {"do_sample": True, "top_p": 0.9, "generator": torch.Generator().manual_seed(seed)}
-        return module.generate(PROMPTS, max_new_tokens=10, **options)
+        return generate(module, PROMPTS, max_new_tokens=10, **options)
 
     assert torch.equal(run(0), run(0))
     assert not torch.equal(run(0), run(1))
-    assert torch.equal(module.generate(PROMPTS, do_sample=True, top_k=1), module.generate(PROMPTS))
+    assert torch.equal(generate(module, PROMPTS, do_sample=True, top_k=1), generate(module, PROMPTS))
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def test_a_generator_reproduces_samples() -> None:
 )
 def test_wrong_calls_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        model().generate(PROMPTS, **options)
+        generate(model(), PROMPTS, **options)
 
 
 def test_a_model_in_training_is_refused() -> None:
     with pytest.raises(ValueError, match="expected evaluation mode"):
-        model().train().generate(PROMPTS)
+        generate(model().train(), PROMPTS)

@@ -32,7 +32,7 @@ WORDS = torch.where(torch.rand(B, S, generator=generator) < 0.7, IDS, -100)
 
 
 def family_of(name: str) -> str:
-    return "OpenAIGPT" if name.startswith("OpenAIGPT") else "GPT2"
+    return next(family for family in ("GPT2", "GPT3", "OpenAIGPT") if name.startswith(family))
 
 
 def config_of(package: Any, name: str, **changes: Any) -> Any:
@@ -258,6 +258,90 @@ def test_tasks_are_one_sequence() -> None:
     assert task_sequence([1, 2], [3], [4], **marks) == [90, 1, 2, 91, 3, 91, 4, 92]
 
 
+# ---- GPT-3's local layers --------------------------------------------------------------------------------------------
+
+
+def from_gpt_neo(tensors: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """GPT-Neo's tensors by our names. It does not divide its scores by the root of the heads' width: ``scale`` is what
+    makes up for that, in weights of queries, and its reciprocal in their gradients."""
+    found = {}
+    for name, value in tensors.items():
+        if name == "lm_head.weight" or "attention.k_proj" in name or "attention.v_proj" in name:
+            continue
+        if "attention.q_proj" in name:
+            key, other = (tensors[name.replace("q_proj", part)] for part in ("k_proj", "v_proj"))
+            name, value = name.replace("attn.attention.q_proj", "qkv"), torch.cat([value * scale, key, other])
+        for theirs, ours in (
+            ("transformer.wte", "transformer.embeddings.word"),
+            ("transformer.wpe", "transformer.embeddings.position"),
+            ("transformer.ln_f", "transformer.encoder.final_norm"),
+            ("transformer.h.", "transformer.encoder.layers."),
+            ("attn.attention.out_proj", "out"),
+            ("mlp.c_fc", "up"),
+            ("mlp.c_proj", "down"),
+            ("ln_", "norm"),
+        ):
+            name = name.replace(theirs, ours)
+        found[name] = value
+    return found
+
+
+def test_every_second_layer_is_local() -> None:
+    """GPT-Neo, the model in transformers that has GPT-3's layers, serves as the measure."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": V, "hidden_size": 48, "num_layers": 4, "num_heads": 3, "max_position_embeddings": 21}
+    pattern = {"attention_types": [[["global", "local"], 2]], "window_size": 4}
+    theirs = transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**sizes, **pattern)).eval()
+    torch.manual_seed(0)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    ours = models.GPT3LMHeadModel(config_of(models, "GPT3", n_layer=4, local_window=4)).eval()
+    for layer in ours.transformer.encoder.in_order():
+        layer.qkv.bias = None
+    root = 16**0.5
+    ours.load_state_dict(from_gpt_neo(theirs.state_dict(), root), strict=False)
+    ids = IDS.where(MASKS["behind"], PAD)
+    labels = IDS.where(MASKS["behind"], -100)
+
+    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
+        options = {"output_logits": True} if module is ours else {"use_cache": False}
+        given = {"attention_mask": MASKS["behind"], "labels": labels, "output_hidden_states": True}
+        return tensors(module(ids, **given, **options), MASKS["behind"])
+
+    check_modules(ours, theirs, call, {}, translate=lambda found: from_gpt_neo(found, 1 / root))
+
+
+def test_gpt3_is_not_read_as_gpt2(tmp_path: Path) -> None:
+    module = made("GPT3LMHeadModel", local_window=5)
+    module.save_pretrained(tmp_path)
+    again = models.GPT3LMHeadModel.from_pretrained(tmp_path)
+    assert same_tensors(again.state_dict(), module.state_dict())
+    assert again.transformer.encoder.in_order()[1].window == (4, 0)
+    with pytest.raises(CheckpointError, match="model_type: expected 'gpt2', got 'gpt3'"):
+        models.GPT2LMHeadModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"),
+    [
+        ("small", 125),
+        ("medium", 350),
+        ("large", 760),
+        ("xl", 1300),
+        ("2.7b", 2700),
+        ("6.7b", 6700),
+        ("13b", 13000),
+        ("175b", 175000),
+    ],
+)
+def test_published_sizes_of_gpt3(size: str, millions: int) -> None:
+    """The numbers in the paper are rounded to two or three digits."""
+    with torch.device("meta"):
+        module = models.GPT3LMHeadModel(models.GPT3Config.named(size))
+    assert abs(sum(parameter.numel() for parameter in module.parameters()) / (millions * 1e6) - 1) < 0.02
+    assert all(parameter.is_meta for parameter in module.parameters())
+
+
 # ---- sizes and initialisation ----------------------------------------------------------------------------------------
 
 
@@ -285,6 +369,26 @@ def test_what_is_added_to_the_stream_begins_small() -> None:
             count = product.weight.numel()
             assert abs(product.weight.std().item() / std - 1) < 5 / (2 * count) ** 0.5  # five standard deviations
             assert not product.bias.any()
+
+
+def test_a_training_step_is_one_graph_and_runs_again_in_the_backward() -> None:
+    """Compiled, and with activation checkpointing, the same bits, dropout included."""
+    module = models.GPT2LMHeadModel(config_of(models, "GPT2"))
+    cu_seqlens = torch.tensor([0, 11, B * S], dtype=torch.int32)
+
+    def step(call: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        module.zero_grad()
+        loss = call(IDS.flatten(), cu_seqlens=cu_seqlens, max_seqlen=16, labels=IDS.flatten()).loss
+        loss.backward()
+        return [loss.detach(), *(parameter.grad.clone() for parameter in module.parameters())]
+
+    expected = step(module)
+    torch._dynamo.reset()
+    compiled = step(torch.compile(module, fullgraph=True, backend="aot_eager"))
+    module.gradient_checkpointing_enable()
+    for found in (compiled, step(module)):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_training_step_reaches_every_parameter() -> None:

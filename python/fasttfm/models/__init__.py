@@ -19,6 +19,7 @@ from fasttfm.models.gpt import (
     GPT2LMHeadModel,
     GPT2Model,
 )
+from fasttfm.models.gpt3 import GPT3Config, GPT3LMHeadModel, GPT3Model
 from fasttfm.models.openai_gpt import (
     OpenAIGPTConfig,
     OpenAIGPTDoubleHeadsModel,
@@ -52,6 +53,9 @@ __all__ = [
     "GPT2ForSequenceClassification",
     "GPT2LMHeadModel",
     "GPT2Model",
+    "GPT3Config",
+    "GPT3LMHeadModel",
+    "GPT3Model",
     "OpenAIGPTConfig",
     "OpenAIGPTDoubleHeadsModel",
     "OpenAIGPTForSequenceClassification",

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fasttfm.generate import GenerateOptions, generate
 from fasttfm.models.checkpoint_names import Names, Rule, rule
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.outputs import BaseModelOutput, ClassifierOutput, DoubleHeadsOutput, LMOutput
@@ -220,12 +219,6 @@ class GPT2LMHeadModel(GPT2Head):
         encoded = self.transformer.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
         loss, logits = predict(self.lm_head, encoded, labels, output_logits)
         return LMOutput(loss, logits, **encoded.returned())
-
-    def generate(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Unpack[GenerateOptions]
-    ) -> Tensor:
-        """Continues prompts ``input_ids`` [B, S] of one length or several; see ``fasttfm.generate.generate``."""
-        return generate(self, input_ids, attention_mask, **options)
 
 
 class GPT2DoubleHeadsModel(GPT2Head):

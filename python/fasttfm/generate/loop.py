@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,26 +18,14 @@ _STEPS_BETWEEN_LOOKS = 8  # a look at whether all sequences have ended waits for
 
 
 class CausalModel(Protocol):
+    """A model that predicts words: GPT2LMHeadModel and its relatives."""
+
     config: Any
     training: bool
     lm_head: CausalLMHead
 
     @property
     def transformer(self) -> TextModel: ...
-
-
-class GenerateOptions(TypedDict, total=False):
-    """``generate``'s arguments behind the prompts."""
-
-    lengths: Sequence[int] | Tensor | None
-    max_new_tokens: int
-    do_sample: bool
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    generator: torch.Generator | None
-    eos_token_id: int | Sequence[int] | None
-    pad_token_id: int | None
 
 
 @torch.no_grad()
