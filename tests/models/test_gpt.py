@@ -261,54 +261,25 @@ def test_tasks_are_one_sequence() -> None:
 # ---- GPT-3's local layers --------------------------------------------------------------------------------------------
 
 
-def from_gpt_neo(tensors: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """GPT-Neo's tensors by our names. It does not divide its scores by the root of the heads' width: ``scale`` is what
-    makes up for that, in weights of queries, and its reciprocal in their gradients."""
-    found = {}
-    for name, value in tensors.items():
-        if name == "lm_head.weight" or "attention.k_proj" in name or "attention.v_proj" in name:
-            continue
-        if "attention.q_proj" in name:
-            key, other = (tensors[name.replace("q_proj", part)] for part in ("k_proj", "v_proj"))
-            name, value = name.replace("attn.attention.q_proj", "qkv"), torch.cat([value * scale, key, other])
-        for theirs, ours in (
-            ("transformer.wte", "transformer.embeddings.word"),
-            ("transformer.wpe", "transformer.embeddings.position"),
-            ("transformer.ln_f", "transformer.encoder.final_norm"),
-            ("transformer.h.", "transformer.encoder.layers."),
-            ("attn.attention.out_proj", "out"),
-            ("mlp.c_fc", "up"),
-            ("mlp.c_proj", "down"),
-            ("ln_", "norm"),
-        ):
-            name = name.replace(theirs, ours)
-        found[name] = value
-    return found
-
-
 def test_every_second_layer_is_local() -> None:
-    """GPT-Neo, the model in transformers that has GPT-3's layers, serves as the measure."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": V, "hidden_size": 48, "num_layers": 4, "num_heads": 3, "max_position_embeddings": 21}
-    pattern = {"attention_types": [[["global", "local"], 2]], "window_size": 4}
-    theirs = transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**sizes, **pattern)).eval()
-    torch.manual_seed(0)
-    for parameter in theirs.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+    """Against transformers' GPT-2, a layer at a time, with a band as the mask of every second one."""
+    theirs = theirs_of("GPT2LMHeadModel", n_layer=4)
     ours = models.GPT3LMHeadModel(config_of(models, "GPT3", n_layer=4, local_window=4)).eval()
-    for layer in ours.transformer.encoder.in_order():
-        layer.qkv.bias = None
-    root = 16**0.5
-    ours.load_state_dict(from_gpt_neo(theirs.state_dict(), root), strict=False)
-    ids = IDS.where(MASKS["behind"], PAD)
-    labels = IDS.where(MASKS["behind"], -100)
+    ours.load_state_dict(ours.own_tensors(theirs.state_dict()), strict=False)
+    there = MASKS["behind"]
+    distance = torch.arange(S)[:, None] - torch.arange(S)
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
-        options = {"output_logits": True} if module is ours else {"use_cache": False}
-        given = {"attention_mask": MASKS["behind"], "labels": labels, "output_hidden_states": True}
-        return tensors(module(ids, **given, **options), MASKS["behind"])
+        if module is ours:
+            return {"logits": module(IDS, there).logits[there]}
+        model = module.transformer
+        x = model.wte(IDS) + model.wpe(torch.arange(S))
+        for index, layer in enumerate(model.h):
+            seen = (distance >= 0) & (distance < (4 if index % 2 else S))
+            x = layer(x, attention_mask=x.new_zeros(1, 1, S, S).masked_fill(~seen, float("-inf")))
+        return {"logits": module.lm_head(model.ln_f(x))[there]}
 
-    check_modules(ours, theirs, call, {}, translate=lambda found: from_gpt_neo(found, 1 / root))
+    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
 
 
 def test_gpt3_is_not_read_as_gpt2(tmp_path: Path) -> None:
