@@ -194,6 +194,8 @@ def test_transformers_reads_ours_and_we_read_theirs(name: str, tied: bool, tmp_p
     assert theirs.config.num_labels == ours.config.num_labels
     theirs.save_pretrained(tmp_path / "theirs")
     written, kept = (load_file(tmp_path / who / "model.safetensors") for who in ("theirs", "ours"))
+    if name == "OpenAIGPTDoubleHeadsModel":  # of the two names of the word table, transformers keeps the other here
+        written["transformer.tokens_embed.weight"] = written.pop("lm_head.weight")
     assert same_tensors(written, kept)
     again = getattr(models, name).from_pretrained(tmp_path / "theirs")
     assert same_tensors(again.state_dict(), ours.state_dict())

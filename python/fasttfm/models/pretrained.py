@@ -154,6 +154,10 @@ class PretrainedModel(nn.Module):
         for name, key in keys.items():
             if not self.names.known(name):
                 raise CheckpointError(f"{reader.files[key]}: {key}: no model of this family has such a parameter")
+        for alias, source in self.tied().items():  # a file has one of the two names, most often the source's
+            (other,), (main,) = (self.names.find(name)[0] for name in (alias, source))
+            if main not in keys and other in keys:
+                keys[main] = keys[other]
         wanted = {name: value.shape for name, value in self.state_dict().items() if name not in self.tied()}
         new = self._heads_to_draw(wanted, keys, directory)
         for name, shape in wanted.items():
