@@ -1,8 +1,8 @@
 """GPT-3 (Brown et al., 2020): GPT-2 in which every second layer attends only to the nearest tokens, in eight sizes.
 
 Layers 0, 2, ... attend to all tokens up to their own, layers 1, 3, ... to the last ``local_window`` of them, their own
-included. The paper does not say how wide its band is. transformers has no such model: checkpoints have GPT-2's names and
-the model type ``gpt3``, so that nothing reads them as GPT-2 by mistake.
+included. The paper does not say how wide its band is. transformers has no such model: checkpoints have GPT-2's names
+and the model type ``gpt3``, so that nothing reads them as GPT-2 by mistake.
 """
 
 from __future__ import annotations
