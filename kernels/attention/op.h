@@ -41,7 +41,9 @@ struct AttentionCall {
   float dropout_scale;   // of the weights that are kept
   DType dtype;           // of every tensor but lse
   float* workspace;      // attention_forward_workspace() or attention_backward_workspace() floats
-  int threads;
+  int threads;           // CPU
+  int device;            // CUDA
+  void* stream;          // CUDA
 };
 
 // Every element of the results is written: rows that are no sequence's, or attend to nothing, get 0 and lse -infinity.
@@ -68,5 +70,14 @@ Status attention_backward(const AttentionBackward&);
 int64_t attention_forward_workspace(int64_t head_dim, int64_t threads);  // in floats
 int64_t attention_backward_workspace(int64_t max_seqlen, int64_t max_seqlen_k, int64_t head_dim, int64_t threads);
 }  // namespace cpu
+
+namespace cuda {
+// Hopper's own kernels (compute capability 9.0): bf16 and fp16, head dims of 64 and 128, attention to all keys or
+// causal. q, k and v start at multiples of 16 bytes, their strides are multiples of 8 elements and not 0.
+// The forward takes no workspace.
+Status attention_forward(const AttentionForward&);
+Status attention_backward(const AttentionBackward&);
+int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t queries, int64_t head_dim);  // in floats
+}  // namespace cuda
 
 }  // namespace fasttfm
