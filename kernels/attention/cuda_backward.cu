@@ -30,7 +30,7 @@ constexpr int kKeyTileBytes = kKeys * kTileRowBytes;
 constexpr int kStatisticsBytes = 2 * kQueries * 4;
 constexpr int kSumFloats = kQueries * kHeadDim;  // of dQ, per tile
 
-constexpr int kProducerRegisters = 64, kConsumerRegisters = 184, kSumRegisters = 80;
+constexpr int kProducerRegisters = 48, kConsumerRegisters = 200, kSumRegisters = 64;
 
 struct Output {
   void* data;
@@ -116,6 +116,7 @@ struct Memory {
   Barrier q_full[kStages], q_empty[kStages], k_full[2], k_empty[2], v_full, v_empty, raw, dscores_full, dscores_empty,
       kept_full[2], kept_empty[2];
 };
+static_assert(sizeof(Memory<true>) <= 227 * 1024 && sizeof(Memory<false>) <= 227 * 1024);
 
 // ---- warpgroup 0: tiles ----------------------------------------------------------------------------------------------
 
@@ -338,7 +339,8 @@ struct KeyWarpgroup {
   RingPosition<2> k_stage;
   RingPosition<1> v_stage, step;
   float dk[32], dv[32];
-  uint32_t k[16], v[16];
+  uint32_t v[16];
+  uint32_t k;  // where the tile of keys stands
 
   __device__ __forceinline__ KeyWarpgroup(const Parameters& p, Memory<ON_CHIP>& memory, int number)
       : p(p), memory(memory), number(number) {}
@@ -348,10 +350,10 @@ struct KeyWarpgroup {
     if (threadIdx.x % 32 == 0) barrier.arrive();
   }
 
-  // Where a lane's row of the matrices of 16 rows and 2 * c and 2 * c + 1, the columns' 16-byte chunks, stands.
-  __device__ __forceinline__ uint32_t matrix_address(const char* tile, int c) const {
+  // Where a lane's row of the matrices of 16 rows and the columns from 0 on stands; those from 16 * c on: ^ 32 * c.
+  __device__ __forceinline__ uint32_t matrix_address(const char* tile) const {
     const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
-    return shared_address(tile) + row * kTileRowBytes + ((2 * c + lane / 16) ^ (lane % 8)) * 16;
+    return shared_address(tile) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16;
   }
 
   // One tile of queries. `first`: it starts the sums of dk and dv.
@@ -361,7 +363,8 @@ struct KeyWarpgroup {
     memory.q_full[stage.slot].wait(stage.parity);
     begin_products();
 #pragma unroll
-    for (int c = 0; c < 4; ++c) multiply<T>(scores, k + 4 * c, advance(k_major(q), c * kKMajorStep), c > 0);
+    for (int c = 0; c < 4; ++c)
+      multiply<T>(scores, advance(k_major(k), c * kKMajorStep), advance(k_major(q), c * kKMajorStep), c > 0);
     commit_products();
 #pragma unroll
     for (int c = 0; c < 4; ++c) multiply<T>(dweights, v + 4 * c, advance(k_major(dout), c * kKMajorStep), c > 0);
@@ -399,27 +402,31 @@ struct KeyWarpgroup {
     commit_products();
     wait_products<1>();
     hold_registers(dweights);
-    uint32_t dscores[16];
+    asm volatile("" : "+r"(kept));  // or the compiler keeps the 32 predicates from above, in registers
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float2 delta = statistics[kQueries / 2 + 4 * i];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float* pair = scores + 4 * i + 2 * half;
-        const float* dpair = dweights + 4 * i + 2 * half;
-        dscores[2 * i + half] = narrow_word(pair[0] * (keep(dpair[0], kept, i, half, 0) - delta.x),
-                                            pair[1] * (keep(dpair[1], kept, i, half, 1) - delta.y), T{});
+        const int at = 4 * i + 2 * half;
+        dweights[at] = scores[at] * (keep(dweights[at], kept, i, half, 0) - delta.x);
+        dweights[at + 1] = scores[at + 1] * (keep(dweights[at + 1], kept, i, half, 1) - delta.y);
       }
     }
-    memory.dscores_empty.wait(step.parity ^ 1);
+    wait_products<0>();  // dv's operand gives its registers to dk's
+    hold_registers(operand);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) store_matrices(matrix_address(memory.dscores, c), dscores + 4 * c);
+    for (int i = 0; i < 16; ++i) operand[i] = narrow_word(dweights[2 * i], dweights[2 * i + 1], T{});
+    memory.dscores_empty.wait(step.parity ^ 1);
+    const uint32_t to = matrix_address(memory.dscores);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, operand + 4 * c);
     fence_async();
     arrive_warp(memory.dscores_full);
     begin_products();
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      multiply<T, Major::mn>(dk, dscores + 4 * c, advance(mn_major(q, 0), c * kMnMajorStep), c > 0 || !first);
+      multiply<T, Major::mn>(dk, operand + 4 * c, advance(mn_major(q, 0), c * kMnMajorStep), c > 0 || !first);
     commit_products();
     stage.next();
     step.next();
@@ -432,11 +439,10 @@ struct KeyWarpgroup {
   __device__ __forceinline__ void over_unit(const Unit<CAUSAL>& unit) {
     for (int key_tile = 0; key_tile < unit.key_tiles; ++key_tile) {
       memory.k_full[k_stage.slot].wait(k_stage.parity);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) load_matrices(k + 4 * c, matrix_address(memory.k[k_stage.slot], c));
+      k = shared_address(memory.k[k_stage.slot]) + number * 64 * kTileRowBytes;
       memory.v_full.wait(v_stage.parity);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) load_matrices(v + 4 * c, matrix_address(memory.v, c));
+      for (int c = 0; c < 4; ++c) load_matrices(v + 4 * c, matrix_address(memory.v) ^ 32 * c);
       arrive_warp(memory.v_empty);
       k_stage.next();
       v_stage.next();

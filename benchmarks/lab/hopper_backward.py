@@ -1,0 +1,425 @@
+"""Checks and times the Hopper backward of attention by itself, through a shared library of its one source file.
+
+    python benchmarks/lab/hopper_backward.py [--only checks|times] [--output DIRECTORY]
+
+Checks hold it against reference.py and against the Triton kernels (same dropout), and repeat it for the same bits;
+times stand next to cuDNN's. They run in processes of their own with a time limit: a kernel that hangs costs no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = Path(os.environ.get("HOPPER_LAB", "/tmp/hopper_lab"))
+LIBRARY = WORK / "backward.so"
+
+WRAPPER = """
+#include "attention/cuda_backward.cu"
+extern "C" int backward(const fasttfm::AttentionBackward* call, const char** detail) {
+  const fasttfm::Status status = fasttfm::cuda::attention_backward(*call);
+  *detail = status.detail;
+  return static_cast<int>(status.code);
+}
+extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t queries, int64_t max_seqlen) {
+  return fasttfm::cuda::attention_backward_workspace(sequences, heads, queries, max_seqlen);
+}
+"""
+
+P, I64, I32, F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+def _strides(*names: str) -> list[tuple[str, Any]]:
+    return [(f"{name}_{axis}_stride", I64) for name in names for axis in ("sequence", "token", "head")]
+
+
+class Call(ctypes.Structure):
+    """AttentionBackward of op.h."""
+
+    _fields_ = [
+        *((name, P) for name in ("q", "k", "v")),
+        *_strides("q", "k", "v"),
+        *((name, P) for name in ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "seed")),
+        *(
+            (name, I64)
+            for name in ("sequences", "heads", "kv_heads", "head_dim", "queries", "keys", "max_seqlen", "max_seqlen_k")
+        ),
+        *((name, I64) for name in ("window_left", "window_right")),
+        ("scale", F32),
+        ("threshold", I32),
+        ("dropout_scale", F32),
+        ("dtype", I32),
+        ("workspace", P),
+        ("threads", I32),
+        ("device", I32),
+        ("stream", P),
+        *((name, P) for name in ("dout", "out", "lse", "dq", "dk", "dv")),
+        *_strides("dq", "dk", "dv"),
+    ]
+
+
+def build() -> str:
+    WORK.mkdir(parents=True, exist_ok=True)
+    overlay = WORK / "lib" / "fasttfm"
+    if not overlay.exists():  # the package as it is installed, without its C++ core
+        overlay.mkdir(parents=True)
+        for entry in (ROOT / "python" / "fasttfm").iterdir():
+            if not entry.name.startswith("_C."):
+                (overlay / entry.name).symlink_to(entry)
+        (overlay / "kernels").symlink_to(ROOT / "kernels")
+    source = WORK / "backward.cu"
+    source.write_text(WRAPPER)
+    command = f"nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I{ROOT}/kernels -Xptxas=-v -shared"
+    command += f" -Xcompiler -fPIC --split-compile=0 {source} -o {LIBRARY}"
+    begin = time.time()
+    result = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    if result.returncode:
+        print(result.stdout + result.stderr)
+        sys.exit("nvcc failed")
+    log = result.stdout + result.stderr
+    spills = sum("bytes spill stores" in line and " 0 bytes spill stores" not in line for line in log.splitlines())
+    return f"build {time.time() - begin:.1f} s, kernels with spills {spills}, serialized {log.count('serialized')}"
+
+
+# ---- one problem ----------------------------------------------------------------------------------------------------
+
+# Of a case: dense (B, S[, Sk]) or packed (lengths); heads; causal; p; lengths; fused: slices of one qkv; half: fp16.
+CHECKS: dict[str, dict[str, Any]] = {
+    "64": {"dense": (2, 64), "heads": 2},
+    "128": {"dense": (2, 128), "heads": 3},
+    "64_p": {"dense": (2, 64), "heads": 2, "p": 0.1},
+    "512": {"dense": (3, 512), "heads": 2},
+    "512_p": {"dense": (3, 512), "heads": 2, "p": 0.1, "fused": True},
+    "200": {"dense": (2, 200), "heads": 2},
+    "lengths": {"dense": (6, 330), "lengths": (5, 0, 37, 330, 128, 192), "heads": 2, "p": 0.1},
+    "packed": {"packed": (5, 0, 37, 130, 512, 64, 1, 300), "heads": 3, "p": 0.1, "fused": True},
+    "many": {"dense": (40, 192), "heads": 16, "p": 0.1},
+    "causal": {"dense": (2, 512), "heads": 2, "causal": True},
+    "causal_p": {"packed": (5, 0, 37, 130, 500, 64, 1, 300), "heads": 3, "p": 0.1, "causal": True},
+    "cross": {"packed": (5, 0, 37, 130, 500, 64), "packed_k": (50, 7, 30, 0, 256, 130), "heads": 2, "causal": True},
+    "cross_p": {"packed": (5, 0, 37, 130, 500, 64), "packed_k": (50, 7, 30, 0, 256, 130), "heads": 2, "p": 0.5},
+    "half": {"dense": (2, 256), "heads": 2, "p": 0.1, "half": True},
+    "all_dropped": {"dense": (2, 128), "heads": 2, "p": 1.0},
+    "1024": {"dense": (2, 1024), "heads": 2},
+    "2000_p": {"dense": (1, 2000), "heads": 2, "p": 0.1},
+    "long_packed": {"packed": (700, 64, 1500, 3), "heads": 2, "p": 0.1, "fused": True},
+    "long_causal": {"dense": (1, 2000), "heads": 2, "causal": True},
+    "long_cross": {"packed": (700, 64), "packed_k": (300, 1000), "heads": 2, "causal": True},
+}
+
+
+def make(case: dict[str, Any], dirty: bool = True) -> tuple[Any, ...]:
+    import torch
+
+    from fasttfm.kernels.attention.problem import AttentionProblem
+    from fasttfm.kernels.common import philox
+
+    dtype = torch.float16 if case.get("half") else torch.bfloat16
+    heads, p = case["heads"], case.get("p", 0.0)
+    threshold = philox.threshold(p)
+    limits = {"scale": 0.125, "window_right": 0 if case.get("causal") else -1, "threshold": threshold}
+    limits |= {"dropout_scale": philox.scale(threshold)}
+    if p:
+        limits["seed"] = torch.tensor([0x1234_5678_9ABC_DEF], device="cuda")
+
+    def ints(values: Any) -> Any:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    if "dense" in case:
+        batch, size, size_k = (*case["dense"], case["dense"][-1])[:3]
+        shape, shape_k = (batch, size, heads, 64), (batch, size_k, heads, 64)
+        lengths = case.get("lengths")
+        problem = AttentionProblem(batch, size, size_k, **limits)
+        if lengths:
+            problem = AttentionProblem(batch, size, size, lengths=ints(lengths), lengths_k=ints(lengths), **limits)
+        fused_shape: tuple[int, ...] = (batch, size, 3, heads, 64)
+    else:
+        own, own_k = case["packed"], case.get("packed_k", case["packed"])
+        cu, cu_k = (ints([0, *__import__("itertools").accumulate(x)]) for x in (own, own_k))
+        spare = 3 if dirty else 0  # rows that are no sequence's
+        shape, shape_k = (sum(own) + spare, heads, 64), (sum(own_k) + spare, heads, 64)
+        problem = AttentionProblem(len(own), max(own), max(own_k), cu_seqlens=cu, cu_seqlens_k=cu_k, **limits)
+        fused_shape = (shape[0], 3, heads, 64)
+    if case.get("fused"):
+        q, k, v = torch.randn(fused_shape, device="cuda", dtype=dtype).unbind(-3)
+        dq, dk, dv = torch.full(fused_shape, torch.nan, device="cuda", dtype=dtype).unbind(-3)
+    else:
+        q, k, v = (torch.randn(s, device="cuda", dtype=dtype) for s in (shape, shape_k, shape_k))
+        dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
+    dout = torch.randn(shape, device="cuda", dtype=dtype)
+    if dirty and problem.packed:
+        for x in (q, k, v, dout):
+            x[-3:] = torch.nan
+    if dirty and problem.lengths is not None:
+        absent = torch.arange(size, device="cuda") >= problem.lengths[:, None]
+        for x in (q, k, v, dout):
+            x[absent] = torch.nan
+    return problem, q, k, v, dout, dq, dk, dv
+
+
+class Backward:
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL(str(LIBRARY))
+        self.library.workspace.restype = ctypes.c_int64
+        self.library.workspace.argtypes = [ctypes.c_int64] * 4
+
+    def prepare(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, problem: Any, *gradients: Any) -> Any:
+        import torch
+
+        heads, queries = q.shape[-2], q.shape[-3]
+        size = self.library.workspace(problem.sequences, heads, queries, problem.max_seqlen)
+        workspace = torch.full((size,), torch.nan, device="cuda")
+        call = Call(
+            sequences=problem.sequences,
+            heads=heads,
+            kv_heads=k.shape[-2],
+            head_dim=64,
+            queries=queries,
+            keys=k.shape[-3],
+            max_seqlen=problem.max_seqlen,
+            max_seqlen_k=problem.max_seqlen_k,
+            window_left=problem.window_left,
+            window_right=problem.window_right,
+            scale=problem.scale,
+            threshold=problem.threshold,
+            dropout_scale=problem.dropout_scale,
+            dtype=1 if q.dtype == torch.bfloat16 else 2,
+            workspace=workspace.data_ptr(),
+            dout=dout.data_ptr(),
+            out=out.data_ptr(),
+            lse=lse.data_ptr(),
+        )
+        for name in ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "seed"):
+            tensor = getattr(problem, name)
+            setattr(call, name, None if tensor is None else tensor.data_ptr())
+        for name, x in zip(("q", "k", "v", "dq", "dk", "dv"), (q, k, v, *gradients), strict=True):
+            setattr(call, name, x.data_ptr())
+            strides = x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
+            for axis, stride in zip(("sequence", "token", "head"), strides, strict=True):
+                setattr(call, f"{name}_{axis}_stride", stride)
+        keep = (workspace, dout, q, k, v, out, lse, problem, gradients)
+
+        def run() -> Any:
+            call.stream = torch.cuda.current_stream().cuda_stream
+            detail = ctypes.c_char_p()
+            code = self.library.backward(ctypes.byref(call), ctypes.byref(detail))
+            if code:
+                raise RuntimeError(f"backward: {detail.value!r}")
+            return keep
+
+        return run
+
+
+def relative(found: Any, expected: Any) -> float:
+    """The norm of the difference over that of the expected; where that is 0, the norm of what was found."""
+    found, expected = found.double(), expected.double()
+    norm = expected.norm().item()
+    return (found - expected).norm().item() / (norm or 1.0)
+
+
+def check(name: str) -> str:
+    import torch
+
+    from fasttfm.kernels.attention import reference
+
+    torch.manual_seed(len(name) * 1000 + sum(map(ord, name)))
+    problem, q, k, v, dout, *gradients = make(CHECKS[name])
+    out, lse = reference.attention_forward(q, k, v, problem)
+    run = Backward().prepare(dout, q, k, v, out, lse, problem, *gradients)
+    run()
+    torch.cuda.synchronize()
+    expected = [torch.empty_like(x) for x in gradients]
+    reference.attention_backward(dout, q, k, v, out, lse, problem, *expected)
+    rows = slice(None) if problem.cu_seqlens is None else slice(0, -3)
+    errors = [relative(a[rows], b[rows]) for a, b in zip(gradients, expected, strict=True)]
+    untouched = ""
+    if problem.packed and any(not x[-3:].isnan().all() for x in gradients):
+        untouched = " WROTE PAST THE END"
+    again = [x.clone() for x in gradients]
+    same = True
+    for _ in range(20):
+        run()
+        same &= all(torch.equal(a[rows], b[rows]) for a, b in zip(again, gradients, strict=True))
+    good = all(error < 0.006 for error in errors) and same and not untouched
+    text = " ".join(f"{error:.1e}" for error in errors)
+    return f"{'ok  ' if good else 'BAD '} {name:12} dq dk dv {text} same bits {same}{untouched}"
+
+
+# ---- times ----------------------------------------------------------------------------------------------------------
+
+TIMES: dict[str, dict[str, Any]] = {
+    f"{batch}x{size}{'_causal' if causal else ''}{'_p' if p else ''}": {
+        "dense": (batch, size),
+        "heads": 16,
+        "p": p,
+        "causal": causal,
+        "fused": True,
+    }
+    for batch, size, causal, p in (
+        (64, 512, False, 0.1),
+        (32, 512, False, 0.1),
+        (32, 512, False, 0.0),
+        (128, 128, False, 0.1),
+        (128, 128, False, 0.0),
+        (64, 256, False, 0.1),
+        (16, 1024, False, 0.0),
+        (16, 1024, False, 0.1),
+        (8, 2048, False, 0.0),
+        (4, 4096, False, 0.0),
+        (32, 512, True, 0.0),
+        (8, 2048, True, 0.0),
+    )
+}
+TIMES["packed_p"] = {"packed": tuple(64 + 448 * i // 63 for i in range(64)), "heads": 16, "p": 0.1, "fused": True}
+
+
+def milliseconds(function: Any, graph: bool) -> float:
+    import torch
+
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    count = 10
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            for _ in range(count):
+                function()
+        function = captured.replay
+    found = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(1 if graph else count):
+            function()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) / count)
+    return statistics.median(found)
+
+
+def timed(name: str) -> str:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from fasttfm.kernels.attention import reference, triton
+
+    case = TIMES[name]
+    problem, q, k, v, dout, *gradients = make(case, dirty=False)
+    if "packed" in case:
+        out, lse = triton.attention_fwd_triton(q, k, v, problem)
+        pairs = sum(length**2 for length in case["packed"])
+    else:
+        batch, size = case["dense"]
+        pairs = batch * size**2 // (2 if case["causal"] else 1)
+        out = torch.empty_like(dout)
+        lse = torch.empty(batch, 16, size, device="cuda")
+        for b in range(batch):  # a piece at a time: all weights at once are many bytes
+            part = type(problem)(1, size, size, scale=problem.scale, window_right=problem.window_right)
+            out[b : b + 1], lse[b : b + 1] = reference.attention_forward(q[b : b + 1], k[b : b + 1], v[b : b + 1], part)
+    flops = 10 * pairs * 16 * 64
+    results = {"hopper": milliseconds(Backward().prepare(dout, q, k, v, out, lse, problem, *gradients), True)}
+    if "dense" in case:
+        inputs = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            result = torch.nn.functional.scaled_dot_product_attention(
+                *inputs, dropout_p=case["p"], is_causal=case["causal"]
+            )
+        gradient = dout.transpose(1, 2)
+        results["cudnn"] = milliseconds(
+            lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True), False
+        )
+    if name in ("64x512_p", "packed_p"):
+        arguments = (dout, q, k, v, out, lse, problem, *gradients)
+        results["triton"] = milliseconds(lambda: triton.attention_bwd_triton(*arguments), True)
+    if name == "64x512_p":
+        run = Backward().prepare(dout, q, k, v, out, lse, problem, *gradients)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(3):
+                run()
+            torch.cuda.synchronize()
+        for event in profile.key_averages():
+            if event.device_time_total and "kernel" in event.key:
+                results[event.key.split("::")[-1].split("<")[0][:20]] = event.device_time_total / event.count / 1000
+    text = "  ".join(f"{who} {ms:.3f} ms" for who, ms in results.items())
+    ratio = f"  x{results['cudnn'] / results['hopper']:.2f}" if "cudnn" in results else ""
+    return f"{name:16} {flops / results['hopper'] / 1e9:4.0f} TFLOP/s  {text}{ratio}"
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def in_process(kind: str, names: list[str], limit: float) -> list[str]:
+    """Lines of the cases; one that takes longer than ``limit`` seconds is left out and the rest goes on anew."""
+    lines: list[str] = []
+    attempts = 0
+    environment = dict(os.environ, PYTHONPATH=f"{WORK / 'lib'}:{os.environ.get('PYTHONPATH', '')}")
+    while names and attempts < 4:
+        attempts += 1
+        command = [sys.executable, __file__, "--child", kind, *names]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        done, rest, begin = 0, "", time.time()
+        while True:
+            new = process.stdout.read() or ""
+            if new:
+                rest += new
+                *whole, rest = rest.split("\n")
+                for line in whole:
+                    if line.startswith("RESULT "):
+                        lines.append(json.loads(line[7:]))
+                        done, begin = done + 1, time.time()
+                    else:
+                        lines.append("    | " + line)
+            elif process.poll() is not None:
+                break
+            if time.time() - begin > limit:
+                process.kill()
+                break
+            time.sleep(0.05)
+        process.wait()
+        if done < len(names):
+            lines.append(f"LOST {names[done]} ({'exit ' + str(process.returncode)})")
+        names = names[done + 1 :] if done < len(names) else []
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=("checks", "times"))
+    parser.add_argument("--cases", default="", help="comma-separated names; all by default")
+    parser.add_argument("--output", default=os.environ.get("OUT", str(WORK)))
+    parser.add_argument("--child", nargs="+")
+    arguments = parser.parse_args()
+    if arguments.child:
+        kind, *names = arguments.child
+        for name in names:
+            print("RESULT " + json.dumps((check if kind == "checks" else timed)(name)), flush=True)
+        return
+    begin = time.time()
+    lines = [build()]
+    chosen = [name for name in arguments.cases.split(",") if name]
+    for kind, cases in (("checks", CHECKS), ("times", TIMES)):
+        if arguments.only in (None, kind):
+            names = [name for name in cases if not chosen or name in chosen]
+            lines += in_process(kind, names, 25.0)
+            if kind == "checks" and any(line.startswith(("BAD", "LOST")) for line in lines):
+                lines.append("checks failed: times may mean nothing")
+    lines.append(f"{time.time() - begin:.0f} s in all")
+    Path(arguments.output).mkdir(parents=True, exist_ok=True)
+    (Path(arguments.output) / "hopper_backward.txt").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
