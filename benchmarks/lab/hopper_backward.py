@@ -12,6 +12,7 @@ import argparse
 import ctypes
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -21,7 +22,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = Path(os.environ.get("HOPPER_LAB", "/tmp/hopper_lab"))
-LIBRARY = WORK / "backward.so"
 
 WRAPPER = """
 #include "attention/cuda_backward.cu"
@@ -34,6 +34,35 @@ extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t queries, 
   return fasttfm::cuda::attention_backward_workspace(sequences, heads, queries, max_seqlen);
 }
 """
+
+# Changes of the source whose times are compared: text to replace, and what stands there instead. Some leave work out,
+# and compute nonsense: they show what the work costs.
+VARIANTS: dict[str, list[tuple[str, str]]] = {
+    "values_shared": [
+        (
+            "multiply<T>(dweights, v + 4 * c, advance(",
+            "multiply<T>(dweights, advance(k_major(shared_address(memory.v) + number * 64 * kTileRowBytes), "
+            "c * kKMajorStep), advance(",
+        ),
+    ],
+    "without_dq": [
+        ("for (int c = 0; c < 8; ++c)\n          multiply", "for (int c = 0; c < 0; ++c)\n          multiply")
+    ],
+    "without_sums": [
+        ("if (key_tile > 0) {", "if (key_tile > 1000) {"),
+        (
+            "if (key_tile < unit.last_key_tile(tile)) {",
+            "if (key_tile < unit.last_key_tile(tile)) {\n          if (dq[0] == 1e30f)",
+        ),
+    ],
+    "without_exp": [('  float result;\n  asm("ex2', '  float result;\n  return x;\n  asm("ex2')],
+    "without_dk": [
+        (
+            "for (int c = 0; c < 4; ++c)\n      multiply<T, Major::mn>(dk",
+            "for (int c = 0; c < 0; ++c)\n      multiply<T, Major::mn>(dk",
+        )
+    ],
+}
 
 P, I64, I32, F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -76,23 +105,42 @@ def build() -> str:
             if not entry.name.startswith("_C."):
                 (overlay / entry.name).symlink_to(entry)
         (overlay / "kernels").symlink_to(ROOT / "kernels")
-    source = WORK / "backward.cu"
-    source.write_text(WRAPPER)
-    command = f"nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I{ROOT}/kernels -Xptxas=-v -shared"
-    command += f" -Xcompiler -fPIC --split-compile=0 {source} -o {LIBRARY}"
     begin = time.time()
-    result = subprocess.run(command.split(), capture_output=True, text=True, check=False)
-    if result.returncode:
-        print(result.stdout + result.stderr)
-        sys.exit("nvcc failed")
-    log = result.stdout + result.stderr
-    spills = sum("bytes spill stores" in line and " 0 bytes spill stores" not in line for line in log.splitlines())
-    return f"build {time.time() - begin:.1f} s, kernels with spills {spills}, serialized {log.count('serialized')}"
+    started = [(name, compile_variant(name, changes)) for name, changes in (("backward", []), *VARIANTS.items())]
+    lines = []
+    for name, process in started:
+        log, _ = process.communicate()
+        if process.returncode:
+            print(log)
+            if name == "backward":
+                sys.exit("nvcc failed")
+        spills = sum("spill stores" in line and " 0 bytes spill stores" not in line for line in log.splitlines())
+        lines.append(f"{name}: {time.time() - begin:.1f} s, spills {spills}, serialized {log.count('serialized')}")
+    return "\n".join(lines)
+
+
+def compile_variant(name: str, changes: list[tuple[str, str]]) -> subprocess.Popen[str]:
+    source = WORK / f"{name}.cu"
+    text = WRAPPER
+    if changes:
+        kernel = (ROOT / "kernels" / "attention" / "cuda_backward.cu").read_text()
+        changes = [*changes, (": call.dtype == DType::f16 ? launch_typed<f16_t>(call, p, call.workspace)", "")]
+        changes += [("causal ? launch_backward<T, true, true>(call, p, processors)\n                  :", "")]
+        changes += [("causal ? launch_backward<T, false, true>(call, p, processors)\n                :", "")]
+        for old, new in changes:
+            if old not in kernel:
+                print(f"{name}: the source has no {old!r}")
+            kernel = kernel.replace(old, new)
+        text = text.replace('#include "attention/cuda_backward.cu"', kernel)
+    source.write_text(text)
+    command = f"nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I{ROOT}/kernels -Xptxas=-v -shared"
+    command += f" -Xcompiler -fPIC --split-compile=4 {source} -o {WORK / name}.so"
+    return subprocess.Popen(command.split(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 # ---- one problem ----------------------------------------------------------------------------------------------------
 
-# Of a case: dense (B, S[, Sk]) or packed (lengths); heads; causal; p; lengths; fused: slices of one qkv; half: fp16.
+# Of a case: dense (B, S) or packed (lengths); heads; causal; p; lengths; fused: slices of one qkv; half: fp16.
 CHECKS: dict[str, dict[str, Any]] = {
     "64": {"dense": (2, 64), "heads": 2},
     "128": {"dense": (2, 128), "heads": 3},
@@ -134,11 +182,13 @@ def make(case: dict[str, Any], dirty: bool = True) -> tuple[Any, ...]:
     def ints(values: Any) -> Any:
         return torch.tensor(values, dtype=torch.int32, device="cuda")
 
+    shape: tuple[int, ...]
+    shape_k: tuple[int, ...]
     if "dense" in case:
-        batch, size, size_k = (*case["dense"], case["dense"][-1])[:3]
-        shape, shape_k = (batch, size, heads, 64), (batch, size_k, heads, 64)
+        batch, size = case["dense"]
+        shape = shape_k = (batch, size, heads, 64)
         lengths = case.get("lengths")
-        problem = AttentionProblem(batch, size, size_k, **limits)
+        problem = AttentionProblem(batch, size, size, **limits)
         if lengths:
             problem = AttentionProblem(batch, size, size, lengths=ints(lengths), lengths_k=ints(lengths), **limits)
         fused_shape: tuple[int, ...] = (batch, size, 3, heads, 64)
@@ -167,8 +217,8 @@ def make(case: dict[str, Any], dirty: bool = True) -> tuple[Any, ...]:
 
 
 class Backward:
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL(str(LIBRARY))
+    def __init__(self, variant: str = "backward") -> None:
+        self.library = ctypes.CDLL(str(WORK / f"{variant}.so"))
         self.library.workspace.restype = ctypes.c_int64
         self.library.workspace.argtypes = [ctypes.c_int64] * 4
 
@@ -331,16 +381,19 @@ def timed(name: str) -> str:
     if "dense" in case:
         inputs = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            result = torch.nn.functional.scaled_dot_product_attention(
-                *inputs, dropout_p=case["p"], is_causal=case["causal"]
-            )
+            query, key, value = inputs
+            options = {"dropout_p": case["p"], "is_causal": case["causal"]}
+            result = torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
         gradient = dout.transpose(1, 2)
-        results["cudnn"] = milliseconds(
-            lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True), False
-        )
+        results["cudnn"] = milliseconds(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True), False)
     if name in ("64x512_p", "packed_p"):
         arguments = (dout, q, k, v, out, lse, problem, *gradients)
         results["triton"] = milliseconds(lambda: triton.attention_bwd_triton(*arguments), True)
+    if name in ("64x512_p", "8x2048"):
+        arguments = (dout, q, k, v, out, lse, problem, *gradients)
+        for variant in VARIANTS:
+            if (WORK / f"{variant}.so").exists():
+                results[variant] = milliseconds(Backward(variant).prepare(*arguments), True)
     if name == "64x512_p":
         run = Backward().prepare(dout, q, k, v, out, lse, problem, *gradients)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -358,35 +411,32 @@ def timed(name: str) -> str:
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-def in_process(kind: str, names: list[str], limit: float) -> list[str]:
+def in_process(kind: str, names: list[str], limit: float, deadline: float) -> list[str]:
     """Lines of the cases; one that takes longer than ``limit`` seconds is left out and the rest goes on anew."""
     lines: list[str] = []
     attempts = 0
     environment = dict(os.environ, PYTHONPATH=f"{WORK / 'lib'}:{os.environ.get('PYTHONPATH', '')}")
-    while names and attempts < 4:
+    while names and attempts < 3 and time.time() < deadline:
         attempts += 1
         command = [sys.executable, __file__, "--child", kind, *names]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         assert process.stdout is not None
-        os.set_blocking(process.stdout.fileno(), False)
-        done, rest, begin = 0, "", time.time()
-        while True:
-            new = process.stdout.read() or ""
-            if new:
-                rest += new
-                *whole, rest = rest.split("\n")
-                for line in whole:
-                    if line.startswith("RESULT "):
-                        lines.append(json.loads(line[7:]))
-                        done, begin = done + 1, time.time()
-                    else:
-                        lines.append("    | " + line)
-            elif process.poll() is not None:
+        done, rest, begin = 0, b"", time.time()
+        while time.time() < min(begin + limit, deadline):
+            if not select.select([process.stdout], [], [], 0.2)[0]:
+                continue
+            new = os.read(process.stdout.fileno(), 1 << 16)
+            if not new:
                 break
-            if time.time() - begin > limit:
-                process.kill()
-                break
-            time.sleep(0.05)
+            *whole, rest = (rest + new).split(b"\n")
+            for line in whole:
+                text = line.decode(errors="replace")
+                if text.startswith("RESULT "):
+                    lines.append(json.loads(text[7:]))
+                    done, begin = done + 1, time.time()
+                else:
+                    lines.append("    | " + text)
+        process.kill()
         process.wait()
         if done < len(names):
             lines.append(f"LOST {names[done]} ({'exit ' + str(process.returncode)})")
@@ -412,7 +462,7 @@ def main() -> None:
     for kind, cases in (("checks", CHECKS), ("times", TIMES)):
         if arguments.only in (None, kind):
             names = [name for name in cases if not chosen or name in chosen]
-            lines += in_process(kind, names, 25.0)
+            lines += in_process(kind, names, 25.0, begin + (65.0 if kind == "checks" else 115.0))
             if kind == "checks" and any(line.startswith(("BAD", "LOST")) for line in lines):
                 lines.append("checks failed: times may mean nothing")
     lines.append(f"{time.time() - begin:.0f} s in all")

@@ -21,8 +21,8 @@ namespace cuda {
 namespace {
 
 constexpr int kHeadDim = 64;
-constexpr int kQueries = 64;        // of a tile
-constexpr int kKeys = 128;          // of a tile; 64 for each of the two warpgroups
+constexpr int kQueries = 64;  // of a tile
+constexpr int kKeys = 128;    // of a tile; 64 for each of the two warpgroups
 constexpr int kOnChipQueries = 512;
 constexpr int kThreads = 4 * kWarpgroup;
 constexpr int kQueryTileBytes = kQueries * kTileRowBytes;
@@ -589,8 +589,8 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   const int64_t token = (p.cu_seqlens == nullptr ? static_cast<int64_t>(sequence) * p.queries : q.first);
   const float* own_lse = lse + (p.cu_seqlens == nullptr ? (static_cast<int64_t>(sequence) * p.heads + head) * p.queries
                                                         : static_cast<int64_t>(head) * p.queries + q.first);
-  float* to = statistics + static_cast<int64_t>(head * p.tiles + first_tile(p.cu_seqlens, sequence, q.first, p.queries) +
-                                                blockIdx.x) *
+  float* to = statistics + static_cast<int64_t>(head * p.tiles +
+                                                first_tile(p.cu_seqlens, sequence, q.first, p.queries) + blockIdx.x) *
                                2 * kQueries;
 #pragma unroll
   for (int part = 0; part < kQueries * 8 / kStatisticsThreads; ++part) {
@@ -614,8 +614,8 @@ __global__ void __launch_bounds__(kStatisticsThreads)
 
 // ---- launchers -------------------------------------------------------------------------------------------------------
 
-Status map_of(CUtensorMap* map, const AttentionCall& call, const void* data, const int64_t (&strides)[3], int64_t tokens,
-              int rows) {
+Status map_of(CUtensorMap* map, const AttentionCall& call, const void* data, const int64_t (&strides)[3],
+              int64_t tokens, int rows) {
   const bool packed = call.cu_seqlens != nullptr;
   return make_tensor_map(map, {data,
                                call.dtype,
@@ -632,7 +632,8 @@ template <class T, bool DROPOUT, bool CAUSAL>
 Status launch_backward(const AttentionBackward& call, const Parameters& p, int processors) {
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>(call.sequences * call.heads, processors)));
   if (call.max_seqlen <= kOnChipQueries)
-    return launch(backward_kernel<T, DROPOUT, CAUSAL, true>, grid, dim3(kThreads), sizeof(Memory<true>), call.stream, p);
+    return launch(backward_kernel<T, DROPOUT, CAUSAL, true>, grid, dim3(kThreads), sizeof(Memory<true>), call.stream,
+                  p);
   return launch(backward_kernel<T, DROPOUT, CAUSAL, false>, grid, dim3(kThreads), sizeof(Memory<false>), call.stream,
                 p);
 }
@@ -647,8 +648,8 @@ Status launch_typed(const AttentionBackward& call, const Parameters& p, float* s
   if (grid.x > 0) {
     const float delta_scale = call.dropout_scale > 0 ? 1 / call.dropout_scale : 0.0f;
     const Status status =
-        launch(statistics_kernel<T>, grid, dim3(kStatisticsThreads), 0, call.stream, p, static_cast<const T*>(call.dout),
-               static_cast<const T*>(call.out), call.lse, statistics, delta_scale);
+        launch(statistics_kernel<T>, grid, dim3(kStatisticsThreads), 0, call.stream, p,
+               static_cast<const T*>(call.dout), static_cast<const T*>(call.out), call.lse, statistics, delta_scale);
     if (status.code != StatusCode::ok) return status;
   }
   const bool causal = call.window_right == 0;
