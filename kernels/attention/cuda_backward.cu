@@ -114,7 +114,7 @@ struct Memory {
   float statistics[kStages][2][kQueries];
   uint32_t kept[2][kWarpgroup];
   Barrier q_full[kStages], q_empty[kStages], k_full[2], k_empty[2], v_full, v_empty, raw, dscores_full, dscores_empty,
-      kept_full[2], kept_empty[2];
+      kept_full[2], kept_empty;
 };
 static_assert(sizeof(Memory<true>) <= 227 * 1024 && sizeof(Memory<false>) <= 227 * 1024);
 
@@ -205,7 +205,8 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
 //
 // A task is half the words of a warpgroup: lane (d % 2, t, part) makes byte `part` of the words of the 8 threads with
 // keys 2 * d + {0, 1} and queries 2 * t + {0, 1} modulo 8, from the draws of its 4 queries. The three warps take tasks
-// in turn.
+// in turn, each at least one of every tile, so that each of them waits for every phase of kept_empty: with a barrier
+// for each warpgroup, a warp could miss a phase and take the one before it for the one after it.
 template <bool CAUSAL, bool ON_CHIP>
 __device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& memory, int warp) {
   const int lane = threadIdx.x % 32;
@@ -234,7 +235,7 @@ __device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& 
               bits[w] |= (((x & z) | (either & (x | z))) & top) >> (3 - j);
             }
           }
-          memory.kept_empty[consumer].wait(parity);
+          memory.kept_empty.wait(parity);
           auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[consumer]);
 #pragma unroll
           for (int w = 0; w < 4; ++w) {
@@ -374,7 +375,7 @@ struct KeyWarpgroup {
     if constexpr (DROPOUT) {
       memory.kept_full[number].wait(step.parity);
       kept = memory.kept[number][threadIdx.x % kWarpgroup];
-      arrive_warp(memory.kept_empty[number]);
+      arrive_warp(memory.kept_empty);
     }
     wait_products<1>();
     hold_registers(scores);
@@ -476,6 +477,7 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
     const Unit<CAUSAL> unit(p, index);
     for (int key_tile = 0; key_tile < unit.key_tiles; ++key_tile, k_stage.next()) {
       const uint32_t k = shared_address(memory.k[k_stage.slot]);
+      memory.k_full[k_stage.slot].wait(k_stage.parity);
       for (int tile = unit.begin(key_tile); tile < unit.query_tiles; ++tile, step.next()) {
         float4* sums = ON_CHIP ? memory.sums : reinterpret_cast<float4*>(p.sums + int64_t(unit.tile) * kSumFloats);
         sums += static_cast<int64_t>(tile) * (kSumFloats / 4) + thread;
@@ -483,7 +485,7 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
         if (key_tile > 0) {
 #pragma unroll
           for (int i = 0; i < 8; ++i) {
-            const float4 part = sums[i * kWarpgroup];
+            const float4 part = ON_CHIP ? sums[i * kWarpgroup] : __ldcg(sums + i * kWarpgroup);
             dq[4 * i] = part.x;
             dq[4 * i + 1] = part.y;
             dq[4 * i + 2] = part.z;
@@ -506,8 +508,13 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
         if (thread % 32 == 0) memory.dscores_empty.arrive();
         if (key_tile < unit.last_key_tile(tile)) {
 #pragma unroll
-          for (int i = 0; i < 8; ++i)
-            sums[i * kWarpgroup] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+          for (int i = 0; i < 8; ++i) {
+            const float4 part = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+            if (ON_CHIP)
+              sums[i * kWarpgroup] = part;
+            else
+              __stcg(sums + i * kWarpgroup, part);
+          }
         } else {
           const int query = tile * kQueries;
           store_product(dq, p.dq_scale, row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
@@ -542,8 +549,8 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
       memory.k_full[i].initialize(1);
       memory.k_empty[i].initialize(4);
       memory.kept_full[i].initialize(2);
-      memory.kept_empty[i].initialize(4);
     }
+    memory.kept_empty.initialize(8);
     memory.v_full.initialize(1);
     memory.v_empty.initialize(8);
     memory.raw.initialize(1);
