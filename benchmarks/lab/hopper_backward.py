@@ -1,9 +1,11 @@
 """Checks and times the Hopper backward of attention by itself, through a shared library of its one source file.
 
-    python benchmarks/lab/hopper_backward.py [--only checks|times] [--output DIRECTORY]
+    python benchmarks/lab/hopper_backward.py [--only checks|stress|times] [--output DIRECTORY]
 
-Checks hold it against reference.py and against the Triton kernels (same dropout), and repeat it for the same bits;
-times stand next to cuDNN's. They run in processes of their own with a time limit: a kernel that hangs costs no more.
+Checks hold it against reference.py (same dropout) and repeat it for the same bits; stress repeats large cases more
+often, also with changes of the source that would point to a fault; times stand next to cuDNN's. They run in processes
+of their own with a time limit: a kernel that hangs costs no more, and is run again with a watchdog in its barriers that
+says which of them it hangs in.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ WORK = Path(os.environ.get("HOPPER_LAB", "/tmp/hopper_lab"))
 
 WRAPPER = """
 #include "attention/cuda_backward.cu"
+#ifdef WATCHDOG
+extern "C" int set_report(unsigned* report) { return cudaMemcpyToSymbol(fasttfm::cuda::stuck_report, &report, 8); }
+#endif
 extern "C" int backward(const fasttfm::AttentionBackward* call, const char** detail) {
   const fasttfm::Status status = fasttfm::cuda::attention_backward(*call);
   *detail = status.detail;
@@ -63,6 +68,50 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
         )
     ],
 }
+
+# Changes that would make a fault go away or show it: run on STRESS_CAUSAL only.
+SUSPECTS: dict[str, list[tuple[str, str]]] = {
+    "sums_through_l1": [
+        ("ON_CHIP ? sums[i * kWarpgroup] : __ldcg(sums + i * kWarpgroup)", "sums[i * kWarpgroup]"),
+        ("__stcg(sums + i * kWarpgroup, part)", "sums[i * kWarpgroup] = part"),
+    ],
+    "as_before": [
+        ("ON_CHIP ? sums[i * kWarpgroup] : __ldcg(sums + i * kWarpgroup)", "sums[i * kWarpgroup]"),
+        ("__stcg(sums + i * kWarpgroup, part)", "sums[i * kWarpgroup] = part"),
+        ("      memory.k_full[k_stage.slot].wait(k_stage.parity);\n      for (int tile", "      for (int tile"),
+    ],
+    "two_stages": [("kStages = ON_CHIP ? 2 : 4;", "kStages = 2;")],
+}
+# What only the causal case without dropout needs is left, to compile less.
+ONLY_CAUSAL = [
+    ("causal ? launch_backward<T, true, true>(call, p, processors)\n                  :", ""),
+    ("launch_backward<T, true, false>(call, p, processors)", "Status{}"),
+    (": launch_backward<T, false, false>(call, p, processors)", ": Status{}"),
+]
+ONLY_ALL_KEYS = [
+    ("causal ? launch_backward<T, true, true>(call, p, processors)\n                  :", ""),
+    ("causal ? launch_backward<T, false, true>(call, p, processors)\n                :", ""),
+]
+WITHOUT_HALF = (": call.dtype == DType::f16 ? launch_typed<f16_t>(call, p, call.workspace)", "")
+
+# The barrier's wait of hopper.cuh, replaced by one that gives up.
+WATCHED = (
+    "    while (!test(parity)) {\n    }\n",
+    """    for (unsigned spins = 0; !test(parity); ++spins) {
+      if (spins < 1u << 20) continue;
+      const unsigned at = 4 * atomicAdd_system(stuck_report, 1u) + 4;
+      if (at < 512) {
+        stuck_report[at] = blockIdx.x;
+        stuck_report[at + 1] = threadIdx.x;
+        stuck_report[at + 2] = address();
+        stuck_report[at + 3] = parity;
+        __threadfence_system();
+      }
+      for (int i = 0; i < 200; ++i) __nanosleep(1000000);
+      asm volatile("trap;");
+    }
+""",
+)
 
 P, I64, I32, F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -106,7 +155,10 @@ def build() -> str:
                 (overlay / entry.name).symlink_to(entry)
         (overlay / "kernels").symlink_to(ROOT / "kernels")
     begin = time.time()
-    started = [(name, compile_variant(name, changes)) for name, changes in (("backward", []), *VARIANTS.items())]
+    started = [("backward", compile_variant("backward", []))]
+    started += [(name, compile_variant(name, [*changes, *ONLY_ALL_KEYS])) for name, changes in VARIANTS.items()]
+    started += [(name, compile_variant(name, [*changes, *ONLY_CAUSAL])) for name, changes in SUSPECTS.items()]
+    started += [("watched", compile_variant("watched", []))]
     lines = []
     for name, process in started:
         log, _ = process.communicate()
@@ -124,16 +176,22 @@ def compile_variant(name: str, changes: list[tuple[str, str]]) -> subprocess.Pop
     text = WRAPPER
     if changes:
         kernel = (ROOT / "kernels" / "attention" / "cuda_backward.cu").read_text()
-        changes = [*changes, (": call.dtype == DType::f16 ? launch_typed<f16_t>(call, p, call.workspace)", "")]
-        changes += [("causal ? launch_backward<T, true, true>(call, p, processors)\n                  :", "")]
-        changes += [("causal ? launch_backward<T, false, true>(call, p, processors)\n                :", "")]
-        for old, new in changes:
+        for old, new in [*changes, WITHOUT_HALF]:
             if old not in kernel:
                 print(f"{name}: the source has no {old!r}")
             kernel = kernel.replace(old, new)
         text = text.replace('#include "attention/cuda_backward.cu"', kernel)
     source.write_text(text)
-    command = f"nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I{ROOT}/kernels -Xptxas=-v -shared"
+    first = ""
+    if name == "watched":  # with a hopper.cuh of its own
+        header = WORK / "watched" / "common" / "hopper.cuh"
+        header.parent.mkdir(parents=True, exist_ok=True)
+        hopper = (ROOT / "kernels" / "common" / "hopper.cuh").read_text()
+        assert WATCHED[0] in hopper
+        hopper = hopper.replace(*WATCHED)
+        header.write_text(hopper.replace("struct Barrier {", "__device__ unsigned* stuck_report;\nstruct Barrier {"))
+        first = f" -DWATCHDOG -I{WORK / 'watched'}"
+    command = f"nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a{first} -I{ROOT}/kernels -Xptxas=-v -shared"
     command += f" -Xcompiler -fPIC --split-compile=4 {source} -o {WORK / name}.so"
     return subprocess.Popen(command.split(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -294,14 +352,101 @@ def check(name: str) -> str:
     untouched = ""
     if problem.packed and any(not x[-3:].isnan().all() for x in gradients):
         untouched = " WROTE PAST THE END"
-    again = [x.clone() for x in gradients]
-    same = True
-    for _ in range(20):
-        run()
-        same &= all(torch.equal(a[rows], b[rows]) for a, b in zip(again, gradients, strict=True))
-    good = all(error < 0.006 for error in errors) and same and not untouched
+    differences = repeat(run, gradients, rows, 40)
+    good = all(error < 0.006 for error in errors) and not differences and not untouched
     text = " ".join(f"{error:.1e}" for error in errors)
-    return f"{'ok  ' if good else 'BAD '} {name:12} dq dk dv {text} same bits {same}{untouched}"
+    return f"{'ok  ' if good else 'BAD '} {name:12} dq dk dv {text} same bits {not differences}{differences}{untouched}"
+
+
+def repeat(run: Any, gradients: Any, rows: Any, times: int) -> str:
+    """Empty if every run gives the bits of the first, else what differs."""
+    import torch
+
+    run()
+    first = [x.clone() for x in gradients]
+    found: dict[str, list[str]] = {}
+    for index in range(times):
+        run()
+        for name, a, b in zip(("dq", "dk", "dv"), first, gradients, strict=True):
+            if torch.equal(a[rows], b[rows]):
+                continue
+            x, y = (t[rows] for t in (a, b))  # ([sequence], token, head, feature)
+            where = (x != y).nonzero()
+            low, high = where.amin(0).tolist(), where.amax(0).tolist()
+            size = (x.float() - y.float()).abs().max().item()
+            found.setdefault(name, []).append(f"run {index}: {len(where)} from {low} to {high}, up to {size:.2g}")
+    return "".join(f"\n      {name} differs in {len(runs)} runs: {'; '.join(runs[:3])}" for name, runs in found.items())
+
+
+# ---- stress ---------------------------------------------------------------------------------------------------------
+
+STRESS: dict[str, dict[str, Any]] = {
+    "64x512_p": {"dense": (64, 512), "heads": 16, "p": 0.1, "fused": True},
+    "64x256_p": {"dense": (64, 256), "heads": 16, "p": 0.1},
+    "128x128_p": {"dense": (128, 128), "heads": 16, "p": 0.1},
+    "40x192_p": {"dense": (40, 192), "heads": 16, "p": 0.1},
+    "32x512": {"dense": (32, 512), "heads": 16},
+    "32x512_causal": {"dense": (32, 512), "heads": 16, "causal": True},
+    "packed_p": {"packed": tuple(1 + 511 * i // 99 for i in range(100)), "heads": 16, "p": 0.1},
+    "16x1024_p": {"dense": (16, 1024), "heads": 16, "p": 0.1},
+    "8x2000_causal_p": {"dense": (8, 2000), "heads": 16, "p": 0.1, "causal": True},
+}
+STRESS_CAUSAL: dict[str, dict[str, Any]] = {
+    "long_causal": {"dense": (8, 2000), "heads": 16, "causal": True},
+    "long_cross": {"packed": (700, 64) * 8, "packed_k": (300, 1000) * 8, "heads": 16, "causal": True},
+    **{f"long_causal/{name}": {"dense": (8, 2000), "heads": 16, "causal": True, "library": name} for name in SUSPECTS},
+    **{
+        f"long_cross/{name}": {
+            "packed": (700, 64) * 8,
+            "packed_k": (300, 1000) * 8,
+            "heads": 16,
+            "causal": True,
+            "library": name,
+        }
+        for name in SUSPECTS
+    },
+}
+STRESS |= STRESS_CAUSAL
+
+
+def stressed(name: str, library: str = "") -> str:
+    """Repeats one case; the statistics it is given are not those of a forward, which the bits do not need."""
+    import torch
+
+    case = STRESS[name]
+    problem, q, k, v, dout, *gradients = make(case)
+    lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), 12.0, device="cuda")
+    out = torch.randn(dout.shape, device="cuda", dtype=q.dtype)
+    backward = Backward(library or case.get("library", "backward"))
+    run = backward.prepare(dout, q, k, v, out, lse, problem, *gradients)
+    rows = slice(None) if problem.cu_seqlens is None else slice(0, -3)
+    differences = repeat(run, gradients, rows, 60)
+    finite = all(bool(x[rows].isfinite().all()) for x in gradients)
+    return f"{'BAD ' if differences or not finite else 'ok  '} stress {name:30} finite {finite}{differences}"
+
+
+ROLES = {0: "tiles", **dict.fromkeys((1, 2, 3), "draws"), **dict.fromkeys(range(4, 8), "keys 0")}
+ROLES |= dict.fromkeys(range(8, 12), "keys 1") | dict.fromkeys(range(12, 16), "dq")
+
+
+def watched(name: str) -> str:
+    """The same with the watchdog: who waits for which barrier (its place among those of Memory) at what parity."""
+    import torch
+
+    report = torch.zeros(512, dtype=torch.int32).pin_memory()
+    library = ctypes.CDLL(str(WORK / "watched.so"))
+    library.set_report.argtypes = [ctypes.c_void_p]
+    torch.zeros(1, device="cuda")
+    if library.set_report(report.data_ptr()):
+        return "the watchdog could not be set"
+    try:
+        line = stressed(name, "watched")
+        torch.cuda.synchronize()
+    except RuntimeError:
+        line = f"stuck {name}"
+    entries = report[4:].view(-1, 4)[: min(int(report[0]), 127)].tolist()
+    texts = {f"block {b} {ROLES[t // 32]} (warp {t // 32}) at {a:#x} parity {p}" for b, t, a, p in entries}
+    return "\n    ".join([line, *sorted(texts)])
 
 
 # ---- times ----------------------------------------------------------------------------------------------------------
@@ -416,13 +561,13 @@ def in_process(kind: str, names: list[str], limit: float, deadline: float) -> li
     lines: list[str] = []
     attempts = 0
     environment = dict(os.environ, PYTHONPATH=f"{WORK / 'lib'}:{os.environ.get('PYTHONPATH', '')}")
-    while names and attempts < 3 and time.time() < deadline:
+    while names and attempts < 4 and time.time() < deadline:
         attempts += 1
         command = [sys.executable, __file__, "--child", kind, *names]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         assert process.stdout is not None
         done, rest, begin = 0, b"", time.time()
-        while time.time() < min(begin + limit, deadline):
+        while time.time() < min(begin + (limit if done or kind == "watch" else limit + 6), deadline):  # torch starts
             if not select.select([process.stdout], [], [], 0.2)[0]:
                 continue
             new = os.read(process.stdout.fileno(), 1 << 16)
@@ -446,25 +591,30 @@ def in_process(kind: str, names: list[str], limit: float, deadline: float) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("checks", "times"))
+    parser.add_argument("--only", choices=("checks", "stress", "times"))
     parser.add_argument("--cases", default="", help="comma-separated names; all by default")
     parser.add_argument("--output", default=os.environ.get("OUT", str(WORK)))
     parser.add_argument("--child", nargs="+")
     arguments = parser.parse_args()
     if arguments.child:
         kind, *names = arguments.child
+        function = {"checks": check, "stress": stressed, "times": timed, "watch": watched}[kind]
         for name in names:
-            print("RESULT " + json.dumps((check if kind == "checks" else timed)(name)), flush=True)
+            print("RESULT " + json.dumps(function(name)), flush=True)
         return
     begin = time.time()
     lines = [build()]
     chosen = [name for name in arguments.cases.split(",") if name]
-    for kind, cases in (("checks", CHECKS), ("times", TIMES)):
+    for kind, cases, until in (("checks", CHECKS, 38.0), ("stress", STRESS, 58.0), ("times", TIMES, 80.0)):
         if arguments.only in (None, kind):
             names = [name for name in cases if not chosen or name in chosen]
-            lines += in_process(kind, names, 25.0, begin + (65.0 if kind == "checks" else 115.0))
-            if kind == "checks" and any(line.startswith(("BAD", "LOST")) for line in lines):
-                lines.append("checks failed: times may mean nothing")
+            lines += in_process(kind, names, 8.0, begin + until)
+            if any(line.startswith(("BAD", "LOST")) for line in lines):
+                lines.append(f"{kind} failed")
+    lost = [line.split()[1] for line in lines if line.startswith("LOST")]
+    watch = [name for name in lost if name in STRESS][:1]
+    if watch:
+        lines += in_process("watch", watch, 12.0, begin + 90.0)
     lines.append(f"{time.time() - begin:.0f} s in all")
     Path(arguments.output).mkdir(parents=True, exist_ok=True)
     (Path(arguments.output) / "hopper_backward.txt").write_text("\n".join(lines) + "\n")
