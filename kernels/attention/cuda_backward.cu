@@ -375,11 +375,14 @@ struct KeyWarpgroup {
     if constexpr (DROPOUT) {
       memory.kept_full[number].wait(step.parity);
       kept = memory.kept[number][threadIdx.x % kWarpgroup];
-      arrive_warp(memory.kept_empty);
     }
     wait_products<1>();
     hold_registers(scores);
-    if (!first) {  // dk and dv of the tile before are through with it
+    // A load from shared memory has ended only when its value is used, and a barrier does not wait for it: what was
+    // read is given free here, where the products have taken v.
+    if (first) {
+      arrive_warp(memory.v_empty);
+    } else {  // dk and dv of the tile before are through with it
       constexpr int kStages = Memory<ON_CHIP>::kStages;
       arrive_warp(memory.q_empty[stage.slot == 0 ? kStages - 1 : stage.slot - 1]);
     }
@@ -396,6 +399,7 @@ struct KeyWarpgroup {
         operand[2 * i + half] = narrow_word(keep(pair[0], kept, i, half, 0), keep(pair[1], kept, i, half, 1), T{});
       }
     }
+    if constexpr (DROPOUT) arrive_warp(memory.kept_empty);  // the word is here: it was used
     begin_products();
 #pragma unroll
     for (int c = 0; c < 4; ++c)
@@ -444,7 +448,6 @@ struct KeyWarpgroup {
       memory.v_full.wait(v_stage.parity);
 #pragma unroll
       for (int c = 0; c < 4; ++c) load_matrices(v + 4 * c, matrix_address(memory.v) ^ 32 * c);
-      arrive_warp(memory.v_empty);
       k_stage.next();
       v_stage.next();
       const int key = key_tile * kKeys + number * 64, begin = unit.begin(key_tile);
