@@ -399,7 +399,7 @@ def timing_cases() -> list[Case]:
     return [case for case in cases if case != Case(128, 128, 8, 128, p=0.1)]
 
 
-def time_all(shapes: list[Shape], deadline: float) -> list[dict[str, Any]]:
+def time_all(shapes: list[Shape], peers: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
     import torch
 
     rows = []
@@ -411,7 +411,7 @@ def time_all(shapes: list[Shape], deadline: float) -> list[dict[str, Any]]:
         q, k, v, problem = make(case)
         out, lse, counter = outputs(q, problem)
         row: dict[str, Any] = {"case": str(case), "flops": case.flops}
-        for name, peer in (("cudnn", cudnn_us), ("triton", triton_us)):
+        for name, peer in peers.items():
             try:
                 row[name] = peer(q, k, v, case, problem)
             except Exception as error:  # a peer that is not there
@@ -435,13 +435,15 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         names = sorted((name for name in rates if name.startswith("D")), key=lambda name: row[name])
         ours = "; ".join(f"{name[name.index(' ') + 1 :]} {rates[name]:.0f}" for name in names[:5])
         fastest = f"{row[names[0]]:.1f} us" if names else ""
-        print(f"{row['case']}: cudnn {rates['cudnn']:.0f} triton {rates['triton']:.0f} | {ours} | {fastest}")
+        theirs = " ".join(f"{name} {rate:.0f}" for name, rate in rates.items() if name not in names)
+        print(f"{row['case']}: {theirs} | {ours} | {fastest}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="shapes whose name contains this")
     parser.add_argument("--check", default="", help="a shape as JSON: check it and say ok")
+    parser.add_argument("--triton", action="store_true", help="time the Triton kernels too: compiling them takes long")
     parser.add_argument("--seconds", type=float, default=115.0, help="stop timing after this")
     arguments = parser.parse_args()
     start = time.time()
@@ -456,14 +458,15 @@ def main() -> None:
                 print(f"compile {shape}: {complaint}")
     print(f"compiled after {time.time() - start:.0f} s", flush=True)
     built = [shape for shape in shapes if shape.library.exists()]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
         verdicts = list(pool.map(lambda shape: check_apart(shape, 25.0), built))
     for shape, verdict in zip(built, verdicts, strict=True):
         print(f"check {shape}: {verdict[:1500]}")
     print(f"checked after {time.time() - start:.0f} s", flush=True)
     right = [shape for shape, verdict in zip(built, verdicts, strict=True) if verdict == "ok"]
     _import_fasttfm()
-    rows = time_all(right, start + arguments.seconds)
+    peers = {"cudnn": cudnn_us} | ({"triton": triton_us} if arguments.triton else {})
+    rows = time_all(right, peers, start + arguments.seconds)
     results = Path(os.environ.get("OUT", ".")) / "hopper_forward.json"
     results.write_text(
         json.dumps({"rows": rows, "verdicts": {str(s): v for s, v in zip(built, verdicts, strict=True)}})
