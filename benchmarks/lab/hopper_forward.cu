@@ -8,7 +8,7 @@ using Shape = ForwardShape<LAB_HEAD_DIM, LAB_GROUPS, LAB_KEYS, LAB_STAGES>;
 
 template <class T, bool CAUSAL>
 Status run(const AttentionForward& call, int blocks, int* next) {
-  if constexpr (LAB_KEYS % 64 == 0)
+  if constexpr (LAB_DROPOUT)
     if (call.seed != nullptr) return launch_forward<T, Shape, CAUSAL, true, LAB_TURNS>(call, blocks, next);
   return launch_forward<T, Shape, CAUSAL, false, LAB_TURNS>(call, blocks, next);
 }

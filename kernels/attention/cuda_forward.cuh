@@ -119,6 +119,13 @@ struct RunningSoftmax {
     }
   }
 
+  // The assembler moves waits for products up to where nothing depends on them; it does not move them over a branch,
+  // and this one, never taken, needs all weights: the softmax stays beside the product with v instead of coming after
+  // it.
+  __device__ __forceinline__ void settle() const {
+    if (__any_sync(0xffffffffu, sum[0] + sum[1] < 0.0f)) asm volatile("trap;");
+  }
+
   template <int COUNT>
   __device__ __forceinline__ void correct(float (&o)[COUNT]) const {
     if (!corrects) return;
@@ -172,22 +179,27 @@ struct WeightDropout {
     return mask;
   }
 
-  // Of packed weights, the operand a of the product with v.
+  // Draws for the step from first_key on: a word for four weights of one row, whose top bits say which are kept.
   template <int COUNT>
-  __device__ __forceinline__ void apply(uint32_t (&weights)[COUNT], int first_key) const {
+  __device__ __forceinline__ void draw(uint32_t (&bits)[COUNT], int first_key) const {
 #pragma unroll
-    for (int block = 0; block < COUNT / 16; ++block) {
+    for (int i = 0; i < COUNT; i += 4) {
+      const auto block = static_cast<uint32_t>(first_key / 64 + i / 8);
+      const Draw drawn = draw_weights(seed, sequence, head, query[i / 4 % 2], block, threadIdx.x % 4);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Draw draw = draw_weights(seed, sequence, head, query[half], first_key / 64 + block,
-                                       static_cast<uint32_t>(threadIdx.x) % 4);
+      for (int word = 0; word < 4; ++word) bits[i + word] = kept(drawn.word[word]);
+    }
+    hold_registers(bits);
+  }
+
+  // Of packed weights, the operand a of the product with v: words 4 * i + half and 4 * i + 2 + half are of one draw.
+  template <int COUNT>
+  static __device__ __forceinline__ void apply(uint32_t (&weights)[2 * COUNT], const uint32_t (&bits)[COUNT]) {
 #pragma unroll
-        for (int word = 0; word < 4; ++word) {
-          const uint32_t bits = kept(draw.word[word]);
-          weights[16 * block + 4 * word + half] &= widen<0>(bits);
-          weights[16 * block + 4 * word + 2 + half] &= widen<1>(bits);
-        }
-      }
+    for (int i = 0; i < COUNT; ++i) {
+      const int first = i / 8 * 16 + i % 4 * 4 + i / 4 % 2;
+      weights[first] &= widen<0>(bits[i]);
+      weights[first + 2] &= widen<1>(bits[i]);
     }
   }
 };
@@ -292,12 +304,10 @@ __device__ __forceinline__ void clear_rows(char* v, int first, int group) {
   sync_named(4 + group, kWarpgroup);
 }
 
-template <class T, class S, bool DROPOUT>
-__device__ __forceinline__ void make_weights(const float (&s)[S::kKeys / 2], uint32_t (&weights)[S::kKeys / 4],
-                                             const WeightDropout& dropout, int first_key) {
+template <class T, int COUNT>
+__device__ __forceinline__ void pack_weights(const float (&s)[2 * COUNT], uint32_t (&weights)[COUNT]) {
 #pragma unroll
-  for (int i = 0; i < S::kKeys / 4; ++i) weights[i] = narrow_word(s[2 * i], s[2 * i + 1], T{});
-  if (DROPOUT) dropout.apply(weights, first_key);
+  for (int i = 0; i < COUNT; ++i) weights[i] = narrow_word(s[2 * i], s[2 * i + 1], T{});
 }
 
 // The warpgroup `group` of the block.
@@ -347,7 +357,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardMemory<S>
         dropout.query[1] = static_cast<uint32_t>(first_row + 8);
       }
       float s[S::kKeys / 2];
-      uint32_t weights[S::kKeys / 4];
+      uint32_t weights[S::kKeys / 4], kept[S::kKeys / 8];
       int block = tile.blocks - 1;
 
       memory.k_full[k_at.slot].wait(k_at.parity);
@@ -355,13 +365,15 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardMemory<S>
       begin_products();
       issue_scores<T, S>(s, q, shared_address(memory.k[k_at.slot]));
       turns.pass();
+      if (DROPOUT) dropout.draw(kept, block * S::kKeys);
       wait_products<0>();
       hold_registers(s);
       release(memory.k_empty[k_at.slot]);
       k_at.next();
       mask(s, block);
       softmax.step(s, p.scale);
-      make_weights<T, S, DROPOUT>(s, weights, dropout, block * S::kKeys);
+      pack_weights<T>(s, weights);
+      if (DROPOUT) WeightDropout::apply(weights, kept);
       const int present = tile.k_length - block * S::kKeys;
       if (present < S::kKeys && (p.packed() || p.lengths_k != nullptr)) {
         memory.v_full[v_at.slot].wait(v_at.parity);
@@ -378,19 +390,22 @@ __device__ __forceinline__ void consume(const ForwardParams& p, ForwardMemory<S>
         begin_products();
         issue_values<T, S>(o, weights, shared_address(memory.v[v_at.slot]));
         turns.pass();
+        if (DROPOUT) dropout.draw(kept, block * S::kKeys);
         wait_products<1>();
         hold_registers(s);
         release(memory.k_empty[k_at.slot]);
         k_at.next();
         mask(s, block);
         softmax.step(s, p.scale);
+        softmax.settle();
         wait_products<0>();
         hold_registers(o);
         hold_registers(weights);
         release(memory.v_empty[v_at.slot]);
         v_at.next();
         softmax.correct(o);
-        make_weights<T, S, DROPOUT>(s, weights, dropout, block * S::kKeys);
+        pack_weights<T>(s, weights);
+        if (DROPOUT) WeightDropout::apply(weights, kept);
       }
       release(memory.q_empty[at.slot]);
       memory.v_full[v_at.slot].wait(v_at.parity);
