@@ -1,5 +1,15 @@
 """Reference models with HF's classes, arguments, outputs and checkpoints; one file per family."""
 
+from fasttfm.models.albert import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    AlbertForMultipleChoice,
+    AlbertForPreTraining,
+    AlbertForQuestionAnswering,
+    AlbertForSequenceClassification,
+    AlbertForTokenClassification,
+    AlbertModel,
+)
 from fasttfm.models.bert import (
     BertConfig,
     BertForMaskedLM,
@@ -23,6 +33,14 @@ from fasttfm.models.roberta import (
 )
 
 __all__ = [
+    "AlbertConfig",
+    "AlbertForMaskedLM",
+    "AlbertForMultipleChoice",
+    "AlbertForPreTraining",
+    "AlbertForQuestionAnswering",
+    "AlbertForSequenceClassification",
+    "AlbertForTokenClassification",
+    "AlbertModel",
     "BertConfig",
     "BertForMaskedLM",
     "BertForMultipleChoice",

@@ -68,6 +68,10 @@ class BertConfig(ModelConfig):
     classifier_dropout: float | None = None  # hidden_dropout_prob by default
     recompute: bool = False  # EncoderLayer's: less memory for a little time
 
+    def head_dropout(self) -> float:
+        """In front of a classifier."""
+        return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
+
 
 # ---- names in checkpoints --------------------------------------------------------------------------------------------
 
@@ -132,6 +136,32 @@ class Encoded(NamedTuple):
         return {"hidden_states": self.hidden_states, "attentions": self.attentions}
 
 
+def word_embeddings(config: BertConfig, width: int, output_width: int | None = None) -> Embeddings:
+    return Embeddings(
+        config.vocab_size,
+        width,
+        config.max_position_embeddings,
+        config.type_vocab_size,
+        output_width=output_width,
+        eps=config.layer_norm_eps,
+        dropout=config.hidden_dropout_prob,
+        padding_idx=config.pad_token_id,
+    )
+
+
+def encoder_layer(config: BertConfig) -> EncoderLayer:
+    return EncoderLayer(
+        config.hidden_size,
+        config.num_attention_heads,
+        config.intermediate_size,
+        activation=config.hidden_act,
+        dropout=config.hidden_dropout_prob,
+        attention_dropout=config.attention_probs_dropout_prob,
+        eps=config.layer_norm_eps,
+        recompute=config.recompute,
+    )
+
+
 class BertModel(PretrainedModel):
     """The encoder, with a pooler on the first token.
 
@@ -145,33 +175,17 @@ class BertModel(PretrainedModel):
 
     def __init__(self, config: BertConfig, add_pooling_layer: bool = True) -> None:
         super().__init__(config)
-        width, eps = config.hidden_size, config.layer_norm_eps
-        self.embeddings = Embeddings(
-            config.vocab_size,
-            width,
-            config.max_position_embeddings,
-            config.type_vocab_size,
-            eps=eps,
-            dropout=config.hidden_dropout_prob,
-            padding_idx=config.pad_token_id,
-        )
-        self.encoder = Encoder(
-            [
-                EncoderLayer(
-                    width,
-                    config.num_attention_heads,
-                    config.intermediate_size,
-                    activation=config.hidden_act,
-                    dropout=config.hidden_dropout_prob,
-                    attention_dropout=config.attention_probs_dropout_prob,
-                    eps=eps,
-                    recompute=config.recompute,
-                )
-                for _ in range(config.num_hidden_layers)
-            ]
-        )
+        width = config.hidden_size
+        self.embeddings = self.embeddings_of(config)
+        self.encoder = Encoder(self.layers_of(config))
         self.pooler = nn.Linear(width, width) if add_pooling_layer else None
         self.finish()
+
+    def embeddings_of(self, config: BertConfig) -> Embeddings:
+        return word_embeddings(config, config.hidden_size)
+
+    def layers_of(self, config: BertConfig) -> list[EncoderLayer]:
+        return [encoder_layer(config) for _ in range(config.num_hidden_layers)]
 
     def forward(
         self,
@@ -244,11 +258,12 @@ class BertHead(PretrainedModel):
 
     def __init__(self, config: BertConfig, *, pooler: bool) -> None:
         super().__init__(config)
-        if not config.tie_word_embeddings:
-            self.names = self.untied_names
+        self.names = self.names_of(config)
         setattr(self, self.names.prefix, self.encoder_class(config, add_pooling_layer=pooler))
-        rate = config.classifier_dropout
-        self.dropout = nn.Dropout(config.hidden_dropout_prob if rate is None else rate)
+        self.dropout = nn.Dropout(config.head_dropout())
+
+    def names_of(self, config: BertConfig) -> Names:
+        return self.names if config.tie_word_embeddings else self.untied_names
 
     @property
     def encoder(self) -> BertModel:

@@ -59,6 +59,10 @@ class PretrainedModel(nn.Module):
         """Parameters that are another one, by name: ``{"lm_head.decoder.weight": "bert.embeddings.word.weight"}``."""
         return {}
 
+    def repeated(self) -> dict[str, str]:
+        """Those of ``tied()`` of which a checkpoint has copies all the same."""
+        return {}
+
     def tie_weights(self) -> None:
         for name, source in self.tied().items():
             module, _, attribute = name.rpartition(".")
@@ -124,7 +128,8 @@ class PretrainedModel(nn.Module):
 
     def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by our parameters' names, such as gradients, as a checkpoint of this model has them."""
-        own = {name: value for name, value in tensors.items() if name not in self.tied()}
+        left_out = self.tied().keys() - self.repeated().keys()
+        own = {name: value for name, value in tensors.items() if name not in left_out}
         found = to_checkpoint(self.names, {self._full(name): value for name, value in own.items()})
         prefix = f"{self.names.prefix}."
         return {name.removeprefix(prefix): value for name, value in found.items()} if self.base else found
@@ -158,12 +163,24 @@ class PretrainedModel(nn.Module):
                 if found != expected:
                     where = f"{reader.files[keys[theirs]]}: {keys[theirs]}"
                     raise CheckpointError(f"{where}: expected shape {expected}, got {found}")
+        self._check_repeated(reader, keys)
         state = {
             name: from_checkpoint(self.names, self._full(name), lambda theirs: reader.tensor(keys[theirs]))
             for name in wanted
             if name not in new
         }
         return state, new
+
+    def _check_repeated(self, reader: CheckpointReader, keys: dict[str, str]) -> None:
+        """Copies in a checkpoint of what is one parameter here are equal."""
+        for name, source in self.repeated().items():
+            copies, originals = (self.names.find(self._full(each))[0] for each in (name, source))
+            for copy, original in zip(copies, originals, strict=True):
+                if copy not in keys:
+                    raise CheckpointError(f"{reader.files[keys[original]]}: {copy}: missing")
+                if not torch.equal(reader.tensor(keys[copy]), reader.tensor(keys[original])):
+                    where = f"{reader.files[keys[copy]]}: {keys[copy]}"
+                    raise CheckpointError(f"{where}: expected the values of {keys[original]}, which is shared")
 
     def _full_names(self, reader: CheckpointReader) -> Iterator[tuple[str, str]]:
         """Every key of the checkpoint, behind its name in a model with a head. In old files LayerNorms have a gamma."""

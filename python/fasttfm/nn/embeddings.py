@@ -22,6 +22,7 @@ class Embeddings(nn.Module):
         eps: Added to its variance.
         dropout: Of the result.
         padding_idx: A word that gets no gradient.
+        output_width: That of a linear layer behind it all, where tables are narrower than the model (ALBERT, ELECTRA).
         device, dtype: The parameters'.
     """
 
@@ -36,6 +37,7 @@ class Embeddings(nn.Module):
         eps: float = 1e-12,
         dropout: float = 0.1,
         padding_idx: int | None = None,
+        output_width: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -45,6 +47,7 @@ class Embeddings(nn.Module):
         self.position = nn.Embedding(positions, width, **factory) if positions else None
         self.segment = nn.Embedding(segments, width, **factory) if segments else None
         self.norm = nn.LayerNorm(width, eps=eps, **factory) if norm else None
+        self.projection = None if output_width is None else nn.Linear(width, output_width, **factory)
         self.dropout = dropout
 
     def forward(
@@ -63,7 +66,7 @@ class Embeddings(nn.Module):
         word, norm = self.word.weight, self.norm
         device = word.device.type
         autocast = device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and word.dtype != torch.float64
-        return ops.embedding(
+        x = ops.embedding(
             ids,
             word,
             None if self.position is None else self.position.weight,
@@ -79,3 +82,4 @@ class Embeddings(nn.Module):
             dtype=torch.get_autocast_dtype(device) if autocast else None,
             seed=seed,
         )
+        return x if self.projection is None else self.projection(x)
