@@ -1,4 +1,4 @@
-"""ALBERT (Lan et al., 2019): BERT with few parameters. Word tables are narrower than the model, and layers share theirs.
+"""ALBERT (Lan et al., 2019): BERT with few parameters. Tables are narrower than the model, layers share parameters.
 
     x_0 = W_E LN(word + position + segment)        tables of width E, W_E [H, E]
     x_i = layer_g(i)(x_(i-1))                      BERT's layer, one for all layers of a group
