@@ -22,6 +22,17 @@ from fasttfm.models.bert import (
     BertModel,
 )
 from fasttfm.models.checkpoint_files import CheckpointError
+from fasttfm.models.electra import (
+    ElectraConfig,
+    ElectraForJointPreTraining,
+    ElectraForMaskedLM,
+    ElectraForMultipleChoice,
+    ElectraForPreTraining,
+    ElectraForQuestionAnswering,
+    ElectraForSequenceClassification,
+    ElectraForTokenClassification,
+    ElectraModel,
+)
 from fasttfm.models.roberta import (
     RobertaConfig,
     RobertaForMaskedLM,
@@ -51,6 +62,15 @@ __all__ = [
     "BertForTokenClassification",
     "BertModel",
     "CheckpointError",
+    "ElectraConfig",
+    "ElectraForJointPreTraining",
+    "ElectraForMaskedLM",
+    "ElectraForMultipleChoice",
+    "ElectraForPreTraining",
+    "ElectraForQuestionAnswering",
+    "ElectraForSequenceClassification",
+    "ElectraForTokenClassification",
+    "ElectraModel",
     "RobertaConfig",
     "RobertaForMaskedLM",
     "RobertaForMultipleChoice",

@@ -259,11 +259,14 @@ class BertHead(PretrainedModel):
     def __init__(self, config: BertConfig, *, pooler: bool) -> None:
         super().__init__(config)
         self.names = self.names_of(config)
-        setattr(self, self.names.prefix, self.encoder_class(config, add_pooling_layer=pooler))
+        setattr(self, self.names.prefix, self.encoder_of(config, pooler))
         self.dropout = nn.Dropout(config.head_dropout())
 
     def names_of(self, config: BertConfig) -> Names:
         return self.names if config.tie_word_embeddings else self.untied_names
+
+    def encoder_of(self, config: BertConfig, pooler: bool) -> BertModel:
+        return self.encoder_class(config, add_pooling_layer=pooler)
 
     @property
     def encoder(self) -> BertModel:
@@ -449,9 +452,14 @@ class BertForMultipleChoice(BertHead):
         others = (flat(attention_mask), flat(token_type_ids), flat(position_ids))
         ids = input_ids.flatten(0, 1) if input_ids.dim() == 3 else input_ids
         encoded = self.encoder.encode(ids, *others, **layout)
-        logits = self.classifier(self.dropout(self.encoder.pool(encoded))).view(-1, num_choices)
+        logits = self.classifier(self.summarise(encoded)).view(-1, num_choices)
         loss = None if labels is None else token_loss(logits, labels)
         return ClassifierOutput(loss, logits, **encoded.returned())
+
+    def summarise(self, encoded: Encoded) -> Tensor:
+        """[sequences, C]"""
+        summary: Tensor = self.dropout(self.encoder.pool(encoded))
+        return summary
 
 
 class BertForTokenClassification(BertHead):
