@@ -22,6 +22,15 @@ from fasttfm.models.bert import (
     BertModel,
 )
 from fasttfm.models.checkpoint_files import CheckpointError
+from fasttfm.models.distilbert import (
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    DistilBertForMultipleChoice,
+    DistilBertForQuestionAnswering,
+    DistilBertForSequenceClassification,
+    DistilBertForTokenClassification,
+    DistilBertModel,
+)
 from fasttfm.models.electra import (
     ElectraConfig,
     ElectraForJointPreTraining,
@@ -62,6 +71,13 @@ __all__ = [
     "BertForTokenClassification",
     "BertModel",
     "CheckpointError",
+    "DistilBertConfig",
+    "DistilBertForMaskedLM",
+    "DistilBertForMultipleChoice",
+    "DistilBertForQuestionAnswering",
+    "DistilBertForSequenceClassification",
+    "DistilBertForTokenClassification",
+    "DistilBertModel",
     "ElectraConfig",
     "ElectraForJointPreTraining",
     "ElectraForMaskedLM",

@@ -24,6 +24,7 @@ from fasttfm.models.bert import (
     BertForTokenClassification,
     BertHead,
     BertModel,
+    EncoderConfig,
     Layout,
     Predicted,
     encoder_layer,
@@ -159,11 +160,11 @@ class AlbertModel(BertModel):
         super().__init__(config, add_pooling_layer)
         self.names = names_of(config)
 
-    def embeddings_of(self, config: BertConfig) -> Embeddings:
+    def embeddings_of(self, config: EncoderConfig) -> Embeddings:
         assert isinstance(config, AlbertConfig)
         return word_embeddings(config, config.embedding_size, config.hidden_size)
 
-    def layers_of(self, config: BertConfig) -> list[EncoderLayer]:
+    def layers_of(self, config: EncoderConfig) -> list[EncoderLayer]:
         """Layers that share everything are one module; those that share a part are several, tied to each other."""
         assert isinstance(config, AlbertConfig)
         groups, inner = config.groups(), range(config.inner_group_num)
@@ -201,11 +202,11 @@ class AlbertHead(BertHead):
 
     config_class, encoder_class = AlbertConfig, AlbertModel
 
-    def names_of(self, config: BertConfig) -> Names:
+    def names_of(self, config: EncoderConfig) -> Names:
         assert isinstance(config, AlbertConfig)
         return names_of(config)
 
-    def lm_head_of(self, config: BertConfig) -> MaskedLMHead:
+    def lm_head_of(self, config: EncoderConfig) -> MaskedLMHead:
         assert isinstance(config, AlbertConfig)
         return MaskedLMHead(
             config.hidden_size,

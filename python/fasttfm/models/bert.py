@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,42 @@ class BertConfig(ModelConfig):
     def head_dropout(self) -> float:
         """In front of a classifier."""
         return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
+
+
+class EncoderConfig(Protocol):
+    """What the encoder and its heads read of a configuration: ``BertConfig``'s names, whatever a family's are."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def hidden_act(self) -> str: ...
+    @property
+    def hidden_dropout_prob(self) -> float: ...
+    @property
+    def attention_probs_dropout_prob(self) -> float: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def type_vocab_size(self) -> int: ...
+    @property
+    def layer_norm_eps(self) -> float: ...
+    @property
+    def pad_token_id(self) -> int | None: ...
+    @property
+    def recompute(self) -> bool: ...
+    @property
+    def num_labels(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    def head_dropout(self) -> float: ...
 
 
 # ---- names in checkpoints --------------------------------------------------------------------------------------------
@@ -136,7 +172,7 @@ class Encoded(NamedTuple):
         return {"hidden_states": self.hidden_states, "attentions": self.attentions}
 
 
-def word_embeddings(config: BertConfig, width: int, output_width: int | None = None) -> Embeddings:
+def word_embeddings(config: EncoderConfig, width: int, output_width: int | None = None) -> Embeddings:
     return Embeddings(
         config.vocab_size,
         width,
@@ -149,7 +185,7 @@ def word_embeddings(config: BertConfig, width: int, output_width: int | None = N
     )
 
 
-def encoder_layer(config: BertConfig) -> EncoderLayer:
+def encoder_layer(config: EncoderConfig) -> EncoderLayer:
     return EncoderLayer(
         config.hidden_size,
         config.num_attention_heads,
@@ -173,7 +209,7 @@ class BertModel(PretrainedModel):
     names = NAMES
     base = True
 
-    def __init__(self, config: BertConfig, add_pooling_layer: bool = True) -> None:
+    def __init__(self, config: EncoderConfig, add_pooling_layer: bool = True) -> None:
         super().__init__(config)
         width = config.hidden_size
         self.embeddings = self.embeddings_of(config)
@@ -181,10 +217,10 @@ class BertModel(PretrainedModel):
         self.pooler = nn.Linear(width, width) if add_pooling_layer else None
         self.finish()
 
-    def embeddings_of(self, config: BertConfig) -> Embeddings:
+    def embeddings_of(self, config: EncoderConfig) -> Embeddings:
         return word_embeddings(config, config.hidden_size)
 
-    def layers_of(self, config: BertConfig) -> list[EncoderLayer]:
+    def layers_of(self, config: EncoderConfig) -> list[EncoderLayer]:
         return [encoder_layer(config) for _ in range(config.num_hidden_layers)]
 
     def forward(
@@ -256,16 +292,16 @@ class BertHead(PretrainedModel):
     untied_names: ClassVar[Names] = UNTIED_NAMES
     encoder_class: ClassVar[type[BertModel]] = BertModel
 
-    def __init__(self, config: BertConfig, *, pooler: bool) -> None:
+    def __init__(self, config: EncoderConfig, *, pooler: bool) -> None:
         super().__init__(config)
         self.names = self.names_of(config)
         setattr(self, self.names.prefix, self.encoder_of(config, pooler))
         self.dropout = nn.Dropout(config.head_dropout())
 
-    def names_of(self, config: BertConfig) -> Names:
+    def names_of(self, config: EncoderConfig) -> Names:
         return self.names if config.tie_word_embeddings else self.untied_names
 
-    def encoder_of(self, config: BertConfig, pooler: bool) -> BertModel:
+    def encoder_of(self, config: EncoderConfig, pooler: bool) -> BertModel:
         return self.encoder_class(config, add_pooling_layer=pooler)
 
     @property
@@ -274,7 +310,7 @@ class BertHead(PretrainedModel):
         assert isinstance(model, BertModel)
         return model
 
-    def lm_head_of(self, config: BertConfig) -> MaskedLMHead:
+    def lm_head_of(self, config: EncoderConfig) -> MaskedLMHead:
         sizes = (config.hidden_size, config.vocab_size)
         return MaskedLMHead(*sizes, activation=config.hidden_act, eps=config.layer_norm_eps)
 
@@ -305,7 +341,7 @@ class Predicted(NamedTuple):
 class BertForMaskedLM(BertHead):
     """Predicts masked words. ``positions`` and ``max_predictions`` are those of ``nn.MaskedLMHead.loss``."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=False)
         self.lm_head = self.lm_head_of(config)
         self.finish()
@@ -332,7 +368,7 @@ class BertForMaskedLM(BertHead):
 class BertForPreTraining(BertHead):
     """Predicts masked words, and whether the second sentence follows the first (label 0) or not (label 1)."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=True)
         self.lm_head = self.lm_head_of(config)
         self.next_sentence = nn.Linear(config.hidden_size, 2)
@@ -366,7 +402,7 @@ class BertForPreTraining(BertHead):
 class BertForNextSentencePrediction(BertHead):
     """Predicts whether the second sentence follows the first."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=True)
         self.next_sentence = nn.Linear(config.hidden_size, 2)
         self.finish()
@@ -392,12 +428,12 @@ class BertForSequenceClassification(BertHead):
 
     pooler: ClassVar[bool] = True
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=self.pooler)
         self.classifier = self.head_of(config)
         self.finish()
 
-    def head_of(self, config: BertConfig) -> nn.Module:
+    def head_of(self, config: EncoderConfig) -> nn.Module:
         return nn.Linear(config.hidden_size, config.num_labels)
 
     def forward(
@@ -424,7 +460,7 @@ class BertForSequenceClassification(BertHead):
 class BertForMultipleChoice(BertHead):
     """Chooses between continuations: ``input_ids`` [B, choices, S], or packed, ``num_choices`` sequences a question."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=True)
         self.classifier = nn.Linear(config.hidden_size, 1)
         self.finish()
@@ -465,7 +501,7 @@ class BertForMultipleChoice(BertHead):
 class BertForTokenClassification(BertHead):
     """Labels tokens; those with label -100 do not count."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=False)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.finish()
@@ -489,7 +525,7 @@ class BertForTokenClassification(BertHead):
 class BertForQuestionAnswering(BertHead):
     """Finds the span that answers. Padding cannot be chosen; positions outside the sequence do not count."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=False)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.finish()
@@ -506,10 +542,15 @@ class BertForQuestionAnswering(BertHead):
         **layout: Unpack[Layout],
     ) -> QuestionAnsweringOutput:
         encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
-        logits = self.qa_outputs(encoded.x)  # [T, 2]
+        logits = self.spans(encoded)
         padded = encoded.batch.per_sequence(logits, fill=torch.finfo(logits.dtype).min)
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = span_loss(padded[..., 0], padded[..., 1], start_positions, end_positions)
         start, end = (logits if encoded.batch.shape is None else padded).unbind(-1)
         return QuestionAnsweringOutput(loss, start.contiguous(), end.contiguous(), **encoded.returned())
+
+    def spans(self, encoded: Encoded) -> Tensor:
+        """[T, 2]"""
+        logits: Tensor = self.qa_outputs(encoded.x)
+        return logits

@@ -30,6 +30,7 @@ from fasttfm.models.bert import (
     BertHead,
     BertModel,
     Encoded,
+    EncoderConfig,
     Layout,
     word_embeddings,
 )
@@ -113,7 +114,7 @@ class ElectraModel(BertModel):
     def __init__(self, config: ElectraConfig) -> None:
         super().__init__(config, add_pooling_layer=False)
 
-    def embeddings_of(self, config: BertConfig) -> Embeddings:
+    def embeddings_of(self, config: EncoderConfig) -> Embeddings:
         assert isinstance(config, ElectraConfig)
         width = config.hidden_size
         return word_embeddings(config, config.embedding_size, None if config.embedding_size == width else width)
@@ -127,11 +128,11 @@ class ElectraHead(BertHead):
 
     config_class, names, untied_names = ElectraConfig, NAMES, NAMES
 
-    def encoder_of(self, config: BertConfig, pooler: bool) -> BertModel:
+    def encoder_of(self, config: EncoderConfig, pooler: bool) -> BertModel:
         assert isinstance(config, ElectraConfig)
         return ElectraModel(config)
 
-    def lm_head_of(self, config: BertConfig) -> MaskedLMHead:
+    def lm_head_of(self, config: EncoderConfig) -> MaskedLMHead:
         assert isinstance(config, ElectraConfig)
         sizes = (config.hidden_size, config.vocab_size)
         return MaskedLMHead(*sizes, embedding_width=config.embedding_size, eps=config.layer_norm_eps)
@@ -152,7 +153,7 @@ class ElectraForQuestionAnswering(ElectraHead, BertForQuestionAnswering):
 class ElectraForSequenceClassification(ElectraHead, BertForSequenceClassification):
     """Labels sequences by a head of two layers on the first token."""
 
-    def head_of(self, config: BertConfig) -> nn.Module:
+    def head_of(self, config: EncoderConfig) -> nn.Module:
         return ClassificationHead(config.hidden_size, config.num_labels)
 
     def classify(self, encoded: Encoded) -> Tensor:
@@ -283,12 +284,13 @@ class ElectraForJointPreTraining(PretrainedModel):
             labels: The word that stood there for each masked one, -100 for the others; with ``positions`` one for each
                 of them. ``positions`` and ``max_predictions`` are those of ``nn.MaskedLMHead.loss``.
         """
-        layout = {"lengths": lengths, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        batch = PackedBatch.of(input_ids, attention_mask, **layout)
+        batch = PackedBatch.of(
+            input_ids, attention_mask, lengths=lengths, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
+        )
         ids = batch.pack(input_ids)
         segments = None if token_type_ids is None else batch.pack(token_type_ids.expand_as(input_ids))
         places = batch.columns() if position_ids is None else batch.pack(position_ids.expand_as(input_ids))
-        packed = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen}
+        packed: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen}
 
         encoded = self.generator.encoder.encode(ids, None, segments, places, **packed)
         words = batch.pack(labels) if positions is None else labels
