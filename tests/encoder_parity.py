@@ -22,6 +22,12 @@ SIZES = {
     "max_position_embeddings": 21,
     "num_labels": LABELS,
 }
+DISTILBERT = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "intermediate_size": "hidden_dim",
+}
 MASKS = {
     "full": torch.ones(B, S, dtype=torch.int64),
     "behind": torch.arange(S).expand(B, S) < torch.tensor([[4], [9], [1]]),
@@ -38,10 +44,17 @@ def family_of(name: str) -> str:
     return next(each for each in ("Bert", "Roberta", "Albert", "Electra", "DistilBert") if name.startswith(each))
 
 
+def config_of(package: Any, name: str, sizes: dict[str, Any]) -> Any:
+    """Of a class in ours or transformers; sizes have BERT's names."""
+    family = family_of(name)
+    own = {DISTILBERT.get(key, key): value for key, value in sizes.items()} if family == "DistilBert" else sizes
+    return getattr(package, f"{family}Config")(**own)
+
+
 def theirs_of(name: str, **changes: Any) -> Any:
     """A model of transformers with random parameters; padding's row of the word table included."""
     transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{family_of(name)}Config")(**{**SIZES, **changes})
+    config = config_of(transformers, name, {**SIZES, **changes})
     torch.manual_seed(1)
     module = getattr(transformers, name)(config).eval()
     for parameter in module.parameters():
@@ -104,7 +117,6 @@ def check_layout(name: str, ours: Any, theirs: Any, kind: str, *, packed: bool, 
     given = hide_padding(arguments(name), mask)
     if segments:
         given["token_type_ids"] = SEGMENTS
-    translate = ours.own_tensors
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
         if module is not ours:
@@ -124,7 +136,7 @@ def check_layout(name: str, ours: Any, theirs: Any, kind: str, *, packed: bool, 
         output = module(IDS[there], cu_seqlens=cu_seqlens, max_seqlen=int(lengths.max()), **own, **options)
         return tensors(output)
 
-    check_modules(ours, theirs, call, {}, translate=translate)
+    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
 
 
 def check_multiple_choice(ours: Any, theirs: Any) -> None:

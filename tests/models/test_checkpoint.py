@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_parity import family_of
+from encoder_parity import config_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,8 +30,7 @@ CLASSES = [name for name in models.__all__ if ("Model" in name or "For" in name)
 
 def model(name: str = "BertForMaskedLM", **changes: Any) -> Any:
     torch.manual_seed(0)
-    config = getattr(models, f"{family_of(name)}Config")
-    made = getattr(models, name)(config(**{**SIZES, **changes}))
+    made = getattr(models, name)(config_of(models, name, {**SIZES, **changes}))
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
     return made
@@ -51,7 +50,7 @@ def stored(directory: Path) -> dict[str, Tensor]:
 # ---- to transformers and back ----------------------------------------------------------------------------------------
 
 
-UNTIED = ["BertForMaskedLM", "BertForPreTraining", "RobertaForMaskedLM", "AlbertForMaskedLM"]
+UNTIED = ["BertForMaskedLM", "BertForPreTraining", "RobertaForMaskedLM", "AlbertForMaskedLM", "ElectraForMaskedLM"]
 
 
 @pytest.mark.parametrize(("name", "tied"), [*((name, True) for name in CLASSES), *((name, False) for name in UNTIED)])

@@ -292,7 +292,7 @@ class BertHead(PretrainedModel):
     untied_names: ClassVar[Names] = UNTIED_NAMES
     encoder_class: ClassVar[type[BertModel]] = BertModel
 
-    def __init__(self, config: EncoderConfig, *, pooler: bool) -> None:
+    def __init__(self, config: EncoderConfig, *, pooler: bool = False) -> None:
         super().__init__(config)
         self.names = self.names_of(config)
         setattr(self, self.names.prefix, self.encoder_of(config, pooler))

@@ -187,7 +187,7 @@ class FirstTokenHead(DistilBertHead):
     """A model with a layer on the first token, in the place of a pooler."""
 
     def __init__(self, config: DistilBertConfig) -> None:
-        super().__init__(config)  # type: ignore[call-arg]  # the other base's, which says whether there is a pooler
+        super().__init__(config)
         self.pre_classifier = nn.Linear(config.dim, config.dim)
         self.dropout = nn.Dropout(config.seq_classif_dropout)
         self.finish()
