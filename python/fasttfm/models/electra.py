@@ -284,9 +284,7 @@ class ElectraForJointPreTraining(PretrainedModel):
             labels: The word that stood there for each masked one, -100 for the others; with ``positions`` one for each
                 of them. ``positions`` and ``max_predictions`` are those of ``nn.MaskedLMHead.loss``.
         """
-        batch = PackedBatch.of(
-            input_ids, attention_mask, lengths=lengths, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
-        )
+        batch = PackedBatch.of(input_ids, attention_mask, lengths=lengths, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         ids = batch.pack(input_ids)
         segments = None if token_type_ids is None else batch.pack(token_type_ids.expand_as(input_ids))
         places = batch.columns() if position_ids is None else batch.pack(position_ids.expand_as(input_ids))
