@@ -205,7 +205,7 @@ class BertModel(PretrainedModel):
     with ``input_ids`` [T], ``cu_seqlens`` and ``max_seqlen``. Results are padded where the input is.
     """
 
-    config_class = BertConfig
+    config_class: ClassVar[type[ModelConfig]] = BertConfig
     names = NAMES
     base = True
 
@@ -287,7 +287,7 @@ class BertModel(PretrainedModel):
 class BertHead(PretrainedModel):
     """A model around the encoder."""
 
-    config_class = BertConfig
+    config_class: ClassVar[type[ModelConfig]] = BertConfig
     names = NAMES
     untied_names: ClassVar[Names] = UNTIED_NAMES
     encoder_class: ClassVar[type[BertModel]] = BertModel
