@@ -125,7 +125,7 @@ def attention_fwd_triton(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProb
     with on_device(q):
         if short is not None:
             programs, options = _short_options(q, problem, short)
-            _short_fwd_kernel[(programs,)](**arguments, **options)
+            _short_fwd_kernel[(programs,)](**_without(arguments, "bias", "slopes"), **options)
         else:
             chosen = tuning.forward_tiles(call)
             tiles = triton.cdiv(problem.max_seqlen, chosen.queries)
@@ -160,7 +160,7 @@ def attention_bwd_triton(
     with on_device(q):
         if short is not None:
             programs, options = _short_options(q, problem, short)
-            _short_bwd_kernel[(programs,)](**arguments, **options)
+            _short_bwd_kernel[(programs,)](**_without(arguments, "bias", "slopes"), **options)
         else:
             _backward_by_tile({**arguments, "kv_heads": k.shape[-2]}, out, problem)
 

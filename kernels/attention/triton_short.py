@@ -15,7 +15,6 @@ from fasttfm.kernels.attention.triton_tiles import (
     LN_2,
     PLAIN,
     RIGHT,
-    SLOPES,
     head_rows,
     load_rows,
     lse_in_log2,
@@ -29,10 +28,10 @@ from fasttfm.kernels.common.philox_triton import dropped_rounded, dropped_weight
 _SIZES = ["heads", "group", "items", "q_size", "k_size", "window_left", "window_right", "threshold"]
 _STRIDES = [
     f"{tensor}_{axis}" for tensor in ("q", "k", "v", "dout", "dq", "dk", "dv") for axis in ("batch", "row", "head")
-] + ["bias_head", "bias_row"]
+]
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *_STRIDES[:9], *_STRIDES[-2:]])
+@triton.jit(do_not_specialize=[*_SIZES, *_STRIDES[:9]])
 def _short_fwd_kernel(
     q,  # [B, S, H, D] or [T, H, D]
     k,  # [B, Sk, Hk, D] or [Tk, Hk, D]
@@ -41,10 +40,8 @@ def _short_fwd_kernel(
     lse,  # fp32 [B, H, S] or [H, T]
     q_bounds,  # int32: cu_seqlens or lengths, or unused
     k_bounds,
-    bias,  # [H, >= S, >= Sk] or unused
-    slopes,  # fp32 [H] or unused
     seed,  # int64 [1] or unused
-    q_batch,  # strides in units of UNIT elements, those of bias in elements
+    q_batch,  # strides in units of UNIT elements
     q_row,
     q_head,
     k_batch,
@@ -53,8 +50,6 @@ def _short_fwd_kernel(
     v_batch,
     v_row,
     v_head,
-    bias_head,
-    bias_row,
     heads,
     group,  # H / Hk
     items,  # sequences * heads
@@ -82,6 +77,7 @@ def _short_fwd_kernel(
     queries = tl.arange(0, BLOCK_M)
     keys = tl.arange(0, BLOCK_N)
     factor = scale if FEATURES[PLAIN] else 1.0
+    terms = (scale, None, None, None)  # neither bias nor slope
     seed_value = tl.load(seed) if FEATURES[DROPOUT] else 0
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=STAGES):
         sequence = item // heads
@@ -95,8 +91,6 @@ def _short_fwd_kernel(
         k_tile = load_rows(k_rows, 0, k_length, columns, not EVEN, D, BLOCK_N)
         v_tile = load_rows(v_rows, 0, k_length, columns, not EVEN, D, BLOCK_N)
         shape = (q_length, k_length, window_left, window_right)
-        slope = tl.load(slopes + head) if FEATURES[SLOPES] else 0.0
-        terms = (scale, bias + head.to(tl.int64) * bias_head, bias_row, slope)
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         scores = masked_scores(products, queries[:, None], keys[None, :], shape, terms, MASKED, FEATURES)
         m = tl.max(scores, 1) * factor
@@ -126,10 +120,8 @@ def _short_bwd_kernel(
     dv,
     q_bounds,  # int32: cu_seqlens or lengths, or unused
     k_bounds,
-    bias,  # [H, >= S, >= Sk] or unused
-    slopes,  # fp32 [H] or unused
     seed,  # int64 [1] or unused
-    q_batch,  # strides in units of UNIT elements, those of bias in elements
+    q_batch,  # strides in units of UNIT elements
     q_row,
     q_head,
     k_batch,
@@ -150,8 +142,6 @@ def _short_bwd_kernel(
     dv_batch,
     dv_row,
     dv_head,
-    bias_head,
-    bias_row,
     heads,
     items,  # sequences * heads
     q_size,  # S or T
@@ -178,6 +168,7 @@ def _short_bwd_kernel(
     queries = tl.arange(0, BLOCK_M)
     keys = tl.arange(0, BLOCK_N)
     factor = scale if FEATURES[PLAIN] else 1.0
+    terms = (scale, None, None, None)  # neither bias nor slope
     seed_value = tl.load(seed) if FEATURES[DROPOUT] else 0
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=STAGES):
         sequence = item // heads
@@ -195,8 +186,6 @@ def _short_bwd_kernel(
         lse_start, _ = output_offsets(sequence, q_first, head, heads, q_size, Q_LAYOUT)
         lse_row = lse_in_log2(lse + lse_start, queries, q_length)
         shape = (q_length, k_length, window_left, window_right)
-        slope = tl.load(slopes + head) if FEATURES[SLOPES] else 0.0
-        terms = (scale, bias + head.to(tl.int64) * bias_head, bias_row, slope)
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         dproducts = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
         scores = masked_scores(products, queries[:, None], keys[None, :], shape, terms, MASKED, FEATURES)

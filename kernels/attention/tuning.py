@@ -1,7 +1,7 @@
 """Tile sizes of attention's Triton kernels, by what a call looks like: a table, nothing is timed at run time.
 
-The numbers for Hopper are measured (benchmarks/lab/attention_tiles.py); those for other chips fit into 100 KB of shared
-memory up to a head dim of 128, and into 163 KB up to 256.
+The numbers for Hopper are measured (benchmarks/lab/attention_tiles.py) for 16-bit types and head dims of 64 and 128;
+those for other chips fit into 100 KB of shared memory up to a head dim of 128, and into 163 KB up to 256.
 """
 
 from __future__ import annotations

@@ -333,6 +333,7 @@ def compile_signatures(columns: int, element: str, stream: str, parameter: str) 
             "signature": forward,
             "num_warps": forward_tile.pop("num_warps"),
             "constants": {**flags, "HAS_BIAS": True, "HAS_LINEAR_BIAS": True, "WANT_Z": True, **forward_tile},
+            "allow_spills": columns <= 64,  # four words on sm_80
         },
         {
             "kernel": _bwd_kernel,

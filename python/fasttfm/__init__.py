@@ -1,12 +1,12 @@
-"""Fused transformer ops, drop-in modules and reference models.
+"""Fused transformer ops, drop-in modules, reference models and text from them.
 
 >>> import torch, fasttfm
 >>> y = fasttfm.ops.layer_norm(torch.randn(2, 8, 64), torch.ones(64), torch.zeros(64))
 >>> print(fasttfm.explain("layer_norm", torch.randn(2, 8, 64)))  # which backend serves this call, why not the others
 """
 
-from fasttfm import models, nn, ops
+from fasttfm import generate, models, nn, ops
 from fasttfm._version import __version__
 from fasttfm.ops.backends import explain, use_backend
 
-__all__ = ["__version__", "explain", "models", "nn", "ops", "use_backend"]
+__all__ = ["__version__", "explain", "generate", "models", "nn", "ops", "use_backend"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_parity import (
+from model_parity import (
     IDS,
     LABELS,
     MASKS,

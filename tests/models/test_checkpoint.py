@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_parity import config_of
+from model_parity import config_of, same_tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,7 +25,12 @@ SIZES = {
     "intermediate_size": 20,
     "max_position_embeddings": 11,
 }
-CLASSES = [name for name in models.__all__ if ("Model" in name or "For" in name) and "Joint" not in name]
+ENCODERS = ("Bert", "Roberta", "Albert", "Electra", "DistilBert")
+CLASSES = [
+    name
+    for name in models.__all__
+    if name.startswith(ENCODERS) and not name.endswith("Config") and name != "ElectraForJointPreTraining"
+]
 
 
 def model(name: str = "BertForMaskedLM", **changes: Any) -> Any:
@@ -34,10 +39,6 @@ def model(name: str = "BertForMaskedLM", **changes: Any) -> Any:
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
     return made
-
-
-def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
 
 
 def stored(directory: Path) -> dict[str, Tensor]:

@@ -108,7 +108,7 @@ def test_bias_and_slopes_are_added_to_the_scaled_scores() -> None:
 lengths_of_a_batch = st.lists(st.integers(0, 40), min_size=1, max_size=6)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     lengths=lengths_of_a_batch,
     extra_keys=lengths_of_a_batch,
@@ -125,8 +125,9 @@ def test_random_packed_batches(
     lengths_k = [length + extra for length, extra in zip(lengths, extra_keys, strict=True)]
     starts, starts_k = cu_seqlens_from_lengths(lengths), cu_seqlens_from_lengths(lengths_k)
     generator = torch.Generator().manual_seed(sum(lengths) + sum(lengths_k))
-    q, dout = torch.randn(2, sum(lengths), 2, head_dim, generator=generator)
-    k, v = torch.randn(2, sum(lengths_k), 1, head_dim, generator=generator)
+    # Many heads: the rule compares largest errors, which over few elements are a matter of luck.
+    q, dout = torch.randn(2, sum(lengths), 16, head_dim, generator=generator)
+    k, v = torch.randn(2, sum(lengths_k), 8, head_dim, generator=generator)
     options = {"causal": causal, "window": window, "dropout_p": p, "seed": seed_of(5)}
     packed = {"cu_seqlens": starts, "cu_seqlens_k": starts_k}
 

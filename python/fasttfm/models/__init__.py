@@ -42,6 +42,21 @@ from fasttfm.models.electra import (
     ElectraForTokenClassification,
     ElectraModel,
 )
+from fasttfm.models.gpt import (
+    GPT2Config,
+    GPT2DoubleHeadsModel,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    GPT2Model,
+)
+from fasttfm.models.gpt3 import GPT3Config, GPT3LMHeadModel, GPT3Model
+from fasttfm.models.openai_gpt import (
+    OpenAIGPTConfig,
+    OpenAIGPTDoubleHeadsModel,
+    OpenAIGPTForSequenceClassification,
+    OpenAIGPTLMHeadModel,
+    OpenAIGPTModel,
+)
 from fasttfm.models.roberta import (
     RobertaConfig,
     RobertaForMaskedLM,
@@ -87,6 +102,19 @@ __all__ = [
     "ElectraForSequenceClassification",
     "ElectraForTokenClassification",
     "ElectraModel",
+    "GPT2Config",
+    "GPT2DoubleHeadsModel",
+    "GPT2ForSequenceClassification",
+    "GPT2LMHeadModel",
+    "GPT2Model",
+    "GPT3Config",
+    "GPT3LMHeadModel",
+    "GPT3Model",
+    "OpenAIGPTConfig",
+    "OpenAIGPTDoubleHeadsModel",
+    "OpenAIGPTForSequenceClassification",
+    "OpenAIGPTLMHeadModel",
+    "OpenAIGPTModel",
     "RobertaConfig",
     "RobertaForMaskedLM",
     "RobertaForMultipleChoice",

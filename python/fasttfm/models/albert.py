@@ -25,13 +25,13 @@ from fasttfm.models.bert import (
     BertHead,
     BertModel,
     EncoderConfig,
-    Layout,
     Predicted,
     encoder_layer,
     word_embeddings,
 )
 from fasttfm.models.checkpoint_names import Names, Rule, rule
 from fasttfm.models.outputs import ModelOutput, States
+from fasttfm.models.text_model import Layout
 from fasttfm.nn import Embeddings, EncoderLayer, MaskedLMHead
 from fasttfm.nn.losses import token_loss
 

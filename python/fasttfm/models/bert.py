@@ -10,9 +10,8 @@ embeddings and comes back only in what is returned.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +24,10 @@ from fasttfm.models.outputs import (
     LMOutput,
     PreTrainingOutput,
     QuestionAnsweringOutput,
-    States,
 )
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.nn import Embeddings, Encoder, EncoderLayer, MaskedLMHead, PackedBatch
+from fasttfm.models.text_model import Encoded, Layout, TextModel, flatten_choices
+from fasttfm.nn import Embeddings, Encoder, EncoderLayer, MaskedLMHead
 from fasttfm.nn.losses import classification_loss, span_loss, token_loss
 
 if TYPE_CHECKING:
@@ -150,28 +149,6 @@ UNTIED_NAMES = replace(
 # ---- the encoder -----------------------------------------------------------------------------------------------------
 
 
-class Layout(TypedDict, total=False):
-    """Where the tokens are, beside an ``attention_mask`` (nn.PackedBatch.of), and what else to return."""
-
-    lengths: Sequence[int] | Tensor | None
-    cu_seqlens: Tensor | None
-    max_seqlen: int | None
-    output_hidden_states: bool
-    output_attentions: bool
-
-
-class Encoded(NamedTuple):
-    """The encoder's result as heads read it."""
-
-    x: Tensor  # [T, C]
-    batch: PackedBatch
-    hidden_states: States  # as the caller has them
-    attentions: States
-
-    def returned(self) -> dict[str, States]:
-        return {"hidden_states": self.hidden_states, "attentions": self.attentions}
-
-
 def word_embeddings(config: EncoderConfig, width: int, output_width: int | None = None) -> Embeddings:
     return Embeddings(
         config.vocab_size,
@@ -198,16 +175,11 @@ def encoder_layer(config: EncoderConfig) -> EncoderLayer:
     )
 
 
-class BertModel(PretrainedModel):
-    """The encoder, with a pooler on the first token.
-
-    Called with ``input_ids`` [B, S] and an ``attention_mask`` (or ``lengths``, which no GPU is waited for), or packed
-    with ``input_ids`` [T], ``cu_seqlens`` and ``max_seqlen``. Results are padded where the input is.
-    """
+class BertModel(TextModel):
+    """The encoder, with a pooler on the first token."""
 
     config_class: ClassVar[type[ModelConfig]] = BertConfig
     names = NAMES
-    base = True
 
     def __init__(self, config: EncoderConfig, add_pooling_layer: bool = True) -> None:
         super().__init__(config)
@@ -235,50 +207,10 @@ class BertModel(PretrainedModel):
         pooled = None if self.pooler is None else self.pool(encoded)
         return BaseModelOutput(encoded.batch.unpack(encoded.x), pooled, **encoded.returned())
 
-    def encode(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        *,
-        output_hidden_states: bool = False,
-        output_attentions: bool = False,
-        **layout: Any,
-    ) -> Encoded:
-        """The packed states of the last layer."""
-        batch = PackedBatch.of(input_ids, attention_mask, **layout)
-        ids = batch.pack(input_ids)
-        x = self.embeddings(
-            ids,
-            batch.cu_seqlens,
-            position_ids=self.positions(input_ids, ids, position_ids, batch),
-            segment_ids=None if token_type_ids is None else batch.pack(token_type_ids.expand_as(input_ids)),
-        )
-        states: list[Tensor] | None = [] if output_hidden_states or output_attentions else None
-        x = self.encoder(x, batch.cu_seqlens, batch.max_seqlen, hidden_states=states)
-        attentions = self.attentions(states, batch) if states is not None and output_attentions else None
-        hidden = (*states, x) if states is not None and output_hidden_states else None
-        return Encoded(x, batch, None if hidden is None else tuple(batch.unpack(state) for state in hidden), attentions)
-
-    def positions(
-        self, input_ids: Tensor, ids: Tensor, position_ids: Tensor | None, batch: PackedBatch
-    ) -> Tensor | None:
-        """Each packed token's position; None for its number in its own sequence."""
-        return batch.columns() if position_ids is None else batch.pack(position_ids.expand_as(input_ids))
-
     def pool(self, encoded: Encoded) -> Tensor:
         """[sequences, C]"""
         assert self.pooler is not None
         return torch.tanh(self.pooler(encoded.batch.first_tokens(encoded.x)))
-
-    def attentions(self, states: list[Tensor], batch: PackedBatch) -> tuple[Tensor, ...]:
-        """Every layer's weights [sequences, H, S, S], computed for show: a sequence's tokens stand in front."""
-        longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
-        return tuple(
-            layer.attention_weights(x, batch.cu_seqlens, longest)
-            for layer, x in zip(self.encoder.in_order(), states, strict=True)
-        )
 
 
 # ---- heads -----------------------------------------------------------------------------------------------------------
@@ -313,11 +245,6 @@ class BertHead(PretrainedModel):
     def lm_head_of(self, config: EncoderConfig) -> MaskedLMHead:
         sizes = (config.hidden_size, config.vocab_size)
         return MaskedLMHead(*sizes, activation=config.hidden_act, eps=config.layer_norm_eps)
-
-    def tied(self) -> dict[str, str]:
-        if not self.config.tie_word_embeddings or "lm_head" not in self._modules:
-            return {}
-        return {"lm_head.decoder.weight": f"{self.names.prefix}.embeddings.word.weight"}
 
 
 class Predicted(NamedTuple):
@@ -476,19 +403,11 @@ class BertForMultipleChoice(BertHead):
         num_choices: int | None = None,
         **layout: Unpack[Layout],
     ) -> ClassifierOutput:
-        if input_ids.dim() == 3:
-            num_choices = input_ids.shape[1]
-        elif num_choices is None:
-            got = f"shape {tuple(input_ids.shape)} without num_choices"
-            raise ValueError(f"{type(self).__name__}: input_ids: expected shape [B, choices, S], got {got}")
-
-        def flat(x: Tensor | None) -> Tensor | None:
-            return x.flatten(0, 1) if x is not None and x.dim() == 3 else x
-
-        others = (flat(attention_mask), flat(token_type_ids), flat(position_ids))
-        ids = input_ids.flatten(0, 1) if input_ids.dim() == 3 else input_ids
+        choices, ids, others = flatten_choices(
+            type(self).__name__, num_choices, input_ids, attention_mask, token_type_ids, position_ids
+        )
         encoded = self.encoder.encode(ids, *others, **layout)
-        logits = self.classifier(self.summarise(encoded)).view(-1, num_choices)
+        logits = self.classifier(self.summarise(encoded)).view(-1, choices)
         loss = None if labels is None else token_loss(logits, labels)
         return ClassifierOutput(loss, logits, **encoded.returned())
 

@@ -22,11 +22,11 @@ from fasttfm.models.bert import (
     BertForTokenClassification,
     BertHead,
     BertModel,
-    Encoded,
     EncoderConfig,
 )
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.config import ModelConfig
+from fasttfm.models.text_model import Encoded
 
 _EPS = 1e-12
 

@@ -29,9 +29,7 @@ from fasttfm.models.bert import (
     BertForTokenClassification,
     BertHead,
     BertModel,
-    Encoded,
     EncoderConfig,
-    Layout,
     word_embeddings,
 )
 from fasttfm.models.checkpoint_files import CheckpointError
@@ -39,6 +37,7 @@ from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.outputs import LMOutput, ModelOutput
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.roberta import ClassificationHead
+from fasttfm.models.text_model import Encoded, Layout
 from fasttfm.nn import Embeddings, MaskedLMHead, PackedBatch
 from fasttfm.nn.lm_heads import IGNORED, Sampled
 
@@ -287,7 +286,7 @@ class ElectraForJointPreTraining(PretrainedModel):
         batch = PackedBatch.of(input_ids, attention_mask, lengths=lengths, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         ids = batch.pack(input_ids)
         segments = None if token_type_ids is None else batch.pack(token_type_ids.expand_as(input_ids))
-        places = batch.columns() if position_ids is None else batch.pack(position_ids.expand_as(input_ids))
+        places = self.discriminator.encoder.positions(input_ids, ids, position_ids, batch)
         packed: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen}
 
         encoded = self.generator.encoder.encode(ids, None, segments, places, **packed)

@@ -62,6 +62,18 @@ class LMOutput(ModelOutput):
 
 
 @dataclass
+class DoubleHeadsOutput(ModelOutput):
+    """Of next words, and of the choice between continuations."""
+
+    loss: Tensor | None = None
+    mc_loss: Tensor | None = None
+    logits: Tensor | None = None
+    mc_logits: Tensor | None = None
+    hidden_states: States = None
+    attentions: States = None
+
+
+@dataclass
 class PreTrainingOutput(ModelOutput):
     loss: Tensor | None = None
     prediction_logits: Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -46,7 +47,8 @@ class PretrainedModel(nn.Module):
         self.tie_weights()
 
     def initialise(self, module: nn.Module) -> None:
-        """Draws a module's parameters: normal weights, zero biases, LayerNorms that change nothing."""
+        """Draws a module's parameters: normal weights, zero biases, LayerNorms that change nothing. In a pre-LN model
+        the blocks' outputs add up, so the weights that make them are smaller by the root of their number."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -54,10 +56,16 @@ class PretrainedModel(nn.Module):
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             with torch.no_grad():
                 module.weight[module.padding_idx].zero_()
+        if isinstance(module, Encoder) and module.final_norm is not None:
+            layers = module.in_order()
+            for product in (product for layer in layers for product in (layer.out, layer.down)):
+                nn.init.normal_(product.weight, std=self.config.initializer_range / math.sqrt(2 * len(layers)))
 
     def tied(self) -> dict[str, str]:
-        """Parameters that are another one, by name: ``{"lm_head.decoder.weight": "bert.embeddings.word.weight"}``."""
-        return {}
+        """Parameters that are another one, by name; by default a decoder that is the word table."""
+        if "lm_head" not in self._modules or not self.config.tie_word_embeddings:
+            return {}
+        return {"lm_head.decoder.weight": f"{self.names.prefix}.embeddings.word.weight"}
 
     def repeated(self) -> dict[str, str]:
         """Those of ``tied()`` of which a checkpoint has copies all the same."""
@@ -153,6 +161,12 @@ class PretrainedModel(nn.Module):
         for name, key in keys.items():
             if not self.names.known(name):
                 raise CheckpointError(f"{reader.files[key]}: {key}: no model of this family has such a parameter")
+        repeated = self.repeated()
+        aliases = {name: source for name, source in self.tied().items() if name not in repeated}
+        for alias, source in aliases.items():  # a file has one of the two names, most often the source's
+            (other,), (main,) = (self.names.find(name)[0] for name in (alias, source))
+            if main not in keys and other in keys:
+                keys[main] = keys[other]
         wanted = {name: value.shape for name, value in self.state_dict().items() if name not in self.tied()}
         new = self._heads_to_draw(wanted, keys, directory)
         for name, shape in wanted.items():

@@ -19,10 +19,10 @@ from fasttfm.models.bert import (
     BertForSequenceClassification,
     BertForTokenClassification,
     BertModel,
-    Encoded,
     EncoderConfig,
 )
 from fasttfm.models.checkpoint_names import Names, rule
+from fasttfm.models.text_model import Encoded
 from fasttfm.nn import MaskedLMHead, PackedBatch
 
 

@@ -17,7 +17,7 @@ class Embeddings(nn.Module):
         vocabulary: Rows of the word table.
         width: C.
         positions: Rows of the position table; 0 for none.
-        segments: Rows of the segment table; 0 for none.
+        segments: Rows of the segment table; 0 for none, None where segments are words (GPT).
         norm: Whether there is a LayerNorm (GPT has none here).
         eps: Added to its variance.
         dropout: Of the result.
@@ -31,7 +31,7 @@ class Embeddings(nn.Module):
         vocabulary: int,
         width: int,
         positions: int = 0,
-        segments: int = 0,
+        segments: int | None = 0,
         *,
         norm: bool = True,
         eps: float = 1e-12,
@@ -46,6 +46,7 @@ class Embeddings(nn.Module):
         self.word = nn.Embedding(vocabulary, width, padding_idx=padding_idx, **factory)
         self.position = nn.Embedding(positions, width, **factory) if positions else None
         self.segment = nn.Embedding(segments, width, **factory) if segments else None
+        self.word_segments = segments is None
         self.norm = nn.LayerNorm(width, eps=eps, **factory) if norm else None
         self.projection = None if output_width is None else nn.Linear(width, output_width, **factory)
         self.dropout = dropout
@@ -61,16 +62,17 @@ class Embeddings(nn.Module):
     ) -> Tensor:
         """``[T, C]`` of packed ``ids`` [T] with ``cu_seqlens``, or ``[..., S, C]``; in autocast's type under autocast.
 
-        Positions are by default a token's number in its own sequence, segments 0.
+        Positions are by default a token's number in its own sequence, segments 0; those that are words are left out.
         """
         word, norm = self.word.weight, self.norm
+        segment = self.word if self.word_segments and segment_ids is not None else self.segment
         device = word.device.type
         autocast = device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and word.dtype != torch.float64
         x = ops.embedding(
             ids,
             word,
             None if self.position is None else self.position.weight,
-            None if self.segment is None else self.segment.weight,
+            None if segment is None else segment.weight,
             position_ids=position_ids,
             segment_ids=segment_ids,
             weight=None if norm is None else norm.weight,

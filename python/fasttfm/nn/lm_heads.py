@@ -130,10 +130,14 @@ class CausalLMHead(nn.Module):
 
     def loss(self, x: Tensor, labels: Tensor, cu_seqlens: Tensor) -> Tensor:
         """The mean cross entropy of each token's successor, for packed ``x`` [T, C]; a label of -100 does not count."""
-        weight, bias = self.decoder.weight, self.decoder.bias
-        loss = ops.linear_cross_entropy(x, weight, labels, bias, shift=True, cu_seqlens=cu_seqlens)
-        assert isinstance(loss, Tensor)
-        return loss
+        return next_token_loss(x, self.decoder.weight, self.decoder.bias, labels, cu_seqlens)
+
+
+def next_token_loss(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """``CausalLMHead.loss`` with a decoder's weight and bias."""
+    loss = ops.linear_cross_entropy(x, weight, labels, bias, shift=True, cu_seqlens=cu_seqlens)
+    assert isinstance(loss, Tensor)
+    return loss
 
 
 def _predicted(labels: Tensor, positions: Tensor | None, most: int | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -113,6 +113,13 @@ class PackedBatch:
         """The row of each sequence's first token: ``[sequences, ...]``. A sequence without tokens gets another's."""
         return x.index_select(0, self.cu_seqlens[:-1].clamp(max=max(0, self.tokens - 1)))
 
+    def rows(self, columns: Tensor) -> Tensor:
+        """The row of one token of each sequence, by its column in the padded batch or, packed, its number."""
+        if self.indices is None or self.shape is None:
+            return self.cu_seqlens[:-1] + columns
+        places = torch.arange(self.shape[0], device=columns.device) * self.shape[1] + columns
+        return torch.searchsorted(self.indices, places)
+
     def columns(self) -> Tensor | None:
         """Each token's column in the padded batch, where that is not its number in its own sequence."""
         return None if self.indices is None or self.shape is None else self.indices % self.shape[1]

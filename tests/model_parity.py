@@ -1,4 +1,4 @@
-"""What the tests of encoder families share: a batch, models of transformers, and the comparison with ours."""
+"""What the tests of model families share: a batch, models of transformers, and the comparison with ours."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fasttfm import models
 from fasttfm.testing.modules import check_modules
 
 B, S, V, LABELS = 3, 9, 61, 3
+PAD = V - 1  # GPT's, in no batch
 SIZES = {
     "vocab_size": V,
     "hidden_size": 48,
@@ -22,30 +23,40 @@ SIZES = {
     "max_position_embeddings": 21,
     "num_labels": LABELS,
 }
+GPT_SIZES = {
+    "vocab_size": V,
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 3,
+    "n_positions": 21,
+    "num_labels": LABELS,
+    "pad_token_id": PAD,
+}
 DISTILBERT = {
     "hidden_size": "dim",
     "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_heads",
     "intermediate_size": "hidden_dim",
 }
+FAMILIES = ("Bert", "Roberta", "Albert", "Electra", "DistilBert", "GPT2", "GPT3", "OpenAIGPT")
 MASKS = {
     "full": torch.ones(B, S, dtype=torch.int64),
     "behind": torch.arange(S).expand(B, S) < torch.tensor([[4], [9], [1]]),
     "anywhere": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1, 0]]),
 }
 generator = torch.Generator().manual_seed(0)
-IDS = torch.randint(5, V, (B, S), generator=generator)
+IDS = torch.randint(5, PAD, (B, S), generator=generator)
 SEGMENTS = torch.randint(2, (B, S), generator=generator)
 WORDS = torch.where(torch.rand(B, S, generator=generator) < 0.3, IDS, -100)
 
 
 def family_of(name: str) -> str:
     """Of a class."""
-    return next(each for each in ("Bert", "Roberta", "Albert", "Electra", "DistilBert") if name.startswith(each))
+    return next(each for each in FAMILIES if name.startswith(each))
 
 
 def config_of(package: Any, name: str, sizes: dict[str, Any]) -> Any:
-    """Of a class in ours or transformers; sizes have BERT's names."""
+    """Of a class in ours or transformers; those of encoders have BERT's names."""
     family = family_of(name)
     own = {DISTILBERT.get(key, key): value for key, value in sizes.items()} if family == "DistilBert" else sizes
     return getattr(package, f"{family}Config")(**own)
@@ -54,7 +65,8 @@ def config_of(package: Any, name: str, sizes: dict[str, Any]) -> Any:
 def theirs_of(name: str, **changes: Any) -> Any:
     """A model of transformers with random parameters; padding's row of the word table included."""
     transformers = pytest.importorskip("transformers")
-    config = config_of(transformers, name, {**SIZES, **changes})
+    sizes = GPT_SIZES if "GPT" in name else SIZES
+    config = config_of(transformers, name, {**sizes, **changes})
     torch.manual_seed(1)
     module = getattr(transformers, name)(config).eval()
     for parameter in module.parameters():
@@ -99,11 +111,18 @@ def tensors(output: Any, mask: Tensor | None = None) -> dict[str, Tensor]:
     """An output's tensors; of token states and token logits, the rows of tokens."""
     found: dict[str, Tensor] = {}
     for name in output.keys():  # noqa: SIM118 - theirs is no mapping of ours
+        if name == "past_key_values":
+            continue
         value = output[name]
         for index, each in enumerate(value if isinstance(value, tuple) else [value]):
-            by_token = mask is not None and each.shape[:2] == mask.shape
+            by_token = mask is not None and each.shape[: mask.dim()] == mask.shape
             found[f"{name}.{index}"] = each[mask.bool()] if by_token else each
     return found
+
+
+def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Names, types and bits."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
 
 
 def positions_of(name: str) -> Tensor:

@@ -1,0 +1,107 @@
+"""``generate``: continues prompts, word by word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fasttfm.generate.decoder import CachedDecoder
+from fasttfm.generate.sampling import Sampling
+from fasttfm.models.text_model import TextModel
+from fasttfm.nn import CausalLMHead, PackedBatch
+
+_NAME = "generate"
+_STEPS_BETWEEN_LOOKS = 8  # a look at whether all sequences have ended waits for the GPU
+
+
+class CausalModel(Protocol):
+    """A model that predicts words: GPT2LMHeadModel and its relatives."""
+
+    config: Any
+    training: bool
+    lm_head: CausalLMHead
+
+    @property
+    def transformer(self) -> TextModel: ...
+
+
+@torch.no_grad()
+def generate(
+    model: CausalModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    lengths: Sequence[int] | Tensor | None = None,
+    max_new_tokens: int = 20,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    **sampling: Any,
+) -> Tensor:
+    """Continues the prompts ``input_ids`` [B, S], each by as many tokens as it takes to its end.
+
+    Prompts are read once, without padding; after that each step computes one token of every sequence.
+
+    Args:
+        model: In evaluation mode.
+        attention_mask: ``[B, S]``, not 0 for tokens: prompts of different lengths; padding may be anywhere. A token's
+            position is its number in its own prompt.
+        lengths: ``B`` numbers of tokens instead of a mask, for padding behind them.
+        max_new_tokens: The most tokens that are added.
+        eos_token_id: One or several tokens, each of which ends a sequence; the configuration's by default, none for [].
+        pad_token_id: What follows the end where other sequences go on; by default the configuration's, or else the
+            first ``eos_token_id``.
+        sampling: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``generator``: see ``Sampling``.
+
+    Returns:
+        ``[B, S + new]``: ``input_ids``, then the new tokens, up to the longest sequence's end.
+    """
+    choice = Sampling(**sampling)
+    ends, padding = _ends(model.config, eos_token_id, pad_token_id)
+    batch = PackedBatch.of(input_ids, attention_mask, lengths=lengths)
+    _check(model, batch, max_new_tokens)
+    if max_new_tokens == 0:
+        return input_ids
+    decoder = CachedDecoder(model.transformer, batch.max_seqlen + max_new_tokens - 1)
+    state = decoder.read(batch.pack(input_ids), batch)
+    stops = torch.tensor(ends, dtype=torch.int64, device=input_ids.device)
+    ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    new: list[Tensor] = []
+    going: list[Tensor] = []  # for each column, which sequences have a token in it
+    while True:
+        going.append(~ended)
+        token = choice.choose(model.lm_head(state))
+        if ends:
+            token = token.where(~ended, padding)
+            ended = ended | torch.isin(token, stops)
+        new.append(token)
+        if len(new) == max_new_tokens or (ends and len(new) % _STEPS_BETWEEN_LOOKS == 0 and bool(ended.all())):
+            break
+        state = decoder.step(token)
+    columns = int(torch.stack(going).any(1).sum()) if ends else len(new)
+    return torch.cat([input_ids, torch.stack(new[:columns], 1).to(input_ids.dtype)], 1)
+
+
+def _ends(config: Any, eos_token_id: int | Sequence[int] | None, pad_token_id: int | None) -> tuple[list[int], int]:
+    """The tokens that end a sequence, and the one behind the end."""
+    given = config.eos_token_id if eos_token_id is None else eos_token_id
+    ends = [] if given is None else [given] if isinstance(given, int) else list(given)
+    padding = config.pad_token_id if pad_token_id is None else pad_token_id
+    return ends, padding if padding is not None else ends[0] if ends else 0
+
+
+def _check(model: CausalModel, batch: PackedBatch, new: int) -> None:
+    if model.training:
+        raise ValueError(f"{_NAME}: model: expected evaluation mode (model.eval()), got training mode")
+    if new < 0:
+        raise ValueError(f"{_NAME}: max_new_tokens: expected at least 0, got {new}")
+    if batch.cu_seqlens.shape[0] > 1 and bool((batch.cu_seqlens.diff() < 1).any()):
+        raise ValueError(f"{_NAME}: input_ids: expected prompts of at least one token, got an empty one")
+    positions = model.config.n_positions
+    if batch.max_seqlen + new > positions:
+        got = f"{new} behind {batch.max_seqlen}"
+        raise ValueError(
+            f"{_NAME}: max_new_tokens: expected no more than {positions} tokens with the prompt, got {got}"
+        )

@@ -1,0 +1,103 @@
+"""GPT-1 (Radford et al., 2018): a causal transformer that predicts the next word, post-LN, fine-tuned on tasks that are
+written as one sequence.
+
+    x_0 = word + position
+    x_i = LN(y + MLP(y)),    y = LN(x_(i-1) + Attention(x_(i-1)))        i = 1 ... layers
+
+A task's texts stand in one sequence with three words of their own, ``start``, ``delimiter`` and ``extract``, and the
+last of them is classified (``task_sequence``). While it is fine-tuned the model goes on predicting words:
+
+    loss = classification + ``auxiliary_loss_weight`` * next words
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from fasttfm.models.checkpoint_names import rule
+from fasttfm.models.gpt import (
+    GPT2DoubleHeadsModel,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    GPT2Model,
+    GPTConfig,
+    names_of,
+)
+from fasttfm.models.outputs import ClassifierOutput
+from fasttfm.nn.lm_heads import next_token_loss
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fasttfm.models.text_model import Layout
+
+
+@dataclass
+class OpenAIGPTConfig(GPTConfig):
+    model_type: ClassVar[str] = "openai-gpt"
+    sizes: ClassVar[dict[str, dict[str, Any]]] = {"base": {}}
+
+    vocab_size: int = 40478
+    n_positions: int = 512
+    afn: str = "gelu"
+    auxiliary_loss_weight: float = 0.5  # of next words beside a classification, where they are labelled
+
+    @property
+    def activation(self) -> str:
+        return "gelu_new" if self.afn == "gelu" else self.afn  # the form with tanh goes by that name here
+
+
+NAMES = names_of(rule("embeddings.word", "tokens_embed"), rule("embeddings.position", "positions_embed"))
+
+
+class OpenAIGPTModel(GPT2Model):
+    """Embeddings and causal layers, LayerNorm behind the blocks."""
+
+    config_class, names, norm_first = OpenAIGPTConfig, NAMES, False
+
+
+class OpenAIGPTLMHeadModel(GPT2LMHeadModel):
+    config_class, names, encoder_class = OpenAIGPTConfig, NAMES, OpenAIGPTModel
+
+
+class OpenAIGPTDoubleHeadsModel(GPT2DoubleHeadsModel):
+    config_class, names, encoder_class = OpenAIGPTConfig, NAMES, OpenAIGPTModel
+
+
+class OpenAIGPTForSequenceClassification(GPT2ForSequenceClassification):
+    """Labels sequences by their last token. With ``lm_labels``, which are ``input_ids`` or -100 where nothing is
+    predicted, the loss of next words is added; the word table predicts them."""
+
+    config_class, names, encoder_class = OpenAIGPTConfig, NAMES, OpenAIGPTModel
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        lm_labels: Tensor | None = None,
+        **layout: Unpack[Layout],
+    ) -> ClassifierOutput:
+        encoded = self.transformer.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
+        logits, loss = self.classify(encoded, input_ids, labels)
+        if loss is not None and lm_labels is not None:
+            batch, table = encoded.batch, self.transformer.embeddings.word.weight
+            words = next_token_loss(encoded.x, table, None, batch.pack(lm_labels), batch.cu_seqlens)
+            loss = loss + self.config.auxiliary_loss_weight * words
+        return ClassifierOutput(loss, logits, **encoded.returned())
+
+
+def task_sequence(*texts: Sequence[int], start: int, delimiter: int, extract: int) -> list[int]:
+    """A task's texts as the one sequence that GPT-1 is fine-tuned on: start, the texts with delimiters between them,
+    extract. Premise and hypothesis, a question's context and one of its answers, or one text alone."""
+    ids = [start]
+    for index, text in enumerate(texts):
+        ids += [delimiter, *text] if index else text
+    return [*ids, extract]

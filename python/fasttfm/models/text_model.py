@@ -1,0 +1,100 @@
+"""``TextModel``: what the models without a head of all families share: from a batch of ids to packed states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypedDict
+
+from torch import Tensor
+
+from fasttfm.models.outputs import States
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.nn import Embeddings, Encoder, PackedBatch
+from fasttfm.nn.residual import norm
+
+
+class Layout(TypedDict, total=False):
+    """Where the tokens are, beside an ``attention_mask`` (nn.PackedBatch.of), and what else to return."""
+
+    lengths: Sequence[int] | Tensor | None
+    cu_seqlens: Tensor | None
+    max_seqlen: int | None
+    output_hidden_states: bool
+    output_attentions: bool
+
+
+class Encoded(NamedTuple):
+    """The layers' result as heads read it."""
+
+    x: Tensor  # [T, C]
+    batch: PackedBatch
+    hidden_states: States  # as the caller has them
+    attentions: States
+
+    def returned(self) -> dict[str, States]:
+        return {"hidden_states": self.hidden_states, "attentions": self.attentions}
+
+
+class TextModel(PretrainedModel):
+    """Embeddings and a stack of layers over packed tokens; a subclass makes both.
+
+    Called with ``input_ids`` [B, S] and an ``attention_mask`` (or ``lengths``, which no GPU is waited for), or packed
+    with ``input_ids`` [T], ``cu_seqlens`` and ``max_seqlen``. Results are padded where the input is.
+    """
+
+    base = True
+    embeddings: Embeddings
+    encoder: Encoder
+
+    def encode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+        **layout: Any,
+    ) -> Encoded:
+        """The packed states of the last layer."""
+        batch = PackedBatch.of(input_ids, attention_mask, **layout)
+        ids = batch.pack(input_ids)
+        x = self.embeddings(
+            ids,
+            batch.cu_seqlens,
+            position_ids=self.positions(input_ids, ids, position_ids, batch),
+            segment_ids=None if token_type_ids is None else batch.pack(token_type_ids.expand_as(input_ids)),
+        )
+        states: list[Tensor] | None = [] if output_hidden_states or output_attentions else None
+        x = self.encoder(x, batch.cu_seqlens, batch.max_seqlen, hidden_states=states)
+        attentions = self.attentions(states, batch) if states is not None and output_attentions else None
+        hidden = (*states, x) if states is not None and output_hidden_states else None
+        return Encoded(x, batch, None if hidden is None else tuple(batch.unpack(state) for state in hidden), attentions)
+
+    def positions(
+        self, input_ids: Tensor, ids: Tensor, position_ids: Tensor | None, batch: PackedBatch
+    ) -> Tensor | None:
+        """Each packed token's position; None for its number in its own sequence."""
+        return batch.columns() if position_ids is None else batch.pack(position_ids.expand_as(input_ids))
+
+    def attentions(self, states: list[Tensor], batch: PackedBatch) -> tuple[Tensor, ...]:
+        """Every layer's weights [sequences, H, S, S], computed for show: a sequence's tokens stand in front."""
+        longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
+        return tuple(
+            layer.attention_weights(norm(layer.norm1, x) if layer.norm_first else x, batch.cu_seqlens, longest)
+            for layer, x in zip(self.encoder.in_order(), states, strict=True)
+        )
+
+
+def flatten_choices(
+    owner: str, num_choices: int | None, input_ids: Tensor, *others: Tensor | None
+) -> tuple[int, Tensor, list[Tensor | None]]:
+    """The number of choices, and what is given as [B, choices, S] as [B * choices, S]. A packed batch stays."""
+    if input_ids.dim() != 3:
+        if num_choices is None:
+            got = f"shape {tuple(input_ids.shape)} without num_choices"
+            raise ValueError(f"{owner}: input_ids: expected shape [B, choices, S], got {got}")
+        return num_choices, input_ids, list(others)
+    flat = [x.flatten(0, 1) if x is not None and x.dim() == 3 else x for x in others]
+    return input_ids.shape[1], input_ids.flatten(0, 1), flat

@@ -1,0 +1,165 @@
+"""``generate`` against transformers', against models that read everything anew for each token, and its sampling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fasttfm import models
+from fasttfm.generate import CachedDecoder, Sampling, generate
+from fasttfm.nn import PackedBatch
+from fasttfm.testing import compare
+from fasttfm.testing.tolerance import OUTPUT_FACTOR
+
+B, S, V, PAD = 4, 7, 61, 60
+LENGTHS = [4, 7, 1, 6]
+SIZES = {"vocab_size": V, "n_embd": 48, "n_layer": 3, "n_head": 3, "n_positions": 40, "pad_token_id": PAD}
+FAMILIES = {"GPT2": {}, "OpenAIGPT": {}, "GPT3": {"local_window": 4}}
+BEFORE = torch.arange(S) >= S - torch.tensor(LENGTHS)[:, None]  # padding stands before the prompts
+BEHIND = torch.arange(S) < torch.tensor(LENGTHS)[:, None]
+PROMPTS = torch.randint(5, PAD, (B, S), generator=torch.Generator().manual_seed(0))
+
+
+def model(family: str = "GPT2", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(models, f"{family}Config")(**{**SIZES, **FAMILIES[family], "eos_token_id": 3, **changes})
+    made = getattr(models, f"{family}LMHeadModel")(config).eval()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return made
+
+
+def naive(module: Any, prompt: Tensor, new: int, ends: list[int]) -> Tensor:
+    """The likeliest continuation of one prompt, with everything computed anew for each token."""
+    ids = prompt
+    for _ in range(new):
+        token = module(ids[None]).logits[0, -1].argmax()
+        ids = torch.cat([ids, token[None]])
+        if token in ends:
+            break
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cache_changes_nothing(family: str) -> None:
+    """Every step's state, of sequences of different lengths, against the whole sequences' states."""
+    module = model(family).transformer
+    decoder = CachedDecoder(module, S + 5)
+    batch = PackedBatch.of(PROMPTS, lengths=LENGTHS)
+    following = torch.randint(5, PAD, (B, 5), generator=torch.Generator().manual_seed(1))
+    states = [decoder.read(batch.pack(PROMPTS), batch)] + [decoder.step(following[:, i]) for i in range(5)]
+    found = torch.stack(states, 1)
+    for row, length in enumerate(LENGTHS):
+        whole = torch.cat([PROMPTS[row, :length], following[row]])[None]
+        with torch.no_grad():
+            expected = module(whole).last_hidden_state[0, length - 1 :]
+            exact = module.double()(whole).last_hidden_state[0, length - 1 :]
+            module.float()
+        comparison = compare("states", found[row], expected, exact, OUTPUT_FACTOR)
+        assert comparison.ok, str(comparison)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["before", "behind", "lengths"])
+def test_greedy_continuations_of_different_prompts(family: str, layout: str) -> None:
+    module = model(family)
+    ends = sorted({int(naive(module, PROMPTS[0, : LENGTHS[0]], 4, [])[2]), 3})  # one sequence ends early
+    mask = BEFORE if layout == "before" else BEHIND
+    options = {"lengths": LENGTHS} if layout == "lengths" else {"attention_mask": mask}
+    ids = PROMPTS.where(mask, PAD)
+    found = generate(module, ids, **options, max_new_tokens=12, eos_token_id=ends)
+    assert torch.equal(found[:, :S], ids)
+    expected = [naive(module, ids[row][mask[row]], 12, ends) for row in range(B)]
+    assert min(map(len, expected)) <= 3
+    padded = torch.nn.utils.rnn.pad_sequence(expected, batch_first=True, padding_value=PAD)
+    assert torch.equal(found[:, S:], padded)
+
+
+def test_the_same_tokens_as_transformers(tmp_path: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = model()
+    ours.save_pretrained(tmp_path)
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    ids = PROMPTS.where(BEFORE, PAD)
+    ends = [3, int(theirs.generate(ids, attention_mask=BEFORE.int(), max_new_tokens=5, do_sample=False)[1, S + 3])]
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": ends}
+    expected = theirs.generate(ids, attention_mask=BEFORE.int(), **options, pad_token_id=PAD)
+    assert torch.equal(generate(ours, ids, BEFORE, **options), expected)
+
+
+def test_the_end_is_that_of_the_longest() -> None:
+    module = model()
+    first = generate(module, PROMPTS[:1], max_new_tokens=20, eos_token_id=[])[0, S:]
+    end = int(first[1])
+    found = generate(module, PROMPTS[:1], max_new_tokens=20, eos_token_id=end)
+    assert found[0, S:].tolist() == first[: first.tolist().index(end) + 1].tolist()
+    assert generate(module, PROMPTS, max_new_tokens=0) is PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("options", "warpers"),
+    [
+        ({"temperature": 0.7}, [("TemperatureLogitsWarper", 0.7)]),
+        ({"top_k": 5}, [("TopKLogitsWarper", 5)]),
+        ({"top_p": 0.6}, [("TopPLogitsWarper", 0.6)]),
+        ({"top_k": 200}, []),
+        (
+            {"temperature": 1.3, "top_k": 9, "top_p": 0.8},
+            [("TemperatureLogitsWarper", 1.3), ("TopKLogitsWarper", 9), ("TopPLogitsWarper", 0.8)],
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_words_are_ruled_out_as_by_transformers(options: dict[str, Any], warpers: list[tuple[str, Any]]) -> None:
+    transformers = pytest.importorskip("transformers")
+    logits = torch.randn(50, V, generator=torch.Generator().manual_seed(0)) * 2
+    expected = logits
+    for name, value in warpers:
+        expected = getattr(transformers, name)(value)(PROMPTS, expected)
+    assert torch.equal(Sampling(do_sample=True, **options).filter(logits), expected)
+
+
+def test_words_are_drawn_with_their_probabilities() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 1.5])
+    draws = 20_000
+    sampling = Sampling(do_sample=True, temperature=0.8, top_k=4, generator=torch.Generator().manual_seed(0))
+    found = sampling.choose(logits.expand(draws, -1)).bincount(minlength=5) / draws
+    expected = torch.tensor([0.0, 1.0, 2.0, float("-inf"), 1.5]).div(0.8).softmax(-1)
+    deviations = (expected * (1 - expected) / draws).sqrt()
+    assert ((found - expected).abs() <= 5 * deviations).all()
+
+
+def test_a_generator_reproduces_samples() -> None:
+    module = model()
+
+    def run(seed: int) -> Tensor:
+        options = {"do_sample": True, "top_p": 0.9, "generator": torch.Generator().manual_seed(seed)}
+        return generate(module, PROMPTS, max_new_tokens=10, **options)
+
+    assert torch.equal(run(0), run(0))
+    assert not torch.equal(run(0), run(1))
+    assert torch.equal(generate(module, PROMPTS, do_sample=True, top_k=1), generate(module, PROMPTS))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 34}, r"max_new_tokens: expected no more than 40 tokens with the prompt, got 34 behind 7"),
+        ({"max_new_tokens": -1}, "max_new_tokens: expected at least 0, got -1"),
+        ({"temperature": 0.0}, "temperature: expected a number above 0, got 0.0"),
+        ({"top_k": 0}, "top_k: expected None or a number of words, at least 1, got 0"),
+        ({"top_p": 1.5}, r"top_p: expected None or a probability in \(0, 1\], got 1.5"),
+        ({"lengths": [7, 7, 0, 7]}, "input_ids: expected prompts of at least one token, got an empty one"),
+    ],
+)
+def test_wrong_calls_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(model(), PROMPTS, **options)
+
+
+def test_a_model_in_training_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected evaluation mode"):
+        generate(model().train(), PROMPTS)

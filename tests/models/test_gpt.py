@@ -1,0 +1,324 @@
+"""The GPTs against transformers: the same checkpoint, the same outputs and gradients, padded and packed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_parity import GPT_SIZES, IDS, MASKS, PAD, SEGMENTS, B, S, config_of, pair, same_tensors, tensors, theirs_of
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fasttfm import models
+from fasttfm.models import CheckpointError
+from fasttfm.models.openai_gpt import task_sequence
+from fasttfm.testing.modules import check_modules
+
+LENGTHS = [4, 9, 1]
+WORDS = torch.where(torch.rand(B, S, generator=torch.Generator().manual_seed(0)) < 0.7, IDS, -100)
+
+
+def config(family: str, **changes: Any) -> Any:
+    return config_of(models, family, {**GPT_SIZES, **changes})
+
+
+FAMILIES = ["GPT2", "OpenAIGPT"]
+
+
+# ---- the same numbers ------------------------------------------------------------------------------------------------
+
+CLASSES = [f"{family}{head}" for family in FAMILIES for head in ("Model", "LMHeadModel", "ForSequenceClassification")]
+# With padding before a token, transformers' loss predicts the token from the padding, so there it is left out.
+LAYOUTS = [(name, mask) for name in CLASSES for mask in ("behind", "full")] + [
+    (f"{family}Model", "anywhere") for family in FAMILIES
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_same_numbers_as_transformers(name: str, kind: str, packed: bool, tmp_path: Path) -> None:
+    ours, theirs = pair(name, tmp_path)
+    mask = MASKS[kind]
+    there = mask.bool()
+    ids = torch.where(there, IDS, PAD)
+    given = {"token_type_ids": SEGMENTS}
+    if "LMHead" in name:
+        given["labels"] = torch.where(there, WORDS, -100)
+    elif "Classification" in name:
+        given["labels"] = torch.tensor([2, 0, 1])
+
+    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
+        options: dict[str, Any] = {"output_hidden_states": True}
+        if module is ours and "LMHead" in name:
+            options["output_logits"] = True
+        if module is not ours or not packed:
+            return tensors(module(ids, attention_mask=mask, **given, **options), mask)
+        own = {key: value[there] if value.shape == mask.shape else value for key, value in given.items()}
+        if kind == "anywhere":  # where a packed token stood cannot be known
+            own["position_ids"] = torch.arange(S).expand(B, S)[there]
+        cu_seqlens = torch.nn.functional.pad(there.sum(1).cumsum(0), (1, 0)).int()
+        return tensors(module(ids[there], cu_seqlens=cu_seqlens, max_seqlen=S, **own, **options))
+
+    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
+
+
+@pytest.mark.parametrize("changes", [{}, {"summary_activation": "tanh"}], ids=["plain", "tanh"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_heads(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    ours, theirs = pair(f"{family}DoubleHeadsModel", tmp_path, **changes)
+    ids = torch.stack([IDS[:2], IDS[:2].flip(-1)])
+    mask = MASKS["behind"][:2].repeat(2, 1, 1).int()
+    given = {
+        "labels": ids.where(mask.bool(), -100),
+        "mc_token_ids": torch.tensor([[2, 8], [3, 5]]),
+        "mc_labels": torch.tensor([1, 0]),
+    }
+
+    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
+        options = {"output_logits": True} if module is ours else {}
+        return tensors(module(ids, attention_mask=mask.flatten(0, 1), **given, **options), mask)
+
+    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
+
+
+def test_choices_are_read_from_the_same_tokens_in_every_layout() -> None:
+    module = models.GPT2DoubleHeadsModel(config("GPT2")).eval()
+    there = MASKS["anywhere"].bool()[:2]
+    columns = torch.tensor([[4, 1]])
+    shape = (1, 2, S)
+    padded = module(IDS[:2].view(shape), there.view(shape), mc_token_ids=columns)
+    numbers = (there.cumsum(1) - 1).gather(1, columns.view(2, 1)).view(1, 2)
+    cu_seqlens = torch.tensor([0, 7, 11], dtype=torch.int32)
+    positions = torch.arange(S).expand(2, S)[there]
+    packed = module(IDS[:2][there], position_ids=positions, cu_seqlens=cu_seqlens, mc_token_ids=numbers, num_choices=2)
+    assert torch.equal(padded.mc_logits, packed.mc_logits)
+    with pytest.raises(ValueError, match=r"GPT2DoubleHeadsModel: input_ids: expected shape \[B, choices, S\]"):
+        module(IDS)
+
+
+def test_attentions(tmp_path: Path) -> None:
+    ours, theirs = pair("GPT2Model", tmp_path, attn_implementation="eager")
+    found = ours(IDS, lengths=LENGTHS, output_attentions=True).attentions
+    expected = theirs.double()(IDS, attention_mask=MASKS["behind"], output_attentions=True).attentions
+    assert len(found) == len(expected) == 2
+    for a, b in zip(found, expected, strict=True):
+        rows = MASKS["behind"][:, None, :, None].expand_as(b)
+        assert (a.double() - b)[rows].abs().max() < torch.finfo(torch.float32).eps * 100
+        assert not a[~rows].any()
+
+
+def test_the_last_word_is_read() -> None:
+    """Not padding, where the mask does not say it; the last token where no word means padding."""
+    module = models.GPT2ForSequenceClassification(config("GPT2")).eval()
+    ids = torch.where(MASKS["behind"], IDS, PAD)
+    by_mask = module(ids, MASKS["behind"]).logits
+    assert torch.equal(module(ids).logits, by_mask)
+    module.config.pad_token_id = None
+    assert torch.equal(module(ids, lengths=LENGTHS).logits, by_mask)
+    assert not torch.equal(module(ids).logits, by_mask)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def made(name: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    module = getattr(models, name)(config(name, **changes))
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    return module
+
+
+STORED = [name for name in models.__all__ if name.startswith(tuple(FAMILIES)) and not name.endswith("Config")]
+
+
+@pytest.mark.parametrize(("name", "tied"), [*((name, True) for name in STORED), ("GPT2LMHeadModel", False)])
+def test_transformers_reads_ours_and_we_read_theirs(name: str, tied: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = made(name, tie_word_embeddings=tied)
+    ours.save_pretrained(tmp_path / "ours")
+    theirs, info = getattr(transformers, name).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert theirs.config.num_labels == ours.config.num_labels
+    theirs.save_pretrained(tmp_path / "theirs")
+    written, kept = (load_file(tmp_path / who / "model.safetensors") for who in ("theirs", "ours"))
+    if name == "OpenAIGPTDoubleHeadsModel":  # of the two names of the word table, transformers keeps the other here
+        written["transformer.tokens_embed.weight"] = written.pop("lm_head.weight")
+    assert same_tensors(written, kept)
+    again = getattr(models, name).from_pretrained(tmp_path / "theirs")
+    assert same_tensors(again.state_dict(), ours.state_dict())
+    assert dataclasses.replace(again.config, extra={}) == dataclasses.replace(ours.config, extra={})
+
+
+def test_published_files_are_read(tmp_path: Path) -> None:
+    """They have no prefix, no head, and the causal mask of every layer."""
+    module = made("GPT2LMHeadModel")
+    module.transformer.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 21, 21) for layer in range(2)}
+    save_file({**load_file(path), **masks}, path)
+    again = models.GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert same_tensors(again.state_dict(), module.state_dict())
+    assert again.lm_head.decoder.weight is again.transformer.embeddings.word.weight
+
+
+def test_a_matrix_that_is_not_transposed_is_named(tmp_path: Path) -> None:
+    made("GPT2Model").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    stored["h.1.attn.c_attn.weight"] = stored["h.1.attn.c_attn.weight"].t().contiguous()
+    save_file(stored, path)
+    with pytest.raises(CheckpointError, match=r"h\.1\.attn\.c_attn\.weight: expected shape \(48, 144\), got \(144, 48"):
+        models.GPT2Model.from_pretrained(tmp_path)
+
+
+def test_gpt1_has_no_fields_of_gpt2(tmp_path: Path) -> None:
+    models.OpenAIGPTConfig().save_pretrained(tmp_path)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.OpenAIGPTConfig.from_pretrained(tmp_path).to_dict()
+    assert theirs.keys() - transformers.OpenAIGPTConfig().to_dict().keys() <= {"recompute", "auxiliary_loss_weight"}
+
+
+# ---- GPT-1's fine-tuning ---------------------------------------------------------------------------------------------
+
+
+def test_the_auxiliary_loss_is_that_of_next_words(tmp_path: Path) -> None:
+    """Against transformers' two models on one set of weights."""
+    ours, theirs = pair("OpenAIGPTForSequenceClassification", tmp_path, auxiliary_loss_weight=0.25)
+    transformers = pytest.importorskip("transformers")
+    labels, mask = torch.tensor([2, 0, 1]), MASKS["behind"]
+    ids = torch.where(mask, IDS, PAD)
+    words = torch.where(mask, IDS, -100)
+
+    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
+        if module is ours:
+            return {"loss": module(ids, mask, labels=labels, lm_labels=words).loss}
+        states = module.transformer(ids, attention_mask=mask).last_hidden_state
+        logits = (states @ module.transformer.tokens_embed.weight.t())[:, :-1]
+        auxiliary = torch.nn.functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
+        return {"loss": module(ids, attention_mask=mask, labels=labels).loss + 0.25 * auxiliary}
+
+    assert isinstance(theirs, transformers.OpenAIGPTForSequenceClassification)
+    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
+
+
+def test_tasks_are_one_sequence() -> None:
+    marks = {"start": 90, "delimiter": 91, "extract": 92}
+    assert task_sequence([1, 2], **marks) == [90, 1, 2, 92]
+    assert task_sequence([1, 2], [3], [4], **marks) == [90, 1, 2, 91, 3, 91, 4, 92]
+
+
+# ---- GPT-3's local layers --------------------------------------------------------------------------------------------
+
+
+def test_every_second_layer_is_local() -> None:
+    """Against transformers' GPT-2, a layer at a time, with a band as the mask of every second one."""
+    theirs = theirs_of("GPT2LMHeadModel", n_layer=4)
+    ours = models.GPT3LMHeadModel(config("GPT3", n_layer=4, local_window=4)).eval()
+    ours.load_state_dict(ours.own_tensors(theirs.state_dict()), strict=False)
+    there = MASKS["behind"]
+    distance = torch.arange(S)[:, None] - torch.arange(S)
+
+    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
+        if module is ours:
+            return {"logits": module(IDS, there).logits[there]}
+        model = module.transformer
+        x = model.wte(IDS) + model.wpe(torch.arange(S))
+        for index, layer in enumerate(model.h):
+            seen = (distance >= 0) & (distance < (4 if index % 2 else S))
+            x = layer(x, attention_mask=x.new_zeros(1, 1, S, S).masked_fill(~seen, float("-inf")))
+        return {"logits": module.lm_head(model.ln_f(x))[there]}
+
+    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
+
+
+def test_gpt3_is_not_read_as_gpt2(tmp_path: Path) -> None:
+    module = made("GPT3LMHeadModel", local_window=5)
+    module.save_pretrained(tmp_path)
+    again = models.GPT3LMHeadModel.from_pretrained(tmp_path)
+    assert same_tensors(again.state_dict(), module.state_dict())
+    assert again.transformer.encoder.in_order()[1].window == (4, 0)
+    with pytest.raises(CheckpointError, match="model_type: expected 'gpt2', got 'gpt3'"):
+        models.GPT2LMHeadModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"),
+    [
+        ("small", 125),
+        ("medium", 350),
+        ("large", 760),
+        ("xl", 1300),
+        ("2.7b", 2700),
+        ("6.7b", 6700),
+        ("13b", 13000),
+        ("175b", 175000),
+    ],
+)
+def test_published_sizes_of_gpt3(size: str, millions: int) -> None:
+    """The numbers in the paper are rounded to two or three digits."""
+    with torch.device("meta"):
+        module = models.GPT3LMHeadModel(models.GPT3Config.named(size))
+    assert abs(sum(parameter.numel() for parameter in module.parameters()) / (millions * 1e6) - 1) < 0.02
+    assert all(parameter.is_meta for parameter in module.parameters())
+
+
+# ---- sizes and initialisation ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "parameters"),
+    [
+        ("OpenAIGPT", "base", 116_534_784),
+        ("GPT2", "small", 124_439_808),
+        ("GPT2", "medium", 354_823_168),
+        ("GPT2", "large", 774_030_080),
+        ("GPT2", "xl", 1_557_611_200),
+    ],
+)
+def test_published_sizes(family: str, size: str, parameters: int) -> None:
+    with torch.device("meta"):
+        module = getattr(models, f"{family}LMHeadModel")(getattr(models, f"{family}Config").named(size))
+    assert sum(parameter.numel() for parameter in module.parameters()) == parameters
+
+
+def test_what_is_added_to_the_stream_begins_small() -> None:
+    torch.manual_seed(0)
+    module = models.GPT2LMHeadModel(config("GPT2", n_layer=8, n_embd=96))
+    for layer in module.transformer.encoder.in_order():
+        for product, std in ((layer.qkv, 0.02), (layer.up, 0.02), (layer.out, 0.005), (layer.down, 0.005)):
+            count = product.weight.numel()
+            assert abs(product.weight.std().item() / std - 1) < 5 / (2 * count) ** 0.5  # five standard deviations
+            assert not product.bias.any()
+
+
+def test_a_training_step_is_one_graph_and_runs_again_in_the_backward() -> None:
+    """Compiled, and with activation checkpointing, the same bits, dropout included."""
+    module = models.GPT2LMHeadModel(config("GPT2"))
+    cu_seqlens = torch.tensor([0, 11, B * S], dtype=torch.int32)
+
+    def step(call: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        module.zero_grad()
+        loss = call(IDS.flatten(), cu_seqlens=cu_seqlens, max_seqlen=16, labels=IDS.flatten()).loss
+        loss.backward()
+        return [loss.detach(), *(parameter.grad.clone() for parameter in module.parameters())]
+
+    expected = step(module)
+    torch._dynamo.reset()
+    compiled = step(torch.compile(module, fullgraph=True, backend="aot_eager"))
+    module.gradient_checkpointing_enable()
+    for found in (compiled, step(module)):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_training_step_reaches_every_parameter() -> None:
+    module = models.GPT2LMHeadModel(config("GPT2"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = module(IDS, MASKS["behind"], labels=IDS).loss
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in module.parameters())

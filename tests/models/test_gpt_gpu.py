@@ -1,0 +1,69 @@
+"""GPTs on a GPU: transformers' numbers, generation that waits for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fasttfm import models
+from fasttfm.generate import CachedDecoder
+from fasttfm.nn import PackedBatch
+from fasttfm.testing import compare
+from fasttfm.testing.modules import check_modules
+from fasttfm.testing.tolerance import OUTPUT_FACTOR
+
+pytestmark = pytest.mark.gpu
+
+B, S, V = 6, 96, 1000
+LENGTHS = [96, 12, 55, 1, 80, 33]
+SIZES = {"vocab_size": V, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 128}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def ids() -> Tensor:
+    return torch.randint(5, V, (B, S), generator=torch.Generator().manual_seed(0)).cuda()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_same_numbers_as_transformers(dtype: torch.dtype) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    ours = models.GPT2LMHeadModel(models.GPT2Config(**SIZES, **NO_DROPOUT)).cuda().to(dtype)
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, **NO_DROPOUT)).cuda().to(dtype)
+    theirs.load_state_dict(ours.checkpoint_tensors(ours.state_dict()), strict=False)
+    theirs.tie_weights()
+    words = ids()
+    mask = torch.arange(S, device="cuda") < torch.tensor(LENGTHS, device="cuda")[:, None]
+
+    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"loss": module(words, attention_mask=mask, labels=words.where(mask, -100)).loss}
+
+    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
+
+
+@pytest.mark.parametrize("family", ["GPT2", "GPT3", "OpenAIGPT"])
+def test_steps_wait_for_nothing_and_give_the_states_of_whole_sequences(family: str) -> None:
+    torch.manual_seed(0)
+    local = {"local_window": 20} if family == "GPT3" else {}
+    module = getattr(models, f"{family}Model")(getattr(models, f"{family}Config")(**SIZES, **local)).cuda().eval()
+    words, following = ids(), ids()[:, :8].flip(0)
+    batch = PackedBatch.of(words, lengths=LENGTHS)
+    with torch.no_grad():
+        decoder = CachedDecoder(module, S + 8)
+        states = [decoder.read(batch.pack(words), batch), decoder.step(following[:, 0])]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            states += [decoder.step(following[:, index]) for index in range(1, 8)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found = torch.stack(states, 1)
+        for row, length in enumerate(LENGTHS):
+            whole = torch.cat([words[row, :length], following[row]])[None]
+            expected = module(whole).last_hidden_state[0, length - 1 :]
+            exact = module.double()(whole).last_hidden_state[0, length - 1 :]
+            module.float()
+            comparison = compare("states", found[row], expected, exact, OUTPUT_FACTOR)
+            assert comparison.ok, str(comparison)
