@@ -8,6 +8,8 @@ from types import ModuleType
 
 import torch
 
+from fasttfm.kernels.common.launch import is_hopper
+
 # kernels/common/dtype.h
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -33,6 +35,18 @@ def missing_cuda() -> str | None:
     if _core.cuda_version == 0:
         return "the native core was built without CUDA (FASTTFM_CUDA=ON pip install . builds it)"
     return None if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+@functools.cache
+def missing_hopper() -> str | None:
+    """Why the native core cannot launch the CUDA kernels that are written for Hopper alone; None if it can."""
+    if missing_cuda() is not None:
+        return missing_cuda()
+    if "90a" not in _core.cuda_archs.split():
+        return f"the native core was built without kernels for 90a (FASTTFM_CUDA_ARCHS), for {_core.cuda_archs}"
+    if not any(is_hopper(torch.device("cuda", index)) for index in range(torch.cuda.device_count())):
+        return "torch sees no CUDA device of compute capability 9.0"
+    return None
 
 
 @functools.cache
