@@ -83,8 +83,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 
 constexpr float kMinusInfinity = -INFINITY;
-constexpr float kHeadroom =
-    8.0f;  // r stays until a score is above it by this much, in units of log2: weights are <= 256
+// r stays until a score is above it by this much, in units of log2: weights are <= 256.
+constexpr float kHeadroom = 8.0f;
 
 // Of a thread's two rows; registers of scores are laid out as wgmma leaves them (common/hopper.cuh).
 struct RunningSoftmax {
@@ -162,6 +162,13 @@ struct WeightDropout {
   __device__ __forceinline__ void set_threshold(int threshold) {
     low = static_cast<uint32_t>(threshold < 128 ? threshold : threshold - 128) * 0x01010101u;
     all = threshold < 128 ? 0xffffffffu : 0u;
+  }
+
+  __device__ __forceinline__ void set_place(const QueryTile& tile, int first_row) {
+    sequence = static_cast<uint32_t>(tile.sequence);
+    head = static_cast<uint32_t>(tile.head);
+    query[0] = static_cast<uint32_t>(first_row);
+    query[1] = static_cast<uint32_t>(first_row + 8);
   }
 
   // The top bit of each byte says whether the byte is at least the threshold: whether its seven low bits reach the
@@ -310,120 +317,142 @@ __device__ __forceinline__ void pack_weights(const float (&s)[2 * COUNT], uint32
   for (int i = 0; i < COUNT; ++i) weights[i] = narrow_word(s[2 * i], s[2 * i + 1], T{});
 }
 
-// The warpgroup `group` of the block.
+// A warpgroup of the block: 64 queries of each tile.
 template <class T, class S, bool CAUSAL, bool DROPOUT, bool TURNS>
-__device__ __forceinline__ void consume(const ForwardParams& p, ForwardMemory<S>& memory, int group) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  const Turns<S, TURNS> turns{group};
-  RingPosition<S::kQuerySlots> at;
-  RingPosition<S::kStages> k_at, v_at;
-  WeightDropout dropout;
-  if (DROPOUT) {
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const ForwardParams& params, ForwardMemory<S>& shared, int number)
+      : p(params), memory(shared), group(number), turns{number} {
+    if (!DROPOUT) return;
     dropout.seed = static_cast<uint64_t>(*p.seed);
     dropout.set_threshold(p.threshold);
   }
-  const auto release = [&](Barrier& empty) {
-    __syncwarp();
-    if (lane == 0) empty.arrive();
-  };
-  turns.start();
-  while (true) {
-    memory.q_full[at.slot].wait(at.parity);
-    const QueryTile tile = memory.tile[at.slot];
-    if (tile.sequence < 0) return;
-    const int first_row = tile.first + 64 * group + 16 * warp + lane / 4;  // the thread's other row is 8 further
-    RunningSoftmax softmax;
-    float o[S::kHeadDim / 2];
-#pragma unroll
-    for (int i = 0; i < S::kHeadDim / 2; ++i) o[i] = 0.0f;
-    if (tile.blocks > 0) {
-      const uint32_t q = shared_address(memory.q[at.slot]) + group * 64 * kTileRowBytes;
-      // Keys before full_keys are attended to by all of the warpgroup's queries, keys from limit[] on not by this
-      // thread's.
-      const int full_keys = CAUSAL ? min(tile.k_length, tile.causal_keys(tile.first + 64 * group)) : tile.k_length;
-      const auto mask = [&](float (&s)[S::kKeys / 2], int block) {
-        if ((block + 1) * S::kKeys <= full_keys) return;
-        int limit[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          limit[half] = (CAUSAL ? min(tile.k_length, tile.causal_keys(first_row + 8 * half)) : tile.k_length) -
-                        block * S::kKeys - 2 * (lane % 4);
-        mask_scores(s, limit);
-      };
-      if (DROPOUT) {
-        dropout.sequence = static_cast<uint32_t>(tile.sequence);
-        dropout.head = static_cast<uint32_t>(tile.head);
-        dropout.query[0] = static_cast<uint32_t>(first_row);
-        dropout.query[1] = static_cast<uint32_t>(first_row + 8);
-      }
-      float s[S::kKeys / 2];
-      uint32_t weights[S::kKeys / 4], kept[S::kKeys / 8];
-      int block = tile.blocks - 1;
 
+  __device__ __forceinline__ void run() {
+    RingPosition<S::kQuerySlots> at;
+    turns.start();
+    while (true) {
+      memory.q_full[at.slot].wait(at.parity);
+      const QueryTile tile = memory.tile[at.slot];
+      if (tile.sequence < 0) return;
+      RunningSoftmax softmax;
+      float o[S::kHeadDim / 2];
+#pragma unroll
+      for (int i = 0; i < S::kHeadDim / 2; ++i) o[i] = 0.0f;
+      if (tile.blocks > 0)
+        attend(tile, shared_address(memory.q[at.slot]) + group * 64 * kTileRowBytes, memory.q_empty[at.slot], softmax,
+               o);
+      else
+        release(memory.q_empty[at.slot]);
+      store_results<T, S>(p, tile, first_row(tile), softmax, o);
+      at.next();
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+  // The thread's first query of a tile; the other is 8 further.
+  __device__ __forceinline__ int first_row(const QueryTile& tile) const {
+    return tile.first + 64 * group + 16 * (static_cast<int>(threadIdx.x) / 32 % 4) + lane() / 4;
+  }
+
+  static __device__ __forceinline__ void release(Barrier& empty) {
+    __syncwarp();
+    if (lane() == 0) empty.arrive();
+  }
+
+  // Scores of keys that are not there, or that a query does not attend to, become -infinity.
+  __device__ __forceinline__ void mask(float (&s)[S::kKeys / 2], const QueryTile& tile, int block) const {
+    const int all = CAUSAL ? min(tile.k_length, tile.causal_keys(tile.first + 64 * group)) : tile.k_length;
+    if ((block + 1) * S::kKeys <= all) return;  // every query of the warpgroup attends to them
+    int limit[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      limit[half] = (CAUSAL ? min(tile.k_length, tile.causal_keys(first_row(tile) + 8 * half)) : tile.k_length) -
+                    block * S::kKeys - 2 * (lane() % 4);
+    mask_scores(s, limit);
+  }
+
+  // Scores s of a step, which are there now, become weights; o is not touched.
+  __device__ __forceinline__ void weigh(float (&s)[S::kKeys / 2], const QueryTile& tile, int block,
+                                        RunningSoftmax& softmax) {
+    hold_registers(s);
+    release(memory.k_empty[k_at.slot]);
+    k_at.next();
+    mask(s, tile, block);
+    softmax.step(s, p.scale);
+  }
+
+  // Before the first product with v: rows of other sequences, or of none, are no values.
+  __device__ __forceinline__ void clear_absent(const QueryTile& tile, int block) {
+    const int present = tile.k_length - block * S::kKeys;
+    if (present >= S::kKeys || (!p.packed() && p.lengths_k == nullptr)) return;
+    memory.v_full[v_at.slot].wait(v_at.parity);
+    clear_rows<S>(memory.v[v_at.slot], present, group);
+  }
+
+  // Goes over the keys of a tile whose queries are at q in shared memory.
+  __device__ __forceinline__ void attend(const QueryTile& tile, uint32_t q, Barrier& q_empty, RunningSoftmax& softmax,
+                                         float (&o)[S::kHeadDim / 2]) {
+    if (DROPOUT) dropout.set_place(tile, first_row(tile));
+    float s[S::kKeys / 2];
+    uint32_t weights[S::kKeys / 4], kept[S::kKeys / 8];
+    int block = tile.blocks - 1;
+    memory.k_full[k_at.slot].wait(k_at.parity);
+    turns.take();
+    begin_products();
+    issue_scores<T, S>(s, q, shared_address(memory.k[k_at.slot]));
+    turns.pass();
+    if (DROPOUT) dropout.draw(kept, block * S::kKeys);
+    wait_products<0>();
+    weigh(s, tile, block, softmax);
+    pack_weights<T>(s, weights);
+    if (DROPOUT) WeightDropout::apply(weights, kept);
+    clear_absent(tile, block);
+    while (--block >= 0) {
       memory.k_full[k_at.slot].wait(k_at.parity);
       turns.take();
-      begin_products();
-      issue_scores<T, S>(s, q, shared_address(memory.k[k_at.slot]));
-      turns.pass();
-      if (DROPOUT) dropout.draw(kept, block * S::kKeys);
-      wait_products<0>();
-      hold_registers(s);
-      release(memory.k_empty[k_at.slot]);
-      k_at.next();
-      mask(s, block);
-      softmax.step(s, p.scale);
-      pack_weights<T>(s, weights);
-      if (DROPOUT) WeightDropout::apply(weights, kept);
-      const int present = tile.k_length - block * S::kKeys;
-      if (present < S::kKeys && (p.packed() || p.lengths_k != nullptr)) {
-        memory.v_full[v_at.slot].wait(v_at.parity);
-        clear_rows<S>(memory.v[v_at.slot], present, group);
-      }
-      while (--block >= 0) {
-        memory.k_full[k_at.slot].wait(k_at.parity);
-        turns.take();
-        hold_registers(o);
-        hold_registers(weights);
-        begin_products();
-        issue_scores<T, S>(s, q, shared_address(memory.k[k_at.slot]));
-        memory.v_full[v_at.slot].wait(v_at.parity);
-        begin_products();
-        issue_values<T, S>(o, weights, shared_address(memory.v[v_at.slot]));
-        turns.pass();
-        if (DROPOUT) dropout.draw(kept, block * S::kKeys);
-        wait_products<1>();
-        hold_registers(s);
-        release(memory.k_empty[k_at.slot]);
-        k_at.next();
-        mask(s, block);
-        softmax.step(s, p.scale);
-        softmax.settle();
-        wait_products<0>();
-        hold_registers(o);
-        hold_registers(weights);
-        release(memory.v_empty[v_at.slot]);
-        v_at.next();
-        softmax.correct(o);
-        pack_weights<T>(s, weights);
-        if (DROPOUT) WeightDropout::apply(weights, kept);
-      }
-      release(memory.q_empty[at.slot]);
-      memory.v_full[v_at.slot].wait(v_at.parity);
       hold_registers(o);
       hold_registers(weights);
       begin_products();
+      issue_scores<T, S>(s, q, shared_address(memory.k[k_at.slot]));
+      memory.v_full[v_at.slot].wait(v_at.parity);
+      begin_products();
       issue_values<T, S>(o, weights, shared_address(memory.v[v_at.slot]));
+      turns.pass();
+      if (DROPOUT) dropout.draw(kept, block * S::kKeys);
+      wait_products<1>();
+      weigh(s, tile, block, softmax);
+      softmax.settle();
       wait_products<0>();
       hold_registers(o);
+      hold_registers(weights);
       release(memory.v_empty[v_at.slot]);
       v_at.next();
-    } else {
-      release(memory.q_empty[at.slot]);
+      softmax.correct(o);
+      pack_weights<T>(s, weights);
+      if (DROPOUT) WeightDropout::apply(weights, kept);
     }
-    store_results<T, S>(p, tile, first_row, softmax, o);
-    at.next();
+    release(q_empty);
+    memory.v_full[v_at.slot].wait(v_at.parity);
+    hold_registers(o);
+    hold_registers(weights);
+    begin_products();
+    issue_values<T, S>(o, weights, shared_address(memory.v[v_at.slot]));
+    wait_products<0>();
+    hold_registers(o);
+    release(memory.v_empty[v_at.slot]);
+    v_at.next();
   }
-}
+
+  const ForwardParams& p;
+  ForwardMemory<S>& memory;
+  const int group;
+  const Turns<S, TURNS> turns;
+  WeightDropout dropout;
+  RingPosition<S::kStages> k_at, v_at;
+};
 
 template <class T, class S, bool CAUSAL, bool DROPOUT, bool TURNS>
 __global__ void __launch_bounds__(S::kThreads, 1)
@@ -447,7 +476,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
   } else {
     raise_registers<S::kConsumerRegisters>();
-    consume<T, S, CAUSAL, DROPOUT, TURNS>(p, memory, warp / 4 - 1);
+    Consumer<T, S, CAUSAL, DROPOUT, TURNS>(p, memory, warp / 4 - 1).run();
   }
 }
 

@@ -8,8 +8,6 @@ from types import ModuleType
 
 import torch
 
-from fasttfm.kernels.common.launch import is_hopper
-
 # kernels/common/dtype.h
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -44,7 +42,7 @@ def missing_hopper() -> str | None:
         return missing_cuda()
     if "90a" not in _core.cuda_archs.split():
         return f"the native core was built without kernels for 90a (FASTTFM_CUDA_ARCHS), for {_core.cuda_archs}"
-    if not any(is_hopper(torch.device("cuda", index)) for index in range(torch.cuda.device_count())):
+    if not any(torch.cuda.get_device_capability(index) == (9, 0) for index in range(torch.cuda.device_count())):
         return "torch sees no CUDA device of compute capability 9.0"
     return None
 
