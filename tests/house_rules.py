@@ -30,7 +30,7 @@ SHARED = {
 }
 # problem.py says what a call asks for, where that is much; tuning.py and triton_<part>.py are parts of triton.py.
 KERNEL_FILES = {"reference.py", "problem.py", "triton.py", "tuning.py", "op.h", "cpu.cpp", "cuda.cu"}
-PARTS = re.compile(r"triton_[a-z_]+\.py")
+PARTS = re.compile(r"triton_[a-z_]+\.py|cuda_[a-z_]+\.cu")
 HEADERS = {".h", ".cuh"}
 
 

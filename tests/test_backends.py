@@ -151,6 +151,36 @@ def test_explain_follows_requests_as_a_call_would() -> None:
     assert str(refused).startswith("layer_norm: no backend\n")
 
 
+def test_a_backend_may_leave_the_backward_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_tables", {})
+    table = BackendTable(
+        "scale",
+        (
+            Backend(
+                "cuda",
+                lambda: None,
+                lambda x, factor=1: "takes a factor of 1" if factor != 1 else None,
+                forward=abs,
+                refuse_backward=lambda x, factor=1: None if len(x) > 2 else "takes three rows in its backward",
+            ),
+            Backend("triton", lambda: "no GPU", lambda *_, **__: None, abs, abs),
+            Backend("reference", lambda: None, lambda *_, **__: None, abs, abs),
+        ),
+    )
+    assert table.select("cuda", X[:2]).name == "cuda"
+    assert table.select_backward("cuda", X[:2]).name == "reference"
+    assert table.select_backward(None, X).name == "cuda"
+    assert table.select_backward(None, X, factor=2).name == "reference"
+    alone = explain("scale", X[:2])
+    assert (alone.chosen, alone.backward) == ("cuda", "reference")
+    assert "  cuda       serves this call, reference its backward: cuda takes three rows in its backward" in str(alone)
+    assert explain("scale", X).backward == "cuda"
+    assert explain("scale", X, factor=2).reasons["cuda"] == "takes a factor of 1"
+    table = BackendTable("scale", table.backends[:1])
+    with pytest.raises(ValueError, match="scale: no backend after 'cuda' can serve the backward of this call"):
+        table.select_backward(None, X[:2])
+
+
 def test_explain_computes_nothing(served: list[str]) -> None:
     explain("layer_norm", X)
     assert served == []

@@ -15,7 +15,7 @@ from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem
 from fasttfm.kernels.attention.triton_backward import MAX_BLOCK_M, _bwd_kv_kernel, _bwd_q_kernel
 from fasttfm.kernels.attention.triton_forward import _fwd_kernel
 from fasttfm.kernels.attention.triton_short import _short_bwd_kernel, _short_fwd_kernel
-from fasttfm.kernels.common.launch import multiprocessors, on_device
+from fasttfm.kernels.common.launch import is_hopper, multiprocessors, on_device
 
 
 def _strides(tensors: dict[str, Tensor]) -> tuple[dict[str, int], int]:
@@ -79,7 +79,7 @@ def _common(q: Tensor, k: Tensor, problem: AttentionProblem) -> dict[str, Any]:
 
 def _call(q: Tensor, problem: AttentionProblem) -> tuning.Call:
     keys, dropout = problem.max_seqlen_k, problem.seed is not None
-    return tuning.Call(tuning.is_hopper(q.device), q.shape[-1], q.element_size(), problem.max_seqlen, keys, dropout)
+    return tuning.Call(is_hopper(q.device), q.shape[-1], q.element_size(), problem.max_seqlen, keys, dropout)
 
 
 def _even(problem: AttentionProblem, tiles: tuning.Tiles) -> bool:

@@ -6,10 +6,7 @@ those for other chips fit into 100 KB of shared memory up to a head dim of 128, 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-
-import torch
 
 
 @dataclass(frozen=True)
@@ -45,15 +42,6 @@ class Call:
     queries: int  # of the longest sequence
     keys: int
     dropout: bool
-
-
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and _capability(device.index)[0] == 9
-
-
-@functools.cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
 
 
 def short_forward_tiles(call: Call) -> Tiles | None:

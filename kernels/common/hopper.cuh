@@ -68,8 +68,10 @@ inline Status make_tensor_map(CUtensorMap* map, const TensorView& view) {
     box[i] = static_cast<cuuint32_t>(view.box[i]);
     step[i] = 1;
   }
-  for (int i = 0; i < 3; ++i)  // a dimension of size 1 may come with any stride: it is never taken
-    stride[i] = view.size[i + 1] == 1 ? 16 : 2 * static_cast<cuuint64_t>(view.stride[i]);
+  for (int i = 0; i < 3; ++i) {  // a dimension of size 1 may come with any stride: it is never taken
+    const cuuint64_t natural = i == 0 ? 2 * size[0] : size[i] * stride[i - 1];
+    stride[i] = view.size[i + 1] == 1 ? natural : 2 * static_cast<cuuint64_t>(view.stride[i]);
+  }
   const CUtensorMapDataType type =
       view.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const CUresult result =
@@ -134,6 +136,9 @@ struct RingPosition {
       parity ^= 1;
     }
   }
+  __device__ __forceinline__ RingPosition previous() const {
+    return slot == 0 ? RingPosition{STAGES - 1, parity ^ 1} : RingPosition{slot - 1, parity};
+  }
 };
 
 // Barriers of the hardware for whole warps: `threads` in all sync or arrive. Number 0 is __syncthreads().
@@ -164,7 +169,10 @@ __device__ __forceinline__ bool elected() {
 }
 
 // A number that is the same in all threads of a warp, made so for the compiler.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+template <class T>
+__device__ __forceinline__ T uniform(T value) {
+  return __shfl_sync(0xffffffffu, value, 0);
+}
 
 // ---- clusters --------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What every Triton launcher needs to know about the tensors and the machine."""
+"""What launchers need to know about the tensors and the machine."""
 
 from __future__ import annotations
 
@@ -27,3 +27,12 @@ def multiprocessors(tensor: Tensor) -> int:
 @functools.cache
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and _capability(device.index) == (9, 0)
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)

@@ -107,6 +107,7 @@ class _BiasGeluBackward(TypedDict):
     x: int
     bias: int
     dx: int
+    y: int
     dbias: int
     workspace: int
     rows: int
@@ -387,11 +388,17 @@ class _AttentionCall(TypedDict):
     dropout_scale: float
     dtype: int
     workspace: int
-    threads: int
 
 class _AttentionForward(_AttentionCall):
     out: int
     lse: int
+
+class _AttentionForwardCpu(_AttentionForward):
+    threads: int
+
+class _AttentionForwardCuda(_AttentionForward):
+    device: int
+    stream: int
 
 class _AttentionBackward(_AttentionCall):
     dout: int
@@ -410,10 +417,14 @@ class _AttentionBackward(_AttentionCall):
     dv_token_stride: int
     dv_head_stride: int
 
+class _AttentionBackwardCpu(_AttentionBackward):
+    threads: int
+
 def attention_forward_workspace(head_dim: int, threads: int) -> int: ...
 def attention_backward_workspace(max_seqlen: int, max_seqlen_k: int, head_dim: int, threads: int) -> int: ...
-def attention_forward_cpu(**fields: Unpack[_AttentionForward]) -> None: ...
-def attention_backward_cpu(**fields: Unpack[_AttentionBackward]) -> None: ...
+def attention_forward_cpu(**fields: Unpack[_AttentionForwardCpu]) -> None: ...
+def attention_backward_cpu(**fields: Unpack[_AttentionBackwardCpu]) -> None: ...
+def attention_forward_cuda(**fields: Unpack[_AttentionForwardCuda]) -> None: ...
 
 # ---- linear_cross_entropy --------------------------------------------------------------------------------------------
 

@@ -36,6 +36,18 @@ def missing_cuda() -> str | None:
 
 
 @functools.cache
+def missing_hopper() -> str | None:
+    """Why the native core cannot launch the CUDA kernels that are written for Hopper alone; None if it can."""
+    if missing_cuda() is not None:
+        return missing_cuda()
+    if "90a" not in _core.cuda_archs.split():
+        return f"the native core was built without kernels for 90a (FASTTFM_CUDA_ARCHS), for {_core.cuda_archs}"
+    if not any(torch.cuda.get_device_capability(index) == (9, 0) for index in range(torch.cuda.device_count())):
+        return "torch sees no CUDA device of compute capability 9.0"
+    return None
+
+
+@functools.cache
 def core() -> ModuleType:
     """The extension module, sharing torch's OpenMP threads."""
     if _core is None:

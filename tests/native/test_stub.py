@@ -11,6 +11,8 @@ from fasttfm import _C
 
 STUB = Path(fasttfm.__file__).with_name("_C.pyi")
 
+HOPPER_ALONE = ("attention_forward_cuda",)  # compiled where 90a is among the architectures
+
 Signatures = dict[str, list[str]]
 
 
@@ -51,6 +53,8 @@ def test_functions_and_fields_agree() -> None:
     declared = stub_signatures(STUB.read_text())
     if _C.cuda_version == 0:
         declared = {name: fields for name, fields in declared.items() if not name.endswith("_cuda")}
+    elif "90a" not in _C.cuda_archs.split():
+        declared = {name: fields for name, fields in declared.items() if name not in HOPPER_ALONE}
     assert declared == module_signatures()
 
 

@@ -9,14 +9,16 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.attention import reference
-from fasttfm.kernels.attention.problem import AttentionProblem, window_bounds
+from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem, window_bounds
 from fasttfm.kernels.common import philox
+from fasttfm.kernels.common.launch import is_hopper
 from fasttfm.ops import checks
 from fasttfm.ops.attention_checks import Window, check_call, check_values
 from fasttfm.ops.backends import (
     Backend,
     BackendTable,
     always,
+    dtype_name,
     refuse_native_cpu,
     refuse_triton,
     requested,
@@ -197,7 +199,7 @@ def _forward(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tu
     q, k, v = _separate(q, k, v)
     problem = _problem(q, *others)
     _check_values(OP, q, k, problem)
-    chosen = TABLE.select(backend, q, k, v, problem.bias, problem.alibi_slopes)
+    chosen = TABLE.select(backend, q, k, v, **_choice(problem))
     outputs: tuple[Tensor, Tensor] = chosen.forward(q, k, v, problem)
     return outputs
 
@@ -217,7 +219,7 @@ def _backward(
     dq, dk, dv = _separate(gradients[0], *(None if k is None else gradient for gradient in gradients[1:]))
     q, k, v = _separate(q, k, v)
     problem = _problem(q, *others)
-    chosen = TABLE.select(backend, q, k, v, problem.bias, problem.alibi_slopes)
+    chosen = TABLE.select_backward(backend, q, k, v, **_choice(problem))
     chosen.backward(dout.contiguous(), q, k, v, out, lse, problem, dq, dk, dv)
     return gradients
 
@@ -295,10 +297,10 @@ _backward_op = register(
 )
 
 
-# ---- the native core: CPU --------------------------------------------------------------------------------------------
+# ---- the native core: CPU and CUDA -----------------------------------------------------------------------------------
 
 
-def _forward_native(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
+def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     core, threads = _native.core(), torch.get_num_threads()
     out, lse = _forward_fake(q, k, v)
     workspace = torch.empty(core.attention_forward_workspace(q.shape[-1], threads), dtype=torch.float32)
@@ -312,7 +314,21 @@ def _forward_native(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) 
     return out, lse
 
 
-def _backward_native(
+def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
+    out, lse = _forward_fake(q, k, v)
+    workspace = torch.empty(1, dtype=torch.int32, device=q.device)
+    _native.core().attention_forward_cuda(
+        **_fields(q, k, v, problem),
+        workspace=workspace.data_ptr(),
+        device=q.device.index,
+        stream=_native.stream(q),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+    )
+    return out, lse
+
+
+def _backward_cpu(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -395,34 +411,93 @@ def _backward_triton(*args: Any) -> None:
 
 
 _HEAD_DIMS = range(16, 257, 8)
+_CUDA_HEAD_DIMS = (64, 128)
+_CUDA_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def _choice(problem: AttentionProblem) -> dict[str, Any]:
+    """The public options that the choice of a backend depends on."""
+    window = (problem.window_left, problem.window_right)
+    return {"window": window, "scale": problem.scale, "bias": problem.bias, "alibi_slopes": problem.alibi_slopes}
 
 
 def _refuse_head_dim(q: Tensor) -> str | None:
     return None if q.shape[-1] in _HEAD_DIMS else f"takes head dims of 16 to 256 in steps of 8, got {q.shape[-1]}"
 
 
+def _refuse_bias(bias: Tensor | None, alibi_slopes: Tensor | None) -> str | None:
+    if bias is None and alibi_slopes is None:
+        return None
+    return f"takes no {'alibi_slopes' if bias is None else 'bias'}"
+
+
 def _refuse_cpu(
+    q: Tensor, *_: Tensor | None, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, **__: Any
+) -> str | None:
+    return _refuse_bias(bias, alibi_slopes) or _refuse_head_dim(q) or refuse_native_cpu(q)
+
+
+def _refuse_cuda(
     q: Tensor,
     k: Tensor | None = None,
     v: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    **_: Any,
 ) -> str | None:
-    if bias is not None or alibi_slopes is not None:
-        return f"takes no {'alibi_slopes' if bias is None else 'bias'}"
-    return _refuse_head_dim(q) or refuse_native_cpu(q)
+    """Hopper's own kernels: see kernels/attention/op.h."""
+    if q.dtype not in _CUDA_DTYPES:
+        return f"takes bfloat16 and float16, got {dtype_name(q.dtype)}"
+    if q.shape[-1] not in _CUDA_HEAD_DIMS:
+        return f"takes head dims of 64 and 128, got {q.shape[-1]}"
+    left, right = window_bounds(causal, window)
+    if left != UNLIMITED or right > 0:
+        return f"attends to all keys or causally, got a window of ({left}, {right})"
+    if scale is not None and scale <= 0:
+        return f"takes a scale above 0, got {scale}"
+    for tensor in (q, k, v):
+        if tensor is not None and not _tensor_map_takes(tensor):
+            return (
+                "takes tensors that start at a multiple of 16 bytes, with strides that are multiples of 8 and not 0,"
+                f" got strides {tensor.stride()}"
+            )
+    if not q.is_cuda or not is_hopper(q.device):
+        return "takes tensors on a GPU of compute capability 9.0"
+    return _refuse_bias(bias, alibi_slopes)
 
 
-def _refuse_triton(q: Tensor, *_: Any) -> str | None:
+def _tensor_map_takes(tensor: Tensor) -> bool:
+    """Whether the GPU's copy engine can be told where a tensor lies."""
+    if tensor.data_ptr() % 16:
+        return False
+    strides = tensor.stride()[:-1]
+    return all(stride % 8 == 0 for stride in strides) and (0 not in strides or tensor.numel() == 0)
+
+
+def _refuse_cuda_backward(*_: Any, **__: Any) -> str | None:
+    return "goes forward alone"
+
+
+def _refuse_triton(q: Tensor, *_: Any, **__: Any) -> str | None:
     return _refuse_head_dim(q) or refuse_triton(q)
 
 
-# The CPU core stands before Triton: Triton's interpreter serves a CPU tensor only when it is asked for by name.
+def _refuse_nothing(*_: Any, **__: Any) -> str | None:
+    return None
+
+
+# The CPU core stands before Triton: Triton's interpreter serves a CPU tensor only when it is asked for by name. What
+# one GPU backend saves for the backward, the other's backward takes.
 TABLE = BackendTable(
     OP,
     (
-        Backend("cpu", _native.missing, _refuse_cpu, _forward_native, _backward_native),
+        Backend("cpu", _native.missing, _refuse_cpu, _forward_cpu, _backward_cpu),
+        Backend("cuda", _native.missing_hopper, _refuse_cuda, _forward_cuda, refuse_backward=_refuse_cuda_backward),
         Backend("triton", triton_absent, _refuse_triton, _forward_triton, _backward_triton),
-        Backend("reference", always, lambda *_: None, reference.attention_forward, reference.attention_backward),
+        Backend("reference", always, _refuse_nothing, reference.attention_forward, reference.attention_backward),
     ),
 )

@@ -27,12 +27,17 @@ def _no_backward(*_: Any) -> Any:
     raise NotImplementedError("this op's gradient needs no kernel")
 
 
+def _nothing(*_: Any, **__: Any) -> str | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of an op.
 
     ``absent()`` says why this machine or build lacks it; ``refuse(...)``, called with the forward's tensors and
-    options, why it cannot serve that call. Both return None where there is nothing in the way.
+    options, why it cannot serve that call; ``refuse_backward(...)``, with the same, why it can serve the forward alone:
+    the backward is the next one's then. All return None where there is nothing in the way.
     """
 
     name: str
@@ -40,6 +45,7 @@ class Backend:
     refuse: Callable[..., str | None]
     forward: Callable[..., Any]
     backward: Callable[..., Any] = field(default=_no_backward)
+    refuse_backward: Callable[..., str | None] = field(default=_nothing)
 
 
 @dataclass(frozen=True)
@@ -54,24 +60,36 @@ class BackendTable:
         object.__setattr__(self, "names", tuple(backend.name for backend in self.backends))
         _tables[self.op] = self
 
-    def reasons(self, *args: Any) -> dict[str, str | None]:
+    def reasons(self, *args: Any, **options: Any) -> dict[str, str | None]:
         """Per backend: None if it can serve a call with these arguments, else why not."""
-        return {backend.name: backend.absent() or backend.refuse(*args) for backend in self.backends}
+        return {backend.name: backend.absent() or backend.refuse(*args, **options) for backend in self.backends}
 
-    def select(self, requested: str | None, *args: Any) -> Backend:
+    def select(self, requested: str | None, *args: Any, **options: Any) -> Backend:
         """The requested backend, or the first that does not refuse."""
         for backend in self.backends:
-            if requested in (None, backend.name) and (backend.absent() or backend.refuse(*args)) is None:
+            if requested in (None, backend.name) and (backend.absent() or backend.refuse(*args, **options)) is None:
                 return backend
-        self._raise_refused(requested, *args)
+        self._raise_refused(requested, *args, **options)
         raise AssertionError("unreachable")
+
+    def select_backward(self, requested: str | None, *args: Any, **options: Any) -> Backend:
+        """The backend of the call's forward; where it leaves the backward to others, the first after it that can."""
+        forward = self.select(requested, *args, **options)
+        if forward.refuse_backward(*args, **options) is None:
+            return forward
+        for backend in self.backends[self.names.index(forward.name) + 1 :]:
+            reason = backend.absent() or backend.refuse(*args, **options) or backend.refuse_backward(*args, **options)
+            if reason is None:
+                return backend
+        raise BackendRefused(f"{self.op}: no backend after {forward.name!r} can serve the backward of this call")
 
     def check_name(self, requested: str | None) -> None:
         if requested is not None and requested not in self.names:
             raise ValueError(f"{self.op}: backend: expected one of {', '.join(self.names)}, got {requested!r}")
 
-    def _raise_refused(self, requested: str | None, *args: Any) -> None:
-        lines = [f"  {name}: {reason or 'can serve this call'}" for name, reason in self.reasons(*args).items()]
+    def _raise_refused(self, requested: str | None, *args: Any, **options: Any) -> None:
+        reasons = self.reasons(*args, **options)
+        lines = [f"  {name}: {reason or 'can serve this call'}" for name, reason in reasons.items()]
         asked = f"backend {requested!r} cannot serve this call" if requested else "no backend can serve this call"
         raise BackendRefused("\n".join([f"{self.op}: {asked}:", *lines]))
 
@@ -80,7 +98,8 @@ class BackendTable:
 def use_backend(name: str | None) -> Iterator[None]:
     """Requests one backend for every call inside the ``with`` block (all threads); ``None`` restores the free choice.
 
-    A call that the backend refuses raises. The backward of a call uses what its forward was asked for.
+    A call that the backend refuses raises. The backward of a call uses what its forward was asked for; a backend whose
+    kernels go forward alone for a call (``explain`` says so) leaves its backward to the next in the op's order.
     """
     global _override
     known = sorted({backend for table in _tables.values() for backend in table.names})
@@ -105,27 +124,37 @@ class Explanation:
     op: str
     chosen: str | None
     reasons: Mapping[str, str | None]
+    backward: str | None  # who serves the backward
+    backward_reason: str | None = None  # why that is another one
 
     def __str__(self) -> str:
         def verdict(name: str, reason: str | None) -> str:
             if name == self.chosen:
-                return "serves this call"
+                other = f", {self.backward} its backward: {name} {self.backward_reason}" if self.backward_reason else ""
+                return f"serves this call{other}"
             return reason or "could serve this call"
 
         lines = [f"  {name:<10} {verdict(name, reason)}" for name, reason in self.reasons.items()]
         return "\n".join([f"{self.op}: {self.chosen or 'no backend'}", *lines])
 
 
-def explain(op: str, *args: Any, backend: str | None = None) -> Explanation:
-    """Says which backend would serve ``fasttfm.ops.<op>(*args)``. Nothing is computed."""
+def explain(op: str, *args: Any, backend: str | None = None, **options: Any) -> Explanation:
+    """Says which backend would serve ``fasttfm.ops.<op>(*args, **options)``, forward and backward. Nothing is computed.
+
+    Options that no backend's choice depends on may be left out; ops that have none of the other kind take none here.
+    """
     table = _tables.get(op)
     if table is None:
         raise ValueError(f"explain: op: expected one of {', '.join(sorted(_tables))}, got {op!r}")
     table.check_name(backend)
     wanted = requested(backend)
-    reasons = table.reasons(*args)
+    reasons = table.reasons(*args, **options)
     able = [name for name, reason in reasons.items() if reason is None and wanted in (None, name)]
-    return Explanation(op, able[0] if able else None, reasons)
+    if not able:
+        return Explanation(op, None, reasons, None)
+    chosen = table.backends[table.names.index(able[0])]
+    backward = table.select_backward(wanted, *args, **options).name
+    return Explanation(op, chosen.name, reasons, backward, chosen.refuse_backward(*args, **options))
 
 
 def tables() -> Mapping[str, BackendTable]:

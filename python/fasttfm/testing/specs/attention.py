@@ -106,6 +106,22 @@ CASES = (
     # Not for Triton's interpreter: it rounds the product in `score * scale - lse`, which a GPU does not.
     _case("large_logits", (24, 24), 2, 32, magnitude=4.0, causal=True, interpret=False),
     _case("all_dropped", (6, 6), 1, 16, dropout_p=1.0),
+    # Head dims and lengths for Hopper's kernels: several tiles of 128 or 192 queries and of 128 keys.
+    _case("long_packed", (150, 0, 1, 270), 1, 64, layout="fused packed", max_seqlen=272, interpret=False),
+    _case("long_causal", (300, 7), 1, 64, layout="packed", causal=True, return_lse=True, interpret=False),
+    _case(
+        "long_cross",
+        (129, 200),
+        2,
+        64,
+        lengths_k=(333, 20),
+        kv_heads=1,
+        layout="padded",
+        dropout_p=0.7,
+        interpret=False,
+    ),
+    _case("long_128", (140,), 1, 128, layout="transposed", causal=True, dropout_p=0.1, interpret=False),
+    _case("long_128_packed", (3, 0, 260), 1, 128, layout="sliced", interpret=False),
 )
 
 

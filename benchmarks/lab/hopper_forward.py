@@ -1,0 +1,476 @@
+"""Which shapes Hopper's attention forward is fastest with: ``python benchmarks/lab/hopper_forward.py [--only TEXT]``.
+
+Compiles the kernel for every shape of SHAPES (in parallel), checks each against the reference backend in fp64 in a
+process of its own with a time limit, then times those that are right against cuDNN in the same run: replays of a CUDA
+graph of several launches. Needs no build of the library: nvcc and torch are enough. Tables go to standard output, all
+numbers to $OUT/hopper_forward.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import ctypes
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = Path(tempfile.gettempdir()) / "hopper_forward"
+
+
+def _import_fasttfm() -> None:
+    """The package straight from the sources: its Python files are all that is needed."""
+    package = WORK / "path" / "fasttfm"
+    package.mkdir(parents=True, exist_ok=True)
+    for source in [*(ROOT / "python" / "fasttfm").iterdir(), ROOT / "kernels"]:
+        if not source.name.startswith("_C.") and not (package / source.name).exists():
+            (package / source.name).symlink_to(source)
+    sys.path.insert(0, str(package.parent))
+
+
+@dataclass(frozen=True)
+class Shape:
+    D: int
+    groups: int
+    keys: int
+    stages: int
+    turns: bool = True
+    dropout: bool = True  # whether registers suffice
+
+    def __str__(self) -> str:
+        return f"D{self.D} {64 * self.groups}x{self.keys} {self.stages} stages{' turns' if self.turns else ''}"
+
+    @property
+    def library(self) -> Path:
+        return WORK / f"{str(self).replace(' ', '_')}.so"
+
+
+SHAPES = [
+    Shape(64, 2, 128, 3),
+    Shape(64, 2, 128, 3, turns=False),
+    Shape(64, 3, 128, 3, dropout=False),
+    Shape(64, 3, 64, 4, turns=False),
+    Shape(128, 2, 128, 2),
+    Shape(128, 2, 128, 2, turns=False),
+    Shape(128, 3, 64, 3),
+]
+
+
+HALF = (Shape(64, 2, 128, 3), Shape(128, 2, 128, 2))  # which are compiled for fp16 too
+
+
+# ---- building and calling --------------------------------------------------------------------------------------------
+
+
+def compile_shape(shape: Shape) -> str:
+    definitions = [
+        f"-DLAB_HEAD_DIM={shape.D}",
+        f"-DLAB_GROUPS={shape.groups}",
+        f"-DLAB_KEYS={shape.keys}",
+        f"-DLAB_STAGES={shape.stages}",
+        f"-DLAB_TURNS={str(shape.turns).lower()}",
+        f"-DLAB_DROPOUT={str(shape.dropout).lower()}",
+    ]
+    if shape in HALF:
+        definitions.append("-DLAB_HALF")
+    command = ["nvcc", "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-shared"]
+    command += ["-Xcompiler=-fPIC", "-I", str(ROOT / "kernels"), *definitions, "-o", str(shape.library)]
+    result = subprocess.run(
+        [*command, str(ROOT / "benchmarks/lab/hopper_forward.cu")], capture_output=True, text=True, timeout=100
+    )
+    output = result.stdout + result.stderr
+    if result.returncode:
+        return output[-2000:]
+    spills = [line for line in output.splitlines() if "spill" in line and "0 bytes spill stores" not in line]
+    return "; ".join(spills + [line for line in output.splitlines() if "C75" in line or "serialized" in line])
+
+
+class Call(ctypes.Structure):
+    """AttentionForward of kernels/attention/op.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
+        *((f"{name}_{axis}", ctypes.c_int64) for name in "qkv" for axis in ("sequence", "token", "head")),
+        *((name, ctypes.c_void_p) for name in ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "seed")),
+        *((name, ctypes.c_int64) for name in ("sequences", "heads", "kv_heads", "head_dim", "queries", "keys")),
+        *((name, ctypes.c_int64) for name in ("max_seqlen", "max_seqlen_k", "window_left", "window_right")),
+        ("scale", ctypes.c_float),
+        ("threshold", ctypes.c_int),
+        ("dropout_scale", ctypes.c_float),
+        ("dtype", ctypes.c_int),
+        ("workspace", ctypes.c_void_p),
+        ("threads", ctypes.c_int),
+        ("device", ctypes.c_int),
+        ("stream", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+    ]
+
+
+class Kernel:
+    def __init__(self, shape: Shape) -> None:
+        self.function = ctypes.CDLL(str(shape.library)).hopper_forward
+        self.function.restype = ctypes.c_char_p
+        self.function.argtypes = [ctypes.POINTER(Call), ctypes.c_int, ctypes.c_int]
+
+    def __call__(self, q: Any, k: Any, v: Any, problem: Any, out: Any, lse: Any, counter: Any, dynamic: bool) -> None:
+        import torch
+
+        address = lambda x: None if x is None else x.data_ptr()  # noqa: E731
+        strides = [(0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3] for x in (q, k, v)]
+        call = Call(
+            *(x.data_ptr() for x in (q, k, v)),
+            *(stride for three in strides for stride in three),
+            *(address(x) for x in (problem.cu_seqlens, problem.cu_seqlens_k, problem.lengths, problem.lengths_k)),
+            address(problem.seed),
+            problem.sequences,
+            q.shape[-2],
+            k.shape[-2],
+            q.shape[-1],
+            q.shape[-3],
+            k.shape[-3],
+            problem.max_seqlen,
+            problem.max_seqlen_k,
+            problem.window_left,
+            problem.window_right,
+            problem.scale,
+            problem.threshold,
+            problem.dropout_scale,
+            {torch.bfloat16: 1, torch.float16: 2}[q.dtype],
+            counter.data_ptr(),
+            0,
+            0,
+            torch.cuda.current_stream().cuda_stream,
+            out.data_ptr(),
+            lse.data_ptr(),
+        )
+        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        error = self.function(ctypes.byref(call), multiprocessors, dynamic)
+        if error is not None:
+            raise RuntimeError(error.decode())
+
+
+# ---- inputs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    B: int
+    S: int
+    H: int
+    D: int
+    causal: bool = False
+    p: float = 0.0
+    layout: str = "dense"  # fused (slices of qkv), heads_first, lengths, packed
+    Sk: int = 0
+    Hk: int = 0
+    dtype: str = "bfloat16"
+    gain: float = 1.0
+
+    def __str__(self) -> str:
+        marks = [f"B{self.B} S{self.S}", f"Sk{self.Sk}" if self.Sk else "", f"H{self.H}"]
+        marks += [f"Hk{self.Hk}" if self.Hk else "", f"D{self.D}", self.layout, "causal" if self.causal else ""]
+        return " ".join(filter(None, [*marks, f"p{self.p}" if self.p else "", self.dtype[:4]]))
+
+    def lengths(self) -> list[int]:
+        if self.layout == "packed":
+            least = self.S // 8
+            return [least + (self.S - least) * (i * 37 % self.B) // max(self.B - 1, 1) for i in range(self.B)]
+        return [self.S] * self.B
+
+    @property
+    def flops(self) -> float:
+        return sum(4.0 * self.H * self.D * n * n for n in self.lengths()) * (0.5 if self.causal else 1)
+
+
+def make(case: Case, poison: bool = False) -> tuple[Any, Any, Any, Any]:
+    """q, k, v and the problem; with poison, NaN wherever nothing may be read."""
+    import torch
+
+    from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem
+    from fasttfm.kernels.common import philox
+
+    B, S, H, D, Sk, Hk = case.B, case.S, case.H, case.D, case.Sk or case.S, case.Hk or case.H
+    dtype = getattr(torch, case.dtype)
+
+    def randn(*shape: int) -> Any:
+        return (case.gain * torch.randn(*shape, device="cuda")).to(dtype)
+
+    bounds = lengths = None
+    if case.layout == "packed":
+        sizes = case.lengths()
+        if poison:
+            sizes = [S // 3, 0, 1, S, 129, 64][: max(B, 2)]
+        total = sum(sizes) + (37 if poison else 0)  # rows after the last sequence are nobody's
+        bounds = torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32, device="cuda")
+        qkv = randn(total, 3, H, D)
+        q, k, v = qkv.unbind(1)
+        if Hk != H:
+            k, v = randn(total, Hk, D), randn(total, Hk, D)
+        B = len(sizes)
+        if poison:
+            k[sum(sizes[:4]) :], v[sum(sizes[:4]) :] = float("nan"), float("nan")  # the last sequences, and the rest
+    elif case.layout == "fused":
+        q, k, v = randn(B, S, 3, H, D).unbind(2)
+    elif case.layout == "heads_first":
+        q, k, v = (randn(B, heads, rows, D).transpose(1, 2) for heads, rows in ((H, S), (Hk, Sk), (Hk, Sk)))
+    else:
+        q, k, v = randn(B, S, H, D), randn(B, Sk, Hk, D), randn(B, Sk, Hk, D)
+    if case.layout == "lengths":
+        lengths = torch.tensor([(S * (2 * i + 1) // 3) % (S + 1) for i in range(B)], dtype=torch.int32, device="cuda")
+        if poison:
+            for x in (q, k, v):
+                for i, length in enumerate(lengths.tolist()):
+                    x[i, length:] = float("nan")
+    threshold = philox.threshold(case.p)
+    return (
+        q,
+        k,
+        v,
+        AttentionProblem(
+            sequences=B,
+            max_seqlen=S,
+            max_seqlen_k=Sk,
+            scale=D**-0.5,
+            window_left=UNLIMITED,
+            window_right=0 if case.causal else UNLIMITED,
+            cu_seqlens=bounds,
+            cu_seqlens_k=bounds,
+            lengths=lengths,
+            lengths_k=lengths,
+            seed=torch.tensor([0x1234567887654321], device="cuda") if case.p else None,
+            threshold=threshold,
+            dropout_scale=philox.scale(threshold),
+        ),
+    )
+
+
+def outputs(q: Any, problem: Any) -> tuple[Any, Any, Any]:
+    import torch
+
+    *leading, rows, heads, _ = q.shape
+    out = torch.full(q.shape, float("nan"), dtype=q.dtype, device="cuda")
+    lse = torch.full((*leading, heads, rows), float("nan"), device="cuda")
+    return out, lse, torch.full((1,), 12345, dtype=torch.int32, device="cuda")
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_cases(D: int) -> list[Case]:
+    cases = []
+    for causal in (False, True):
+        for p in (0.0, 0.1):
+            cases += [
+                Case(2, 256, 3, D, causal, p),
+                Case(2, 200, 2, D, causal, p, "fused"),
+                Case(5, 300, 2, D, causal, p, "lengths"),
+                Case(6, 512, 2, D, causal, p, "packed"),
+            ]
+        cases += [
+            Case(2, 1, 2, D, causal),
+            Case(2, 70, 2, D, causal, 0.0, Sk=333),
+            Case(2, 333, 2, D, causal, 0.7, Sk=70),
+            Case(2, 192, 8, D, causal, 0.0, "heads_first", Hk=2),
+            Case(6, 512, 4, D, causal, 0.1, "packed", Hk=2),
+            Case(4, 1024, 16, D, causal, gain=4.0),
+            Case(6, 300, 2, D, causal, 0.1, "packed", dtype="float16"),
+        ]
+    return cases
+
+
+def check(shape: Shape) -> list[str]:
+    """Complaints about a shape; runs in its own process."""
+    _import_fasttfm()
+    import torch
+
+    from fasttfm.kernels.attention import reference
+
+    torch.manual_seed(0)
+    kernel, complaints = Kernel(shape), []
+    for case in check_cases(shape.D):
+        if (case.p and not shape.dropout) or (case.dtype == "float16" and shape not in HALF):
+            continue
+        q, k, v, problem = make(case, poison=True)
+        for dynamic in (False, True):
+            out, lse, counter = outputs(q, problem)
+            kernel(q, k, v, problem, out, lse, counter, dynamic)
+            torch.cuda.synchronize()
+            rows = slice(None)
+            if case.layout == "packed":  # the sequences whose keys are numbers; and the rows after the last one
+                first, end = int(problem.cu_seqlens[4]), int(problem.cu_seqlens[-1])
+                rows = torch.cat([torch.arange(first), torch.arange(end, len(q))]).cuda()
+            expected, expected_lse = reference.attention_forward(q.double(), k.double(), v.double(), problem)
+            got, wanted = out[rows].double(), expected[rows]
+            error = float((got - wanted).norm() / wanted.norm().clamp(min=1e-30))
+            got_lse, wanted_lse = (x[:, rows] if case.layout == "packed" else x for x in (lse.double(), expected_lse))
+            same = (got_lse == wanted_lse) | ((got_lse - wanted_lse).abs() < 2e-3 * wanted_lse.abs().clamp(min=1.0))
+            if not error < (6e-3 if q.dtype == torch.bfloat16 else 1e-3) or not bool(same.all()):
+                bad = (~((got - wanted).abs() < 0.05 + 0.05 * wanted.abs())).nonzero()
+                complaints.append(
+                    f"{case} dynamic={dynamic}: error {error:.2e}, lse {bool(same.all())}, {bad[:2].tolist()}"
+                )
+    case = Case(8, 512, 16, shape.D, True, 0.1 if shape.dropout else 0.0, "packed")
+    q, k, v, problem = make(case)
+    first = None
+    for _ in range(20):
+        out, lse, counter = outputs(q, problem)
+        kernel(q, k, v, problem, out, lse, counter, True)
+        bits = (out.view(torch.int16), lse.view(torch.int32))
+        if first is not None and not all(torch.equal(a, b) for a, b in zip(bits, first, strict=True)):
+            complaints.append(f"{case}: not the same bits every time")
+            break
+        first = bits
+    return complaints
+
+
+def check_apart(shape: Shape, seconds: float) -> str:
+    """``ok``, or what is wrong, of a process that may hang or die."""
+    command = [sys.executable, __file__, "--check", json.dumps(shape.__dict__)]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"hangs (no answer in {seconds:.0f} s)"
+    return result.stdout.strip() if result.returncode == 0 else f"died: {result.stderr[-600:]}"
+
+
+# ---- times -----------------------------------------------------------------------------------------------------------
+
+
+def time_us(function: Any, launches: int = 8, replays: int = 5) -> float:
+    import torch
+
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(launches):
+            function()
+    times = []
+    graph.replay()
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / launches)
+    return sorted(times)[len(times) // 2]
+
+
+def cudnn_us(q: Any, k: Any, v: Any, case: Case, _: Any) -> float:
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if case.layout == "packed":
+        return math.nan
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return time_us(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, dropout_p=case.p))
+
+
+def triton_us(q: Any, k: Any, v: Any, _: Case, problem: Any) -> float:
+    from fasttfm.kernels.attention.triton import attention_fwd_triton
+
+    return time_us(lambda: attention_fwd_triton(q, k, v, problem))
+
+
+def timing_cases() -> list[Case]:
+    cases = []
+    for D in (64, 128):
+        H = 1024 // D
+        for S in (128, 512, 1024, 2048, 4096, 16384):
+            cases.append(Case(16384 // S, S, H, D))
+        cases += [Case(64, 256, H, D), Case(32, 512, H, D, p=0.1), Case(128, 128, H, D, p=0.1)]
+        cases += [Case(16384 // S, S, H, D, causal=True) for S in (512, 2048, 16384)]
+        cases += [Case(64, 512, H, D, layout="packed"), Case(64, 512, H, D, p=0.1, layout="packed")]
+        cases.append(Case(64, 512, H, D, causal=True, layout="packed"))
+    return [case for case in cases if case != Case(128, 128, 8, 128, p=0.1)]
+
+
+def time_all(shapes: list[Shape], peers: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+    import torch
+
+    rows = []
+    kernels = {shape: Kernel(shape) for shape in shapes}
+    for case in timing_cases():
+        if time.time() > deadline:
+            print("out of time before", case)
+            break
+        q, k, v, problem = make(case)
+        out, lse, counter = outputs(q, problem)
+        row: dict[str, Any] = {"case": str(case), "flops": case.flops}
+        for name, peer in peers.items():
+            try:
+                row[name] = peer(q, k, v, case, problem)
+            except Exception as error:  # a peer that is not there
+                row[name] = math.nan
+                print(f"{name}, {case}: {repr(error)[:200]}")
+        dynamics = (False, True) if case.causal else (case.layout == "packed",)
+        for shape, kernel in kernels.items():
+            if shape.D != case.D or (case.p and not shape.dropout):
+                continue
+            for dynamic in dynamics:
+                name = f"{shape}{' dynamic' if dynamic else ''}"
+                row[name] = time_us(lambda: kernel(q, k, v, problem, out, lse, counter, dynamic))  # noqa: B023
+        rows.append(row)
+        torch.cuda.empty_cache()
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        rates = {name: row["flops"] / time * 1e-6 for name, time in row.items() if name not in ("case", "flops")}
+        names = sorted((name for name in rates if name.startswith("D")), key=lambda name: row[name])
+        ours = "; ".join(f"{name[name.index(' ') + 1 :]} {rates[name]:.0f}" for name in names[:5])
+        fastest = f"{row[names[0]]:.1f} us" if names else ""
+        theirs = " ".join(f"{name} {rate:.0f}" for name, rate in rates.items() if name not in names)
+        print(f"{row['case']}: {theirs} | {ours} | {fastest}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="shapes whose name contains this")
+    parser.add_argument("--check", default="", help="a shape as JSON: check it and say ok")
+    parser.add_argument("--triton", action="store_true", help="time the Triton kernels too: compiling them takes long")
+    parser.add_argument("--seconds", type=float, default=115.0, help="stop timing after this")
+    arguments = parser.parse_args()
+    start = time.time()
+    WORK.mkdir(exist_ok=True)
+    if arguments.check:
+        print("; ".join(check(Shape(**json.loads(arguments.check)))) or "ok")
+        return
+    shapes = [shape for shape in SHAPES if arguments.only in str(shape)]
+    with concurrent.futures.ThreadPoolExecutor(14) as pool:
+        for shape, complaint in zip(shapes, pool.map(compile_shape, shapes), strict=True):
+            if complaint:
+                print(f"compile {shape}: {complaint}")
+    print(f"compiled after {time.time() - start:.0f} s", flush=True)
+    built = [shape for shape in shapes if shape.library.exists()]
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        verdicts = list(pool.map(lambda shape: check_apart(shape, 25.0), built))
+    for shape, verdict in zip(built, verdicts, strict=True):
+        print(f"check {shape}: {verdict[:1500]}")
+    print(f"checked after {time.time() - start:.0f} s", flush=True)
+    right = [shape for shape, verdict in zip(built, verdicts, strict=True) if verdict == "ok"]
+    _import_fasttfm()
+    peers = {"cudnn": cudnn_us} | ({"triton": triton_us} if arguments.triton else {})
+    rows = time_all(right, peers, start + arguments.seconds)
+    results = Path(os.environ.get("OUT", ".")) / "hopper_forward.json"
+    results.write_text(
+        json.dumps({"rows": rows, "verdicts": {str(s): v for s, v in zip(built, verdicts, strict=True)}})
+    )
+    print(f"timed after {time.time() - start:.0f} s; TFLOP/s:")
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()
