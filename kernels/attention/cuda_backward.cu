@@ -14,6 +14,7 @@
 
 #include "attention/cuda_backward_products.cuh"
 #include "attention/cuda_backward_tiles.cuh"
+#include "attention/cuda_call.h"
 #include "attention/op.h"
 #include "common/hopper.cuh"
 
@@ -163,9 +164,10 @@ int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t q
 }
 
 Status attention_backward(const AttentionBackward& call) {
+  Status status = check_hopper_call(call);
+  if (status.code != StatusCode::ok) return status;
   if (call.head_dim != kHeadDim) return bad_size("head_dim is not 64");
   if (call.kv_heads != call.heads) return bad_size("kv_heads differs from heads");
-  if (call.window_left != -1 || call.window_right > 0) return bad_size("window is neither all keys nor causal");
   if (call.sequences == 0 || call.heads == 0) return {};
   if (call.sequences > 65535 || call.heads > 65535) return bad_size("more than 65535 sequences or heads");
   const DeviceGuard guard(call.device);
@@ -176,7 +178,6 @@ Status attention_backward(const AttentionBackward& call) {
   const int64_t q_strides[3] = {call.q_sequence_stride, call.q_token_stride, call.q_head_stride};
   const int64_t k_strides[3] = {call.k_sequence_stride, call.k_token_stride, call.k_head_stride};
   const int64_t v_strides[3] = {call.v_sequence_stride, call.v_token_stride, call.v_head_stride};
-  Status status{};
   if (call.queries > 0) {
     status = map_of(&p.q, call, call.q, q_strides, call.queries, kQueries);
     if (status.code == StatusCode::ok) status = map_of(&p.dout, call, call.dout, dout_strides, call.queries, kQueries);

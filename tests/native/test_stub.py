@@ -11,7 +11,8 @@ from fasttfm import _C
 
 STUB = Path(fasttfm.__file__).with_name("_C.pyi")
 
-HOPPER_ALONE = ("attention_forward_cuda",)  # compiled where 90a is among the architectures
+# Compiled where 90a is among the architectures.
+HOPPER_ALONE = ("attention_forward_cuda", "attention_backward_workspace_cuda", "attention_backward_cuda")
 
 Signatures = dict[str, list[str]]
 

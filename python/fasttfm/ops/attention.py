@@ -356,6 +356,41 @@ def _backward_cpu(
     )
 
 
+def _backward_cuda(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: AttentionProblem,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    if q.numel() == 0 or k.numel() == 0:
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
+        return
+    if dout.data_ptr() % 16:
+        dout = dout.clone()
+    core = _native.core()
+    size = core.attention_backward_workspace_cuda(problem.sequences, q.shape[-2], q.shape[-3], problem.max_seqlen)
+    workspace = torch.empty(size, dtype=torch.float32, device=q.device)
+    core.attention_backward_cuda(
+        **_fields(q, k, v, problem),
+        workspace=workspace.data_ptr(),
+        device=q.device.index,
+        stream=_native.stream(q),
+        dout=dout.data_ptr(),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        **_strided("dq", dq),
+        **_strided("dk", dk),
+        **_strided("dv", dv),
+    )
+
+
 def _fields(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> dict[str, int | float]:
     return {
         **_strided("q", q),
@@ -417,8 +452,14 @@ _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 
 def _choice(problem: AttentionProblem) -> dict[str, Any]:
     """The public options that the choice of a backend depends on."""
-    window = (problem.window_left, problem.window_right)
-    return {"window": window, "scale": problem.scale, "bias": problem.bias, "alibi_slopes": problem.alibi_slopes}
+    return {
+        "window": (problem.window_left, problem.window_right),
+        "scale": problem.scale,
+        "cu_seqlens": problem.cu_seqlens,
+        "max_seqlen": problem.max_seqlen,
+        "bias": problem.bias,
+        "alibi_slopes": problem.alibi_slopes,
+    }
 
 
 def _refuse_head_dim(q: Tensor) -> str | None:
@@ -478,8 +519,39 @@ def _tensor_map_takes(tensor: Tensor) -> bool:
     return all(stride % 8 == 0 for stride in strides) and (0 not in strides or tensor.numel() == 0)
 
 
-def _refuse_cuda_backward(*_: Any, **__: Any) -> str | None:
-    return "goes forward alone"
+def _refuse_cuda_backward(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    **_: Any,
+) -> str | None:
+    """The rule of when Hopper's own backward serves. Asked only where ``_refuse_cuda`` has no objection.
+
+    One block goes over all of a (sequence, head), so that sums need no order among blocks. That wants as many of them
+    as half of the GPU has multiprocessors, unless they are short. Above 512 queries the sums of dq leave the chip: all
+    keys from 1,024 queries on, and causal ones from 2,048 on, take no less time than Triton's two passes.
+    """
+    heads, head_dim = q.shape[-2:]
+    if head_dim != 64:
+        return f"goes backward with heads of 64, got {head_dim}"
+    if k is not None and k.shape[-2] != heads:
+        return f"goes backward with as many heads of k and v as of q, got {k.shape[-2]} and {heads}"
+    tokens = q.shape[-3 if k is not None else -4]
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    longest = tokens if max_seqlen is None else max_seqlen
+    bound = 2048 if window_bounds(causal, window)[1] == 0 else 1024
+    if longest > bound:
+        return f"goes backward with up to 1024 queries a sequence, 2048 where attention is causal, got {longest}"
+    if sequences * heads < 66 and longest > 256:
+        return f"goes backward with sequences * heads >= 66 or up to 256 queries, got {sequences} * {heads}, {longest}"
+    if max(sequences, heads) > 65535:
+        return f"goes backward with up to 65535 sequences and heads, got {sequences} and {heads}"
+    return None
 
 
 def _refuse_triton(q: Tensor, *_: Any, **__: Any) -> str | None:
@@ -496,7 +568,7 @@ TABLE = BackendTable(
     OP,
     (
         Backend("cpu", _native.missing, _refuse_cpu, _forward_cpu, _backward_cpu),
-        Backend("cuda", _native.missing_hopper, _refuse_cuda, _forward_cuda, refuse_backward=_refuse_cuda_backward),
+        Backend("cuda", _native.missing_hopper, _refuse_cuda, _forward_cuda, _backward_cuda, _refuse_cuda_backward),
         Backend("triton", triton_absent, _refuse_triton, _forward_triton, _backward_triton),
         Backend("reference", always, _refuse_nothing, reference.attention_forward, reference.attention_backward),
     ),
