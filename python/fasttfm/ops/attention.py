@@ -13,7 +13,7 @@ from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem, windo
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.launch import is_hopper
 from fasttfm.ops import checks
-from fasttfm.ops.attention_checks import Window, check_call, check_values
+from fasttfm.ops.attention_checks import Window, bounds_of, check_call, check_values
 from fasttfm.ops.backends import (
     Backend,
     BackendTable,
@@ -243,6 +243,10 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
+    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
 def _problem(
     q: Tensor,
     cu_seqlens: Tensor | None,
@@ -261,7 +265,7 @@ def _problem(
 ) -> AttentionProblem:
     threshold = philox.threshold(p)
     return AttentionProblem(
-        sequences=q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        sequences=_sequences(q, cu_seqlens),
         max_seqlen=max_seqlen,
         max_seqlen_k=max_seqlen_k,
         scale=scale,
@@ -457,6 +461,7 @@ def _choice(problem: AttentionProblem) -> dict[str, Any]:
         "scale": problem.scale,
         "cu_seqlens": problem.cu_seqlens,
         "max_seqlen": problem.max_seqlen,
+        "max_seqlen_k": problem.max_seqlen_k,
         "bias": problem.bias,
         "alibi_slopes": problem.alibi_slopes,
     }
@@ -520,6 +525,19 @@ def _tensor_map_takes(tensor: Tensor) -> bool:
 
 
 def _refuse_cuda_backward(
+    q: Tensor, k: Tensor | None = None, *_: Any, cu_seqlens: Tensor | None = None, **__: Any
+) -> str | None:
+    """What Hopper's own backward lacks of the forward; asked where ``_refuse_cuda`` has no objection."""
+    heads, head_dim = q.shape[-2:]
+    if head_dim != 64:
+        return f"goes backward with heads of 64, got {head_dim}"
+    if k is not None and k.shape[-2] != heads:
+        return f"goes backward with as many heads of k and v as of q, got {k.shape[-2]} and {heads}"
+    sequences = _sequences(q, cu_seqlens)
+    return None if max(sequences, heads) < 2**16 else f"goes backward with up to 65535 sequences, got {sequences}"
+
+
+def _yield_cuda_backward(
     q: Tensor,
     k: Tensor | None = None,
     v: Tensor | None = None,
@@ -527,30 +545,26 @@ def _refuse_cuda_backward(
     causal: bool = False,
     window: Window | None = None,
     cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     max_seqlen: int | None = None,
+    max_seqlen_k: int | None = None,
     **_: Any,
 ) -> str | None:
-    """The rule of when Hopper's own backward serves. Asked only where ``_refuse_cuda`` has no objection.
+    """The rule of where Triton's backward is the faster one, by docs/kernels.md.
 
-    One block goes over all of a (sequence, head), so that sums need no order among blocks. That wants as many of them
-    as half of the GPU has multiprocessors, unless they are short. Above 512 queries the sums of dq leave the chip: all
-    keys from 1,024 queries on, and causal ones from 2,048 on, take no less time than Triton's two passes.
+    Up to 128 queries and keys, one tile of Triton's holds a head. Beyond, one block of Hopper's goes over all of a
+    (sequence, head): that wants as many of them as half of the GPU has multiprocessors, unless they are short. Above
+    512 queries the sums of dq leave the chip, which costs what five products instead of seven gain, at 1,024 queries
+    that see all keys and at 2,048 causal ones.
     """
-    heads, head_dim = q.shape[-2:]
-    if head_dim != 64:
-        return f"goes backward with heads of 64, got {head_dim}"
-    if k is not None and k.shape[-2] != heads:
-        return f"goes backward with as many heads of k and v as of q, got {k.shape[-2]} and {heads}"
-    tokens = q.shape[-3 if k is not None else -4]
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    longest = tokens if max_seqlen is None else max_seqlen
-    bound = 2048 if window_bounds(causal, window)[1] == 0 else 1024
-    if longest > bound:
-        return f"goes backward with up to 1024 queries a sequence, 2048 where attention is causal, got {longest}"
-    if sequences * heads < 66 and longest > 256:
-        return f"goes backward with sequences * heads >= 66 or up to 256 queries, got {sequences} * {heads}, {longest}"
-    if max(sequences, heads) > 65535:
-        return f"goes backward with up to 65535 sequences and heads, got {sequences} and {heads}"
+    longest, longest_k = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
+    units = _sequences(q, cu_seqlens) * q.shape[-2]
+    if max(longest, longest_k) <= 128:
+        return f"is slower backward up to 128 queries and keys, got {longest} and {longest_k}"
+    if longest > (2048 if window_bounds(causal, window)[1] == 0 else 1024):
+        return f"is slower backward above 1024 queries, 2048 where attention is causal, got {longest}"
+    if longest > 256 and units < 66:
+        return f"is slower backward below 66 heads of all sequences, above 256 queries, got {units} of {longest}"
     return None
 
 
@@ -568,7 +582,15 @@ TABLE = BackendTable(
     OP,
     (
         Backend("cpu", _native.missing, _refuse_cpu, _forward_cpu, _backward_cpu),
-        Backend("cuda", _native.missing_hopper, _refuse_cuda, _forward_cuda, _backward_cuda, _refuse_cuda_backward),
+        Backend(
+            "cuda",
+            _native.missing_hopper,
+            _refuse_cuda,
+            _forward_cuda,
+            _backward_cuda,
+            _refuse_cuda_backward,
+            _yield_cuda_backward,
+        ),
         Backend("triton", triton_absent, _refuse_triton, _forward_triton, _backward_triton),
         Backend("reference", always, _refuse_nothing, reference.attention_forward, reference.attention_backward),
     ),

@@ -48,12 +48,20 @@ def check_call(
     _check_window(op, causal, window)
     if scale is not None:
         checks.check_number(op, "scale", scale, low=-math.inf, high=math.inf)
-    if max_seqlen_k is None:
-        max_seqlen_k = keys if max_seqlen is None or cu_seqlens_k is not None else max_seqlen
-    if max_seqlen is None:
-        max_seqlen = queries
+    max_seqlen, max_seqlen_k = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
     _check_bias(op, q, max_seqlen, max_seqlen_k, bias, alibi_slopes)
     return max_seqlen, max_seqlen_k
+
+
+def bounds_of(
+    q: Tensor, k: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen: int | None, max_seqlen_k: int | None
+) -> tuple[int, int]:
+    """max_seqlen and max_seqlen_k where they may have been left out; q may be qkv."""
+    queries = q.shape[-4 if k is None else -3]
+    if max_seqlen_k is None:
+        keys = queries if k is None else k.shape[-3]
+        max_seqlen_k = keys if max_seqlen is None or cu_seqlens_k is not None else max_seqlen
+    return queries if max_seqlen is None else max_seqlen, max_seqlen_k
 
 
 def check_values(

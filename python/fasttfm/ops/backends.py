@@ -37,7 +37,8 @@ class Backend:
 
     ``absent()`` says why this machine or build lacks it; ``refuse(...)``, called with the forward's tensors and
     options, why it cannot serve that call; ``refuse_backward(...)``, with the same, why it can serve the forward alone:
-    the backward is the next one's then. All return None where there is nothing in the way.
+    the backward is the next one's then; ``yield_backward(...)`` why it had better be, unless this backend was asked for
+    by name. All return None where there is nothing in the way.
     """
 
     name: str
@@ -46,6 +47,12 @@ class Backend:
     forward: Callable[..., Any]
     backward: Callable[..., Any] = field(default=_no_backward)
     refuse_backward: Callable[..., str | None] = field(default=_nothing)
+    yield_backward: Callable[..., str | None] = field(default=_nothing)
+
+    def backward_reason(self, requested: str | None, *args: Any, **options: Any) -> str | None:
+        """Why the backward is left to others; None if it is not."""
+        reason = self.refuse_backward(*args, **options)
+        return reason if reason or requested == self.name else self.yield_backward(*args, **options)
 
 
 @dataclass(frozen=True)
@@ -75,12 +82,14 @@ class BackendTable:
     def select_backward(self, requested: str | None, *args: Any, **options: Any) -> Backend:
         """The backend of the call's forward; where it leaves the backward to others, the first after it that can."""
         forward = self.select(requested, *args, **options)
-        if forward.refuse_backward(*args, **options) is None:
+        if forward.backward_reason(requested, *args, **options) is None:
             return forward
         for backend in self.backends[self.names.index(forward.name) + 1 :]:
             reason = backend.absent() or backend.refuse(*args, **options) or backend.refuse_backward(*args, **options)
             if reason is None:
                 return backend
+        if forward.refuse_backward(*args, **options) is None:
+            return forward
         raise BackendRefused(f"{self.op}: no backend after {forward.name!r} can serve the backward of this call")
 
     def check_name(self, requested: str | None) -> None:
@@ -99,7 +108,8 @@ def use_backend(name: str | None) -> Iterator[None]:
     """Requests one backend for every call inside the ``with`` block (all threads); ``None`` restores the free choice.
 
     A call that the backend refuses raises. The backward of a call uses what its forward was asked for; a backend whose
-    kernels go forward alone for a call (``explain`` says so) leaves its backward to the next in the op's order.
+    kernels go forward alone for a call (``explain`` says so) leaves its backward to the next in the op's order, and
+    one that was not asked for also where the next is faster.
     """
     global _override
     known = sorted({backend for table in _tables.values() for backend in table.names})
@@ -154,7 +164,8 @@ def explain(op: str, *args: Any, backend: str | None = None, **options: Any) -> 
         return Explanation(op, None, reasons, None)
     chosen = table.backends[table.names.index(able[0])]
     backward = table.select_backward(wanted, *args, **options).name
-    return Explanation(op, chosen.name, reasons, backward, chosen.refuse_backward(*args, **options))
+    left = None if backward == chosen.name else chosen.backward_reason(wanted, *args, **options)
+    return Explanation(op, chosen.name, reasons, backward, left)
 
 
 def tables() -> Mapping[str, BackendTable]:
