@@ -162,6 +162,7 @@ def test_a_backend_may_leave_the_backward_to_the_next(monkeypatch: pytest.Monkey
                 lambda x, factor=1: "takes a factor of 1" if factor != 1 else None,
                 forward=abs,
                 refuse_backward=lambda x, factor=1: None if len(x) > 2 else "takes three rows in its backward",
+                yield_backward=lambda x, factor=1: "is slower there" if len(x) > 3 else None,
             ),
             Backend("triton", lambda: "no GPU", lambda *_, **__: None, abs, abs),
             Backend("reference", lambda: None, lambda *_, **__: None, abs, abs),
@@ -175,8 +176,13 @@ def test_a_backend_may_leave_the_backward_to_the_next(monkeypatch: pytest.Monkey
     assert (alone.chosen, alone.backward) == ("cuda", "reference")
     assert "  cuda       serves this call, reference its backward: cuda takes three rows in its backward" in str(alone)
     assert explain("scale", X).backward == "cuda"
+    slow = torch.cat([X, X])
+    assert str(explain("scale", slow)).count("serves this call, reference its backward: cuda is slower there") == 1
+    asked = explain("scale", slow, backend="cuda")
+    assert (asked.backward, asked.backward_reason) == ("cuda", None)
     assert explain("scale", X, factor=2).reasons["cuda"] == "takes a factor of 1"
     table = BackendTable("scale", table.backends[:1])
+    assert table.select_backward(None, slow).name == explain("scale", slow).backward == "cuda"
     with pytest.raises(ValueError, match="scale: no backend after 'cuda' can serve the backward of this call"):
         table.select_backward(None, X[:2])
 

@@ -1,0 +1,204 @@
+"""attention's own backward on Hopper: which calls are its, and that it gives the same bits under load."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fasttfm
+from fasttfm.kernels.attention import reference
+from fasttfm.ops import attention, backends, cu_seqlens_from_lengths
+from fasttfm.testing.harness import same_bits
+from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
+
+(HOPPER,) = (backend for backend in backends.tables()["attention"].backends if backend.name == "cuda")
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="for Hopper alone"
+)
+
+
+def starts(*lengths: int) -> Tensor:
+    return cu_seqlens_from_lengths(lengths)
+
+
+# ---- the rule --------------------------------------------------------------------------------------------------------
+
+
+def empty(*shape: int) -> Tensor:
+    """Of a shape that no memory is taken for."""
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "said"),
+    [
+        ((16, 512, 16, 64), {}, None),
+        ((16, 1024, 16, 64), {}, None),
+        ((16, 1025, 16, 64), {}, "is slower backward above 1024 queries, 2048 where attention is causal, got 1025"),
+        ((16, 2048, 16, 64), {"causal": True}, None),
+        ((16, 2048, 16, 64), {"window": (-1, 0)}, None),
+        ((16, 2049, 16, 64), {"causal": True}, "got 2049"),
+        ((128, 128, 16, 64), {}, "is slower backward up to 128 queries and keys, got 128 and 128"),
+        ((4, 129, 16, 64), {}, None),
+        ((4, 256, 16, 64), {}, None),
+        ((4, 257, 16, 64), {}, "is slower backward below 66 heads of all sequences, above 256 queries, got 64 of 257"),
+        ((5, 257, 16, 64), {}, None),
+        ((16, 512, 3, 16, 64), {}, None),  # one qkv
+        ((128, 128, 3, 16, 64), {}, "got 128 and 128"),
+        ((5000, 3, 16, 64), {"cu_seqlens": starts(2500, 2500)}, "got 5000"),
+        ((5000, 3, 16, 64), {"cu_seqlens": starts(*[500] * 10), "max_seqlen": 500}, None),
+        ((5000, 3, 6, 64), {"cu_seqlens": starts(*[500] * 10), "max_seqlen": 500}, "got 60 of 500"),
+        ((5000, 3, 16, 64), {"cu_seqlens": starts(*[100] * 50), "max_seqlen": 100}, "got 100 and 100"),
+    ],
+)
+def test_which_backward_is_faster(shape: tuple[int, ...], options: dict[str, Any], said: str | None) -> None:
+    inputs = (empty(*shape),) * (1 if shape[-3] == 3 else 3)  # qkv, or q, k and v
+    assert HOPPER.refuse_backward(*inputs, **options) is None
+    reason = HOPPER.backward_reason(None, *inputs, **options)
+    assert reason is None if said is None else reason is not None and reason.endswith(said)
+    assert HOPPER.backward_reason("cuda", *inputs, **options) is None
+
+
+def test_keys_count_where_queries_are_few() -> None:
+    q, k = empty(64 * 16, 16, 64), empty(1000 * 16, 16, 64)
+    options = {"cu_seqlens": starts(*[64] * 16), "cu_seqlens_k": starts(*[1000] * 16), "max_seqlen": 64}
+    assert HOPPER.backward_reason(None, q, k, k, **options, max_seqlen_k=1000) is None
+
+
+@pytest.mark.parametrize(
+    ("q", "kv_heads", "options", "said"),
+    [
+        (empty(16, 512, 16, 128), 16, {}, "goes backward with heads of 64, got 128"),
+        (empty(16, 512, 16, 64), 4, {}, "goes backward with as many heads of k and v as of q, got 4 and 16"),
+        (empty(2**16, 1, 1, 64), 1, {}, "goes backward with up to 65535 sequences, got 65536"),
+    ],
+)
+def test_what_the_backward_cannot(q: Tensor, kv_heads: int, options: dict[str, Any], said: str) -> None:
+    k = empty(*q.shape[:2], kv_heads, q.shape[-1])
+    for requested in (None, "cuda"):
+        assert HOPPER.backward_reason(requested, q, k, k, **options) == said
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_explain_names_who_goes_backward() -> None:
+    q = torch.zeros(8, 512, 16, 64, dtype=torch.bfloat16, device="cuda")
+    own = fasttfm.explain("attention", q, q, q)
+    assert (own.chosen, own.backward) == ("cuda", "cuda")
+    short = fasttfm.explain("attention", *[q[:, :128]] * 3)
+    assert (short.chosen, short.backward) == ("cuda", "triton")
+    assert "triton its backward: cuda is slower backward up to 128 queries and keys" in str(short)
+    assert fasttfm.explain("attention", *[q[:, :128]] * 3, backend="cuda").backward == "cuda"
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------------------
+
+# Queries and keys of each sequence, 16 heads of 64.
+LOAD: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+    "short, dropout": ([128] * 128, [128] * 128, {"dropout_p": 0.1}),
+    "causal": ([512] * 32, [512] * 32, {"causal": True}),
+    "few queries, causal": ([64] * 16, [1000] * 16, {"causal": True}),
+    "sums in memory": ([700, 64] * 8, [300, 1000] * 8, {"causal": True}),
+    "causal, sums in memory, dropout": ([2000] * 5, [2000] * 5, {"causal": True, "dropout_p": 0.1}),
+}
+
+
+def packed_call(case: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, list[Tensor], Tensor]:
+    lengths, lengths_k, options = LOAD[case]
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(sum(n), 16, 64, dtype=dtype, device="cuda") for n in (lengths, lengths_k, lengths_k))
+    packed = {
+        "cu_seqlens": cu_seqlens_from_lengths(lengths, device="cuda"),
+        "cu_seqlens_k": cu_seqlens_from_lengths(lengths_k, device="cuda"),
+        "max_seqlen": max(lengths),
+        "max_seqlen_k": max(lengths_k),
+        "seed": torch.tensor([7], device="cuda"),
+    }
+    return partial(attention, **packed, **options, backend="cuda"), [q, k, v], torch.randn_like(q)
+
+
+def gradients(function: Any, inputs: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("case", LOAD)
+def test_same_bits_under_load(case: str) -> None:
+    function, inputs, dout = packed_call(case)
+    first = gradients(function, inputs, dout)
+    for _ in range(300):
+        for name, found, expected in zip(
+            ("out", "dq", "dk", "dv"), gradients(function, inputs, dout), first, strict=True
+        ):
+            assert same_bits(found, expected), name
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", LOAD)
+def test_first_and_last_sequence_against_the_reference(case: str, dtype: torch.dtype) -> None:
+    """Under load; without dropout's mask, which depends on a sequence's number, the reference computes it alone."""
+    lengths, lengths_k, options = LOAD[case]
+    function, inputs, dout = packed_call(case, dtype)
+    function = partial(function, dropout_p=0.0)
+    found = gradients(function, inputs, dout)
+    for rows, keys in (
+        (slice(0, lengths[0]), slice(0, lengths_k[0])),
+        (slice(-lengths[-1], None), slice(-lengths_k[-1], None)),
+    ):
+        parts = [x[None, part] for x, part in zip(inputs, (rows, keys, keys), strict=True)]
+        alone = partial(reference.attention, causal=options.get("causal", False))
+        naive = gradients(alone, parts, dout[None, rows])
+        exact = gradients(alone, [x.double() for x in parts], dout[None, rows].double())
+        for index, name in enumerate(("out", "dq", "dk", "dv")):
+            own = found[index][None, rows if index < 2 else keys]
+            factor = GRADIENT_FACTOR if index else OUTPUT_FACTOR
+            comparison = compare(name, own, naive[index], exact[index], factor)
+            assert comparison.ok, comparison
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("case", LOAD)
+def test_gradients_are_those_of_triton(case: str) -> None:
+    """Dropout's mask included: another one would change a tenth of the sums' terms."""
+    function, inputs, dout = packed_call(case)
+    own = gradients(function, inputs, dout)[1:]
+    others = gradients(partial(function, backend="triton"), inputs, dout)[1:]
+    for name, found, expected in zip(("dq", "dk", "dv"), own, others, strict=True):
+        difference = (found.double() - expected.double()).norm() / expected.double().norm()
+        assert difference < 0.006, (name, difference)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_gradients_at_odd_addresses() -> None:
+    function, inputs, dout = packed_call("few queries, causal")
+    odd = torch.empty(dout.numel() + 1, dtype=dout.dtype, device="cuda")[1:].view_as(dout).copy_(dout)
+    assert odd.data_ptr() % 16 != 0
+    for found, expected in zip(gradients(function, inputs, odd), gradients(function, inputs, dout), strict=True):
+        assert same_bits(found, expected)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_a_cuda_graph_gives_the_same_bits() -> None:
+    function, inputs, dout = packed_call("causal, sums in memory, dropout")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        expected = gradients(function, inputs, dout)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(function, inputs, dout)
+    for _ in range(3):
+        graph.replay()
+        for found, wanted in zip(captured, expected, strict=True):
+            assert same_bits(found, wanted)
