@@ -57,9 +57,14 @@ SHAPES = [
     Shape(64, 2, 128, 3),
     Shape(64, 2, 128, 3, turns=False),
     Shape(64, 3, 128, 3, dropout=False),
+    Shape(64, 3, 128, 3, turns=False, dropout=False),
+    Shape(64, 2, 192, 2, dropout=False),
     Shape(64, 3, 64, 4, turns=False),
+    Shape(64, 2, 64, 4, turns=False),
     Shape(128, 2, 128, 2),
     Shape(128, 2, 128, 2, turns=False),
+    Shape(128, 2, 176, 2, dropout=False),
+    Shape(128, 2, 160, 2, dropout=False),
     Shape(128, 3, 64, 3),
 ]
 

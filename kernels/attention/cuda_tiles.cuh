@@ -37,7 +37,7 @@ struct ForwardParams {
   int sequences, heads, group;  // group: query heads of a key head
   int queries, keys, max_seqlen, max_seqlen_k;
   int tiles;    // of queries in a dense sequence
-  int batched;  // as many heads go over their tiles of queries together
+  int batched;  // causal: as many heads go from their last queries to their first together
   float scale;  // of scores, in units of log2
   float dropout_scale;
   int threshold;
@@ -72,7 +72,7 @@ __device__ __forceinline__ int dense_length(const int32_t* lengths, int sequence
   return lengths == nullptr ? size : min(max(lengths[sequence], 0), size);
 }
 
-// Hands out tiles to a block, in ascending order of their number: near ones share keys, so that the second level cache
+// Hands out tiles to a block, in ascending order of their number: neighbours share keys, so that the second level cache
 // has them. All lanes of a warp call it together.
 template <class S, bool CAUSAL>
 class TileWalk {
@@ -105,11 +105,16 @@ class TileWalk {
   __device__ __forceinline__ QueryTile dense_tile(int index) const {
     QueryTile tile;
     const int pairs = p.sequences * p.heads;
-    // All heads of a batch at one step, then at the next; causal tiles from the longest on.
-    const int batch = index / (p.batched * p.tiles), rest = index - batch * p.batched * p.tiles;
-    const int size = max(min(p.batched, pairs - batch * p.batched), 1);
-    const int step = CAUSAL ? p.tiles - 1 - rest / size : rest / size;
-    const int pair = batch * p.batched + rest % size;
+    int pair, step;
+    if (CAUSAL) {  // all heads of a batch at one step: long tiles first, and their keys still in the cache
+      const int batch = index / (p.batched * p.tiles), rest = index - batch * p.batched * p.tiles;
+      const int size = max(min(p.batched, pairs - batch * p.batched), 1);
+      step = p.tiles - 1 - rest / size;
+      pair = batch * p.batched + rest % size;
+    } else {
+      pair = index / p.tiles;
+      step = index - pair * p.tiles;
+    }
     if (index >= pairs * p.tiles) {
       tile.sequence = -1;
       return tile;
@@ -183,13 +188,10 @@ struct ForwardMemory {
   alignas(1024) char q[S::kQuerySlots][S::kQueryBytes];
   alignas(1024) char k[S::kStages][S::kKeyBytes];
   alignas(1024) char v[S::kStages][S::kKeyBytes];
-  QueryTile tile[4];  // see tile_of()
+  QueryTile tile[S::kQuerySlots];  // whose queries are in q
   Barrier q_full[S::kQuerySlots], q_empty[S::kQuerySlots];
   Barrier k_full[S::kStages], k_empty[S::kStages];
   Barrier v_full[S::kStages], v_empty[S::kStages];
-
-  // The block's tile of that number. It stays while the next one's queries are in use: results are written then.
-  __device__ __forceinline__ QueryTile& tile_of(uint32_t number) { return tile[number % 4]; }
 
   static constexpr int kSlack = 1024;  // bytes of dynamic memory too many, to start at a multiple of that
 
