@@ -1,4 +1,4 @@
-"""From where texts come: ``read_documents`` reads files, folders, patterns, data sets and plain iterables as documents."""
+"""``read_documents``: files, folders, patterns, data sets and plain iterables as documents; and what texts we ship."""
 
 from __future__ import annotations
 
