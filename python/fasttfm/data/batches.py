@@ -281,7 +281,8 @@ class _Plans:
     def _special_places(self, rows: Sequences, boundaries: np.ndarray) -> Iterator[tuple[np.ndarray, int | None]]:
         """Where special tokens are, and which."""
         if not self.objective.masked:
-            yield boundaries[1:][rows.label == 1] - 1, self.special.eos
+            if self.special.eos is not None:
+                yield boundaries[1:][rows.label == 1] - 1, self.special.eos
             return
         yield boundaries[:-1], self.special.cls
         yield boundaries[1:] - 1, self.special.sep
