@@ -1,8 +1,8 @@
 """200 training steps of small models on real text, with dropout: our losses follow those of transformers.
 
 Every run begins with the same weights and reads the same batches; seeds differ in what is dropped. Curves are held to
-the tolerance rule: the truth is the mean of transformers' three seeds, and plain torch's error is how far one of these is
-from the mean of the others, the furthest of all.
+the tolerance rule: the truth is the mean of transformers' three seeds, and plain torch's error is how far the furthest
+of these is from the mean of the others.
 """
 
 from __future__ import annotations
@@ -131,7 +131,6 @@ def compare_curves(ours: Tensor, theirs: Tensor) -> Comparison:
     held_out = (exact + (theirs - others)).float()  # as far from the truth as each seed is from the others
     comparison = compare("loss", ours, held_out, exact, OUTPUT_FACTOR)
     assert exact[0] - exact[-1] > 5 * comparison.bound  # what is learned is much more than the noise
-    print(exact, str(comparison))
     return comparison
 
 
