@@ -1,8 +1,8 @@
 """200 training steps of small models on real text, with dropout: our losses follow those of transformers.
 
 Every run begins with the same weights and reads the same batches; seeds differ in what is dropped. Curves are held to
-the tolerance rule: the truth is the mean of transformers' three seeds, and plain torch's error is how far the furthest
-of these is from the mean of the others.
+the tolerance rule: the mean of our three seeds is compared, the truth is the mean of transformers' three, and plain
+torch's error is how far the furthest of these is from the mean of the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fasttfm.testing.tolerance import OUTPUT_FACTOR, Comparison
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
 
-STEPS, B, S = 200, 8, 24
+STEPS, B, S = 200, 4, 16
 WINDOW = 20  # steps that are averaged
 SEEDS = (1, 2, 3)
 PAD, MASK, V = 128, 129, 130  # words are bytes
@@ -66,9 +66,8 @@ def plain_products() -> Iterator[None]:
 
 
 def text() -> tuple[Tensor, Tensor, torch.Generator]:
-    """Pieces of this project's documentation [STEPS, B, S], of different lengths, where they have words, and dice."""
-    files = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
-    words = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8).long() % 128
+    """Pieces of this project's licence [STEPS, B, S], of different lengths, where they have words, and dice."""
+    words = torch.tensor(list((Path(__file__).parents[2] / "LICENSE").read_bytes()))
     dice = torch.Generator().manual_seed(0)
     starts = torch.randint(len(words) - S, (STEPS, B, 1), generator=dice)
     there = torch.arange(S) < torch.randint(S // 2, S + 1, (STEPS, B, 1), generator=dice)
@@ -111,27 +110,41 @@ def curve(losses: list[Tensor]) -> Tensor:
     return torch.stack(losses).detach().view(-1, WINDOW).mean(1)
 
 
-def run(package: Any, name: str, directory: Path, batches: Batches, seed: int, **changes: Any) -> Tensor:
-    module = getattr(package, name).from_pretrained(directory, **changes)
-    return curve([output.loss for output in train(module, batches, seed)])
+def curves(
+    package: Any, name: str, directory: Path, batches: Batches, seeds: tuple[int, ...] = SEEDS, **changes: Any
+) -> Tensor:
+    """[seeds, STEPS / WINDOW]: runs from a checkpoint."""
+    found = []
+    for seed in seeds:
+        module = getattr(package, name).from_pretrained(directory, **changes)
+        found.append(curve([output.loss for output in train(module, batches, seed)]))
+    return torch.stack(found)
 
 
-def curves_of_transformers(name: str, directory: Path, batches: Batches) -> Tensor:
-    """[seeds, STEPS / WINDOW], and the checkpoint that they begin with in ``directory``."""
+def begin(name: str, directory: Path) -> None:
+    """The checkpoint that all runs begin with."""
     family = next(family for family in CONFIGS if name.startswith(family))
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**CONFIGS[family])
     getattr(transformers, name)(config).save_pretrained(directory)
-    return torch.stack([run(transformers, name, directory, batches, seed) for seed in SEEDS])
 
 
 def compare_curves(ours: Tensor, theirs: Tensor) -> Comparison:
     exact = theirs.double().mean(0)
     others = (theirs.sum(0) - theirs) / (len(theirs) - 1)
     held_out = (exact + (theirs - others)).float()  # as far from the truth as each seed is from the others
-    comparison = compare("loss", ours, held_out, exact, OUTPUT_FACTOR)
+    comparison = compare("loss", ours.mean(0), held_out, exact, OUTPUT_FACTOR)
     assert exact[0] - exact[-1] > 5 * comparison.bound  # what is learned is much more than the noise
     return comparison
+
+
+def check_family(name: str, directory: Path, batches: Batches) -> Tensor:
+    """Returns transformers' curves."""
+    begin(name, directory)
+    theirs = curves(transformers, name, directory, batches)
+    comparison = compare_curves(curves(models, name, directory, batches), theirs)
+    assert comparison.ok, str(comparison)
+    return theirs
 
 
 # ---- the families ----------------------------------------------------------------------------------------------------
@@ -139,19 +152,17 @@ def compare_curves(ours: Tensor, theirs: Tensor) -> Comparison:
 
 def test_bert(tmp_path: Path) -> None:
     name, batches = "BertForMaskedLM", masked_words()
-    theirs = curves_of_transformers(name, tmp_path, batches)
-    comparison = compare_curves(run(models, name, tmp_path, batches, seed=1), theirs)
-    assert comparison.ok, str(comparison)
-    other = run(models, name, tmp_path, batches, seed=1, hidden_dropout_prob=0.0)
-    assert not compare_curves(other, theirs).ok  # the band is narrow enough to see whether anything is dropped
+    theirs = check_family(name, tmp_path, batches)
+    others = curves(models, name, tmp_path, batches, SEEDS[:1], hidden_dropout_prob=0.0)
+    assert not compare_curves(others, theirs).ok  # the band is narrow enough to see whether anything is dropped
 
 
-@pytest.mark.parametrize(("name", "batches"), [("AlbertForMaskedLM", masked_words), ("GPT2LMHeadModel", next_words)])
-def test_family(name: str, batches: Any, tmp_path: Path) -> None:
-    given = batches()
-    theirs = curves_of_transformers(name, tmp_path, given)
-    comparison = compare_curves(run(models, name, tmp_path, given, seed=1), theirs)
-    assert comparison.ok, str(comparison)
+def test_albert(tmp_path: Path) -> None:
+    check_family("AlbertForMaskedLM", tmp_path, masked_words())
+
+
+def test_gpt2(tmp_path: Path) -> None:
+    check_family("GPT2LMHeadModel", tmp_path, next_words())
 
 
 def test_electra(tmp_path: Path) -> None:
@@ -162,10 +173,9 @@ def test_electra(tmp_path: Path) -> None:
     outputs = train(joint, batches, seed=1)
     for losses in ([each.generator_loss for each in outputs], [each.discriminator_loss for each in outputs]):
         first, last = torch.stack(losses).detach().view(-1, WINDOW)[[0, -1]]
-        assert first.mean() - last.mean() > first.std() + last.std()
+        noise = ((first.var() + last.var()) / WINDOW).sqrt()
+        assert first.mean() - last.mean() > 5 * noise
     there = batches.mask.bool()
     drawn = torch.stack([each.sampled_ids for each in outputs]).where(there, PAD)
     replaced = Batches(drawn, batches.mask, torch.stack([each.replaced for each in outputs]).long())
-    theirs = curves_of_transformers("ElectraForPreTraining", tmp_path, replaced)
-    comparison = compare_curves(run(models, "ElectraForPreTraining", tmp_path, replaced, seed=1), theirs)
-    assert comparison.ok, str(comparison)
+    check_family("ElectraForPreTraining", tmp_path, replaced)
