@@ -73,7 +73,8 @@ def attend(
         options |= {"cu_seqlens": boundaries, "max_seqlen": kwargs.get("max_length_q")}
         if keys is not boundaries:
             options |= {"cu_seqlens_k": keys, "max_seqlen_k": kwargs.get("max_length_k")}
-        return _attention(*(None if x is None else x[0] for x in (q, k, v)), **options)[None]
+        k, v = (None if x is None else x[0] for x in (k, v))
+        return _attention(q[0], k, v, **options)[None]
     if mask is None:
         return _attention(q, k, v, **options)
     if mask.dim() == 1:
@@ -97,8 +98,8 @@ def captured(what: str) -> bool:
     return collected is not None and what in collected
 
 
-def _attention(*inputs: Tensor | None, **options: Any) -> Tensor:
-    out = ops.attention(*inputs, **options)
+def _attention(q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any) -> Tensor:
+    out = ops.attention(q, k, v, **options)
     assert isinstance(out, Tensor)
     return out
 

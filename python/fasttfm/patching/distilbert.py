@@ -12,7 +12,7 @@ from fasttfm.patching import heads, packing, parts
 
 
 class Embeddings(parts.Embeddings, theirs.Embeddings):
-    def forward(
+    def forward(  # type: ignore[override]  # arguments in an order of its own
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
         return super().forward(input_ids, None, position_ids, inputs_embeds)

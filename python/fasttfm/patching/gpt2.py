@@ -35,13 +35,13 @@ class GPT2Attention(parts.Patched, theirs.GPT2Attention):
                 hidden_states, past_key_values, attention_mask, encoder_hidden_states, *args, **kwargs
             )
         qkv = self.c_attn(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
-        inputs = (qkv,)
+        q, k, v = qkv, None, None
         if growing:
             q, k, v = qkv.unbind(2)
             k, v = past_key_values.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
-            inputs = (q, k.transpose(1, 2), v.transpose(1, 2))
-        options = {"causal": self.is_causal, "scale": self.scaling, "p": parts.rate(self.attn_dropout)}
-        context = attend(*inputs, mask=attention_mask, **options, **parts.packing(kwargs))
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        options: dict[str, Any] = {"causal": self.is_causal, "scale": self.scaling, "p": parts.rate(self.attn_dropout)}
+        context = attend(q, k, v, mask=attention_mask, **options, **parts.packing(kwargs))
         return self.resid_dropout(self.c_proj(context.flatten(-2))), None
 
 
