@@ -232,7 +232,7 @@ def test_refusals_name_what_was_given() -> None:
     module = theirs_of("BertModel")
     with pytest.raises(TypeError, match=r"expected a BERT, .* got torch\.nn\.modules\.linear\.Linear"):
         fasttfm.patch(torch.nn.Linear(3, 3))
-    with pytest.raises(TypeError, match="got fasttfm.models.bert.BertModel"):
+    with pytest.raises(TypeError, match=r"got fasttfm\.models\.bert\.BertModel"):
         fasttfm.patch(fasttfm.models.BertModel(fasttfm.models.BertConfig.named("tiny")))
     with pytest.raises(ValueError, match="BertModel that is not patched"):
         fasttfm.unpatch(module)
@@ -266,8 +266,8 @@ def test_hooks_inside_are_called(part: str) -> None:
     ours, theirs = pair("BertModel")
     seen = []
     ours.encoder.layer[1].get_submodule(part).register_forward_hook(lambda *_: seen.append(part))
-    torch.testing.assert_close(ours(IDS).last_hidden_state, theirs(IDS).last_hidden_state, rtol=1e-4, atol=1e-4)
-    assert seen == [part]
+    check_patched(ours, theirs, lambda module, _: {"states": module(IDS).last_hidden_state})
+    assert set(seen) == {part}
 
 
 def test_a_subclass_keeps_its_own_loss() -> None:
