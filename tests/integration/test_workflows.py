@@ -144,8 +144,6 @@ def test_a_model_without_memory_is_patched_and_filled() -> None:
     with torch.device("meta"):
         module = transformers.BertForMaskedLM(source.config)
     fasttfm.patch(module)
-    output = module(IDS.to("meta"), attention_mask=MASKS["behind"].to("meta"))
-    assert output.logits.shape == (B, S, source.config.vocab_size)
     module.to_empty(device="cpu")
     module.load_state_dict(source.state_dict())
     module.tie_weights()

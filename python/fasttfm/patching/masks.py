@@ -45,18 +45,13 @@ def create_mask(
         sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
         explicit: Tensor = masking_utils.sdpa_mask(*sizes, mask_function, attention_mask, **others)
         return explicit
-    if attention_mask is None or not _readable(attention_mask):
+    if attention_mask is None or masking_utils.is_tracing(attention_mask):  # its values cannot be looked at
         return attention_mask
     gaps = attention_mask[:, 1:] & ~attention_mask[:, :-1]
     full, in_front = torch.stack([attention_mask.all(), ~gaps.any()]).tolist()
     if full:
         return None
     return attention_mask.sum(1).int() if in_front and (not causal or q_length == kv_length) else attention_mask
-
-
-def _readable(mask: Tensor) -> bool:
-    """Whether the mask's values can be looked at."""
-    return mask.device.type != "meta" and not masking_utils.is_tracing(mask)
 
 
 def is_explicit(mask: Tensor | None) -> bool:

@@ -42,9 +42,7 @@ _DECODERS = ("encoder_hidden_states", "past_key_values", "use_cache", "cu_seq_le
 
 def _as_it_comes(x: Tensor, mask: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether there is no padding to remove, or none can be removed."""
-    if mask is None or mask.dim() > 2 or mask.shape[0] != x.shape[0]:
-        return True
-    if torch.compiler.is_compiling() or x.device.type == "meta":
+    if mask is None or mask.dim() > 2 or mask.shape[0] != x.shape[0] or torch.compiler.is_compiling():
         return True
     if any(each is not None for each in args) or any(kwargs.get(name) not in (None, False) for name in _DECODERS):
         return True
