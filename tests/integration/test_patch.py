@@ -270,6 +270,38 @@ def test_hooks_inside_are_called(part: str) -> None:
     assert set(seen) == {part}
 
 
+def test_a_forward_that_was_replaced_is_called_and_reported() -> None:
+    """As Accelerate's, of modules that it offloads or casts."""
+    theirs = theirs_of("BertForMaskedLM")
+    ours, seen = copy.deepcopy(theirs), []
+    attention, dense = ours.bert.encoder.layer[0].attention.self, ours.bert.encoder.layer[1].intermediate.dense
+    for module in (attention, dense):
+        original = module.forward
+        module.forward = lambda *args, original=original, **kwargs: (seen.append(original), original(*args, **kwargs))[
+            1
+        ]
+    report = fasttfm.patch(ours)
+    assert report.left["BertSelfAttention bert.encoder.layer.0.attention.self"]
+    given = batch("BertForMaskedLM")
+    check_patched(ours, theirs, lambda module, _: {"loss": module(**given).loss})
+    assert len(set(seen)) == 2
+    fasttfm.unpatch(ours)
+    fasttfm.patch(ours)
+    ours.forward = ours.forward
+    with pytest.raises(ValueError, match="without wrappers around them, got BertForMaskedLM"):
+        fasttfm.unpatch(ours)
+
+
+def test_dropout_taken_out() -> None:
+    ours, _ = pair("DistilBertForMaskedLM", dropout=0.1)
+    for module in list(ours.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, torch.nn.Dropout):
+                setattr(module, name, torch.nn.Identity())
+    given = batch("DistilBertForMaskedLM")
+    assert ours.train()(**given).loss == ours(**given).loss
+
+
 def test_a_subclass_keeps_its_own_loss() -> None:
     class Own(transformers.BertForMaskedLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:

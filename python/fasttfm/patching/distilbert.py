@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 from transformers.models.distilbert import modeling_distilbert as theirs
 
 from fasttfm.patching import heads, packing, parts
@@ -36,8 +35,8 @@ class FFN(parts.Patched, theirs.FFN):
     does = parts.Intermediate.does
 
     def ff_chunk(self, input: Tensor) -> Tensor:
-        y: Tensor = self.lin2(parts.linear_activation(self.lin1, self.activation, input))
-        return functional.dropout(y, self.dropout.p, self.dropout.training)
+        y: Tensor = self.dropout(self.lin2(parts.linear_activation(self.lin1, self.activation, input)))
+        return y
 
 
 class TransformerBlock(parts.Patched, theirs.TransformerBlock):

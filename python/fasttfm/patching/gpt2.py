@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 from transformers.models.gpt2 import modeling_gpt2 as theirs
 
@@ -49,8 +48,8 @@ class GPT2MLP(parts.Patched, theirs.GPT2MLP):
     does = parts.Intermediate.does
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        y: Tensor = self.c_proj(parts.linear_activation(self.c_fc, self.act, hidden_states))
-        return functional.dropout(y, self.dropout.p, self.dropout.training)
+        y: Tensor = self.dropout(self.c_proj(parts.linear_activation(self.c_fc, self.act, hidden_states)))
+        return y
 
 
 class GPT2Block(parts.Patched, theirs.GPT2Block):

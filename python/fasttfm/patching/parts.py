@@ -44,8 +44,8 @@ _ACTIVATIONS = {type(ACT2FN[name]): name for name in ops.ACTIVATIONS if name in 
 
 def plain(*modules: Any) -> bool:
     """Whether modules are nothing more than linear layers, embeddings or LayerNorms, so that their parameters say all:
-    not LoRA's or quantised ones, not sharded by themselves, without hooks that would not be called."""
-    return all(type(module) in _PLAIN and not _hooked(module) for module in modules)
+    not LoRA's or quantised ones, not sharded by themselves, without hooks or wrappers that would not be called."""
+    return all(type(module) in _PLAIN and not _hooked(module) and not wrapped(module) for module in modules)
 
 
 _PLAIN = (nn.Linear, nn.Embedding, Conv1D, *_LAYER_NORMS)
@@ -56,13 +56,19 @@ def _hooked(module: nn.Module) -> bool:
     return any(hooks)
 
 
+def wrapped(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own before its class's, as Accelerate gives to those that it offloads."""
+    return "forward" in vars(module)
+
+
 def activation_name(activation: Any) -> str | None:
     """The name of an activation that ops have, else None."""
     return _ACTIVATIONS.get(type(activation))
 
 
-def rate(dropout: nn.Dropout) -> float:
-    return dropout.p if dropout.training else 0.0
+def rate(dropout: Any) -> float:
+    """The probability; people put an Identity in the place of a Dropout."""
+    return getattr(dropout, "p", 0.0) if dropout.training else 0.0
 
 
 def product(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -50,16 +50,19 @@ def patch(model: nn.Module, *, remove_padding: bool | None = None, logits_in_tra
         raise ValueError(f"patch: model: expected one that is not patched yet, got a patched {name} (unpatch it first)")
     if remove_padding is None:
         remove_padding = not type(model).__name__.endswith("ForQuestionAnswering")
-    setattr(model, _BEFORE, model.config._attn_implementation)  # type: ignore[union-attr]
+    before = model.config._attn_implementation  # type: ignore[union-attr]
     model.set_attn_implementation("fasttfm")  # type: ignore[operator]
+    setattr(model, _BEFORE, before)
     table = _table(family, remove_padding=remove_padding, logits_in_training=logits_in_training)
     report = PatchReport(type(model).__name__)
-    for module in model.modules():
+    for name, module in model.named_modules():
         ours = table.get(type(module))
-        if ours is not None:
+        if ours is not None and load("parts").wrapped(module):
+            report.left[f"{type(module).__name__} {name}".strip()] = "something else has replaced its forward"
+        elif ours is not None:
             module.__class__ = ours
             report.changed[ours.does] = report.changed.get(ours.does, 0) + 1
-    report.left = _left(model, family, remove_padding=remove_padding, logits_in_training=logits_in_training)
+    report.left |= _left(model, family, remove_padding=remove_padding, logits_in_training=logits_in_training)
     return report
 
 
@@ -69,8 +72,9 @@ def unpatch(model: nn.Module) -> None:
     if not is_patched(model):
         raise ValueError(f"unpatch: model: expected a patched model, got a {type(model).__name__} that is not patched")
     originals = {ours: theirs for theirs, ours in _table(family).items()}
-    patched = load("parts").Patched
-    wrapped = {type(each) for each in model.modules() if isinstance(each, patched)} - originals.keys()
+    parts = load("parts")
+    ours = [module for module in model.modules() if isinstance(module, parts.Patched)]
+    wrapped = {type(module) for module in ours if type(module) not in originals or parts.wrapped(module)}
     if wrapped:
         got = ", ".join(sorted(each.__name__ for each in wrapped))
         raise ValueError(f"unpatch: model: expected patched modules without wrappers around them, got {got}")
@@ -127,7 +131,7 @@ def _left(model: Any, family: ModuleType, *, remove_padding: bool, logits_in_tra
         left["caches and cross-attention"] = "transformers' own code, around fasttfm's attention"
     vocabulary = model.get_output_embeddings() is not None
     if vocabulary and not isinstance(model, heads.LossHead):
-        why = "asked for" if logits_in_training else f"{type(model).__name__}'s loss needs its logits"
+        why = "asked for" if logits_in_training else f"{type(model).__name__} computes it of its logits"
         left["language-modelling loss"] = why
     left["poolers and classifiers"] = "a row of each sequence or a few columns: nothing is to be gained"
     return left
