@@ -34,6 +34,7 @@ class PretrainedModel(nn.Module):
     config_class: ClassVar[type[ModelConfig]]
     names: Names
     base: ClassVar[bool] = False
+    accepts_loss_kwargs: ClassVar[bool] = False  # transformers' Trainer asks: losses are means of the batch given
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -62,7 +63,13 @@ class PretrainedModel(nn.Module):
                 nn.init.normal_(product.weight, std=self.config.initializer_range / math.sqrt(2 * len(layers)))
 
     def tied(self) -> dict[str, str]:
-        """Parameters that are another one, by name: ``{"lm_head.decoder.weight": "bert.embeddings.word.weight"}``."""
+        """Parameters that are another one, by name; by default a decoder that is the word table."""
+        if "lm_head" not in self._modules or not self.config.tie_word_embeddings:
+            return {}
+        return {"lm_head.decoder.weight": f"{self.names.prefix}.embeddings.word.weight"}
+
+    def repeated(self) -> dict[str, str]:
+        """Those of ``tied()`` of which a checkpoint has copies all the same."""
         return {}
 
     def tie_weights(self) -> None:
@@ -70,14 +77,41 @@ class PretrainedModel(nn.Module):
             module, _, attribute = name.rpartition(".")
             setattr(self.get_submodule(module), attribute, self.get_parameter(source))
 
-    def gradient_checkpointing_enable(self, enabled: bool = True) -> None:
-        """Layers keep only their inputs for the backward, and run again there: a third more work for little memory."""
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """One name for a parameter that has two: files of tensors (safetensors) have no room for the other."""
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        for name in self.tied():
+            state.pop(kwargs.get("prefix", "") + name, None)
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        for name, source in self.tied().items():
+            if prefix + source in state_dict:
+                state_dict.setdefault(prefix + name, state_dict[prefix + source])
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Layers keep only their inputs for the backward, and run again there: a third more work for little memory.
+
+        Arguments are transformers', and may say what is so in any case: ``use_reentrant=False``, ``every_n_layers=1``,
+        ``offload=False``.
+        """
+        so = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
+        for name, value in {**options, **(gradient_checkpointing_kwargs or {})}.items():
+            if name not in so or value != so[name]:
+                where = f"{type(self).__name__}.gradient_checkpointing_enable: {name}"
+                raise ValueError(f"{where}: expected {so.get(name, 'no such argument')}, got {value}")
+        self._checkpoint_layers(True)
+
+    def gradient_checkpointing_disable(self) -> None:
+        self._checkpoint_layers(False)
+
+    def _checkpoint_layers(self, enabled: bool) -> None:
         for module in self.modules():
             if isinstance(module, Encoder):
                 module.checkpointing = enabled
-
-    def gradient_checkpointing_disable(self) -> None:
-        self.gradient_checkpointing_enable(False)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -130,7 +164,9 @@ class PretrainedModel(nn.Module):
 
     def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by our parameters' names, such as gradients, as a checkpoint of this model has them."""
-        own = {name: value for name, value in tensors.items() if name not in self.tied()}
+        tied, repeated = self.tied(), self.repeated()
+        own = {name: value for name, value in tensors.items() if name not in tied}
+        own.update((name, tensors[source]) for name, source in repeated.items() if source in tensors)
         found = to_checkpoint(self.names, {self._full(name): value for name, value in own.items()})
         prefix = f"{self.names.prefix}."
         return {name.removeprefix(prefix): value for name, value in found.items()} if self.base else found
@@ -154,7 +190,9 @@ class PretrainedModel(nn.Module):
         for name, key in keys.items():
             if not self.names.known(name):
                 raise CheckpointError(f"{reader.files[key]}: {key}: no model of this family has such a parameter")
-        for alias, source in self.tied().items():  # a file has one of the two names, most often the source's
+        repeated = self.repeated()
+        aliases = {name: source for name, source in self.tied().items() if name not in repeated}
+        for alias, source in aliases.items():  # a file has one of the two names, most often the source's
             (other,), (main,) = (self.names.find(name)[0] for name in (alias, source))
             if main not in keys and other in keys:
                 keys[main] = keys[other]
@@ -168,12 +206,24 @@ class PretrainedModel(nn.Module):
                 if found != expected:
                     where = f"{reader.files[keys[theirs]]}: {keys[theirs]}"
                     raise CheckpointError(f"{where}: expected shape {expected}, got {found}")
+        self._check_repeated(reader, keys)
         state = {
             name: from_checkpoint(self.names, self._full(name), lambda theirs: reader.tensor(keys[theirs]))
             for name in wanted
             if name not in new
         }
         return state, new
+
+    def _check_repeated(self, reader: CheckpointReader, keys: dict[str, str]) -> None:
+        """Copies in a checkpoint of what is one parameter here are equal."""
+        for name, source in self.repeated().items():
+            copies, originals = (self.names.find(self._full(each))[0] for each in (name, source))
+            for copy, original in zip(copies, originals, strict=True):
+                if copy not in keys:
+                    raise CheckpointError(f"{reader.files[keys[original]]}: {copy}: missing")
+                if not torch.equal(reader.tensor(keys[copy]), reader.tensor(keys[original])):
+                    where = f"{reader.files[keys[copy]]}: {keys[copy]}"
+                    raise CheckpointError(f"{where}: expected the values of {keys[original]}, which is shared")
 
     def _full_names(self, reader: CheckpointReader) -> Iterator[tuple[str, str]]:
         """Every key of the checkpoint, behind its name in a model with a head. In old files LayerNorms have a gamma."""
