@@ -164,9 +164,17 @@ def test_other_texts_and_tokenizers_replace(tmp_path: Path, tokenizer: Tokenizer
     assert len(list(tmp_path.glob("*.npy"))) == 3 * len(fewer.files) + 1
 
 
-def interrupted(count: int) -> Iterator[str]:
-    yield from TEXTS[:count]
+def interrupted(count: int, texts: list[str] = TEXTS) -> Iterator[str]:
+    yield from texts[:count]
     raise KeyboardInterrupt
+
+
+def test_half_replaced_shards_do_not_open(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    make(tmp_path, tokenizer)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path, tokenizer, interrupted(20, TEXTS[::-1]))
+    with pytest.raises(DataError, match="got a folder without"):
+        TokenShards.open(tmp_path)
 
 
 @pytest.mark.parametrize("count", [0, 1, 20, 39])
