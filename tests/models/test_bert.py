@@ -7,86 +7,27 @@ from typing import Any
 
 import pytest
 import torch
+from model_parity import (
+    IDS,
+    LABELS,
+    MASKS,
+    SIZES,
+    WORDS,
+    B,
+    S,
+    check_layout,
+    check_multiple_choice,
+    check_question_answering,
+    pair,
+    tensors,
+)
 from torch import Tensor
 
 from fasttfm import models
 from fasttfm.models.outputs import ModelOutput
 from fasttfm.testing.modules import check_modules
 
-transformers = pytest.importorskip("transformers")
-
-B, S, V, LABELS = 3, 9, 61, 3
-SIZES = {
-    "vocab_size": V,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 56,
-    "max_position_embeddings": 21,
-    "num_labels": LABELS,
-}
-MASKS = {
-    "full": torch.ones(B, S, dtype=torch.int64),
-    "behind": torch.arange(S).expand(B, S) < torch.tensor([[4], [9], [1]]),
-    "anywhere": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1, 0]]),
-}
-generator = torch.Generator().manual_seed(0)
-IDS = torch.randint(5, V, (B, S), generator=generator)
-SEGMENTS = torch.randint(2, (B, S), generator=generator)
-WORDS = torch.where(torch.rand(B, S, generator=generator) < 0.3, IDS, -100)
-
-
-def theirs_of(name: str, **changes: Any) -> Any:
-    """A model of transformers with random parameters; padding's row of the word table included."""
-    family = "Bert" if name.startswith("Bert") else "Roberta"
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
-    torch.manual_seed(1)
-    module = getattr(transformers, name)(config).eval()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return module
-
-
-def pair(name: str, directory: Path, **changes: Any) -> tuple[Any, Any]:
-    """Ours, read from the checkpoint that theirs wrote, and theirs."""
-    theirs = theirs_of(name, **changes)
-    theirs.save_pretrained(directory)
-    return getattr(models, name).from_pretrained(directory), theirs
-
-
-def arguments(name: str) -> dict[str, Tensor]:
-    """What a model is called with beside ids and mask, of which it makes a loss."""
-    if name.endswith("PreTraining"):
-        return {"labels": WORDS, "next_sentence_label": torch.tensor([1, 0, 1])}
-    if name.endswith("MaskedLM"):
-        return {"labels": WORDS}
-    if name.endswith("TokenClassification"):
-        return {"labels": WORDS.clamp(max=LABELS - 1)}
-    if name.endswith("QuestionAnswering"):
-        return {"start_positions": torch.tensor([0, 1, 99]), "end_positions": torch.tensor([3, 5, 0])}
-    if name.endswith(("NextSentencePrediction", "MultipleChoice")):
-        return {"labels": torch.tensor([1, 0, 1])}
-    return {"labels": torch.tensor([2, 0, 1])} if "For" in name else {}
-
-
-def hide_padding(arguments: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Token labels only where tokens are, as collators make them."""
-    return {
-        name: torch.where(mask.bool(), value, -100) if value.shape == mask.shape else value
-        for name, value in arguments.items()
-    }
-
-
-def tensors(output: Any, mask: Tensor | None = None) -> dict[str, Tensor]:
-    """An output's tensors; of token states and token logits, the rows of tokens."""
-    found: dict[str, Tensor] = {}
-    for name in output.keys():  # noqa: SIM118 - theirs is no mapping of ours
-        value = output[name]
-        for index, each in enumerate(value if isinstance(value, tuple) else [value]):
-            by_token = mask is not None and each.shape[:2] == mask.shape
-            found[f"{name}.{index}"] = each[mask.bool()] if by_token else each
-    return found
-
+pytest.importorskip("transformers")
 
 CLASSES = [
     "BertModel",
@@ -111,55 +52,17 @@ LAYOUTS = [(name, mask) for name in CLASSES for mask in ("behind", "full")] + [
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_same_numbers_as_transformers(name: str, kind: str, packed: bool, tmp_path: Path) -> None:
     ours, theirs = pair(name, tmp_path, **({"type_vocab_size": 2} if name.startswith("Roberta") else {}))
-    mask = MASKS[kind]
-    given = hide_padding({**arguments(name), "token_type_ids": SEGMENTS}, mask)
-    given["token_type_ids"] = SEGMENTS
-    positions = torch.arange(S).expand(B, S)
-
-    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
-        if module is not ours:
-            output = module(IDS, attention_mask=mask, **given, output_hidden_states=True)
-            return tensors(output, mask)
-        options: dict[str, Any] = {"output_hidden_states": True}
-        if "labels" in given and name.endswith(("MaskedLM", "PreTraining")):
-            options["output_logits"] = True
-        if not packed:
-            return tensors(module(IDS, mask, **given, **options), mask)
-        there = mask.bool()
-        lengths = there.sum(1)
-        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-        own = {key: value[there] if value.shape == mask.shape else value for key, value in given.items()}
-        if kind == "anywhere":  # where a packed token stood cannot be known
-            own["position_ids"] = positions[there] if name.startswith("Bert") else (IDS != 1).cumsum(1)[there] + 1
-        output = module(IDS[there], cu_seqlens=cu_seqlens, max_seqlen=int(lengths.max()), **own, **options)
-        return tensors(output)
-
-    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
+    check_layout(name, ours, theirs, kind, packed=packed)
 
 
 @pytest.mark.parametrize("family", ["Bert", "Roberta"])
 def test_multiple_choice(family: str, tmp_path: Path) -> None:
-    ours, theirs = pair(f"{family}ForMultipleChoice", tmp_path)
-    ids = IDS[:2].unsqueeze(0).repeat(2, 1, 1)
-    ids[1] = ids[1].flip(-1)
-    mask = MASKS["behind"][:2].repeat(2, 1, 1)
-    labels = torch.tensor([1, 0])
-
-    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
-        return tensors(module(ids, attention_mask=mask, labels=labels))
-
-    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
+    check_multiple_choice(*pair(f"{family}ForMultipleChoice", tmp_path))
 
 
 @pytest.mark.parametrize("family", ["Bert", "Roberta"])
 def test_question_answering(family: str, tmp_path: Path) -> None:
-    """Without padding, of which transformers' loss is made too."""
-    ours, theirs = pair(f"{family}ForQuestionAnswering", tmp_path, num_labels=2)
-
-    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
-        return tensors(module(IDS, **arguments("QuestionAnswering")))
-
-    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
+    check_question_answering(*pair(f"{family}ForQuestionAnswering", tmp_path, num_labels=2))
 
 
 def test_padding_answers_no_question(tmp_path: Path) -> None:

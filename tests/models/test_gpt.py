@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_parity import GPT_SIZES, IDS, MASKS, PAD, SEGMENTS, B, S, config_of, pair, same_tensors, tensors, theirs_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -16,58 +17,12 @@ from fasttfm.models import CheckpointError
 from fasttfm.models.openai_gpt import task_sequence
 from fasttfm.testing.modules import check_modules
 
-B, S, V, LABELS = 3, 9, 61, 3
-PAD = 60
-SIZES = {"vocab_size": V, "n_embd": 48, "n_layer": 2, "n_head": 3, "n_positions": 21, "num_labels": LABELS}
 LENGTHS = [4, 9, 1]
-MASKS = {
-    "full": torch.ones(B, S, dtype=torch.int64),
-    "behind": torch.arange(S).expand(B, S) < torch.tensor(LENGTHS)[:, None],
-    "anywhere": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1, 0]]),
-}
-generator = torch.Generator().manual_seed(0)
-IDS = torch.randint(5, PAD, (B, S), generator=generator)
-SEGMENTS = torch.randint(2, (B, S), generator=generator)
-WORDS = torch.where(torch.rand(B, S, generator=generator) < 0.7, IDS, -100)
+WORDS = torch.where(torch.rand(B, S, generator=torch.Generator().manual_seed(0)) < 0.7, IDS, -100)
 
 
-def family_of(name: str) -> str:
-    return next(family for family in ("GPT2", "GPT3", "OpenAIGPT") if name.startswith(family))
-
-
-def config_of(package: Any, name: str, **changes: Any) -> Any:
-    return getattr(package, f"{family_of(name)}Config")(**{**SIZES, "pad_token_id": PAD, **changes})
-
-
-def theirs_of(name: str, **changes: Any) -> Any:
-    """A model of transformers with random parameters."""
-    transformers = pytest.importorskip("transformers")
-    config = config_of(transformers, name, **changes)
-    torch.manual_seed(1)
-    module = getattr(transformers, name)(config).eval()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return module
-
-
-def pair(name: str, directory: Path, **changes: Any) -> tuple[Any, Any]:
-    """Ours, read from the checkpoint that theirs wrote, and theirs."""
-    theirs = theirs_of(name, **changes)
-    theirs.save_pretrained(directory)
-    return getattr(models, name).from_pretrained(directory), theirs
-
-
-def tensors(output: Any, mask: Tensor | None = None) -> dict[str, Tensor]:
-    """An output's tensors; of token states and token logits, the rows of tokens."""
-    found: dict[str, Tensor] = {}
-    for name in output.keys():  # noqa: SIM118 - theirs is no mapping of ours
-        if name == "past_key_values":
-            continue
-        value = output[name]
-        for index, each in enumerate(value if isinstance(value, tuple) else [value]):
-            by_token = mask is not None and each.shape[: mask.dim()] == mask.shape
-            found[f"{name}.{index}"] = each[mask.bool()] if by_token else each
-    return found
+def config(family: str, **changes: Any) -> Any:
+    return config_of(models, family, {**GPT_SIZES, **changes})
 
 
 FAMILIES = ["GPT2", "OpenAIGPT"]
@@ -130,7 +85,7 @@ def test_two_heads(family: str, changes: dict[str, Any], tmp_path: Path) -> None
 
 
 def test_choices_are_read_from_the_same_tokens_in_every_layout() -> None:
-    module = models.GPT2DoubleHeadsModel(config_of(models, "GPT2")).eval()
+    module = models.GPT2DoubleHeadsModel(config("GPT2")).eval()
     there = MASKS["anywhere"].bool()[:2]
     columns = torch.tensor([[4, 1]])
     shape = (1, 2, S)
@@ -157,7 +112,7 @@ def test_attentions(tmp_path: Path) -> None:
 
 def test_the_last_word_is_read() -> None:
     """Not padding, where the mask does not say it; the last token where no word means padding."""
-    module = models.GPT2ForSequenceClassification(config_of(models, "GPT2")).eval()
+    module = models.GPT2ForSequenceClassification(config("GPT2")).eval()
     ids = torch.where(MASKS["behind"], IDS, PAD)
     by_mask = module(ids, MASKS["behind"]).logits
     assert torch.equal(module(ids).logits, by_mask)
@@ -171,14 +126,10 @@ def test_the_last_word_is_read() -> None:
 
 def made(name: str, **changes: Any) -> Any:
     torch.manual_seed(0)
-    module = getattr(models, name)(config_of(models, name, **changes))
+    module = getattr(models, name)(config(name, **changes))
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
     return module
-
-
-def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
 
 
 STORED = [name for name in models.__all__ if name.startswith(tuple(FAMILIES)) and not name.endswith("Config")]
@@ -266,7 +217,7 @@ def test_tasks_are_one_sequence() -> None:
 def test_every_second_layer_is_local() -> None:
     """Against transformers' GPT-2, a layer at a time, with a band as the mask of every second one."""
     theirs = theirs_of("GPT2LMHeadModel", n_layer=4)
-    ours = models.GPT3LMHeadModel(config_of(models, "GPT3", n_layer=4, local_window=4)).eval()
+    ours = models.GPT3LMHeadModel(config("GPT3", n_layer=4, local_window=4)).eval()
     ours.load_state_dict(ours.own_tensors(theirs.state_dict()), strict=False)
     there = MASKS["behind"]
     distance = torch.arange(S)[:, None] - torch.arange(S)
@@ -336,7 +287,7 @@ def test_published_sizes(family: str, size: str, parameters: int) -> None:
 
 def test_what_is_added_to_the_stream_begins_small() -> None:
     torch.manual_seed(0)
-    module = models.GPT2LMHeadModel(config_of(models, "GPT2", n_layer=8, n_embd=96))
+    module = models.GPT2LMHeadModel(config("GPT2", n_layer=8, n_embd=96))
     for layer in module.transformer.encoder.in_order():
         for product, std in ((layer.qkv, 0.02), (layer.up, 0.02), (layer.out, 0.005), (layer.down, 0.005)):
             count = product.weight.numel()
@@ -346,7 +297,7 @@ def test_what_is_added_to_the_stream_begins_small() -> None:
 
 def test_a_training_step_is_one_graph_and_runs_again_in_the_backward() -> None:
     """Compiled, and with activation checkpointing, the same bits, dropout included."""
-    module = models.GPT2LMHeadModel(config_of(models, "GPT2"))
+    module = models.GPT2LMHeadModel(config("GPT2"))
     cu_seqlens = torch.tensor([0, 11, B * S], dtype=torch.int32)
 
     def step(call: Any) -> list[Tensor]:
@@ -365,7 +316,7 @@ def test_a_training_step_is_one_graph_and_runs_again_in_the_backward() -> None:
 
 
 def test_training_step_reaches_every_parameter() -> None:
-    module = models.GPT2LMHeadModel(config_of(models, "GPT2"))
+    module = models.GPT2LMHeadModel(config("GPT2"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = module(IDS, MASKS["behind"], labels=IDS).loss
     loss.backward()

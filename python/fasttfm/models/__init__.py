@@ -1,5 +1,15 @@
 """Reference models with HF's classes, arguments, outputs and checkpoints; one file per family."""
 
+from fasttfm.models.albert import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    AlbertForMultipleChoice,
+    AlbertForPreTraining,
+    AlbertForQuestionAnswering,
+    AlbertForSequenceClassification,
+    AlbertForTokenClassification,
+    AlbertModel,
+)
 from fasttfm.models.bert import (
     BertConfig,
     BertForMaskedLM,
@@ -12,6 +22,26 @@ from fasttfm.models.bert import (
     BertModel,
 )
 from fasttfm.models.checkpoint_files import CheckpointError
+from fasttfm.models.distilbert import (
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    DistilBertForMultipleChoice,
+    DistilBertForQuestionAnswering,
+    DistilBertForSequenceClassification,
+    DistilBertForTokenClassification,
+    DistilBertModel,
+)
+from fasttfm.models.electra import (
+    ElectraConfig,
+    ElectraForJointPreTraining,
+    ElectraForMaskedLM,
+    ElectraForMultipleChoice,
+    ElectraForPreTraining,
+    ElectraForQuestionAnswering,
+    ElectraForSequenceClassification,
+    ElectraForTokenClassification,
+    ElectraModel,
+)
 from fasttfm.models.gpt import (
     GPT2Config,
     GPT2DoubleHeadsModel,
@@ -38,6 +68,14 @@ from fasttfm.models.roberta import (
 )
 
 __all__ = [
+    "AlbertConfig",
+    "AlbertForMaskedLM",
+    "AlbertForMultipleChoice",
+    "AlbertForPreTraining",
+    "AlbertForQuestionAnswering",
+    "AlbertForSequenceClassification",
+    "AlbertForTokenClassification",
+    "AlbertModel",
     "BertConfig",
     "BertForMaskedLM",
     "BertForMultipleChoice",
@@ -48,6 +86,22 @@ __all__ = [
     "BertForTokenClassification",
     "BertModel",
     "CheckpointError",
+    "DistilBertConfig",
+    "DistilBertForMaskedLM",
+    "DistilBertForMultipleChoice",
+    "DistilBertForQuestionAnswering",
+    "DistilBertForSequenceClassification",
+    "DistilBertForTokenClassification",
+    "DistilBertModel",
+    "ElectraConfig",
+    "ElectraForJointPreTraining",
+    "ElectraForMaskedLM",
+    "ElectraForMultipleChoice",
+    "ElectraForPreTraining",
+    "ElectraForQuestionAnswering",
+    "ElectraForSequenceClassification",
+    "ElectraForTokenClassification",
+    "ElectraModel",
     "GPT2Config",
     "GPT2DoubleHeadsModel",
     "GPT2ForSequenceClassification",

@@ -11,7 +11,7 @@ embeddings and comes back only in what is returned.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,46 @@ class BertConfig(ModelConfig):
     classifier_dropout: float | None = None  # hidden_dropout_prob by default
     recompute: bool = False  # EncoderLayer's: less memory for a little time
 
+    def head_dropout(self) -> float:
+        """In front of a classifier."""
+        return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
+
+
+class EncoderConfig(Protocol):
+    """What the encoder and its heads read of a configuration: ``BertConfig``'s names, whatever a family's are."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def hidden_act(self) -> str: ...
+    @property
+    def hidden_dropout_prob(self) -> float: ...
+    @property
+    def attention_probs_dropout_prob(self) -> float: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def type_vocab_size(self) -> int: ...
+    @property
+    def layer_norm_eps(self) -> float: ...
+    @property
+    def pad_token_id(self) -> int | None: ...
+    @property
+    def recompute(self) -> bool: ...
+    @property
+    def num_labels(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    def head_dropout(self) -> float: ...
+
 
 # ---- names in checkpoints --------------------------------------------------------------------------------------------
 
@@ -109,41 +149,51 @@ UNTIED_NAMES = replace(
 # ---- the encoder -----------------------------------------------------------------------------------------------------
 
 
+def word_embeddings(config: EncoderConfig, width: int, output_width: int | None = None) -> Embeddings:
+    return Embeddings(
+        config.vocab_size,
+        width,
+        config.max_position_embeddings,
+        config.type_vocab_size,
+        output_width=output_width,
+        eps=config.layer_norm_eps,
+        dropout=config.hidden_dropout_prob,
+        padding_idx=config.pad_token_id,
+    )
+
+
+def encoder_layer(config: EncoderConfig) -> EncoderLayer:
+    return EncoderLayer(
+        config.hidden_size,
+        config.num_attention_heads,
+        config.intermediate_size,
+        activation=config.hidden_act,
+        dropout=config.hidden_dropout_prob,
+        attention_dropout=config.attention_probs_dropout_prob,
+        eps=config.layer_norm_eps,
+        recompute=config.recompute,
+    )
+
+
 class BertModel(TextModel):
     """The encoder, with a pooler on the first token."""
 
-    config_class = BertConfig
+    config_class: ClassVar[type[ModelConfig]] = BertConfig
     names = NAMES
 
-    def __init__(self, config: BertConfig, add_pooling_layer: bool = True) -> None:
+    def __init__(self, config: EncoderConfig, add_pooling_layer: bool = True) -> None:
         super().__init__(config)
-        width, eps = config.hidden_size, config.layer_norm_eps
-        self.embeddings = Embeddings(
-            config.vocab_size,
-            width,
-            config.max_position_embeddings,
-            config.type_vocab_size,
-            eps=eps,
-            dropout=config.hidden_dropout_prob,
-            padding_idx=config.pad_token_id,
-        )
-        self.encoder = Encoder(
-            [
-                EncoderLayer(
-                    width,
-                    config.num_attention_heads,
-                    config.intermediate_size,
-                    activation=config.hidden_act,
-                    dropout=config.hidden_dropout_prob,
-                    attention_dropout=config.attention_probs_dropout_prob,
-                    eps=eps,
-                    recompute=config.recompute,
-                )
-                for _ in range(config.num_hidden_layers)
-            ]
-        )
+        width = config.hidden_size
+        self.embeddings = self.embeddings_of(config)
+        self.encoder = Encoder(self.layers_of(config))
         self.pooler = nn.Linear(width, width) if add_pooling_layer else None
         self.finish()
+
+    def embeddings_of(self, config: EncoderConfig) -> Embeddings:
+        return word_embeddings(config, config.hidden_size)
+
+    def layers_of(self, config: EncoderConfig) -> list[EncoderLayer]:
+        return [encoder_layer(config) for _ in range(config.num_hidden_layers)]
 
     def forward(
         self,
@@ -169,18 +219,22 @@ class BertModel(TextModel):
 class BertHead(PretrainedModel):
     """A model around the encoder."""
 
-    config_class = BertConfig
+    config_class: ClassVar[type[ModelConfig]] = BertConfig
     names = NAMES
     untied_names: ClassVar[Names] = UNTIED_NAMES
     encoder_class: ClassVar[type[BertModel]] = BertModel
 
-    def __init__(self, config: BertConfig, *, pooler: bool) -> None:
+    def __init__(self, config: EncoderConfig, *, pooler: bool = False) -> None:
         super().__init__(config)
-        if not config.tie_word_embeddings:
-            self.names = self.untied_names
-        setattr(self, self.names.prefix, self.encoder_class(config, add_pooling_layer=pooler))
-        rate = config.classifier_dropout
-        self.dropout = nn.Dropout(config.hidden_dropout_prob if rate is None else rate)
+        self.names = self.names_of(config)
+        setattr(self, self.names.prefix, self.encoder_of(config, pooler))
+        self.dropout = nn.Dropout(config.head_dropout())
+
+    def names_of(self, config: EncoderConfig) -> Names:
+        return self.names if config.tie_word_embeddings else self.untied_names
+
+    def encoder_of(self, config: EncoderConfig, pooler: bool) -> BertModel:
+        return self.encoder_class(config, add_pooling_layer=pooler)
 
     @property
     def encoder(self) -> BertModel:
@@ -188,14 +242,9 @@ class BertHead(PretrainedModel):
         assert isinstance(model, BertModel)
         return model
 
-    def lm_head_of(self, config: BertConfig) -> MaskedLMHead:
+    def lm_head_of(self, config: EncoderConfig) -> MaskedLMHead:
         sizes = (config.hidden_size, config.vocab_size)
         return MaskedLMHead(*sizes, activation=config.hidden_act, eps=config.layer_norm_eps)
-
-    def tied(self) -> dict[str, str]:
-        if not self.config.tie_word_embeddings or "lm_head" not in self._modules:
-            return {}
-        return {"lm_head.decoder.weight": f"{self.names.prefix}.embeddings.word.weight"}
 
 
 class Predicted(NamedTuple):
@@ -219,7 +268,7 @@ class Predicted(NamedTuple):
 class BertForMaskedLM(BertHead):
     """Predicts masked words. ``positions`` and ``max_predictions`` are those of ``nn.MaskedLMHead.loss``."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=False)
         self.lm_head = self.lm_head_of(config)
         self.finish()
@@ -246,7 +295,7 @@ class BertForMaskedLM(BertHead):
 class BertForPreTraining(BertHead):
     """Predicts masked words, and whether the second sentence follows the first (label 0) or not (label 1)."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=True)
         self.lm_head = self.lm_head_of(config)
         self.next_sentence = nn.Linear(config.hidden_size, 2)
@@ -280,7 +329,7 @@ class BertForPreTraining(BertHead):
 class BertForNextSentencePrediction(BertHead):
     """Predicts whether the second sentence follows the first."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=True)
         self.next_sentence = nn.Linear(config.hidden_size, 2)
         self.finish()
@@ -306,12 +355,12 @@ class BertForSequenceClassification(BertHead):
 
     pooler: ClassVar[bool] = True
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=self.pooler)
         self.classifier = self.head_of(config)
         self.finish()
 
-    def head_of(self, config: BertConfig) -> nn.Module:
+    def head_of(self, config: EncoderConfig) -> nn.Module:
         return nn.Linear(config.hidden_size, config.num_labels)
 
     def forward(
@@ -338,7 +387,7 @@ class BertForSequenceClassification(BertHead):
 class BertForMultipleChoice(BertHead):
     """Chooses between continuations: ``input_ids`` [B, choices, S], or packed, ``num_choices`` sequences a question."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=True)
         self.classifier = nn.Linear(config.hidden_size, 1)
         self.finish()
@@ -358,15 +407,20 @@ class BertForMultipleChoice(BertHead):
             type(self).__name__, num_choices, input_ids, attention_mask, token_type_ids, position_ids
         )
         encoded = self.encoder.encode(ids, *others, **layout)
-        logits = self.classifier(self.dropout(self.encoder.pool(encoded))).view(-1, choices)
+        logits = self.classifier(self.summarise(encoded)).view(-1, choices)
         loss = None if labels is None else token_loss(logits, labels)
         return ClassifierOutput(loss, logits, **encoded.returned())
+
+    def summarise(self, encoded: Encoded) -> Tensor:
+        """[sequences, C]"""
+        summary: Tensor = self.dropout(self.encoder.pool(encoded))
+        return summary
 
 
 class BertForTokenClassification(BertHead):
     """Labels tokens; those with label -100 do not count."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=False)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.finish()
@@ -390,7 +444,7 @@ class BertForTokenClassification(BertHead):
 class BertForQuestionAnswering(BertHead):
     """Finds the span that answers. Padding cannot be chosen; positions outside the sequence do not count."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=False)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.finish()
@@ -407,10 +461,15 @@ class BertForQuestionAnswering(BertHead):
         **layout: Unpack[Layout],
     ) -> QuestionAnsweringOutput:
         encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
-        logits = self.qa_outputs(encoded.x)  # [T, 2]
+        logits = self.spans(encoded)
         padded = encoded.batch.per_sequence(logits, fill=torch.finfo(logits.dtype).min)
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = span_loss(padded[..., 0], padded[..., 1], start_positions, end_positions)
         start, end = (logits if encoded.batch.shape is None else padded).unbind(-1)
         return QuestionAnsweringOutput(loss, start.contiguous(), end.contiguous(), **encoded.returned())
+
+    def spans(self, encoded: Encoded) -> Tensor:
+        """[T, 2]"""
+        logits: Tensor = self.qa_outputs(encoded.x)
+        return logits

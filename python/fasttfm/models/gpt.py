@@ -191,11 +191,6 @@ class GPT2Head(PretrainedModel):
         super().__init__(config)
         self.transformer = self.encoder_class(config)
 
-    def tied(self) -> dict[str, str]:
-        if not self.config.tie_word_embeddings or "lm_head" not in self._modules:
-            return {}
-        return {"lm_head.decoder.weight": "transformer.embeddings.word.weight"}
-
 
 class GPT2LMHeadModel(GPT2Head):
     """Predicts each token's successor: ``labels`` are ``input_ids``, with -100 where nothing is predicted."""

@@ -62,7 +62,13 @@ class PretrainedModel(nn.Module):
                 nn.init.normal_(product.weight, std=self.config.initializer_range / math.sqrt(2 * len(layers)))
 
     def tied(self) -> dict[str, str]:
-        """Parameters that are another one, by name: ``{"lm_head.decoder.weight": "bert.embeddings.word.weight"}``."""
+        """Parameters that are another one, by name; by default a decoder that is the word table."""
+        if "lm_head" not in self._modules or not self.config.tie_word_embeddings:
+            return {}
+        return {"lm_head.decoder.weight": f"{self.names.prefix}.embeddings.word.weight"}
+
+    def repeated(self) -> dict[str, str]:
+        """Those of ``tied()`` of which a checkpoint has copies all the same."""
         return {}
 
     def tie_weights(self) -> None:
@@ -130,7 +136,8 @@ class PretrainedModel(nn.Module):
 
     def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by our parameters' names, such as gradients, as a checkpoint of this model has them."""
-        own = {name: value for name, value in tensors.items() if name not in self.tied()}
+        left_out = self.tied().keys() - self.repeated().keys()
+        own = {name: value for name, value in tensors.items() if name not in left_out}
         found = to_checkpoint(self.names, {self._full(name): value for name, value in own.items()})
         prefix = f"{self.names.prefix}."
         return {name.removeprefix(prefix): value for name, value in found.items()} if self.base else found
@@ -154,7 +161,9 @@ class PretrainedModel(nn.Module):
         for name, key in keys.items():
             if not self.names.known(name):
                 raise CheckpointError(f"{reader.files[key]}: {key}: no model of this family has such a parameter")
-        for alias, source in self.tied().items():  # a file has one of the two names, most often the source's
+        repeated = self.repeated()
+        aliases = {name: source for name, source in self.tied().items() if name not in repeated}
+        for alias, source in aliases.items():  # a file has one of the two names, most often the source's
             (other,), (main,) = (self.names.find(name)[0] for name in (alias, source))
             if main not in keys and other in keys:
                 keys[main] = keys[other]
@@ -168,12 +177,24 @@ class PretrainedModel(nn.Module):
                 if found != expected:
                     where = f"{reader.files[keys[theirs]]}: {keys[theirs]}"
                     raise CheckpointError(f"{where}: expected shape {expected}, got {found}")
+        self._check_repeated(reader, keys)
         state = {
             name: from_checkpoint(self.names, self._full(name), lambda theirs: reader.tensor(keys[theirs]))
             for name in wanted
             if name not in new
         }
         return state, new
+
+    def _check_repeated(self, reader: CheckpointReader, keys: dict[str, str]) -> None:
+        """Copies in a checkpoint of what is one parameter here are equal."""
+        for name, source in self.repeated().items():
+            copies, originals = (self.names.find(self._full(each))[0] for each in (name, source))
+            for copy, original in zip(copies, originals, strict=True):
+                if copy not in keys:
+                    raise CheckpointError(f"{reader.files[keys[original]]}: {copy}: missing")
+                if not torch.equal(reader.tensor(keys[copy]), reader.tensor(keys[original])):
+                    where = f"{reader.files[keys[copy]]}: {keys[copy]}"
+                    raise CheckpointError(f"{where}: expected the values of {keys[original]}, which is shared")
 
     def _full_names(self, reader: CheckpointReader) -> Iterator[tuple[str, str]]:
         """Every key of the checkpoint, behind its name in a model with a head. In old files LayerNorms have a gamma."""

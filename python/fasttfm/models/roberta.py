@@ -19,6 +19,7 @@ from fasttfm.models.bert import (
     BertForSequenceClassification,
     BertForTokenClassification,
     BertModel,
+    EncoderConfig,
 )
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.text_model import Encoded
@@ -81,7 +82,7 @@ class RobertaModel(BertModel):
 class RobertaForMaskedLM(BertForMaskedLM):
     config_class, names, untied_names, encoder_class = RobertaConfig, NAMES, UNTIED_NAMES, RobertaModel
 
-    def lm_head_of(self, config: BertConfig) -> MaskedLMHead:
+    def lm_head_of(self, config: EncoderConfig) -> MaskedLMHead:
         return MaskedLMHead(config.hidden_size, config.vocab_size, activation="gelu", eps=config.layer_norm_eps)
 
 
@@ -103,7 +104,7 @@ class RobertaForSequenceClassification(BertForSequenceClassification):
     config_class, names, untied_names, encoder_class = RobertaConfig, NAMES, UNTIED_NAMES, RobertaModel
     pooler = False
 
-    def head_of(self, config: BertConfig) -> nn.Module:
+    def head_of(self, config: EncoderConfig) -> nn.Module:
         return ClassificationHead(config.hidden_size, config.num_labels)
 
     def classify(self, encoded: Encoded) -> Tensor:

@@ -22,6 +22,7 @@ class Embeddings(nn.Module):
         eps: Added to its variance.
         dropout: Of the result.
         padding_idx: A word that gets no gradient.
+        output_width: That of a linear layer behind it all, where tables are narrower than the model (ALBERT, ELECTRA).
         device, dtype: The parameters'.
     """
 
@@ -36,6 +37,7 @@ class Embeddings(nn.Module):
         eps: float = 1e-12,
         dropout: float = 0.1,
         padding_idx: int | None = None,
+        output_width: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -46,6 +48,7 @@ class Embeddings(nn.Module):
         self.segment = nn.Embedding(segments, width, **factory) if segments else None
         self.word_segments = segments is None
         self.norm = nn.LayerNorm(width, eps=eps, **factory) if norm else None
+        self.projection = None if output_width is None else nn.Linear(width, output_width, **factory)
         self.dropout = dropout
 
     def forward(
@@ -65,7 +68,7 @@ class Embeddings(nn.Module):
         segment = self.word if self.word_segments and segment_ids is not None else self.segment
         device = word.device.type
         autocast = device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and word.dtype != torch.float64
-        return ops.embedding(
+        x = ops.embedding(
             ids,
             word,
             None if self.position is None else self.position.weight,
@@ -81,3 +84,4 @@ class Embeddings(nn.Module):
             dtype=torch.get_autocast_dtype(device) if autocast else None,
             seed=seed,
         )
+        return x if self.projection is None else self.projection(x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,15 @@ from fasttfm import ops
 from fasttfm.ops import checks
 
 IGNORED = -100  # the label of a token that nothing is predicted for
+
+
+class Sampled(NamedTuple):
+    """A masked-LM loss, and a word drawn for each prediction from the model's distribution."""
+
+    loss: Tensor
+    positions: Tensor  # [n]: the rows that are predicted; others, to fill up, have the label -100
+    labels: Tensor  # [n]
+    words: Tensor  # [n]; -100 where the label is
 
 
 class MaskedLMHead(nn.Module):
@@ -64,15 +73,25 @@ class MaskedLMHead(nn.Module):
             max_predictions: Without ``positions``, the most rows that have a label: they are found without a wait. If
                 there are more the loss is NaN. With neither, a GPU is waited for.
         """
-        if positions is None:
-            positions, labels, missed = _predicted(labels, max_predictions)
-        else:
-            checks.check_shape("MaskedLMHead", "labels", labels, positions.shape)
-            missed = None
+        positions, labels, missed = _predicted(labels, positions, max_predictions)
         rows = self.transform(x.index_select(0, positions))
         loss = ops.linear_cross_entropy(rows, self.decoder.weight, labels, self.decoder.bias)
         assert isinstance(loss, Tensor)
         return loss if missed is None else torch.where(missed, torch.nan, loss)
+
+    def sample(
+        self, x: Tensor, labels: Tensor, *, positions: Tensor | None = None, max_predictions: int | None = None
+    ) -> Sampled:
+        """``loss``, and the words that ELECTRA's generator puts in place of masked ones, drawn in the loss's sweep."""
+        positions, labels, missed = _predicted(labels, positions, max_predictions)
+        rows = self.transform(x.index_select(0, positions))
+        everything = torch.arange(len(positions), device=x.device)
+        decoder = self.decoder
+        found = ops.masked_lm_loss(rows, decoder.weight, decoder.bias, labels, positions=everything, sample=True)
+        assert not isinstance(found, Tensor)
+        assert found.samples is not None
+        loss = found.loss if missed is None else torch.where(missed, torch.nan, found.loss)
+        return Sampled(loss, positions, labels, found.samples)
 
     def transform(self, x: Tensor) -> Tensor:
         """Dense layer, activation and LayerNorm."""
@@ -121,8 +140,11 @@ def next_token_loss(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tens
     return loss
 
 
-def _predicted(labels: Tensor, most: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _predicted(labels: Tensor, positions: Tensor | None, most: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The rows with a label and their labels, filled up to ``most`` with row 0 and -100; whether any is missing."""
+    if positions is not None:
+        checks.check_shape("MaskedLMHead", "labels", labels, positions.shape)
+        return positions, labels, None
     labelled = labels != IGNORED
     if most is None:
         positions = labelled.nonzero().squeeze(1)

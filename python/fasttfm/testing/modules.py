@@ -28,7 +28,8 @@ Call = Callable[[Any, Tensors], Mapping[str, Tensor]]  # of a module and its inp
 
 # In a whole module, an error is the rounding of some early operation that the later ones enlarge: of two equally good
 # implementations, now one and now the other comes out several times better. So modules are compared in several runs,
-# with parameters of other sizes and other incoming gradients, and the medians of the errors are held to the rule.
+# with parameters of other sizes and other incoming gradients, and the medians of the errors are held to the rule. Where
+# there is but one number to compare, as in a loss, the draws are the rule's elements: of them it takes the largest.
 _DRAWS = 5
 
 
@@ -69,6 +70,7 @@ def compare_modules(
     ``translate`` turns tensors by their parameters' names into tensors by ours: gradients are compared as we keep them.
     """
     comparisons: dict[str, list[Comparison]] = {}
+    single: set[str] = set()
     for draw in range(_DRAWS):
         with _scaled(ours, draw), _scaled(theirs, draw):
             out = run_module(ours, call, inputs, draw)
@@ -76,9 +78,11 @@ def compare_modules(
             exact = run_module(copy.deepcopy(theirs).double(), call, inputs, draw)
         if translate is not None:
             naive, exact = (Results(run.outputs, translate(run.gradients)) for run in (naive, exact))
-        for comparison in _compare_runs(out, naive, exact):
+        for comparison, elements in _compare_runs(out, naive, exact):
             comparisons.setdefault(comparison.name, []).append(comparison)
-    return [_median(found) for found in comparisons.values()]
+            if elements == 1:
+                single.add(comparison.name)
+    return [_summary(found, max if name in single else statistics.median) for name, found in comparisons.items()]
 
 
 def check_modules(*args: Any, **kwargs: Any) -> None:
@@ -86,20 +90,21 @@ def check_modules(*args: Any, **kwargs: Any) -> None:
     assert not wrong, "; ".join(wrong)
 
 
-def _compare_runs(out: Results, naive: Results, exact: Results) -> Iterator[Comparison]:
+def _compare_runs(out: Results, naive: Results, exact: Results) -> Iterator[tuple[Comparison, int]]:
+    """Every tensor's comparison, and its number of elements."""
     for kind, factor in (("outputs", OUTPUT_FACTOR), ("gradients", GRADIENT_FACTOR)):
         found, measure, expected = (getattr(run, kind) for run in (out, naive, exact))
         if found.keys() != expected.keys():
             raise AssertionError(f"the names of {kind} differ: {sorted(found.keys() ^ expected.keys())}")
         for name in expected:
             shown = name if kind == "outputs" else f"d{name}"
-            yield compare(shown, found[name], measure[name], expected[name], factor)
+            yield compare(shown, found[name], measure[name], expected[name], factor), expected[name].numel()
 
 
-def _median(runs: list[Comparison]) -> Comparison:
+def _summary(runs: list[Comparison], of: Callable[[list[float]], float]) -> Comparison:
     errors = [run.error for run in runs]
-    error = statistics.median(errors) if all(map(math.isfinite, errors)) else math.nan
-    naive_error, bound = (statistics.median(getattr(run, name) for run in runs) for name in ("naive_error", "bound"))
+    error = of(errors) if all(map(math.isfinite, errors)) else math.nan
+    naive_error, bound = (of([getattr(run, name) for run in runs]) for name in ("naive_error", "bound"))
     return Comparison(runs[0].name, error, naive_error, bound)
 
 
