@@ -1,4 +1,4 @@
-"""``Trainer``: steps of an optimizer over batches in parts, with means that are right and nothing that waits for a GPU."""
+"""``Trainer``: steps of an optimizer over batches in parts; the means are right, and nothing waits for a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class Objective:
     """What is minimised: the sum of some terms, each a mean over whatever it counts.
 
     A step's batch is in parts, on several ranks and in several batches of each. So a part's loss is given as sums, and
-    divided by the counts of all parts:    loss = sum over terms of (sum over parts of sums) / (sum over parts of counts)
+    divided by the counts of all parts:
+
+        loss = sum over terms of (sum over parts of sums) / (sum over parts of counts)
     """
 
     terms: tuple[str, ...]
@@ -96,7 +98,7 @@ class Trainer:
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def step(self, batches: Sequence[Any]) -> list[StepResult]:
-        """One step over ``batches``, which together are one batch. Returns the results of earlier steps that are there."""
+        """One step over ``batches``, which together are one batch. Returns results of earlier steps that are there."""
         self.module.train()
         rate = self.schedule.set(self.completed)
         self._set_totals([self.objective.counts(batch) for batch in batches])
@@ -200,8 +202,8 @@ class Trainer:
 
 
 class LateValues:
-    """Numbers of a device on their way to the host: read when they are there, in order, and never waited for unless they
-    are ``_BEHIND`` steps old. That wait also keeps the host from running far ahead of the device."""
+    """Numbers of a device on their way to the host: read when they are there, in order, and never waited for unless
+    they are ``_BEHIND`` steps old. That wait also keeps the host from running far ahead of the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
