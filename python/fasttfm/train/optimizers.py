@@ -1,8 +1,8 @@
 """AdamW and LAMB, and which parameters decay.
 
 Both take two tensors from whoever calls ``step`` (torch's gradient scaler has the same convention): ``grad_scale``,
-which gradients are divided by, and ``found_inf``; where it is 1 the step changes nothing. So clipping costs no pass over
-the gradients, and nobody waits for a GPU to say whether a step is to be skipped.
+which gradients are divided by, and ``found_inf``; where it is 1 the step changes nothing. So clipping costs no pass
+over the gradients, and nobody waits for a GPU to say whether a step is to be skipped.
 """
 
 from __future__ import annotations
