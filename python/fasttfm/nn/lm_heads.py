@@ -145,9 +145,7 @@ def next_token_loss(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cu_seqlens: Tensor, *, reduction: str = "mean"
 ) -> Tensor:
     """``CausalLMHead.loss`` with a decoder's weight and bias."""
-    loss = ops.linear_cross_entropy(
-        x, weight, labels, bias, shift=True, cu_seqlens=cu_seqlens, reduction=reduction
-    )
+    loss = ops.linear_cross_entropy(x, weight, labels, bias, shift=True, cu_seqlens=cu_seqlens, reduction=reduction)
     assert isinstance(loss, Tensor)
     return loss
 

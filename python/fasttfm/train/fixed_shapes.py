@@ -31,9 +31,10 @@ class Shape:
 
 
 def filled(batch: Batch, shape: Shape) -> Batch:
-    """The batch in ``shape``; as it is where it is larger in some way. The counts of the data's tokens and predictions stay.
+    """The batch in ``shape``; as it is where it is larger in some way.
 
-    Tokens are filled up with whole sequences no longer than ``max_seqlen``, so that no sequence of the data changes.
+    Tokens are filled up with whole sequences no longer than ``max_seqlen``, so that no sequence of the data changes;
+    ``tokens`` and ``predictions`` remain the numbers of the data's.
     """
     missing = shape.tokens - batch.tokens
     fillers = -(-missing // batch.max_seqlen)

@@ -59,9 +59,7 @@ class Pretraining(nn.Module):
 def _encoder_flops(encoder: Encoder, tokens: float, scores: float) -> float:
     layers = encoder.in_order()
     share = 0.5 if layers and layers[0].window[1] == 0 else 1.0  # causal: half of the scores
-    return sum(
-        2.0 * tokens * _matrix_elements(each) + share * 4.0 * scores * each.qkv.in_features for each in layers
-    )
+    return sum(2.0 * tokens * _matrix_elements(each) + share * 4.0 * scores * each.qkv.in_features for each in layers)
 
 
 def _matrix_elements(layer: EncoderLayer) -> int:
@@ -71,7 +69,7 @@ def _matrix_elements(layer: EncoderLayer) -> int:
 class MaskedWords(Pretraining):
     """RoBERTa's."""
 
-    terms = ("masked_words",)
+    terms: ClassVar[tuple[str, ...]] = ("masked_words",)
 
     def counts(self, batch: Any) -> tuple[int, ...]:
         return (batch.predictions,)
@@ -80,9 +78,7 @@ class MaskedWords(Pretraining):
         return (self.words(_encoded(self.model.encoder, batch), batch),)
 
     def words(self, encoded: Encoded, batch: Any) -> Tensor:
-        loss: Tensor = self.model.lm_head.loss(
-            encoded.x, batch.labels, positions=batch.positions, reduction="sum"
-        )
+        loss: Tensor = self.model.lm_head.loss(encoded.x, batch.labels, positions=batch.positions, reduction="sum")
         return loss
 
 
@@ -193,9 +189,7 @@ class Family:
 
 FAMILIES = {
     "bert": Family(models.BertConfig, models.BertForPreTraining, NextSentence, "nsp", "wordpiece"),
-    "roberta": Family(
-        models.RobertaConfig, models.RobertaForMaskedLM, MaskedWords, "single", "bpe", more_positions=2
-    ),
+    "roberta": Family(models.RobertaConfig, models.RobertaForMaskedLM, MaskedWords, "single", "bpe", more_positions=2),
     "albert": Family(models.AlbertConfig, models.AlbertForPreTraining, SentenceOrder, "sop", "wordpiece"),
     "electra": Family(models.ElectraConfig, models.ElectraForJointPreTraining, ReplacedWords, "electra", "wordpiece"),
     "gpt": Family(

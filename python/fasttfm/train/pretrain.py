@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -137,9 +138,7 @@ class _Run:
         module = share_out(self.objective, world)
         optimizer = make_optimizer(module, settings.optimizer, capturable=settings.step.cuda_graph)
         schedule = Schedule(optimizer, settings.schedule)
-        self.trainer = Trainer(
-            module, self.objective.objective(), optimizer, schedule, settings.step, world=world
-        )
+        self.trainer = Trainer(module, self.objective.objective(), optimizer, schedule, settings.step, world=world)
         self.batch_tokens = self._batch_tokens()
         self.stream = self._stream(self.corpus.training, settings.seed, self._workers())
         self.evaluation: list[data.Batch] = []
@@ -164,8 +163,8 @@ class _Run:
         tokens = settings.tokens_per_step // parts
         if tokens < settings.max_length:
             raise RunError(
-                f"tokens per step: {settings.tokens_per_step} in {parts} batches (ranks times accumulation) are {tokens} "
-                f"each, fewer than one sequence of {settings.max_length}"
+                f"tokens per step: {settings.tokens_per_step} in {parts} batches (ranks times accumulation) are "
+                f"{tokens} each, fewer than one sequence of {settings.max_length}"
             )
         return tokens
 
@@ -259,9 +258,7 @@ class _Run:
         terms = self.objective.terms
         log = None
         if main:
-            log = RunLog(
-                run.output, terms, steps=self.steps, every=run.log_every, start=self.start, progress=progress
-            )
+            log = RunLog(run.output, terms, steps=self.steps, every=run.log_every, start=self.start, progress=progress)
         evaluate_every = run.evaluate_every or max(1, math.ceil(self.steps / 10))
         checkpoint_every = run.checkpoint_every or min(1000, max(1, math.ceil(self.steps / 5)))
         checkpoint = self.checkpoints.path(self.start)
@@ -313,7 +310,9 @@ class _Run:
 
     def _stopped(self, checkpoint: Path, *, saved: bool) -> None:
         where = f"{checkpoint} was written" if saved else f"the last whole checkpoint is {checkpoint}"
-        raise RunError(f"stopped by a signal behind step {self.trainer.completed}; {where}; --resume goes on from there")
+        raise RunError(
+            f"stopped by a signal behind step {self.trainer.completed}; {where}; --resume goes on from there"
+        )
 
     def _description(self) -> str:
         settings, training = self.settings, self.corpus.training
@@ -343,9 +342,7 @@ class _Run:
         )
 
 
-def _paused(log: RunLog | None) -> Any:
-    import contextlib
-
+def _paused(log: RunLog | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if log is None else log.paused()
 
 
