@@ -16,7 +16,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,17 +27,12 @@ from typing import Any
 
 import numpy as np
 
-from fasttfm.data.texts import DataError, data_error, files_of, read_documents
+from fasttfm.data.texts import DataError, data_error, files_of, read_documents, sentence_starts
 from fasttfm.data.tokenizer import SpecialIds, Tokenizer
 
 FORMAT = 1
 _MANIFEST = "shards.json"
 _PARTS = ("tokens", "sentences", "documents")
-# A sentence begins on a new line, and behind . ! or ? (and what closes a quotation) where something follows that can
-# begin one; not behind an initial or a title.
-_TITLES = "".join(rf"(?<!\b{title}\.)" for title in ("[A-Z]", "Mr", "Mrs", "Ms", "Dr", "St", "Gen", "Col", "Messrs"))
-_CLOSING, _OPENING = "[\"')\\]\u201d\u2019]*", "[\"'(\\[\u201c\u2018]*"
-_SENTENCE_START = re.compile(rf"\n\s*(?=\S)|(?<=[.!?]){_TITLES}{_CLOSING}\s+(?={_OPENING}[A-Z0-9])")
 
 
 @dataclass(frozen=True)
@@ -250,7 +244,7 @@ class _Writer:
                 if not len(ids):
                     continue
                 ends = np.fromiter((end for _, end in encoding.offsets), np.int64, len(ids))
-                starts = np.fromiter((match.end() for match in _SENTENCE_START.finditer(text)), np.int64)
+                starts = np.array(sentence_starts(text), dtype=np.int64)
                 # A sentence begins with the first token that reaches beyond its first character.
                 firsts = np.searchsorted(np.maximum.accumulate(ends), starts, side="right")
                 bounds = np.unique(np.append(firsts[firsts > 0], len(ids)))
