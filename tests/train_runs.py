@@ -35,7 +35,7 @@ from fasttfm.train.settings import (
 SIZE = "test"
 _BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 2}
-_SIZES: dict[str, dict[str, Any]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "bert": _BERT,
     "roberta": _BERT,
     "albert": {**_BERT, "embedding_size": 16},
@@ -43,7 +43,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "gpt": _GPT,
     "gpt2": _GPT,
 }
-for _name, _fields in _SIZES.items():  # of this process, and of those that import this module
+for _name, _fields in SIZES.items():  # of this process, and of those that import this module
     FAMILIES[_name].config.sizes = {**FAMILIES[_name].config.sizes, SIZE: _fields}
 
 
@@ -111,7 +111,13 @@ def start(target: Callable[..., Any], *arguments: Any) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train_runs"])
     process = context.Process(target=_alone, args=(target, *arguments))
-    process.start()
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    try:
+        process.start()  # and the server, the first time: before Python 3.13 it has not our sys.path
+    finally:
+        os.environ.pop("PYTHONPATH")
+        os.environ.update({} if before is None else {"PYTHONPATH": before})
     return process
 
 
