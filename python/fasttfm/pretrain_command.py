@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 MODELS = ("bert", "roberta", "albert", "electra", "gpt", "gpt2")
-_DEFAULT_SIZES = {"bert": "mini", "electra": "small", "gpt2": "small"}  # the others': base
+_DEFAULT_SIZES = {"bert": "tiny", "electra": "small", "gpt2": "small"}  # the others': base
+_DEFAULT_RATES = {"tiny": 2e-3, "mini": 1e-3, "small": 5e-4, "medium": 5e-4}  # the others': 1e-4
 
 _EXAMPLES = """
 examples:
@@ -46,7 +47,7 @@ def _add_data(group: Any) -> None:
         help=".txt, .jsonl or .parquet files, folders or patterns; default: the text that ships with the package",
     )
     group.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json, vocab.txt or a folder; default: trained")
-    group.add_argument("--vocabulary", type=int, default=8000, help="entries of a tokenizer that is trained (8000)")
+    group.add_argument("--vocabulary", type=int, default=4000, help="entries of a tokenizer that is trained (4000)")
     group.add_argument("--prepared", type=Path, metavar="FOLDER", help="token shards, kept for other runs")
     group.add_argument("--held-out", type=float, default=0.02, help="share of the documents for evaluation (0.02)")
     group.add_argument("--max-length", type=int, default=128, help="tokens of a sequence (128)")
@@ -58,10 +59,10 @@ def _add_data(group: Any) -> None:
 
 def _add_training(group: Any) -> None:
     group.add_argument("--steps", type=int, default=400, help="400 by default")
-    group.add_argument("--tokens-per-step", type=int, default=4096, help="of all processes together (4096)")
+    group.add_argument("--tokens-per-step", type=int, default=2048, help="of all processes together (2048)")
     group.add_argument("--accumulation", type=int, default=1, help="batches of a process to a step (1)")
     group.add_argument("--optimizer", default="adamw", help="adamw (default) or lamb")
-    group.add_argument("--learning-rate", type=float, default=1e-3, help="the highest (0.001)")
+    group.add_argument("--learning-rate", type=float, help="the highest; default: by the size, 0.002 to 0.0001")
     group.add_argument("--weight-decay", type=float, default=0.01, help="not of biases and LayerNorms (0.01)")
     group.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="Adam's (0.9 0.999)")
     group.add_argument("--schedule", default="linear", help="linear (default), cosine or constant")
@@ -132,7 +133,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
         ScheduleSettings(arguments.steps, warmup, arguments.schedule),
         OptimizerSettings(
             arguments.optimizer,
-            arguments.learning_rate,
+            _DEFAULT_RATES.get(size, 1e-4) if arguments.learning_rate is None else arguments.learning_rate,
             tuple(arguments.betas),
             weight_decay=arguments.weight_decay,
         ),
