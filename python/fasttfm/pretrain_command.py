@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -32,6 +34,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("model", nargs="?", default="bert", choices=MODELS, help="the family; default: bert")
     parser.add_argument("--size", help="a named size of the family, for example base; default: a small one")
+    parser.add_argument(
+        "--set", nargs="+", default=[], type=_field, metavar="FIELD=VALUE", help="what the size has otherwise"
+    )
     _add_data(parser.add_argument_group("data"))
     _add_training(parser.add_argument_group("training"))
     _add_run(parser.add_argument_group("run"))
@@ -88,6 +93,17 @@ def _add_run(group: Any) -> None:
     group.add_argument("--evaluation-batches", type=int, default=8, help="of each process (8)")
     group.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="steps to a row of the log (10)")
     group.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """A field of the configuration and its value: hidden_size=512."""
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise argparse.ArgumentTypeError(f"expected FIELD=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -152,6 +168,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
             )
         },
         data=tuple(arguments.data),
+        changes=dict(arguments.set),
     )
     where = RunSettings(
         arguments.output or _new_folder(f"{arguments.model}-{size}"),
@@ -169,8 +186,6 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 def _new_folder(name: str) -> Path:
     """The first number that is free. All processes of a run must find the same: under torchrun --output is needed."""
-    import os
-
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--output: expected under torchrun")
     numbers = range(1, sys.maxsize)

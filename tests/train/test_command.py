@@ -27,7 +27,7 @@ def test_a_run_says_what_it_reached(
 ) -> None:
     assert cli.main(arguments(corpus, tmp_path / "run")) == 0
     said = capsys.readouterr()
-    assert "bert tiny: 0.5 million parameters, vocabulary of 300; 36 documents" in said.err
+    assert "bert tiny: 0.5 million parameters, vocabulary of 251; 36 documents" in said.err
     assert "step 2/2: loss" in said.err
     assert "2 steps, " in said.out
     assert "held out: loss" in said.out
@@ -49,6 +49,8 @@ def test_a_new_folder_for_every_run(corpus: dict[str, Path], tmp_path: Path, mon
     ("more", "status", "sentence"),
     [
         (["--size", "huge"], 2, "size of bert: expected one of tiny, mini, small, medium, base, large, got 'huge'"),
+        (["--set", "layers=3"], 2, "layers: expected a field of BertConfig"),
+        (["--set", "layers"], 2, "argument --set: expected FIELD=VALUE, got 'layers'"),
         (["--device", "tpu"], 2, "device: expected cpu, cuda or cuda:<number>, got 'tpu'"),
         (["--device", "cuda:7"], 2, "device: cuda:7 is not here: torch sees"),
         (["--parallel", "ddp"], 2, "parallel: ddp needs several processes: torchrun --nproc-per-node N -m fasttfm ..."),

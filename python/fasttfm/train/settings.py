@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 OPTIMIZERS = ("adamw", "lamb")
 SCHEDULES = ("linear", "cosine", "constant")
@@ -84,6 +85,7 @@ class PretrainSettings:
     whole_word: bool = False
     ngram: int = 1
     dropout: float | None = None  # the size's own by default
+    changes: dict[str, Any] = field(default_factory=dict)  # fields of the configuration that the size has otherwise
     seed: int = 0
 
     def __post_init__(self) -> None:
