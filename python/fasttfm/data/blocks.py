@@ -1,0 +1,125 @@
+"""``Blocks``: which documents are worked on together: an epoch is a sequence of blocks, each some millions of tokens.
+
+Documents come in a random order, another in each epoch; sequences are shuffled within a block. So no plan of a whole
+corpus is ever made, and every block is a function of (corpus, seed, epoch, its number) alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fasttfm.data.examples import Documents, Objective, limit, spread
+from fasttfm.data.shards import TokenShards
+
+# What a random number is for; a part of its key.
+ORDER, CUT, MASK = range(3)
+
+
+def generator(seed: int, purpose: int, *place: int) -> np.random.Generator:
+    """Random numbers that depend on nothing but the arguments (up to three numbers for a place)."""
+    counter = np.array([0, *place, *[0] * (3 - len(place))], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=np.array([seed, purpose], dtype=np.uint64), counter=counter))
+
+
+class Block(NamedTuple):
+    tokens: np.ndarray  # uint16 or uint32
+    documents: Documents
+
+
+class Blocks:
+    """The blocks of a corpus.
+
+    Args:
+        shards: The corpus.
+        objective: What its sequences are.
+        size: Tokens of a block, about.
+        seed: Of the order of documents.
+    """
+
+    def __init__(self, shards: TokenShards, objective: Objective, size: int, seed: int) -> None:
+        self.shards, self.unit, self.seed = shards, limit(objective), seed
+        self.two_documents = objective.kind == "nsp"
+        self.count = max(1, round(shards.tokens / size))
+        self.size = -(-shards.tokens // self.count)
+        # Sequences of a block's documents are made side by side: long documents would come alone at the end.
+        self.parts = _parts(shards, 64 * objective.max_length, at_sentences=objective.kind != "causal")
+        self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def load(self, epoch: int, number: int) -> Block:
+        """A block's tokens and documents. With one document only, next sentences come from a part of another."""
+        order, bounds = self._order(epoch)
+        chosen = np.sort(order[bounds[number] : bounds[number + 1]])
+        donors = 0
+        owners = self.parts[chosen, 0]
+        if self.two_documents and len(owners) and owners[0] == owners[-1]:
+            others = order[self.parts[order, 0] != owners[0]]
+            if len(others):
+                chosen, donors = np.append(chosen, others[number % len(others)]), 1
+        rows = self.parts[chosen]
+        tokens, ends = [self.shards.files[0]["tokens"][:0]], [np.zeros(0, np.int64)]
+        for shard, sentence, sentences, start, length in rows[:, 1:6].tolist():
+            files = self.shards.files[shard]
+            tokens.append(files["tokens"][start : start + length])
+            ends.append(files["sentences"][sentence + 1 : sentence + sentences + 1])
+        return Block(np.concatenate(tokens), self._documents(rows, np.concatenate(ends), donors))
+
+    def _documents(self, rows: np.ndarray, ends: np.ndarray, donors: int) -> Documents:
+        sentences, starts, lengths = rows[:, 3], rows[:, 4], rows[:, 5]
+        local = np.cumsum(lengths) - lengths
+        # Where sentences end, in the block; a cut document's last one ends with it.
+        ends = np.minimum(ends - np.repeat(starts - local, sentences), np.repeat(local + lengths, sentences))
+        sizes = np.diff(ends, prepend=0)
+        pieces = -(-sizes // self.unit)
+        units = spread(ends - sizes, pieces, step=self.unit)
+        before = np.append(0, np.cumsum(pieces))
+        owners = rows[:, 0].copy()
+        if donors:
+            owners[-1] = np.iinfo(np.int64).max  # behind the others, whichever its number
+        return Documents(
+            bounds=np.append(units, int(lengths.sum())),
+            firsts=before[np.append(0, np.cumsum(sentences))],
+            ends=rows[:, 6].astype(bool),
+            owners=owners,
+            donors=donors,
+        )
+
+    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The parts' order in an epoch, and the blocks' bounds in it."""
+        if epoch in self._orders:
+            return self._orders[epoch]
+        order = generator(self.seed, ORDER, epoch).permutation(len(self.parts))
+        starts = np.cumsum(self.parts[order, 5]) - self.parts[order, 5]
+        bounds = np.searchsorted(starts, self.size * np.arange(self.count + 1))
+        bounds[-1] = len(order)
+        self._orders = {epoch: (order, bounds)}
+        return order, bounds
+
+
+def _parts(shards: TokenShards, most: int, *, at_sentences: bool) -> np.ndarray:
+    """int64 [parts, 7]: document, shard, first sentence, sentences, first token, tokens, whether the document ends.
+
+    Documents with more than ``most`` tokens are cut: into equal parts, each cut moved back to the end of a sentence,
+    unless that is far; or else exactly behind every ``most`` tokens.
+    """
+    index, tokens = shards.index, shards.index[:, 4]
+    count = -(-tokens // most)
+    owners = np.repeat(np.arange(len(index)), count)
+    step = tokens / count if at_sentences else np.full(len(index), float(most))
+    number = spread(np.zeros(len(index), np.int64), count)
+    starts = index[owners, 3] + (number * step[owners]).astype(np.int64)
+    ends_here = np.append(owners[1:] != owners[:-1], True)
+    stops = np.where(ends_here, index[owners, 3] + tokens[owners], 0)
+    first, last = np.empty_like(starts), np.empty_like(starts)
+    bounds = np.searchsorted(index[owners, 0], np.arange(len(shards.files) + 1))  # of the shards among the parts
+    for shard, files in enumerate(shards.files):
+        sentences, own = files["sentences"], slice(bounds[shard], bounds[shard + 1])
+        if at_sentences:
+            near = sentences[np.searchsorted(sentences, starts[own], side="right") - 1]
+            starts[own] = np.where(starts[own] - near < most // 2, near, starts[own])
+        stops[own] = np.where(ends_here[own], stops[own], np.append(starts[own][1:], 0)[: len(stops[own])])
+        first[own] = np.searchsorted(sentences, starts[own], side="right") - 1
+        last[own] = np.searchsorted(sentences, stops[own], side="left")
+    columns = (owners, index[owners, 0], first, last - first, starts, stops - starts, ends_here)
+    return np.stack(columns, axis=1).astype(np.int64)

@@ -1,0 +1,240 @@
+"""``Objective``: what a training sequence is made of; ``cut`` makes the sequences of some documents.
+
+nsp      [CLS] A [SEP] B [SEP]   BERT's: B follows A (label 0), or is from another document (label 1, half of them)
+sop      [CLS] A [SEP] B [SEP]   ALBERT's: A and B follow each other (label 0), or are swapped (label 1, half)
+single   [CLS] A [SEP]           RoBERTa's: sentences of one document
+electra  [CLS] A [SEP]           the same; the model itself replaces the predicted tokens
+causal   A                       the GPTs': a document and its end token, in pieces
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+Kind = Literal["nsp", "sop", "single", "electra", "causal"]
+# Tokens of a sequence that are not of the texts.
+_ADDED = {"nsp": 3, "sop": 3, "single": 2, "electra": 2, "causal": 0}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is learnt from.
+
+    Args:
+        kind: ``"nsp"``, ``"sop"``, ``"single"``, ``"electra"`` or ``"causal"``.
+        max_length: No sequence has more tokens, special ones included.
+        short_probability: So many sequences aim at a random shorter length, so that a model meets those too; not with
+            ``"causal"``.
+    """
+
+    kind: Kind
+    max_length: int = 512
+    short_probability: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.kind not in _ADDED:
+            raise ValueError(f"Objective: kind: expected one of {', '.join(_ADDED)}, got {self.kind!r}")
+        if self.max_length < _ADDED[self.kind] + 2:
+            raise ValueError(f"Objective: max_length: expected {_ADDED[self.kind] + 2} or more, got {self.max_length}")
+        if not 0 <= self.short_probability <= 1:
+            raise ValueError(f"Objective: short_probability: expected one in [0, 1], got {self.short_probability}")
+
+    @property
+    def room(self) -> int:
+        """How many tokens of the texts a sequence takes."""
+        return self.max_length - _ADDED[self.kind]
+
+    @property
+    def added(self) -> int:
+        return _ADDED[self.kind]
+
+    @property
+    def pairs(self) -> bool:
+        return self.kind in ("nsp", "sop")
+
+    @property
+    def masked(self) -> bool:
+        return self.kind != "causal"
+
+
+class Documents(NamedTuple):
+    """Some documents, or parts of long ones, one after the other."""
+
+    bounds: (
+        np.ndarray
+    )  # int64 [units + 1]: unit i is the tokens from [i] to [i + 1]; a sentence, or a piece of a long one
+    firsts: np.ndarray  # int64 [documents + 1]: document i is the units from [i] to [i + 1]
+    ends: np.ndarray  # bool [documents]: whether the document ends here, or goes on elsewhere
+    owners: np.ndarray  # int64 [documents], ascending: parts of the same document have the same number
+    donors: int = 0  # so many documents at the end are there to take second sentences from only
+
+
+class Sequences(NamedTuple):
+    """Where the parts of n sequences lie; all int64 [n]."""
+
+    first: np.ndarray  # token that A begins with
+    first_length: np.ndarray
+    second: np.ndarray  # and B
+    second_length: np.ndarray  # 0 where there is none
+    label: np.ndarray  # nsp, sop: the sentence label; causal: 1 where the end token follows
+    length: np.ndarray  # with special tokens
+
+    def take(self, chosen: np.ndarray) -> Sequences:
+        return Sequences(*(column[chosen] for column in self))
+
+
+def limit(objective: Objective) -> int:
+    """A longer sentence is cut: two of a pair have to fit."""
+    return objective.room // 2 if objective.pairs else objective.room
+
+
+def cut(objective: Objective, documents: Documents, generator: np.random.Generator, *, end_token: bool) -> Sequences:
+    """Every sequence of the documents, in no order that means anything.
+
+    single, electra and causal use every token once. A pair needs two sentences: one that is left over at a document's
+    end is not used, this time.
+    """
+    if objective.kind == "causal":
+        return _cut_causal(objective, documents, end_token)
+    function = _cut_pairs if objective.pairs else _cut_single
+    columns = function(objective, documents, generator)
+    return Sequences(*columns, columns[1] + columns[3] + objective.added)
+
+
+def _cut_causal(objective: Objective, documents: Documents, end_token: bool) -> Sequences:
+    starts = documents.bounds[documents.firsts]
+    size = objective.max_length
+    pieces = -(-np.diff(starts) // size)
+    first = spread(starts[:-1], pieces, step=size)
+    length = np.minimum(size, np.repeat(starts[1:], pieces) - first)
+    last = np.zeros(len(first), dtype=bool)
+    last[np.cumsum(pieces) - 1] = documents.ends
+    ended = (last & (length < size) & end_token).astype(np.int64)
+    nothing = np.zeros_like(first)
+    return Sequences(first, length, nothing, nothing, ended, length + ended)
+
+
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # Sequences without length
+
+
+def _cut_single(objective: Objective, documents: Documents, generator: np.random.Generator) -> Columns:
+    """All documents at the same time: each step makes the next sequence of every one that has sentences left."""
+    bounds = documents.bounds
+    unit, end = documents.firsts[:-1], documents.firsts[1:]
+    rows: list[tuple[np.ndarray, np.ndarray]] = []
+    while len(unit):
+        last, _ = _last_units(objective, bounds, unit, end, generator)
+        rows.append((bounds[unit], bounds[last] - bounds[unit]))
+        left = last < end
+        unit, end = last[left], end[left]
+    first, length = _joined(rows, 2)
+    nothing = np.zeros_like(first)
+    return first, length, nothing, nothing, nothing
+
+
+def _cut_pairs(objective: Objective, documents: Documents, generator: np.random.Generator) -> Columns:
+    """As ``_cut_single``. Where B comes from elsewhere, the sentences that it would have had are used again."""
+    bounds, firsts = documents.bounds, documents.firsts
+    ends_by_unit = np.repeat(firsts[1:], np.diff(firsts))
+    count = len(firsts) - 1 - documents.donors
+    state = np.stack([firsts[:-1], firsts[1:], *_own_units(documents)])[:, :count]
+    rows: list[Columns] = []
+    while True:
+        unit, end, own, own_end = state = state[:, state[1] - state[0] >= 2]
+        if not len(unit):
+            break
+        last, target = _last_units(objective, bounds, unit, end, generator, least=2)
+        where, change, other = generator.random((3, len(unit)))
+        middle = unit + 1 + (where * (last - unit - 1)).astype(np.int64)
+        changed = change < 0.5
+        first, second, stop = bounds[unit], bounds[middle], bounds[last]
+        if objective.kind == "sop":
+            a, b = np.where(changed, (second, first), (first, second))
+            a_length, b_length = np.where(changed, (stop - second, second - first), (second - first, stop - second))
+            state[0] = last
+        else:
+            any_unit = (other * (len(bounds) - 1 - (own_end - own))).astype(np.int64)
+            any_unit += np.where(any_unit >= own, own_end - own, 0)  # of another document
+            room = np.maximum(target, stop - first) - (second - first)
+            fits = np.searchsorted(bounds, bounds[any_unit] + room, side="right") - 1
+            fits = np.minimum(fits, ends_by_unit[np.minimum(any_unit, len(ends_by_unit) - 1)])
+            elsewhere = np.where(fits > any_unit, bounds[fits] - bounds[any_unit], room)
+            a, a_length = first, second - first
+            b, b_length = np.where(changed, bounds[any_unit], second), np.where(changed, elsewhere, stop - second)
+            state[0] = np.where(changed, middle, last)
+        rows.append((a, a_length, b, b_length, changed.astype(np.int64)))
+    columns = _joined(rows, 5)
+    return columns[0], columns[1], columns[2], columns[3], columns[4]
+
+
+def _last_units(
+    objective: Objective,
+    bounds: np.ndarray,
+    unit: np.ndarray,
+    end: np.ndarray,
+    generator: np.random.Generator,
+    least: int = 1,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Up to which unit the sequences go that begin with ``unit``, and the lengths that they aim at."""
+    short, where = generator.random((2, len(unit)))
+    shorter = 2 + (where * (objective.room - 1)).astype(np.int64)
+    target = np.where(short < objective.short_probability, shorter, objective.room)
+    last = np.searchsorted(bounds, bounds[unit] + target, side="right") - 1
+    return np.minimum(np.maximum(last, unit + least), end), target
+
+
+def _own_units(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
+    """For each document, the units of all its parts: from, to."""
+    left = np.searchsorted(documents.owners, documents.owners, side="left")
+    right = np.searchsorted(documents.owners, documents.owners, side="right")
+    return documents.firsts[left], documents.firsts[right]
+
+
+def _joined(rows: list[Any], columns: int) -> list[np.ndarray]:
+    if not rows:
+        return [np.zeros(0, np.int64)] * columns
+    return [np.concatenate(column) for column in zip(*rows, strict=True)]
+
+
+def spread(starts: np.ndarray, lengths: np.ndarray, *, step: int = 1) -> np.ndarray:
+    """starts[0], starts[0] + step, ... (lengths[0] numbers), starts[1], ... and so on."""
+    before = np.cumsum(lengths) - lengths
+    numbers = np.arange(int(lengths.sum()))
+    result: np.ndarray = np.repeat(starts - step * before, lengths) + (numbers if step == 1 else step * numbers)
+    return result
+
+
+def pack(lengths: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
+    """Puts sequences into batches of at most ``budget`` tokens, nearly full ones.
+
+    Some short sequences are kept back. The others fill batches in their order, until the next does not fit; what is
+    left free then takes the longest of the short ones that fit, until less than 1% is free.
+
+    Returns: the sequences' numbers, batch by batch, and the batches' bounds among them.
+    """
+    by_length = np.argsort(lengths, kind="stable")
+    kept = min(len(lengths) // 4, 4 * (int(lengths.sum()) // budget))
+    fillers: list[int] = by_length[:kept].tolist()  # the shortest first
+    sizes: list[int] = lengths[fillers].tolist()
+    order: list[int] = []
+    bounds = [0]
+    waiting = np.sort(by_length[kept:])
+    while len(waiting):
+        numbers: list[int] = waiting.tolist()
+        total: list[int] = np.append(0, np.cumsum(lengths[waiting])).tolist()
+        start = 0
+        while start < len(numbers):
+            stop = bisect_right(total, total[start] + budget) - 1
+            order += numbers[start:stop]
+            gap = budget - (total[stop] - total[start])
+            while gap > budget // 128 and (place := bisect_right(sizes, gap) - 1) >= 0:
+                gap -= sizes.pop(place)
+                order.append(fillers.pop(place))
+            bounds.append(len(order))
+            start = stop
+        waiting, fillers, sizes = np.sort(np.array(fillers, dtype=np.int64)), [], []  # those that were not needed
+    return np.array(order, dtype=np.int64), np.array(bounds, dtype=np.int64)
