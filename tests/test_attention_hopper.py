@@ -111,7 +111,7 @@ def packed_call(case: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, li
     lengths, lengths_k, options = LOAD[case]
     torch.manual_seed(1)
     q, k, v = (torch.randn(sum(n), 16, 64, dtype=dtype, device="cuda") for n in (lengths, lengths_k, lengths_k))
-    packed = {
+    packed: dict[str, Any] = {
         "cu_seqlens": cu_seqlens_from_lengths(lengths, device="cuda"),
         "cu_seqlens_k": cu_seqlens_from_lengths(lengths_k, device="cuda"),
         "max_seqlen": max(lengths),
