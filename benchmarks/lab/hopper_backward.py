@@ -35,8 +35,8 @@ extern "C" int backward(const fasttfm::AttentionBackward* call, const char** det
   *detail = status.detail;
   return static_cast<int>(status.code);
 }
-extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t queries, int64_t max_seqlen) {
-  return fasttfm::cuda::attention_backward_workspace(sequences, heads, queries, max_seqlen);
+extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen) {
+  return fasttfm::cuda::attention_backward_workspace(sequences, heads, tokens, max_seqlen);
 }
 """
 
@@ -270,7 +270,7 @@ class Backward:
         import torch
 
         heads, queries = q.shape[-2], q.shape[-3]
-        size = self.library.workspace(problem.sequences, heads, queries, problem.max_seqlen)
+        size = self.library.workspace(problem.sequences, heads, q.shape[:-2].numel(), problem.max_seqlen)
         workspace = torch.full((size,), torch.nan, device="cuda")
         call = Call(
             sequences=problem.sequences,

@@ -158,8 +158,8 @@ Status launch_typed(const AttentionBackward& call, const Parameters& p, float* s
 
 }  // namespace
 
-int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t queries, int64_t max_seqlen) {
-  const int64_t tiles = std::max(tiles_of(sequences, queries, true), tiles_of(sequences, queries, false));
+int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen) {
+  const int64_t tiles = tiles_of(sequences, tokens, true);  // not fewer than those of dense sequences
   return heads * tiles * (2 * kQueries + (max_seqlen > kOnChipQueries ? kSumFloats : 0));
 }
 

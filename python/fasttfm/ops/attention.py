@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -379,7 +380,8 @@ def _backward_cuda(
     if dout.data_ptr() % 16:
         dout = dout.clone()
     core = _native.core()
-    size = core.attention_backward_workspace_cuda(problem.sequences, q.shape[-2], q.shape[-3], problem.max_seqlen)
+    *tokens, heads, _ = q.shape
+    size = core.attention_backward_workspace_cuda(problem.sequences, heads, math.prod(tokens), problem.max_seqlen)
     workspace = torch.empty(size, dtype=torch.float32, device=q.device)
     core.attention_backward_cuda(
         **_fields(q, k, v, problem),
