@@ -15,6 +15,13 @@ from fasttfm.patching import heads, parts
 from fasttfm.patching.attention import attend
 
 
+class NoCache(theirs.DynamicCache):
+    """Stands where GPT2Model would make a cache, which training does not need and which would hold keys and values.
+
+    With none at all it looks for packed documents, in position ids that it may have made itself: that waits for a GPU,
+    and makes an explicit mask in a compiled graph."""
+
+
 class GPT2Attention(parts.Patched, theirs.GPT2Attention):
     does = "attention: fused, on the product for q, k and v in place, without weights in memory"
 
@@ -27,6 +34,7 @@ class GPT2Attention(parts.Patched, theirs.GPT2Attention):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        past_key_values = None if isinstance(past_key_values, NoCache) else past_key_values
         growing = isinstance(past_key_values, theirs.DynamicCache)
         cached = past_key_values is not None and not growing
         if cached or encoder_hidden_states is not None or not parts.fusable(attention_mask, kwargs):
@@ -79,7 +87,13 @@ class GPT2Block(parts.Patched, theirs.GPT2Block):
 
 class GPT2LMHeadModel(heads.LossHead, theirs.GPT2LMHeadModel):
     does = "loss of next words: logits a block at a time; in training, with labels, there are no logits and no cache"
-    forward = heads.loss_alone(theirs.GPT2LMHeadModel, use_cache=False)
+    forward = heads.loss_alone(theirs.GPT2LMHeadModel)
+
+    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        cached = given.get("use_cache") is not None or given.get("past_key_values") is not None
+        if cached or not self.config.use_cache or self.transformer.gradient_checkpointing:
+            return given
+        return given | {"use_cache": False, "past_key_values": NoCache()}
 
     def vocabulary_layer(self) -> Any:
         return self.lm_head

@@ -28,16 +28,17 @@ class LossHead(Patched):
         """The linear layer onto the vocabulary."""
         raise NotImplementedError
 
+    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What the base model is called with, of what the caller has ``given``."""
+        return given
+
     def training_loss(self, outputs: Any, *labels: Tensor, **kwargs: Any) -> Any:
         """The model's output, with the loss of the base model's ``outputs``."""
         raise NotImplementedError
 
 
-def loss_alone(theirs: type, **defaults: Any) -> Callable[..., Any]:
-    """The forward of a ``LossHead`` in the place of ``theirs``. Its signature is theirs, which Trainer reads.
-
-    ``defaults`` are what the base model gets for arguments that a caller leaves out where there are no logits.
-    """
+def loss_alone(theirs: type) -> Callable[..., Any]:
+    """The forward of a ``LossHead`` in the place of ``theirs``. Its signature is theirs, which Trainer reads."""
     original: Any = theirs.forward  # type: ignore[attr-defined]
     names = list(inspect.signature(original).parameters)[1:]
 
@@ -51,9 +52,7 @@ def loss_alone(theirs: type, **defaults: Any) -> Callable[..., Any]:
         whole = given.pop("return_dict", None)
         labels = [given.pop(name) for name in self.loss_arguments]
         given.pop("logits_to_keep", None)
-        for name, value in defaults.items():
-            given[name] = value if given.get(name) is None else given[name]
-        outputs = self.base_model(**given, return_dict=True)
+        outputs = self.base_model(**self.arguments(given), return_dict=True)
         output = self.training_loss(outputs, *labels, **given)
         return output.to_tuple() if (self.config.return_dict if whole is None else whole) is False else output
 
