@@ -1,11 +1,13 @@
-"""Times whole training steps of BERT: forward, backward and fused AdamW, with dropout, in bf16 autocast on a GPU.
+"""Times whole training steps: forward, backward and fused AdamW, with dropout, in bf16 autocast on a GPU.
 
-    python benchmarks/training_step.py --model large --batch 64x512 --out rows.csv
-    python benchmarks/training_step.py --model mini --vocabulary 8000 --batch 8x128 --padded --device cpu
+    python benchmarks/training_step.py --model bert-large --batch 64x512 --out rows.csv
+    python benchmarks/training_step.py --model bert-mini --vocabulary 8000 --batch 8x128 --padded --device cpu
+    python benchmarks/training_step.py --chart rows.csv
 
 Contenders take their turns one after the other, for a model with its optimizer fills a good part of the memory. Each
-gets the same ids, lengths and labels: 15% of the tokens are predicted. With --padded, lengths are spread evenly from
-S/8 to S; every contender gets them as it takes them: lengths, or a mask.
+gets the same ids, lengths and labels; with --padded, lengths are spread evenly from S/8 to S, and every contender gets
+them as it takes them: lengths, or a mask. Steps follow each other as in a training run: a GPU is waited for only after
+the last. With --inference the model is called without labels and without gradients.
 """
 
 from __future__ import annotations
@@ -13,125 +15,79 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
+import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-from handmade_bert import HandmadeBert
 from torch import Tensor
+from training_contenders import CONTENDERS, FAMILIES, Batch, Case, build, make_batch, necessary_flops
 
-from fasttfm.models import BertConfig, BertForMaskedLM
-
-CONTENDERS = ("fasttfm", "fasttfm-recompute", "handmade", "handmade-compile", "hf", "hf-compile")
-
-
-@dataclass(frozen=True)
-class Batch:
-    ids: Tensor  # [B, S]
-    lengths: list[int] | None
-    mask: Tensor | None  # bool [B, S]
-    labels: Tensor  # [B, S], -100 where nothing is predicted
-    places: Tensor  # of the predicted tokens, in [B * S]
-    packed_places: Tensor  # the same among the packed tokens
+WARMUP = {"cuda": 5, "cpu": 2}
 
 
-def make_batch(batch: int, sequence: int, vocabulary: int, padded: bool, device: torch.device) -> Batch:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, vocabulary, (batch, sequence), generator=generator)
-    there = torch.ones(batch, sequence, dtype=torch.bool)
-    lengths = None
-    if padded:
-        lengths = torch.linspace(sequence // 8, sequence, batch).round().int().tolist()
-        there = torch.arange(sequence) < torch.tensor(lengths)[:, None]
-    predicted = (torch.rand(batch, sequence, generator=generator) < 0.15) & there
-    packed = torch.full((batch * sequence,), -1)
-    packed[there.flatten()] = torch.arange(int(there.sum()))
-    places = predicted.flatten().nonzero().squeeze(1)
-    tensors = (ids, there, torch.where(predicted, ids, -100), places, packed[places])
-    ids, there, labels, places, packed_places = (tensor.to(device) for tensor in tensors)
-    return Batch(ids, lengths, there if padded else None, labels, places, packed_places)
-
-
-def build(
-    name: str, config: BertConfig, batch: Batch, device: torch.device
-) -> tuple[torch.nn.Module, Callable[[], Tensor]]:
-    """A contender's model, and what computes its loss."""
-    torch.manual_seed(0)
-    if name.startswith("fasttfm"):
-        config.recompute = name.endswith("recompute")
-        ours = BertForMaskedLM(config).to(device).train()
-        labels = batch.labels.flatten()[batch.places]
-        options: dict[str, Any] = {"labels": labels, "positions": batch.packed_places, "lengths": batch.lengths}
-        return ours, lambda: ours(batch.ids, **options).loss
-    if name.startswith("handmade"):
-        model = HandmadeBert(config).to(device).train()
-        labels = batch.labels.flatten()[batch.places]
-        call: Any = torch.compile(model) if name.endswith("compile") else model
-        return model, lambda: call(batch.ids, batch.mask, labels, batch.places)
-    import transformers
-
-    fields = {key: value for key, value in config.to_dict().items() if key not in ("recompute", "model_type")}
-    theirs = transformers.BertForMaskedLM(transformers.BertConfig(**fields)).to(device).train()
-    call = torch.compile(theirs) if name.endswith("compile") else theirs
-    mask = None if batch.mask is None else batch.mask.long()
-    return theirs, lambda: call(batch.ids, attention_mask=mask, labels=batch.labels).loss
-
-
-def measure(name: str, config: BertConfig, batch: Batch, device: torch.device, steps: int) -> dict[str, Any]:
-    on_gpu = device.type == "cuda"
-    model, loss_of = build(name, config, batch, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    losses = []
-
-    def step() -> None:
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_gpu):
-            loss = loss_of()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach())
-
-    for _ in range(5 if on_gpu else 2):
-        step()
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        step()
-        if on_gpu:
-            torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
-    p20, p50, p80 = numpy.percentile(times, [20, 50, 80])
-    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
-    return {
-        "contender": name,
-        "ms_p20": round(p20, 2),
-        "ms_p50": round(p50, 2),
-        "ms_p80": round(p80, 2),
-        "peak_gib": round(peak, 2),
-        "first_loss": round(float(losses[0]), 4),
-        "last_loss": round(float(losses[-1]), 4),
-    }
-
-
-def profile(config: BertConfig, batch: Batch, device: torch.device) -> str:
-    """The kernels of one of our steps, by their time."""
-    model, loss_of = build("fasttfm", config, batch, device)
+def training_step(name: str, case: Case, batch: Batch, device: torch.device) -> Callable[[], Tensor]:
+    """What runs one step of a contender and returns its loss."""
+    model, loss_of = build(name, case, batch, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def step() -> None:
+    def step() -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             loss = loss_of()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
 
+    return step
+
+
+def inference_step(name: str, case: Case, batch: Batch, device: torch.device) -> Callable[[], Tensor]:
+    """What calls a contender's encoder."""
+    model, _ = build(name, case, batch, device)
+    ours = name.startswith("fasttfm")
+    encoder: Any = model.eval().encoder if ours else model.eval().base_model
+    lengths = {"lengths": batch.lengths if case.padded else None}
+    mask = {"attention_mask": None if batch.mask is None else batch.mask.long()}
+
+    @torch.no_grad()
+    def step() -> Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+            states: Tensor = encoder(batch.ids, **(lengths if ours else mask)).last_hidden_state
+        return states[0, 0, 0]
+
+    return step
+
+
+def measure(step: Callable[[], Tensor], device: torch.device, steps: int) -> dict[str, Any]:
+    losses = [step() for _ in range(WARMUP[device.type])]
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            losses.append(step())
+            mark.record()
+        torch.cuda.synchronize()
+        times = [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
+        peak: float | str = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    else:
+        times, peak = [], ""
+        for _ in range(steps):
+            start = time.perf_counter()
+            losses.append(step())
+            times.append(1e3 * (time.perf_counter() - start))
+    p20, p50, p80 = (round(float(each), 3) for each in numpy.percentile(times, [20, 50, 80]))
+    values = {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "peak_gib": peak}
+    return {**values, "first_loss": round(float(losses[0]), 4), "last_loss": round(float(losses[-1]), 4)}
+
+
+def profile(step: Callable[[], Tensor], device: torch.device) -> str:
+    """The kernels of one step, by their time."""
     for _ in range(3):
         step()
     on_gpu = device.type == "cuda"
@@ -144,36 +100,92 @@ def profile(config: BertConfig, batch: Batch, device: torch.device) -> str:
     return found.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90)
 
 
+def versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {"torch": torch.__version__, "transformers": version("transformers")}
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, row, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def write_chart(path: Path) -> Path:
+    """Bars of a step's time, a panel for each case, beside the rows."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    cases: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        shape = row["batch"] + (", padded" if row["padded"] == "True" else "")
+        cases.setdefault(f"{row['model']} {shape}, {row['mode']}", []).append(row)
+    columns = min(4, len(cases))
+    lines = -(-len(cases) // columns)
+    figure = Figure(figsize=(4.4 * columns, 0.6 + 2.3 * lines), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"{rows[0]['device']}: milliseconds a step")
+    panels = figure.subplots(lines, columns, squeeze=False).flatten()
+    for panel in panels[len(cases) :]:
+        panel.set_visible(False)
+    for panel, (title, own) in zip(panels, cases.items(), strict=False):
+        names = [row["contender"] for row in own]
+        colors = ["#1b6ca8" if name.startswith("fasttfm") else "#b5b5b5" for name in names]
+        bars = panel.barh(names, [float(row["ms_p50"]) for row in own], color=colors)
+        panel.bar_label(bars, [f"{float(row['ms_p50']):.4g}" for row in own], padding=3, fontsize=9)
+        panel.invert_yaxis()
+        panel.margins(x=0.16)
+        panel.set_title(title, loc="left", fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+    chart = path.with_suffix(".png")
+    figure.savefig(chart, dpi=110, metadata={"Software": None})
+    return chart
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="base", help=f"a size: {', '.join(BertConfig.sizes)}")
+    parser.add_argument("--model", default="bert-base", help=f"family and size: {', '.join(FAMILIES)}, for example")
     parser.add_argument("--batch", default="64x512", help="sequences x tokens")
-    parser.add_argument("--vocabulary", type=int, default=30522)
+    parser.add_argument("--vocabulary", type=int, help="words; the model's own by default")
     parser.add_argument("--padded", action="store_true")
+    parser.add_argument("--inference", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--profile", action="store_true", help="print the kernels of one of our steps")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one step of the first contender")
     parser.add_argument("--out", type=Path, help="a CSV file to add rows to")
+    parser.add_argument("--chart", type=Path, help="draw the rows of a CSV file, and measure nothing")
     arguments = parser.parse_args()
+    if arguments.chart is not None:
+        print(write_chart(arguments.chart))
+        return
     device = torch.device(arguments.device)
     size, sequence = (int(number) for number in arguments.batch.split("x"))
-    config = BertConfig.named(arguments.model, vocab_size=arguments.vocabulary)
-    batch = make_batch(size, sequence, arguments.vocabulary, arguments.padded, device)
-    if arguments.profile:
-        print(profile(config, batch, device))
-        return
+    case = Case(arguments.model, size, sequence, arguments.padded, arguments.vocabulary)
+    config = case.config()
+    batch = make_batch(case, config.vocab_size, device)
+    flops = necessary_flops(case, config, batch.lengths, len(batch.places))
+    make = inference_step if arguments.inference else training_step
+    mode = "inference" if arguments.inference else "training"
+    of = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     for name in arguments.contenders.split(","):
-        case = {"model": f"bert-{arguments.model}", "batch": arguments.batch, "padded": arguments.padded}
-        row = {**case, **measure(name, config, batch, device, arguments.steps)}
+        step = make(name, case, batch, device)
+        if arguments.profile:
+            print(profile(step, device))
+            return
+        row = {"device": of, "model": case.name, "batch": arguments.batch, "padded": case.padded, "mode": mode}
+        row |= {"contender": name, **measure(step, device, arguments.steps)}
+        row |= {"tflop_per_s": "" if arguments.inference else round(flops / row["ms_p50"] * 1e-9, 2), **versions()}
         print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
         if arguments.out is not None:
-            new = not arguments.out.exists()
-            with arguments.out.open("a", newline="") as file:
-                writer = csv.DictWriter(file, row)
-                if new:
-                    writer.writeheader()
-                writer.writerow(row)
+            append_row(arguments.out, row)
+        del step
         gc.collect()
         torch._dynamo.reset()
         if device.type == "cuda":

@@ -28,12 +28,15 @@ FASTTFM_KERNEL void backward_row(const BiasGeluBackward& p, int64_t row, float* 
   const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
   const T* dy = static_cast<const T*>(p.dy) + row * p.columns;
   T* dx = static_cast<T*>(p.dx) + row * p.columns;
+  T* y = p.y == nullptr ? nullptr : static_cast<T*>(p.y) + row * p.columns;
   const auto* bias = static_cast<const float*>(p.bias);
   for_columns(p.columns, [&](int64_t c, auto n) {
     Lanes u = load(x + c, n);
     if (bias != nullptr) u = u + load(bias + c, n);
-    const Lanes out = load(dy + c, n) * activated<A, sizeof(T) == 4>(u).derivative;
+    const auto at_u = activated<A, sizeof(T) == 4>(u);
+    const Lanes out = load(dy + c, n) * at_u.derivative;
     store(dx + c, out, n);
+    if (y != nullptr) store(y + c, at_u.value, n);
     if (dbias != nullptr) store(dbias + c, load(dbias + c, n) + out, n);
   });
 }

@@ -63,12 +63,13 @@ struct BackwardLane {
   const T* x;
   const T* dy;
   T* dx;
+  T* y;  // or null
   int64_t x_step, step;
   float bias[kVector];
   float dbias[kVector];
 
   // The next COUNT rows.
-  template <Activation A, int COUNT>
+  template <Activation A, bool WITH_Y, int COUNT>
   __device__ __forceinline__ void take() {
     Packed<T> value[COUNT], gradient[COUNT];
 #pragma unroll
@@ -85,17 +86,23 @@ struct BackwardLane {
       widen(gradient[r], out);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        out[i] *= activated<A, kExact<T>>(u[i] + bias[i]).derivative;
+        const auto at_u = activated<A, kExact<T>>(u[i] + bias[i]);
+        u[i] = at_u.value;
+        out[i] *= at_u.derivative;
         dbias[i] += out[i];
       }
       store_packed(dx, narrow<T>(out));
       dx += step;
+      if (WITH_Y) {
+        store_packed(y, narrow<T>(u));
+        y += step;
+      }
     }
   }
 };
 
 // Grid (stripes, parts).
-template <class T, Activation A>
+template <class T, Activation A, bool WITH_Y>
 __global__ void __launch_bounds__(kBlock, kBackwardBlocks) backward_kernel(BiasGeluBackward p) {
   __shared__ __align__(16) float shares[kWarps][kStripe];
   constexpr int kRows = kBackwardRows<T>;
@@ -106,6 +113,7 @@ __global__ void __launch_bounds__(kBlock, kBackwardBlocks) backward_kernel(BiasG
   BackwardLane<T> at{static_cast<const T*>(p.x) + first * p.x_stride + column,
                      static_cast<const T*>(p.dy) + first * p.columns + column,
                      static_cast<T*>(p.dx) + first * p.columns + column,
+                     static_cast<T*>(p.y) + (WITH_Y ? first * p.columns + column : 0),
                      stride * p.x_stride,
                      stride * p.columns,
                      {},
@@ -113,8 +121,8 @@ __global__ void __launch_bounds__(kBlock, kBackwardBlocks) backward_kernel(BiasG
   if (column < p.columns && first < p.rows) {
     load_parameter(p.bias, p.bias_dtype, column, 0.0f, at.bias);
     auto left = static_cast<int>((p.rows - first + stride - 1) / stride);
-    for (; left >= kRows; left -= kRows) at.template take<A, kRows>();
-    for (; left > 0; --left) at.template take<A, 1>();
+    for (; left >= kRows; left -= kRows) at.template take<A, WITH_Y, kRows>();
+    for (; left > 0; --left) at.template take<A, WITH_Y, 1>();
   }
   if (p.dbias == nullptr) return;
   store_packed(&shares[warp][lane * kVector], narrow<float>(at.dbias));
@@ -160,8 +168,10 @@ Status bias_gelu_backward(const BiasGeluBackward& p) {
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
     return with_activation(p.activation, [&](auto activation) {
       const dim3 grid(stripes_of(p.columns), static_cast<unsigned>(p.parts));
-      const Status status =
-          launch(backward_kernel<decltype(element), decltype(activation)::value>, grid, kBlock, 0, p.stream, p);
+      constexpr Activation kActivation = decltype(activation)::value;
+      const auto kernel = p.y == nullptr ? backward_kernel<decltype(element), kActivation, false>
+                                         : backward_kernel<decltype(element), kActivation, true>;
+      const Status status = launch(kernel, grid, kBlock, 0, p.stream, p);
       if (status.code != StatusCode::ok || p.dbias == nullptr) return status;
       return sum_parts(p.workspace, {p.dbias, p.bias_dtype}, {}, p.parts, p.columns, p.stream);
     });

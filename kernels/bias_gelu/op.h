@@ -1,7 +1,7 @@
 // An activation of x + bias. N rows of C columns; see reference.py for the formula.
 //
 // Bytes per row (e = bytes of an element): forward reads x and writes y, 2*C*e; backward reads dy and x and writes dx,
-// 3*C*e.
+// 3*C*e, and y once more where it is wanted.
 #pragma once
 
 #include <cstdint>
@@ -32,6 +32,7 @@ struct BiasGeluBackward {
   const void* x;     // [N, C], dtype; rows x_stride elements apart
   const void* bias;  // [C], bias_dtype, or null for 0
   void* dx;          // [N, C], dtype, contiguous
+  void* y;           // [N, C], dtype, contiguous: the activation once more, or null when not wanted
   void* dbias;       // [C], bias_dtype, or null when not wanted
   float*
       workspace;  // CPU: bias_gelu_workspace(rows, columns) floats; CUDA: parts * columns floats; unused without dbias

@@ -26,14 +26,15 @@ def bias_gelu_forward(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 
 
 def bias_gelu_backward(
-    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want_dbias: bool
-) -> tuple[Tensor, Tensor]:
-    """Returns dx [..., C] and dbias [C], each in its tensor's type; dbias is empty if it is not wanted."""
+    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want_dbias: bool, want_y: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dx [..., C] and dbias [C], each in its tensor's type, and once more y; empty what is not wanted."""
     dx = _accumulate(dy) * derivative(_biased(x, bias), kind)
     dbias = x.new_empty(0)
     if bias is not None and want_dbias:
         dbias = dx.reshape(-1, x.shape[-1]).sum(dim=0).to(bias.dtype)
-    return dx.to(x.dtype).contiguous(), dbias
+    y = bias_gelu_forward(x, bias, kind) if want_y else x.new_empty(0)
+    return dx.to(x.dtype).contiguous(), dbias, y
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -49,12 +49,14 @@ def _bwd_kernel(
     x,  # [N, C], rows x_stride apart
     bias,  # [C] or unused
     dx,  # [N, C]
+    y,  # [N, C] or unused
     parts,  # [programs, C] fp32: each program's share of dbias
     N,
     C,
     x_stride,
     HAS_BIAS: tl.constexpr,
     WANT_PARTS: tl.constexpr,
+    WANT_Y: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -72,9 +74,11 @@ def _bwd_kernel(
         gradient = tl.load(dy + rows[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         if HAS_BIAS:
             u += shift[None, :]
-        _, derivative = activated(u, KIND, EXACT=x.dtype.element_ty == tl.float32)
+        value, derivative = activated(u, KIND, EXACT=x.dtype.element_ty == tl.float32)
         out = gradient * derivative
         tl.store(dx + rows[:, None] * C + columns[None, :], out.to(dx.dtype.element_ty), mask=mask)
+        if WANT_Y:
+            tl.store(y + rows[:, None] * C + columns[None, :], value.to(y.dtype.element_ty), mask=mask)
         if WANT_PARTS:
             total += tl.sum(out, axis=0)
     if WANT_PARTS:
@@ -110,14 +114,15 @@ def bias_gelu_forward_triton(x: Tensor, bias: Tensor | None, kind: str) -> Tenso
 
 
 def bias_gelu_backward_triton(
-    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want_dbias: bool
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want_dbias: bool, want_y: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, dy = as_rows(x), dy.contiguous()
     count, columns = rows.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape if want_y else 0, dtype=x.dtype, device=x.device)
     dbias = gradient_like(bias, want_dbias, x)
     if count == 0:
-        return dx, dbias.zero_()
+        return dx, dbias.zero_(), y
     tile = _tile(columns)
     stripes = triton.cdiv(columns, tile["BLOCK_C"])
     most = max(1, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x) // stripes)
@@ -129,18 +134,20 @@ def bias_gelu_backward_triton(
             rows,
             rows if bias is None else bias.contiguous(),
             dx,
+            y if want_y else dx,
             parts,
             count,
             columns,
             rows.stride(0),
             HAS_BIAS=bias is not None,
             WANT_PARTS=want_dbias,
+            WANT_Y=want_y,
             KIND=kind,
             **tile,
         )
         if want_dbias:
             sum_parts(parts, [dbias])
-    return dx, dbias
+    return dx, dbias, y
 
 
 def compile_signatures(columns: int, element: str, parameter: str, kind: str) -> list[dict[str, object]]:
@@ -158,9 +165,9 @@ def compile_signatures(columns: int, element: str, parameter: str, kind: str) ->
         },
         {
             "kernel": _bwd_kernel,
-            "signature": {"dy": x, "x": x, "bias": p, "dx": x, "parts": "*fp32", **sizes},
+            "signature": {"dy": x, "x": x, "bias": p, "dx": x, "y": x, "parts": "*fp32", **sizes},
             "num_warps": num_warps,
-            "constants": {"HAS_BIAS": True, "WANT_PARTS": True, "KIND": kind, **tile},
+            "constants": {"HAS_BIAS": True, "WANT_PARTS": True, "WANT_Y": True, "KIND": kind, **tile},
         },
         compile_signature(parameter, 1),
     ]

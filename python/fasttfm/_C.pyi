@@ -107,6 +107,7 @@ class _BiasGeluBackward(TypedDict):
     x: int
     bias: int
     dx: int
+    y: int
     dbias: int
     workspace: int
     rows: int

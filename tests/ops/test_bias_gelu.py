@@ -58,6 +58,19 @@ def test_far_from_zero_it_is_the_identity_or_zero(
 
 @backends
 @pytest.mark.parametrize("activation", KINDS)
+def test_the_backward_gives_y_once_more(backend: str, device: str, dtype: torch.dtype, activation: str) -> None:
+    x = torch.linspace(-6, 6, 37 * 264).view(37, 264).to(device, dtype)
+    bias = torch.linspace(-1, 1, 264).to(device, dtype)
+    call = (torch.ones_like(x), x, bias, ACTIVATIONS[activation], True)
+    dx, dbias, y = torch.ops.fasttfm.bias_gelu_backward(*call, True, backend)
+    alone = torch.ops.fasttfm.bias_gelu_backward(*call, False, backend)
+    assert torch.equal(y, bias_gelu(x, bias, activation=activation, backend=backend))
+    assert torch.equal(dx, alone[0])
+    assert torch.equal(dbias, alone[1])
+
+
+@backends
+@pytest.mark.parametrize("activation", KINDS)
 def test_zero_gives_zero_and_half_its_slope(backend: str, device: str, dtype: torch.dtype, activation: str) -> None:
     y, dx = value_and_gradient(torch.zeros(5, 40, dtype=dtype, device=device), activation, backend)
     assert torch.equal(y, torch.zeros_like(y))

@@ -6,9 +6,10 @@
 In a pre-LN model x comes normalised, z is the stream that blocks add to, and LN_b is the next layer's first norm: every
 residual addition stands in front of a LayerNorm and is done in its pass, in either kind of model.
 
-One node in the place of six: nothing is kept that can be had again in one cheap pass (dropout's masks, with
-``recompute`` also y1 and the activation), and a gradient that reaches a tensor on two ways is added up where the second
-is made: in the epilogue of a matrix product (post-LN) or in LayerNorm's backward (pre-LN).
+One node in the place of six: nothing is kept that can be had again in one cheap pass (dropout's masks; the activation,
+which the pass over its gradient writes once more; with ``recompute`` also y1), and a gradient that reaches a tensor on
+two ways is added up where the second is made: in the epilogue of a matrix product (post-LN) or in LayerNorm's backward
+(pre-LN).
 """
 
 from __future__ import annotations
@@ -117,8 +118,7 @@ def _forward(
     stream = y1 if residual is None else z1
     y, z, statistics = add_norm_forward_op(branch, stream, *norm_b, options.eps_b, want_z, backend)
 
-    again = (None, None) if options.recompute else (y1, a)
-    saved = (qkv, out, lse, z1, statistics1, h, *again, z, statistics) if keep else ()
+    saved = (qkv, out, lse, z1, statistics1, h, None if options.recompute else y1, z, statistics) if keep else ()
     return y, None if residual is None else z, saved
 
 
@@ -139,7 +139,7 @@ class _EncoderBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
-        cu_seqlens, seeds, x, qkv, out, lse, z1, statistics1, h, y1, a, z, statistics, *own = ctx.saved_tensors
+        cu_seqlens, seeds, x, qkv, out, lse, z1, statistics1, h, y1, z, statistics, *own = ctx.saved_tensors
         options: Options = ctx.options
         inputs = len(ctx.needs_input_grad) - len(own)
         block = _Backward(
@@ -150,8 +150,8 @@ class _EncoderBlock(torch.autograd.Function):
         dropout = _dropout(cu_seqlens, seeds, 2, options)
         if y1 is None:
             y1 = block.norm_a(z1).to(x.dtype)
-        dy1, dz1 = block.feed_forward(dy, dz, y1, h, a, z, statistics, dropout)
-        del y1, a
+        dy1, dz1 = block.feed_forward(dy, dz, y1, h, z, statistics, dropout)
+        del y1
 
         dropout = _dropout(cu_seqlens, seeds, 1, options)
         dout, dstream = block.projection(dy1, dz1, out, z1, statistics1, dropout)
@@ -184,7 +184,6 @@ class _Backward:
         dz: Tensor | None,
         y1: Tensor,
         h: Tensor,
-        a: Tensor | None,
         z: Tensor,
         statistics: Tensor,
         dropout: Dropout,
@@ -192,15 +191,14 @@ class _Backward:
         """The gradients of y1 and, in a pre-LN model, of z1."""
         own, backend = self.own, self.options.backend
         dstream, dbranch = self._add_norm(("norm_b_weight", "norm_b_bias", "down_bias"), dy, dz, z, statistics, dropout)
-        if a is None:
-            a = bias_gelu_forward_op(h, own.up_bias, self.options.activation, backend)
-        self._weight("down_weight", dbranch, a)
-        del a  # before more tensors of its size are made
         da = linear.matmul(dbranch, own.down_weight)
-        want_bias = bool(self.wanted.up_bias)
-        dh, dup_bias = bias_gelu_backward_op(da, h, own.up_bias, self.options.activation, want_bias, backend)
-        if want_bias:
+        wanted = (bool(self.wanted.up_bias), bool(self.wanted.down_weight))
+        dh, dup_bias, a = bias_gelu_backward_op(da, h, own.up_bias, self.options.activation, *wanted, backend)
+        del da
+        if self.wanted.up_bias:
             self.gradients["up_bias"] = dup_bias
+        self._weight("down_weight", dbranch, a)
+        del a, dbranch
         self._weight("up_weight", dh, y1)
         return self._meet(dh, own.up_weight, dstream)
 

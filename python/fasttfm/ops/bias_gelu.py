@@ -96,7 +96,7 @@ class _BiasGelu(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         want_dbias = ctx.needs_input_grad[1]
-        dx, dbias = _backward_op(dy, x, bias, ctx.kind, want_dbias, ctx.backend)
+        dx, dbias, _ = _backward_op(dy, x, bias, ctx.kind, want_dbias, False, ctx.backend)
         return dx, dbias if want_dbias else None, None, None
 
 
@@ -113,16 +113,17 @@ def _forward_fake(x: Tensor, bias: Tensor | None, kind: str, backend: str | None
 
 
 def _backward(
-    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want_dbias: bool, backend: str | None
-) -> tuple[Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor] = TABLE.select(backend, x, bias).backward(dy, x, bias, kind, want_dbias)
-    return gradients
+    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want_dbias: bool, want_y: bool, backend: str | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    table = TABLE.select(backend, x, bias)
+    found: tuple[Tensor, Tensor, Tensor] = table.backward(dy, x, bias, kind, want_dbias, want_y)
+    return found
 
 
 def _backward_fake(
-    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want_dbias: bool, backend: str | None
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), gradient_like(bias, want_dbias, x)
+    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want_dbias: bool, want_y: bool, backend: str | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), gradient_like(bias, want_dbias, x), x.new_empty(x.shape if want_y else 0)
 
 
 _forward_op = register(
@@ -131,8 +132,8 @@ _forward_op = register(
     _forward_fake,
 )
 _backward_op = register(
-    "bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias, str kind, bool want_dbias, str? backend)"
-    " -> (Tensor dx, Tensor dbias)",
+    "bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias, str kind, bool want_dbias, bool want_y,"
+    " str? backend) -> (Tensor dx, Tensor dbias, Tensor y)",
     _backward,
     _backward_fake,
 )
@@ -165,11 +166,14 @@ def _forward_native(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     return y
 
 
-def _backward_native(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want_dbias: bool) -> tuple[Tensor, Tensor]:
+def _backward_native(
+    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want_dbias: bool, want_y: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     core = _native.core()
     rows, dy = as_rows(x), dy.contiguous()
     count, columns = rows.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape if want_y else 0, dtype=x.dtype, device=x.device)
     dbias = gradient_like(bias, want_dbias, x)
     # The CPU reads and sums in fp32 and leaves the rounding to torch.
     sums = dbias if x.is_cuda else dbias.float()
@@ -182,6 +186,7 @@ def _backward_native(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want
         "x": rows.data_ptr(),
         "bias": _native.address(read),
         "dx": dx.data_ptr(),
+        "y": y.data_ptr() if want_y else 0,
         "dbias": sums.data_ptr() if want_dbias else 0,
         "workspace": workspace.data_ptr(),
         "rows": count,
@@ -198,9 +203,9 @@ def _backward_native(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want
             device=x.device.index,
             stream=_native.stream(x),
         )
-        return dx, dbias
+        return dx, dbias, y
     core.bias_gelu_backward_cpu(**fields, threads=torch.get_num_threads())
-    return dx, sums.to(dbias.dtype)
+    return dx, sums.to(dbias.dtype), y
 
 
 def _parameter(x: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -230,11 +235,11 @@ def _forward_triton(*args: Any) -> Tensor:
     return y
 
 
-def _backward_triton(*args: Any) -> tuple[Tensor, Tensor]:
+def _backward_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     from fasttfm.kernels.bias_gelu import triton
 
-    gradients: tuple[Tensor, Tensor] = triton.bias_gelu_backward_triton(*args)
-    return gradients
+    found: tuple[Tensor, Tensor, Tensor] = triton.bias_gelu_backward_triton(*args)
+    return found
 
 
 def _refuse_cuda(x: Tensor, bias: Tensor | None = None) -> str | None:

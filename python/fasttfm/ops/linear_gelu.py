@@ -145,7 +145,7 @@ def _backward_torch(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, kind: str, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = as_rows(x)
-    dh, dbias = bias_gelu_backward_op(dy, h, bias, kind, wanted[2], None)
+    dh, dbias, _ = bias_gelu_backward_op(dy, h, bias, kind, wanted[2], False, None)
     dh = as_rows(dh)
     return (
         linear.matmul(dh, weight, shape=x.shape) if wanted[0] else linear.unwanted(x),

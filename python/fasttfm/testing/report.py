@@ -203,6 +203,7 @@ def write_curves(path: Path, rows: Sequence[Row], curves: Mapping[str, Mapping[i
         for panel, sizes in zip(line, drawn.values(), strict=True):
             chosen = [row for row in measured if row.direction == direction and row.case in sizes.values()]
             handles |= _draw_lines(panel, chosen, sizes, peers)
+        line[0].set_ylim(bottom=0)  # once all are drawn: it ends the fitting of the axis that the panels share
     for panel, title in zip(panels[0], drawn, strict=True):
         panel.set_title(title, loc="left", fontsize=11)
     names = sorted(handles, key=lambda name: (name in peers, name))
@@ -231,7 +232,6 @@ def _draw_lines(panel: Any, rows: Sequence[Row], sizes: Mapping[int, str], peers
     panel.set_xscale("log", base=2)
     panel.set_xticks(list(sizes), [str(size) for size in sizes], fontsize=9)
     panel.minorticks_off()
-    panel.set_ylim(bottom=0)
     panel.grid(axis="y", color="#dddddd", linewidth=0.6)
     panel.spines[["top", "right"]].set_visible(False)
     return handles

@@ -133,7 +133,7 @@ def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, t
         (torch.ops.fasttfm.bias_gelu_forward.default, (x, bias, kind, None)),
         (
             torch.ops.fasttfm.bias_gelu_backward.default,
-            (torch.ones_like(x), x, bias, kind, bias is not None, None),
+            (torch.ones_like(x), x, bias, kind, bias is not None, True, None),
         ),
     ]
 

@@ -1,0 +1,142 @@
+"""Who takes part in benchmarks/training_step.py, and what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from handmade_bert import HandmadeBert
+from torch import Tensor, nn
+
+from fasttfm import models
+
+CONTENDERS = ("fasttfm", "fasttfm-recompute", "handmade", "handmade-compile", "hf", "hf-compile")
+PREDICTED = 0.15  # of the tokens, in masked language models; replaced ones for a discriminator
+
+
+@dataclass(frozen=True)
+class Family:
+    config: str  # of fasttfm.models and of transformers
+    model: str
+    task: str  # "masked": some tokens are predicted; "causal": each one's successor; "replaced": which are others'
+
+
+FAMILIES = {
+    "bert": Family("BertConfig", "BertForMaskedLM", "masked"),
+    "albert": Family("AlbertConfig", "AlbertForMaskedLM", "masked"),
+    "electra": Family("ElectraConfig", "ElectraForPreTraining", "replaced"),
+    "gpt2": Family("GPT2Config", "GPT2LMHeadModel", "causal"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's name, "bert-large", and the shape of its batch."""
+
+    name: str
+    batch: int
+    sequence: int
+    padded: bool
+    vocabulary: int | None = None
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.name.split("-")[0]]
+
+    def config(self, **changes: Any) -> Any:
+        size = self.name.partition("-")[2]
+        if self.vocabulary is not None:
+            changes["vocab_size"] = self.vocabulary
+        return getattr(models, self.family.config).named(size, **changes)
+
+
+@dataclass(frozen=True)
+class Batch:
+    ids: Tensor  # [B, S]
+    lengths: list[int]
+    mask: Tensor | None  # bool [B, S]; None where every length is S
+    chosen: Tensor  # bool [B, S]: predicted or replaced
+    places: Tensor  # of the chosen tokens, in [B * S]
+    packed_places: Tensor  # the same among the packed tokens
+
+
+def make_batch(case: Case, vocabulary: int, device: torch.device) -> Batch:
+    """The same ids and lengths for every contender. Padded, lengths are spread evenly from S/8 to S."""
+    batch, sequence = case.batch, case.sequence
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, vocabulary, (batch, sequence), generator=generator)
+    first = sequence // 8 if case.padded else sequence
+    lengths = torch.linspace(first, sequence, batch).round().int().tolist()
+    there = torch.arange(sequence) < torch.tensor(lengths)[:, None]
+    chosen = (torch.rand(batch, sequence, generator=generator) < PREDICTED) & there
+    packed = torch.full((batch * sequence,), -1)
+    packed[there.flatten()] = torch.arange(int(there.sum()))
+    places = chosen.flatten().nonzero().squeeze(1)
+    tensors = (tensor.to(device) for tensor in (ids, there, chosen, places, packed[places]))
+    ids, there, chosen, places, packed_places = tensors
+    return Batch(ids, lengths, there if case.padded else None, chosen, places, packed_places)
+
+
+def necessary_flops(case: Case, config: Any, lengths: Sequence[int], predicted: int) -> float:
+    """Of a step's matrix products over real tokens, and over predicted ones in a masked-LM head: forward, and twice
+    that backward."""
+    gpt = case.family.task == "causal"
+    layers, width = (config.n_layer, config.n_embd) if gpt else (config.num_hidden_layers, config.hidden_size)
+    inner = 4 * width if gpt else config.intermediate_size
+    tokens = sum(lengths)
+    scores = sum(length * length for length in lengths) / (2 if gpt else 1)
+    body = layers * (2 * tokens * width * (4 * width + 2 * inner) + 4 * scores * width)
+    embedding = getattr(config, "embedding_size", width)
+    factor = 2 * tokens * embedding * width if embedding != width else 0
+    heads = {
+        "masked": 2 * predicted * embedding * (width + config.vocab_size),
+        "causal": 2 * tokens * width * config.vocab_size,
+        "replaced": 2 * tokens * width * width,
+    }
+    return 3.0 * (body + factor + heads[case.family.task])
+
+
+def build(name: str, case: Case, batch: Batch, device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A contender's model, and what computes its loss."""
+    torch.manual_seed(0)
+    if name.startswith("fasttfm"):
+        return _ours(case, batch, device, recompute=name.endswith("recompute"))
+    if name.startswith("handmade"):
+        if not case.name.startswith("bert"):
+            raise ValueError(f"contender {name}: expected a BERT, got {case.name}")
+        model = HandmadeBert(case.config()).to(device).train()
+        labels = batch.ids.flatten()[batch.places]
+        call: Any = torch.compile(model) if name.endswith("compile") else model
+        return model, lambda: call(batch.ids, batch.mask, labels, batch.places)
+    return _transformers(case, batch, device, compiled=name.endswith("compile"))
+
+
+def _ours(case: Case, batch: Batch, device: torch.device, *, recompute: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
+    model = getattr(models, case.family.model)(case.config(recompute=recompute)).to(device).train()
+    options: dict[str, Any] = {"lengths": batch.lengths if case.padded else None}
+    if case.family.task == "masked":
+        options |= {"labels": batch.ids.flatten()[batch.places], "positions": batch.packed_places}
+    else:
+        options["labels"] = batch.chosen.long() if case.family.task == "replaced" else batch.ids
+    return model, lambda: model(batch.ids, **options).loss
+
+
+def _transformers(
+    case: Case, batch: Batch, device: torch.device, *, compiled: bool
+) -> tuple[nn.Module, Callable[[], Tensor]]:
+    import transformers
+
+    ours = case.config().to_dict()
+    fields = {key: value for key, value in ours.items() if key not in ("recompute", "model_type", "architectures")}
+    config = getattr(transformers, case.family.config)(**fields)
+    model = getattr(transformers, case.family.model)(config).to(device).train()
+    labels = {
+        "masked": torch.where(batch.chosen, batch.ids, -100),
+        "causal": batch.ids if batch.mask is None else torch.where(batch.mask, batch.ids, -100),
+        "replaced": batch.chosen.long(),
+    }[case.family.task]
+    mask = None if batch.mask is None else batch.mask.long()
+    call = torch.compile(model) if compiled else model
+    return model, lambda: call(batch.ids, attention_mask=mask, labels=labels).loss
