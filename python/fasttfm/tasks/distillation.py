@@ -126,7 +126,9 @@ def layer_map(student: int, teacher: int) -> list[int]:
     """For each of the student's layers, counted from 1, the teacher's that it learns from: evenly, the last from the
     last."""
     if not 1 <= student <= teacher:
-        raise ValueError(f"layer_map: student: expected 1 to {teacher} layers, as many as the teacher has, got {student}")
+        raise ValueError(
+            f"layer_map: student: expected 1 to {teacher} layers, as many as the teacher has, got {student}"
+        )
     return [-(-layer * teacher // student) for layer in range(1, student + 1)]
 
 

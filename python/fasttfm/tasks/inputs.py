@@ -45,13 +45,8 @@ class Format:
 
     def two(self, text: Sequence[int], other: Sequence[int]) -> Tokens:
         """Two texts; as long as they are too long together, the longer one loses its last token."""
-        excess = len(text) + len(other) - self.room
-        if excess > 0:
-            longer = abs(len(text) - len(other))
-            both = max(0, excess - longer)
-            cuts = [min(excess, longer) + (both + 1) // 2, both // 2]
-            first, second = cuts if len(text) >= len(other) else cuts[::-1]
-            text, other = text[: max(0, len(text) - first)], other[: max(0, len(other) - second)]
+        kept = min(len(text), max(self.room - len(other), self.room // 2, 0))
+        text, other = text[:kept], other[: max(0, self.room - kept)]
         return self.joined(text, other)
 
     def joined(self, text: Sequence[int], other: Sequence[int]) -> Tokens:
@@ -92,6 +87,7 @@ class TaskBatch:
     cu_seqlens: Tensor  # int32 [sequences + 1]
     max_seqlen: int  # no sequence is longer
     targets: dict[str, Tensor]  # what the model is called with besides, to compute a loss
+    count: float = 0.0  # what that loss is a mean of
 
     @property
     def tokens(self) -> int:
@@ -113,6 +109,7 @@ class TaskBatch:
             moved(self.cu_seqlens),
             self.max_seqlen,
             {name: moved(target) for name, target in self.targets.items()},
+            self.count,
         )
 
 

@@ -58,16 +58,10 @@ class Rates:
 
 
 def freeze(model: PretrainedModel) -> None:
-    """Leaves only the head to be trained, with a pooler if it has one: the rest keeps its values, and drops nothing."""
+    """Leaves only the head to be trained, with a pooler if it has one. The rest keeps its values and drops nothing."""
     base = base_of(model)
     for part in (base.embeddings, base.encoder):
         part.requires_grad_(False)
-
-
-def set_training(model: PretrainedModel) -> None:
-    """Training mode, except for what is frozen: that drops nothing."""
-    model.train()
-    base = base_of(model)
-    for part in (base.embeddings, base.encoder):
-        if not any(parameter.requires_grad for parameter in part.parameters()):
-            part.eval()
+    base.embeddings.dropout = 0.0
+    for layer in base.encoder.in_order():
+        layer.dropout = layer.attention_dropout = 0.0

@@ -1,0 +1,1 @@
+"""Fine-tuning, distillation and prompting: what is done with a trained model."""
