@@ -1,0 +1,31 @@
+"""From texts to packed batches: documents, tokenizers, memory-mapped shards, examples, masks, batches.
+
+>>> from fasttfm import data
+>>> tokenizer = data.train_tokenizer("wordpiece", data.read_documents("books/*.txt"), 8192)
+>>> shards = data.prepare("books/*.txt", tokenizer, "books.shards")
+>>> for batch in data.BatchStream(shards, data.Objective("nsp", 128), tokens_per_batch=16384, seed=0): ...
+"""
+
+from fasttfm.data.batches import Batch, BatchStream
+from fasttfm.data.examples import Objective
+from fasttfm.data.masking import Masking
+from fasttfm.data.shards import TokenShards, prepare
+from fasttfm.data.texts import DataError, read_documents, shipped_corpus, shipped_task
+from fasttfm.data.tokenizer import SpecialIds, Tokenizer, load_tokenizer, train_tokenizer
+
+__all__ = [
+    "Batch",
+    "BatchStream",
+    "DataError",
+    "Masking",
+    "Objective",
+    "SpecialIds",
+    "TokenShards",
+    "Tokenizer",
+    "load_tokenizer",
+    "prepare",
+    "read_documents",
+    "shipped_corpus",
+    "shipped_task",
+    "train_tokenizer",
+]

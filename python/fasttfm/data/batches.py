@@ -1,0 +1,289 @@
+"""``BatchStream``: packed batches of a corpus, in a reproducible order, for any number of ranks and workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from fasttfm.data.blocks import CUT, MASK, Blocks, generator
+from fasttfm.data.examples import Objective, Sequences, counted, cut, limit, pack
+from fasttfm.data.masking import Masking, Vocabulary
+from fasttfm.data.shards import TokenShards
+
+
+@dataclass(frozen=True)
+class Batch:
+    """T tokens of several sequences, one after the other, as the models take them."""
+
+    input_ids: Tensor  # int64 [T]
+    token_type_ids: Tensor | None  # int64 [T]; None where every sequence has one part
+    cu_seqlens: Tensor  # int32 [sequences + 1]
+    max_seqlen: int  # no sequence is longer; a multiple of 64, the same for all batches
+    positions: Tensor | None  # int64 [predictions]: which tokens are predicted; None: each from those before it
+    labels: Tensor | None  # int64 [predictions]: what was there
+    sentence_labels: Tensor | None  # int64 [sequences]: 0 as in the text, 1 another document's or swapped
+    tokens: int
+    predictions: int
+
+    @property
+    def sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Any) -> Batch:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)})
+
+
+class _Place(NamedTuple):
+    """Between two steps: the next batch is ``offset`` batches behind the beginning of a block."""
+
+    epoch: int = 0
+    block: int = 0
+    offset: int = 0
+
+
+class BatchStream:
+    """Batches of at most ``tokens_per_batch`` tokens, nearly full (each block's last one excepted).
+
+    Batch i is a function of the corpus, the settings and i. Of ``world_size`` ranks, rank r has the batches r,
+    r + world_size, ... of the stream of one rank; how many ``workers`` make them changes nothing. Iterating goes on
+    where it was left, also from a ``state_dict``; behind the last of a number of ``epochs`` it begins anew.
+
+    Args:
+        shards: The corpus.
+        objective: What a sequence is.
+        masking: What is predicted; ``Masking()`` by default, None for causal objectives.
+        tokens_per_batch: At least the objective's ``max_length``.
+        seed: Of everything random.
+        rank: Which batches of the stream.
+        world_size: How many ranks there are.
+        workers: So many processes make batches ahead; 0: they are made when asked for.
+        epochs: Ends after so many; ranks may then differ by one batch. None: never.
+        pin_memory: Batches in memory that a GPU reads while it computes.
+        block_tokens: Sequences are shuffled within so many tokens; documents, in the whole corpus.
+    """
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        objective: Objective,
+        masking: Masking | None = None,
+        *,
+        tokens_per_batch: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        workers: int = 0,
+        epochs: int | None = None,
+        pin_memory: bool = False,
+        block_tokens: int = 1 << 22,
+    ) -> None:
+        if masking is None and objective.masked:
+            masking = Masking()
+        self._plans = _Plans(shards, objective, masking, tokens_per_batch, seed, block_tokens)
+        if not 0 <= rank < world_size:
+            raise _bad("rank", f"one in [0, {world_size})", rank)
+        if workers < 0:
+            raise _bad("workers", "0 or more", workers)
+        if epochs is not None and epochs < 1:
+            raise _bad("epochs", "1 or more, or None", epochs)
+        self.rank, self.world_size, self.epochs = rank, world_size, epochs
+        self.workers, self.pin_memory = workers, pin_memory
+        self._place, self._batches = _Place(), 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        dataset = _Dataset(self._plans, self._place, self.rank, self.world_size, self.epochs)
+        options: dict[str, Any] = {"prefetch_factor": 4} if self.workers else {}
+        pin = self.pin_memory and torch.cuda.is_available()
+        loader = DataLoader(dataset, batch_size=None, num_workers=self.workers, pin_memory=pin, **options)
+        for place, batch in loader:
+            self._place, self._batches = _Place(*place), self._batches + 1
+            yield batch
+        self._place, self._batches = _Place(), 0
+
+    @property
+    def max_predictions(self) -> int | None:
+        """No batch has more predictions; None for causal objectives."""
+        masking = self._plans.masking
+        return None if masking is None else masking.most(self._plans.tokens_per_batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream is, as plain values. It may be loaded for another number of ranks that divides the batches."""
+        return {**self._plans.identity, "batches": self._batches * self.world_size, **self._place._asdict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on behind the batch after which ``state_dict`` was called. Other data or settings are refused."""
+        for name, value in self._plans.identity.items():
+            if state.get(name) != value:
+                raise _bad(f"state[{name!r}]", f"this stream's {value!r}", repr(state.get(name)))
+        if state["batches"] % self.world_size:
+            raise _bad("state['batches']", f"a multiple of the {self.world_size} ranks", state["batches"])
+        self._batches = state["batches"] // self.world_size
+        self._place = _Place(state["epoch"], state["block"], state["offset"])
+
+
+class _Dataset(IterableDataset):  # type: ignore[type-arg]
+    """What a worker runs: each makes every W-th batch of its rank."""
+
+    def __init__(self, plans: _Plans, place: _Place, rank: int, world_size: int, epochs: int | None) -> None:
+        self.plans, self.place, self.rank, self.world_size, self.epochs = plans, place, rank, world_size, epochs
+
+    def __iter__(self) -> Iterator[tuple[tuple[int, int, int], Batch]]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        epoch, block, offset = self.place
+        offset += self.rank + worker * self.world_size
+        empty = 0
+        while self.epochs is None or epoch < self.epochs:
+            plan = self.plans.plan(epoch, block)
+            empty = 0 if plan.batches else empty + 1
+            if empty >= self.plans.blocks.count:
+                raise ValueError(self.plans.nothing())
+            while offset < plan.batches:
+                # The next step of all ranks begins so many batches behind this block's first.
+                following = (epoch, block, offset - self.rank + self.world_size)
+                yield following, self.plans.batch(plan, epoch, block, offset)
+                offset += self.world_size * workers
+            offset -= plan.batches
+            block += 1
+            if block == self.plans.blocks.count:
+                epoch, block = epoch + 1, 0
+
+
+class _Plan(NamedTuple):
+    """A block's sequences, and which of them make up each batch."""
+
+    tokens: np.ndarray
+    sequences: Sequences
+    order: np.ndarray
+    bounds: np.ndarray
+
+    @property
+    def batches(self) -> int:
+        return len(self.bounds) - 1
+
+
+class _Plans:
+    """Makes any batch of the stream of one rank, by epoch, block and number in the block."""
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        objective: Objective,
+        masking: Masking | None,
+        tokens_per_batch: int,
+        seed: int,
+        block_tokens: int,
+    ) -> None:
+        if masking is not None and not objective.masked:
+            raise _bad("masking", "None with a causal objective", masking)
+        if tokens_per_batch < objective.max_length:
+            raise _bad("tokens_per_batch", f"at least max_length, {objective.max_length}", tokens_per_batch)
+        if not 0 <= seed < 1 << 64:
+            raise _bad("seed", "a number in [0, 2**64)", seed)
+        if block_tokens < 1:
+            raise _bad("block_tokens", "1 or more", block_tokens)
+        if not shards.documents:
+            raise _bad("shards", "documents", "none")
+        if objective.kind == "nsp" and shards.documents < 2:
+            raise _bad("shards", "two documents or more for next sentences (nsp)", shards.documents)
+        self.objective, self.masking = objective, masking
+        self.tokens_per_batch, self.seed = tokens_per_batch, seed
+        self.special = shards.special
+        for name in ("cls", "sep", "mask") if objective.masked else ():
+            if getattr(self.special, name) is None:
+                raise _bad("shards", f"a tokenizer with a {name} token for {objective.kind}", "one without")
+        block = max(block_tokens, 16 * tokens_per_batch)
+        self.blocks = Blocks(shards, block, limit(objective), seed)
+        ordinary = np.setdiff1d(np.arange(shards.vocab_size), self.special.all())
+        self.vocabulary = Vocabulary(self.special.mask or 0, ordinary, shards.starts_word)
+        self.identity = {
+            "corpus": shards.fingerprint,
+            "objective": str(asdict(objective)),
+            "masking": str(masking and asdict(masking)),
+            "tokens_per_batch": tokens_per_batch,
+            "block_tokens": block,
+            "seed": seed,
+        }
+        self.plan = lru_cache(maxsize=1)(self._plan_of)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "plan"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.plan = lru_cache(maxsize=1)(self._plan_of)
+
+    def nothing(self) -> str:
+        kind = self.objective.kind
+        return f"BatchStream: shards: expected documents of two sentences or more for {kind}, got none in the corpus"
+
+    def _plan_of(self, epoch: int, number: int) -> _Plan:
+        block = self.blocks.load(epoch, number, two_documents=self.objective.kind == "nsp")
+        random = generator(self.seed, CUT, epoch, number)
+        sequences = cut(self.objective, block.documents, random, end_token=self.special.eos is not None)
+        sequences = sequences.take(random.permutation(len(sequences.length)))
+        return _Plan(block.tokens, sequences, *pack(sequences.length, self.tokens_per_batch))
+
+    def batch(self, plan: _Plan, epoch: int, block: int, number: int) -> Batch:
+        rows = plan.sequences.take(plan.order[plan.bounds[number] : plan.bounds[number + 1]])
+        boundaries = np.append(0, np.cumsum(rows.length))
+        ids = np.empty(boundaries[-1], dtype=np.int64)
+        types = np.zeros_like(ids) if self.objective.pairs else None
+        starts = boundaries[:-1]
+        if self.masking is None:
+            text = _spread(starts, rows.first_length)
+            ids[text] = plan.tokens[_spread(rows.first, rows.first_length)]
+            ids[boundaries[1:][rows.label == 1] - 1] = self.special.eos if self.special.eos is not None else 0
+            positions = labels = None
+            predictions = len(ids) - len(starts)
+        else:
+            ids[starts], ids[boundaries[1:] - 1] = self.special.cls, self.special.sep
+            first = _spread(starts + 1, rows.first_length)
+            ids[first] = plan.tokens[_spread(rows.first, rows.first_length)]
+            text = first
+            if types is not None:
+                middle = starts + 1 + rows.first_length
+                ids[middle] = self.special.sep
+                second = _spread(middle + 1, rows.second_length)
+                ids[second] = plan.tokens[_spread(rows.second, rows.second_length)]
+                types[_spread(middle + 1, rows.second_length + 1)] = 1
+                text = np.sort(np.concatenate([first, second]), kind="stable")
+            random = generator(self.seed, MASK, epoch, block, number)
+            positions, labels = self.masking.apply(ids, text, self.vocabulary, random)
+            predictions = len(positions)
+        return Batch(
+            input_ids=torch.from_numpy(ids),
+            token_type_ids=None if types is None else torch.from_numpy(types),
+            cu_seqlens=torch.from_numpy(boundaries.astype(np.int32)),
+            max_seqlen=64 * math.ceil(self.objective.max_length / 64),
+            positions=None if positions is None else torch.from_numpy(positions),
+            labels=None if labels is None else torch.from_numpy(labels),
+            sentence_labels=torch.from_numpy(rows.label) if self.objective.pairs else None,
+            tokens=len(ids),
+            predictions=predictions,
+        )
+
+
+def _spread(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """starts[0], starts[0] + 1, ... (lengths[0] numbers), starts[1], ... and so on."""
+    result: np.ndarray = np.repeat(starts, lengths) + counted(lengths)
+    return result
+
+
+def _bad(argument: str, expected: str, got: Any) -> ValueError:
+    return ValueError(f"BatchStream: {argument}: expected {expected}, got {got}")

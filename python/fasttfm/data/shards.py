@@ -1,0 +1,374 @@
+"""``TokenShards``: a corpus as ids in memory-mapped files; ``prepare`` writes them, once.
+
+A folder holds ``shards.json`` (what, of which texts, with which tokenizer, and a checksum of every file) and for each shard
+
+    00000.tokens.npy     uint16 or uint32 [tokens]
+    00000.sentences.npy  int64 [sentences + 1]   sentence i is the tokens from [i] to [i + 1]
+    00000.documents.npy  int64 [documents + 1]   document i is the sentences from [i] to [i + 1]
+    00000.json           the shard's own record, written last: what makes an interrupted preparation go on where it was
+
+beside ``starts_word.npy``, bool [vocabulary].
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fasttfm.data.texts import DataError, data_error, files_of, read_documents
+from fasttfm.data.tokenizer import SpecialIds, Tokenizer
+
+FORMAT = 1
+_MANIFEST = "shards.json"
+_PARTS = ("tokens", "sentences", "documents")
+# A sentence begins on a new line, and behind . ! or ? (and what closes a quotation) where something follows that can
+# begin one; not behind an initial or a title.
+_TITLES = "".join(rf"(?<!\b{title}\.)" for title in ("[A-Z]", "Mr", "Mrs", "Ms", "Dr", "St", "Gen", "Col", "Messrs"))
+_SENTENCE_START = re.compile(rf"""\n\s*(?=\S)|(?<=[.!?]){_TITLES}["'”’)\]]*\s+(?=["'“‘(\[]*[A-Z0-9])""")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TokenShards:
+    """Documents of token ids. ``open`` one that ``prepare`` has written; ``split`` gives a part to hold out."""
+
+    directory: Path
+    manifest: dict[str, Any]
+    index: np.ndarray  # int64 [documents, 5]: shard, first sentence, sentences, first token, tokens
+    files: tuple[dict[str, np.ndarray], ...]  # each shard's tokens, sentences and documents, memory-mapped
+
+    @staticmethod
+    def open(directory: str | Path, *, verify: bool = True) -> TokenShards:
+        """Opens a prepared folder.
+
+        Args:
+            directory: Where ``prepare`` has written.
+            verify: Reads every file once and compares checksums (a gigabyte or more a second).
+        """
+        folder = Path(directory)
+        manifest = _read_json(folder / _MANIFEST)
+        if manifest is None:
+            raise data_error(
+                folder, "prepared shards (shards.json)", "a folder without" if folder.is_dir() else "nothing"
+            )
+        if manifest.get("format") != FORMAT:
+            raise data_error(folder / _MANIFEST, f"format {FORMAT}", f"format {manifest.get('format')!r}")
+        for record in manifest["shards"]:
+            _check_files(folder, record, checksums=verify)
+        arrays = tuple(
+            {part: np.load(folder / f"{number:05d}.{part}.npy", mmap_mode="r") for part in _PARTS}
+            for number in range(len(manifest["shards"]))
+        )
+        return TokenShards(folder, manifest, _index(arrays), arrays)
+
+    @property
+    def documents(self) -> int:
+        return len(self.index)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.index[:, 4].sum())
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.manifest["vocab_size"]
+        return size
+
+    @property
+    def special(self) -> SpecialIds:
+        return SpecialIds(**self.manifest["special"])
+
+    @property
+    def starts_word(self) -> np.ndarray:
+        """bool [vocab_size]: whether a token begins a word."""
+        starts: np.ndarray = np.load(self.directory / "starts_word.npy")
+        return starts
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same documents of the same texts, with the same tokenizer, wherever they lie."""
+        state = [self.manifest["tokenizer"], [record["digest"] for record in self.manifest["shards"]]]
+        chosen = np.ascontiguousarray(self.index).tobytes()
+        return hashlib.blake2b(json.dumps(state).encode() + chosen, digest_size=16).hexdigest()
+
+    def document(self, number: int) -> np.ndarray:
+        """The ids of a document, as they lie in the file."""
+        shard, _, _, start, length = self.index[number].tolist()
+        return self.files[shard]["tokens"][start : start + length]
+
+    def sentences(self, number: int) -> np.ndarray:
+        """int64 [sentences + 1]: where in ``document(number)`` its sentences begin; the last is its length."""
+        shard, sentence, count, start, _ = self.index[number].tolist()
+        return np.asarray(self.files[shard]["sentences"][sentence : sentence + count + 1]) - start
+
+    def split(self, held_out: float = 0.02) -> tuple[TokenShards, TokenShards]:
+        """Two parts with different documents: about ``1 - held_out`` of them, and the rest; always the same ones."""
+        if not 0 < held_out < 1:
+            raise ValueError(f"TokenShards.split: held_out: expected a share between 0 and 1, got {held_out}")
+        if self.documents < 2:
+            raise data_error(self.directory, "two documents or more to hold some out", f"{self.documents}")
+        count = min(max(1, round(held_out * self.documents)), self.documents - 1)
+        order = np.random.Generator(np.random.Philox(key=self.documents)).permutation(self.documents)
+        kept, held = np.sort(order[count:]), np.sort(order[:count])
+        return replace(self, index=self.index[kept]), replace(self, index=self.index[held])
+
+
+def prepare(
+    source: Any,
+    tokenizer: Tokenizer,
+    directory: str | Path,
+    *,
+    workers: int | None = None,
+    progress: bool = True,
+    shard_characters: int = 16_000_000,
+) -> TokenShards:
+    """Writes the ids of ``source`` into ``directory`` and opens them.
+
+    What is there already is kept: a second call with the same texts and tokenizer does nothing, one after an
+    interruption goes on. Several processes may call it for the same folder: one works, the others wait for it.
+
+    Args:
+        source: As ``read_documents`` takes it. Files that are unchanged (size and time) are not even read again.
+        tokenizer: Makes the ids.
+        directory: A folder for the result alone; other texts or another tokenizer replace what it has.
+        workers: So many shards at a time; the number of cores by default.
+        progress: Shows a bar, where tqdm is installed.
+        shard_characters: A shard is full when its documents have so many.
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = {"tokenizer": tokenizer.fingerprint, "shard_characters": shard_characters, "files": _files(source)}
+    with _locked(folder):
+        manifest = _read_json(folder / _MANIFEST)
+        if manifest is not None:
+            if identity["files"] and all(manifest.get(key) == value for key, value in identity.items()):
+                return TokenShards.open(folder)
+        shards = _Writer(folder, tokenizer, os.cpu_count() or 1 if workers is None else workers)
+        records = shards.write(_groups(_shown(read_documents(source), progress), shard_characters))
+        if not sum(record["tokens"] for record in records):
+            raise DataError(
+                f"{_name(source)}: expected text, got {sum(r['documents'] for r in records)} empty documents"
+            )
+        if manifest is None or {**manifest, **identity} != manifest or manifest["shards"] != records:
+            np.save(folder / "starts_word.npy", tokenizer.starts_word)
+            facts = {"format": FORMAT, "vocab_size": tokenizer.vocab_size, "special": asdict(tokenizer.special)}
+            _write_json(folder / _MANIFEST, {**facts, **identity, "shards": records})
+            _remove_stale(folder, len(records))
+    return TokenShards.open(folder, verify=False)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Turns groups of documents into shards, some at a time, and keeps those that are there already.
+
+    Threads, not processes: tokenizing releases Python's lock, and uses the cores for one shard, too.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, workers: int) -> None:
+        self.folder, self.tokenizer, self.workers = folder, tokenizer, max(1, workers)
+        self.identity = tokenizer.fingerprint
+        self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+
+    def write(self, groups: Iterable[list[str]]) -> list[dict[str, Any]]:
+        records: list[dict[str, Any]] = []
+        waiting: deque[Future[dict[str, Any]]] = deque()
+        with ThreadPoolExecutor(self.workers) as pool:
+            try:
+                for number, documents in enumerate(groups):
+                    waiting.append(pool.submit(self.shard, number, documents))
+                    if len(waiting) > self.workers:
+                        records.append(waiting.popleft().result())
+                records += [future.result() for future in waiting]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return records
+
+    def shard(self, number: int, documents: list[str]) -> dict[str, Any]:
+        record_path = self.folder / f"{number:05d}.json"
+        digest = self._digest(documents)
+        record = _read_json(record_path)
+        if record is not None and record["digest"] == digest:
+            try:
+                _check_files(self.folder, record, checksums=True)
+                return record
+            except DataError:
+                pass  # half-written or damaged: made again
+        record_path.unlink(missing_ok=True)
+        # From here on the folder's content is not what its manifest says.
+        (self.folder / _MANIFEST).unlink(missing_ok=True)
+        arrays = self._tokenize(documents)
+        record = {"number": number, "digest": digest, "documents": len(arrays["documents"]) - 1}
+        record |= {"tokens": len(arrays["tokens"]), "files": {}}
+        for part, array in arrays.items():
+            path = self.folder / f"{number:05d}.{part}.npy"
+            _atomically(path, lambda file, array=array: np.save(file, array))  # type: ignore[misc]
+            record["files"][part] = {"bytes": path.stat().st_size, "crc32": _checksum(path)}
+        _write_json(record_path, record)
+        return record
+
+    def _digest(self, documents: list[str]) -> str:
+        digest = hashlib.blake2b(self.identity.encode(), digest_size=16)
+        for document in documents:
+            data = document.encode("utf-8", "surrogatepass")
+            digest.update(len(data).to_bytes(8, "little"))
+            digest.update(data)
+        return digest.hexdigest()
+
+    def _tokenize(self, documents: list[str]) -> dict[str, np.ndarray]:
+        """The arrays of a shard. Documents without a token are left out; a sentence without one is none."""
+        tokens, sentences, counts = [], [np.zeros(1, np.int64)], [0]
+        total = 0
+        for start in range(0, len(documents), 256):
+            texts = documents[start : start + 256]
+            for text, encoding in zip(
+                texts, self.tokenizer.backend.encode_batch(texts, add_special_tokens=False), strict=True
+            ):
+                ids = np.array(encoding.ids, dtype=self.dtype)
+                if not len(ids):
+                    continue
+                ends = np.fromiter((end for _, end in encoding.offsets), np.int64, len(ids))
+                starts = np.fromiter((match.end() for match in _SENTENCE_START.finditer(text)), np.int64)
+                # A sentence begins with the first token that reaches beyond its first character.
+                firsts = np.searchsorted(np.maximum.accumulate(ends), starts, side="right")
+                bounds = np.unique(np.append(firsts[firsts > 0], len(ids)))
+                tokens.append(ids)
+                sentences.append(total + bounds)
+                counts.append(len(bounds))
+                total += len(ids)
+        return {
+            "tokens": np.concatenate([np.zeros(0, self.dtype), *tokens]),
+            "sentences": np.concatenate(sentences),
+            "documents": np.cumsum(counts, dtype=np.int64),
+        }
+
+
+def _groups(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
+    group: list[str] = []
+    size = 0
+    for document in documents:
+        group.append(document)
+        size += len(document)
+        if size >= characters:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _shown(documents: Iterator[str], progress: bool) -> Iterator[str]:
+    if not progress:
+        return documents
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return documents
+    return _counted(documents, tqdm(unit="B", unit_scale=True, desc="tokenizing", leave=False))
+
+
+def _counted(documents: Iterator[str], bar: Any) -> Iterator[str]:
+    with bar:
+        for document in documents:
+            bar.update(len(document))
+            yield document
+
+
+def _files(source: Any) -> list[list[Any]]:
+    """Name, size and time of the files of ``source``; none where it is no path."""
+    files = files_of(source) or []
+    return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def _name(source: Any) -> str:
+    return str(source) if isinstance(source, (str, Path)) else f"prepare: source ({type(source).__name__})"
+
+
+def _remove_stale(folder: Path, shards: int) -> None:
+    for path in folder.glob("[0-9]*.*"):
+        number = path.name.split(".")[0]
+        if number.isdigit() and int(number) >= shards:
+            path.unlink()
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def _index(arrays: Sequence[dict[str, np.ndarray]]) -> np.ndarray:
+    rows = [np.zeros((0, 5), np.int64)]
+    for shard, parts in enumerate(arrays):
+        sentences = np.asarray(parts["documents"])
+        starts = np.asarray(parts["sentences"])[sentences]
+        first = (np.full(len(sentences) - 1, shard), sentences[:-1], np.diff(sentences))
+        columns = (*first, starts[:-1], np.diff(starts))
+        rows.append(np.stack(columns, axis=1))
+    return np.concatenate(rows)
+
+
+def _check_files(folder: Path, record: dict[str, Any], *, checksums: bool) -> None:
+    for part, facts in record["files"].items():
+        path = folder / f"{record['number']:05d}.{part}.npy"
+        size = path.stat().st_size if path.is_file() else None
+        if size != facts["bytes"]:
+            raise data_error(path, f"{facts['bytes']} bytes", "no file" if size is None else f"{size} bytes")
+        if checksums and (found := _checksum(path)) != facts["crc32"]:
+            raise data_error(
+                path, f"checksum {facts['crc32']}", f"{found}: the file is damaged; remove it, prepare again"
+            )
+
+
+def _checksum(path: Path) -> str:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            value = zlib.crc32(block, value)
+    return f"{value:08x}"
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """A record that we wrote; None where there is none."""
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise data_error(path, "what fasttfm wrote there", f"no JSON ({error})") from None
+    if not isinstance(value, dict) or "shards" not in value and "digest" not in value:
+        raise data_error(path, "what fasttfm wrote there", "another JSON file")
+    return value
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    _atomically(path, lambda file: file.write((json.dumps(value, indent=1) + "\n").encode()))
+
+
+def _atomically(path: Path, write: Callable[[Any], Any]) -> None:
+    """Under its name a file is whole or not there."""
+    temporary = path.with_name(path.name + ".partial")
+    with temporary.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
