@@ -77,8 +77,8 @@ def join(device: str | None = None, parallel: str | None = None) -> World:
     """Joins the processes that ``torchrun`` started, or stands alone without it.
 
     Args:
-        device: ``cpu``, ``cuda`` or ``cuda:<number>``; by default a GPU where torch sees one. Under torchrun every process of
-            a machine takes the GPU of its own number.
+        device: ``cpu``, ``cuda`` or ``cuda:<number>``; by default a GPU where torch sees one. Under torchrun every
+            process of a machine takes the GPU of its own number.
         parallel: ``ddp`` (default) or ``fsdp``.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
@@ -130,7 +130,8 @@ def share_out(module: nn.Module, world: World) -> nn.Module:
         )
     for layer in [each for each in module.modules() if isinstance(each, EncoderLayer)]:
         fully_shard(layer)
-    return fully_shard(module)
+    fully_shard(module)
+    return module
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""``Trainer``: steps of an optimizer over batches in parts, with means that are right and nothing that waits for a GPU."""
+"""``Trainer``: steps of an optimizer over batches in parts; the means are right, and nothing waits for a GPU."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ class Objective:
     """What is minimised: the sum of some terms, each a mean over whatever it counts.
 
     A step's batch is in parts, on several ranks and in several batches of each. So a part's loss is given as sums, and
-    divided by the counts of all parts:    loss = sum over terms of (sum over parts of sums) / (sum over parts of counts)
+    divided by the counts of all parts:
+
+        loss = sum over terms of (sum over parts of sums) / (sum over parts of counts)
     """
 
     terms: tuple[str, ...]
     counts: Callable[[Any], Sequence[float]]  # of a batch on the host: what each term's mean divides by
     sums: Callable[[Any, Any], Sequence[Tensor]]  # of module and batch: each term's sum, on the device
+    flops: Callable[[Any], float] | None = None  # of a batch on the host: operations of forward and backward
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class StepResult:
     terms: dict[str, float]
     gradient_norm: float
     learning_rate: float
-    tokens: int
+    tokens: int  # of all ranks, where batches say how many they have
+    flops: float
     skipped: bool  # the loss or the gradient was not finite, and nothing changed
 
 
@@ -87,19 +91,19 @@ class Trainer:
         self._call: Any = torch.compile(module, dynamic=True) if self.settings.compile else module
         # What goes into a step and comes out of it: the same memory each time, so that a CUDA graph can hold the work.
         terms, device = len(objective.terms), self.world.device
-        self._totals = torch.zeros(terms, dtype=torch.float64, device=device)
+        self._totals = torch.zeros(terms + 2, dtype=torch.float64, device=device)  # counts, tokens, flops
         self._sums = torch.zeros(terms, dtype=torch.float64, device=device)
-        self._report = torch.zeros(terms + 3, dtype=torch.float64, device=device)  # terms, loss, norm, whether skipped
+        self._report = torch.zeros(terms + 5, dtype=torch.float64, device=device)
         self._late: LateValues = LateValues(device)
         self._graphs = Graphs(self._accumulate, self._update) if self.settings.cuda_graph else None
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def step(self, batches: Sequence[Any]) -> list[StepResult]:
-        """One step over ``batches``, which together are one batch. Returns the results of earlier steps that are there."""
+        """One step over ``batches``, which together are one batch. Returns results of earlier steps that are there."""
         self.module.train()
         rate = self.schedule.set(self.completed)
-        self._set_totals([self.objective.counts(batch) for batch in batches])
+        self._set_totals(batches)
         self._sums.zero_()
         for index, batch in enumerate(batches):
             with gradients_summed(self.module, last=index + 1 == len(batches)):
@@ -107,20 +111,21 @@ class Trainer:
         self.world.sum(self._sums)
         (self._update if self._graphs is None else self._graphs.update)()
         self.completed += 1
-        tokens = sum(getattr(batch, "tokens", 0) for batch in batches)
-        self._late.put((self.completed, rate, tokens), self._report)
+        self._late.put((self.completed, rate), self._report)
         return self._arrived(self._late.take())
 
     def flush(self) -> list[StepResult]:
         """Waits for the results of all steps so far."""
         return self._arrived(self._late.take(everything=True))
 
-    def _set_totals(self, counts: Sequence[Sequence[float]]) -> None:
-        totals = torch.tensor(counts, dtype=torch.float64).sum(0)
+    def _set_totals(self, batches: Sequence[Any]) -> None:
+        flops = self.objective.flops or (lambda _: 0.0)
+        rows = [[*self.objective.counts(each), getattr(each, "tokens", 0), flops(each)] for each in batches]
+        totals = torch.tensor(rows, dtype=torch.float64).sum(0)
         if self.world.device.type == "cuda":
             totals = totals.pin_memory()
         self._totals.copy_(totals, non_blocking=True)
-        self.world.sum(self._totals).clamp_(min=1)
+        self.world.sum(self._totals)
 
     def _moved(self, batch: Any) -> Any:
         if self.world.device.type == "cuda" and hasattr(batch, "pin_memory"):
@@ -130,8 +135,11 @@ class Trainer:
     def _accumulate(self, batch: Any) -> None:
         """Adds a part's share to the gradients. Ranks' gradients are averaged, where their sum is wanted."""
         terms = self._terms(batch)
-        (terms * (self.world.size / self._totals).float()).sum().backward()
+        (terms * (self.world.size / self._counts()).float()).sum().backward()
         self._sums.add_(terms.detach())
+
+    def _counts(self) -> Tensor:
+        return self._totals[: len(self.objective.terms)].clamp(min=1)
 
     def _terms(self, batch: Any) -> Tensor:
         dtype = _PRECISIONS[self.settings.precision]
@@ -141,7 +149,7 @@ class Trainer:
 
     @torch.no_grad()
     def _update(self) -> None:
-        means = self._sums / self._totals
+        means = self._sums / self._counts()
         loss = means.sum()
         gradients = [each.grad for each in self._parameters if each.grad is not None]
         norm = whole(get_total_norm(gradients))
@@ -150,7 +158,7 @@ class Trainer:
         self.optimizer.grad_scale = scale.float()  # type: ignore[attr-defined]
         self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
         self.optimizer.step()
-        self._report.copy_(torch.cat([means, torch.stack([loss, norm.double(), bad.double()])]))
+        self._report.copy_(torch.cat([means, self._totals[-2:], torch.stack([loss, norm.double(), bad.double()])]))
         if self._graphs is None:
             self.optimizer.zero_grad(set_to_none=True)
         else:  # a graph adds to the same gradients each time
@@ -160,9 +168,9 @@ class Trainer:
 
     def _arrived(self, values: Iterable[tuple[Any, list[float]]]) -> list[StepResult]:
         results = []
-        for (step, rate, tokens), (*means, loss, norm, bad) in values:
+        for (step, rate), (*means, tokens, flops, loss, norm, bad) in values:
             terms = dict(zip(self.objective.terms, means, strict=True))
-            results.append(StepResult(step, loss, terms, norm, rate, tokens, skipped=bool(bad)))
+            results.append(StepResult(step, loss, terms, norm, rate, int(tokens), flops, skipped=bool(bad)))
             self.skipped += bool(bad)
             self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
             if self._bad_in_a_row >= self.settings.bad_steps:
@@ -177,7 +185,7 @@ class Trainer:
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """The terms' means over ``batches`` without dropout, and ``loss``, their sum. All ranks must bring as many."""
         self.module.eval()
-        sums, totals = torch.zeros_like(self._sums), torch.zeros_like(self._totals)
+        sums, totals = torch.zeros_like(self._sums), torch.zeros_like(self._sums)
         with _own_random_numbers(self.world.device):
             for batch in batches:
                 counts = torch.tensor(self.objective.counts(batch), dtype=torch.float64)
@@ -200,8 +208,8 @@ class Trainer:
 
 
 class LateValues:
-    """Numbers of a device on their way to the host: read when they are there, in order, and never waited for unless they
-    are ``_BEHIND`` steps old. That wait also keeps the host from running far ahead of the device."""
+    """Numbers of a device on their way to the host: read when they are there, in order, and never waited for unless
+    they are ``_BEHIND`` steps old. That wait also keeps the host from running far ahead of the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"

@@ -1,8 +1,8 @@
 """AdamW and LAMB, and which parameters decay.
 
-Both take two tensors from whoever calls ``step`` (torch's gradient scaler has the same convention): ``grad_scale``, which
-gradients are divided by, and ``found_inf``; where it is 1 the step changes nothing. So clipping costs no pass over the
-gradients, and nobody waits for a GPU to say whether a step is to be skipped.
+Both take two tensors from whoever calls ``step`` (torch's gradient scaler has the same convention): ``grad_scale``,
+which gradients are divided by, and ``found_inf``; where it is 1 the step changes nothing. So clipping costs no pass
+over the gradients, and nobody waits for a GPU to say whether a step is to be skipped.
 """
 
 from __future__ import annotations
@@ -78,10 +78,11 @@ class Lamb(Optimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.01,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "capturable": True}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         result = None
         if closure is not None:
             with torch.enable_grad():

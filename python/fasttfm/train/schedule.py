@@ -10,8 +10,8 @@ from fasttfm.train.settings import ScheduleSettings
 
 
 def factor(settings: ScheduleSettings, step: int) -> float:
-    """What the learning rate is multiplied with in ``step``, counted from 0: up in a line, the first step included, then
-    down, so that ``settings.final`` is reached where the run ends."""
+    """What the learning rate is multiplied with in ``step``, counted from 0: up in a line, the first step included,
+    then down, so that ``settings.final`` is reached where the run ends."""
     if step < settings.warmup:
         return (step + 1) / settings.warmup
     if settings.kind == "constant":
