@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
@@ -51,6 +52,7 @@ def prepare(
     tokenizer: str | Path | None = None,
     max_length: int | None = None,
     values: bool = False,
+    labels: Sequence[str] | None = None,
     **options: Any,
 ) -> tuple[PretrainedModel, Task]:
     """A checkpoint with a head for the task, in fp32, and the task as its ``train`` examples define it.
@@ -61,11 +63,12 @@ def prepare(
         tokenizer: Where it is, if not in ``directory``.
         max_length: Tokens of a sequence; ``LENGTHS`` by default.
         values: Whether the labels of texts are numbers to be estimated.
+        labels: The order of the labels; by default the checkpoint's, if it has the same ones, or else the alphabet's.
         options: The task's own, such as ``stride`` of ``QuestionTask``.
     """
     family = family_of(directory)
     made_of = model_class(family, name)
-    config = made_of.config_class.from_pretrained(directory)
+    config: Any = made_of.config_class.from_pretrained(directory)
     words = load_tokenizer(directory if tokenizer is None else tokenizer)
     if family in CAUSAL:
         words = with_task_words(words)
@@ -77,7 +80,7 @@ def prepare(
     if length > longest:
         raise ValueError(f"max_length: expected no more than the model's {longest} positions, got {length}")
     language = Language(words, family, format_of(family, config, words, length))
-    known = list((config.extra.get("id2label") or {}).values())
+    known = label_names(config) if labels is None else labels
     task = (ValueTask if values else TASKS[name])(language, train, known=known, **options)
     model = made_of.from_pretrained(directory, dtype=torch.float32, **task.configuration())
     grow_vocabulary(model, words.vocab_size)
@@ -85,6 +88,12 @@ def prepare(
     if model.config.pad_token_id is None:
         model.config.pad_token_id = words.special.pad
     return model, task
+
+
+def label_names(config: Any) -> list[str]:
+    """The labels that a configuration names, by their numbers."""
+    names = config.extra.get("id2label") or {}
+    return [str(names[key]) for key in sorted(names, key=int)]
 
 
 def format_of(family: str, config: Any, tokenizer: Tokenizer, max_length: int) -> Format:
@@ -124,52 +133,70 @@ class FinetuneSettings:
             raise ValueError(f"warmup: expected a share of all steps in [0, 1], got {self.warmup}")
 
 
-def finetune(
-    model: PretrainedModel,
-    task: Task,
-    train: Sequence[Any],
-    settings: FinetuneSettings,
-    *,
-    on_step: Callable[[StepResult, int], None] = lambda result, steps: None,
-    on_epoch: Callable[[int, float], None] = lambda epoch, loss: None,
-) -> None:
-    """Trains the model, where it is.
+class FineTuning:
+    """Training a model, where it is, on the examples of a task.
 
-    Args:
-        on_step: Called with a step's results and the number of all steps.
-        on_epoch: Called behind an epoch, counted from 1, with its mean loss; the model may be evaluated there.
+    ``steps`` is the number of all steps. Each epoch has an order of its own, which the seed decides.
     """
-    torch.manual_seed(settings.seed)
-    features = task.features(train)
-    epochs = [list(_steps(features, settings, epoch)) for epoch in range(settings.epochs)]
-    steps = sum(map(len, epochs))
-    if steps == 0:
-        return
-    objective = Objective(
-        ("loss",),
-        lambda batch: (batch.count,),
-        lambda module, batch: (task.loss(module, batch) * batch.count,),
-    )
-    optimizer = make_optimizer(settings.rates.groups(model), settings.optimizer)
+
+    def __init__(self, model: PretrainedModel, task: Task, train: Sequence[Any], settings: FinetuneSettings) -> None:
+        self.model, self.task, self.settings = model, task, settings
+        features = task.features(train)
+        self._epochs = [list(shuffled_steps(features, settings, epoch)) for epoch in range(settings.epochs)]
+        self.steps = sum(map(len, self._epochs))
+
+    def run(
+        self, on_results: Callable[[list[StepResult]], Any], on_epoch: Callable[[int], Any] = lambda number: None
+    ) -> None:
+        """Trains.
+
+        Args:
+            on_results: Called with steps' results as they come.
+            on_epoch: Called behind an epoch with its number, counted from 1; the model may be evaluated there.
+        """
+        if self.steps == 0:
+            return
+        torch.manual_seed(self.settings.seed)
+        trainer = trainer_of(
+            self.model,
+            Objective(
+                ("loss",),
+                lambda batch: (batch.count,),
+                lambda module, batch: (self.task.loss(module, batch) * batch.count,),
+            ),
+            self.settings.rates.groups(self.model),
+            self.settings,
+            self.steps,
+        )
+        for number, groups in enumerate(self._epochs, start=1):
+            for group in groups:
+                on_results(trainer.step([self.task.batch(each) for each in group]))
+            on_results(trainer.flush())
+            self.model.eval()
+            on_epoch(number)
+
+
+def trainer_of(
+    module: nn.Module,
+    objective: Objective,
+    groups: Iterable[dict[str, Any]] | nn.Module,
+    settings: FinetuneSettings,
+    steps: int,
+) -> Trainer:
+    """The loop of so many steps."""
+    optimizer = make_optimizer(groups, settings.optimizer)
     schedule = Schedule(optimizer, ScheduleSettings(steps, warmup=round(settings.warmup * steps)))
-    trainer = Trainer(model, objective, optimizer, schedule, settings.step)
-    for number, groups in enumerate(epochs, start=1):
-        losses = []
-        for index, group in enumerate(groups, start=1):
-            results = trainer.step([task.batch(each) for each in group])
-            for result in [*results, *(trainer.flush() if index == len(groups) else [])]:
-                losses.append(result.loss)
-                on_step(result, steps)
-        on_epoch(number, sum(losses) / len(losses))
-    model.eval()
+    return Trainer(module, objective, optimizer, schedule, settings.step)
 
 
-def _steps(features: Sequence[Feature], settings: FinetuneSettings, epoch: int) -> Iterator[list[list[Feature]]]:
+def shuffled_steps(
+    features: Sequence[Feature], settings: FinetuneSettings, epoch: int
+) -> Iterator[list[list[Feature]]]:
     """An epoch's features in an order of its own, as batches of steps."""
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + epoch)
     order = torch.randperm(len(features), generator=generator).tolist()
     step: list[list[Feature]] = []
-    for group in by_budget(features, settings.tokens_per_batch, order):
+    for group in by_budget((features[index] for index in order), settings.tokens_per_batch):
         step.append(group)
         if len(step) == settings.accumulate:
             yield step

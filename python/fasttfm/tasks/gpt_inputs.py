@@ -3,12 +3,16 @@ does not have yet (Radford et al., 2018)."""
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import nn
 
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.families import base_of
+
+Module = TypeVar("Module", bound=nn.Module)
 
 WORDS = ("<start>", "<delimiter>", "<extract>")
 
@@ -27,7 +31,8 @@ def grow_vocabulary(model: PretrainedModel, size: int) -> None:
     old = embeddings.word
     if size <= old.num_embeddings:
         return
-    embeddings.word = _grown(model, old, nn.Embedding(size, old.embedding_dim, padding_idx=old.padding_idx))
+    new = nn.Embedding(size, old.embedding_dim, padding_idx=old.padding_idx)
+    embeddings.word = _grown(model, old, new)
     head = model._modules.get("lm_head")
     if head is not None and "lm_head.decoder.weight" not in model.tied():
         decoder = head.get_submodule("decoder")
@@ -39,7 +44,7 @@ def grow_vocabulary(model: PretrainedModel, size: int) -> None:
     model.tie_weights()
 
 
-def _grown(model: PretrainedModel, old: nn.Module, new: nn.Module) -> nn.Module:
+def _grown(model: PretrainedModel, old: nn.Module, new: Module) -> Module:
     """``new`` with the rows of ``old`` in front."""
     weight = old.get_parameter("weight")
     model.initialise(new)

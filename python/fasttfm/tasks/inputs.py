@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -129,12 +129,11 @@ def collate(features: Sequence[Feature], segments: bool = True) -> TaskBatch:
     )
 
 
-def by_budget(features: Sequence[Feature], tokens: int, order: Sequence[int] | None = None) -> Iterator[list[Feature]]:
-    """Features in ``order``, as many at a time as have no more than ``tokens`` tokens, at least one."""
+def by_budget(features: Iterable[Feature], tokens: int) -> Iterator[list[Feature]]:
+    """Features in their order, as many at a time as have no more than ``tokens`` tokens, at least one."""
     group: list[Feature] = []
     size = 0
-    for index in range(len(features)) if order is None else order:
-        feature = features[index]
+    for feature in features:
         if group and size + feature.tokens > tokens:
             yield group
             group, size = [], 0
