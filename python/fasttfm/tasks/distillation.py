@@ -1,4 +1,4 @@
-"""What a student learns from a teacher: the terms of DistilBERT (Sanh et al., 2019) and of TinyBERT (Jiao et al., 2020).
+"""What a student learns from a teacher: DistilBERT's terms (Sanh et al., 2019) and TinyBERT's (Jiao et al., 2020).
 
 Each recipe is a module around the student. It is called with a batch and returns its terms as sums, times their
 weights; ``counts`` says what their means divide by. The teacher is no part of it: it is neither trained nor saved.

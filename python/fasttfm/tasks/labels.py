@@ -37,8 +37,8 @@ class ClassifyTask(Task):
         encode, form = self.language.tokenizer.encode, self.language.format
         found = []
         for index, example in enumerate(examples):
-            text = encode(example.text)
-            tokens = form.one(text) if example.pair is None else form.two(text, encode(example.pair))
+            text = encode(example.first)
+            tokens = form.one(text) if example.second is None else form.two(text, encode(example.second))
             found.append(Feature(index, [tokens], self._target(example)))
         return found
 
@@ -56,17 +56,16 @@ class ClassifyTask(Task):
         return [int(best) for best in logits.argmax(-1).cpu()]
 
     def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
-        return {examples[feature.example].id: self.labels[best] for feature, best in zip(features, read, strict=True)}
+        return [self.labels[best] for best in read]
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
-        return label_scores([example.label for example in examples], [predictions[each.id] for each in examples])
+        return label_scores([example.label for example in examples], predictions)
 
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
-        return dict.fromkeys((example.id for example in examples), most_common(example.label for example in train))
+        return [most_common(example.label for example in train)] * len(examples)
 
     def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
-        rows = ((example.id, predictions[example.id]) for example in examples)
-        return {"predictions.tsv": _table(("index", "prediction"), rows, "\t")}
+        return {"predictions.tsv": table(("index", "prediction"), enumerate(predictions), "\t")}
 
 
 class PairTask(ClassifyTask):
@@ -87,33 +86,32 @@ class ValueTask(ClassifyTask):
         return {"num_labels": 1, "problem_type": "regression"}
 
     def _target(self, example: Any) -> float | None:
-        return None if example.label is None else _number(example)
+        return None if example.label is None else _number(example.label)
 
     def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
         return [float(value) for value in logits.squeeze(-1).float().cpu()]
 
     def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
-        return {examples[feature.example].id: value for feature, value in zip(features, read, strict=True)}
+        return list(read)
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
-        return value_scores([_number(example) for example in examples], [predictions[each.id] for each in examples])
+        return value_scores([_number(example.label) for example in examples], predictions)
 
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
-        mean = sum(_number(example) for example in train) / len(train)
-        return dict.fromkeys((example.id for example in examples), mean)
+        return [sum(_number(example.label) for example in train) / len(train)] * len(examples)
 
 
 def _labelled(example: Any) -> str:
     if example.label is None:
-        raise DataError(f"example {example.id}: expected a label to learn from, got none")
+        raise DataError("expected a label for every example to learn from, got one without")
     return str(example.label)
 
 
-def _number(example: Any) -> float:
+def _number(label: str) -> float:
     try:
-        return float(_labelled(example))
+        return float(label)
     except ValueError:
-        raise DataError(f"example {example.id}: label: expected a number, got {example.label!r}") from None
+        raise DataError(f"label: expected a number, got {label!r}") from None
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
@@ -167,8 +165,7 @@ class TagTask(Task):
         numbers = {label: number for number, label in enumerate(self.labels)}
         for feature, begin in zip(batch.features, batch.cu_seqlens.tolist(), strict=False):
             for place, word in feature.target.places.items():
-                if feature.target.tags:
-                    labels[begin + place] = numbers.get(feature.target.tags[word], IGNORED)
+                labels[begin + place] = numbers.get(feature.target.tags[word], IGNORED)
         return {"labels": labels}
 
     def count(self, batch: TaskBatch) -> float:
@@ -186,24 +183,24 @@ class TagTask(Task):
         ]
 
     def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
-        found = {example.id: [self.common] * len(example.words) for example in examples}  # for words without a token
+        found = [[self.common] * len(example.words) for example in examples]  # for words without a token
         for feature, tags in zip(features, read, strict=True):
             for word, best in tags.items():
-                found[examples[feature.example].id][word] = self.labels[best]
+                found[feature.example][word] = self.labels[best]
         return found
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
-        return tag_scores([example.tags for example in examples], [predictions[example.id] for example in examples])
+        return tag_scores([example.tags for example in examples], predictions)
 
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
-        common = most_common(tag for example in train for tag in example.tags)
-        return {example.id: [common] * len(example.words) for example in examples}
+        return [[self.common] * len(example.words) for example in examples]
 
     def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
-        sentences = []
-        for example in examples:
-            columns = [example.words, *([example.tags] if example.tags else []), predictions[example.id]]
-            sentences.append("\n".join(" ".join(row) for row in zip(*columns, strict=True)))
+        """Words with their tags, and what they were taken for."""
+        sentences = [
+            "\n".join(" ".join(row) for row in zip(example.words, example.tags, tags, strict=True))
+            for example, tags in zip(examples, predictions, strict=True)
+        ]
         return {"predictions.conll": "\n\n".join(sentences) + "\n"}
 
 
@@ -232,10 +229,10 @@ class ChoiceTask(Task):
         found = []
         for index, example in enumerate(examples):
             if len(example.endings) != self.choices:
-                expected = f"{self.choices} endings, as the first one has"
-                raise DataError(f"example {example.id}: expected {expected}, got {len(example.endings)}")
+                expected = f"{self.choices} endings, as the first example has"
+                raise DataError(f"example {index + 1}: expected {expected}, got {len(example.endings)}")
             context = encode(example.context)
-            sequences = [form.two(context, encode(ending)) for ending in example.endings]
+            sequences = [form.two(context, encode(f"{example.start} {ending}".strip())) for ending in example.endings]
             found.append(Feature(index, sequences, example.label))
         return found
 
@@ -262,21 +259,20 @@ class ChoiceTask(Task):
         return [int(best) for best in logits.argmax(-1).cpu()]
 
     def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
-        return {examples[feature.example].id: best for feature, best in zip(features, read, strict=True)}
+        return list(read)
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
-        pairs = [(example.label, predictions[example.id]) for example in examples]
-        return {"accuracy": sum(gold == found for gold, found in pairs) / max(1, len(pairs))}
+        right = [example.label == found for example, found in zip(examples, predictions, strict=True)]
+        return {"accuracy": sum(right) / max(1, len(right))}
 
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
-        return dict.fromkeys((example.id for example in examples), most_common(example.label for example in train))
+        return [most_common(example.label for example in train)] * len(examples)
 
     def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
-        rows = ((example.id, predictions[example.id]) for example in examples)
-        return {"predictions.csv": _table(("id", "label"), rows, ",")}
+        return {"predictions.csv": table(("", "label"), enumerate(predictions), ",")}
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[Any]], delimiter: str) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]], delimiter: str) -> str:
     text = io.StringIO()
     writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
     writer.writerow(header)

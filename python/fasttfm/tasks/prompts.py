@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fasttfm.data.texts import data_error, read_lines
+from fasttfm.data.tokenizer import Tokenizer
 
 TEMPLATE = "Input: {input}\nOutput: {output}"
 
@@ -30,10 +31,10 @@ def read_shots(path: str | Path) -> list[Shot]:
             row = json.loads(line)
         except ValueError as error:
             raise data_error(path, "a JSON object", f"{line:.60} ({error})", line=number) from None
-        texts = [row.get(name) for name in Shot._fields] if isinstance(row, dict) else []
-        if not texts or not all(isinstance(text, str) for text in texts):
+        question, answer = (row.get("input"), row.get("output")) if isinstance(row, dict) else (None, None)
+        if not isinstance(question, str) or not isinstance(answer, str):
             raise data_error(path, 'an object with two texts, "input" and "output"', f"{line:.60}", line=number)
-        shots.append(Shot(*texts))
+        shots.append(Shot(question, answer))
     return shots
 
 
@@ -97,12 +98,12 @@ def until(pieces: Iterator[str], stop: str) -> Iterator[str]:
         yield held
 
 
-def text_pieces(tokenizer: object, tokens: Iterator[int]) -> Iterator[str]:
+def text_pieces(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
     """The text of tokens as they come; a letter that takes several tokens comes with its last one."""
     from tokenizers.decoders import DecodeStream
 
     decoder = DecodeStream(skip_special_tokens=True)
     for token in tokens:
-        piece = decoder.step(tokenizer.backend, token)  # type: ignore[attr-defined]
+        piece = decoder.step(tokenizer.backend, token)
         if piece:
             yield piece

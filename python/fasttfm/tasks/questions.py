@@ -65,8 +65,8 @@ class QuestionTask(Task):
             ids, offsets = tokenizer.encode_with_offsets(example.context)
             span = None
             if example.answers:
-                text, first = example.answers[0]
-                span = span_of_characters(offsets, first, first + len(text))
+                answer = example.answers[0]
+                span = span_of_characters(offsets, answer.start, answer.start + len(answer.text))
             for window in self.windows.split(tokenizer.encode(example.question), ids):
                 target = SpanTarget(window, offsets, *window.place(span))
                 found.append(Feature(index, [window.tokens], target))
@@ -95,49 +95,51 @@ class QuestionTask(Task):
 
     def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
         """Of each example its ``Answer``."""
-        windows: dict[int, list[tuple[SpanTarget, Any]]] = {}
+        windows: list[list[tuple[SpanTarget, Any]]] = [[] for _ in examples]
         for feature, logits in zip(features, read, strict=True):
-            windows.setdefault(feature.example, []).append((feature.target, logits))
-        found = {}
-        for index, parts in windows.items():
+            windows[feature.example].append((feature.target, logits))
+        found = []
+        for example, parts in zip(examples, windows, strict=True):
             targets, logits = zip(*parts, strict=True)
             best = best_of_windows([target.window for target in targets], logits, self.max_answer)
-            found[examples[index].id] = Answer.of(best, targets[0].offsets, examples[index].context)
+            found.append(Answer.of(best, targets[0].offsets, example.context))
         return found
 
-    def answers(self, predictions: Predictions) -> dict[str, str]:
-        """The texts; empty where there seems to be no answer."""
+    def answers(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
+        """The texts by the questions' ids; empty where there seems to be no answer."""
         limit = float("inf") if self.threshold is None else self.threshold
-        return {key: "" if answer.no_answer > limit else answer.text for key, answer in predictions.items()}
+        pairs = zip(examples, predictions, strict=True)
+        return {example.id: "" if answer.no_answer > limit else answer.text for example, answer in pairs}
 
     def tune(self, examples: Sequence[Any], predictions: Predictions) -> None:
         """Sets the threshold with which most of these answers are right, if some of the questions have none."""
         gold = _right_answers(examples)
         if all(gold.values()):
             return
-        texts = {key: answer.text for key, answer in predictions.items()}
-        scores = {key: answer.no_answer for key, answer in predictions.items()}
-        self.threshold = best_threshold(gold, texts, scores)
+        texts, scores = zip(*predictions, strict=True)
+        self.threshold = best_threshold(gold, dict(zip(gold, texts, strict=True)), dict(zip(gold, scores, strict=True)))
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
-        return answer_scores(_right_answers(examples), self.answers(predictions))
+        return answer_scores(_right_answers(examples), self.answers(examples, predictions))
 
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
-        answer = most_common(example.answers[0][0] if example.answers else "" for example in train)
-        return dict.fromkeys((example.id for example in examples), Answer(answer, float("-inf")))
+        answer = most_common(example.answers[0].text if example.answers else "" for example in train)
+        return [Answer(answer, float("-inf"))] * len(examples)
 
     def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
         """SQuAD's own: each question's answer, and how much likelier it is that there is none."""
-        odds = {key: answer.no_answer for key, answer in predictions.items()}
+        odds = {example.id: answer.no_answer for example, answer in zip(examples, predictions, strict=True)}
         return {
-            "predictions.json": json.dumps(self.answers(predictions), indent=1, ensure_ascii=False) + "\n",
+            "predictions.json": json.dumps(self.answers(examples, predictions), indent=1, ensure_ascii=False) + "\n",
             "no_answer_scores.json": json.dumps(odds, indent=1) + "\n",
         }
 
 
 class Answer(NamedTuple):
+    """A question's best span, and how much more the score of having no answer is than that span's."""
+
     text: str
-    no_answer: float  # how much more the score of having no answer is than the best span's
+    no_answer: float
 
     @staticmethod
     def of(found: Found, offsets: Offsets, context: str) -> Answer:
@@ -148,4 +150,4 @@ class Answer(NamedTuple):
 
 
 def _right_answers(examples: Sequence[Any]) -> dict[str, list[str]]:
-    return {example.id: [text for text, _ in example.answers] for example in examples}
+    return {example.id: [answer.text for answer in example.answers] for example in examples}

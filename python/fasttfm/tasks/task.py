@@ -16,7 +16,7 @@ from fasttfm.tasks.families import CAUSAL
 from fasttfm.tasks.inputs import Feature, Format, TaskBatch, collate
 from fasttfm.tasks.metrics import Scores
 
-Predictions = dict[str, Any]  # an example's, by its id
+Predictions = list[Any]  # one for each example, in their order
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Task(ABC):
 
     @abstractmethod
     def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
-        """What the model says to each example."""
+        """What the model says to each example, of what was read for its features."""
 
     @abstractmethod
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
