@@ -122,7 +122,7 @@ class BatchStream:
         return None if masking is None else masking.most(self._plans.tokens_per_batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, as plain values. It may be loaded for another number of ranks that divides the batches."""
+        """Where the stream is, as plain values, the same for all ranks; another number of them may go on from it."""
         return {**self._plans.identity, "batches": self._batches * self.world_size, **self._place._asdict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ class BatchStream:
         self._place = _Place(state["epoch"], state["block"], state["offset"])
 
 
-class _Dataset(IterableDataset):  # type: ignore[type-arg]
+class _Dataset(IterableDataset):
     """What a worker runs: each makes every W-th batch of its rank."""
 
     def __init__(self, plans: _Plans, place: _Place, rank: int, world_size: int, epochs: int | None) -> None:

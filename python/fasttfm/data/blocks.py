@@ -6,6 +6,7 @@ corpus is ever made, and every block is a function of (corpus, seed, epoch, its 
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -115,7 +116,7 @@ def _parts(shards: TokenShards, most: int) -> np.ndarray:
         while cuts[-1] < start + length:
             near = int(bounds[np.searchsorted(bounds, cuts[-1] + most, side="right") - 1])
             cuts.append(near if near > cuts[-1] else cuts[-1] + most)
-        for low, high in zip(cuts[:-1], cuts[1:], strict=True):
+        for low, high in itertools.pairwise(cuts):
             first = int(np.searchsorted(bounds, low, side="right")) - 1
             last = int(np.searchsorted(bounds, high, side="left"))
             part = [number, shard, sentence + first, last - first, low, high - low, int(high == start + length)]

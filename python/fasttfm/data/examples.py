@@ -9,6 +9,7 @@ causal   A                       the GPTs': a document and its end token, in pie
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -104,7 +105,9 @@ def cut(objective: Objective, documents: Documents, generator: np.random.Generat
         _cut_pairs(objective, documents, generator) if objective.pairs else _cut_single(objective, documents, generator)
     )
     table = np.array(rows, dtype=np.int64).reshape(-1, 5)
-    return Sequences(*table.T, table[:, 1] + table[:, 3] + objective.added)
+    first, first_length, second, second_length, label = table.T
+    length = first_length + second_length + objective.added
+    return Sequences(first, first_length, second, second_length, label, length)
 
 
 def _cut_causal(objective: Objective, documents: Documents, end_token: bool) -> Sequences:
@@ -136,7 +139,7 @@ def _cut_single(
     full = (np.searchsorted(documents.bounds, documents.bounds + objective.room, side="right") - 1).tolist()
     targets = _targets(objective, len(bounds), generator)
     rows: list[tuple[int, int, int, int, int]] = []
-    for unit, end in zip(firsts[:-1], firsts[1:], strict=True):
+    for unit, end in itertools.pairwise(firsts):
         while unit < end:
             target = targets[len(rows)]
             last = full[unit] if target == objective.room else bisect_right(bounds, bounds[unit] + target) - 1

@@ -95,7 +95,7 @@ class Masking:
         parts = np.ones(len(text), dtype=bool)  # a part of a text begins
         parts[1:] = np.diff(text) > 1
         if not self.whole_word:
-            words = np.arange(len(text))
+            words: np.ndarray = np.arange(len(text))
         else:
             words = np.cumsum(vocabulary.starts_word[ids[text]] | parts) - 1
         if self.ngram == 1 or not len(text):

@@ -1,6 +1,6 @@
 """``TokenShards``: a corpus as ids in memory-mapped files; ``prepare`` writes them, once.
 
-A folder holds ``shards.json`` (what, of which texts, with which tokenizer, and a checksum of every file) and for each shard
+A folder holds ``shards.json`` (of which texts, with which tokenizer, and a checksum of every file) and for each shard
 
     00000.tokens.npy     uint16 or uint32 [tokens]
     00000.sentences.npy  int64 [sentences + 1]   sentence i is the tokens from [i] to [i + 1]
@@ -16,7 +16,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,22 +23,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from fasttfm.data.texts import DataError, data_error, files_of, read_documents
+from fasttfm.data.texts import DataError, data_error, files_of, read_documents, sentence_starts
 from fasttfm.data.tokenizer import SpecialIds, Tokenizer
 
 FORMAT = 1
 _MANIFEST = "shards.json"
 _PARTS = ("tokens", "sentences", "documents")
-# A sentence begins on a new line, and behind . ! or ? (and what closes a quotation) where something follows that can
-# begin one; not behind an initial or a title.
-_TITLES = "".join(rf"(?<!\b{title}\.)" for title in ("[A-Z]", "Mr", "Mrs", "Ms", "Dr", "St", "Gen", "Col", "Messrs"))
-_SENTENCE_START = re.compile(rf"""\n\s*(?=\S)|(?<=[.!?]){_TITLES}["'”’)\]]*\s+(?=["'“‘(\[]*[A-Z0-9])""")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -153,22 +146,29 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     identity = {"tokenizer": tokenizer.fingerprint, "shard_characters": shard_characters, "files": _files(source)}
     with _locked(folder):
-        manifest = _read_json(folder / _MANIFEST)
-        if manifest is not None:
-            if identity["files"] and all(manifest.get(key) == value for key, value in identity.items()):
-                return TokenShards.open(folder)
-        shards = _Writer(folder, tokenizer, os.cpu_count() or 1 if workers is None else workers)
-        records = shards.write(_groups(_shown(read_documents(source), progress), shard_characters))
+        if identity["files"] and (ready := _unchanged(folder, identity)) is not None:
+            return ready
+        writer = _Writer(folder, tokenizer, (os.cpu_count() or 1) if workers is None else workers)
+        records = writer.write(_groups(_shown(read_documents(source), progress), shard_characters))
         if not sum(record["tokens"] for record in records):
-            raise DataError(
-                f"{_name(source)}: expected text, got {sum(r['documents'] for r in records)} empty documents"
-            )
-        if manifest is None or {**manifest, **identity} != manifest or manifest["shards"] != records:
-            np.save(folder / "starts_word.npy", tokenizer.starts_word)
-            facts = {"format": FORMAT, "vocab_size": tokenizer.vocab_size, "special": asdict(tokenizer.special)}
-            _write_json(folder / _MANIFEST, {**facts, **identity, "shards": records})
-            _remove_stale(folder, len(records))
+            name = str(source) if isinstance(source, (str, Path)) else f"prepare: source ({type(source).__name__})"
+            raise DataError(f"{name}: expected text, got no document with a token")
+        np.save(folder / "starts_word.npy", tokenizer.starts_word)
+        facts = {"format": FORMAT, "vocab_size": tokenizer.vocab_size, "special": asdict(tokenizer.special)}
+        _write_json(folder / _MANIFEST, {**facts, **identity, "shards": records})
+        _remove_stale(folder, len(records))
     return TokenShards.open(folder, verify=False)
+
+
+def _unchanged(folder: Path, identity: dict[str, Any]) -> TokenShards | None:
+    """What lies in ``folder``, if it is whole and of the same files and tokenizer."""
+    manifest = _read_json(folder / _MANIFEST)
+    if manifest is None or any(manifest.get(key) != value for key, value in identity.items()):
+        return None
+    try:
+        return TokenShards.open(folder)
+    except DataError:
+        return None  # damaged: those shards are made again
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class _Writer:
                 if not len(ids):
                     continue
                 ends = np.fromiter((end for _, end in encoding.offsets), np.int64, len(ids))
-                starts = np.fromiter((match.end() for match in _SENTENCE_START.finditer(text)), np.int64)
+                starts = np.array(sentence_starts(text), dtype=np.int64)
                 # A sentence begins with the first token that reaches beyond its first character.
                 firsts = np.searchsorted(np.maximum.accumulate(ends), starts, side="right")
                 bounds = np.unique(np.append(firsts[firsts > 0], len(ids)))
@@ -293,10 +293,6 @@ def _files(source: Any) -> list[list[Any]]:
     """Name, size and time of the files of ``source``; none where it is no path."""
     files = files_of(source) or []
     return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-
-
-def _name(source: Any) -> str:
-    return str(source) if isinstance(source, (str, Path)) else f"prepare: source ({type(source).__name__})"
 
 
 def _remove_stale(folder: Path, shards: int) -> None:
@@ -348,7 +344,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         value = json.loads(path.read_text())
     except ValueError as error:
         raise data_error(path, "what fasttfm wrote there", f"no JSON ({error})") from None
-    if not isinstance(value, dict) or "shards" not in value and "digest" not in value:
+    if not isinstance(value, dict) or not {"shards", "digest"} & value.keys():
         raise data_error(path, "what fasttfm wrote there", "another JSON file")
     return value
 

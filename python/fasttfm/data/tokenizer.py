@@ -1,4 +1,4 @@
-"""``Tokenizer``: text to ids and back, over the ``tokenizers`` library; trained, loaded, and saved as HF's tools want."""
+"""``Tokenizer``: text to ids and back, over the ``tokenizers`` library; trained, loaded, saved as HF's tools want."""
 
 from __future__ import annotations
 

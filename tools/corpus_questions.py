@@ -1,0 +1,170 @@
+"""What corpus_tasks.py knows of the texts: names, how answers look, and questions, all written by hand."""
+
+from __future__ import annotations
+
+import re
+
+PERSONS = [
+    "Ahab",
+    "Captain Ahab",
+    "Starbuck",
+    "Stubb",
+    "Flask",
+    "Queequeg",
+    "Tashtego",
+    "Daggoo",
+    "Fedallah",
+    "Pip",
+    "Ishmael",
+    "Peleg",
+    "Captain Peleg",
+    "Bildad",
+    "Captain Bildad",
+    "Father Mapple",
+    "Elijah",
+    "Jonah",
+    "Perth",
+    "Dough-Boy",
+    "Peter Coffin",
+    "Moby Dick",
+    "Washington",
+    "Jefferson",
+    "Lincoln",
+    "Roosevelt",
+    "Truman",
+    "Eisenhower",
+    "Kennedy",
+    "Nixon",
+    "Reagan",
+    "Clinton",
+    "Grant",
+    "Jackson",
+    "Madison",
+    "Monroe",
+]
+PLACES = [
+    "United States",
+    "America",
+    "Great Britain",
+    "England",
+    "France",
+    "Spain",
+    "Mexico",
+    "Cuba",
+    "Russia",
+    "Germany",
+    "China",
+    "Japan",
+    "Canada",
+    "Texas",
+    "California",
+    "New York",
+    "Nantucket",
+    "New Bedford",
+    "Florida",
+    "Louisiana",
+    "Panama",
+    "Nicaragua",
+    "Europe",
+    "Africa",
+    "Asia",
+    "Vietnam",
+    "Korea",
+    "Iraq",
+    "Iran",
+    "Afghanistan",
+    "Israel",
+    "Pacific",
+    "Atlantic",
+    "Mississippi",
+    "Oregon",
+    "Alaska",
+    "Hawaii",
+    "Philippines",
+    "Puerto Rico",
+    "Soviet Union",
+    "Washington City",
+    "District of Columbia",
+    "Venezuela",
+    "Brazil",
+    "Chili",
+    "Peru",
+    "Turkey",
+    "Persia",
+    "Austria",
+    "Italy",
+]
+BODIES = [
+    "Congress",
+    "Senate",
+    "House of Representatives",
+    "House",
+    "Supreme Court",
+    "Treasury",
+    "Navy",
+    "Army",
+    "United Nations",
+    "Cabinet",
+    "Federal Reserve",
+    "Post-Office Department",
+    "War Department",
+    "Department of State",
+    "Social Security",
+    "Government",
+]
+
+# What an answer of each kind looks like. A passage with exactly one of exactly one kind is asked for.
+_COUNTRIES = "Great Britain|England|France|Spain|Mexico|Cuba|Russia|Germany|China|Japan|Canada|Texas|California|Iraq"
+_CREW = "Ahab|Starbuck|Stubb|Flask|Queequeg|Tashtego|Daggoo|Peleg|Bildad|Fedallah|Pip"
+ANSWERS = {
+    "year": re.compile(r"\b(?:1[789]|20)\d\d\b"),
+    "money": re.compile(r"\$\d[\d,]*(?:\.\d+)?(?: (?:million|billion|trillion)s?)?"),
+    "place": re.compile(rf"\b(?:{_COUNTRIES})\b"),
+    "person": re.compile(rf"\b(?:{_CREW})\b"),
+}
+WORDINGS = {
+    "year": ["In which year?", "Which year is it about?", "What year does the passage name?", "When, in which year?"],
+    "money": ["How much money?", "Which sum of money is named?", "How many dollars?", "What amount of money is it?"],
+    "place": ["Which country or state?", "Which land is spoken of?", "What country is named?", "Where, in which land?"],
+    "person": ["Who of the crew?", "Which sailor is named?", "Who is it about?", "Who is the man?"],
+}
+
+_ISHMAEL = """
+Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse, and nothing
+particular to interest me on shore, I thought I would sail about a little and see the watery part of the world.
+"""
+_CATO = """
+This is my substitute for pistol and ball. With a philosophical flourish Cato throws himself upon his sword; I
+quietly take to the ship. There is nothing surprising in this.
+"""
+_CITY = """
+There now is your insular city of the Manhattoes, belted round by wharves as Indian isles by coral reefs. Right and
+left, the streets take you waterward. Its extreme downtown is the battery.
+"""
+_SHROUD = """
+Now small fowls flew screaming over the yet yawning gulf; a sullen white surf beat against its steep sides; then all
+collapsed, and the great shroud of the sea rolled on as it rolled five thousand years ago.
+"""
+BY_HAND: dict[str, list[tuple[str, str | None]]] = {
+    _ISHMAEL: [
+        ("What is the narrator called?", "Ishmael"),
+        ("What did the narrator want to see?", "the watery part of the world"),
+        ("What had the narrator little of in his purse?", "money"),
+        ("Which ship did the narrator choose?", None),
+    ],
+    _CATO: [
+        ("Who throws himself upon his sword?", "Cato"),
+        ("What does the narrator quietly take to?", "the ship"),
+        ("How old was Cato?", None),
+    ],
+    _CITY: [
+        ("Which city is belted round by wharves?", "the Manhattoes"),
+        ("What is the extreme downtown?", "the battery"),
+        ("Who built the wharves?", None),
+    ],
+    _SHROUD: [
+        ("What flew over the gulf?", "small fowls"),
+        ("How long ago did the sea roll on like this?", "five thousand years ago"),
+        ("Who saw the fowls?", None),
+    ],
+}

@@ -1,0 +1,185 @@
+"""The small labelled sets of make_corpus.py: five tasks, their labels and answers taken from the texts by rule.
+
+Every fifth address and chapter is for the dev sets, the others for the training sets.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import corpus_questions as questions
+import numpy as np
+
+Documents = dict[str, list[str]]
+WORD = re.compile(r"\w+(?:[-'’]\w+)*|[^\w\s]")  # noqa: RUF001
+
+
+class Passage(NamedTuple):
+    text: str
+    year: int  # 1851 for the book
+    following: str  # the next sentence
+
+
+class Part(NamedTuple):
+    """What a training or a dev set is made of, shuffled."""
+
+    name: str
+    addresses: list[Passage]
+    book: list[Passage]
+    random: np.random.Generator
+
+
+def make(addresses: Documents, chapters: Documents) -> dict[str, str]:
+    """File names and contents."""
+    files: dict[str, str] = {}
+    for seed, name in enumerate(("train", "dev")):
+        random = np.random.Generator(np.random.Philox(key=seed))
+        part = Part(name, *(_passages(each, name == "dev", random) for each in (addresses, chapters)), random)
+        size = {"train": 1.0, "dev": 0.25}[name]
+        for task, suffix, function in _TASKS:
+            files[f"{task}-{name}.{suffix}"] = function(part, size)
+    return files
+
+
+def _passages(documents: Documents, dev: bool, random: np.random.Generator) -> list[Passage]:
+    found = []
+    for number, (name, lines) in enumerate(documents.items()):
+        if (number % 5 == 0) is dev:
+            year = int(name[:4]) if "_" in name else 1851
+            found += [Passage(*lines[i : i + 1], year, lines[i + 1]) for i in range(1, len(lines) - 1)]
+    plain = [each for each in found if 50 <= len(each.text) <= 180 and 40 <= len(each.following) <= 180]
+    unique = list({each.text: each for each in plain if each.text.isprintable() and '"' not in each.text}.values())
+    return [unique[i] for i in random.permutation(len(unique))]
+
+
+# ---- classify: the century of a passage (GLUE's tsv with one sentence) -----------------------------------------------
+
+
+def _century(year: int) -> str:
+    return "1800s" if 1801 <= year <= 1900 else "1900s" if 1901 <= year <= 2000 else "2000s" if year > 2000 else "1700s"
+
+
+def _classify(part: Part, size: float) -> str:
+    rows = []
+    for century in ("1800s", "1900s", "2000s"):
+        own = [each for each in part.addresses if _century(each.year) == century]
+        rows += [(each.text, century) for each in own[: round(160 * size)]]
+    return _tsv(("sentence", "label"), part.random.permutation(rows).tolist())
+
+
+# ---- pair: which of two passages was spoken first (GLUE's tsv with two sentences) ------------------------------------
+
+
+def _pair(part: Part, size: float) -> str:
+    old = [each.text for each in part.addresses if each.year < 1870]
+    new = [each.text for each in part.addresses if each.year > 1960]
+    rows = []
+    for number in range(round(320 * size)):
+        first, second = old[-1 - number], new[-1 - number]  # others than those of classify
+        swapped = number % 2 == 1
+        rows.append((second, first, "later") if swapped else (first, second, "earlier"))
+    rows = part.random.permutation(rows).tolist()
+    return _tsv(("index", "sentence1", "sentence2", "label"), [(str(i), *row) for i, row in enumerate(rows)])
+
+
+# ---- tag: persons, places and bodies of state (CoNLL) ----------------------------------------------------------------
+
+_NAMES = {"PER": questions.PERSONS, "LOC": questions.PLACES, "ORG": questions.BODIES}
+_ENTITY = {
+    kind: re.compile(r"\b(?:" + "|".join(sorted(map(re.escape, names), key=len, reverse=True)) + r")\b")
+    for kind, names in _NAMES.items()
+}
+
+
+def _tag(part: Part, size: float) -> str:
+    lines = []
+    mixed = [each for pair in zip(part.addresses, part.book, strict=False) for each in pair]
+    with_names = [each.text for each in mixed if any(rule.search(each.text) for rule in _ENTITY.values())]
+    for text in with_names[: round(240 * size)]:
+        entities = [(m.start(), m.end(), kind) for kind, rule in _ENTITY.items() for m in rule.finditer(text)]
+        for word in WORD.finditer(text):
+            tag = "O"
+            for start, end, kind in entities:
+                if start <= word.start() < end:
+                    tag = f"{'B' if word.start() == start else 'I'}-{kind}"
+            lines.append(f"{word.group()} {tag}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+# ---- qa: the span that answers, if there is one (SQuAD 2.0's json) ---------------------------------------------------
+
+
+def _qa(part: Part, size: float) -> str:
+    kinds: dict[str, list[tuple[str, str, int]]] = {}
+    mixed = [each.text for pair in zip(part.addresses, part.book, strict=False) for each in pair]
+    for text in [*mixed, *(each.text for each in part.addresses[len(part.book) :])]:
+        spans = {kind: list(rule.finditer(text)) for kind, rule in questions.ANSWERS.items()}
+        (kind, found), *others = sorted(spans.items(), key=lambda item: -len(item[1]))
+        if len(found) == 1 and not any(spans for _, spans in others):
+            kinds.setdefault(kind, []).append((text, found[0].group(), found[0].start()))
+    paragraphs = []
+    if part.name == "train":
+        paragraphs += [_paragraph(" ".join(text.split()), asked) for text, asked in questions.BY_HAND.items()]
+    for kind, wordings in questions.WORDINGS.items():
+        other = [wording for name, each in questions.WORDINGS.items() if name != kind for wording in each]
+        for number, (text, answer, _) in enumerate(kinds[kind][: round(60 * size)]):
+            asked = [(wordings[number % len(wordings)], answer)]
+            if number % 2:
+                asked.append((other[int(part.random.integers(len(other)))], None))
+            paragraphs.append(_paragraph(text, asked))
+    order = part.random.permutation(len(paragraphs)).tolist()
+    number = 0
+    for paragraph in (paragraphs[i] for i in order):
+        for each in paragraph["qas"]:
+            each["id"] = f"{part.name}-{number:04d}"
+            number += 1
+    data = [{"title": "State of the Union, Moby-Dick", "paragraphs": [paragraphs[i] for i in order]}]
+    return json.dumps({"version": "v2.0", "data": data}, indent=0, ensure_ascii=False) + "\n"
+
+
+def _paragraph(context: str, asked: Iterable[tuple[str, str | None]]) -> dict[str, Any]:
+    rows = []
+    for question, answer in asked:
+        assert answer is None or answer in context, (answer, context)
+        answers = [] if answer is None else [{"text": answer, "answer_start": context.index(answer)}]
+        rows.append({"id": "", "question": question, "is_impossible": answer is None, "answers": answers})
+    return {"context": context, "qas": rows}
+
+
+# ---- choice: which of four sentences follows (SWAG's csv) ------------------------------------------------------------
+
+
+def _choice(part: Part, size: float) -> str:
+    """The real one is from the same document, the three others are of the other kind of text: book or address."""
+    columns = ["", "video-id", "fold-ind", "startphrase", "sent1", "sent2", "gold-source"]
+    columns += [*(f"ending{i}" for i in range(4)), "label"]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    for number in range(round(120 * size)):
+        own, other = (part.addresses, part.book) if number % 2 else (part.book, part.addresses)
+        label = int(part.random.integers(4))
+        endings = [other[len(other) - 1 - 3 * number - i].following for i in range(3)]
+        endings.insert(label, own[number].following)
+        start = own[number].text
+        writer.writerow([number, part.name, number, start, start, "", "gold", *endings, label])
+    return text.getvalue()
+
+
+def _tsv(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    return "".join("\t".join(row) + "\n" for row in (header, *rows))
+
+
+_TASKS: tuple[tuple[str, str, Callable[[Part, float], str]], ...] = (
+    ("classify", "tsv", _classify),
+    ("pair", "tsv", _pair),
+    ("tag", "conll", _tag),
+    ("qa", "json", _qa),
+    ("choice", "csv", _choice),
+)
