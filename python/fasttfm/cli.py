@@ -12,6 +12,7 @@ from fasttfm._version import __version__
 _COMMANDS = {
     "info": "fasttfm.info",
     "bench": "fasttfm.bench_command",
+    "pretrain": "fasttfm.pretrain_command",
     "finetune": "fasttfm.finetune_command",
     "embed": "fasttfm.embed_command",
     "distill": "fasttfm.distill_command",

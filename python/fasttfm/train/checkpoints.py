@@ -187,14 +187,13 @@ def check(directory: Path) -> None:
     for name, (size, checksum) in expected.items():
         path = directory / name
         try:
-            found = (path.stat().st_size, None)
-            if found[0] == size:
-                found = (size, _checksum(path))
+            found = path.stat().st_size
+            intact = found == size and _checksum(path) == checksum
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-        if found[0] != size:
-            raise CheckpointError(f"{path}: damaged: expected {size} bytes, got {found[0]}")
-        if found[1] != checksum:
+        if found != size:
+            raise CheckpointError(f"{path}: damaged: expected {size} bytes, got {found}")
+        if not intact:
             raise CheckpointError(f"{path}: damaged: the checksum is not that of what was written")
 
 

@@ -57,6 +57,7 @@ class RunLog:
         self._clock = Stopwatch(float(self._row["seconds"]))
         self._warm_step = start + min(10, (steps - start) // 3)
         self._warm: tuple[float, int] | None = None  # seconds and tokens when the first steps were over
+        self.held_out: dict[str, float] = {}  # the last evaluation's
 
     def _begin(self, rows: Sequence[Mapping[str, str]]) -> Any:
         """The file with these rows and nothing behind them, open for more."""
@@ -73,7 +74,7 @@ class RunLog:
         for result in results:
             self._window.append(result)
             if result.step == self._warm_step:
-                self._warm = self._clock.seconds(), self._tokens()
+                self._warm = self._clock.seconds(), self.tokens
             if self._progress is not None:
                 self._progress.advance(result.step)
             if result.step % self._every == 0:
@@ -86,6 +87,7 @@ class RunLog:
         if self._window:
             self._row |= self._means() | self._counters()
             self._window.clear()
+        self.held_out = dict(held_out or self.held_out)
         evaluated = held_out or {}
         self._row |= {name: evaluated.get(name.removeprefix(HELD_OUT), "") for name in self._held_out_columns}
         self._writer.writerow(self._row)
@@ -108,7 +110,7 @@ class RunLog:
     def _counters(self) -> dict[str, Any]:
         now, last = self._clock.seconds(), self._window[-1]
         passed = max(now - float(self._row["seconds"]), 1e-9)
-        tokens = self._tokens()
+        tokens = self.tokens
         rate = (tokens - int(self._row["tokens"])) / passed
         if self._progress is not None:
             flops = sum(result.flops for result in self._window)
@@ -122,9 +124,15 @@ class RunLog:
             "seconds": round(now, 3),
         }
 
-    def _tokens(self) -> int:
+    @property
+    def tokens(self) -> int:
         """Of all steps so far."""
         return int(self._row["tokens"]) + sum(result.tokens for result in self._window)
+
+    @property
+    def loss(self) -> float:
+        """The last row's."""
+        return float(self._row["loss"])
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Around what is no training: its time does not count."""
@@ -132,9 +140,9 @@ class RunLog:
 
     def rate(self) -> float | None:
         """Tokens a second since the first steps of this process, which warm up."""
-        if self._warm is None or self._tokens() == self._warm[1]:
+        if self._warm is None or self.tokens == self._warm[1]:
             return None
-        return (self._tokens() - self._warm[1]) / (self._clock.seconds() - self._warm[0])
+        return (self.tokens - self._warm[1]) / (self._clock.seconds() - self._warm[0])
 
     def close(self) -> None:
         self._file.close()

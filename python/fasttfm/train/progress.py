@@ -1,4 +1,4 @@
-"""``Progress``: a bar on a terminal, lines now and then elsewhere; and what fraction of a device's peak a run reaches."""
+"""``Progress``: a bar on a terminal, lines now and then elsewhere; and the most that a device can do."""
 
 from __future__ import annotations
 

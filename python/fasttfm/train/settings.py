@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 OPTIMIZERS = ("adamw", "lamb")
 SCHEDULES = ("linear", "cosine", "constant")
@@ -61,6 +62,59 @@ class StepSettings:
         at_least("bad_steps", self.bad_steps, 1)
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip: expected a number above 0 or None, got {self.clip}")
+
+
+@dataclass(frozen=True)
+class PretrainSettings:
+    """What decides the result of a pre-training run: a checkpoint goes on under the same ones only."""
+
+    family: str
+    size: str
+    schedule: ScheduleSettings
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    step: StepSettings = field(default_factory=StepSettings)
+    data: tuple[str, ...] = ()  # files, folders or patterns; the corpus that ships with the package by default
+    tokenizer: str | None = None  # a file or folder; by default one is trained on the data
+    vocabulary: int = 8000  # of a tokenizer that is trained: at most so many entries
+    held_out: float = 0.02  # the share of the documents that evaluation is for
+    tokens_per_step: int = 4096  # of all ranks and of a step's batches together
+    accumulation: int = 1  # batches of each rank to a step
+    max_length: int = 128  # tokens of a sequence
+    masking: float = 0.15  # the share of tokens that are predicted, where not all are
+    whole_word: bool = False
+    ngram: int = 1
+    dropout: float | None = None  # the size's own by default
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("accumulation", "tokens_per_step", "max_length"):
+            at_least(name, getattr(self, name), 1)
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout: expected a number in [0, 1), got {self.dropout}")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Where a run takes place, and what it leaves."""
+
+    output: Path
+    prepared: Path | None = None  # token shards; in the output folder by default
+    device: str | None = None
+    parallel: str | None = None
+    resume: bool = False
+    overwrite: bool = False
+    checkpoint_every: int | None = None  # steps; five times in a run by default, or every 1,000 steps
+    keep: int = 3
+    evaluate_every: int | None = None  # steps; ten times in a run by default
+    evaluation_batches: int = 8
+    log_every: int = 10
+    workers: int | None = None  # processes that make batches; by default 4 beside a GPU, none on a CPU
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint_every", "keep", "evaluate_every", "evaluation_batches", "log_every"):
+            if (value := getattr(self, name)) is not None:
+                at_least(name, value, 1)
 
 
 def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
