@@ -20,22 +20,59 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-def add_device_option(parser: argparse.ArgumentParser) -> None:
+def add_device_option(parser: Any) -> None:
     parser.add_argument("--device", metavar="NAME", help="cpu or cuda; by default a GPU if there is one")
 
 
-def add_training_options(parser: argparse.ArgumentParser, *, rate: float) -> None:
-    """How a model is trained, whatever it is trained for."""
+def add_training_options(parser: argparse.ArgumentParser, *, rate: float) -> Any:
+    """How a model is trained, whatever it is trained for. Returns the group of options, for more of them."""
     group = parser.add_argument_group("training")
-    group.add_argument("--learning-rate", type=float, default=rate, metavar="RATE", help="the largest learning rate")
-    group.add_argument("--warmup", type=float, default=0.1, metavar="SHARE", help="of all steps, while the rate rises")
-    group.add_argument("--weight-decay", type=float, default=0.01, metavar="RATE", help="of matrices")
-    group.add_argument("--clip", type=float, default=1.0, metavar="NORM", help="the gradient's largest norm")
-    group.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches in a step")
+    group.add_argument("--learning-rate", type=float, default=rate, metavar="RATE", help="the highest")
     group.add_argument(
-        "--precision", choices=("float32", "bfloat16"), help="of products; by default bfloat16 on a GPU, else float32"
+        "--warmup-share", type=float, default=0.1, metavar="SHARE", help="of all steps, in which the rate rises"
+    )
+    group.add_argument("--weight-decay", type=float, default=0.01, metavar="RATE", help="not of biases and LayerNorms")
+    group.add_argument("--clip", type=float, default=1.0, metavar="NORM", help="the gradient's largest norm; 0: any")
+    group.add_argument("--accumulation", type=int, default=1, metavar="N", help="batches to a step")
+    group.add_argument(
+        "--precision", choices=("float32", "bfloat16"), help="by default bfloat16 on a GPU and float32 on a CPU"
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of everything random")
+    return group
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Where a run writes and computes."""
+    group = parser.add_argument_group("run")
+    group.add_argument("--output", type=Path, metavar="DIR", help="by default a new one under fasttfm-runs")
+    group.add_argument("--quiet", action="store_true", help="no progress")
+    add_device_option(group)
+
+
+def settings_of(arguments: argparse.Namespace, device: Any, **changes: Any) -> Any:
+    """The settings of a run: those of ``add_training_options``, and ``changes``."""
+    from fasttfm.tasks.finetuning import FinetuneSettings
+    from fasttfm.tasks.rates import Rates
+    from fasttfm.train import StepSettings
+
+    rates = {"weight_decay": arguments.weight_decay, **changes.pop("rates", {})}
+    return FinetuneSettings(
+        rates=Rates(arguments.learning_rate, **rates),
+        accumulation=arguments.accumulation,
+        warmup=arguments.warmup_share,
+        step=StepSettings(clip=arguments.clip or None, precision=precision_of(arguments, device)),
+        seed=arguments.seed,
+        **changes,
+    )
+
+
+def output_of(arguments: argparse.Namespace, name: str) -> Path:
+    """The directory that was asked for, or the first number under fasttfm-runs that is free."""
+    numbers = range(1, sys.maxsize)
+    new = (Path("fasttfm-runs") / f"{name}-{number}" for number in numbers)
+    directory: Path = arguments.output or next(path for path in new if not path.exists())
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 def device_of(arguments: argparse.Namespace) -> Any:
@@ -58,8 +95,11 @@ def precision_of(arguments: argparse.Namespace, device: Any) -> str:
 
 @contextlib.contextmanager
 def refusing(arguments: argparse.Namespace) -> Iterator[None]:
-    """Around what reads arguments and files: what is wrong with them ends the command with a sentence and status 2.
-    Warnings become lines on stderr."""
+    """Around a command's work: a wrong argument ends it with a sentence and status 2; data, a checkpoint or a package
+    that cannot be used with a sentence and status 1. Warnings become lines on stderr."""
+    from fasttfm.data.texts import DataError
+    from fasttfm.models import CheckpointError
+    from fasttfm.train import NonFiniteError
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
         print(f"note: {message}", file=sys.stderr)
@@ -68,7 +108,10 @@ def refusing(arguments: argparse.Namespace) -> Iterator[None]:
         warnings.showwarning = note
         try:
             yield
-        except (ValueError, ImportError, OSError) as error:
+        except (DataError, CheckpointError, NonFiniteError, ImportError, OSError) as error:
+            print(f"fasttfm {arguments.command}: {error}", file=sys.stderr)
+            raise SystemExit(1) from None
+        except ValueError as error:
             arguments.refuse(str(error))
 
 

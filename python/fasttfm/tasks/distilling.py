@@ -67,7 +67,7 @@ class CorpusRun:
         torch.manual_seed(self.settings.seed)
         batches = iter(self.batches)
         for _ in range(self.steps):
-            group = list(islice(batches, self.settings.accumulate))
+            group = list(islice(batches, self.settings.accumulation))
             if not group:
                 raise DataError(f"distill: expected batches for {self.steps} steps, got {self.trainer.completed}")
             on_results(self.trainer.step(group))

@@ -119,14 +119,14 @@ class FinetuneSettings:
     rates: Rates = field(default_factory=lambda: Rates(5e-5))
     epochs: int = 3
     tokens_per_batch: int = 4096
-    accumulate: int = 1  # batches of one step
+    accumulation: int = 1  # batches to a step
     warmup: float = 0.1  # the share of all steps in which the rates rise; then they fall in a line
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     step: StepSettings = field(default_factory=StepSettings)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 0), ("tokens_per_batch", 1), ("accumulate", 1)):
+        for name, least in (("epochs", 0), ("tokens_per_batch", 1), ("accumulation", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: expected a number from {least} on, got {getattr(self, name)}")
         if not 0 <= self.warmup <= 1:
@@ -160,7 +160,7 @@ class FineTuning:
         trainer = trainer_of(
             self.model,
             Objective(
-                ("loss",),
+                (self.task.head,),
                 lambda batch: (batch.count,),
                 lambda module, batch: (self.task.loss(module, batch) * batch.count,),
             ),
@@ -198,7 +198,7 @@ def shuffled_steps(
     step: list[list[Feature]] = []
     for group in by_budget((features[index] for index in order), settings.tokens_per_batch):
         step.append(group)
-        if len(step) == settings.accumulate:
+        if len(step) == settings.accumulation:
             yield step
             step = []
     if step:

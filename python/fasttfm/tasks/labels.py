@@ -192,6 +192,9 @@ class TagTask(Task):
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
         return tag_scores([example.tags for example in examples], predictions)
 
+    def labelled(self, examples: Sequence[Any]) -> bool:
+        return True
+
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
         return [[self.common] * len(example.words) for example in examples]
 

@@ -122,6 +122,9 @@ class QuestionTask(Task):
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
         return answer_scores(_right_answers(examples), self.answers(examples, predictions))
 
+    def labelled(self, examples: Sequence[Any]) -> bool:
+        return True
+
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
         answer = most_common(example.answers[0].text if example.answers else "" for example in train)
         return [Answer(answer, float("-inf"))] * len(examples)

@@ -111,6 +111,10 @@ class Task(ABC):
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
         """What that is worth."""
 
+    def labelled(self, examples: Sequence[Any]) -> bool:
+        """Whether examples can be scored."""
+        return all(example.label is not None for example in examples)
+
     @abstractmethod
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
         """What is right most often in ``train``, said to every example: a model must be better than this."""

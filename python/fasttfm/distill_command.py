@@ -1,0 +1,2 @@
+"""placeholder"""
+def add_parser(s): pass
