@@ -17,7 +17,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
     """Descriptions as they are written, and every option's default where it has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
+        return action.help if action.default in (None, False, "") else super()._get_help_string(action)
 
 
 def add_device_option(parser: Any) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -10,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fasttfm.data.texts import DataError
-from fasttfm.data.tokenizer import load_tokenizer
+from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
 from fasttfm.models import BertModel, DistilBertForMaskedLM
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.distillation import Recipe, TinyBertRecipe, soft_cross_entropy
+from fasttfm.tasks.families import base_of
 from fasttfm.tasks.finetuning import FinetuneSettings, label_names, prepare, shuffled_steps, trainer_of
 from fasttfm.tasks.task import Task
 from fasttfm.train import Objective, StepResult, Trainer
@@ -30,21 +32,45 @@ OnResults = Callable[[list[StepResult]], Any]
 # ---- students --------------------------------------------------------------------------------------------------------
 
 
-def distilbert_student(teacher: PretrainedModel, layers: Sequence[int] | None = None) -> PretrainedModel:
-    """A DistilBERT that begins with the teacher's embeddings and some of its layers, every second one by default."""
-    return DistilBertForMaskedLM.from_teacher(teacher, layers)  # type: ignore[arg-type]
+def distilbert_student(teacher: PretrainedModel, layers: int | None = None) -> PretrainedModel:
+    """A DistilBERT that begins with the teacher's embeddings and so many of its layers, from the first on and evenly:
+    every second one by default."""
+    depth = len(base_of(teacher).encoder.order)
+    count = max(1, depth // 2) if layers is None else layers
+    if not 1 <= count <= depth:
+        raise ValueError(f"layers: expected 1 to the teacher's {depth}, got {count}")
+    chosen = [index * depth // count for index in range(count)]
+    return DistilBertForMaskedLM.from_teacher(teacher, chosen)  # type: ignore[arg-type]
 
 
-def tinybert_student(teacher: PretrainedModel, layers: int, width: int, intermediate: int) -> PretrainedModel:
-    """A BERT of other sizes with as many attention heads as the teacher, drawn anew."""
+def tinybert_student(
+    teacher: PretrainedModel, layers: int | None = None, width: int | None = None, intermediate: int | None = None
+) -> PretrainedModel:
+    """A BERT of other sizes, by default half of the teacher's, with as many attention heads; drawn anew."""
     config = teacher.config
     if config.model_type != "bert":
         raise ValueError(f"tinybert: teacher: expected a BERT, got {config.model_type!r}")
     heads = config.num_attention_heads
-    if width % (8 * heads):
-        raise ValueError(f"tinybert: width: expected a multiple of 8 times the teacher's {heads} heads, got {width}")
-    sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": intermediate}
+    width = config.hidden_size // 2 if width is None else width
+    if width < 1 or width % (8 * heads):
+        raise ValueError(f"width: expected a multiple of 8 times the teacher's {heads} attention heads, got {width}")
+    sizes = {
+        "num_hidden_layers": max(1, config.num_hidden_layers // 2) if layers is None else layers,
+        "hidden_size": width,
+        "intermediate_size": 4 * width if intermediate is None else intermediate,
+    }
     return BertModel(replace(config, **sizes, extra={}), add_pooling_layer=False)
+
+
+def save_student(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
+    """The student as transformers opens it, and TinyBERT's projections beside it."""
+    recipe.student.save_pretrained(directory)
+    tokenizer.save(directory)
+    projections = getattr(recipe, "projections", None)
+    if projections is not None and len(projections):
+        partial = directory / f"{PROJECTIONS}.partial"
+        save_file({name: value.cpu() for name, value in projections.state_dict().items()}, partial)
+        os.replace(partial, directory / PROJECTIONS)
 
 
 # ---- on a corpus -----------------------------------------------------------------------------------------------------
@@ -128,13 +154,32 @@ def prepare_task(
     return fine_tuned, pupil, task, load_file(path) if path.is_file() else None
 
 
+class TaskPart:
+    """A part of ``TaskRun``: what is learnt, and its steps."""
+
+    def __init__(self, name: str, recipe: Any, task: Task, groups: list[Any], settings: FinetuneSettings) -> None:
+        self.name, self.recipe, self.task, self.settings = name, recipe, task, settings
+        self._groups = groups
+        self.steps = len(groups)
+
+    def run(self, on_results: OnResults) -> None:
+        torch.manual_seed(self.settings.seed)
+        trainer = _trainer(self.recipe, self.settings, self.steps)
+        for group in self._groups:
+            on_results(trainer.step([self.task.batch(features) for features in group]))
+        on_results(trainer.flush())
+        self.recipe.eval()
+
+
 class TaskRun:
-    """TinyBERT's second stage: first the layers of a teacher that was fine-tuned on the task, then its predictions.
+    """TinyBERT's second stage in its ``parts``, to be run one after the other: the layers of a teacher that was
+    fine-tuned on the task, then its predictions.
 
     Args:
         recipe: Student and teacher, both with the task's head, on the device where they are to run.
         settings: ``epochs`` of the first part.
         prediction_epochs: Of the second part.
+        temperature: Of the predictions.
     """
 
     def __init__(
@@ -154,21 +199,8 @@ class TaskRun:
             return [step for epoch in orders for step in shuffled_steps(features, settings, epoch)]
 
         prediction = PredictionRecipe(recipe.student, recipe.teacher, task, temperature=temperature)
-        self.task, self.settings = task, settings
-        self.parts: list[tuple[Any, list[Any]]] = [
-            (recipe, steps(0, settings.epochs)),
-            (prediction, steps(settings.epochs, prediction_epochs)),
+        parts = [
+            TaskPart("layers", recipe, task, steps(0, settings.epochs), settings),
+            TaskPart("predictions", prediction, task, steps(settings.epochs, prediction_epochs), settings),
         ]
-
-    def run(self, on_part: Callable[[Any, int], OnResults]) -> None:
-        """Trains. ``on_part`` is called with a part's recipe and number of steps, and says who takes its results."""
-        torch.manual_seed(self.settings.seed)
-        for recipe, steps in self.parts:
-            if not steps:
-                continue
-            on_results = on_part(recipe, len(steps))
-            trainer = _trainer(recipe, self.settings, len(steps))
-            for step in steps:
-                on_results(trainer.step([self.task.batch(features) for features in step]))
-            on_results(trainer.flush())
-            recipe.eval()
+        self.parts = [part for part in parts if part.steps]
