@@ -123,10 +123,10 @@ ANSWERS = {
     "person": re.compile(rf"\b(?:{_CREW})\b"),
 }
 WORDINGS = {
-    "year": ["In which year?", "Which year is it about?", "What year does the passage name?", "When, in which year?"],
-    "money": ["How much money?", "Which sum of money is named?", "How many dollars?", "What amount of money is it?"],
-    "place": ["Which country or state?", "Which land is spoken of?", "What country is named?", "Where, in which land?"],
-    "person": ["Who of the crew?", "Which sailor is named?", "Who is it about?", "Who is the man?"],
+    "year": ["In which year was it?", "Which year is named?", "What year does the passage name?"],
+    "money": ["How much money was it?", "Which sum of money is named?", "How many dollars of money?"],
+    "place": ["Which country was it?", "Which country is spoken of?", "What country or state is named?"],
+    "person": ["Who was the sailor?", "Which sailor is spoken of?", "Who of the crew is the sailor?"],
 }
 
 _ISHMAEL = """

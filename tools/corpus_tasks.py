@@ -57,18 +57,16 @@ def _passages(documents: Documents, dev: bool, random: np.random.Generator) -> l
     return [unique[i] for i in random.permutation(len(unique))]
 
 
-# ---- classify: the century of a passage (GLUE's tsv with one sentence) -----------------------------------------------
+# ---- classify: when a passage was spoken (GLUE's tsv with one sentence) ----------------------------------------------
 
-
-def _century(year: int) -> str:
-    return "1800s" if 1801 <= year <= 1900 else "1900s" if 1901 <= year <= 2000 else "2000s" if year > 2000 else "1700s"
+_ERAS = {"1801-1870": range(1801, 1871), "1901-1950": range(1901, 1951), "1991-2021": range(1991, 2022)}
 
 
 def _classify(part: Part, size: float) -> str:
     rows = []
-    for century in ("1800s", "1900s", "2000s"):
-        own = [each for each in part.addresses if _century(each.year) == century]
-        rows += [(each.text, century) for each in own[: round(160 * size)]]
+    for era, years in _ERAS.items():
+        own = [each for each in part.addresses if each.year in years]
+        rows += [(f"{each.text} {each.following}", era) for each in own[: round(130 * size)]]
     return _tsv(("sentence", "label"), part.random.permutation(rows).tolist())
 
 
@@ -116,21 +114,21 @@ def _tag(part: Part, size: float) -> str:
 
 
 def _qa(part: Part, size: float) -> str:
-    kinds: dict[str, list[tuple[str, str, int]]] = {}
+    kinds: dict[str, list[tuple[str, str]]] = {}
     mixed = [each.text for pair in zip(part.addresses, part.book, strict=False) for each in pair]
     for text in [*mixed, *(each.text for each in part.addresses[len(part.book) :])]:
         spans = {kind: list(rule.finditer(text)) for kind, rule in questions.ANSWERS.items()}
         (kind, found), *others = sorted(spans.items(), key=lambda item: -len(item[1]))
         if len(found) == 1 and not any(spans for _, spans in others):
-            kinds.setdefault(kind, []).append((text, found[0].group(), found[0].start()))
+            kinds.setdefault(kind, []).append((text, found[0].group()))
     paragraphs = []
     if part.name == "train":
         paragraphs += [_paragraph(" ".join(text.split()), asked) for text, asked in questions.BY_HAND.items()]
     for kind, wordings in questions.WORDINGS.items():
         other = [wording for name, each in questions.WORDINGS.items() if name != kind for wording in each]
-        for number, (text, answer, _) in enumerate(kinds[kind][: round(60 * size)]):
+        for number, (text, answer) in enumerate(kinds[kind][: round(90 * size)]):
             asked = [(wordings[number % len(wordings)], answer)]
-            if number % 2:
+            if number % 3 == 2:
                 asked.append((other[int(part.random.integers(len(other)))], None))
             paragraphs.append(_paragraph(text, asked))
     order = part.random.permutation(len(paragraphs)).tolist()
@@ -156,14 +154,14 @@ def _paragraph(context: str, asked: Iterable[tuple[str, str | None]]) -> dict[st
 
 
 def _choice(part: Part, size: float) -> str:
-    """The real one is from the same document, the three others are of the other kind of text: book or address."""
+    """The real one is of the same address, the three others are of the book."""
     columns = ["", "video-id", "fold-ind", "startphrase", "sent1", "sent2", "gold-source"]
     columns += [*(f"ending{i}" for i in range(4)), "label"]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     for number in range(round(120 * size)):
-        own, other = (part.addresses, part.book) if number % 2 else (part.book, part.addresses)
+        own, other = part.addresses, part.book
         label = int(part.random.integers(4))
         endings = [other[len(other) - 1 - 3 * number - i].following for i in range(3)]
         endings.insert(label, own[number].following)
