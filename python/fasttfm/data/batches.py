@@ -107,7 +107,8 @@ class BatchStream:
 
     def __iter__(self) -> Iterator[Batch]:
         dataset = _Dataset(self._plans, self._place, self.rank, self.world_size, self.epochs)
-        options: dict[str, Any] = {"prefetch_factor": 4} if self.workers else {}
+        # A generator of its own: a loader draws a seed, and torch's random numbers are the model's.
+        options: dict[str, Any] = {"generator": torch.Generator(), **({"prefetch_factor": 4} if self.workers else {})}
         pin = self.pin_memory and torch.cuda.is_available()
         loader = DataLoader(dataset, batch_size=None, num_workers=self.workers, pin_memory=pin, **options)
         for place, batch in loader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from fasttfm.train.logs import HELD_OUT, read_rows
@@ -21,14 +22,16 @@ def write_curves(log: Path, path: Path, title: str) -> None:
     rows = read_rows(log)
     names = [name.removeprefix(HELD_OUT) for name in rows[0] if name.startswith(HELD_OUT)]
     names = names[:1] if len(names) == 2 else names  # one term is the loss
-    figure, panels = pyplot.subplots(1, len(names) + 1, figsize=(4.6 * (len(names) + 1), 3.8), squeeze=False)
-    for panel, name in zip(panels[0], names, strict=False):
+    rows_of_panels = math.ceil((len(names) + 1) / 2)
+    figure, grid = pyplot.subplots(rows_of_panels, 2, figsize=(11, 3.8 * rows_of_panels), squeeze=False)
+    panels = list(grid.flat)[: len(names) + 1]
+    for panel, name in zip(panels, names, strict=False):
         for column, label, marker in ((name, "training", ""), (HELD_OUT + name, "held out", "o")):
             points = [(int(row["step"]), float(row[column])) for row in rows if row[column] != ""]
             panel.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=label) if points else None
         panel.set_title(name.replace("_", " "))
         panel.legend(frameon=False)
-    rates = panels[0][-1]
+    rates = panels[-1]
     steps = [int(row["step"]) for row in rows]
     rates.plot(steps, [float(row["gradient_norm"]) for row in rows], color="tab:gray", label="gradient norm")
     rates.set_title("gradient norm and learning rate")
@@ -39,10 +42,12 @@ def write_curves(log: Path, path: Path, title: str) -> None:
     other.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     lines = [*rates.get_lines(), *other.get_lines()]
     rates.legend(lines, [str(line.get_label()) for line in lines], frameon=False)
-    for panel in panels[0]:
+    for panel in panels:
         panel.set_xlabel("step")
         panel.spines[["top"]].set_visible(False)
         panel.grid(alpha=0.25)
+    for panel in list(grid.flat)[len(panels) :]:
+        panel.set_visible(False)
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

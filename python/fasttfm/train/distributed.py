@@ -125,9 +125,7 @@ def share_out(module: nn.Module, world: World) -> nn.Module:
         return module
     if world.parallel == "ddp":
         devices = [world.device] if world.device.type == "cuda" else None
-        return DistributedDataParallel(
-            module, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
     for layer in [each for each in module.modules() if isinstance(each, EncoderLayer)]:
         fully_shard(layer)
     fully_shard(module)

@@ -154,18 +154,19 @@ class Stopwatch:
     """Seconds, on top of those of earlier processes of the same run."""
 
     def __init__(self, before: float = 0.0) -> None:
-        self._before, self._since = before, time.perf_counter()
+        self._before = before
+        self._since: float | None = time.perf_counter()  # None: it stands still
 
     def seconds(self) -> float:
-        return self._before + time.perf_counter() - self._since
+        return self._before + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        before = self.seconds()
+        self._before, self._since = self.seconds(), None
         try:
             yield
         finally:
-            self._before, self._since = before, time.perf_counter()
+            self._since = time.perf_counter()
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from fasttfm.train.cuda_graph import Graphs
@@ -152,7 +151,7 @@ class Trainer:
         means = self._sums / self._counts()
         loss = means.sum()
         gradients = [each.grad for each in self._parameters if each.grad is not None]
-        norm = whole(get_total_norm(gradients))
+        norm = self._norm(gradients)
         bad = ~torch.isfinite(norm + loss)
         scale = torch.ones_like(norm) if self.settings.clip is None else (norm / self.settings.clip).clamp(min=1)
         self.optimizer.grad_scale = scale.float()  # type: ignore[attr-defined]
@@ -163,6 +162,12 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
         else:  # a graph adds to the same gradients each time
             torch._foreach_zero_(gradients)
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """Of all gradients together. On the CPU torch adds up a tensor's squares one after the other: in fp64, then."""
+        dtype = torch.float64 if self.world.device.type == "cpu" else None
+        norms = torch._foreach_norm(gradients, 2, dtype=dtype)
+        return whole(torch.linalg.vector_norm(torch.stack(norms)))
 
     # ---- results -----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,9 @@ def open_corpus(settings: PretrainSettings, run: RunSettings) -> Corpus:
         shutil.rmtree(partial, ignore_errors=True)
         tokenizer.save(partial, model_max_length=settings.max_length)
         os.rename(partial, trained)
-    shards = data.prepare(source, tokenizer, run.prepared or run.output / "shards", progress=run.progress)
+    shards = data.prepare(
+        source, tokenizer, run.prepared or run.output / "shards", progress=run.progress and sys.stderr.isatty()
+    )
     if shards.tokens < settings.tokens_per_step or shards.documents < 2:
         raise RunError(
             f"the data are too small: {shards.tokens} tokens in {shards.documents} documents, where a step takes "
