@@ -11,8 +11,9 @@ from handmade_bert import HandmadeBert
 from torch import Tensor, nn
 
 from fasttfm import models
+from fasttfm.ops import cu_seqlens_from_lengths
 
-CONTENDERS = ("fasttfm", "fasttfm-recompute", "handmade", "handmade-compile", "hf", "hf-compile")
+CONTENDERS = ("fasttfm", "fasttfm-graph", "fasttfm-recompute", "handmade", "handmade-compile", "hf", "hf-compile")
 PREDICTED = 0.15  # of the tokens, in masked language models; replaced ones for a discriminator
 
 
@@ -115,12 +116,23 @@ def build(name: str, case: Case, batch: Batch, device: torch.device) -> tuple[nn
 
 def _ours(case: Case, batch: Batch, device: torch.device, *, recompute: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
     model = getattr(models, case.family.model)(case.config(recompute=recompute)).to(device).train()
-    options: dict[str, Any] = {"lengths": batch.lengths if case.padded else None}
+    options = layout(batch)
+    ids, chosen = (each if batch.mask is None else each[batch.mask] for each in (batch.ids, batch.chosen))
     if case.family.task == "masked":
         options |= {"labels": batch.ids.flatten()[batch.places], "positions": batch.packed_places}
     else:
-        options["labels"] = batch.chosen.long() if case.family.task == "replaced" else batch.ids
-    return model, lambda: model(batch.ids, **options).loss
+        options["labels"] = chosen.long() if case.family.task == "replaced" else ids
+    return model, lambda: model(ids, **options).loss
+
+
+def layout(batch: Batch) -> dict[str, Any]:
+    """What our models are told of a batch that has padding: it comes packed, as ``fasttfm.data`` collates."""
+    if batch.mask is None:
+        return {}
+    return {
+        "cu_seqlens": cu_seqlens_from_lengths(batch.lengths, device=batch.ids.device),
+        "max_seqlen": batch.ids.shape[1],
+    }
 
 
 def _transformers(

@@ -6,8 +6,9 @@
 
 Contenders take their turns one after the other, for a model with its optimizer fills a good part of the memory. Each
 gets the same ids, lengths and labels; with --padded, lengths are spread evenly from S/8 to S, and every contender gets
-them as it takes them: lengths, or a mask. Steps follow each other as in a training run: a GPU is waited for only after
-the last. With --inference the model is called without labels and without gradients.
+them as it takes them: packed, or with a mask. Steps follow each other as in a training run: a GPU is waited for only
+after the last. "fasttfm-graph" holds its whole step in a CUDA graph, as ``fasttfm pretrain --cuda-graph`` does. With
+--inference the model is called without labels and without gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from training_contenders import CONTENDERS, FAMILIES, Batch, Case, build, make_batch, necessary_flops
+from training_contenders import CONTENDERS, FAMILIES, Batch, Case, build, layout, make_batch, necessary_flops
 
 WARMUP = {"cuda": 5, "cpu": 2}
 
@@ -32,7 +33,8 @@ WARMUP = {"cuda": 5, "cpu": 2}
 def training_step(name: str, case: Case, batch: Batch, device: torch.device) -> Callable[[], Tensor]:
     """What runs one step of a contender and returns its loss."""
     model, loss_of = build(name, case, batch, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    graph = name.endswith("graph")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=graph)
 
     def step() -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
@@ -42,7 +44,25 @@ def training_step(name: str, case: Case, batch: Batch, device: torch.device) -> 
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return step
+    return graphed(step) if graph else step
+
+
+def graphed(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # kernels are compiled and chosen before the capture
+        for _ in range(WARMUP["cuda"]):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss.clone()
+
+    return replay
 
 
 def inference_step(name: str, case: Case, batch: Batch, device: torch.device) -> Callable[[], Tensor]:
@@ -50,14 +70,15 @@ def inference_step(name: str, case: Case, batch: Batch, device: torch.device) ->
     model, _ = build(name, case, batch, device)
     ours = name.startswith("fasttfm")
     encoder: Any = model.eval().encoder if ours else model.eval().base_model
-    lengths = {"lengths": batch.lengths if case.padded else None}
-    mask = {"attention_mask": None if batch.mask is None else batch.mask.long()}
+    ids, options = batch.ids, {"attention_mask": None if batch.mask is None else batch.mask.long()}
+    if ours:
+        ids, options = ids if batch.mask is None else ids[batch.mask], layout(batch)
 
     @torch.no_grad()
     def step() -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-            states: Tensor = encoder(batch.ids, **(lengths if ours else mask)).last_hidden_state
-        return states[0, 0, 0]
+            states: Tensor = encoder(ids, **options).last_hidden_state
+        return states.flatten()[0]
 
     return step
 
