@@ -64,7 +64,11 @@ def add_parser(subparsers: Any) -> None:
     )
     training.add_argument("--freeze-encoder", action="store_true", help="train the head only")
     training.add_argument(
-        "--auxiliary", type=float, default=0.5, metavar="WEIGHT", help="GPTs: of predicting the examples' words"
+        "--auxiliary",
+        type=float,
+        default=0.5,
+        metavar="WEIGHT",
+        help="GPTs: of predicting words beside (not classify and pair of gpt2)",
     )
     group = parser.add_argument_group("questions")
     group.add_argument("--stride", type=int, metavar="N", help="tokens from one window to the next; by default 128")

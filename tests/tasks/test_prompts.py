@@ -84,3 +84,6 @@ def test_a_letter_of_several_tokens_comes_with_its_last() -> None:
     assert "".join(pieces) == text == tokenizer.decode(ids)
     assert 1 < len(pieces) < len(ids)
     assert not any("\ufffd" in piece for piece in pieces)
+    unfinished = tokenizer.encode("to be \u2013")[:-1]
+    assert tokenizer.decode(unfinished).endswith("\ufffd")
+    assert "".join(text_pieces(tokenizer, iter(unfinished))) == tokenizer.decode(unfinished)

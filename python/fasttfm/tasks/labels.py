@@ -31,7 +31,11 @@ class ClassifyTask(Task):
         return in_known_order({_labelled(example) for example in train}, known)
 
     def configuration(self) -> dict[str, Any]:
-        return {"num_labels": len(self.labels), "problem_type": "single_label_classification"}
+        return {"num_labels": len(self.labels), "problem_type": "single_label_classification", **self._words()}
+
+    def _words(self) -> dict[str, Any]:
+        """GPT-1 predicts words beside a label; the models behind it have no such loss."""
+        return {"auxiliary_loss_weight": self.auxiliary} if self.language.family == "openai-gpt" else {}
 
     def features(self, examples: Sequence[Any]) -> list[Feature]:
         encode, form = self.language.tokenizer.encode, self.language.format
@@ -48,7 +52,7 @@ class ClassifyTask(Task):
 
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
         targets = {"labels": torch.tensor([feature.target for feature in batch.features])}
-        if self.language.family == "openai-gpt" and self.auxiliary:
+        if self._words() and self.auxiliary:
             targets["lm_labels"] = batch.input_ids
         return targets
 
@@ -83,7 +87,7 @@ class ValueTask(ClassifyTask):
         return []
 
     def configuration(self) -> dict[str, Any]:
-        return {"num_labels": 1, "problem_type": "regression"}
+        return {"num_labels": 1, "problem_type": "regression", **self._words()}
 
     def _target(self, example: Any) -> float | None:
         return None if example.label is None else _number(example.label)

@@ -103,7 +103,14 @@ def text_pieces(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
     from tokenizers.decoders import DecodeStream
 
     decoder = DecodeStream(skip_special_tokens=True)
+    ids: list[int] = []
+    size = 0
     for token in tokens:
+        ids.append(token)
         piece = decoder.step(tokenizer.backend, token)
         if piece:
+            size += len(piece)
             yield piece
+    rest = tokenizer.decode(ids)[size:]  # where the tokens end within a letter
+    if rest:
+        yield rest
