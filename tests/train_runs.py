@@ -15,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot  # noqa: F401 - slow to import: once, in the server
 import torch
+import torch._dynamo  # the same
 
 from fasttfm import data
 from fasttfm.train.checkpoints import Checkpoints  # noqa: F401 - for tests

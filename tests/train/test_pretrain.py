@@ -24,15 +24,17 @@ from fasttfm.train.pretrain import RunError, pretrain
 def test_a_family_learns_and_goes_on_with_the_same_bits(
     family: str, corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = settings_of(corpus, family, steps=30)
-    options = {"checkpoint_every": 10, "evaluate_every": 10}
+    if family != "bert":  # one picture shows enough
+        monkeypatch.setattr("fasttfm.train.pretrain.write_curves", lambda *_: None)
+    settings = settings_of(corpus, family, steps=16)
+    options = {"checkpoint_every": 6, "evaluate_every": 4}
     summary = pretrain(settings, run_of(tmp_path / "whole", **options))
     assert summary is not None
     rows = read_rows(tmp_path / "whole" / "log.csv")
     held_out = [float(row["held_out_loss"]) for row in rows if row["held_out_loss"]]
     assert float(rows[-1]["loss"]) < float(rows[0]["loss"])
     assert held_out[-1] < held_out[0]
-    assert (tmp_path / "whole" / "curves.png").stat().st_size > 10_000
+    assert family != "bert" or (tmp_path / "whole" / "curves.png").stat().st_size > 10_000
 
     class Interrupted(Exception):
         pass
@@ -40,13 +42,14 @@ def test_a_family_learns_and_goes_on_with_the_same_bits(
     step = Trainer.step
 
     def interrupted(self: Trainer, batches: Any) -> Any:
-        if self.completed == 25:
+        if self.completed == 15:
             raise Interrupted
         return step(self, batches)
 
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+    with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", interrupted)
-        pretrain(settings, run_of(tmp_path / "parts", **options))
+        with pytest.raises(Interrupted):
+            pretrain(settings, run_of(tmp_path / "parts", **options))
     pretrain(settings, run_of(tmp_path / "parts", resume=True, **options))
     same(results(tmp_path / "parts"), results(tmp_path / "whole"))
 
@@ -79,9 +82,10 @@ HEADS = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_opens_a_checkpoint_with_equal_outputs(
-    family: str, corpus: dict[str, Path], tmp_path: Path
+    family: str, corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr("fasttfm.train.pretrain.write_curves", lambda *_: None)
     pretrain(settings_of(corpus, family, steps=3), run_of(tmp_path))
     latest = tmp_path / "latest"
     folder = latest / "discriminator" if family == "electra" else latest

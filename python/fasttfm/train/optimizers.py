@@ -105,18 +105,18 @@ class Lamb(Optimizer):
         beta1, beta2 = group["betas"]
         gradients, keep = self._gradients(parameters)
         # A step that is skipped has gradients of 0, moments that do not fade and a rate of 0.
-        torch._foreach_mul_(first, 1 + keep * (beta1 - 1))
+        torch._foreach_mul_(first, torch.where(keep > 0, beta1, 1.0))
         torch._foreach_add_(first, torch._foreach_mul(gradients, 1 - beta1))
-        torch._foreach_mul_(second, 1 + keep * (beta2 - 1))
+        torch._foreach_mul_(second, torch.where(keep > 0, beta2, 1.0))
         torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
         torch._foreach_add_([state["step"] for state in states], keep)
 
-        count = states[0]["step"].clamp(min=1)  # of all: they start together
+        count = states[0]["step"].double().clamp(min=1)  # of all: they start together
         denominator = torch._foreach_sqrt(second)
-        torch._foreach_div_(denominator, (1 - beta2**count).sqrt())
+        torch._foreach_div_(denominator, (1 - beta2**count).sqrt().float())
         torch._foreach_add_(denominator, group["eps"])
         update = torch._foreach_div(first, denominator)
-        torch._foreach_div_(update, 1 - beta1**count)
+        torch._foreach_div_(update, (1 - beta1**count).float())
         rates: list[Tensor] = [group["lr"] * keep] * len(parameters)
         if group["weight_decay"] != 0:
             torch._foreach_add_(update, parameters, alpha=group["weight_decay"])
