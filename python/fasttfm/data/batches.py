@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fasttfm.data.blocks import CUT, MASK, Blocks, generator
-from fasttfm.data.examples import Objective, Sequences, counted, cut, limit, pack
+from fasttfm.data.examples import Objective, Sequences, cut, pack, spread
 from fasttfm.data.masking import Masking, Vocabulary
 from fasttfm.data.shards import TokenShards
 
@@ -106,14 +105,22 @@ class BatchStream:
         self._place, self._batches = _Place(), 0
 
     def __iter__(self) -> Iterator[Batch]:
-        dataset = _Dataset(self._plans, self._place, self.rank, self.world_size, self.epochs)
-        # A generator of its own: a loader draws a seed, and torch's random numbers are the model's.
-        options: dict[str, Any] = {"generator": torch.Generator(), **({"prefetch_factor": 4} if self.workers else {})}
         pin = self.pin_memory and torch.cuda.is_available()
-        loader = DataLoader(dataset, batch_size=None, num_workers=self.workers, pin_memory=pin, **options)
-        for place, batch in loader:
+        numbered = _Numbered(self._plans, self._place, self.rank, self.world_size, self.epochs)
+        batches: Iterable[tuple[tuple[int, int, int], Batch]] = numbered
+        if self.workers:
+            # A generator of its own: the loader would draw a number from torch's, whose state belongs to the training.
+            batches = DataLoader(
+                numbered,
+                batch_size=None,
+                num_workers=self.workers,
+                pin_memory=pin,
+                prefetch_factor=4,
+                generator=torch.Generator(),
+            )
+        for place, batch in batches:
             self._place, self._batches = _Place(*place), self._batches + 1
-            yield batch
+            yield batch.pin_memory() if pin and not self.workers else batch
         self._place, self._batches = _Place(), 0
 
     @property
@@ -137,8 +144,8 @@ class BatchStream:
         self._place = _Place(state["epoch"], state["block"], state["offset"])
 
 
-class _Dataset(IterableDataset):
-    """What a worker runs: each makes every W-th batch of its rank."""
+class _Numbered(IterableDataset[tuple[tuple[int, int, int], Batch]]):
+    """The batches of a rank, each with the place behind it. Of W workers, each makes every W-th."""
 
     def __init__(self, plans: _Plans, place: _Place, rank: int, world_size: int, epochs: int | None) -> None:
         self.plans, self.place, self.rank, self.world_size, self.epochs = plans, place, rank, world_size, epochs
@@ -209,7 +216,7 @@ class _Plans:
             if getattr(self.special, name) is None:
                 raise _bad("shards", f"a tokenizer with a {name} token for {objective.kind}", "one without")
         block = max(block_tokens, 16 * tokens_per_batch)
-        self.blocks = Blocks(shards, block, limit(objective), seed)
+        self.blocks = Blocks(shards, objective, block, seed)
         ordinary = np.setdiff1d(np.arange(shards.vocab_size), self.special.all())
         self.vocabulary = Vocabulary(self.special.mask or 0, ordinary, shards.starts_word)
         self.identity = {
@@ -220,21 +227,20 @@ class _Plans:
             "block_tokens": block,
             "seed": seed,
         }
-        self.plan = lru_cache(maxsize=1)(self._plan_of)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "plan"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.plan = lru_cache(maxsize=1)(self._plan_of)
+        self._made: tuple[tuple[int, int], _Plan] | None = None
 
     def nothing(self) -> str:
         kind = self.objective.kind
         return f"BatchStream: shards: expected documents of two sentences or more for {kind}, got none in the corpus"
 
+    def plan(self, epoch: int, number: int) -> _Plan:
+        """The plan of a block; the last one is kept."""
+        if self._made is None or self._made[0] != (epoch, number):
+            self._made = (epoch, number), self._plan_of(epoch, number)
+        return self._made[1]
+
     def _plan_of(self, epoch: int, number: int) -> _Plan:
-        block = self.blocks.load(epoch, number, two_documents=self.objective.kind == "nsp")
+        block = self.blocks.load(epoch, number)
         random = generator(self.seed, CUT, epoch, number)
         sequences = cut(self.objective, block.documents, random, end_token=self.special.eos is not None)
         sequences = sequences.take(random.permutation(len(sequences.length)))
@@ -244,26 +250,19 @@ class _Plans:
         rows = plan.sequences.take(plan.order[plan.bounds[number] : plan.bounds[number + 1]])
         boundaries = np.append(0, np.cumsum(rows.length))
         ids = np.empty(boundaries[-1], dtype=np.int64)
-        types = np.zeros_like(ids) if self.objective.pairs else None
-        starts = boundaries[:-1]
-        if self.masking is None:
-            text = _spread(starts, rows.first_length)
-            ids[text] = plan.tokens[_spread(rows.first, rows.first_length)]
-            ids[boundaries[1:][rows.label == 1] - 1] = self.special.eos if self.special.eos is not None else 0
-            positions = labels = None
-            predictions = len(ids) - len(starts)
-        else:
-            ids[starts], ids[boundaries[1:] - 1] = self.special.cls, self.special.sep
-            first = _spread(starts + 1, rows.first_length)
-            ids[first] = plan.tokens[_spread(rows.first, rows.first_length)]
-            text = first
-            if types is not None:
-                middle = starts + 1 + rows.first_length
-                ids[middle] = self.special.sep
-                second = _spread(middle + 1, rows.second_length)
-                ids[second] = plan.tokens[_spread(rows.second, rows.second_length)]
-                types[_spread(middle + 1, rows.second_length + 1)] = 1
-                text = np.sort(np.concatenate([first, second]), kind="stable")
+        is_text = np.ones(len(ids), dtype=bool)
+        for places, id in self._special_places(rows, boundaries):
+            ids[places] = id
+            is_text[places] = False
+        text = np.flatnonzero(is_text)
+        parts = np.stack([rows.first, rows.second, rows.first_length, rows.second_length], axis=1)
+        ids[text] = plan.tokens[spread(parts[:, :2].ravel(), parts[:, 2:].ravel())]
+        types = positions = labels = None
+        predictions = len(ids) - len(rows.length)
+        if self.objective.pairs:
+            types = np.zeros_like(ids)
+            types[spread(boundaries[1:] - rows.second_length - 1, rows.second_length + 1)] = 1
+        if self.masking is not None:
             random = generator(self.seed, MASK, epoch, block, number)
             positions, labels = self.masking.apply(ids, text, self.vocabulary, random)
             predictions = len(positions)
@@ -279,11 +278,16 @@ class _Plans:
             predictions=predictions,
         )
 
-
-def _spread(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """starts[0], starts[0] + 1, ... (lengths[0] numbers), starts[1], ... and so on."""
-    result: np.ndarray = np.repeat(starts, lengths) + counted(lengths)
-    return result
+    def _special_places(self, rows: Sequences, boundaries: np.ndarray) -> Iterator[tuple[np.ndarray, int | None]]:
+        """Where special tokens are, and which."""
+        if not self.objective.masked:
+            if self.special.eos is not None:
+                yield boundaries[1:][rows.label == 1] - 1, self.special.eos
+            return
+        yield boundaries[:-1], self.special.cls
+        yield boundaries[1:] - 1, self.special.sep
+        if self.objective.pairs:
+            yield boundaries[:-1] + 1 + rows.first_length, self.special.sep
 
 
 def _bad(argument: str, expected: str, got: Any) -> ValueError:

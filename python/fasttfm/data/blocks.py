@@ -6,13 +6,11 @@ corpus is ever made, and every block is a function of (corpus, seed, epoch, its 
 
 from __future__ import annotations
 
-import itertools
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from fasttfm.data.examples import Documents, counted
+from fasttfm.data.examples import Documents, Objective, limit, spread
 from fasttfm.data.shards import TokenShards
 
 # What a random number is for; a part of its key.
@@ -21,8 +19,8 @@ ORDER, CUT, MASK = range(3)
 
 def generator(seed: int, purpose: int, *place: int) -> np.random.Generator:
     """Random numbers that depend on nothing but the arguments (up to three numbers for a place)."""
-    counter = [0, *place, *[0] * (3 - len(place))]
-    return np.random.Generator(np.random.Philox(key=[seed, purpose], counter=counter))
+    counter = np.array([0, *place, *[0] * (3 - len(place))], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=np.array([seed, purpose], dtype=np.uint64), counter=counter))
 
 
 class Block(NamedTuple):
@@ -35,31 +33,27 @@ class Blocks:
 
     Args:
         shards: The corpus.
+        objective: What its sequences are.
         size: Tokens of a block, about.
-        unit: Sentences with more tokens are cut.
         seed: Of the order of documents.
     """
 
-    def __init__(self, shards: TokenShards, size: int, unit: int, seed: int) -> None:
-        self.shards, self.unit, self.seed = shards, unit, seed
+    def __init__(self, shards: TokenShards, objective: Objective, size: int, seed: int) -> None:
+        self.shards, self.unit, self.seed = shards, limit(objective), seed
+        self.two_documents = objective.kind == "nsp"
         self.count = max(1, round(shards.tokens / size))
         self.size = -(-shards.tokens // self.count)
-        self.parts = _parts(shards, max(unit, self.size // 8))
-        self._order = lru_cache(maxsize=2)(self._order_of)
+        # Sequences of a block's documents are made side by side: long documents would come alone at the end.
+        self.parts = _parts(shards, 64 * objective.max_length, at_sentences=objective.kind != "causal")
+        self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def load(self, epoch: int, number: int, *, two_documents: bool) -> Block:
-        """A block's tokens and documents.
-
-        Args:
-            epoch: From 0.
-            number: From 0 to ``count - 1``.
-            two_documents: A block of one document gets a part of another, to take sentences from.
-        """
+    def load(self, epoch: int, number: int) -> Block:
+        """A block's tokens and documents. With one document only, next sentences come from a part of another."""
         order, bounds = self._order(epoch)
         chosen = np.sort(order[bounds[number] : bounds[number + 1]])
         donors = 0
         owners = self.parts[chosen, 0]
-        if two_documents and len(owners) and owners[0] == owners[-1]:
+        if self.two_documents and len(owners) and owners[0] == owners[-1]:
             others = order[self.parts[order, 0] != owners[0]]
             if len(others):
                 chosen, donors = np.append(chosen, others[number % len(others)]), 1
@@ -78,7 +72,7 @@ class Blocks:
         ends = np.minimum(ends - np.repeat(starts - local, sentences), np.repeat(local + lengths, sentences))
         sizes = np.diff(ends, prepend=0)
         pieces = -(-sizes // self.unit)
-        units = np.repeat(ends - sizes, pieces) + self.unit * counted(pieces)
+        units = spread(ends - sizes, pieces, step=self.unit)
         before = np.append(0, np.cumsum(pieces))
         owners = rows[:, 0].copy()
         if donors:
@@ -91,36 +85,41 @@ class Blocks:
             donors=donors,
         )
 
-    def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The parts' order in an epoch, and the blocks' bounds in it."""
+        if epoch in self._orders:
+            return self._orders[epoch]
         order = generator(self.seed, ORDER, epoch).permutation(len(self.parts))
         starts = np.cumsum(self.parts[order, 5]) - self.parts[order, 5]
         bounds = np.searchsorted(starts, self.size * np.arange(self.count + 1))
         bounds[-1] = len(order)
+        self._orders = {epoch: (order, bounds)}
         return order, bounds
 
 
-def _parts(shards: TokenShards, most: int) -> np.ndarray:
+def _parts(shards: TokenShards, most: int, *, at_sentences: bool) -> np.ndarray:
     """int64 [parts, 7]: document, shard, first sentence, sentences, first token, tokens, whether the document ends.
 
-    Documents with more than ``most`` tokens are cut, behind a sentence where one ends near.
+    Documents with more than ``most`` tokens are cut: into equal parts, each cut moved back to the end of a sentence,
+    unless that is far; or else exactly behind every ``most`` tokens.
     """
-    index = shards.index
-    numbers = np.arange(len(index))
-    whole = np.concatenate([numbers[:, None], index, np.ones((len(index), 1), np.int64)], axis=1)
-    rows = [whole[index[:, 4] <= most]]
-    for number in numbers[index[:, 4] > most].tolist():
-        shard, sentence, sentences, start, length = index[number].tolist()
-        bounds = np.asarray(shards.files[shard]["sentences"][sentence : sentence + sentences + 1])
-        cuts = [start]
-        while cuts[-1] < start + length:
-            near = int(bounds[np.searchsorted(bounds, cuts[-1] + most, side="right") - 1])
-            cuts.append(near if near > cuts[-1] else cuts[-1] + most)
-        for low, high in itertools.pairwise(cuts):
-            first = int(np.searchsorted(bounds, low, side="right")) - 1
-            last = int(np.searchsorted(bounds, high, side="left"))
-            part = [number, shard, sentence + first, last - first, low, high - low, int(high == start + length)]
-            rows.append(np.array([part]))
-    parts = np.concatenate(rows)
-    result: np.ndarray = parts[np.lexsort((parts[:, 4], parts[:, 0]))]
-    return result
+    index, tokens = shards.index, shards.index[:, 4]
+    count = -(-tokens // most)
+    owners = np.repeat(np.arange(len(index)), count)
+    step = tokens / count if at_sentences else np.full(len(index), float(most))
+    number = spread(np.zeros(len(index), np.int64), count)
+    starts = index[owners, 3] + (number * step[owners]).astype(np.int64)
+    ends_here = np.append(owners[1:] != owners[:-1], True)
+    stops = np.where(ends_here, index[owners, 3] + tokens[owners], 0)
+    first, last = np.empty_like(starts), np.empty_like(starts)
+    bounds = np.searchsorted(index[owners, 0], np.arange(len(shards.files) + 1))  # of the shards among the parts
+    for shard, files in enumerate(shards.files):
+        sentences, own = files["sentences"], slice(bounds[shard], bounds[shard + 1])
+        if at_sentences:
+            near = sentences[np.searchsorted(sentences, starts[own], side="right") - 1]
+            starts[own] = np.where(starts[own] - near < most // 2, near, starts[own])
+        stops[own] = np.where(ends_here[own], stops[own], np.append(starts[own][1:], 0)[: len(stops[own])])
+        first[own] = np.searchsorted(sentences, starts[own], side="right") - 1
+        last[own] = np.searchsorted(sentences, stops[own], side="left")
+    columns = (owners, index[owners, 0], first, last - first, starts, stops - starts, ends_here)
+    return np.stack(columns, axis=1).astype(np.int64)

@@ -9,10 +9,9 @@ causal   A                       the GPTs': a document and its end token, in pie
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -63,13 +62,13 @@ class Objective:
 
 
 class Documents(NamedTuple):
-    """Some documents, one after the other."""
+    """Some documents, or parts of long ones, one after the other."""
 
     bounds: (
         np.ndarray
-    )  # int64 [units + 1]: unit i is the tokens from [i] to [i + 1]; a sentence, or a part of a long one
+    )  # int64 [units + 1]: unit i is the tokens from [i] to [i + 1]; a sentence, or a piece of a long one
     firsts: np.ndarray  # int64 [documents + 1]: document i is the units from [i] to [i + 1]
-    ends: np.ndarray  # bool [documents]: whether the document ends here, or has been cut
+    ends: np.ndarray  # bool [documents]: whether the document ends here, or goes on elsewhere
     owners: np.ndarray  # int64 [documents], ascending: parts of the same document have the same number
     donors: int = 0  # so many documents at the end are there to take second sentences from only
 
@@ -94,162 +93,148 @@ def limit(objective: Objective) -> int:
 
 
 def cut(objective: Objective, documents: Documents, generator: np.random.Generator, *, end_token: bool) -> Sequences:
-    """Every sequence of the documents, in their order.
+    """Every sequence of the documents, in no order that means anything.
 
     single, electra and causal use every token once. A pair needs two sentences: one that is left over at a document's
     end is not used, this time.
     """
     if objective.kind == "causal":
         return _cut_causal(objective, documents, end_token)
-    rows = (
-        _cut_pairs(objective, documents, generator) if objective.pairs else _cut_single(objective, documents, generator)
-    )
-    table = np.array(rows, dtype=np.int64).reshape(-1, 5)
-    first, first_length, second, second_length, label = table.T
-    length = first_length + second_length + objective.added
-    return Sequences(first, first_length, second, second_length, label, length)
+    function = _cut_pairs if objective.pairs else _cut_single
+    columns = function(objective, documents, generator)
+    return Sequences(*columns, columns[1] + columns[3] + objective.added)
 
 
 def _cut_causal(objective: Objective, documents: Documents, end_token: bool) -> Sequences:
     starts = documents.bounds[documents.firsts]
-    lengths, size = np.diff(starts), objective.max_length
-    pieces = -(-lengths // size)
-    first = np.repeat(starts[:-1], pieces) + size * counted(pieces)
+    size = objective.max_length
+    pieces = -(-np.diff(starts) // size)
+    first = spread(starts[:-1], pieces, step=size)
     length = np.minimum(size, np.repeat(starts[1:], pieces) - first)
     last = np.zeros(len(first), dtype=bool)
-    last[np.cumsum(pieces)[pieces > 0] - 1] = documents.ends[pieces > 0]
+    last[np.cumsum(pieces) - 1] = documents.ends
     ended = (last & (length < size) & end_token).astype(np.int64)
     nothing = np.zeros_like(first)
     return Sequences(first, length, nothing, nothing, ended, length + ended)
 
 
-def _targets(objective: Objective, count: int, generator: np.random.Generator) -> list[int]:
-    """The lengths that ``count`` sequences aim at."""
-    targets = np.full(count, objective.room)
-    short = generator.random(count, dtype=np.float32) < objective.short_probability
-    targets[short] = generator.integers(2, objective.room + 1, int(short.sum()))
-    result: list[int] = targets.tolist()
-    return result
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # Sequences without length
 
 
-def _cut_single(
-    objective: Objective, documents: Documents, generator: np.random.Generator
-) -> list[tuple[int, int, int, int, int]]:
-    bounds, firsts = documents.bounds.tolist(), documents.firsts.tolist()
-    full = (np.searchsorted(documents.bounds, documents.bounds + objective.room, side="right") - 1).tolist()
-    targets = _targets(objective, len(bounds), generator)
-    rows: list[tuple[int, int, int, int, int]] = []
-    for unit, end in itertools.pairwise(firsts):
-        while unit < end:
-            target = targets[len(rows)]
-            last = full[unit] if target == objective.room else bisect_right(bounds, bounds[unit] + target) - 1
-            last = min(max(unit + 1, last), end)
-            rows.append((bounds[unit], bounds[last] - bounds[unit], 0, 0, 0))
-            unit = last
-    return rows
+def _cut_single(objective: Objective, documents: Documents, generator: np.random.Generator) -> Columns:
+    """All documents at the same time: each step makes the next sequence of every one that has sentences left."""
+    bounds = documents.bounds
+    unit, end = documents.firsts[:-1], documents.firsts[1:]
+    rows: list[tuple[np.ndarray, np.ndarray]] = []
+    while len(unit):
+        last, _ = _last_units(objective, bounds, unit, end, generator)
+        rows.append((bounds[unit], bounds[last] - bounds[unit]))
+        left = last < end
+        unit, end = last[left], end[left]
+    first, length = _joined(rows, 2)
+    nothing = np.zeros_like(first)
+    return first, length, nothing, nothing, nothing
 
 
-def _cut_pairs(
-    objective: Objective, documents: Documents, generator: np.random.Generator
-) -> list[tuple[int, int, int, int, int]]:
-    bounds, firsts = documents.bounds.tolist(), documents.firsts.tolist()
-    full = (np.searchsorted(documents.bounds, documents.bounds + objective.room, side="right") - 1).tolist()
-    targets = _targets(objective, len(bounds), generator)
-    # Where to divide, whether to change the order or the second part, which other sentence.
-    draws = generator.random((len(bounds), 3)).tolist()
-    rows: list[tuple[int, int, int, int, int]] = []
-    for unit, end, *own in zip(firsts[: -1 - documents.donors], firsts[1:], *_own_units(documents), strict=False):
-        while end - unit >= 2:
-            target, (where, change, other) = targets[len(rows)], draws[len(rows)]
-            last = full[unit] if target == objective.room else bisect_right(bounds, bounds[unit] + target) - 1
-            last = min(max(unit + 2, last), end)
-            middle = unit + 1 + int(where * (last - unit - 1))
-            start, length = bounds[unit], bounds[middle] - bounds[unit]
-            second, rest = bounds[middle], bounds[last] - bounds[middle]
-            if change >= 0.5:
-                rows.append((start, length, second, rest, 0))
-                unit = last
-            elif objective.kind == "sop":
-                rows.append((second, rest, start, length, 1))
-                unit = last
-            else:  # the sentences that B would have had are used again
-                room = max(target, bounds[last] - bounds[unit]) - length
-                rows.append((start, length, *_from_elsewhere(bounds, firsts, own, other, room), 1))
-                unit = middle
-    return rows
+def _cut_pairs(objective: Objective, documents: Documents, generator: np.random.Generator) -> Columns:
+    """As ``_cut_single``. Where B comes from elsewhere, the sentences that it would have had are used again."""
+    bounds, firsts = documents.bounds, documents.firsts
+    ends_by_unit = np.repeat(firsts[1:], np.diff(firsts))
+    count = len(firsts) - 1 - documents.donors
+    state = np.stack([firsts[:-1], firsts[1:], *_own_units(documents)])[:, :count]
+    rows: list[Columns] = []
+    while True:
+        unit, end, own, own_end = state = state[:, state[1] - state[0] >= 2]
+        if not len(unit):
+            break
+        last, target = _last_units(objective, bounds, unit, end, generator, least=2)
+        where, change, other = generator.random((3, len(unit)))
+        middle = unit + 1 + (where * (last - unit - 1)).astype(np.int64)
+        changed = change < 0.5
+        first, second, stop = bounds[unit], bounds[middle], bounds[last]
+        if objective.kind == "sop":
+            a, b = np.where(changed, (second, first), (first, second))
+            a_length, b_length = np.where(changed, (stop - second, second - first), (second - first, stop - second))
+            state[0] = last
+        else:
+            any_unit = (other * (len(bounds) - 1 - (own_end - own))).astype(np.int64)
+            any_unit += np.where(any_unit >= own, own_end - own, 0)  # of another document
+            room = np.maximum(target, stop - first) - (second - first)
+            fits = np.searchsorted(bounds, bounds[any_unit] + room, side="right") - 1
+            fits = np.minimum(fits, ends_by_unit[np.minimum(any_unit, len(ends_by_unit) - 1)])
+            elsewhere = np.where(fits > any_unit, bounds[fits] - bounds[any_unit], room)
+            a, a_length = first, second - first
+            b, b_length = np.where(changed, bounds[any_unit], second), np.where(changed, elsewhere, stop - second)
+            state[0] = np.where(changed, middle, last)
+        rows.append((a, a_length, b, b_length, changed.astype(np.int64)))
+    columns = _joined(rows, 5)
+    return columns[0], columns[1], columns[2], columns[3], columns[4]
 
 
-def _own_units(documents: Documents) -> tuple[list[int], list[int]]:
+def _last_units(
+    objective: Objective,
+    bounds: np.ndarray,
+    unit: np.ndarray,
+    end: np.ndarray,
+    generator: np.random.Generator,
+    least: int = 1,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Up to which unit the sequences go that begin with ``unit``, and the lengths that they aim at."""
+    short, where = generator.random((2, len(unit)))
+    shorter = 2 + (where * (objective.room - 1)).astype(np.int64)
+    target = np.where(short < objective.short_probability, shorter, objective.room)
+    last = np.searchsorted(bounds, bounds[unit] + target, side="right") - 1
+    return np.minimum(np.maximum(last, unit + least), end), target
+
+
+def _own_units(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
     """For each document, the units of all its parts: from, to."""
     left = np.searchsorted(documents.owners, documents.owners, side="left")
     right = np.searchsorted(documents.owners, documents.owners, side="right")
-    return documents.firsts[left].tolist(), documents.firsts[right].tolist()
+    return documents.firsts[left], documents.firsts[right]
 
 
-def _from_elsewhere(bounds: list[int], firsts: list[int], own: list[int], draw: float, room: int) -> tuple[int, int]:
-    """First token and length of sentences of another document that have room: any one, and those that follow it."""
-    unit = int(draw * (len(bounds) - 1 - (own[1] - own[0])))
-    if unit >= own[0]:
-        unit += own[1] - own[0]
-    end = firsts[bisect_right(firsts, unit)]
-    last = min(bisect_right(bounds, bounds[unit] + room) - 1, end)
-    return bounds[unit], bounds[last] - bounds[unit] if last > unit else room
+def _joined(rows: list[Any], columns: int) -> list[np.ndarray]:
+    if not rows:
+        return [np.zeros(0, np.int64)] * columns
+    return [np.concatenate(column) for column in zip(*rows, strict=True)]
 
 
-def counted(counts: np.ndarray) -> np.ndarray:
-    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, and so on."""
-    total = int(counts.sum())
-    result: np.ndarray = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+def spread(starts: np.ndarray, lengths: np.ndarray, *, step: int = 1) -> np.ndarray:
+    """starts[0], starts[0] + step, ... (lengths[0] numbers), starts[1], ... and so on."""
+    before = np.cumsum(lengths) - lengths
+    numbers = np.arange(int(lengths.sum()))
+    result: np.ndarray = np.repeat(starts - step * before, lengths) + (numbers if step == 1 else step * numbers)
     return result
 
 
 def pack(lengths: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
     """Puts sequences into batches of at most ``budget`` tokens, nearly full ones.
 
-    In their order, until the next does not fit; then the longest that still fit, until less than 1% is free.
+    Some short sequences are kept back. The others fill batches in their order, until the next does not fit; what is
+    left free then takes the longest of the short ones that fit, until less than 1% is free.
 
     Returns: the sequences' numbers, batch by batch, and the batches' bounds among them.
     """
-    sizes: list[int] = lengths.tolist()
-    waiting: dict[int, list[int]] = {}
-    for number in range(len(sizes) - 1, -1, -1):
-        waiting.setdefault(sizes[number], []).append(number)
-    available = sorted(waiting)
-    taken = bytearray(len(sizes))
+    by_length = np.argsort(lengths, kind="stable")
+    kept = min(len(lengths) // 4, 4 * (int(lengths.sum()) // budget))
+    fillers: list[int] = by_length[:kept].tolist()  # the shortest first
+    sizes: list[int] = lengths[fillers].tolist()
     order: list[int] = []
     bounds = [0]
-    gap = budget
-
-    for number, size in enumerate(sizes):
-        if taken[number]:
-            continue
-        if size > gap:
-            while gap > budget // 128:
-                filler = _longest(waiting, available, taken, gap)
-                if filler is None:
-                    break
-                order.append(filler)
-                gap -= sizes[filler]
+    waiting = np.sort(by_length[kept:])
+    while len(waiting):
+        numbers: list[int] = waiting.tolist()
+        total: list[int] = np.append(0, np.cumsum(lengths[waiting])).tolist()
+        start = 0
+        while start < len(numbers):
+            stop = bisect_right(total, total[start] + budget) - 1
+            order += numbers[start:stop]
+            gap = budget - (total[stop] - total[start])
+            while gap > budget // 128 and (place := bisect_right(sizes, gap) - 1) >= 0:
+                gap -= sizes.pop(place)
+                order.append(fillers.pop(place))
             bounds.append(len(order))
-            gap = budget
-        taken[number] = 1
-        order.append(number)
-        gap -= size
-    if bounds[-1] < len(order):
-        bounds.append(len(order))
+            start = stop
+        waiting, fillers, sizes = np.sort(np.array(fillers, dtype=np.int64)), [], []  # those that were not needed
     return np.array(order, dtype=np.int64), np.array(bounds, dtype=np.int64)
-
-
-def _longest(waiting: dict[int, list[int]], available: list[int], taken: bytearray, gap: int) -> int | None:
-    """Takes the first of the longest sequences that fit; None if there is none."""
-    place = bisect_right(available, gap) - 1
-    while place >= 0:
-        numbers = waiting[available[place]]
-        while numbers:
-            number = numbers.pop()
-            if not taken[number]:
-                taken[number] = 1
-                return number
-        del available[place]
-        place -= 1
-    return None

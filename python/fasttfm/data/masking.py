@@ -77,10 +77,9 @@ class Masking:
     ) -> np.ndarray:
         """Which of the text's tokens: ``count``, or fewer by less than a word or an n-gram."""
         if not self.whole_word and self.ngram == 1:
-            keys = generator.random(len(text), dtype=np.float32)
-            if not 0 < count < len(text):
-                return np.arange(count)
-            return np.sort(np.argpartition(keys, count)[:count])
+            taken = np.zeros(len(text), dtype=bool)
+            taken[generator.choice(len(text), count, replace=False, shuffle=False)] = True
+            return np.flatnonzero(taken)
         groups = self._groups(ids, text, vocabulary, generator)
         sizes = np.bincount(groups) if len(groups) else np.zeros(0, np.int64)
         order = generator.permutation(len(sizes))

@@ -63,10 +63,14 @@ class TokenShards:
         for record in manifest["shards"]:
             _check_files(folder, record, checksums=verify)
         arrays = tuple(
-            {part: np.load(folder / f"{number:05d}.{part}.npy", mmap_mode="r") for part in _PARTS}
+            {part: np.asarray(np.load(folder / f"{number:05d}.{part}.npy", mmap_mode="r")) for part in _PARTS}
             for number in range(len(manifest["shards"]))
         )
         return TokenShards(folder, manifest, _index(arrays), arrays)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process maps the files itself."""
+        return _reopen, (self.directory, self.index)
 
     @property
     def documents(self) -> int:
@@ -106,7 +110,7 @@ class TokenShards:
     def sentences(self, number: int) -> np.ndarray:
         """int64 [sentences + 1]: where in ``document(number)`` its sentences begin; the last is its length."""
         shard, sentence, count, start, _ = self.index[number].tolist()
-        return np.asarray(self.files[shard]["sentences"][sentence : sentence + count + 1]) - start
+        return (self.files[shard]["sentences"][sentence : sentence + count + 1]) - start
 
     def split(self, held_out: float = 0.02) -> tuple[TokenShards, TokenShards]:
         """Two parts with different documents: about ``1 - held_out`` of them, and the rest; always the same ones."""
@@ -118,6 +122,10 @@ class TokenShards:
         order = np.random.Generator(np.random.Philox(key=self.documents)).permutation(self.documents)
         kept, held = np.sort(order[count:]), np.sort(order[:count])
         return replace(self, index=self.index[kept]), replace(self, index=self.index[held])
+
+
+def _reopen(directory: Path, index: np.ndarray) -> TokenShards:
+    return replace(TokenShards.open(directory, verify=False), index=index)
 
 
 def prepare(
