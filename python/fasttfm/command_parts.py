@@ -24,10 +24,10 @@ def add_device_option(parser: Any) -> None:
     parser.add_argument("--device", metavar="NAME", help="cpu or cuda; by default a GPU if there is one")
 
 
-def add_training_options(parser: argparse.ArgumentParser, *, rate: float) -> Any:
+def add_training_options(parser: argparse.ArgumentParser, *, rate: float | None, about_rate: str) -> Any:
     """How a model is trained, whatever it is trained for. Returns the group of options, for more of them."""
     group = parser.add_argument_group("training")
-    group.add_argument("--learning-rate", type=float, default=rate, metavar="RATE", help="the highest")
+    group.add_argument("--learning-rate", type=float, default=rate, metavar="RATE", help=about_rate)
     group.add_argument(
         "--warmup-share", type=float, default=0.1, metavar="SHARE", help="of all steps, in which the rate rises"
     )
@@ -49,15 +49,15 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add_device_option(group)
 
 
-def settings_of(arguments: argparse.Namespace, device: Any, **changes: Any) -> Any:
-    """The settings of a run: those of ``add_training_options``, and ``changes``."""
+def settings_of(arguments: argparse.Namespace, device: Any, rate: float, **changes: Any) -> Any:
+    """The settings of a run: those of ``add_training_options`` with this learning rate, and ``changes``."""
     from fasttfm.tasks.finetuning import FinetuneSettings
     from fasttfm.tasks.rates import Rates
     from fasttfm.train import StepSettings
 
     rates = {"weight_decay": arguments.weight_decay, **changes.pop("rates", {})}
     return FinetuneSettings(
-        rates=Rates(arguments.learning_rate, **rates),
+        rates=Rates(rate, **rates),
         accumulation=arguments.accumulation,
         warmup=arguments.warmup_share,
         step=StepSettings(clip=arguments.clip or None, precision=precision_of(arguments, device)),

@@ -77,7 +77,7 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument(
         "--attention", choices=("scores", "weights"), default="scores", help="tinybert: in front of softmax or behind"
     )
-    training = add_training_options(parser, rate=5e-4)
+    training = add_training_options(parser, rate=5e-4, about_rate="the highest")
     training.add_argument("--steps", type=int, default=1000, metavar="N", help="on a corpus")
     group = parser.add_argument_group("task")
     group.add_argument("--task", choices=("classify", "pair", "tag", "qa", "choice"), help="tinybert's second stage")
@@ -117,7 +117,7 @@ def _on_corpus(arguments: argparse.Namespace) -> None:
     tokenizer = data.load_tokenizer(arguments.teacher)
     recipe = _recipe(arguments).to(device)
     recipe.teacher.to(device)
-    settings = settings_of(arguments, device, tokens_per_batch=arguments.tokens_per_batch)
+    settings = settings_of(arguments, device, arguments.learning_rate, tokens_per_batch=arguments.tokens_per_batch)
     output = output_of(arguments, arguments.recipe)
     source: Any = arguments.data or data.shipped_corpus()
     shards = data.prepare(source, tokenizer, arguments.prepared or output / "shards", progress=not arguments.quiet)
@@ -206,7 +206,9 @@ def _on_task(arguments: argparse.Namespace) -> None:
         student, teacher, layers=arguments.layer_map, attention=arguments.attention, projections=projections
     ).to(device)
     teacher.to(device)
-    settings = settings_of(arguments, device, tokens_per_batch=arguments.tokens_per_batch, epochs=arguments.epochs)
+    settings = settings_of(
+        arguments, device, arguments.learning_rate, tokens_per_batch=arguments.tokens_per_batch, epochs=arguments.epochs
+    )
     output = output_of(arguments, f"tinybert-{arguments.task}")
     temperature = 1.0 if arguments.temperature is None else arguments.temperature
     work = TaskRun(

@@ -54,10 +54,12 @@ def add_parser(subparsers: Any) -> None:
     )
     group.add_argument("--test", type=Path, metavar="FILE", help="predict this too; it may have no labels")
     group.add_argument("--max-length", type=int, metavar="N", help="tokens of a sequence; by default 128, for qa 384")
-    group.add_argument("--tokens-per-batch", type=int, default=4096, metavar="N", help="nothing is padded")
+    group.add_argument("--tokens-per-batch", type=int, default=2048, metavar="N", help="nothing is padded")
     group.add_argument("--values", action="store_true", help="classify, pair: labels are numbers to be estimated")
-    training = add_training_options(parser, rate=5e-5)
-    training.add_argument("--epochs", type=int, default=3, metavar="N", help="times that every example is seen")
+    training = add_training_options(
+        parser, rate=None, about_rate="the highest; by default 5e-5 for a width of 768, more for narrower models"
+    )
+    training.add_argument("--epochs", type=int, metavar="N", help="by default 3, and 10 on the shipped sample")
     training.add_argument("--head-rate", type=float, metavar="RATE", help="the head's own learning rate")
     training.add_argument(
         "--layer-decay", type=float, default=1.0, metavar="FACTOR", help="of the rate, from a layer to the one below"
@@ -82,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     with refusing(arguments):
         from fasttfm.tasks.finetuning import FineTuning
-        from fasttfm.tasks.rates import freeze
+        from fasttfm.tasks.rates import default_rate, freeze
         from fasttfm.tasks.reading import READERS, read_examples
 
         device = device_of(arguments)
@@ -91,11 +93,13 @@ def run(arguments: argparse.Namespace) -> int:
         model, task = _prepared(arguments, examples.train)
         if arguments.freeze_encoder:
             freeze(model)
+        epochs = 3 if arguments.data else 10
         settings = settings_of(
             arguments,
             device,
+            default_rate(model) if arguments.learning_rate is None else arguments.learning_rate,
             rates={"head_rate": arguments.head_rate, "layer_decay": arguments.layer_decay},
-            epochs=arguments.epochs,
+            epochs=epochs if arguments.epochs is None else arguments.epochs,
             tokens_per_batch=arguments.tokens_per_batch,
         )
         work = FineTuning(model.to(device), task, examples.train, settings)
@@ -148,7 +152,7 @@ class Report:
             with log.paused():
                 scores = self.scores(examples.dev, self.predicted(examples.dev, tune=True))
             if progress is not None:
-                progress.note(f"epoch {number}/{self.arguments.epochs}: {sentence(scores)}")
+                progress.note(f"epoch {number}/{self.work.settings.epochs}: {sentence(scores)}")
 
         try:
             self.work.run(log.add, on_epoch)

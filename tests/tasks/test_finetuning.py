@@ -259,6 +259,7 @@ def test_a_directory_has_parts(tmp_path: Path) -> None:
     (tmp_path / "dev_mismatched.tsv").write_text("sentence\tlabel\nc\t1\n")
     with pytest.raises(DataError, match=r"expected one file for dev, got dev.tsv, dev_mismatched.tsv"):
         read_examples("classify", tmp_path)
+    assert read_examples("classify", tmp_path, tmp_path / "dev.tsv") == found
 
 
 def test_a_tenth_is_held_out_where_nothing_else_is_there(tmp_path: Path) -> None:

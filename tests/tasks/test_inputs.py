@@ -14,7 +14,7 @@ from fasttfm.tasks.families import base_of, family_of, longest_input, model_clas
 from fasttfm.tasks.finetuning import format_of
 from fasttfm.tasks.gpt_inputs import WORDS, grow_vocabulary, with_task_words
 from fasttfm.tasks.inputs import Feature, Format, Tokens, by_budget, collate
-from fasttfm.tasks.rates import Rates, freeze
+from fasttfm.tasks.rates import Rates, default_rate, freeze
 
 BERT = Format([1], [2], [2], max_length=10)
 SIZES = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 40}
@@ -159,6 +159,10 @@ def test_lower_layers_learn_slower() -> None:
 def test_rates_out_of_range_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"rates: .*: expected"):
         Rates(**bad)
+
+
+def test_narrow_models_learn_faster_by_default() -> None:
+    assert default_rate(bert()) == pytest.approx(24 * 5e-5)  # its width is a 24th of 768
 
 
 def test_a_frozen_encoder_neither_learns_nor_drops() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,13 @@ def model_class(family: str, task: str) -> type[PretrainedModel]:
 
 
 def open_model(directory: str | Path, task: str, **changes: Any) -> PretrainedModel:
-    """The checkpoint with the task's head, which is drawn anew where the checkpoint has none."""
-    return model_class(family_of(directory), task).from_pretrained(directory, **changes)
+    """The checkpoint with the task's head, which is drawn anew where the checkpoint has none, with a warning. Vectors
+    need no pooler, which is all that a model without a head may lack."""
+    made_of = model_class(family_of(directory), task)
+    with warnings.catch_warnings():
+        if task == "vectors":
+            warnings.simplefilter("ignore")
+        return made_of.from_pretrained(directory, **changes)
 
 
 def base_of(model: PretrainedModel) -> TextModel:

@@ -123,7 +123,7 @@ class QuestionTask(Task):
         return answer_scores(_right_answers(examples), self.answers(examples, predictions))
 
     def labelled(self, examples: Sequence[Any]) -> bool:
-        return True
+        return any(example.answers for example in examples)
 
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
         answer = most_common(example.answers[0].text if example.answers else "" for example in train)

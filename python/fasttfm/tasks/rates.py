@@ -57,6 +57,11 @@ class Rates:
             yield parameter, self.layer_decay**below
 
 
+def default_rate(model: PretrainedModel) -> float:
+    """What BERT-base is fine-tuned with, more for narrower models and less for wider ones."""
+    return 5e-5 * 768 / base_of(model).encoder.in_order()[0].qkv.in_features
+
+
 def freeze(model: PretrainedModel) -> None:
     """Leaves only the head to be trained, with a pooler if it has one. The rest keeps its values and drops nothing."""
     base = base_of(model)

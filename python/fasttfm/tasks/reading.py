@@ -18,7 +18,7 @@ READERS: dict[str, Callable[[Path], list[Any]]] = {
     "qa": read_squad,
     "choice": read_swag,
 }
-_PARTS = {"train": ("train",), "dev": ("dev", "valid"), "test": ("test",)}
+_PARTS = {"train": ("train",), "dev": ("dev", "valid")}
 _HELD_OUT = 0.1
 
 
@@ -42,7 +42,8 @@ def read_examples(task: str, data: Path | None = None, dev: Path | None = None, 
         parts = shipped_task(task)
         source = "the shipped sample"
     elif data.is_dir():
-        parts = {part: path for part in _PARTS if (path := _part(data, part)) is not None}
+        wanted = ("train",) if dev is not None else tuple(_PARTS)
+        parts = {part: path for part in wanted if (path := _part(data, part)) is not None}
         if "train" not in parts:
             raise data_error(data, "a file whose name has 'train' in it", "none")
         source = str(data)
