@@ -52,8 +52,8 @@ def tinybert_student(
         raise ValueError(f"tinybert: teacher: expected a BERT, got {config.model_type!r}")
     heads = config.num_attention_heads
     width = config.hidden_size // 2 if width is None else width
-    if width < 1 or width % (8 * heads):
-        raise ValueError(f"width: expected a multiple of 8 times the teacher's {heads} attention heads, got {width}")
+    if width < 1 or width % heads:
+        raise ValueError(f"width: expected a multiple of the teacher's {heads} attention heads, got {width}")
     sizes = {
         "num_hidden_layers": max(1, config.num_hidden_layers // 2) if layers is None else layers,
         "hidden_size": width,
