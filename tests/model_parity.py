@@ -33,6 +33,8 @@ GPT_SIZES = {
     "pad_token_id": PAD,
 }
 DISTILBERT = {
+    "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
     "hidden_size": "dim",
     "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_heads",
@@ -118,6 +120,11 @@ def tensors(output: Any, mask: Tensor | None = None) -> dict[str, Tensor]:
             by_token = mask is not None and each.shape[: mask.dim()] == mask.shape
             found[f"{name}.{index}"] = each[mask.bool()] if by_token else each
     return found
+
+
+def wide(loss: Tensor) -> Tensor:
+    """Of 16 bits as fp32: transformers rounds a loss to the model's type, ours is fp32."""
+    return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
 
 def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

@@ -78,6 +78,7 @@ def test_the_sdist_holds_everything_needed_to_build_and_test(sdist: Path) -> Non
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"CMakeLists.txt", "LICENSE", "setup.py", "constraints.txt", "Makefile", "docs/ops/layer_norm.md"} <= names
+    assert {"python/fasttfm/data/corpus/moby-dick.txt.gz", "python/fasttfm/data/corpus/tasks/qa-dev.json"} <= names
     assert {"kernels/layer_norm/cpu.cpp", "csrc/binding.h", "python/fasttfm/_C.pyi", "tools/new_op.py"} <= names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
 
@@ -91,7 +92,12 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert {f"fasttfm/{name}" for name in expected} <= names
     assert len([name for name in names if re.fullmatch(r"fasttfm/_C\.[\w.-]+\.so", name)]) == 1
     assert {name.split("/")[0] for name in names} == {"fasttfm"}
-    assert {Path(name).suffix for name in names} == {".py", ".pyi", ".so", ".typed"}
+    shipped = {name.removeprefix("fasttfm/data/corpus/") for name in names if name.startswith("fasttfm/data/corpus/")}
+    tasks = {"classify": "tsv", "pair": "tsv", "tag": "conll", "qa": "json", "choice": "csv"}
+    sets = {f"tasks/{task}-{part}.{suffix}" for task, suffix in tasks.items() for part in ("train", "dev")}
+    assert shipped == {"README.md", "state-of-the-union.txt.gz", "moby-dick.txt.gz", *sets}
+    others = {name for name in names if not name.startswith("fasttfm/data/corpus/")}
+    assert {Path(name).suffix for name in others} == {".py", ".pyi", ".so", ".typed"}
 
 
 @pytest.mark.slow
@@ -113,6 +119,8 @@ def test_the_wheel_imports_and_computes_elsewhere(wheel: Path, tmp_path: Path) -
         from fasttfm import _C
         assert _C.cuda_version == 0 and _C.version == fasttfm.__version__
         y = fasttfm.nn.LayerNorm(8)(torch.randn(3, 8))
+        from fasttfm import data
+        assert len(list(data.read_documents(data.shipped_corpus()))) == 161 and data.shipped_task("qa")["dev"].is_file()
         print(fasttfm.explain("layer_norm", y).chosen, fasttfm.__file__)
     """
     code = "\n".join(line.strip() for line in code.splitlines())

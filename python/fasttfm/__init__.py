@@ -8,5 +8,17 @@
 from fasttfm import generate, models, nn, ops
 from fasttfm._version import __version__
 from fasttfm.ops.backends import explain, use_backend
+from fasttfm.patching import patch, register_attention, unpatch
 
-__all__ = ["__version__", "explain", "generate", "models", "nn", "ops", "use_backend"]
+__all__ = [
+    "__version__",
+    "explain",
+    "generate",
+    "models",
+    "nn",
+    "ops",
+    "patch",
+    "register_attention",
+    "unpatch",
+    "use_backend",
+]

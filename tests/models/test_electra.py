@@ -57,19 +57,6 @@ def test_question_answering(tmp_path: Path) -> None:
     check_question_answering(*pair("ElectraForQuestionAnswering", tmp_path, embedding_size=20, num_labels=2))
 
 
-@pytest.mark.parametrize("size", ["small", "base", "large"])
-def test_published_sizes(size: str) -> None:
-    config = models.ElectraConfig.named(size)
-    fields = {name: getattr(config, name) for name in (*SIZES, "embedding_size")}
-    with torch.device("meta"):
-        ours = models.ElectraForPreTraining(config)
-        theirs = transformers.ElectraForPreTraining(transformers.ElectraConfig(**fields))
-    count = sum(parameter.numel() for parameter in ours.parameters())
-    assert count == sum(parameter.numel() for parameter in theirs.parameters())
-    millions = {"small": 14, "base": 110, "large": 335}[size]  # the paper's
-    assert abs(count / 1e6 - millions) < 0.04 * millions
-
-
 # ---- generator and discriminator -------------------------------------------------------------------------------------
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from model_parity import wide
 from torch import Tensor
 
 from fasttfm import models
@@ -28,18 +30,17 @@ def ids() -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_same_numbers_as_transformers(dtype: torch.dtype) -> None:
+def test_same_numbers_as_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     ours = models.GPT2LMHeadModel(models.GPT2Config(**SIZES, **NO_DROPOUT)).cuda().to(dtype)
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, **NO_DROPOUT)).cuda().to(dtype)
-    theirs.load_state_dict(ours.checkpoint_tensors(ours.state_dict()), strict=False)
-    theirs.tie_weights()
+    ours.save_pretrained(tmp_path)
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, dtype=dtype).cuda().train()
     words = ids()
     mask = torch.arange(S, device="cuda") < torch.tensor(LENGTHS, device="cuda")[:, None]
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"loss": module(words, attention_mask=mask, labels=words.where(mask, -100)).loss}
+        return {"loss": wide(module(words, attention_mask=mask, labels=words.where(mask, -100)).loss)}
 
     check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
 

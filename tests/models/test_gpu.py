@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from model_parity import config_of, wide
 from torch import Tensor
 
 from fasttfm import models
@@ -35,33 +37,45 @@ def batch() -> dict[str, Tensor]:
     return {name: value.cuda() for name, value in found.items()}
 
 
-def model(**changes: Any) -> models.BertForPreTraining:
+def model(name: str = "BertForPreTraining", **changes: Any) -> Any:
     torch.manual_seed(0)
-    return models.BertForPreTraining(models.BertConfig(**{**CONFIG, **changes})).cuda()
+    return getattr(models, name)(config_of(models, name, {**CONFIG, **changes})).cuda()
+
+
+DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+NARROW = {"embedding_size": 128}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "BertForPreTraining": {},
+    "AlbertForPreTraining": {**NARROW, "classifier_dropout_prob": 0.0},
+    "ElectraForMaskedLM": NARROW,
+    "ElectraForPreTraining": NARROW,
+    "DistilBertForMaskedLM": {},
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_same_numbers_as_transformers(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_same_numbers_as_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    ours = model(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).to(dtype)
-    fields = {name: value for name, value in ours.config.to_dict().items() if name not in ("model_type", "recompute")}
-    theirs = transformers.BertForPreTraining(transformers.BertConfig(**fields)).cuda().to(dtype)
-    missing, unexpected = theirs.load_state_dict(ours.checkpoint_tensors(ours.state_dict()), strict=False)
-    assert all("decoder" in name for name in missing)
-    assert not unexpected
-    theirs.tie_weights()
+    ours = model(name, **FAMILIES[name], **dict.fromkeys(DROPOUT, 0.0)).to(dtype)
+    ours.save_pretrained(tmp_path)
+    theirs = getattr(transformers, name).from_pretrained(tmp_path, dtype=dtype).cuda().train()
     given = batch()
-    sentences = torch.tensor([0, 1, 0, 1, 1, 0]).cuda()
+    labels = {"labels": given["labels"]}
+    if name == "ElectraForPreTraining":
+        labels = {"labels": (given["labels"] != -100).long()}
+    elif name.endswith("PreTraining"):
+        pairs = "sentence_order_label" if name.startswith("Albert") else "next_sentence_label"
+        labels[pairs] = torch.tensor([0, 1, 0, 1, 1, 0]).cuda()
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
-        options = {"labels": given["labels"], "next_sentence_label": sentences}
-        return {"loss": module(given["ids"], attention_mask=given["mask"], **options).loss}
+        return {"loss": wide(module(given["ids"], attention_mask=given["mask"], **labels).loss)}
 
     check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
 
 
 def test_padded_and_packed_drop_the_same() -> None:
-    module = models.BertForMaskedLM(models.BertConfig(**CONFIG)).cuda()
+    module = model("BertForMaskedLM")
     given = batch()
     mask = given["mask"]
     cu_seqlens = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
@@ -77,8 +91,9 @@ def test_padded_and_packed_drop_the_same() -> None:
     assert losses[0] == losses[1] == losses[2]
 
 
-def test_a_step_waits_for_nothing() -> None:
-    module = models.BertForMaskedLM(models.BertConfig(**CONFIG)).cuda()
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "ElectraForJointPreTraining"])
+def test_a_step_waits_for_nothing(name: str) -> None:
+    module = model(name)
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     given = batch()
     packed_labels = given["labels"][given["mask"]]
@@ -104,7 +119,7 @@ def test_a_step_waits_for_nothing() -> None:
 
 
 def test_copies_on_other_devices_agree() -> None:
-    module = model(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).eval()
+    module = model(**dict.fromkeys(DROPOUT, 0.0)).eval()
     given = batch()
     on_gpu = module(given["ids"], given["mask"])
     on_cpu = copy.deepcopy(module).cpu()(given["ids"].cpu(), given["mask"].cpu())

@@ -58,7 +58,7 @@ class Blocks:
             if len(others):
                 chosen, donors = np.append(chosen, others[number % len(others)]), 1
         rows = self.parts[chosen]
-        tokens, ends = [], []
+        tokens, ends = [self.shards.files[0]["tokens"][:0]], [np.zeros(0, np.int64)]
         for shard, sentence, sentences, start, length in rows[:, 1:6].tolist():
             files = self.shards.files[shard]
             tokens.append(files["tokens"][start : start + length])

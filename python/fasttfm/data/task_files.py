@@ -131,7 +131,7 @@ def read_conll(path: str | Path, *, column: int = -1) -> list[TagExample]:
         width = len(row) if width is None else width
         if len(row) != width or len(row) < 2:
             expected = "a word and a tag" if width < 2 else f"{width} columns, as in the lines before"
-            raise data_error(path, expected, f"{line:.60!r}", line=number)
+            raise data_error(path, expected, f"{line[:60]!r}", line=number)
         if not -width <= column < width:
             raise data_error(path, f"a column {column}", f"{width} columns", line=number)
         words.append(row[0])
@@ -171,6 +171,7 @@ def _squad_paragraphs(path: Path, root: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _question(path: Path, place: str, asked: Any, context: str) -> QuestionExample:
+    question = _field(path, place, asked, "question", str)
     answers = []
     for number, answer in enumerate(_field(path, place, asked, "answers", list) if "answers" in asked else ()):
         inside = f"{place}.answers[{number}]"
@@ -183,7 +184,7 @@ def _question(path: Path, place: str, asked: Any, context: str) -> QuestionExamp
     if impossible:
         answers = []
     id = str(asked.get("id", place))
-    return QuestionExample(id, _field(path, place, asked, "question", str), context, answers, impossible)
+    return QuestionExample(id, question, context, answers, impossible)
 
 
 def _field(path: Path, place: str, value: Any, name: str, kind: type) -> Any:
@@ -192,7 +193,7 @@ def _field(path: Path, place: str, value: Any, name: str, kind: type) -> Any:
     if not isinstance(value, dict):
         raise data_error(f"{path}, {place}", f"an object with {name!r}", type(value).__name__)
     if not isinstance(value.get(name), kind):
-        got = f"{value[name]!r:.60}" if name in value else f"{', '.join(map(repr, value))}"
+        got = f"{value[name]!r:.60}" if name in value else ", ".join(map(repr, value)) or "an empty object"
         raise data_error(f"{path}, {place}", f"a {names[kind]} {name!r}", got)
     return value[name]
 

@@ -264,8 +264,8 @@ def _settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _pieces(documents: Iterable[str], size: int = 1 << 16) -> Iterable[str]:
-    """The texts in pieces of lines, so that no document makes training hold much at once."""
+def _pieces(documents: Iterable[str], size: int = 1 << 12) -> Iterable[str]:
+    """The texts in pieces of lines: training takes long over a word of many thousand letters."""
     empty = True
     for document in documents:
         for line in document.split("\n"):

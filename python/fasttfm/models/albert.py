@@ -164,13 +164,16 @@ class AlbertModel(BertModel):
         assert isinstance(config, AlbertConfig)
         return word_embeddings(config, config.embedding_size, config.hidden_size)
 
+    def layer_of(self, config: EncoderConfig) -> EncoderLayer:
+        return encoder_layer(config, drop_feed_forward=False)
+
     def layers_of(self, config: EncoderConfig) -> list[EncoderLayer]:
         """Layers that share everything are one module; those that share a part are several, tied to each other."""
         assert isinstance(config, AlbertConfig)
         groups, inner = config.groups(), range(config.inner_group_num)
         if config.parameter_sharing != "all":
-            return [encoder_layer(config) for _ in groups for _ in inner]
-        own = [[encoder_layer(config) for _ in inner] for _ in range(config.num_hidden_groups)]
+            return [self.layer_of(config) for _ in groups for _ in inner]
+        own = [[self.layer_of(config) for _ in inner] for _ in range(config.num_hidden_groups)]
         return [layer for group in groups for layer in own[group]]
 
     def tied(self) -> dict[str, str]:

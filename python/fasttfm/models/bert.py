@@ -162,13 +162,18 @@ def word_embeddings(config: EncoderConfig, width: int, output_width: int | None 
     )
 
 
-def encoder_layer(config: EncoderConfig) -> EncoderLayer:
+def encoder_layer(
+    config: EncoderConfig, *, drop_attention: bool = True, drop_feed_forward: bool = True
+) -> EncoderLayer:
+    """A layer, and which of its blocks' outputs have dropout."""
+    dropout = config.hidden_dropout_prob
     return EncoderLayer(
         config.hidden_size,
         config.num_attention_heads,
         config.intermediate_size,
         activation=config.hidden_act,
-        dropout=config.hidden_dropout_prob,
+        dropout=dropout if drop_attention else 0.0,
+        feed_forward_dropout=dropout if drop_feed_forward else 0.0,
         attention_dropout=config.attention_probs_dropout_prob,
         eps=config.layer_norm_eps,
         recompute=config.recompute,
@@ -192,8 +197,11 @@ class BertModel(TextModel):
     def embeddings_of(self, config: EncoderConfig) -> Embeddings:
         return word_embeddings(config, config.hidden_size)
 
+    def layer_of(self, config: EncoderConfig) -> EncoderLayer:
+        return encoder_layer(config)
+
     def layers_of(self, config: EncoderConfig) -> list[EncoderLayer]:
-        return [encoder_layer(config) for _ in range(config.num_hidden_layers)]
+        return [self.layer_of(config) for _ in range(config.num_hidden_layers)]
 
     def forward(
         self,

@@ -23,10 +23,12 @@ from fasttfm.models.bert import (
     BertHead,
     BertModel,
     EncoderConfig,
+    encoder_layer,
 )
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.text_model import Encoded
+from fasttfm.nn import EncoderLayer
 
 _EPS = 1e-12
 
@@ -102,6 +104,9 @@ class DistilBertModel(BertModel):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, add_pooling_layer=False)
+
+    def layer_of(self, config: EncoderConfig) -> EncoderLayer:
+        return encoder_layer(config, drop_attention=False)
 
 
 class DistilBertHead(BertHead):

@@ -34,6 +34,7 @@ class PretrainedModel(nn.Module):
     config_class: ClassVar[type[ModelConfig]]
     names: Names
     base: ClassVar[bool] = False
+    accepts_loss_kwargs: ClassVar[bool] = False  # transformers' Trainer asks: losses are means of the batch given
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -76,14 +77,41 @@ class PretrainedModel(nn.Module):
             module, _, attribute = name.rpartition(".")
             setattr(self.get_submodule(module), attribute, self.get_parameter(source))
 
-    def gradient_checkpointing_enable(self, enabled: bool = True) -> None:
-        """Layers keep only their inputs for the backward, and run again there: a third more work for little memory."""
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """One name for a parameter that has two: files of tensors (safetensors) have no room for the other."""
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        for name in self.tied():
+            state.pop(kwargs.get("prefix", "") + name, None)
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        for name, source in self.tied().items():
+            if prefix + source in state_dict:
+                state_dict.setdefault(prefix + name, state_dict[prefix + source])
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Layers keep only their inputs for the backward, and run again there: a third more work for little memory.
+
+        Arguments are transformers', and may say what is so in any case: ``use_reentrant=False``, ``every_n_layers=1``,
+        ``offload=False``.
+        """
+        so = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
+        for name, value in {**options, **(gradient_checkpointing_kwargs or {})}.items():
+            if name not in so or value != so[name]:
+                where = f"{type(self).__name__}.gradient_checkpointing_enable: {name}"
+                raise ValueError(f"{where}: expected {so.get(name, 'no such argument')}, got {value}")
+        self._checkpoint_layers(True)
+
+    def gradient_checkpointing_disable(self) -> None:
+        self._checkpoint_layers(False)
+
+    def _checkpoint_layers(self, enabled: bool) -> None:
         for module in self.modules():
             if isinstance(module, Encoder):
                 module.checkpointing = enabled
-
-    def gradient_checkpointing_disable(self) -> None:
-        self.gradient_checkpointing_enable(False)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class Encoder(nn.Module):
     ) -> Tensor:
         """Runs the layers over ``x`` [T, C]; ``hidden_states`` collects the stream before each of them."""
         layers = self.in_order()
-        drops = self.training and any(layer.dropout or layer.attention_dropout for layer in layers)
+        drops = self.training and any(any(layer.probabilities()) for layer in layers)
         seeds = draw_seeds(x.device, len(layers)).unbind() if drops else [None] * len(layers)
         residual: Tensor | None = None
         if self.final_norm is not None and layers:

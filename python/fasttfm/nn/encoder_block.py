@@ -55,7 +55,8 @@ class Options(NamedTuple):
     window_right: int
     activation: str  # a value of ops.ACTIVATIONS
     attention_p: float
-    p: float
+    p_a: float
+    p_b: float
     eps_a: float
     eps_b: float
     recompute: bool
@@ -107,14 +108,14 @@ def _forward(
     qkv = product.view(tokens, 3, options.heads, columns // options.heads)
     out, lse = attention_forward_op(qkv, None, None, *_attention_options(qkv, cu_seqlens, seeds, options))
     branch = linear.matmul(out.view(tokens, columns), own.out_weight.t())
-    norm_a = (own.norm_a_weight, own.norm_a_bias, own.out_bias, *_dropout(cu_seqlens, seeds, 1, options))
+    norm_a = (own.norm_a_weight, own.norm_a_bias, own.out_bias, *_dropout(cu_seqlens, seeds, 1, options.p_a))
     stream = x if residual is None else residual
     y1, z1, statistics1 = add_norm_forward_op(branch, stream, *norm_a, options.eps_a, want_z, backend)
 
     h = linear.matmul(y1, own.up_weight.t())
     a = bias_gelu_forward_op(h, own.up_bias, options.activation, backend)
     branch = linear.matmul(a, own.down_weight.t())
-    norm_b = (own.norm_b_weight, own.norm_b_bias, own.down_bias, *_dropout(cu_seqlens, seeds, 2, options))
+    norm_b = (own.norm_b_weight, own.norm_b_bias, own.down_bias, *_dropout(cu_seqlens, seeds, 2, options.p_b))
     stream = y1 if residual is None else z1
     y, z, statistics = add_norm_forward_op(branch, stream, *norm_b, options.eps_b, want_z, backend)
 
@@ -147,13 +148,13 @@ class _EncoderBlock(torch.autograd.Function):
         )
         dy = torch.zeros_like(x) if dy is None else dy
 
-        dropout = _dropout(cu_seqlens, seeds, 2, options)
+        dropout = _dropout(cu_seqlens, seeds, 2, options.p_b)
         if y1 is None:
             y1 = block.norm_a(z1).to(x.dtype)
         dy1, dz1 = block.feed_forward(dy, dz, y1, h, z, statistics, dropout)
         del y1
 
-        dropout = _dropout(cu_seqlens, seeds, 1, options)
+        dropout = _dropout(cu_seqlens, seeds, 1, options.p_a)
         dout, dstream = block.projection(dy1, dz1, out, z1, statistics1, dropout)
         attention = _attention_options(qkv, cu_seqlens, seeds, options)
         dqkv, _, _ = attention_backward_op(dout, qkv, None, None, out, lse, *attention)
@@ -260,10 +261,10 @@ Dropout = tuple[
 ]  # cu_seqlens, seed and p, as ops.dropout_add_layer_norm passes them
 
 
-def _dropout(cu_seqlens: Tensor, seeds: Tensor | None, place: int, options: Options) -> Dropout:
-    if seeds is None or options.p == 0:
+def _dropout(cu_seqlens: Tensor, seeds: Tensor | None, place: int, p: float) -> Dropout:
+    if seeds is None or p == 0:
         return None, None, 0.0
-    return cu_seqlens, seeds[place : place + 1], options.p
+    return cu_seqlens, seeds[place : place + 1], p
 
 
 def _attention_options(qkv: Tensor, cu_seqlens: Tensor, seeds: Tensor | None, options: Options) -> tuple[Any, ...]:

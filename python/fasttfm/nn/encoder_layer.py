@@ -28,6 +28,7 @@ class EncoderLayer(nn.Module):
         norm_first: Whether LayerNorm stands in front of the blocks (GPT-2) or behind them (BERT).
         activation: A name out of ``ops.ACTIVATIONS``.
         dropout: Of what a block adds to the stream.
+        feed_forward_dropout: Of what the feed-forward block adds, where that is not ``dropout``.
         attention_dropout: Of attention's weights.
         eps: Added to variances.
         causal: Whether tokens attend only to those up to themselves.
@@ -47,6 +48,7 @@ class EncoderLayer(nn.Module):
         norm_first: bool = False,
         activation: str = "gelu",
         dropout: float = 0.1,
+        feed_forward_dropout: float | None = None,
         attention_dropout: float = 0.1,
         eps: float = 1e-12,
         causal: bool = False,
@@ -61,11 +63,12 @@ class EncoderLayer(nn.Module):
             raise checks.bad_value(_NAME, "heads", f"a divisor of the width {width}", heads)
         if activation not in ops.ACTIVATIONS:
             raise checks.bad_value(_NAME, "activation", f"one of {', '.join(ops.ACTIVATIONS)}", repr(activation))
-        for name, p in (("dropout", dropout), ("attention_dropout", attention_dropout)):
-            checks.check_number(_NAME, name, p, low=0.0, high=1.0)
+        self.dropout, self.attention_dropout = dropout, attention_dropout
+        self.feed_forward_dropout = dropout if feed_forward_dropout is None else feed_forward_dropout
+        for name in ("dropout", "feed_forward_dropout", "attention_dropout"):
+            checks.check_number(_NAME, name, getattr(self, name), low=0.0, high=1.0)
         factory = {"device": device, "dtype": dtype}
         self.heads, self.norm_first, self.activation = heads, norm_first, activation
-        self.dropout, self.attention_dropout = dropout, attention_dropout
         self.window = window_bounds(causal, window)
         self.recompute = recompute
         self.qkv = nn.Linear(width, 3 * width, bias=bias, **factory)
@@ -100,8 +103,8 @@ class EncoderLayer(nn.Module):
         """
         (x,) = linear.autocast(x)
         self._check(x, cu_seqlens, residual, next_norm)
-        p, attention_p = (self.dropout, self.attention_dropout) if self.training else (0.0, 0.0)
-        if p == 0 and attention_p == 0:
+        p_a, p_b, attention_p = self.probabilities() if self.training else (0.0, 0.0, 0.0)
+        if p_a == p_b == attention_p == 0:
             seeds = None
         elif seeds is None:
             seeds = draw_seeds(x.device)
@@ -113,7 +116,8 @@ class EncoderLayer(nn.Module):
             window_right=self.window[1],
             activation=ops.ACTIVATIONS[self.activation],
             attention_p=attention_p,
-            p=p,
+            p_a=p_a,
+            p_b=p_b,
             eps_a=norm_a.eps,
             eps_b=norm_b.eps,
             recompute=self.recompute,
@@ -124,6 +128,10 @@ class EncoderLayer(nn.Module):
             *(self.up.weight, self.up.bias, self.down.weight, self.down.bias, norm_b.weight, norm_b.bias),
         )
         return encoder_block(x, residual, cu_seqlens, seeds, options, parameters)
+
+    def probabilities(self) -> tuple[float, float, float]:
+        """What is dropped in training: of the attention block, of the feed-forward block and of attention's weights."""
+        return self.dropout, self.feed_forward_dropout, self.attention_dropout
 
     def attention_weights(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """Attention's weights for ``forward``'s ``x``, fp32 ``[sequences, H, max_seqlen, max_seqlen]``: for plots and

@@ -64,6 +64,7 @@ def compare_modules(
     inputs: Mapping[str, Tensor],
     *,
     translate: Callable[[Tensors], Tensors] | None = None,
+    draws: int = _DRAWS,
 ) -> list[Comparison]:
     """Every output and gradient of ``ours`` against those of ``theirs`` in fp64, with ``theirs`` as the measure.
 
@@ -71,7 +72,7 @@ def compare_modules(
     """
     comparisons: dict[str, list[Comparison]] = {}
     single: set[str] = set()
-    for draw in range(_DRAWS):
+    for draw in range(draws):
         with _scaled(ours, draw), _scaled(theirs, draw):
             out = run_module(ours, call, inputs, draw)
             naive = run_module(theirs, call, inputs, draw)

@@ -1,0 +1,95 @@
+"""ALBERT's modules: attention holds its own residual connection, and a layer its own products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.models.albert import modeling_albert as theirs
+from transformers.pytorch_utils import apply_chunking_to_forward
+
+from fasttfm.patching import heads, packing, parts
+
+
+class AlbertEmbeddings(parts.Embeddings, theirs.AlbertEmbeddings): ...
+
+
+class AlbertAttention(parts.Patched, theirs.AlbertAttention):
+    does = parts.SelfAttention.does
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        projections = (self.query, self.key, self.value)
+        if not parts.fusable(attention_mask, kwargs) or not parts.plain(*projections):
+            return super().forward(hidden_states, attention_mask, **kwargs)
+        options = {"causal": False, "scale": self.scaling, "p": parts.rate(self.attention_dropout)}
+        heads = self.num_attention_heads
+        context = parts.self_attention(hidden_states, projections, heads, attention_mask, options, kwargs)
+        branch, bias = parts.product(self.dense, context)
+        p = parts.rate(self.output_dropout)
+        return parts.residual_norm(self.LayerNorm, branch, bias, p, hidden_states), None
+
+
+class AlbertLayer(parts.Patched, theirs.AlbertLayer):
+    does = parts.Intermediate.does
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        x, _ = self.attention(hidden_states, attention_mask, **kwargs)
+        branch = apply_chunking_to_forward(self.ff_chunk, self.chunk_size_feed_forward, self.seq_len_dim, x)
+        bias = self.ffn_output.bias if parts.plain(self.ffn_output) else None  # what ff_chunk leaves out
+        return parts.residual_norm(self.full_layer_layer_norm, branch, bias, 0.0, x)
+
+    def ff_chunk(self, attention_output: Tensor) -> Tensor:
+        hidden = parts.linear_activation(self.ffn, self.activation, attention_output)
+        return parts.product(self.ffn_output, hidden)[0]
+
+
+class AlbertTransformer(packing.PackedLayers, theirs.AlbertTransformer): ...
+
+
+class AlbertMLMHead(parts.Patched, theirs.AlbertMLMHead):
+    does = parts.HeadTransform.does
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        logits: Tensor = self.decoder(self.transform(hidden_states))
+        return logits
+
+    def transform(self, x: Tensor) -> Tensor:
+        return parts.masked_lm_transform(self.dense, self.activation, self.LayerNorm, x)
+
+
+class _Head(heads.MaskedLMLoss):
+    def vocabulary_layer(self: Any) -> Any:
+        return self.predictions.decoder
+
+    def before_vocabulary(self: Any, x: Tensor) -> Tensor:
+        y: Tensor = self.predictions.transform(x)
+        return y
+
+
+class AlbertForMaskedLM(_Head, theirs.AlbertForMaskedLM):
+    forward = heads.loss_alone(theirs.AlbertForMaskedLM)
+
+
+class AlbertForPreTraining(_Head, heads.PreTrainingLoss, theirs.AlbertForPreTraining):
+    loss_arguments = ("labels", "sentence_order_label")
+    output_class = theirs.AlbertForPreTrainingOutput
+    forward = heads.loss_alone(theirs.AlbertForPreTraining)
+
+    def pair_logits(self: Any, pooled: Tensor) -> Tensor:
+        logits: Tensor = self.sop_classifier(pooled)
+        return logits
+
+
+MODEL = theirs.AlbertPreTrainedModel
+CLASSES = (
+    AlbertEmbeddings,
+    AlbertAttention,
+    AlbertLayer,
+    AlbertTransformer,
+    AlbertMLMHead,
+    AlbertForMaskedLM,
+    AlbertForPreTraining,
+)
+LEFT: dict[str, str] = {}

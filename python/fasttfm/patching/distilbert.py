@@ -1,0 +1,73 @@
+"""DistilBERT's modules: a block holds the residual connections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.models.distilbert import modeling_distilbert as theirs
+
+from fasttfm.patching import heads, packing, parts
+
+
+class Embeddings(parts.Embeddings, theirs.Embeddings):
+    def forward(  # type: ignore[override]  # arguments in an order of its own
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        return super().forward(input_ids, None, position_ids, inputs_embeds)
+
+
+class DistilBertSelfAttention(parts.Patched, theirs.DistilBertSelfAttention):
+    does = parts.SelfAttention.does
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        projections = (self.q_lin, self.k_lin, self.v_lin)
+        if not parts.fusable(attention_mask, kwargs) or not parts.plain(*projections):
+            return super().forward(hidden_states, attention_mask, **kwargs)
+        options = {"causal": False, "scale": self.scaling, "p": parts.rate(self.dropout)}
+        context = parts.self_attention(hidden_states, projections, self.n_heads, attention_mask, options, kwargs)
+        return self.out_lin(context), None
+
+
+class FFN(parts.Patched, theirs.FFN):
+    does = parts.Intermediate.does
+
+    def ff_chunk(self, input: Tensor) -> Tensor:
+        y: Tensor = self.dropout(self.lin2(parts.linear_activation(self.lin1, self.activation, input)))
+        return y
+
+
+class TransformerBlock(parts.Patched, theirs.TransformerBlock):
+    does = "residual connections: addition and LayerNorm in one pass"
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        branch, _ = self.attention(hidden_states, attention_mask=attention_mask, **kwargs)
+        x = parts.residual_norm(self.sa_layer_norm, branch, None, 0.0, hidden_states)
+        return parts.residual_norm(self.output_layer_norm, self.ffn(x), None, 0.0, x)
+
+
+class Transformer(packing.PackedLayers, theirs.Transformer): ...
+
+
+class DistilBertForMaskedLM(heads.MaskedLMLoss, theirs.DistilBertForMaskedLM):
+    forward = heads.loss_alone(theirs.DistilBertForMaskedLM)
+
+    def vocabulary_layer(self) -> Any:
+        return self.vocab_projector
+
+    def before_vocabulary(self, x: Tensor) -> Tensor:
+        return parts.masked_lm_transform(self.vocab_transform, self.activation, self.vocab_layer_norm, x)
+
+
+MODEL = theirs.DistilBertPreTrainedModel
+CLASSES = (
+    Embeddings,
+    DistilBertSelfAttention,
+    FFN,
+    TransformerBlock,
+    Transformer,
+    DistilBertForMaskedLM,
+)
+LEFT: dict[str, str] = {}

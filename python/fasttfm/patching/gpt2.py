@@ -1,0 +1,109 @@
+"""GPT-2's modules: pre-LN, and linear layers that keep their weights transposed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
+from transformers.models.gpt2 import modeling_gpt2 as theirs
+
+from fasttfm import ops
+from fasttfm.nn.residual import add_then_norm
+from fasttfm.patching import heads, parts
+from fasttfm.patching.attention import attend
+
+
+class GPT2Attention(parts.Patched, theirs.GPT2Attention):
+    does = "attention: fused, on the product for q, k and v in place, without weights in memory"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        growing = isinstance(past_key_values, theirs.DynamicCache)
+        cached = past_key_values is not None and not growing
+        if cached or encoder_hidden_states is not None or not parts.fusable(attention_mask, kwargs):
+            return super().forward(
+                hidden_states, past_key_values, attention_mask, encoder_hidden_states, *args, **kwargs
+            )
+        qkv = self.c_attn(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
+        q, k, v = qkv, None, None
+        if growing:
+            q, k, v = qkv.unbind(2)
+            k, v = past_key_values.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        options: dict[str, Any] = {"causal": self.is_causal, "scale": self.scaling, "p": parts.rate(self.attn_dropout)}
+        context = attend(q, k, v, mask=attention_mask, **options, **parts.packing(kwargs))
+        return self.resid_dropout(self.c_proj(context.flatten(-2))), None
+
+
+class GPT2MLP(parts.Patched, theirs.GPT2MLP):
+    does = parts.Intermediate.does
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        y: Tensor = self.dropout(self.c_proj(parts.linear_activation(self.c_fc, self.act, hidden_states)))
+        return y
+
+
+class GPT2Block(parts.Patched, theirs.GPT2Block):
+    does = "residual connections: attention's addition and the LayerNorm behind it in one pass"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if encoder_hidden_states is not None or not parts.plain(self.ln_2):
+            return super().forward(
+                hidden_states, past_key_values, attention_mask, encoder_hidden_states, *args, **kwargs
+            )
+        kwargs.pop("encoder_attention_mask", None)
+        caches = {"past_key_values": past_key_values, "attention_mask": attention_mask}
+        branch, _ = self.attn(self.ln_1(hidden_states), **caches, **kwargs)
+        if hidden_states.dtype not in (branch.dtype, torch.float32):
+            branch = branch.to(hidden_states.dtype)
+        y, stream = add_then_norm(self.ln_2, branch, hidden_states)
+        return stream + self.mlp(y)
+
+
+class GPT2LMHeadModel(heads.LossHead, theirs.GPT2LMHeadModel):
+    does = "loss of next words: logits a block at a time; in training, with labels, there are no logits and no cache"
+    forward = heads.loss_alone(theirs.GPT2LMHeadModel, use_cache=False)
+
+    def vocabulary_layer(self) -> Any:
+        return self.lm_head
+
+    def training_loss(self, outputs: Any, *labels: Tensor, **kwargs: Any) -> Any:
+        total = kwargs.get("num_items_in_batch")
+        ignored = kwargs.get("ignore_index", -100)
+        states = outputs.last_hidden_state
+        targets = labels[0].to(states.device)
+        loss = ops.linear_cross_entropy(
+            states, self.lm_head.weight, targets, self.lm_head.bias, shift=True, ignore_index=ignored, total=total
+        )
+        return CausalLMOutputWithCrossAttentions(
+            loss=loss,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            cross_attentions=outputs.cross_attentions,
+        )
+
+
+MODEL = theirs.GPT2PreTrainedModel
+CLASSES = (GPT2Attention, GPT2MLP, GPT2Block, GPT2LMHeadModel)
+LEFT = {
+    "embeddings": "GPT2Model adds them up in its own forward",
+    "padding": "GPT2Model has its layers in its own forward; attention is told the lengths",
+}

@@ -1,0 +1,104 @@
+"""Losses over a vocabulary in training, without logits."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fasttfm import ops
+from fasttfm.nn.lm_heads import IGNORED
+from fasttfm.patching.parts import Patched, plain
+
+
+class LossHead(Patched):
+    """A model with a language-modelling loss. In training, with labels, it returns the loss and no logits; without
+    labels, and in evaluation, it is transformers' own forward.
+
+    A subclass writes ``forward = loss_alone(theirs)`` and has ``training_loss``.
+    """
+
+    loss_arguments: tuple[str, ...] = ("labels",)  # arguments that training_loss takes; without them there is no loss
+
+    def vocabulary_layer(self) -> Any:
+        """The linear layer onto the vocabulary."""
+        raise NotImplementedError
+
+    def training_loss(self, outputs: Any, *labels: Tensor, **kwargs: Any) -> Any:
+        """The model's output, with the loss of the base model's ``outputs``."""
+        raise NotImplementedError
+
+
+def loss_alone(theirs: type, **defaults: Any) -> Callable[..., Any]:
+    """The forward of a ``LossHead`` in the place of ``theirs``. Its signature is theirs, which Trainer reads.
+
+    ``defaults`` are what the base model gets for arguments that a caller leaves out where there are no logits.
+    """
+    original: Any = theirs.forward  # type: ignore[attr-defined]
+    names = list(inspect.signature(original).parameters)[1:]
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        complete = all(given.get(name) is not None for name in self.loss_arguments)
+        special = given.get("logits_to_keep", 0) != 0 or given.get("shift_labels") is not None
+        if not self.training or not complete or special or not plain(self.vocabulary_layer()):
+            return original(self, *args, **kwargs)
+        whole = given.pop("return_dict", None)
+        labels = [given.pop(name) for name in self.loss_arguments]
+        given.pop("logits_to_keep", None)
+        for name, value in defaults.items():
+            given[name] = value if given.get(name) is None else given[name]
+        outputs = self.base_model(**given, return_dict=True)
+        output = self.training_loss(outputs, *labels, **given)
+        return output.to_tuple() if (self.config.return_dict if whole is None else whole) is False else output
+
+    return forward
+
+
+class MaskedLMLoss(LossHead):
+    does = "masked-LM loss: of the predicted rows alone; in training, with labels, there are no logits"
+
+    def before_vocabulary(self, x: Tensor) -> Tensor:
+        """What stands between the last layer and the decoder."""
+        raise NotImplementedError
+
+    def masked_lm_loss(self, states: Tensor, labels: Tensor) -> Tensor:
+        """The mean cross entropy of the rows of ``states`` [B, S, C] that have a label."""
+        decoder = self.vocabulary_layer()
+        x, labels = states.flatten(0, 1), labels.flatten().to(states.device)
+        if torch.compiler.is_compiling():  # the number of rows would be unknown
+            loss = ops.masked_lm_loss(self.before_vocabulary(x), decoder.weight, decoder.bias, labels)
+        else:
+            positions = (labels != IGNORED).nonzero().squeeze(1)
+            rows = self.before_vocabulary(x.index_select(0, positions))
+            loss = ops.linear_cross_entropy(rows, decoder.weight, labels.index_select(0, positions), decoder.bias)
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def training_loss(self, outputs: Any, *labels: Tensor, **_: Any) -> Any:
+        from transformers.modeling_outputs import MaskedLMOutput
+
+        loss = self.masked_lm_loss(outputs[0], labels[0])
+        return MaskedLMOutput(loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
+
+
+class PreTrainingLoss(MaskedLMLoss):
+    """The masked-LM loss beside one of pairs of sentences."""
+
+    output_class: type
+
+    def pair_logits(self, pooled: Tensor) -> Tensor:
+        """[B, 2]"""
+        raise NotImplementedError
+
+    def training_loss(self, outputs: Any, *labels: Tensor, **_: Any) -> Any:
+        words, pairs = labels
+        logits = self.pair_logits(outputs.pooler_output)
+        loss = self.masked_lm_loss(outputs[0], words) + nn.functional.cross_entropy(logits.view(-1, 2), pairs.view(-1))
+        # Its fields are loss, the words' logits, the pairs' logits, hidden states and attentions.
+        return self.output_class(loss, None, logits, outputs.hidden_states, outputs.attentions)

@@ -1,0 +1,137 @@
+"""``patch`` and ``unpatch``."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from fasttfm.patching.register import load
+from fasttfm.patching.report import PatchReport
+
+# A model_type of transformers -> the module here that has its classes.
+FAMILIES = {
+    "bert": "bert",
+    "roberta": "roberta",
+    "albert": "albert",
+    "electra": "electra",
+    "distilbert": "distilbert",
+    "gpt2": "gpt2",
+}
+_NAMES = "BERT, RoBERTa, ALBERT, ELECTRA, DistilBERT or GPT-2"
+_BEFORE = "_fasttfm_attention_before"  # a patched model's attribute: the attention that unpatch gives back
+
+
+def patch(model: nn.Module, *, remove_padding: bool | None = None, logits_in_training: bool = False) -> PatchReport:
+    """Lets fasttfm's ops compute a model of transformers, in place.
+
+    Parameters, their names, hooks and the classes' names stay: optimizers, checkpoints, Trainer and Accelerate see the
+    same model. ``unpatch`` restores it.
+
+    Args:
+        model: A BERT, RoBERTa, ALBERT, ELECTRA, DistilBERT or GPT-2 of transformers, with or without a head.
+        remove_padding: Whether layers compute tokens alone: padding's rows are 0 behind them, where transformers has
+            numbers without meaning. By default yes, except in models for question answering, whose loss reads padding's
+            rows. Not for GPT-2.
+        logits_in_training: By default a model with a masked-LM or next-word loss returns, in training and with labels,
+            the loss alone. With True it computes logits as transformers does.
+
+    Returns:
+        What was changed and what was left, in words: print it.
+
+    Raises:
+        TypeError: For a model that is none of these.
+        ValueError: For a model that is patched already.
+    """
+    family = _family(model)
+    if is_patched(model):
+        name = type(model).__name__
+        raise ValueError(f"patch: model: expected one that is not patched yet, got a patched {name} (unpatch it first)")
+    if remove_padding is None:
+        remove_padding = not type(model).__name__.endswith("ForQuestionAnswering")
+    before = model.config._attn_implementation  # type: ignore[union-attr]
+    model.set_attn_implementation("fasttfm")  # type: ignore[operator]
+    setattr(model, _BEFORE, before)
+    table = _table(family, remove_padding=remove_padding, logits_in_training=logits_in_training)
+    report = PatchReport(type(model).__name__)
+    for name, module in model.named_modules():
+        ours = table.get(type(module))
+        if ours is not None and load("parts").wrapped(module):
+            report.left[f"{type(module).__name__} {name}".strip()] = "something else has replaced its forward"
+        elif ours is not None:
+            module.__class__ = ours
+            report.changed[ours.does] = report.changed.get(ours.does, 0) + 1
+    report.left |= _left(model, family, remove_padding=remove_padding, logits_in_training=logits_in_training)
+    return report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Takes ``patch`` back: every module has transformers' class again, and the model its attention implementation."""
+    family = _family(model)
+    if not is_patched(model):
+        raise ValueError(f"unpatch: model: expected a patched model, got a {type(model).__name__} that is not patched")
+    originals = {ours: theirs for theirs, ours in _table(family).items()}
+    parts = load("parts")
+    ours = [module for module in model.modules() if isinstance(module, parts.Patched)]
+    wrapped = {type(module) for module in ours if type(module) not in originals or parts.wrapped(module)}
+    if wrapped:
+        got = ", ".join(sorted(each.__name__ for each in wrapped))
+        raise ValueError(f"unpatch: model: expected patched modules without wrappers around them, got {got}")
+    for module in model.modules():
+        module.__class__ = originals.get(type(module), type(module))
+    model.set_attn_implementation(getattr(model, _BEFORE))  # type: ignore[operator]
+    delattr(model, _BEFORE)
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether a model, or anything in it, is patched."""
+    patched = load("parts").Patched
+    return any(isinstance(module, patched) for module in model.modules())
+
+
+def _family(model: Any) -> ModuleType:
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    family = load(FAMILIES[kind]) if kind in FAMILIES else None
+    if family is None or not isinstance(model, family.MODEL):
+        got = f"{type(model).__module__}.{type(model).__qualname__}"
+        raise TypeError(f"patch: model: expected a {_NAMES} of transformers, got {got}")
+    return family
+
+
+def _table(
+    family: ModuleType, *, remove_padding: bool = True, logits_in_training: bool = False
+) -> dict[type, type[Any]]:
+    """transformers' classes and ours in their place."""
+    parts, heads, packing = load("parts"), load("heads"), load("packing")
+    table: dict[type, type[Any]] = {nn.LayerNorm: parts.LayerNorm}
+    for ours in family.CLASSES:
+        wanted = remove_padding or not issubclass(ours, packing.PackedLayers)
+        if wanted and not (logits_in_training and issubclass(ours, heads.LossHead)):
+            table[next(base for base in ours.__mro__ if not issubclass(base, parts.Patched))] = ours
+    return table
+
+
+def _left(model: Any, family: ModuleType, *, remove_padding: bool, logits_in_training: bool) -> dict[str, str]:
+    """What stays transformers' own in this model, and why."""
+    parts, heads, packing = load("parts"), load("heads"), load("packing")
+    left: dict[str, str] = dict(family.LEFT)
+    activations = {
+        type(child).__name__
+        for module in model.modules()
+        for name, child in module.named_children()
+        if name in ("intermediate_act_fn", "transform_act_fn", "activation", "act")
+        and parts.activation_name(child) is None
+    }
+    for name in sorted(activations):
+        left[f"activation {name}"] = "ops have no such activation; the linear layer in front of it stays alone too"
+    if not remove_padding and any(issubclass(ours, packing.PackedLayers) for ours in family.CLASSES):
+        left["padding"] = "its rows are computed, and attention is told the lengths"
+    if getattr(model.config, "is_decoder", False) or getattr(model.config, "add_cross_attention", False):
+        left["caches and cross-attention"] = "transformers' own code, around fasttfm's attention"
+    vocabulary = model.get_output_embeddings() is not None
+    if vocabulary and not isinstance(model, heads.LossHead):
+        why = "asked for" if logits_in_training else f"{type(model).__name__} computes it of its logits"
+        left["language-modelling loss"] = why
+    left["poolers and classifiers"] = "a row of each sequence or a few columns: nothing is to be gained"
+    return left

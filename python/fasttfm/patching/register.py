@@ -1,0 +1,21 @@
+"""``register_attention``: makes ``attn_implementation="fasttfm"`` known to transformers."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+def register_attention() -> None:
+    """Registers fasttfm's attention with transformers: ``from_pretrained(..., attn_implementation="fasttfm")`` and
+    ``model.set_attn_implementation("fasttfm")`` work from then on. ``fasttfm.patch`` does this by itself."""
+    load("attention")
+
+
+def load(module: str) -> ModuleType:
+    """A module of this package that imports transformers."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError as missing:
+        raise ImportError("fasttfm.patch needs transformers: pip install fasttfm[hf]") from missing
+    return importlib.import_module(f"fasttfm.patching.{module}")

@@ -1,0 +1,67 @@
+"""RoBERTa's modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.activations import gelu
+from transformers.models.roberta import modeling_roberta as theirs
+
+from fasttfm.patching import heads, packing, parts
+
+
+class RobertaEmbeddings(parts.Embeddings, theirs.RobertaEmbeddings):
+    def default_positions(self: Any, input_ids: Tensor, past_key_values_length: int = 0) -> Tensor:
+        """Counted from behind the padding word's number; padding stands at that number."""
+        return self.create_position_ids_from_input_ids(input_ids, self.padding_idx, past_key_values_length)
+
+
+class RobertaSelfAttention(parts.SelfAttention, theirs.RobertaSelfAttention): ...
+
+
+class RobertaSelfOutput(parts.AddNorm, theirs.RobertaSelfOutput): ...
+
+
+class RobertaIntermediate(parts.Intermediate, theirs.RobertaIntermediate): ...
+
+
+class RobertaOutput(parts.AddNorm, theirs.RobertaOutput): ...
+
+
+class RobertaEncoder(packing.PackedLayers, theirs.RobertaEncoder): ...
+
+
+class RobertaLMHead(parts.Patched, theirs.RobertaLMHead):
+    does = parts.HeadTransform.does
+
+    def forward(self, features: Tensor, **kwargs: Any) -> Tensor:
+        logits: Tensor = self.decoder(self.transform(features))
+        return logits
+
+    def transform(self, x: Tensor) -> Tensor:
+        return parts.masked_lm_transform(self.dense, gelu, self.layer_norm, x)
+
+
+class RobertaForMaskedLM(heads.MaskedLMLoss, theirs.RobertaForMaskedLM):
+    forward = heads.loss_alone(theirs.RobertaForMaskedLM)
+
+    def vocabulary_layer(self) -> Any:
+        return self.lm_head.decoder
+
+    def before_vocabulary(self, x: Tensor) -> Tensor:
+        return self.lm_head.transform(x)
+
+
+MODEL = theirs.RobertaPreTrainedModel
+CLASSES = (
+    RobertaEmbeddings,
+    RobertaSelfAttention,
+    RobertaSelfOutput,
+    RobertaIntermediate,
+    RobertaOutput,
+    RobertaEncoder,
+    RobertaLMHead,
+    RobertaForMaskedLM,
+)
+LEFT: dict[str, str] = {}

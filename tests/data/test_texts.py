@@ -1,0 +1,145 @@
+"""Where documents come from: every format and every way to name files, odd texts, and what is no text."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fasttfm.data import DataError, read_documents
+from fasttfm.data.texts import sentence_starts
+
+
+def documents(source: Any) -> list[str]:
+    return list(read_documents(source))
+
+
+def test_text_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffone\r\ntwo\r\n \t\r\n\r\nthree 🐋\n\n\n\nfour\x00four".encode())
+    assert documents(path) == ["one\ntwo", "three 🐋", "four\x00four"]
+    packed = tmp_path / "a.txt.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert documents(packed) == documents(str(path))
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one\\n\\ntwo", "id": 1}\n\n{"text": ""}\n')
+    assert documents(path) == ["one\n\ntwo", ""]
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert documents(packed) == documents(path)
+
+
+def test_parquet_files(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"id": [1, 2], "text": ["one", "two 🐋"]}), path)
+    assert documents(path) == ["one", "two 🐋"]
+    parquet.write_table(pyarrow.table({"words": ["one"]}), path)
+    with pytest.raises(DataError, match=r"a\.parquet: expected a column 'text', got columns 'words'"):
+        documents(path)
+    parquet.write_table(pyarrow.table({"text": ["one", None]}), path)
+    with pytest.raises(DataError, match="got None in row 2"):
+        documents(path)
+    path.write_bytes(b"PAR1 and nothing more")
+    with pytest.raises(DataError, match=r"a\.parquet: expected a parquet file"):
+        documents(path)
+
+
+def test_parquet_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    (tmp_path / "a.parquet").touch()
+    with pytest.raises(ImportError, match="need pyarrow: pip install pyarrow"):
+        documents(tmp_path / "a.parquet")
+
+
+def test_data_sets() -> None:
+    datasets = pytest.importorskip("datasets")
+    assert documents(datasets.Dataset.from_dict({"text": ["one", "two"], "id": [1, 2]})) == ["one", "two"]
+    with pytest.raises(DataError, match="data set: expected a column 'text', got columns 'body'"):
+        documents(datasets.Dataset.from_dict({"body": ["one"]}))
+
+
+def test_folders_patterns_and_lists(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "deep/c.txt", "notes.md"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+    assert documents(tmp_path) == ["a.txt", "b.txt", "deep/c.txt"]
+    assert documents(str(tmp_path / "*.txt")) == ["a.txt", "b.txt"]
+    assert documents(str(tmp_path / "**" / "*.txt")) == ["a.txt", "b.txt", "deep/c.txt"]
+    assert documents([tmp_path / "deep", str(tmp_path / "a*")]) == ["deep/c.txt", "a.txt"]
+
+
+def test_iterables_of_texts() -> None:
+    assert documents(iter(["one", ""])) == ["one", ""]
+    assert documents(text for text in ("a",)) == ["a"]
+    with pytest.raises(TypeError, match=r"source\[1\]: expected a text, got int"):
+        documents(iter(["one", 2]))
+    with pytest.raises(TypeError, match="expected a path or an iterable of texts, got int"):
+        documents(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"fine\nb\xff d\n", r"a\.txt, line 2: expected UTF-8 text, got byte 0xff as number 2 of the line"),
+        ("a.txt.gz", gzip.compress(b"word " * 1000)[:-20], r"a\.txt\.gz: expected a whole gzip file"),
+        ("a.txt.gz", b"no gzip", r"a\.txt\.gz: expected a whole gzip file"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2: expected a JSON object, got"),
+        ("a.jsonl", b'{"body": "a"}\n', r"line 1: expected an object with a string 'text', got an object with 'body'"),
+        ("a.jsonl", b"[1]\n", r"line 1: expected an object with a string 'text', got \[1\]"),
+        ("a.jsonl", b'{"text": 1}\n', r"line 1: expected an object with a string 'text'"),
+        ("a.pdf", b"%PDF", r"a\.pdf: expected a name that ends in \.txt, \.txt\.gz, \.jsonl"),
+    ],
+)
+def test_foreign_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        documents(tmp_path / name)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"none\.txt: expected a file, a folder or a pattern that matches one, got nothing"
+    ):
+        documents(tmp_path / "none.txt")
+    with pytest.raises(DataError, match=r"expected files that end in \.txt, .*, got none"):
+        documents(tmp_path)
+    with pytest.raises(
+        DataError, match=r"expected a path, got File name too long|texts themselves are given as an iter"
+    ):
+        documents(["a text that is no path, " * 50])
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\n\r")), max_size=5))
+def test_json_lines_keep_any_text(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+    path = tmp_path_factory.mktemp("any") / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert documents(path) == texts
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("One. Two! Three? four", ["One.", "Two!", "Three? four"]),
+        ("He said “So.” She left. (Why?) Who knows", ["He said “So.”", "She left.", "(Why?)", "Who knows"]),
+        ("Mr. Speaker, George W. Bush and Dr. No came. Then 3 left.", None),
+        ("a line\n\n  another", ["a line", "another"]),
+        ("no end", ["no end"]),
+        ("It cost $3.50 in the U.S. of old", ["It cost $3.50 in the U.S. of old"]),
+    ],
+)
+def test_sentences(text: str, sentences: list[str] | None) -> None:
+    bounds = [0, *sentence_starts(text), len(text)]
+    found = [text[a:b].strip() for a, b in itertools.pairwise(bounds)]
+    assert found == (sentences or ["Mr. Speaker, George W. Bush and Dr. No came.", "Then 3 left."])

@@ -1,0 +1,97 @@
+"""Patched models on a GPU."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from patched_models import LANGUAGE_MODELS, MASKS, batch, pair
+from torch import Tensor
+
+import fasttfm
+from fasttfm.testing import compare
+from fasttfm.testing.tolerance import OUTPUT_FACTOR
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256}
+GPT_SIZES = {"n_embd": 128, "n_head": 2}
+
+
+def on_gpu(name: str, mask: str = "behind", **changes: Any) -> tuple[Any, Any, dict[str, Tensor]]:
+    sizes = GPT_SIZES if "GPT" in name else SIZES
+    ours, theirs = (module.cuda().train() for module in pair(name, **sizes, **changes))
+    return ours, theirs, {key: value.cuda() for key, value in batch(name, mask).items()}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_autocast_loss_and_gradients(name: str, mask: str) -> None:
+    """No further from the truth than transformers' model under autocast, by the tolerance rule."""
+    ours, theirs, given = on_gpu(name, mask)
+    exact = copy.deepcopy(theirs).double()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        losses = {"found": ours(**given).loss, "naive": theirs(**given).loss}
+    losses["exact"] = exact(**given).loss
+    for loss in losses.values():
+        loss.backward()
+    comparison = compare("loss", losses["found"].bfloat16(), losses["naive"].bfloat16(), losses["exact"], OUTPUT_FACTOR)
+    assert comparison.ok, str(comparison)
+    triples = [
+        [dict(each.named_parameters())[key].grad for each in (ours, theirs, exact)]
+        for key, _ in ours.named_parameters()
+    ]
+    # In bf16: the floor of the rule is a step of the type that was computed in.
+    checked = [compare("gradient", found.bfloat16(), naive.bfloat16(), truth, 3.0) for found, naive, truth in triples]
+    bound = max(each.bound for each in checked)
+    assert all(each.error <= bound for each in checked), [str(each) for each in checked if not each.error <= bound]
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_evaluation_gives_logits(name: str) -> None:
+    ours, theirs, given = on_gpu(name)
+    ours, theirs = ours.eval().bfloat16(), theirs.eval().bfloat16()
+    kept = given["attention_mask"].bool()
+    exact = copy.deepcopy(theirs).double()
+    found, naive, truth = (module(**given).logits[kept] for module in (ours, theirs, exact))
+    comparison = compare("logits", found, naive, truth, OUTPUT_FACTOR)
+    assert comparison.ok, str(comparison)
+
+
+def test_a_step_without_padding_waits_once_for_the_labels() -> None:
+    """The number of predictions is the one thing that is waited for: without labels nothing is."""
+    ours, _, given = on_gpu("BertForMaskedLM", "full", num_hidden_layers=2)
+    del given["labels"]
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            ours(**given).logits.float().mean().backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_unpatch_restores_the_bits() -> None:
+    ours, theirs, given = on_gpu("BertForMaskedLM")
+    fasttfm.unpatch(ours)
+    assert torch.equal(ours.eval()(**given).logits, theirs.eval()(**given).logits)
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel"])
+def test_compiled_by_inductor(name: str) -> None:
+    torch._dynamo.reset()
+    ours, _, given = on_gpu(name)
+    compiled = torch.compile(ours, fullgraph=True)
+    losses = []
+    for call in (ours, compiled):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = call(**given).loss
+        loss.backward()
+        losses.append(loss.detach())
+    torch.testing.assert_close(*losses, rtol=2e-2, atol=0)  # bf16, in another order

@@ -1,0 +1,64 @@
+"""Every named size of every family, built without memory: parameters as published, and as many as transformers has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from model_parity import family_of
+from torch import nn
+
+from fasttfm import models
+
+# In millions, by the papers and model cards. They are rounded, some up, and not all count the same layers.
+PUBLISHED = {
+    "BertModel": {"tiny": 4.4, "mini": 11.3, "small": 29.1, "medium": 41.7, "base": 110, "large": 340},
+    "RobertaModel": {"base": 125, "large": 355},
+    "AlbertModel": {"base": 12, "large": 18, "xlarge": 60, "xxlarge": 235},
+    "ElectraModel": {"small": 14, "base": 110, "large": 335},
+    "DistilBertModel": {"base": 66},
+    "OpenAIGPTLMHeadModel": {"base": 117},
+    "GPT2LMHeadModel": {"small": 124, "medium": 355, "large": 774, "xl": 1558},
+    "GPT3LMHeadModel": {
+        "small": 125,
+        "medium": 350,
+        "large": 760,
+        "xl": 1300,
+        "2.7b": 2700,
+        "6.7b": 6700,
+        "13b": 13000,
+        "175b": 175000,
+    },
+}
+ROUNDING = 0.06  # of the worst of them, ALBERT xxlarge: the paper says 235, its configuration makes 223
+CASES = [(name, size) for name, sizes in PUBLISHED.items() for size in sizes]
+
+
+def built(package: Any, name: str, config: Any) -> nn.Module:
+    with torch.device("meta"):
+        module: nn.Module = getattr(package, name)(config)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    return module
+
+
+def count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_published_sizes(name: str, size: str) -> None:
+    config = getattr(models, f"{family_of(name)}Config").named(size)
+    found = count(built(models, name, config))
+    assert abs(found / (PUBLISHED[name][size] * 1e6) - 1) < ROUNDING
+    if name.startswith("GPT3"):  # which transformers does not have
+        return
+    transformers = pytest.importorskip("transformers")
+    fields = {key: value for key, value in config.to_dict().items() if key != "model_type"}
+    assert found == count(built(transformers, name, getattr(transformers, f"{family_of(name)}Config")(**fields)))
+
+
+def test_every_size_is_there() -> None:
+    configs = [getattr(models, name) for name in models.__all__ if name.endswith("Config")]
+    named = {config.__name__: set(config.sizes) for config in configs}
+    assert named == {f"{family_of(name)}Config": set(sizes) for name, sizes in PUBLISHED.items()}
