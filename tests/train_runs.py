@@ -32,10 +32,9 @@ from fasttfm.train.settings import (
     StepSettings,
 )
 
-SIZE = "test"
 _BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 2}
-_SIZES: dict[str, dict[str, Any]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "bert": _BERT,
     "roberta": _BERT,
     "albert": {**_BERT, "embedding_size": 16},
@@ -43,8 +42,6 @@ _SIZES: dict[str, dict[str, Any]] = {
     "gpt": _GPT,
     "gpt2": _GPT,
 }
-for _name, _fields in _SIZES.items():  # of this process, and of those that import this module
-    FAMILIES[_name].config.sizes = {**FAMILIES[_name].config.sizes, SIZE: _fields}
 
 
 def write_texts(path: Path, documents: int = 40) -> Path:
@@ -77,7 +74,7 @@ def write_corpus(folder: Path) -> dict[str, Path]:
 def settings_of(corpus: dict[str, Path], family: str = "bert", *, steps: int = 8, **changes: Any) -> PretrainSettings:
     found = PretrainSettings(
         family,
-        SIZE,
+        FAMILIES[family].sizes[0],
         ScheduleSettings(steps, warmup=2),
         OptimizerSettings(learning_rate=3e-3),
         StepSettings(),
@@ -86,6 +83,7 @@ def settings_of(corpus: dict[str, Path], family: str = "bert", *, steps: int = 8
         held_out=0.1,
         tokens_per_step=256,
         max_length=64,
+        changes=SIZES[family],
     )
     return dataclasses.replace(found, **changes)
 
@@ -111,7 +109,13 @@ def start(target: Callable[..., Any], *arguments: Any) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train_runs"])
     process = context.Process(target=_alone, args=(target, *arguments))
-    process.start()
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    try:
+        process.start()  # and the server, the first time: before Python 3.13 it has not our sys.path
+    finally:
+        os.environ.pop("PYTHONPATH")
+        os.environ.update({} if before is None else {"PYTHONPATH": before})
     return process
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 MODELS = ("bert", "roberta", "albert", "electra", "gpt", "gpt2")
-_DEFAULT_SIZES = {"bert": "mini", "electra": "small", "gpt2": "small"}  # the others': base
+_DEFAULT_SIZES = {"bert": "tiny", "electra": "small", "gpt2": "small"}  # the others': base
+_DEFAULT_RATES = {"tiny": 2e-3, "mini": 1e-3, "small": 5e-4, "medium": 5e-4}  # the others': 1e-4
 
 _EXAMPLES = """
 examples:
@@ -31,6 +34,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("model", nargs="?", default="bert", choices=MODELS, help="the family; default: bert")
     parser.add_argument("--size", help="a named size of the family, for example base; default: a small one")
+    parser.add_argument(
+        "--set", nargs="+", default=[], type=_field, metavar="FIELD=VALUE", help="what the size has otherwise"
+    )
     _add_data(parser.add_argument_group("data"))
     _add_training(parser.add_argument_group("training"))
     _add_run(parser.add_argument_group("run"))
@@ -46,7 +52,7 @@ def _add_data(group: Any) -> None:
         help=".txt, .jsonl or .parquet files, folders or patterns; default: the text that ships with the package",
     )
     group.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json, vocab.txt or a folder; default: trained")
-    group.add_argument("--vocabulary", type=int, default=8000, help="entries of a tokenizer that is trained (8000)")
+    group.add_argument("--vocabulary", type=int, default=4000, help="entries of a tokenizer that is trained (4000)")
     group.add_argument("--prepared", type=Path, metavar="FOLDER", help="token shards, kept for other runs")
     group.add_argument("--held-out", type=float, default=0.02, help="share of the documents for evaluation (0.02)")
     group.add_argument("--max-length", type=int, default=128, help="tokens of a sequence (128)")
@@ -58,10 +64,10 @@ def _add_data(group: Any) -> None:
 
 def _add_training(group: Any) -> None:
     group.add_argument("--steps", type=int, default=400, help="400 by default")
-    group.add_argument("--tokens-per-step", type=int, default=4096, help="of all processes together (4096)")
+    group.add_argument("--tokens-per-step", type=int, default=2048, help="of all processes together (2048)")
     group.add_argument("--accumulation", type=int, default=1, help="batches of a process to a step (1)")
     group.add_argument("--optimizer", default="adamw", help="adamw (default) or lamb")
-    group.add_argument("--learning-rate", type=float, default=1e-3, help="the highest (0.001)")
+    group.add_argument("--learning-rate", type=float, help="the highest; default: by the size, 0.002 to 0.0001")
     group.add_argument("--weight-decay", type=float, default=0.01, help="not of biases and LayerNorms (0.01)")
     group.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="Adam's (0.9 0.999)")
     group.add_argument("--schedule", default="linear", help="linear (default), cosine or constant")
@@ -87,6 +93,17 @@ def _add_run(group: Any) -> None:
     group.add_argument("--evaluation-batches", type=int, default=8, help="of each process (8)")
     group.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="steps to a row of the log (10)")
     group.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """A field of the configuration and its value: hidden_size=512."""
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise argparse.ArgumentTypeError(f"expected FIELD=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -132,7 +149,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
         ScheduleSettings(arguments.steps, warmup, arguments.schedule),
         OptimizerSettings(
             arguments.optimizer,
-            arguments.learning_rate,
+            _DEFAULT_RATES.get(size, 1e-4) if arguments.learning_rate is None else arguments.learning_rate,
             tuple(arguments.betas),
             weight_decay=arguments.weight_decay,
         ),
@@ -151,6 +168,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
             )
         },
         data=tuple(arguments.data),
+        changes=dict(arguments.set),
     )
     where = RunSettings(
         arguments.output or _new_folder(f"{arguments.model}-{size}"),
@@ -168,8 +186,6 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 def _new_folder(name: str) -> Path:
     """The first number that is free. All processes of a run must find the same: under torchrun --output is needed."""
-    import os
-
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--output: expected under torchrun")
     numbers = range(1, sys.maxsize)

@@ -54,7 +54,8 @@ class RunLog:
         self._every = every
         self._window: list[StepResult] = []
         self._row: dict[str, Any] = dict(earlier[-1]) if earlier else dict.fromkeys(self.columns, 0)
-        self._clock = Stopwatch(float(self._row["seconds"]))
+        self._arrived = float(self._row["seconds"])  # the last result, on this clock
+        self._clock = Stopwatch(self._arrived)
         self._warm_step = start + min(10, (steps - start) // 3)
         self._warm: tuple[float, int] | None = None  # seconds and tokens when the first steps were over
         self.held_out: dict[str, float] = {}  # the last evaluation's
@@ -72,13 +73,14 @@ class RunLog:
     def add(self, results: Sequence[StepResult]) -> None:
         """Takes results that have arrived."""
         for result in results:
+            if self._window and self._window[-1].step % self._every == 0:
+                self.write()  # not before: an evaluation behind that step would have been part of the row
             self._window.append(result)
+            self._arrived = self._clock.seconds()
             if result.step == self._warm_step:
-                self._warm = self._clock.seconds(), self.tokens
+                self._warm = self._arrived, self.tokens
             if self._progress is not None:
                 self._progress.advance(result.step)
-            if result.step % self._every == 0:
-                self.write()
 
     def write(self, held_out: Mapping[str, float] | None = None) -> None:
         """Ends a row; ``held_out`` are an evaluation's numbers behind its last step."""
@@ -108,8 +110,8 @@ class RunLog:
         return {name: value / len(good) for name, value in sums.items()}
 
     def _counters(self) -> dict[str, Any]:
-        now, last = self._clock.seconds(), self._window[-1]
-        passed = max(now - float(self._row["seconds"]), 1e-9)
+        last = self._window[-1]
+        passed = max(self._arrived - float(self._row["seconds"]), 1e-9)
         tokens = self.tokens
         rate = (tokens - int(self._row["tokens"])) / passed
         if self._progress is not None:
@@ -121,7 +123,7 @@ class RunLog:
             "learning_rate": last.learning_rate,
             "skipped": int(self._row["skipped"]) + sum(result.skipped for result in self._window),
             "tokens_per_second": round(rate, 1),
-            "seconds": round(now, 3),
+            "seconds": round(self._arrived, 3),
         }
 
     @property
@@ -142,9 +144,10 @@ class RunLog:
         """Tokens a second since the first steps of this process, which warm up."""
         if self._warm is None or self.tokens == self._warm[1]:
             return None
-        return (self.tokens - self._warm[1]) / (self._clock.seconds() - self._warm[0])
+        return (self.tokens - self._warm[1]) / (self._arrived - self._warm[0])
 
     def close(self) -> None:
+        self.write()
         self._file.close()
         if self._events is not None:
             self._events.close()

@@ -121,6 +121,10 @@ def make_model(settings: PretrainSettings, tokenizer: data.Tokenizer) -> Pretrai
         for name in vars(config):
             if name.endswith(("_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob")):
                 setattr(config, name, settings.dropout)
+    for name, value in settings.changes.items():
+        if name not in vars(config):
+            raise ValueError(f"{name}: expected a field of {type(config).__name__}")
+        setattr(config, name, value)
     if family.examples == "causal":
         config.bos_token_id, config.eos_token_id = tokenizer.special.bos, tokenizer.special.eos
     torch.manual_seed(settings.seed)
@@ -202,7 +206,7 @@ class _Run:
         """What must be the same in a run that goes on."""
         nested = dataclasses.asdict(self.settings)
         flat = {name: value for name, value in nested.items() if not isinstance(value, dict)}
-        for part in ("optimizer", "schedule", "step"):
+        for part in ("optimizer", "schedule", "step", "changes"):
             flat |= {f"{part} {name}": value for name, value in nested[part].items()}
         names = {"optimizer name": "optimizer", "schedule kind": "schedule", "schedule steps": "steps"}
         found = {names.get(name, name): value for name, value in flat.items()}

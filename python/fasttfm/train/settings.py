@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 OPTIMIZERS = ("adamw", "lamb")
 SCHEDULES = ("linear", "cosine", "constant")
@@ -75,15 +76,16 @@ class PretrainSettings:
     step: StepSettings = field(default_factory=StepSettings)
     data: tuple[str, ...] = ()  # files, folders or patterns; the corpus that ships with the package by default
     tokenizer: str | None = None  # a file or folder; by default one is trained on the data
-    vocabulary: int = 8000  # of a tokenizer that is trained: at most so many entries
+    vocabulary: int = 4000  # of a tokenizer that is trained: at most so many entries
     held_out: float = 0.02  # the share of the documents that evaluation is for
-    tokens_per_step: int = 4096  # of all ranks and of a step's batches together
+    tokens_per_step: int = 2048  # of all ranks and of a step's batches together
     accumulation: int = 1  # batches of each rank to a step
     max_length: int = 128  # tokens of a sequence
     masking: float = 0.15  # the share of tokens that are predicted, where not all are
     whole_word: bool = False
     ngram: int = 1
     dropout: float | None = None  # the size's own by default
+    changes: dict[str, Any] = field(default_factory=dict)  # fields of the configuration that the size has otherwise
     seed: int = 0
 
     def __post_init__(self) -> None:
