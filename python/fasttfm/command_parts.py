@@ -115,6 +115,16 @@ def refusing(arguments: argparse.Namespace) -> Iterator[None]:
             arguments.refuse(str(error))
 
 
+def draw_curves(log: Path, title: str) -> None:
+    """The picture of a log's curves, beside it. It is not worth a run: without matplotlib there is a line on stderr."""
+    from fasttfm.train.curves import CURVES, write_curves
+
+    try:
+        write_curves(log, log.with_name(CURVES), title)
+    except ImportError as error:
+        print(f"note: {error}", file=sys.stderr)
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes beside ``path`` first: whoever finds the file finds it whole."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,7 @@ from fasttfm.command_parts import (
     add_run_options,
     add_training_options,
     device_of,
+    draw_curves,
     output_of,
     refusing,
     sentence,
@@ -168,7 +169,6 @@ def _recipe(arguments: argparse.Namespace) -> Any:
 @contextmanager
 def _logged(arguments: argparse.Namespace, output: Path, recipe: Any, steps: int, name: str = "") -> Iterator[Any]:
     """The log of a part of a run, its progress, and behind it the picture of its curves."""
-    from fasttfm.train.curves import CURVES, write_curves
     from fasttfm.train.logs import RunLog
     from fasttfm.train.progress import Progress
 
@@ -182,7 +182,7 @@ def _logged(arguments: argparse.Namespace, output: Path, recipe: Any, steps: int
         log.close()
         if progress is not None:
             progress.close()
-    write_curves(log.path, output / name / CURVES, f"{arguments.recipe} {name}, teacher {arguments.teacher}")
+    draw_curves(log.path, f"{arguments.recipe} {name}, teacher {arguments.teacher}")
 
 
 # ---- on a task -------------------------------------------------------------------------------------------------------

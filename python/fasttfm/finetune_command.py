@@ -26,6 +26,7 @@ from fasttfm.command_parts import (
     add_run_options,
     add_training_options,
     device_of,
+    draw_curves,
     output_of,
     refusing,
     sentence,
@@ -135,9 +136,10 @@ class Report:
     def __init__(self, arguments: argparse.Namespace, output: Path, work: Any, examples: Any) -> None:
         self.arguments, self.output, self.work, self.examples = arguments, output, work, examples
         self.model, self.task = work.model, work.task
+        # Before the training: where scikit-learn is missing, nobody should wait to hear it.
+        self.majority = self.scores(examples.dev, self.task.majority(examples.train, examples.dev))
 
     def train(self) -> None:
-        from fasttfm.train.curves import CURVES, write_curves
         from fasttfm.train.logs import RunLog
         from fasttfm.train.progress import Progress
 
@@ -161,7 +163,7 @@ class Report:
             log.close()
             if progress is not None:
                 progress.close()
-        write_curves(log.path, self.output / CURVES, f"{self.arguments.task}, {self.arguments.model}")
+        draw_curves(log.path, f"{self.arguments.task}, {self.arguments.model}")
 
     def predicted(self, examples: list[Any], *, tune: bool = False) -> list[Any]:
         from fasttfm.tasks.finetuning import predict
@@ -193,7 +195,7 @@ class Report:
             "examples": {"train": len(train), "dev": len(dev)},
             "steps": self.work.steps,
             "dev": self.scores(dev, predictions),
-            "majority": self.scores(dev, self.task.majority(train, dev)),
+            "majority": self.majority,
         }
         if getattr(self.task, "threshold", None) is not None:
             metrics["no_answer_threshold"] = self.task.threshold

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,15 @@ def test_sentences_say_what_is_wrong(
         assert expected in line, (arguments, line)
         assert found == status, (arguments, line)
     assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_trained_that_could_not_be_scored(
+    bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    call = ("finetune", "--task", "classify", "--model", bert_directory, "--output", tmp_path / "out")
+    assert stopped(capsys, call) == (1, "fasttfm finetune: scores need scikit-learn: pip install 'fasttfm[tasks]'")
+    assert not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize("command", ["finetune", "embed", "distill", "generate"])
