@@ -90,13 +90,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"ops", "kernels", "_native"},
     "nn": {"nn", "ops"},
     "models": {"models", "nn", "ops"},
+    "patching": {"patching", "nn", "ops"},
     "train": _WORK,
     "data": _WORK,
     "generate": _WORK,
     "tasks": {"tasks", *_WORK},
     "testing": {"testing", "nn", "ops", "kernels", "_native"},
     "cli": {"cli", "tasks", "testing", "_native", *_WORK},
-    "fasttfm": _WORK,
+    "fasttfm": {"patching", *_WORK},
     "_version": set(),
 }
 
