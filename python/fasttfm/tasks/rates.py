@@ -69,4 +69,4 @@ def freeze(model: PretrainedModel) -> None:
         part.requires_grad_(False)
     base.embeddings.dropout = 0.0
     for layer in base.encoder.in_order():
-        layer.dropout = layer.attention_dropout = 0.0
+        layer.dropout = layer.feed_forward_dropout = layer.attention_dropout = 0.0
