@@ -10,10 +10,21 @@ import torch
 from handmade_bert import HandmadeBert
 from torch import Tensor, nn
 
+import fasttfm
 from fasttfm import models
 from fasttfm.ops import cu_seqlens_from_lengths
 
-CONTENDERS = ("fasttfm", "fasttfm-graph", "fasttfm-recompute", "handmade", "handmade-compile", "hf", "hf-compile")
+CONTENDERS = (
+    "fasttfm",
+    "fasttfm-graph",
+    "fasttfm-recompute",
+    "handmade",
+    "handmade-compile",
+    "hf",
+    "hf-compile",
+    "hf-patched",
+    "hf-patched-compile",
+)
 PREDICTED = 0.15  # of the tokens, in masked language models; replaced ones for a discriminator
 
 
@@ -111,7 +122,7 @@ def build(name: str, case: Case, batch: Batch, device: torch.device) -> tuple[nn
         labels = batch.ids.flatten()[batch.places]
         call: Any = torch.compile(model) if name.endswith("compile") else model
         return model, lambda: call(batch.ids, batch.mask, labels, batch.places)
-    return _transformers(case, batch, device, compiled=name.endswith("compile"))
+    return _transformers(case, batch, device, patched="patched" in name, compiled=name.endswith("compile"))
 
 
 def _ours(case: Case, batch: Batch, device: torch.device, *, recompute: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -136,7 +147,7 @@ def layout(batch: Batch) -> dict[str, Any]:
 
 
 def _transformers(
-    case: Case, batch: Batch, device: torch.device, *, compiled: bool
+    case: Case, batch: Batch, device: torch.device, *, patched: bool, compiled: bool
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
     import transformers
 
@@ -150,5 +161,7 @@ def _transformers(
         "replaced": batch.chosen.long(),
     }[case.family.task]
     mask = None if batch.mask is None else batch.mask.long()
+    if patched:
+        fasttfm.patch(model)
     call = torch.compile(model) if compiled else model
     return model, lambda: call(batch.ids, attention_mask=mask, labels=labels).loss

@@ -63,6 +63,12 @@ def test_masks(name: str, mask: str) -> None:
     check_patched(ours, theirs, call)
 
 
+@pytest.mark.parametrize("make", [twins, pair])
+def test_scores_of_another_scale(make: Any) -> None:
+    ours, theirs = make("GPT2Model", scale_attn_by_inverse_layer_idx=True)
+    check_patched(ours, theirs, lambda module, _: {"states": module(IDS).last_hidden_state})
+
+
 @pytest.mark.parametrize("name", LANGUAGE_MODELS[1:-1])
 def test_losses(name: str) -> None:
     ours, theirs = (module.train() for module in twins(name))

@@ -94,6 +94,24 @@ def test_our_encoder_is_exported_for_any_batch() -> None:
             assert torch.equal(program(ids), ours(ids))
 
 
+class PackedEncoder(Encoder):
+    def forward(self, ids: Tensor, cu_seqlens: Tensor) -> Tensor:  # type: ignore[override]
+        return self.encoder(ids, cu_seqlens=cu_seqlens, max_seqlen=S).last_hidden_state
+
+
+def test_our_encoder_is_exported_for_any_packed_batch() -> None:
+    ours = PackedEncoder(models.BertModel(models.BertConfig.named("tiny", vocab_size=61)).eval())
+    batches = [
+        (IDS.flatten()[: ends[-1]], torch.tensor([0, *ends], dtype=torch.int32))
+        for ends in ((7, 20, 30), (9, 17), (1, 2, 3, 19, 35))
+    ]
+    shapes = {"ids": {0: torch.export.Dim("tokens", min=3)}, "cu_seqlens": {0: torch.export.Dim("boundaries", min=3)}}
+    with torch.no_grad():
+        program = torch.export.export(ours, batches[0], dynamic_shapes=shapes).module()
+        for given in batches:
+            assert torch.equal(program(*given), ours(*given))
+
+
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 

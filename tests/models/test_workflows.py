@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_parity import config_of
 from torch import Tensor
 
 from fasttfm import models
@@ -34,9 +35,25 @@ PACKED: dict[str, Any] = {
 }
 
 
-def model(**changes: Any) -> models.BertForMaskedLM:
+# One of each family; ALBERT's layers share a part, ELECTRA is both its models.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "BertForMaskedLM": {},
+    "AlbertForMaskedLM": {"embedding_size": 20, "parameter_sharing": "attention", "hidden_dropout_prob": 0.1},
+    "ElectraForJointPreTraining": {"embedding_size": 20, "generator_size": 1 / 3},
+    "DistilBertForMaskedLM": {},
+}
+each_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def model(name: str = "BertForMaskedLM", **changes: Any) -> Any:
     torch.manual_seed(0)
-    return models.BertForMaskedLM(models.BertConfig(**{**SIZES, **changes}))
+    return getattr(models, name)(config_of(models, name, {**SIZES, **FAMILIES[name], **changes}))
+
+
+def check_tied(module: Any) -> None:
+    tied = module.tied()
+    assert tied
+    assert all(module.get_parameter(name) is module.get_parameter(source) for name, source in tied.items())
 
 
 def step(call: Any, module: torch.nn.Module) -> list[Tensor]:
@@ -52,9 +69,10 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_a_training_step_is_one_graph() -> None:
+@each_family
+def test_a_training_step_is_one_graph(name: str) -> None:
     torch._dynamo.reset()
-    module = model()
+    module = model(name)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert same(step(compiled, module), step(module, module))
 
@@ -67,17 +85,43 @@ def test_an_encoder_is_exported() -> None:
         assert torch.equal(exported.module()(ids).last_hidden_state, module(ids).last_hidden_state)
 
 
+@each_family
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_copies_train_alike_and_stay_tied(duplicate: Any) -> None:
-    module = model()
+def test_copies_train_alike_and_stay_tied(name: str, duplicate: Any) -> None:
+    module = model(name)
     twin = duplicate(module)
-    assert twin.lm_head.decoder.weight is twin.bert.embeddings.word.weight
-    assert twin.lm_head.decoder.weight is not module.lm_head.decoder.weight
+    check_tied(twin)
+    assert not {id(parameter) for parameter in twin.parameters()} & {id(parameter) for parameter in module.parameters()}
     assert same(step(twin, twin), step(module, module))
 
 
-def test_activation_checkpointing_changes_nothing_but_memory() -> None:
-    module = model()
+@each_family
+def test_other_types_and_back(name: str) -> None:
+    """What was in 16 bits stays what it is; tied parameters are one in every type."""
+    module = model(name).bfloat16()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    loss, *gradients = step(module.to(torch.float64), module)
+    check_tied(module)
+    assert all(gradient.dtype == torch.float64 and gradient.isfinite().all() for gradient in gradients)
+    assert loss.isfinite()
+    assert same([parameter.detach() for parameter in module.to(torch.bfloat16).parameters()], before)
+
+
+@each_family
+def test_built_without_memory_and_filled(name: str) -> None:
+    module = model(name)
+    with torch.device("meta"):
+        empty = model(name)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    empty.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+    empty.tie_weights()
+    check_tied(empty)
+    assert same(step(empty, empty), step(module, module))
+
+
+@each_family
+def test_activation_checkpointing_changes_nothing_but_memory(name: str) -> None:
+    module = model(name)
     expected = step(module, module)
     kept = saved_bytes(lambda: module(IDS, **PACKED))
     module.gradient_checkpointing_enable()
@@ -88,7 +132,8 @@ def test_activation_checkpointing_changes_nothing_but_memory() -> None:
 
 
 def plain(dtype: torch.dtype = torch.float32) -> models.BertForMaskedLM:
-    return model(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).to(dtype)
+    module: models.BertForMaskedLM = model(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).to(dtype)
+    return module
 
 
 def half_of_a_batch(part: slice) -> dict[str, Tensor]:
@@ -117,10 +162,12 @@ def test_gradients_of_parts_add_up() -> None:
     check_gradients_of_the_whole({name: parameter.grad for name, parameter in module.named_parameters()})
 
 
-def test_plain_bf16_trains() -> None:
-    module = model().bfloat16()
+@each_family
+def test_plain_bf16_trains(name: str) -> None:
+    module = model(name).bfloat16()
     loss, *gradients = step(module, module)
     assert loss.isfinite()
+    assert loss.dtype == torch.float32
     assert all(gradient.dtype == torch.bfloat16 and gradient.isfinite().all() for gradient in gradients)
 
 

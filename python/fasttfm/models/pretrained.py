@@ -164,8 +164,9 @@ class PretrainedModel(nn.Module):
 
     def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by our parameters' names, such as gradients, as a checkpoint of this model has them."""
-        left_out = self.tied().keys() - self.repeated().keys()
-        own = {name: value for name, value in tensors.items() if name not in left_out}
+        tied, repeated = self.tied(), self.repeated()
+        own = {name: value for name, value in tensors.items() if name not in tied}
+        own.update((name, tensors[source]) for name, source in repeated.items() if source in tensors)
         found = to_checkpoint(self.names, {self._full(name): value for name, value in own.items()})
         prefix = f"{self.names.prefix}."
         return {name.removeprefix(prefix): value for name, value in found.items()} if self.base else found
