@@ -59,7 +59,7 @@ def _add_data(group: Any) -> None:
     group.add_argument("--masking", type=float, default=0.15, help="share of tokens that are predicted (0.15)")
     group.add_argument("--whole-word", action="store_true", help="mask whole words")
     group.add_argument("--ngram", type=int, default=1, help="mask up to so many words in a row (1)")
-    group.add_argument("--workers", type=int, help="processes that make batches; default: 4 beside a GPU, else 0")
+    group.add_argument("--workers", type=int, help="processes that make batches; default: 2 beside a GPU, else 0")
 
 
 def _add_training(group: Any) -> None:

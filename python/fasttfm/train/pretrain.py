@@ -198,7 +198,7 @@ class _Run:
     def _workers(self) -> int:
         if self.run.workers is not None:
             return self.run.workers
-        return min(4, os.cpu_count() or 1) if self.world.device.type == "cuda" else 0
+        return min(2, os.cpu_count() or 1) if self.world.device.type == "cuda" else 0
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

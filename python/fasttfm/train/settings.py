@@ -110,7 +110,7 @@ class RunSettings:
     evaluate_every: int | None = None  # steps; ten times in a run by default
     evaluation_batches: int = 8
     log_every: int = 10
-    workers: int | None = None  # processes that make batches; by default 4 beside a GPU, none on a CPU
+    workers: int | None = None  # processes that make batches; by default 2 beside a GPU, none on a CPU
     progress: bool = True
 
     def __post_init__(self) -> None:
