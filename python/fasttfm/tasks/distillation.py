@@ -66,7 +66,7 @@ class DistilBertRecipe(Recipe):
         teacher: One with the same vocabulary.
         weights: Of the three terms.
         all_words: Whether the soft targets are those of every token, as the paper's, or of masked ones only, which
-            costs a seventh.
+            are about a seventh.
     """
 
     terms = ("soft", "words", "cosine")
