@@ -12,7 +12,7 @@ from typing import Any
 
 MODELS = ("bert", "roberta", "albert", "electra", "gpt", "gpt2")
 _DEFAULT_SIZES = {"bert": "tiny", "electra": "small", "gpt2": "small"}  # the others': base
-_DEFAULT_RATES = {"tiny": 2e-3, "mini": 1e-3, "small": 5e-4, "medium": 5e-4}  # the others': 1e-4
+_DEFAULT_RATES = {"tiny": 1e-3, "mini": 1e-3, "small": 5e-4, "medium": 5e-4}  # the others': 1e-4
 
 _EXAMPLES = """
 examples:
@@ -67,7 +67,7 @@ def _add_training(group: Any) -> None:
     group.add_argument("--tokens-per-step", type=int, default=2048, help="of all processes together (2048)")
     group.add_argument("--accumulation", type=int, default=1, help="batches of a process to a step (1)")
     group.add_argument("--optimizer", default="adamw", help="adamw (default) or lamb")
-    group.add_argument("--learning-rate", type=float, help="the highest; default: by the size, 0.002 to 0.0001")
+    group.add_argument("--learning-rate", type=float, help="the highest; default: by the size, 0.001 to 0.0001")
     group.add_argument("--weight-decay", type=float, default=0.01, help="not of biases and LayerNorms (0.01)")
     group.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="Adam's (0.9 0.999)")
     group.add_argument("--schedule", default="linear", help="linear (default), cosine or constant")

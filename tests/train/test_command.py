@@ -95,14 +95,14 @@ def test_the_main_job(tmp_path: Path) -> None:
     """The README's numbers, loosely: the loss that `fasttfm pretrain` reaches, and that transformers opens the rest."""
     transformers = pytest.importorskip("transformers")
     begun = time.perf_counter()
-    # A quarter of the default's steps, so that the tests take less long than the job.
-    command = [sys.executable, "-m", "fasttfm", "pretrain", "--steps", "100", "--output", str(tmp_path / "run")]
+    # An eighth of the default's steps, so that the tests take less long than the job.
+    command = [sys.executable, "-m", "fasttfm", "pretrain", "--steps", "50", "--output", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     rows = read_rows(tmp_path / "run" / "log.csv")
     first, last = float(rows[0]["masked_words"]), float(rows[-1]["masked_words"])
     assert 8.0 < first < 8.6  # ln 4000 = 8.29
-    assert last < 6.9, f"{last} after {time.perf_counter() - begun:.0f} s"
-    assert float(rows[-1]["held_out_masked_words"]) < 6.9
+    assert last < 7.3, f"{last} after {time.perf_counter() - begun:.0f} s"
+    assert float(rows[-1]["held_out_masked_words"]) < 7.3
     model = transformers.BertForPreTraining.from_pretrained(tmp_path / "run" / "latest")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "latest").vocab_size == model.config.vocab_size
