@@ -28,9 +28,9 @@ help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 .PHONY: demo
-demo: .venv/installed ## set everything up and run the main job: the benchmarks on small shapes
+demo: .venv/installed ## set everything up and run the main job: pre-train a small BERT
 	.venv/bin/fasttfm info
-	.venv/bin/fasttfm bench --quick
+	.venv/bin/fasttfm pretrain
 
 .PHONY: test
 test: .venv/installed ## set everything up and run the tests

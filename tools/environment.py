@@ -64,7 +64,7 @@ def install(python: Path, lay_over: bool) -> None:
     tested = ROOT / "constraints.txt"
     constraints = without(tested, BROUGHT_BY_TORCH if lay_over else ("triton",), python.parent.parent)
     pip(python, constraints, *BUILD_TOOLS)
-    pip(python, constraints, "--no-build-isolation", "--editable", f"{ROOT}[test,bench,dev]")
+    pip(python, constraints, "--no-build-isolation", "--editable", f"{ROOT}[train,test,bench,dev]")
     if subprocess.run([str(python), "-c", "import triton"], stderr=subprocess.DEVNULL).returncode != 0:
         pip(python, tested, "triton")
 

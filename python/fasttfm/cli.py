@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from fasttfm._version import __version__
 
 # Command -> the module that adds its arguments (add_parser) and does its work (run).
-_COMMANDS = {"info": "fasttfm.info", "bench": "fasttfm.bench_command"}
+_COMMANDS = {
+    "info": "fasttfm.info",
+    "bench": "fasttfm.bench_command",
+    "pretrain": "fasttfm.pretrain_command",
+    "finetune": "fasttfm.finetune_command",
+    "embed": "fasttfm.embed_command",
+    "distill": "fasttfm.distill_command",
+    "generate": "fasttfm.generate_command",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from traced_corpus import FIRST, Traced, trace
 
 from fasttfm.data import Batch, BatchStream, Masking, Objective, TokenShards
+from fasttfm.data.blocks import Blocks
 
 CLS, SEP, MASK, END = 2, 3, 4, 5
 KINDS = ("nsp", "sop", "single", "electra", "causal")
@@ -127,6 +128,26 @@ def test_causal_sequences_have_every_token_once(traced: Traced) -> None:
     assert np.array_equal(np.sort(np.concatenate(texts)), FIRST + np.arange(traced.words))
 
 
+def test_end_tokens(tmp_path: Path) -> None:
+    corpus = trace(tmp_path, [[63], [64], [65], [10]])
+    found = sequences(list(stream(corpus.shards, "causal")))
+    assert sorted((len(ids), int(ids[-1] == END)) for ids, _, _ in found) == [
+        (2, 1),
+        (11, 1),
+        (64, 0),
+        (64, 0),
+        (64, 1),
+    ]
+
+
+def test_masks_are_drawn_anew(tmp_path: Path) -> None:
+    """One sequence, the same in every epoch, is masked otherwise each time."""
+    corpus = trace(tmp_path, [[30] * 2])
+    batches = list(stream(corpus.shards, "single", short_probability=0, epochs=10))
+    assert len({tuple(ids.tolist()) for ids, _, _ in sequences(batches)}) == 1
+    assert len({str(batch.positions) for batch in batches}) == 10
+
+
 def test_short_sequences(tmp_path: Path) -> None:
     """With sentences of one word, a sequence is as long as it aims to be: 30 words, or any number from 2 to 30."""
     corpus = trace(tmp_path, [[1] * 20_000, [1] * 20_000])
@@ -218,6 +239,21 @@ def test_long_documents_are_cut_without_loss(tmp_path: Path) -> None:
         assert len(short) <= 2  # only at documents' ends
 
 
+def test_parts_of_long_documents(tmp_path: Path) -> None:
+    """Cuts are behind sentences, unless one is longer than a part."""
+    lengths = [[7] * 1500 + [9000] + [7] * 100, [3, 3], [2000]]
+    corpus = trace(tmp_path, lengths)
+    most = 64 * 16
+    parts = Blocks(corpus.shards, Objective("single", 16), 4000, 0).parts
+    owner, start, size = parts[:, 0], parts[:, 4], parts[:, 5]
+    assert np.array_equal(np.bincount(owner, size), [sum(each) for each in lengths])
+    assert np.array_equal(start[1:], (start + size)[:-1])
+    assert size.min() > 0
+    assert size.max() <= 1.5 * most
+    inside = np.array([not corpus.starts[FIRST + place] for place in start])
+    assert inside.sum() <= 9000 // (most // 2) + 3
+
+
 def test_next_sentences_of_a_block_with_one_document(tmp_path: Path) -> None:
     corpus = trace(tmp_path, [[7] * 3000, [3, 3]])
     batches = list(stream(corpus.shards, "nsp", 16, block_tokens=4000, tokens_per_batch=128))
@@ -273,7 +309,7 @@ def test_workers_change_nothing(traced: Traced, reference: list[list[Any]], work
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_going_on_at_a_batch(traced: Traced, reference: list[list[Any]], workers: int) -> None:
-    stops = range(len(reference) + 1) if not workers else (0, 1, 41, len(reference) - 1)
+    stops = (*range(0, len(reference), 3), len(reference)) if not workers else (0, 41, len(reference) - 1)
     for stop in stops:
         before = stream(traced.shards, **SETTINGS, workers=workers)
         list(itertools.islice(before, stop))

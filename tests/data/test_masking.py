@@ -90,6 +90,7 @@ def test_whole_words() -> None:
     words, predicted = words_of(before, text), np.isin(text, positions)
     by_word = np.bincount(words, predicted) / np.bincount(words)
     assert set(by_word.tolist()) == {0.0, 1.0}
+    assert np.array_equal(Masking(whole_word=True)._groups(before, text, VOCABULARY, generator()), words)
     assert (np.bincount(words)[by_word == 1] > 1).any()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fasttfm import models
-from fasttfm.generate import CachedDecoder, Sampling, generate
+from fasttfm.generate import CachedDecoder, Sampling, generate, stream
 from fasttfm.nn import PackedBatch
 from fasttfm.testing import compare
 from fasttfm.testing.tolerance import OUTPUT_FACTOR
@@ -163,3 +163,32 @@ def test_wrong_calls_are_named(options: dict[str, Any], message: str) -> None:
 def test_a_model_in_training_is_refused() -> None:
     with pytest.raises(ValueError, match="expected evaluation mode"):
         generate(model().train(), PROMPTS)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 1.5, "top_k": 20}])
+def test_a_stream_gives_what_generate_adds(sampling: dict[str, Any]) -> None:
+    module = model()
+    prompt = PROMPTS[1]
+    ended = int(naive(module, prompt, 5, [])[3])
+    for ends in ([], [ended]):
+        options = {"max_new_tokens": 12, "eos_token_id": ends, **sampling}
+        torch.manual_seed(2)
+        expected = generate(module, prompt[None], **options)[0, S:].tolist()
+        torch.manual_seed(2)
+        assert list(stream(module, prompt, **options)) == expected
+    assert sampling or len(expected) <= 4
+    assert list(stream(module, prompt, max_new_tokens=0)) == []
+    with pytest.raises(ValueError, match="max_new_tokens: expected no more than"):
+        stream(module, prompt, max_new_tokens=1000)
+
+
+def test_a_stream_computes_no_token_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = model()
+    calls: list[int] = []
+    step = CachedDecoder.step
+    monkeypatch.setattr(CachedDecoder, "step", lambda self, ids: calls.append(1) or step(self, ids))
+    tokens = stream(module, PROMPTS[1], max_new_tokens=12, eos_token_id=[])
+    next(tokens)
+    assert not calls
+    next(tokens)
+    assert len(calls) == 1

@@ -1,9 +1,9 @@
-"""``generate``: continues prompts, word by word."""
+"""``generate`` and ``stream``: continue prompts, word by word."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ class CausalModel(Protocol):
     def transformer(self) -> TextModel: ...
 
 
-@torch.no_grad()
 def generate(
     model: CausalModel,
     input_ids: Tensor,
@@ -58,38 +57,79 @@ def generate(
     Returns:
         ``[B, S + new]``: ``input_ids``, then the new tokens, up to the longest sequence's end.
     """
-    choice = Sampling(**sampling)
-    ends, padding = _ends(model.config, eos_token_id, pad_token_id)
+    ends = _Ends.of(model.config, eos_token_id, pad_token_id)
     batch = PackedBatch.of(input_ids, attention_mask, lengths=lengths)
     _check(model, batch, max_new_tokens)
-    if max_new_tokens == 0:
+    steps = _steps(model, input_ids, batch, max_new_tokens, ends, Sampling(**sampling), looks=_STEPS_BETWEEN_LOOKS)
+    columns = list(steps)
+    if not columns:
         return input_ids
-    decoder = CachedDecoder(model.transformer, batch.max_seqlen + max_new_tokens - 1)
+    tokens, going = (torch.stack(each, 1) for each in zip(*columns, strict=True))
+    width = int(going.any(0).sum()) if ends.tokens else len(columns)
+    return torch.cat([input_ids, tokens[:, :width].to(input_ids.dtype)], 1)
+
+
+def stream(
+    model: CausalModel,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int = 20,
+    eos_token_id: int | Sequence[int] | None = None,
+    **sampling: Any,
+) -> Iterator[int]:
+    """Continues one prompt ``input_ids`` [S] or [1, S], and gives each token as soon as it is there: those that
+    ``generate`` adds with the same arguments, the one that ends the sequence included."""
+    prompt = input_ids.view(1, -1)
+    ends = _Ends.of(model.config, eos_token_id, None)
+    batch = PackedBatch.of(prompt)
+    _check(model, batch, max_new_tokens)
+    steps = _steps(model, prompt, batch, max_new_tokens, ends, Sampling(**sampling), looks=1)
+    return (int(token) for token, _ in steps)
+
+
+@torch.no_grad()
+def _steps(
+    model: CausalModel,
+    input_ids: Tensor,
+    batch: PackedBatch,
+    most: int,
+    ends: _Ends,
+    choice: Sampling,
+    *,
+    looks: int,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The next token [B] of every sequence, and which sequences had not ended before it, until all have; every
+    ``looks`` steps somebody looks whether they have."""
+    if most == 0:
+        return
+    decoder = CachedDecoder(model.transformer, batch.max_seqlen + most - 1)
     state = decoder.read(batch.pack(input_ids), batch)
-    stops = torch.tensor(ends, dtype=torch.int64, device=input_ids.device)
+    stops = torch.tensor(ends.tokens, dtype=torch.int64, device=input_ids.device)
     ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-    new: list[Tensor] = []
-    going: list[Tensor] = []  # for each column, which sequences have a token in it
-    while True:
-        going.append(~ended)
+    for number in range(1, most + 1):
+        going = ~ended
         token = choice.choose(model.lm_head(state))
-        if ends:
-            token = token.where(~ended, padding)
+        if ends.tokens:
+            token = token.where(going, ends.padding)
             ended = ended | torch.isin(token, stops)
-        new.append(token)
-        if len(new) == max_new_tokens or (ends and len(new) % _STEPS_BETWEEN_LOOKS == 0 and bool(ended.all())):
-            break
+        yield token, going
+        if number == most or (ends.tokens and number % looks == 0 and bool(ended.all())):
+            return
         state = decoder.step(token)
-    columns = int(torch.stack(going).any(1).sum()) if ends else len(new)
-    return torch.cat([input_ids, torch.stack(new[:columns], 1).to(input_ids.dtype)], 1)
 
 
-def _ends(config: Any, eos_token_id: int | Sequence[int] | None, pad_token_id: int | None) -> tuple[list[int], int]:
+class _Ends(NamedTuple):
     """The tokens that end a sequence, and the one behind the end."""
-    given = config.eos_token_id if eos_token_id is None else eos_token_id
-    ends = [] if given is None else [given] if isinstance(given, int) else list(given)
-    padding = config.pad_token_id if pad_token_id is None else pad_token_id
-    return ends, padding if padding is not None else ends[0] if ends else 0
+
+    tokens: list[int]
+    padding: int
+
+    @staticmethod
+    def of(config: Any, eos_token_id: int | Sequence[int] | None, pad_token_id: int | None) -> _Ends:
+        given = config.eos_token_id if eos_token_id is None else eos_token_id
+        ends = [] if given is None else [given] if isinstance(given, int) else list(given)
+        padding = config.pad_token_id if pad_token_id is None else pad_token_id
+        return _Ends(ends, padding if padding is not None else ends[0] if ends else 0)
 
 
 def _check(model: CausalModel, batch: PackedBatch, new: int) -> None:

@@ -62,7 +62,13 @@ class MaskedLMHead(nn.Module):
         return functional.linear(self.transform(x), self.decoder.weight, self.decoder.bias)
 
     def loss(
-        self, x: Tensor, labels: Tensor, *, positions: Tensor | None = None, max_predictions: int | None = None
+        self,
+        x: Tensor,
+        labels: Tensor,
+        *,
+        positions: Tensor | None = None,
+        max_predictions: int | None = None,
+        reduction: str = "mean",
     ) -> Tensor:
         """The mean cross entropy of the predicted rows of ``x`` [T, C].
 
@@ -72,10 +78,11 @@ class MaskedLMHead(nn.Module):
                 step to step, fill up with any row and the label -100.
             max_predictions: Without ``positions``, the most rows that have a label: they are found without a wait. If
                 there are more the loss is NaN. With neither, a GPU is waited for.
+            reduction: "mean" or "sum".
         """
         positions, labels, missed = _predicted(labels, positions, max_predictions)
         rows = self.transform(x.index_select(0, positions))
-        loss = ops.linear_cross_entropy(rows, self.decoder.weight, labels, self.decoder.bias)
+        loss = ops.linear_cross_entropy(rows, self.decoder.weight, labels, self.decoder.bias, reduction=reduction)
         assert isinstance(loss, Tensor)
         return loss if missed is None else torch.where(missed, torch.nan, loss)
 
@@ -128,14 +135,17 @@ class CausalLMHead(nn.Module):
         """The logits ``[..., V]`` of ``x`` [..., C]."""
         return functional.linear(x, self.decoder.weight, self.decoder.bias)
 
-    def loss(self, x: Tensor, labels: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """The mean cross entropy of each token's successor, for packed ``x`` [T, C]; a label of -100 does not count."""
-        return next_token_loss(x, self.decoder.weight, self.decoder.bias, labels, cu_seqlens)
+    def loss(self, x: Tensor, labels: Tensor, cu_seqlens: Tensor, *, reduction: str = "mean") -> Tensor:
+        """The mean cross entropy (or the sum) of each token's successor, for packed ``x`` [T, C]; a label of -100 does
+        not count."""
+        return next_token_loss(x, self.decoder.weight, self.decoder.bias, labels, cu_seqlens, reduction=reduction)
 
 
-def next_token_loss(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cu_seqlens: Tensor) -> Tensor:
+def next_token_loss(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cu_seqlens: Tensor, *, reduction: str = "mean"
+) -> Tensor:
     """``CausalLMHead.loss`` with a decoder's weight and bias."""
-    loss = ops.linear_cross_entropy(x, weight, labels, bias, shift=True, cu_seqlens=cu_seqlens)
+    loss = ops.linear_cross_entropy(x, weight, labels, bias, shift=True, cu_seqlens=cu_seqlens, reduction=reduction)
     assert isinstance(loss, Tensor)
     return loss
 

@@ -1,0 +1,145 @@
+"""What the commands around trained models share: options, sentences for what is wrong, files that are whole."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Descriptions as they are written, and every option's default where it has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False, "") else super()._get_help_string(action)
+
+
+def add_device_option(parser: Any) -> None:
+    parser.add_argument("--device", metavar="NAME", help="cpu or cuda; by default a GPU if there is one")
+
+
+def add_training_options(parser: argparse.ArgumentParser, *, rate: float | None, about_rate: str) -> Any:
+    """How a model is trained, whatever it is trained for. Returns the group of options, for more of them."""
+    group = parser.add_argument_group("training")
+    group.add_argument("--learning-rate", type=float, default=rate, metavar="RATE", help=about_rate)
+    group.add_argument(
+        "--warmup-share", type=float, default=0.1, metavar="SHARE", help="of all steps, in which the rate rises"
+    )
+    group.add_argument("--weight-decay", type=float, default=0.01, metavar="RATE", help="not of biases and LayerNorms")
+    group.add_argument("--clip", type=float, default=1.0, metavar="NORM", help="the gradient's largest norm; 0: any")
+    group.add_argument("--accumulation", type=int, default=1, metavar="N", help="batches to a step")
+    group.add_argument(
+        "--precision", choices=("float32", "bfloat16"), help="by default bfloat16 on a GPU and float32 on a CPU"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of everything random")
+    return group
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Where a run writes and computes."""
+    group = parser.add_argument_group("run")
+    group.add_argument("--output", type=Path, metavar="DIR", help="by default a new one under fasttfm-runs")
+    group.add_argument("--quiet", action="store_true", help="no progress")
+    add_device_option(group)
+
+
+def settings_of(arguments: argparse.Namespace, device: Any, rate: float, **changes: Any) -> Any:
+    """The settings of a run: those of ``add_training_options`` with this learning rate, and ``changes``."""
+    from fasttfm.tasks.finetuning import FinetuneSettings
+    from fasttfm.tasks.rates import Rates
+    from fasttfm.train import StepSettings
+
+    rates = {"weight_decay": arguments.weight_decay, **changes.pop("rates", {})}
+    return FinetuneSettings(
+        rates=Rates(rate, **rates),
+        accumulation=arguments.accumulation,
+        warmup=arguments.warmup_share,
+        step=StepSettings(clip=arguments.clip or None, precision=precision_of(arguments, device)),
+        seed=arguments.seed,
+        **changes,
+    )
+
+
+def output_of(arguments: argparse.Namespace, name: str) -> Path:
+    """The directory that was asked for, or the first number under fasttfm-runs that is free."""
+    numbers = range(1, sys.maxsize)
+    new = (Path("fasttfm-runs") / f"{name}-{number}" for number in numbers)
+    directory: Path = arguments.output or next(path for path in new if not path.exists())
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def device_of(arguments: argparse.Namespace) -> Any:
+    """The device that was asked for, or a GPU if there is one."""
+    import torch
+
+    name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device: expected cpu or cuda, got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device: expected a device that is here, got {name}, and torch sees no GPU")
+    return device
+
+
+def precision_of(arguments: argparse.Namespace, device: Any) -> str:
+    return arguments.precision or ("bfloat16" if device.type == "cuda" else "float32")
+
+
+@contextlib.contextmanager
+def refusing(arguments: argparse.Namespace) -> Iterator[None]:
+    """Around a command's work: a wrong argument ends it with a sentence and status 2; data, a checkpoint or a package
+    that cannot be used with a sentence and status 1. Warnings become lines on stderr."""
+    from fasttfm.data.texts import DataError
+    from fasttfm.models import CheckpointError
+    from fasttfm.train import NonFiniteError
+
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
+        print(f"note: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = note
+        try:
+            yield
+        except (DataError, CheckpointError, NonFiniteError, ImportError, OSError) as error:
+            print(f"fasttfm {arguments.command}: {error}", file=sys.stderr)
+            raise SystemExit(1) from None
+        except ValueError as error:
+            arguments.refuse(str(error))
+
+
+def draw_curves(log: Path, title: str) -> None:
+    """The picture of a log's curves, beside it. It is not worth a run: without matplotlib there is a line on stderr."""
+    from fasttfm.train.curves import CURVES, write_curves
+
+    try:
+        write_curves(log, log.with_name(CURVES), title)
+    except ImportError as error:
+        print(f"note: {error}", file=sys.stderr)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes beside ``path`` first: whoever finds the file finds it whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def sentence(scores: Mapping[str, float]) -> str:
+    """Scores on one line."""
+    return ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in scores.items())

@@ -1,0 +1,247 @@
+"""``fasttfm distill``: trains a small model to do as a large one does.
+
+  fasttfm distill --recipe distilbert --teacher DIR --data 'books/*.txt' --steps 20000
+  fasttfm distill --recipe tinybert --teacher DIR --layers 4 --width 312 --intermediate 1200 --output general
+  fasttfm distill --recipe tinybert --task classify --teacher FINE_TUNED --student general
+
+distilbert  a student with every second layer of its teacher learns its softened words, the masked words themselves and
+            the direction of its last states.
+tinybert    a student of any size learns its teacher's embeddings, attention maps and states: first on a corpus; then
+            (--task) those of a teacher that was fine-tuned on a task, and at the end its predictions.
+
+Without --data the corpus or the task's sample that is shipped serves. The output directory holds the student, which
+transformers opens, metrics.json, log.csv and curves.png, and of a task also the student's predictions.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fasttfm.command_parts import (
+    Formatter,
+    add_run_options,
+    add_training_options,
+    device_of,
+    draw_curves,
+    output_of,
+    refusing,
+    sentence,
+    settings_of,
+    write_json,
+    write_text,
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the ``distill`` command to a command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "distill", help="train a small model to do as a large one does", description=__doc__, formatter_class=Formatter
+    )
+    parser.add_argument("--recipe", required=True, choices=("distilbert", "tinybert"), help="what is learnt, see above")
+    parser.add_argument("--teacher", required=True, metavar="DIR", help="as transformers or fasttfm wrote it")
+    group = parser.add_argument_group("data")
+    group.add_argument("--data", nargs="+", metavar="PATH", help="texts; with --task a file or directory of examples")
+    group.add_argument("--prepared", type=Path, metavar="DIR", help="token shards, kept for other runs")
+    group.add_argument("--max-length", type=int, default=128, metavar="N", help="tokens of a sequence")
+    group.add_argument("--tokens-per-batch", type=int, default=4096, metavar="N", help="nothing is padded")
+    group.add_argument("--masking", type=float, default=0.15, metavar="SHARE", help="of tokens that are masked")
+    group.add_argument("--held-out", type=float, default=0.02, metavar="SHARE", help="of documents, for evaluation")
+    group = parser.add_argument_group("student")
+    group.add_argument("--layers", type=int, metavar="N", help="by default half as many as the teacher has")
+    group.add_argument("--width", type=int, metavar="N", help="tinybert: by default half of the teacher's")
+    group.add_argument("--intermediate", type=int, metavar="N", help="tinybert: by default four times the width")
+    group.add_argument("--student", metavar="DIR", help="tinybert with --task: what the first stage wrote")
+    group = parser.add_argument_group("terms")
+    group.add_argument("--temperature", type=float, metavar="T", help="by default 2, of a task's predictions 1")
+    group.add_argument(
+        "--weights",
+        type=float,
+        nargs=3,
+        default=(5.0, 2.0, 1.0),
+        metavar="W",
+        help="distilbert: of softened words, masked words and directions",
+    )
+    group.add_argument(
+        "--soft-targets",
+        choices=("all", "masked"),
+        default="all",
+        help="distilbert: of which words; masked ones are few",
+    )
+    group.add_argument(
+        "--layer-map", type=_numbers, metavar="A,B", help="tinybert: the teacher's layer for each own one"
+    )
+    group.add_argument(
+        "--attention", choices=("scores", "weights"), default="scores", help="tinybert: in front of softmax or behind"
+    )
+    training = add_training_options(parser, rate=5e-4, about_rate="the highest")
+    training.add_argument("--steps", type=int, default=1000, metavar="N", help="on a corpus")
+    group = parser.add_argument_group("task")
+    group.add_argument("--task", choices=("classify", "pair", "tag", "qa", "choice"), help="tinybert's second stage")
+    group.add_argument(
+        "--dev", type=Path, metavar="FILE", help="by default the directory's, or a tenth of the examples"
+    )
+    group.add_argument("--epochs", type=int, default=10, metavar="N", help="over embeddings, attention maps and states")
+    group.add_argument("--prediction-epochs", type=int, default=3, metavar="N", help="over predictions")
+    add_run_options(parser)
+    parser.set_defaults(refuse=parser.error)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    with refusing(arguments):
+        if arguments.task is None:
+            if arguments.student is not None:
+                raise ValueError("--student: expected with --task; the first stage makes its own")
+            _on_corpus(arguments)
+        elif arguments.recipe != "tinybert":
+            raise ValueError("--task: expected with --recipe tinybert; a DistilBERT is fine-tuned: fasttfm finetune")
+        elif arguments.student is None:
+            raise ValueError("--student: expected with --task: the directory that the first stage wrote")
+        else:
+            _on_task(arguments)
+    return 0
+
+
+# ---- on a corpus -----------------------------------------------------------------------------------------------------
+
+
+def _on_corpus(arguments: argparse.Namespace) -> None:
+    from fasttfm import data
+    from fasttfm.tasks.distilling import CorpusRun, save_student
+
+    device = device_of(arguments)
+    tokenizer = data.load_tokenizer(arguments.teacher)
+    recipe = _recipe(arguments).to(device)
+    recipe.teacher.to(device)
+    settings = settings_of(arguments, device, arguments.learning_rate, tokens_per_batch=arguments.tokens_per_batch)
+    output = output_of(arguments, arguments.recipe)
+    source: Any = arguments.data or data.shipped_corpus()
+    shards = data.prepare(source, tokenizer, arguments.prepared or output / "shards", progress=not arguments.quiet)
+    streams = [
+        data.BatchStream(
+            part,
+            data.Objective("single", arguments.max_length),
+            data.Masking(arguments.masking),
+            tokens_per_batch=arguments.tokens_per_batch,
+            seed=arguments.seed,
+        )
+        for part in shards.split(arguments.held_out)
+    ]
+    held_out = list(islice(streams[1], 4))
+    work = CorpusRun(recipe, streams[0], settings, arguments.steps)
+    before = work.evaluate(held_out)
+    with _logged(arguments, output, recipe, work.steps) as log:
+        work.run(log.add)
+        after = work.evaluate(held_out)
+        log.write(held_out=after)
+    save_student(recipe, tokenizer, output)
+    metrics = {"recipe": arguments.recipe, "teacher": str(arguments.teacher), "steps": work.steps}
+    write_json(output / "metrics.json", {**metrics, "held_out_before": before, "held_out": after})
+    print(f"held out   {sentence(after)}")
+    print(f"before     {sentence(before)}")
+    print(f"output     {output}")
+
+
+def _recipe(arguments: argparse.Namespace) -> Any:
+    from fasttfm.tasks.distillation import DistilBertRecipe, TinyBertRecipe
+    from fasttfm.tasks.distilling import distilbert_student, tinybert_student
+    from fasttfm.tasks.families import open_model
+
+    if arguments.recipe == "distilbert":
+        teacher = open_model(arguments.teacher, "masked words")
+        return DistilBertRecipe(
+            distilbert_student(teacher, arguments.layers),
+            teacher,
+            temperature=2.0 if arguments.temperature is None else arguments.temperature,
+            weights=tuple(arguments.weights),
+            all_words=arguments.soft_targets == "all",
+        )
+    teacher = open_model(arguments.teacher, "vectors")
+    student = tinybert_student(teacher, arguments.layers, arguments.width, arguments.intermediate)
+    return TinyBertRecipe(student, teacher, layers=arguments.layer_map, attention=arguments.attention)
+
+
+@contextmanager
+def _logged(arguments: argparse.Namespace, output: Path, recipe: Any, steps: int, name: str = "") -> Iterator[Any]:
+    """The log of a part of a run, its progress, and behind it the picture of its curves."""
+    from fasttfm.train.logs import RunLog
+    from fasttfm.train.progress import Progress
+
+    (output / name).mkdir(exist_ok=True)
+    progress = None if arguments.quiet else Progress(steps)
+    log = RunLog(output / name, recipe.terms, steps=steps, progress=progress)
+    try:
+        yield log
+        log.write()
+    finally:
+        log.close()
+        if progress is not None:
+            progress.close()
+    draw_curves(log.path, f"{arguments.recipe} {name}, teacher {arguments.teacher}")
+
+
+# ---- on a task -------------------------------------------------------------------------------------------------------
+
+
+def _on_task(arguments: argparse.Namespace) -> None:
+    from fasttfm.tasks.distillation import TinyBertRecipe
+    from fasttfm.tasks.distilling import TaskRun, prepare_task, save_student
+    from fasttfm.tasks.finetuning import predict
+    from fasttfm.tasks.reading import read_examples
+
+    if arguments.data is not None and len(arguments.data) > 1:
+        raise ValueError("--data: expected one file or directory with --task, and --dev for another")
+    device = device_of(arguments)
+    data = None if arguments.data is None else Path(arguments.data[0])
+    examples = read_examples(arguments.task, data, arguments.dev, seed=arguments.seed)
+    teacher, student, task, projections = prepare_task(
+        arguments.task, arguments.teacher, arguments.student, examples.train, max_length=arguments.max_length
+    )
+    recipe = TinyBertRecipe(
+        student, teacher, layers=arguments.layer_map, attention=arguments.attention, projections=projections
+    ).to(device)
+    teacher.to(device)
+    settings = settings_of(
+        arguments, device, arguments.learning_rate, tokens_per_batch=arguments.tokens_per_batch, epochs=arguments.epochs
+    )
+    output = output_of(arguments, f"tinybert-{arguments.task}")
+    temperature = 1.0 if arguments.temperature is None else arguments.temperature
+    work = TaskRun(
+        recipe,
+        task,
+        examples.train,
+        settings,
+        prediction_epochs=arguments.prediction_epochs,
+        temperature=temperature,
+    )
+    for part in work.parts:
+        with _logged(arguments, output, part.recipe, part.steps, part.name) as log:
+            part.run(log.add)
+    scores = {}
+    for name, model in (("student", student), ("teacher", teacher)):
+        found = predict(model, task, examples.dev, tokens=arguments.tokens_per_batch, precision=settings.step.precision)
+        if hasattr(task, "tune"):
+            task.tune(examples.dev, found)
+        scores[name] = task.scores(examples.dev, found)
+        if name == "student":
+            files = task.files(examples.dev, found)
+    scores["majority"] = task.scores(examples.dev, task.majority(examples.train, examples.dev))
+    save_student(recipe, task.language.tokenizer, output)
+    for name, text in files.items():
+        write_text(output / name, text)
+    write_json(output / "metrics.json", {"recipe": "tinybert", "task": arguments.task, **scores})
+    for name, values in scores.items():
+        print(f"{name:10} {sentence(values)}")
+    print(f"output     {output}")
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers with commas between them, got {text!r}") from None

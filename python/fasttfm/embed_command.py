@@ -1,0 +1,101 @@
+"""``fasttfm embed``: writes a vector for each text, from a trained model that is left as it is.
+
+  fasttfm embed --model DIR --data texts.txt --output vectors.npy
+  fasttfm embed --model DIR --data reviews.jsonl --layers 4 --pooling first --output vectors.safetensors
+
+Texts are those of .txt files (separated by blank lines, or one a line with --lines), .jsonl (their "text"), .parquet or
+a directory of such files. The vectors are one array [texts, width], fp32, in the order of the texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fasttfm.command_parts import Formatter, add_device_option, device_of, refusing
+
+_SUFFIXES = (".npy", ".safetensors")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the ``embed`` command to a command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "embed", help="write vectors of texts", description=__doc__, formatter_class=Formatter
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="as transformers or fasttfm wrote it")
+    parser.add_argument("--data", required=True, nargs="+", metavar="PATH", help="files, directories or patterns")
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="FILE", help="a name that ends in .npy or .safetensors"
+    )
+    parser.add_argument("--lines", action="store_true", help="every line of a .txt file that is not empty is a text")
+    parser.add_argument("--tokenizer", metavar="PATH", help="where it is, if not in the model's directory")
+    parser.add_argument(
+        "--pooling", choices=("mean", "first", "last"), default="mean", help="of a text's tokens; the first is [CLS]"
+    )
+    parser.add_argument("--layers", type=int, default=1, metavar="N", help="the last N layers, one behind the other")
+    parser.add_argument(
+        "--max-length", type=int, metavar="N", help="tokens of a text; by default all that the model reads"
+    )
+    parser.add_argument(
+        "--tokens-per-batch", type=int, default=16384, metavar="N", help="how many are computed at once"
+    )
+    add_device_option(parser)
+    parser.set_defaults(refuse=parser.error)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    with refusing(arguments):
+        if arguments.output.suffix not in _SUFFIXES:
+            raise ValueError(f"--output: expected a name that ends in {' or '.join(_SUFFIXES)}, got {arguments.output}")
+        import numpy as np
+
+        from fasttfm.data.tokenizer import load_tokenizer
+        from fasttfm.tasks.embedding import embed
+        from fasttfm.tasks.families import open_model
+
+        tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
+        model = open_model(arguments.model, "vectors").to(device_of(arguments))
+        vectors = embed(
+            model,
+            tokenizer,
+            _texts(arguments),
+            pooling=arguments.pooling,
+            layers=arguments.layers,
+            max_length=arguments.max_length,
+            tokens_per_batch=arguments.tokens_per_batch,
+        )
+        found = list(vectors)
+        if not found:
+            raise ValueError("--data: expected texts, got none")
+        _write(arguments.output, np.stack(found))
+    print(f"{len(found)} vectors of {len(found[0])} numbers: {arguments.output}")
+    return 0
+
+
+def _texts(arguments: argparse.Namespace) -> Iterator[str]:
+    from fasttfm.data.texts import files_of, read_documents, read_lines
+
+    for path in files_of(arguments.data) or []:
+        if arguments.lines and path.name.endswith((".txt", ".txt.gz")):
+            yield from (line for _, line in read_lines(path) if line.strip())
+        else:
+            yield from read_documents(path)
+
+
+def _write(path: Path, vectors: Any) -> None:
+    """Writes beside ``path`` first: whoever finds the file finds it whole."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        if path.suffix == ".npy":
+            np.save(file, vectors)
+    if path.suffix == ".safetensors":
+        save_file({"vectors": vectors}, partial)
+    os.replace(partial, path)

@@ -1,0 +1,219 @@
+"""``fasttfm finetune``: trains a model for a task, and says how good it is beside always giving the commonest answer.
+
+  fasttfm finetune --task classify --model DIR                           the sample that is shipped
+  fasttfm finetune --task pair --model DIR --data glue/RTE               a directory with train.tsv and dev.tsv
+  fasttfm finetune --task qa --model DIR --data train-v2.0.json --dev dev-v2.0.json --max-length 384 --stride 128
+
+tasks:
+  classify   a label for each text           GLUE's tsv with one text
+  pair       a label for each pair of texts  GLUE's tsv with two texts
+  tag        a tag for each word             CoNLL's columns, the word first and its tag last
+  qa         the span that answers           SQuAD's json, 1.1 or 2.0
+  choice     the right one of some endings   SWAG's csv
+
+The output directory holds a checkpoint that transformers opens, the predictions for the dev set, metrics.json, log.csv
+and curves.png. GPTs read a task as GPT-1 does: start, delimiter and extract tokens, and the words are predicted too.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fasttfm.command_parts import (
+    Formatter,
+    add_run_options,
+    add_training_options,
+    device_of,
+    draw_curves,
+    output_of,
+    refusing,
+    sentence,
+    settings_of,
+    write_json,
+    write_text,
+)
+
+_TASKS = ("classify", "pair", "tag", "qa", "choice")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the ``finetune`` command to a command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "finetune", help="train a model for a task", description=__doc__, formatter_class=Formatter
+    )
+    parser.add_argument("--task", required=True, choices=_TASKS, help="what is to be learnt")
+    parser.add_argument("--model", required=True, metavar="DIR", help="as transformers or fasttfm wrote it")
+    parser.add_argument("--tokenizer", metavar="PATH", help="where it is, if not in the model's directory")
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--data", type=Path, metavar="PATH", help="a file, or a directory; by default the shipped sample"
+    )
+    group.add_argument(
+        "--dev", type=Path, metavar="FILE", help="by default the directory's, or a tenth of the examples"
+    )
+    group.add_argument("--test", type=Path, metavar="FILE", help="predict this too; it may have no labels")
+    group.add_argument("--max-length", type=int, metavar="N", help="tokens of a sequence; by default 128, for qa 384")
+    group.add_argument("--tokens-per-batch", type=int, default=2048, metavar="N", help="nothing is padded")
+    group.add_argument("--values", action="store_true", help="classify, pair: labels are numbers to be estimated")
+    training = add_training_options(
+        parser, rate=None, about_rate="the highest; by default 5e-5 for a width of 768, more for narrower models"
+    )
+    training.add_argument("--epochs", type=int, metavar="N", help="by default 3, and 10 on the shipped sample")
+    training.add_argument("--head-rate", type=float, metavar="RATE", help="the head's own learning rate")
+    training.add_argument(
+        "--layer-decay", type=float, default=1.0, metavar="FACTOR", help="of the rate, from a layer to the one below"
+    )
+    training.add_argument("--freeze-encoder", action="store_true", help="train the head only")
+    training.add_argument(
+        "--auxiliary",
+        type=float,
+        default=0.5,
+        metavar="WEIGHT",
+        help="GPTs: of predicting words beside (not classify and pair of gpt2)",
+    )
+    group = parser.add_argument_group("questions")
+    group.add_argument("--stride", type=int, metavar="N", help="tokens from one window to the next; by default 128")
+    group.add_argument("--max-question", type=int, metavar="N", help="tokens of a question; by default 64")
+    group.add_argument("--max-answer", type=int, default=30, metavar="N", help="tokens of an answer")
+    add_run_options(parser)
+    parser.set_defaults(refuse=parser.error)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    with refusing(arguments):
+        from fasttfm.tasks.finetuning import FineTuning
+        from fasttfm.tasks.rates import default_rate, freeze
+        from fasttfm.tasks.reading import READERS, read_examples
+
+        device = device_of(arguments)
+        examples = read_examples(arguments.task, arguments.data, arguments.dev, seed=arguments.seed)
+        test = None if arguments.test is None else READERS[arguments.task](arguments.test)
+        model, task = _prepared(arguments, examples.train)
+        if arguments.freeze_encoder:
+            freeze(model)
+        epochs = 3 if arguments.data else 10
+        settings = settings_of(
+            arguments,
+            device,
+            default_rate(model) if arguments.learning_rate is None else arguments.learning_rate,
+            rates={"head_rate": arguments.head_rate, "layer_decay": arguments.layer_decay},
+            epochs=epochs if arguments.epochs is None else arguments.epochs,
+            tokens_per_batch=arguments.tokens_per_batch,
+        )
+        work = FineTuning(model.to(device), task, examples.train, settings)
+        report = Report(arguments, output_of(arguments, f"finetune-{arguments.task}"), work, examples)
+        report.train()
+        report.write(test)
+    return 0
+
+
+def _prepared(arguments: argparse.Namespace, train: list[Any]) -> Any:
+    from fasttfm.tasks.finetuning import prepare
+
+    options = {}
+    if arguments.task == "qa":
+        options = {name: getattr(arguments, name) for name in ("stride", "max_question", "max_answer")}
+    if arguments.values and arguments.task not in ("classify", "pair"):
+        raise ValueError(f"--values: expected with the tasks classify and pair, got {arguments.task}")
+    return prepare(
+        arguments.task,
+        arguments.model,
+        train,
+        tokenizer=arguments.tokenizer,
+        max_length=arguments.max_length,
+        values=arguments.values,
+        auxiliary=arguments.auxiliary,
+        **options,
+    )
+
+
+class Report:
+    """Runs the training, prints how it goes, and writes what it leaves."""
+
+    def __init__(self, arguments: argparse.Namespace, output: Path, work: Any, examples: Any) -> None:
+        self.arguments, self.output, self.work, self.examples = arguments, output, work, examples
+        self.model, self.task = work.model, work.task
+        # Before the training: where scikit-learn is missing, nobody should wait to hear it.
+        self.majority = self.scores(examples.dev, self.task.majority(examples.train, examples.dev))
+
+    def train(self) -> None:
+        from fasttfm.train.logs import RunLog
+        from fasttfm.train.progress import Progress
+
+        examples = self.examples
+        print(f"{len(examples.train)} examples to learn from, {len(examples.dev)} to be judged by: {examples.source}")
+        if self.work.steps == 0:
+            return
+        progress = None if self.arguments.quiet else Progress(self.work.steps)
+        log = RunLog(self.output, (self.task.head,), steps=self.work.steps, progress=progress)
+
+        def on_epoch(number: int) -> None:
+            with log.paused():
+                scores = self.scores(examples.dev, self.predicted(examples.dev, tune=True))
+            if progress is not None:
+                progress.note(f"epoch {number}/{self.work.settings.epochs}: {sentence(scores)}")
+
+        try:
+            self.work.run(log.add, on_epoch)
+            log.write()
+        finally:
+            log.close()
+            if progress is not None:
+                progress.close()
+        draw_curves(log.path, f"{self.arguments.task}, {self.arguments.model}")
+
+    def predicted(self, examples: list[Any], *, tune: bool = False) -> list[Any]:
+        from fasttfm.tasks.finetuning import predict
+
+        settings = self.work.settings
+        found = predict(
+            self.model,
+            self.task,
+            examples,
+            tokens=settings.tokens_per_batch,
+            precision=settings.step.precision,
+        )
+        if tune and hasattr(self.task, "tune"):
+            self.task.tune(examples, found)
+        return found
+
+    def scores(self, examples: list[Any], predictions: list[Any]) -> dict[str, float]:
+        scores: dict[str, float] = self.task.scores(examples, predictions)
+        return scores
+
+    def write(self, test: list[Any] | None) -> None:
+        """The checkpoint, the predictions and the metrics, and what they are in a few lines."""
+        train, dev = self.examples.train, self.examples.dev
+        predictions = self.predicted(dev, tune=True)
+        metrics: dict[str, Any] = {
+            "task": self.arguments.task,
+            "model": str(self.arguments.model),
+            "data": self.examples.source,
+            "examples": {"train": len(train), "dev": len(dev)},
+            "steps": self.work.steps,
+            "dev": self.scores(dev, predictions),
+            "majority": self.majority,
+        }
+        if getattr(self.task, "threshold", None) is not None:
+            metrics["no_answer_threshold"] = self.task.threshold
+        self.model.save_pretrained(self.output)
+        self.task.language.tokenizer.save(self.output, model_max_length=self.task.language.format.max_length)
+        files = self.task.files(dev, predictions)
+        if test is not None:
+            found = self.predicted(test)
+            files |= {f"test_{name}": text for name, text in self.task.files(test, found).items()}
+            if self.task.labelled(test):
+                metrics["test"] = self.scores(test, found)
+        for name, text in files.items():
+            write_text(self.output / name, text)
+        write_json(self.output / "metrics.json", metrics)
+        print(f"dev        {sentence(metrics['dev'])}")
+        print(f"majority   {sentence(metrics['majority'])}")
+        if "test" in metrics:
+            print(f"test       {sentence(metrics['test'])}")
+        if "no_answer_threshold" in metrics:
+            print(f"threshold  {metrics['no_answer_threshold']:.3f}, tuned on the dev set")
+        print(f"output     {self.output} ({', '.join(sorted([*files, 'metrics.json']))} and the model)")

@@ -1,0 +1,115 @@
+"""``fasttfm generate``: continues a prompt, word by word, or answers by a description and examples.
+
+  fasttfm generate --model DIR --prompt "Once upon a time" --temperature 0.8
+  fasttfm generate --model DIR --prompt "cheese" --description "Translate English to French:" --shots examples.jsonl
+
+examples.jsonl has one example a line: {"input": "sea otter", "output": "loutre de mer"}. With a description or examples
+the prompt is written as one more example, to which the output is missing: zero-, one- or few-shot prompting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from fasttfm.command_parts import Formatter, add_device_option, device_of, refusing
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the ``generate`` command to a command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "generate",
+        help="continue a prompt, with examples if you like",
+        description=__doc__,
+        formatter_class=Formatter,
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="a GPT, as transformers or fasttfm wrote it")
+    parser.add_argument(
+        "--prompt", required=True, metavar="TEXT", help="what to continue or to answer; - reads it from stdin"
+    )
+    parser.add_argument("--tokenizer", metavar="PATH", help="where it is, if not in the model's directory")
+    group = parser.add_argument_group("the task")
+    group.add_argument("--description", default="", metavar="TEXT", help="what is to be done, in front of everything")
+    group.add_argument("--shots", type=Path, metavar="FILE", help="examples, one JSON object a line")
+    group.add_argument("--count", type=int, metavar="N", help="use the first N examples only")
+    group.add_argument(
+        "--template", metavar="TEXT", help=r"an example's form, by default 'Input: {input}\nOutput: {output}'"
+    )
+    group.add_argument("--separator", default=r"\n\n", metavar="TEXT", help="between examples")
+    group.add_argument(
+        "--stop", metavar="TEXT", help="ends the answer; by default the separator, where there is a task"
+    )
+    group = parser.add_argument_group("the words")
+    group.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="no more than these")
+    group.add_argument(
+        "--temperature", type=float, metavar="T", help="draw words: below 1 the likely ones, above 1 any"
+    )
+    group.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest words")
+    group.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest words that have P together")
+    group.add_argument("--seed", type=int, metavar="N", help="draw the same words again")
+    group.add_argument("--show-prompt", action="store_true", help="print the whole prompt first")
+    add_device_option(parser)
+    parser.set_defaults(refuse=parser.error)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    with refusing(arguments):
+        import torch
+
+        from fasttfm.data.tokenizer import load_tokenizer
+        from fasttfm.generate import stream
+        from fasttfm.tasks.families import open_model
+        from fasttfm.tasks.prompts import text_pieces, until
+
+        device = device_of(arguments)
+        tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
+        model: Any = open_model(arguments.model, "next words").to(device)
+        text, stop = _prompt(arguments, tokenizer, model.config.n_positions)
+        ids = tokenizer.encode(text)
+        if not ids:
+            raise ValueError("--prompt: expected a text with words, got none")
+        if arguments.seed is not None:
+            torch.manual_seed(arguments.seed)
+        options: dict[str, Any] = {"do_sample": False}
+        if any(value is not None for value in (arguments.temperature, arguments.top_k, arguments.top_p)):
+            temperature = 1.0 if arguments.temperature is None else arguments.temperature
+            options = {"do_sample": True, "temperature": temperature}
+            options |= {"top_k": arguments.top_k, "top_p": arguments.top_p}
+        end = tokenizer.special.eos if model.config.eos_token_id is None else None
+        tokens = stream(
+            model,
+            torch.tensor(ids, device=device),
+            max_new_tokens=arguments.max_new_tokens,
+            eos_token_id=end,
+            **options,
+        )
+    if arguments.show_prompt:
+        print(text, end="", flush=True)
+    for piece in until(text_pieces(tokenizer, tokens), stop):
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def _prompt(arguments: argparse.Namespace, tokenizer: Any, positions: int) -> tuple[str, str]:
+    """The prompt, and the text that ends the answer."""
+    from fasttfm.tasks.prompts import TEMPLATE, Prompt, read_shots
+
+    question = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    shots = [] if arguments.shots is None else read_shots(arguments.shots)[: arguments.count]
+    separator = _unescaped(arguments.separator)
+    template = TEMPLATE if arguments.template is None else _unescaped(arguments.template)
+    prompt = Prompt(arguments.description, shots, template, separator)
+    room = positions - arguments.max_new_tokens
+    fitting = prompt.fitting(question, lambda text: len(tokenizer.encode(text)), room)
+    if left_out := len(shots) - len(fitting.shots):
+        print(f"note: {left_out} of {len(shots)} examples do not fit and are left out, the first ones", file=sys.stderr)
+    default = separator if arguments.description or shots else ""
+    return fitting.text(question), default if arguments.stop is None else _unescaped(arguments.stop)
+
+
+def _unescaped(text: str) -> str:
+    return text.replace(r"\n", "\n").replace(r"\t", "\t")

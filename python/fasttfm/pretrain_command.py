@@ -1,0 +1,210 @@
+"""``fasttfm pretrain``: trains a model on text files, from the tokenizer to a checkpoint that transformers opens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+MODELS = ("bert", "roberta", "albert", "electra", "gpt", "gpt2")
+_DEFAULT_SIZES = {"bert": "tiny", "electra": "small", "gpt2": "small"}  # the others': base
+_DEFAULT_RATES = {"tiny": 1e-3, "mini": 1e-3, "small": 5e-4, "medium": 5e-4}  # the others': 1e-4
+
+_EXAMPLES = """
+examples:
+  fasttfm pretrain                                        a small BERT on the text that ships with the package
+  fasttfm pretrain gpt2 --data 'books/*.txt' --size small --tokens-per-step 65536 --steps 20000
+  fasttfm pretrain bert --output run --resume             go on with a run that was interrupted
+  torchrun --nproc-per-node 8 -m fasttfm pretrain bert --size large --parallel fsdp --data corpus/ --output run
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the ``pretrain`` command to a command line."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "pretrain",
+        help="train a model on text files",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", nargs="?", default="bert", choices=MODELS, help="the family; default: bert")
+    parser.add_argument("--size", help="a named size of the family, for example base; default: a small one")
+    parser.add_argument(
+        "--set", nargs="+", default=[], type=_field, metavar="FIELD=VALUE", help="what the size has otherwise"
+    )
+    _add_data(parser.add_argument_group("data"))
+    _add_training(parser.add_argument_group("training"))
+    _add_run(parser.add_argument_group("run"))
+    parser.set_defaults(refuse=parser.error)
+
+
+def _add_data(group: Any) -> None:
+    group.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help=".txt, .jsonl or .parquet files, folders or patterns; default: the text that ships with the package",
+    )
+    group.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json, vocab.txt or a folder; default: trained")
+    group.add_argument("--vocabulary", type=int, default=4000, help="entries of a tokenizer that is trained (4000)")
+    group.add_argument("--prepared", type=Path, metavar="FOLDER", help="token shards, kept for other runs")
+    group.add_argument("--held-out", type=float, default=0.02, help="share of the documents for evaluation (0.02)")
+    group.add_argument("--max-length", type=int, default=128, help="tokens of a sequence (128)")
+    group.add_argument("--masking", type=float, default=0.15, help="share of tokens that are predicted (0.15)")
+    group.add_argument("--whole-word", action="store_true", help="mask whole words")
+    group.add_argument("--ngram", type=int, default=1, help="mask up to so many words in a row (1)")
+    group.add_argument("--workers", type=int, help="processes that make batches; default: 2 beside a GPU, else 0")
+
+
+def _add_training(group: Any) -> None:
+    group.add_argument("--steps", type=int, default=400, help="400 by default")
+    group.add_argument("--tokens-per-step", type=int, default=2048, help="of all processes together (2048)")
+    group.add_argument("--accumulation", type=int, default=1, help="batches of a process to a step (1)")
+    group.add_argument("--optimizer", default="adamw", help="adamw (default) or lamb")
+    group.add_argument("--learning-rate", type=float, help="the highest; default: by the size, 0.001 to 0.0001")
+    group.add_argument("--weight-decay", type=float, default=0.01, help="not of biases and LayerNorms (0.01)")
+    group.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="Adam's (0.9 0.999)")
+    group.add_argument("--schedule", default="linear", help="linear (default), cosine or constant")
+    group.add_argument("--warmup", type=int, help="steps; default: a tenth of all")
+    group.add_argument("--clip", type=float, default=1.0, help="the gradient's largest norm; 0: any (1.0)")
+    group.add_argument("--dropout", type=float, help="default: the size's own")
+    group.add_argument("--precision", help="bfloat16 (default on a GPU) or float32 (default on a CPU)")
+    group.add_argument("--compile", action="store_true", help="compile the forward with torch.compile")
+    group.add_argument("--cuda-graph", action="store_true", help="run the step as a CUDA graph: one GPU, fixed shapes")
+    group.add_argument("--bad-steps", type=int, default=5, help="steps in a row without a finite loss end the run (5)")
+    group.add_argument("--seed", type=int, default=0)
+
+
+def _add_run(group: Any) -> None:
+    group.add_argument("--output", type=Path, help="the run's folder; default: a new one under fasttfm-runs")
+    group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
+    group.add_argument("--overwrite", action="store_true", help="begin anew where --output has a run")
+    group.add_argument("--device", help="cpu, cuda or cuda:<number>; default: a GPU where there is one")
+    group.add_argument("--parallel", help="under torchrun: ddp (default) or fsdp")
+    group.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="default: five times, or every 1000")
+    group.add_argument("--keep", type=int, default=3, help="checkpoints that stay (3)")
+    group.add_argument("--evaluate-every", type=int, metavar="STEPS", help="default: ten times")
+    group.add_argument("--evaluation-batches", type=int, default=8, help="of each process (8)")
+    group.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="steps to a row of the log (10)")
+    group.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """A field of the configuration and its value: hidden_size=512."""
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise argparse.ArgumentTypeError(f"expected FIELD=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    from fasttfm.data import DataError
+    from fasttfm.models import CheckpointError
+    from fasttfm.train.loop import NonFiniteError
+    from fasttfm.train.pretrain import RunError, pretrain
+
+    begun = time.perf_counter()
+    try:
+        settings, where = _settings(arguments)
+        summary = pretrain(settings, where)
+    except (RunError, NonFiniteError, DataError, CheckpointError, ImportError) as error:
+        print(f"fasttfm pretrain: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        arguments.refuse(str(error))
+    if summary is not None and not arguments.quiet:
+        print(_report(summary, time.perf_counter() - begun))
+    return 0
+
+
+def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    import torch
+
+    from fasttfm.train.settings import (
+        OptimizerSettings,
+        PretrainSettings,
+        RunSettings,
+        ScheduleSettings,
+        StepSettings,
+    )
+
+    if arguments.resume and arguments.output is None:
+        raise ValueError("--resume: expected --output, the folder of the run to go on with")
+    size = arguments.size or _DEFAULT_SIZES.get(arguments.model, "base")
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    warmup = arguments.steps // 10 if arguments.warmup is None else arguments.warmup
+    settings = PretrainSettings(
+        arguments.model,
+        size,
+        ScheduleSettings(arguments.steps, warmup, arguments.schedule),
+        OptimizerSettings(
+            arguments.optimizer,
+            _DEFAULT_RATES.get(size, 1e-4) if arguments.learning_rate is None else arguments.learning_rate,
+            tuple(arguments.betas),
+            weight_decay=arguments.weight_decay,
+        ),
+        StepSettings(
+            arguments.clip or None,
+            arguments.precision or ("bfloat16" if device.startswith("cuda") else "float32"),
+            arguments.compile,
+            arguments.cuda_graph,
+            arguments.bad_steps,
+        ),
+        **{
+            name: getattr(arguments, name)
+            for name in (
+                *("tokenizer", "vocabulary", "held_out", "tokens_per_step", "accumulation", "max_length", "masking"),
+                *("whole_word", "ngram", "dropout", "seed"),
+            )
+        },
+        data=tuple(arguments.data),
+        changes=dict(arguments.set),
+    )
+    where = RunSettings(
+        arguments.output or _new_folder(f"{arguments.model}-{size}"),
+        progress=not arguments.quiet,
+        **{
+            name: getattr(arguments, name)
+            for name in (
+                *("prepared", "device", "parallel", "resume", "overwrite", "checkpoint_every", "keep"),
+                *("evaluate_every", "evaluation_batches", "log_every", "workers"),
+            )
+        },
+    )
+    return settings, where
+
+
+def _new_folder(name: str) -> Path:
+    """The first number that is free. All processes of a run must find the same: under torchrun --output is needed."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("--output: expected under torchrun")
+    numbers = range(1, sys.maxsize)
+    return next(path for number in numbers if not (path := Path("fasttfm-runs") / f"{name}-{number}").exists())
+
+
+def _report(summary: Any, seconds: float) -> str:
+    from fasttfm.train.curves import CURVES
+    from fasttfm.train.logs import CSV
+
+    held_out = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in summary.held_out.items())
+    skipped = f"; {summary.skipped} were skipped, their loss or gradient was not finite" if summary.skipped else ""
+    rate = (
+        "" if summary.tokens_per_second is None else f"; {summary.tokens_per_second:,.0f} tokens/s behind the warm-up"
+    )
+    return (
+        f"{summary.steps} steps, {summary.tokens:,} tokens in {seconds:.0f} s{skipped}{rate}\n"
+        f"training loss {summary.loss:.3f}; held out: {held_out}\n"
+        f"checkpoint  {summary.checkpoint}\n"
+        f"log         {summary.directory / CSV}\n"
+        f"curves      {summary.directory / CURVES}"
+    )

@@ -1,0 +1,32 @@
+"""Fine-tuning, distillation and prompting: what is done with a trained model."""
+
+from fasttfm.tasks.distillation import DistilBertRecipe, TinyBertRecipe
+from fasttfm.tasks.distilling import CorpusRun, TaskRun, distilbert_student, save_student, tinybert_student
+from fasttfm.tasks.embedding import embed
+from fasttfm.tasks.families import open_model
+from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare
+from fasttfm.tasks.prompts import Prompt, Shot, read_shots
+from fasttfm.tasks.rates import Rates, freeze
+from fasttfm.tasks.reading import read_examples
+
+__all__ = [
+    "CorpusRun",
+    "DistilBertRecipe",
+    "FineTuning",
+    "FinetuneSettings",
+    "Prompt",
+    "Rates",
+    "Shot",
+    "TaskRun",
+    "TinyBertRecipe",
+    "distilbert_student",
+    "embed",
+    "freeze",
+    "open_model",
+    "predict",
+    "prepare",
+    "read_examples",
+    "read_shots",
+    "save_student",
+    "tinybert_student",
+]

@@ -1,0 +1,110 @@
+"""Answers as spans of a context (SQuAD): windows over long contexts, and the best span of a question's windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from fasttfm.tasks.inputs import Format, Tokens
+
+Offsets = Sequence[tuple[int, int]]  # the first character of each token, and the one behind its last
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How a context that is too long is split.
+
+    Windows begin ``stride`` tokens apart, so that most tokens stand in more than one. A question keeps no more than its
+    first ``max_question`` tokens.
+    """
+
+    format: Format
+    stride: int = 128
+    max_question: int = 64
+
+    def __post_init__(self) -> None:
+        room = self.format.room - self.max_question
+        if not 1 <= self.stride <= room:
+            expected = f"1 to {room}, which is what {self.format.max_length} tokens leave for a context"
+            raise ValueError(f"windows: stride: expected {expected}, got {self.stride}")
+
+    def split(self, question: Sequence[int], context: Sequence[int]) -> list[Window]:
+        question = question[: self.max_question]
+        room = self.format.room - len(question)
+        found = []
+        for start in range(0, max(1, len(context)), self.stride):
+            part = context[start : start + room]
+            first = len(self.format.first) + len(question) + len(self.format.between)
+            found.append(Window(self.format.joined(question, part), first, start, len(part)))
+            if start + room >= len(context):
+                break
+        return found
+
+
+class Window(NamedTuple):
+    """A question and a part of its context: ``size`` tokens from token ``start`` on, at ``first`` in the sequence."""
+
+    tokens: Tokens
+    first: int
+    start: int
+    size: int
+
+    def place(self, span: tuple[int, int] | None) -> tuple[int, int]:
+        """Where a span (first and last token of the context) stands in the sequence; the first token, twice, where
+        there is none or not all of it is in the window."""
+        if span is None or span[0] < self.start or span[1] >= self.start + self.size:
+            return (0, 0)
+        return (span[0] - self.start + self.first, span[1] - self.start + self.first)
+
+
+def span_of_characters(offsets: Offsets, first: int, end: int) -> tuple[int, int] | None:
+    """The first and the last token that have a character in [first, end); None where no token does."""
+    inside = [index for index, (begin, stop) in enumerate(offsets) if begin < end and stop > first]
+    return (inside[0], inside[-1]) if inside else None
+
+
+class Span(NamedTuple):
+    """First and last token of the context, and the sum of their logits."""
+
+    start: int
+    end: int
+    score: float
+
+
+class Found(NamedTuple):
+    """A question's best span, and the score of its having no answer."""
+
+    span: Span | None  # None where no context has a token
+    none: float
+
+    @property
+    def no_answer(self) -> float:
+        """How much more likely it is that there is no answer."""
+        return float("inf") if self.span is None else self.none - self.span.score
+
+
+def best_span(window: Window, start: np.ndarray, end: np.ndarray, max_answer: int) -> Span | None:
+    """The span of no more than ``max_answer`` tokens, inside the window's context, with the largest sum of logits of
+    its first (``start``) and its last token (``end``), which is not before it."""
+    inside = slice(window.first, window.first + window.size)
+    start, end = start[inside], end[inside]
+    best = None
+    for longer in range(min(max_answer, window.size)):  # the last token is this many behind the first
+        scores = start[: window.size - longer] + end[longer:]
+        index = int(scores.argmax())
+        if best is None or scores[index] > best.score:
+            best = Span(window.start + index, window.start + index + longer, float(scores[index]))
+    return best
+
+
+def best_of_windows(
+    windows: Sequence[Window], logits: Sequence[tuple[np.ndarray, np.ndarray]], max_answer: int = 30
+) -> Found:
+    """The best span of all windows of a question. That there is no answer is as likely as the window says in which it
+    is least likely: an answer stands in some windows and not in others."""
+    spans = [best_span(window, *each, max_answer) for window, each in zip(windows, logits, strict=True)]
+    best = max((span for span in spans if span is not None), key=lambda span: span.score, default=None)
+    return Found(best, min(float(start[0] + end[0]) for start, end in logits))

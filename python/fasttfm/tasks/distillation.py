@@ -1,0 +1,230 @@
+"""What a student learns from a teacher: DistilBERT's terms (Sanh et al., 2019) and TinyBERT's (Jiao et al., 2020).
+
+Each recipe is a module around the student. It is called with a batch and returns its terms as sums, times their
+weights; ``counts`` says what their means divide by. The teacher is no part of it: it is neither trained nor saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fasttfm import ops
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.models.text_model import Encoded
+from fasttfm.nn import EncoderLayer, MaskedLMHead, PackedBatch
+from fasttfm.tasks.families import base_of
+
+ATTENTION = ("scores", "weights")
+
+
+class Recipe(nn.Module):
+    """A student and its teacher."""
+
+    terms: tuple[str, ...]
+
+    def __init__(self, student: PretrainedModel, teacher: PretrainedModel) -> None:
+        super().__init__()
+        self.student = student
+        self._teacher = (teacher.requires_grad_(False).eval(),)  # not a module of this one
+
+    @property
+    def teacher(self) -> PretrainedModel:
+        return self._teacher[0]
+
+    def both(self, batch: Any, *, hidden_states: bool = False) -> tuple[Encoded, Encoded]:
+        """A batch as the student and as the teacher encode it."""
+        with torch.no_grad():
+            theirs = encode(self.teacher, batch, hidden_states)
+        return encode(self.student, batch, hidden_states), theirs
+
+
+def encode(model: PretrainedModel, batch: Any, hidden_states: bool = False) -> Encoded:
+    """A packed batch's states; segments are left out where the model has none."""
+    base = base_of(model)
+    segments = None if base.embeddings.segment is None else batch.token_type_ids
+    layout = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen, "output_hidden_states": hidden_states}
+    return base.encode(batch.input_ids, token_type_ids=segments, **layout)
+
+
+# ---- DistilBERT ------------------------------------------------------------------------------------------------------
+
+
+class DistilBertRecipe(Recipe):
+    """The teacher's words softened by a temperature, the masked words themselves, and the direction of the last states.
+
+        soft   = temperature^2 * KL(softmax(teacher / temperature) || softmax(student / temperature))
+        words  = cross entropy of the masked words
+        cosine = 1 - cos(student's state, teacher's state)
+
+    Args:
+        student: A model that predicts masked words, as wide as the teacher.
+        teacher: One with the same vocabulary.
+        weights: Of the three terms.
+        all_words: Whether the soft targets are those of every token, as the paper's, or of masked ones only, which
+            are about a seventh.
+    """
+
+    terms = ("soft", "words", "cosine")
+
+    def __init__(
+        self,
+        student: PretrainedModel,
+        teacher: PretrainedModel,
+        *,
+        temperature: float = 2.0,
+        weights: tuple[float, float, float] = (5.0, 2.0, 1.0),
+        all_words: bool = True,
+    ) -> None:
+        super().__init__(student, teacher)
+        for name in ("vocab_size", "hidden_size"):
+            expected, got = getattr(teacher.config, name), getattr(student.config, name)
+            if expected != got:
+                raise ValueError(f"DistilBertRecipe: student: expected the teacher's {name} {expected}, got {got}")
+        self.temperature, self.weights, self.all_words = temperature, weights, all_words
+
+    def counts(self, batch: Any) -> tuple[float, ...]:
+        return (batch.tokens if self.all_words else batch.predictions, batch.predictions, batch.tokens)
+
+    def forward(self, batch: Any) -> tuple[Tensor, ...]:
+        student, teacher = self.both(batch)
+        head, theirs = _lm_head(self.student), _lm_head(self.teacher)
+        words = head.loss(student.x, batch.labels, positions=batch.positions) * batch.predictions
+        cosine = (1 - functional.cosine_similarity(student.x.float(), teacher.x.float(), dim=-1)).sum()
+        x, y = student.x, teacher.x
+        if not self.all_words:
+            x, y = (rows.index_select(0, batch.positions) for rows in (x, y))
+        with torch.no_grad():
+            y = theirs.transform(y)
+        soft = ops.distillation_loss(
+            head.transform(x),
+            head.decoder.weight,
+            y,
+            theirs.decoder.weight,
+            student_bias=head.decoder.bias,
+            teacher_bias=theirs.decoder.bias,
+            temperature=self.temperature,
+            reduction="sum",
+        )
+        return tuple(weight * term for weight, term in zip(self.weights, (soft, words, cosine), strict=True))
+
+
+def _lm_head(model: PretrainedModel) -> MaskedLMHead:
+    head = model.get_submodule("lm_head")
+    assert isinstance(head, MaskedLMHead)
+    return head
+
+
+# ---- TinyBERT --------------------------------------------------------------------------------------------------------
+
+
+def layer_map(student: int, teacher: int) -> list[int]:
+    """For each of the student's layers, counted from 1, the teacher's that it learns from: evenly, the last from the
+    last."""
+    if not 1 <= student <= teacher:
+        raise ValueError(
+            f"layer_map: student: expected 1 to {teacher} layers, as many as the teacher has, got {student}"
+        )
+    return [-(-layer * teacher // student) for layer in range(1, student + 1)]
+
+
+class TinyBertRecipe(Recipe):
+    """Embeddings, attention maps and states of a teacher that may be wider; student layer m learns from layer g(m).
+
+        embeddings = MSE(E_student W_e, E_teacher)
+        attention  = sum over m of the mean over heads of MSE(A_student(m), A_teacher(g(m)))
+        hidden     = sum over m of MSE(H_student(m) W_h, H_teacher(g(m)))
+
+    The projections W_e and W_h are learnt with the student, and absent where both are equally wide. A are the scores in
+    front of softmax, which the paper found to converge faster, or the weights behind it. Means over a sequence's pairs
+    of tokens are taken for each query, and then over queries, so that every token of a batch counts alike.
+
+    Args:
+        layers: g, by default evenly (``layer_map``).
+        attention: "scores" or "weights".
+        projections: A state dict of ``projections`` to begin with.
+    """
+
+    terms = ("embeddings", "attention", "hidden")
+
+    def __init__(
+        self,
+        student: PretrainedModel,
+        teacher: PretrainedModel,
+        *,
+        layers: Sequence[int] | None = None,
+        attention: str = "scores",
+        projections: dict[str, Tensor] | None = None,
+    ) -> None:
+        super().__init__(student, teacher)
+        ours, theirs = base_of(student).encoder.in_order(), base_of(teacher).encoder.in_order()
+        self.layers = list(layer_map(len(ours), len(theirs)) if layers is None else layers)
+        if len(self.layers) != len(ours) or not all(1 <= layer <= len(theirs) for layer in self.layers):
+            expected = f"{len(ours)} numbers from 1 to {len(theirs)}"
+            raise ValueError(f"TinyBertRecipe: layers: expected {expected}, got {self.layers}")
+        if ours[0].heads != theirs[0].heads:
+            expected = f"as many attention heads as the teacher's {theirs[0].heads}"
+            raise ValueError(f"TinyBertRecipe: student: expected {expected}, got {ours[0].heads}")
+        if attention not in ATTENTION:
+            raise ValueError(f"TinyBertRecipe: attention: expected one of {', '.join(ATTENTION)}, got {attention!r}")
+        self.attention = attention
+        narrow, wide = (each[0].qkv.in_features for each in (ours, theirs))
+        self.projections = nn.ModuleDict()
+        if narrow != wide:
+            for name in ("embeddings", "hidden"):
+                self.projections[name] = nn.Linear(narrow, wide, bias=False)
+        if projections is not None:
+            self.projections.load_state_dict(projections)
+
+    def counts(self, batch: Any) -> tuple[float, ...]:
+        return (batch.tokens,) * 3
+
+    def forward(self, batch: Any) -> tuple[Tensor, ...]:
+        student, teacher = self.both(batch, hidden_states=True)
+        assert student.hidden_states is not None
+        assert teacher.hidden_states is not None
+        ours, theirs = student.hidden_states, teacher.hidden_states  # of the embeddings, then of every layer
+        embeddings = self._distance("embeddings", ours[0], theirs[0])
+        hidden = torch.stack(
+            [self._distance("hidden", ours[m], theirs[g]) for m, g in enumerate(self.layers, start=1)]
+        ).sum()
+        maps = []
+        for m, g in enumerate(self.layers):
+            own = base_of(self.student).encoder.in_order()[m]
+            with torch.no_grad():
+                target = self._map(base_of(self.teacher).encoder.in_order()[g - 1], theirs[g - 1], teacher.batch)
+            maps.append(_map_distance(self._map(own, ours[m], student.batch), target, student.batch))
+        return embeddings, torch.stack(maps).sum(), hidden
+
+    def _distance(self, name: str, x: Tensor, target: Tensor) -> Tensor:
+        """The sum over tokens of the mean over features of squared differences."""
+        if name in self.projections:
+            x = self.projections[name](x)
+        return (x.float() - target.float()).square().mean(-1).sum()
+
+    def _map(self, layer: EncoderLayer, x: Tensor, batch: PackedBatch) -> Tensor:
+        """[sequences, H, S, S], 0 where there are no tokens, of the layer that reads ``x``."""
+        if self.attention == "weights":
+            return layer.attention_weights(x, batch.cu_seqlens, batch.max_seqlen)
+        q, k, _ = ops.qkv_projection(x, layer.qkv.weight, layer.qkv.bias, layer.heads).unbind(-3)  # [T, H, D]
+        q, k = (batch.per_sequence(each, fill=0.0).transpose(1, 2).float() for each in (q, k))
+        return q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+
+
+def _map_distance(found: Tensor, target: Tensor, batch: PackedBatch) -> Tensor:
+    """The sum over queries of the mean over heads and the sequence's keys of squared differences."""
+    keys = batch.cu_seqlens.diff().clamp(min=1)
+    return ((found - target).square().mean(1).sum((1, 2)) / keys).sum()
+
+
+# ---- a task's predictions --------------------------------------------------------------------------------------------
+
+
+def soft_cross_entropy(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
+    """``-sum over classes of softmax(target / temperature) * log softmax(logits / temperature)``, summed over rows."""
+    probabilities = (target.float() / temperature).softmax(-1)
+    return -(probabilities * (logits.float() / temperature).log_softmax(-1)).sum()

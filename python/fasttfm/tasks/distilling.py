@@ -1,0 +1,206 @@
+"""Distillation runs: students of a teacher, on a corpus (DistilBERT, TinyBERT's first stage) or on a task's examples
+(TinyBERT's second)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fasttfm.data.texts import DataError
+from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
+from fasttfm.models import BertModel, DistilBertForMaskedLM
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.tasks.distillation import Recipe, TinyBertRecipe, soft_cross_entropy
+from fasttfm.tasks.families import base_of
+from fasttfm.tasks.finetuning import FinetuneSettings, label_names, prepare, shuffled_steps, trainer_of
+from fasttfm.tasks.task import Task
+from fasttfm.train import Objective, StepResult, Trainer
+
+PROJECTIONS = "projections.safetensors"  # TinyBERT's, beside the student's own files
+
+OnResults = Callable[[list[StepResult]], Any]
+
+
+# ---- students --------------------------------------------------------------------------------------------------------
+
+
+def distilbert_student(teacher: PretrainedModel, layers: int | None = None) -> PretrainedModel:
+    """A DistilBERT that begins with the teacher's embeddings and so many of its layers, from the first on and evenly:
+    every second one by default."""
+    depth = len(base_of(teacher).encoder.order)
+    count = max(1, depth // 2) if layers is None else layers
+    if not 1 <= count <= depth:
+        raise ValueError(f"layers: expected 1 to the teacher's {depth}, got {count}")
+    chosen = [index * depth // count for index in range(count)]
+    return DistilBertForMaskedLM.from_teacher(teacher, chosen)  # type: ignore[arg-type]
+
+
+def tinybert_student(
+    teacher: PretrainedModel, layers: int | None = None, width: int | None = None, intermediate: int | None = None
+) -> PretrainedModel:
+    """A BERT of other sizes, by default half of the teacher's, with as many attention heads; drawn anew."""
+    config = teacher.config
+    if config.model_type != "bert":
+        raise ValueError(f"tinybert: teacher: expected a BERT, got {config.model_type!r}")
+    heads = config.num_attention_heads
+    width = config.hidden_size // 2 if width is None else width
+    if width < 1 or width % heads:
+        raise ValueError(f"width: expected a multiple of the teacher's {heads} attention heads, got {width}")
+    sizes = {
+        "num_hidden_layers": max(1, config.num_hidden_layers // 2) if layers is None else layers,
+        "hidden_size": width,
+        "intermediate_size": 4 * width if intermediate is None else intermediate,
+    }
+    return BertModel(replace(config, **sizes, extra={}), add_pooling_layer=False)
+
+
+def save_student(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
+    """The student as transformers opens it, and TinyBERT's projections beside it."""
+    recipe.student.save_pretrained(directory)
+    tokenizer.save(directory)
+    projections = getattr(recipe, "projections", None)
+    if projections is not None and len(projections):
+        partial = directory / f"{PROJECTIONS}.partial"
+        save_file({name: value.cpu() for name, value in projections.state_dict().items()}, partial)
+        os.replace(partial, directory / PROJECTIONS)
+
+
+# ---- on a corpus -----------------------------------------------------------------------------------------------------
+
+
+class CorpusRun:
+    """A recipe over a stream of batches.
+
+    Args:
+        recipe: Student and teacher, on the device where they are to run.
+        batches: Packed batches with masked words; those of ``steps`` steps or more.
+        settings: Epochs are not looked at; nor are rates but the first.
+    """
+
+    def __init__(self, recipe: Any, batches: Iterable[Any], settings: FinetuneSettings, steps: int) -> None:
+        self.recipe, self.batches, self.settings, self.steps = recipe, batches, settings, steps
+        self.trainer = _trainer(recipe, settings, steps)
+
+    def run(self, on_results: OnResults) -> None:
+        torch.manual_seed(self.settings.seed)
+        batches = iter(self.batches)
+        for _ in range(self.steps):
+            group = list(islice(batches, self.settings.accumulation))
+            if not group:
+                raise DataError(f"distill: expected batches for {self.steps} steps, got {self.trainer.completed}")
+            on_results(self.trainer.step(group))
+        on_results(self.trainer.flush())
+
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
+        """The terms' means over batches that were not trained on."""
+        return self.trainer.evaluate(batches)
+
+
+def _trainer(recipe: Any, settings: FinetuneSettings, steps: int) -> Trainer:
+    objective = Objective(recipe.terms, recipe.counts, lambda module, batch: module(batch))
+    optimizer = replace(settings.optimizer, learning_rate=settings.rates.rate, weight_decay=settings.rates.weight_decay)
+    return trainer_of(recipe, objective, recipe, replace(settings, optimizer=optimizer), steps)
+
+
+# ---- on a task -------------------------------------------------------------------------------------------------------
+
+
+class PredictionRecipe(Recipe):
+    """What a fine-tuned teacher predicts: soft cross entropy of a task's logits."""
+
+    terms = ("predictions",)
+
+    def __init__(
+        self, student: PretrainedModel, teacher: PretrainedModel, task: Task, *, temperature: float = 1.0
+    ) -> None:
+        super().__init__(student, teacher)
+        self.task, self.temperature = task, temperature
+
+    def counts(self, batch: Any) -> tuple[float, ...]:
+        return (self.task.rows(batch),)
+
+    def forward(self, batch: Any) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            target = self.task.logits(self.teacher, batch)
+        return (soft_cross_entropy(self.task.logits(self.student, batch), target, self.temperature),)
+
+
+def prepare_task(
+    name: str, teacher: str | Path, student: str | Path, train: Sequence[Any], **options: Any
+) -> tuple[PretrainedModel, PretrainedModel, Task, dict[str, Tensor] | None]:
+    """Teacher, student, their task, and the projections that the student's first stage left.
+
+    Args:
+        name: One of ``finetuning.TASKS``.
+        teacher: The directory of a model that was fine-tuned on the task.
+        student: The directory that the first stage wrote.
+        options: Those of ``finetuning.prepare``.
+    """
+    words = [load_tokenizer(directory) for directory in (teacher, student)]
+    if words[0].fingerprint != words[1].fingerprint:
+        raise DataError(f"{student}: expected the tokenizer of its teacher, {teacher}; got another")
+    fine_tuned, task = prepare(name, teacher, train, **options)
+    labels = label_names(fine_tuned.config)
+    pupil, _ = prepare(name, student, train, labels=labels, **options)
+    path = Path(student) / PROJECTIONS
+    return fine_tuned, pupil, task, load_file(path) if path.is_file() else None
+
+
+class TaskPart:
+    """A part of ``TaskRun``: what is learnt, and its steps."""
+
+    def __init__(self, name: str, recipe: Any, task: Task, groups: list[Any], settings: FinetuneSettings) -> None:
+        self.name, self.recipe, self.task, self.settings = name, recipe, task, settings
+        self._groups = groups
+        self.steps = len(groups)
+
+    def run(self, on_results: OnResults) -> None:
+        torch.manual_seed(self.settings.seed)
+        trainer = _trainer(self.recipe, self.settings, self.steps)
+        for group in self._groups:
+            on_results(trainer.step([self.task.batch(features) for features in group]))
+        on_results(trainer.flush())
+        self.recipe.eval()
+
+
+class TaskRun:
+    """TinyBERT's second stage in its ``parts``, to be run one after the other: the layers of a teacher that was
+    fine-tuned on the task, then its predictions.
+
+    Args:
+        recipe: Student and teacher, both with the task's head, on the device where they are to run.
+        settings: ``epochs`` of the first part.
+        prediction_epochs: Of the second part.
+        temperature: Of the predictions.
+    """
+
+    def __init__(
+        self,
+        recipe: TinyBertRecipe,
+        task: Task,
+        train: Sequence[Any],
+        settings: FinetuneSettings,
+        *,
+        prediction_epochs: int = 3,
+        temperature: float = 1.0,
+    ) -> None:
+        features = task.features(train)
+
+        def steps(first: int, epochs: int) -> list[Any]:
+            orders = range(first, first + epochs)
+            return [step for epoch in orders for step in shuffled_steps(features, settings, epoch)]
+
+        prediction = PredictionRecipe(recipe.student, recipe.teacher, task, temperature=temperature)
+        parts = [
+            TaskPart("layers", recipe, task, steps(0, settings.epochs), settings),
+            TaskPart("predictions", prediction, task, steps(settings.epochs, prediction_epochs), settings),
+        ]
+        self.parts = [part for part in parts if part.steps]

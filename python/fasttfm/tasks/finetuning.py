@@ -1,0 +1,221 @@
+"""Fine-tuning: from a trained model and the examples of a task to a model for the task and its predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fasttfm.data.texts import DataError
+from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.tasks.families import CAUSAL, family_of, longest_input, model_class
+from fasttfm.tasks.gpt_inputs import WORDS, grow_vocabulary, with_task_words
+from fasttfm.tasks.inputs import Feature, Format, TaskBatch, by_budget
+from fasttfm.tasks.labels import ChoiceTask, ClassifyTask, PairTask, TagTask, ValueTask
+from fasttfm.tasks.questions import QuestionTask
+from fasttfm.tasks.rates import Rates
+from fasttfm.tasks.task import Language, Predictions, Task
+from fasttfm.train import (
+    Objective,
+    OptimizerSettings,
+    Schedule,
+    ScheduleSettings,
+    StepResult,
+    StepSettings,
+    Trainer,
+    make_optimizer,
+)
+
+TASKS: dict[str, type[Task]] = {
+    "classify": ClassifyTask,
+    "pair": PairTask,
+    "tag": TagTask,
+    "qa": QuestionTask,
+    "choice": ChoiceTask,
+}
+LENGTHS = {"classify": 128, "pair": 128, "tag": 128, "qa": 384, "choice": 128}  # by default, where a model has as many
+
+
+# ---- a model and its task --------------------------------------------------------------------------------------------
+
+
+def prepare(
+    name: str,
+    directory: str | Path,
+    train: Sequence[Any],
+    *,
+    tokenizer: str | Path | None = None,
+    max_length: int | None = None,
+    values: bool = False,
+    labels: Sequence[str] | None = None,
+    **options: Any,
+) -> tuple[PretrainedModel, Task]:
+    """A checkpoint with a head for the task, in fp32, and the task as its ``train`` examples define it.
+
+    Args:
+        name: One of ``TASKS``.
+        directory: Of the model, as transformers writes it.
+        tokenizer: Where it is, if not in ``directory``.
+        max_length: Tokens of a sequence; ``LENGTHS`` by default.
+        values: Whether the labels of texts are numbers to be estimated.
+        labels: The order of the labels; by default the checkpoint's, if it has the same ones, or else the alphabet's.
+        options: The task's own, such as ``stride`` of ``QuestionTask``.
+    """
+    family = family_of(directory)
+    made_of = model_class(family, name)
+    config: Any = made_of.config_class.from_pretrained(directory)
+    words = load_tokenizer(directory if tokenizer is None else tokenizer)
+    if family in CAUSAL:
+        words = with_task_words(words)
+    elif words.vocab_size > config.vocab_size:
+        got = f"a tokenizer with {words.vocab_size}"
+        raise DataError(f"{directory}: expected no more words than the model's {config.vocab_size}, got {got}")
+    longest = longest_input(config)
+    length = min(longest, LENGTHS[name]) if max_length is None else max_length
+    if length > longest:
+        raise ValueError(f"max_length: expected no more than the model's {longest} positions, got {length}")
+    language = Language(words, family, format_of(family, config, words, length))
+    known = label_names(config) if labels is None else labels
+    task = (ValueTask if values else TASKS[name])(language, train, known=known, **options)
+    model = made_of.from_pretrained(directory, dtype=torch.float32, **task.configuration())
+    grow_vocabulary(model, words.vocab_size)
+    task.adjust(model)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = words.special.pad
+    return model, task
+
+
+def label_names(config: Any) -> list[str]:
+    """The labels that a configuration names, by their numbers."""
+    names = config.extra.get("id2label") or {}
+    return [str(names[key]) for key in sorted(names, key=int)]
+
+
+def format_of(family: str, config: Any, tokenizer: Tokenizer, max_length: int) -> Format:
+    """How the family writes one text or two."""
+    if family in CAUSAL:
+        start, delimiter, extract = (tokenizer.backend.token_to_id(word) for word in WORDS)
+        return Format([start], [delimiter], [extract], max_length, segments=False)
+    first, last = tokenizer.special.cls, tokenizer.special.sep
+    if first is None or last is None:
+        expected = f"[CLS] and [SEP], or <s> and </s>, which {family} reads"
+        raise DataError(f"tokenizer: expected {expected}, got {tokenizer.special}")
+    between = [last, last] if family == "roberta" else [last]
+    return Format([first], between, [last], max_length, segments=config.type_vocab_size > 1)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FinetuneSettings:
+    """How a model is fine-tuned."""
+
+    rates: Rates = field(default_factory=lambda: Rates(5e-5))
+    epochs: int = 3
+    tokens_per_batch: int = 4096
+    accumulation: int = 1  # batches to a step
+    warmup: float = 0.1  # the share of all steps in which the rates rise; then they fall in a line
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    step: StepSettings = field(default_factory=StepSettings)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 0), ("tokens_per_batch", 1), ("accumulation", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: expected a number from {least} on, got {getattr(self, name)}")
+        if not 0 <= self.warmup <= 1:
+            raise ValueError(f"warmup: expected a share of all steps in [0, 1], got {self.warmup}")
+
+
+class FineTuning:
+    """Training a model, where it is, on the examples of a task.
+
+    ``steps`` is the number of all steps. Each epoch has an order of its own, which the seed decides.
+    """
+
+    def __init__(self, model: PretrainedModel, task: Task, train: Sequence[Any], settings: FinetuneSettings) -> None:
+        self.model, self.task, self.settings = model, task, settings
+        features = task.features(train)
+        self._epochs = [list(shuffled_steps(features, settings, epoch)) for epoch in range(settings.epochs)]
+        self.steps = sum(map(len, self._epochs))
+
+    def run(
+        self, on_results: Callable[[list[StepResult]], Any], on_epoch: Callable[[int], Any] = lambda number: None
+    ) -> None:
+        """Trains.
+
+        Args:
+            on_results: Called with steps' results as they come.
+            on_epoch: Called behind an epoch with its number, counted from 1; the model may be evaluated there.
+        """
+        if self.steps == 0:
+            return
+        torch.manual_seed(self.settings.seed)
+        trainer = trainer_of(
+            self.model,
+            Objective(
+                (self.task.head,),
+                lambda batch: (batch.count,),
+                lambda module, batch: (self.task.loss(module, batch) * batch.count,),
+            ),
+            self.settings.rates.groups(self.model),
+            self.settings,
+            self.steps,
+        )
+        for number, groups in enumerate(self._epochs, start=1):
+            for group in groups:
+                on_results(trainer.step([self.task.batch(each) for each in group]))
+            on_results(trainer.flush())
+            self.model.eval()
+            on_epoch(number)
+
+
+def trainer_of(
+    module: nn.Module,
+    objective: Objective,
+    groups: Iterable[dict[str, Any]] | nn.Module,
+    settings: FinetuneSettings,
+    steps: int,
+) -> Trainer:
+    """The loop of so many steps."""
+    optimizer = make_optimizer(groups, settings.optimizer)
+    schedule = Schedule(optimizer, ScheduleSettings(steps, warmup=round(settings.warmup * steps)))
+    return Trainer(module, objective, optimizer, schedule, settings.step)
+
+
+def shuffled_steps(
+    features: Sequence[Feature], settings: FinetuneSettings, epoch: int
+) -> Iterator[list[list[Feature]]]:
+    """An epoch's features in an order of its own, as batches of steps."""
+    generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + epoch)
+    order = torch.randperm(len(features), generator=generator).tolist()
+    step: list[list[Feature]] = []
+    for group in by_budget((features[index] for index in order), settings.tokens_per_batch):
+        step.append(group)
+        if len(step) == settings.accumulation:
+            yield step
+            step = []
+    if step:
+        yield step
+
+
+@torch.no_grad()
+def predict(
+    model: PretrainedModel, task: Task, examples: Sequence[Any], *, tokens: int = 4096, precision: str = "float32"
+) -> Predictions:
+    """What the model says to each example."""
+    device = next(model.parameters()).device
+    model.eval()
+    features = task.features(examples)
+    read: list[Any] = []
+    for group in by_budget(features, tokens):
+        batch: TaskBatch = task.batch(group).to(device)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16"):
+            read += task.read(batch, task.logits(model, batch))
+    return task.predictions(examples, features, read)

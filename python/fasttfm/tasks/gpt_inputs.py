@@ -1,0 +1,53 @@
+"""GPT-1's way to write a task: three words of its own, ``start``, ``delimiter`` and ``extract``, which the vocabulary
+does not have yet (Radford et al., 2018)."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.tasks.families import base_of
+
+Module = TypeVar("Module", bound=nn.Module)
+
+WORDS = ("<start>", "<delimiter>", "<extract>")
+
+
+def with_task_words(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer with the three words at the end of its vocabulary, where they are not in it yet."""
+    from tokenizers import AddedToken
+
+    tokenizer.backend.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in WORDS])
+    return Tokenizer(tokenizer.backend, tokenizer.special, lowercase=tokenizer.lowercase)
+
+
+def grow_vocabulary(model: PretrainedModel, size: int) -> None:
+    """Gives a model rows for words that its vocabulary did not have: drawn anew, to be trained. It never shrinks."""
+    embeddings = base_of(model).embeddings
+    old = embeddings.word
+    if size <= old.num_embeddings:
+        return
+    new = nn.Embedding(size, old.embedding_dim, padding_idx=old.padding_idx)
+    embeddings.word = _grown(model, old, new)
+    head = model._modules.get("lm_head")
+    if head is not None and "lm_head.decoder.weight" not in model.tied():
+        decoder = head.get_submodule("decoder")
+        assert isinstance(decoder, nn.Linear)
+        head.decoder = _grown(model, decoder, nn.Linear(decoder.in_features, size, bias=False))
+    elif head is not None:
+        head.get_submodule("decoder").out_features = size  # type: ignore[assignment]
+    model.config.vocab_size = size
+    model.tie_weights()
+
+
+def _grown(model: PretrainedModel, old: nn.Module, new: Module) -> Module:
+    """``new`` with the rows of ``old`` in front."""
+    weight = old.get_parameter("weight")
+    model.initialise(new)
+    with torch.no_grad():
+        new.get_parameter("weight")[: len(weight)] = weight
+    return new.to(weight)

@@ -1,0 +1,143 @@
+"""From texts to the sequences of ids that a family's models read, and to packed batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LENGTH_STEP = 64  # bounds of lengths are multiples of it, so that few different ones occur
+
+
+# ---- one sequence ----------------------------------------------------------------------------------------------------
+
+
+class Tokens(NamedTuple):
+    """A sequence as a model reads it."""
+
+    ids: list[int]
+    segments: list[int]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one text or two become a sequence: ``first`` text ``last``, or ``first`` text ``between`` text ``last``.
+
+    BERT writes ``[CLS] a [SEP] b [SEP]``, RoBERTa ``<s> a </s></s> b </s>``, and GPT-1 start, delimiter and extract,
+    which are words of its own.
+    """
+
+    first: Sequence[int]
+    between: Sequence[int]
+    last: Sequence[int]
+    max_length: int
+    segments: bool = True  # whether the second text is of another segment
+
+    def one(self, text: Sequence[int]) -> Tokens:
+        """A text alone; its end is cut off where it is too long."""
+        room = self.max_length - len(self.first) - len(self.last)
+        ids = [*self.first, *text[: max(0, room)], *self.last]
+        return Tokens(ids, [0] * len(ids))
+
+    def two(self, text: Sequence[int], other: Sequence[int]) -> Tokens:
+        """Two texts; as long as they are too long together, the longer one loses its last token."""
+        kept = min(len(text), max(self.room - len(other), self.room // 2, 0))
+        text, other = text[:kept], other[: max(0, self.room - kept)]
+        return self.joined(text, other)
+
+    def joined(self, text: Sequence[int], other: Sequence[int]) -> Tokens:
+        """Two texts that fit."""
+        ids = [*self.first, *text, *self.between]
+        segments = [0] * len(ids) + [int(self.segments)] * (len(other) + len(self.last))
+        return Tokens([*ids, *other, *self.last], segments)
+
+    @property
+    def room(self) -> int:
+        """For the words of two texts."""
+        return self.max_length - len(self.first) - len(self.between) - len(self.last)
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Feature:
+    """What a model is asked in one go: a sequence, or one for each choice; ``target`` is the task's."""
+
+    example: int  # the number of the example that it is of
+    sequences: list[Tokens]
+    target: Any = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(sequence.ids) for sequence in self.sequences)
+
+
+@dataclass
+class TaskBatch:
+    """Packed sequences; nothing is padded."""
+
+    features: list[Feature]
+    input_ids: Tensor  # int64 [T]
+    token_type_ids: Tensor | None  # int64 [T]
+    cu_seqlens: Tensor  # int32 [sequences + 1]
+    max_seqlen: int  # no sequence is longer
+    targets: dict[str, Tensor]  # what the model is called with besides, to compute a loss
+    count: float = 0.0  # what that loss is a mean of
+
+    @property
+    def tokens(self) -> int:
+        return len(self.input_ids)
+
+    def inputs(self) -> dict[str, Any]:
+        """The model's arguments, without targets."""
+        names = ("input_ids", "token_type_ids", "cu_seqlens", "max_seqlen")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> TaskBatch:
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=non_blocking)
+
+        return TaskBatch(
+            self.features,
+            moved(self.input_ids),
+            None if self.token_type_ids is None else moved(self.token_type_ids),
+            moved(self.cu_seqlens),
+            self.max_seqlen,
+            {name: moved(target) for name, target in self.targets.items()},
+            self.count,
+        )
+
+
+def collate(features: Sequence[Feature], segments: bool = True) -> TaskBatch:
+    """A batch of these features, without targets."""
+    sequences = [sequence for feature in features for sequence in feature.sequences]
+    lengths = [len(sequence.ids) for sequence in sequences]
+    longest = max(lengths, default=0)
+    types = torch.tensor([segment for each in sequences for segment in each.segments]) if segments else None
+    return TaskBatch(
+        list(features),
+        torch.tensor([token for each in sequences for token in each.ids], dtype=torch.int64),
+        types,
+        torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32),
+        -(-longest // LENGTH_STEP) * LENGTH_STEP,
+        {},
+    )
+
+
+def by_budget(features: Iterable[Feature], tokens: int) -> Iterator[list[Feature]]:
+    """Features in their order, as many at a time as have no more than ``tokens`` tokens, at least one."""
+    group: list[Feature] = []
+    size = 0
+    for feature in features:
+        if group and size + feature.tokens > tokens:
+            yield group
+            group, size = [], 0
+        group.append(feature)
+        size += feature.tokens
+    if group:
+        yield group

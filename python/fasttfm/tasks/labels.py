@@ -1,0 +1,287 @@
+"""Tasks with labels: of texts and of pairs of texts, of words, and of the right one of several endings."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.data.texts import DataError
+from fasttfm.tasks.inputs import Feature, TaskBatch
+from fasttfm.tasks.metrics import Scores, label_scores, most_common, tag_scores, value_scores
+from fasttfm.tasks.task import Language, Predictions, Task, in_known_order
+
+IGNORED = -100
+
+
+# ---- texts and pairs -------------------------------------------------------------------------------------------------
+
+
+class ClassifyTask(Task):
+    """A label for each text, or for each pair of texts (GLUE)."""
+
+    head = "classify"
+    main_score = "accuracy"
+
+    def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
+        return in_known_order({_labelled(example) for example in train}, known)
+
+    def configuration(self) -> dict[str, Any]:
+        return {"num_labels": len(self.labels), "problem_type": "single_label_classification", **self._words()}
+
+    def _words(self) -> dict[str, Any]:
+        """GPT-1 predicts words beside a label; the models behind it have no such loss."""
+        return {"auxiliary_loss_weight": self.auxiliary} if self.language.family == "openai-gpt" else {}
+
+    def features(self, examples: Sequence[Any]) -> list[Feature]:
+        encode, form = self.language.tokenizer.encode, self.language.format
+        found = []
+        for index, example in enumerate(examples):
+            text = encode(example.first)
+            tokens = form.one(text) if example.second is None else form.two(text, encode(example.second))
+            found.append(Feature(index, [tokens], self._target(example)))
+        return found
+
+    def _target(self, example: Any) -> float | None:
+        """The label's number; none for labels that nothing was learnt about."""
+        return self.labels.index(example.label) if example.label in self.labels else None
+
+    def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
+        targets = {"labels": torch.tensor([feature.target for feature in batch.features])}
+        if self._words() and self.auxiliary:
+            targets["lm_labels"] = batch.input_ids
+        return targets
+
+    def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
+        return [int(best) for best in logits.argmax(-1).cpu()]
+
+    def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
+        return [self.labels[best] for best in read]
+
+    def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
+        return label_scores([example.label for example in examples], predictions)
+
+    def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
+        return [most_common(example.label for example in train)] * len(examples)
+
+    def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
+        return {"predictions.tsv": table(("index", "prediction"), enumerate(predictions), "\t")}
+
+
+class PairTask(ClassifyTask):
+    """A label for each pair of texts."""
+
+    head = "pair"
+
+
+class ValueTask(ClassifyTask):
+    """A number for each text or pair of texts, such as how similar two sentences are."""
+
+    main_score = "pearson"
+
+    def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
+        return []
+
+    def configuration(self) -> dict[str, Any]:
+        return {"num_labels": 1, "problem_type": "regression", **self._words()}
+
+    def _target(self, example: Any) -> float | None:
+        return None if example.label is None else _number(example.label)
+
+    def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
+        return [float(value) for value in logits.squeeze(-1).float().cpu()]
+
+    def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
+        return list(read)
+
+    def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
+        return value_scores([_number(example.label) for example in examples], predictions)
+
+    def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
+        return [sum(_number(example.label) for example in train) / len(train)] * len(examples)
+
+
+def _labelled(example: Any) -> str:
+    if example.label is None:
+        raise DataError("expected a label for every example to learn from, got one without")
+    return str(example.label)
+
+
+def _number(label: str) -> float:
+    try:
+        return float(label)
+    except ValueError:
+        raise DataError(f"label: expected a number, got {label!r}") from None
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+class TagTask(Task):
+    """A tag for each word of a sentence (CoNLL). A word is tagged by its first token; a sentence that is too long is
+    tagged in pieces."""
+
+    head = "tag"
+    main_score = "f1"
+
+    def __init__(self, language: Language, train: Sequence[Any], **options: Any) -> None:
+        super().__init__(language, train, **options)
+        self.common = most_common(tag for example in train for tag in example.tags)
+
+    def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
+        return in_known_order({tag for example in train for tag in example.tags}, known)
+
+    def configuration(self) -> dict[str, Any]:
+        return {"num_labels": len(self.labels)}
+
+    def features(self, examples: Sequence[Any]) -> list[Feature]:
+        form = self.language.format
+        room = form.max_length - len(form.first) - len(form.last)
+        found = []
+        for index, example in enumerate(examples):
+            ids, firsts = self._tokens(example.words)
+            for start in range(0, max(1, len(ids)), room):
+                tokens = form.one(ids[start : start + room])
+                shift = len(form.first) - start
+                places = {place + shift: word for place, word in firsts.items() if start <= place < start + room}
+                found.append(Feature(index, [tokens], TagTarget(places, example.tags)))
+        return found
+
+    def _tokens(self, words: Sequence[str]) -> tuple[list[int], dict[int, int]]:
+        """A sentence's ids, and the words by the numbers of their first tokens."""
+        ids, offsets = self.language.tokenizer.encode_with_offsets(" ".join(words))
+        owners = [number for number, word in enumerate(words) for _ in range(len(word) + 1)]  # of each character
+        firsts: dict[int, int] = {}
+        seen: set[int] = set()
+        for place, (_, end) in enumerate(offsets):
+            word = owners[max(0, end - 1)]  # a token may begin with the space in front of its word
+            if word not in seen:
+                seen.add(word)
+                firsts[place] = word
+        return ids, firsts
+
+    def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
+        labels = torch.full((batch.tokens,), IGNORED)
+        numbers = {label: number for number, label in enumerate(self.labels)}
+        for feature, begin in zip(batch.features, batch.cu_seqlens.tolist(), strict=False):
+            for place, word in feature.target.places.items():
+                labels[begin + place] = numbers.get(feature.target.tags[word], IGNORED)
+        return {"labels": labels}
+
+    def count(self, batch: TaskBatch) -> float:
+        return int((batch.targets["labels"] != IGNORED).sum())
+
+    def rows(self, batch: TaskBatch) -> int:
+        return batch.tokens
+
+    def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
+        best = logits.argmax(-1).cpu()
+        pieces = best.tensor_split(batch.cu_seqlens[1:-1].cpu().long())
+        return [
+            {word: int(piece[place]) for place, word in feature.target.places.items()}
+            for feature, piece in zip(batch.features, pieces, strict=True)
+        ]
+
+    def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
+        found = [[self.common] * len(example.words) for example in examples]  # for words without a token
+        for feature, tags in zip(features, read, strict=True):
+            for word, best in tags.items():
+                found[feature.example][word] = self.labels[best]
+        return found
+
+    def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
+        return tag_scores([example.tags for example in examples], predictions)
+
+    def labelled(self, examples: Sequence[Any]) -> bool:
+        return True
+
+    def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
+        return [[self.common] * len(example.words) for example in examples]
+
+    def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
+        """Words with their tags, and what they were taken for."""
+        sentences = [
+            "\n".join(" ".join(row) for row in zip(example.words, example.tags, tags, strict=True))
+            for example, tags in zip(examples, predictions, strict=True)
+        ]
+        return {"predictions.conll": "\n\n".join(sentences) + "\n"}
+
+
+class TagTarget:
+    """Where the words' first tokens are, and the words' tags."""
+
+    def __init__(self, places: dict[int, int], tags: Sequence[str]) -> None:
+        self.places, self.tags = places, tags
+
+
+# ---- endings ---------------------------------------------------------------------------------------------------------
+
+
+class ChoiceTask(Task):
+    """The right one of several endings (SWAG): each stands behind the context in a sequence of its own."""
+
+    head = "choice"
+    main_score = "accuracy"
+
+    def __init__(self, language: Language, train: Sequence[Any], **options: Any) -> None:
+        super().__init__(language, train, **options)
+        self.choices = len(train[0].endings)
+
+    def features(self, examples: Sequence[Any]) -> list[Feature]:
+        encode, form = self.language.tokenizer.encode, self.language.format
+        found = []
+        for index, example in enumerate(examples):
+            if len(example.endings) != self.choices:
+                expected = f"{self.choices} endings, as the first example has"
+                raise DataError(f"example {index + 1}: expected {expected}, got {len(example.endings)}")
+            context = encode(example.context)
+            sequences = [form.two(context, encode(f"{example.start} {ending}".strip())) for ending in example.endings]
+            found.append(Feature(index, sequences, example.label))
+        return found
+
+    def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
+        labels = torch.tensor([feature.target for feature in batch.features])
+        return {"mc_labels" if self.language.causal else "labels": labels}
+
+    def _called(self, model: Any, batch: TaskBatch, targets: dict[str, Tensor]) -> Any:
+        """With words to predict, causal models do not compute every token's logits."""
+        words = {"labels": batch.input_ids} if self.language.causal else {}
+        return model(**batch.inputs(), **targets, **words, num_choices=self.choices)
+
+    def loss(self, model: Any, batch: TaskBatch) -> Tensor:
+        output = self._called(model, batch, batch.targets)
+        loss: Tensor = output.mc_loss + self.auxiliary * output.loss if self.language.causal else output.loss
+        return loss
+
+    def logits(self, model: Any, batch: TaskBatch) -> Tensor:
+        output = self._called(model, batch, {})
+        logits: Tensor = output.mc_logits if self.language.causal else output.logits
+        return logits
+
+    def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
+        return [int(best) for best in logits.argmax(-1).cpu()]
+
+    def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
+        return list(read)
+
+    def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
+        right = [example.label == found for example, found in zip(examples, predictions, strict=True)]
+        return {"accuracy": sum(right) / max(1, len(right))}
+
+    def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
+        return [most_common(example.label for example in train)] * len(examples)
+
+    def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
+        return {"predictions.csv": table(("", "label"), enumerate(predictions), ",")}
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]], delimiter: str) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    return text.getvalue()

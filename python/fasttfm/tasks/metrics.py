@@ -1,0 +1,175 @@
+"""What predictions are worth: scores of labels and values by scikit-learn and SciPy, entities and answers by the
+definitions of their shared tasks. Every score is a number from 0 to 1 (correlations from -1), larger is better."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Scores = dict[str, float]
+
+
+# ---- labels and values -----------------------------------------------------------------------------------------------
+
+
+def label_scores(gold: Sequence[Any], predicted: Sequence[Any]) -> Scores:
+    """Accuracy, the mean of every label's F1, and the correlation of Matthews."""
+    metrics = _scikit_learn()
+    return {
+        "accuracy": float(metrics.accuracy_score(gold, predicted)),
+        "f1": float(metrics.f1_score(gold, predicted, average="macro", zero_division=0.0)),
+        "matthews": float(metrics.matthews_corrcoef(gold, predicted)),
+    }
+
+
+def value_scores(gold: Sequence[float], predicted: Sequence[float]) -> Scores:
+    """The correlations of Pearson and Spearman; 0 where either side is constant and there is none."""
+    _scikit_learn()
+    from scipy.stats import pearsonr, spearmanr
+
+    if len(set(gold)) < 2 or len(set(predicted)) < 2:
+        return {"pearson": 0.0, "spearman": 0.0}
+    return {
+        "pearson": float(pearsonr(gold, predicted).statistic),
+        "spearman": float(spearmanr(gold, predicted).statistic),
+    }
+
+
+def most_common(values: Iterable[Any]) -> Any:
+    """The value that occurs most often, the first of several: what a model that has learnt nothing should say."""
+    return Counter(values).most_common(1)[0][0]
+
+
+def _scikit_learn() -> Any:
+    try:
+        from sklearn import metrics
+    except ImportError:
+        raise ImportError("scores need scikit-learn: pip install 'fasttfm[tasks]'") from None
+    return metrics
+
+
+# ---- entities --------------------------------------------------------------------------------------------------------
+
+_SCHEME = re.compile(r"O|[BIES]-.+")
+
+
+def tag_scores(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> Scores:
+    """Accuracy of the words' tags; where the tags mark entities (B-, I-, perhaps E- and S-), also precision, recall and
+    F1 of whole entities, as CoNLL's shared tasks count them: kind, first and last word must all be right."""
+    pairs = [pair for tags, others in zip(gold, predicted, strict=True) for pair in zip(tags, others, strict=True)]
+    scores = {"accuracy": sum(a == b for a, b in pairs) / max(1, len(pairs))}
+    if not all(_SCHEME.fullmatch(tag) for pair in pairs for tag in pair):
+        return scores
+    right = wanted = found = 0
+    for tags, others in zip(gold, predicted, strict=True):
+        ours, theirs = entities(tags), entities(others)
+        right, wanted, found = right + len(ours & theirs), wanted + len(ours), found + len(theirs)
+    return {
+        **scores,
+        "precision": right / max(1, found),
+        "recall": right / max(1, wanted),
+        "f1": 2 * right / max(1, wanted + found),
+    }
+
+
+def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
+    """Kind, first word and end of every entity in a sentence. An I- or E- that continues nothing begins an entity."""
+    found = set()
+    start, kind, closed = None, "", False
+    for index, tag in enumerate([*tags, "O"]):
+        prefix, _, name = tag.partition("-")
+        if start is not None and (closed or prefix not in ("I", "E") or name != kind):
+            found.add((kind, start, index))
+            start = None
+        if prefix != "O" and start is None:
+            start, kind = index, name
+        closed = prefix in ("E", "S")
+    return found
+
+
+# ---- answers to questions (SQuAD) ------------------------------------------------------------------------------------
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalized(answer: str) -> str:
+    """An answer as SQuAD compares it: small letters, no punctuation, no articles, single spaces."""
+    return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(gold: str, answer: str) -> float:
+    return float(normalized(gold) == normalized(answer))
+
+
+def answer_f1(gold: str, answer: str) -> float:
+    """F1 of the words that both have, as often as both have them; of an empty answer, whether both are empty."""
+    wanted, found = normalized(gold).split(), normalized(answer).split()
+    if not wanted or not found:
+        return float(wanted == found)
+    common = sum((Counter(wanted) & Counter(found)).values())
+    return 2 * common / (len(wanted) + len(found))
+
+
+def answer_scores(gold: Mapping[str, Sequence[str]], answers: Mapping[str, str]) -> Scores:
+    """SQuAD's exact match and F1, means over all questions and, where both kinds exist, over those with an answer and
+    those without.
+
+    Args:
+        gold: Every question's right answers by its id; none where it has no answer (SQuAD 2.0).
+        answers: One answer for each id, empty for none.
+    """
+    exact, f1 = _best(gold, answers, exact_match), _best(gold, answers, answer_f1)
+    scores = {"exact": _mean(exact, gold), "f1": _mean(f1, gold)}
+    kinds = {
+        "answerable": [key for key in gold if _real(gold[key])],
+        "unanswerable": [key for key in gold if not _real(gold[key])],
+    }
+    if all(kinds.values()):
+        for kind, keys in kinds.items():
+            scores |= {f"{kind}_exact": _mean(exact, keys), f"{kind}_f1": _mean(f1, keys)}
+    return scores
+
+
+def best_threshold(
+    gold: Mapping[str, Sequence[str]], answers: Mapping[str, str], no_answer: Mapping[str, float]
+) -> float:
+    """The number that ``no_answer`` may have before a question counts as one without an answer, so that the exact match
+    is as large as it can be. What is tuned on one set of questions should be used on others.
+
+    Args:
+        gold: As in ``answer_scores``.
+        answers: The best answer of each question that is not empty.
+        no_answer: How much more likely it is than that answer that there is none.
+    """
+    exact = _best(gold, answers, exact_match)
+    order = sorted(gold, key=lambda key: no_answer[key])
+    gains = [exact[key] if _real(gold[key]) else -float(answers[key] != "") for key in order]
+    score = best = float(sum(not _real(gold[key]) for key in gold))  # with no question answered
+    threshold = min(no_answer.values(), default=0.0) - 1
+    for index, gain in enumerate(gains):
+        score += gain
+        last_of_equals = index + 1 == len(order) or no_answer[order[index]] < no_answer[order[index + 1]]
+        if score > best and last_of_equals:
+            best, threshold = score, no_answer[order[index]]
+    return float(threshold)
+
+
+def _real(answers: Sequence[str]) -> list[str]:
+    """Without those of which nothing is left when they are compared."""
+    return [answer for answer in answers if normalized(answer)]
+
+
+def _best(gold: Mapping[str, Sequence[str]], answers: Mapping[str, str], score: Any) -> dict[str, float]:
+    """Each question's score, against whichever right answer is nearest."""
+    if missing := [key for key in gold if key not in answers]:
+        raise ValueError(f"answer_scores: answers: expected one for every question, got none for {missing[0]!r}")
+    return {key: max(score(each, answers[key]) for each in _real(right) or [""]) for key, right in gold.items()}
+
+
+def _mean(scores: Mapping[str, float], keys: Iterable[str]) -> float:
+    found = [scores[key] for key in keys]
+    return sum(found) / max(1, len(found))

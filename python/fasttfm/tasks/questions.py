@@ -1,0 +1,156 @@
+"""Questions whose answer is a span of a context (SQuAD 1.1), or that have none there (2.0)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasttfm.nn import PackedBatch
+from fasttfm.tasks.answers import Found, Offsets, Window, Windows, best_of_windows, span_of_characters
+from fasttfm.tasks.inputs import Feature, TaskBatch
+from fasttfm.tasks.metrics import Scores, answer_scores, best_threshold, most_common
+from fasttfm.tasks.task import Language, Predictions, Task
+
+
+class SpanTarget(NamedTuple):
+    """A feature's window, and where the answer stands in it: the first token, twice, where it does not."""
+
+    window: Window
+    offsets: Offsets  # of the whole context's tokens
+    start: int
+    end: int
+
+
+class QuestionTask(Task):
+    """The span that answers a question.
+
+    Args:
+        stride: Tokens between the beginnings of two windows over a long context.
+        max_question: A question's tokens beyond so many are left out.
+        max_answer: No answer has more tokens.
+        threshold: What a question's score of having no answer may be above that of its best span before none is given.
+            Tuned by ``tune``; without one every question is answered, as in SQuAD 1.1.
+    """
+
+    head = "qa"
+    main_score = "f1"
+
+    def __init__(
+        self,
+        language: Language,
+        train: Sequence[Any],
+        *,
+        stride: int | None = None,
+        max_question: int | None = None,
+        max_answer: int = 30,
+        threshold: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(language, train, **options)
+        form = language.format
+        max_question = min(64, form.room // 4) if max_question is None else max_question
+        room = form.room - max_question
+        self.windows = Windows(form, min(128, max(1, room // 2)) if stride is None else stride, max_question)
+        self.max_answer = max_answer
+        self.threshold = threshold
+
+    def features(self, examples: Sequence[Any]) -> list[Feature]:
+        tokenizer = self.language.tokenizer
+        found = []
+        for index, example in enumerate(examples):
+            ids, offsets = tokenizer.encode_with_offsets(example.context)
+            span = None
+            if example.answers:
+                answer = example.answers[0]
+                span = span_of_characters(offsets, answer.start, answer.start + len(answer.text))
+            for window in self.windows.split(tokenizer.encode(example.question), ids):
+                target = SpanTarget(window, offsets, *window.place(span))
+                found.append(Feature(index, [window.tokens], target))
+        return found
+
+    def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
+        return {
+            "start_positions": torch.tensor([feature.target.start for feature in batch.features]),
+            "end_positions": torch.tensor([feature.target.end for feature in batch.features]),
+        }
+
+    def logits(self, model: Any, batch: TaskBatch) -> Tensor:
+        """[2 * features, longest]: of the first tokens of spans, then of the last ones."""
+        output = model(**batch.inputs())
+        both = torch.stack([output.start_logits, output.end_logits], -1)  # [T, 2]
+        packed = PackedBatch(batch.cu_seqlens, batch.max_seqlen, batch.tokens)
+        padded = packed.per_sequence(both, fill=torch.finfo(both.dtype).min / 2)
+        return padded.permute(2, 0, 1).flatten(0, 1)
+
+    def rows(self, batch: TaskBatch) -> int:
+        return 2 * len(batch.features)
+
+    def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
+        starts, ends = logits.float().cpu().numpy().reshape(2, len(batch.features), -1)
+        return list(zip(starts, ends, strict=True))
+
+    def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
+        """Of each example its ``Answer``."""
+        windows: list[list[tuple[SpanTarget, Any]]] = [[] for _ in examples]
+        for feature, logits in zip(features, read, strict=True):
+            windows[feature.example].append((feature.target, logits))
+        found = []
+        for example, parts in zip(examples, windows, strict=True):
+            targets, logits = zip(*parts, strict=True)
+            best = best_of_windows([target.window for target in targets], logits, self.max_answer)
+            found.append(Answer.of(best, targets[0].offsets, example.context))
+        return found
+
+    def answers(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
+        """The texts by the questions' ids; empty where there seems to be no answer."""
+        limit = float("inf") if self.threshold is None else self.threshold
+        pairs = zip(examples, predictions, strict=True)
+        return {example.id: "" if answer.no_answer > limit else answer.text for example, answer in pairs}
+
+    def tune(self, examples: Sequence[Any], predictions: Predictions) -> None:
+        """Sets the threshold with which most of these answers are right, if some of the questions have none."""
+        gold = _right_answers(examples)
+        if all(gold.values()):
+            return
+        texts, scores = zip(*predictions, strict=True)
+        self.threshold = best_threshold(gold, dict(zip(gold, texts, strict=True)), dict(zip(gold, scores, strict=True)))
+
+    def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
+        return answer_scores(_right_answers(examples), self.answers(examples, predictions))
+
+    def labelled(self, examples: Sequence[Any]) -> bool:
+        return any(example.answers for example in examples)
+
+    def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
+        answer = most_common(example.answers[0].text if example.answers else "" for example in train)
+        return [Answer(answer, float("-inf"))] * len(examples)
+
+    def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
+        """SQuAD's own: each question's answer, and how much likelier it is that there is none."""
+        odds = {example.id: answer.no_answer for example, answer in zip(examples, predictions, strict=True)}
+        return {
+            "predictions.json": json.dumps(self.answers(examples, predictions), indent=1, ensure_ascii=False) + "\n",
+            "no_answer_scores.json": json.dumps(odds, indent=1) + "\n",
+        }
+
+
+class Answer(NamedTuple):
+    """A question's best span, and how much more the score of having no answer is than that span's."""
+
+    text: str
+    no_answer: float
+
+    @staticmethod
+    def of(found: Found, offsets: Offsets, context: str) -> Answer:
+        if found.span is None:
+            return Answer("", 0.0)
+        first, end = offsets[found.span.start][0], offsets[found.span.end][1]
+        return Answer(context[first:end].strip(), found.no_answer)
+
+
+def _right_answers(examples: Sequence[Any]) -> dict[str, list[str]]:
+    return {example.id: [answer.text for answer in example.answers] for example in examples}

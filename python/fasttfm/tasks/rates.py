@@ -1,0 +1,72 @@
+"""Learning rates of a model that was trained before: smaller for lower layers, another for the new head, none for what
+is frozen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.models.text_model import TextModel
+from fasttfm.tasks.families import base_of
+from fasttfm.train.optimizers import parameter_groups
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The learning rate of each part of a model.
+
+    The highest layer has ``rate``, each one below it ``layer_decay`` times that of the layer above, and the embeddings
+    are one more step down; a pooler and a last LayerNorm have ``rate``, the head ``head_rate``.
+    """
+
+    rate: float
+    head_rate: float | None = None  # rate by default
+    layer_decay: float = 1.0
+    weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "head_rate"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"rates: {name}: expected a number above 0, got {value}")
+        if not 0 < self.layer_decay <= 1:
+            raise ValueError(f"rates: layer_decay: expected a number above 0 and up to 1, got {self.layer_decay}")
+
+    def groups(self, model: PretrainedModel) -> list[dict[str, Any]]:
+        """The model's trained parameters as an optimizer takes them; biases and LayerNorms do not decay."""
+        rates = {parameter: self.rate * factor for parameter, factor in self._factors(base_of(model))}
+        head = self.rate if self.head_rate is None else self.head_rate
+        found = []
+        for group in parameter_groups(model, self.weight_decay):
+            by_rate: dict[float, list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                by_rate.setdefault(rates.get(parameter, head), []).append(parameter)
+            found += [{**group, "params": some, "lr": rate} for rate, some in sorted(by_rate.items())]
+        return found
+
+    def _factors(self, base: TextModel) -> Iterator[tuple[nn.Parameter, float]]:
+        layers = len(base.encoder.layers)
+        for name, parameter in base.named_parameters():
+            layer = re.match(r"encoder\.layers\.(\d+)\.", name)
+            below = layers if name.startswith("embeddings.") else layers - 1 - int(layer[1]) if layer else 0
+            yield parameter, self.layer_decay**below
+
+
+def default_rate(model: PretrainedModel) -> float:
+    """What BERT-base is fine-tuned with, more for narrower models and less for wider ones."""
+    return 5e-5 * 768 / base_of(model).encoder.in_order()[0].qkv.in_features
+
+
+def freeze(model: PretrainedModel) -> None:
+    """Leaves only the head to be trained, with a pooler if it has one. The rest keeps its values and drops nothing."""
+    base = base_of(model)
+    for part in (base.embeddings, base.encoder):
+        part.requires_grad_(False)
+    base.embeddings.dropout = 0.0
+    for layer in base.encoder.in_order():
+        layer.dropout = layer.feed_forward_dropout = layer.attention_dropout = 0.0

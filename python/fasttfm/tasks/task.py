@@ -1,0 +1,135 @@
+"""``Task``: what fine-tuning needs to know about a kind of task, from its examples to its scores."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fasttfm.data.texts import DataError
+from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.tasks.families import CAUSAL
+from fasttfm.tasks.inputs import Feature, Format, TaskBatch, collate
+from fasttfm.tasks.metrics import Scores
+
+Predictions = list[Any]  # one for each example, in their order
+
+
+@dataclass(frozen=True)
+class Language:
+    """How a model is written to: its tokenizer, its family and the form of its sequences."""
+
+    tokenizer: Tokenizer
+    family: str
+    format: Format
+
+    @property
+    def causal(self) -> bool:
+        return self.family in CAUSAL
+
+
+class Task(ABC):
+    """A task with its examples' form and its head.
+
+    Args:
+        language: How the model is written to.
+        train: The examples to learn from, which say what labels there are.
+        known: The labels of a model that has been trained on the task, in its order.
+        auxiliary: In causal models, the weight of predicting the words of the examples (GPT-1).
+    """
+
+    head: ClassVar[str]  # of families.model_class
+    main_score: ClassVar[str]  # the one to look at first
+
+    def __init__(
+        self, language: Language, train: Sequence[Any], *, known: Sequence[str] = (), auxiliary: float = 0.5
+    ) -> None:
+        if not train:
+            raise DataError(f"{self.head}: expected examples to learn from, got none")
+        self.language = language
+        self.auxiliary = auxiliary
+        self.labels = self.labels_of(train, known)
+
+    def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
+        """The names of the labels, by their numbers; empty where a task has none."""
+        return []
+
+    def configuration(self) -> dict[str, Any]:
+        """Fields of the model's configuration that the task sets."""
+        return {}
+
+    # ---- examples in -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def features(self, examples: Sequence[Any]) -> list[Feature]:
+        """What the model is asked about these examples."""
+
+    @abstractmethod
+    def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
+        """The model's arguments for a loss, where every feature has a target."""
+
+    def batch(self, features: Sequence[Feature]) -> TaskBatch:
+        """A packed batch; with targets if all its features have one."""
+        batch = collate(features, segments=self.language.format.segments)
+        if all(feature.target is not None for feature in features):
+            batch.targets = self.targets(batch)
+            batch.count = self.count(batch)
+        return batch
+
+    def count(self, batch: TaskBatch) -> float:
+        """What the mean loss of a batch with targets is a mean of."""
+        return len(batch.features)
+
+    def loss(self, model: Any, batch: TaskBatch) -> Tensor:
+        loss: Tensor = model(**batch.inputs(), **batch.targets).loss
+        return loss
+
+    # ---- answers out -------------------------------------------------------------------------------------------------
+
+    def logits(self, model: Any, batch: TaskBatch) -> Tensor:
+        """What the model says, one row for everything it is asked: [features, classes] in most tasks."""
+        logits: Tensor = model(**batch.inputs()).logits
+        return logits
+
+    def rows(self, batch: TaskBatch) -> int:
+        """How many rows ``logits`` has."""
+        return len(batch.features)
+
+    @abstractmethod
+    def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
+        """Each feature's own part of the logits, on the CPU, as ``predictions`` wants it."""
+
+    @abstractmethod
+    def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
+        """What the model says to each example, of what was read for its features."""
+
+    @abstractmethod
+    def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
+        """What that is worth."""
+
+    def labelled(self, examples: Sequence[Any]) -> bool:
+        """Whether examples can be scored."""
+        return all(example.label is not None for example in examples)
+
+    @abstractmethod
+    def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
+        """What is right most often in ``train``, said to every example: a model must be better than this."""
+
+    @abstractmethod
+    def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
+        """The predictions as files: names and texts."""
+
+    def adjust(self, model: PretrainedModel) -> None:
+        """Writes what the task knows into the model's configuration, where transformers looks for it."""
+        if self.labels:
+            model.config.extra["id2label"] = {str(number): label for number, label in enumerate(self.labels)}
+            model.config.extra["label2id"] = {label: number for number, label in enumerate(self.labels)}
+
+
+def in_known_order(labels: set[str], known: Sequence[str]) -> list[str]:
+    """Labels by their number: those of a trained model if they are the same, else sorted."""
+    return list(known) if set(known) == labels and len(known) == len(labels) else sorted(labels)

@@ -1,0 +1,20 @@
+"""Training: optimizers, schedules, the loop, checkpoints, logs, many processes; pre-training from text files."""
+
+from fasttfm.train.loop import NonFiniteError, Objective, StepResult, Trainer
+from fasttfm.train.optimizers import Lamb, make_optimizer, parameter_groups
+from fasttfm.train.schedule import Schedule
+from fasttfm.train.settings import OptimizerSettings, ScheduleSettings, StepSettings
+
+__all__ = [
+    "Lamb",
+    "NonFiniteError",
+    "Objective",
+    "OptimizerSettings",
+    "Schedule",
+    "ScheduleSettings",
+    "StepResult",
+    "StepSettings",
+    "Trainer",
+    "make_optimizer",
+    "parameter_groups",
+]

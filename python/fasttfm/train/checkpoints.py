@@ -1,0 +1,302 @@
+"""Checkpoints of a run: directories that are whole or not there at all.
+
+``checkpoint-000200`` holds what ``save_pretrained`` of model and tokenizer write, so transformers opens it, and beside
+that ``training_state.pt`` (optimizer, random numbers, place in the data) and ``manifest.json`` (size and checksum of
+every file). It is written under another name, brought to the disk and renamed; ``latest`` is a link to the newest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fasttfm.models import CheckpointError
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.train.distributed import World, like, whole
+
+MANIFEST = "manifest.json"
+STATE = "training_state.pt"
+LATEST = "latest"
+_PARTIAL = ".partial"
+_NAME = re.compile(r"checkpoint-(\d{6,})")
+
+
+class Checkpoints:
+    """The checkpoints in a run's directory.
+
+    Args:
+        directory: The run's.
+        keep: So many of the newest stay.
+    """
+
+    def __init__(self, directory: Path, keep: int = 3) -> None:
+        if keep < 1:
+            raise ValueError(f"keep: expected at least 1 checkpoint, got {keep}")
+        self.directory = directory
+        self.keep = keep
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, in order."""
+        if not self.directory.is_dir():
+            return []
+        names = [_NAME.fullmatch(path.name) for path in self.directory.iterdir()]
+        return sorted(int(name[1]) for name in names if name)
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"checkpoint-{step:06d}"
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint, checked; None where there is none. Raises ``CheckpointError`` if it is damaged."""
+        steps = self.steps()
+        if not steps:
+            return None
+        found = self.path(steps[-1])
+        try:
+            check(found)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {self._advice(steps[:-1])}") from error
+        return found
+
+    def _advice(self, earlier: list[int]) -> str:
+        for step in reversed(earlier):
+            with contextlib.suppress(CheckpointError):
+                check(self.path(step))
+                return f"{self.path(step)} is whole: remove the damaged one to go on from there"
+        return "there is no other that is whole"
+
+    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Makes the checkpoint of ``step``: ``write`` fills the directory that it is given.
+
+        Whatever goes wrong before the rename, a full disk included, raises ``CheckpointError`` and leaves the earlier
+        checkpoints as they are.
+        """
+        final = self.path(step)
+        partial = final.with_name(final.name + _PARTIAL)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            _remove(partial)
+            partial.mkdir()
+            write(partial)
+            _write_manifest(partial)
+            _sync(partial)
+            self._discard(final)
+            os.rename(partial, final)
+            _sync_directory(self.directory)
+            self._link(final)
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                _remove(partial)
+            steps = self.steps()
+            kept = f"the last whole one is {self.path(steps[-1])}" if steps else "there is none before it"
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise CheckpointError(f"{final}: this checkpoint could not be written: {reason}; {kept}") from error
+        for old in self.steps()[: -self.keep]:
+            self._discard(self.path(old))
+        return final
+
+    def clean(self) -> None:
+        """Removes what an interrupted ``save`` left."""
+        if self.directory.is_dir():
+            for path in self.directory.glob(f"*{_PARTIAL}"):
+                _remove(path)
+
+    def _discard(self, path: Path) -> None:
+        """Away in one move: no half of it can be taken for a checkpoint."""
+        if path.exists():
+            away = path.with_name(f"{path.name}.old{_PARTIAL}")
+            _remove(away)
+            os.rename(path, away)
+            _remove(away)
+
+    def _link(self, path: Path) -> None:
+        link = self.directory / f"{LATEST}{_PARTIAL}"
+        with contextlib.suppress(FileNotFoundError):
+            link.unlink()
+        link.symlink_to(path.name)
+        os.replace(link, self.directory / LATEST)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+def _write_manifest(directory: Path) -> None:
+    files = {
+        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "crc32": _checksum(path)}
+        for path in _files(directory)
+    }
+    (directory / MANIFEST).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while part := file.read(1 << 22):
+            value = zlib.crc32(part, value)
+    return value
+
+
+def _sync(directory: Path) -> None:
+    """Brings every file and folder to the disk."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        else:
+            _sync_directory(path)
+    _sync_directory(directory)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check(directory: Path) -> None:
+    """Raises ``CheckpointError`` unless every file is there as it was written."""
+    manifest = directory / MANIFEST
+    try:
+        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        expected = {name: (entry["bytes"], entry["crc32"]) for name, entry in files.items()}
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory}: no checkpoint of a training run: there is no {MANIFEST}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{manifest}: cannot be read: {error}") from error
+    for name, (size, checksum) in expected.items():
+        path = directory / name
+        try:
+            found = path.stat().st_size
+            intact = found == size and _checksum(path) == checksum
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        if found != size:
+            raise CheckpointError(f"{path}: damaged: expected {size} bytes, got {found}")
+        if not intact:
+            raise CheckpointError(f"{path}: damaged: the checksum is not that of what was written")
+
+
+# ---- what a checkpoint holds -----------------------------------------------------------------------------------------
+
+
+class ModelFiles:
+    """Writes and reads a model that processes may share.
+
+    Args:
+        model: Before it is shared out.
+    """
+
+    def __init__(self, model: PretrainedModel, world: World) -> None:
+        self.model = model
+        self.world = world
+        self._blank = copy.deepcopy(model).to("meta") if world.parallel == "fsdp" else None
+
+    def writer(self) -> Callable[[Path], None]:
+        """What writes the model; called in every process, for it may have to be put together from all of them."""
+        if self._blank is None:
+            return self.model.save_pretrained
+        blank = self._blank
+        state = {name: whole(value.detach()).cpu() for name, value in self.model.state_dict().items()}
+
+        def write(directory: Path) -> None:
+            blank.load_state_dict(state, assign=True)
+            blank.tie_weights()
+            blank.save_pretrained(directory)
+
+        return write
+
+    @torch.no_grad()
+    def read(self, directory: Path) -> None:
+        """Parameters get the checkpoint's bits."""
+        found = type(self.model).from_pretrained(directory)
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(like(found.get_parameter(name).detach(), parameter))
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[int, Any]:
+    """Every parameter's state, whole and on the CPU."""
+    state = optimizer.state_dict()["state"]
+    return {
+        index: {name: whole(value).cpu() if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
+        for index, entry in state.items()
+    }
+
+
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[int, Any]) -> None:
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    shared = {
+        index: {
+            name: like(value, parameters[index]) if isinstance(value, torch.Tensor) else value
+            for name, value in entry.items()
+        }
+        for index, entry in state.items()
+    }
+    optimizer.load_state_dict({"state": shared, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    found = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def set_random_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda":
+        if "cuda" not in state:
+            raise CheckpointError("this checkpoint was written by a run on a CPU; go on with --device cpu")
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def write_state(directory: Path, state: Mapping[str, Any]) -> None:
+    torch.save(dict(state), directory / STATE)
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """Reads ``training_state.pt``; no code in it runs."""
+    path = directory / STATE
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: there is no such file: nothing to go on from") from None
+    except Exception as error:  # torch.load has its own idea of what it may raise
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected a dictionary, got {type(found).__name__}")
+    return found
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Sentences about what is not the same."""
+    return [
+        f"{name.replace('_', ' ')} was {then.get(name)}, is {now.get(name)}"
+        for name in dict.fromkeys([*then, *now])
+        if then.get(name) != now.get(name)
+    ]
+
+
+def count_parameters(module: nn.Module) -> int:
+    return sum(each.numel() for each in module.parameters())

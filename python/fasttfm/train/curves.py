@@ -1,0 +1,54 @@
+"""A picture of a run's curves."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from fasttfm.train.logs import HELD_OUT, read_rows
+
+CURVES = "curves.png"
+
+
+def write_curves(log: Path, path: Path, title: str) -> None:
+    """Draws the rows of a log: a panel for each loss, training and held out, and one for rate and gradient norm."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("the picture of the curves needs matplotlib: pip install fasttfm[train]") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = read_rows(log)
+    names = [name.removeprefix(HELD_OUT) for name in rows[0] if name.startswith(HELD_OUT)]
+    names = names[:1] if len(names) == 2 else names  # one term is the loss
+    rows_of_panels = math.ceil((len(names) + 1) / 2)
+    figure, grid = pyplot.subplots(rows_of_panels, 2, figsize=(11, 3.8 * rows_of_panels), squeeze=False)
+    panels = list(grid.flat)[: len(names) + 1]
+    for panel, name in zip(panels, names, strict=False):
+        for column, label, marker in ((name, "training", ""), (HELD_OUT + name, "held out", "o")):
+            points = [(int(row["step"]), float(row[column])) for row in rows if row[column] != ""]
+            panel.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=label) if points else None
+        panel.set_title(name.replace("_", " "))
+        panel.legend(frameon=False)
+    rates = panels[-1]
+    steps = [int(row["step"]) for row in rows]
+    rates.plot(steps, [float(row["gradient_norm"]) for row in rows], color="tab:gray", label="gradient norm")
+    rates.set_title("gradient norm and learning rate")
+    rates.set_ylim(bottom=0)
+    other = rates.twinx()
+    other.plot(steps, [float(row["learning_rate"]) for row in rows], color="tab:green", label="learning rate")
+    other.set_ylim(bottom=0)
+    other.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    lines = [*rates.get_lines(), *other.get_lines()]
+    rates.legend(lines, [str(line.get_label()) for line in lines], frameon=False)
+    for panel in panels:
+        panel.set_xlabel("step")
+        panel.spines[["top"]].set_visible(False)
+        panel.grid(alpha=0.25)
+    for panel in list(grid.flat)[len(panels) :]:
+        panel.set_visible(False)
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,159 @@
+"""One process, or several under ``torchrun``: who is here, and how a module is shared out (torch's DDP or FSDP2)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fasttfm.nn import EncoderLayer
+from fasttfm.train.settings import one_of
+
+PARALLEL = ("ddp", "fsdp")
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, seen from one of them."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    parallel: str | None = None
+
+    @property
+    def main(self) -> bool:
+        """Whether this process is the one that writes and prints."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Adds up the tensor of every process, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: Value) -> list[Value]:
+        """Every process's value, in order; empty but in the main process."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] | None = [None] * self.size if self.main else None
+        dist.gather_object(value, found)
+        return found or []
+
+    def main_first(self, work: Callable[[], Value]) -> Value:
+        """``work`` in the main process while the others wait, then in the others: they find what it wrote."""
+        if self.size == 1:
+            return work()
+        failure: BaseException | None = None
+        if self.main:
+            try:
+                result = work()
+            except Exception as error:  # the others must not wait for ever
+                failure = error
+        said = [None if failure is None else f"{type(failure).__name__}: {failure}"]
+        dist.broadcast_object_list(said)
+        if failure is not None:
+            raise failure
+        if said[0] is not None:
+            raise RuntimeError(f"rank 0 failed: {said[0]}")
+        return result if self.main else work()
+
+    def leave(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(device: str | None = None, parallel: str | None = None) -> World:
+    """Joins the processes that ``torchrun`` started, or stands alone without it.
+
+    Args:
+        device: ``cpu``, ``cuda`` or ``cuda:<number>``; by default a GPU where torch sees one. Under torchrun every
+            process of a machine takes the GPU of its own number.
+        parallel: ``ddp`` (default) or ``fsdp``.
+    """
+    size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    if parallel is not None:
+        one_of("parallel", parallel, PARALLEL)
+        if "WORLD_SIZE" not in os.environ:
+            raise ValueError(
+                f"parallel: {parallel} needs several processes: torchrun --nproc-per-node N -m fasttfm ..."
+            )
+    found = _device(device)
+    if size == 1:
+        return World(found)
+    if found.type == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        if local >= torch.cuda.device_count():
+            raise ValueError(
+                f"device: process {local} of this machine has no GPU; torch sees {torch.cuda.device_count()}"
+            )
+        found = torch.device("cuda", local)
+        torch.cuda.set_device(found)
+        dist.init_process_group("nccl", device_id=found)
+    else:
+        dist.init_process_group("gloo")
+    return World(found, rank, size, parallel or "ddp")
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(name)
+    except RuntimeError:
+        found = torch.device("meta")
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected cpu, cuda or cuda:<number>, got {name!r}")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device: {name} is not here: torch sees {torch.cuda.device_count()} CUDA devices")
+    return found
+
+
+def share_out(module: nn.Module, world: World) -> nn.Module:
+    """The module as its processes train it together. FSDP shards every layer, and what stands around the layers."""
+    if world.parallel is None:
+        return module
+    if world.parallel == "ddp":
+        devices = [world.device] if world.device.type == "cuda" else None
+        return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
+    for layer in [each for each in module.modules() if isinstance(each, EncoderLayer)]:
+        fully_shard(layer)
+    fully_shard(module)
+    return module
+
+
+@contextlib.contextmanager
+def gradients_summed(module: nn.Module, last: bool) -> Iterator[None]:
+    """Around a forward and backward: gradients of all processes meet in the ``last`` of a step's batches only."""
+    if isinstance(module, DistributedDataParallel) and not last:
+        with module.no_sync():
+            yield
+        return
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+    yield
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of which every process has a part, put together; others as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A whole tensor as ``parameter`` is: on its device, shared out among processes if it is."""
+    if tensor.shape != parameter.shape:  # a counter
+        return tensor
+    moved = tensor.to(parameter.device)
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(moved, parameter.device_mesh, parameter.placements)
+    return moved

@@ -1,0 +1,60 @@
+"""Packed batches filled up to one shape, as CUDA graphs want them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fasttfm.data import Batch
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class FixedBatch(Batch):
+    """A batch with fillers: sequences of padding words behind the last, empty ones behind these, labels of -100."""
+
+    real_tokens: Tensor  # int64 [1]: how many tokens are the data's; the fillers stand behind them
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What batches are filled up to."""
+
+    tokens: int
+    sequences: int
+    predictions: int
+    padding: int  # the word that fills up
+
+
+def filled(batch: Batch, shape: Shape) -> Batch:
+    """The batch in ``shape``; as it is where it is larger in some way.
+
+    Tokens are filled up with whole sequences no longer than ``max_seqlen``, so that no sequence of the data changes;
+    ``tokens`` and ``predictions`` remain the numbers of the data's.
+    """
+    missing = shape.tokens - batch.tokens
+    fillers = -(-missing // batch.max_seqlen)
+    sequences = shape.sequences - batch.sequences
+    predictions = 0 if batch.positions is None else shape.predictions - len(batch.positions)
+    if missing < 0 or sequences < fillers or predictions < 0:
+        return batch
+    ends = torch.arange(1, sequences + 1, dtype=batch.cu_seqlens.dtype) * batch.max_seqlen + batch.tokens
+    changes: dict[str, Tensor | None] = {
+        "input_ids": pad(batch.input_ids, (0, missing), value=shape.padding),
+        "cu_seqlens": torch.cat([batch.cu_seqlens, ends.clamp(max=shape.tokens)]),
+        "token_type_ids": _padded(batch.token_type_ids, missing, 0),
+        "positions": _padded(batch.positions, predictions, 0),
+        "labels": _padded(batch.labels, predictions, IGNORED),
+        "sentence_labels": _padded(batch.sentence_labels, sequences, IGNORED),
+        "real_tokens": torch.tensor([batch.tokens]),
+    }
+    kept = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    return FixedBatch(**{**kept, **changes})
+
+
+def _padded(tensor: Tensor | None, count: int, value: int) -> Tensor | None:
+    return None if tensor is None else pad(tensor, (0, count), value=value)

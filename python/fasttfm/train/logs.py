@@ -1,0 +1,190 @@
+"""``RunLog``: what a run leaves of its steps: rows of a CSV file and, where it is installed, TensorBoard's events."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fasttfm.train.loop import StepResult
+from fasttfm.train.progress import Progress
+
+CSV = "log.csv"
+EVENTS = "tensorboard"
+HELD_OUT = "held_out_"
+MEASURED = ("tokens_per_second", "seconds")  # columns that differ from run to run
+
+
+class RunLog:
+    """Takes the steps' results in order and writes a row for every few of them: means over those that were not skipped.
+
+    Args:
+        directory: The run's.
+        terms: The objective's.
+        steps: The run's.
+        every: Steps to a row; evaluations and checkpoints end a row too.
+        start: Steps that are done: rows behind them, of a run that was interrupted, are dropped.
+        progress: Shown while rows are written.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        terms: Sequence[str],
+        *,
+        steps: int,
+        every: int = 10,
+        start: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        names = ["loss", *terms]
+        self.path = directory / CSV
+        self._held_out_columns = [HELD_OUT + name for name in names]
+        counters = ("gradient_norm", "learning_rate", "skipped")
+        self.columns = ["step", "tokens", *names, *counters, *self._held_out_columns, *MEASURED]
+        earlier = [row for row in read_rows(self.path) if int(row["step"]) <= start] if start else []
+        self._file = self._begin(earlier)
+        self._writer = csv.DictWriter(self._file, self.columns, lineterminator="\n")
+        self._events = _events(directory / EVENTS, start)
+        self._progress = progress
+        self._every = every
+        self._window: list[StepResult] = []
+        self._row: dict[str, Any] = dict(earlier[-1]) if earlier else dict.fromkeys(self.columns, 0)
+        self._arrived = float(self._row["seconds"])  # the last result, on this clock
+        self._clock = Stopwatch(self._arrived)
+        self._warm_step = start + min(10, (steps - start) // 3)
+        self._warm: tuple[float, int] | None = None  # seconds and tokens when the first steps were over
+        self.held_out: dict[str, float] = {}  # the last evaluation's
+
+    def _begin(self, rows: Sequence[Mapping[str, str]]) -> Any:
+        """The file with these rows and nothing behind them, open for more."""
+        partial = self.path.with_name(f"{self.path.name}.partial")
+        with partial.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(partial, self.path)
+        return self.path.open("a", newline="", encoding="utf-8")
+
+    def add(self, results: Sequence[StepResult]) -> None:
+        """Takes results that have arrived."""
+        for result in results:
+            if self._window and self._window[-1].step % self._every == 0:
+                self.write()  # not before: an evaluation behind that step would have been part of the row
+            self._window.append(result)
+            self._arrived = self._clock.seconds()
+            if result.step == self._warm_step:
+                self._warm = self._arrived, self.tokens
+            if self._progress is not None:
+                self._progress.advance(result.step)
+
+    def write(self, held_out: Mapping[str, float] | None = None) -> None:
+        """Ends a row; ``held_out`` are an evaluation's numbers behind its last step."""
+        if not self._window and held_out is None:
+            return
+        if self._window:
+            self._row |= self._means() | self._counters()
+            self._window.clear()
+        self.held_out = dict(held_out or self.held_out)
+        evaluated = held_out or {}
+        self._row |= {name: evaluated.get(name.removeprefix(HELD_OUT), "") for name in self._held_out_columns}
+        self._writer.writerow(self._row)
+        self._file.flush()
+        if self._events is not None:
+            for name, value in self._row.items():
+                if name != "step" and value != "":
+                    self._events.add_scalar(name.replace(HELD_OUT, "held out/"), float(value), int(self._row["step"]))
+
+    def _means(self) -> dict[str, float]:
+        """Of losses and norms; those of the row before where every step was skipped."""
+        good = [result for result in self._window if not result.skipped]
+        if not good:
+            return {}
+        losses = {name: sum(result.terms[name] for result in good) for name in good[0].terms}
+        sums = {"loss": sum(result.loss for result in good), **losses}
+        sums["gradient_norm"] = sum(result.gradient_norm for result in good)
+        return {name: value / len(good) for name, value in sums.items()}
+
+    def _counters(self) -> dict[str, Any]:
+        last = self._window[-1]
+        passed = max(self._arrived - float(self._row["seconds"]), 1e-9)
+        tokens = self.tokens
+        rate = (tokens - int(self._row["tokens"])) / passed
+        if self._progress is not None:
+            flops = sum(result.flops for result in self._window)
+            self._progress.say(float(self._means().get("loss", last.loss)), rate, flops / passed)
+        return {
+            "step": last.step,
+            "tokens": tokens,
+            "learning_rate": last.learning_rate,
+            "skipped": int(self._row["skipped"]) + sum(result.skipped for result in self._window),
+            "tokens_per_second": round(rate, 1),
+            "seconds": round(self._arrived, 3),
+        }
+
+    @property
+    def tokens(self) -> int:
+        """Of all steps so far."""
+        return int(self._row["tokens"]) + sum(result.tokens for result in self._window)
+
+    @property
+    def loss(self) -> float:
+        """The last row's."""
+        return float(self._row["loss"])
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Around what is no training: its time does not count."""
+        return self._clock.paused()
+
+    def rate(self) -> float | None:
+        """Tokens a second since the first steps of this process, which warm up."""
+        if self._warm is None or self.tokens == self._warm[1]:
+            return None
+        return (self.tokens - self._warm[1]) / (self._arrived - self._warm[0])
+
+    def close(self) -> None:
+        self.write()
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+class Stopwatch:
+    """Seconds, on top of those of earlier processes of the same run."""
+
+    def __init__(self, before: float = 0.0) -> None:
+        self._before = before
+        self._since: float | None = time.perf_counter()  # None: it stands still
+
+    def seconds(self) -> float:
+        return self._before + (0.0 if self._since is None else time.perf_counter() - self._since)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self._before, self._since = self.seconds(), None
+        try:
+            yield
+        finally:
+            self._since = time.perf_counter()
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a log that are whole: a process may have died while it wrote the last."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except FileNotFoundError:
+        return []
+    return [row for row in rows if None not in row and None not in row.values() and row["seconds"] != ""]
+
+
+def _events(directory: Path, start: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(directory), purge_step=start or None)

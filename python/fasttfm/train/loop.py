@@ -1,0 +1,251 @@
+"""``Trainer``: steps of an optimizer over batches in parts; the means are right, and nothing waits for a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fasttfm.train.cuda_graph import Graphs
+from fasttfm.train.distributed import World, gradients_summed, whole
+from fasttfm.train.schedule import Schedule
+from fasttfm.train.settings import StepSettings
+
+_PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_BEHIND = 8  # a GPU's numbers are waited for this many steps later at the latest
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: the sum of some terms, each a mean over whatever it counts.
+
+    A step's batch is in parts, on several ranks and in several batches of each. So a part's loss is given as sums, and
+    divided by the counts of all parts:
+
+        loss = sum over terms of (sum over parts of sums) / (sum over parts of counts)
+    """
+
+    terms: tuple[str, ...]
+    counts: Callable[[Any], Sequence[float]]  # of a batch on the host: what each term's mean divides by
+    sums: Callable[[Any, Any], Sequence[Tensor]]  # of module and batch: each term's sum, on the device
+    flops: Callable[[Any], float] | None = None  # of a batch on the host: operations of forward and backward
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step's numbers, some steps after it."""
+
+    step: int  # counted from 1
+    loss: float
+    terms: dict[str, float]
+    gradient_norm: float
+    learning_rate: float
+    tokens: int  # of all ranks, where batches say how many they have
+    flops: float
+    skipped: bool  # the loss or the gradient was not finite, and nothing changed
+
+
+class NonFiniteError(RuntimeError):
+    """Several steps in a row had no finite loss and gradient."""
+
+
+class Trainer:
+    """Trains a module.
+
+    Args:
+        module: As ``distributed.share_out`` gives it.
+        objective: What is minimised.
+        optimizer: Of ``optimizers.make_optimizer``.
+        schedule: Its learning rates.
+        settings: How a step is computed.
+        world: The processes; this one alone by default, on the module's device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        objective: Objective,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        settings: StepSettings | None = None,
+        *,
+        world: World | None = None,
+    ) -> None:
+        self.module = module
+        self.objective = objective
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.settings = settings or StepSettings()
+        self.world = world or World(next(module.parameters()).device)
+        self.completed = 0  # steps
+        self.skipped = 0  # of those that have been read
+        self._bad_in_a_row = 0
+        self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self._call: Any = torch.compile(module, dynamic=True) if self.settings.compile else module
+        # What goes into a step and comes out of it: the same memory each time, so that a CUDA graph can hold the work.
+        terms, device = len(objective.terms), self.world.device
+        self._totals = torch.zeros(terms + 2, dtype=torch.float64, device=device)  # counts, tokens, flops
+        self._sums = torch.zeros(terms, dtype=torch.float64, device=device)
+        self._report = torch.zeros(terms + 5, dtype=torch.float64, device=device)
+        self._late: LateValues = LateValues(device)
+        self._graphs = Graphs(self._accumulate, self._update) if self.settings.cuda_graph else None
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def step(self, batches: Sequence[Any]) -> list[StepResult]:
+        """One step over ``batches``, which together are one batch. Returns results of earlier steps that are there."""
+        self.module.train()
+        rate = self.schedule.set(self.completed)
+        self._set_totals(batches)
+        self._sums.zero_()
+        for index, batch in enumerate(batches):
+            with gradients_summed(self.module, last=index + 1 == len(batches)):
+                (self._accumulate if self._graphs is None else self._graphs.accumulate)(self._moved(batch))
+        self.world.sum(self._sums)
+        (self._update if self._graphs is None else self._graphs.update)()
+        self.completed += 1
+        self._late.put((self.completed, rate), self._report)
+        return self._arrived(self._late.take())
+
+    def flush(self) -> list[StepResult]:
+        """Waits for the results of all steps so far."""
+        return self._arrived(self._late.take(everything=True))
+
+    def _set_totals(self, batches: Sequence[Any]) -> None:
+        flops = self.objective.flops or (lambda _: 0.0)
+        rows = [[*self.objective.counts(each), getattr(each, "tokens", 0), flops(each)] for each in batches]
+        totals = torch.tensor(rows, dtype=torch.float64).sum(0)
+        if self.world.device.type == "cuda":
+            totals = totals.pin_memory()
+        self._totals.copy_(totals, non_blocking=True)
+        self.world.sum(self._totals)
+
+    def _moved(self, batch: Any) -> Any:
+        if self.world.device.type == "cuda" and hasattr(batch, "pin_memory"):
+            batch = batch.pin_memory()
+        return batch.to(self.world.device, non_blocking=True)
+
+    def _accumulate(self, batch: Any) -> None:
+        """Adds a part's share to the gradients. Ranks' gradients are averaged, where their sum is wanted."""
+        terms = self._terms(batch)
+        (terms * (self.world.size / self._counts()).float()).sum().backward()
+        self._sums.add_(terms.detach())
+
+    def _counts(self) -> Tensor:
+        return self._totals[: len(self.objective.terms)].clamp(min=1)
+
+    def _terms(self, batch: Any) -> Tensor:
+        dtype = _PRECISIONS[self.settings.precision]
+        with torch.autocast(self.world.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            sums = self.objective.sums(self._call, batch)
+        return torch.stack([each.float() for each in sums])
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        means = self._sums / self._counts()
+        loss = means.sum()
+        gradients = [each.grad for each in self._parameters if each.grad is not None]
+        norm = self._norm(gradients)
+        bad = ~torch.isfinite(norm + loss)
+        scale = torch.ones_like(norm) if self.settings.clip is None else (norm / self.settings.clip).clamp(min=1)
+        self.optimizer.grad_scale = scale.float()  # type: ignore[attr-defined]
+        self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self._report.copy_(torch.cat([means, self._totals[-2:], torch.stack([loss, norm.double(), bad.double()])]))
+        if self._graphs is None:
+            self.optimizer.zero_grad(set_to_none=True)
+        else:  # a graph adds to the same gradients each time
+            torch._foreach_zero_(gradients)
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """Of all gradients together. On the CPU torch adds up a tensor's squares one after the other: in fp64, then."""
+        dtype = torch.float64 if self.world.device.type == "cpu" else None
+        norms = torch._foreach_norm(gradients, 2, dtype=dtype)
+        return whole(torch.linalg.vector_norm(torch.stack(norms)))
+
+    # ---- results -----------------------------------------------------------------------------------------------------
+
+    def _arrived(self, values: Iterable[tuple[Any, list[float]]]) -> list[StepResult]:
+        results = []
+        for (step, rate), (*means, tokens, flops, loss, norm, bad) in values:
+            terms = dict(zip(self.objective.terms, means, strict=True))
+            results.append(StepResult(step, loss, terms, norm, rate, int(tokens), flops, skipped=bool(bad)))
+            self.skipped += bool(bad)
+            self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
+            if self._bad_in_a_row >= self.settings.bad_steps:
+                raise NonFiniteError(
+                    f"the loss or the gradient was not finite in {self._bad_in_a_row} steps in a row, the last of them "
+                    f"step {step} (loss {loss:g}, gradient norm {norm:g}, learning rate {rate:g}); nothing was changed "
+                    "by them. A smaller learning rate or a longer warm-up may help"
+                )
+        return results
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
+        """The terms' means over ``batches`` without dropout, and ``loss``, their sum. All ranks must bring as many."""
+        self.module.eval()
+        sums, totals = torch.zeros_like(self._sums), torch.zeros_like(self._sums)
+        with _own_random_numbers(self.world.device):
+            for batch in batches:
+                counts = torch.tensor(self.objective.counts(batch), dtype=torch.float64)
+                sums += self._terms(self._moved(batch))
+                totals += counts.to(totals.device)
+        means = (self.world.sum(sums) / self.world.sum(totals).clamp(min=1)).tolist()
+        self.module.train()
+        return {"loss": sum(means), **dict(zip(self.objective.terms, means, strict=True))}
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, int]:
+        """Beside module and optimizer. Results must have been flushed."""
+        return {"completed": self.completed, "skipped": self.skipped, "bad_in_a_row": self._bad_in_a_row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.completed, self.skipped, self._bad_in_a_row = (
+            state[name] for name in ("completed", "skipped", "bad_in_a_row")
+        )
+
+
+class LateValues:
+    """Numbers of a device on their way to the host: read when they are there, in order, and never waited for unless
+    they are ``_BEHIND`` steps old. That wait also keeps the host from running far ahead of the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self._waiting: deque[tuple[Any, Tensor, Any]] = deque()
+
+    def put(self, tag: Any, values: Tensor) -> None:
+        """Takes a copy."""
+        if not self.on_gpu:
+            self._waiting.append((tag, values.clone(), None))
+            return
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._waiting.append((tag, host, event))
+
+    def take(self, everything: bool = False) -> Iterator[tuple[Any, list[float]]]:
+        while self._waiting:
+            tag, values, event = self._waiting[0]
+            if event is not None and not event.query():
+                if not everything and len(self._waiting) <= _BEHIND:
+                    return
+                event.synchronize()
+            self._waiting.popleft()
+            yield tag, values.tolist()
+
+
+@contextlib.contextmanager
+def _own_random_numbers(device: torch.device) -> Iterator[None]:
+    """What happens inside draws the same numbers each time, and leaves no trace in those that follow."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        yield

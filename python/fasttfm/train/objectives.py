@@ -1,0 +1,199 @@
+"""What the families are pre-trained on: modules that give the sums of their losses over a packed batch.
+
+    bert      masked words + next sentence        albert    masked words + order of two sentences
+    roberta   masked words                        electra   the generator's masked words + 50 * replaced words
+    gpt(2)    next words
+
+A batch may be filled up to a fixed shape (``fixed_shapes``): what fills it up has no part in any sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fasttfm import models, ops
+from fasttfm.models.config import ModelConfig
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.models.text_model import Encoded, TextModel
+from fasttfm.nn import Encoder, EncoderLayer
+from fasttfm.train.loop import Objective
+
+IGNORED = -100
+
+
+class Pretraining(nn.Module):
+    """A model whose forward gives its losses' sums, by ``terms``."""
+
+    terms: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def counts(self, batch: Any) -> tuple[int, ...]:
+        """What each term's mean divides by."""
+        raise NotImplementedError
+
+    def objective(self) -> Objective:
+        return Objective(self.terms, self.counts, lambda module, batch: module(batch), self.flops)
+
+    def flops(self, batch: Any) -> float:
+        """Of the matrix products that a step cannot do without: forward, and twice that backward."""
+        lengths = batch.cu_seqlens.clamp(max=batch.tokens).diff().double()  # fillers stand behind the data
+        encoders = [each for each in self.modules() if isinstance(each, Encoder)]
+        tokens, scores = float(lengths.sum()), float(lengths.square().sum())
+        return 3.0 * (sum(_encoder_flops(each, tokens, scores) for each in encoders) + self.head_flops(batch))
+
+    def head_flops(self, batch: Any) -> float:
+        head = self.model.lm_head
+        products = sum(each.weight.numel() for each in head.modules() if isinstance(each, nn.Linear))
+        return 2.0 * products * batch.predictions
+
+
+def _encoder_flops(encoder: Encoder, tokens: float, scores: float) -> float:
+    layers = encoder.in_order()
+    share = 0.5 if layers and layers[0].window[1] == 0 else 1.0  # causal: half of the scores
+    return sum(2.0 * tokens * _matrix_elements(each) + share * 4.0 * scores * each.qkv.in_features for each in layers)
+
+
+def _matrix_elements(layer: EncoderLayer) -> int:
+    return sum(each.weight.numel() for each in (layer.qkv, layer.out, layer.up, layer.down))
+
+
+class MaskedWords(Pretraining):
+    """RoBERTa's."""
+
+    terms: ClassVar[tuple[str, ...]] = ("masked_words",)
+
+    def counts(self, batch: Any) -> tuple[int, ...]:
+        return (batch.predictions,)
+
+    def forward(self, batch: Any) -> tuple[Tensor, ...]:
+        return (self.words(_encoded(self.model.encoder, batch), batch),)
+
+    def words(self, encoded: Encoded, batch: Any) -> Tensor:
+        loss: Tensor = self.model.lm_head.loss(encoded.x, batch.labels, positions=batch.positions, reduction="sum")
+        return loss
+
+
+class WordsAndSentences(MaskedWords):
+    """BERT's and ALBERT's."""
+
+    def counts(self, batch: Any) -> tuple[int, ...]:
+        return batch.predictions, int((batch.sentence_labels != IGNORED).sum())
+
+    def forward(self, batch: Any) -> tuple[Tensor, ...]:
+        encoded = _encoded(self.model.encoder, batch)
+        logits = self.sentences(self.model.encoder.pool(encoded)).float()
+        sentences = functional.cross_entropy(logits, batch.sentence_labels, reduction="sum", ignore_index=IGNORED)
+        return self.words(encoded, batch), sentences
+
+    def sentences(self, pooled: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class NextSentence(WordsAndSentences):
+    terms = ("masked_words", "next_sentence")
+
+    def sentences(self, pooled: Tensor) -> Tensor:
+        logits: Tensor = self.model.next_sentence(pooled)
+        return logits
+
+
+class SentenceOrder(WordsAndSentences):
+    terms = ("masked_words", "sentence_order")
+
+    def sentences(self, pooled: Tensor) -> Tensor:
+        logits: Tensor = self.model.sentence_order(self.model.dropout(pooled))
+        return logits
+
+
+class ReplacedWords(Pretraining):
+    """ELECTRA's. The second term has its weight."""
+
+    terms = ("masked_words", "replaced_words")
+
+    def counts(self, batch: Any) -> tuple[int, ...]:
+        return batch.predictions, batch.tokens
+
+    def forward(self, batch: Any) -> tuple[Tensor, ...]:
+        output = self.model(
+            batch.input_ids,
+            labels=batch.labels,
+            positions=batch.positions,
+            cu_seqlens=batch.cu_seqlens,
+            max_seqlen=batch.max_seqlen,
+        )
+        words = output.generator_loss * (batch.labels != IGNORED).sum()
+        replaced = ops.replaced_token_loss(output.logits, output.replaced, mask=_real(batch), reduction="sum")
+        return words, self.model.config.discriminator_weight * replaced
+
+    def head_flops(self, batch: Any) -> float:
+        head = self.model.generator.lm_head
+        products = sum(each.weight.numel() for each in head.modules() if isinstance(each, nn.Linear))
+        dense = self.model.discriminator.discriminator_head.dense.weight.numel()
+        return 2.0 * (products * batch.predictions + dense * batch.tokens)
+
+
+class NextWords(Pretraining):
+    """The GPTs'."""
+
+    terms = ("next_words",)
+
+    def counts(self, batch: Any) -> tuple[int, ...]:
+        return (batch.predictions,)
+
+    def forward(self, batch: Any) -> tuple[Tensor, ...]:
+        encoded = _encoded(self.model.transformer, batch)
+        real = _real(batch)
+        labels = batch.input_ids if real is None else torch.where(real, batch.input_ids, IGNORED)
+        return (self.model.lm_head.loss(encoded.x, labels, batch.cu_seqlens, reduction="sum"),)
+
+
+def _encoded(model: TextModel, batch: Any) -> Encoded:
+    layout = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen}
+    return model.encode(batch.input_ids, None, batch.token_type_ids, **layout)
+
+
+def _real(batch: Any) -> Tensor | None:
+    """Which tokens of a batch that was filled up are the data's; None for all."""
+    count = getattr(batch, "real_tokens", None)
+    return None if count is None else torch.arange(len(batch.input_ids), device=count.device) < count
+
+
+# ---- families --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a kind of model is pre-trained."""
+
+    config: type[ModelConfig]
+    model: type[PretrainedModel]
+    objective: type[Pretraining]
+    examples: str  # data.Objective's kind
+    tokenizer: str  # data.train_tokenizer's kind
+    positions: str = "max_position_embeddings"  # the configuration's field of the longest sequence
+    more_positions: int = 0  # that the table has, and no sequence can use
+
+    @property
+    def sizes(self) -> Sequence[str]:
+        return list(self.config.sizes)
+
+
+FAMILIES = {
+    "bert": Family(models.BertConfig, models.BertForPreTraining, NextSentence, "nsp", "wordpiece"),
+    "roberta": Family(models.RobertaConfig, models.RobertaForMaskedLM, MaskedWords, "single", "bpe", more_positions=2),
+    "albert": Family(models.AlbertConfig, models.AlbertForPreTraining, SentenceOrder, "sop", "wordpiece"),
+    "electra": Family(models.ElectraConfig, models.ElectraForJointPreTraining, ReplacedWords, "electra", "wordpiece"),
+    "gpt": Family(
+        models.OpenAIGPTConfig, models.OpenAIGPTLMHeadModel, NextWords, "causal", "bpe", positions="n_positions"
+    ),
+    "gpt2": Family(models.GPT2Config, models.GPT2LMHeadModel, NextWords, "causal", "bpe", positions="n_positions"),
+}

@@ -1,0 +1,379 @@
+"""``pretrain``: from text files to a model, with everything that a run needs around the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fasttfm import data
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.train import checkpoints as files
+from fasttfm.train.checkpoints import Checkpoints, ModelFiles
+from fasttfm.train.curves import CURVES, write_curves
+from fasttfm.train.distributed import World, join, share_out
+from fasttfm.train.fixed_shapes import Shape, filled
+from fasttfm.train.logs import RunLog
+from fasttfm.train.loop import Trainer
+from fasttfm.train.objectives import FAMILIES, Family, Pretraining
+from fasttfm.train.optimizers import make_optimizer
+from fasttfm.train.progress import Progress, peak_flops
+from fasttfm.train.schedule import Schedule
+from fasttfm.train.settings import PretrainSettings, RunSettings, one_of
+
+
+class RunError(RuntimeError):
+    """A run that cannot begin or go on; the message is for the person who started it."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run has reached."""
+
+    directory: Path
+    checkpoint: Path
+    steps: int
+    tokens: int
+    skipped: int
+    loss: float  # the last rows' mean
+    held_out: dict[str, float]
+    tokens_per_second: float | None  # behind the first steps
+
+
+def pretrain(settings: PretrainSettings, run: RunSettings) -> Summary | None:
+    """Pre-trains a model and returns what it reached; None in other processes than the main one."""
+    one_of("model", settings.family, tuple(FAMILIES))
+    one_of(f"size of {settings.family}", settings.size, tuple(FAMILIES[settings.family].sizes))
+    world = join(run.device, run.parallel)
+    if settings.step.cuda_graph and (world.device.type != "cuda" or world.size > 1):
+        raise ValueError("cuda_graph: expected one process with a GPU")
+    try:
+        summary = _Run(settings, run, world).train()
+    except RuntimeError as error:
+        if world.size == 1 or isinstance(error, RunError):
+            raise
+        steps = Checkpoints(run.output).steps()
+        last = f"the last whole checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint yet"
+        reason = str(error).strip().partition("\n")[0]
+        raise RunError(
+            f"rank {world.rank} of {world.size} cannot go on, most likely because another rank has ended: {reason}. "
+            f"The run is over; {last}; --resume goes on from there"
+        ) from error
+    world.leave()
+    return summary
+
+
+# ---- the parts of a run ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Corpus:
+    tokenizer: data.Tokenizer
+    training: data.TokenShards
+    held_out: data.TokenShards
+
+
+def open_corpus(settings: PretrainSettings, run: RunSettings) -> Corpus:
+    """The tokenizer, loaded or trained, and the shards, prepared if they are not there yet."""
+    source: Any = list(settings.data) or data.shipped_corpus()
+    trained = run.output / "tokenizer"
+    if settings.tokenizer is not None:
+        tokenizer = data.load_tokenizer(settings.tokenizer)
+    elif trained.is_dir():
+        tokenizer = data.load_tokenizer(trained)
+    else:
+        kind: Any = FAMILIES[settings.family].tokenizer
+        tokenizer = data.train_tokenizer(kind, data.read_documents(source), settings.vocabulary)
+        partial = trained.with_name("tokenizer.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        tokenizer.save(partial, model_max_length=settings.max_length)
+        os.rename(partial, trained)
+    shards = data.prepare(
+        source, tokenizer, run.prepared or run.output / "shards", progress=run.progress and sys.stderr.isatty()
+    )
+    if shards.tokens < settings.tokens_per_step or shards.documents < 2:
+        raise RunError(
+            f"the data are too small: {shards.tokens} tokens in {shards.documents} documents, where a step takes "
+            f"{settings.tokens_per_step} tokens and evaluation at least one document of its own"
+        )
+    return Corpus(tokenizer, *shards.split(settings.held_out))
+
+
+def make_model(settings: PretrainSettings, tokenizer: data.Tokenizer) -> PretrainedModel:
+    """The model with parameters drawn from ``settings.seed``."""
+    family = FAMILIES[settings.family]
+    config: Any = family.config.named(settings.size, vocab_size=tokenizer.vocab_size)
+    longest = getattr(config, family.positions)
+    setattr(config, family.positions, max(longest, settings.max_length + family.more_positions))
+    config.pad_token_id = tokenizer.special.pad
+    if settings.dropout is not None:
+        for name in vars(config):
+            if name.endswith(("_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob")):
+                setattr(config, name, settings.dropout)
+    for name, value in settings.changes.items():
+        if name not in vars(config):
+            raise ValueError(f"{name}: expected a field of {type(config).__name__}")
+        setattr(config, name, value)
+    if family.examples == "causal":
+        config.bos_token_id, config.eos_token_id = tokenizer.special.bos, tokenizer.special.eos
+    torch.manual_seed(settings.seed)
+    return family.model(config)
+
+
+class _Run:
+    def __init__(self, settings: PretrainSettings, run: RunSettings, world: World) -> None:
+        self.settings, self.run, self.world = settings, run, world
+        self.family: Family = FAMILIES[settings.family]
+        self.steps = settings.schedule.steps
+        self.checkpoints = Checkpoints(run.output, run.keep)
+        world.main_first(self._open_directory)
+        self.corpus = world.main_first(lambda: open_corpus(settings, run))
+        self.model = make_model(settings, self.corpus.tokenizer).to(world.device)
+        self.files = ModelFiles(self.model, world)
+        self.objective: Pretraining = self.family.objective(self.model)
+        module = share_out(self.objective, world)
+        optimizer = make_optimizer(module, settings.optimizer, capturable=settings.step.cuda_graph)
+        schedule = Schedule(optimizer, settings.schedule)
+        self.trainer = Trainer(module, self.objective.objective(), optimizer, schedule, settings.step, world=world)
+        self.batch_tokens = self._batch_tokens()
+        self.stream = self._stream(self.corpus.training, settings.seed, self._workers())
+        self.evaluation: list[data.Batch] = []
+        torch.manual_seed(settings.seed + 1 + world.rank)
+        self.start = self._resume() if run.resume else 0
+
+    def _open_directory(self) -> None:
+        """The main process first: the others find a directory that is ready."""
+        if not self.world.main:
+            return
+        output = self.run.output
+        if self.run.overwrite and not self.run.resume:
+            for path in [*map(self.checkpoints.path, self.checkpoints.steps()), output / "tokenizer"]:
+                shutil.rmtree(path, ignore_errors=True)
+        if self.checkpoints.steps() and not self.run.resume:
+            raise RunError(f"{output} has checkpoints already: --resume goes on with that run, --overwrite begins anew")
+        output.mkdir(parents=True, exist_ok=True)
+        self.checkpoints.clean()
+
+    def _batch_tokens(self) -> int:
+        settings, parts = self.settings, self.world.size * self.settings.accumulation
+        tokens = settings.tokens_per_step // parts
+        if tokens < settings.max_length:
+            raise RunError(
+                f"tokens per step: {settings.tokens_per_step} in {parts} batches (ranks times accumulation) are "
+                f"{tokens} each, fewer than one sequence of {settings.max_length}"
+            )
+        return tokens
+
+    def _stream(self, shards: data.TokenShards, seed: int, workers: int) -> data.BatchStream:
+        settings, kind = self.settings, self.family.examples
+        objective = data.Objective(kind, settings.max_length)  # type: ignore[arg-type]
+        masking = None
+        if objective.masked:
+            masking = data.Masking(settings.masking, whole_word=settings.whole_word, ngram=settings.ngram)
+        try:
+            return data.BatchStream(
+                shards,
+                objective,
+                masking,
+                tokens_per_batch=self.batch_tokens,
+                seed=seed,
+                rank=self.world.rank,
+                world_size=self.world.size,
+                workers=workers,
+            )
+        except ValueError as error:
+            raise RunError(f"the data are too small, {shards.documents} documents here: {error}") from error
+
+    def _workers(self) -> int:
+        if self.run.workers is not None:
+            return self.run.workers
+        return min(2, os.cpu_count() or 1) if self.world.device.type == "cuda" else 0
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _facts(self) -> dict[str, Any]:
+        """What must be the same in a run that goes on."""
+        nested = dataclasses.asdict(self.settings)
+        flat = {name: value for name, value in nested.items() if not isinstance(value, dict)}
+        for part in ("optimizer", "schedule", "step", "changes"):
+            flat |= {f"{part} {name}": value for name, value in nested[part].items()}
+        names = {"optimizer name": "optimizer", "schedule kind": "schedule", "schedule steps": "steps"}
+        found = {names.get(name, name): value for name, value in flat.items()}
+        found |= {"corpus": self.corpus.training.fingerprint, "ranks": self.world.size}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+    def save(self) -> Path:
+        """Called by all processes, behind a flush of results."""
+        write_model = self.files.writer()
+        collect = self.world.main or self.world.parallel == "fsdp"
+        optimizer = files.optimizer_state(self.trainer.optimizer) if collect else {}
+        own = {"random": files.random_state(self.world.device), "data": self.stream.state_dict()}
+        state = {
+            "settings": self._facts(),
+            "trainer": self.trainer.state_dict(),
+            "optimizer": optimizer,
+            "ranks": self.world.gather(own),
+        }
+
+        def write(directory: Path) -> None:
+            write_model(directory)
+            self.corpus.tokenizer.save(directory, model_max_length=self.settings.max_length)
+            files.write_state(directory, state)
+
+        step = self.trainer.completed
+        return self.checkpoints.save(step, write) if self.world.main else self.checkpoints.path(step)
+
+    def _resume(self) -> int:
+        found = self.checkpoints.newest()
+        if found is None:
+            return 0
+        state = files.read_state(found)
+        try:
+            changed = files.differences(state["settings"], self._facts())
+            if changed:
+                raise RunError(f"{found} is of a run with other settings: {'; '.join(changed)}")
+            own = state["ranks"][self.world.rank]
+            self.files.read(found)
+            files.load_optimizer_state(self.trainer.optimizer, state["optimizer"])
+            self.trainer.load_state_dict(state["trainer"])
+            self.stream.load_state_dict(own["data"])
+            files.set_random_state(own["random"], self.world.device)
+        except (KeyError, IndexError, TypeError) as error:
+            raise RunError(f"{found / files.STATE}: not the state of such a run: {error!r}") from error
+        return self.trainer.completed
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def train(self) -> Summary | None:
+        run, trainer, main = self.run, self.trainer, self.world.main
+        peak = peak_flops(self.world.device)
+        peak = None if peak is None else peak * self.world.size
+        progress = Progress(self.steps, start=self.start, peak=peak) if main and run.progress else None
+        if progress is not None:
+            progress.note(self._description())
+        terms = self.objective.terms
+        log = None
+        if main:
+            log = RunLog(run.output, terms, steps=self.steps, every=run.log_every, start=self.start, progress=progress)
+        evaluate_every = run.evaluate_every or max(1, math.ceil(self.steps / 10))
+        checkpoint_every = run.checkpoint_every or min(1000, max(1, math.ceil(self.steps / 5)))
+        checkpoint = self.checkpoints.path(self.start)
+        batches = self._batches()
+        with _Stop() as stop:
+            while trainer.completed < self.steps:
+                results = trainer.step(list(itertools.islice(batches, self.settings.accumulation)))
+                if log is not None:
+                    log.add(results)
+                ended = trainer.completed == self.steps
+                evaluates = ended or trainer.completed % evaluate_every == 0
+                saves = ended or trainer.completed % checkpoint_every == 0 or (stop.asked and self.world.size == 1)
+                if evaluates or saves:
+                    checkpoint = self._pause(log, evaluates, saves) or checkpoint
+                if stop.asked and not ended:
+                    self._stopped(checkpoint, saved=saves)
+        if progress is not None:
+            progress.close()
+        return None if log is None else self._finish(log, checkpoint)
+
+    def _batches(self) -> Iterator[data.Batch]:
+        if not self.settings.step.cuda_graph:
+            return iter(self.stream)
+        tokens, padding = self.batch_tokens, self.corpus.tokenizer.special.pad or 0
+        # Some sequences are short: twice as many as there would be of full length, or the batch runs without the graph.
+        sequences = 2 * math.ceil(tokens / self.settings.max_length) + 8
+        shape = Shape(tokens, sequences, self.stream.max_predictions or 0, padding)
+        return (filled(batch, shape) for batch in self.stream)
+
+    def _pause(self, log: RunLog | None, evaluates: bool, saves: bool) -> Path | None:
+        """Evaluates and saves; the time does not count as training."""
+        results = self.trainer.flush()
+        if log is not None:
+            log.add(results)
+        held_out = None
+        with _paused(log):
+            if evaluates:
+                held_out = self.trainer.evaluate(self._held_out())
+            if log is not None:
+                log.write(held_out)
+            return self.save() if saves else None
+
+    def _held_out(self) -> list[data.Batch]:
+        """The same batches each time."""
+        if not self.evaluation:
+            stream = self._stream(self.corpus.held_out, self.settings.seed, workers=0)
+            self.evaluation = list(itertools.islice(stream, self.run.evaluation_batches))
+        return self.evaluation
+
+    def _stopped(self, checkpoint: Path, *, saved: bool) -> None:
+        where = f"{checkpoint} was written" if saved else f"the last whole checkpoint is {checkpoint}"
+        raise RunError(
+            f"stopped by a signal behind step {self.trainer.completed}; {where}; --resume goes on from there"
+        )
+
+    def _description(self) -> str:
+        settings, training = self.settings, self.corpus.training
+        ranks = "" if self.world.size == 1 else f", {self.world.size} ranks ({self.world.parallel})"
+        begin = f", from step {self.start} on" if self.start else ""
+        return (
+            f"{settings.family} {settings.size}: {files.count_parameters(self.model) / 1e6:.1f} million parameters, "
+            f"vocabulary of {self.corpus.tokenizer.vocab_size:,}; {training.documents:,} documents, "
+            f"{training.tokens / 1e6:.2f} million tokens, {self.corpus.held_out.documents:,} documents held out; "
+            f"{self.world.device}{ranks}, {settings.step.precision}{begin}"
+        )
+
+    def _finish(self, log: RunLog, checkpoint: Path) -> Summary:
+        rate = log.rate()
+        log.close()
+        title = f"{self.settings.family} {self.settings.size}, {self.settings.tokens_per_step:,} tokens a step"
+        write_curves(log.path, self.run.output / CURVES, title)
+        return Summary(
+            self.run.output,
+            checkpoint,
+            self.trainer.completed,
+            log.tokens,
+            self.trainer.skipped,
+            log.loss,
+            log.held_out,
+            rate,
+        )
+
+
+def _paused(log: RunLog | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if log is None else log.paused()
+
+
+class _Stop:
+    """Notes SIGINT and SIGTERM while it is entered, so that a step ends before the run does."""
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Stop:
+        def ask(number: int, frame: Any) -> None:
+            if self.asked:  # asked twice: at once
+                raise KeyboardInterrupt
+            self.asked = True
+
+        try:
+            self._before = {number: signal.signal(number, ask) for number in self._SIGNALS}
+        except ValueError:  # not in the main thread, where no signal arrives
+            self._before = {}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

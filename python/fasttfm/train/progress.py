@@ -1,0 +1,88 @@
+"""``Progress``: a bar on a terminal, lines now and then elsewhere; and the most that a device can do."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, TextIO
+
+import torch
+
+# Dense bf16 operations a second, as the makers state them; the first name that fits counts.
+_PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L4": 121e12,
+}
+_SECONDS = 10.0  # between lines, where there is no terminal
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's most bf16 operations a second, where they are known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((value for key, value in _PEAKS.items() if key in name), None)
+
+
+class Progress:
+    """Says how far a run is: step, loss, tokens a second, fraction of the peak, time left.
+
+    Args:
+        steps: The run's.
+        start: Those that are done.
+        peak: Operations a second of all devices, where they are known.
+    """
+
+    def __init__(self, steps: int, *, start: int = 0, peak: float | None = None, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._steps, self._done, self._first = steps, start, start
+        self._peak = peak
+        self._begun = self._said = time.perf_counter()
+        self._bar = self._terminal_bar() if self._stream.isatty() else None
+
+    def _terminal_bar(self) -> Any:
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            raise ImportError("the progress bar needs tqdm: pip install fasttfm[train]") from None
+        layout = "{n_fmt}/{total_fmt} |{bar}| {postfix} [{elapsed}, {remaining} left]"
+        return tqdm(total=self._steps, initial=self._done, file=self._stream, bar_format=layout, dynamic_ncols=True)
+
+    def advance(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(step - self._done)
+        self._done = step
+
+    def say(self, loss: float, tokens_per_second: float, flops_per_second: float) -> None:
+        """The newest numbers."""
+        parts = [f"loss {loss:.3f}", f"{tokens_per_second:,.0f} tokens/s"]
+        if self._peak and flops_per_second:
+            parts.append(f"{flops_per_second / self._peak:.0%} of peak")
+        if self._bar is not None:
+            self._bar.set_postfix_str(", ".join(parts), refresh=False)
+            return
+        now = time.perf_counter()
+        if now - self._said >= _SECONDS or self._done == self._steps:
+            self._said = now
+            left = (now - self._begun) / max(1, self._done - self._first) * (self._steps - self._done)
+            print(
+                f"step {self._done}/{self._steps}: {', '.join(parts)}, {left:.0f} s left", file=self._stream, flush=True
+            )
+
+    def note(self, text: str) -> None:
+        """A line above the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

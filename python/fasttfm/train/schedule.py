@@ -1,0 +1,41 @@
+"""The learning rate over a run."""
+
+from __future__ import annotations
+
+import math
+
+from torch.optim import Optimizer
+
+from fasttfm.train.settings import ScheduleSettings
+
+
+def factor(settings: ScheduleSettings, step: int) -> float:
+    """What the learning rate is multiplied with in ``step``, counted from 0: up in a line, the first step included,
+    then down, so that ``settings.final`` is reached where the run ends."""
+    if step < settings.warmup:
+        return (step + 1) / settings.warmup
+    if settings.kind == "constant":
+        return 1.0
+    way = min(1.0, (step - settings.warmup) / max(1, settings.steps - settings.warmup))
+    share = 1 - way if settings.kind == "linear" else (1 + math.cos(math.pi * way)) / 2
+    return settings.final + (1 - settings.final) * share
+
+
+class Schedule:
+    """Sets the learning rates of an optimizer: each parameter group's own, times the factor of the step."""
+
+    def __init__(self, optimizer: Optimizer, settings: ScheduleSettings) -> None:
+        self.optimizer = optimizer
+        self.settings = settings
+        self.rates = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def set(self, step: int) -> float:
+        """Prepares ``step``; returns the largest learning rate."""
+        found = factor(self.settings, step)
+        rates = [rate * found for rate in self.rates]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], float):
+                group["lr"] = rate
+            else:  # a tensor, which a CUDA graph reads
+                group["lr"].fill_(rate)
+        return max(rates)

@@ -1,0 +1,129 @@
+"""What a training run is made of, as dataclasses: the command line fills them, checkpoints keep them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+OPTIMIZERS = ("adamw", "lamb")
+SCHEDULES = ("linear", "cosine", "constant")
+PRECISIONS = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """How parameters are changed. Biases and LayerNorms do not decay."""
+
+    name: str = "adamw"
+    learning_rate: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-6
+    weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        one_of("optimizer", self.name, OPTIMIZERS)
+        at_least("learning_rate", self.learning_rate, 0)
+        at_least("weight_decay", self.weight_decay, 0)
+        at_least("epsilon", self.epsilon, 0)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas: expected two numbers in [0, 1), got {self.betas}")
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """The learning rate's way: up over ``warmup`` steps, then down to ``final`` of it at the end of ``steps``."""
+
+    steps: int
+    warmup: int = 0
+    kind: str = "linear"
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        one_of("schedule", self.kind, SCHEDULES)
+        at_least("steps", self.steps, 1)
+        if not 0 <= self.warmup <= self.steps:
+            raise ValueError(f"warmup: expected a number of steps from 0 to all {self.steps}, got {self.warmup}")
+        if not 0 <= self.final <= 1:
+            raise ValueError(f"final: expected a share of the learning rate in [0, 1], got {self.final}")
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How one step is computed."""
+
+    clip: float | None = 1.0  # the gradient's largest norm
+    precision: str = "float32"  # of the products; parameters and optimizer keep float32
+    compile: bool = False  # the forward, with torch.compile
+    cuda_graph: bool = False  # the whole step: batches must have fixed shapes
+    bad_steps: int = 5  # so many steps in a row without a finite loss and gradient end the run
+
+    def __post_init__(self) -> None:
+        one_of("precision", self.precision, PRECISIONS)
+        at_least("bad_steps", self.bad_steps, 1)
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip: expected a number above 0 or None, got {self.clip}")
+
+
+@dataclass(frozen=True)
+class PretrainSettings:
+    """What decides the result of a pre-training run: a checkpoint goes on under the same ones only."""
+
+    family: str
+    size: str
+    schedule: ScheduleSettings
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    step: StepSettings = field(default_factory=StepSettings)
+    data: tuple[str, ...] = ()  # files, folders or patterns; the corpus that ships with the package by default
+    tokenizer: str | None = None  # a file or folder; by default one is trained on the data
+    vocabulary: int = 4000  # of a tokenizer that is trained: at most so many entries
+    held_out: float = 0.02  # the share of the documents that evaluation is for
+    tokens_per_step: int = 2048  # of all ranks and of a step's batches together
+    accumulation: int = 1  # batches of each rank to a step
+    max_length: int = 128  # tokens of a sequence
+    masking: float = 0.15  # the share of tokens that are predicted, where not all are
+    whole_word: bool = False
+    ngram: int = 1
+    dropout: float | None = None  # the size's own by default
+    changes: dict[str, Any] = field(default_factory=dict)  # fields of the configuration that the size has otherwise
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("accumulation", "tokens_per_step", "max_length"):
+            at_least(name, getattr(self, name), 1)
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout: expected a number in [0, 1), got {self.dropout}")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Where a run takes place, and what it leaves."""
+
+    output: Path
+    prepared: Path | None = None  # token shards; in the output folder by default
+    device: str | None = None
+    parallel: str | None = None
+    resume: bool = False
+    overwrite: bool = False
+    checkpoint_every: int | None = None  # steps; five times in a run by default, or every 1,000 steps
+    keep: int = 3
+    evaluate_every: int | None = None  # steps; ten times in a run by default
+    evaluation_batches: int = 8
+    log_every: int = 10
+    workers: int | None = None  # processes that make batches; by default 2 beside a GPU, none on a CPU
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint_every", "keep", "evaluate_every", "evaluation_batches", "log_every"):
+            if (value := getattr(self, name)) is not None:
+                at_least(name, value, 1)
+
+
+def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+
+
+def at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ValueError(f"{name}: expected a number from {least} on, got {value}")

@@ -1,0 +1,281 @@
+"""The commands around trained models: embed, distill and generate, and answers to what is wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from small_models import addresses, save_bert
+
+from fasttfm import cli, models
+from fasttfm.data import Tokenizer, load_tokenizer
+from fasttfm.generate import generate
+from fasttfm.tasks.families import open_model
+
+TEXTS = ["Peace and commerce with all nations.", "War.", "The army and the navy of the United States."]
+
+
+def run(*arguments: Any) -> int:
+    return cli.main([str(argument) for argument in arguments])
+
+
+def stopped(capsys: pytest.CaptureFixture[str], arguments: Sequence[Any]) -> tuple[int, str]:
+    """The status and the last line on stderr of a command that cannot be run."""
+    with pytest.raises(SystemExit) as error:
+        run(*arguments)
+    return int(error.value.code or 0), capsys.readouterr().err.splitlines()[-1]
+
+
+# ---- embed -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+def test_vectors_are_the_models_states(
+    pooling: str, bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS) + "\n\n")
+    output = tmp_path / "vectors.npy"
+    options = ("--pooling", pooling, "--device", "cpu", "--tokens-per-batch", 12)
+    assert (
+        run(
+            "embed",
+            "--model",
+            bert_directory,
+            "--data",
+            tmp_path / "texts.txt",
+            "--lines",
+            "--output",
+            output,
+            *options,
+        )
+        == 0
+    )
+    assert "note:" not in capsys.readouterr().err
+    found = np.load(output)
+    tokenizer, model = load_tokenizer(bert_directory), open_model(bert_directory, "vectors")
+    special = tokenizer.special
+    for vector, text in zip(found, TEXTS, strict=True):
+        with torch.no_grad():
+            states = model(torch.tensor([[special.cls, *tokenizer.encode(text), special.sep]])).last_hidden_state[0]
+        expected = {"mean": states.mean(0), "first": states[0], "last": states[-1]}[pooling]
+        assert np.allclose(vector, expected, atol=1e-5)
+
+
+def test_several_layers_stand_one_behind_the_other(wordpiece: Tokenizer, tmp_path: Path) -> None:
+    directory = save_bert(wordpiece, tmp_path / "model", num_hidden_layers=3)
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    call = ("embed", "--model", directory, "--data", tmp_path / "texts.jsonl", "--device", "cpu")
+    assert run(*call, "--output", tmp_path / "one.safetensors") == 0
+    assert run(*call, "--layers", 2, "--output", tmp_path / "two.safetensors") == 0
+    one, two = (load_file(tmp_path / f"{name}.safetensors")["vectors"] for name in ("one", "two"))
+    assert (one.shape, two.shape) == ((3, 64), (3, 128))
+    assert np.allclose(one, two[:, 64:], atol=1e-6)
+    assert not np.allclose(one, two[:, :64], atol=1e-2)
+
+
+def test_a_gpt_gives_vectors_too(gpt_directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("\n\n".join(TEXTS))
+    output = tmp_path / "vectors.npy"
+    assert run("embed", "--model", gpt_directory, "--data", tmp_path, "--output", output, "--device", "cpu") == 0
+    tokenizer, model = load_tokenizer(gpt_directory), models.OpenAIGPTModel.from_pretrained(gpt_directory)
+    with torch.no_grad():
+        expected = model(torch.tensor([tokenizer.encode(TEXTS[2])])).last_hidden_state[0].mean(0)
+    assert np.allclose(np.load(output)[2], expected, atol=1e-5)
+
+
+# ---- generate --------------------------------------------------------------------------------------------------------
+
+
+def continued(directory: Path, prompt: str, **options: Any) -> str:
+    """What ``generate`` adds to a prompt."""
+    tokenizer, model = load_tokenizer(directory), open_model(directory, "next words")
+    ids = torch.tensor([tokenizer.encode(prompt)])
+    found = generate(model, ids, eos_token_id=tokenizer.special.eos, **options)[0, ids.shape[1] :]
+    return tokenizer.decode(found)
+
+
+def test_the_terminal_shows_what_generate_gives(gpt_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call = (
+        "generate",
+        "--model",
+        gpt_directory,
+        "--prompt",
+        "The state of the",
+        "--max-new-tokens",
+        20,
+        "--device",
+        "cpu",
+    )
+    assert run(*call) == 0
+    assert capsys.readouterr().out == continued(gpt_directory, "The state of the", max_new_tokens=20) + "\n"
+    for _ in range(2):
+        assert run(*call, "--temperature", 0.9, "--top-k", 50, "--seed", 3) == 0
+    torch.manual_seed(3)
+    sampled = continued(gpt_directory, "The state of the", max_new_tokens=20, do_sample=True, temperature=0.9, top_k=50)
+    assert capsys.readouterr().out == f"{sampled}\n" * 2
+
+
+def test_examples_come_in_front_of_the_prompt(
+    gpt_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shots = tmp_path / "examples.jsonl"
+    shots.write_text("".join(json.dumps({"input": f"{n} plus 1", "output": str(n + 1)}) + "\n" for n in range(3)))
+    call = ("generate", "--model", gpt_directory, "--prompt", "4 plus 1", "--device", "cpu", "--show-prompt")
+    call += ("--max-new-tokens", 1, "--template", r"{input} = {output}", "--separator", r"\n", "--stop", "")
+    assert run(*call, "--shots", shots, "--count", 2, "--description", "Add:") == 0
+    prompt = "Add:\n0 plus 1 = 1\n1 plus 1 = 2\n4 plus 1 ="
+    assert capsys.readouterr().out == prompt + continued(gpt_directory, prompt, max_new_tokens=1) + "\n"
+
+
+def test_examples_that_do_not_fit_are_told(
+    gpt_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shots = tmp_path / "examples.jsonl"
+    shots.write_text("".join(json.dumps({"input": f"question {n}", "output": "answer"}) + "\n" for n in range(30)))
+    assert (
+        run(
+            "generate",
+            "--model",
+            gpt_directory,
+            "--prompt",
+            "x",
+            "--shots",
+            shots,
+            "--max-new-tokens",
+            2,
+            "--device",
+            "cpu",
+        )
+        == 0
+    )
+    assert "of 30 examples do not fit and are left out, the first ones" in capsys.readouterr().err
+
+
+# ---- distill ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "texts.txt"
+    path.write_text("\n\n".join(addresses(12)))
+    return path
+
+
+def distilled(recipe: str, teacher: Path, output: Path, *options: Any) -> dict[str, Any]:
+    call = ("distill", "--recipe", recipe, "--teacher", teacher, "--output", output, "--quiet", "--device", "cpu")
+    assert run(*call, "--max-length", 48, "--tokens-per-batch", 512, "--learning-rate", 2e-3, *options) == 0
+    metrics: dict[str, Any] = json.loads((output / "metrics.json").read_text())
+    return metrics
+
+
+def test_a_distilbert_from_a_corpus(wordpiece: Tokenizer, corpus: Path, tmp_path: Path) -> None:
+    import transformers
+
+    teacher = save_bert(wordpiece, tmp_path / "teacher", num_hidden_layers=4, initializer_range=0.2)
+    metrics = distilled("distilbert", teacher, tmp_path / "student", "--data", corpus, "--steps", 20)
+    before, after = metrics["held_out_before"], metrics["held_out"]
+    assert all(after[term] < 0.9 * before[term] for term in ("loss", "soft", "cosine")), metrics
+    assert after["words"] < before["words"]
+    student = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "student").eval()
+    assert (student.config.model_type, student.config.n_layers) == ("distilbert", 2)
+    ids = torch.arange(5, 15)[None]
+    ours = models.DistilBertForMaskedLM.from_pretrained(tmp_path / "student")
+    with torch.no_grad():
+        assert torch.allclose(student(ids).logits, ours(ids).logits, atol=1e-4)
+    with (tmp_path / "student" / "log.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {"soft", "words", "cosine"} < rows[0].keys()
+
+
+def test_a_tinybert_in_two_stages(wordpiece: Tokenizer, corpus: Path, tmp_path: Path) -> None:
+    teacher = save_bert(wordpiece, tmp_path / "teacher", num_hidden_layers=2)
+    general, tuned, special = (tmp_path / name for name in ("general", "tuned", "special"))
+    options = ("--data", corpus, "--steps", 20, "--layers", 1, "--width", 32)
+    metrics = distilled("tinybert", teacher, general, *options)
+    for term in ("embeddings", "attention", "hidden"):
+        assert metrics["held_out"][term] < metrics["held_out_before"][term]
+    assert (general / "projections.safetensors").is_file()
+    call = ("finetune", "--task", "pair", "--model", teacher, "--output", tuned, "--quiet", "--device", "cpu")
+    assert run(*call, "--epochs", 4, "--learning-rate", 3e-3, "--tokens-per-batch", 1024, "--max-length", 48) == 0
+    options = ("--task", "pair", "--student", general, "--epochs", 1, "--prediction-epochs", 5)
+    scores = distilled("tinybert", tuned, special, *options)
+    assert scores["teacher"]["accuracy"] > scores["majority"]["accuracy"] + 0.2
+    assert scores["student"]["accuracy"] > scores["majority"]["accuracy"] + 0.1
+    student = models.BertForSequenceClassification.from_pretrained(special)
+    assert (student.config.hidden_size, student.config.num_hidden_layers) == (32, 1)
+    assert (special / "predictions.tsv").is_file()
+    with (special / "predictions" / "log.csv").open() as file:
+        losses = [float(row["predictions"]) for row in csv.DictReader(file)]
+    assert losses[-1] < losses[0]
+
+
+# ---- what is wrong ---------------------------------------------------------------------------------------------------
+
+
+def test_sentences_say_what_is_wrong(
+    bert_directory: Path, gpt_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finetune = ("finetune", "--model", bert_directory, "--output", tmp_path / "out", "--task")
+    cases: list[tuple[Sequence[Any], int, str]] = [
+        (("finetune", "--task", "tag", "--model", tmp_path / "none"), 1, "none: expected a directory with a model"),
+        (("finetune", "--task", "tag", "--model", gpt_directory), 2, "openai-gpt has no head for it"),
+        ((*finetune, "pair", "--data", tmp_path / "none.tsv"), 1, "none.tsv"),
+        ((*finetune, "tag", "--values"), 2, "--values: expected with the tasks classify and pair, got tag"),
+        ((*finetune, "classify", "--epochs", "-1"), 2, "epochs: expected a number from 0 on, got -1"),
+        (
+            (*finetune, "classify", "--layer-decay", "2"),
+            2,
+            "layer_decay: expected a number above 0 and up to 1, got 2.0",
+        ),
+        ((*finetune, "classify", "--max-length", "999"), 2, "expected no more than the model's 128 positions, got 999"),
+        ((*finetune, "qa", "--max-length", "64", "--stride", "60"), 2, "stride: expected 1 to"),
+        ((*finetune, "classify", "--device", "tpu"), 2, "--device: expected cpu or cuda, got 'tpu'"),
+        (
+            ("embed", "--model", bert_directory, "--data", tmp_path, "--output", "x.csv"),
+            2,
+            "ends in .npy or .safetensors",
+        ),
+        (("generate", "--model", bert_directory, "--prompt", "a"), 2, "bert has no head for it"),
+        (("generate", "--model", gpt_directory, "--prompt", ""), 2, "--prompt: expected a text with words, got none"),
+        (("generate", "--model", gpt_directory, "--prompt", "a", "--top-p", "2"), 2, "top_p: expected"),
+        (("distill", "--recipe", "distilbert", "--teacher", bert_directory, "--task", "tag"), 2, "fasttfm finetune"),
+        (("distill", "--recipe", "tinybert", "--teacher", bert_directory, "--task", "tag"), 2, "--student: expected"),
+        (
+            ("distill", "--recipe", "tinybert", "--teacher", bert_directory, "--width", "7"),
+            2,
+            "width: expected a multiple",
+        ),
+    ]
+    for arguments, status, expected in cases:
+        found, line = stopped(capsys, arguments)
+        assert expected in line, (arguments, line)
+        assert found == status, (arguments, line)
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_trained_that_could_not_be_scored(
+    bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    call = ("finetune", "--task", "classify", "--model", bert_directory, "--output", tmp_path / "out")
+    assert stopped(capsys, call) == (1, "fasttfm finetune: scores need scikit-learn: pip install 'fasttfm[tasks]'")
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("command", ["finetune", "embed", "distill", "generate"])
+def test_help_explains_the_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        run(command, "--help")
+    assert error.value.code == 0
+    text = capsys.readouterr().out
+    assert f"  fasttfm {command} --" in text  # an example
+    assert "(default: None)" not in text
+    assert "(default: False)" not in text

@@ -1,0 +1,343 @@
+"""The parts of fine-tuning: examples in, features, targets and predictions out; what is trained; what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fasttfm import models
+from fasttfm.data import DataError, Tokenizer
+from fasttfm.data.task_files import Answer, ChoiceExample, QuestionExample, TagExample, TextExample
+from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, format_of, predict, prepare
+from fasttfm.tasks.labels import TagTask
+from fasttfm.tasks.questions import QuestionTask
+from fasttfm.tasks.rates import Rates, freeze
+from fasttfm.tasks.reading import read_examples
+from fasttfm.tasks.task import Language
+
+TEXTS = ["peace and commerce", "war and the army", "the peace of nations", "an army in war"]
+pytestmark = pytest.mark.filterwarnings("ignore:.*drawn anew, to be trained")
+PEACE = [TextExample(text, None, "peace" if "peace" in text else "war") for text in TEXTS]
+
+
+def language(tokenizer: Tokenizer, length: int = 32) -> Language:
+    config = SimpleNamespace(type_vocab_size=2)
+    return Language(tokenizer, "bert", format_of("bert", config, tokenizer, length))
+
+
+def settings(rate: float = 3e-3, **changes: Any) -> FinetuneSettings:
+    return FinetuneSettings(rates=Rates(rate), **changes)
+
+
+def trained(directory: Path, changes: dict[str, Any], **options: Any) -> tuple[Any, Any, list[float]]:
+    model, task = prepare("classify", directory, PEACE, **options)
+    losses: list[float] = []
+    FineTuning(model, task, PEACE, settings(**changes)).run(
+        lambda results: losses.extend(each.loss for each in results)
+    )
+    return model, task, losses
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_decides_everything(bert_directory: Path) -> None:
+    states = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(0)  # of the head
+        model, _, losses = trained(bert_directory, {"epochs": 2, "tokens_per_batch": 12, "seed": seed})
+        assert len(losses) == 4
+        states.append(model.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not all(torch.equal(states[0][name], states[2][name]) for name in states[0])
+
+
+def test_batches_of_a_step_are_one_batch(bert_directory: Path) -> None:
+    found = []
+    for changes in ({"tokens_per_batch": 1000}, {"tokens_per_batch": 14, "accumulation": 100}):
+        torch.manual_seed(0)
+        _, _, losses = trained(bert_directory, {"epochs": 1, "warmup": 0.0, **changes})
+        assert len(losses) == 1
+        found.append(losses[0])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_what_is_frozen_keeps_its_bits(bert_directory: Path) -> None:
+    model, task = prepare("classify", bert_directory, PEACE)
+    freeze(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    FineTuning(model, task, PEACE, settings(epochs=1)).run(lambda results: None)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"bert.pooler.weight", "bert.pooler.bias", "classifier.weight", "classifier.bias"}
+
+
+def test_predictions_do_not_depend_on_the_batch(bert_directory: Path) -> None:
+    model, task = prepare("classify", bert_directory, PEACE)
+    logits = [
+        torch.cat([task.logits(model, task.batch([feature])) for feature in task.features(PEACE)]),
+        task.logits(model, task.batch(task.features(PEACE))),
+    ]
+    assert torch.allclose(*logits, atol=1e-5)
+    assert predict(model, task, PEACE, tokens=1) == predict(model, task, PEACE, tokens=1000)
+
+
+def test_labels_keep_a_trained_models_order(bert_directory: Path, tmp_path: Path) -> None:
+    model, task = prepare("classify", bert_directory, PEACE, labels=["war", "peace"])
+    assert task.labels == ["war", "peace"]
+    model.save_pretrained(tmp_path)
+    task.language.tokenizer.save(tmp_path)
+    again, same = prepare("classify", tmp_path, PEACE)
+    assert same.labels == ["war", "peace"]
+    assert torch.equal(again.classifier.weight, model.classifier.weight)
+    assert prepare("classify", bert_directory, PEACE)[1].labels == ["peace", "war"]
+
+
+def test_values_are_estimated(bert_directory: Path) -> None:
+    examples = [TextExample(text, None, "1.0" if "peace" in text else "-1") for text in TEXTS]
+    model, task = prepare("classify", bert_directory, examples, values=True)
+    FineTuning(model, task, examples, settings(epochs=20)).run(lambda results: None)
+    assert model.config.num_labels == 1
+    assert task.scores(examples, predict(model, task, examples))["pearson"] > 0.9
+    assert task.majority(examples, examples) == [0.0] * 4
+    with pytest.raises(DataError, match="label: expected a number, got 'peace'"):
+        task.features(PEACE)
+
+
+# ---- families --------------------------------------------------------------------------------------------------------
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "roberta": ("Roberta", {**SMALL, "max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1}, "bpe"),
+    "albert": ("Albert", {**SMALL, "embedding_size": 16, "max_position_embeddings": 64}, "wordpiece"),
+    "electra": ("Electra", {**SMALL, "embedding_size": 16, "max_position_embeddings": 64}, "wordpiece"),
+    "distilbert": (
+        "DistilBert",
+        {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "max_position_embeddings": 64},
+        "wordpiece",
+    ),
+    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}, "bpe"),
+}
+EXAMPLES: dict[str, list[Any]] = {
+    "pair": [TextExample(first, "and so on", "a" if "war" in first else "b") for first in TEXTS],
+    "tag": [TagExample(text.split(), ["O"] * (len(text.split()) - 1) + ["B-X"]) for text in TEXTS],
+    "qa": [QuestionExample(text, "what?", text, [Answer(text[:3], 0)], False) for text in TEXTS],
+    "choice": [ChoiceExample(text, "", ["yes", "no", "perhaps"], index % 3) for index, text in enumerate(TEXTS)],
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_takes_a_step(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Packed batches of every task, with what a family has: segments or none, one separator or two, new words."""
+    name, sizes, kind = FAMILIES[family]
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    torch.manual_seed(0)
+    config = getattr(models, f"{name}Config")(vocab_size=tokenizer.vocab_size, **sizes)
+    getattr(models, f"{name}Model")(config).save_pretrained(tmp_path)
+    tokenizer.save(tmp_path)
+    for task_name, examples in EXAMPLES.items():
+        if family == "gpt2" and task_name in ("tag", "qa"):
+            continue
+        model, task = prepare(task_name, tmp_path, examples)
+        batch = task.batch(task.features(examples))
+        assert (batch.token_type_ids is None) == (family in ("roberta", "distilbert", "gpt2"))
+        separators = batch.input_ids.tolist().count(tokenizer.special.sep)
+        assert (
+            separators == {"roberta": 3, "gpt2": 0}.get(family, 2) * (len(batch.cu_seqlens) - 1) or task_name == "tag"
+        )
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        FineTuning(model, task, examples, settings(epochs=1, warmup=0.0)).run(lambda results: None)
+        moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+        assert any("encoder.layers.0" in name for name in moved)
+        assert any("embeddings" in name for name in moved)
+        assert len(predict(model, task, examples)) == len(examples)
+
+
+# ---- GPT-1 -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_gpt_learns_labels_and_words(gpt_directory: Path) -> None:
+    model, task, losses = trained(gpt_directory, {"epochs": 20})
+    assert isinstance(model, models.OpenAIGPTForSequenceClassification)
+    assert predict(model, task, PEACE) == [example.label for example in PEACE]
+    assert losses[-1] < losses[0] / 2
+    batch = task.batch(task.features(PEACE))
+    with_words = float(task.loss(model, batch).detach())
+    task.auxiliary = 0.0
+    labels_only = float(task.loss(model, task.batch(task.features(PEACE))).detach())
+    assert "lm_labels" in batch.targets
+    words = models.OpenAIGPTLMHeadModel(model.config)
+    words.transformer.load_state_dict(model.transformer.state_dict())
+    mean = float(words.eval()(**batch.inputs(), labels=batch.input_ids).loss.detach())
+    assert with_words == pytest.approx(labels_only + 0.5 * mean, rel=1e-4)
+
+
+def test_the_weight_of_words_is_the_callers(gpt_directory: Path) -> None:
+    losses = []
+    for auxiliary in (0.0, 0.5, 1.0):
+        torch.manual_seed(0)
+        model, task = prepare("classify", gpt_directory, PEACE, auxiliary=auxiliary)
+        losses.append(float(task.loss(model, task.batch(task.features(PEACE))).detach()))
+    assert losses[2] - losses[1] == pytest.approx(losses[1] - losses[0], rel=1e-3)
+    assert losses[1] > losses[0]
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+def test_words_are_tagged_by_their_first_token(kind: str, request: pytest.FixtureRequest) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    words = ["Constantinople", ",", "the", "government's", "D.C.", "war"]
+    example = TagExample(words, ["B-LOC", "O", "O", "B-ORG", "B-LOC", "O"])
+    task = TagTask(language(tokenizer, 64), [example])
+    (feature,) = task.features([example])
+    batch = task.batch([feature])
+    labels = batch.targets["labels"]
+    places = (labels != -100).nonzero().flatten().tolist()
+    assert len(places) == len(words) < len(batch.input_ids) - 2
+    assert [task.labels[label] for label in labels[places]] == example.tags
+    assert batch.count == len(words)
+    for place, word in zip(places, words, strict=True):
+        piece = tokenizer.token(batch.input_ids[place]).lstrip("Ġ").lower()
+        assert word.lower().startswith(piece)
+
+
+def test_a_long_sentence_is_tagged_in_pieces(wordpiece: Tokenizer) -> None:
+    words = ["the", "Congress"] * 30
+    example = TagExample(words, ["O", "B-ORG"] * 30)
+    task = TagTask(language(wordpiece, 16), [example])
+    features = task.features([example])
+    assert len(features) > 3
+    batch = task.batch(features)
+    assert all(feature.tokens <= 16 for feature in features)
+    assert batch.count == 60
+    perfect = torch.nn.functional.one_hot(batch.targets["labels"].clamp(min=0), 2).float()
+    predictions = task.predictions([example], features, task.read(batch, perfect))
+    assert predictions == [example.tags]
+    assert task.scores([example], predictions)["f1"] == 1.0
+
+
+# ---- endings ---------------------------------------------------------------------------------------------------------
+
+
+def test_endings_are_read_behind_the_context(bert_directory: Path) -> None:
+    example = ChoiceExample("the war", "then", ["came peace", "went on"], 1)
+    model, task = prepare("choice", bert_directory, [example])
+    (feature,) = task.features([example])
+    tokenizer = task.language.tokenizer
+    assert [tokenizer.decode(each.ids) for each in feature.sequences] == [
+        "the war then came peace",
+        "the war then went on",
+    ]
+    assert task.logits(model, task.batch([feature])).shape == (1, 2)
+    with pytest.raises(DataError, match="example 1: expected 2 endings, as the first example has, got 3"):
+        task.features([ChoiceExample("a", "", ["b", "c", "d"], 0)])
+
+
+# ---- questions -------------------------------------------------------------------------------------------------------
+
+
+def question(context: str, answer: str | None, number: int = 0) -> QuestionExample:
+    answers = [] if answer is None else [Answer(answer, context.index(answer))]
+    return QuestionExample(f"q{number}", "Which year?", context, answers, answer is None)
+
+
+def test_answers_are_found_over_windows(wordpiece: Tokenizer) -> None:
+    """With logits that point at the right tokens, the text of the answer comes out, whatever window has it."""
+    long = " ".join(["peace and commerce with all nations"] * 12)
+    examples = [question(f"{long}, in 1787; {long}", "1787"), question(long, None, 1), question("In 1812.", "1812", 2)]
+    task = QuestionTask(language(wordpiece, 40), examples, stride=9)
+    features = task.features(examples)
+    assert len(features) > 10
+    batch = task.batch(features)
+    assert all(len(sequence.ids) <= 40 for feature in features for sequence in feature.sequences)
+    starts, ends = batch.targets["start_positions"], batch.targets["end_positions"]
+    longest = max(feature.tokens for feature in features)
+    logits = torch.stack([torch.nn.functional.one_hot(each, longest).float() * 9 for each in (starts, ends)]).flatten(
+        0, 1
+    )
+    predictions = task.predictions(examples, features, task.read(batch, logits))
+    assert predictions[0].text == "1787"
+    assert predictions[2].text == "1812"
+    task.tune(examples, predictions)
+    assert task.answers(examples, predictions) == {"q0": "1787", "q1": "", "q2": "1812"}
+    assert task.scores(examples, predictions)["exact"] == 1.0
+
+
+def test_without_unanswerable_questions_nothing_is_tuned(wordpiece: Tokenizer) -> None:
+    examples = [question("In 1812.", "1812")]
+    task = QuestionTask(language(wordpiece), examples)
+    features = task.features(examples)
+    rows = np.zeros((1, features[0].tokens))
+    rows[0, 0] = 99.0  # the first token says: no answer
+    predictions = task.predictions(examples, features, [(rows[0], rows[0])])
+    task.tune(examples, predictions)
+    assert task.threshold is None
+    assert task.answers(examples, predictions)["q0"] != ""
+
+
+def test_logits_of_questions_are_the_models(bert_directory: Path) -> None:
+    examples = [question("In 1812 or later.", "1812"), question("In 1912.", "1912", 1)]
+    model, task = prepare("qa", bert_directory, examples)
+    batch = task.batch(task.features(examples))
+    with torch.no_grad():
+        read = task.read(batch, task.logits(model, batch))
+        for feature, (start, end) in zip(batch.features, read, strict=True):
+            alone = model(torch.tensor([feature.sequences[0].ids]), None, torch.tensor([feature.sequences[0].segments]))
+            assert np.allclose(start[: feature.tokens], alone.start_logits[0].numpy(), atol=1e-4)
+            assert np.allclose(end[: feature.tokens], alone.end_logits[0].numpy(), atol=1e-4)
+            assert (start[feature.tokens :] < -1e30).all()
+
+
+# ---- where examples come from ----------------------------------------------------------------------------------------
+
+
+def test_a_directory_has_parts(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="expected a file whose name has 'train' in it, got none"):
+        read_examples("classify", tmp_path)
+    (tmp_path / "train.tsv").write_text("sentence\tlabel\na\t0\nb\t1\n")
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\nc\t1\n")
+    found = read_examples("classify", tmp_path)
+    assert [example.first for example in found.train] == ["a", "b"]
+    assert [example.first for example in found.dev] == ["c"]
+    (tmp_path / "dev_mismatched.tsv").write_text("sentence\tlabel\nc\t1\n")
+    with pytest.raises(DataError, match=r"expected one file for dev, got dev.tsv, dev_mismatched.tsv"):
+        read_examples("classify", tmp_path)
+    assert read_examples("classify", tmp_path, tmp_path / "dev.tsv") == found
+
+
+def test_a_tenth_is_held_out_where_nothing_else_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "all.tsv"
+    path.write_text("sentence\tlabel\n" + "".join(f"text {number}\t{number % 2}\n" for number in range(40)))
+    found = read_examples("classify", path)
+    assert (len(found.train), len(found.dev)) == (36, 4)
+    assert {example.first for example in [*found.train, *found.dev]} == {f"text {number}" for number in range(40)}
+    assert read_examples("classify", path) == found
+    assert read_examples("classify", path, seed=1) != found
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_examples_without_labels_teach_nothing(bert_directory: Path) -> None:
+    with pytest.raises(DataError, match="expected a label for every example to learn from"):
+        prepare("classify", bert_directory, [TextExample("a", None, None)])
+    with pytest.raises(DataError, match="expected examples to learn from, got none"):
+        prepare("tag", bert_directory, [])
+
+
+def test_lengths_and_vocabularies_must_fit(bert_directory: Path, bpe: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_length: expected no more than the model's 128 positions, got 200"):
+        prepare("classify", bert_directory, PEACE, max_length=200)
+    config = models.BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    models.BertModel(config).save_pretrained(tmp_path)
+    bpe.save(tmp_path)
+    with pytest.raises(
+        DataError, match=f"expected no more words than the model's 50, got a tokenizer with {bpe.vocab_size}"
+    ):
+        prepare("classify", tmp_path, PEACE)

@@ -1,0 +1,98 @@
+"""Every task's fine-tuning on its shipped sample, from drawn parameters to files, in seconds."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fasttfm import cli
+from fasttfm.data.task_files import read_conll, read_squad
+from fasttfm.data.texts import shipped_task
+from fasttfm.tasks.families import open_model
+
+# Epochs, learning rate, the score to look at, and by how much it must be above the majority's.
+RUNS = {
+    "classify": (6, 3e-3, "accuracy", 0.15),
+    "pair": (5, 3e-3, "accuracy", 0.2),
+    "tag": (15, 5e-3, "f1", 0.3),
+    "qa": (5, 3e-3, "exact", 0.08),
+    "choice": (6, 3e-3, "accuracy", 0.3),
+}
+FILES = {"classify": "tsv", "pair": "tsv", "tag": "conll", "qa": "json", "choice": "csv"}
+
+
+def finetune(task: str, model: Path, output: Path, *options: str) -> dict[str, Any]:
+    epochs, rate, _, _ = RUNS[task]
+    arguments = ["finetune", "--task", task, "--model", str(model), "--output", str(output), "--quiet"]
+    arguments += ["--epochs", str(epochs), "--learning-rate", str(rate), "--tokens-per-batch", "1024"]
+    assert cli.main([*arguments, "--max-length", "64", "--device", "cpu", *options]) == 0
+    return json.loads((output / "metrics.json").read_text())
+
+
+@pytest.mark.parametrize("task", RUNS)
+def test_a_model_is_better_than_the_commonest_answer(task: str, bert_directory: Path, tmp_path: Path) -> None:
+    metrics = finetune(task, bert_directory, tmp_path)
+    _, _, score, margin = RUNS[task]
+    assert metrics["dev"][score] > metrics["majority"][score] + margin, metrics
+    for name in (f"predictions.{FILES[task]}", "log.csv", "curves.png", "tokenizer.json", "config.json"):
+        assert (tmp_path / name).stat().st_size > 0
+    assert not list(tmp_path.glob("*.partial"))
+    check_predictions(task, tmp_path, metrics)
+    check_with_transformers(task, tmp_path)
+
+
+def check_predictions(task: str, output: Path, metrics: dict[str, Any]) -> None:
+    """The file holds what the scores are of."""
+    gold = shipped_task(task)["dev"]
+    text = (output / f"predictions.{FILES[task]}").read_text()
+    if task == "qa":
+        examples = read_squad(gold)
+        assert list(json.loads(text)) == [example.id for example in examples]
+    elif task == "tag":
+        rows = [line.split(" ") for line in text.splitlines() if line]
+        assert [row[:2] for row in rows] == [
+            [*pair] for each in read_conll(gold) for pair in zip(each.words, each.tags, strict=True)
+        ]
+        assert sum(tag == found for _, tag, found in rows) / len(rows) == pytest.approx(metrics["dev"]["accuracy"])
+    else:
+        form = {} if task == "choice" else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+        found = [row[1] for row in csv.reader(text.splitlines()[1:], **form)]
+        with gold.open(newline="") as file:
+            labels = [row["label"] for row in csv.DictReader(file, **form)]
+        right = [a == b for a, b in zip(found, labels, strict=True)]
+        assert sum(right) / len(right) == pytest.approx(metrics["dev"]["accuracy"])
+
+
+def check_with_transformers(task: str, directory: Path) -> None:
+    """transformers opens the directory and says the same."""
+    import transformers
+
+    classes = {
+        "classify": "AutoModelForSequenceClassification",
+        "pair": "AutoModelForSequenceClassification",
+        "tag": "AutoModelForTokenClassification",
+        "qa": "AutoModelForQuestionAnswering",
+        "choice": "AutoModelForMultipleChoice",
+    }
+    theirs = getattr(transformers, classes[task]).from_pretrained(directory).eval()
+    ours = open_model(directory, task)
+    ids = torch.arange(5, 17).view(1, 4, 3) if task == "choice" else torch.arange(5, 17).view(2, 6)
+    with torch.no_grad():
+        for mine, other in zip(ours(ids).to_tuple(), theirs(ids).to_tuple(), strict=True):
+            assert torch.allclose(mine, other, atol=1e-4)
+    words = transformers.AutoTokenizer.from_pretrained(directory)
+    assert words.decode(words("the Congress", "of peace").input_ids) == "[CLS] the congress [SEP] of peace [SEP]"
+    if task == "classify":
+        assert theirs.config.id2label == {0: "1801-1870", 1: "1901-1950", 2: "1991-2021"}
+
+
+def test_a_gpt_chooses_in_gpt_1s_way(gpt_directory: Path, tmp_path: Path) -> None:
+    metrics = finetune("choice", gpt_directory, tmp_path, "--epochs", "2", "--max-length", "100")
+    assert metrics["dev"]["accuracy"] > metrics["majority"]["accuracy"] + 0.2, metrics
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["vocab_size"] == json.loads((gpt_directory / "config.json").read_text())["vocab_size"] + 3

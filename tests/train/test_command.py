@@ -1,0 +1,108 @@
+"""``fasttfm pretrain``: what it prints and leaves, and how it answers to what cannot be done."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fasttfm import cli
+from fasttfm.train.logs import read_rows
+
+
+def arguments(corpus: dict[str, Path], output: Path, *more: str) -> list[str]:
+    paths = ["--data", str(corpus["data"]), "--tokenizer", str(corpus["wordpiece"]), "--output", str(output)]
+    small = ["--size", "tiny", "--max-length", "64", "--tokens-per-step", "128", "--steps", "2", "--held-out", "0.1"]
+    return ["pretrain", "bert", "--device", "cpu", *paths, *small, *more]
+
+
+def test_a_run_says_what_it_reached(
+    corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments(corpus, tmp_path / "run")) == 0
+    said = capsys.readouterr()
+    assert re.search(r"bert tiny: 0.5 million parameters, vocabulary of 2\d\d; 36 documents", said.err)
+    assert "step 2/2: loss" in said.err
+    assert "2 steps, " in said.out
+    assert "held out: loss" in said.out
+    for name in ("checkpoint-000002", "log.csv", "curves.png"):
+        assert str(tmp_path / "run" / name) in said.out
+        assert (tmp_path / "run" / name).exists()
+
+
+def test_a_new_folder_for_every_run(corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = arguments(corpus, tmp_path / "unused", "--quiet")
+    place = given.index("--output")
+    for _ in range(2):
+        assert cli.main([*given[:place], *given[place + 2 :]]) == 0
+    assert sorted(path.name for path in (tmp_path / "fasttfm-runs").iterdir()) == ["bert-tiny-1", "bert-tiny-2"]
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "sentence"),
+    [
+        (["--size", "huge"], 2, "size of bert: expected one of tiny, mini, small, medium, base, large, got 'huge'"),
+        (["--set", "layers=3"], 2, "layers: expected a field of BertConfig"),
+        (["--set", "layers"], 2, "argument --set: expected FIELD=VALUE, got 'layers'"),
+        (["--device", "tpu"], 2, "device: expected cpu, cuda or cuda:<number>, got 'tpu'"),
+        (["--device", "cuda:7"], 2, "device: cuda:7 is not here: torch sees"),
+        (["--parallel", "ddp"], 2, "parallel: ddp needs several processes: torchrun --nproc-per-node N -m fasttfm ..."),
+        (["--optimizer", "sgd"], 2, "optimizer: expected one of adamw, lamb, got 'sgd'"),
+        (["--steps", "0"], 2, "steps: expected a number from 1 on, got 0"),
+        (["--warmup", "9"], 2, "warmup: expected a number of steps from 0 to all 2, got 9"),
+        (["--cuda-graph"], 2, "cuda_graph: expected one process with a GPU"),
+        (["--data", "/nowhere/texts.txt"], 1, "/nowhere/texts.txt"),
+        (["--tokenizer", "/nowhere/vocab.txt"], 1, "/nowhere/vocab.txt"),
+        (["--tokens-per-step", "9999999"], 1, "the data are too small"),
+        (["--tokens-per-step", "32"], 1, "32 in 1 batches (ranks times accumulation) are 32 each, fewer than one"),
+        (["--held-out", "0.01"], 1, "the data are too small, 1 documents here"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    more: list[str],
+    status: int,
+    sentence: str,
+    corpus: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if more == ["--device", "cuda:7"] and torch.cuda.device_count() > 7:
+        pytest.skip("there is such a device")
+    try:
+        found: Any = cli.main(arguments(corpus, tmp_path / "run", *more))
+    except SystemExit as stopped:
+        found = stopped.code
+    assert found == status
+    assert sentence in capsys.readouterr().err
+
+
+def test_resume_needs_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["pretrain", "--resume"])
+    assert "--resume: expected --output, the folder of the run to go on with" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_main_job(tmp_path: Path) -> None:
+    """The README's numbers, loosely: the loss that `fasttfm pretrain` reaches, and that transformers opens the rest."""
+    transformers = pytest.importorskip("transformers")
+    begun = time.perf_counter()
+    # An eighth of the default's steps, so that the tests take less long than the job.
+    command = [sys.executable, "-m", "fasttfm", "pretrain", "--steps", "50", "--output", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr
+    rows = read_rows(tmp_path / "run" / "log.csv")
+    first, last = float(rows[0]["masked_words"]), float(rows[-1]["masked_words"])
+    assert 8.0 < first < 8.6  # ln 4000 = 8.29
+    assert last < 7.3, f"{last} after {time.perf_counter() - begun:.0f} s"
+    assert float(rows[-1]["held_out_masked_words"]) < 7.3
+    model = transformers.BertForPreTraining.from_pretrained(tmp_path / "run" / "latest")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "latest").vocab_size == model.config.vocab_size

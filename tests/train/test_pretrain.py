@@ -1,0 +1,199 @@
+"""Whole runs: every family learns, transformers opens what it leaves, and interrupted runs end with the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import train_runs
+from train_runs import results, run_of, settings_of
+
+from fasttfm.testing.tolerance import OUTPUT_FACTOR, compare
+from fasttfm.train.logs import read_rows
+from fasttfm.train.loop import Trainer
+from fasttfm.train.objectives import FAMILIES
+from fasttfm.train.pretrain import RunError, pretrain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_learns_and_goes_on_with_the_same_bits(
+    family: str, corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if family != "bert":  # one picture shows enough
+        monkeypatch.setattr("fasttfm.train.pretrain.write_curves", lambda *_: None)
+    settings = settings_of(corpus, family, steps=16)
+    options = {"checkpoint_every": 6, "evaluate_every": 4}
+    summary = pretrain(settings, run_of(tmp_path / "whole", **options))
+    assert summary is not None
+    rows = read_rows(tmp_path / "whole" / "log.csv")
+    held_out = [float(row["held_out_loss"]) for row in rows if row["held_out_loss"]]
+    assert float(rows[-1]["loss"]) < float(rows[0]["loss"])
+    assert held_out[-1] < held_out[0]
+    assert family != "bert" or (tmp_path / "whole" / "curves.png").stat().st_size > 10_000
+
+    class Interrupted(Exception):
+        pass
+
+    step = Trainer.step
+
+    def interrupted(self: Trainer, batches: Any) -> Any:
+        if self.completed == 15:
+            raise Interrupted
+        return step(self, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", interrupted)
+        with pytest.raises(Interrupted):
+            pretrain(settings, run_of(tmp_path / "parts", **options))
+    pretrain(settings, run_of(tmp_path / "parts", resume=True, **options))
+    same(results(tmp_path / "parts"), results(tmp_path / "whole"))
+
+
+def same(found: Any, expected: Any) -> None:
+    """Bit by bit."""
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            same(found[name], value)
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            same(one, other)
+    else:
+        assert found == expected
+
+
+HEADS = {
+    "bert": ("AutoModelForPreTraining", "prediction_logits"),
+    "roberta": ("AutoModelForMaskedLM", "logits"),
+    "albert": ("AutoModelForPreTraining", "prediction_logits"),
+    "electra": ("AutoModelForPreTraining", "logits"),
+    "gpt": ("AutoModelForCausalLM", "logits"),
+    "gpt2": ("AutoModelForCausalLM", "logits"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_opens_a_checkpoint_with_equal_outputs(
+    family: str, corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr("fasttfm.train.pretrain.write_curves", lambda *_: None)
+    pretrain(settings_of(corpus, family, steps=3), run_of(tmp_path))
+    latest = tmp_path / "latest"
+    folder = latest / "discriminator" if family == "electra" else latest
+    head, name = HEADS[family]
+    theirs = getattr(transformers, head).from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(latest)
+    text = corpus["data"].read_text().split("\n")[0]
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    assert tokenizer.decode(ids[0]).replace(" ", "").lower() == text.replace(" ", "").lower()
+    ours: Any = FAMILIES[family].model.from_pretrained(latest)
+    ours = ours.discriminator if family == "electra" else ours
+    with torch.no_grad():
+        found = getattr(ours(ids), name)
+        naive = getattr(theirs(ids), name)
+        exact = getattr(theirs.double()(ids), name)
+    comparison = compare(family, found, naive, exact, OUTPUT_FACTOR)
+    assert comparison.ok, comparison
+
+
+def test_killed_at_twenty_random_moments(corpus: dict[str, Path], tmp_path: Path) -> None:
+    """Whatever a run was doing, tokenizing, computing or writing a checkpoint, the next one goes on from there."""
+    settings = settings_of(corpus, steps=60)
+    options: dict[str, Any] = {"checkpoint_every": 2, "evaluate_every": 20, "keep": 2}
+    begun = time.perf_counter()
+    process = train_runs.start(train_runs.train, settings, run_of(tmp_path / "whole", **options))
+    process.join()
+    longest = (time.perf_counter() - begun) / 6
+    assert process.exitcode == 0
+    expected = results(tmp_path / "whole")
+
+    draw = random.Random(1)
+    kills = runs = 0
+    while kills < 20:
+        runs += 1
+        output = tmp_path / f"killed-{runs}"
+        while True:
+            process = train_runs.start(train_runs.train, settings, run_of(output, resume=True, **options))
+            process.join(draw.uniform(0, longest) if kills < 20 else None)
+            if process.exitcode is not None:
+                break
+            process.kill()
+            process.join()
+            kills += 1
+        assert process.exitcode == 0
+        same(results(output), expected)
+    assert not list(output.glob("*.partial"))
+
+
+def test_a_signal_ends_a_run_with_a_checkpoint(corpus: dict[str, Path], tmp_path: Path) -> None:
+    settings = settings_of(corpus, steps=4000)
+    process = train_runs.start(train_runs.train, settings, run_of(tmp_path, checkpoint_every=4000))
+    while not read_rows(tmp_path / "log.csv"):
+        assert process.is_alive()
+        time.sleep(0.05)
+    process.terminate()
+    process.join()
+    assert process.exitcode == 1
+    steps = train_runs.Checkpoints(tmp_path).steps()
+    assert len(steps) == 1
+    assert 0 < steps[0] < 4000
+
+
+def test_resuming_with_other_settings_says_which(corpus: dict[str, Path], tmp_path: Path) -> None:
+    settings = settings_of(corpus, steps=2)
+    pretrain(settings, run_of(tmp_path))
+    with pytest.raises(RunError, match="--resume goes on with that run, --overwrite begins anew"):
+        pretrain(settings, run_of(tmp_path))
+    other = settings_of(corpus, steps=4, tokens_per_step=512, accumulation=2)
+    other = dataclasses.replace(other, optimizer=dataclasses.replace(other.optimizer, learning_rate=0.5))
+    with pytest.raises(RunError) as raised:
+        pretrain(other, run_of(tmp_path, resume=True))
+    for sentence in (
+        "tokens per step was 256, is 512",
+        "accumulation was 1, is 2",
+        "optimizer learning rate was 0.003, is 0.5",
+        "steps was 2, is 4",
+    ):
+        assert sentence in str(raised.value)
+    assert "seed" not in str(raised.value)
+    more = train_runs.write_texts(tmp_path / "more.txt", documents=50)
+    with pytest.raises(RunError, match="corpus was"):
+        pretrain(dataclasses.replace(settings, data=(str(more),)), run_of(tmp_path, resume=True))
+    assert pretrain(settings, run_of(tmp_path, overwrite=True)) is not None
+
+
+def test_non_finite_steps_end_a_run(corpus: dict[str, Path], tmp_path: Path) -> None:
+    from fasttfm.train import NonFiniteError, OptimizerSettings
+
+    settings = settings_of(corpus, steps=40, optimizer=OptimizerSettings(learning_rate=1e30))
+    with pytest.raises(NonFiniteError, match="was not finite in 5 steps in a row"):
+        pretrain(settings, run_of(tmp_path))
+
+
+def test_lamb_and_other_options(corpus: dict[str, Path], tmp_path: Path) -> None:
+    from fasttfm.train import OptimizerSettings, ScheduleSettings
+
+    settings = settings_of(
+        corpus,
+        optimizer=OptimizerSettings("lamb", 0.02),
+        schedule=ScheduleSettings(20, 4, "cosine", 0.1),
+        accumulation=2,
+        whole_word=True,
+        ngram=3,
+        dropout=0.0,
+    )
+    summary = pretrain(settings, run_of(tmp_path))
+    assert summary is not None
+    rows = read_rows(tmp_path / "log.csv")
+    assert float(rows[-1]["loss"]) < float(rows[0]["loss"])
+    assert summary.tokens == int(rows[-1]["tokens"])
+    assert summary.skipped == 0

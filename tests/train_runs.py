@@ -1,0 +1,142 @@
+"""Small training runs for the tests of fasttfm.train: texts, settings, and processes that start in no time.
+
+Processes come from a server that has imported everything and computed nothing, so they begin within milliseconds and
+can be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import random
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot  # noqa: F401 - slow to import: once, in the server
+import torch
+import torch._dynamo  # the same
+
+from fasttfm import data
+from fasttfm.train.checkpoints import Checkpoints  # noqa: F401 - for tests
+from fasttfm.train.logs import MEASURED, read_rows
+from fasttfm.train.objectives import FAMILIES
+from fasttfm.train.pretrain import Summary, pretrain
+from fasttfm.train.settings import (
+    OptimizerSettings,
+    PretrainSettings,
+    RunSettings,
+    ScheduleSettings,
+    StepSettings,
+)
+
+_BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 2}
+SIZES: dict[str, dict[str, Any]] = {
+    "bert": _BERT,
+    "roberta": _BERT,
+    "albert": {**_BERT, "embedding_size": 16},
+    "electra": {**_BERT, "embedding_size": 16, "generator_size": 0.5},
+    "gpt": _GPT,
+    "gpt2": _GPT,
+}
+
+
+def write_texts(path: Path, documents: int = 40) -> Path:
+    """Sentences of invented words: some follow others more often than not, so that there is something to learn."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghiklmnoprstu", k=draw.randint(2, 6))) for _ in range(80)]
+    texts = []
+    for _ in range(documents):
+        sentences = []
+        for _ in range(draw.randint(4, 12)):
+            first = draw.randrange(80)
+            sentence = [words[(first + 3 * index) % 80] for index in range(draw.randint(4, 14))]
+            sentences.append(" ".join(sentence).capitalize() + ".")
+        texts.append("\n".join(sentences))
+    path.write_text("\n\n".join(texts) + "\n")
+    return path
+
+
+def write_corpus(folder: Path) -> dict[str, Path]:
+    """Texts and tokenizers of both kinds."""
+    texts = write_texts(folder / "texts.txt")
+    found = {"data": texts}
+    for kind, size in (("wordpiece", 300), ("bpe", 400)):
+        tokenizer = data.train_tokenizer(kind, data.read_documents(texts), size)  # type: ignore[arg-type]
+        tokenizer.save(folder / kind)
+        found[kind] = folder / kind
+    return found
+
+
+def settings_of(corpus: dict[str, Path], family: str = "bert", *, steps: int = 8, **changes: Any) -> PretrainSettings:
+    found = PretrainSettings(
+        family,
+        FAMILIES[family].sizes[0],
+        ScheduleSettings(steps, warmup=2),
+        OptimizerSettings(learning_rate=3e-3),
+        StepSettings(),
+        data=(str(corpus["data"]),),
+        tokenizer=str(corpus[FAMILIES[family].tokenizer]),
+        held_out=0.1,
+        tokens_per_step=256,
+        max_length=64,
+        changes=SIZES[family],
+    )
+    return dataclasses.replace(found, **changes)
+
+
+def run_of(output: Path, **changes: Any) -> RunSettings:
+    options: dict[str, Any] = {"evaluation_batches": 2, "log_every": 1, "progress": False, "device": "cpu"}
+    return RunSettings(output, **{**options, **changes})
+
+
+def results(directory: Path) -> tuple[bytes, Any, list[dict[str, str]]]:
+    """What a run left and another one must have too: parameters, training state, rows without what is measured."""
+    latest = directory / "latest"
+    weights = b"".join(path.read_bytes() for path in sorted(latest.rglob("*.safetensors")))
+    rows = read_rows(directory / "log.csv")
+    unmeasured = [{name: value for name, value in row.items() if name not in MEASURED} for row in rows]
+    return weights, torch.load(latest / "training_state.pt", weights_only=True), unmeasured
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def start(target: Callable[..., Any], *arguments: Any) -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train_runs"])
+    process = context.Process(target=_alone, args=(target, *arguments))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    try:
+        process.start()  # and the server, the first time: before Python 3.13 it has not our sys.path
+    finally:
+        os.environ.pop("PYTHONPATH")
+        os.environ.update({} if before is None else {"PYTHONPATH": before})
+    return process
+
+
+def _alone(target: Callable[..., Any], *arguments: Any) -> None:
+    torch.set_num_threads(1)
+    target(*arguments)
+
+
+def train(settings: PretrainSettings, run: RunSettings) -> Summary | None:
+    return pretrain(settings, run)
+
+
+def start_ranks(size: int, target: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """The processes that torchrun would start."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [start(_ranked, rank, size, port, target, *arguments) for rank in range(size)]
+
+
+def _ranked(rank: int, size: int, port: int, target: Callable[..., Any], *arguments: Any) -> None:
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in values.items()})
+    target(*arguments)
