@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fasttfm
 from fasttfm.testing.modules import compare_modules
+from fasttfm.testing.tolerance import OUTPUT_FACTOR, Comparison
 
 CAUSAL = "GPT2LMHeadModel"
 LANGUAGE_MODELS = (
@@ -90,8 +91,15 @@ def check_patched(ours: Any, theirs: Any, call: Any, inputs: dict[str, Tensor] |
     errors by themselves are now several times plain torch's and now a fraction of them."""
     found = compare_modules(ours, theirs, call, inputs or {}, draws=3)
     parameters = {f"d{name}" for name, _ in ours.named_parameters()}
-    wrong = [str(each) for each in found if each.name not in parameters and not each.ok]
+    wrong = [str(each) for each in found if each.name not in parameters and not each.error <= _output_bound(each)]
     assert not wrong, "; ".join(wrong)
     bound = max(each.bound for each in found if each.name in parameters)
     wrong = [str(each) for each in found if each.name in parameters and not each.error <= bound]
     assert not wrong, f"bound of all {bound:.3e}; {'; '.join(wrong)}"
+
+
+def _output_bound(comparison: Comparison) -> float:
+    """The rule's, where plain torch's error counts as one rounding step at least: a loss is a single number, which it
+    hits exactly at times."""
+    step = comparison.bound - OUTPUT_FACTOR * comparison.naive_error
+    return OUTPUT_FACTOR * max(comparison.naive_error, step) + step

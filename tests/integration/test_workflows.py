@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from model_parity import theirs_of
-from patched_models import IDS, LANGUAGE_MODELS, MASKS, B, S, batch, check_patched, pair
+from patched_models import CAUSAL, IDS, LANGUAGE_MODELS, MASKS, B, S, batch, check_patched, pair
 from torch import Tensor
 
 import fasttfm
@@ -20,6 +20,8 @@ from fasttfm.testing.saved import saved_bytes
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR
 
 transformers = pytest.importorskip("transformers")
+from fasttfm.patching import gpt2, parts  # noqa: E402
+from fasttfm.patching.attention import attend  # noqa: E402
 
 BERT = "BertForMaskedLM"
 
@@ -40,18 +42,22 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [BERT, "GPT2LMHeadModel"])
-def test_a_training_step_with_padding_is_one_graph(name: str) -> None:
+@pytest.mark.parametrize(("name", "mask"), [(BERT, "behind"), (CAUSAL, "full")])
+def test_a_training_step_is_one_graph(name: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    sizes = {"n_layer": 1} if "GPT" in name else {"num_hidden_layers": 1}
+    sizes = {"n_layer": 1} if name == CAUSAL else {"num_hidden_layers": 1}
     ours, theirs = (module.train() for module in pair(name, **sizes))
+    fused: list[bool] = []  # one entry for a layer's attention, made when it is traced
+    for module in (parts, gpt2):
+        monkeypatch.setattr(module, "attend", lambda *args, **kwargs: fused.append(True) or attend(*args, **kwargs))
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    given = batch(name)
+    given = batch(name, mask)
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"loss": (compiled if module is ours else module)(**given).loss}
 
     check_patched(ours, theirs, call)
+    assert fused
 
 
 class Encoder(torch.nn.Module):
@@ -142,7 +148,7 @@ def test_other_types_and_plain_bf16() -> None:
     torch.testing.assert_close(double, theirs.double()(**given).logits[kept], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", [BERT, "GPT2LMHeadModel"])
+@pytest.mark.parametrize("name", [BERT, CAUSAL])
 def test_autocast(name: str) -> None:
     """As far from the truth as transformers' model under autocast, by the tolerance rule."""
     ours, theirs = (module.train() for module in pair(name))
@@ -176,7 +182,7 @@ def test_a_model_without_memory_is_patched_and_filled() -> None:
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [BERT, "GPT2LMHeadModel", "DistilBertForMaskedLM"])
+@pytest.mark.parametrize("name", [BERT, CAUSAL, "DistilBertForMaskedLM"])
 def test_activation_checkpointing_changes_nothing_but_memory(name: str) -> None:
     ours, _ = pair(name, dropout=0.1)
     given = batch(name)
