@@ -160,7 +160,8 @@ def _transformers(
         "causal": batch.ids if batch.mask is None else torch.where(batch.mask, batch.ids, -100),
         "replaced": batch.chosen.long(),
     }[case.family.task]
-    mask = None if batch.mask is None else batch.mask.long()
+    # Tokenizers give a mask, and Trainer passes it on, where there is no padding too.
+    mask = torch.ones_like(batch.ids) if batch.mask is None else batch.mask.long()
     if patched:
         fasttfm.patch(model)
     call = torch.compile(model) if compiled else model

@@ -59,7 +59,7 @@ def graphed(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     with torch.cuda.graph(graph):
         loss = step()
 
-    def replay() -> Tensor:
+    def replay(held: Any = step) -> Tensor:  # the graph knows addresses alone: the step holds model and batch
         graph.replay()
         return loss.clone()
 
@@ -84,11 +84,13 @@ def inference_step(name: str, case: Case, batch: Batch, device: torch.device) ->
     return step
 
 
-def measure(step: Callable[[], Tensor], device: torch.device, steps: int) -> dict[str, Any]:
+def measure(step: Callable[[], Tensor], device: torch.device, steps: int, *, captured: bool) -> dict[str, Any]:
+    """Times of steps. The memory of a captured one was taken at its capture."""
     losses = [step() for _ in range(WARMUP[device.type])]
     if device.type == "cuda":
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        if not captured:
+            torch.cuda.reset_peak_memory_stats()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         marks[0].record()
         for mark in marks[1:]:
@@ -138,7 +140,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
 
 
 def write_chart(path: Path) -> Path:
-    """Bars of a step's time, a panel for each case, beside the rows."""
+    """Bars of a step's time beside the rows: a panel for each case that several contenders have run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -148,6 +150,7 @@ def write_chart(path: Path) -> Path:
     for row in rows:
         shape = row["batch"] + (", padded" if row["padded"] == "True" else "")
         cases.setdefault(f"{row['model']} {shape}, {row['mode']}", []).append(row)
+    cases = {title: own for title, own in cases.items() if len(own) > 1}
     columns = min(4, len(cases))
     lines = -(-len(cases) // columns)
     figure = Figure(figsize=(4.4 * columns, 0.6 + 2.3 * lines), layout="constrained")
@@ -197,13 +200,19 @@ def main() -> None:
     mode = "inference" if arguments.inference else "training"
     of = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     for name in arguments.contenders.split(","):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         step = make(name, case, batch, device)
         if arguments.profile:
             print(profile(step, device))
             return
         row = {"device": of, "model": case.name, "batch": arguments.batch, "padded": case.padded, "mode": mode}
-        row |= {"contender": name, **measure(step, device, arguments.steps)}
-        row |= {"tflop_per_s": "" if arguments.inference else round(flops / row["ms_p50"] * 1e-9, 2), **versions()}
+        row |= {"contender": name, **measure(step, device, arguments.steps, captured=name.endswith("graph"))}
+        row |= {
+            "tflop_per_s": "" if arguments.inference else round(flops / row["ms_p50"] * 1e-9, 2),
+            **versions(),
+            "note": "",
+        }
         print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
         if arguments.out is not None:
             append_row(arguments.out, row)
