@@ -1,5 +1,5 @@
 """The loss of a discriminator that tells replaced tokens from originals, in plain torch: the specification, and the
-only implementation: a few numbers for each token leave nothing to gain.
+only implementation: a few numbers for each token are a thousandth of a training step.
 
 For a token's logit x and label y (1: replaced):
 
