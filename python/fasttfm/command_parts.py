@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -67,12 +68,16 @@ def settings_of(arguments: argparse.Namespace, device: Any, rate: float, **chang
 
 
 def output_of(arguments: argparse.Namespace, name: str) -> Path:
-    """The directory that was asked for, or the first number under fasttfm-runs that is free."""
-    numbers = range(1, sys.maxsize)
-    new = (Path("fasttfm-runs") / f"{name}-{number}" for number in numbers)
-    directory: Path = arguments.output or next(path for path in new if not path.exists())
+    """The directory that was asked for, or a new one."""
+    directory: Path = arguments.output or new_directory(name)
     directory.mkdir(parents=True, exist_ok=True)
     return directory
+
+
+def new_directory(name: str) -> Path:
+    """The first number under fasttfm-runs that is free."""
+    numbered = (Path("fasttfm-runs") / f"{name}-{number}" for number in itertools.count(1))
+    return next(path for path in numbered if not path.exists())
 
 
 def device_of(arguments: argparse.Namespace) -> Any:

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fasttfm.command_parts import new_directory
+
 MODELS = ("bert", "roberta", "albert", "electra", "gpt", "gpt2")
 _DEFAULT_SIZES = {"bert": "tiny", "electra": "small", "gpt2": "small"}  # the others': base
 _DEFAULT_RATES = {"tiny": 1e-3, "mini": 1e-3, "small": 5e-4, "medium": 5e-4}  # the others': 1e-4
@@ -171,7 +173,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
         changes=dict(arguments.set),
     )
     where = RunSettings(
-        arguments.output or _new_folder(f"{arguments.model}-{size}"),
+        arguments.output or _new_directory(f"{arguments.model}-{size}"),
         progress=not arguments.quiet,
         **{
             name: getattr(arguments, name)
@@ -184,12 +186,11 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
     return settings, where
 
 
-def _new_folder(name: str) -> Path:
-    """The first number that is free. All processes of a run must find the same: under torchrun --output is needed."""
+def _new_directory(name: str) -> Path:
+    """A new one. All processes of a run must find the same: under torchrun --output is needed."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--output: expected under torchrun")
-    numbers = range(1, sys.maxsize)
-    return next(path for number in numbers if not (path := Path("fasttfm-runs") / f"{name}-{number}").exists())
+    return new_directory(name)
 
 
 def _report(summary: Any, seconds: float) -> str:

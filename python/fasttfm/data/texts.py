@@ -120,7 +120,7 @@ def _read_file(path: Path) -> Iterator[str]:
     if path.name.endswith((".txt", ".txt.gz")):
         return _read_text(path)
     if path.name.endswith((".jsonl", ".jsonl.gz")):
-        return _read_json_lines(path)
+        return _read_json_documents(path)
     if path.name.endswith(".parquet"):
         return _read_parquet(path)
     raise data_error(path, f"a name that ends in {', '.join(SUFFIXES)}", repr(path.name))
@@ -138,14 +138,20 @@ def _read_text(path: Path) -> Iterator[str]:
         yield "\n".join(document)
 
 
-def _read_json_lines(path: Path) -> Iterator[str]:
+def read_json_lines(path: Path) -> Iterator[tuple[int, str, Any]]:
+    """Number, text and value of each line that is not blank."""
     for number, line in read_lines(path):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            value = json.loads(line)
         except ValueError as error:
             raise data_error(path, "a JSON object", f"{line:.60} ({error})", line=number) from None
+        yield number, line, value
+
+
+def _read_json_documents(path: Path) -> Iterator[str]:
+    for number, line, row in read_json_lines(path):
         text = row.get("text") if isinstance(row, dict) else None
         if not isinstance(text, str):
             got = f"an object with {', '.join(map(repr, row))}" if isinstance(row, dict) else f"{line:.60}"

@@ -350,14 +350,9 @@ def _backward_cpu(
     workspace = torch.empty(size, dtype=torch.float32)
     core.attention_backward_cpu(
         **_fields(q, k, v, problem),
+        **_backward_fields(dout, out, lse, dq=dq, dk=dk, dv=dv),
         workspace=workspace.data_ptr(),
         threads=threads,
-        dout=dout.data_ptr(),
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-        **_strided("dq", dq),
-        **_strided("dk", dk),
-        **_strided("dv", dv),
     )
 
 
@@ -385,15 +380,10 @@ def _backward_cuda(
     workspace = torch.empty(size, dtype=torch.float32, device=q.device)
     core.attention_backward_cuda(
         **_fields(q, k, v, problem),
+        **_backward_fields(dout, out, lse, dq=dq, dk=dk, dv=dv),
         workspace=workspace.data_ptr(),
         device=q.device.index,
         stream=_native.stream(q),
-        dout=dout.data_ptr(),
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-        **_strided("dq", dq),
-        **_strided("dk", dk),
-        **_strided("dv", dv),
     )
 
 
@@ -422,6 +412,13 @@ def _fields(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> dict[
         "dropout_scale": problem.dropout_scale,
         "dtype": _native.DTYPE_CODES[q.dtype],
     }
+
+
+def _backward_fields(dout: Tensor, out: Tensor, lse: Tensor, **gradients: Tensor) -> dict[str, int]:
+    fields = {"dout": dout.data_ptr(), "out": out.data_ptr(), "lse": lse.data_ptr()}
+    for name, gradient in gradients.items():
+        fields |= _strided(name, gradient)
+    return fields
 
 
 def _strided(name: str, x: Tensor) -> dict[str, int]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fasttfm.data.texts import data_error, read_lines
+from fasttfm.data.texts import data_error, read_json_lines
 from fasttfm.data.tokenizer import Tokenizer
 
 TEMPLATE = "Input: {input}\nOutput: {output}"
@@ -24,13 +23,7 @@ class Shot(NamedTuple):
 def read_shots(path: str | Path) -> list[Shot]:
     """Examples from a .jsonl file: one object a line, with the texts ``input`` and ``output``."""
     shots = []
-    for number, line in read_lines(Path(path)):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise data_error(path, "a JSON object", f"{line:.60} ({error})", line=number) from None
+    for number, line, row in read_json_lines(Path(path)):
         question, answer = (row.get("input"), row.get("output")) if isinstance(row, dict) else (None, None)
         if not isinstance(question, str) or not isinstance(answer, str):
             raise data_error(path, 'an object with two texts, "input" and "output"', f"{line:.60}", line=number)
