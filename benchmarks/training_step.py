@@ -140,12 +140,13 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
 
 
 def write_chart(path: Path) -> Path:
-    """Bars of a step's time beside the rows: a panel for each case that several contenders have run."""
+    """Bars of a step's time beside the rows: a panel for each case that several contenders have run. A row with a note
+    was not measured beside the others, and is not drawn."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+        rows = [row for row in csv.DictReader(file) if not row["note"]]
     cases: dict[str, list[dict[str, str]]] = {}
     for row in rows:
         shape = row["batch"] + (", padded" if row["padded"] == "True" else "")
