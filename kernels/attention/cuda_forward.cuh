@@ -15,10 +15,18 @@
 #include <cstdint>
 
 #include "attention/cuda_tiles.cuh"
-#include "common/philox.h"
+#include "attention/cuda_weights.cuh"
+#include "common/hopper.cuh"
 
 namespace fasttfm {
 namespace cuda {
+
+// Which 64 queries of the block's tile of that number are a warpgroup's: in turn, since a sequence's last tile has none
+// for some of them.
+template <class S>
+__device__ __forceinline__ int part_of(int group, uint32_t number) {
+  return static_cast<int>((static_cast<uint32_t>(group) + number) % S::kGroups);
+}
 
 // ---- producer --------------------------------------------------------------------------------------------------------
 
@@ -39,11 +47,11 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
   RingPosition<S::kQuerySlots> at;
   RingPosition<S::kStages> k_at, v_at;
   TileWalk<S, CAUSAL> walk(p);
-  while (true) {
+  for (uint32_t number = 0;; ++number) {
     const QueryTile tile = walk.take();
     if (issues) {
       memory.q_empty[at.slot].wait(at.parity ^ 1);
-      memory.tile[at.slot] = tile;
+      memory.tile_of(number) = tile;
       if (tile.sequence < 0 || tile.blocks == 0) {
         memory.q_full[at.slot].arrive();
       } else {
@@ -74,142 +82,34 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
   }
 }
 
-// ---- softmax ---------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
+// A warp that draws which weights a warpgroup keeps, ahead of it.
+template <class S, bool CAUSAL>
+__device__ __forceinline__ void draw_kept(const ForwardParams& p, ForwardMemory<S>& memory, int group) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const WeightDropout dropout(static_cast<uint64_t>(*p.seed), p.threshold);
+  RingPosition<S::kKeptSteps> at;
+  for (uint32_t number = 0;; ++number) {
+    const uint32_t slot = number % S::kQuerySlots;
+    memory.q_full[slot].wait(number / S::kQuerySlots % 2);
+    const QueryTile tile = memory.tile_of(number);
+    if (tile.sequence < 0) return;
+    const int first = tile.first + 64 * part_of<S>(group, number);
+    for (int step = uniform(tile.steps<S, CAUSAL>(first, 64)) - 1; step >= 0; --step) {
+      memory.kept_empty[group][at.slot].wait(at.parity ^ 1);
+#pragma unroll 1
+      for (int warp = 0; warp < 4; ++warp)
+#pragma unroll
+        for (int draw = 0; draw < S::kKeptWords; ++draw)
+          memory.kept_of(group, at.slot, draw)[32 * warp + lane] =
+              dropout.draw(tile, first + 16 * warp + lane / 4 + draw % 2 * 8, step * (S::kKeys / 64) + draw / 2);
+      __syncwarp();
+      if (lane == 0) memory.kept_full[group][at.slot].arrive();
+      at.next();
+    }
+    __syncwarp();
+    if (lane == 0) memory.q_empty[slot].arrive();
+  }
 }
-
-constexpr float kMinusInfinity = -INFINITY;
-// r stays until a score is above it by this much, in units of log2: weights are <= 256.
-constexpr float kHeadroom = 8.0f;
-
-// Of a thread's two rows; registers of scores are laid out as wgmma leaves them (common/hopper.cuh).
-struct RunningSoftmax {
-  float reference[2] = {kMinusInfinity, kMinusInfinity};  // r, in units of log2
-  float sum[2] = {0.0f, 0.0f};                            // this thread's share
-  float correction[2];                                    // of what was summed up before the last step
-  bool corrects;                                          // whether that is to be applied in this warp
-
-  // Turns scores into weights, exp(scale * score - r).
-  template <int COUNT>
-  __device__ __forceinline__ void step(float (&s)[COUNT], float scale) {
-    float top[2] = {s[0], s[2]}, base[2];
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
-    bool rises = false;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 1));
-      top[half] = scale * fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 2));
-      const bool higher = top[half] > reference[half] + kHeadroom;
-      correction[half] = higher ? exp2_fast(reference[half] - top[half]) : 1.0f;
-      reference[half] = higher ? top[half] : reference[half];
-      base[half] = reference[half] == kMinusInfinity ? 0.0f : reference[half];  // nothing attended to so far
-      sum[half] *= correction[half];
-      rises = rises || higher;
-    }
-    corrects = __any_sync(0xffffffffu, rises);
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      s[i] = exp2_fast(fmaf(s[i], scale, -base[i / 2 % 2]));
-      sum[i / 2 % 2] += s[i];
-    }
-  }
-
-  // The assembler moves waits for products up to where nothing depends on them; it does not move them over a branch,
-  // and this one, never taken, needs all weights: the softmax stays beside the product with v instead of coming after
-  // it.
-  __device__ __forceinline__ void settle() const {
-    if (__any_sync(0xffffffffu, sum[0] + sum[1] < 0.0f)) asm volatile("trap;");
-  }
-
-  template <int COUNT>
-  __device__ __forceinline__ void correct(float (&o)[COUNT]) const {
-    if (!corrects) return;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) o[i] *= correction[i / 2 % 2];
-  }
-
-  // Sums of whole rows: the four threads of a row add up their shares.
-  __device__ __forceinline__ void finish() {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 1);
-      sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
-    }
-  }
-};
-
-// Scores of keys from limit[half] on, counted from the thread's first key of the step, become -infinity.
-template <int COUNT>
-__device__ __forceinline__ void mask_scores(float (&s)[COUNT], const int (&limit)[2]) {
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i)
-    if (i / 4 * 8 + i % 2 >= limit[i / 2 % 2]) s[i] = kMinusInfinity;
-}
-
-// ---- dropout ---------------------------------------------------------------------------------------------------------
-
-// Which weights stay (common/philox.h). A thread's 16 weights of a row and 64 keys are the bytes of one draw, in order.
-struct WeightDropout {
-  uint64_t seed;
-  uint32_t sequence, head, query[2];
-  uint32_t low, all;  // see kept()
-
-  __device__ __forceinline__ void set_threshold(int threshold) {
-    low = static_cast<uint32_t>(threshold < 128 ? threshold : threshold - 128) * 0x01010101u;
-    all = threshold < 128 ? 0xffffffffu : 0u;
-  }
-
-  __device__ __forceinline__ void set_place(const QueryTile& tile, int first_row) {
-    sequence = static_cast<uint32_t>(tile.sequence);
-    head = static_cast<uint32_t>(tile.head);
-    query[0] = static_cast<uint32_t>(first_row);
-    query[1] = static_cast<uint32_t>(first_row + 8);
-  }
-
-  // The top bit of each byte says whether the byte is at least the threshold: whether its seven low bits reach the
-  // threshold's, or its top bit is set; and, not or, if the threshold has a top bit itself.
-  __device__ __forceinline__ uint32_t kept(uint32_t bytes) const {
-    const uint32_t reaches = (bytes | 0x80808080u) - low;
-    return (bytes & reaches) | ((bytes | reaches) & all);
-  }
-
-  // Two bytes' top bits as masks of 16 bits.
-  template <int PAIR>
-  static __device__ __forceinline__ uint32_t widen(uint32_t bits) {
-    uint32_t mask;
-    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(mask) : "r"(bits), "n"(PAIR == 0 ? 0x9988 : 0xbbaa));
-    return mask;
-  }
-
-  // Draws for the step from first_key on: a word for four weights of one row, whose top bits say which are kept.
-  template <int COUNT>
-  __device__ __forceinline__ void draw(uint32_t (&bits)[COUNT], int first_key) const {
-#pragma unroll
-    for (int i = 0; i < COUNT; i += 4) {
-      const auto block = static_cast<uint32_t>(first_key / 64 + i / 8);
-      const Draw drawn = draw_weights(seed, sequence, head, query[i / 4 % 2], block, threadIdx.x % 4);
-#pragma unroll
-      for (int word = 0; word < 4; ++word) bits[i + word] = kept(drawn.word[word]);
-    }
-    hold_registers(bits);
-  }
-
-  // Of packed weights, the operand a of the product with v: words 4 * i + half and 4 * i + 2 + half are of one draw.
-  template <int COUNT>
-  static __device__ __forceinline__ void apply(uint32_t (&weights)[2 * COUNT], const uint32_t (&bits)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      const int first = i / 8 * 16 + i % 4 * 4 + i / 4 % 2;
-      weights[first] &= widen<0>(bits[i]);
-      weights[first + 2] &= widen<1>(bits[i]);
-    }
-  }
-};
 
 // ---- results ---------------------------------------------------------------------------------------------------------
 
@@ -227,35 +127,72 @@ __device__ __forceinline__ void transpose_words(uint32_t (&word)[4]) {
   }
 }
 
+template <class S>
+__device__ __forceinline__ int64_t row_elements(const ForwardParams& p) {
+  return static_cast<int64_t>(p.heads) * S::kHeadDim;
+}
+
+// Where the results of the first query of a tile's sequence and head stand.
+template <class T, class S>
+__device__ __forceinline__ T* out_of(const ForwardParams& p, const QueryTile& tile) {
+  return static_cast<T*>(p.out) + tile.origin * row_elements<S>(p) + tile.head * S::kHeadDim;
+}
+__device__ __forceinline__ float* lse_of(const ForwardParams& p, const QueryTile& tile) {
+  return p.lse + (p.packed() ? static_cast<int64_t>(tile.head) * p.queries + tile.origin
+                             : (static_cast<int64_t>(tile.sequence) * p.heads + tile.head) * p.queries);
+}
+
+// A thread's two rows, `row` and the one 8 further, have gone over all keys: writes lse; o times `factor` are the results.
+// Rows that attend to nothing get a factor of 0.
+template <class S>
+__device__ __forceinline__ void conclude(const ForwardParams& p, const QueryTile& tile, int row,
+                                         RunningSoftmax& softmax, float (&factor)[2]) {
+  softmax.finish();
+  float* lse = lse_of(p, tile);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const bool attends = row + 8 * half < tile.q_length && softmax.sum[half] > 0.0f;
+    factor[half] = attends ? __fdividef(p.dropout_scale, softmax.sum[half]) : 0.0f;
+    if (threadIdx.x % 4 == 0 && row + 8 * half < tile.rows)
+      lse[row + 8 * half] =
+          attends ? (softmax.reference[half] + __log2f(softmax.sum[half])) * 0.693147180559945f : kMinusInfinity;
+  }
+}
+
 template <class T, class S>
 __device__ __forceinline__ void store_results(const ForwardParams& p, const QueryTile& tile, int first_row,
-                                              RunningSoftmax& softmax, const float (&o)[S::kHeadDim / 2]) {
-  softmax.finish();
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t row_elements = static_cast<int64_t>(p.heads) * S::kHeadDim;
-  T* out = static_cast<T*>(p.out) + tile.origin * row_elements + tile.head * S::kHeadDim;
-  float* lse = p.lse + (p.packed() ? static_cast<int64_t>(tile.head) * p.queries + tile.origin
-                                   : (static_cast<int64_t>(tile.sequence) * p.heads + tile.head) * p.queries);
+                                              const float (&factor)[2], const float (&o)[S::kHeadDim / 2]) {
+  T* out = out_of<T, S>(p, tile);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = first_row + 8 * half;
-    const bool attends = row < tile.q_length && softmax.sum[half] > 0.0f;
-    const float factor = attends ? __fdividef(p.dropout_scale, softmax.sum[half]) : 0.0f;
-    if (lane % 4 == 0 && row < tile.rows)
-      lse[row] = attends ? (softmax.reference[half] + __log2f(softmax.sum[half])) * 0.693147180559945f : kMinusInfinity;
 #pragma unroll
     for (int chunk = 0; chunk < S::kHeadDim / 32; ++chunk) {
       uint32_t word[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* pair = o + 4 * (4 * chunk + i) + 2 * half;
-        word[i] = attends ? narrow_word(pair[0] * factor, pair[1] * factor, T{}) : 0;
+        word[i] = factor[half] != 0.0f ? narrow_word(pair[0] * factor[half], pair[1] * factor[half], T{}) : 0;
       }
       transpose_words(word);
       if (row < tile.rows)
-        *reinterpret_cast<uint4*>(out + row * row_elements + 32 * chunk + 8 * (lane % 4)) =
+        *reinterpret_cast<uint4*>(out + row * row_elements<S>(p) + 32 * chunk + threadIdx.x % 4 * 8) =
             make_uint4(word[0], word[1], word[2], word[3]);
     }
+  }
+}
+
+// The results of a warpgroup's queries, from `first` on, that attend to nothing.
+template <class T, class S>
+__device__ __forceinline__ void store_nothing(const ForwardParams& p, const QueryTile& tile, int first) {
+  constexpr int vectors = S::kHeadDim / 8;  // of a row
+  T* out = out_of<T, S>(p, tile);
+  float* lse = lse_of(p, tile);
+  for (int i = static_cast<int>(threadIdx.x) % kWarpgroup; i < 64 * vectors; i += kWarpgroup) {
+    const int row = first + i / vectors;
+    if (row >= tile.rows) return;
+    if (i % vectors == 0) lse[row] = kMinusInfinity;
+    *reinterpret_cast<uint4*>(out + row * row_elements<S>(p) + 8 * (i % vectors)) = make_uint4(0, 0, 0, 0);
   }
 }
 
@@ -311,150 +248,235 @@ __device__ __forceinline__ void clear_rows(char* v, int first, int group) {
   sync_named(4 + group, kWarpgroup);
 }
 
-template <class T, int COUNT>
-__device__ __forceinline__ void pack_weights(const float (&s)[2 * COUNT], uint32_t (&weights)[COUNT]) {
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) weights[i] = narrow_word(s[2 * i], s[2 * i + 1], T{});
-}
-
 // A warpgroup of the block: 64 queries of each tile.
-template <class T, class S, bool CAUSAL, bool DROPOUT, bool TURNS>
+template <class T, class S, bool CAUSAL, bool TURNS>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const ForwardParams& params, ForwardMemory<S>& shared, int number)
-      : p(params), memory(shared), group(number), turns{number} {
-    if (!DROPOUT) return;
-    dropout.seed = static_cast<uint64_t>(*p.seed);
-    dropout.set_threshold(p.threshold);
-  }
+      : p(params), memory(shared), group(number), turns{number} {}
 
+  // Each step computes its scores, and then, beside its softmax, the product of the weights of the step before with v;
+  // also where the step before is the last of another tile.
   __device__ __forceinline__ void run() {
-    RingPosition<S::kQuerySlots> at;
     turns.start();
-    while (true) {
-      memory.q_full[at.slot].wait(at.parity);
-      const QueryTile tile = memory.tile[at.slot];
-      if (tile.sequence < 0) return;
+    while (find_tile()) {
+      float s[S::kKeys / 2], o[S::kHeadDim / 2];
+      uint32_t weights[S::kKeys / 4];
       RunningSoftmax softmax;
-      float o[S::kHeadDim / 2];
-#pragma unroll
-      for (int i = 0; i < S::kHeadDim / 2; ++i) o[i] = 0.0f;
-      if (tile.blocks > 0)
-        attend(tile, shared_address(memory.q[at.slot]) + group * 64 * kTileRowBytes, memory.q_empty[at.slot], softmax,
-               o);
-      else
-        release(memory.q_empty[at.slot]);
-      store_results<T, S>(p, tile, first_row(tile), softmax, o);
-      at.next();
+      float factor[2];  // of the results
+      clear(o);
+      pass_steps(absent);
+      memory.k_full[at.slot].wait(at.parity);
+      turns.take();
+      begin_products();
+      issue_scores<T, S>(s, q_tile, shared_address(memory.k[at.slot]));
+      turns.pass();
+      wait_products<0>();
+      weigh(s, softmax);
+      make_operand(s, weights);
+      clear_absent();
+      while (true) {
+        const bool changes = block == 0;
+        if (changes) {
+          finish(softmax, factor);
+          leave_tile();
+          if (!meet_tile()) break;
+          softmax = RunningSoftmax();
+          pass_steps(absent);
+        } else {
+          --block;
+        }
+        const uint32_t k_tile = uniform(shared_address(memory.k[at.slot]));
+        const uint32_t v_tile = uniform(shared_address(memory.v[v_slot]));
+        memory.k_full[at.slot].wait(at.parity);
+        turns.take();
+        hold_registers(o);
+        hold_registers(weights);
+        begin_products();
+        issue_scores<T, S>(s, q_tile, k_tile);
+        memory.v_full[v_slot].wait(v_parity());
+        begin_products();
+        issue_values<T, S>(o, weights, v_tile);
+        turns.pass();
+        const uint32_t v_used = v_slot;
+        wait_products<1>();
+        weigh(s, softmax);
+        softmax.settle();
+        finish_values(o, weights, v_used);
+        if (changes) {
+          store(factor, o);
+          clear(o);
+        } else {
+          softmax.correct(o);
+        }
+        make_operand(s, weights);
+        if (changes) clear_absent();
+      }
+      memory.v_full[v_slot].wait(v_parity());
+      hold_registers(o);
+      hold_registers(weights);
+      begin_products();
+      issue_values<T, S>(o, weights, shared_address(memory.v[v_slot]));
+      finish_values(o, weights, v_slot);
+      store(factor, o);
     }
   }
 
  private:
-  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  // Asked for anew each time: no register holds it in between.
+  static __device__ __forceinline__ int thread() {
+    int number;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
+    return number % kWarpgroup;
+  }
 
-  // The thread's first query of a tile; the other is 8 further.
-  __device__ __forceinline__ int first_row(const QueryTile& tile) const {
-    return tile.first + 64 * group + 16 * (static_cast<int>(threadIdx.x) / 32 % 4) + lane() / 4;
+  // The thread's first query of the warpgroup's; the other is 8 further.
+  static __device__ __forceinline__ int row_in_group() {
+    const int number = thread();
+    return number / 32 * 16 + number % 32 / 4;
+  }
+
+  __device__ __forceinline__ int first_row(const QueryTile& tile, uint32_t tile_number) const {
+    return tile.first + 64 * part_of<S>(group, tile_number) + row_in_group();
   }
 
   static __device__ __forceinline__ void release(Barrier& empty) {
     __syncwarp();
-    if (lane() == 0) empty.arrive();
+    if (elected()) empty.arrive();
+  }
+
+  __device__ __forceinline__ uint32_t slot() const { return number % S::kQuerySlots; }
+
+  // Waits for the tile whose turn it is; false: there is none, or none of its keys is for this warpgroup.
+  __device__ __forceinline__ bool meet_tile() {
+    memory.q_full[slot()].wait(number / S::kQuerySlots % 2);
+    const QueryTile tile = memory.tile_of(number);
+    const int first = tile.first + 64 * part_of<S>(group, number);
+    block = uniform(tile.sequence < 0 ? 0 : tile.steps<S, CAUSAL>(first, 64)) - 1;
+    if (block < 0) return false;
+    absent = CAUSAL ? uniform(tile.blocks) - 1 - block : 0;
+    q_tile = uniform(shared_address(memory.q[slot()]) + part_of<S>(group, number) * 64 * kTileRowBytes);
+    k_length = tile.k_length;
+    diagonal = tile.causal_keys(first);
+    return true;
+  }
+
+  __device__ __forceinline__ void leave_tile() {
+    release(memory.q_empty[slot()]);
+    ++number;
+  }
+
+  // The same as meet_tile() for the next tile that has keys; writes the results of those that have none.
+  __device__ __forceinline__ bool find_tile() {
+    while (!meet_tile()) {
+      const QueryTile tile = memory.tile_of(number);
+      if (tile.sequence < 0) return false;
+      pass_steps(tile.blocks);
+      store_nothing<T, S>(p, tile, tile.first + 64 * part_of<S>(group, number));
+      leave_tile();
+    }
+    return true;
+  }
+
+  // Steps of keys that are for other warpgroups alone. While a product with v is to come, at most kStages - 1 of them.
+  __device__ __forceinline__ void pass_steps(int count) {
+    for (; count > 0; --count) {
+      turns.take();
+      turns.pass();
+      memory.k_full[at.slot].wait(at.parity);
+      release(memory.k_empty[at.slot]);
+      memory.v_full[at.slot].wait(at.parity);
+      release(memory.v_empty[at.slot]);
+      at.next();
+    }
+  }
+
+  // Of the product that is to come: its step is one of the last kStages.
+  __device__ __forceinline__ uint32_t v_parity() const { return at.parity ^ (v_slot >= at.slot ? 1 : 0); }
+
+  __device__ __forceinline__ void finish_values(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4],
+                                                uint32_t slot) {
+    wait_products<0>();
+    hold_registers(o);
+    hold_registers(weights);
+    release(memory.v_empty[slot]);
+  }
+
+  __device__ __forceinline__ void finish(RunningSoftmax& softmax, float (&factor)[2]) const {
+    const QueryTile tile = memory.tile_of(number);
+    conclude<S>(p, tile, first_row(tile, number), softmax, factor);
+  }
+  // Of the tile before.
+  __device__ __forceinline__ void store(const float (&factor)[2], const float (&o)[S::kHeadDim / 2]) const {
+    const QueryTile tile = memory.tile_of(number - 1);
+    store_results<T, S>(p, tile, first_row(tile, number - 1), factor, o);
+  }
+
+  static __device__ __forceinline__ void clear(float (&o)[S::kHeadDim / 2]) {
+#pragma unroll
+    for (int i = 0; i < S::kHeadDim / 2; ++i) o[i] = 0.0f;
   }
 
   // Scores of keys that are not there, or that a query does not attend to, become -infinity.
-  __device__ __forceinline__ void mask(float (&s)[S::kKeys / 2], const QueryTile& tile, int block) const {
-    const int all = CAUSAL ? min(tile.k_length, tile.causal_keys(tile.first + 64 * group)) : tile.k_length;
-    if ((block + 1) * S::kKeys <= all) return;  // every query of the warpgroup attends to them
+  __device__ __forceinline__ void mask(float (&s)[S::kKeys / 2]) const {
+    const int first = block * S::kKeys;
+    if (first + S::kKeys <= (CAUSAL ? min(k_length, diagonal) : k_length)) return;  // all queries attend to them
     int limit[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      limit[half] = (CAUSAL ? min(tile.k_length, tile.causal_keys(first_row(tile) + 8 * half)) : tile.k_length) -
-                    block * S::kKeys - 2 * (lane() % 4);
+      limit[half] =
+          (CAUSAL ? min(k_length, diagonal + row_in_group() + 8 * half) : k_length) - first - thread() % 4 * 2;
     mask_scores(s, limit);
   }
 
-  // Scores s of a step, which are there now, become weights; o is not touched.
-  __device__ __forceinline__ void weigh(float (&s)[S::kKeys / 2], const QueryTile& tile, int block,
-                                        RunningSoftmax& softmax) {
+  // Scores of a step, which are there now, become weights.
+  __device__ __forceinline__ void weigh(float (&s)[S::kKeys / 2], RunningSoftmax& softmax) {
     hold_registers(s);
-    release(memory.k_empty[k_at.slot]);
-    k_at.next();
-    mask(s, tile, block);
+    release(memory.k_empty[at.slot]);
+    v_slot = at.slot;
+    at.next();
+    mask(s);
     softmax.step(s, p.scale);
   }
 
-  // Before the first product with v: rows of other sequences, or of none, are no values.
-  __device__ __forceinline__ void clear_absent(const QueryTile& tile, int block) {
-    const int present = tile.k_length - block * S::kKeys;
-    if (present >= S::kKeys || (!p.packed() && p.lengths_k == nullptr)) return;
-    memory.v_full[v_at.slot].wait(v_at.parity);
-    clear_rows<S>(memory.v[v_at.slot], present, group);
+  // 16-bit weights; those that dropout does not keep are 0.
+  __device__ __forceinline__ void make_operand(const float (&s)[S::kKeys / 2], uint32_t (&weights)[S::kKeys / 4]) {
+    pack_weights<T>(s, weights);
+    if (!S::kDropout) return;
+    const uint32_t slot = weighed % S::kKeptSteps;
+    memory.kept_full[group][slot].wait(weighed / S::kKeptSteps % 2);
+#pragma unroll
+    for (int draw = 0; draw < S::kKeptWords; ++draw)
+      keep_weights(weights, memory.kept_of(group, slot, draw)[thread()], draw);
+    hold_registers(weights);  // the bits were used when the others hear of it
+    release(memory.kept_empty[group][slot]);
+    ++weighed;
   }
 
-  // Goes over the keys of a tile whose queries are at q in shared memory.
-  __device__ __forceinline__ void attend(const QueryTile& tile, uint32_t q, Barrier& q_empty, RunningSoftmax& softmax,
-                                         float (&o)[S::kHeadDim / 2]) {
-    if (DROPOUT) dropout.set_place(tile, first_row(tile));
-    float s[S::kKeys / 2];
-    uint32_t weights[S::kKeys / 4], kept[S::kKeys / 8];
-    int block = tile.blocks - 1;
-    memory.k_full[k_at.slot].wait(k_at.parity);
-    turns.take();
-    begin_products();
-    issue_scores<T, S>(s, q, shared_address(memory.k[k_at.slot]));
-    turns.pass();
-    if (DROPOUT) dropout.draw(kept, block * S::kKeys);
-    wait_products<0>();
-    weigh(s, tile, block, softmax);
-    pack_weights<T>(s, weights);
-    if (DROPOUT) WeightDropout::apply(weights, kept);
-    clear_absent(tile, block);
-    while (--block >= 0) {
-      memory.k_full[k_at.slot].wait(k_at.parity);
-      turns.take();
-      hold_registers(o);
-      hold_registers(weights);
-      begin_products();
-      issue_scores<T, S>(s, q, shared_address(memory.k[k_at.slot]));
-      memory.v_full[v_at.slot].wait(v_at.parity);
-      begin_products();
-      issue_values<T, S>(o, weights, shared_address(memory.v[v_at.slot]));
-      turns.pass();
-      if (DROPOUT) dropout.draw(kept, block * S::kKeys);
-      wait_products<1>();
-      weigh(s, tile, block, softmax);
-      softmax.settle();
-      wait_products<0>();
-      hold_registers(o);
-      hold_registers(weights);
-      release(memory.v_empty[v_at.slot]);
-      v_at.next();
-      softmax.correct(o);
-      pack_weights<T>(s, weights);
-      if (DROPOUT) WeightDropout::apply(weights, kept);
-    }
-    release(q_empty);
-    memory.v_full[v_at.slot].wait(v_at.parity);
-    hold_registers(o);
-    hold_registers(weights);
-    begin_products();
-    issue_values<T, S>(o, weights, shared_address(memory.v[v_at.slot]));
-    wait_products<0>();
-    hold_registers(o);
-    release(memory.v_empty[v_at.slot]);
-    v_at.next();
+  // Before the first product with v: rows of other sequences, or of none, are no values.
+  __device__ __forceinline__ void clear_absent() {
+    const int present = k_length - block * S::kKeys;
+    if (present >= S::kKeys || (!p.packed() && p.lengths_k == nullptr)) return;
+    memory.v_full[v_slot].wait(v_parity());
+    clear_rows<S>(memory.v[v_slot], present, group);
   }
 
   const ForwardParams& p;
   ForwardMemory<S>& memory;
   const int group;
   const Turns<S, TURNS> turns;
-  WeightDropout dropout;
-  RingPosition<S::kStages> k_at, v_at;
+  RingPosition<S::kStages> at;  // the step's
+  uint32_t v_slot;              // where v of the product to come is
+  uint32_t weighed = 0;         // dropout: steps so far
+  uint32_t number = 0;  // the tile's, counted from the block's first
+  uint32_t q_tile;      // the warpgroup's queries of it, in shared memory
+  int block;            // of keys, the step's
+  int absent;           // causal: steps of the tile before the warpgroup's first
+  int k_length;         // of the tile's sequence
+  int diagonal;         // causal: how many keys the warpgroup's first query attends to
 };
 
-template <class T, class S, bool CAUSAL, bool DROPOUT, bool TURNS>
+template <class T, class S, bool CAUSAL, bool TURNS>
 __global__ void __launch_bounds__(S::kThreads, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map, const __grid_constant__ ForwardParams p) {
@@ -473,10 +495,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         prefetch_map(&v_map);
       }
       produce<S, CAUSAL>(p, memory, &q_map, &k_map, &v_map);
+    } else if (S::kDropout && warp <= S::kGroups) {
+      draw_kept<S, CAUSAL>(p, memory, warp - 1);
     }
   } else {
     raise_registers<S::kConsumerRegisters>();
-    Consumer<T, S, CAUSAL, DROPOUT, TURNS>(p, memory, warp / 4 - 1).run();
+    Consumer<T, S, CAUSAL, TURNS>(p, memory, warp / 4 - 1).run();
   }
 }
 
@@ -493,8 +517,8 @@ inline TensorView head_view(const void* data, const AttentionCall& call, int64_t
           {kTileColumns, 1, box_rows, 1}};
 }
 
-template <class T, class S, bool CAUSAL, bool DROPOUT, bool TURNS>
-Status launch_forward(const AttentionForward& call, int multiprocessors, int* next) {
+template <class T, class S, bool CAUSAL, bool TURNS>
+Status launch_forward(const AttentionForward& call, int multiprocessors, int* next, int batched) {
   CUtensorMap maps[3];
   const TensorView views[3] = {
       head_view(call.q, call, call.heads, call.queries,
@@ -524,14 +548,16 @@ Status launch_forward(const AttentionForward& call, int multiprocessors, int* ne
   p.max_seqlen = static_cast<int>(call.max_seqlen);
   p.max_seqlen_k = static_cast<int>(call.max_seqlen_k);
   p.tiles = (p.queries + S::kQueries - 1) / S::kQueries;
-  constexpr int64_t kCached = 16 << 20;  // bytes of k and v whose heads go together
-  p.batched = static_cast<int>(std::max<int64_t>(kCached / std::max<int64_t>(4 * call.head_dim * call.keys, 1), 1));
+  // Causal: heads whose k and v are 16 MiB, so that they stay in the second level cache. Else few, but more than one:
+  // blocks that all read the same keys at the same time wait for each other.
+  const int64_t head_bytes = std::max<int64_t>(4 * call.head_dim * call.keys, 1);
+  p.batched = CAUSAL ? static_cast<int>(std::max<int64_t>((16 << 20) / head_bytes, 1)) : 4;
   p.scale = call.scale * 1.44269504088896f;
-  p.dropout_scale = DROPOUT ? call.dropout_scale : 1.0f;
+  p.dropout_scale = S::kDropout ? call.dropout_scale : 1.0f;
   p.threshold = call.threshold;
   constexpr size_t memory = sizeof(ForwardMemory<S>) + ForwardMemory<S>::kSlack;
   static_assert(memory <= 227 * 1024, "more shared memory than a multiprocessor has");
-  return launch(forward_kernel<T, S, CAUSAL, DROPOUT, TURNS>, dim3(multiprocessors), dim3(S::kThreads), memory,
+  return launch(forward_kernel<T, S, CAUSAL, TURNS>, dim3(multiprocessors), dim3(S::kThreads), memory,
                 call.stream, maps[0], maps[1], maps[2], p);
 }
 

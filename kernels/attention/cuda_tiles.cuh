@@ -11,15 +11,20 @@ namespace fasttfm {
 namespace cuda {
 
 // GROUPS warpgroups of 64 queries each go over the keys in steps of KEYS; STAGES steps of k and of v are on chip.
-template <int HEAD_DIM, int GROUPS, int KEYS, int STAGES>
+template <int HEAD_DIM, int GROUPS, int KEYS, int STAGES, bool DROPOUT>
 struct ForwardShape {
   static constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kKeys = KEYS, kStages = STAGES;
+  static constexpr bool kDropout = DROPOUT;
   static constexpr int kQueries = 64 * GROUPS;
   static constexpr int kThreads = kWarpgroup * (GROUPS + 1);
   static constexpr int kParts = HEAD_DIM / kTileColumns;  // swizzled tiles side by side
   static constexpr uint32_t kQueryPart = kQueries * kTileRowBytes, kQueryBytes = kParts * kQueryPart;
   static constexpr uint32_t kKeyPart = KEYS * kTileRowBytes, kKeyBytes = kParts * kKeyPart;
-  static constexpr int kQuerySlots = 2 * (kQueryBytes + STAGES * kKeyBytes) < 224 * 1024 ? 2 : 1;
+  // Which weights stay, a byte each: kKeptSteps steps of each warpgroup are drawn ahead.
+  static constexpr int kKeptSteps = 2, kKeptWords = KEYS / 32;  // of 16 bytes, of a thread and step
+  static constexpr uint32_t kKeptBytes = DROPOUT ? GROUPS * kKeptSteps * 64 * KEYS : 16;
+  static constexpr int kMostQuerySlots = (225 * 1024 - 2 * STAGES * kKeyBytes - kKeptBytes) / kQueryBytes;
+  static constexpr int kQuerySlots = kMostQuerySlots < 3 ? kMostQuerySlots : 3;
   // Of a thread; 512 are there for each of the 128 of a warpgroup, and they start with an equal share.
   static constexpr int kProducerRegisters = GROUPS == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = GROUPS == 1 ? 216 : GROUPS == 2 ? 232 : 160;
@@ -33,11 +38,11 @@ struct ForwardParams {
   const int32_t* lengths;
   const int32_t* lengths_k;
   const int64_t* seed;
-  int* next;  // the tile to hand out next, less the number of blocks; null: tile t is block t % blocks'
+  int* next;  // the tile to hand out next, less the number of blocks; null: tiles are dealt out
   int sequences, heads, group;  // group: query heads of a key head
   int queries, keys, max_seqlen, max_seqlen_k;
   int tiles;    // of queries in a dense sequence
-  int batched;  // causal: as many heads go from their last queries to their first together
+  int batched;  // as many heads go over their tiles of queries together; 0: a block has all tiles of a head, or few less
   float scale;  // of scores, in units of log2
   float dropout_scale;
   int threshold;
@@ -54,10 +59,18 @@ struct alignas(16) QueryTile {
   int k_length;
   int rows;    // up to which results are written
   int origin;  // the sequence's first query among all rows
-  int blocks;  // of keys that some query of the tile attends to
+  int blocks;  // steps of keys that some query of the tile attends to
 
   // Key positions are aligned to the end: a causal query attends to this many keys.
   __device__ __forceinline__ int causal_keys(int query) const { return query + 1 + k_length - q_length; }
+
+  // The steps of keys that the `count` queries from `query` on go over.
+  template <class S, bool CAUSAL>
+  __device__ __forceinline__ int steps(int query, int count) const {
+    int keys = query < q_length ? k_length : 0;
+    if (CAUSAL) keys = min(keys, causal_keys(min(query + count, q_length) - 1));
+    return (max(keys, 0) + S::kKeys - 1) / S::kKeys;
+  }
 };
 
 // A sequence's place in packed rows. Boundaries are taken as they come, but nothing outside the tensor is touched.
@@ -72,28 +85,29 @@ __device__ __forceinline__ int dense_length(const int32_t* lengths, int sequence
   return lengths == nullptr ? size : min(max(lengths[sequence], 0), size);
 }
 
-// Hands out tiles to a block, in ascending order of their number: neighbours share keys, so that the second level cache
+// Hands out tiles to a block, in ascending order of their number: near ones share keys, so that the second level cache
 // has them. All lanes of a warp call it together.
 template <class S, bool CAUSAL>
 class TileWalk {
  public:
   explicit __device__ __forceinline__ TileWalk(const ForwardParams& params)
-      : p(params), number(static_cast<int>(blockIdx.x)) {
+      : p(params), number(static_cast<int>(blockIdx.x)), limit(p.sequences * p.heads * p.tiles) {
     if (p.packed()) load_group();
+    if (p.batched != 0) return;
+    number = share(blockIdx.x);
+    limit = share(blockIdx.x + 1);
   }
 
   // The tile that is this block's turn, of which sequence is -1 after the last; and asks for the number of the next.
   __device__ __forceinline__ QueryTile take() {
     const int current = number;
     if (p.next == nullptr)
-      number += static_cast<int>(gridDim.x);
+      number += p.batched == 0 ? 1 : static_cast<int>(gridDim.x);
     else
       number = static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, lane() == 0 ? atomicAdd(p.next, 1) : 0, 0);
     QueryTile tile = p.packed() ? packed_tile(current) : dense_tile(current);
     if (tile.sequence < 0) return tile;
-    int attended = tile.first < tile.q_length ? tile.k_length : 0;
-    if (CAUSAL) attended = min(attended, tile.causal_keys(min(tile.first + S::kQueries, tile.q_length) - 1));
-    tile.blocks = (max(attended, 0) + S::kKeys - 1) / S::kKeys;
+    tile.blocks = tile.steps<S, CAUSAL>(tile.first, S::kQueries);
     return tile;
   }
 
@@ -102,20 +116,20 @@ class TileWalk {
  private:
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
+  // The first tile of a block that has its tiles in a row.
+  __device__ __forceinline__ int share(uint32_t block) const {
+    return static_cast<int>(static_cast<int64_t>(p.sequences * p.heads * p.tiles) * block / gridDim.x);
+  }
+
   __device__ __forceinline__ QueryTile dense_tile(int index) const {
     QueryTile tile;
-    const int pairs = p.sequences * p.heads;
-    int pair, step;
-    if (CAUSAL) {  // all heads of a batch at one step: long tiles first, and their keys still in the cache
-      const int batch = index / (p.batched * p.tiles), rest = index - batch * p.batched * p.tiles;
-      const int size = max(min(p.batched, pairs - batch * p.batched), 1);
-      step = p.tiles - 1 - rest / size;
-      pair = batch * p.batched + rest % size;
-    } else {
-      pair = index / p.tiles;
-      step = index - pair * p.tiles;
-    }
-    if (index >= pairs * p.tiles) {
+    // All heads of a batch at one step, then at the next; causal tiles from the longest on.
+    const int pairs = p.sequences * p.heads, batched = max(p.batched, 1);
+    const int batch = index / (batched * p.tiles), rest = index - batch * batched * p.tiles;
+    const int size = max(min(batched, pairs - batch * batched), 1);
+    const int step = CAUSAL ? p.tiles - 1 - rest / size : rest / size;
+    const int pair = batch * batched + rest % size;
+    if (index >= limit) {
       tile.sequence = -1;
       return tile;
     }
@@ -178,7 +192,7 @@ class TileWalk {
   }
 
   const ForwardParams& p;
-  int number;
+  int number, limit;  // dense: where the block's, or all, tiles end
   int group = 0, start = 0, end = 0;  // packed: see load_group()
   Span span = {0, 0};
 };
@@ -188,10 +202,20 @@ struct ForwardMemory {
   alignas(1024) char q[S::kQuerySlots][S::kQueryBytes];
   alignas(1024) char k[S::kStages][S::kKeyBytes];
   alignas(1024) char v[S::kStages][S::kKeyBytes];
-  QueryTile tile[S::kQuerySlots];  // whose queries are in q
+  uint4 kept[S::kKeptBytes / 16];  // see kept_of()
+  QueryTile tile[4];  // see tile_of()
   Barrier q_full[S::kQuerySlots], q_empty[S::kQuerySlots];
   Barrier k_full[S::kStages], k_empty[S::kStages];
   Barrier v_full[S::kStages], v_empty[S::kStages];
+  Barrier kept_full[S::kGroups][S::kKeptSteps], kept_empty[S::kGroups][S::kKeptSteps];
+
+  // The block's tile of that number. It stays while the next one's queries are in use: results are written then.
+  __device__ __forceinline__ QueryTile& tile_of(uint32_t number) { return tile[number % 4]; }
+
+  // Draw `draw` of what a warpgroup's threads keep in a step: bytes whose top bits say so.
+  __device__ __forceinline__ uint4* kept_of(int group, uint32_t slot, int draw) {
+    return kept + ((group * S::kKeptSteps + slot) * S::kKeptWords + draw) * kWarpgroup;
+  }
 
   static constexpr int kSlack = 1024;  // bytes of dynamic memory too many, to start at a multiple of that
 
@@ -200,7 +224,7 @@ struct ForwardMemory {
     constexpr int warps = 4 * S::kGroups;  // each says when it has done with something
     for (int i = 0; i < S::kQuerySlots; ++i) {
       q_full[i].initialize(1);
-      q_empty[i].initialize(warps);
+      q_empty[i].initialize(warps + (S::kDropout ? S::kGroups : 0));  // and those that draw
     }
     for (int i = 0; i < S::kStages; ++i) {
       k_full[i].initialize(1);
@@ -208,6 +232,11 @@ struct ForwardMemory {
       v_full[i].initialize(1);
       v_empty[i].initialize(warps);
     }
+    for (int i = 0; i < S::kGroups; ++i)
+      for (int j = 0; j < S::kKeptSteps; ++j) {
+        kept_full[i][j].initialize(1);
+        kept_empty[i][j].initialize(4);
+      }
     fence_barriers();
   }
 };
