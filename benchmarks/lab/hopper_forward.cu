@@ -4,29 +4,47 @@
 
 using namespace fasttfm;
 using namespace fasttfm::cuda;
-using Shape = ForwardShape<LAB_HEAD_DIM, LAB_GROUPS, LAB_KEYS, LAB_STAGES>;
 
-template <class T, bool CAUSAL>
-Status run(const AttentionForward& call, int blocks, int* next) {
-  if constexpr (LAB_DROPOUT)
-    if (call.seed != nullptr) return launch_forward<T, Shape, CAUSAL, true, LAB_TURNS>(call, blocks, next);
-  return launch_forward<T, Shape, CAUSAL, false, LAB_TURNS>(call, blocks, next);
+template <class T, bool CAUSAL, bool DROPOUT>
+Status run(const AttentionForward& call, int blocks, int* next, int batched) {
+#ifdef LAB_OLD
+  using Shape = ForwardShape<LAB_HEAD_DIM, LAB_GROUPS, LAB_KEYS, LAB_STAGES>;
+  return launch_forward<T, Shape, CAUSAL, DROPOUT, LAB_TURNS>(call, blocks, next);
+#else
+  using Shape = ForwardShape<LAB_HEAD_DIM, LAB_GROUPS, LAB_KEYS, LAB_STAGES, DROPOUT>;
+  return launch_forward<T, Shape, CAUSAL, LAB_TURNS>(call, blocks, next, batched);
+#endif
 }
 
-extern "C" const char* hopper_forward(const AttentionForward* call, int blocks, int dynamic) {
+template <class T, bool CAUSAL>
+Status run(const AttentionForward& call, int blocks, int* next, int batched) {
+  if constexpr (LAB_DROPOUT)
+    if (call.seed != nullptr) return run<T, CAUSAL, true>(call, blocks, next, batched);
+  return run<T, CAUSAL, false>(call, blocks, next, batched);
+}
+
+// batched: see ForwardParams; dynamic: a counter hands out the tiles.
+extern "C" const char* hopper_forward(const AttentionForward* call, int blocks, int dynamic, int batched) {
   int* next = nullptr;
   if (dynamic) {
     next = reinterpret_cast<int*>(call->workspace);
     cudaMemsetAsync(next, 0, sizeof(int), static_cast<cudaStream_t>(call->stream));
   }
   Status status;
+  const bool causal = call->window_right == 0;
   if (call->dtype == DType::f16)
 #ifdef LAB_HALF
-    status = call->window_right == 0 ? run<f16_t, true>(*call, blocks, next) : run<f16_t, false>(*call, blocks, next);
+    status =
+        causal ? run<f16_t, true>(*call, blocks, next, batched) : run<f16_t, false>(*call, blocks, next, batched);
 #else
     return "bf16 only";
 #endif
   else
-    status = call->window_right == 0 ? run<bf16_t, true>(*call, blocks, next) : run<bf16_t, false>(*call, blocks, next);
+    status =
+        causal ? run<bf16_t, true>(*call, blocks, next, batched) : run<bf16_t, false>(*call, blocks, next, batched);
   return status.code == StatusCode::ok ? nullptr : status.detail;
 }
+
+#ifdef LAB_TRACE
+extern "C" void hopper_trace(void* to) { cudaMemcpyFromSymbol(to, clocks, sizeof(clocks)); }
+#endif

@@ -142,8 +142,8 @@ __device__ __forceinline__ float* lse_of(const ForwardParams& p, const QueryTile
                              : (static_cast<int64_t>(tile.sequence) * p.heads + tile.head) * p.queries);
 }
 
-// A thread's two rows, `row` and the one 8 further, have gone over all keys: writes lse; o times `factor` are the results.
-// Rows that attend to nothing get a factor of 0.
+// A thread's two rows, `row` and the one 8 further, have gone over all keys: writes lse; o times `factor` are the
+// results. Rows that attend to nothing get a factor of 0.
 template <class S>
 __device__ __forceinline__ void conclude(const ForwardParams& p, const QueryTile& tile, int row,
                                          RunningSoftmax& softmax, float (&factor)[2]) {
@@ -251,6 +251,8 @@ __device__ __forceinline__ void clear_rows(char* v, int first, int group) {
 // A warpgroup of the block: 64 queries of each tile.
 template <class T, class S, bool CAUSAL, bool TURNS>
 class Consumer {
+  static_assert((S::kQueries - 64 + S::kKeys - 1) / S::kKeys < S::kStages, "see pass_steps()");
+
  public:
   __device__ __forceinline__ Consumer(const ForwardParams& params, ForwardMemory<S>& shared, int number)
       : p(params), memory(shared), group(number), turns{number} {}
@@ -325,9 +327,9 @@ class Consumer {
  private:
   // Asked for anew each time: no register holds it in between.
   static __device__ __forceinline__ int thread() {
-    int number;
+    uint32_t number;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
-    return number % kWarpgroup;
+    return static_cast<int>(number % kWarpgroup);
   }
 
   // The thread's first query of the warpgroup's; the other is 8 further.
@@ -468,12 +470,12 @@ class Consumer {
   RingPosition<S::kStages> at;  // the step's
   uint32_t v_slot;              // where v of the product to come is
   uint32_t weighed = 0;         // dropout: steps so far
-  uint32_t number = 0;  // the tile's, counted from the block's first
-  uint32_t q_tile;      // the warpgroup's queries of it, in shared memory
-  int block;            // of keys, the step's
-  int absent;           // causal: steps of the tile before the warpgroup's first
-  int k_length;         // of the tile's sequence
-  int diagonal;         // causal: how many keys the warpgroup's first query attends to
+  uint32_t number = 0;          // the tile's, counted from the block's first
+  uint32_t q_tile;              // the warpgroup's queries of it, in shared memory
+  int block;                    // of keys, the step's
+  int absent;                   // causal: steps of the tile before the warpgroup's first
+  int k_length;                 // of the tile's sequence
+  int diagonal;                 // causal: how many keys the warpgroup's first query attends to
 };
 
 template <class T, class S, bool CAUSAL, bool TURNS>
@@ -557,8 +559,8 @@ Status launch_forward(const AttentionForward& call, int multiprocessors, int* ne
   p.threshold = call.threshold;
   constexpr size_t memory = sizeof(ForwardMemory<S>) + ForwardMemory<S>::kSlack;
   static_assert(memory <= 227 * 1024, "more shared memory than a multiprocessor has");
-  return launch(forward_kernel<T, S, CAUSAL, TURNS>, dim3(multiprocessors), dim3(S::kThreads), memory,
-                call.stream, maps[0], maps[1], maps[2], p);
+  return launch(forward_kernel<T, S, CAUSAL, TURNS>, dim3(multiprocessors), dim3(S::kThreads), memory, call.stream,
+                maps[0], maps[1], maps[2], p);
 }
 
 }  // namespace cuda

@@ -38,11 +38,12 @@ struct ForwardParams {
   const int32_t* lengths;
   const int32_t* lengths_k;
   const int64_t* seed;
-  int* next;  // the tile to hand out next, less the number of blocks; null: tiles are dealt out
+  int* next;                    // the tile to hand out next, less the number of blocks; null: tiles are dealt out
   int sequences, heads, group;  // group: query heads of a key head
   int queries, keys, max_seqlen, max_seqlen_k;
   int tiles;    // of queries in a dense sequence
-  int batched;  // as many heads go over their tiles of queries together; 0: a block has all tiles of a head, or few less
+  int batched;  // as many heads go over their tiles of queries together; 0: a block has all tiles of a head, or few
+                // less
   float scale;  // of scores, in units of log2
   float dropout_scale;
   int threshold;
@@ -93,6 +94,7 @@ class TileWalk {
   explicit __device__ __forceinline__ TileWalk(const ForwardParams& params)
       : p(params), number(static_cast<int>(blockIdx.x)), limit(p.sequences * p.heads * p.tiles) {
     if (p.packed()) load_group();
+    if (p.batched < 0) number *= p.tiles;
     if (p.batched != 0) return;
     number = share(blockIdx.x);
     limit = share(blockIdx.x + 1);
@@ -102,7 +104,9 @@ class TileWalk {
   __device__ __forceinline__ QueryTile take() {
     const int current = number;
     if (p.next == nullptr)
-      number += p.batched == 0 ? 1 : static_cast<int>(gridDim.x);
+      number += p.batched > 0                                   ? static_cast<int>(gridDim.x)
+                : p.batched == 0 || (number + 1) % p.tiles != 0 ? 1
+                                                                : static_cast<int>(gridDim.x - 1) * p.tiles + 1;
     else
       number = static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, lane() == 0 ? atomicAdd(p.next, 1) : 0, 0);
     QueryTile tile = p.packed() ? packed_tile(current) : dense_tile(current);
@@ -192,7 +196,7 @@ class TileWalk {
   }
 
   const ForwardParams& p;
-  int number, limit;  // dense: where the block's, or all, tiles end
+  int number, limit;                  // dense: where the block's, or all, tiles end
   int group = 0, start = 0, end = 0;  // packed: see load_group()
   Span span = {0, 0};
 };
@@ -203,7 +207,7 @@ struct ForwardMemory {
   alignas(1024) char k[S::kStages][S::kKeyBytes];
   alignas(1024) char v[S::kStages][S::kKeyBytes];
   uint4 kept[S::kKeptBytes / 16];  // see kept_of()
-  QueryTile tile[4];  // see tile_of()
+  QueryTile tile[4];               // see tile_of()
   Barrier q_full[S::kQuerySlots], q_empty[S::kQuerySlots];
   Barrier k_full[S::kStages], k_empty[S::kStages];
   Barrier v_full[S::kStages], v_empty[S::kStages];

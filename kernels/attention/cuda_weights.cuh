@@ -20,6 +20,19 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+#ifdef LAB_SOFT
+__device__ __forceinline__ float exp2_poly(float x) {
+  x = fmaxf(x, -126.5f);
+  const float t = x + 12582912.0f;
+  const float f = x - (t - 12582912.0f);
+  float y = fmaf(f, 0.0096181f, 0.0555041f);
+  y = fmaf(f, y, 0.2402265f);
+  y = fmaf(f, y, 0.6931472f);
+  y = fmaf(f, y, 1.0f);
+  return __int_as_float(__float_as_int(y) + (__float_as_int(t) << 23));
+}
+#endif
+
 constexpr float kMinusInfinity = -INFINITY;
 // r stays until a score is above it by this much, in units of log2: weights are <= 256.
 constexpr float kHeadroom = 8.0f;
@@ -52,7 +65,12 @@ struct RunningSoftmax {
     corrects = __any_sync(0xffffffffu, rises);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
+#ifdef LAB_SOFT
+      s[i] = i % LAB_SOFT == 3 ? exp2_poly(fmaf(s[i], scale, -base[i / 2 % 2]))
+                               : exp2_fast(fmaf(s[i], scale, -base[i / 2 % 2]));
+#else
       s[i] = exp2_fast(fmaf(s[i], scale, -base[i / 2 % 2]));
+#endif
       sum[i / 2 % 2] += s[i];
     }
   }
