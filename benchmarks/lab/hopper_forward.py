@@ -448,7 +448,10 @@ def modes(case: Case, shape: Shape) -> list[Mode]:
     if shape.old:
         return [Mode(case.causal, 1)]
     if case.causal:
-        return [Mode(True, cached), *([Mode(False, 0), Mode(False, -1)] if case.S <= 512 else [Mode(True, 2 * cached)])]
+        return [
+            Mode(True, cached),
+            *([Mode(False, 0), Mode(False, -1)] if case.S <= 2048 else [Mode(True, 2 * cached)]),
+        ]
     if case.S <= 1024:
         return [Mode(False, 0), Mode(False, 1), Mode(False, -1)]
     return [Mode(False, 1), Mode(False, 2), Mode(False, 4), Mode(False, 8)][: 4 if case.S > 2048 else 2]
