@@ -82,35 +82,6 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
   }
 }
 
-// A warp that draws which weights a warpgroup keeps, ahead of it.
-template <class S, bool CAUSAL>
-__device__ __forceinline__ void draw_kept(const ForwardParams& p, ForwardMemory<S>& memory, int group) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const WeightDropout dropout(static_cast<uint64_t>(*p.seed), p.threshold);
-  RingPosition<S::kKeptSteps> at;
-  for (uint32_t number = 0;; ++number) {
-    const uint32_t slot = number % S::kQuerySlots;
-    memory.q_full[slot].wait(number / S::kQuerySlots % 2);
-    const QueryTile tile = memory.tile_of(number);
-    if (tile.sequence < 0) return;
-    const int first = tile.first + 64 * part_of<S>(group, number);
-    for (int step = uniform(tile.steps<S, CAUSAL>(first, 64)) - 1; step >= 0; --step) {
-      memory.kept_empty[group][at.slot].wait(at.parity ^ 1);
-#pragma unroll 1
-      for (int warp = 0; warp < 4; ++warp)
-#pragma unroll
-        for (int draw = 0; draw < S::kKeptWords; ++draw)
-          memory.kept_of(group, at.slot, draw)[32 * warp + lane] =
-              dropout.draw(tile, first + 16 * warp + lane / 4 + draw % 2 * 8, step * (S::kKeys / 64) + draw / 2);
-      __syncwarp();
-      if (lane == 0) memory.kept_full[group][at.slot].arrive();
-      at.next();
-    }
-    __syncwarp();
-    if (lane == 0) memory.q_empty[slot].arrive();
-  }
-}
-
 // ---- results ---------------------------------------------------------------------------------------------------------
 
 // Four threads of a row hold four words each, thread t word t of four vectors: afterwards thread t holds vector t.
@@ -255,64 +226,47 @@ class Consumer {
 
  public:
   __device__ __forceinline__ Consumer(const ForwardParams& params, ForwardMemory<S>& shared, int number)
-      : p(params), memory(shared), group(number), turns{number} {}
+      : p(params), memory(shared), group(number), turns{number} {
+    if (S::kDropout) dropout = WeightDropout(static_cast<uint64_t>(*p.seed), p.threshold);
+  }
 
   // Each step computes its scores, and then, beside its softmax, the product of the weights of the step before with v;
   // also where the step before is the last of another tile.
   __device__ __forceinline__ void run() {
+    float s[S::kKeys / 2], o[S::kHeadDim / 2], factor[2];
+    uint32_t weights[S::kKeys / 4], kept[S::kKeys / 64];
+    RunningSoftmax softmax;
     turns.start();
-    while (find_tile()) {
-      float s[S::kKeys / 2], o[S::kHeadDim / 2];
-      uint32_t weights[S::kKeys / 4];
-      RunningSoftmax softmax;
-      float factor[2];  // of the results
+    bool starts = find_tile();
+    while (starts) {
+      begin_tile(s, weights, kept, softmax);
       clear(o);
-      pass_steps(absent);
-      memory.k_full[at.slot].wait(at.parity);
-      turns.take();
-      begin_products();
-      issue_scores<T, S>(s, q_tile, shared_address(memory.k[at.slot]));
-      turns.pass();
-      wait_products<0>();
-      weigh(s, softmax);
-      make_operand(s, weights);
-      clear_absent();
       while (true) {
-        const bool changes = block == 0;
-        if (changes) {
-          finish(softmax, factor);
-          leave_tile();
-          if (!meet_tile()) break;
-          softmax = RunningSoftmax();
-          pass_steps(absent);
-        } else {
-          --block;
+        while (--block >= 0) {
+          issue(s, o, weights, kept);
+          wait_products<1>();
+          const uint32_t v_used = v_slot;
+          weigh(s, softmax);
+          softmax.settle();
+          finish_values(o, weights, v_used);
+          softmax.correct(o);
+          make_operand(s, weights, kept);
         }
-        const uint32_t k_tile = uniform(shared_address(memory.k[at.slot]));
-        const uint32_t v_tile = uniform(shared_address(memory.v[v_slot]));
-        memory.k_full[at.slot].wait(at.parity);
-        turns.take();
-        hold_registers(o);
-        hold_registers(weights);
-        begin_products();
-        issue_scores<T, S>(s, q_tile, k_tile);
-        memory.v_full[v_slot].wait(v_parity());
-        begin_products();
-        issue_values<T, S>(o, weights, v_tile);
-        turns.pass();
-        const uint32_t v_used = v_slot;
+        finish(softmax, factor);
+        leave_tile();
+        if (!meet_tile()) break;
+        pass_steps(absent);
+        issue(s, o, weights, kept);
+        softmax = RunningSoftmax();
         wait_products<1>();
+        const uint32_t v_used = v_slot;
         weigh(s, softmax);
         softmax.settle();
         finish_values(o, weights, v_used);
-        if (changes) {
-          store(factor, o);
-          clear(o);
-        } else {
-          softmax.correct(o);
-        }
-        make_operand(s, weights);
-        if (changes) clear_absent();
+        store(factor, o);
+        clear(o);
+        make_operand(s, weights, kept);
+        clear_absent();
       }
       memory.v_full[v_slot].wait(v_parity());
       hold_registers(o);
@@ -321,6 +275,7 @@ class Consumer {
       issue_values<T, S>(o, weights, shared_address(memory.v[v_slot]));
       finish_values(o, weights, v_slot);
       store(factor, o);
+      starts = find_tile();
     }
   }
 
@@ -353,11 +308,13 @@ class Consumer {
   __device__ __forceinline__ bool meet_tile() {
     memory.q_full[slot()].wait(number / S::kQuerySlots % 2);
     const QueryTile tile = memory.tile_of(number);
-    const int first = tile.first + 64 * part_of<S>(group, number);
-    block = uniform(tile.sequence < 0 ? 0 : tile.steps<S, CAUSAL>(first, 64)) - 1;
+    first = tile.first + 64 * part_of<S>(group, number);
+    sequence = tile.sequence;
+    head = tile.head;
+    block = (tile.sequence < 0 ? 0 : tile.steps<S, CAUSAL>(first, 64)) - 1;
     if (block < 0) return false;
-    absent = CAUSAL ? uniform(tile.blocks) - 1 - block : 0;
-    q_tile = uniform(shared_address(memory.q[slot()]) + part_of<S>(group, number) * 64 * kTileRowBytes);
+    absent = CAUSAL ? tile.blocks - 1 - block : 0;
+    q_tile = shared_address(memory.q[slot()]) + part_of<S>(group, number) * 64 * kTileRowBytes;
     k_length = tile.k_length;
     diagonal = tile.causal_keys(first);
     return true;
@@ -378,6 +335,40 @@ class Consumer {
       leave_tile();
     }
     return true;
+  }
+
+  // The first step after a tile that was not the warpgroup's.
+  __device__ __forceinline__ void begin_tile(float (&s)[S::kKeys / 2], uint32_t (&weights)[S::kKeys / 4],
+                                             uint32_t (&kept)[S::kKeys / 64], RunningSoftmax& softmax) {
+    pass_steps(absent);
+    memory.k_full[at.slot].wait(at.parity);
+    turns.take();
+    begin_products();
+    issue_scores<T, S>(s, q_tile, shared_address(memory.k[at.slot]));
+    turns.pass();
+    draw(kept);
+    softmax = RunningSoftmax();
+    wait_products<0>();
+    weigh(s, softmax);
+    make_operand(s, weights, kept);
+    clear_absent();
+  }
+
+  // The products of a step: its scores, and the weights of the step before times v. A warp that issues the second waits
+  // for the first, as it has its operand in registers: draws come between.
+  __device__ __forceinline__ void issue(float (&s)[S::kKeys / 2], float (&o)[S::kHeadDim / 2],
+                                        uint32_t (&weights)[S::kKeys / 4], uint32_t (&kept)[S::kKeys / 64]) {
+    memory.k_full[at.slot].wait(at.parity);
+    turns.take();
+    hold_registers(o);
+    hold_registers(weights);
+    begin_products();
+    issue_scores<T, S>(s, q_tile, shared_address(memory.k[at.slot]));
+    draw(kept);
+    memory.v_full[v_slot].wait(v_parity());
+    begin_products();
+    issue_values<T, S>(o, weights, shared_address(memory.v[v_slot]));
+    turns.pass();
   }
 
   // Steps of keys that are for other warpgroups alone. While a product with v is to come, at most kStages - 1 of them.
@@ -421,13 +412,12 @@ class Consumer {
 
   // Scores of keys that are not there, or that a query does not attend to, become -infinity.
   __device__ __forceinline__ void mask(float (&s)[S::kKeys / 2]) const {
-    const int first = block * S::kKeys;
-    if (first + S::kKeys <= (CAUSAL ? min(k_length, diagonal) : k_length)) return;  // all queries attend to them
+    const int key = block * S::kKeys;
+    if (key + S::kKeys <= (CAUSAL ? min(k_length, diagonal) : k_length)) return;  // all queries attend to them
     int limit[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      limit[half] =
-          (CAUSAL ? min(k_length, diagonal + row_in_group() + 8 * half) : k_length) - first - thread() % 4 * 2;
+      limit[half] = (CAUSAL ? min(k_length, diagonal + row_in_group() + 8 * half) : k_length) - key - thread() % 4 * 2;
     mask_scores(s, limit);
   }
 
@@ -441,18 +431,15 @@ class Consumer {
     softmax.step(s, p.scale);
   }
 
+  __device__ __forceinline__ void draw(uint32_t (&kept)[S::kKeys / 64]) const {
+    if (S::kDropout) dropout.draw(kept, sequence, head, first + row_in_group(), block * (S::kKeys / 64));
+  }
+
   // 16-bit weights; those that dropout does not keep are 0.
-  __device__ __forceinline__ void make_operand(const float (&s)[S::kKeys / 2], uint32_t (&weights)[S::kKeys / 4]) {
+  __device__ __forceinline__ void make_operand(const float (&s)[S::kKeys / 2], uint32_t (&weights)[S::kKeys / 4],
+                                               const uint32_t (&kept)[S::kKeys / 64]) const {
     pack_weights<T>(s, weights);
-    if (!S::kDropout) return;
-    const uint32_t slot = weighed % S::kKeptSteps;
-    memory.kept_full[group][slot].wait(weighed / S::kKeptSteps % 2);
-#pragma unroll
-    for (int draw = 0; draw < S::kKeptWords; ++draw)
-      keep_weights(weights, memory.kept_of(group, slot, draw)[thread()], draw);
-    hold_registers(weights);  // the bits were used when the others hear of it
-    release(memory.kept_empty[group][slot]);
-    ++weighed;
+    if (S::kDropout) keep_weights(weights, kept);
   }
 
   // Before the first product with v: rows of other sequences, or of none, are no values.
@@ -467,12 +454,13 @@ class Consumer {
   ForwardMemory<S>& memory;
   const int group;
   const Turns<S, TURNS> turns;
+  WeightDropout dropout;
   RingPosition<S::kStages> at;  // the step's
   uint32_t v_slot;              // where v of the product to come is
-  uint32_t weighed = 0;         // dropout: steps so far
   uint32_t number = 0;          // the tile's, counted from the block's first
   uint32_t q_tile;              // the warpgroup's queries of it, in shared memory
   int block;                    // of keys, the step's
+  int sequence, head, first;    // the tile's; first: the warpgroup's first query
   int absent;                   // causal: steps of the tile before the warpgroup's first
   int k_length;                 // of the tile's sequence
   int diagonal;                 // causal: how many keys the warpgroup's first query attends to
@@ -485,7 +473,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   extern __shared__ char dynamic_memory[];
   auto& memory =
       *reinterpret_cast<ForwardMemory<S>*>(dynamic_memory + (1024 - shared_address(dynamic_memory) % 1024) % 1024);
-  const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+  const int warp = static_cast<int>(__reduce_or_sync(0xffffffffu, threadIdx.x / 32));
   if (threadIdx.x == 0) memory.initialize();
   __syncthreads();
   if (warp < 4) {
@@ -497,8 +485,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         prefetch_map(&v_map);
       }
       produce<S, CAUSAL>(p, memory, &q_map, &k_map, &v_map);
-    } else if (S::kDropout && warp <= S::kGroups) {
-      draw_kept<S, CAUSAL>(p, memory, warp - 1);
     }
   } else {
     raise_registers<S::kConsumerRegisters>();

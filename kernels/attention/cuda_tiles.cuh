@@ -20,10 +20,7 @@ struct ForwardShape {
   static constexpr int kParts = HEAD_DIM / kTileColumns;  // swizzled tiles side by side
   static constexpr uint32_t kQueryPart = kQueries * kTileRowBytes, kQueryBytes = kParts * kQueryPart;
   static constexpr uint32_t kKeyPart = KEYS * kTileRowBytes, kKeyBytes = kParts * kKeyPart;
-  // Which weights stay, a byte each: kKeptSteps steps of each warpgroup are drawn ahead.
-  static constexpr int kKeptSteps = 2, kKeptWords = KEYS / 32;  // of 16 bytes, of a thread and step
-  static constexpr uint32_t kKeptBytes = DROPOUT ? GROUPS * kKeptSteps * 64 * KEYS : 16;
-  static constexpr int kMostQuerySlots = (225 * 1024 - 2 * STAGES * kKeyBytes - kKeptBytes) / kQueryBytes;
+  static constexpr int kMostQuerySlots = (225 * 1024 - 2 * STAGES * kKeyBytes) / kQueryBytes;
   static constexpr int kQuerySlots = kMostQuerySlots < 3 ? kMostQuerySlots : 3;
   // Of a thread; 512 are there for each of the 128 of a warpgroup, and they start with an equal share.
   static constexpr int kProducerRegisters = GROUPS == 3 ? 32 : 40;
@@ -206,20 +203,13 @@ struct ForwardMemory {
   alignas(1024) char q[S::kQuerySlots][S::kQueryBytes];
   alignas(1024) char k[S::kStages][S::kKeyBytes];
   alignas(1024) char v[S::kStages][S::kKeyBytes];
-  uint4 kept[S::kKeptBytes / 16];  // see kept_of()
-  QueryTile tile[4];               // see tile_of()
+  QueryTile tile[4];  // see tile_of()
   Barrier q_full[S::kQuerySlots], q_empty[S::kQuerySlots];
   Barrier k_full[S::kStages], k_empty[S::kStages];
   Barrier v_full[S::kStages], v_empty[S::kStages];
-  Barrier kept_full[S::kGroups][S::kKeptSteps], kept_empty[S::kGroups][S::kKeptSteps];
 
   // The block's tile of that number. It stays while the next one's queries are in use: results are written then.
   __device__ __forceinline__ QueryTile& tile_of(uint32_t number) { return tile[number % 4]; }
-
-  // Draw `draw` of what a warpgroup's threads keep in a step: bytes whose top bits say so.
-  __device__ __forceinline__ uint4* kept_of(int group, uint32_t slot, int draw) {
-    return kept + ((group * S::kKeptSteps + slot) * S::kKeptWords + draw) * kWarpgroup;
-  }
 
   static constexpr int kSlack = 1024;  // bytes of dynamic memory too many, to start at a multiple of that
 
@@ -228,7 +218,7 @@ struct ForwardMemory {
     constexpr int warps = 4 * S::kGroups;  // each says when it has done with something
     for (int i = 0; i < S::kQuerySlots; ++i) {
       q_full[i].initialize(1);
-      q_empty[i].initialize(warps + (S::kDropout ? S::kGroups : 0));  // and those that draw
+      q_empty[i].initialize(warps);
     }
     for (int i = 0; i < S::kStages; ++i) {
       k_full[i].initialize(1);
@@ -236,11 +226,6 @@ struct ForwardMemory {
       v_full[i].initialize(1);
       v_empty[i].initialize(warps);
     }
-    for (int i = 0; i < S::kGroups; ++i)
-      for (int j = 0; j < S::kKeptSteps; ++j) {
-        kept_full[i][j].initialize(1);
-        kept_empty[i][j].initialize(4);
-      }
     fence_barriers();
   }
 };

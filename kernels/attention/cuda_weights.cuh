@@ -20,19 +20,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-#ifdef LAB_SOFT
-__device__ __forceinline__ float exp2_poly(float x) {
-  x = fmaxf(x, -126.5f);
-  const float t = x + 12582912.0f;
-  const float f = x - (t - 12582912.0f);
-  float y = fmaf(f, 0.0096181f, 0.0555041f);
-  y = fmaf(f, y, 0.2402265f);
-  y = fmaf(f, y, 0.6931472f);
-  y = fmaf(f, y, 1.0f);
-  return __int_as_float(__float_as_int(y) + (__float_as_int(t) << 23));
-}
-#endif
-
 constexpr float kMinusInfinity = -INFINITY;
 // r stays until a score is above it by this much, in units of log2: weights are <= 256.
 constexpr float kHeadroom = 8.0f;
@@ -50,7 +37,22 @@ struct RunningSoftmax {
     float top[2] = {s[0], s[2]}, base[2];
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
-    bool rises = false;
+    // Rarely so after a tile's first step: then the four threads of a row have nothing to tell each other.
+    corrects =
+        __any_sync(0xffffffffu, scale * top[0] > reference[0] + kHeadroom || scale * top[1] > reference[1] + kHeadroom);
+    if (corrects) raise(top, scale);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      base[half] = reference[half] == kMinusInfinity ? 0.0f : reference[half];  // nothing attended to so far
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      s[i] = exp2_fast(fmaf(s[i], scale, -base[i / 2 % 2]));
+      sum[i / 2 % 2] += s[i];
+    }
+  }
+
+  // r follows the rows' maxima, of which `top` are the thread's shares.
+  __device__ __forceinline__ void raise(float (&top)[2], float scale) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 1));
@@ -58,20 +60,7 @@ struct RunningSoftmax {
       const bool higher = top[half] > reference[half] + kHeadroom;
       correction[half] = higher ? exp2_fast(reference[half] - top[half]) : 1.0f;
       reference[half] = higher ? top[half] : reference[half];
-      base[half] = reference[half] == kMinusInfinity ? 0.0f : reference[half];  // nothing attended to so far
       sum[half] *= correction[half];
-      rises = rises || higher;
-    }
-    corrects = __any_sync(0xffffffffu, rises);
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-#ifdef LAB_SOFT
-      s[i] = i % LAB_SOFT == 3 ? exp2_poly(fmaf(s[i], scale, -base[i / 2 % 2]))
-                               : exp2_fast(fmaf(s[i], scale, -base[i / 2 % 2]));
-#else
-      s[i] = exp2_fast(fmaf(s[i], scale, -base[i / 2 % 2]));
-#endif
-      sum[i / 2 % 2] += s[i];
     }
   }
 
@@ -116,10 +105,12 @@ __device__ __forceinline__ void pack_weights(const float (&s)[2 * COUNT], uint32
 // ---- dropout ---------------------------------------------------------------------------------------------------------
 
 // Which weights stay (common/philox.h). A thread's 16 weights of a row and 64 keys are the bytes of one draw, in order.
+// One word says it for both rows: bit 7 - i of a byte, i = 4 * half + w, for the byte of word w of that row's draw.
 struct WeightDropout {
   uint64_t seed;
-  uint32_t low, all;  // see kept()
+  uint32_t low, all;  // see reaches()
 
+  WeightDropout() = default;
   __device__ __forceinline__ WeightDropout(uint64_t number, int threshold)
       : seed(number),
         low(static_cast<uint32_t>(threshold < 128 ? threshold : threshold - 128) * 0x01010101u),
@@ -127,16 +118,27 @@ struct WeightDropout {
 
   // The top bit of each byte says whether the byte is at least the threshold: whether its seven low bits reach the
   // threshold's, or its top bit is set; and, not or, if the threshold has a top bit itself.
-  __device__ __forceinline__ uint32_t kept(uint32_t bytes) const {
-    const uint32_t reaches = (bytes | 0x80808080u) - low;
-    return (bytes & reaches) | ((bytes | reaches) & all);
+  __device__ __forceinline__ uint32_t reaches(uint32_t bytes) const {
+    const uint32_t rest = (bytes | 0x80808080u) - low;
+    return (bytes & rest) | ((bytes | rest) & all);
   }
 
-  // Of one row and 64 keys.
-  __device__ __forceinline__ uint4 draw(const QueryTile& tile, int query, int block) const {
-    const Draw drawn = draw_weights(seed, static_cast<uint32_t>(tile.sequence), static_cast<uint32_t>(tile.head),
-                                    static_cast<uint32_t>(query), static_cast<uint32_t>(block), threadIdx.x % 4);
-    return make_uint4(kept(drawn.word[0]), kept(drawn.word[1]), kept(drawn.word[2]), kept(drawn.word[3]));
+  // For the thread's rows `query` and 8 further, and the keys from 64 * block on.
+  template <int COUNT>
+  __device__ __forceinline__ void draw(uint32_t (&kept)[COUNT], int sequence, int head, int query, int block) const {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      kept[i] = 0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Draw drawn =
+            draw_weights(seed, static_cast<uint32_t>(sequence), static_cast<uint32_t>(head),
+                         static_cast<uint32_t>(query + 8 * half), static_cast<uint32_t>(block + i), threadIdx.x % 4);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) kept[i] |= (reaches(drawn.word[w]) & 0x80808080u) >> (4 * half + w);
+      }
+    }
+    hold_registers(kept);
   }
 };
 
@@ -148,17 +150,20 @@ __device__ __forceinline__ uint32_t widen(uint32_t bits) {
   return mask;
 }
 
-// Of packed weights, the operand a of the product with v, those that draw `index` of a step does not keep become 0:
-// draw 2 * i + half is of the keys from 64 * i on.
+// Packed weights, the operand a of the product with v, that are not kept become 0.
 template <int COUNT>
-__device__ __forceinline__ void keep_weights(uint32_t (&weights)[COUNT], uint4 bits, int index) {
-  const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
+__device__ __forceinline__ void keep_weights(uint32_t (&weights)[16 * COUNT], const uint32_t (&kept)[COUNT]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int first = index / 2 * 16 + 4 * i + index % 2;
-    weights[first] &= widen<0>(word[i]);
-    weights[first + 2] &= widen<1>(word[i]);
-  }
+  for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+    for (int w = 0; w < 4; ++w)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t bits = kept[i] << (4 * half + w);
+        const int first = 16 * i + 4 * w + half;
+        weights[first] &= widen<0>(bits);
+        weights[first + 2] &= widen<1>(bits);
+      }
 }
 
 }  // namespace cuda
