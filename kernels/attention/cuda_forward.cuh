@@ -197,13 +197,16 @@ __device__ __forceinline__ void issue_scores(float (&s)[S::kKeys / 2], uint32_t 
   commit_products();
 }
 
-// o += weights v
-template <class T, class S>
-__device__ __forceinline__ void issue_values(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4],
-                                             uint32_t v) {
+// o += weights v. A warp that issues a product whose operand is in registers waits for the one before: between(step) is
+// what it does meanwhile.
+template <class T, class S, class Between>
+__device__ __forceinline__ void issue_values(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4], uint32_t v,
+                                             Between between) {
 #pragma unroll
-  for (int step = 0; step < S::kKeys / 16; ++step)
+  for (int step = 0; step < S::kKeys / 16; ++step) {
     multiply<T, Major::mn>(o, weights + 4 * step, advance(mn_major(v, S::kKeyPart), step * kMnMajorStep));
+    between(step);
+  }
   commit_products();
 }
 
@@ -243,12 +246,7 @@ class Consumer {
       clear(o);
       while (true) {
         while (--block >= 0) {
-          issue(s, o, weights, kept);
-          wait_products<1>();
-          const uint32_t v_used = v_slot;
-          weigh(s, softmax);
-          softmax.settle();
-          finish_values(o, weights, v_used);
+          step(s, o, weights, kept, softmax);
           softmax.correct(o);
           make_operand(s, weights, kept);
         }
@@ -256,13 +254,8 @@ class Consumer {
         leave_tile();
         if (!meet_tile()) break;
         pass_steps(absent);
-        issue(s, o, weights, kept);
         softmax = RunningSoftmax();
-        wait_products<1>();
-        const uint32_t v_used = v_slot;
-        weigh(s, softmax);
-        softmax.settle();
-        finish_values(o, weights, v_used);
+        step(s, o, weights, kept, softmax);
         store(factor, o);
         clear(o);
         make_operand(s, weights, kept);
@@ -272,7 +265,7 @@ class Consumer {
       hold_registers(o);
       hold_registers(weights);
       begin_products();
-      issue_values<T, S>(o, weights, shared_address(memory.v[v_slot]));
+      issue_values<T, S>(o, weights, shared_address(memory.v[v_slot]), [](int) {});
       finish_values(o, weights, v_slot);
       store(factor, o);
       starts = find_tile();
@@ -346,29 +339,57 @@ class Consumer {
     begin_products();
     issue_scores<T, S>(s, q_tile, shared_address(memory.k[at.slot]));
     turns.pass();
-    draw(kept);
+#pragma unroll
+    for (int i = 0; i < S::kKeys / 32; ++i) draw(kept, i);
     softmax = RunningSoftmax();
     wait_products<0>();
-    weigh(s, softmax);
+    take_scores(s);
+    softmax.step(s, p.scale);
     make_operand(s, weights, kept);
     clear_absent();
   }
 
-  // The products of a step: its scores, and the weights of the step before times v. A warp that issues the second waits
-  // for the first, as it has its operand in registers: draws come between.
-  __device__ __forceinline__ void issue(float (&s)[S::kKeys / 2], float (&o)[S::kHeadDim / 2],
-                                        uint32_t (&weights)[S::kKeys / 4], uint32_t (&kept)[S::kKeys / 64]) {
+  // A step: its scores become weights, and beside that the weights of the step before are multiplied with v.
+  __device__ __forceinline__ void step(float (&s)[S::kKeys / 2], float (&o)[S::kHeadDim / 2],
+                                       uint32_t (&weights)[S::kKeys / 4], uint32_t (&kept)[S::kKeys / 64],
+                                       RunningSoftmax& softmax) {
     memory.k_full[at.slot].wait(at.parity);
     turns.take();
     hold_registers(o);
     hold_registers(weights);
     begin_products();
     issue_scores<T, S>(s, q_tile, shared_address(memory.k[at.slot]));
-    draw(kept);
-    memory.v_full[v_slot].wait(v_parity());
+    const uint32_t v_used = v_slot;
+#ifdef LAB_LATE
+    const uint32_t parity = v_parity();
+    wait_products<0>();
+    take_scores(s);
+    memory.v_full[v_used].wait(parity);
+    float top[2] = {s[0], s[2]};
+    hold_registers(o);
+    hold_registers(weights);
     begin_products();
-    issue_values<T, S>(o, weights, shared_address(memory.v[v_slot]));
+    issue_values<T, S>(o, weights, shared_address(memory.v[v_used]), [&](int step) {
+#pragma unroll
+      for (int i = 8 * step; i < 8 * step + 8; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+      hold_registers(top);
+      if (step % 2 == 1) draw(kept, step / 2);
+    });
     turns.pass();
+    softmax.step(s, p.scale, top);
+#else
+    memory.v_full[v_used].wait(v_parity());
+    begin_products();
+    issue_values<T, S>(o, weights, shared_address(memory.v[v_used]), [&](int step) {
+      if (step % 2 == 1) draw(kept, step / 2);
+    });
+    turns.pass();
+    wait_products<1>();
+    take_scores(s);
+    softmax.step(s, p.scale);
+#endif
+    softmax.settle();
+    finish_values(o, weights, v_used);
   }
 
   // Steps of keys that are for other warpgroups alone. While a product with v is to come, at most kStages - 1 of them.
@@ -421,18 +442,17 @@ class Consumer {
     mask_scores(s, limit);
   }
 
-  // Scores of a step, which are there now, become weights.
-  __device__ __forceinline__ void weigh(float (&s)[S::kKeys / 2], RunningSoftmax& softmax) {
+  // Of a step, which are there now.
+  __device__ __forceinline__ void take_scores(float (&s)[S::kKeys / 2]) {
     hold_registers(s);
     release(memory.k_empty[at.slot]);
     v_slot = at.slot;
     at.next();
     mask(s);
-    softmax.step(s, p.scale);
   }
 
-  __device__ __forceinline__ void draw(uint32_t (&kept)[S::kKeys / 64]) const {
-    if (S::kDropout) dropout.draw(kept, sequence, head, first + row_in_group(), block * (S::kKeys / 64));
+  __device__ __forceinline__ void draw(uint32_t (&kept)[S::kKeys / 64], int index) const {
+    if (S::kDropout) dropout.draw(kept, index, sequence, head, first + row_in_group(), block * (S::kKeys / 64));
   }
 
   // 16-bit weights; those that dropout does not keep are 0.

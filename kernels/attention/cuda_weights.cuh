@@ -34,13 +34,20 @@ struct RunningSoftmax {
   // Turns scores into weights, exp(scale * score - r).
   template <int COUNT>
   __device__ __forceinline__ void step(float (&s)[COUNT], float scale) {
-    float top[2] = {s[0], s[2]}, base[2];
+    float top[2] = {s[0], s[2]};
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+    step(s, scale, top);
+  }
+
+  // The same, with the thread's maxima of its two rows.
+  template <int COUNT>
+  __device__ __forceinline__ void step(float (&s)[COUNT], float scale, float (&top)[2]) {
     // Rarely so after a tile's first step: then the four threads of a row have nothing to tell each other.
     corrects =
         __any_sync(0xffffffffu, scale * top[0] > reference[0] + kHeadroom || scale * top[1] > reference[1] + kHeadroom);
     if (corrects) raise(top, scale);
+    float base[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       base[half] = reference[half] == kMinusInfinity ? 0.0f : reference[half];  // nothing attended to so far
@@ -123,22 +130,19 @@ struct WeightDropout {
     return (bytes & rest) | ((bytes | rest) & all);
   }
 
-  // For the thread's rows `query` and 8 further, and the keys from 64 * block on.
+  // For the thread's rows `query` and 8 further, and the keys from 64 * block on: draw 2 * i + half is of that row and
+  // the keys from 64 * i on.
   template <int COUNT>
-  __device__ __forceinline__ void draw(uint32_t (&kept)[COUNT], int sequence, int head, int query, int block) const {
+  __device__ __forceinline__ void draw(uint32_t (&kept)[COUNT], int index, int sequence, int head, int query,
+                                       int block) const {
+    const int i = index / 2, half = index % 2;
+    const Draw drawn =
+        draw_weights(seed, static_cast<uint32_t>(sequence), static_cast<uint32_t>(head),
+                     static_cast<uint32_t>(query + 8 * half), static_cast<uint32_t>(block + i), threadIdx.x % 4);
+    if (half == 0) kept[i] = 0;
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      kept[i] = 0;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Draw drawn =
-            draw_weights(seed, static_cast<uint32_t>(sequence), static_cast<uint32_t>(head),
-                         static_cast<uint32_t>(query + 8 * half), static_cast<uint32_t>(block + i), threadIdx.x % 4);
-#pragma unroll
-        for (int w = 0; w < 4; ++w) kept[i] |= (reaches(drawn.word[w]) & 0x80808080u) >> (4 * half + w);
-      }
-    }
-    hold_registers(kept);
+    for (int w = 0; w < 4; ++w) kept[i] |= (reaches(drawn.word[w]) & 0x80808080u) >> (4 * half + w);
+    asm volatile("" : "+r"(kept[i])::"memory");  // here, not later
   }
 };
 
