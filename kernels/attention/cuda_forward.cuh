@@ -361,22 +361,34 @@ class Consumer {
     issue_scores<T, S>(s, q_tile, shared_address(memory.k[at.slot]));
     const uint32_t v_used = v_slot;
 #ifdef LAB_LATE
-    const uint32_t parity = v_parity();
+    memory.v_full[v_used].wait(v_parity());
+#pragma unroll
+    for (int i = 0; i < S::kKeys / 32; ++i) draw(kept, i);
+    if (S::kDropout) softmax.settle(kept[0]);
     wait_products<0>();
     take_scores(s);
-    memory.v_full[v_used].wait(parity);
     float top[2] = {s[0], s[2]};
+    if (LAB_LATE == 2) {
+      softmax.find_top(s, 0, S::kKeys / 2, top);
+      softmax.follow(top, p.scale);
+    }
     hold_registers(o);
     hold_registers(weights);
     begin_products();
     issue_values<T, S>(o, weights, shared_address(memory.v[v_used]), [&](int step) {
-#pragma unroll
-      for (int i = 8 * step; i < 8 * step + 8; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
-      hold_registers(top);
-      if (step % 2 == 1) draw(kept, step / 2);
+      if (LAB_LATE == 1) {
+        softmax.find_top(s, 8 * step, 8 * step + 8, top);
+        hold_registers(top);
+      } else {
+        softmax.weigh(s, 8 * step, 8 * step + 8, p.scale);
+        hold_registers(softmax.sum);
+      }
     });
     turns.pass();
-    softmax.step(s, p.scale, top);
+    if (LAB_LATE == 1) {
+      softmax.follow(top, p.scale);
+      softmax.weigh(s, 0, S::kKeys / 2, p.scale);
+    }
 #else
     memory.v_full[v_used].wait(v_parity());
     begin_products();

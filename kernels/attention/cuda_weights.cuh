@@ -35,24 +35,34 @@ struct RunningSoftmax {
   template <int COUNT>
   __device__ __forceinline__ void step(float (&s)[COUNT], float scale) {
     float top[2] = {s[0], s[2]};
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
-    step(s, scale, top);
+    find_top(s, 0, COUNT, top);
+    follow(top, scale);
+    weigh(s, 0, COUNT, scale);
   }
 
-  // The same, with the thread's maxima of its two rows.
+  // Of scores [from, to): the thread's maxima of its two rows.
   template <int COUNT>
-  __device__ __forceinline__ void step(float (&s)[COUNT], float scale, float (&top)[2]) {
-    // Rarely so after a tile's first step: then the four threads of a row have nothing to tell each other.
+  static __device__ __forceinline__ void find_top(const float (&s)[COUNT], int from, int to, float (&top)[2]) {
+#pragma unroll
+    for (int i = from; i < to; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+  }
+
+  // r follows the maxima. Rarely so after a tile's first step: then the four threads of a row have nothing to tell each
+  // other.
+  __device__ __forceinline__ void follow(float (&top)[2], float scale) {
     corrects =
         __any_sync(0xffffffffu, scale * top[0] > reference[0] + kHeadroom || scale * top[1] > reference[1] + kHeadroom);
     if (corrects) raise(top, scale);
+  }
+
+  template <int COUNT>
+  __device__ __forceinline__ void weigh(float (&s)[COUNT], int from, int to, float scale) {
     float base[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       base[half] = reference[half] == kMinusInfinity ? 0.0f : reference[half];  // nothing attended to so far
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
+    for (int i = from; i < to; ++i) {
       s[i] = exp2_fast(fmaf(s[i], scale, -base[i / 2 % 2]));
       sum[i / 2 % 2] += s[i];
     }
@@ -76,6 +86,10 @@ struct RunningSoftmax {
   // it.
   __device__ __forceinline__ void settle() const {
     if (__any_sync(0xffffffffu, sum[0] + sum[1] < 0.0f)) asm volatile("trap;");
+  }
+  // The same of another number.
+  __device__ __forceinline__ void settle(uint32_t number) const {
+    if (__any_sync(0xffffffffu, sum[0] < 0.0f && number == 1)) asm volatile("trap;");
   }
 
   template <int COUNT>
