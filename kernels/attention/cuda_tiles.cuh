@@ -39,7 +39,7 @@ struct ForwardParams {
   int sequences, heads, group;  // group: query heads of a key head
   int queries, keys, max_seqlen, max_seqlen_k;
   int tiles;    // of queries in a dense sequence
-  int batched;  // as many heads go over their tiles of queries together; 0: a block has all tiles of a head, or few
+  int batched;  // as many heads go over their tiles of queries together; 0: a block has all tiles of a head
                 // less
   float scale;  // of scores, in units of log2
   float dropout_scale;
@@ -89,23 +89,20 @@ template <class S, bool CAUSAL>
 class TileWalk {
  public:
   explicit __device__ __forceinline__ TileWalk(const ForwardParams& params)
-      : p(params), number(static_cast<int>(blockIdx.x)), limit(p.sequences * p.heads * p.tiles) {
+      : p(params), number(static_cast<int>(blockIdx.x)) {
     if (p.packed()) load_group();
-    if (p.batched < 0) number *= p.tiles;
-    if (p.batched != 0) return;
-    number = share(blockIdx.x);
-    limit = share(blockIdx.x + 1);
+    if (p.batched == 0) number *= p.tiles;
   }
 
   // The tile that is this block's turn, of which sequence is -1 after the last; and asks for the number of the next.
   __device__ __forceinline__ QueryTile take() {
     const int current = number;
-    if (p.next == nullptr)
-      number += p.batched > 0                                   ? static_cast<int>(gridDim.x)
-                : p.batched == 0 || (number + 1) % p.tiles != 0 ? 1
-                                                                : static_cast<int>(gridDim.x - 1) * p.tiles + 1;
-    else
+    if (p.next != nullptr)
       number = static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, lane() == 0 ? atomicAdd(p.next, 1) : 0, 0);
+    else if (p.batched > 0)
+      number += static_cast<int>(gridDim.x);
+    else
+      number += (number + 1) % p.tiles != 0 ? 1 : static_cast<int>(gridDim.x - 1) * p.tiles + 1;
     QueryTile tile = p.packed() ? packed_tile(current) : dense_tile(current);
     if (tile.sequence < 0) return tile;
     tile.blocks = tile.steps<S, CAUSAL>(tile.first, S::kQueries);
@@ -117,11 +114,6 @@ class TileWalk {
  private:
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
-  // The first tile of a block that has its tiles in a row.
-  __device__ __forceinline__ int share(uint32_t block) const {
-    return static_cast<int>(static_cast<int64_t>(p.sequences * p.heads * p.tiles) * block / gridDim.x);
-  }
-
   __device__ __forceinline__ QueryTile dense_tile(int index) const {
     QueryTile tile;
     // All heads of a batch at one step, then at the next; causal tiles from the longest on.
@@ -130,7 +122,7 @@ class TileWalk {
     const int size = max(min(batched, pairs - batch * batched), 1);
     const int step = CAUSAL ? p.tiles - 1 - rest / size : rest / size;
     const int pair = batch * batched + rest % size;
-    if (index >= limit) {
+    if (index >= pairs * p.tiles) {
       tile.sequence = -1;
       return tile;
     }
@@ -193,7 +185,7 @@ class TileWalk {
   }
 
   const ForwardParams& p;
-  int number, limit;                  // dense: where the block's, or all, tiles end
+  int number;
   int group = 0, start = 0, end = 0;  // packed: see load_group()
   Span span = {0, 0};
 };
