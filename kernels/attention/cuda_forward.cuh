@@ -505,7 +505,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   extern __shared__ char dynamic_memory[];
   auto& memory =
       *reinterpret_cast<ForwardMemory<S>*>(dynamic_memory + (1024 - shared_address(dynamic_memory) % 1024) % 1024);
-  const int warp = static_cast<int>(__reduce_or_sync(0xffffffffu, threadIdx.x / 32));
+  const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
   if (threadIdx.x == 0) memory.initialize();
   __syncthreads();
   if (warp < 4) {

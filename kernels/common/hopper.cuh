@@ -136,9 +136,6 @@ struct RingPosition {
       parity ^= 1;
     }
   }
-  __device__ __forceinline__ RingPosition previous() const {
-    return slot == 0 ? RingPosition{STAGES - 1, parity ^ 1} : RingPosition{slot - 1, parity};
-  }
 };
 
 // Barriers of the hardware for whole warps: `threads` in all sync or arrive. Number 0 is __syncthreads().
@@ -169,10 +166,7 @@ __device__ __forceinline__ bool elected() {
 }
 
 // A number that is the same in all threads of a warp, made so for the compiler.
-template <class T>
-__device__ __forceinline__ T uniform(T value) {
-  return __shfl_sync(0xffffffffu, value, 0);
-}
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 // ---- clusters --------------------------------------------------------------------------------------------------------
 
