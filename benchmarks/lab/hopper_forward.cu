@@ -34,8 +34,7 @@ extern "C" const char* hopper_forward(const AttentionForward* call, int blocks, 
   const bool causal = call->window_right == 0;
   if (call->dtype == DType::f16)
 #ifdef LAB_HALF
-    status =
-        causal ? run<f16_t, true>(*call, blocks, next, batched) : run<f16_t, false>(*call, blocks, next, batched);
+    status = causal ? run<f16_t, true>(*call, blocks, next, batched) : run<f16_t, false>(*call, blocks, next, batched);
 #else
     return "bf16 only";
 #endif
@@ -44,7 +43,3 @@ extern "C" const char* hopper_forward(const AttentionForward* call, int blocks, 
         causal ? run<bf16_t, true>(*call, blocks, next, batched) : run<bf16_t, false>(*call, blocks, next, batched);
   return status.code == StatusCode::ok ? nullptr : status.detail;
 }
-
-#ifdef LAB_TRACE
-extern "C" void hopper_trace(void* to) { cudaMemcpyFromSymbol(to, clocks, sizeof(clocks)); }
-#endif

@@ -46,9 +46,11 @@ class Shape:
     dropout: bool = True  # whether registers suffice
     old: bool = False
     late: int = 0
+    overlaps: bool = True
 
     def __str__(self) -> str:
-        size = f"{'old' if self.old else ''}{f'late{self.late}_' if self.late else ''}{64 * self.groups}x{self.keys}"
+        size = "".join(("old" * self.old, f"late{self.late}_" * (self.late > 0), "apart_" * (not self.overlaps)))
+        size += f"{64 * self.groups}x{self.keys}"
         return f"D{self.D} {size} {self.stages}{' turns' if self.turns else ''}"
 
     @property
@@ -60,25 +62,22 @@ SHAPES = [
     Shape(64, 2, 128, 3, old=True),
     Shape(64, 3, 128, 3, dropout=False, old=True),
     Shape(128, 2, 128, 2, old=True),
-    *(Shape(64, groups, 128, 3, turns=True, late=late) for groups in (2, 3) for late in (0, 2)),
-    *(Shape(64, groups, 128, 3, turns=False, late=late) for groups in (2, 3) for late in (0, 1, 2)),
-    Shape(64, 3, 128, 4, turns=False, late=2),
-    *(Shape(128, 2, 128, 2, turns, late=late) for turns in (True, False) for late in (0, 2)),
+    *(Shape(64, 2, 128, 3, turns=True, late=late) for late in (0, 2)),
+    *(Shape(64, 2, 128, 3, turns=False, late=late) for late in (0, 1, 2)),
+    *(Shape(64, 3, 128, 3, turns, late=late) for turns in (True, False) for late in (0, 2)),
+    Shape(64, 3, 128, 4, turns=True),
+    Shape(64, 3, 128, 3, turns=True, overlaps=False),
+    Shape(128, 2, 128, 2),
+    Shape(128, 2, 128, 2, overlaps=False),
+    Shape(128, 2, 128, 2, late=2, overlaps=False),
+    Shape(128, 2, 128, 2, turns=False, late=2, overlaps=False),
 ]
 
 
-HALF = (Shape(64, 3, 128, 3, turns=False), Shape(128, 2, 128, 2))  # which are compiled for fp16 too
+HALF = (Shape(64, 3, 128, 3), Shape(128, 2, 128, 2, overlaps=False))  # which are compiled for fp16 too
 
 
 # ---- building and calling --------------------------------------------------------------------------------------------
-
-
-def compile_traced(shape: Shape, include: Path) -> Path:
-    library = shape.library.with_suffix(".trace.so")
-    complaint = compile_shape(shape, library, ["-DLAB_TRACE", "-I", str(include)])
-    if complaint:
-        print(f"compile {library.name}: {complaint}")
-    return library
 
 
 def compile_shape(shape: Shape, library: Path | None = None, more: list[str] | None = None) -> str:
@@ -91,6 +90,7 @@ def compile_shape(shape: Shape, library: Path | None = None, more: list[str] | N
         f"-DLAB_STAGES={shape.stages}",
         f"-DLAB_TURNS={str(shape.turns).lower()}",
         f"-DLAB_DROPOUT={str(shape.dropout).lower()}",
+        f"-DLAB_OVERLAPS={str(shape.overlaps).lower()}",
     ]
     if shape in HALF:
         definitions.append("-DLAB_HALF")

@@ -237,7 +237,7 @@ class Consumer {
   // also where the step before is the last of another tile.
   __device__ __forceinline__ void run() {
     float s[S::kKeys / 2], o[S::kHeadDim / 2], factor[2];
-    uint32_t weights[S::kKeys / 4], kept[S::kKeys / 64];
+    uint32_t weights[S::kKeys / 4], kept[S::kKeptWords];
     RunningSoftmax softmax;
     turns.start();
     bool starts = find_tile();
@@ -261,14 +261,36 @@ class Consumer {
         make_operand(s, weights, kept);
         clear_absent();
       }
-      memory.v_full[v_slot].wait(v_parity());
-      hold_registers(o);
-      hold_registers(weights);
-      begin_products();
-      issue_values<T, S>(o, weights, shared_address(memory.v[v_slot]), [](int) {});
-      finish_values(o, weights, v_slot);
+      end_tile(o, weights);
       store(factor, o);
       starts = find_tile();
+    }
+  }
+
+  // The same, one tile after the other.
+  __device__ __forceinline__ void run_apart() {
+    turns.start();
+    while (true) {
+      memory.q_full[slot()].wait(number / S::kQuerySlots % 2);
+      if (memory.tile_of(number).sequence < 0) return;
+      if (meet_tile()) {
+        float s[S::kKeys / 2], o[S::kHeadDim / 2], factor[2];
+        uint32_t weights[S::kKeys / 4], kept[S::kKeptWords];
+        RunningSoftmax softmax;
+        begin_tile(s, weights, kept, softmax);
+        clear(o);
+        while (--block >= 0) {
+          step(s, o, weights, kept, softmax);
+          softmax.correct(o);
+          make_operand(s, weights, kept);
+        }
+        finish(softmax, factor);
+        leave_tile();
+        end_tile(o, weights);
+        store(factor, o);
+      } else {
+        pass_tile();
+      }
     }
   }
 
@@ -321,18 +343,31 @@ class Consumer {
   // The same as meet_tile() for the next tile that has keys; writes the results of those that have none.
   __device__ __forceinline__ bool find_tile() {
     while (!meet_tile()) {
-      const QueryTile tile = memory.tile_of(number);
-      if (tile.sequence < 0) return false;
-      pass_steps(tile.blocks);
-      store_nothing<T, S>(p, tile, tile.first + 64 * part_of<S>(group, number));
-      leave_tile();
+      if (memory.tile_of(number).sequence < 0) return false;
+      pass_tile();
     }
     return true;
+  }
+  __device__ __forceinline__ void pass_tile() {
+    const QueryTile tile = memory.tile_of(number);
+    pass_steps(tile.blocks);
+    store_nothing<T, S>(p, tile, tile.first + 64 * part_of<S>(group, number));
+    leave_tile();
+  }
+
+  // The last product of a tile.
+  __device__ __forceinline__ void end_tile(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4]) {
+    memory.v_full[v_slot].wait(v_parity());
+    hold_registers(o);
+    hold_registers(weights);
+    begin_products();
+    issue_values<T, S>(o, weights, shared_address(memory.v[v_slot]), [](int) {});
+    finish_values(o, weights, v_slot);
   }
 
   // The first step after a tile that was not the warpgroup's.
   __device__ __forceinline__ void begin_tile(float (&s)[S::kKeys / 2], uint32_t (&weights)[S::kKeys / 4],
-                                             uint32_t (&kept)[S::kKeys / 64], RunningSoftmax& softmax) {
+                                             uint32_t (&kept)[S::kKeptWords], RunningSoftmax& softmax) {
     pass_steps(absent);
     memory.k_full[at.slot].wait(at.parity);
     turns.take();
@@ -351,7 +386,7 @@ class Consumer {
 
   // A step: its scores become weights, and beside that the weights of the step before are multiplied with v.
   __device__ __forceinline__ void step(float (&s)[S::kKeys / 2], float (&o)[S::kHeadDim / 2],
-                                       uint32_t (&weights)[S::kKeys / 4], uint32_t (&kept)[S::kKeys / 64],
+                                       uint32_t (&weights)[S::kKeys / 4], uint32_t (&kept)[S::kKeptWords],
                                        RunningSoftmax& softmax) {
     memory.k_full[at.slot].wait(at.parity);
     turns.take();
@@ -463,13 +498,14 @@ class Consumer {
     mask(s);
   }
 
-  __device__ __forceinline__ void draw(uint32_t (&kept)[S::kKeys / 64], int index) const {
-    if (S::kDropout) dropout.draw(kept, index, sequence, head, first + row_in_group(), block * (S::kKeys / 64));
+  __device__ __forceinline__ void draw(uint32_t (&kept)[S::kKeptWords], int index) const {
+    if (S::kDropout)
+      dropout.draw<S::kKeys>(kept, index, sequence, head, first + row_in_group(), block * (S::kKeys / 64));
   }
 
   // 16-bit weights; those that dropout does not keep are 0.
   __device__ __forceinline__ void make_operand(const float (&s)[S::kKeys / 2], uint32_t (&weights)[S::kKeys / 4],
-                                               const uint32_t (&kept)[S::kKeys / 64]) const {
+                                               const uint32_t (&kept)[S::kKeptWords]) const {
     pack_weights<T>(s, weights);
     if (S::kDropout) keep_weights(weights, kept);
   }
@@ -520,7 +556,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
   } else {
     raise_registers<S::kConsumerRegisters>();
-    Consumer<T, S, CAUSAL, TURNS>(p, memory, warp / 4 - 1).run();
+    Consumer<T, S, CAUSAL, TURNS> consumer(p, memory, warp / 4 - 1);
+    if (S::kOverlaps)
+      consumer.run();
+    else
+      consumer.run_apart();
   }
 }
 

@@ -146,17 +146,23 @@ struct WeightDropout {
 
   // For the thread's rows `query` and 8 further, and the keys from 64 * block on: draw 2 * i + half is of that row and
   // the keys from 64 * i on.
-  template <int COUNT>
+  template <int KEYS, int COUNT>
   __device__ __forceinline__ void draw(uint32_t (&kept)[COUNT], int index, int sequence, int head, int query,
                                        int block) const {
     const int i = index / 2, half = index % 2;
     const Draw drawn =
         draw_weights(seed, static_cast<uint32_t>(sequence), static_cast<uint32_t>(head),
                      static_cast<uint32_t>(query + 8 * half), static_cast<uint32_t>(block + i), threadIdx.x % 4);
-    if (half == 0) kept[i] = 0;
+    if (COUNT == KEYS / 64 && half == 0) kept[i] = 0;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) kept[i] |= (reaches(drawn.word[w]) & 0x80808080u) >> (4 * half + w);
-    asm volatile("" : "+r"(kept[i])::"memory");  // here, not later
+    for (int w = 0; w < 4; ++w) {
+      if (COUNT == KEYS / 64)
+        kept[i] |= (reaches(drawn.word[w]) & 0x80808080u) >> (4 * half + w);
+      else
+        kept[4 * index + w] = reaches(drawn.word[w]);
+    }
+#pragma unroll
+    for (int w = 0; w < 4; ++w) asm volatile("" : "+r"(kept[COUNT == KEYS / 64 ? i : 4 * index + w])::"memory");
   }
 };
 
@@ -169,15 +175,15 @@ __device__ __forceinline__ uint32_t widen(uint32_t bits) {
 }
 
 // Packed weights, the operand a of the product with v, that are not kept become 0.
-template <int COUNT>
-__device__ __forceinline__ void keep_weights(uint32_t (&weights)[16 * COUNT], const uint32_t (&kept)[COUNT]) {
+template <int COUNT, int WORDS>
+__device__ __forceinline__ void keep_weights(uint32_t (&weights)[COUNT], const uint32_t (&kept)[WORDS]) {
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i)
+  for (int i = 0; i < COUNT / 16; ++i)
 #pragma unroll
     for (int w = 0; w < 4; ++w)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t bits = kept[i] << (4 * half + w);
+        const uint32_t bits = WORDS == COUNT / 16 ? kept[i] << (4 * half + w) : kept[8 * i + 4 * half + w];
         const int first = 16 * i + 4 * w + half;
         weights[first] &= widen<0>(bits);
         weights[first + 2] &= widen<1>(bits);
