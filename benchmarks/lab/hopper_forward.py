@@ -45,12 +45,9 @@ class Shape:
     turns: bool = True
     dropout: bool = True  # whether registers suffice
     old: bool = False
-    late: int = 0
-    overlaps: bool = True
 
     def __str__(self) -> str:
-        size = "".join(("old" * self.old, f"late{self.late}_" * (self.late > 0), "apart_" * (not self.overlaps)))
-        size += f"{64 * self.groups}x{self.keys}"
+        size = f"{'old' if self.old else ''}{64 * self.groups}x{self.keys}"
         return f"D{self.D} {size} {self.stages}{' turns' if self.turns else ''}"
 
     @property
@@ -62,19 +59,18 @@ SHAPES = [
     Shape(64, 2, 128, 3, old=True),
     Shape(64, 3, 128, 3, dropout=False, old=True),
     Shape(128, 2, 128, 2, old=True),
-    *(Shape(64, 2, 128, 3, turns=True, late=late) for late in (0, 2)),
-    *(Shape(64, 2, 128, 3, turns=False, late=late) for late in (0, 1, 2)),
-    *(Shape(64, 3, 128, 3, turns, late=late) for turns in (True, False) for late in (0, 2)),
-    Shape(64, 3, 128, 4, turns=True),
-    Shape(64, 3, 128, 3, turns=True, overlaps=False),
+    Shape(64, 2, 128, 3),
+    Shape(64, 2, 128, 3, turns=False),
+    Shape(64, 3, 128, 3, dropout=False),
+    Shape(64, 3, 128, 3, turns=False, dropout=False),
+    Shape(64, 3, 128, 4, turns=False, dropout=False),
     Shape(128, 2, 128, 2),
-    Shape(128, 2, 128, 2, overlaps=False),
-    Shape(128, 2, 128, 2, late=2, overlaps=False),
-    Shape(128, 2, 128, 2, turns=False, late=2, overlaps=False),
+    Shape(128, 2, 128, 2, turns=False),
+    Shape(128, 3, 64, 3, turns=False),
 ]
 
 
-HALF = (Shape(64, 3, 128, 3), Shape(128, 2, 128, 2, overlaps=False))  # which are compiled for fp16 too
+HALF = (Shape(64, 2, 128, 3), Shape(128, 2, 128, 2))  # which are compiled for fp16 too
 
 
 # ---- building and calling --------------------------------------------------------------------------------------------
@@ -90,12 +86,9 @@ def compile_shape(shape: Shape, library: Path | None = None, more: list[str] | N
         f"-DLAB_STAGES={shape.stages}",
         f"-DLAB_TURNS={str(shape.turns).lower()}",
         f"-DLAB_DROPOUT={str(shape.dropout).lower()}",
-        f"-DLAB_OVERLAPS={str(shape.overlaps).lower()}",
     ]
     if shape in HALF:
         definitions.append("-DLAB_HALF")
-    if shape.late:
-        definitions.append(f"-DLAB_LATE={shape.late}")
     if shape.old:
         definitions += ["-DLAB_OLD", "-I", str(ROOT / "benchmarks/lab/old")]
     command = ["nvcc", "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-shared"]

@@ -197,16 +197,13 @@ __device__ __forceinline__ void issue_scores(float (&s)[S::kKeys / 2], uint32_t 
   commit_products();
 }
 
-// o += weights v. A warp that issues a product whose operand is in registers waits for the one before: between(step) is
-// what it does meanwhile.
-template <class T, class S, class Between>
-__device__ __forceinline__ void issue_values(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4], uint32_t v,
-                                             Between between) {
+// o += weights v
+template <class T, class S>
+__device__ __forceinline__ void issue_values(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4],
+                                             uint32_t v) {
 #pragma unroll
-  for (int step = 0; step < S::kKeys / 16; ++step) {
+  for (int step = 0; step < S::kKeys / 16; ++step)
     multiply<T, Major::mn>(o, weights + 4 * step, advance(mn_major(v, S::kKeyPart), step * kMnMajorStep));
-    between(step);
-  }
   commit_products();
 }
 
@@ -237,7 +234,7 @@ class Consumer {
   // also where the step before is the last of another tile.
   __device__ __forceinline__ void run() {
     float s[S::kKeys / 2], o[S::kHeadDim / 2], factor[2];
-    uint32_t weights[S::kKeys / 4], kept[S::kKeptWords];
+    uint32_t weights[S::kKeys / 4], kept[S::kKeys / 8];
     RunningSoftmax softmax;
     turns.start();
     bool starts = find_tile();
@@ -275,7 +272,7 @@ class Consumer {
       if (memory.tile_of(number).sequence < 0) return;
       if (meet_tile()) {
         float s[S::kKeys / 2], o[S::kHeadDim / 2], factor[2];
-        uint32_t weights[S::kKeys / 4], kept[S::kKeptWords];
+        uint32_t weights[S::kKeys / 4], kept[S::kKeys / 8];
         RunningSoftmax softmax;
         begin_tile(s, weights, kept, softmax);
         clear(o);
@@ -361,21 +358,20 @@ class Consumer {
     hold_registers(o);
     hold_registers(weights);
     begin_products();
-    issue_values<T, S>(o, weights, shared_address(memory.v[v_slot]), [](int) {});
+    issue_values<T, S>(o, weights, shared_address(memory.v[v_slot]));
     finish_values(o, weights, v_slot);
   }
 
   // The first step after a tile that was not the warpgroup's.
   __device__ __forceinline__ void begin_tile(float (&s)[S::kKeys / 2], uint32_t (&weights)[S::kKeys / 4],
-                                             uint32_t (&kept)[S::kKeptWords], RunningSoftmax& softmax) {
+                                             uint32_t (&kept)[S::kKeys / 8], RunningSoftmax& softmax) {
     pass_steps(absent);
     memory.k_full[at.slot].wait(at.parity);
     turns.take();
     begin_products();
     issue_scores<T, S>(s, q_tile, shared_address(memory.k[at.slot]));
     turns.pass();
-#pragma unroll
-    for (int i = 0; i < S::kKeys / 32; ++i) draw(kept, i);
+    draw(kept);
     softmax = RunningSoftmax();
     wait_products<0>();
     take_scores(s);
@@ -386,7 +382,7 @@ class Consumer {
 
   // A step: its scores become weights, and beside that the weights of the step before are multiplied with v.
   __device__ __forceinline__ void step(float (&s)[S::kKeys / 2], float (&o)[S::kHeadDim / 2],
-                                       uint32_t (&weights)[S::kKeys / 4], uint32_t (&kept)[S::kKeptWords],
+                                       uint32_t (&weights)[S::kKeys / 4], uint32_t (&kept)[S::kKeys / 8],
                                        RunningSoftmax& softmax) {
     memory.k_full[at.slot].wait(at.parity);
     turns.take();
@@ -395,46 +391,14 @@ class Consumer {
     begin_products();
     issue_scores<T, S>(s, q_tile, shared_address(memory.k[at.slot]));
     const uint32_t v_used = v_slot;
-#ifdef LAB_LATE
-    memory.v_full[v_used].wait(v_parity());
-#pragma unroll
-    for (int i = 0; i < S::kKeys / 32; ++i) draw(kept, i);
-    if (S::kDropout) softmax.settle(kept[0]);
-    wait_products<0>();
-    take_scores(s);
-    float top[2] = {s[0], s[2]};
-    if (LAB_LATE == 2) {
-      softmax.find_top(s, 0, S::kKeys / 2, top);
-      softmax.follow(top, p.scale);
-    }
-    hold_registers(o);
-    hold_registers(weights);
-    begin_products();
-    issue_values<T, S>(o, weights, shared_address(memory.v[v_used]), [&](int step) {
-      if (LAB_LATE == 1) {
-        softmax.find_top(s, 8 * step, 8 * step + 8, top);
-        hold_registers(top);
-      } else {
-        softmax.weigh(s, 8 * step, 8 * step + 8, p.scale);
-        hold_registers(softmax.sum);
-      }
-    });
-    turns.pass();
-    if (LAB_LATE == 1) {
-      softmax.follow(top, p.scale);
-      softmax.weigh(s, 0, S::kKeys / 2, p.scale);
-    }
-#else
     memory.v_full[v_used].wait(v_parity());
     begin_products();
-    issue_values<T, S>(o, weights, shared_address(memory.v[v_used]), [&](int step) {
-      if (step % 2 == 1) draw(kept, step / 2);
-    });
+    issue_values<T, S>(o, weights, shared_address(memory.v[v_used]));
     turns.pass();
+    draw(kept);
     wait_products<1>();
     take_scores(s);
     softmax.step(s, p.scale);
-#endif
     softmax.settle();
     finish_values(o, weights, v_used);
   }
@@ -498,14 +462,13 @@ class Consumer {
     mask(s);
   }
 
-  __device__ __forceinline__ void draw(uint32_t (&kept)[S::kKeptWords], int index) const {
-    if (S::kDropout)
-      dropout.draw<S::kKeys>(kept, index, sequence, head, first + row_in_group(), block * (S::kKeys / 64));
+  __device__ __forceinline__ void draw(uint32_t (&kept)[S::kKeys / 8]) const {
+    if (S::kDropout) dropout.draw(kept, sequence, head, first + row_in_group(), block * (S::kKeys / 64));
   }
 
   // 16-bit weights; those that dropout does not keep are 0.
   __device__ __forceinline__ void make_operand(const float (&s)[S::kKeys / 2], uint32_t (&weights)[S::kKeys / 4],
-                                               const uint32_t (&kept)[S::kKeptWords]) const {
+                                               const uint32_t (&kept)[S::kKeys / 8]) const {
     pack_weights<T>(s, weights);
     if (S::kDropout) keep_weights(weights, kept);
   }

@@ -34,35 +34,18 @@ struct RunningSoftmax {
   // Turns scores into weights, exp(scale * score - r).
   template <int COUNT>
   __device__ __forceinline__ void step(float (&s)[COUNT], float scale) {
-    float top[2] = {s[0], s[2]};
-    find_top(s, 0, COUNT, top);
-    follow(top, scale);
-    weigh(s, 0, COUNT, scale);
-  }
-
-  // Of scores [from, to): the thread's maxima of its two rows.
-  template <int COUNT>
-  static __device__ __forceinline__ void find_top(const float (&s)[COUNT], int from, int to, float (&top)[2]) {
+    float top[2] = {s[0], s[2]}, base[2];
 #pragma unroll
-    for (int i = from; i < to; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
-  }
-
-  // r follows the maxima. Rarely so after a tile's first step: then the four threads of a row have nothing to tell each
-  // other.
-  __device__ __forceinline__ void follow(float (&top)[2], float scale) {
+    for (int i = 0; i < COUNT; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+    // Rarely so after a tile's first step: then the four threads of a row have nothing to tell each other.
     corrects =
         __any_sync(0xffffffffu, scale * top[0] > reference[0] + kHeadroom || scale * top[1] > reference[1] + kHeadroom);
     if (corrects) raise(top, scale);
-  }
-
-  template <int COUNT>
-  __device__ __forceinline__ void weigh(float (&s)[COUNT], int from, int to, float scale) {
-    float base[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       base[half] = reference[half] == kMinusInfinity ? 0.0f : reference[half];  // nothing attended to so far
 #pragma unroll
-    for (int i = from; i < to; ++i) {
+    for (int i = 0; i < COUNT; ++i) {
       s[i] = exp2_fast(fmaf(s[i], scale, -base[i / 2 % 2]));
       sum[i / 2 % 2] += s[i];
     }
@@ -86,10 +69,6 @@ struct RunningSoftmax {
   // it.
   __device__ __forceinline__ void settle() const {
     if (__any_sync(0xffffffffu, sum[0] + sum[1] < 0.0f)) asm volatile("trap;");
-  }
-  // The same of another number.
-  __device__ __forceinline__ void settle(uint32_t number) const {
-    if (__any_sync(0xffffffffu, sum[0] < 0.0f && number == 1)) asm volatile("trap;");
   }
 
   template <int COUNT>
@@ -126,7 +105,6 @@ __device__ __forceinline__ void pack_weights(const float (&s)[2 * COUNT], uint32
 // ---- dropout ---------------------------------------------------------------------------------------------------------
 
 // Which weights stay (common/philox.h). A thread's 16 weights of a row and 64 keys are the bytes of one draw, in order.
-// One word says it for both rows: bit 7 - i of a byte, i = 4 * half + w, for the byte of word w of that row's draw.
 struct WeightDropout {
   uint64_t seed;
   uint32_t low, all;  // see reaches()
@@ -144,25 +122,19 @@ struct WeightDropout {
     return (bytes & rest) | ((bytes | rest) & all);
   }
 
-  // For the thread's rows `query` and 8 further, and the keys from 64 * block on: draw 2 * i + half is of that row and
-  // the keys from 64 * i on.
-  template <int KEYS, int COUNT>
-  __device__ __forceinline__ void draw(uint32_t (&kept)[COUNT], int index, int sequence, int head, int query,
-                                       int block) const {
-    const int i = index / 2, half = index % 2;
-    const Draw drawn =
-        draw_weights(seed, static_cast<uint32_t>(sequence), static_cast<uint32_t>(head),
-                     static_cast<uint32_t>(query + 8 * half), static_cast<uint32_t>(block + i), threadIdx.x % 4);
-    if (COUNT == KEYS / 64 && half == 0) kept[i] = 0;
+  // For the thread's rows `query` and 8 further, and the keys from 64 * block on: a word for four weights of one row,
+  // whose top bits say which are kept.
+  template <int COUNT>
+  __device__ __forceinline__ void draw(uint32_t (&kept)[COUNT], int sequence, int head, int query, int block) const {
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      if (COUNT == KEYS / 64)
-        kept[i] |= (reaches(drawn.word[w]) & 0x80808080u) >> (4 * half + w);
-      else
-        kept[4 * index + w] = reaches(drawn.word[w]);
+    for (int i = 0; i < COUNT; i += 4) {
+      const Draw drawn = draw_weights(seed, static_cast<uint32_t>(sequence), static_cast<uint32_t>(head),
+                                      static_cast<uint32_t>(query + i / 4 % 2 * 8),
+                                      static_cast<uint32_t>(block + i / 8), threadIdx.x % 4);
+#pragma unroll
+      for (int word = 0; word < 4; ++word) kept[i + word] = reaches(drawn.word[word]);
     }
-#pragma unroll
-    for (int w = 0; w < 4; ++w) asm volatile("" : "+r"(kept[COUNT == KEYS / 64 ? i : 4 * index + w])::"memory");
+    hold_registers(kept);
   }
 };
 
@@ -174,20 +146,16 @@ __device__ __forceinline__ uint32_t widen(uint32_t bits) {
   return mask;
 }
 
-// Packed weights, the operand a of the product with v, that are not kept become 0.
-template <int COUNT, int WORDS>
-__device__ __forceinline__ void keep_weights(uint32_t (&weights)[COUNT], const uint32_t (&kept)[WORDS]) {
+// Packed weights, the operand a of the product with v, that are not kept become 0: words 4 * i + half and 4 * i + 2 +
+// half are of one draw.
+template <int COUNT>
+__device__ __forceinline__ void keep_weights(uint32_t (&weights)[2 * COUNT], const uint32_t (&kept)[COUNT]) {
 #pragma unroll
-  for (int i = 0; i < COUNT / 16; ++i)
-#pragma unroll
-    for (int w = 0; w < 4; ++w)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t bits = WORDS == COUNT / 16 ? kept[i] << (4 * half + w) : kept[8 * i + 4 * half + w];
-        const int first = 16 * i + 4 * w + half;
-        weights[first] &= widen<0>(bits);
-        weights[first + 2] &= widen<1>(bits);
-      }
+  for (int i = 0; i < COUNT; ++i) {
+    const int first = i / 8 * 16 + i % 4 * 4 + i / 4 % 2;
+    weights[first] &= widen<0>(kept[i]);
+    weights[first + 2] &= widen<1>(kept[i]);
+  }
 }
 
 }  // namespace cuda
