@@ -110,9 +110,10 @@ struct WeightDropout {
   uint32_t low, all;  // see reaches()
 
   WeightDropout() = default;
+  // In four bytes; a product by 0x01010101 would be multiplied out again for every word.
   __device__ __forceinline__ WeightDropout(uint64_t number, int threshold)
       : seed(number),
-        low(static_cast<uint32_t>(threshold < 128 ? threshold : threshold - 128) * 0x01010101u),
+        low(__byte_perm(static_cast<uint32_t>(threshold < 128 ? threshold : threshold - 128), 0, 0)),
         all(threshold < 128 ? 0xffffffffu : 0u) {}
 
   // The top bit of each byte says whether the byte is at least the threshold: whether its seven low bits reach the
