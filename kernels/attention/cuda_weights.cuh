@@ -110,11 +110,11 @@ struct WeightDropout {
   uint32_t low, all;  // see reaches()
 
   WeightDropout() = default;
-  // In four bytes; a product by 0x01010101 would be multiplied out again for every word.
   __device__ __forceinline__ WeightDropout(uint64_t number, int threshold)
-      : seed(number),
-        low(__byte_perm(static_cast<uint32_t>(threshold < 128 ? threshold : threshold - 128), 0, 0)),
-        all(threshold < 128 ? 0xffffffffu : 0u) {}
+      : seed(number), all(threshold < 128 ? 0xffffffffu : 0u) {
+    // In all four bytes: a product by 0x01010101 would be multiplied out again for every word.
+    asm("prmt.b32 %0, %1, 0, 0;" : "=r"(low) : "r"(threshold < 128 ? threshold : threshold - 128));
+  }
 
   // The top bit of each byte says whether the byte is at least the threshold: whether its seven low bits reach the
   // threshold's, or its top bit is set; and, not or, if the threshold has a top bit itself.
