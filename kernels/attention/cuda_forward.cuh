@@ -4,7 +4,8 @@
 // which go over the keys from the last to the first: with a running reference r and sum l (online softmax), scores and
 // weights in registers. A step's scores are computed before the weights of the step before are multiplied with v, so
 // that the matrix units work while the softmax is computed; and the warpgroups take turns at issuing products, so that
-// one's softmax runs beside another's products. Blocks stay on the chip and take tile after tile.
+// one's softmax runs beside another's products. Blocks stay on the chip and take tile after tile; a warpgroup that has
+// no queries in a tile, or none that attend to a step's keys, passes on.
 //
 // Per step of 64 queries and n keys a warpgroup does 2 * 2 * 64 * n * D operations and 64 * n exponentials: with D = 64
 // the unit for exponentials (16 per clock) takes as long as the matrix units (4096 operations per clock).
@@ -230,8 +231,9 @@ class Consumer {
     if (S::kDropout) dropout = WeightDropout(static_cast<uint64_t>(*p.seed), p.threshold);
   }
 
-  // Each step computes its scores, and then, beside its softmax, the product of the weights of the step before with v;
-  // also where the step before is the last of another tile.
+  // A tile's last product with v comes beside the first softmax of the next tile. Tiles change outside of the loop over
+  // keys, although a step is the same there: in one loop for both the compiler no longer sees that its variables are the
+  // same in all threads, and descriptors are made by each thread instead of once a warp.
   __device__ __forceinline__ void run() {
     float s[S::kKeys / 2], o[S::kHeadDim / 2], factor[2];
     uint32_t weights[S::kKeys / 4], kept[S::kKeys / 8];
@@ -264,7 +266,7 @@ class Consumer {
     }
   }
 
-  // The same, one tile after the other.
+  // The same, one tile after the other (ForwardShape::kOverlaps).
   __device__ __forceinline__ void run_apart() {
     turns.start();
     while (true) {
