@@ -7,13 +7,8 @@ using namespace fasttfm::cuda;
 
 template <class T, bool CAUSAL, bool DROPOUT>
 Status run(const AttentionForward& call, int blocks, int* next, int batched) {
-#ifdef LAB_OLD
-  using Shape = ForwardShape<LAB_HEAD_DIM, LAB_GROUPS, LAB_KEYS, LAB_STAGES>;
-  return launch_forward<T, Shape, CAUSAL, DROPOUT, LAB_TURNS>(call, blocks, next);
-#else
   using Shape = ForwardShape<LAB_HEAD_DIM, LAB_GROUPS, LAB_KEYS, LAB_STAGES, DROPOUT>;
   return launch_forward<T, Shape, CAUSAL, LAB_TURNS>(call, blocks, next, batched);
-#endif
 }
 
 template <class T, bool CAUSAL>

@@ -44,11 +44,9 @@ class Shape:
     stages: int
     turns: bool = True
     dropout: bool = True  # whether registers suffice
-    old: bool = False
 
     def __str__(self) -> str:
-        size = f"{'old' if self.old else ''}{64 * self.groups}x{self.keys}"
-        return f"D{self.D} {size} {self.stages}{' turns' if self.turns else ''}"
+        return f"D{self.D} {64 * self.groups}x{self.keys} {self.stages} stages{' turns' if self.turns else ''}"
 
     @property
     def library(self) -> Path:
@@ -56,9 +54,6 @@ class Shape:
 
 
 SHAPES = [
-    Shape(64, 2, 128, 3, old=True),
-    Shape(64, 3, 128, 3, dropout=False, old=True),
-    Shape(128, 2, 128, 2, old=True),
     Shape(64, 2, 128, 3),
     Shape(64, 2, 128, 3, turns=False),
     Shape(64, 3, 128, 3, dropout=False),
@@ -76,10 +71,8 @@ HALF = (Shape(64, 2, 128, 3), Shape(128, 2, 128, 2))  # which are compiled for f
 # ---- building and calling --------------------------------------------------------------------------------------------
 
 
-def compile_shape(shape: Shape, library: Path | None = None, more: list[str] | None = None) -> str:
-    library = library or shape.library
+def compile_shape(shape: Shape) -> str:
     definitions = [
-        *(more or []),
         f"-DLAB_HEAD_DIM={shape.D}",
         f"-DLAB_GROUPS={shape.groups}",
         f"-DLAB_KEYS={shape.keys}",
@@ -89,10 +82,8 @@ def compile_shape(shape: Shape, library: Path | None = None, more: list[str] | N
     ]
     if shape in HALF:
         definitions.append("-DLAB_HALF")
-    if shape.old:
-        definitions += ["-DLAB_OLD", "-I", str(ROOT / "benchmarks/lab/old")]
     command = ["nvcc", "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-shared"]
-    command += ["-Xcompiler=-fPIC", *definitions, "-I", str(ROOT / "kernels"), "-o", str(library)]
+    command += ["-Xcompiler=-fPIC", *definitions, "-I", str(ROOT / "kernels"), "-o", str(shape.library)]
     result = subprocess.run(
         [*command, str(ROOT / "benchmarks/lab/hopper_forward.cu")], capture_output=True, text=True, timeout=100
     )
@@ -137,8 +128,8 @@ class Call(ctypes.Structure):
 
 
 class Kernel:
-    def __init__(self, shape: Shape, library: Path | None = None) -> None:
-        self.function = ctypes.CDLL(str(library or shape.library)).hopper_forward
+    def __init__(self, shape: Shape) -> None:
+        self.function = ctypes.CDLL(str(shape.library)).hopper_forward
         self.function.restype = ctypes.c_char_p
         self.function.argtypes = [ctypes.POINTER(Call), ctypes.c_int, ctypes.c_int, ctypes.c_int]
 
@@ -427,12 +418,10 @@ def timing_cases() -> list[Case]:
     return cases
 
 
-def modes(case: Case, shape: Shape) -> list[Mode]:
+def modes(case: Case) -> list[Mode]:
     cached = max((16 << 20) // (4 * case.D * case.S), 1)
     if case.layout == "packed":
         return [Mode(True, 1)]
-    if shape.old:
-        return [Mode(case.causal, 1)]
     if case.causal:
         return [Mode(True, cached), *([Mode(False, 0)] if case.S <= 512 else [])]
     return [Mode(False, 1), *([Mode(False, 0)] if case.S == 256 else [])]
@@ -459,7 +448,7 @@ def time_all(shapes: list[Shape], peers: dict[str, Any], deadline: float) -> lis
         for shape, kernel in kernels.items():
             if shape.D != case.D or (case.p and not shape.dropout):
                 continue
-            for mode in modes(case, shape):
+            for mode in modes(case):
                 row[f"{shape} {mode}"] = time_us(lambda: kernel(tensors, problem, mode))  # noqa: B023
         rows.append(row)
         print_row(row)
@@ -497,7 +486,7 @@ def main() -> None:
     print(f"compiled after {time.time() - start:.0f} s", flush=True)
     built = [shape for shape in shapes if shape.library.exists()]
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
-        verdicts = list(pool.map(lambda shape: "ok" if shape.old else check_apart(shape, 22.0), built))
+        verdicts = list(pool.map(lambda shape: check_apart(shape, 22.0), built))
     for shape, verdict in zip(built, verdicts, strict=True):
         print(f"check {shape}: {verdict[:1500]}")
     print(f"checked after {time.time() - start:.0f} s; TFLOP/s:", flush=True)

@@ -232,8 +232,8 @@ class Consumer {
   }
 
   // A tile's last product with v comes beside the first softmax of the next tile. Tiles change outside of the loop over
-  // keys, although a step is the same there: in one loop for both the compiler no longer sees that its variables are the
-  // same in all threads, and descriptors are made by each thread instead of once a warp.
+  // keys, although a step is the same there: in one loop for both the compiler no longer sees that its variables are
+  // the same in all threads, and descriptors are made by each thread instead of once a warp.
   __device__ __forceinline__ void run() {
     float s[S::kKeys / 2], o[S::kHeadDim / 2], factor[2];
     uint32_t weights[S::kKeys / 4], kept[S::kKeys / 8];
@@ -283,9 +283,10 @@ class Consumer {
           softmax.correct(o);
           make_operand(s, weights, kept);
         }
-        finish(softmax, factor);
-        leave_tile();
+        release(memory.q_empty[slot()]);
         end_tile(o, weights);
+        finish(softmax, factor);
+        ++number;
         store(factor, o);
       } else {
         pass_tile();

@@ -23,7 +23,7 @@ struct ForwardShape {
   static constexpr uint32_t kQueryPart = kQueries * kTileRowBytes, kQueryBytes = kParts * kQueryPart;
   static constexpr uint32_t kKeyPart = KEYS * kTileRowBytes, kKeyBytes = kParts * kKeyPart;
   static constexpr int kMostQuerySlots = (225 * 1024 - 2 * STAGES * kKeyBytes) / kQueryBytes;
-  static constexpr int kQuerySlots = kMostQuerySlots < 3 ? kMostQuerySlots : 3;
+  static constexpr int kQuerySlots = kOverlaps && kMostQuerySlots > 2 ? 3 : kMostQuerySlots > 1 ? 2 : 1;
   // Of a thread; 512 are there for each of the 128 of a warpgroup, and they start with an equal share.
   static constexpr int kProducerRegisters = GROUPS == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = GROUPS == 1 ? 216 : GROUPS == 2 ? 232 : 160;
