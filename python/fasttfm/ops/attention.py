@@ -13,6 +13,7 @@ from fasttfm.kernels.attention import reference
 from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem, window_bounds
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.launch import is_hopper
+from fasttfm.kernels.common.rows import contiguous_like, unwanted
 from fasttfm.ops import checks
 from fasttfm.ops.attention_checks import Window, bounds_of, check_call, check_values
 from fasttfm.ops.backends import (
@@ -209,7 +210,7 @@ def _forward_fake(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) 
     query = q.select(-3, 0) if k is None else q
     *leading, tokens, heads, _ = query.shape
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return query.new_empty(query.shape), query.new_empty((*leading, heads, tokens), dtype=statistics)
+    return contiguous_like(query), torch.empty(*leading, heads, tokens, dtype=statistics, device=q.device)
 
 
 def _backward(
@@ -228,7 +229,7 @@ def _backward(
 def _backward_fake(
     dout: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (q.new_empty(0 if tensor is None else tensor.shape) for tensor in (q, k, v))
+    dq, dk, dv = (unwanted(q) if tensor is None else contiguous_like(tensor) for tensor in (q, k, v))
     return dq, dk, dv
 
 

@@ -13,7 +13,7 @@ from fasttfm import _native
 from fasttfm.kernels.bias_gelu import reference
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import as_rows, gradient_like
+from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like, unwanted
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
     Backend,
@@ -145,7 +145,7 @@ _backward_op = register(
 def _forward_native(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     rows = as_rows(x)
     count, columns = rows.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = contiguous_like(x)
     bias = _parameter(x, bias)
     fields = {
         "x": rows.data_ptr(),
@@ -172,8 +172,8 @@ def _backward_native(
     core = _native.core()
     rows, dy = as_rows(x), dy.contiguous()
     count, columns = rows.shape
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    y = torch.empty(x.shape if want_y else 0, dtype=x.dtype, device=x.device)
+    dx = contiguous_like(x)
+    y = contiguous_like(x) if want_y else unwanted(x)
     dbias = gradient_like(bias, want_dbias, x)
     # The CPU reads and sums in fp32 and leaves the rounding to torch.
     sums = dbias if x.is_cuda else dbias.float()

@@ -10,7 +10,7 @@ from torch import Tensor
 from fasttfm import _native
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import as_rows, gradient_like
+from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like, unwanted
 from fasttfm.kernels.dropout_add_layer_norm import reference
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
@@ -264,12 +264,12 @@ def _forward_native(
 ) -> Outputs:
     rows, residual_rows = as_rows(x), as_rows(residual)
     count, columns = rows.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    statistics = torch.empty((2, count), dtype=torch.float32, device=x.device)
-    z = torch.empty(x.shape if want_z else 0, dtype=residual.dtype, device=x.device)
+    y = contiguous_like(x)
+    statistics = torch.empty(2, count, dtype=torch.float32, device=x.device)
+    z = contiguous_like(residual) if want_z else unwanted(residual)
     scratch = z
     if not want_z and not x.is_cuda:  # the CPU normalises in place; a sum of another type needs room of its own
-        scratch = y if residual.dtype == x.dtype else torch.empty(x.shape, dtype=residual.dtype)
+        scratch = y if residual.dtype == x.dtype else contiguous_like(residual)
     weight, bias, linear_bias, parameter_dtype = _parameters(x, residual, weight, bias, linear_bias)
     fields = {
         "x": rows.data_ptr(),
@@ -318,8 +318,8 @@ def _backward_native(
     core = _native.core()
     columns = z.shape[-1]
     count = statistics.shape[1]
-    dresidual = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    dx = torch.empty(z.shape if _separate(dy, z, seed) else 0, dtype=dy.dtype, device=z.device)
+    dresidual = contiguous_like(z)
+    dx = contiguous_like(dy) if _separate(dy, z, seed) else unwanted(dy)
     parameters = (weight, bias, linear_bias)
     gradients = [gradient_like(parameter, want, dy) for parameter, want in zip(parameters, wanted, strict=True)]
     # The CPU sums in fp32 and leaves the rounding to torch.

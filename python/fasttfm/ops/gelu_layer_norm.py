@@ -11,7 +11,7 @@ from torch import Tensor
 from fasttfm import _native
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import as_rows, gradient_like
+from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like
 from fasttfm.kernels.gelu_layer_norm import reference
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
@@ -199,8 +199,8 @@ def _forward_native(
     core = _native.core()
     rows = as_rows(x)
     count, columns = rows.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    statistics = torch.empty((2, count), dtype=torch.float32, device=x.device)
+    y = contiguous_like(x)
+    statistics = torch.empty(2, count, dtype=torch.float32, device=x.device)
     linear_bias, weight, bias = _parameters(x, linear_bias, weight, bias)
     fields = {
         "x": rows.data_ptr(),
@@ -241,7 +241,7 @@ def _backward_native(
     core = _native.core()
     rows, dy = as_rows(x), dy.contiguous()
     count, columns = rows.shape
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = contiguous_like(x)
     parameters = (linear_bias, weight, bias)
     gradients = [gradient_like(parameter, want, x) for parameter, want in zip(parameters, wanted, strict=True)]
     # The CPU reads and sums in fp32 and leaves the rounding to torch.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import as_rows, gradient_like
+from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like
 from fasttfm.kernels.layer_norm import reference
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
@@ -152,8 +152,8 @@ _backward_op = register(
 def _forward_native(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     rows = as_rows(x)
     count, columns = rows.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    statistics = torch.empty((2, count), dtype=torch.float32, device=x.device)
+    y = contiguous_like(x)
+    statistics = torch.empty(2, count, dtype=torch.float32, device=x.device)
     weight, bias = _parameters(x, weight, bias)
     fields = {
         "x": rows.data_ptr(),
@@ -194,7 +194,7 @@ def _backward_native(
     rows, dy = as_rows(x), dy.contiguous()
     count, columns = rows.shape
     fp32_weight, _ = (weight, bias) if x.is_cuda else _parameters(x, weight, bias)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = contiguous_like(x)
     dweight = gradient_like(weight, want_dweight, x)
     dbias = gradient_like(bias, want_dbias, x)
     # The CPU sums in fp32 and leaves the rounding to torch.
