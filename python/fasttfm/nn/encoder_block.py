@@ -85,7 +85,8 @@ def encoder_block(
     if needs_gradient(x, residual, *parameters):
         y, z = _EncoderBlock.apply(x, residual, cu_seqlens, seeds, *options, *parameters)
     else:
-        y, z, _ = _forward(x, residual, cu_seqlens, seeds, options, _in_type(parameters, x.dtype), keep=False)
+        own = _in_type(parameters, x.dtype)
+        y, z, _ = _forward(x, residual, cu_seqlens, _separate(seeds, options), options, own, keep=False)
     return y, z
 
 
@@ -93,7 +94,7 @@ def _forward(
     x: Tensor,
     residual: Tensor | None,
     cu_seqlens: Tensor,
-    seeds: Tensor | None,
+    seeds: Seeds,
     options: Options,
     own: Parameters,
     *,
@@ -106,16 +107,16 @@ def _forward(
 
     product = linear.matmul(x, own.qkv_weight.t(), own.qkv_bias)
     qkv = product.view(tokens, 3, options.heads, columns // options.heads)
-    out, lse = attention_forward_op(qkv, None, None, *_attention_options(qkv, cu_seqlens, seeds, options))
+    out, lse = attention_forward_op(qkv, None, None, *_attention_options(qkv, cu_seqlens, seeds[0], options))
     branch = linear.matmul(out.view(tokens, columns), own.out_weight.t())
-    norm_a = (own.norm_a_weight, own.norm_a_bias, own.out_bias, *_dropout(cu_seqlens, seeds, 1, options.p_a))
+    norm_a = (own.norm_a_weight, own.norm_a_bias, own.out_bias, *_dropout(cu_seqlens, seeds[1], options.p_a))
     stream = x if residual is None else residual
     y1, z1, statistics1 = add_norm_forward_op(branch, stream, *norm_a, options.eps_a, want_z, backend)
 
     h = linear.matmul(y1, own.up_weight.t())
     a = bias_gelu_forward_op(h, own.up_bias, options.activation, backend)
     branch = linear.matmul(a, own.down_weight.t())
-    norm_b = (own.norm_b_weight, own.norm_b_bias, own.down_bias, *_dropout(cu_seqlens, seeds, 2, options.p_b))
+    norm_b = (own.norm_b_weight, own.norm_b_bias, own.down_bias, *_dropout(cu_seqlens, seeds[2], options.p_b))
     stream = y1 if residual is None else z1
     y, z, statistics = add_norm_forward_op(branch, stream, *norm_b, options.eps_b, want_z, backend)
 
@@ -129,9 +130,9 @@ class _EncoderBlock(torch.autograd.Function):
         ctx: Any, x: Tensor, residual: Tensor | None, cu_seqlens: Tensor, seeds: Tensor | None, *others: Any
     ) -> tuple[Tensor, Tensor | None]:
         options, given = Options(*others[: len(Options._fields)]), Parameters(*others[len(Options._fields) :])
-        own = _in_type(given, x.dtype)
-        y, z, saved = _forward(x, residual, cu_seqlens, seeds, options, own, keep=True)
-        ctx.save_for_backward(cu_seqlens, seeds, x, *saved, *own)
+        own, separate = _in_type(given, x.dtype), _separate(seeds, options)
+        y, z, saved = _forward(x, residual, cu_seqlens, separate, options, own, keep=True)
+        ctx.save_for_backward(cu_seqlens, *separate, x, *saved, *own)
         ctx.options = options
         ctx.pre_norm = residual is not None
         ctx.types = [None if parameter is None else parameter.dtype for parameter in given]
@@ -140,7 +141,8 @@ class _EncoderBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
-        cu_seqlens, seeds, x, qkv, out, lse, z1, statistics1, h, y1, z, statistics, *own = ctx.saved_tensors
+        cu_seqlens, seed, seed_a, seed_b, x, *saved = ctx.saved_tensors
+        qkv, out, lse, z1, statistics1, h, y1, z, statistics, *own = saved
         options: Options = ctx.options
         inputs = len(ctx.needs_input_grad) - len(own)
         block = _Backward(
@@ -148,15 +150,15 @@ class _EncoderBlock(torch.autograd.Function):
         )
         dy = torch.zeros_like(x) if dy is None else dy
 
-        dropout = _dropout(cu_seqlens, seeds, 2, options.p_b)
+        dropout = _dropout(cu_seqlens, seed_b, options.p_b)
         if y1 is None:
             y1 = block.norm_a(z1).to(x.dtype)
         dy1, dz1 = block.feed_forward(dy, dz, y1, h, z, statistics, dropout)
         del y1
 
-        dropout = _dropout(cu_seqlens, seeds, 1, options.p_a)
+        dropout = _dropout(cu_seqlens, seed_a, options.p_a)
         dout, dstream = block.projection(dy1, dz1, out, z1, statistics1, dropout)
-        attention = _attention_options(qkv, cu_seqlens, seeds, options)
+        attention = _attention_options(qkv, cu_seqlens, seed, options)
         dqkv, _, _ = attention_backward_op(dout, qkv, None, None, out, lse, *attention)
         dx, dresidual = block.qkv(dqkv, x, dstream)
         gradients = (block.gradients.get(name) for name in Parameters._fields)
@@ -256,30 +258,36 @@ class _Backward:
         return linear.add_matmul(dstream, dy, weight), None
 
 
-Dropout = tuple[
-    Tensor | None, Tensor | None, float
-]  # cu_seqlens, seed and p, as ops.dropout_add_layer_norm passes them
+Seeds = tuple[Tensor | None, Tensor | None, Tensor | None]  # int64 [1] each: of attention and of the two blocks
+Dropout = tuple[Tensor | None, Tensor | None, float]  # cu_seqlens, seed and p, as dropout_add_layer_norm passes them
 
 
-def _dropout(cu_seqlens: Tensor, seeds: Tensor | None, place: int, p: float) -> Dropout:
-    if seeds is None or p == 0:
-        return None, None, 0.0
-    return cu_seqlens, seeds[place : place + 1], p
+def _separate(seeds: Tensor | None, options: Options) -> Seeds:
+    """A seed means dropout: there is none where nothing is dropped."""
+    if seeds is None:
+        return None, None, None
+    places = enumerate((options.attention_p, options.p_a, options.p_b))
+    attention, a, b = (seeds[place : place + 1] if p > 0 else None for place, p in places)
+    return attention, a, b
 
 
-def _attention_options(qkv: Tensor, cu_seqlens: Tensor, seeds: Tensor | None, options: Options) -> tuple[Any, ...]:
+def _dropout(cu_seqlens: Tensor, seed: Tensor | None, p: float) -> Dropout:
+    return (None, None, 0.0) if seed is None else (cu_seqlens, seed, p)
+
+
+def _attention_options(qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, options: Options) -> tuple[Any, ...]:
     """What attention's registered ops take behind q, k and v."""
-    drops = seeds is not None and options.attention_p > 0
-    seed = seeds[:1] if seeds is not None and drops else None
     window = (options.window_left, options.window_right)
-    scale, p = qkv.shape[-1] ** -0.5, options.attention_p if drops else 0.0
+    scale, p = qkv.shape[-1] ** -0.5, 0.0 if seed is None else options.attention_p
     bounds = (options.max_seqlen, options.max_seqlen)
     return cu_seqlens, None, None, None, None, None, seed, *bounds, *window, scale, p, options.backend
 
 
+_MULTIPLIED = ("qkv_weight", "qkv_bias", "out_weight", "up_weight", "down_weight")
+
+
 def _in_type(parameters: Parameters, dtype: torch.dtype) -> Parameters:
     """What goes into matrix products in x's type; the other ops read parameters of any type."""
-    names = ("qkv_weight", "qkv_bias", "out_weight", "up_weight", "down_weight")
-    given = ((name, getattr(parameters, name)) for name in names)
-    cast: dict[str, Any] = {name: None if value is None else value.to(dtype) for name, value in given}
+    values = linear.in_type([getattr(parameters, name) for name in _MULTIPLIED], dtype)
+    cast: dict[str, Any] = dict(zip(_MULTIPLIED, values, strict=True))
     return parameters._replace(**cast)

@@ -9,7 +9,7 @@ import torch
 
 # Lives as long as the process: torch drops the registrations of a Library that is collected.
 _library = torch.library.Library("fasttfm", "FRAGMENT")
-_plain_tensors = (torch.Tensor, torch.nn.Parameter)
+_plain_tensors = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class RegisteredOp:
@@ -25,14 +25,18 @@ class RegisteredOp:
         self.implementation = implementation
 
     def __call__(self, first: torch.Tensor, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or _intercepted() or type(first) not in _plain_tensors:
-            return self.overload(first, *args)
-        return self.implementation(first, *args)
+        return (self.implementation if is_plain(first) else self.overload)(first, *args)
 
 
-def _intercepted() -> bool:
-    """Whether a dispatch mode or a function transform wants to see ops."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+def is_plain(*tensors: torch.Tensor) -> bool:
+    """Whether a call on the tensors is a plain eager one: nobody traces it, and no dispatch mode, function transform or
+    subclass wants to see ops."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and _plain_tensors.issuperset(map(type, tensors))
+    )
 
 
 def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> RegisteredOp:

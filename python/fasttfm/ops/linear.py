@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.kernels.common.rows import unwanted as unwanted
 from fasttfm.ops import checks
 from fasttfm.ops.backends import dtype_name
+from fasttfm.ops.library import is_plain
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")  # torch has no autocast for the meta device
 
 
 def autocast(x: Any, *others: Any) -> tuple[Any, ...]:
     """The tensors in autocast's type, where it is on for x's device: what it does around torch's own linear layers."""
-    known = isinstance(x, Tensor) and x.device.type in ("cpu", "cuda")  # torch has no autocast for the meta device
+    known = isinstance(x, Tensor) and x.device.type in _AUTOCAST_DEVICES
     if not known or not torch.is_autocast_enabled(x.device.type):
         return (x, *others)
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -25,6 +29,18 @@ def autocast(x: Any, *others: Any) -> tuple[Any, ...]:
         return value.to(dtype) if narrow else value
 
     return tuple(cast(value) for value in (x, *others))
+
+
+def in_type(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+    """The tensors in a type, by one launch for all of them; itself where one is in it already."""
+    others = [given for given in tensors if given is not None and given.dtype != dtype]
+    if others and is_plain(*others):
+        cast = [torch.empty_like(given, dtype=dtype) for given in others]
+        torch._foreach_copy_(cast, others)
+    else:
+        cast = [given.to(dtype) for given in others]
+    ready = iter(cast)
+    return [given if given is None or given.dtype == dtype else next(ready) for given in tensors]
 
 
 def check_input(op: str, x: Any) -> None:
@@ -60,13 +76,15 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, shape: Sequence[
 
     The bias goes into the product's epilogue. Writing into the tensor of the final shape makes the result no view, so
     that autograd lets users change it in place; and autocast, which has dealt with the arguments, leaves calls with
-    ``out`` alone.
+    ``out`` alone. Where neither matters the product makes its own tensor, which costs the host less.
     """
-    size = (a.shape[0], b.shape[1])
-    out = torch.empty(size if shape is None else shape, dtype=a.dtype, device=a.device)
-    matrix = out.view(size)
+    if shape is None and not _widened(a) and _autocast_leaves(a):
+        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    out = torch.empty(*shape or (a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+    matrix = out if shape is None else out.view(a.shape[0], b.shape[1])
     if _widened(a):
-        product = torch.mm(a.float(), b.float(), out=torch.empty(size, dtype=torch.float32, device=a.device))
+        wide = torch.empty(*matrix.shape, dtype=torch.float32, device=a.device)
+        product = torch.mm(a.float(), b.float(), out=wide)
         matrix.copy_(product if bias is None else product.add_(bias))
     elif bias is None:
         torch.mm(a, b, out=matrix)
@@ -82,6 +100,14 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(total, a, b, out=total)
 
 
+def _autocast_leaves(a: Tensor) -> bool:
+    """Whether autocast would change nothing about products in a's type."""
+    if not torch._C._is_any_autocast_enabled():
+        return True
+    device = a.device.type
+    return device in _AUTOCAST_DEVICES and a.dtype == torch.get_autocast_dtype(device)
+
+
 def _widened(a: Tensor) -> bool:
     """Whether fp32 products take the place of a type's own: on CPUs without instructions for bf16 torch multiplies it
     hundreds of times slower than fp32."""
@@ -91,8 +117,3 @@ def _widened(a: Tensor) -> bool:
 @functools.cache
 def cpu_multiplies_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def unwanted(like: Tensor) -> Tensor:
-    """Stands for a gradient that nobody asked for."""
-    return torch.empty(0, dtype=like.dtype, device=like.device)
