@@ -83,7 +83,7 @@ def encoder_block(
         y, and z' in a pre-LN model.
     """
     if needs_gradient(x, residual, *parameters):
-        y, z = _EncoderBlock.apply(x, residual, cu_seqlens, seeds, *options, *parameters)
+        y, z = _EncoderBlock.apply(x, residual, cu_seqlens, seeds, options, *parameters)
     else:
         own = _in_type(parameters, x.dtype)
         y, z, _ = _forward(x, residual, cu_seqlens, _separate(seeds, options), options, own, keep=False)
@@ -127,9 +127,15 @@ def _forward(
 class _EncoderBlock(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, cu_seqlens: Tensor, seeds: Tensor | None, *others: Any
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        cu_seqlens: Tensor,
+        seeds: Tensor | None,
+        options: Options,
+        *parameters: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        options, given = Options(*others[: len(Options._fields)]), Parameters(*others[len(Options._fields) :])
+        given = Parameters(*parameters)
         own, separate = _in_type(given, x.dtype), _separate(seeds, options)
         y, z, saved = _forward(x, residual, cu_seqlens, separate, options, own, keep=True)
         ctx.save_for_backward(cu_seqlens, *separate, x, *saved, *own)
@@ -162,7 +168,7 @@ class _EncoderBlock(torch.autograd.Function):
         dqkv, _, _ = attention_backward_op(dout, qkv, None, None, out, lse, *attention)
         dx, dresidual = block.qkv(dqkv, x, dstream)
         gradients = (block.gradients.get(name) for name in Parameters._fields)
-        return dx, dresidual, None, None, *(None for _ in options), *gradients
+        return dx, dresidual, None, None, None, *gradients
 
 
 class _Backward:

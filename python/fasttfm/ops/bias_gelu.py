@@ -20,6 +20,7 @@ from fasttfm.ops.backends import (
     BackendTable,
     always,
     refuse_cuda,
+    refuse_cuda_rows,
     refuse_native_cpu,
     refuse_triton,
     requested,
@@ -213,8 +214,7 @@ def _parameter(x: Tensor, bias: Tensor | None) -> Tensor | None:
     return bias if bias is None or x.is_cuda else _native.as_parameter(bias, torch.float32)
 
 
-# The CUDA kernels read 8 elements, 16 bytes of a 16-bit type, at a time; a warp owns 256 columns.
-_CUDA_VECTOR = 8
+# Of the CUDA kernels: a warp owns so many columns.
 _CUDA_STRIPE = 256
 _CUDA_BLOCKS_PER_MULTIPROCESSOR = 4
 
@@ -243,17 +243,7 @@ def _backward_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _refuse_cuda(x: Tensor, bias: Tensor | None = None) -> str | None:
-    if x.shape[-1] % _CUDA_VECTOR:
-        return f"takes a multiple of {_CUDA_VECTOR} columns, got {x.shape[-1]}"
-    for tensor in (x, bias):
-        if tensor is not None and tensor.data_ptr() % 16:
-            return "takes tensors that start at a multiple of 16 bytes"
-    for stride in x.stride()[:-1]:
-        if stride % _CUDA_VECTOR:
-            return f"takes rows whose strides are multiples of {_CUDA_VECTOR}, got {x.stride()}"
-    if bias is not None and not bias.is_contiguous():
-        return "takes a contiguous bias"
-    return refuse_cuda(x)
+    return refuse_cuda(x) or refuse_cuda_rows((x,), (bias,))
 
 
 # The CPU core stands before Triton so that Triton's interpreter serves a CPU tensor only when it is asked for by name.

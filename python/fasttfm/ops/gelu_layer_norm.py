@@ -19,6 +19,7 @@ from fasttfm.ops.backends import (
     BackendTable,
     always,
     refuse_cuda,
+    refuse_cuda_rows,
     refuse_native_cpu,
     refuse_triton,
     requested,
@@ -308,27 +309,16 @@ def _backward_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return gradients
 
 
-# Both GPU backends keep whole rows in registers; the CUDA kernels read 8 elements, 16 bytes of a 16-bit type, at a time
-# and keep two rows, x and dy, in flight in shared memory.
+# Both GPU backends keep whole rows in registers; the CUDA kernels keep two, x and dy, in flight in shared memory.
 _GPU_MAX_COLUMNS = 8192
 _CUDA_MAX_ROW_BYTES = 16384
-_CUDA_VECTOR = 8
 
 
 def _refuse_cuda(x: Tensor, *parameters: Parameter) -> str | None:
-    columns, most = x.shape[-1], _CUDA_MAX_ROW_BYTES // x.element_size()
-    if columns > most or columns % _CUDA_VECTOR:
-        return f"takes a multiple of {_CUDA_VECTOR} columns, up to {most} of this type, got {columns}"
-    for tensor in (x, *parameters):
-        if tensor is not None and tensor.data_ptr() % 16:
-            return "takes tensors that start at a multiple of 16 bytes"
-    for stride in x.stride()[:-1]:
-        if stride % _CUDA_VECTOR:
-            return f"takes rows whose strides are multiples of {_CUDA_VECTOR}, got {x.stride()}"
-    for parameter in parameters:
-        if parameter is not None and not parameter.is_contiguous():
-            return "takes contiguous parameters"
-    return refuse_cuda(x)
+    most = _CUDA_MAX_ROW_BYTES // x.element_size()
+    if x.shape[-1] > most:
+        return f"takes up to {most} columns of this type, got {x.shape[-1]}"
+    return refuse_cuda(x) or refuse_cuda_rows((x,), parameters)
 
 
 def _refuse_triton(x: Tensor, *_: Any) -> str | None:

@@ -17,6 +17,7 @@ from fasttfm.ops.backends import (
     BackendTable,
     always,
     refuse_cuda,
+    refuse_cuda_rows,
     refuse_native_cpu,
     refuse_triton,
     requested,
@@ -255,24 +256,14 @@ def _backward_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return gradients
 
 
-# Both GPU backends keep whole rows in registers; the CUDA kernels read 8 elements at a time: 16 bytes of a 16-bit type.
+# Both GPU backends keep whole rows in registers.
 _GPU_MAX_COLUMNS = 8192
-_CUDA_VECTOR = 8
 
 
-def _refuse_cuda(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> str | None:
-    columns = x.shape[-1]
-    if columns > _GPU_MAX_COLUMNS or columns % _CUDA_VECTOR:
-        return f"takes a multiple of {_CUDA_VECTOR} columns, up to {_GPU_MAX_COLUMNS}, got {columns}"
-    for tensor in (x, weight, bias):
-        if tensor is not None and tensor.data_ptr() % 16:
-            return "takes tensors that start at a multiple of 16 bytes"
-    for stride in x.stride()[:-1]:
-        if stride % _CUDA_VECTOR:
-            return f"takes rows whose strides are multiples of {_CUDA_VECTOR}, got {x.stride()}"
-    if weight is not None and not weight.is_contiguous():
-        return "takes a contiguous weight"
-    return refuse_cuda(x)
+def _refuse_cuda(x: Tensor, *parameters: Tensor | None) -> str | None:
+    if x.shape[-1] > _GPU_MAX_COLUMNS:
+        return f"takes up to {_GPU_MAX_COLUMNS} columns, got {x.shape[-1]}"
+    return refuse_cuda(x) or refuse_cuda_rows((x,), parameters)
 
 
 def _refuse_triton(x: Tensor, *_: Any) -> str | None:

@@ -9,6 +9,8 @@ import torch
 
 # Lives as long as the process: torch drops the registrations of a Library that is collected.
 _library = torch.library.Library("fasttfm", "FRAGMENT")
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_transform = torch._C._functorch.peek_interpreter_stack
 _plain_tensors = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
@@ -33,8 +35,8 @@ def is_plain(*tensors: torch.Tensor) -> bool:
     subclass wants to see ops."""
     return (
         not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and _dispatch_modes() == 0
+        and _function_transform() is None
         and _plain_tensors.issuperset(map(type, tensors))
     )
 
