@@ -14,7 +14,7 @@ from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem, windo
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.launch import is_hopper
 from fasttfm.kernels.common.rows import contiguous_like, unwanted
-from fasttfm.ops import checks
+from fasttfm.ops import attention_native, checks
 from fasttfm.ops.attention_checks import Window, bounds_of, check_call, check_values
 from fasttfm.ops.backends import (
     Backend,
@@ -207,10 +207,7 @@ def _forward(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tu
 
 
 def _forward_fake(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
-    query = q.select(-3, 0) if k is None else q
-    *leading, tokens, heads, _ = query.shape
-    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return contiguous_like(query), torch.empty(*leading, heads, tokens, dtype=statistics, device=q.device)
+    return attention_native.outputs_like(q.select(-3, 0) if k is None else q)
 
 
 def _backward(
@@ -218,7 +215,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     *others, backend = options
     gradients = _backward_fake(dout, q, k, v)
-    dq, dk, dv = _separate(gradients[0], *(None if k is None else gradient for gradient in gradients[1:]))
+    dq, dk, dv = gradients[0].unbind(-3) if k is None else gradients
     q, k, v = _separate(q, k, v)
     problem = _problem(q, *others)
     chosen = TABLE.select_backward(backend, q, k, v, **_choice(problem))
@@ -236,7 +233,8 @@ def _backward_fake(
 def _separate(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v with their last dimension contiguous; views where q is qkv."""
     if k is None or v is None:
-        q, k, v = q.unbind(-3)
+        q, k, v = _readable(q).unbind(-3)
+        return q, k, v
     return _readable(q), _readable(k), _readable(v)
 
 
@@ -301,136 +299,6 @@ _backward_op = register(
     _backward,
     _backward_fake,
 )
-
-
-# ---- the native core: CPU and CUDA -----------------------------------------------------------------------------------
-
-
-def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
-    core, threads = _native.core(), torch.get_num_threads()
-    out, lse = _forward_fake(q, k, v)
-    workspace = torch.empty(core.attention_forward_workspace(q.shape[-1], threads), dtype=torch.float32)
-    core.attention_forward_cpu(
-        **_fields(q, k, v, problem),
-        workspace=workspace.data_ptr(),
-        threads=threads,
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-    )
-    return out, lse
-
-
-def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
-    out, lse = _forward_fake(q, k, v)
-    workspace = torch.empty(1, dtype=torch.int32, device=q.device)
-    _native.core().attention_forward_cuda(
-        **_fields(q, k, v, problem),
-        workspace=workspace.data_ptr(),
-        device=q.device.index,
-        stream=_native.stream(q),
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-    )
-    return out, lse
-
-
-def _backward_cpu(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    problem: AttentionProblem,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
-    core, threads = _native.core(), torch.get_num_threads()
-    size = core.attention_backward_workspace(problem.max_seqlen, problem.max_seqlen_k, q.shape[-1], threads)
-    workspace = torch.empty(size, dtype=torch.float32)
-    core.attention_backward_cpu(
-        **_fields(q, k, v, problem),
-        **_backward_fields(dout, out, lse, dq=dq, dk=dk, dv=dv),
-        workspace=workspace.data_ptr(),
-        threads=threads,
-    )
-
-
-def _backward_cuda(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    problem: AttentionProblem,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
-    if q.numel() == 0 or k.numel() == 0:
-        for gradient in (dq, dk, dv):
-            gradient.zero_()
-        return
-    if dout.data_ptr() % 16:
-        dout = dout.clone()
-    core = _native.core()
-    *tokens, heads, _ = q.shape
-    size = core.attention_backward_workspace_cuda(problem.sequences, heads, math.prod(tokens), problem.max_seqlen)
-    workspace = torch.empty(size, dtype=torch.float32, device=q.device)
-    core.attention_backward_cuda(
-        **_fields(q, k, v, problem),
-        **_backward_fields(dout, out, lse, dq=dq, dk=dk, dv=dv),
-        workspace=workspace.data_ptr(),
-        device=q.device.index,
-        stream=_native.stream(q),
-    )
-
-
-def _fields(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> dict[str, int | float]:
-    return {
-        **_strided("q", q),
-        **_strided("k", k),
-        **_strided("v", v),
-        "cu_seqlens": _native.address(problem.cu_seqlens),
-        "cu_seqlens_k": _native.address(problem.cu_seqlens_k),
-        "lengths": _native.address(problem.lengths),
-        "lengths_k": _native.address(problem.lengths_k),
-        "seed": _native.address(problem.seed),
-        "sequences": problem.sequences,
-        "heads": q.shape[-2],
-        "kv_heads": k.shape[-2],
-        "head_dim": q.shape[-1],
-        "queries": q.shape[-3],
-        "keys": k.shape[-3],
-        "max_seqlen": problem.max_seqlen,
-        "max_seqlen_k": problem.max_seqlen_k,
-        "window_left": problem.window_left,
-        "window_right": problem.window_right,
-        "scale": problem.scale,
-        "threshold": problem.threshold,
-        "dropout_scale": problem.dropout_scale,
-        "dtype": _native.DTYPE_CODES[q.dtype],
-    }
-
-
-def _backward_fields(dout: Tensor, out: Tensor, lse: Tensor, **gradients: Tensor) -> dict[str, int]:
-    fields = {"dout": dout.data_ptr(), "out": out.data_ptr(), "lse": lse.data_ptr()}
-    for name, gradient in gradients.items():
-        fields |= _strided(name, gradient)
-    return fields
-
-
-def _strided(name: str, x: Tensor) -> dict[str, int]:
-    """Where [B, S, H, D] or [T, H, D] lies; packed rows are no sequence's, so that stride is 0."""
-    sequence, token, head = x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
-    return {
-        name: x.data_ptr(),
-        f"{name}_sequence_stride": sequence,
-        f"{name}_token_stride": token,
-        f"{name}_head_stride": head,
-    }
 
 
 # ---- backends --------------------------------------------------------------------------------------------------------
@@ -521,7 +389,7 @@ def _tensor_map_takes(tensor: Tensor) -> bool:
     if tensor.data_ptr() % 16:
         return False
     strides = tensor.stride()[:-1]
-    return all(stride % 8 == 0 for stride in strides) and (0 not in strides or tensor.numel() == 0)
+    return math.gcd(*strides) % 8 == 0 and (0 not in strides or tensor.numel() == 0)
 
 
 def _refuse_cuda_backward(
@@ -581,13 +449,13 @@ def _refuse_nothing(*_: Any, **__: Any) -> str | None:
 TABLE = BackendTable(
     OP,
     (
-        Backend("cpu", _native.missing, _refuse_cpu, _forward_cpu, _backward_cpu),
+        Backend("cpu", _native.missing, _refuse_cpu, attention_native.forward_cpu, attention_native.backward_cpu),
         Backend(
             "cuda",
             _native.missing_hopper,
             _refuse_cuda,
-            _forward_cuda,
-            _backward_cuda,
+            attention_native.forward_cuda,
+            attention_native.backward_cuda,
             _refuse_cuda_backward,
             _yield_cuda_backward,
         ),
