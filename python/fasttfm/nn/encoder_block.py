@@ -251,7 +251,9 @@ class _Backward:
         if not getattr(self.wanted, name):
             return
         dtype: torch.dtype = getattr(self.types, name)
-        if dtype == torch.float32 and x.dtype != dtype and x.is_cuda:
+        if dtype == x.dtype:
+            self.gradients[name] = linear.matmul(dy.t(), x)
+        elif dtype == torch.float32 and x.is_cuda:
             self.gradients[name] = torch.mm(dy.t(), x, out_dtype=dtype)
         else:
             self.gradients[name] = linear.matmul(dy.t(), x).to(dtype)

@@ -39,7 +39,7 @@ def forward_cuda(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> 
     _native.core().attention_forward_cuda(
         **_fields(q, k, v, problem),
         workspace=workspace.data_ptr(),
-        device=q.device.index,
+        device=q.get_device(),
         stream=_native.stream(q),
         out=out.data_ptr(),
         lse=lse.data_ptr(),
@@ -94,7 +94,7 @@ def backward_cuda(
         **_fields(q, k, v, problem),
         **_backward_fields(dout, out, lse, *gradients),
         workspace=workspace.data_ptr(),
-        device=q.device.index,
+        device=q.get_device(),
         stream=_native.stream(q),
     )
 

@@ -160,7 +160,7 @@ def _forward_native(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     }
     if x.is_cuda:
         _native.core().bias_gelu_forward_cuda(
-            **fields, bias_dtype=_native.dtype_code(bias), device=x.device.index, stream=_native.stream(x)
+            **fields, bias_dtype=_native.dtype_code(bias), device=x.get_device(), stream=_native.stream(x)
         )
     else:
         _native.core().bias_gelu_forward_cpu(**fields, threads=torch.get_num_threads())
@@ -201,7 +201,7 @@ def _backward_native(
             **fields,
             bias_dtype=_native.dtype_code(bias),
             parts=parts,
-            device=x.device.index,
+            device=x.get_device(),
             stream=_native.stream(x),
         )
         return dx, dbias, y

@@ -115,7 +115,7 @@ def _forward_native(x: Tensor, dtype: torch.dtype) -> Tensor:
             **fields,
             sum_dtype=_native.DTYPE_CODES[dtype],
             parts=parts,
-            device=x.device.index,
+            device=x.get_device(),
             stream=_native.stream(x),
         )
         return total

@@ -295,7 +295,7 @@ def _forward_native(
         _native.core().dropout_add_layer_norm_forward_cuda(
             **fields,
             parameter_dtype=_native.DTYPE_CODES[parameter_dtype],
-            device=x.device.index,
+            device=x.get_device(),
             stream=_native.stream(x),
         )
     else:
@@ -356,7 +356,7 @@ def _backward_native(
             bias_dtype=_native.dtype_code(bias),
             linear_bias_dtype=_native.dtype_code(linear_bias),
             blocks=blocks,
-            device=z.device.index,
+            device=z.get_device(),
             stream=_native.stream(z),
         )
         return dresidual, dx, *gradients

@@ -221,7 +221,7 @@ def _forward_native(
     if x.is_cuda:
         given = next((parameter for parameter in (linear_bias, weight, bias) if parameter is not None), None)
         core.gelu_layer_norm_forward_cuda(
-            **fields, parameter_dtype=_native.dtype_code(given), device=x.device.index, stream=_native.stream(x)
+            **fields, parameter_dtype=_native.dtype_code(given), device=x.get_device(), stream=_native.stream(x)
         )
     else:
         workspace = torch.empty(core.gelu_layer_norm_forward_workspace(count, columns), dtype=torch.float32)
@@ -276,7 +276,7 @@ def _backward_native(
             weight_dtype=_native.dtype_code(weight),
             bias_dtype=_native.dtype_code(bias),
             blocks=blocks,
-            device=x.device.index,
+            device=x.get_device(),
             stream=_native.stream(x),
         )
         return dx, gradients[0], gradients[1], gradients[2]

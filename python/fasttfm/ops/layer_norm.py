@@ -174,7 +174,7 @@ def _forward_native(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
         _native.core().layer_norm_forward_cuda(
             **fields,
             parameter_dtype=_native.dtype_code(parameter),
-            device=x.device.index,
+            device=x.get_device(),
             stream=_native.stream(x),
         )
     else:
@@ -224,7 +224,7 @@ def _backward_native(
             weight_dtype=_native.dtype_code(weight),
             bias_dtype=_native.dtype_code(bias),
             blocks=blocks,
-            device=x.device.index,
+            device=x.get_device(),
             stream=_native.stream(x),
         )
         return dx, dweight, dbias

@@ -14,19 +14,20 @@ from fasttfm.ops import checks
 from fasttfm.ops.backends import dtype_name
 from fasttfm.ops.library import is_plain
 
-_AUTOCAST_DEVICES = ("cpu", "cuda")  # torch has no autocast for the meta device
-
 
 def autocast(x: Any, *others: Any) -> tuple[Any, ...]:
     """The tensors in autocast's type, where it is on for x's device: what it does around torch's own linear layers."""
-    known = isinstance(x, Tensor) and x.device.type in _AUTOCAST_DEVICES
-    if not known or not torch.is_autocast_enabled(x.device.type):
+    if not torch._C._is_any_autocast_enabled() or not isinstance(x, Tensor):
         return (x, *others)
-    dtype = torch.get_autocast_dtype(x.device.type)
+    device = x.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):  # torch has none for the meta device
+        return (x, *others)
+    dtype = torch.get_autocast_dtype(device)
 
     def cast(value: Any) -> Any:
-        narrow = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
-        return value.to(dtype) if narrow else value
+        if not isinstance(value, Tensor) or value.dtype in (dtype, torch.float64) or not value.is_floating_point():
+            return value
+        return value.to(dtype)
 
     return tuple(cast(value) for value in (x, *others))
 
@@ -104,14 +105,13 @@ def _autocast_leaves(a: Tensor) -> bool:
     """Whether autocast would change nothing about products in a's type."""
     if not torch._C._is_any_autocast_enabled():
         return True
-    device = a.device.type
-    return device in _AUTOCAST_DEVICES and a.dtype == torch.get_autocast_dtype(device)
+    return (a.is_cuda or a.is_cpu) and a.dtype == torch.get_autocast_dtype("cuda" if a.is_cuda else "cpu")
 
 
 def _widened(a: Tensor) -> bool:
     """Whether fp32 products take the place of a type's own: on CPUs without instructions for bf16 torch multiplies it
     hundreds of times slower than fp32."""
-    return a.dtype == torch.bfloat16 and a.device.type == "cpu" and not cpu_multiplies_bf16()
+    return a.is_cpu and a.dtype == torch.bfloat16 and not cpu_multiplies_bf16()
 
 
 @functools.cache
