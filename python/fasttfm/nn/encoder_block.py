@@ -291,11 +291,10 @@ def _attention_options(qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, opt
     return cu_seqlens, None, None, None, None, None, seed, *bounds, *window, scale, p, options.backend
 
 
-_MULTIPLIED = ("qkv_weight", "qkv_bias", "out_weight", "up_weight", "down_weight")
-
-
-def _in_type(parameters: Parameters, dtype: torch.dtype) -> Parameters:
+def _in_type(given: Parameters, dtype: torch.dtype) -> Parameters:
     """What goes into matrix products in x's type; the other ops read parameters of any type."""
-    values = linear.in_type([getattr(parameters, name) for name in _MULTIPLIED], dtype)
-    cast: dict[str, Any] = dict(zip(_MULTIPLIED, values, strict=True))
-    return parameters._replace(**cast)
+    multiplied = (given.qkv_weight, given.qkv_bias, given.out_weight, given.up_weight, given.down_weight)
+    qkv_weight, qkv_bias, out_weight, up_weight, down_weight = linear.in_type(multiplied, dtype)
+    return given._replace(
+        qkv_weight=qkv_weight, qkv_bias=qkv_bias, out_weight=out_weight, up_weight=up_weight, down_weight=down_weight
+    )

@@ -137,13 +137,18 @@ def _backward_fields(dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Ten
     }
 
 
-_STRIDED = {
-    name: (name, f"{name}_sequence_stride", f"{name}_token_stride", f"{name}_head_stride")
+_STRIDES = {
+    name: (f"{name}_sequence_stride", f"{name}_token_stride", f"{name}_head_stride")
     for name in ("q", "k", "v", "dq", "dk", "dv")
 }
 
 
 def _strided(name: str, x: Tensor) -> dict[str, int]:
     """Where [B, S, H, D] or [T, H, D] lies; packed rows are no sequence's, so that stride is 0."""
-    *sequence, token, head, _ = x.stride()
-    return dict(zip(_STRIDED[name], (x.data_ptr(), *(sequence or (0,)), token, head), strict=True))
+    strides, (sequence, token, head) = x.stride(), _STRIDES[name]
+    return {
+        name: x.data_ptr(),
+        sequence: strides[0] if len(strides) == 4 else 0,
+        token: strides[-3],
+        head: strides[-2],
+    }

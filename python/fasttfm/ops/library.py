@@ -9,9 +9,11 @@ import torch
 
 # Lives as long as the process: torch drops the registrations of a Library that is collected.
 _library = torch.library.Library("fasttfm", "FRAGMENT")
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+_is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_transform = torch._C._functorch.peek_interpreter_stack
-_plain_tensors = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class RegisteredOp:
@@ -27,18 +29,14 @@ class RegisteredOp:
         self.implementation = implementation
 
     def __call__(self, first: torch.Tensor, *args: Any) -> Any:
-        return (self.implementation if is_plain(first) else self.overload)(first, *args)
+        if type(first) in PLAIN_TENSORS and not watched():
+            return self.implementation(first, *args)
+        return self.overload(first, *args)
 
 
-def is_plain(*tensors: torch.Tensor) -> bool:
-    """Whether a call on the tensors is a plain eager one: nobody traces it, and no dispatch mode, function transform or
-    subclass wants to see ops."""
-    return (
-        not torch.compiler.is_compiling()
-        and _dispatch_modes() == 0
-        and _function_transform() is None
-        and _plain_tensors.issuperset(map(type, tensors))
-    )
+def watched() -> bool:
+    """Whether somebody traces, or a dispatch mode or a function transform wants to see ops."""
+    return _is_compiling() or _dispatch_modes() > 0 or _function_transform() is not None
 
 
 def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> RegisteredOp:
