@@ -100,7 +100,7 @@ def backward_choices(case: Case) -> Iterator[Choice]:
         yield {"short_backward_tiles": Tiles(128, 128, 8, 2)}
     if case.D > 64:
         query, key = Tiles(64, 64, 4, 2), Tiles(64, 128, 8, 2, keys_first=True)
-        queries, keys = [query, Tiles(128, 64, 8, 3)], [replace(key, ahead=1), Tiles(128, 64, 8, 2, ahead=1)]
+        queries, keys = [query, Tiles(128, 64, 8, 3)], [key._replace(ahead=1), Tiles(128, 64, 8, 2, ahead=1)]
     else:
         query, key = Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2, keys_first=first)
         queries, keys = [query], [replace(key, ahead=2)]

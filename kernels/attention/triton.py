@@ -3,6 +3,7 @@ in tuning.py."""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -17,18 +18,20 @@ from fasttfm.kernels.attention.triton_forward import _fwd_kernel
 from fasttfm.kernels.attention.triton_short import _short_bwd_kernel, _short_fwd_kernel
 from fasttfm.kernels.common.launch import is_hopper, multiprocessors, on_device
 
+_AXES = {name: (f"{name}_batch", f"{name}_row", f"{name}_head") for name in ("q", "k", "v", "dout", "dq", "dk", "dv")}
+
 
 def _strides(tensors: dict[str, Tensor]) -> tuple[dict[str, int], int]:
     """Strides of sequences, rows and heads of each tensor, as the kernels' arguments, and the unit they are in.
 
     A unit of 8 elements tells the compiler that rows start at whole vectors; where rows do not, the unit is 1.
     """
-    unit, strides = 8, {}
+    strides = {}
     for name, tensor in tensors.items():
-        batch, row, head = (0, *tensor.stride()[:2]) if tensor.dim() == 3 else tensor.stride()[:3]
-        strides[f"{name}_batch"], strides[f"{name}_row"], strides[f"{name}_head"] = batch, row, head
-        if batch % 8 or row % 8 or head % 8:
-            unit = 1
+        own, (batch, row, head) = tensor.stride(), _AXES[name]
+        strides[batch] = own[0] if len(own) == 4 else 0
+        strides[row], strides[head] = own[-3], own[-2]
+    unit = 8 if math.gcd(*strides.values()) % 8 == 0 else 1
     return {name: stride // unit for name, stride in strides.items()}, unit
 
 
@@ -195,5 +198,10 @@ def _backward_by_tile(arguments: dict[str, Any], out: Tensor, problem: Attention
 
 def _without(arguments: dict[str, Any], *tensors: str) -> dict[str, Any]:
     """The arguments less some tensors and their strides."""
-    left_out = {f"{tensor}{axis}" for tensor in tensors for axis in ("", "_batch", "_row", "_head")}
+    left_out = _with_strides(*tensors)
     return {name: value for name, value in arguments.items() if name not in left_out}
+
+
+@functools.cache
+def _with_strides(*tensors: str) -> frozenset[str]:
+    return frozenset(f"{tensor}{axis}" for tensor in tensors for axis in ("", "_batch", "_row", "_head"))
