@@ -147,8 +147,9 @@ class _EncoderBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
-        cu_seqlens, seed, seed_a, seed_b, x, *saved = ctx.saved_tensors
-        qkv, out, lse, z1, statistics1, h, y1, z, statistics, *own = saved
+        (cu_seqlens, seed, seed_a, seed_b, x, qkv, out, lse, z1, statistics1, h, y1, z, statistics, *own) = (
+            ctx.saved_tensors
+        )
         options: Options = ctx.options
         inputs = len(ctx.needs_input_grad) - len(own)
         block = _Backward(
@@ -216,12 +217,12 @@ class _Backward:
     ) -> tuple[Tensor, Tensor]:
         """The gradients of attention's output and of what the block is added to."""
         dstream, dbranch = self._add_norm(("norm_a_weight", "norm_a_bias", "out_bias"), dy, dz, z1, statistics, dropout)
-        self._weight("out_weight", dbranch, out.flatten(1))
-        return linear.matmul(dbranch, self.own.out_weight, shape=out.shape), dstream
+        self._weight("out_weight", dbranch, out.view_as(dbranch))
+        return linear.matmul(dbranch, self.own.out_weight).view_as(out), dstream
 
     def qkv(self, dqkv: Tensor, x: Tensor, dstream: Tensor) -> tuple[Tensor, Tensor | None]:
         """The gradients of x and, in a pre-LN model, of the residual stream."""
-        rows = dqkv.flatten(1)
+        rows = dqkv.view(x.shape[0], -1)
         self._weight("qkv_weight", rows, x)
         if self.wanted.qkv_bias:
             self.gradients["qkv_bias"] = column_sum_op(rows, self.types.qkv_bias, None)
