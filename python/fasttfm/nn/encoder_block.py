@@ -222,7 +222,7 @@ class _Backward:
 
     def qkv(self, dqkv: Tensor, x: Tensor, dstream: Tensor) -> tuple[Tensor, Tensor | None]:
         """The gradients of x and, in a pre-LN model, of the residual stream."""
-        rows = dqkv.view(x.shape[0], -1)
+        rows = dqkv.flatten(1)
         self._weight("qkv_weight", rows, x)
         if self.wanted.qkv_bias:
             self.gradients["qkv_bias"] = column_sum_op(rows, self.types.qkv_bias, None)
