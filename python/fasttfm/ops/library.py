@@ -11,7 +11,7 @@ import torch
 _library = torch.library.Library("fasttfm", "FRAGMENT")
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
-_is_compiling = torch.compiler.is_compiling
+_compiler_traces = torch.compiler.is_dynamo_compiling  # other tracers are dispatch modes
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_transform = torch._C._functorch.peek_interpreter_stack
 
@@ -36,7 +36,7 @@ class RegisteredOp:
 
 def watched() -> bool:
     """Whether somebody traces, or a dispatch mode or a function transform wants to see ops."""
-    return _is_compiling() or _dispatch_modes() > 0 or _function_transform() is not None
+    return _compiler_traces() or _dispatch_modes() > 0 or _function_transform() is not None
 
 
 def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> RegisteredOp:
