@@ -28,7 +28,7 @@ from fasttfm.ops.column_sum import column_sum_op
 from fasttfm.ops.dropout_add_layer_norm import _backward_op as add_norm_backward_op
 from fasttfm.ops.dropout_add_layer_norm import _forward_op as add_norm_forward_op
 from fasttfm.ops.layer_norm import _forward_op as layer_norm_forward_op
-from fasttfm.ops.library import needs_gradient
+from fasttfm.ops.library import needs_gradient, straight
 
 
 class Parameters(NamedTuple):
@@ -103,22 +103,23 @@ def _forward(
     """y, z' and, to ``keep``, what the backward reads besides inputs and parameters."""
     tokens, columns = x.shape
     backend = options.backend
+    attention, add_norm = straight(x, attention_forward_op, add_norm_forward_op)
     want_z = keep or residual is not None
 
     product = linear.matmul(x, own.qkv_weight.t(), own.qkv_bias)
     qkv = product.view(tokens, 3, options.heads, columns // options.heads)
-    out, lse = attention_forward_op(qkv, None, None, *_attention_options(qkv, cu_seqlens, seeds[0], options))
+    out, lse = attention(qkv, None, None, *_attention_options(qkv, cu_seqlens, seeds[0], options))
     branch = linear.matmul(out.view(tokens, columns), own.out_weight.t())
     norm_a = (own.norm_a_weight, own.norm_a_bias, own.out_bias, *_dropout(cu_seqlens, seeds[1], options.p_a))
     stream = x if residual is None else residual
-    y1, z1, statistics1 = add_norm_forward_op(branch, stream, *norm_a, options.eps_a, want_z, backend)
+    y1, z1, statistics1 = add_norm(branch, stream, *norm_a, options.eps_a, want_z, backend)
 
     h = linear.matmul(y1, own.up_weight.t())
     a = bias_gelu_forward_op(h, own.up_bias, options.activation, backend)
     branch = linear.matmul(a, own.down_weight.t())
     norm_b = (own.norm_b_weight, own.norm_b_bias, own.down_bias, *_dropout(cu_seqlens, seeds[2], options.p_b))
     stream = y1 if residual is None else z1
-    y, z, statistics = add_norm_forward_op(branch, stream, *norm_b, options.eps_b, want_z, backend)
+    y, z, statistics = add_norm(branch, stream, *norm_b, options.eps_b, want_z, backend)
 
     saved = (qkv, out, lse, z1, statistics1, h, None if options.recompute else y1, z, statistics) if keep else ()
     return y, None if residual is None else z, saved
@@ -166,7 +167,7 @@ class _EncoderBlock(torch.autograd.Function):
         dropout = _dropout(cu_seqlens, seed_a, options.p_a)
         dout, dstream = block.projection(dy1, dz1, out, z1, statistics1, dropout)
         attention = _attention_options(qkv, cu_seqlens, seed, options)
-        dqkv, _, _ = attention_backward_op(dout, qkv, None, None, out, lse, *attention)
+        dqkv, _, _ = block.attention_op(dout, qkv, None, None, out, lse, *attention)
         dx, dresidual = block.qkv(dqkv, x, dstream)
         gradients = (block.gradients.get(name) for name in Parameters._fields)
         return dx, dresidual, None, None, None, *gradients
@@ -181,6 +182,8 @@ class _Backward:
         self.own, self.wanted, self.types = own, wanted, types  # wanted: of each gradient; types: what it is given in
         self.options, self.pre_norm = options, pre_norm
         self.gradients: dict[str, Tensor] = {}
+        ops = (attention_backward_op, add_norm_backward_op, column_sum_op)
+        self.attention_op, self.add_norm_op, self.column_sum_op = straight(own.qkv_weight, *ops)
 
     def norm_a(self, z1: Tensor) -> Tensor:
         """y1, computed again."""
@@ -225,7 +228,7 @@ class _Backward:
         rows = dqkv.flatten(1)
         self._weight("qkv_weight", rows, x)
         if self.wanted.qkv_bias:
-            self.gradients["qkv_bias"] = column_sum_op(rows, self.types.qkv_bias, None)
+            self.gradients["qkv_bias"] = self.column_sum_op(rows, self.types.qkv_bias, None)
         return self._meet(rows, self.own.qkv_weight, dstream)
 
     def _add_norm(
@@ -240,7 +243,7 @@ class _Backward:
         """The gradients of both terms of the sum z; those of LayerNorm's parameters and of the branch's last bias."""
         parameters = [getattr(self.own, name) for name in names]
         wanted = [bool(getattr(self.wanted, name)) for name in names]
-        dstream, dbranch, *found = add_norm_backward_op(
+        dstream, dbranch, *found = self.add_norm_op(
             dy, dz, z, statistics, *parameters, *dropout, wanted, self.options.backend
         )
         self.gradients.update((name, value) for name, value, want in zip(names, found, wanted, strict=True) if want)

@@ -29,14 +29,24 @@ class RegisteredOp:
         self.implementation = implementation
 
     def __call__(self, first: torch.Tensor, *args: Any) -> Any:
-        if type(first) in PLAIN_TENSORS and not watched():
-            return self.implementation(first, *args)
-        return self.overload(first, *args)
+        return (self.implementation if is_plain(first) else self.overload)(first, *args)
 
 
-def watched() -> bool:
-    """Whether somebody traces, or a dispatch mode or a function transform wants to see ops."""
-    return _compiler_traces() or _dispatch_modes() > 0 or _function_transform() is not None
+def straight(first: torch.Tensor, *ops: RegisteredOp) -> list[Callable[..., Any]]:
+    """The ops for calls on tensors like ``first``: it is looked up once for all of them whether they go straight on."""
+    plain = is_plain(first)
+    return [op.implementation if plain else op.overload for op in ops]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether calls on the tensor are plain eager ones: nobody traces them, and no dispatch mode, function transform or
+    subclass wants to see ops."""
+    return (
+        not _compiler_traces()
+        and _dispatch_modes() == 0
+        and _function_transform() is None
+        and type(tensor) in PLAIN_TENSORS
+    )
 
 
 def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> RegisteredOp:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fasttfm.kernels.common.rows import unwanted as unwanted
 from fasttfm.ops import checks
 from fasttfm.ops.backends import dtype_name
-from fasttfm.ops.library import PLAIN_TENSORS, watched
+from fasttfm.ops.library import PLAIN_TENSORS, is_plain
 
 
 def autocast(x: Any, *others: Any) -> tuple[Any, ...]:
@@ -35,12 +35,11 @@ def autocast(x: Any, *others: Any) -> tuple[Any, ...]:
 def in_type(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Any]:
     """The tensors in a type, by one launch for all of them; itself where one is in it already."""
     others = [given for given in tensors if given is not None and given.dtype != dtype]
-    if watched() or any(type(given) not in PLAIN_TENSORS for given in others):
-        cast = [given.to(dtype) for given in others]
-    else:
+    if others and is_plain(others[0]) and all(type(given) in PLAIN_TENSORS for given in others):
         cast = [torch.empty_like(given, dtype=dtype) for given in others]
-        if others:
-            torch._foreach_copy_(cast, others)
+        torch._foreach_copy_(cast, others)
+    else:
+        cast = [given.to(dtype) for given in others]
     ready = iter(cast)
     return [given if given is None or given.dtype == dtype else next(ready) for given in tensors]
 
