@@ -1,16 +1,18 @@
 // attention backward for Hopper, head dim 64: one pass with the five products. Formulas: reference.py.
 //
-// A block works on one (sequence, head) after another. It takes 128 keys at a time; for them it goes over all queries,
-// 64 at a time. Four warpgroups share the work:
+// A cluster of blocks works on one (sequence, head) after another; each of its blocks takes 128 keys at a time, and for
+// them it goes over all queries, 64 at a time. Four warpgroups share a block's work:
 //
 //   0  producer: warp 0 brings tiles in by TMA, warps 1 to 3 draw dropout's random bits
 //   1, 2  64 keys each, keys by queries:  S^T = K Q^T, dP^T = V dO^T, then P^T and dS^T in registers, and from there
 //         dV += P^T dO and dK += dS^T Q; dS^T is left in shared memory
-//   3  dQ += dS K of all 128 keys. Its sums over keys stand in shared memory up to kOnChipQueries queries, else in the
-//      workspace, each thread's own in its own place, so that nothing has to be ordered.
+//   3  dQ += dS K of all 128 keys. Its sums over keys stand in the workspace, and the copy engine adds to them, block
+//      after block in the order of the keys; who comes last takes the sum and writes dQ.
 //
-// Every sum has one fixed order.
+// Every sum has one fixed order. Blocks of a cluster meet the same queries at about the same time, so that the second
+// level cache has their tiles and sums, of which there are many megabytes.
 #include <algorithm>
+#include <atomic>
 
 #include "attention/cuda_backward_products.cuh"
 #include "attention/cuda_backward_tiles.cuh"
@@ -24,49 +26,37 @@ namespace {
 
 // ---- the kernels -----------------------------------------------------------------------------------------------------
 
-template <class T, bool DROPOUT, bool CAUSAL, bool ON_CHIP>
+template <class T, bool DROPOUT, bool CAUSAL>
 __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ Parameters p) {
   extern __shared__ __align__(1024) char bytes[];
-  auto& memory = *reinterpret_cast<Memory<ON_CHIP>*>(bytes);
+  auto& memory = *reinterpret_cast<Memory*>(bytes);
   const int warpgroup = uniform(threadIdx.x / kWarpgroup);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Memory<ON_CHIP>::kStages; ++i) {
-      memory.q_full[i].initialize(1);
-      memory.q_empty[i].initialize(8);
-    }
-    for (int i = 0; i < 2; ++i) {
-      memory.k_full[i].initialize(1);
-      memory.k_empty[i].initialize(4);
-      memory.kept_full[i].initialize(2);
-    }
-    memory.kept_empty.initialize(8);
-    memory.v_full.initialize(1);
-    memory.v_empty.initialize(8);
-    memory.raw.initialize(1);
-    memory.dscores_full.initialize(8);
-    memory.dscores_empty.initialize(4);
-    fence_barriers();
+    memory.initialize();
     prefetch_map(&p.q);
     prefetch_map(&p.k);
     prefetch_map(&p.v);
     prefetch_map(&p.dout);
   }
   __syncthreads();
+  if (p.blocks > 1) sync_cluster();
   if (warpgroup == 0) {
-    lower_registers<kProducerRegisters>();
+    lower_registers<Registers<DROPOUT>::kProducer>();
     const int warp = uniform(threadIdx.x / 32);
     if (warp == 0)
       bring_tiles<CAUSAL>(p, memory);
     else if constexpr (DROPOUT)
       draw_kept<CAUSAL>(p, memory, warp - 1);
   } else if (warpgroup == 3) {
-    lower_registers<kSumRegisters>();
+    lower_registers<Registers<DROPOUT>::kSum>();
     sum_dq<T, CAUSAL>(p, memory);
   } else {
-    raise_registers<kConsumerRegisters>();
-    KeyWarpgroup<T, DROPOUT, CAUSAL, ON_CHIP> keys(p, memory, warpgroup - 1);
-    for (int index = blockIdx.x; index < p.sequences * p.heads; index += gridDim.x)
-      keys.over_unit(Unit<CAUSAL>(p, index));
+    raise_registers<Registers<DROPOUT>::kConsumer>();
+    KeyWarpgroup<T, DROPOUT, CAUSAL>(p, memory, warpgroup - 1).run();
+  }
+  if (p.blocks > 1) {  // who is told how far another one is has to be there
+    __syncwarp();
+    sync_cluster();
   }
 }
 
@@ -124,14 +114,43 @@ int64_t tiles_of(int64_t sequences, int64_t queries, bool packed) {
   return packed ? queries / kQueries + sequences : sequences * ((queries + kQueries - 1) / kQueries);
 }
 
+// How many blocks share a (sequence, head), 1 to 8: so many that what they go over, queries, gradients and sums of 512
+// bytes a token, fits into the second level cache for all of them together, and that all multiprocessors have work.
+int blocks_of(const AttentionCall& call, int processors) {
+  const int64_t units = call.sequences * call.heads, key_tiles = (call.max_seqlen_k + kKeys - 1) / kKeys;
+  int blocks = 1;
+  while (blocks < 8 && 2 * blocks <= key_tiles && (call.max_seqlen > 512 * blocks || units * 2 * blocks <= processors))
+    blocks *= 2;
+  return blocks;
+}
+
+// How many clusters of `blocks` blocks run at the same time; asked once.
+template <class Kernel>
+cudaError_t resident_clusters(Kernel kernel, const ClusterLaunch& launch, int device, int blocks, int* clusters) {
+  static std::atomic<int> known[16][9];
+  std::atomic<int>* own = device < 16 ? &known[device][blocks] : nullptr;
+  *clusters = own == nullptr ? 0 : own->load();
+  if (*clusters > 0) return cudaSuccess;
+  const cudaError_t error = launch.resident(kernel, clusters);
+  if (error == cudaSuccess && own != nullptr) own->store(*clusters);
+  return error;
+}
+
 template <class T, bool DROPOUT, bool CAUSAL>
-Status launch_backward(const AttentionBackward& call, const Parameters& p, int processors) {
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(call.sequences * call.heads, processors)));
-  if (call.max_seqlen <= kOnChipQueries)
-    return launch(backward_kernel<T, DROPOUT, CAUSAL, true>, grid, dim3(kThreads), sizeof(Memory<true>), call.stream,
-                  p);
-  return launch(backward_kernel<T, DROPOUT, CAUSAL, false>, grid, dim3(kThreads), sizeof(Memory<false>), call.stream,
-                p);
+Status launch_backward(const AttentionBackward& call, Parameters p, int processors) {
+  const auto kernel = backward_kernel<T, DROPOUT, CAUSAL>;
+  const int64_t units = call.sequences * call.heads;
+  p.blocks = blocks_of(call, processors);
+  int groups = processors;
+  if (p.blocks > 1) {
+    const ClusterLaunch any(dim3(static_cast<unsigned>(p.blocks)), dim3(kThreads), p.blocks, sizeof(Memory), nullptr);
+    const cudaError_t error = resident_clusters(kernel, any, call.device, p.blocks, &groups);
+    if (error != cudaSuccess) return status_of(error);
+    if (groups == 0) return {StatusCode::cuda_error, "attention: the device runs no cluster of this size"};
+  }
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, groups)) * p.blocks);
+  if (p.blocks == 1) return launch(kernel, grid, dim3(kThreads), sizeof(Memory), call.stream, p);
+  return ClusterLaunch(grid, dim3(kThreads), p.blocks, sizeof(Memory), call.stream)(kernel, p);
 }
 
 template <class T>
@@ -158,9 +177,9 @@ Status launch_typed(const AttentionBackward& call, const Parameters& p, float* s
 
 }  // namespace
 
-int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen) {
+int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen_k) {
   const int64_t tiles = tiles_of(sequences, tokens, true);  // not fewer than those of dense sequences
-  return heads * tiles * (2 * kQueries + (max_seqlen > kOnChipQueries ? kSumFloats : 0));
+  return heads * tiles * (2 * kQueries + (max_seqlen_k > kKeys ? kSumFloats : 0));
 }
 
 Status attention_backward(const AttentionBackward& call) {

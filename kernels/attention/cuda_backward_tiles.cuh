@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "attention/cuda_ordered_sums.cuh"
 #include "common/hopper.cuh"
 #include "common/philox.h"
 
@@ -14,14 +15,17 @@ namespace {
 constexpr int kHeadDim = 64;
 constexpr int kQueries = 64;  // of a tile
 constexpr int kKeys = 128;    // of a tile; 64 for each of the two warpgroups
-constexpr int kOnChipQueries = 512;
 constexpr int kThreads = 4 * kWarpgroup;
 constexpr int kQueryTileBytes = kQueries * kTileRowBytes;
 constexpr int kKeyTileBytes = kKeys * kTileRowBytes;
 constexpr int kStatisticsBytes = 2 * kQueries * 4;
 constexpr int kSumFloats = kQueries * kHeadDim;  // of dQ, per tile
 
-constexpr int kProducerRegisters = 48, kConsumerRegisters = 200, kSumRegisters = 64;
+// Of a thread, for warpgroup 0, for 1 and 2, and for 3; 512 for one thread of each.
+template <bool DROPOUT>
+struct Registers {
+  static constexpr int kProducer = DROPOUT ? 48 : 32, kConsumer = DROPOUT ? 200 : 208, kSum = 64;
+};
 
 struct Output {
   void* data;
@@ -34,7 +38,8 @@ struct Parameters {
   const int32_t *cu_seqlens, *cu_seqlens_k, *lengths, *lengths_k;
   const int64_t* seed;
   const float* statistics;  // [heads, tiles, 2, kQueries]
-  float* sums;              // [heads, tiles, kSumFloats] where they are not on chip
+  float* sums;              // [heads, tiles, kSumFloats]: dQ's, not over all keys yet
+  int blocks;               // of a cluster, which shares a (sequence, head)
   int sequences, heads, queries, keys, max_seqlen, max_seqlen_k, tiles;
   int threshold;
   float score_scale;  // in units of log2
@@ -71,6 +76,7 @@ struct Unit {
   Span q, k;
   int query_tiles, key_tiles, tile;  // tile: the first in statistics and sums
 
+  Unit() = default;
   __device__ __forceinline__ Unit(const Parameters& p, int unit)
       : sequence(unit / p.heads),
         head(unit % p.heads),
@@ -93,21 +99,69 @@ struct Unit {
   }
 };
 
-template <bool ON_CHIP>
+// Which (sequence, head)s and tiles of keys are this block's: every groups-th from group on, and of each of them every
+// blocks-th tile of keys from rank on.
+struct Share {
+  int rank, group, groups, units;
+
+  explicit __device__ __forceinline__ Share(const Parameters& p) : units(p.sequences * p.heads) {
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(group));
+    asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(groups));
+  }
+};
+
+constexpr int kStages = 4;  // tiles of queries on chip
+
 struct Memory {
-  static constexpr int kStages = ON_CHIP ? 2 : 4;
   alignas(1024) char q[kStages][kQueryTileBytes];
   char dout[kStages][kQueryTileBytes];
   char k[2][kKeyTileBytes];
   char v[kKeyTileBytes];
-  char dscores[kKeyTileBytes];  // [keys, queries]
-  float4 sums[ON_CHIP ? kOnChipQueries * kHeadDim / 4 : 1];
+  char dscores[2][kKeyTileBytes];  // [keys, queries]
+  OrderedSums<kSumFloats / kWarpgroup>::Memory sums;
   float statistics[kStages][2][kQueries];
-  uint32_t kept[2][kWarpgroup];
-  Barrier q_full[kStages], q_empty[kStages], k_full[2], k_empty[2], v_full, v_empty, raw, dscores_full, dscores_empty,
-      kept_full[2], kept_empty;
+  uint32_t kept[2][2][kWarpgroup];  // for steps by turns, of each of the two warpgroups
+  Unit<true> unit[kThreads / 32];   // of each warp: there are no registers for it
+  Barrier q_full[kStages], q_empty[kStages], k_full[2], k_empty[2], v_full, v_empty, raw, dscores_full[2],
+      dscores_empty[2], kept_full[2][2], kept_empty[2];
+
+  // One thread; then a barrier of the cluster.
+  __device__ __forceinline__ void initialize() {
+    for (int i = 0; i < kStages; ++i) {
+      q_full[i].initialize(1);
+      q_empty[i].initialize(8);
+    }
+    for (int i = 0; i < 2; ++i) {
+      k_full[i].initialize(1);
+      k_empty[i].initialize(4);
+      dscores_full[i].initialize(8);
+      dscores_empty[i].initialize(4);
+      kept_full[i][0].initialize(2);
+      kept_full[i][1].initialize(2);
+      kept_empty[i].initialize(8);
+    }
+    v_full.initialize(1);
+    v_empty.initialize(8);
+    raw.initialize(1);
+    for (uint32_t& passed : sums.passed) passed = 0;
+    fence_barriers();
+  }
 };
-static_assert(sizeof(Memory<true>) <= 227 * 1024 && sizeof(Memory<false>) <= 227 * 1024);
+static_assert(sizeof(Memory) <= 227 * 1024);
+
+// The warp's own unit in shared memory, where set_unit() puts it: a whole warp.
+template <bool CAUSAL>
+__device__ __forceinline__ const Unit<CAUSAL>& own_unit(const Memory& memory) {
+  return reinterpret_cast<const Unit<CAUSAL>&>(memory.unit[thread_here() / 32]);
+}
+template <bool CAUSAL>
+__device__ __forceinline__ void set_unit(const Parameters& p, Memory& memory, int index) {
+  const Unit<CAUSAL> unit(p, index);
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) reinterpret_cast<Unit<CAUSAL>&>(memory.unit[thread_here() / 32]) = unit;
+  __syncwarp();
+}
 
 // ---- warpgroup 0: tiles ----------------------------------------------------------------------------------------------
 
@@ -125,11 +179,12 @@ __device__ __forceinline__ void clear_rows(char* tile, int from, int rows) {
 
 // Brings tiles to their places. Rows past a sequence's end that are others' numbers are replaced by zeros: they are
 // multiplied by zeros, which a NaN would survive.
-template <bool CAUSAL, bool ON_CHIP>
-__device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>& memory) {
+template <bool CAUSAL>
+__device__ __forceinline__ void bring_tiles(const Parameters& p, Memory& memory) {
+  const Share share(p);
   const bool first_lane = threadIdx.x % 32 == 0;
   const bool foreign = p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr;
-  RingPosition<Memory<ON_CHIP>::kStages> stage;
+  RingPosition<kStages> stage;
   RingPosition<2> k_stage;
   RingPosition<1> v_stage, raw;
   // Starts copies that bring `bytes` to `full`; if some of the rows are to be cleared, that comes in between.
@@ -148,10 +203,10 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
     __syncwarp();
     if (first_lane) full.arrive();
   };
-  for (int index = blockIdx.x; index < p.sequences * p.heads; index += gridDim.x) {
+  for (int index = share.group; index < share.units; index += share.groups) {
     const Unit<CAUSAL> unit(p, index);
     const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
-    for (int key_tile = 0; key_tile < unit.key_tiles; ++key_tile) {
+    for (int key_tile = share.rank; key_tile < unit.key_tiles; key_tile += p.blocks) {
       const int valid_keys = unit.k.length - key_tile * kKeys, first_key = unit.k.first + key_tile * kKeys;
       char *k = memory.k[k_stage.slot], *v = memory.v;
       memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
@@ -198,19 +253,20 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
 // keys 2 * d + {0, 1} and queries 2 * t + {0, 1} modulo 8, from the draws of its 4 queries. The three warps take tasks
 // in turn, each at least one of every tile, so that each of them waits for every phase of kept_empty: with a barrier
 // for each warpgroup, a warp could miss a phase and take the one before it for the one after it.
-template <bool CAUSAL, bool ON_CHIP>
-__device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& memory, int warp) {
+template <bool CAUSAL>
+__device__ __forceinline__ void draw_kept(const Parameters& p, Memory& memory, int warp) {
+  const Share share(p);
   const int lane = threadIdx.x % 32;
   const uint64_t seed = static_cast<uint64_t>(*p.seed);
   const uint32_t subtracted = (p.threshold & 127) * 0x01010101u;
   const uint32_t either = p.threshold < 128 ? 0xffffffffu : 0u;
   const uint32_t top = p.threshold < 256 ? 0x80808080u : 0u;
-  uint32_t parity = 1;  // of the phase in which the words were taken
+  RingPosition<2> step;
   int turn = warp;
-  for (int index = blockIdx.x; index < p.sequences * p.heads; index += gridDim.x) {
+  for (int index = share.group; index < share.units; index += share.groups) {
     const Unit<CAUSAL> unit(p, index);
-    for (int key_tile = 0; key_tile < unit.key_tiles; ++key_tile)
-      for (int query_tile = unit.begin(key_tile); query_tile < unit.query_tiles; ++query_tile, parity ^= 1)
+    for (int key_tile = share.rank; key_tile < unit.key_tiles; key_tile += p.blocks)
+      for (int query_tile = unit.begin(key_tile); query_tile < unit.query_tiles; ++query_tile, step.next())
         for (int task = 0; task < 4; ++task) {
           if (--turn >= 0) continue;
           turn = 2;
@@ -226,8 +282,8 @@ __device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& 
               bits[w] |= (((x & z) | (either & (x | z))) & top) >> (3 - j);
             }
           }
-          memory.kept_empty.wait(parity);
-          auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[consumer]);
+          memory.kept_empty[step.slot].wait(step.parity ^ 1);
+          auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[step.slot][consumer]);
 #pragma unroll
           for (int w = 0; w < 4; ++w) {
             const uint32_t both = bits[w] | bits[w] >> 20;
@@ -235,7 +291,7 @@ __device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& 
             bytes[4 * (32 * w + 8 * d + 4 + t) + part] = static_cast<uint8_t>(both >> 8);
           }
           __syncwarp();
-          if (lane == 0) memory.kept_full[consumer].arrive();
+          if (lane == 0) memory.kept_full[step.slot][consumer].arrive();
         }
   }
 }

@@ -48,14 +48,13 @@ class OrderedSums {
     uint32_t passed[4];  // for each warp: below this number the block before is done with all places. Starts as 0
   };
 
-  // `blocks` of the cluster, this one's rank. Between this and finish(), memory.passed of all of them has to be there.
-  __device__ __forceinline__ OrderedSums(Memory& memory, int blocks, int rank)
-      : memory_(memory), blocks_(blocks), next_(rank + 1 == blocks ? 0 : rank + 1) {}
+  // Between this and finish(), memory.passed of all blocks of the cluster has to be there.
+  explicit __device__ __forceinline__ OrderedSums(Memory& memory) : memory_(memory) {}
 
   // Waits until all additions to a tile before this block's at `place` are done: the block before has passed the place
   // `distance` before it: 0, or a round's places for rank 0.
   __device__ __forceinline__ void await(uint32_t place, uint32_t distance) {
-    if (threadIdx.x % 32 == 0) {
+    if (thread_here() % 32 == 0) {
       const uint32_t needed = place + 1 - distance;
       if (reached() < needed) {
         wait_stores<0>();
@@ -70,7 +69,7 @@ class OrderedSums {
 
   // Adds to the tile, or is the first to write it; await() comes before it unless `first`.
   __device__ __forceinline__ void add(const float (&value)[FLOATS], float* tile, uint32_t place, bool first) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
+    const int lane = thread_here() % 32, warp = thread_here() % kWarpgroup / 32;
     float4* staging = memory_.staging[buffer_] + warp * (kTileFloats / 16);
     buffer_ ^= 1;
     if (lane == 0) wait_stores_read<kBuffers - 1>();
@@ -88,14 +87,14 @@ class OrderedSums {
         add_bytes(to, shared_address(staging), kTileFloats);
       commit_stores();
       wait_stores<2>();  // this one and the one before it may be under way
-      pass(previous_);
+      if (previous_ > done_) pass(previous_);
       previous_ = place;
     }
   }
 
   // The thread's own part of a tile to which no more is added; await() comes before it.
   static __device__ __forceinline__ void load(float (&value)[FLOATS], const float* tile) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
+    const int lane = thread_here() % 32, warp = thread_here() % kWarpgroup / 32;
     const float4* from = reinterpret_cast<const float4*>(tile) + warp * (kTileFloats / 16) + lane;
 #pragma unroll
     for (int i = 0; i < FLOATS / 4; ++i) {
@@ -109,7 +108,7 @@ class OrderedSums {
 
   // After the last place, which is below `place`.
   __device__ __forceinline__ void finish(uint32_t place) {
-    if (threadIdx.x % 32 == 0) {
+    if (thread_here() % 32 == 0) {
       wait_stores<0>();
       pass(place);
     }
@@ -119,11 +118,11 @@ class OrderedSums {
  private:
   // How far the block before is; that is the block itself where it is alone.
   __device__ __forceinline__ uint32_t reached() const {
-    if (blocks_ == 1) return done_;
+    if (cluster_blocks() == 1) return done_;
     uint32_t number;
     asm volatile("ld.relaxed.cluster.shared::cta.u32 %0, [%1];"
                  : "=r"(number)
-                 : "r"(shared_address(memory_.passed + threadIdx.x % kWarpgroup / 32))
+                 : "r"(shared_address(memory_.passed + thread_here() % kWarpgroup / 32))
                  : "memory");
     return number;
   }
@@ -132,17 +131,17 @@ class OrderedSums {
   // second level cache, and there is nothing else that the message would have to stay behind.
   __device__ __forceinline__ void pass(uint32_t place) {
     done_ = place;
-    if (blocks_ == 1) return;
+    const uint32_t blocks = cluster_blocks(), next = cluster_rank() + 1;
+    if (blocks == 1) return;
     asm volatile(
         "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
         " st.relaxed.cluster.shared::cluster.u32 [remote], %2; }" ::"r"(
-            shared_address(memory_.passed + threadIdx.x % kWarpgroup / 32)),
-        "r"(next_), "r"(place)
+            shared_address(memory_.passed + thread_here() % kWarpgroup / 32)),
+        "r"(next == blocks ? 0 : next), "r"(place)
         : "memory");
   }
 
   Memory& memory_;
-  const int blocks_, next_;
   int buffer_ = 0;
   uint32_t previous_ = 0, done_ = 0;
 };

@@ -168,12 +168,24 @@ __device__ __forceinline__ bool elected() {
 // A number that is the same in all threads of a warp, made so for the compiler.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
+// threadIdx.x, read anew wherever it stands: what is computed from it takes registers only there.
+__device__ __forceinline__ uint32_t thread_here() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // ---- clusters --------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
+}
+__device__ __forceinline__ uint32_t cluster_blocks() {
+  uint32_t blocks;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  return blocks;
 }
 __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
