@@ -35,31 +35,29 @@ extern "C" int backward(const fasttfm::AttentionBackward* call, const char** det
   *detail = status.detail;
   return static_cast<int>(status.code);
 }
-extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen) {
-  return fasttfm::cuda::attention_backward_workspace(sequences, heads, tokens, max_seqlen);
+extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen_k) {
+  return fasttfm::cuda::attention_backward_workspace(sequences, heads, tokens, max_seqlen_k);
 }
 """
 
 # Changes of the source whose times are compared: text to replace, and what stands there instead. Some leave work out,
 # and compute nonsense: they show what the work costs.
 VARIANTS: dict[str, list[tuple[str, str]]] = {
-    "values_shared": [
-        (
-            "multiply<T>(dweights, v + 4 * c, advance(",
-            "multiply<T>(dweights, advance(k_major(shared_address(memory.v) + number * 64 * kTileRowBytes), "
-            "c * kKMajorStep), advance(",
-        ),
-    ],
     "without_dq": [("c < 8; ++c)\n          multiply", "c < 0; ++c)\n          multiply")],
     "without_sums": [
-        ("if (key_tile > 0) {", "if (key_tile > 1000) {"),
-        (
-            "if (key_tile < unit.last_key_tile(tile)) {",
-            "if (key_tile < unit.last_key_tile(tile)) {\n          if (dq[0] == 1e30f)",
-        ),
+        ("const bool last = key_tile == unit.last_key_tile(tile), load", "const bool last = false, load"),
+        ("if (key_tile > 0) sums.await(", "if (dq[0] == 1e30f) sums.await("),
+        ("sums.add(dq, sum,", "if (dq[0] == 1e30f) sums.add(dq, sum,"),
     ],
     "without_exp": [('  float result;\n  asm("ex2', '  float result;\n  return x;\n  asm("ex2')],
     "without_dk": [("c < 4; ++c)\n      multiply<T, Major::mn>(dk", "c < 0; ++c)\n      multiply<T, Major::mn>(dk")],
+    "early_waits": [("    stay_behind(scores[31]);\n", ""), ("    stay_behind(dweights[31]);\n", "")],
+    "six_stages": [("constexpr int kStages = 4;", "constexpr int kStages = 6;")],
+    "released": [("ld.relaxed.cluster", "ld.acquire.cluster"), ("st.relaxed.cluster", "st.release.cluster")],
+    "one_pending": [
+        ("wait_stores<2>();", "wait_stores<1>();"),
+        ("if (previous_ > done_) pass(previous_);", "pass(place);"),
+    ],
 }
 
 # What only the case of all keys needs is left, to compile less.
@@ -68,6 +66,13 @@ ONLY_ALL_KEYS = [
     ("causal ? launch_backward<T, false, true>(call, p, processors)\n                :", ""),
 ]
 WITHOUT_HALF = (": call.dtype == DType::f16 ? launch_typed<f16_t>(call, p, call.workspace)", "")
+# As many blocks share a head as the library is told.
+FORCED = [
+    ("int blocks_of(const AttentionCall& call, int processors) {\n", "int blocks_of(const AttentionCall&, int) {\n"),
+    ("  const int64_t units = call.sequences * call.heads, key_tiles =", "  return forced_blocks;\n}\n#if 0\n//"),
+    ("    blocks *= 2;\n  return blocks;\n}\n", "#endif\n"),
+    ("#include <algorithm>\n", '#include <algorithm>\nextern "C" {\nint forced_blocks = 1;\n}\n'),
+]
 
 # The barrier's wait of hopper.cuh, replaced by one that gives up.
 WATCHED = (
@@ -130,7 +135,7 @@ def build() -> str:
                 (overlay / entry.name).symlink_to(entry)
         (overlay / "kernels").symlink_to(ROOT / "kernels")
     begin = time.time()
-    started = [("backward", compile_variant("backward", []))]
+    started = [("backward", compile_variant("backward", [])), ("forced", compile_variant("forced", FORCED))]
     started += [(name, compile_variant(name, [*changes, *ONLY_ALL_KEYS])) for name, changes in VARIANTS.items()]
     started += [("watched", compile_variant("watched", []))]
     lines = []
@@ -154,7 +159,9 @@ def inlined(name: str, seen: set[str]) -> str:
         seen.add(match[1])
         return inlined(match[1], seen).replace("#pragma once\n", "")
 
-    return re.sub(r'#include "(attention/cuda_backward_\w+\.cuh)"\n', header, (ROOT / "kernels" / name).read_text())
+    return re.sub(
+        r'#include "(attention/cuda_(?:backward_|ordered_)\w+\.cuh)"\n', header, (ROOT / "kernels" / name).read_text()
+    )
 
 
 def compile_variant(name: str, changes: list[tuple[str, str]]) -> subprocess.Popen[str]:
@@ -206,7 +213,21 @@ CHECKS: dict[str, dict[str, Any]] = {
     "long_packed": {"packed": (700, 64, 1500, 3), "heads": 2, "p": 0.1, "fused": True},
     "long_causal": {"dense": (1, 2000), "heads": 2, "causal": True},
     "long_cross": {"packed": (700, 64), "packed_k": (300, 1000), "heads": 2, "causal": True},
+    "4096": {"dense": (1, 4096), "heads": 2},
+    "4096_causal_p": {"dense": (1, 4096), "heads": 2, "causal": True, "p": 0.1},
 }
+# With so many blocks for a head.
+SHARED = {
+    f"{name}/{blocks}": {**CHECKS[name], "blocks": blocks}
+    for blocks, names in {
+        1: ("long_packed", "long_causal", "4096"),
+        2: ("64", "512_p", "lengths", "packed", "causal_p", "cross", "cross_p", "long_cross"),
+        4: ("512", "packed", "causal", "cross", "2000_p", "long_packed", "long_causal"),
+        8: ("200", "1024", "lengths", "causal_p", "long_cross", "long_causal"),
+    }.items()
+    for name in names
+}
+CHECKS |= SHARED
 
 
 def make(case: dict[str, Any], dirty: bool = True) -> tuple[Any, ...]:
@@ -261,8 +282,10 @@ def make(case: dict[str, Any], dirty: bool = True) -> tuple[Any, ...]:
 
 
 class Backward:
-    def __init__(self, variant: str = "backward") -> None:
-        self.library = ctypes.CDLL(str(WORK / f"{variant}.so"))
+    def __init__(self, variant: str = "backward", blocks: int = 0) -> None:
+        self.library = ctypes.CDLL(str(WORK / f"{'forced' if blocks else variant}.so"))
+        if blocks:
+            ctypes.c_int.in_dll(self.library, "forced_blocks").value = blocks
         self.library.workspace.restype = ctypes.c_int64
         self.library.workspace.argtypes = [ctypes.c_int64] * 4
 
@@ -270,7 +293,7 @@ class Backward:
         import torch
 
         heads, queries = q.shape[-2], q.shape[-3]
-        size = self.library.workspace(problem.sequences, heads, q.shape[:-2].numel(), problem.max_seqlen)
+        size = self.library.workspace(problem.sequences, heads, q.shape[:-2].numel(), problem.max_seqlen_k)
         workspace = torch.full((size,), torch.nan, device="cuda")
         call = Call(
             sequences=problem.sequences,
@@ -328,7 +351,7 @@ def check(name: str) -> str:
     torch.manual_seed(len(name) * 1000 + sum(map(ord, name)))
     problem, q, k, v, dout, *gradients = make(CHECKS[name])
     out, lse = reference.attention_forward(q, k, v, problem)
-    run = Backward().prepare(dout, q, k, v, out, lse, problem, *gradients)
+    run = Backward(blocks=CHECKS[name].get("blocks", 0)).prepare(dout, q, k, v, out, lse, problem, *gradients)
     run()
     torch.cuda.synchronize()
     expected = [torch.empty_like(x) for x in gradients]
@@ -338,10 +361,10 @@ def check(name: str) -> str:
     untouched = ""
     if problem.packed and any(not x[-3:].isnan().all() for x in gradients):
         untouched = " WROTE PAST THE END"
-    differences = repeat(run, gradients, rows, 40)
+    differences = repeat(run, gradients, rows, 20)
     good = all(error < 0.006 for error in errors) and not differences and not untouched
     text = " ".join(f"{error:.1e}" for error in errors)
-    return f"{'ok  ' if good else 'BAD '} {name:12} dq dk dv {text} same bits {not differences}{differences}{untouched}"
+    return f"{'ok  ' if good else 'BAD '} {name:14} dq dk dv {text} same bits {not differences}{differences}{untouched}"
 
 
 def repeat(run: Any, gradients: Any, rows: Any, times: int) -> str:
@@ -368,17 +391,19 @@ def repeat(run: Any, gradients: Any, rows: Any, times: int) -> str:
 
 STRESS: dict[str, dict[str, Any]] = {
     "64x512_p": {"dense": (64, 512), "heads": 16, "p": 0.1, "fused": True},
-    "64x256_p": {"dense": (64, 256), "heads": 16, "p": 0.1},
     "128x128_p": {"dense": (128, 128), "heads": 16, "p": 0.1},
     "40x192_p": {"dense": (40, 192), "heads": 16, "p": 0.1},
-    "32x512": {"dense": (32, 512), "heads": 16},
     "32x512_causal": {"dense": (32, 512), "heads": 16, "causal": True},
     "packed_p": {"packed": tuple(1 + 511 * i // 99 for i in range(100)), "heads": 16, "p": 0.1},
     "16x1024_p": {"dense": (16, 1024), "heads": 16, "p": 0.1},
+    "16x1024_p/1": {"dense": (16, 1024), "heads": 16, "p": 0.1, "blocks": 1},
+    "16x1024/8": {"dense": (16, 1024), "heads": 16, "blocks": 8},
     "8x2000_causal_p": {"dense": (8, 2000), "heads": 16, "p": 0.1, "causal": True},
-    "long_causal": {"dense": (8, 2000), "heads": 16, "causal": True},
+    "8x2000_causal/2": {"dense": (8, 2000), "heads": 16, "causal": True, "blocks": 2},
+    "2x8192": {"dense": (2, 8192), "heads": 16},
     "long_cross": {"packed": (700, 64) * 8, "packed_k": (300, 1000) * 8, "heads": 16, "causal": True},
-    "short_cross": {"packed": (64,) * 16, "packed_k": (1000,) * 16, "heads": 16, "causal": True},
+    "long_cross/4": {"packed": (700, 64) * 8, "packed_k": (300, 1000) * 8, "heads": 16, "causal": True, "blocks": 4},
+    "short_cross/8": {"packed": (64,) * 16, "packed_k": (1000,) * 16, "heads": 16, "causal": True, "blocks": 8},
 }
 
 
@@ -390,10 +415,10 @@ def stressed(name: str, library: str = "backward") -> str:
     problem, q, k, v, dout, *gradients = make(case)
     lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), 12.0, device="cuda")
     out = torch.randn(dout.shape, device="cuda", dtype=q.dtype)
-    backward = Backward(library)
+    backward = Backward(library, 0 if library == "watched" else case.get("blocks", 0))
     run = backward.prepare(dout, q, k, v, out, lse, problem, *gradients)
     rows = slice(None) if problem.cu_seqlens is None else slice(0, -3)
-    differences = repeat(run, gradients, rows, 60)
+    differences = repeat(run, gradients, rows, 40)
     finite = all(bool(x[rows].isfinite().all()) for x in gradients)
     return f"{'BAD ' if differences or not finite else 'ok  '} stress {name:30} finite {finite}{differences}"
 
@@ -432,18 +457,26 @@ TIMES: dict[str, dict[str, Any]] = {
         "fused": True,
     }
     for batch, size, causal, p in (
-        (64, 512, False, 0.1),
-        (32, 512, False, 0.1),
         (32, 512, False, 0.0),
-        (128, 128, False, 0.1),
-        (128, 128, False, 0.0),
-        (64, 256, False, 0.1),
-        (16, 1024, False, 0.0),
-        (16, 1024, False, 0.1),
+        (32, 512, False, 0.1),
         (8, 2048, False, 0.0),
+        (16, 1024, False, 0.0),
         (4, 4096, False, 0.0),
-        (32, 512, True, 0.0),
+        (1, 16384, False, 0.0),
         (8, 2048, True, 0.0),
+        (32, 512, True, 0.0),
+        (16, 1024, True, 0.0),
+        (4, 4096, True, 0.0),
+        (1, 16384, True, 0.0),
+        (128, 128, False, 0.0),
+        (128, 128, False, 0.1),
+        (64, 256, False, 0.0),
+        (64, 256, False, 0.1),
+        (16, 1024, False, 0.1),
+        (8, 2048, False, 0.1),
+        (4, 4096, False, 0.1),
+        (2, 8192, False, 0.0),
+        (64, 512, False, 0.1),
     )
 }
 TIMES["packed_p"] = {"packed": tuple(64 + 448 * i // 63 for i in range(64)), "heads": 16, "p": 0.1, "fused": True}
@@ -478,7 +511,7 @@ def timed(name: str) -> str:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from fasttfm.kernels.attention import reference, triton
+    from fasttfm.kernels.attention import triton
 
     case = TIMES[name]
     problem, q, k, v, dout, *gradients = make(case, dirty=False)
@@ -488,11 +521,10 @@ def timed(name: str) -> str:
     else:
         batch, size = case["dense"]
         pairs = batch * size**2 // (2 if case["causal"] else 1)
-        out = torch.empty_like(dout)
-        lse = torch.empty(batch, 16, size, device="cuda")
-        for b in range(batch):  # a piece at a time: all weights at once are many bytes
-            part = type(problem)(1, size, size, scale=problem.scale, window_right=problem.window_right)
-            out[b : b + 1], lse[b : b + 1] = reference.attention_forward(q[b : b + 1], k[b : b + 1], v[b : b + 1], part)
+        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+        forward = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse = forward(*heads_first, 0.0, case["causal"])[:2]
+        out = out.transpose(1, 2).contiguous()
     flops = 10 * pairs * 16 * 64
     results = {"hopper": milliseconds(Backward().prepare(dout, q, k, v, out, lse, problem, *gradients), True)}
     if "dense" in case:
@@ -503,16 +535,16 @@ def timed(name: str) -> str:
             result = torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
         gradient = dout.transpose(1, 2)
         results["cudnn"] = milliseconds(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True), False)
-    if name in ("64x512_p", "packed_p"):
-        arguments = (dout, q, k, v, out, lse, problem, *gradients)
-        results["triton"] = milliseconds(lambda: triton.attention_bwd_triton(*arguments), True)
-    if name in ("64x512_p", "8x2048"):
-        arguments = (dout, q, k, v, out, lse, problem, *gradients)
+    arguments = (dout, q, k, v, out, lse, problem, *gradients)
+    if "dense" in case and size >= 512 and not case["p"]:
+        for blocks in (1, 2, 4, 8):
+            results[f"/{blocks}"] = milliseconds(Backward(blocks=blocks).prepare(*arguments), True)
+    if name in ("32x512", "32x512_p", "8x2048", "4x4096"):
         for variant in VARIANTS:
             if (WORK / f"{variant}.so").exists():
                 results[variant] = milliseconds(Backward(variant).prepare(*arguments), True)
-    if name == "64x512_p":
-        run = Backward().prepare(dout, q, k, v, out, lse, problem, *gradients)
+    if name in ("32x512", "32x512_p"):
+        run = Backward().prepare(*arguments)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(3):
                 run()
@@ -520,17 +552,31 @@ def timed(name: str) -> str:
         for event in profile.key_averages():
             if event.device_time_total and "kernel" in event.key:
                 results[event.key.split("::")[-1].split("<")[0][:20]] = event.device_time_total / event.count / 1000
-    text = "  ".join(f"{who} {ms:.3f} ms" for who, ms in results.items())
+    text = "  ".join(f"{who} {ms:.3f}" for who, ms in results.items())
     ratio = f"  x{results['cudnn'] / results['hopper']:.2f}" if "cudnn" in results else ""
     return f"{name:16} {flops / results['hopper'] / 1e9:4.0f} TFLOP/s  {text}{ratio}"
+
+
+class Report(list[str]):
+    """Lines that are printed and written as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+
+    def append(self, line: str) -> None:
+        super().append(line)
+        print(line, flush=True)
+        with self.path.open("a") as file:
+            file.write(line + "\n")
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-def in_process(kind: str, names: list[str], limit: float, deadline: float) -> list[str]:
+def in_process(kind: str, names: list[str], limit: float, deadline: float, lines: Report) -> None:
     """Lines of the cases; one that takes longer than ``limit`` seconds is left out and the rest goes on anew."""
-    lines: list[str] = []
     attempts = 0
     environment = dict(os.environ, PYTHONPATH=f"{WORK / 'lib'}:{os.environ.get('PYTHONPATH', '')}")
     while names and attempts < 4 and time.time() < deadline:
@@ -558,7 +604,6 @@ def in_process(kind: str, names: list[str], limit: float, deadline: float) -> li
         if done < len(names):
             lines.append(f"LOST {names[done]} ({'exit ' + str(process.returncode)})")
         names = names[done + 1 :] if done < len(names) else []
-    return lines
 
 
 def main() -> None:
@@ -575,22 +620,20 @@ def main() -> None:
             print("RESULT " + json.dumps(function(name)), flush=True)
         return
     begin = time.time()
-    lines = [build()]
+    lines = Report(Path(arguments.output) / "hopper_backward.txt")
+    lines.append(build())
     chosen = [name for name in arguments.cases.split(",") if name]
-    for kind, cases, until in (("checks", CHECKS, 38.0), ("stress", STRESS, 58.0), ("times", TIMES, 80.0)):
+    for kind, cases, until in (("checks", CHECKS, 38.0), ("stress", STRESS, 50.0), ("times", TIMES, 68.0)):
         if arguments.only in (None, kind):
             names = [name for name in cases if not chosen or name in chosen]
-            lines += in_process(kind, names, 8.0, begin + until)
-            if any(line.startswith(("BAD", "LOST")) for line in lines):
-                lines.append(f"{kind} failed")
+            in_process(kind, names, 5.0, begin + until, lines)
+    if any(line.startswith(("BAD", "LOST")) for line in lines):
+        lines.append("FAILED")
     lost = [line.split()[1] for line in lines if line.startswith("LOST")]
     watch = [name for name in lost if name in STRESS][:1]
     if watch:
-        lines += in_process("watch", watch, 12.0, begin + 90.0)
+        in_process("watch", watch, 12.0, begin + 72.0, lines)
     lines.append(f"{time.time() - begin:.0f} s in all")
-    Path(arguments.output).mkdir(parents=True, exist_ok=True)
-    (Path(arguments.output) / "hopper_backward.txt").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
 
 
 if __name__ == "__main__":

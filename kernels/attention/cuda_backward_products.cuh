@@ -106,6 +106,12 @@ __device__ __forceinline__ uint32_t narrow_positive(float low, float high, f16_t
   return word;
 }
 
+// The assembler moves a wait for products up, over computations that should run beside them, but not over a branch:
+// this one, which is not taken, as no computation has that NaN for its result.
+__device__ __forceinline__ void stay_behind(float value) {
+  if (__any_sync(0xffffffffu, __float_as_uint(value) == 0x7fc0dead)) asm volatile("nanosleep.u32 0;");
+}
+
 // Steps are tiles of queries, one after another for a tile of keys, through all tiles of keys of all units. While a
 // step's P and dS are computed, products of its neighbours are under way: S of the next step is started before dS is
 // written, dP after it, beside dK. Whether a weight was dropped stands in its sign.
@@ -265,6 +271,7 @@ class KeyWarpgroup {
     hold_registers(scores);
     mask_scores<CAUSAL>(scores, key, query, unit.k.length, unit.offset());
     compute_weights(statistics, dropped);
+    stay_behind(scores[31]);
     wait_products<1>();  // dK's operand gives its registers to dV's
     hold_registers(operand);
 #pragma unroll
@@ -287,6 +294,7 @@ class KeyWarpgroup {
     else  // dK of the step before is through with it
       arrive_warp(memory.q_empty[slot == 0 ? kStages - 1 : slot - 1]);
     compute_dscores(statistics + kQueries / 2);
+    stay_behind(dweights[31]);
     wait_products<0>();  // dV's operand gives its registers to dK's
     hold_registers(operand);
 #pragma unroll
