@@ -367,6 +367,16 @@ def check(name: str) -> str:
     return f"{'ok  ' if good else 'BAD '} {name:14} dq dk dv {text} same bits {not differences}{differences}{untouched}"
 
 
+def once(name: str) -> str:
+    import torch
+
+    problem, q, k, v, dout, *gradients = make(CHECKS[name])
+    lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), 12.0, device="cuda")
+    Backward(blocks=CHECKS[name].get("blocks", 1)).prepare(dout, q, k, v, dout, lse, problem, *gradients)()
+    torch.cuda.synchronize()
+    return name
+
+
 def repeat(run: Any, gradients: Any, rows: Any, times: int) -> str:
     """Empty if every run gives the bits of the first, else what differs."""
     import torch
@@ -611,8 +621,16 @@ def main() -> None:
     parser.add_argument("--only", choices=("checks", "stress", "times"))
     parser.add_argument("--cases", default="", help="comma-separated names; all by default")
     parser.add_argument("--output", default=os.environ.get("OUT", str(WORK)))
+    parser.add_argument(
+        "--racecheck", action="store_true", help="one small call of each kernel, of libraries that exist"
+    )
     parser.add_argument("--child", nargs="+")
     arguments = parser.parse_args()
+    if arguments.racecheck:
+        sys.path.insert(0, str(WORK / "lib"))
+        for name in ("512/4", "64_p", "causal/4", "causal_p/2"):
+            print(once(name), flush=True)
+        return
     if arguments.child:
         kind, *names = arguments.child
         function = {"checks": check, "stress": stressed, "times": timed, "watch": watched}[kind]

@@ -192,8 +192,8 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory& memory)
     const bool direct = !foreign || valid >= rows;
     Barrier& landed = direct ? full : memory.raw;
     if (first_lane) {
-      landed.arrive_expect(bytes);
       start(landed);
+      landed.arrive_expect(bytes);
     }
     if (direct) return;
     landed.wait(raw.parity);
