@@ -364,7 +364,7 @@ __device__ __forceinline__ void store_rest(const Parameters& p, const Unit<CAUSA
 
 template <class T, bool CAUSAL>
 __device__ __forceinline__ void sum_dq(const Parameters& p, Memory& memory) {
-  OrderedSums<kSumFloats / kWarpgroup> sums(memory.sums);
+  OrderedSums<kSumFloats / kWarpgroup> sums(memory.sums, 1);
   const Unit<CAUSAL>& unit = own_unit<CAUSAL>(memory);
   RingPosition<2> k_stage, step;
   uint32_t place = 0;  // of the round's first tile
@@ -378,10 +378,7 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory& memory) {
         float* sum = p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloats;
         const bool last = key_tile == unit.last_key_tile(tile), load = last && key_tile > 0;
         float dq[32];
-        if (load) {
-          sums.await(place + tile, Share(p).rank == 0 ? unit.query_tiles : 0);
-          sums.load(dq, sum);
-        }
+        if (load) sums.load(dq, sum, place + tile, Share(p).rank == 0 ? unit.query_tiles : 0);
         memory.dscores_full[step.slot].wait(step.parity);
         const uint32_t dscores = shared_address(memory.dscores[step.slot]);
         uint32_t k = shared_address(memory.k[k_stage.slot]);
@@ -401,8 +398,7 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory& memory) {
           store_product(dq, p.dq_scale, row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
                         unit.q.stored - query);
         } else {
-          if (key_tile > 0) sums.await(place + tile, Share(p).rank == 0 ? unit.query_tiles : 0);
-          sums.add(dq, sum, place + tile, key_tile == 0);
+          sums.add(dq, sum, place + tile, Share(p).rank == 0 ? unit.query_tiles : 0, key_tile == 0);
         }
       }
       __syncwarp();

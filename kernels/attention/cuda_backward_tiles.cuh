@@ -144,7 +144,7 @@ struct Memory {
     v_full.initialize(1);
     v_empty.initialize(8);
     raw.initialize(1);
-    for (uint32_t& passed : sums.passed) passed = 0;
+    sums.passed = 0;
     fence_barriers();
   }
 };

@@ -4,11 +4,11 @@
 // Blocks walk over the same sequence of places (a number that only rises: unit, round, tile). At a place, the block of
 // rank r adds to the place's tile after rank r - 1 has done so, and rank 0 after the last rank has at the place one
 // round before. Each block tells the next one how far it has come (all its places below a number are done); nobody else
-// has to know. A block that has to wait first lets its own additions end and says so; so of all additions that are left
-// the one that comes first (by unit, round and rank, then tile) can always be made, and as the blocks of a cluster run
-// at the same time, none waits for ever.
-//
-// The four warps of the warpgroup work each on a quarter of a tile, without waiting for one another.
+// has to know. One thread of a block starts all its additions, and takes its turns. If it has to wait, it first lets
+// its own additions end and says so; so of all additions that are left the one that comes first (by unit, round and
+// rank, then tile) can always be made, and as the blocks of a cluster run at the same time, none waits for ever. (With
+// a thread for each quarter of a tile, one of them would wait while another one, which the first holds up by the
+// products that they share, has not yet said how far it is.)
 #pragma once
 
 #include <cstdint>
@@ -45,60 +45,48 @@ class OrderedSums {
 
   struct Memory {
     alignas(128) float4 staging[kBuffers][kTileFloats / 4];
-    uint32_t passed[4];  // for each warp: below this number the block before is done with all places. Starts as 0
+    uint32_t passed;  // below this number the block before is done with all places. Starts as 0
   };
 
-  // Between this and finish(), memory.passed of all blocks of the cluster has to be there.
-  explicit __device__ __forceinline__ OrderedSums(Memory& memory) : memory_(memory) {}
+  // Between this and finish(), memory.passed of all blocks of the cluster has to be there. `barrier`: the number of the
+  // hardware's barrier that is the warpgroup's own.
+  __device__ __forceinline__ OrderedSums(Memory& memory, int barrier) : memory_(memory), barrier_(barrier) {}
 
-  // Waits until all additions to a tile before this block's at `place` are done: the block before has passed the place
-  // `distance` before it: 0, or a round's places for rank 0.
-  __device__ __forceinline__ void await(uint32_t place, uint32_t distance) {
-    if (thread_here() % 32 == 0) {
-      const uint32_t needed = place + 1 - distance;
-      if (reached() < needed) {
-        wait_stores<0>();
-        pass(place);
-        while (reached() < needed) {
-        }
-      }
-      asm volatile("fence.proxy.async.global;" ::: "memory");
-    }
-    __syncwarp();
-  }
-
-  // Adds to the tile, or is the first to write it; await() comes before it unless `first`.
-  __device__ __forceinline__ void add(const float (&value)[FLOATS], float* tile, uint32_t place, bool first) {
-    const int lane = thread_here() % 32, warp = thread_here() % kWarpgroup / 32;
-    float4* staging = memory_.staging[buffer_] + warp * (kTileFloats / 16);
-    buffer_ ^= 1;
-    if (lane == 0) wait_stores_read<kBuffers - 1>();
-    __syncwarp();
+  // Adds to the tile, or is the first to write it, at `place`; all additions before it are those that the block before
+  // made up to the place `distance` before: 0, or a round's places for rank 0.
+  __device__ __forceinline__ void add(const float (&value)[FLOATS], float* tile, uint32_t place, uint32_t distance,
+                                      bool first) {
+    float4* staging = memory_.staging[buffer_];
+    const int thread = thread_here() % kWarpgroup;
 #pragma unroll
     for (int i = 0; i < FLOATS / 4; ++i)
-      staging[i * 32 + lane] = make_float4(value[4 * i], value[4 * i + 1], value[4 * i + 2], value[4 * i + 3]);
+      staging[i * kWarpgroup + thread] =
+          make_float4(value[4 * i], value[4 * i + 1], value[4 * i + 2], value[4 * i + 3]);
     fence_async();
-    __syncwarp();
-    if (lane == 0) {
-      float* to = tile + warp * (kTileFloats / 4);
+    if (thread == 0) wait_stores_read<0>();  // the other buffer's, which is the next to be written
+    sync_named(barrier_, kWarpgroup);
+    if (thread_here() % kWarpgroup == 0) {
+      if (!first) await(place, distance);
       if (first)
-        store_bytes(to, shared_address(staging), kTileFloats);  // a quarter of 4 bytes each
+        store_bytes(tile, shared_address(staging), kTileFloats * 4);
       else
-        add_bytes(to, shared_address(staging), kTileFloats);
+        add_bytes(tile, shared_address(staging), kTileFloats * 4);
       commit_stores();
       wait_stores<2>();  // this one and the one before it may be under way
       if (previous_ > done_) pass(previous_);
       previous_ = place;
     }
+    buffer_ ^= 1;
   }
 
-  // The thread's own part of a tile to which no more is added; await() comes before it.
-  static __device__ __forceinline__ void load(float (&value)[FLOATS], const float* tile) {
-    const int lane = thread_here() % 32, warp = thread_here() % kWarpgroup / 32;
-    const float4* from = reinterpret_cast<const float4*>(tile) + warp * (kTileFloats / 16) + lane;
+  // The thread's own part of a tile to which no more is added.
+  __device__ __forceinline__ void load(float (&value)[FLOATS], const float* tile, uint32_t place, uint32_t distance) {
+    if (thread_here() % kWarpgroup == 0) await(place, distance);
+    sync_named(barrier_, kWarpgroup);
+    const float4* from = reinterpret_cast<const float4*>(tile) + thread_here() % kWarpgroup;
 #pragma unroll
     for (int i = 0; i < FLOATS / 4; ++i) {
-      const float4 part = __ldcg(from + i * 32);
+      const float4 part = __ldcg(from + i * kWarpgroup);
       value[4 * i] = part.x;
       value[4 * i + 1] = part.y;
       value[4 * i + 2] = part.z;
@@ -108,21 +96,31 @@ class OrderedSums {
 
   // After the last place, which is below `place`.
   __device__ __forceinline__ void finish(uint32_t place) {
-    if (thread_here() % 32 == 0) {
+    if (thread_here() % kWarpgroup == 0) {
       wait_stores<0>();
       pass(place);
     }
-    __syncwarp();
   }
 
  private:
+  __device__ __forceinline__ void await(uint32_t place, uint32_t distance) {
+    const uint32_t needed = place + 1 - distance;
+    if (reached() < needed) {
+      wait_stores<0>();
+      pass(place);
+      while (reached() < needed) {
+      }
+    }
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+  }
+
   // How far the block before is; that is the block itself where it is alone.
   __device__ __forceinline__ uint32_t reached() const {
     if (cluster_blocks() == 1) return done_;
     uint32_t number;
     asm volatile("ld.relaxed.cluster.shared::cta.u32 %0, [%1];"
                  : "=r"(number)
-                 : "r"(shared_address(memory_.passed + thread_here() % kWarpgroup / 32))
+                 : "r"(shared_address(&memory_.passed))
                  : "memory");
     return number;
   }
@@ -135,15 +133,15 @@ class OrderedSums {
     if (blocks == 1) return;
     asm volatile(
         "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
-        " st.relaxed.cluster.shared::cluster.u32 [remote], %2; }" ::"r"(
-            shared_address(memory_.passed + thread_here() % kWarpgroup / 32)),
+        " st.relaxed.cluster.shared::cluster.u32 [remote], %2; }" ::"r"(shared_address(&memory_.passed)),
         "r"(next == blocks ? 0 : next), "r"(place)
         : "memory");
   }
 
   Memory& memory_;
+  const int barrier_;
   int buffer_ = 0;
-  uint32_t previous_ = 0, done_ = 0;
+  uint32_t previous_ = 0, done_ = 0;  // of the thread that adds
 };
 
 }  // namespace
