@@ -4,7 +4,7 @@
 
 Checks hold it against reference.py (same dropout) and repeat it for the same bits; stress repeats large cases more
 often; times stand next to cuDNN's. They run in processes of their own with a time limit: a kernel that hangs costs no
-more, and is run again with a watchdog in its barriers that says which of them it hangs in.
+more.
 """
 
 from __future__ import annotations
@@ -27,16 +27,13 @@ WORK = Path(os.environ.get("HOPPER_LAB", "/tmp/hopper_lab"))
 
 WRAPPER = """
 #include "attention/cuda_backward.cu"
-#ifdef WATCHDOG
-extern "C" int set_report(unsigned* report) { return cudaMemcpyToSymbol(fasttfm::cuda::stuck_report, &report, 8); }
-#endif
 extern "C" int backward(const fasttfm::AttentionBackward* call, const char** detail) {
   const fasttfm::Status status = fasttfm::cuda::attention_backward(*call);
   *detail = status.detail;
   return static_cast<int>(status.code);
 }
-extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen_k) {
-  return fasttfm::cuda::attention_backward_workspace(sequences, heads, tokens, max_seqlen_k);
+extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen) {
+  return fasttfm::cuda::attention_backward_workspace(sequences, heads, tokens, max_seqlen);
 }
 """
 
@@ -48,15 +45,10 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
         ("const bool last = key_tile == unit.last_key_tile(tile), load", "const bool last = false, load"),
         ("sums.add(dq, sum,", "if (dq[0] == 1e30f) sums.add(dq, sum,"),
     ],
+    "without_adding": [("        add_bytes(tile,", "        if (place == 1u << 31) add_bytes(tile,")],
     "without_exp": [('  float result;\n  asm("ex2', '  float result;\n  return x;\n  asm("ex2')],
-    "without_dk": [("c < 4; ++c)\n      multiply<T, Major::mn>(dk", "c < 0; ++c)\n      multiply<T, Major::mn>(dk")],
     "early_waits": [("    stay_behind(scores[31]);\n", ""), ("    stay_behind(dweights[31]);\n", "")],
-    "six_stages": [("constexpr int kStages = 4;", "constexpr int kStages = 6;")],
     "released": [("ld.relaxed.cluster", "ld.acquire.cluster"), ("st.relaxed.cluster", "st.release.cluster")],
-    "one_pending": [
-        ("wait_stores<2>();", "wait_stores<1>();"),
-        ("if (previous_ > done_) pass(previous_);", "pass(place);"),
-    ],
 }
 
 # What only the case of all keys needs is left, to compile less.
@@ -67,30 +59,15 @@ ONLY_ALL_KEYS = [
 WITHOUT_HALF = (": call.dtype == DType::f16 ? launch_typed<f16_t>(call, p, call.workspace)", "")
 # As many blocks share a head as the library is told.
 FORCED = [
-    ("int blocks_of(const AttentionCall& call, int processors) {\n", "int blocks_of(const AttentionCall&, int) {\n"),
-    ("  const int64_t units = call.sequences * call.heads, key_tiles =", "  return forced_blocks;\n}\n#if 0\n//"),
-    ("    blocks *= 2;\n  return blocks;\n}\n", "#endif\n"),
-    ("#include <algorithm>\n", '#include <algorithm>\nextern "C" {\nint forced_blocks = 1;\n}\n'),
+    ("  const bool few =", "  if (forced_blocks > 0) return forced_blocks;\n  const bool few ="),
+    (
+        "  if (call.max_seqlen > kOnChipQueries) return",
+        "  if (forced_blocks > 0 || call.max_seqlen > kOnChipQueries) return",
+    ),
+    ("(max_seqlen > kOnChipQueries ? kSumFloats : 0)", "(forced_blocks + max_seqlen > 0 ? kSumFloats : 0)"),
+    ("known[16][3]", "known[16][9]"),
+    ("#include <algorithm>\n", '#include <algorithm>\nextern "C" {\nint forced_blocks = 0;\n}\n'),
 ]
-
-# The barrier's wait of hopper.cuh, replaced by one that gives up.
-WATCHED = (
-    "    while (!test(parity)) {\n    }\n",
-    """    for (unsigned spins = 0; !test(parity); ++spins) {
-      if (spins < 1u << 20) continue;
-      const unsigned at = 4 * atomicAdd_system(stuck_report, 1u) + 4;
-      if (at < 512) {
-        stuck_report[at] = blockIdx.x;
-        stuck_report[at + 1] = threadIdx.x;
-        stuck_report[at + 2] = address();
-        stuck_report[at + 3] = parity;
-        __threadfence_system();
-      }
-      for (int i = 0; i < 200; ++i) __nanosleep(1000000);
-      asm volatile("trap;");
-    }
-""",
-)
 
 P, I64, I32, F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -124,19 +101,23 @@ class Call(ctypes.Structure):
     ]
 
 
-def build() -> str:
-    WORK.mkdir(parents=True, exist_ok=True)
+def lay_package() -> None:
+    """The package as it is installed, without its C++ core."""
     overlay = WORK / "lib" / "fasttfm"
-    if not overlay.exists():  # the package as it is installed, without its C++ core
-        overlay.mkdir(parents=True)
-        for entry in (ROOT / "python" / "fasttfm").iterdir():
-            if not entry.name.startswith("_C."):
-                (overlay / entry.name).symlink_to(entry)
-        (overlay / "kernels").symlink_to(ROOT / "kernels")
+    if overlay.exists():
+        return
+    overlay.mkdir(parents=True)
+    for entry in (ROOT / "python" / "fasttfm").iterdir():
+        if not entry.name.startswith("_C."):
+            (overlay / entry.name).symlink_to(entry)
+    (overlay / "kernels").symlink_to(ROOT / "kernels")
+
+
+def build() -> str:
+    lay_package()
     begin = time.time()
     started = [("backward", compile_variant("backward", [])), ("forced", compile_variant("forced", FORCED))]
     started += [(name, compile_variant(name, [*changes, *ONLY_ALL_KEYS])) for name, changes in VARIANTS.items()]
-    started += [("watched", compile_variant("watched", []))]
     lines = []
     for name, process in started:
         log, _ = process.communicate()
@@ -147,6 +128,15 @@ def build() -> str:
         spills = sum("spill stores" in line and " 0 bytes spill stores" not in line for line in log.splitlines())
         lines.append(f"{name}: {time.time() - begin:.1f} s, spills {spills}, serialized {log.count('serialized')}")
     return "\n".join(lines)
+
+
+def build_racecheck() -> None:
+    """The forced library with a build of barriers that the tool can follow."""
+    lay_package()
+    process = compile_variant("racecheck", FORCED, " -DFASTTFM_EVERY_LANE_ARRIVES")
+    log, _ = process.communicate()
+    if process.returncode:
+        sys.exit(log)
 
 
 def inlined(name: str, seen: set[str]) -> str:
@@ -163,7 +153,7 @@ def inlined(name: str, seen: set[str]) -> str:
     )
 
 
-def compile_variant(name: str, changes: list[tuple[str, str]]) -> subprocess.Popen[str]:
+def compile_variant(name: str, changes: list[tuple[str, str]], options: str = "") -> subprocess.Popen[str]:
     source = WORK / f"{name}.cu"
     text = WRAPPER
     if changes:
@@ -174,16 +164,7 @@ def compile_variant(name: str, changes: list[tuple[str, str]]) -> subprocess.Pop
             kernel = kernel.replace(old, new)
         text = text.replace('#include "attention/cuda_backward.cu"', kernel)
     source.write_text(text)
-    first = ""
-    if name == "watched":  # with a hopper.cuh of its own
-        header = WORK / "watched" / "common" / "hopper.cuh"
-        header.parent.mkdir(parents=True, exist_ok=True)
-        hopper = (ROOT / "kernels" / "common" / "hopper.cuh").read_text()
-        assert WATCHED[0] in hopper
-        hopper = hopper.replace(*WATCHED)
-        header.write_text(hopper.replace("struct Barrier {", "__device__ unsigned* stuck_report;\nstruct Barrier {"))
-        first = f" -DWATCHDOG -I{WORK / 'watched'}"
-    command = f"nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a{first} -I{ROOT}/kernels -Xptxas=-v -shared"
+    command = f"nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a{options} -I{ROOT}/kernels -Xptxas=-v -shared"
     command += f" -Xcompiler -fPIC --split-compile=4 {source} -o {WORK / name}.so"
     return subprocess.Popen(command.split(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -282,7 +263,7 @@ def make(case: dict[str, Any], dirty: bool = True) -> tuple[Any, ...]:
 
 class Backward:
     def __init__(self, variant: str = "backward", blocks: int = 0) -> None:
-        self.library = ctypes.CDLL(str(WORK / f"{'forced' if blocks else variant}.so"))
+        self.library = ctypes.CDLL(str(WORK / f"{variant if not blocks or variant == 'racecheck' else 'forced'}.so"))
         if blocks:
             ctypes.c_int.in_dll(self.library, "forced_blocks").value = blocks
         self.library.workspace.restype = ctypes.c_int64
@@ -292,7 +273,7 @@ class Backward:
         import torch
 
         heads, queries = q.shape[-2], q.shape[-3]
-        size = self.library.workspace(problem.sequences, heads, q.shape[:-2].numel(), problem.max_seqlen_k)
+        size = self.library.workspace(problem.sequences, heads, q.shape[:-2].numel(), problem.max_seqlen)
         workspace = torch.full((size,), torch.nan, device="cuda")
         call = Call(
             sequences=problem.sequences,
@@ -360,7 +341,7 @@ def check(name: str) -> str:
     untouched = ""
     if problem.packed and any(not x[-3:].isnan().all() for x in gradients):
         untouched = " WROTE PAST THE END"
-    differences = repeat(run, gradients, rows, 20)
+    differences = repeat(run, gradients, rows, 10)
     good = all(error < 0.006 for error in errors) and not differences and not untouched
     text = " ".join(f"{error:.1e}" for error in errors)
     return f"{'ok  ' if good else 'BAD '} {name:14} dq dk dv {text} same bits {not differences}{differences}{untouched}"
@@ -371,7 +352,7 @@ def once(name: str) -> str:
 
     problem, q, k, v, dout, *gradients = make(CHECKS[name])
     lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), 12.0, device="cuda")
-    Backward(blocks=CHECKS[name].get("blocks", 1)).prepare(dout, q, k, v, dout, lse, problem, *gradients)()
+    Backward("racecheck", CHECKS[name].get("blocks", 0)).prepare(dout, q, k, v, dout, lse, problem, *gradients)()
     torch.cuda.synchronize()
     return name
 
@@ -416,7 +397,7 @@ STRESS: dict[str, dict[str, Any]] = {
 }
 
 
-def stressed(name: str, library: str = "backward") -> str:
+def stressed(name: str) -> str:
     """Repeats one case; the statistics it is given are not those of a forward, which the bits do not need."""
     import torch
 
@@ -424,35 +405,12 @@ def stressed(name: str, library: str = "backward") -> str:
     problem, q, k, v, dout, *gradients = make(case)
     lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), 12.0, device="cuda")
     out = torch.randn(dout.shape, device="cuda", dtype=q.dtype)
-    backward = Backward(library, 0 if library == "watched" else case.get("blocks", 0))
+    backward = Backward(blocks=case.get("blocks", 0))
     run = backward.prepare(dout, q, k, v, out, lse, problem, *gradients)
     rows = slice(None) if problem.cu_seqlens is None else slice(0, -3)
-    differences = repeat(run, gradients, rows, 40)
+    differences = repeat(run, gradients, rows, 25)
     finite = all(bool(x[rows].isfinite().all()) for x in gradients)
     return f"{'BAD ' if differences or not finite else 'ok  '} stress {name:30} finite {finite}{differences}"
-
-
-ROLES = ["tiles", *["draws"] * 3, *["keys 0"] * 4, *["keys 1"] * 4, *["dq"] * 4]  # of a block's warps
-
-
-def watched(name: str) -> str:
-    """The same with the watchdog: who waits for which barrier (its place among those of Memory) at what parity."""
-    import torch
-
-    report = torch.zeros(512, dtype=torch.int32).pin_memory()
-    library = ctypes.CDLL(str(WORK / "watched.so"))
-    library.set_report.argtypes = [ctypes.c_void_p]
-    torch.zeros(1, device="cuda")
-    if library.set_report(report.data_ptr()):
-        return "the watchdog could not be set"
-    try:
-        line = stressed(name, "watched")
-        torch.cuda.synchronize()
-    except RuntimeError:
-        line = f"stuck {name}"
-    entries = report[4:].view(-1, 4)[: min(int(report[0]), 127)].tolist()
-    texts = {f"block {b} {ROLES[t // 32]} (warp {t // 32}) at {a:#x} parity {p}" for b, t, a, p in entries}
-    return "\n    ".join([line, *sorted(texts)])
 
 
 # ---- times ----------------------------------------------------------------------------------------------------------
@@ -469,23 +427,22 @@ TIMES: dict[str, dict[str, Any]] = {
         (32, 512, False, 0.0),
         (32, 512, False, 0.1),
         (8, 2048, False, 0.0),
-        (16, 1024, False, 0.0),
         (4, 4096, False, 0.0),
+        (16, 1024, False, 0.0),
         (1, 16384, False, 0.0),
-        (8, 2048, True, 0.0),
-        (32, 512, True, 0.0),
         (16, 1024, True, 0.0),
+        (8, 2048, True, 0.0),
         (4, 4096, True, 0.0),
         (1, 16384, True, 0.0),
-        (128, 128, False, 0.0),
-        (128, 128, False, 0.1),
-        (64, 256, False, 0.0),
-        (64, 256, False, 0.1),
         (16, 1024, False, 0.1),
         (8, 2048, False, 0.1),
         (4, 4096, False, 0.1),
+        (32, 512, True, 0.0),
+        (64, 256, False, 0.1),
+        (128, 128, False, 0.0),
+        (128, 128, False, 0.1),
         (2, 8192, False, 0.0),
-        (64, 512, False, 0.1),
+        (8, 512, False, 0.1),
     )
 }
 TIMES["packed_p"] = {"packed": tuple(64 + 448 * i // 63 for i in range(64)), "heads": 16, "p": 0.1, "fused": True}
@@ -546,21 +503,10 @@ def timed(name: str) -> str:
         results["cudnn"] = milliseconds(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True), False)
     arguments = (dout, q, k, v, out, lse, problem, *gradients)
     if "dense" in case and size >= 512 and not case["p"]:
-        for blocks in (1, 2, 4, 8):
+        for blocks in (1, 2, 4) if size < 4096 else (2, 4, 8):
             results[f"/{blocks}"] = milliseconds(Backward(blocks=blocks).prepare(*arguments), True)
-    if name in ("32x512", "32x512_p", "8x2048", "4x4096"):
-        for variant in VARIANTS:
-            if (WORK / f"{variant}.so").exists():
-                results[variant] = milliseconds(Backward(variant).prepare(*arguments), True)
-    if name in ("32x512", "32x512_p"):
-        run = Backward().prepare(*arguments)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(3):
-                run()
-            torch.cuda.synchronize()
-        for event in profile.key_averages():
-            if event.device_time_total and "kernel" in event.key:
-                results[event.key.split("::")[-1].split("<")[0][:20]] = event.device_time_total / event.count / 1000
+    for variant in VARIANTS if name in ("8x2048", "4x4096") else ():
+        results[variant] = milliseconds(Backward(variant).prepare(*arguments), True)
     text = "  ".join(f"{who} {ms:.3f}" for who, ms in results.items())
     ratio = f"  x{results['cudnn'] / results['hopper']:.2f}" if "cudnn" in results else ""
     return f"{name:16} {flops / results['hopper'] / 1e9:4.0f} TFLOP/s  {text}{ratio}"
@@ -594,7 +540,7 @@ def in_process(kind: str, names: list[str], limit: float, deadline: float, lines
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         assert process.stdout is not None
         done, rest, begin = 0, b"", time.time()
-        while time.time() < min(begin + (limit if done or kind == "watch" else limit + 6), deadline):  # torch starts
+        while time.time() < min(begin + (limit if done else limit + 6), deadline):  # torch starts
             if not select.select([process.stdout], [], [], 0.2)[0]:
                 continue
             new = os.read(process.stdout.fileno(), 1 << 16)
@@ -626,13 +572,14 @@ def main() -> None:
     parser.add_argument("--child", nargs="+")
     arguments = parser.parse_args()
     if arguments.racecheck:
+        build_racecheck()
         sys.path.insert(0, str(WORK / "lib"))
-        for name in ("512/4", "64_p", "causal/4", "causal_p/2"):
+        for name in ("128", "512/2", "64_p", "causal", "causal/4"):
             print(once(name), flush=True)
         return
     if arguments.child:
         kind, *names = arguments.child
-        function = {"checks": check, "stress": stressed, "times": timed, "watch": watched}[kind]
+        function = {"checks": check, "stress": stressed, "times": timed}[kind]
         for name in names:
             print("RESULT " + json.dumps(function(name)), flush=True)
         return
@@ -640,16 +587,12 @@ def main() -> None:
     lines = Report(Path(arguments.output) / "hopper_backward.txt")
     lines.append(build())
     chosen = [name for name in arguments.cases.split(",") if name]
-    for kind, cases, until in (("checks", CHECKS, 36.0), ("times", TIMES, 58.0), ("stress", STRESS, 70.0)):
+    for kind, cases, until in (("checks", CHECKS, 32.0), ("times", TIMES, 48.0), ("stress", STRESS, 58.0)):
         if arguments.only in (None, kind):
             names = [name for name in cases if not chosen or name in chosen]
             in_process(kind, names, 5.0, begin + until, lines)
     if any(line.startswith(("BAD", "LOST")) for line in lines):
         lines.append("FAILED")
-    lost = [line.split()[1] for line in lines if line.startswith("LOST")]
-    watch = [name for name in lost if name in STRESS][:1]
-    if watch:
-        in_process("watch", watch, 12.0, begin + 72.0, lines)
     lines.append(f"{time.time() - begin:.0f} s in all")
 
 

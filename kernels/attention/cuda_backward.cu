@@ -1,19 +1,25 @@
 // attention backward for Hopper, head dim 64: one pass with the five products. Formulas: reference.py.
 //
-// A cluster of blocks works on one (sequence, head) after another; each of its blocks takes 128 keys at a time, and for
-// them it goes over all queries, 64 at a time. Four warpgroups share a block's work:
+// A block takes 128 keys of a (sequence, head) at a time, and for them it goes over all queries, 64 at a time. Four
+// warpgroups share the work:
 //
 //   0  producer: warp 0 brings tiles in by TMA, warps 1 to 3 draw dropout's random bits
 //   1, 2  64 keys each, keys by queries:  S^T = K Q^T, dP^T = V dO^T, then P^T and dS^T in registers, and from there
 //         dV += P^T dO and dK += dS^T Q; dS^T is left in shared memory
-//   3  dQ += dS K of all 128 keys. Its sums over keys stand in the workspace, and the copy engine adds to them, block
-//      after block in the order of the keys; who comes last takes the sum and writes dQ.
+//   3  dQ += dS K of all 128 keys.
 //
-// Every sum has one fixed order. Blocks of a cluster meet the same queries at about the same time, so that the second
-// level cache has their tiles and sums, of which there are many megabytes.
+// There are two forms. Up to kOnChipQueries queries, a block has one (sequence, head) after another, and dQ's sums over
+// keys stand in shared memory, each thread's own in its own place (cuda_backward_products.cuh). Beyond, they stand in
+// the workspace, where the copy engine adds to them; the two blocks of a cluster share a (sequence, head), take tiles
+// of keys by turns and add in the order of the keys; who comes last takes the sum and writes dQ
+// (cuda_backward_long.cuh). As they meet the same queries at about the same time, the second level cache has them and
+// the sums: with a head for each block these are 134 MB at 2,048 queries.
+//
+// Every sum has one fixed order.
 #include <algorithm>
 #include <atomic>
 
+#include "attention/cuda_backward_long.cuh"
 #include "attention/cuda_backward_products.cuh"
 #include "attention/cuda_backward_tiles.cuh"
 #include "attention/cuda_call.h"
@@ -26,11 +32,8 @@ namespace {
 
 // ---- the kernels -----------------------------------------------------------------------------------------------------
 
-template <class T, bool DROPOUT, bool CAUSAL>
-__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ Parameters p) {
-  extern __shared__ __align__(1024) char bytes[];
-  auto& memory = *reinterpret_cast<Memory*>(bytes);
-  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
+template <class Memory>
+__device__ __forceinline__ void begin_block(const Parameters& p, Memory& memory) {
   if (threadIdx.x == 0) {
     memory.initialize();
     prefetch_map(&p.q);
@@ -39,20 +42,52 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     prefetch_map(&p.dout);
   }
   __syncthreads();
-  if (p.blocks > 1) sync_cluster();
+}
+
+template <class T, bool DROPOUT, bool CAUSAL>
+__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ Parameters p) {
+  extern __shared__ __align__(1024) char bytes[];
+  auto& memory = *reinterpret_cast<Memory*>(bytes);
+  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
+  begin_block(p, memory);
   if (warpgroup == 0) {
-    lower_registers<Registers<DROPOUT>::kProducer>();
+    lower_registers<48>();
     const int warp = uniform(threadIdx.x / 32);
     if (warp == 0)
       bring_tiles<CAUSAL>(p, memory);
     else if constexpr (DROPOUT)
       draw_kept<CAUSAL>(p, memory, warp - 1);
   } else if (warpgroup == 3) {
-    lower_registers<Registers<DROPOUT>::kSum>();
+    lower_registers<64>();
     sum_dq<T, CAUSAL>(p, memory);
   } else {
-    raise_registers<Registers<DROPOUT>::kConsumer>();
-    KeyWarpgroup<T, DROPOUT, CAUSAL>(p, memory, warpgroup - 1).run();
+    raise_registers<200>();
+    KeyWarpgroup<T, DROPOUT, CAUSAL> keys(p, memory, warpgroup - 1);
+    for (int index = blockIdx.x; index < p.sequences * p.heads; index += gridDim.x)
+      keys.over_unit(Unit<CAUSAL>(p, index));
+  }
+}
+
+template <class T, bool DROPOUT, bool CAUSAL>
+__global__ void __launch_bounds__(kThreads, 1) long_backward_kernel(const __grid_constant__ Parameters p) {
+  extern __shared__ __align__(1024) char bytes[];
+  auto& memory = *reinterpret_cast<LongMemory*>(bytes);
+  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
+  begin_block(p, memory);
+  if (p.blocks > 1) sync_cluster();
+  if (warpgroup == 0) {
+    lower_registers<DROPOUT ? 48 : 32>();
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp == 0)
+      bring_tiles<CAUSAL>(p, memory);
+    else if constexpr (DROPOUT)
+      draw_kept<CAUSAL>(p, memory, warp - 1);
+  } else if (warpgroup == 3) {
+    lower_registers<64>();
+    sum_long_dq<T, CAUSAL>(p, memory);
+  } else {
+    raise_registers<DROPOUT ? 200 : 208>();
+    LongKeyWarpgroup<T, DROPOUT, CAUSAL>(p, memory, warpgroup - 1).run();
   }
   if (p.blocks > 1) {  // who is told how far another one is has to be there
     __syncwarp();
@@ -114,43 +149,43 @@ int64_t tiles_of(int64_t sequences, int64_t queries, bool packed) {
   return packed ? queries / kQueries + sequences : sequences * ((queries + kQueries - 1) / kQueries);
 }
 
-// How many blocks share a (sequence, head), 1 to 8: so many that what they go over, queries, gradients and sums of 512
-// bytes a token, fits into the second level cache for all of them together, and that all multiprocessors have work.
-int blocks_of(const AttentionCall& call, int processors) {
-  const int64_t units = call.sequences * call.heads, key_tiles = (call.max_seqlen_k + kKeys - 1) / kKeys;
-  int blocks = 1;
-  while (blocks < 8 && 2 * blocks <= key_tiles && (call.max_seqlen > 512 * blocks || units * 2 * blocks <= processors))
-    blocks *= 2;
-  return blocks;
+// How many blocks share a (sequence, head), for more than kOnChipQueries queries (measured; clusters of 4 and 8 leave
+// multiprocessors without work, as these do not come in multiples of that).
+int blocks_of(const AttentionCall& call, bool causal, int processors) {
+  const bool few = call.sequences * call.heads * 2 <= processors, longer = call.max_seqlen > 1024;
+  return call.max_seqlen_k > kKeys && (!causal || longer || few) ? 2 : 1;
 }
 
-// How many clusters of `blocks` blocks run at the same time; asked once.
+// How many clusters of `blocks` blocks run at the same time; asked once for a device.
 template <class Kernel>
-cudaError_t resident_clusters(Kernel kernel, const ClusterLaunch& launch, int device, int blocks, int* clusters) {
-  static std::atomic<int> known[16][9];
+cudaError_t resident_clusters(Kernel kernel, int device, int blocks, int* clusters) {
+  static std::atomic<int> known[16][3];
   std::atomic<int>* own = device < 16 ? &known[device][blocks] : nullptr;
   *clusters = own == nullptr ? 0 : own->load();
   if (*clusters > 0) return cudaSuccess;
+  const ClusterLaunch launch(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), blocks, sizeof(LongMemory), nullptr);
   const cudaError_t error = launch.resident(kernel, clusters);
   if (error == cudaSuccess && own != nullptr) own->store(*clusters);
   return error;
 }
 
 template <class T, bool DROPOUT, bool CAUSAL>
-Status launch_backward(const AttentionBackward& call, Parameters p, int processors) {
-  const auto kernel = backward_kernel<T, DROPOUT, CAUSAL>;
-  const int64_t units = call.sequences * call.heads;
-  p.blocks = blocks_of(call, processors);
-  int groups = processors;
-  if (p.blocks > 1) {
-    const ClusterLaunch any(dim3(static_cast<unsigned>(p.blocks)), dim3(kThreads), p.blocks, sizeof(Memory), nullptr);
-    const cudaError_t error = resident_clusters(kernel, any, call.device, p.blocks, &groups);
-    if (error != cudaSuccess) return status_of(error);
-    if (groups == 0) return {StatusCode::cuda_error, "attention: the device runs no cluster of this size"};
-  }
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, groups)) * p.blocks);
-  if (p.blocks == 1) return launch(kernel, grid, dim3(kThreads), sizeof(Memory), call.stream, p);
-  return ClusterLaunch(grid, dim3(kThreads), p.blocks, sizeof(Memory), call.stream)(kernel, p);
+Status launch_long(const AttentionBackward& call, Parameters p, int processors) {
+  const auto kernel = long_backward_kernel<T, DROPOUT, CAUSAL>;
+  p.blocks = blocks_of(call, CAUSAL, processors);
+  int clusters = 0;
+  const cudaError_t error = resident_clusters(kernel, call.device, p.blocks, &clusters);
+  if (error != cudaSuccess) return status_of(error);
+  if (clusters == 0) return {StatusCode::cuda_error, "attention: the device runs no block of the backward"};
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(call.sequences * call.heads, clusters)) * p.blocks;
+  return ClusterLaunch(dim3(grid), dim3(kThreads), p.blocks, sizeof(LongMemory), call.stream)(kernel, p);
+}
+
+template <class T, bool DROPOUT, bool CAUSAL>
+Status launch_backward(const AttentionBackward& call, const Parameters& p, int processors) {
+  if (call.max_seqlen > kOnChipQueries) return launch_long<T, DROPOUT, CAUSAL>(call, p, processors);
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(call.sequences * call.heads, processors)));
+  return launch(backward_kernel<T, DROPOUT, CAUSAL>, grid, dim3(kThreads), sizeof(Memory), call.stream, p);
 }
 
 template <class T>
@@ -177,9 +212,9 @@ Status launch_typed(const AttentionBackward& call, const Parameters& p, float* s
 
 }  // namespace
 
-int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen_k) {
+int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen) {
   const int64_t tiles = tiles_of(sequences, tokens, true);  // not fewer than those of dense sequences
-  return heads * tiles * (2 * kQueries + (max_seqlen_k > kKeys ? kSumFloats : 0));
+  return heads * tiles * (2 * kQueries + (max_seqlen > kOnChipQueries ? kSumFloats : 0));
 }
 
 Status attention_backward(const AttentionBackward& call) {

@@ -1,10 +1,9 @@
-// attention backward for Hopper: what its warpgroups share, and warpgroup 0, which brings tiles in and draws dropout's
-// bits. See cuda_backward.cu.
+// attention backward for Hopper: what its warpgroups and its two forms share, and warpgroup 0, which brings tiles in
+// and draws dropout's bits. See cuda_backward.cu.
 #pragma once
 
 #include <cstdint>
 
-#include "attention/cuda_ordered_sums.cuh"
 #include "common/hopper.cuh"
 #include "common/philox.h"
 
@@ -15,17 +14,12 @@ namespace {
 constexpr int kHeadDim = 64;
 constexpr int kQueries = 64;  // of a tile
 constexpr int kKeys = 128;    // of a tile; 64 for each of the two warpgroups
+constexpr int kOnChipQueries = 512;
 constexpr int kThreads = 4 * kWarpgroup;
 constexpr int kQueryTileBytes = kQueries * kTileRowBytes;
 constexpr int kKeyTileBytes = kKeys * kTileRowBytes;
 constexpr int kStatisticsBytes = 2 * kQueries * 4;
 constexpr int kSumFloats = kQueries * kHeadDim;  // of dQ, per tile
-
-// Of a thread, for warpgroup 0, for 1 and 2, and for 3; 512 for one thread of each.
-template <bool DROPOUT>
-struct Registers {
-  static constexpr int kProducer = DROPOUT ? 48 : 32, kConsumer = DROPOUT ? 200 : 208, kSum = 64;
-};
 
 struct Output {
   void* data;
@@ -38,13 +32,13 @@ struct Parameters {
   const int32_t *cu_seqlens, *cu_seqlens_k, *lengths, *lengths_k;
   const int64_t* seed;
   const float* statistics;  // [heads, tiles, 2, kQueries]
-  float* sums;              // [heads, tiles, kSumFloats]: dQ's, not over all keys yet
-  int blocks;               // of a cluster, which shares a (sequence, head)
+  float* sums;              // [heads, tiles, kSumFloats] where they are not on chip
   int sequences, heads, queries, keys, max_seqlen, max_seqlen_k, tiles;
   int threshold;
   float score_scale;  // in units of log2
   float dq_scale;     // of dq and dk
   float dv_scale;
+  int blocks;  // of a cluster, which shares a (sequence, head)
 };
 
 // Tokens of one sequence: the first row, how many count, and how many rows of results belong to it.
@@ -99,69 +93,60 @@ struct Unit {
   }
 };
 
-// Which (sequence, head)s and tiles of keys are this block's: every groups-th from group on, and of each of them every
-// blocks-th tile of keys from rank on.
-struct Share {
-  int rank, group, groups, units;
-
-  explicit __device__ __forceinline__ Share(const Parameters& p) : units(p.sequences * p.heads) {
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(group));
-    asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(groups));
+// Barriers of what both forms of a block's memory have.
+template <class Memory>
+__device__ __forceinline__ void initialize_tiles(Memory& memory) {
+  for (int i = 0; i < Memory::kStages; ++i) {
+    memory.q_full[i].initialize(1);
+    memory.q_empty[i].initialize(8 * kWarpArrivals);
   }
+  for (int i = 0; i < 2; ++i) {
+    memory.k_full[i].initialize(1);
+    memory.k_empty[i].initialize(4 * kWarpArrivals);
+  }
+  for (int i = 0; i < Memory::kBuffers; ++i) {
+    memory.kept_full[i][0].initialize(2 * kWarpArrivals);
+    memory.kept_full[i][1].initialize(2 * kWarpArrivals);
+    memory.kept_empty[i].initialize(8 * kWarpArrivals);
+  }
+  memory.v_full.initialize(1);
+  memory.v_empty.initialize(8 * kWarpArrivals);
+  memory.raw.initialize(1);
+}
+
+// Which (sequence, head)s and tiles of keys are a block's: every groups-th from group on, and of each of them every
+// blocks-th tile of keys from rank on. Here: all keys.
+struct WholeHeads {
+  static constexpr int rank = 0, blocks = 1;
+  int group, groups;
+
+  explicit __device__ __forceinline__ WholeHeads(const Parameters&) : group(blockIdx.x), groups(gridDim.x) {}
 };
 
-constexpr int kStages = 4;  // tiles of queries on chip
-
+// Of a block for up to kOnChipQueries queries.
 struct Memory {
+  using Share = WholeHeads;
+  static constexpr int kStages = 2, kBuffers = 1;  // tiles of queries; what is kept
   alignas(1024) char q[kStages][kQueryTileBytes];
   char dout[kStages][kQueryTileBytes];
   char k[2][kKeyTileBytes];
   char v[kKeyTileBytes];
-  char dscores[2][kKeyTileBytes];  // [keys, queries]
-  OrderedSums<kSumFloats / kWarpgroup>::Memory sums;
+  char dscores[kKeyTileBytes];  // [keys, queries]
+  float4 sums[kOnChipQueries * kHeadDim / 4];
   float statistics[kStages][2][kQueries];
-  uint32_t kept[2][2][kWarpgroup];  // for steps by turns, of each of the two warpgroups
-  Unit<true> unit[kThreads / 32];   // of each warp: there are no registers for it
-  Barrier q_full[kStages], q_empty[kStages], k_full[2], k_empty[2], v_full, v_empty, raw, dscores_full[2],
-      dscores_empty[2], kept_full[2][2], kept_empty[2];
+  uint32_t kept[kBuffers][2][kWarpgroup];  // of each of the two warpgroups
+  Barrier q_full[kStages], q_empty[kStages], k_full[2], k_empty[2], v_full, v_empty, raw, dscores_full, dscores_empty,
+      kept_full[kBuffers][2], kept_empty[kBuffers];
 
-  // One thread; then a barrier of the cluster.
+  // One thread; then a barrier of the block.
   __device__ __forceinline__ void initialize() {
-    for (int i = 0; i < kStages; ++i) {
-      q_full[i].initialize(1);
-      q_empty[i].initialize(8);
-    }
-    for (int i = 0; i < 2; ++i) {
-      k_full[i].initialize(1);
-      k_empty[i].initialize(4);
-      dscores_full[i].initialize(8);
-      dscores_empty[i].initialize(4);
-      kept_full[i][0].initialize(2);
-      kept_full[i][1].initialize(2);
-      kept_empty[i].initialize(8);
-    }
-    v_full.initialize(1);
-    v_empty.initialize(8);
-    raw.initialize(1);
-    sums.passed = 0;
+    initialize_tiles(*this);
+    dscores_full.initialize(8 * kWarpArrivals);
+    dscores_empty.initialize(4 * kWarpArrivals);
     fence_barriers();
   }
 };
 static_assert(sizeof(Memory) <= 227 * 1024);
-
-// The warp's own unit in shared memory, where set_unit() puts it: a whole warp.
-template <bool CAUSAL>
-__device__ __forceinline__ const Unit<CAUSAL>& own_unit(const Memory& memory) {
-  return reinterpret_cast<const Unit<CAUSAL>&>(memory.unit[thread_here() / 32]);
-}
-template <bool CAUSAL>
-__device__ __forceinline__ void set_unit(const Parameters& p, Memory& memory, int index) {
-  const Unit<CAUSAL> unit(p, index);
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) reinterpret_cast<Unit<CAUSAL>&>(memory.unit[thread_here() / 32]) = unit;
-  __syncwarp();
-}
 
 // ---- warpgroup 0: tiles ----------------------------------------------------------------------------------------------
 
@@ -179,12 +164,12 @@ __device__ __forceinline__ void clear_rows(char* tile, int from, int rows) {
 
 // Brings tiles to their places. Rows past a sequence's end that are others' numbers are replaced by zeros: they are
 // multiplied by zeros, which a NaN would survive.
-template <bool CAUSAL>
+template <bool CAUSAL, class Memory>
 __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory& memory) {
-  const Share share(p);
+  const typename Memory::Share share(p);
   const bool first_lane = threadIdx.x % 32 == 0;
   const bool foreign = p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr;
-  RingPosition<kStages> stage;
+  RingPosition<Memory::kStages> stage;
   RingPosition<2> k_stage;
   RingPosition<1> v_stage, raw;
   // Starts copies that bring `bytes` to `full`; if some of the rows are to be cleared, that comes in between.
@@ -192,8 +177,8 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory& memory)
     const bool direct = !foreign || valid >= rows;
     Barrier& landed = direct ? full : memory.raw;
     if (first_lane) {
-      start(landed);
       landed.arrive_expect(bytes);
+      start(landed);
     }
     if (direct) return;
     landed.wait(raw.parity);
@@ -203,10 +188,10 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory& memory)
     __syncwarp();
     if (first_lane) full.arrive();
   };
-  for (int index = share.group; index < share.units; index += share.groups) {
+  for (int index = share.group; index < p.sequences * p.heads; index += share.groups) {
     const Unit<CAUSAL> unit(p, index);
     const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
-    for (int key_tile = share.rank; key_tile < unit.key_tiles; key_tile += p.blocks) {
+    for (int key_tile = share.rank; key_tile < unit.key_tiles; key_tile += share.blocks) {
       const int valid_keys = unit.k.length - key_tile * kKeys, first_key = unit.k.first + key_tile * kKeys;
       char *k = memory.k[k_stage.slot], *v = memory.v;
       memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
@@ -253,19 +238,19 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory& memory)
 // keys 2 * d + {0, 1} and queries 2 * t + {0, 1} modulo 8, from the draws of its 4 queries. The three warps take tasks
 // in turn, each at least one of every tile, so that each of them waits for every phase of kept_empty: with a barrier
 // for each warpgroup, a warp could miss a phase and take the one before it for the one after it.
-template <bool CAUSAL>
+template <bool CAUSAL, class Memory>
 __device__ __forceinline__ void draw_kept(const Parameters& p, Memory& memory, int warp) {
-  const Share share(p);
+  const typename Memory::Share share(p);
   const int lane = threadIdx.x % 32;
   const uint64_t seed = static_cast<uint64_t>(*p.seed);
   const uint32_t subtracted = (p.threshold & 127) * 0x01010101u;
   const uint32_t either = p.threshold < 128 ? 0xffffffffu : 0u;
   const uint32_t top = p.threshold < 256 ? 0x80808080u : 0u;
-  RingPosition<2> step;
+  RingPosition<Memory::kBuffers> step;
   int turn = warp;
-  for (int index = share.group; index < share.units; index += share.groups) {
+  for (int index = share.group; index < p.sequences * p.heads; index += share.groups) {
     const Unit<CAUSAL> unit(p, index);
-    for (int key_tile = share.rank; key_tile < unit.key_tiles; key_tile += p.blocks)
+    for (int key_tile = share.rank; key_tile < unit.key_tiles; key_tile += share.blocks)
       for (int query_tile = unit.begin(key_tile); query_tile < unit.query_tiles; ++query_tile, step.next())
         for (int task = 0; task < 4; ++task) {
           if (--turn >= 0) continue;
@@ -290,8 +275,7 @@ __device__ __forceinline__ void draw_kept(const Parameters& p, Memory& memory, i
             bytes[4 * (32 * w + 8 * d + t) + part] = static_cast<uint8_t>(both);
             bytes[4 * (32 * w + 8 * d + 4 + t) + part] = static_cast<uint8_t>(both >> 8);
           }
-          __syncwarp();
-          if (lane == 0) memory.kept_full[step.slot][consumer].arrive();
+          arrive_warp(memory.kept_full[step.slot][consumer]);
         }
   }
 }

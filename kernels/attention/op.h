@@ -79,7 +79,7 @@ namespace cuda {
 // from the queries of all sequences (tokens).
 Status attention_forward(const AttentionForward&);
 Status attention_backward(const AttentionBackward&);
-int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen_k);
+int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen);
 }  // namespace cuda
 
 }  // namespace fasttfm

@@ -125,6 +125,21 @@ struct Barrier {
 // Makes initialized barriers known to the copy engine and to the cluster.
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// How often a warp arrives where it hands something over as a whole. Once is enough: __syncwarp() orders all its lanes
+// before the one that arrives. compute-sanitizer's racecheck does not follow that order, so that a build for it lets
+// every lane arrive.
+#ifdef FASTTFM_EVERY_LANE_ARRIVES
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+
+// A whole warp arrives at a barrier that counts kWarpArrivals for each of its warps.
+__device__ __forceinline__ void arrive_warp(Barrier& barrier) {
+  __syncwarp();
+  if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) barrier.arrive();
+}
+
 // Where a ring of STAGES slots stands: the slot, and the parity of the phase that fills it (wait for full: parity;
 // wait for empty: parity ^ 1).
 template <int STAGES>

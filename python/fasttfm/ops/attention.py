@@ -376,7 +376,7 @@ def _backward_cuda(
         dout = dout.clone()
     core = _native.core()
     *tokens, heads, _ = q.shape
-    size = core.attention_backward_workspace_cuda(problem.sequences, heads, math.prod(tokens), problem.max_seqlen_k)
+    size = core.attention_backward_workspace_cuda(problem.sequences, heads, math.prod(tokens), problem.max_seqlen)
     workspace = torch.empty(size, dtype=torch.float32, device=q.device)
     core.attention_backward_cuda(
         **_fields(q, k, v, problem),
