@@ -172,13 +172,18 @@ cudaError_t resident_clusters(Kernel kernel, int device, int blocks, int* cluste
 template <class T, bool DROPOUT, bool CAUSAL>
 Status launch_long(const AttentionBackward& call, Parameters p, int processors) {
   const auto kernel = long_backward_kernel<T, DROPOUT, CAUSAL>;
+  const int64_t units = call.sequences * call.heads;
   p.blocks = blocks_of(call, CAUSAL, processors);
+  if (p.blocks == 1) {
+    const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors)));
+    return launch(kernel, grid, dim3(kThreads), sizeof(LongMemory), call.stream, p);
+  }
   int clusters = 0;
   const cudaError_t error = resident_clusters(kernel, call.device, p.blocks, &clusters);
   if (error != cudaSuccess) return status_of(error);
-  if (clusters == 0) return {StatusCode::cuda_error, "attention: the device runs no block of the backward"};
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(call.sequences * call.heads, clusters)) * p.blocks;
-  return ClusterLaunch(dim3(grid), dim3(kThreads), p.blocks, sizeof(LongMemory), call.stream)(kernel, p);
+  if (clusters == 0) return {StatusCode::cuda_error, "attention: the device runs no cluster of two blocks"};
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, clusters)) * p.blocks);
+  return ClusterLaunch(grid, dim3(kThreads), p.blocks, sizeof(LongMemory), call.stream)(kernel, p);
 }
 
 template <class T, bool DROPOUT, bool CAUSAL>
