@@ -1,17 +1,25 @@
 // attention backward for Hopper, head dim 64: one pass with the five products. Formulas: reference.py.
 //
-// A block works on one (sequence, head) after another. It takes 128 keys at a time; for them it goes over all queries,
-// 64 at a time. Four warpgroups share the work:
+// A block takes 128 keys of a (sequence, head) at a time, and for them it goes over all queries, 64 at a time. Four
+// warpgroups share the work:
 //
 //   0  producer: warp 0 brings tiles in by TMA, warps 1 to 3 draw dropout's random bits
 //   1, 2  64 keys each, keys by queries:  S^T = K Q^T, dP^T = V dO^T, then P^T and dS^T in registers, and from there
 //         dV += P^T dO and dK += dS^T Q; dS^T is left in shared memory
-//   3  dQ += dS K of all 128 keys. Its sums over keys stand in shared memory up to kOnChipQueries queries, else in the
-//      workspace, each thread's own in its own place, so that nothing has to be ordered.
+//   3  dQ += dS K of all 128 keys.
+//
+// There are two forms. Up to kOnChipQueries queries, a block has one (sequence, head) after another, and dQ's sums over
+// keys stand in shared memory, each thread's own in its own place (cuda_backward_products.cuh). Beyond, they stand in
+// the workspace, where the copy engine adds to them; the two blocks of a cluster share a (sequence, head), take tiles
+// of keys by turns and add in the order of the keys; who comes last takes the sum and writes dQ
+// (cuda_backward_long.cuh). As they meet the same queries at about the same time, the second level cache has them and
+// the sums: with a head for each block these are 134 MB at 2,048 queries.
 //
 // Every sum has one fixed order.
 #include <algorithm>
+#include <atomic>
 
+#include "attention/cuda_backward_long.cuh"
 #include "attention/cuda_backward_products.cuh"
 #include "attention/cuda_backward_tiles.cuh"
 #include "attention/cuda_call.h"
@@ -24,49 +32,66 @@ namespace {
 
 // ---- the kernels -----------------------------------------------------------------------------------------------------
 
-template <class T, bool DROPOUT, bool CAUSAL, bool ON_CHIP>
-__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ Parameters p) {
-  extern __shared__ __align__(1024) char bytes[];
-  auto& memory = *reinterpret_cast<Memory<ON_CHIP>*>(bytes);
-  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
+template <class Memory>
+__device__ __forceinline__ void begin_block(const Parameters& p, Memory& memory) {
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Memory<ON_CHIP>::kStages; ++i) {
-      memory.q_full[i].initialize(1);
-      memory.q_empty[i].initialize(8);
-    }
-    for (int i = 0; i < 2; ++i) {
-      memory.k_full[i].initialize(1);
-      memory.k_empty[i].initialize(4);
-      memory.kept_full[i].initialize(2);
-    }
-    memory.kept_empty.initialize(8);
-    memory.v_full.initialize(1);
-    memory.v_empty.initialize(8);
-    memory.raw.initialize(1);
-    memory.dscores_full.initialize(8);
-    memory.dscores_empty.initialize(4);
-    fence_barriers();
+    memory.initialize();
     prefetch_map(&p.q);
     prefetch_map(&p.k);
     prefetch_map(&p.v);
     prefetch_map(&p.dout);
   }
   __syncthreads();
+}
+
+template <class T, bool DROPOUT, bool CAUSAL>
+__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ Parameters p) {
+  extern __shared__ __align__(1024) char bytes[];
+  auto& memory = *reinterpret_cast<Memory*>(bytes);
+  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
+  begin_block(p, memory);
   if (warpgroup == 0) {
-    lower_registers<kProducerRegisters>();
+    lower_registers<48>();
     const int warp = uniform(threadIdx.x / 32);
     if (warp == 0)
       bring_tiles<CAUSAL>(p, memory);
     else if constexpr (DROPOUT)
       draw_kept<CAUSAL>(p, memory, warp - 1);
   } else if (warpgroup == 3) {
-    lower_registers<kSumRegisters>();
+    lower_registers<64>();
     sum_dq<T, CAUSAL>(p, memory);
   } else {
-    raise_registers<kConsumerRegisters>();
-    KeyWarpgroup<T, DROPOUT, CAUSAL, ON_CHIP> keys(p, memory, warpgroup - 1);
+    raise_registers<200>();
+    KeyWarpgroup<T, DROPOUT, CAUSAL> keys(p, memory, warpgroup - 1);
     for (int index = blockIdx.x; index < p.sequences * p.heads; index += gridDim.x)
       keys.over_unit(Unit<CAUSAL>(p, index));
+  }
+}
+
+template <class T, bool DROPOUT, bool CAUSAL>
+__global__ void __launch_bounds__(kThreads, 1) long_backward_kernel(const __grid_constant__ Parameters p) {
+  extern __shared__ __align__(1024) char bytes[];
+  auto& memory = *reinterpret_cast<LongMemory*>(bytes);
+  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
+  begin_block(p, memory);
+  if (p.blocks > 1) sync_cluster();
+  if (warpgroup == 0) {
+    lower_registers<DROPOUT ? 48 : 32>();
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp == 0)
+      bring_tiles<CAUSAL>(p, memory);
+    else if constexpr (DROPOUT)
+      draw_kept<CAUSAL>(p, memory, warp - 1);
+  } else if (warpgroup == 3) {
+    lower_registers<64>();
+    sum_long_dq<T, CAUSAL>(p, memory);
+  } else {
+    raise_registers<DROPOUT ? 200 : 208>();
+    LongKeyWarpgroup<T, DROPOUT, CAUSAL>(p, memory, warpgroup - 1).run();
+  }
+  if (p.blocks > 1) {  // who is told how far another one is has to be there
+    __syncwarp();
+    sync_cluster();
   }
 }
 
@@ -124,14 +149,48 @@ int64_t tiles_of(int64_t sequences, int64_t queries, bool packed) {
   return packed ? queries / kQueries + sequences : sequences * ((queries + kQueries - 1) / kQueries);
 }
 
+// How many blocks share a (sequence, head), for more than kOnChipQueries queries (measured; clusters of 4 and 8 leave
+// multiprocessors without work, as these do not come in multiples of that).
+int blocks_of(const AttentionCall& call, bool causal, int processors) {
+  const bool few = call.sequences * call.heads * 2 <= processors, longer = call.max_seqlen > 1024;
+  return call.max_seqlen_k > kKeys && (!causal || longer || few) ? 2 : 1;
+}
+
+// How many clusters of `blocks` blocks run at the same time; asked once for a device.
+template <class Kernel>
+cudaError_t resident_clusters(Kernel kernel, int device, int blocks, int* clusters) {
+  static std::atomic<int> known[16][3];
+  std::atomic<int>* own = device < 16 ? &known[device][blocks] : nullptr;
+  *clusters = own == nullptr ? 0 : own->load();
+  if (*clusters > 0) return cudaSuccess;
+  const ClusterLaunch launch(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), blocks, sizeof(LongMemory), nullptr);
+  const cudaError_t error = launch.resident(kernel, clusters);
+  if (error == cudaSuccess && own != nullptr) own->store(*clusters);
+  return error;
+}
+
+template <class T, bool DROPOUT, bool CAUSAL>
+Status launch_long(const AttentionBackward& call, Parameters p, int processors) {
+  const auto kernel = long_backward_kernel<T, DROPOUT, CAUSAL>;
+  const int64_t units = call.sequences * call.heads;
+  p.blocks = blocks_of(call, CAUSAL, processors);
+  if (p.blocks == 1) {
+    const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors)));
+    return launch(kernel, grid, dim3(kThreads), sizeof(LongMemory), call.stream, p);
+  }
+  int clusters = 0;
+  const cudaError_t error = resident_clusters(kernel, call.device, p.blocks, &clusters);
+  if (error != cudaSuccess) return status_of(error);
+  if (clusters == 0) return {StatusCode::cuda_error, "attention: the device runs no cluster of two blocks"};
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, clusters)) * p.blocks);
+  return ClusterLaunch(grid, dim3(kThreads), p.blocks, sizeof(LongMemory), call.stream)(kernel, p);
+}
+
 template <class T, bool DROPOUT, bool CAUSAL>
 Status launch_backward(const AttentionBackward& call, const Parameters& p, int processors) {
+  if (call.max_seqlen > kOnChipQueries) return launch_long<T, DROPOUT, CAUSAL>(call, p, processors);
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>(call.sequences * call.heads, processors)));
-  if (call.max_seqlen <= kOnChipQueries)
-    return launch(backward_kernel<T, DROPOUT, CAUSAL, true>, grid, dim3(kThreads), sizeof(Memory<true>), call.stream,
-                  p);
-  return launch(backward_kernel<T, DROPOUT, CAUSAL, false>, grid, dim3(kThreads), sizeof(Memory<false>), call.stream,
-                p);
+  return launch(backward_kernel<T, DROPOUT, CAUSAL>, grid, dim3(kThreads), sizeof(Memory), call.stream, p);
 }
 
 template <class T>

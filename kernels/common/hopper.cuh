@@ -125,6 +125,21 @@ struct Barrier {
 // Makes initialized barriers known to the copy engine and to the cluster.
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// How often a warp arrives where it hands something over as a whole. Once is enough: __syncwarp() orders all its lanes
+// before the one that arrives. compute-sanitizer's racecheck does not follow that order, so that a build for it lets
+// every lane arrive.
+#ifdef FASTTFM_EVERY_LANE_ARRIVES
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+
+// A whole warp arrives at a barrier that counts kWarpArrivals for each of its warps.
+__device__ __forceinline__ void arrive_warp(Barrier& barrier) {
+  __syncwarp();
+  if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) barrier.arrive();
+}
+
 // Where a ring of STAGES slots stands: the slot, and the parity of the phase that fills it (wait for full: parity;
 // wait for empty: parity ^ 1).
 template <int STAGES>
@@ -168,12 +183,24 @@ __device__ __forceinline__ bool elected() {
 // A number that is the same in all threads of a warp, made so for the compiler.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
+// threadIdx.x, read anew wherever it stands: what is computed from it takes registers only there.
+__device__ __forceinline__ uint32_t thread_here() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // ---- clusters --------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
+}
+__device__ __forceinline__ uint32_t cluster_blocks() {
+  uint32_t blocks;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  return blocks;
 }
 __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");

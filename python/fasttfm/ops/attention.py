@@ -405,13 +405,14 @@ def _refuse_cuda_backward(
     return None if max(sequences, heads) < 2**16 else f"goes backward with up to 65535 sequences, got {sequences}"
 
 
+_HOPPER_PAIRS = 66  # of an H200's multiprocessors
+
+
 def _yield_cuda_backward(
     q: Tensor,
     k: Tensor | None = None,
     v: Tensor | None = None,
     *,
-    causal: bool = False,
-    window: Window | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen: int | None = None,
@@ -420,19 +421,20 @@ def _yield_cuda_backward(
 ) -> str | None:
     """The rule of where Triton's backward is the faster one, by docs/kernels.md.
 
-    Up to 128 queries and keys, one tile of Triton's holds a head. Beyond, one block of Hopper's goes over all of a
-    (sequence, head): that wants as many of them as half of the GPU has multiprocessors, unless they are short. Above
-    512 queries the sums of dq leave the chip, which costs what five products instead of seven gain, at 1,024 queries
-    that see all keys and at 2,048 causal ones.
+    Up to 128 queries and keys, one tile of Triton's holds a head. Up to 512 queries one block of Hopper's has a head:
+    that wants half as many of them as multiprocessors, unless they are short. Beyond, two blocks share one; they are 8
+    to 17% faster, so that nearly all multiprocessors must have work. Above 4,096 queries it was not measured so.
     """
     longest, longest_k = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
     units = _sequences(q, cu_seqlens) * q.shape[-2]
     if max(longest, longest_k) <= 128:
         return f"is slower backward up to 128 queries and keys, got {longest} and {longest_k}"
-    if longest > (2048 if window_bounds(causal, window)[1] == 0 else 1024):
-        return f"is slower backward above 1024 queries, 2048 where attention is causal, got {longest}"
-    if longest > 256 and units < 66:
-        return f"is slower backward below 66 heads of all sequences, above 256 queries, got {units} of {longest}"
+    if longest > 4096:
+        return f"is slower backward above 4096 queries, got {longest}"
+    if 256 < longest <= 512 and units < _HOPPER_PAIRS:
+        return f"is slower backward below 66 heads of all sequences, above 256 queries, got {units}"
+    if longest > 512 and units < 0.9 * _HOPPER_PAIRS * -(-units // _HOPPER_PAIRS):
+        return f"is slower backward above 512 queries with heads that are not near a multiple of 66, got {units}"
     return None
 
 
