@@ -24,7 +24,22 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 WORK = Path(tempfile.gettempdir()) / "hopper_gemm"
 HEADER = ROOT / "kernels" / "linear_gelu" / "cuda_product.cuh"
+DEVICE = "cuda"
 STREAMED = (("st.global.v4", "st.global.cs.v4"),)
+APART = (  # the second warpgroup begins when the first has issued a step
+    ("uint32_t parity = 0, last = 0;", "uint32_t parity = 0, last = 0;\n  bool begun = false;"),
+    (
+        "      begin_products();\n#pragma unroll\n      for (int i",
+        "      if (!begun && group == 1) sync_named(2, 256);\n"
+        "      begin_products();\n#pragma unroll\n      for (int i",
+    ),
+    (
+        "      commit_products();\n      if (step > 0)",
+        "      commit_products();\n      if (!begun && group == 0) arrive_named(2, 256);\n      begun = true;\n"
+        "      if (step > 0)",
+    ),
+)
+NO_PREFETCH = (("    prefetch_next(p, tile, a_map);\n", ""),)
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,8 @@ MAIN = Variant(256, 3, 2, 3)
 VARIANTS = [
     MAIN,
     Variant(256, 3, 2, 3, STREAMED, "streamed"),
+    Variant(256, 3, 2, 3, NO_PREFETCH, "no prefetch"),
+    Variant(256, 3, 2, 3, APART, "apart"),
     Variant(256, 3, 1, 3),
     Variant(256, 3, 4, 3),
     Variant(256, 3, 2, 7),
@@ -166,7 +183,7 @@ SENTINEL = 12345.0
 def guarded(rows: int, columns: int, dtype: Any) -> Any:
     import torch
 
-    return torch.full((rows + GUARD, columns), SENTINEL, dtype=dtype, device="cuda")
+    return torch.full((rows + GUARD, columns), SENTINEL, dtype=dtype, device=DEVICE)
 
 
 def inner_gradient(u: Any, activation: int) -> tuple[Any, Any]:
@@ -197,11 +214,11 @@ def wrong(name: str, got: Any, expected: Any, dtype: Any, slack: float = 1.0) ->
     return f"{name}: {worst:.1e} at {bad[0].tolist()} .. {bad[-1].tolist()}, {len(bad)} of {error.numel()}"
 
 
-def check_case(kernel: Kernel, T: int, C: int, I: int, dtype: Any, activation: int, with_bias: bool) -> list[str]:  # noqa: E741
+def check_case(kernel: Kernel, T: int, C: int, I: int, dtype: Any, activation: int, with_bias: bool) -> list[str]:
     import torch
 
     def randn(*shape: int, gain: float = 1.0) -> Any:
-        return (gain * torch.randn(*shape, device="cuda")).to(dtype)
+        return (gain * torch.randn(*shape, device=DEVICE)).to(dtype)
 
     x, w = randn(T, C), randn(I, C, gain=C**-0.5)
     bias = randn(I).float() if with_bias else None
@@ -216,7 +233,7 @@ def check_case(kernel: Kernel, T: int, C: int, I: int, dtype: Any, activation: i
     dy, w2 = randn(T, C), randn(C, I, gain=C**-0.5)
     dh, again = guarded(T, I, dtype), guarded(T, I, dtype)
     tiles = -(-T // 128)
-    sums = torch.full((tiles + 1, I), SENTINEL, device="cuda")
+    sums = torch.full((tiles + 1, I), SENTINEL, device=DEVICE)
     kernel.backward(dy, w2, bias, h, dh, again, sums, activation)
     torch.cuda.synchronize()
     y, slope = inner_gradient(h[:T].double() + shift, activation)
@@ -225,7 +242,7 @@ def check_case(kernel: Kernel, T: int, C: int, I: int, dtype: Any, activation: i
     found += [
         wrong("dh", dh[:T], exact, dtype),
         wrong("a again", again[:T], y, dtype),
-        wrong("dbias", total, exact.sum(0), dtype),
+        wrong("dbias", total, exact.sum(0), dtype, slack=5.0),
     ]
     for name, tensor in (("h", h), ("a", a), ("dh", dh), ("a again", again)):
         if not bool((tensor[T:] == tensor.new_tensor(SENTINEL)).all()):
@@ -250,24 +267,28 @@ def check(variant: Variant) -> list[str]:
     kernel = Kernel(variant)
     complaints = []
     cases = [(256, 64, 256), (128, 1024, 512), (1, 72, 8), (300, 200, 392), (777, 768, 3072), (4200, 1024, 4096)]
-    for T, C, I in cases:  # noqa: E741
+    for T, C, I in cases:
         complaints += check_case(kernel, T, C, I, torch.bfloat16, 0, True)
     if variant == MAIN:
         for dtype in (torch.bfloat16, torch.float16):
             for activation in (0, 1, 2):
                 complaints += check_case(kernel, 600, 320, 640, dtype, activation, dtype == torch.float16)
-    T, C, I = 18400, 768, 3072  # noqa: E741
-    x, w, bias = (torch.randn(s, device="cuda").bfloat16() for s in ((T, C), (I, C), (I,)))
-    dy, w2 = torch.randn(T, C, device="cuda").bfloat16(), torch.randn(C, I, device="cuda").bfloat16()
+    T, C, I = 18400, 768, 3072
+    x, w, bias = (torch.randn(s, device=DEVICE).bfloat16() for s in ((T, C), (I, C), (I,)))
+    dy, w2 = torch.randn(T, C, device=DEVICE).bfloat16(), torch.randn(C, I, device=DEVICE).bfloat16()
     first = None
     for _ in range(15):
-        results = [torch.empty(T, I, dtype=x.dtype, device="cuda") for _ in range(4)]
-        sums = torch.empty(-(-T // 128), I, device="cuda")
+        results = [torch.empty(T, I, dtype=x.dtype, device=DEVICE) for _ in range(4)]
+        sums = torch.empty(-(-T // 128), I, device=DEVICE)
         kernel.forward(x, w, bias, *results[:2])
         kernel.backward(dy, w2, bias, results[0], *results[2:], sums)
         bits = [*(r.view(torch.int16) for r in results), sums.view(torch.int32)]
         if first is not None and not all(torch.equal(a, b) for a, b in zip(bits, first, strict=True)):
-            names = [n for n, a, b in zip("h a dh again sums".split(), bits, first, strict=True) if not torch.equal(a, b)]
+            names = [
+                n
+                for n, a, b in zip(["h", "a", "dh", "again", "sums"], bits, first, strict=True)
+                if not torch.equal(a, b)
+            ]
             complaints.append(f"not the same bits every time: {names}")
             break
         first = bits
@@ -301,11 +322,11 @@ def passes() -> tuple[Callable[..., Any], Callable[..., Any]]:
             if not (package / source.name).exists():
                 (package / source.name).symlink_to(source)
         sys.path.insert(0, str(package.parent))
-    from fasttfm.ops.bias_gelu import TABLE, _backward_op, _forward_op
-
     import torch
 
-    probe = torch.zeros(8, 64, dtype=torch.bfloat16, device="cuda")
+    from fasttfm.ops.bias_gelu import TABLE, _backward_op, _forward_op
+
+    probe = torch.zeros(8, 64, dtype=torch.bfloat16, device=DEVICE)
     print(f"the pass: {TABLE.select(None, probe, None).name}", flush=True)
     return _forward_op, _backward_op
 
@@ -323,7 +344,7 @@ def graph_of(function: Callable[[], Any], launches: int) -> Any:
     return graph
 
 
-def time_us(calls: dict[str, Callable[[], Any]], launches: int = 6, rounds: int = 5) -> dict[str, float]:
+def time_us(calls: dict[str, Callable[[], Any]], launches: int = 6, rounds: int = 7) -> dict[str, float]:
     """Medians; the calls take turns."""
     import torch
 
@@ -351,12 +372,16 @@ def time_all(names: list[str]) -> None:
     torch.manual_seed(0)
     kernels = {name: Kernel(variant) for variant in VARIANTS if (name := str(variant)) in names}
     pass_forward, pass_backward = passes()
-    for T, C, I in SHAPES:  # noqa: E741
-        x, w, bias = torch.randn(T, C, device="cuda").bfloat16(), torch.randn(I, C, device="cuda"), torch.randn(I).cuda()
+    for T, C, I in SHAPES:
+        x, w, bias = (
+            torch.randn(T, C, device=DEVICE).bfloat16(),
+            torch.randn(I, C, device=DEVICE),
+            torch.randn(I, device=DEVICE),
+        )
         w = (w * C**-0.5).bfloat16()
         dy, w2 = torch.randn_like(x), w.t().contiguous()
-        h, a, dh = (torch.empty(T, I, dtype=x.dtype, device="cuda") for _ in range(3))
-        sums = torch.empty(-(-T // 128), I, device="cuda")
+        h, a, dh = (torch.empty(T, I, dtype=x.dtype, device=DEVICE) for _ in range(3))
+        sums = torch.empty(-(-T // 128), I, device=DEVICE)
         flops = 2.0 * T * C * I
 
         def today(h: Any = h, x: Any = x, w: Any = w, bias: Any = bias) -> None:
@@ -420,7 +445,7 @@ def main() -> None:
     if arguments.build:
         return
     built = [variant for variant in VARIANTS if variant.library.exists()]
-    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+    with concurrent.futures.ThreadPoolExecutor(10) as pool:
         verdicts = list(pool.map(lambda variant: check_apart(variant, 20.0), built))
     for variant, verdict in zip(built, verdicts, strict=True):
         say(f"check {variant}: {verdict[:1200]}")

@@ -108,6 +108,16 @@ __device__ __forceinline__ void load_shared(const CUtensorMap* map, Barrier& ful
     load_box_to((1 << S::kCluster) - 1, map, full, to, c0, c1, 0, 0);
 }
 
+// The blocks that take a's next rows share in bringing them to the L2: they read them at the same time, and the ring is
+// too short for memory's latency.
+template <class S>
+__device__ __forceinline__ void prefetch_next(const ProductParams& p, TileTurns<S> tile, const CUtensorMap* a_map) {
+  tile.next(p);
+  if (!tile.valid(p)) return;
+  for (int step = tile.column / S::kColumns; step < p.steps; step += p.column_tiles)
+    prefetch_box(a_map, step * kTileColumns, tile.row, 0, 0);
+}
+
 // One thread. This block's share of b's tile: rows where K lies along them, and otherwise elements of K.
 template <class S, Major B>
 __device__ __forceinline__ void produce(const ProductParams& p, ProductMemory<S>& memory, const CUtensorMap* a_map,
@@ -115,6 +125,7 @@ __device__ __forceinline__ void produce(const ProductParams& p, ProductMemory<S>
   const int rank = static_cast<int>(blockIdx.x) % S::kCluster;
   RingPosition<S::kStages> at;
   for (TileTurns<S> tile(p); tile.valid(p); tile.next(p)) {
+    prefetch_next(p, tile, a_map);
     for (int step = 0; step < p.steps; ++step) {
       memory.empty[at.slot].wait(at.parity ^ 1);
       Barrier& full = memory.full[at.slot];
@@ -322,17 +333,17 @@ __device__ __forceinline__ void finish_forward(const ProductParams& p, ProductMe
 }
 
 // Adds the threads' sums of a part's columns up, in a fixed order, and writes them. All threads that compute
-// activations.
+// activations; calls take turns with two buffers.
 template <class S>
 __device__ __forceinline__ void store_sums(const ProductParams& p, ProductMemory<S>& memory,
                                            const EpilogueThread<S>& thread, const TileTurns<S>& tile, int part,
-                                           float (&sum)[kVector]) {
+                                           int buffer, float (&sum)[kVector]) {
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 8);
     sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 16);
   }
-  auto& shares = memory.sums[part % 2];
+  auto& shares = memory.sums[buffer];
   if (thread.lane < 8) store_packed(&shares[thread.warp][thread.column], narrow<float>(sum));
   sync_named(1, 32 * S::kEpilogueWarps);
   const int own = 32 * thread.warp + thread.lane, column = tile.column + part * kTileColumns + own;
@@ -349,6 +360,7 @@ template <class T, class S, Activation A>
 __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductMemory<S>& memory, int warp) {
   const EpilogueThread<S> thread(memory, warp);
   uint32_t parity = 0;
+  int buffer = 0;
   uint4 h[S::kVectors];
   TileTurns<S> tile(p);
   PartPlace<S> place(p, thread, tile, 0);
@@ -387,7 +399,8 @@ __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductM
         store_vector_if(place.has(v), place.at(p.product, v), narrow_vector<T>(gradient));
         store_vector_if(place.has(v) && p.activation != nullptr, place.at(p.activation, v), narrow_vector<T>(value));
       }
-      if (p.sums != nullptr) store_sums<S>(p, memory, thread, tile, part, sum);
+      if (p.sums != nullptr) store_sums<S>(p, memory, thread, tile, part, buffer, sum);
+      buffer ^= 1;
       place = next;
     }
     __syncwarp();
