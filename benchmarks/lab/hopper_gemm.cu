@@ -1,6 +1,6 @@
 // One shape of Hopper's product with an activation as a library of its own: hopper_gemm.py compiles it for each that it
 // tries.
-#include "linear_gelu/cuda_product.cuh"
+#include "gelu_product/cuda_product.cuh"
 
 using namespace fasttfm;
 using namespace fasttfm::cuda;

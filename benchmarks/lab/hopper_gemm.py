@@ -1,6 +1,6 @@
 """Which shapes Hopper's product with an activation is fastest with: ``python benchmarks/lab/hopper_gemm.py``.
 
-Compiles kernels/linear_gelu/cuda_product.cuh for every variant of VARIANTS (in parallel), checks each against fp64 in a
+Compiles kernels/gelu_product/cuda_product.cuh for every variant of VARIANTS (in parallel), checks each against fp64 in a
 process of its own with a time limit, then times those that are right against the vendor's product with bias_gelu's pass
 behind it, in the same run: replays of CUDA graphs of several calls, in turns. Needs nvcc and torch, and the package for
 the pass. The table goes to standard output and to $OUT/hopper_gemm.txt.
@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = Path(tempfile.gettempdir()) / "hopper_gemm"
-HEADER = ROOT / "kernels" / "linear_gelu" / "cuda_product.cuh"
+HEADER = ROOT / "kernels" / "gelu_product" / "cuda_product.cuh"
 DEVICE = "cuda"
 STREAMED = (("st.global.v4", "st.global.cs.v4"),)
 APART = (  # the second warpgroup begins when the first has issued a step
@@ -84,7 +84,7 @@ VARIANTS = [
 
 def compile_variant(variant: Variant) -> str:
     """What the compiler complains about."""
-    copy = variant.folder / "linear_gelu" / HEADER.name
+    copy = variant.folder / "gelu_product" / HEADER.name
     copy.parent.mkdir(parents=True, exist_ok=True)
     text = HEADER.read_text()
     for old, new in variant.edits:

@@ -16,7 +16,7 @@
 #include "common/activation.cuh"
 #include "common/hopper.cuh"
 #include "common/reduce.cuh"
-#include "linear_gelu/op.h"
+#include "gelu_product/op.h"
 
 namespace fasttfm {
 namespace cuda {
@@ -279,22 +279,24 @@ struct EpilogueThread {
   }
 };
 
-// Where a thread's vectors of one part of a tile lie in a tensor [rows, columns].
+// Where a thread's vectors of one part of a tile lie in a tensor [rows, columns]; goes from one to the next.
 template <class S>
-struct PartPlace {
-  int column, rows;
-  int64_t row_bytes, offset;
+struct PartWalk {
+  int column, rows;            // rows that there are, from the next vector's on
+  int64_t offset, step_bytes;  // of the next vector
 
-  __device__ __forceinline__ PartPlace(const ProductParams& p, const EpilogueThread<S>& thread,
-                                       const TileTurns<S>& tile, int part)
+  __device__ __forceinline__ PartWalk(const ProductParams& p, const EpilogueThread<S>& thread, const TileTurns<S>& tile,
+                                      int part)
       : column(tile.column + part * kTileColumns + thread.column),
         rows(column < p.columns ? thread.rows_left(p.rows - tile.row) : 0),
-        row_bytes(2 * static_cast<int64_t>(p.columns)),
-        offset((tile.row + thread.row) * row_bytes + 2 * column) {}
-  __device__ __forceinline__ bool has(int v) const { return v * EpilogueThread<S>::kStep < rows; }
-  template <class Pointer>
-  __device__ __forceinline__ Pointer* at(Pointer* tensor, int v) const {
-    return tensor + offset + v * EpilogueThread<S>::kStep * row_bytes;
+        offset(2 * (static_cast<int64_t>(tile.row + thread.row) * p.columns + column)),
+        step_bytes(2 * EpilogueThread<S>::kStep * static_cast<int64_t>(p.columns)) {}
+  __device__ __forceinline__ bool there() const { return rows > 0; }
+  // The assembler would compute all of a part's places first, and has no registers for them.
+  __device__ __forceinline__ void next() {
+    rows -= EpilogueThread<S>::kStep;
+    offset += step_bytes;
+    asm volatile("" : "+l"(offset), "+r"(rows));
   }
 };
 
@@ -306,9 +308,9 @@ __device__ __forceinline__ void finish_forward(const ProductParams& p, ProductMe
     memory.result_full.wait(parity);
 #pragma unroll 1
     for (int part = 0; part < S::kParts; ++part) {
-      const PartPlace<S> place(p, thread, tile, part);
+      PartWalk<S> at(p, thread, tile, part);
       float bias[kVector];
-      load_parameter(p.bias, p.bias_dtype, place.rows > 0 ? place.column : 0, 0.0f, bias);
+      load_parameter(p.bias, p.bias_dtype, at.there() ? at.column : 0, 0.0f, bias);
       constexpr int kBatch = 4;  // vectors under way together
 #pragma unroll
       for (int first = 0; first < S::kVectors; first += kBatch) {
@@ -321,8 +323,9 @@ __device__ __forceinline__ void finish_forward(const ProductParams& p, ProductMe
           widen_vector<T>(sums[v - first], value);
 #pragma unroll
           for (int i = 0; i < kVector; ++i) value[i] = activated<A, false>(value[i] + bias[i]).value;
-          store_vector_if(place.has(v) && p.product != nullptr, place.at(p.product, v), sums[v - first]);
-          store_vector_if(place.has(v), place.at(p.activation, v), narrow_vector<T>(value));
+          store_vector_if(at.there() && p.product != nullptr, p.product + at.offset, sums[v - first]);
+          store_vector_if(at.there(), p.activation + at.offset, narrow_vector<T>(value));
+          at.next();
         }
       }
     }
@@ -363,50 +366,48 @@ __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductM
   int buffer = 0;
   uint4 h[S::kVectors];
   TileTurns<S> tile(p);
-  PartPlace<S> place(p, thread, tile, 0);
   if (!tile.valid(p)) return;
+  PartWalk<S> ahead(p, thread, tile, 0);
 #pragma unroll
-  for (int v = 0; v < S::kVectors; ++v) h[v] = load_stream_if(place.has(v), place.at(p.h, v));
-  while (tile.valid(p)) {
-    TileTurns<S> next_tile = tile;
-    next_tile.next(p);
+  for (int v = 0; v < S::kVectors; ++v, ahead.next()) h[v] = load_stream_if(ahead.there(), p.h + ahead.offset);
+  for (; tile.valid(p); tile.next(p)) {
     memory.result_full.wait(parity);
 #pragma unroll 1
-    for (int part = 0; part < S::kParts; ++part) {
+    for (int part = 0; part < S::kParts; ++part, buffer ^= 1) {
       const bool ends = part == S::kParts - 1;
-      PartPlace<S> next(p, thread, ends ? next_tile : tile, ends ? 0 : part + 1);
-      if (ends && !next_tile.valid(p)) next.rows = 0;
+      PartWalk<S> at(p, thread, tile, part);
+      TileTurns<S> then = tile;
+      if (ends) then.next(p);
+      ahead = PartWalk<S>(p, thread, then, ends ? 0 : part + 1);
+      if (!then.valid(p)) ahead.rows = 0;
       float bias[kVector], sum[kVector];
-      load_parameter(p.bias, p.bias_dtype, place.rows > 0 ? place.column : 0, 0.0f, bias);
+      load_parameter(p.bias, p.bias_dtype, at.there() ? at.column : 0, 0.0f, bias);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) sum[i] = 0.0f;
 #pragma unroll
-      for (int v = 0; v < S::kVectors; ++v) {
+      for (int v = 0; v < S::kVectors; ++v, at.next(), ahead.next()) {
         uint4 product = thread.vector(part, v);
-        if (S::kVectors * S::kEpilogueWarps > S::kRowGroups && v == S::kVectors - 1 && !place.has(v))
+        if (S::kVectors * S::kEpilogueWarps > S::kRowGroups && v == S::kVectors - 1 && !at.there())
           product = make_uint4(0, 0, 0, 0);  // below the tile
         float value[kVector], gradient[kVector];
         widen_vector<T>(product, gradient);
         widen_vector<T>(h[v], value);
-        h[v] = load_stream_if(next.has(v), next.at(p.h, v));
+        h[v] = load_stream_if(ahead.there(), p.h + ahead.offset);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-          const Activated at = activated<A, false>(value[i] + bias[i]);
-          value[i] = at.value;
-          gradient[i] *= at.derivative;
+          const Activated activation = activated<A, false>(value[i] + bias[i]);
+          value[i] = activation.value;
+          gradient[i] *= activation.derivative;
           sum[i] += gradient[i];
         }
-        store_vector_if(place.has(v), place.at(p.product, v), narrow_vector<T>(gradient));
-        store_vector_if(place.has(v) && p.activation != nullptr, place.at(p.activation, v), narrow_vector<T>(value));
+        store_vector_if(at.there(), p.product + at.offset, narrow_vector<T>(gradient));
+        store_vector_if(at.there() && p.activation != nullptr, p.activation + at.offset, narrow_vector<T>(value));
       }
       if (p.sums != nullptr) store_sums<S>(p, memory, thread, tile, part, buffer, sum);
-      buffer ^= 1;
-      place = next;
     }
     __syncwarp();
     if (thread.lane == 0) memory.result_empty.arrive();
     parity ^= 1;
-    tile = next_tile;
   }
 }
 

@@ -1,10 +1,12 @@
-// A matrix product and the activation beside it in one kernel. N rows; see reference.py for the formulas.
+// A matrix product and the activation of its result's neighbourhood in one kernel: the two products of a feed-forward
+// block that meet its activation. N rows.
 //
-//   forward    h = x w^T                a = activation(h + bias)         x [N, C], w [I, C]
-//   backward   da = dy w                dh = da * activation'(h + bias)  dy [N, O], w [O, I]
-//              a once more              dbias = sum over rows of dh
+//   forward    h = x weight^T     a = activation(h + bias)            x [N, C], weight [I, C]
+//   backward   da = dy weight     dh = da * activation'(h + bias)     dy [N, O], weight [O, I]
+//              a once more        dbias = sum over rows of dh
 //
-// Bytes beside the operands: forward writes h and a, backward reads h and writes dh and a, I elements a row each.
+// h and da are rounded to the storage type before the activation. Bytes beside the operands: forward writes h and a,
+// backward reads h and writes dh and a, I elements a row each.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +17,7 @@
 
 namespace fasttfm {
 
-struct LinearGeluForward {
+struct GeluProductForward {
   const void* x;       // [N, C], dtype; rows x_stride elements apart
   const void* weight;  // [I, C], dtype, contiguous
   const void* bias;    // [I], bias_dtype, or null for 0
@@ -25,14 +27,14 @@ struct LinearGeluForward {
   int64_t inputs;      // C
   int64_t columns;     // I
   int64_t x_stride;
-  Activation activation;  // of the two forms of GELU
-  DType dtype;            // bf16 or f16
+  Activation activation;
+  DType dtype;  // bf16 or f16
   DType bias_dtype;
   int device;
   void* stream;
 };
 
-struct LinearGeluBackward {
+struct GeluProductBackward {
   const void* dy;      // [N, O], dtype; rows dy_stride elements apart
   const void* weight;  // [O, I], dtype, contiguous
   const void* bias;    // [I], bias_dtype, or null for 0
@@ -40,13 +42,13 @@ struct LinearGeluBackward {
   void* dh;            // [N, I], dtype, contiguous
   void* a;             // [N, I], dtype, contiguous, or null when not wanted
   void* dbias;         // [I], bias_dtype, or null when not wanted
-  float* workspace;    // linear_gelu_workspace(rows, columns) floats; unused without dbias
+  float* workspace;    // gelu_product_workspace_cuda(rows, columns) floats; unused without dbias
   int64_t rows;        // N
   int64_t outputs;     // O
   int64_t columns;     // I
   int64_t dy_stride;
-  Activation activation;  // of the two forms of GELU
-  DType dtype;            // bf16 or f16
+  Activation activation;
+  DType dtype;  // bf16 or f16
   DType bias_dtype;
   int device;
   void* stream;
@@ -54,9 +56,9 @@ struct LinearGeluBackward {
 
 namespace cuda {
 // Compute capability 9.0; sizes and strides are multiples of 8, tensors start at multiples of 16 bytes.
-Status linear_gelu_forward(const LinearGeluForward&);
-Status linear_gelu_backward(const LinearGeluBackward&);
-int64_t linear_gelu_workspace(int64_t rows, int64_t columns);  // in floats
+Status gelu_product_forward(const GeluProductForward&);
+Status gelu_product_backward(const GeluProductBackward&);
+int64_t gelu_product_workspace(int64_t rows, int64_t columns);  // in floats
 }  // namespace cuda
 
 }  // namespace fasttfm
