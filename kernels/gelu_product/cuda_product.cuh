@@ -248,6 +248,26 @@ __device__ __forceinline__ uint4 load_stream_if(bool wanted, const void* from) {
       : "r"(static_cast<int>(wanted)), "l"(from));
   return v;
 }
+// Eight elements of the bias as they lie in memory, read before they are needed; zeros where there is no bias.
+struct BiasVector {
+  uint4 words[2];
+
+  __device__ __forceinline__ BiasVector(const ProductParams& p, int column) {
+    const bool wide = p.bias_dtype == DType::f32, there = p.bias != nullptr && column < p.columns;
+    const char* from = static_cast<const char*>(p.bias) + column * (wide ? 4 : 2);
+    words[0] = load_stream_if(there, from);
+    words[1] = load_stream_if(there && wide, from + 16);
+  }
+  __device__ __forceinline__ void widen_to(float (&to)[kVector], DType dtype) const {
+    if (dtype == DType::f32)
+      widen(*reinterpret_cast<const Packed<float>*>(words), to);
+    else if (dtype == DType::bf16)
+      widen(*reinterpret_cast<const Packed<bf16_t>*>(words), to);
+    else
+      widen(*reinterpret_cast<const Packed<f16_t>*>(words), to);
+  }
+};
+
 template <class T>
 __device__ __forceinline__ void widen_vector(uint4 v, float (&to)[kVector]) {
   widen(*reinterpret_cast<const Packed<T>*>(&v), to);
@@ -304,13 +324,18 @@ template <class T, class S, Activation A>
 __device__ __forceinline__ void finish_forward(const ProductParams& p, ProductMemory<S>& memory, int warp) {
   const EpilogueThread<S> thread(memory, warp);
   uint32_t parity = 0;
-  for (TileTurns<S> tile(p); tile.valid(p); tile.next(p)) {
+  TileTurns<S> tile(p);
+  BiasVector next_bias(p, tile.column + thread.column);
+  for (; tile.valid(p); tile.next(p)) {
     memory.result_full.wait(parity);
 #pragma unroll 1
     for (int part = 0; part < S::kParts; ++part) {
       PartWalk<S> at(p, thread, tile, part);
       float bias[kVector];
-      load_parameter(p.bias, p.bias_dtype, at.there() ? at.column : 0, 0.0f, bias);
+      next_bias.widen_to(bias, p.bias_dtype);
+      TileTurns<S> then = tile;
+      if (part == S::kParts - 1) then.next(p);
+      next_bias = BiasVector(p, then.column + (part + 1) % S::kParts * kTileColumns + thread.column);
       constexpr int kBatch = 4;  // vectors under way together
 #pragma unroll
       for (int first = 0; first < S::kVectors; first += kBatch) {
@@ -368,6 +393,7 @@ __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductM
   TileTurns<S> tile(p);
   if (!tile.valid(p)) return;
   PartWalk<S> ahead(p, thread, tile, 0);
+  BiasVector next_bias(p, ahead.column);
 #pragma unroll
   for (int v = 0; v < S::kVectors; ++v, ahead.next()) h[v] = load_stream_if(ahead.there(), p.h + ahead.offset);
   for (; tile.valid(p); tile.next(p)) {
@@ -381,7 +407,8 @@ __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductM
       ahead = PartWalk<S>(p, thread, then, ends ? 0 : part + 1);
       if (!then.valid(p)) ahead.rows = 0;
       float bias[kVector], sum[kVector];
-      load_parameter(p.bias, p.bias_dtype, at.there() ? at.column : 0, 0.0f, bias);
+      next_bias.widen_to(bias, p.bias_dtype);
+      next_bias = BiasVector(p, ahead.column);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) sum[i] = 0.0f;
 #pragma unroll
