@@ -145,7 +145,7 @@ def compile_variant(variant: Variant) -> str:
     text = HEADER.read_text()
     for old, new in variant.edits:
         if old not in text:
-            return f"nothing to edit: {old}"  # and no library
+            return f"nothing to edit: {old}"
         text = text.replace(old, new)
     copy.write_text(text)
     definitions = [
@@ -383,11 +383,9 @@ def check_apart(variant: Variant, seconds: float) -> str:
 SHAPES = [(32768, 1024, 4096), (32768, 768, 3072), (18400, 768, 3072), (2048, 1024, 4096), (256, 1024, 4096)]
 
 
-class PassCall(ctypes.Structure):
-    """BiasGeluForward (y, rows to stream) and BiasGeluBackward of kernels/bias_gelu/op.h, by their fields."""
+class ForwardPass(ctypes.Structure):
+    """BiasGeluForward of kernels/bias_gelu/op.h."""
 
-
-class ForwardPass(PassCall):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "bias", "y")),
         *((name, ctypes.c_int64) for name in ("rows", "columns", "x_stride")),
@@ -396,7 +394,9 @@ class ForwardPass(PassCall):
     ]
 
 
-class BackwardPass(PassCall):
+class BackwardPass(ctypes.Structure):
+    """BiasGeluBackward of kernels/bias_gelu/op.h."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("dy", "x", "bias", "dx", "y", "dbias", "workspace")),
         *((name, ctypes.c_int64) for name in ("rows", "columns", "x_stride")),
@@ -424,18 +424,16 @@ class Pass:
     def forward(self, h: Any, bias: Any, a: Any) -> None:
         import torch
 
-        stream = torch.cuda.current_stream().cuda_stream
         call = ForwardPass(h.data_ptr(), bias.data_ptr(), a.data_ptr(), *h.shape, h.stride(0), 0, _code(h), _code(bias))
-        call.stream = stream
+        call.stream = torch.cuda.current_stream().cuda_stream
         self.library.bias_gelu_forward_pass(ctypes.byref(call))
 
     def backward(self, da: Any, h: Any, bias: Any, dh: Any, a: Any, dbias: Any, workspace: Any) -> None:
         import torch
 
-        stream = torch.cuda.current_stream().cuda_stream
         tensors = (da, h, bias, dh, a, dbias, workspace)
         call = BackwardPass(*(t.data_ptr() for t in tensors), *h.shape, h.stride(0), 0, _code(h), _code(bias))
-        call.parts, call.stream = workspace.shape[0], stream
+        call.parts, call.stream = workspace.shape[0], torch.cuda.current_stream().cuda_stream
         self.library.bias_gelu_backward_pass(ctypes.byref(call))
 
 

@@ -11,9 +11,10 @@ namespace fasttfm {
 namespace cuda {
 namespace {
 
-using Shape = ProductShape<256, 3, 2, 3>;
+using ForwardShape = ProductShape<192, 4, 2, 7>;
+using BackwardShape = ProductShape<128, 5, 2, 11>;
 
-int64_t row_tiles(int64_t rows) { return (rows + Shape::kRows - 1) / Shape::kRows; }
+int64_t row_tiles(int64_t rows) { return (rows + BackwardShape::kRows - 1) / BackwardShape::kRows; }
 
 Status check_product(const ProductOperands& operands, int64_t rows, int64_t columns,
                      std::initializer_list<const void*> tensors) {
@@ -31,7 +32,7 @@ Status check_product(const ProductOperands& operands, int64_t rows, int64_t colu
   return {};
 }
 
-template <bool BACKWARD>
+template <class Shape, bool BACKWARD>
 Status run_product(const ProductOperands& operands, const ProductParams& p, Activation activation) {
   int multiprocessors = 0;
   const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, operands.device);
@@ -60,7 +61,7 @@ Status gelu_product_forward(const GeluProductForward& call) {
   p.activation = static_cast<char*>(call.a);
   p.rows = static_cast<int>(call.rows);
   p.columns = static_cast<int>(call.columns);
-  return run_product<false>(operands, p, call.activation);
+  return run_product<ForwardShape, false>(operands, p, call.activation);
 }
 
 Status gelu_product_backward(const GeluProductBackward& call) {
@@ -80,7 +81,7 @@ Status gelu_product_backward(const GeluProductBackward& call) {
     p.sums = call.dbias == nullptr ? nullptr : call.workspace;
     p.rows = static_cast<int>(call.rows);
     p.columns = static_cast<int>(call.columns);
-    status = run_product<true>(operands, p, call.activation);
+    status = run_product<BackwardShape, true>(operands, p, call.activation);
   }
   if (status.code != StatusCode::ok || call.dbias == nullptr) return status;
   return sum_parts(call.workspace, {call.dbias, call.bias_dtype}, {}, static_cast<int>(row_tiles(call.rows)),
