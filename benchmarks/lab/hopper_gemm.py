@@ -199,8 +199,7 @@ class Kernel:
         self.function = self.library.hopper_gemm
         self.function.restype = ctypes.c_char_p
         self.function.argtypes = [ctypes.POINTER(Operands), ctypes.POINTER(Params), *[ctypes.c_int] * 3]
-        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-        self.multiprocessors = multiprocessors // 16 * 16 if variant.cluster == 4 else multiprocessors
+        self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
 
     def clocks(self) -> str:
         """What the last launch noted of itself, in cycles of a tile."""
@@ -357,12 +356,7 @@ def check(variant: Variant) -> list[str]:
         kernel.backward(dy, w2, bias, results[0], *results[2:], sums)
         bits = [*(r.view(torch.int16) for r in results), sums.view(torch.int32)]
         if first is not None and not all(torch.equal(a, b) for a, b in zip(bits, first, strict=True)):
-            names = [
-                n
-                for n, a, b in zip(["h", "a", "dh", "again", "sums"], bits, first, strict=True)
-                if not torch.equal(a, b)
-            ]
-            complaints.append(f"not the same bits every time: {names}")
+            complaints.append("not the same bits every time")
             break
         first = bits
     return complaints
