@@ -12,7 +12,7 @@ namespace cuda {
 namespace {
 
 using ForwardShape = ProductShape<192, 4, 2, 7>;
-using BackwardShape = ProductShape<128, 5, 2, 11>;
+using BackwardShape = ProductShape<128, 5, 2, 7>;
 
 int64_t row_tiles(int64_t rows) { return (rows + BackwardShape::kRows - 1) / BackwardShape::kRows; }
 

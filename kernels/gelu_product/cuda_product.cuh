@@ -36,8 +36,8 @@ struct ProductShape {
   static constexpr int kHalves = COLUMNS == 256 && EPILOGUES > 3 ? 2 : 1;
   static constexpr int kRowGroups = kRows / 4;  // a warp takes four rows of a part at a time
   static constexpr int kVectors = (kRowGroups + EPILOGUES - 1) / EPILOGUES;  // of 8 elements in a part, a thread's
-  // Registers move between warpgroups where 16 warps start with 128 each.
-  static constexpr bool kMovesRegisters = EPILOGUES == 7;
+  // Registers move between warpgroups where 16 warps start with 128 each and a product needs more.
+  static constexpr bool kMovesRegisters = EPILOGUES == 7 && COLUMNS > 128;
   static constexpr int kConsumerRegisters = 168, kEpilogueRegisters = 88;
 };
 
