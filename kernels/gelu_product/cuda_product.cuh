@@ -302,20 +302,19 @@ struct EpilogueThread {
 // Where a thread's vectors of one part of a tile lie in a tensor [rows, columns]; goes from one to the next.
 template <class S>
 struct PartWalk {
-  int column, rows;            // rows that there are, from the next vector's on
-  int64_t offset, step_bytes;  // of the next vector
+  int column, rows;  // rows that there are, from the next vector's on
+  int64_t offset;    // of the next vector, in bytes
 
   __device__ __forceinline__ PartWalk(const ProductParams& p, const EpilogueThread<S>& thread, const TileTurns<S>& tile,
                                       int part)
       : column(tile.column + part * kTileColumns + thread.column),
         rows(column < p.columns ? thread.rows_left(p.rows - tile.row) : 0),
-        offset(2 * (static_cast<int64_t>(tile.row + thread.row) * p.columns + column)),
-        step_bytes(2 * EpilogueThread<S>::kStep * static_cast<int64_t>(p.columns)) {}
+        offset(2 * (static_cast<int64_t>(tile.row + thread.row) * p.columns + column)) {}
   __device__ __forceinline__ bool there() const { return rows > 0; }
   // The assembler would compute all of a part's places first, and has no registers for them.
-  __device__ __forceinline__ void next() {
+  __device__ __forceinline__ void next(const ProductParams& p) {
     rows -= EpilogueThread<S>::kStep;
-    offset += step_bytes;
+    offset += static_cast<int64_t>(p.columns) * (2 * EpilogueThread<S>::kStep);
     asm volatile("" : "+l"(offset), "+r"(rows));
   }
 };
@@ -350,7 +349,7 @@ __device__ __forceinline__ void finish_forward(const ProductParams& p, ProductMe
           for (int i = 0; i < kVector; ++i) value[i] = activated<A, false>(value[i] + bias[i]).value;
           store_vector_if(at.there() && p.product != nullptr, p.product + at.offset, sums[v - first]);
           store_vector_if(at.there(), p.activation + at.offset, narrow_vector<T>(value));
-          at.next();
+          at.next(p);
         }
       }
     }
@@ -388,18 +387,17 @@ template <class T, class S, Activation A>
 __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductMemory<S>& memory, int warp) {
   const EpilogueThread<S> thread(memory, warp);
   uint32_t parity = 0;
-  int buffer = 0;
   uint4 h[S::kVectors];
   TileTurns<S> tile(p);
   if (!tile.valid(p)) return;
   PartWalk<S> ahead(p, thread, tile, 0);
   BiasVector next_bias(p, ahead.column);
 #pragma unroll
-  for (int v = 0; v < S::kVectors; ++v, ahead.next()) h[v] = load_stream_if(ahead.there(), p.h + ahead.offset);
+  for (int v = 0; v < S::kVectors; ++v, ahead.next(p)) h[v] = load_stream_if(ahead.there(), p.h + ahead.offset);
   for (; tile.valid(p); tile.next(p)) {
     memory.result_full.wait(parity);
 #pragma unroll 1
-    for (int part = 0; part < S::kParts; ++part, buffer ^= 1) {
+    for (int part = 0; part < S::kParts; ++part) {
       const bool ends = part == S::kParts - 1;
       PartWalk<S> at(p, thread, tile, part);
       TileTurns<S> then = tile;
@@ -412,7 +410,7 @@ __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductM
 #pragma unroll
       for (int i = 0; i < kVector; ++i) sum[i] = 0.0f;
 #pragma unroll
-      for (int v = 0; v < S::kVectors; ++v, at.next(), ahead.next()) {
+      for (int v = 0; v < S::kVectors; ++v, at.next(p), ahead.next(p)) {
         uint4 product = thread.vector(part, v);
         if (S::kVectors * S::kEpilogueWarps > S::kRowGroups && v == S::kVectors - 1 && !at.there())
           product = make_uint4(0, 0, 0, 0);  // below the tile
@@ -430,6 +428,7 @@ __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductM
         store_vector_if(at.there(), p.product + at.offset, narrow_vector<T>(gradient));
         store_vector_if(at.there() && p.activation != nullptr, p.activation + at.offset, narrow_vector<T>(value));
       }
+      const int buffer = static_cast<int>(part + S::kParts % 2 * parity) % 2;
       if (p.sums != nullptr) store_sums<S>(p, memory, thread, tile, part, buffer, sum);
     }
     __syncwarp();
