@@ -205,12 +205,6 @@ __device__ __forceinline__ void load_box_to(uint16_t blocks, const CUtensorMap* 
       "l"(map), "r"(full.address()), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
       : "memory");
 }
-// The same to the L2 only.
-__device__ __forceinline__ void prefetch_box(const CUtensorMap* map, int c0, int c1, int c2, int c3) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(c0), "r"(c1),
-               "r"(c2), "r"(c3)
-               : "memory");
-}
 // Starts a copy of shared memory to the map's box; fence_async() and a barrier of its writers come before it.
 __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t shared, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),

@@ -23,8 +23,8 @@ namespace cuda {
 
 // COLUMNS of a tile, STAGES of the ring, CLUSTER blocks, EPILOGUES warps that compute activations.
 //
-// A product of 256 columns needs 154 registers, and the assembler allows no more than a thread has at the start: with
-// more than 12 warps the columns are multiplied in HALVES, each of which reads a's rows.
+// A product of 256 columns needs 154 registers, and the assembler allows no more than a thread has at the start: that
+// is EPILOGUES of up to 3.
 template <int COLUMNS, int STAGES, int CLUSTER, int EPILOGUES>
 struct ProductShape {
   static constexpr int kRows = 128, kColumns = COLUMNS, kStages = STAGES, kCluster = CLUSTER;
@@ -33,7 +33,6 @@ struct ProductShape {
   static constexpr int kStepBytes = (kRows + COLUMNS) * kTileRowBytes;
   static constexpr int kConsumerWarps = 8, kEpilogueWarps = EPILOGUES;
   static constexpr int kThreads = 32 * (kConsumerWarps + 1 + EPILOGUES);
-  static constexpr int kHalves = COLUMNS == 256 && EPILOGUES > 3 ? 2 : 1;
   static constexpr int kRowGroups = kRows / 4;  // a warp takes four rows of a part at a time
   static constexpr int kVectors = (kRowGroups + EPILOGUES - 1) / EPILOGUES;  // of 8 elements in a part, a thread's
   // Registers move between warpgroups where 16 warps start with 128 each and a product needs more.
@@ -108,16 +107,6 @@ __device__ __forceinline__ void load_shared(const CUtensorMap* map, Barrier& ful
     load_box_to((1 << S::kCluster) - 1, map, full, to, c0, c1, 0, 0);
 }
 
-// The blocks that take a's next rows share in bringing them to the L2: they read them at the same time, and the ring is
-// too short for memory's latency.
-template <class S>
-__device__ __forceinline__ void prefetch_next(const ProductParams& p, TileTurns<S> tile, const CUtensorMap* a_map) {
-  tile.next(p);
-  if (!tile.valid(p)) return;
-  for (int step = tile.column / S::kColumns; step < p.steps; step += p.column_tiles)
-    prefetch_box(a_map, step * kTileColumns, tile.row, 0, 0);
-}
-
 // One thread. This block's share of b's tile: rows where K lies along them, and otherwise elements of K.
 template <class S, Major B>
 __device__ __forceinline__ void produce(const ProductParams& p, ProductMemory<S>& memory, const CUtensorMap* a_map,
@@ -125,7 +114,6 @@ __device__ __forceinline__ void produce(const ProductParams& p, ProductMemory<S>
   const int rank = static_cast<int>(blockIdx.x) % S::kCluster;
   RingPosition<S::kStages> at;
   for (TileTurns<S> tile(p); tile.valid(p); tile.next(p)) {
-    prefetch_next(p, tile, a_map);
     for (int step = 0; step < p.steps; ++step) {
       memory.empty[at.slot].wait(at.parity ^ 1);
       Barrier& full = memory.full[at.slot];
@@ -158,19 +146,14 @@ __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t 
 
 // Sums of a warpgroup's 64 rows, rounded, to its rows of the result's parts.
 template <class T, class S>
-__device__ __forceinline__ void store_result(uint32_t parts,
-                                             const float (&d)[S::kHalves][S::kColumns / S::kHalves / 2]) {
+__device__ __forceinline__ void store_result(uint32_t parts, const float (&d)[S::kColumns / 2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, row = 16 * (static_cast<int>(threadIdx.x) / 32 % 4) + lane % 16;
   const uint32_t first = parts + row * kTileRowBytes + (((lane / 16) ^ (row % 8)) << 4);
 #pragma unroll
   for (int i = 0; i < S::kColumns / 8; i += 2) {  // columns 8 * i to 8 * i + 15
     uint32_t word[4];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      constexpr int kHalf = S::kColumns / S::kHalves / 2;
-      const int at = 4 * i + 2 * k;
-      word[k] = narrow_word(d[at / kHalf][at % kHalf], d[at / kHalf][at % kHalf + 1], T{});
-    }
+    for (int k = 0; k < 4; ++k) word[k] = narrow_word(d[4 * i + 2 * k], d[4 * i + 2 * k + 1], T{});
     store_matrices((first ^ (i % 8 << 4)) + i / 8 * S::kPartBytes, word);
   }
 }
@@ -190,21 +173,17 @@ __device__ __forceinline__ void consume(const ProductParams& p, ProductMemory<S>
   RingPosition<S::kStages> at;
   uint32_t parity = 0, last = 0;
   for (TileTurns<S> tile(p); tile.valid(p); tile.next(p)) {
-    float d[S::kHalves][S::kColumns / S::kHalves / 2];
+    float d[S::kColumns / 2];
     for (int step = 0; step < p.steps; ++step) {
       memory.full[at.slot].wait(at.parity);
       const uint64_t a = k_major(shared_address(memory.a[at.slot]) + group * 64 * kTileRowBytes);
+      const uint32_t b_tile = shared_address(memory.b[at.slot]);
+      const uint64_t b = B == Major::k ? k_major(b_tile) : mn_major(b_tile, kTileColumns * kTileRowBytes);
       begin_products();
 #pragma unroll
-      for (int i = 0; i < kTileColumns / 16; ++i) {
-#pragma unroll
-        for (int half = 0; half < S::kHalves; ++half) {
-          const uint32_t b_tile = shared_address(memory.b[at.slot]) + half * (S::kColumns / S::kHalves) * kTileRowBytes;
-          const uint64_t b = B == Major::k ? k_major(b_tile) : mn_major(b_tile, kTileColumns * kTileRowBytes);
-          multiply<T, Major::k, B>(d[half], advance(a, i * kKMajorStep),
-                                   advance(b, i * (B == Major::k ? kKMajorStep : kMnMajorStep)), step > 0 || i > 0);
-        }
-      }
+      for (int i = 0; i < kTileColumns / 16; ++i)
+        multiply<T, Major::k, B>(d, advance(a, i * kKMajorStep),
+                                 advance(b, i * (B == Major::k ? kKMajorStep : kMnMajorStep)), step > 0 || i > 0);
       commit_products();
       if (step > 0) {
         wait_products<1>();
@@ -214,8 +193,7 @@ __device__ __forceinline__ void consume(const ProductParams& p, ProductMemory<S>
       at.next();
     }
     wait_products<0>();
-#pragma unroll
-    for (int half = 0; half < S::kHalves; ++half) hold_registers(d[half]);
+    hold_registers(d);
     release(memory.empty[last]);
     memory.result_empty.wait(parity ^ 1);
     store_result<T, S>(shared_address(memory.result) + group * 64 * kTileRowBytes, d);
