@@ -112,11 +112,12 @@ struct Barrier {
     while (!test(parity)) {
     }
   }
-  // Of the barrier of the same name in another block of the cluster.
+  // Of the barrier of the same name in another block of the cluster. It orders nothing but what products have read (a
+  // release to the cluster would be a fence of all memory); who waits copies to where they read.
   __device__ __forceinline__ void arrive_remote(uint32_t block) {
     asm volatile(
         "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
-        " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(address()),
+        " mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(address()),
         "r"(block)
         : "memory");
   }

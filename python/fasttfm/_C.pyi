@@ -131,6 +131,47 @@ def bias_gelu_forward_cuda(**fields: Unpack[_BiasGeluForwardCuda]) -> None: ...
 def bias_gelu_backward_cpu(**fields: Unpack[_BiasGeluBackwardCpu]) -> None: ...
 def bias_gelu_backward_cuda(**fields: Unpack[_BiasGeluBackwardCuda]) -> None: ...
 
+# ---- gelu_product ----------------------------------------------------------------------------------------------------
+
+class _GeluProductForward(TypedDict):
+    x: int
+    weight: int
+    bias: int
+    h: int
+    a: int
+    rows: int
+    inputs: int
+    columns: int
+    x_stride: int
+    activation: int
+    dtype: int
+    bias_dtype: int
+    device: int
+    stream: int
+
+class _GeluProductBackward(TypedDict):
+    dy: int
+    weight: int
+    bias: int
+    h: int
+    dh: int
+    a: int
+    dbias: int
+    workspace: int
+    rows: int
+    outputs: int
+    columns: int
+    dy_stride: int
+    activation: int
+    dtype: int
+    bias_dtype: int
+    device: int
+    stream: int
+
+def gelu_product_workspace_cuda(rows: int, columns: int) -> int: ...
+def gelu_product_forward_cuda(**fields: Unpack[_GeluProductForward]) -> None: ...
+def gelu_product_backward_cuda(**fields: Unpack[_GeluProductBackward]) -> None: ...
+
 # ---- column_sum ------------------------------------------------------------------------------------------------------
 
 class _ColumnSum(TypedDict):

@@ -19,11 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fasttfm.ops import linear
+from fasttfm.ops import gelu_product, linear
 from fasttfm.ops.attention import _backward_op as attention_backward_op
 from fasttfm.ops.attention import _forward_op as attention_forward_op
-from fasttfm.ops.bias_gelu import _backward_op as bias_gelu_backward_op
-from fasttfm.ops.bias_gelu import _forward_op as bias_gelu_forward_op
 from fasttfm.ops.column_sum import column_sum_op
 from fasttfm.ops.dropout_add_layer_norm import _backward_op as add_norm_backward_op
 from fasttfm.ops.dropout_add_layer_norm import _forward_op as add_norm_forward_op
@@ -114,8 +112,7 @@ def _forward(
     stream = x if residual is None else residual
     y1, z1, statistics1 = add_norm(branch, stream, *norm_a, options.eps_a, want_z, backend)
 
-    h = linear.matmul(y1, own.up_weight.t())
-    a = bias_gelu_forward_op(h, own.up_bias, options.activation, backend)
+    a, h = gelu_product.forward_op(y1, own.up_weight, own.up_bias, options.activation, keep, backend)
     branch = linear.matmul(a, own.down_weight.t())
     norm_b = (own.norm_b_weight, own.norm_b_bias, own.down_bias, *_dropout(cu_seqlens, seeds[2], options.p_b))
     stream = y1 if residual is None else z1
@@ -204,10 +201,10 @@ class _Backward:
         """The gradients of y1 and, in a pre-LN model, of z1."""
         own, backend = self.own, self.options.backend
         dstream, dbranch = self._add_norm(("norm_b_weight", "norm_b_bias", "down_bias"), dy, dz, z, statistics, dropout)
-        da = linear.matmul(dbranch, own.down_weight)
         wanted = (bool(self.wanted.up_bias), bool(self.wanted.down_weight))
-        dh, dup_bias, a = bias_gelu_backward_op(da, h, own.up_bias, self.options.activation, *wanted, backend)
-        del da
+        dh, dup_bias, a = gelu_product.backward_op(
+            dbranch, own.down_weight, h, own.up_bias, self.options.activation, *wanted, backend
+        )
         if self.wanted.up_bias:
             self.gradients["up_bias"] = dup_bias
         self._weight("down_weight", dbranch, a)
