@@ -1,0 +1,271 @@
+// attention backward for Hopper, head dim 128: warpgroups 1 and 2, which multiply. See cuda_backward_wide.cu.
+#pragma once
+
+#include "attention/cuda_backward_products.cuh"
+#include "attention/cuda_backward_wide_tiles.cuh"
+
+namespace fasttfm {
+namespace cuda {
+namespace {
+
+// 64 of a product's 128 columns.
+__device__ __forceinline__ const float (&columns_of(const float (&value)[64], int part))[32] {
+  return *reinterpret_cast<const float(*)[32]>(value + 32 * part);
+}
+
+// Writes 64 rows of 128 columns.
+template <class T>
+__device__ __forceinline__ void store_wide_product(const float (&value)[64], float factor, T* to, int64_t stride,
+                                                   int rows) {
+  store_product(columns_of(value, 0), factor, to, stride, rows);
+  store_product(columns_of(value, 1), factor, to + kTileColumns, stride, rows);
+}
+
+template <class T>
+__device__ __forceinline__ void store_wide_zeros(T* to, int64_t stride, int rows) {
+  store_zeros(to, stride, rows);
+  store_zeros(to + kTileColumns, stride, rows);
+}
+
+// Keeps what stands before it from being moved behind it, and products' waits behind it from being moved before it: a
+// branch that is never taken. `value` is not negative.
+__device__ __forceinline__ void pin(float value) {
+  if (__any_sync(0xffffffffu, value < 0.0f)) __nanosleep(20);
+}
+
+template <class T, bool DROPOUT, bool CAUSAL>
+struct WideKeyWarpgroup {
+  const WideParameters& p;
+  WideMemory<CAUSAL>& memory;
+  const int number;        // 0 or 1: which 64 keys of a tile, and which 64 columns of dQ
+  uint32_t step, k_step;   // tiles of queries and of keys so far: where all rings stand
+  float dk[64], dv[64];
+
+  __device__ __forceinline__ WideKeyWarpgroup(const WideParameters& p, WideMemory<CAUSAL>& memory, int number)
+      : p(p), memory(memory), number(number), step(0), k_step(0) {}
+
+  static __device__ __forceinline__ uint32_t slot(uint32_t step) { return step % kQueryStages; }
+  static __device__ __forceinline__ uint32_t parity(uint32_t step) { return step / kQueryStages % 2; }
+  __device__ __forceinline__ uint32_t k_slot() const { return k_step % kKeyStages; }
+
+  static __device__ __forceinline__ void arrive_warp(Barrier& barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier.arrive();
+  }
+
+  static __device__ __forceinline__ float keep(float value, uint32_t kept, int i, int half, int c) {
+    return !DROPOUT || (kept >> (i / 2 * 8 + (1 - half) * 4 + i % 2 * 2 + c) & 1) ? value : 0.0f;
+  }
+
+  // product = rows^T columns of 64 of the tile of keys' rows and all of a tile of queries'.
+  static __device__ __forceinline__ void multiply_rows(float (&product)[32], uint32_t keys, uint32_t queries) {
+    begin_products();
+#pragma unroll
+    for (int c = 0; c < 8; ++c)
+      multiply<T>(product, advance(k_major(keys + c / 4 * kKeyTileBytes), c % 4 * kKMajorStep),
+                  advance(k_major(queries + c / 4 * kQueryTileBytes), c % 4 * kKMajorStep), c > 0);
+    commit_products();
+  }
+  // sum += operand rows.
+  static __device__ __forceinline__ void multiply_columns(float (&sum)[64], const uint32_t (&operand)[16],
+                                                          uint32_t rows, bool add) {
+    begin_products();
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      multiply<T, Major::mn>(sum, operand + 4 * c, advance(mn_major(rows, kQueryTileBytes), c * kMnMajorStep),
+                             c > 0 || add);
+    commit_products();
+  }
+
+  // Starts S^T = K Q^T of the next tile of queries.
+  __device__ __forceinline__ void begin_scores(float (&scores)[32]) {
+    memory.q_full[slot(step)].wait(parity(step));
+    multiply_rows(scores, shared_address(memory.k[k_slot()]) + number * 64 * kTileRowBytes,
+                  shared_address(memory.q[slot(step)]));
+  }
+
+  // Starts dQ = dS K of the tile of queries before, 64 columns.
+  __device__ __forceinline__ void begin_dq(float (&dq)[32]) {
+    memory.dscores_full.wait((step - 1) % 2);
+    const uint32_t dscores = shared_address(memory.dscores);
+    const uint32_t k = shared_address(memory.k[k_slot()]) + number * kKeyTileBytes;
+    begin_products();
+#pragma unroll
+    for (int c = 0; c < 8; ++c)
+      multiply<T, Major::mn, Major::mn>(dq, advance(mn_major(dscores, 0), c * kMnMajorStep),
+                                        advance(mn_major(k, 0), c * kMnMajorStep), c > 0);
+    commit_products();
+  }
+
+  // Hands dQ of a tile of queries over to the sums, or writes it if it is the last addition.
+  __device__ __forceinline__ void leave_dq(float (&dq)[32], int tile) {
+    const WideUnit<CAUSAL>& unit = memory.unit[number];
+    memory.staging_free.wait((step - 1) % 2);
+    const int use = memory.staging_use;
+    float4* staging = memory.staging[number][0] + threadIdx.x % kWarpgroup;
+    if (use == kAdded) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        staging[i * kWarpgroup] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      fence_async();
+      arrive_warp(memory.staging_done);
+      return;
+    }
+    if (use == kLast) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float4 part = staging[i * kWarpgroup];
+        dq[4 * i] += part.x;
+        dq[4 * i + 1] += part.y;
+        dq[4 * i + 2] += part.z;
+        dq[4 * i + 3] += part.w;
+      }
+    }
+    hold_registers(dq);  // what was read is here
+    arrive_warp(memory.staging_done);
+    const int query = tile * kQueries;
+    store_product(dq, p.dq_scale,
+                  row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query) + number * kTileColumns,
+                  p.dq.token, unit.q.stored - query);
+  }
+
+  // P^T = exp(S^T - lse), in place, and the words of kept bits if there is dropout.
+  __device__ __forceinline__ void weigh(float (&scores)[32], int key, int tile) {
+    const WideUnit<CAUSAL>& unit = memory.unit[number];
+    mask_scores<CAUSAL>(scores, key, tile * kQueries, unit.k.length, unit.offset());
+    const float2* statistics = reinterpret_cast<const float2*>(memory.lse[slot(step)]) + threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float2 lse = statistics[4 * i];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float* pair = scores + 4 * i + 2 * half;
+        pair[0] = power_of_two(pair[0] * p.score_scale - lse.x);
+        pair[1] = power_of_two(pair[1] * p.score_scale - lse.y);
+      }
+    }
+  }
+
+  // From P^T of a tile of queries to dS^T in shared memory; dk's product is under way afterwards. `first`: it starts the
+  // sums of dk and dv; `last`: v is not needed any more.
+  __device__ __forceinline__ void over_tile(const float (&weights)[32], bool first, bool last) {
+    const uint32_t dout = shared_address(memory.dout[slot(step)]);
+    float dweights[32];  // dP^T, then dS^T
+    uint32_t operand[16], kept = 0xffffffffu;
+    memory.dout_full[slot(step)].wait(parity(step));
+    multiply_rows(dweights, shared_address(memory.v) + number * 64 * kTileRowBytes, dout);
+    if constexpr (DROPOUT) {
+      memory.kept_full[number].wait(step % 2);
+      kept = memory.kept[number][threadIdx.x % kWarpgroup];
+    }
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      operand[i] = narrow_word(keep(weights[2 * i], kept, i / 2, i % 2, 0),
+                               keep(weights[2 * i + 1], kept, i / 2, i % 2, 1), T{});
+    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[number]);  // the word is here: it was used
+    multiply_columns(dv, operand, dout, !first);
+    wait_products<1>();
+    hold_registers(dweights);
+    if (last) arrive_warp(memory.v_empty);
+    asm volatile("" : "+r"(kept));  // or the compiler keeps the 32 predicates from above, in registers
+    const float2* statistics = reinterpret_cast<const float2*>(memory.delta[slot(step)]) + threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float2 delta = statistics[4 * i];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at = 4 * i + 2 * half;
+        dweights[at] = weights[at] * (keep(dweights[at], kept, i, half, 0) - delta.x);
+        dweights[at + 1] = weights[at + 1] * (keep(dweights[at + 1], kept, i, half, 1) - delta.y);
+      }
+    }
+    wait_products<0>();  // dv's operand gives its registers to dk's
+    hold_registers(operand);
+    arrive_warp(memory.dout_empty[slot(step)]);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) operand[i] = narrow_word(dweights[2 * i], dweights[2 * i + 1], T{});
+    memory.dscores_empty.wait(step % 2 ^ 1);
+    const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
+    const uint32_t to = shared_address(memory.dscores) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, operand + 4 * c);
+    fence_async();
+    arrive_warp(memory.dscores_full);
+    multiply_columns(dk, operand, shared_address(memory.q[slot(step)]), !first);
+    ++step;
+  }
+
+  // One tile of keys. The scores of the next tile of queries start before dQ of a tile.
+  __device__ __forceinline__ void over_keys(int key_tile) {
+    const WideUnit<CAUSAL>& unit = memory.unit[number];
+    const int key = key_tile * kKeys + number * 64;
+    int rest = unit.steps(key_tile), tile = unit.first_step_tile(key_tile);
+    float scores[32], dq[32];
+    memory.k_full[k_slot()].wait(k_step / kKeyStages % 2);
+    begin_scores(scores);
+    memory.v_full.wait(k_step % 2);
+    wait_products<0>();
+    hold_registers(scores);
+    weigh(scores, key, tile);
+    for (bool first = true;; first = false) {
+      over_tile(scores, first, rest == 1);
+      if (--rest == 0) break;
+      begin_scores(scores);
+      wait_products<1>();
+      hold_registers(dk);
+      arrive_warp(memory.q_empty[slot(step - 1)]);
+      begin_dq(dq);
+      wait_products<1>();
+      hold_registers(scores);
+      tile = unit.next_tile(tile);
+      weigh(scores, key, tile);
+      hold_registers(scores);
+      pin(scores[31]);
+      wait_products<0>();
+      hold_registers(dq);
+      arrive_warp(memory.dscores_empty);
+      leave_dq(dq, unit.tile_before(tile));
+    }
+    begin_dq(dq);
+    wait_products<0>();
+    hold_registers(dq);
+    hold_registers(dk);
+    hold_registers(dv);
+    arrive_warp(memory.q_empty[slot(step - 1)]);
+    arrive_warp(memory.dscores_empty);
+    arrive_warp(memory.k_empty[k_slot()]);
+    ++k_step;
+    leave_dq(dq, tile);
+    const int rows = unit.k.stored - key;
+    store_wide_product(dk, p.dq_scale, row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token,
+                       rows);
+    store_wide_product(dv, p.dv_scale, row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token,
+                       rows);
+  }
+
+  __device__ __forceinline__ void over_unit(int index) {
+    sync_named(1 + number, kWarpgroup);
+    if (threadIdx.x % kWarpgroup == 0) memory.unit[number] = WideUnit<CAUSAL>(p, index);
+    sync_named(1 + number, kWarpgroup);
+    const WideUnit<CAUSAL>& unit = memory.unit[number];
+    for (int key_tile = unit.part; key_tile < unit.key_tiles; key_tile += unit.parts) over_keys(key_tile);
+    if (unit.part > 0) return;
+    for (int key = unit.key_tiles * kKeys + number * 64; key < unit.k.stored; key += kKeys) {
+      const int rows = min(unit.k.stored - key, 64);
+      store_wide_zeros(row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token, rows);
+      store_wide_zeros(row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token, rows);
+    }
+    if (number > 0) return;
+    // Rows that attend to nothing: those before the first key's, and those past the sequence's end.
+    const auto zeros = [&](int begin, int end) {
+      if (begin < end)
+        store_wide_zeros(row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + begin), p.dq.token, end - begin);
+    };
+    if (CAUSAL && unit.key_tiles > 0) zeros(0, min(unit.begin(0) * kQueries, unit.q.stored));
+    zeros(unit.query_tiles * kQueries, unit.q.stored);
+  }
+};
+
+}  // namespace
+}  // namespace cuda
+}  // namespace fasttfm
