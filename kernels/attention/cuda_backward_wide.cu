@@ -10,8 +10,8 @@
 // A step's products are ordered so that the matrix units have work while weights are computed: scores of the next tile
 // of queries start before dQ of this one, and the exponentials run beside dQ's product.
 //
-// Where there are fewer (sequence, head)s than multiprocessors, several blocks share one; counters order their additions
-// to dQ. Every sum has one fixed order.
+// Where there are fewer (sequence, head)s than multiprocessors, several blocks share one; counters order their
+// additions to dQ. Every sum has one fixed order.
 #include <algorithm>
 
 #include "attention/cuda_backward_wide_products.cuh"

@@ -10,7 +10,7 @@ namespace {
 
 // 64 of a product's 128 columns.
 __device__ __forceinline__ const float (&columns_of(const float (&value)[64], int part))[32] {
-  return *reinterpret_cast<const float(*)[32]>(value + 32 * part);
+  return *reinterpret_cast<const float (*)[32]>(value + 32 * part);
 }
 
 // Writes 64 rows of 128 columns.
@@ -27,18 +27,21 @@ __device__ __forceinline__ void store_wide_zeros(T* to, int64_t stride, int rows
   store_zeros(to + kTileColumns, stride, rows);
 }
 
-// Keeps what stands before it from being moved behind it, and products' waits behind it from being moved before it: a
-// branch that is never taken. `value` is not negative.
-__device__ __forceinline__ void pin(float value) {
-  if (__any_sync(0xffffffffu, value < 0.0f)) __nanosleep(20);
+// Keeps the assembler from moving a wait for products up over the code that computes these numbers: a branch that needs
+// them all, and is taken only if all are the same NaN.
+__device__ __forceinline__ void pin(const float (&value)[32]) {
+  uint32_t all = 0xffffffffu;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) all &= __float_as_uint(value[i]);
+  if (__any_sync(0xffffffffu, all == 0xffffffffu)) __nanosleep(20);
 }
 
 template <class T, bool DROPOUT, bool CAUSAL>
 struct WideKeyWarpgroup {
   const WideParameters& p;
   WideMemory<CAUSAL>& memory;
-  const int number;        // 0 or 1: which 64 keys of a tile, and which 64 columns of dQ
-  uint32_t step, k_step;   // tiles of queries and of keys so far: where all rings stand
+  const int number;       // 0 or 1: which 64 keys of a tile, and which 64 columns of dQ
+  uint32_t step, k_step;  // tiles of queries and of keys so far: where all rings stand
   float dk[64], dv[64];
 
   __device__ __forceinline__ WideKeyWarpgroup(const WideParameters& p, WideMemory<CAUSAL>& memory, int number)
@@ -146,8 +149,8 @@ struct WideKeyWarpgroup {
     }
   }
 
-  // From P^T of a tile of queries to dS^T in shared memory; dk's product is under way afterwards. `first`: it starts the
-  // sums of dk and dv; `last`: v is not needed any more.
+  // From P^T of a tile of queries to dS^T in shared memory; dk's product is under way afterwards. `first`: it starts
+  // the sums of dk and dv; `last`: v is not needed any more.
   __device__ __forceinline__ void over_tile(const float (&weights)[32], bool first, bool last) {
     const uint32_t dout = shared_address(memory.dout[slot(step)]);
     float dweights[32];  // dP^T, then dS^T
@@ -179,6 +182,7 @@ struct WideKeyWarpgroup {
         dweights[at + 1] = weights[at + 1] * (keep(dweights[at + 1], kept, i, half, 1) - delta.y);
       }
     }
+    pin(dweights);
     wait_products<0>();  // dv's operand gives its registers to dk's
     hold_registers(operand);
     arrive_warp(memory.dout_empty[slot(step)]);
@@ -219,8 +223,7 @@ struct WideKeyWarpgroup {
       hold_registers(scores);
       tile = unit.next_tile(tile);
       weigh(scores, key, tile);
-      hold_registers(scores);
-      pin(scores[31]);
+      pin(scores);
       wait_products<0>();
       hold_registers(dq);
       arrive_warp(memory.dscores_empty);

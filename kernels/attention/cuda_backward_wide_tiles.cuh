@@ -56,7 +56,7 @@ struct WideMemory {
   char dout[kQueryStages][2 * kQueryTileBytes];
   char k[kKeyStages][2 * kKeyTileBytes];
   char v[2 * kKeyTileBytes];
-  char dscores[kKeyTileBytes];  // [keys, queries]
+  char dscores[kKeyTileBytes];       // [keys, queries]
   float4 staging[2][8][kWarpgroup];  // of dQ: the columns of warpgroups 1 and 2, each thread's own
   float lse[kQueryStages][kQueries], delta[kQueryStages][kQueries];
   uint32_t kept[2][kWarpgroup];
