@@ -343,14 +343,32 @@ def timed(name: str) -> str:
     return f"{name:16} {results['base']:.3f} ms {ratio:6} TFLOP/s: {text}"
 
 
+def race() -> None:
+    """One small call of each kernel, for compute-sanitizer; the library has to be built."""
+    import torch
+
+    for causal, p in itertools.product((False, True), (0.0, 0.1)):
+        problem, q, k, v, dout, *gradients = make({"dense": (2, 320), "heads": 2, "causal": causal, "p": p})
+        Backward().prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)()
+        torch.cuda.synchronize()
+        print(f"causal {causal}, p {p}: ran", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("checks", "stress", "times"))
     parser.add_argument("--cases", default="", help="comma-separated names; all by default")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated names")
     parser.add_argument("--output", default=os.environ.get("OUT", str(WORK)))
+    parser.add_argument(
+        "--racecheck", action="store_true", help="one small call of each kernel of a library built before"
+    )
     parser.add_argument("--child", nargs="+")
     arguments = parser.parse_args()
+    if arguments.racecheck:
+        sys.path.insert(0, str(WORK / "lib"))
+        race()
+        return
     if arguments.child:
         kind, *names = arguments.child
         function = {"checks": check, "stress": stressed, "times": timed}[kind]
@@ -369,7 +387,7 @@ def main() -> None:
 
     say([build([name for name in arguments.variants.split(",") if name])])
     chosen = [name for name in arguments.cases.split(",") if name]
-    for kind, cases, seconds in (("checks", CHECKS, 16.0), ("times", TIMES, 20.0), ("stress", STRESS, 14.0)):
+    for kind, cases, seconds in (("checks", CHECKS, 16.0), ("times", TIMES, 18.0), ("stress", STRESS, 10.0)):
         if arguments.only in (None, kind):
             names = [name for name in cases if not chosen or name in chosen]
             say(in_process(kind, names, 5.0, time.time() + seconds, __file__))

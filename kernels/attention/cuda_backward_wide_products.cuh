@@ -165,8 +165,8 @@ struct WideKeyWarpgroup {
     for (int i = 0; i < 16; ++i)
       operand[i] = narrow_word(keep(weights[2 * i], kept, i / 2, i % 2, 0),
                                keep(weights[2 * i + 1], kept, i / 2, i % 2, 1), T{});
-    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[number]);  // the word is here: it was used
     multiply_columns(dv, operand, dout, !first);
+    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[number]);  // the word is here: it was used
     wait_products<1>();
     hold_registers(dweights);
     if (last) arrive_warp(memory.v_empty);

@@ -101,10 +101,10 @@ __device__ __forceinline__ void bring_wide_tiles(const WideParameters& p, WideMe
     Barrier& landed = direct ? full : memory.raw;
     const int bytes = rows * kTileRowBytes;
     if (first_lane) {
-      landed.arrive_expect(2 * bytes + (statistics == nullptr ? 0 : kLseBytes));
       load_box(&map, landed, shared_address(tile), 0, head, first, batch);
       load_box(&map, landed, shared_address(tile) + bytes, kTileColumns, head, first, batch);
       if (statistics != nullptr) load_bytes(landed, shared_address(numbers), statistics, kLseBytes);
+      landed.arrive_expect(2 * bytes + (statistics == nullptr ? 0 : kLseBytes));
     }
     if (direct) return;
     landed.wait(raw.parity);
@@ -222,8 +222,8 @@ __device__ __forceinline__ void sum_wide_dq(const WideParameters& p, WideMemory<
             memory.staging_free.arrive();
           } else {
             await(turns, turn);
-            memory.staging_free.arrive_expect(kWideSumBytes);
             load_bytes(memory.staging_free, staging, sums, kWideSumBytes);
+            memory.staging_free.arrive_expect(kWideSumBytes);
           }
           memory.staging_done.wait(step.parity);
         }
