@@ -54,7 +54,7 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
             "      arrive_warp(memory.q_empty[slot(step - 1)]);\n",
         )
     ],
-    "one_part": [("p.parts = parts_of(", "p.parts = 1 + 0 * parts_of(")],
+    "forced": [("  return best;\n", '  return std::min<int64_t>(key_tiles, atoi(getenv("PARTS")));\n')],
     "without_sums": [("add_floats(sums, staging, kWideSumBytes)", "if (turn < 0) add_floats(sums, staging, 16)")],
     "without_dq": [
         (
@@ -315,6 +315,7 @@ TIMES: dict[str, dict[str, Any]] = {
 }
 TIMES["packed_p"] = {"packed": tuple(64 + 448 * i // 63 for i in range(64)), "heads": 8, "p": 0.1, "fused": True}
 COMPARED = ("32x512", "8x2048", "1x16384_causal")  # the variants' cases
+PARTS = {512: (1, 4), 2048: (2, 4, 16), 16384: (8, 16, 64)}  # blocks that share a head
 
 
 def timed(name: str) -> str:
@@ -336,8 +337,10 @@ def timed(name: str) -> str:
         results["cudnn"] = milliseconds(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True), False)
     if name in COMPARED:
         for variant in VARIANTS:
-            if (WORK / f"wide_{variant}.so").exists():
-                results[variant] = milliseconds(Backward(variant).prepare(*arguments), True)
+            for parts in PARTS[case["dense"][1]] if variant == "forced" else ("",):
+                os.environ["PARTS"] = str(parts)
+                if (WORK / f"wide_{variant}.so").exists():
+                    results[f"{variant}{parts}"] = milliseconds(Backward(variant).prepare(*arguments), True)
     text = "  ".join(f"{who} {flops / ms / 1e9:.0f}" for who, ms in results.items())
     ratio = f"x{results['cudnn'] / results['base']:.2f}" if "cudnn" in results else ""
     return f"{name:16} {results['base']:.3f} ms {ratio:6} TFLOP/s: {text}"

@@ -134,16 +134,23 @@ int64_t wide_tiles_of(int64_t sequences, int64_t queries, bool packed) {
   return packed ? queries / kQueries + sequences : sequences * ((queries + kQueries - 1) / kQueries);
 }
 
-// How many blocks share a (sequence, head): what leaves the fewest tiles of keys to the block that has most.
-int parts_of(int64_t units, int64_t key_tiles, int processors) {
+// How many blocks share a (sequence, head): what takes the shortest time of the block that has most to do. Blocks that
+// share follow one another a bit more than a step apart. What they read and add to, queries, gradients and sums, takes
+// 1 KB a token: if that does not fit into the second level cache for all that is under way, a step takes longer, the
+// less so the more blocks share it.
+int parts_of(int64_t units, int64_t queries, int64_t keys, int processors) {
+  const int64_t key_tiles = std::max<int64_t>((keys + kKeys - 1) / kKeys, 1);
+  const int64_t query_tiles = (queries + kQueries - 1) / kQueries;
   int best = 1;
-  int64_t least = INT64_MAX;
+  double least = 0;
   for (int parts = 1; parts <= std::min<int64_t>(key_tiles, processors); ++parts) {
     const int64_t groups = processors / parts;
-    const int64_t most = (units + groups - 1) / groups * ((key_tiles + parts - 1) / parts);
-    if (most < least) {
+    const int64_t rounds = (units + groups - 1) / groups * ((key_tiles + parts - 1) / parts);
+    const bool fits = std::min(units, groups) * queries <= 36 * 1024;
+    const double time = (rounds * query_tiles + 1.3 * parts) * (fits ? 1.0 : 1.0 + 0.6 / parts);
+    if (parts == 1 || time < least) {
       best = parts;
-      least = most;
+      least = time;
     }
   }
   return best;
@@ -164,7 +171,8 @@ Status launch_wide(const AttentionBackward& call, WideParameters& p, float* stat
     if (status.code != StatusCode::ok) return status;
   }
   const int64_t units = call.sequences * call.heads;
-  p.parts = parts_of(units, (std::min(call.max_seqlen_k, call.keys) + kKeys - 1) / kKeys, processors);
+  p.parts =
+      parts_of(units, std::min(call.max_seqlen, call.queries), std::min(call.max_seqlen_k, call.keys), processors);
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors / p.parts) * p.parts));
   const bool causal = call.window_right == 0;
   const auto start = [&](auto* kernel) {

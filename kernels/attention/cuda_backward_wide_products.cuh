@@ -27,6 +27,12 @@ __device__ __forceinline__ void store_wide_zeros(T* to, int64_t stride, int rows
   store_zeros(to + kTileColumns, stride, rows);
 }
 
+// The same number, of which the compiler knows nothing: what is computed from it is not kept in registers.
+__device__ __forceinline__ uint32_t anew(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Keeps the assembler from moving a wait for products up over the code that computes these numbers: a branch that needs
 // them all, and is taken only if all are the same NaN.
 __device__ __forceinline__ void pin(const float (&value)[32]) {
@@ -83,7 +89,7 @@ struct WideKeyWarpgroup {
   // Starts S^T = K Q^T of the next tile of queries.
   __device__ __forceinline__ void begin_scores(float (&scores)[32]) {
     memory.q_full[slot(step)].wait(parity(step));
-    multiply_rows(scores, shared_address(memory.k[k_slot()]) + number * 64 * kTileRowBytes,
+    multiply_rows(scores, anew(shared_address(memory.k[k_slot()]) + number * 64 * kTileRowBytes),
                   shared_address(memory.q[slot(step)]));
   }
 
@@ -91,7 +97,7 @@ struct WideKeyWarpgroup {
   __device__ __forceinline__ void begin_dq(float (&dq)[32]) {
     memory.dscores_full.wait((step - 1) % 2);
     const uint32_t dscores = shared_address(memory.dscores);
-    const uint32_t k = shared_address(memory.k[k_slot()]) + number * kKeyTileBytes;
+    const uint32_t k = anew(shared_address(memory.k[k_slot()]) + number * kKeyTileBytes);
     begin_products();
 #pragma unroll
     for (int c = 0; c < 8; ++c)
@@ -156,7 +162,7 @@ struct WideKeyWarpgroup {
     float dweights[32];  // dP^T, then dS^T
     uint32_t operand[16], kept = 0xffffffffu;
     memory.dout_full[slot(step)].wait(parity(step));
-    multiply_rows(dweights, shared_address(memory.v) + number * 64 * kTileRowBytes, dout);
+    multiply_rows(dweights, anew(shared_address(memory.v) + number * 64 * kTileRowBytes), dout);
     if constexpr (DROPOUT) {
       memory.kept_full[number].wait(step % 2);
       kept = memory.kept[number][threadIdx.x % kWarpgroup];
@@ -190,7 +196,7 @@ struct WideKeyWarpgroup {
     for (int i = 0; i < 16; ++i) operand[i] = narrow_word(dweights[2 * i], dweights[2 * i + 1], T{});
     memory.dscores_empty.wait(step % 2 ^ 1);
     const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
-    const uint32_t to = shared_address(memory.dscores) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16;
+    const uint32_t to = anew(shared_address(memory.dscores) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16);
 #pragma unroll
     for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, operand + 4 * c);
     fence_async();
@@ -203,7 +209,8 @@ struct WideKeyWarpgroup {
   __device__ __forceinline__ void over_keys(int key_tile) {
     const WideUnit<CAUSAL>& unit = memory.unit[number];
     const int key = key_tile * kKeys + number * 64;
-    int rest = unit.steps(key_tile), tile = unit.first_step_tile(key_tile);
+    const int begin = unit.begin(key_tile);
+    int tile = unit.query_tiles - 1;
     float scores[32], dq[32];
     memory.k_full[k_slot()].wait(k_step / kKeyStages % 2);
     begin_scores(scores);
@@ -212,8 +219,8 @@ struct WideKeyWarpgroup {
     hold_registers(scores);
     weigh(scores, key, tile);
     for (bool first = true;; first = false) {
-      over_tile(scores, first, rest == 1);
-      if (--rest == 0) break;
+      over_tile(scores, first, tile == begin);
+      if (tile == begin) break;
       begin_scores(scores);
       wait_products<1>();
       hold_registers(dk);
@@ -221,13 +228,13 @@ struct WideKeyWarpgroup {
       begin_dq(dq);
       wait_products<1>();
       hold_registers(scores);
-      tile = unit.next_tile(tile);
+      --tile;
       weigh(scores, key, tile);
       pin(scores);
       wait_products<0>();
       hold_registers(dq);
       arrive_warp(memory.dscores_empty);
-      leave_dq(dq, unit.tile_before(tile));
+      leave_dq(dq, tile + 1);
     }
     begin_dq(dq);
     wait_products<0>();
@@ -251,7 +258,8 @@ struct WideKeyWarpgroup {
     if (threadIdx.x % kWarpgroup == 0) memory.unit[number] = WideUnit<CAUSAL>(p, index);
     sync_named(1 + number, kWarpgroup);
     const WideUnit<CAUSAL>& unit = memory.unit[number];
-    for (int key_tile = unit.part; key_tile < unit.key_tiles; key_tile += unit.parts) over_keys(key_tile);
+    for (int round = 0; round < unit.rounds(); ++round)
+      if (unit.key_tile(round) < unit.key_tiles) over_keys(unit.key_tile(round));
     if (unit.part > 0) return;
     for (int key = unit.key_tiles * kKeys + number * 64; key < unit.k.stored; key += kKeys) {
       const int rows = min(unit.k.stored - key, 64);

@@ -20,9 +20,9 @@ struct WideParameters : Parameters {
   int parts;   // blocks that share a (sequence, head)
 };
 
-// A (sequence, head), whose tiles of keys `parts` blocks take in turn. For a tile of keys a block goes over the tiles
-// of queries in a circle, from a place of its own on where all queries attend to all keys, so that the blocks do not
-// meet at one tile of dQ.
+// A (sequence, head), whose tiles of keys `parts` blocks take round by round, back and forth, so that all have as much
+// to do where attention is causal. For a tile of keys a block goes over the tiles of queries from the last one down:
+// the blocks meet the same queries at about the same time, and the second level cache has them.
 template <bool CAUSAL>
 struct WideUnit : Unit<CAUSAL> {
   int part, parts;
@@ -30,21 +30,15 @@ struct WideUnit : Unit<CAUSAL> {
   __device__ __forceinline__ WideUnit(const WideParameters& p, int unit)
       : Unit<CAUSAL>(p, unit), part(blockIdx.x % p.parts), parts(p.parts) {}
 
-  __device__ __forceinline__ int steps(int key_tile) const { return this->query_tiles - this->begin(key_tile); }
-  __device__ __forceinline__ int first_step_tile(int key_tile) const {
-    return CAUSAL ? this->begin(key_tile) : part * this->query_tiles / parts;
+  __device__ __forceinline__ int rounds() const { return divide_up(this->key_tiles, parts); }
+  // The block's tile of keys of a round; the last round may have none.
+  __device__ __forceinline__ int key_tile(int round) const {
+    return round * parts + (round % 2 ? parts - 1 - part : part);
   }
-  __device__ __forceinline__ int next_tile(int tile) const { return tile + 1 == this->query_tiles ? 0 : tile + 1; }
-  __device__ __forceinline__ int tile_before(int tile) const { return (tile == 0 ? this->query_tiles : tile) - 1; }
-  // Which addition to a tile of dQ is this block's: round by round, in the order in which the blocks come by.
-  __device__ __forceinline__ int turn(int key_tile, int tile) const {
-    if (parts == 1) return key_tile;
-    const int round = key_tile - part;
-    if (CAUSAL) return round + min(round + parts - 1, this->last_key_tile(tile)) - key_tile;
-    const int present = min(parts, this->key_tiles - round);
-    const int begun = ((tile + 1) * parts - 1) / this->query_tiles;  // the last block that starts at or before the tile
-    const int first = min(begun, present - 1);
-    return round + (part <= begun ? first - part : first + present - part);
+  // Which addition to a tile of dQ is this block's: round by round, from the last block to the first.
+  __device__ __forceinline__ int turn(int round, int tile) const {
+    const int before = round * parts;
+    return before + (round % 2 ? parts - 1 : min(parts - 1, this->last_key_tile(tile) - before)) - part;
   }
 };
 
@@ -68,16 +62,17 @@ struct WideMemory {
 };
 static_assert(sizeof(WideMemory<true>) <= 227 * 1024);
 
-// Calls step(unit, key_tile, tile of queries) for all that a block has to do, and start(unit, key_tile) before the
-// steps of a tile of keys.
+// Calls step(unit, round, tile of queries) for all that a block has to do, and start(unit, round) before the steps of a
+// round.
 template <bool CAUSAL, class Start, class Step>
 __device__ __forceinline__ void for_each_step(const WideParameters& p, Start start, Step step) {
   for (int index = blockIdx.x / p.parts; index < p.sequences * p.heads; index += gridDim.x / p.parts) {
     const WideUnit<CAUSAL> unit(p, index);
-    for (int key_tile = unit.part; key_tile < unit.key_tiles; key_tile += unit.parts) {
-      start(unit, key_tile);
-      int tile = unit.first_step_tile(key_tile);
-      for (int rest = unit.steps(key_tile); rest > 0; --rest, tile = unit.next_tile(tile)) step(unit, key_tile, tile);
+    for (int round = 0; round < unit.rounds(); ++round) {
+      if (unit.key_tile(round) >= unit.key_tiles) continue;
+      start(unit, round);
+      const int begin = unit.begin(unit.key_tile(round));
+      for (int tile = unit.query_tiles - 1; tile >= begin; --tile) step(unit, round, tile);
     }
   }
 }
@@ -118,14 +113,16 @@ __device__ __forceinline__ void bring_wide_tiles(const WideParameters& p, WideMe
   bool values_due = false;  // v is needed after the first tile of queries
   for_each_step<CAUSAL>(
       p,
-      [&](const WideUnit<CAUSAL>& unit, int key_tile) {
+      [&](const WideUnit<CAUSAL>& unit, int round) {
+        const int key_tile = unit.key_tile(round);
         memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
         bring(p.k, memory.k_full[k_stage.slot], memory.k[k_stage.slot], unit.head, unit.k.first + key_tile * kKeys,
               p.cu_seqlens == nullptr ? unit.sequence : 0, unit.k.length - key_tile * kKeys, kKeys, nullptr, nullptr);
         k_stage.next();
         values_due = true;
       },
-      [&](const WideUnit<CAUSAL>& unit, int key_tile, int tile) {
+      [&](const WideUnit<CAUSAL>& unit, int round, int tile) {
+        const int key_tile = unit.key_tile(round);
         const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
         const int valid = unit.q.length - tile * kQueries, first = unit.q.first + tile * kQueries;
         const float* statistics = p.statistics + static_cast<int64_t>(unit.tile + tile) * 2 * kQueries;
@@ -196,8 +193,8 @@ __device__ __forceinline__ void sum_wide_dq(const WideParameters& p, WideMemory<
   };
   for_each_step<CAUSAL>(
       p, [](const WideUnit<CAUSAL>&, int) {},
-      [&](const WideUnit<CAUSAL>& unit, int key_tile, int tile) {
-        const int turn = unit.turn(key_tile, tile);
+      [&](const WideUnit<CAUSAL>& unit, int round, int tile) {
+        const int turn = unit.turn(round, tile);
         int* turns = p.turns + unit.tile + tile;
         float* sums = p.sums + static_cast<int64_t>(unit.tile + tile) * kWideSumFloats;
         if (turn < unit.last_key_tile(tile)) {
@@ -248,8 +245,8 @@ __device__ __forceinline__ void draw_wide_kept(const WideParameters& p, WideMemo
   uint32_t parity = 1;  // of the phase in which the words were taken
   for_each_step<CAUSAL>(
       p, [](const WideUnit<CAUSAL>&, int) {},
-      [&](const WideUnit<CAUSAL>& unit, int key_tile, int tile) {
-        const uint32_t block = key_tile * 2 + number, query = tile * kQueries + 16 * part + 2 * t;
+      [&](const WideUnit<CAUSAL>& unit, int round, int tile) {
+        const uint32_t block = unit.key_tile(round) * 2 + number, query = tile * kQueries + 16 * part + 2 * t;
 #pragma unroll 1
         for (int task = 0; task < 2; ++task) {
           const int d = task * 2 + lane / 16;
