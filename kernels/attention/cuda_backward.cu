@@ -14,6 +14,7 @@
 
 #include "attention/cuda_backward_products.cuh"
 #include "attention/cuda_backward_tiles.cuh"
+#include "attention/cuda_backward_wide.h"
 #include "attention/cuda_call.h"
 #include "attention/op.h"
 #include "common/hopper.cuh"
@@ -158,7 +159,9 @@ Status launch_typed(const AttentionBackward& call, const Parameters& p, float* s
 
 }  // namespace
 
-int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen) {
+int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t head_dim, int64_t tokens,
+                                     int64_t max_seqlen) {
+  if (head_dim == kWideDim) return attention_backward_wide_workspace(sequences, heads, tokens);
   const int64_t tiles = tiles_of(sequences, tokens, true);  // not fewer than those of dense sequences
   return heads * tiles * (2 * kQueries + (max_seqlen > kOnChipQueries ? kSumFloats : 0));
 }
@@ -166,7 +169,7 @@ int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t t
 Status attention_backward(const AttentionBackward& call) {
   Status status = check_hopper_call(call);
   if (status.code != StatusCode::ok) return status;
-  if (call.head_dim != kHeadDim) return bad_size("head_dim is not 64");
+  if (call.head_dim == kWideDim) return attention_backward_wide(call);
   if (call.kv_heads != call.heads) return bad_size("kv_heads differs from heads");
   if (call.sequences == 0 || call.heads == 0) return {};
   if (call.sequences > 65535 || call.heads > 65535) return bad_size("more than 65535 sequences or heads");

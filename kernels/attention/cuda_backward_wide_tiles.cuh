@@ -3,12 +3,12 @@
 #pragma once
 
 #include "attention/cuda_backward_tiles.cuh"
+#include "attention/cuda_backward_wide.h"
 
 namespace fasttfm {
 namespace cuda {
 namespace {
 
-constexpr int kWideDim = 128;
 constexpr int kWideThreads = 3 * kWarpgroup;
 constexpr int kWideSumFloats = kQueries * kWideDim;  // of dQ, per tile
 constexpr int kWideSumBytes = 4 * kWideSumFloats;
