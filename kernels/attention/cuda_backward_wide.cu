@@ -37,6 +37,8 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_backward_kernel(const __
     for (int i = 0; i < kQueryStages; ++i) {
       memory.q_full[i].initialize(1);
       memory.q_empty[i].initialize(8);
+    }
+    for (int i = 0; i < kGradientStages; ++i) {
       memory.dout_full[i].initialize(1);
       memory.dout_empty[i].initialize(8);
     }

@@ -33,12 +33,12 @@ __device__ __forceinline__ uint32_t anew(uint32_t value) {
   return value;
 }
 
-// Keeps the assembler from moving a wait for products up over the code that computes these numbers: a branch that needs
-// them all, and is taken only if all are the same NaN.
-__device__ __forceinline__ void pin(const float (&value)[32]) {
+// Keeps the assembler from moving a wait for products up over the code that computes these words: a branch that needs
+// them all, and is taken only if all are NaN.
+__device__ __forceinline__ void pin(const uint32_t (&word)[16]) {
   uint32_t all = 0xffffffffu;
 #pragma unroll
-  for (int i = 0; i < 32; ++i) all &= __float_as_uint(value[i]);
+  for (int i = 0; i < 16; ++i) all &= word[i];
   if (__any_sync(0xffffffffu, all == 0xffffffffu)) __nanosleep(20);
 }
 
@@ -53,8 +53,9 @@ struct WideKeyWarpgroup {
   __device__ __forceinline__ WideKeyWarpgroup(const WideParameters& p, WideMemory<CAUSAL>& memory, int number)
       : p(p), memory(memory), number(number), step(0), k_step(0) {}
 
-  static __device__ __forceinline__ uint32_t slot(uint32_t step) { return step % kQueryStages; }
-  static __device__ __forceinline__ uint32_t parity(uint32_t step) { return step / kQueryStages % 2; }
+  static __device__ __forceinline__ uint32_t q_slot(uint32_t step) { return step % kQueryStages; }
+  static __device__ __forceinline__ uint32_t slot(uint32_t step) { return step % kGradientStages; }
+  static __device__ __forceinline__ uint32_t parity(uint32_t step) { return step / kGradientStages % 2; }
   __device__ __forceinline__ uint32_t k_slot() const { return k_step % kKeyStages; }
 
   static __device__ __forceinline__ void arrive_warp(Barrier& barrier) {
@@ -62,8 +63,13 @@ struct WideKeyWarpgroup {
     if (threadIdx.x % 32 == 0) barrier.arrive();
   }
 
+  // Bits of two neighbouring elements: see draw_kept().
   static __device__ __forceinline__ float keep(float value, uint32_t kept, int i, int half, int c) {
     return !DROPOUT || (kept >> (i / 2 * 8 + (1 - half) * 4 + i % 2 * 2 + c) & 1) ? value : 0.0f;
+  }
+  static __device__ __forceinline__ uint32_t kept_pair(uint32_t kept, int i, int half) {
+    const int bit = i / 2 * 8 + (1 - half) * 4 + i % 2 * 2;
+    return (kept >> bit & 1 ? 0xffffu : 0u) | (kept >> (bit + 1) & 1 ? 0xffff0000u : 0u);
   }
 
   // product = rows^T columns of 64 of the tile of keys' rows and all of a tile of queries'.
@@ -86,16 +92,16 @@ struct WideKeyWarpgroup {
     commit_products();
   }
 
-  // Starts S^T = K Q^T of the next tile of queries.
-  __device__ __forceinline__ void begin_scores(float (&scores)[32]) {
-    memory.q_full[slot(step)].wait(parity(step));
+  // Starts S^T = K Q^T of a tile of queries.
+  __device__ __forceinline__ void begin_scores(float (&scores)[32], uint32_t step) {
+    memory.q_full[q_slot(step)].wait(step / kQueryStages % 2);
     multiply_rows(scores, anew(shared_address(memory.k[k_slot()]) + number * 64 * kTileRowBytes),
-                  shared_address(memory.q[slot(step)]));
+                  shared_address(memory.q[q_slot(step)]));
   }
 
-  // Starts dQ = dS K of the tile of queries before, 64 columns.
+  // Starts dQ = dS K of a tile of queries, 64 columns.
   __device__ __forceinline__ void begin_dq(float (&dq)[32]) {
-    memory.dscores_full.wait((step - 1) % 2);
+    memory.dscores_full.wait(step % 2);
     const uint32_t dscores = shared_address(memory.dscores);
     const uint32_t k = anew(shared_address(memory.k[k_slot()]) + number * kKeyTileBytes);
     begin_products();
@@ -138,45 +144,26 @@ struct WideKeyWarpgroup {
                   p.dq.token, unit.q.stored - query);
   }
 
-  // P^T = exp(S^T - lse), in place, and the words of kept bits if there is dropout.
-  __device__ __forceinline__ void weigh(float (&scores)[32], int key, int tile) {
+  // P^T = exp(S^T - lse) of a tile of queries, in 16 bits.
+  __device__ __forceinline__ void weigh(float (&scores)[32], uint32_t (&weights)[16], int key, int tile) {
     const WideUnit<CAUSAL>& unit = memory.unit[number];
     mask_scores<CAUSAL>(scores, key, tile * kQueries, unit.k.length, unit.offset());
-    const float2* statistics = reinterpret_cast<const float2*>(memory.lse[slot(step)]) + threadIdx.x % 4;
+    const float2* statistics = reinterpret_cast<const float2*>(memory.lse[q_slot(step)]) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float2 lse = statistics[4 * i];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float* pair = scores + 4 * i + 2 * half;
-        pair[0] = power_of_two(pair[0] * p.score_scale - lse.x);
-        pair[1] = power_of_two(pair[1] * p.score_scale - lse.y);
+        const float* pair = scores + 4 * i + 2 * half;
+        weights[2 * i + half] = narrow_word(power_of_two(pair[0] * p.score_scale - lse.x),
+                                            power_of_two(pair[1] * p.score_scale - lse.y), T{});
       }
     }
   }
 
-  // From P^T of a tile of queries to dS^T in shared memory; dk's product is under way afterwards. `first`: it starts
-  // the sums of dk and dv; `last`: v is not needed any more.
-  __device__ __forceinline__ void over_tile(const float (&weights)[32], bool first, bool last) {
-    const uint32_t dout = shared_address(memory.dout[slot(step)]);
-    float dweights[32];  // dP^T, then dS^T
-    uint32_t operand[16], kept = 0xffffffffu;
-    memory.dout_full[slot(step)].wait(parity(step));
-    multiply_rows(dweights, anew(shared_address(memory.v) + number * 64 * kTileRowBytes), dout);
-    if constexpr (DROPOUT) {
-      memory.kept_full[number].wait(step % 2);
-      kept = memory.kept[number][threadIdx.x % kWarpgroup];
-    }
-#pragma unroll
-    for (int i = 0; i < 16; ++i)
-      operand[i] = narrow_word(keep(weights[2 * i], kept, i / 2, i % 2, 0),
-                               keep(weights[2 * i + 1], kept, i / 2, i % 2, 1), T{});
-    multiply_columns(dv, operand, dout, !first);
-    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[number]);  // the word is here: it was used
-    wait_products<1>();
-    hold_registers(dweights);
-    if (last) arrive_warp(memory.v_empty);
-    asm volatile("" : "+r"(kept));  // or the compiler keeps the 32 predicates from above, in registers
+  // dS^T = P^T (dP^T - delta), in 16 bits.
+  __device__ __forceinline__ void differentiate(const float (&dweights)[32], const uint32_t (&weights)[16],
+                                                uint32_t kept, uint32_t (&dscores)[16]) {
     const float2* statistics = reinterpret_cast<const float2*>(memory.delta[slot(step)]) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -184,68 +171,92 @@ struct WideKeyWarpgroup {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = 4 * i + 2 * half;
-        dweights[at] = weights[at] * (keep(dweights[at], kept, i, half, 0) - delta.x);
-        dweights[at + 1] = weights[at + 1] * (keep(dweights[at + 1], kept, i, half, 1) - delta.y);
+        const float2 weight = widen_word(weights[2 * i + half], T{});
+        dscores[2 * i + half] = narrow_word(weight.x * (keep(dweights[at], kept, i, half, 0) - delta.x),
+                                            weight.y * (keep(dweights[at + 1], kept, i, half, 1) - delta.y), T{});
       }
     }
-    pin(dweights);
-    wait_products<0>();  // dv's operand gives its registers to dk's
-    hold_registers(operand);
-    arrive_warp(memory.dout_empty[slot(step)]);
+  }
+
+  // A tile of queries, whose weights are there, up to dQ; then the weights of the next one, unless it is the LAST.
+  // `first`: it starts the sums of dk and dv.
+  template <bool LAST>
+  __device__ __forceinline__ void over_tile(float (&scores)[32], uint32_t (&weights)[16], int key, int tile,
+                                            bool first) {
+    constexpr bool kEarly = kEarlyScores && !LAST && !DROPOUT;  // dropout has no registers for it
+    const uint32_t dout = shared_address(memory.dout[slot(step)]);
+    float dweights[32];  // dP^T, then dQ
+    uint32_t dscores[16], kept = 0xffffffffu;
+    memory.dout_full[slot(step)].wait(parity(step));
+    multiply_rows(dweights, anew(shared_address(memory.v) + number * 64 * kTileRowBytes), dout);
+    if constexpr (DROPOUT) {
+      uint32_t operand[16];
+      memory.kept_full[number].wait(step % 2);
+      kept = memory.kept[number][threadIdx.x % kWarpgroup];
 #pragma unroll
-    for (int i = 0; i < 16; ++i) operand[i] = narrow_word(dweights[2 * i], dweights[2 * i + 1], T{});
+      for (int i = 0; i < 16; ++i) operand[i] = weights[i] & kept_pair(kept, i / 2, i % 2);
+      multiply_columns(dv, operand, dout, !first);
+      arrive_warp(memory.kept_empty[number]);  // the word is here: it was used
+    } else {
+      multiply_columns(dv, weights, dout, !first);
+    }
+    if constexpr (kEarly) begin_scores(scores, step + 1);
+    wait_products<1>();
+    hold_registers(dweights);
+    if constexpr (LAST) arrive_warp(memory.v_empty);
+    asm volatile("" : "+r"(kept));  // or the compiler keeps the 32 predicates from above, in registers
+    differentiate(dweights, weights, kept, dscores);
+    if constexpr (!kEarly) {
+      pin(dscores);
+      wait_products<0>();
+    }
+    hold_registers(weights);
+    arrive_warp(memory.dout_empty[slot(step)]);
     memory.dscores_empty.wait(step % 2 ^ 1);
     const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
     const uint32_t to = anew(shared_address(memory.dscores) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, operand + 4 * c);
+    for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, dscores + 4 * c);
     fence_async();
     arrive_warp(memory.dscores_full);
-    multiply_columns(dk, operand, shared_address(memory.q[slot(step)]), !first);
+    multiply_columns(dk, dscores, shared_address(memory.q[q_slot(step)]), !first);
+    if constexpr (!kEarly && !LAST) begin_scores(scores, step + 1);
+    begin_dq(dweights);
     ++step;
+    if constexpr (!LAST) {
+      wait_products<1>();
+      hold_registers(scores);
+      weigh(scores, weights, key, tile - 1);
+      pin(weights);
+    }
+    wait_products<0>();
+    hold_registers(dweights);
+    hold_registers(dk);
+    hold_registers(dv);
+    arrive_warp(memory.q_empty[q_slot(step - 1)]);
+    arrive_warp(memory.dscores_empty);
+    if constexpr (LAST) arrive_warp(memory.k_empty[k_slot()]);
+    leave_dq(dweights, tile);
   }
 
-  // One tile of keys. The scores of the next tile of queries start before dQ of a tile.
+  // One tile of keys.
   __device__ __forceinline__ void over_keys(int key_tile) {
     const WideUnit<CAUSAL>& unit = memory.unit[number];
     const int key = key_tile * kKeys + number * 64;
     const int begin = unit.begin(key_tile);
     int tile = unit.query_tiles - 1;
-    float scores[32], dq[32];
+    float scores[32];
+    uint32_t weights[16];
     memory.k_full[k_slot()].wait(k_step / kKeyStages % 2);
-    begin_scores(scores);
+    begin_scores(scores, step);
     memory.v_full.wait(k_step % 2);
     wait_products<0>();
     hold_registers(scores);
-    weigh(scores, key, tile);
-    for (bool first = true;; first = false) {
-      over_tile(scores, first, tile == begin);
-      if (tile == begin) break;
-      begin_scores(scores);
-      wait_products<1>();
-      hold_registers(dk);
-      arrive_warp(memory.q_empty[slot(step - 1)]);
-      begin_dq(dq);
-      wait_products<1>();
-      hold_registers(scores);
-      --tile;
-      weigh(scores, key, tile);
-      pin(scores);
-      wait_products<0>();
-      hold_registers(dq);
-      arrive_warp(memory.dscores_empty);
-      leave_dq(dq, tile + 1);
-    }
-    begin_dq(dq);
-    wait_products<0>();
-    hold_registers(dq);
-    hold_registers(dk);
-    hold_registers(dv);
-    arrive_warp(memory.q_empty[slot(step - 1)]);
-    arrive_warp(memory.dscores_empty);
-    arrive_warp(memory.k_empty[k_slot()]);
+    weigh(scores, weights, key, tile);
+    bool first = true;
+    for (; tile > begin; --tile, first = false) over_tile<false>(scores, weights, key, tile, first);
+    over_tile<true>(scores, weights, key, tile, first);
     ++k_step;
-    leave_dq(dq, tile);
     const int rows = unit.k.stored - key;
     store_wide_product(dk, p.dq_scale, row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token,
                        rows);

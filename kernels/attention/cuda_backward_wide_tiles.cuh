@@ -13,7 +13,8 @@ constexpr int kWideThreads = 3 * kWarpgroup;
 constexpr int kWideSumFloats = kQueries * kWideDim;  // of dQ, per tile
 constexpr int kWideSumBytes = 4 * kWideSumFloats;
 constexpr int kLseBytes = 4 * kQueries;
-constexpr int kKeyStages = 2, kQueryStages = 2;  // powers of two
+constexpr int kKeyStages = 2, kQueryStages = 3, kGradientStages = 2;  // of k, q and dout
+constexpr bool kEarlyScores = true;  // scores of the next tile of queries before dS of this one
 
 struct WideParameters : Parameters {
   int* turns;  // [heads, tiles]: how many additions to a tile of dQ are done
@@ -47,14 +48,14 @@ enum StagingUse { kAdded, kLast, kAlone };  // dQ's addition is one of several, 
 template <bool CAUSAL>
 struct WideMemory {
   alignas(1024) char q[kQueryStages][2 * kQueryTileBytes];
-  char dout[kQueryStages][2 * kQueryTileBytes];
+  char dout[kGradientStages][2 * kQueryTileBytes];
   char k[kKeyStages][2 * kKeyTileBytes];
   char v[2 * kKeyTileBytes];
   char dscores[kKeyTileBytes];       // [keys, queries]
   float4 staging[2][8][kWarpgroup];  // of dQ: the columns of warpgroups 1 and 2, each thread's own
-  float lse[kQueryStages][kQueries], delta[kQueryStages][kQueries];
+  float lse[kQueryStages][kQueries], delta[kGradientStages][kQueries];
   uint32_t kept[2][kWarpgroup];
-  Barrier q_full[kQueryStages], q_empty[kQueryStages], dout_full[kQueryStages], dout_empty[kQueryStages],
+  Barrier q_full[kQueryStages], q_empty[kQueryStages], dout_full[kGradientStages], dout_empty[kGradientStages],
       k_full[kKeyStages], k_empty[kKeyStages], v_full, v_empty, raw, dscores_full, dscores_empty, staging_free,
       staging_done, kept_full[2], kept_empty[2];
   WideUnit<CAUSAL> unit[2];  // which warpgroups 1 and 2 are at: they have no registers for it
@@ -86,7 +87,7 @@ __device__ __forceinline__ void bring_wide_tiles(const WideParameters& p, WideMe
   const bool first_lane = threadIdx.x % 32 == 0;
   const bool foreign = p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr;
   RingPosition<kQueryStages> q_stage;
-  RingPosition<kQueryStages> dout_stage;
+  RingPosition<kGradientStages> dout_stage;
   RingPosition<kKeyStages> k_stage;
   RingPosition<1> v_stage, raw;
   // Brings `rows` rows of 128, and statistics of theirs if there are any.
