@@ -41,28 +41,23 @@ extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t tokens) {
 # Changes of the source whose times are compared: text to replace, and what stands there instead. Those from "without"
 # on leave work out, and compute nonsense: they show what the work costs.
 VARIANTS: dict[str, list[tuple[str, str]]] = {
-    "three_query_stages": [("kKeyStages = 2, kQueryStages = 2", "kKeyStages = 1, kQueryStages = 3")],
-    "one_key_stage": [("kKeyStages = 2", "kKeyStages = 1")],
-    "no_pins": [("      pin(scores);\n", ""), ("    pin(dweights);\n", "")],
-    "dq_before_scores": [
-        (
-            "      begin_scores(scores);\n      wait_products<1>();\n      hold_registers(dk);\n"
-            "      arrive_warp(memory.q_empty[slot(step - 1)]);\n      begin_dq(dq);\n      wait_products<1>();\n"
-            "      hold_registers(scores);\n",
-            "      begin_dq(dq);\n      begin_scores(scores);\n      wait_products<0>();\n"
-            "      hold_registers(dk);\n      hold_registers(dq);\n      hold_registers(scores);\n"
-            "      arrive_warp(memory.q_empty[slot(step - 1)]);\n",
-        )
-    ],
     "forced": [("  return best;\n", '  return std::min<int64_t>(key_tiles, atoi(getenv("PARTS")));\n')],
-    "without_sums": [("add_floats(sums, staging, kWideSumBytes)", "if (turn < 0) add_floats(sums, staging, 16)")],
-    "without_dq": [
+    "plain": [  # dP after dQ has left
+        ("    uint32_t dscores[16], left[16];\n", "    begin_dweights(own);\n    uint32_t dscores[16], left[16];\n"),
         (
-            "c < 8; ++c)\n      multiply<T, Major::mn, Major::mn>",
-            "c < 1; ++c)\n      multiply<T, Major::mn, Major::mn>",
-        )
+            "      begin_dweights(next);\n      wait_products<1>();\n",
+            "      pin(weights);\n      wait_products<0>();\n",
+        ),
+        ("    begin_dweights(even);\n", ""),
+        ("over_tile<true>(odd, even,", "over_tile<true>(even, odd,"),
+        ("over_tile<false>(odd, even,", "over_tile<false>(even, odd,"),
     ],
-    "without_exp": [("power_of_two(pair[", "(pair[")],
+    "two_query_stages": [("kQueryStages = 3", "kQueryStages = 2")],
+    "weights_first": [("      begin_dweights(next);\n", "      pin(weights);\n      begin_dweights(next);\n")],
+    "one_draw": [("#pragma unroll 2  // there", "#pragma unroll 1  // there")],
+    "four_draws": [("#pragma unroll 2  // there", "#pragma unroll 4  // there")],
+    "unordered": [("while (load_acquire(turns) < turn) {", "while (turn < 0) {")],
+    "without_drawing": [("const Draw drawn = draw_weights(seed,", "const Draw drawn{}; (void)(seed,")],
 }
 ONLY_BF16 = (": call.dtype == DType::f16 ? launch_wide<f16_t>(call, p, call.workspace)", "")
 SOURCE = "attention/cuda_backward_wide.cu"
@@ -314,8 +309,18 @@ TIMES: dict[str, dict[str, Any]] = {
     )
 }
 TIMES["packed_p"] = {"packed": tuple(64 + 448 * i // 63 for i in range(64)), "heads": 8, "p": 0.1, "fused": True}
-COMPARED = ("32x512", "8x2048", "1x16384_causal")  # the variants' cases
-PARTS = {512: (1, 4), 2048: (2, 4, 16), 16384: (8, 16, 64)}  # blocks that share a head
+PARTS = {1024: (1, 2, 8), 2048: (2, 4), 4096: (4, 8), 16384: (32,)}  # blocks that share a head, for "forced"
+COMPARED = {  # the variants' cases
+    "32x512": ("plain", "weights_first"),
+    "8x2048": ("plain", "two_query_stages", "weights_first", "forced", "unordered"),
+    "16x1024": ("forced",),
+    "4x4096": ("forced",),
+    "1x16384": ("plain", "forced", "unordered"),
+    "8x2048_causal": ("plain", "forced"),
+    "1x16384_causal": ("plain", "unordered"),
+    "32x512_p": ("plain", "one_draw", "four_draws", "without_drawing"),
+    "8x2048_p": ("one_draw", "without_drawing"),
+}
 
 
 def timed(name: str) -> str:
@@ -335,12 +340,11 @@ def timed(name: str) -> str:
             result = torch.nn.functional.scaled_dot_product_attention(*inputs, **options)
         gradient = dout.transpose(1, 2)
         results["cudnn"] = milliseconds(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True), False)
-    if name in COMPARED:
-        for variant in VARIANTS:
-            for parts in PARTS[case["dense"][1]] if variant == "forced" else ("",):
-                os.environ["PARTS"] = str(parts)
-                if (WORK / f"wide_{variant}.so").exists():
-                    results[f"{variant}{parts}"] = milliseconds(Backward(variant).prepare(*arguments), True)
+    for variant in COMPARED.get(name, ()):
+        for parts in PARTS[case["dense"][1]] if variant == "forced" else ("",):
+            os.environ["PARTS"] = str(parts)
+            if (WORK / f"wide_{variant}.so").exists():
+                results[f"{variant}{parts}"] = milliseconds(Backward(variant).prepare(*arguments), True)
     text = "  ".join(f"{who} {flops / ms / 1e9:.0f}" for who, ms in results.items())
     ratio = f"x{results['cudnn'] / results['base']:.2f}" if "cudnn" in results else ""
     return f"{name:16} {results['base']:.3f} ms {ratio:6} TFLOP/s: {text}"
@@ -390,7 +394,7 @@ def main() -> None:
 
     say([build([name for name in arguments.variants.split(",") if name])])
     chosen = [name for name in arguments.cases.split(",") if name]
-    for kind, cases, seconds in (("checks", CHECKS, 16.0), ("times", TIMES, 18.0), ("stress", STRESS, 10.0)):
+    for kind, cases, seconds in (("checks", CHECKS, 16.0), ("times", TIMES, 24.0), ("stress", STRESS, 11.0)):
         if arguments.only in (None, kind):
             names = [name for name in cases if not chosen or name in chosen]
             say(in_process(kind, names, 5.0, time.time() + seconds, __file__))

@@ -137,9 +137,8 @@ int64_t wide_tiles_of(int64_t sequences, int64_t queries, bool packed) {
 }
 
 // How many blocks share a (sequence, head): what takes the shortest time of the block that has most to do. Blocks that
-// share follow one another a bit more than a step apart. What they read and add to, queries, gradients and sums, takes
-// 1 KB a token: if that does not fit into the second level cache for all that is under way, a step takes longer, the
-// less so the more blocks share it.
+// share follow one another some 3 steps apart. What they read and add to, queries, gradients and sums, takes 1 KB a
+// token: if that does not fit into the second level cache for all that is under way, a step takes longer.
 int parts_of(int64_t units, int64_t queries, int64_t keys, int processors) {
   const int64_t key_tiles = std::max<int64_t>((keys + kKeys - 1) / kKeys, 1);
   const int64_t query_tiles = (queries + kQueries - 1) / kQueries;
@@ -149,7 +148,7 @@ int parts_of(int64_t units, int64_t queries, int64_t keys, int processors) {
     const int64_t groups = processors / parts;
     const int64_t rounds = (units + groups - 1) / groups * ((key_tiles + parts - 1) / parts);
     const bool fits = std::min(units, groups) * queries <= 36 * 1024;
-    const double time = (rounds * query_tiles + 1.3 * parts) * (fits ? 1.0 : 1.0 + 0.6 / parts);
+    const double time = (rounds * query_tiles + 3.0 * parts) * (fits ? 1.0 : 1.08);
     if (parts == 1 || time < least) {
       best = parts;
       least = time;

@@ -63,13 +63,21 @@ struct WideKeyWarpgroup {
     if (threadIdx.x % 32 == 0) barrier.arrive();
   }
 
-  // Bits of two neighbouring elements: see draw_kept().
-  static __device__ __forceinline__ float keep(float value, uint32_t kept, int i, int half, int c) {
-    return !DROPOUT || (kept >> (i / 2 * 8 + (1 - half) * 4 + i % 2 * 2 + c) & 1) ? value : 0.0f;
-  }
-  static __device__ __forceinline__ uint32_t kept_pair(uint32_t kept, int i, int half) {
-    const int bit = i / 2 * 8 + (1 - half) * 4 + i % 2 * 2;
-    return (kept >> bit & 1 ? 0xffffu : 0u) | (kept >> (bit + 1) & 1 ? 0xffff0000u : 0u);
+  // The weights of P^T that dropout keeps. Bits of a word of kept bits are numbered i2 i1 (1 - half) i0 c (see
+  // draw_kept()); i1 and c change places first, so that the bits of a pair, c = 0 and 1, stand in neighbouring bytes at
+  // the same place, from where their sign is spread over 16 bits each.
+  static __device__ __forceinline__ void drop(const uint32_t (&weights)[16], uint32_t kept, uint32_t (&left)[16]) {
+    const uint32_t other = (kept ^ kept >> 7) & 0x00aa00aau;
+    kept ^= other ^ other << 7;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t signs = kept << (7 - (i / 2 % 2 + i % 2 * 2 + (1 - half) * 4));
+        uint32_t mask;
+        asm("prmt.b32 %0, %1, 0, %2;" : "=r"(mask) : "r"(signs), "r"(i / 4 ? 0xbbaa : 0x9988));
+        left[2 * i + half] = weights[2 * i + half] & mask;
+      }
   }
 
   // product = rows^T columns of 64 of the tile of keys' rows and all of a tile of queries'.
@@ -161,56 +169,59 @@ struct WideKeyWarpgroup {
     }
   }
 
-  // dS^T = P^T (dP^T - delta), in 16 bits.
+  // dS^T = P^T (dP^T - delta), in 16 bits; where dropout left less of P^T, dP^T counts there alone.
   __device__ __forceinline__ void differentiate(const float (&dweights)[32], const uint32_t (&weights)[16],
-                                                uint32_t kept, uint32_t (&dscores)[16]) {
+                                                const uint32_t (&left)[16], uint32_t (&dscores)[16]) {
     const float2* statistics = reinterpret_cast<const float2*>(memory.delta[slot(step)]) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float2 delta = statistics[4 * i];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int at = 4 * i + 2 * half;
+        const float* pair = dweights + 4 * i + 2 * half;
         const float2 weight = widen_word(weights[2 * i + half], T{});
-        dscores[2 * i + half] = narrow_word(weight.x * (keep(dweights[at], kept, i, half, 0) - delta.x),
-                                            weight.y * (keep(dweights[at + 1], kept, i, half, 1) - delta.y), T{});
+        if constexpr (DROPOUT) {
+          const float2 kept = widen_word(left[2 * i + half], T{});
+          dscores[2 * i + half] =
+              narrow_word(kept.x * pair[0] - weight.x * delta.x, kept.y * pair[1] - weight.y * delta.y, T{});
+        } else {
+          dscores[2 * i + half] = narrow_word(weight.x * (pair[0] - delta.x), weight.y * (pair[1] - delta.y), T{});
+        }
       }
     }
   }
 
-  // A tile of queries, whose weights are there, up to dQ; then the weights of the next one, unless it is the LAST.
-  // `first`: it starts the sums of dk and dv.
+  // Starts dP^T = V dO^T of a tile of queries.
+  __device__ __forceinline__ void begin_dweights(float (&dweights)[32]) {
+    memory.dout_full[slot(step)].wait(parity(step));
+    multiply_rows(dweights, anew(shared_address(memory.v) + number * 64 * kTileRowBytes),
+                  shared_address(memory.dout[slot(step)]));
+  }
+
+  // A tile of queries, whose weights are there and whose dP^T is under way in `own`, up to dQ; unless it is the LAST,
+  // then weights and dP^T of the next one, in `next`. `first`: it starts the sums of dk and dv.
   template <bool LAST>
-  __device__ __forceinline__ void over_tile(float (&scores)[32], uint32_t (&weights)[16], int key, int tile,
-                                            bool first) {
+  __device__ __forceinline__ void over_tile(float (&own)[32], float (&next)[32], uint32_t (&weights)[16], int key,
+                                            int tile, bool first) {
     constexpr bool kEarly = kEarlyScores && !LAST && !DROPOUT;  // dropout has no registers for it
     const uint32_t dout = shared_address(memory.dout[slot(step)]);
-    float dweights[32];  // dP^T, then dQ
-    uint32_t dscores[16], kept = 0xffffffffu;
-    memory.dout_full[slot(step)].wait(parity(step));
-    multiply_rows(dweights, anew(shared_address(memory.v) + number * 64 * kTileRowBytes), dout);
+    uint32_t dscores[16], left[16];
     if constexpr (DROPOUT) {
-      uint32_t operand[16];
       memory.kept_full[number].wait(step % 2);
-      kept = memory.kept[number][threadIdx.x % kWarpgroup];
-#pragma unroll
-      for (int i = 0; i < 16; ++i) operand[i] = weights[i] & kept_pair(kept, i / 2, i % 2);
-      multiply_columns(dv, operand, dout, !first);
-      arrive_warp(memory.kept_empty[number]);  // the word is here: it was used
-    } else {
-      multiply_columns(dv, weights, dout, !first);
+      drop(weights, memory.kept[number][threadIdx.x % kWarpgroup], left);
     }
-    if constexpr (kEarly) begin_scores(scores, step + 1);
+    multiply_columns(dv, DROPOUT ? left : weights, dout, !first);
+    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[number]);  // the word is here: it was used
+    if constexpr (kEarly) begin_scores(next, step + 1);
     wait_products<1>();
-    hold_registers(dweights);
+    hold_registers(own);
     if constexpr (LAST) arrive_warp(memory.v_empty);
-    asm volatile("" : "+r"(kept));  // or the compiler keeps the 32 predicates from above, in registers
-    differentiate(dweights, weights, kept, dscores);
+    differentiate(own, weights, left, dscores);
     if constexpr (!kEarly) {
       pin(dscores);
       wait_products<0>();
     }
-    hold_registers(weights);
+    hold_registers(DROPOUT ? left : weights);
     arrive_warp(memory.dout_empty[slot(step)]);
     memory.dscores_empty.wait(step % 2 ^ 1);
     const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
@@ -220,23 +231,28 @@ struct WideKeyWarpgroup {
     fence_async();
     arrive_warp(memory.dscores_full);
     multiply_columns(dk, dscores, shared_address(memory.q[q_slot(step)]), !first);
-    if constexpr (!kEarly && !LAST) begin_scores(scores, step + 1);
-    begin_dq(dweights);
+    if constexpr (!kEarly && !LAST) begin_scores(next, step + 1);
+    begin_dq(own);
     ++step;
     if constexpr (!LAST) {
       wait_products<1>();
-      hold_registers(scores);
-      weigh(scores, weights, key, tile - 1);
-      pin(weights);
+      hold_registers(next);
+      hold_registers(dk);
+      arrive_warp(memory.q_empty[q_slot(step - 1)]);
+      weigh(next, weights, key, tile - 1);
+      begin_dweights(next);
+      wait_products<1>();
+      hold_registers(own);
+    } else {
+      wait_products<0>();
+      hold_registers(own);
+      hold_registers(dk);
+      hold_registers(dv);
+      arrive_warp(memory.q_empty[q_slot(step - 1)]);
+      arrive_warp(memory.k_empty[k_slot()]);
     }
-    wait_products<0>();
-    hold_registers(dweights);
-    hold_registers(dk);
-    hold_registers(dv);
-    arrive_warp(memory.q_empty[q_slot(step - 1)]);
     arrive_warp(memory.dscores_empty);
-    if constexpr (LAST) arrive_warp(memory.k_empty[k_slot()]);
-    leave_dq(dweights, tile);
+    leave_dq(own, tile);
   }
 
   // One tile of keys.
@@ -245,17 +261,27 @@ struct WideKeyWarpgroup {
     const int key = key_tile * kKeys + number * 64;
     const int begin = unit.begin(key_tile);
     int tile = unit.query_tiles - 1;
-    float scores[32];
+    float even[32], odd[32];
     uint32_t weights[16];
     memory.k_full[k_slot()].wait(k_step / kKeyStages % 2);
-    begin_scores(scores, step);
+    begin_scores(even, step);
     memory.v_full.wait(k_step % 2);
     wait_products<0>();
-    hold_registers(scores);
-    weigh(scores, weights, key, tile);
-    bool first = true;
-    for (; tile > begin; --tile, first = false) over_tile<false>(scores, weights, key, tile, first);
-    over_tile<true>(scores, weights, key, tile, first);
+    hold_registers(even);
+    weigh(even, weights, key, tile);
+    begin_dweights(even);
+    for (bool first = true;; first = false, tile -= 2) {
+      if (tile == begin) {
+        over_tile<true>(even, odd, weights, key, tile, first);
+        break;
+      }
+      over_tile<false>(even, odd, weights, key, tile, first);
+      if (tile - 1 == begin) {
+        over_tile<true>(odd, even, weights, key, tile - 1, false);
+        break;
+      }
+      over_tile<false>(odd, even, weights, key, tile - 1, false);
+    }
     ++k_step;
     const int rows = unit.k.stored - key;
     store_wide_product(dk, p.dq_scale, row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token,

@@ -252,7 +252,7 @@ __device__ __forceinline__ void draw_wide_kept(const WideParameters& p, WideMemo
         for (int task = 0; task < 2; ++task) {
           const int d = task * 2 + lane / 16;
           uint32_t bits[4] = {0, 0, 0, 0};
-#pragma unroll
+#pragma unroll 2  // there are registers for two draws at a time
           for (int j = 0; j < 4; ++j) {
             const Draw drawn = draw_weights(seed, unit.sequence, unit.head, query + j / 2 * 8 + j % 2, block, d);
 #pragma unroll
