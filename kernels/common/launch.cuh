@@ -21,7 +21,7 @@ class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
     if (cudaGetDevice(&previous_) != cudaSuccess) previous_ = device;
-    if (previous_ != device) cudaSetDevice(device);
+    cudaSetDevice(device);  // also where it is the one: on a new thread no context is current until it has been set
     changed_ = previous_ != device;
   }
   ~DeviceGuard() {

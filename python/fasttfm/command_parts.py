@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
-import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -81,17 +79,9 @@ def new_directory(name: str) -> Path:
 
 
 def device_of(arguments: argparse.Namespace) -> Any:
-    """The device that was asked for, or a GPU if there is one."""
-    import torch
+    from fasttfm.train.distributed import device_named
 
-    name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device: expected cpu or cuda, got {name!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device: expected a device that is here, got {name}, and torch sees no GPU")
-    return device
+    return device_named(arguments.device)
 
 
 def precision_of(arguments: argparse.Namespace, device: Any) -> str:
@@ -128,21 +118,6 @@ def draw_curves(log: Path, title: str) -> None:
         write_curves(log, log.with_name(CURVES), title)
     except ImportError as error:
         print(f"note: {error}", file=sys.stderr)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes beside ``path`` first: whoever finds the file finds it whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def sentence(scores: Mapping[str, float]) -> str:

@@ -32,9 +32,8 @@ from fasttfm.command_parts import (
     refusing,
     sentence,
     settings_of,
-    write_json,
-    write_text,
 )
+from fasttfm.whole_files import write_json, write_text
 
 
 def add_parser(subparsers: Any) -> None:

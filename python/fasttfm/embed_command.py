@@ -10,12 +10,12 @@ a directory of such files. The vectors are one array [texts, width], fp32, in th
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fasttfm.command_parts import Formatter, add_device_option, device_of, refusing
+from fasttfm.whole_files import whole_file
 
 _SUFFIXES = (".npy", ".safetensors")
 
@@ -87,15 +87,12 @@ def _texts(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _write(path: Path, vectors: Any) -> None:
-    """Writes beside ``path`` first: whoever finds the file finds it whole."""
     import numpy as np
     from safetensors.numpy import save_file
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        if path.suffix == ".npy":
-            np.save(file, vectors)
-    if path.suffix == ".safetensors":
-        save_file({"vectors": vectors}, partial)
-    os.replace(partial, path)
+    with whole_file(path) as partial:
+        if path.suffix == ".safetensors":
+            save_file({"vectors": vectors}, partial)
+        else:
+            with partial.open("wb") as file:
+                np.save(file, vectors)

@@ -31,9 +31,8 @@ from fasttfm.command_parts import (
     refusing,
     sentence,
     settings_of,
-    write_json,
-    write_text,
 )
+from fasttfm.whole_files import write_json, write_text
 
 _TASKS = ("classify", "pair", "tag", "qa", "choice")
 

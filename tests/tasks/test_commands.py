@@ -237,7 +237,7 @@ def test_sentences_say_what_is_wrong(
         ),
         ((*finetune, "classify", "--max-length", "999"), 2, "expected no more than the model's 128 positions, got 999"),
         ((*finetune, "qa", "--max-length", "64", "--stride", "60"), 2, "stride: expected 1 to"),
-        ((*finetune, "classify", "--device", "tpu"), 2, "--device: expected cpu or cuda, got 'tpu'"),
+        ((*finetune, "classify", "--device", "tpu"), 2, "device: expected cpu, cuda or cuda:<number>, got 'tpu'"),
         (
             ("embed", "--model", bert_directory, "--data", tmp_path, "--output", "x.csv"),
             2,

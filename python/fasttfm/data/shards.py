@@ -18,7 +18,7 @@ import json
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +29,7 @@ import numpy as np
 
 from fasttfm.data.texts import DataError, data_error, files_of, read_documents, sentence_starts
 from fasttfm.data.tokenizer import SpecialIds, Tokenizer
+from fasttfm.whole_files import whole_file, write_json
 
 FORMAT = 1
 _MANIFEST = "shards.json"
@@ -163,7 +164,7 @@ def prepare(
             raise DataError(f"{name}: expected text, got no document with a token")
         np.save(folder / "starts_word.npy", tokenizer.starts_word)
         facts = {"format": FORMAT, "vocab_size": tokenizer.vocab_size, "special": asdict(tokenizer.special)}
-        _write_json(folder / _MANIFEST, {**facts, **identity, "shards": records})
+        write_json(folder / _MANIFEST, {**facts, **identity, "shards": records}, indent=1)
         _remove_stale(folder, len(records))
     return TokenShards.open(folder, verify=False)
 
@@ -226,9 +227,10 @@ class _Writer:
         record |= {"tokens": len(arrays["tokens"]), "files": {}}
         for part, array in arrays.items():
             path = self.folder / f"{number:05d}.{part}.npy"
-            _atomically(path, lambda file, array=array: np.save(file, array))  # type: ignore[misc]
+            with whole_file(path) as partial, partial.open("wb") as file:
+                np.save(file, array)
             record["files"][part] = {"bytes": path.stat().st_size, "crc32": _checksum(path)}
-        _write_json(record_path, record)
+        write_json(record_path, record, indent=1)
         return record
 
     def _digest(self, documents: list[str]) -> str:
@@ -355,20 +357,6 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(value, dict) or not {"shards", "digest"} & value.keys():
         raise data_error(path, "what fasttfm wrote there", "another JSON file")
     return value
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    _atomically(path, lambda file: file.write((json.dumps(value, indent=1) + "\n").encode()))
-
-
-def _atomically(path: Path, write: Callable[[Any], Any]) -> None:
-    """Under its name a file is whole or not there."""
-    temporary = path.with_name(path.name + ".partial")
-    with temporary.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from fasttfm.whole_files import whole_file, write_json
 
 CONFIG = "config.json"
 SAFETENSORS = "model.safetensors"
@@ -116,20 +117,13 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: i
         _write_file(directory / name, shard)
         weight_map.update(dict.fromkeys(shard, name))
     total = sum(tensor.nbytes for tensor in tensors.values())
-    write_json(directory / f"{SAFETENSORS}.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_json(directory / f"{SAFETENSORS}.index.json", index, sort_keys=True)
 
 
 def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes beside ``path`` first: whoever finds the file finds it whole."""
-    partial = path.with_name(f"{path.name}.partial")
     copies = {
         key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()
     }
-    save_file(copies, partial, metadata={"format": "pt"})
-    os.replace(partial, path)
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with whole_file(path) as partial:
+        save_file(copies, partial, metadata={"format": "pt"})

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from fasttfm.models.checkpoint_files import CONFIG, CheckpointError, read_json, write_json
+from fasttfm.models.checkpoint_files import CONFIG, CheckpointError, read_json
+from fasttfm.whole_files import write_json
 
 Config = TypeVar("Config", bound="ModelConfig")
 
@@ -70,4 +71,4 @@ class ModelConfig:
         """Writes ``config.json``."""
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
-        write_json(path / CONFIG, self.to_dict())
+        write_json(path / CONFIG, self.to_dict(), sort_keys=True)

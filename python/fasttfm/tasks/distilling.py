@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -23,6 +22,7 @@ from fasttfm.tasks.families import base_of
 from fasttfm.tasks.finetuning import FinetuneSettings, label_names, prepare, shuffled_steps, trainer_of
 from fasttfm.tasks.task import Task
 from fasttfm.train import Objective, StepResult, Trainer
+from fasttfm.whole_files import whole_file
 
 PROJECTIONS = "projections.safetensors"  # TinyBERT's, beside the student's own files
 
@@ -68,9 +68,8 @@ def save_student(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
     tokenizer.save(directory)
     projections = getattr(recipe, "projections", None)
     if projections is not None and len(projections):
-        partial = directory / f"{PROJECTIONS}.partial"
-        save_file({name: value.cpu() for name, value in projections.state_dict().items()}, partial)
-        os.replace(partial, directory / PROJECTIONS)
+        with whole_file(directory / PROJECTIONS) as partial:
+            save_file({name: value.cpu() for name, value in projections.state_dict().items()}, partial)
 
 
 # ---- on a corpus -----------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def join(device: str | None = None, parallel: str | None = None) -> World:
             raise ValueError(
                 f"parallel: {parallel} needs several processes: torchrun --nproc-per-node N -m fasttfm ..."
             )
-    found = _device(device)
+    found = device_named(device)
     if size == 1:
         return World(found)
     if found.type == "cuda":
@@ -105,7 +105,8 @@ def join(device: str | None = None, parallel: str | None = None) -> World:
     return World(found, rank, size, parallel or "ddp")
 
 
-def _device(name: str | None) -> torch.device:
+def device_named(name: str | None) -> torch.device:
+    """The device of that name, or a GPU if there is one."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

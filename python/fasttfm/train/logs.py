@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from fasttfm.train.loop import StepResult
 from fasttfm.train.progress import Progress
+from fasttfm.whole_files import whole_file
 
 CSV = "log.csv"
 EVENTS = "tensorboard"
@@ -62,12 +62,10 @@ class RunLog:
 
     def _begin(self, rows: Sequence[Mapping[str, str]]) -> Any:
         """The file with these rows and nothing behind them, open for more."""
-        partial = self.path.with_name(f"{self.path.name}.partial")
-        with partial.open("w", newline="", encoding="utf-8") as file:
+        with whole_file(self.path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self.columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-        os.replace(partial, self.path)
         return self.path.open("a", newline="", encoding="utf-8")
 
     def add(self, results: Sequence[StepResult]) -> None:

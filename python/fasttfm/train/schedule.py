@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 from torch.optim import Optimizer
 
 from fasttfm.train.settings import ScheduleSettings
@@ -32,7 +33,7 @@ class Schedule:
     def set(self, step: int) -> float:
         """Prepares ``step``; returns the largest learning rate."""
         found = factor(self.settings, step)
-        rates = [rate * found for rate in self.rates]
+        rates = [float(np.float32(rate * found)) for rate in self.rates]  # what a tensor on the device can hold
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], float):
                 group["lr"] = rate
