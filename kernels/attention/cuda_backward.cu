@@ -160,10 +160,10 @@ Status launch_typed(const AttentionBackward& call, const Parameters& p, float* s
 }  // namespace
 
 int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t head_dim, int64_t tokens,
-                                     int64_t max_seqlen) {
-  if (head_dim == kWideDim) return attention_backward_wide_workspace(sequences, heads, tokens);
+                                     int64_t max_seqlen_k) {
+  if (head_dim == kWideDim) return attention_backward_wide_workspace(sequences, heads, tokens, max_seqlen_k);
   const int64_t tiles = tiles_of(sequences, tokens, true);  // not fewer than those of dense sequences
-  return heads * tiles * (2 * kQueries + (max_seqlen > kOnChipQueries ? kSumFloats : 0));
+  return heads * tiles * (2 * kQueries + (max_seqlen_k > kKeys ? kSumFloats : 0));
 }
 
 Status attention_backward(const AttentionBackward& call) {

@@ -7,10 +7,11 @@
 //   1, 2  64 keys each, keys by queries:  S^T = K Q^T, dP^T = V dO^T, then P^T and dS^T in registers, and from there
 //         dV += P^T dO and dK += dS^T Q. dS^T meets in shared memory, and each of them computes 64 columns of dQ = dS K
 //
-// A step's products are ordered so that the matrix units have work while weights are computed: scores of the next tile
-// of queries start before dQ of this one, and the exponentials run beside dQ's product.
+// The order of products keeps the matrix units busy while numbers are computed: dP, dV, S of the next tile of queries
+// (dS is computed beside it), dK, dQ (the next weights are computed beside it), dP of the next tile (beside it, dQ
+// leaves). P is kept in 16 bits: there are no registers for more.
 //
-// Where there are fewer (sequence, head)s than multiprocessors, several blocks share one; counters order their
+// Blocks share a (sequence, head) where there are few, or where the second level cache profits; counters order their
 // additions to dQ. Every sum has one fixed order.
 #include <algorithm>
 
@@ -24,7 +25,7 @@ namespace fasttfm {
 namespace cuda {
 namespace {
 
-// ---- the kernels -----------------------------------------------------------------------------------------------------
+// ---- the kernels ----------------------------------------------------------------------------------------------------
 
 constexpr int kWideProducerRegisters = 24, kWideConsumerRegisters = 240;
 
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(kWideStatisticsThreads)
   }
 }
 
-// ---- launchers -------------------------------------------------------------------------------------------------------
+// ---- launchers ------------------------------------------------------------------------------------------------------
 
 Status wide_map_of(CUtensorMap* map, const AttentionCall& call, const void* data, const int64_t (&strides)[3],
                    int64_t tokens, int rows) {
@@ -186,9 +187,9 @@ Status launch_wide(const AttentionBackward& call, WideParameters& p, float* stat
 
 }  // namespace
 
-int64_t attention_backward_wide_workspace(int64_t sequences, int64_t heads, int64_t tokens) {
+int64_t attention_backward_wide_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen_k) {
   const int64_t tiles = wide_tiles_of(sequences, tokens, true);  // not fewer than those of dense sequences
-  return heads * tiles * (2 * kQueries + kWideSumFloats + 1);
+  return heads * tiles * (2 * kQueries + 1 + (max_seqlen_k > kKeys ? kWideSumFloats : 0));
 }
 
 Status attention_backward_wide(const AttentionBackward& call) {
@@ -224,7 +225,7 @@ Status attention_backward_wide(const AttentionBackward& call) {
   p.seed = call.seed;
   p.statistics = call.workspace;
   p.sums = call.workspace + call.heads * tiles * 2 * kQueries;
-  p.turns = reinterpret_cast<int*>(p.sums + call.heads * tiles * kWideSumFloats);
+  p.turns = reinterpret_cast<int*>(p.sums + (call.max_seqlen_k > kKeys ? call.heads * tiles * kWideSumFloats : 0));
   p.sequences = static_cast<int>(call.sequences);
   p.heads = static_cast<int>(call.heads);
   p.queries = static_cast<int>(call.queries);

@@ -11,7 +11,7 @@ namespace cuda {
 constexpr int kWideDim = 128;
 
 Status attention_backward_wide(const AttentionBackward&);
-int64_t attention_backward_wide_workspace(int64_t sequences, int64_t heads, int64_t tokens);
+int64_t attention_backward_wide_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen_k);
 
 }  // namespace cuda
 }  // namespace fasttfm

@@ -80,7 +80,7 @@ struct WideKeyWarpgroup {
       }
   }
 
-  // product = rows^T columns of 64 of the tile of keys' rows and all of a tile of queries'.
+  // product = keys queries^T, of 64 rows of a tile of keys and a tile of queries.
   static __device__ __forceinline__ void multiply_rows(float (&product)[32], uint32_t keys, uint32_t queries) {
     begin_products();
 #pragma unroll
@@ -89,7 +89,7 @@ struct WideKeyWarpgroup {
                   advance(k_major(queries + c / 4 * kQueryTileBytes), c % 4 * kKMajorStep), c > 0);
     commit_products();
   }
-  // sum += operand rows.
+  // sum += operand rows, or sum = operand rows.
   static __device__ __forceinline__ void multiply_columns(float (&sum)[64], const uint32_t (&operand)[16],
                                                           uint32_t rows, bool add) {
     begin_products();
@@ -203,7 +203,8 @@ struct WideKeyWarpgroup {
   template <bool LAST>
   __device__ __forceinline__ void over_tile(float (&own)[32], float (&next)[32], uint32_t (&weights)[16], int key,
                                             int tile, bool first) {
-    constexpr bool kEarly = kEarlyScores && !LAST && !DROPOUT;  // dropout has no registers for it
+    // Scores of the next tile before dS of this one; with dropout, which has no registers for that, after it.
+    constexpr bool kEarly = !LAST && !DROPOUT;
     const uint32_t dout = shared_address(memory.dout[slot(step)]);
     uint32_t dscores[16], left[16];
     if constexpr (DROPOUT) {

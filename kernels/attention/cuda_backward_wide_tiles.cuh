@@ -14,7 +14,6 @@ constexpr int kWideSumFloats = kQueries * kWideDim;  // of dQ, per tile
 constexpr int kWideSumBytes = 4 * kWideSumFloats;
 constexpr int kLseBytes = 4 * kQueries;
 constexpr int kKeyStages = 2, kQueryStages = 3, kGradientStages = 2;  // of k, q and dout
-constexpr bool kEarlyScores = true;  // scores of the next tile of queries before dS of this one
 
 struct WideParameters : Parameters {
   int* turns;  // [heads, tiles]: how many additions to a tile of dQ are done
@@ -78,7 +77,7 @@ __device__ __forceinline__ void for_each_step(const WideParameters& p, Start sta
   }
 }
 
-// ---- tiles -----------------------------------------------------------------------------------------------------------
+// ---- tiles ----------------------------------------------------------------------------------------------------------
 
 // Brings tiles to their places. Rows past a sequence's end that are others' numbers are replaced by zeros: they are
 // multiplied by zeros, which a NaN would survive.
@@ -145,7 +144,7 @@ __device__ __forceinline__ void bring_wide_tiles(const WideParameters& p, WideMe
       });
 }
 
-// ---- sums of dQ ------------------------------------------------------------------------------------------------------
+// ---- sums of dQ -----------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void store_bytes(void* global, uint32_t shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
@@ -230,7 +229,7 @@ __device__ __forceinline__ void sum_wide_dq(const WideParameters& p, WideMemory<
   finish();
 }
 
-// ---- dropout ---------------------------------------------------------------------------------------------------------
+// ---- dropout --------------------------------------------------------------------------------------------------------
 
 // Keeps bits for 64 keys by 64 queries at a time, a word for each thread of warpgroup 1 or 2: their order is that of
 // draw_kept(), of whose tasks a warp takes the two of one warpgroup.
@@ -252,7 +251,7 @@ __device__ __forceinline__ void draw_wide_kept(const WideParameters& p, WideMemo
         for (int task = 0; task < 2; ++task) {
           const int d = task * 2 + lane / 16;
           uint32_t bits[4] = {0, 0, 0, 0};
-#pragma unroll 2  // there are registers for two draws at a time
+#pragma unroll
           for (int j = 0; j < 4; ++j) {
             const Draw drawn = draw_weights(seed, unit.sequence, unit.head, query + j / 2 * 8 + j % 2, block, d);
 #pragma unroll

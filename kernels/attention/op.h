@@ -80,7 +80,7 @@ namespace cuda {
 Status attention_forward(const AttentionForward&);
 Status attention_backward(const AttentionBackward&);
 int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t head_dim, int64_t tokens,
-                                     int64_t max_seqlen);
+                                     int64_t max_seqlen_k);
 }  // namespace cuda
 
 }  // namespace fasttfm

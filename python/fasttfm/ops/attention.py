@@ -377,7 +377,7 @@ def _backward_cuda(
     core = _native.core()
     *tokens, heads, head_dim = q.shape
     size = core.attention_backward_workspace_cuda(
-        problem.sequences, heads, head_dim, math.prod(tokens), problem.max_seqlen
+        problem.sequences, heads, head_dim, math.prod(tokens), problem.max_seqlen_k
     )
     workspace = torch.empty(size, dtype=torch.float32, device=q.device)
     core.attention_backward_cuda(
