@@ -551,10 +551,10 @@ def _yield_cuda_backward(
 ) -> str | None:
     """The rule of where Triton's backward is the faster one, by docs/kernels.md: nowhere with heads of 128.
 
-    With heads of 64: up to 128 queries and keys, one tile of Triton's holds a head. Beyond, one block of Hopper's goes over all of a
-    (sequence, head): that wants as many of them as half of the GPU has multiprocessors, unless they are short. Above
-    512 queries the sums of dq leave the chip, which costs what five products instead of seven gain, at 1,024 queries
-    that see all keys and at 2,048 causal ones.
+    With heads of 64, one tile of Triton's holds a head up to 128 queries and keys. Beyond, one block of Hopper's goes
+    over all of a (sequence, head): that wants as many of them as half of the GPU has multiprocessors, unless they are
+    short. Above 512 queries the sums of dq leave the chip, which costs what five products instead of seven gain, at
+    1,024 queries that see all keys and at 2,048 causal ones.
     """
     if q.shape[-1] == 128:
         return None
