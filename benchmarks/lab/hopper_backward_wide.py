@@ -158,6 +158,8 @@ def make(case: dict[str, Any], dirty: bool = True) -> tuple[Any, ...]:
         return torch.tensor(values, dtype=torch.int32, device="cuda")
 
     spare = 3 if dirty else 0  # rows that are no sequence's
+    shape: tuple[int, ...]
+    shape_k: tuple[int, ...]
     if "dense" in case:
         batch, size = case["dense"]
         shape = shape_k = (batch, size, heads, DIM)
