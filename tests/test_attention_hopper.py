@@ -107,8 +107,9 @@ LOAD: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "few queries, causal": ([64] * 16, [1000] * 16, {"causal": True}),
     "sums in memory": ([700, 64] * 8, [300, 1000] * 8, {"causal": True}),
     "causal, sums in memory, dropout": ([2000] * 5, [2000] * 5, {"causal": True, "dropout_p": 0.1}),
-    "few heads": ([4100], [4100], {}),
-    "few heads, causal": ([4100], [4100], {"causal": True}),
+    "long": ([4096], [4096], {}),
+    "long, causal, dropout": ([4096, 1], [4096, 7], {"causal": True, "dropout_p": 0.1}),
+    "one long head among short ones": ([3000] + [60] * 50, [3000] + [60] * 50, {"dropout_p": 0.1}),
 }
 
 

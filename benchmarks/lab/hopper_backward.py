@@ -528,14 +528,14 @@ def timed(name: str) -> str:
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-def in_process(kind: str, names: list[str], limit: float, deadline: float, script: str = __file__) -> list[str]:
+def in_process(kind: str, names: list[str], limit: float, deadline: float) -> list[str]:
     """Lines of the cases; one that takes longer than ``limit`` seconds is left out and the rest goes on anew."""
     lines: list[str] = []
     attempts = 0
     environment = dict(os.environ, PYTHONPATH=f"{WORK / 'lib'}:{os.environ.get('PYTHONPATH', '')}")
     while names and attempts < 4 and time.time() < deadline:
         attempts += 1
-        command = [sys.executable, script, "--child", kind, *names]
+        command = [sys.executable, __file__, "--child", kind, *names]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         assert process.stdout is not None
         done, rest, begin = 0, b"", time.time()

@@ -15,13 +15,15 @@ import itertools
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hopper_backward import Call, in_process, milliseconds, relative, repeat
+from hopper_backward import Call, milliseconds, relative, repeat
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = Path(os.environ.get("HOPPER_LAB", "/tmp/hopper_lab"))
@@ -351,6 +353,39 @@ def timed(name: str) -> str:
     return f"{name:16} {results['base']:.3f} ms {ratio:6} TFLOP/s: {text}"
 
 
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def in_process(kind: str, names: list[str], limit: float, deadline: float, say: Callable[[str], None]) -> None:
+    """Says the cases' lines as they come; one that takes longer than ``limit`` seconds is left out."""
+    environment = dict(os.environ, PYTHONPATH=f"{WORK / 'lib'}:{os.environ.get('PYTHONPATH', '')}")
+    attempts = 0
+    while names and attempts < 4 and time.time() < deadline:
+        attempts += 1
+        command = [sys.executable, __file__, "--child", kind, *names]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+        assert process.stdout is not None
+        rest, until = b"", time.time() + limit + 6.0  # torch starts
+        while time.time() < min(until, deadline):
+            if not select.select([process.stdout], [], [], 0.2)[0]:
+                continue
+            new = os.read(process.stdout.fileno(), 1 << 16)
+            if not new:
+                break
+            *lines, rest = (rest + new).split(b"\n")
+            for line in lines:
+                text = line.decode(errors="replace")
+                if text.startswith("RESULT "):
+                    names, until = names[1:], time.time() + limit
+                    text = json.loads(text[7:])
+                say(text)
+        process.kill()
+        process.wait()
+        if names:
+            say(f"LOST {names[0]} (exit {process.returncode})")
+            names = names[1:]
+
+
 def race() -> None:
     """One small call of each kernel, for compute-sanitizer; the library has to be built."""
     import torch
@@ -388,18 +423,18 @@ def main() -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text("")
 
-    def say(lines: list[str]) -> None:
+    def say(text: str) -> None:
         with output.open("a") as file:
-            file.write("\n".join(lines) + "\n")
-        print("\n".join(lines), flush=True)
+            file.write(text + "\n")
+        print(text, flush=True)
 
-    say([build([name for name in arguments.variants.split(",") if name])])
+    say(build([name for name in arguments.variants.split(",") if name]))
     chosen = [name for name in arguments.cases.split(",") if name]
     for kind, cases, seconds in (("checks", CHECKS, 16.0), ("times", TIMES, 24.0), ("stress", STRESS, 11.0)):
         if arguments.only in (None, kind):
             names = [name for name in cases if not chosen or name in chosen]
-            say(in_process(kind, names, 5.0, time.time() + seconds, __file__))
-    say([f"{time.time() - begin:.0f} s in all"])
+            in_process(kind, names, 5.0, time.time() + seconds, say)
+    say(f"{time.time() - begin:.0f} s in all")
 
 
 if __name__ == "__main__":
