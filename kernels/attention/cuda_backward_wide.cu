@@ -37,27 +37,27 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_backward_kernel(const __
   if (threadIdx.x == 0) {
     for (int i = 0; i < kQueryStages; ++i) {
       memory.q_full[i].initialize(1);
-      memory.q_empty[i].initialize(8);
+      memory.q_empty[i].initialize(8 * kWarpArrivals);
     }
     for (int i = 0; i < kGradientStages; ++i) {
       memory.dout_full[i].initialize(1);
-      memory.dout_empty[i].initialize(8);
+      memory.dout_empty[i].initialize(8 * kWarpArrivals);
     }
     for (int i = 0; i < kKeyStages; ++i) {
       memory.k_full[i].initialize(1);
-      memory.k_empty[i].initialize(8);
+      memory.k_empty[i].initialize(8 * kWarpArrivals);
     }
     for (int i = 0; i < 2; ++i) {
-      memory.kept_full[i].initialize(1);
-      memory.kept_empty[i].initialize(4);
+      memory.kept_full[i].initialize(kWarpArrivals);
+      memory.kept_empty[i].initialize(4 * kWarpArrivals);
     }
     memory.v_full.initialize(1);
-    memory.v_empty.initialize(8);
+    memory.v_empty.initialize(8 * kWarpArrivals);
     memory.raw.initialize(1);
-    memory.dscores_full.initialize(8);
-    memory.dscores_empty.initialize(8);
+    memory.dscores_full.initialize(8 * kWarpArrivals);
+    memory.dscores_empty.initialize(8 * kWarpArrivals);
     memory.staging_free.initialize(1);
-    memory.staging_done.initialize(8);
+    memory.staging_done.initialize(8 * kWarpArrivals);
     fence_barriers();
     prefetch_map(&p.q);
     prefetch_map(&p.k);

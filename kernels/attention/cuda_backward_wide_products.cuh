@@ -58,11 +58,6 @@ struct WideKeyWarpgroup {
   static __device__ __forceinline__ uint32_t parity(uint32_t step) { return step / kGradientStages % 2; }
   __device__ __forceinline__ uint32_t k_slot() const { return k_step % kKeyStages; }
 
-  static __device__ __forceinline__ void arrive_warp(Barrier& barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier.arrive();
-  }
-
   // The weights of P^T that dropout keeps. Bits of a word of kept bits are numbered i2 i1 (1 - half) i0 c (see
   // draw_kept()); i1 and c change places first, so that the bits of a pair, c = 0 and 1, stand in neighbouring bytes at
   // the same place, from where their sign is spread over 16 bits each.

@@ -268,8 +268,7 @@ __device__ __forceinline__ void draw_wide_kept(const WideParameters& p, WideMemo
             bytes[4 * (32 * w + 8 * d + 4)] = static_cast<uint8_t>(both >> 8);
           }
         }
-        __syncwarp();
-        if (lane == 0) memory.kept_full[number].arrive();
+        arrive_warp(memory.kept_full[number]);
         parity ^= 1;
       });
 }
