@@ -78,26 +78,32 @@ def inlined(name: str, seen: set[str]) -> str:
     )
 
 
-def compile_variant(name: str, changes: list[tuple[str, str]]) -> subprocess.Popen[str]:
+def compile_variant(name: str, changes: list[tuple[str, str]], flags: str = "") -> subprocess.Popen[str]:
     kernel = inlined(SOURCE, set())
     for old, new in changes:
         if old not in kernel:
             print(f"{name}: the source has no {old!r}")
         kernel = kernel.replace(old, new)
     (WORK / f"wide_{name}.cu").write_text(kernel + WRAPPER)
-    command = f"nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I{ROOT}/kernels -Xptxas=-v -shared"
+    command = f"nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I{ROOT}/kernels -Xptxas=-v -shared {flags}"
     command += f" -Xcompiler -fPIC --split-compile=4 {WORK}/wide_{name}.cu -o {WORK}/wide_{name}.so"
     return subprocess.Popen(command.split(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def build(names: list[str]) -> str:
+def make_overlay() -> None:
+    """The package as it is installed, without its C++ core."""
     overlay = WORK / "lib" / "fasttfm"
-    if not overlay.exists():  # the package as it is installed, without its C++ core
-        overlay.mkdir(parents=True)
-        for entry in (ROOT / "python" / "fasttfm").iterdir():
-            if not entry.name.startswith("_C."):
-                (overlay / entry.name).symlink_to(entry)
-        (overlay / "kernels").symlink_to(ROOT / "kernels")
+    if overlay.exists():
+        return
+    overlay.mkdir(parents=True)
+    for entry in (ROOT / "python" / "fasttfm").iterdir():
+        if not entry.name.startswith("_C."):
+            (overlay / entry.name).symlink_to(entry)
+    (overlay / "kernels").symlink_to(ROOT / "kernels")
+
+
+def build(names: list[str]) -> str:
+    make_overlay()
     begin = time.time()
     started = [("base", compile_variant("base", []))]
     started += [(name, compile_variant(name, [*VARIANTS[name], ONLY_BF16])) for name in names]
@@ -387,12 +393,16 @@ def in_process(kind: str, names: list[str], limit: float, deadline: float, say: 
 
 
 def race() -> None:
-    """One small call of each kernel, for compute-sanitizer; the library has to be built."""
+    """One small call of each kernel, for compute-sanitizer's racecheck: every lane arrives at barriers."""
     import torch
 
+    make_overlay()
+    if not (WORK / "wide_every_lane.so").exists():
+        process = compile_variant("every_lane", [ONLY_BF16], "-DFASTTFM_EVERY_LANE_ARRIVES")
+        print(process.communicate()[0][-400:])
     for causal, p in itertools.product((False, True), (0.0, 0.1)):
         problem, q, k, v, dout, *gradients = make({"dense": (2, 320), "heads": 2, "causal": causal, "p": p})
-        Backward().prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)()
+        Backward("every_lane").prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)()
         torch.cuda.synchronize()
         print(f"causal {causal}, p {p}: ran", flush=True)
 
@@ -403,9 +413,7 @@ def main() -> None:
     parser.add_argument("--cases", default="", help="comma-separated names; all by default")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated names")
     parser.add_argument("--output", default=os.environ.get("OUT", str(WORK)))
-    parser.add_argument(
-        "--racecheck", action="store_true", help="one small call of each kernel of a library built before"
-    )
+    parser.add_argument("--racecheck", action="store_true", help="one small call of each kernel, for compute-sanitizer")
     parser.add_argument("--child", nargs="+")
     arguments = parser.parse_args()
     if arguments.racecheck:
