@@ -60,7 +60,7 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
     "unordered": [("while (load_acquire(turns) < turn) {", "while (turn < 0) {")],
     "without_drawing": [("const Draw drawn = draw_weights(seed,", "const Draw drawn{}; (void)(seed,")],
 }
-ONLY_BF16 = (": call.dtype == DType::f16 ? launch_wide<f16_t>(call, p, call.workspace)", "")
+ONLY_BF16 = (": call.dtype == DType::f16 ? launch_wide<f16_t>(call, p)", "")
 SOURCE = "attention/cuda_backward_wide.cu"
 
 

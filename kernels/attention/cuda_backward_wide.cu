@@ -15,6 +15,7 @@
 // additions to dQ. Every sum has one fixed order.
 #include <algorithm>
 
+#include "attention/cuda_backward_launch.cuh"
 #include "attention/cuda_backward_wide_products.cuh"
 #include "attention/cuda_backward_wide_tiles.cuh"
 #include "attention/cuda_call.h"
@@ -83,59 +84,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_backward_kernel(const __
   }
 }
 
-constexpr int kWideStatisticsThreads = 256;
-
-// lse in units of log2, +infinity for rows that attend to nothing or are not there, and sum(out * dout) over dropout's
-// scale: a block for each tile of queries of each head, 16 threads for a row.
-template <class T>
-__global__ void __launch_bounds__(kWideStatisticsThreads)
-    wide_statistics_kernel(WideParameters p, const T* dout, const T* out, const float* lse, float* statistics,
-                           float delta_scale) {
-  const int head = blockIdx.y, sequence = blockIdx.z;
-  const Span q = span_of(p.cu_seqlens, p.lengths, sequence, p.queries, p.max_seqlen);
-  const int first = blockIdx.x * kQueries;
-  if (first >= q.length) return;
-  const int64_t token = (p.cu_seqlens == nullptr ? static_cast<int64_t>(sequence) * p.queries : q.first);
-  const float* own_lse = lse + (p.cu_seqlens == nullptr ? (static_cast<int64_t>(sequence) * p.heads + head) * p.queries
-                                                        : static_cast<int64_t>(head) * p.queries + q.first);
-  const int64_t tile = head * p.tiles + first_tile(p.cu_seqlens, sequence, q.first, p.queries) + blockIdx.x;
-  float* to = statistics + tile * 2 * kQueries;
-  if (threadIdx.x == 0) p.turns[tile] = 0;
-#pragma unroll
-  for (int part = 0; part < kQueries * 16 / kWideStatisticsThreads; ++part) {
-    const int i = part * kWideStatisticsThreads + threadIdx.x, row = i / 16;
-    const bool there = first + row < q.length;
-    const int64_t at = ((token + first + row) * p.heads + head) * kWideDim + i % 16 * 8;
-    float a[kVector], b[kVector], sum = 0.0f;
-    widen(load_packed_if(there, out + at, 0u), a);
-    widen(load_packed_if(there, dout + at, 0u), b);
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) sum += a[j] * b[j];
-#pragma unroll
-    for (int distance = 1; distance < 16; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    if (i % 16 == 0) {
-      const float value = there ? own_lse[first + row] : -__int_as_float(0x7f800000);
-      to[row] = value == -__int_as_float(0x7f800000) ? __int_as_float(0x7f800000) : value * 1.4426950408889634f;
-      to[kQueries + row] = sum * delta_scale;
-    }
-  }
-}
-
-// ---- launchers ------------------------------------------------------------------------------------------------------
-
-Status wide_map_of(CUtensorMap* map, const AttentionCall& call, const void* data, const int64_t (&strides)[3],
-                   int64_t tokens, int rows) {
-  const bool packed = call.cu_seqlens != nullptr;
-  return make_tensor_map(map, {data,
-                               call.dtype,
-                               {kWideDim, call.heads, tokens, packed ? 1 : call.sequences},
-                               {strides[2], strides[1], strides[0]},
-                               {kTileColumns, 1, rows, 1}});
-}
-
-int64_t wide_tiles_of(int64_t sequences, int64_t queries, bool packed) {
-  return packed ? queries / kQueries + sequences : sequences * ((queries + kQueries - 1) / kQueries);
-}
+// ---- launchers -------------------------------------------------------------------------------------------------------
 
 // How many blocks share a (sequence, head): what takes the shortest time of the block that has most to do. Blocks that
 // share follow one another some 3 steps apart. What they read and add to, queries, gradients and sums, takes 1 KB a
@@ -159,19 +108,12 @@ int parts_of(int64_t units, int64_t queries, int64_t keys, int processors) {
 }
 
 template <class T>
-Status launch_wide(const AttentionBackward& call, WideParameters& p, float* statistics) {
+Status launch_wide(const AttentionBackward& call, WideParameters& p) {
   int processors = 0;
   const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, call.device);
   if (error != cudaSuccess) return status_of(error);
-  const dim3 tiles(static_cast<unsigned>((std::min(call.max_seqlen, call.queries) + kQueries - 1) / kQueries),
-                   static_cast<unsigned>(call.heads), static_cast<unsigned>(call.sequences));
-  if (tiles.x > 0) {
-    const float delta_scale = call.dropout_scale > 0 ? 1 / call.dropout_scale : 0.0f;
-    const Status status =
-        launch(wide_statistics_kernel<T>, tiles, dim3(kWideStatisticsThreads), 0, call.stream, p,
-               static_cast<const T*>(call.dout), static_cast<const T*>(call.out), call.lse, statistics, delta_scale);
-    if (status.code != StatusCode::ok) return status;
-  }
+  const Status status = launch_statistics<T, kWideDim>(call, p, call.workspace, p.turns);
+  if (status.code != StatusCode::ok) return status;
   const int64_t units = call.sequences * call.heads;
   p.parts =
       parts_of(units, std::min(call.max_seqlen, call.queries), std::min(call.max_seqlen_k, call.keys), processors);
@@ -188,57 +130,24 @@ Status launch_wide(const AttentionBackward& call, WideParameters& p, float* stat
 }  // namespace
 
 int64_t attention_backward_wide_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen_k) {
-  const int64_t tiles = wide_tiles_of(sequences, tokens, true);  // not fewer than those of dense sequences
+  const int64_t tiles = tiles_of(sequences, tokens, true);  // not fewer than those of dense sequences
   return heads * tiles * (2 * kQueries + 1 + (max_seqlen_k > kKeys ? kWideSumFloats : 0));
 }
 
 Status attention_backward_wide(const AttentionBackward& call) {
-  Status status;
   if (call.kv_heads != call.heads) return bad_size("kv_heads differs from heads");
   if (call.sequences == 0 || call.heads == 0) return {};
   if (call.sequences > 65535 || call.heads > 65535) return bad_size("more than 65535 sequences or heads");
   const DeviceGuard guard(call.device);
-  const bool packed = call.cu_seqlens != nullptr;
-  const int64_t tiles = wide_tiles_of(call.sequences, call.queries, packed);
   WideParameters p{};
-  const int64_t dout_strides[3] = {call.queries * call.heads * kWideDim, call.heads * kWideDim, kWideDim};
-  const int64_t q_strides[3] = {call.q_sequence_stride, call.q_token_stride, call.q_head_stride};
-  const int64_t k_strides[3] = {call.k_sequence_stride, call.k_token_stride, call.k_head_stride};
-  const int64_t v_strides[3] = {call.v_sequence_stride, call.v_token_stride, call.v_head_stride};
-  if (call.queries > 0) {
-    status = wide_map_of(&p.q, call, call.q, q_strides, call.queries, kQueries);
-    if (status.code == StatusCode::ok)
-      status = wide_map_of(&p.dout, call, call.dout, dout_strides, call.queries, kQueries);
-  }
-  if (call.keys > 0) {
-    if (status.code == StatusCode::ok) status = wide_map_of(&p.k, call, call.k, k_strides, call.keys, kKeys);
-    if (status.code == StatusCode::ok) status = wide_map_of(&p.v, call, call.v, v_strides, call.keys, kKeys);
-  }
+  const Status status = set_parameters(call, &p);
   if (status.code != StatusCode::ok) return status;
-  p.dq = {call.dq, call.dq_sequence_stride, call.dq_token_stride, call.dq_head_stride};
-  p.dk = {call.dk, call.dk_sequence_stride, call.dk_token_stride, call.dk_head_stride};
-  p.dv = {call.dv, call.dv_sequence_stride, call.dv_token_stride, call.dv_head_stride};
-  p.cu_seqlens = call.cu_seqlens;
-  p.cu_seqlens_k = call.cu_seqlens_k;
-  p.lengths = call.lengths;
-  p.lengths_k = call.lengths_k;
-  p.seed = call.seed;
+  const int64_t tiles = call.heads * p.tiles;
   p.statistics = call.workspace;
-  p.sums = call.workspace + call.heads * tiles * 2 * kQueries;
-  p.turns = reinterpret_cast<int*>(p.sums + (call.max_seqlen_k > kKeys ? call.heads * tiles * kWideSumFloats : 0));
-  p.sequences = static_cast<int>(call.sequences);
-  p.heads = static_cast<int>(call.heads);
-  p.queries = static_cast<int>(call.queries);
-  p.keys = static_cast<int>(call.keys);
-  p.max_seqlen = static_cast<int>(call.max_seqlen);
-  p.max_seqlen_k = static_cast<int>(call.max_seqlen_k);
-  p.tiles = static_cast<int>(tiles);
-  p.threshold = call.threshold;
-  p.score_scale = call.scale * 1.4426950408889634f;
-  p.dq_scale = call.scale * call.dropout_scale;
-  p.dv_scale = call.dropout_scale;
-  return call.dtype == DType::bf16  ? launch_wide<bf16_t>(call, p, call.workspace)
-         : call.dtype == DType::f16 ? launch_wide<f16_t>(call, p, call.workspace)
+  p.sums = call.workspace + tiles * 2 * kQueries;
+  p.turns = reinterpret_cast<int*>(p.sums + (call.max_seqlen_k > kKeys ? tiles * kWideSumFloats : 0));
+  return call.dtype == DType::bf16  ? launch_wide<bf16_t>(call, p)
+         : call.dtype == DType::f16 ? launch_wide<f16_t>(call, p)
                                     : unknown_dtype();
 }
 
