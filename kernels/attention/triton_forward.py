@@ -13,7 +13,6 @@ from fasttfm.kernels.attention.triton_tiles import (
     BIAS,
     DROPOUT,
     LEFT,
-    LN_2,
     PLAIN,
     RIGHT,
     SLOPES,
@@ -21,6 +20,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     key_tiles,
     load_rows,
     masked_scores,
+    natural_lse,
     output_offsets,
     sequence_span,
     store_rows,
@@ -166,5 +166,5 @@ def _fwd_kernel(
         l = tl.where(queries < q_length, l, 0.0)
     accumulator *= tl.where(l == 0.0, 0.0, dropout_scale / l)[:, None]
     lse_start, out_start = output_offsets(sequence, q_first, head, heads, q_size, Q_LAYOUT)
-    tl.store(lse + lse_start + queries, (m + tl.log2(l)) * LN_2, mask=queries < rows)
+    tl.store(lse + lse_start + queries, natural_lse(m, l), mask=queries < rows)
     store_rows((out + out_start * D, heads * D), first, rows, columns, accumulator, not EVEN, D, BLOCK_M)

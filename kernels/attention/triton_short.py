@@ -19,6 +19,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     load_rows,
     lse_in_log2,
     masked_scores,
+    natural_lse,
     output_offsets,
     sequence_span,
     store_rows,
@@ -104,7 +105,7 @@ def _short_fwd_kernel(
         result *= tl.where(l == 0.0, 0.0, dropout_scale / l)[:, None]
         rows = q_size if Q_LAYOUT == "lengths" else q_length  # rows past a dense sequence's length are zeros
         lse_start, out_start = output_offsets(sequence, q_first, head, heads, q_size, Q_LAYOUT)
-        tl.store(lse + lse_start + queries, (m + tl.log2(l)) * LN_2, mask=queries < rows)
+        tl.store(lse + lse_start + queries, natural_lse(m, l), mask=queries < rows)
         store_rows((out + out_start * D, heads * D), 0, rows, columns, result, not EVEN, D, BLOCK_M)
 
 

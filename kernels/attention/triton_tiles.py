@@ -102,6 +102,12 @@ def prefetch_rows(head, first, rows, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def natural_lse(m, l):
+    """The logarithm of a sum of l * 2^m, rounded once: fp32 gradients show every rounding of it."""
+    return tl.fma(m, LN_2, tl.log2(l) * LN_2)
+
+
+@triton.jit
 def lse_in_log2(lse, queries, q_length):
     """lse in units of log2, and +inf for rows that attend to nothing or are not there: their weights come out as 0."""
     value = tl.load(lse + queries, mask=queries < q_length, other=float("inf"))

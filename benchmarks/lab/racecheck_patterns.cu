@@ -1,0 +1,84 @@
+// What racecheck makes of handing shared memory from one warp to another by mbarriers. Each kernel is right by the PTX
+// memory model; those that racecheck reports are patterns that it does not know.
+//
+//   nvcc -std=c++17 -arch=sm_90a -Ikernels -o /tmp/patterns benchmarks/lab/racecheck_patterns.cu
+//   compute-sanitizer --tool racecheck /tmp/patterns
+#include <cstdio>
+
+#include "common/hopper.cuh"
+
+using namespace fasttfm::cuda;
+
+namespace {
+
+constexpr int kFloats = 128, kRounds = 4;
+
+__device__ void copy_bytes(Barrier& full, void* to, const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(full.address())
+               : "memory");
+}
+
+// The first warp fills a buffer, the second adds it up, kRounds times.
+//   BULK      the copy engine writes, else the warp's lanes do
+//   ALL_FILL  every lane of the writing warp arrives, else one behind __syncwarp
+//   ALL_FREE  every lane of the reading warp arrives, else one behind __syncwarp
+template <bool BULK, bool ALL_FILL, bool ALL_FREE>
+__global__ void hand_over(const float* from, float* to) {
+  __shared__ alignas(128) float buffer[kFloats];
+  __shared__ Barrier full, empty;
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    full.initialize(!BULK && ALL_FILL ? 32 : 1);
+    empty.initialize(ALL_FREE ? 32 : 1);
+    fence_barriers();
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    for (int round = 0; round < kRounds; ++round) {
+      empty.wait(round % 2 ^ 1);
+      if (BULK) {
+        if (lane == 0) {
+          full.arrive_expect(kFloats * 4);
+          copy_bytes(full, buffer, from + round * kFloats, kFloats * 4);
+        }
+      } else {
+        for (int i = lane; i < kFloats; i += 32) buffer[i] = from[round * kFloats + i];
+        __syncwarp();
+        if (ALL_FILL || lane == 0) full.arrive();
+      }
+    }
+  } else {
+    float sum = 0.0f;
+    for (int round = 0; round < kRounds; ++round) {
+      full.wait(round % 2);
+      for (int i = 0; i < kFloats; i += 32) sum += buffer[(i + lane * 5) % kFloats];
+      __syncwarp();
+      if (ALL_FREE || lane == 0) empty.arrive();
+    }
+    to[lane] = sum;
+  }
+}
+
+template <bool BULK, bool ALL_FILL, bool ALL_FREE>
+void run(const char* name, const float* from, float* to) {
+  hand_over<BULK, ALL_FILL, ALL_FREE><<<1, 64>>>(from, to);
+  std::printf("%s: %s\n", name, cudaGetErrorString(cudaDeviceSynchronize()));
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+int main() {
+  float* data = nullptr;
+  cudaMalloc(&data, (kRounds * kFloats + 32) * sizeof(float));
+  cudaMemset(data, 0, (kRounds * kFloats + 32) * sizeof(float));
+  float* to = data + kRounds * kFloats;
+  run<false, true, true>("lanes write, all arrive, all free", data, to);
+  run<false, false, true>("lanes write, one arrives, all free", data, to);
+  run<false, true, false>("lanes write, all arrive, one frees", data, to);
+  run<false, false, false>("lanes write, one arrives, one frees", data, to);
+  run<true, false, true>("copy engine writes, all free", data, to);
+  run<true, false, false>("copy engine writes, one frees", data, to);
+}
