@@ -125,14 +125,16 @@ struct Barrier {
 // Makes initialized barriers known to the copy engine and to the cluster.
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// A warp that is done with something arrives once, by one lane after __syncwarp(), which orders the other lanes' accesses
-// before it. compute-sanitizer's racecheck does not follow that order: for it, every lane arrives. Barriers of n warps
-// expect n * kWarpArrivals.
+// How often a warp arrives where it hands something over as a whole. Once is enough: __syncwarp() orders all its lanes
+// before the one that arrives. compute-sanitizer's racecheck does not follow that order, so that a build for it lets
+// every lane arrive.
 #ifdef FASTTFM_EVERY_LANE_ARRIVES
 constexpr int kWarpArrivals = 32;
 #else
 constexpr int kWarpArrivals = 1;
 #endif
+
+// A whole warp arrives at a barrier that counts kWarpArrivals for each of its warps.
 __device__ __forceinline__ void arrive_warp(Barrier& barrier) {
   __syncwarp();
   if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) barrier.arrive();
