@@ -19,9 +19,11 @@
 #include <algorithm>
 #include <atomic>
 
+#include "attention/cuda_backward_launch.cuh"
 #include "attention/cuda_backward_long.cuh"
 #include "attention/cuda_backward_products.cuh"
 #include "attention/cuda_backward_tiles.cuh"
+#include "attention/cuda_backward_wide.h"
 #include "attention/cuda_call.h"
 #include "attention/op.h"
 #include "common/hopper.cuh"
@@ -95,59 +97,7 @@ __global__ void __launch_bounds__(kThreads, 1) long_backward_kernel(const __grid
   }
 }
 
-constexpr int kStatisticsThreads = 256;
-
-// lse in units of log2, +infinity for rows that attend to nothing or are not there, and sum(out * dout) over dropout's
-// scale: a block for each tile of queries of each head, 8 threads for a row.
-template <class T>
-__global__ void __launch_bounds__(kStatisticsThreads)
-    statistics_kernel(Parameters p, const T* dout, const T* out, const float* lse, float* statistics,
-                      float delta_scale) {
-  const int head = blockIdx.y, sequence = blockIdx.z;
-  const Span q = span_of(p.cu_seqlens, p.lengths, sequence, p.queries, p.max_seqlen);
-  const int first = blockIdx.x * kQueries;
-  if (first >= q.length) return;
-  const int64_t token = (p.cu_seqlens == nullptr ? static_cast<int64_t>(sequence) * p.queries : q.first);
-  const float* own_lse = lse + (p.cu_seqlens == nullptr ? (static_cast<int64_t>(sequence) * p.heads + head) * p.queries
-                                                        : static_cast<int64_t>(head) * p.queries + q.first);
-  float* to = statistics + static_cast<int64_t>(head * p.tiles +
-                                                first_tile(p.cu_seqlens, sequence, q.first, p.queries) + blockIdx.x) *
-                               2 * kQueries;
-#pragma unroll
-  for (int part = 0; part < kQueries * 8 / kStatisticsThreads; ++part) {
-    const int i = part * kStatisticsThreads + threadIdx.x, row = i / 8;
-    const bool there = first + row < q.length;
-    const int64_t at = ((token + first + row) * p.heads + head) * kHeadDim + i % 8 * 8;
-    float a[kVector], b[kVector], sum = 0.0f;
-    widen(load_packed_if(there, out + at, 0u), a);
-    widen(load_packed_if(there, dout + at, 0u), b);
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) sum += a[j] * b[j];
-#pragma unroll
-    for (int distance = 1; distance < 8; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    if (i % 8 == 0) {
-      const float value = there ? own_lse[first + row] : -__int_as_float(0x7f800000);
-      to[row] = value == -__int_as_float(0x7f800000) ? __int_as_float(0x7f800000) : value * 1.4426950408889634f;
-      to[kQueries + row] = sum * delta_scale;
-    }
-  }
-}
-
 // ---- launchers -------------------------------------------------------------------------------------------------------
-
-Status map_of(CUtensorMap* map, const AttentionCall& call, const void* data, const int64_t (&strides)[3],
-              int64_t tokens, int rows) {
-  const bool packed = call.cu_seqlens != nullptr;
-  return make_tensor_map(map, {data,
-                               call.dtype,
-                               {kHeadDim, call.heads, tokens, packed ? 1 : call.sequences},
-                               {strides[2], strides[1], strides[0]},
-                               {kTileColumns, 1, rows, 1}});
-}
-
-int64_t tiles_of(int64_t sequences, int64_t queries, bool packed) {
-  return packed ? queries / kQueries + sequences : sequences * ((queries + kQueries - 1) / kQueries);
-}
 
 // How many blocks share a (sequence, head), for more than kOnChipQueries queries (measured; clusters of 4 and 8 leave
 // multiprocessors without work, as these do not come in multiples of that).
@@ -198,15 +148,8 @@ Status launch_typed(const AttentionBackward& call, const Parameters& p, float* s
   int processors = 0;
   const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, call.device);
   if (error != cudaSuccess) return status_of(error);
-  const dim3 grid(static_cast<unsigned>((std::min(call.max_seqlen, call.queries) + kQueries - 1) / kQueries),
-                  static_cast<unsigned>(call.heads), static_cast<unsigned>(call.sequences));
-  if (grid.x > 0) {
-    const float delta_scale = call.dropout_scale > 0 ? 1 / call.dropout_scale : 0.0f;
-    const Status status =
-        launch(statistics_kernel<T>, grid, dim3(kStatisticsThreads), 0, call.stream, p,
-               static_cast<const T*>(call.dout), static_cast<const T*>(call.out), call.lse, statistics, delta_scale);
-    if (status.code != StatusCode::ok) return status;
-  }
+  const Status status = launch_statistics<T, kHeadDim>(call, p, statistics, nullptr);
+  if (status.code != StatusCode::ok) return status;
   const bool causal = call.window_right == 0;
   if (call.seed != nullptr)
     return causal ? launch_backward<T, true, true>(call, p, processors)
@@ -217,56 +160,26 @@ Status launch_typed(const AttentionBackward& call, const Parameters& p, float* s
 
 }  // namespace
 
-int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen) {
+int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t head_dim, int64_t tokens,
+                                     int64_t longest) {
+  if (head_dim == kWideDim) return attention_backward_wide_workspace(sequences, heads, tokens, longest);
   const int64_t tiles = tiles_of(sequences, tokens, true);  // not fewer than those of dense sequences
-  return heads * tiles * (2 * kQueries + (max_seqlen > kOnChipQueries ? kSumFloats : 0));
+  return heads * tiles * (2 * kQueries + (longest > kOnChipQueries ? kSumFloats : 0));
 }
 
 Status attention_backward(const AttentionBackward& call) {
   Status status = check_hopper_call(call);
   if (status.code != StatusCode::ok) return status;
-  if (call.head_dim != kHeadDim) return bad_size("head_dim is not 64");
+  if (call.head_dim == kWideDim) return attention_backward_wide(call);
   if (call.kv_heads != call.heads) return bad_size("kv_heads differs from heads");
   if (call.sequences == 0 || call.heads == 0) return {};
   if (call.sequences > 65535 || call.heads > 65535) return bad_size("more than 65535 sequences or heads");
   const DeviceGuard guard(call.device);
-  const bool packed = call.cu_seqlens != nullptr;
-  const int64_t tiles = tiles_of(call.sequences, call.queries, packed);
   Parameters p{};
-  const int64_t dout_strides[3] = {call.queries * call.heads * kHeadDim, call.heads * kHeadDim, kHeadDim};
-  const int64_t q_strides[3] = {call.q_sequence_stride, call.q_token_stride, call.q_head_stride};
-  const int64_t k_strides[3] = {call.k_sequence_stride, call.k_token_stride, call.k_head_stride};
-  const int64_t v_strides[3] = {call.v_sequence_stride, call.v_token_stride, call.v_head_stride};
-  if (call.queries > 0) {
-    status = map_of(&p.q, call, call.q, q_strides, call.queries, kQueries);
-    if (status.code == StatusCode::ok) status = map_of(&p.dout, call, call.dout, dout_strides, call.queries, kQueries);
-  }
-  if (call.keys > 0) {
-    if (status.code == StatusCode::ok) status = map_of(&p.k, call, call.k, k_strides, call.keys, kKeys);
-    if (status.code == StatusCode::ok) status = map_of(&p.v, call, call.v, v_strides, call.keys, kKeys);
-  }
+  status = set_parameters(call, &p);
   if (status.code != StatusCode::ok) return status;
-  p.dq = {call.dq, call.dq_sequence_stride, call.dq_token_stride, call.dq_head_stride};
-  p.dk = {call.dk, call.dk_sequence_stride, call.dk_token_stride, call.dk_head_stride};
-  p.dv = {call.dv, call.dv_sequence_stride, call.dv_token_stride, call.dv_head_stride};
-  p.cu_seqlens = call.cu_seqlens;
-  p.cu_seqlens_k = call.cu_seqlens_k;
-  p.lengths = call.lengths;
-  p.lengths_k = call.lengths_k;
-  p.seed = call.seed;
   p.statistics = call.workspace;
-  p.sums = call.workspace + call.heads * tiles * 2 * kQueries;
-  p.sequences = static_cast<int>(call.sequences);
-  p.heads = static_cast<int>(call.heads);
-  p.queries = static_cast<int>(call.queries);
-  p.keys = static_cast<int>(call.keys);
-  p.max_seqlen = static_cast<int>(call.max_seqlen);
-  p.max_seqlen_k = static_cast<int>(call.max_seqlen_k);
-  p.tiles = static_cast<int>(tiles);
-  p.threshold = call.threshold;
-  p.score_scale = call.scale * 1.4426950408889634f;
-  p.dq_scale = call.scale * call.dropout_scale;
-  p.dv_scale = call.dropout_scale;
+  p.sums = call.workspace + call.heads * static_cast<int64_t>(p.tiles) * 2 * kQueries;
   return call.dtype == DType::bf16  ? launch_typed<bf16_t>(call, p, call.workspace)
          : call.dtype == DType::f16 ? launch_typed<f16_t>(call, p, call.workspace)
                                     : unknown_dtype();

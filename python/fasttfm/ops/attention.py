@@ -396,9 +396,7 @@ def _refuse_cuda_backward(
     q: Tensor, k: Tensor | None = None, *_: Any, cu_seqlens: Tensor | None = None, **__: Any
 ) -> str | None:
     """What Hopper's own backward lacks of the forward; asked where ``_refuse_cuda`` has no objection."""
-    heads, head_dim = q.shape[-2:]
-    if head_dim != 64:
-        return f"goes backward with heads of 64, got {head_dim}"
+    heads = q.shape[-2]
     if k is not None and k.shape[-2] != heads:
         return f"goes backward with as many heads of k and v as of q, got {k.shape[-2]} and {heads}"
     sequences = _sequences(q, cu_seqlens)
@@ -419,12 +417,15 @@ def _yield_cuda_backward(
     max_seqlen_k: int | None = None,
     **_: Any,
 ) -> str | None:
-    """The rule of where Triton's backward is the faster one, by docs/kernels.md.
+    """The rule of where Triton's backward is the faster one, by docs/kernels.md: nowhere with heads of 128.
 
-    Up to 128 queries and keys, one tile of Triton's holds a head. Up to 512 queries one block of Hopper's has a head:
-    that wants half as many of them as multiprocessors, unless they are short. Beyond, two blocks share one; they are 8
-    to 17% faster, so that nearly all multiprocessors must have work. Above 4,096 queries it was not measured so.
+    With heads of 64, one tile of Triton's holds a head up to 128 queries and keys. Up to 512 queries one block of
+    Hopper's has a head: that wants half as many of them as multiprocessors, unless they are short. Beyond, two blocks
+    share one; they are 8 to 17% faster, so that nearly all multiprocessors must have work. Above 4,096 queries it was
+    not measured so.
     """
+    if q.shape[-1] == 128:
+        return None
     longest, longest_k = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
     units = _sequences(q, cu_seqlens) * q.shape[-2]
     if max(longest, longest_k) <= 128:

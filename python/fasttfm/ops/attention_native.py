@@ -87,8 +87,9 @@ def backward_cuda(
     if dout.data_ptr() % 16:
         dout = dout.clone()
     core = _native.core()
-    *tokens, heads, _ = q.shape
-    size = core.attention_backward_workspace_cuda(problem.sequences, heads, math.prod(tokens), problem.max_seqlen)
+    *tokens, heads, head_dim = q.shape
+    longest = max(problem.max_seqlen, problem.max_seqlen_k)
+    size = core.attention_backward_workspace_cuda(problem.sequences, heads, head_dim, math.prod(tokens), longest)
     workspace = torch.empty(size, dtype=torch.float32, device=q.device)
     core.attention_backward_cuda(
         **_fields(q, k, v, problem),
