@@ -28,7 +28,7 @@ FASTTFM_BINDING(attention) {
   bind_launcher(module, "attention_forward_cuda", &cuda::attention_forward, CALL(FORWARD), FORWARD(device),
                 FORWARD(stream), FORWARD(out), FORWARD(lse));
   bind_workspace(module, "attention_backward_workspace_cuda", &cuda::attention_backward_workspace,
-                 {"sequences", "heads", "tokens", "max_seqlen"});
+                 {"sequences", "heads", "head_dim", "tokens", "longest"});
   bind_launcher(module, "attention_backward_cuda", &cuda::attention_backward, CALL(BACKWARD), BACKWARD(device),
                 BACKWARD(stream), BACKWARD(dout), BACKWARD(out), BACKWARD(lse), BACKWARD(dq), BACKWARD(dk),
                 BACKWARD(dv), STRIDES(BACKWARD, dq), STRIDES(BACKWARD, dk), STRIDES(BACKWARD, dv));

@@ -63,6 +63,8 @@ void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, i
                     std::array<const char*, 2> arguments = {"rows", "columns"});
 void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t, int64_t),
                     std::array<const char*, 4> arguments);
+void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t, int64_t, int64_t),
+                    std::array<const char*, 5> arguments);
 
 void bind_constant(Module& module, const char* name, int64_t value);
 

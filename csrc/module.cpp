@@ -132,6 +132,12 @@ void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, i
                     py::arg(arguments[3]));
 }
 
+void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t, int64_t, int64_t),
+                    std::array<const char*, 5> arguments) {
+  module.python.def(name, size, py::arg(arguments[0]), py::arg(arguments[1]), py::arg(arguments[2]),
+                    py::arg(arguments[3]), py::arg(arguments[4]));
+}
+
 void bind_constant(Module& module, const char* name, int64_t value) { module.python.attr(name) = value; }
 
 BinderRegistration::BinderRegistration(Binder binder) { binders().push_back(binder); }

@@ -26,7 +26,10 @@ ROOMS_OF_AN_OP = (
 )
 # What the ops share: files in those rooms that belong to no op.
 SHARED = {
-    "python/fasttfm/ops/": {"__init__", "attention_checks", "backends", "checks", "library", "linear", "vocabulary"}
+    "python/fasttfm/ops/": {
+        *("__init__", "attention_checks", "attention_native", "backends", "checks", "gelu_product"),
+        *("library", "linear", "vocabulary"),
+    }
 }
 # problem.py says what a call asks for, where that is much; tuning.py and triton_<part>.py are parts of triton.py.
 KERNEL_FILES = {"reference.py", "problem.py", "triton.py", "tuning.py", "op.h", "cpu.cpp", "cuda.cu"}
@@ -125,13 +128,14 @@ def room_of(module: str) -> str:
 
 
 def _crosses_implementations(module: str, imported: str) -> bool:
-    """Kernels know kernels/common and their own folder, but never a reference; an op knows only its own kernels."""
+    """Kernels know kernels/common and their own folder, but never a reference; an op, and where its calls of the native
+    core fill a file, that file, know only its own kernels."""
     parts, target = module.split("."), imported.split(".")
     if target[:2] != ["fasttfm", "kernels"] or room_of(module) == "testing":
         return False
     if room_of(module) == "kernels" and target[-1] == "reference":
         return True
-    own = parts[2] if len(parts) > 2 else None
+    own = parts[2].removesuffix("_native") if len(parts) > 2 else None
     return target[2] not in ("common", own)
 
 

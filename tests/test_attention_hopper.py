@@ -37,21 +37,34 @@ def empty(*shape: int) -> Tensor:
     ("shape", "options", "said"),
     [
         ((16, 512, 16, 64), {}, None),
-        ((16, 1024, 16, 64), {}, None),
-        ((16, 1025, 16, 64), {}, "is slower backward above 1024 queries, 2048 where attention is causal, got 1025"),
-        ((16, 2048, 16, 64), {"causal": True}, None),
-        ((16, 2048, 16, 64), {"window": (-1, 0)}, None),
-        ((16, 2049, 16, 64), {"causal": True}, "got 2049"),
+        ((16, 1025, 16, 64), {}, None),
+        ((8, 2048, 16, 64), {"causal": True}, None),
+        ((8, 2048, 16, 64), {"window": (-1, 0)}, None),
+        ((4, 4096, 16, 64), {}, None),
+        ((4, 4097, 16, 64), {}, "is slower backward above 4096 queries, got 4097"),
+        ((128, 128, 8, 128), {}, None),
+        ((1, 16384, 8, 128), {"causal": True}, None),
         ((128, 128, 16, 64), {}, "is slower backward up to 128 queries and keys, got 128 and 128"),
         ((4, 129, 16, 64), {}, None),
         ((4, 256, 16, 64), {}, None),
-        ((4, 257, 16, 64), {}, "is slower backward below 66 heads of all sequences, above 256 queries, got 64 of 257"),
+        ((4, 257, 16, 64), {}, "is slower backward below 66 heads of all sequences, above 256 queries, got 64"),
+        ((4, 512, 16, 64), {}, "got 64"),
         ((5, 257, 16, 64), {}, None),
+        ((4, 513, 16, 64), {}, None),
+        (
+            (5, 513, 15, 64),
+            {},
+            "above 512 queries with heads that are not near a multiple of 66, got 75",
+        ),
+        ((7, 513, 17, 64), {}, None),
+        ((59, 513, 1, 64), {}, "got 59"),
+        ((60, 513, 1, 64), {}, None),
         ((16, 512, 3, 16, 64), {}, None),  # one qkv
         ((128, 128, 3, 16, 64), {}, "got 128 and 128"),
         ((5000, 3, 16, 64), {"cu_seqlens": starts(2500, 2500)}, "got 5000"),
+        ((5000, 3, 16, 64), {"cu_seqlens": starts(2500, 2500), "max_seqlen": 2500}, "a multiple of 66, got 32"),
         ((5000, 3, 16, 64), {"cu_seqlens": starts(*[500] * 10), "max_seqlen": 500}, None),
-        ((5000, 3, 6, 64), {"cu_seqlens": starts(*[500] * 10), "max_seqlen": 500}, "got 60 of 500"),
+        ((5000, 3, 6, 64), {"cu_seqlens": starts(*[500] * 10), "max_seqlen": 500}, "got 60"),
         ((5000, 3, 16, 64), {"cu_seqlens": starts(*[100] * 50), "max_seqlen": 100}, "got 100 and 100"),
     ],
 )
@@ -72,7 +85,6 @@ def test_keys_count_where_queries_are_few() -> None:
 @pytest.mark.parametrize(
     ("q", "kv_heads", "options", "said"),
     [
-        (empty(16, 512, 16, 128), 16, {}, "goes backward with heads of 64, got 128"),
         (empty(16, 512, 16, 64), 4, {}, "goes backward with as many heads of k and v as of q, got 4 and 16"),
         (empty(2**16, 1, 1, 64), 1, {}, "goes backward with up to 65535 sequences, got 65536"),
     ],
@@ -97,20 +109,26 @@ def test_explain_names_who_goes_backward() -> None:
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
 
-# Queries and keys of each sequence, 16 heads of 64.
+HEADS = {64: 16, 128: 8}  # of each head dim
+
+# Queries and keys of each sequence.
 LOAD: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "short, dropout": ([128] * 128, [128] * 128, {"dropout_p": 0.1}),
     "causal": ([512] * 32, [512] * 32, {"causal": True}),
     "few queries, causal": ([64] * 16, [1000] * 16, {"causal": True}),
     "sums in memory": ([700, 64] * 8, [300, 1000] * 8, {"causal": True}),
     "causal, sums in memory, dropout": ([2000] * 5, [2000] * 5, {"causal": True, "dropout_p": 0.1}),
+    "long": ([4096], [4096], {}),
+    "long, causal, dropout": ([4096, 1], [4096, 7], {"causal": True, "dropout_p": 0.1}),
+    "one long head among short ones": ([3000] + [60] * 50, [3000] + [60] * 50, {"dropout_p": 0.1}),
 }
 
 
-def packed_call(case: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, list[Tensor], Tensor]:
+def packed_call(case: str, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, list[Tensor], Tensor]:
     lengths, lengths_k, options = LOAD[case]
     torch.manual_seed(1)
-    q, k, v = (torch.randn(sum(n), 16, 64, dtype=dtype, device="cuda") for n in (lengths, lengths_k, lengths_k))
+    heads = (HEADS[head_dim], head_dim)
+    q, k, v = (torch.randn(sum(n), *heads, dtype=dtype, device="cuda") for n in (lengths, lengths_k, lengths_k))
     packed: dict[str, Any] = {
         "cu_seqlens": cu_seqlens_from_lengths(lengths, device="cuda"),
         "cu_seqlens_k": cu_seqlens_from_lengths(lengths_k, device="cuda"),
@@ -129,9 +147,10 @@ def gradients(function: Any, inputs: list[Tensor], dout: Tensor) -> tuple[Tensor
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("head_dim", HEADS)
 @pytest.mark.parametrize("case", LOAD)
-def test_same_bits_under_load(case: str) -> None:
-    function, inputs, dout = packed_call(case)
+def test_same_bits_under_load(case: str, head_dim: int) -> None:
+    function, inputs, dout = packed_call(case, head_dim)
     first = gradients(function, inputs, dout)
     for _ in range(300):
         for name, found, expected in zip(
@@ -143,11 +162,12 @@ def test_same_bits_under_load(case: str) -> None:
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", HEADS)
 @pytest.mark.parametrize("case", LOAD)
-def test_first_and_last_sequence_against_the_reference(case: str, dtype: torch.dtype) -> None:
+def test_first_and_last_sequence_against_the_reference(case: str, head_dim: int, dtype: torch.dtype) -> None:
     """Under load; without dropout's mask, which depends on a sequence's number, the reference computes it alone."""
     lengths, lengths_k, options = LOAD[case]
-    function, inputs, dout = packed_call(case, dtype)
+    function, inputs, dout = packed_call(case, head_dim, dtype)
     function = partial(function, dropout_p=0.0)
     found = gradients(function, inputs, dout)
     for rows, keys in (
@@ -167,10 +187,11 @@ def test_first_and_last_sequence_against_the_reference(case: str, dtype: torch.d
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("head_dim", HEADS)
 @pytest.mark.parametrize("case", LOAD)
-def test_gradients_are_those_of_triton(case: str) -> None:
+def test_gradients_are_those_of_triton(case: str, head_dim: int) -> None:
     """Dropout's mask included: another one would change a tenth of the sums' terms."""
-    function, inputs, dout = packed_call(case)
+    function, inputs, dout = packed_call(case, head_dim)
     own = gradients(function, inputs, dout)[1:]
     others = gradients(partial(function, backend="triton"), inputs, dout)[1:]
     for name, found, expected in zip(("dq", "dk", "dv"), own, others, strict=True):
@@ -180,8 +201,9 @@ def test_gradients_are_those_of_triton(case: str) -> None:
 
 @pytest.mark.gpu
 @on_hopper
-def test_gradients_at_odd_addresses() -> None:
-    function, inputs, dout = packed_call("few queries, causal")
+@pytest.mark.parametrize("head_dim", HEADS)
+def test_gradients_at_odd_addresses(head_dim: int) -> None:
+    function, inputs, dout = packed_call("few queries, causal", head_dim)
     odd = torch.empty(dout.numel() + 1, dtype=dout.dtype, device="cuda")[1:].view_as(dout).copy_(dout)
     assert odd.data_ptr() % 16 != 0
     for found, expected in zip(gradients(function, inputs, odd), gradients(function, inputs, dout), strict=True):
@@ -190,8 +212,9 @@ def test_gradients_at_odd_addresses() -> None:
 
 @pytest.mark.gpu
 @on_hopper
-def test_a_cuda_graph_gives_the_same_bits() -> None:
-    function, inputs, dout = packed_call("causal, sums in memory, dropout")
+@pytest.mark.parametrize("head_dim", HEADS)
+def test_a_cuda_graph_gives_the_same_bits(head_dim: int) -> None:
+    function, inputs, dout = packed_call("causal, sums in memory, dropout", head_dim)
     with torch.cuda.stream(torch.cuda.Stream()):
         expected = gradients(function, inputs, dout)
     torch.cuda.synchronize()

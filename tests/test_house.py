@@ -126,6 +126,8 @@ def test_forbidden_includes_are_found(path: str, line: str, allowed: bool) -> No
         ("fasttfm.kernels.scale.triton", "from fasttfm import _C", False),
         ("fasttfm.ops.scale", "from fasttfm.kernels.scale import reference", True),
         ("fasttfm.ops.scale", "from fasttfm.kernels.shift import reference", False),
+        ("fasttfm.ops.scale_native", "from fasttfm.kernels.scale.problem import Problem", True),
+        ("fasttfm.ops.scale_native", "from fasttfm.kernels.shift.problem import Problem", False),
         ("fasttfm.ops.scale", "from fasttfm import _native", True),
         ("fasttfm.ops.scale", "from fasttfm.nn import Scale", False),
         ("fasttfm.nn.scale", "from fasttfm import ops", True),

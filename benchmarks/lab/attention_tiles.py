@@ -12,7 +12,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -100,14 +100,14 @@ def backward_choices(case: Case) -> Iterator[Choice]:
         yield {"short_backward_tiles": Tiles(128, 128, 8, 2)}
     if case.D > 64:
         query, key = Tiles(64, 64, 4, 2), Tiles(64, 128, 8, 2, keys_first=True)
-        queries, keys = [query, Tiles(128, 64, 8, 3)], [replace(key, ahead=1), Tiles(128, 64, 8, 2, ahead=1)]
+        queries, keys = [query, Tiles(128, 64, 8, 3)], [key._replace(ahead=1), Tiles(128, 64, 8, 2, ahead=1)]
     else:
         query, key = Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2, keys_first=first)
-        queries, keys = [query], [replace(key, ahead=2)]
+        queries, keys = [query], [key._replace(ahead=2)]
         if case.S > 128:
             queries += [Tiles(64, 128, 4, 3), Tiles(64, 64, 4, 4)]
-            keys += [replace(key, stages=3, ahead=2)]
-            keys += [replace(key, keys_first=False, stages=stages, ahead=2) for stages in (2, 3) if first]
+            keys += [key._replace(stages=3, ahead=2)]
+            keys += [key._replace(keys_first=False, stages=stages, ahead=2) for stages in (2, 3) if first]
     pairs = [*((chosen, key) for chosen in queries), *((query, chosen) for chosen in keys)]
     for query_choice, key_choice in pairs:
         yield {"query_tiles": query_choice, "key_tiles": key_choice, "short_backward_tiles": None}

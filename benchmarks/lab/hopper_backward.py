@@ -4,7 +4,7 @@
 
 Checks hold it against reference.py (same dropout) and repeat it for the same bits; stress repeats large cases more
 often; times stand next to cuDNN's. They run in processes of their own with a time limit: a kernel that hangs costs no
-more, and is run again with a watchdog in its barriers that says which of them it hangs in.
+more.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ WORK = Path(os.environ.get("HOPPER_LAB", "/tmp/hopper_lab"))
 
 WRAPPER = """
 #include "attention/cuda_backward.cu"
-#ifdef WATCHDOG
-extern "C" int set_report(unsigned* report) { return cudaMemcpyToSymbol(fasttfm::cuda::stuck_report, &report, 8); }
-#endif
 extern "C" int backward(const fasttfm::AttentionBackward* call, const char** detail) {
   const fasttfm::Status status = fasttfm::cuda::attention_backward(*call);
   *detail = status.detail;
@@ -43,23 +40,15 @@ extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t tokens, i
 # Changes of the source whose times are compared: text to replace, and what stands there instead. Some leave work out,
 # and compute nonsense: they show what the work costs.
 VARIANTS: dict[str, list[tuple[str, str]]] = {
-    "values_shared": [
-        (
-            "multiply<T>(dweights, v + 4 * c, advance(",
-            "multiply<T>(dweights, advance(k_major(shared_address(memory.v) + number * 64 * kTileRowBytes), "
-            "c * kKMajorStep), advance(",
-        ),
-    ],
     "without_dq": [("c < 8; ++c)\n          multiply", "c < 0; ++c)\n          multiply")],
     "without_sums": [
-        ("if (key_tile > 0) {", "if (key_tile > 1000) {"),
-        (
-            "if (key_tile < unit.last_key_tile(tile)) {",
-            "if (key_tile < unit.last_key_tile(tile)) {\n          if (dq[0] == 1e30f)",
-        ),
+        ("const bool last = key_tile == unit.last_key_tile(tile), load", "const bool last = false, load"),
+        ("sums.add(dq, sum,", "if (dq[0] == 1e30f) sums.add(dq, sum,"),
     ],
+    "without_adding": [("        add_bytes(tile,", "        if (place == 1u << 31) add_bytes(tile,")],
     "without_exp": [('  float result;\n  asm("ex2', '  float result;\n  return x;\n  asm("ex2')],
-    "without_dk": [("c < 4; ++c)\n      multiply<T, Major::mn>(dk", "c < 0; ++c)\n      multiply<T, Major::mn>(dk")],
+    "early_waits": [("    stay_behind(scores[31]);\n", ""), ("    stay_behind(dweights[31]);\n", "")],
+    "released": [("ld.relaxed.cluster", "ld.acquire.cluster"), ("st.relaxed.cluster", "st.release.cluster")],
 }
 
 # What only the case of all keys needs is left, to compile less.
@@ -68,25 +57,17 @@ ONLY_ALL_KEYS = [
     ("causal ? launch_backward<T, false, true>(call, p, processors)\n                :", ""),
 ]
 WITHOUT_HALF = (": call.dtype == DType::f16 ? launch_typed<f16_t>(call, p, call.workspace)", "")
-
-# The barrier's wait of hopper.cuh, replaced by one that gives up.
-WATCHED = (
-    "    while (!test(parity)) {\n    }\n",
-    """    for (unsigned spins = 0; !test(parity); ++spins) {
-      if (spins < 1u << 20) continue;
-      const unsigned at = 4 * atomicAdd_system(stuck_report, 1u) + 4;
-      if (at < 512) {
-        stuck_report[at] = blockIdx.x;
-        stuck_report[at + 1] = threadIdx.x;
-        stuck_report[at + 2] = address();
-        stuck_report[at + 3] = parity;
-        __threadfence_system();
-      }
-      for (int i = 0; i < 200; ++i) __nanosleep(1000000);
-      asm volatile("trap;");
-    }
-""",
-)
+# As many blocks share a head as the library is told.
+FORCED = [
+    ("  const bool few =", "  if (forced_blocks > 0) return forced_blocks;\n  const bool few ="),
+    (
+        "  if (call.max_seqlen > kOnChipQueries) return",
+        "  if (forced_blocks > 0 || call.max_seqlen > kOnChipQueries) return",
+    ),
+    ("(max_seqlen > kOnChipQueries ? kSumFloats : 0)", "(forced_blocks + max_seqlen > 0 ? kSumFloats : 0)"),
+    ("known[16][3]", "known[16][9]"),
+    ("#include <algorithm>\n", '#include <algorithm>\nextern "C" {\nint forced_blocks = 0;\n}\n'),
+]
 
 P, I64, I32, F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -120,19 +101,23 @@ class Call(ctypes.Structure):
     ]
 
 
-def build() -> str:
-    WORK.mkdir(parents=True, exist_ok=True)
+def lay_package() -> None:
+    """The package as it is installed, without its C++ core."""
     overlay = WORK / "lib" / "fasttfm"
-    if not overlay.exists():  # the package as it is installed, without its C++ core
-        overlay.mkdir(parents=True)
-        for entry in (ROOT / "python" / "fasttfm").iterdir():
-            if not entry.name.startswith("_C."):
-                (overlay / entry.name).symlink_to(entry)
-        (overlay / "kernels").symlink_to(ROOT / "kernels")
+    if overlay.exists():
+        return
+    overlay.mkdir(parents=True)
+    for entry in (ROOT / "python" / "fasttfm").iterdir():
+        if not entry.name.startswith("_C."):
+            (overlay / entry.name).symlink_to(entry)
+    (overlay / "kernels").symlink_to(ROOT / "kernels")
+
+
+def build() -> str:
+    lay_package()
     begin = time.time()
-    started = [("backward", compile_variant("backward", []))]
+    started = [("backward", compile_variant("backward", [])), ("forced", compile_variant("forced", FORCED))]
     started += [(name, compile_variant(name, [*changes, *ONLY_ALL_KEYS])) for name, changes in VARIANTS.items()]
-    started += [("watched", compile_variant("watched", []))]
     lines = []
     for name, process in started:
         log, _ = process.communicate()
@@ -145,6 +130,15 @@ def build() -> str:
     return "\n".join(lines)
 
 
+def build_racecheck() -> None:
+    """The forced library with a build of barriers that the tool can follow."""
+    lay_package()
+    process = compile_variant("racecheck", FORCED, " -DFASTTFM_EVERY_LANE_ARRIVES")
+    log, _ = process.communicate()
+    if process.returncode:
+        sys.exit(log)
+
+
 def inlined(name: str, seen: set[str]) -> str:
     """A source file with the kernel's own headers in the place of their first includes."""
 
@@ -154,10 +148,12 @@ def inlined(name: str, seen: set[str]) -> str:
         seen.add(match[1])
         return inlined(match[1], seen).replace("#pragma once\n", "")
 
-    return re.sub(r'#include "(attention/cuda_backward_\w+\.cuh)"\n', header, (ROOT / "kernels" / name).read_text())
+    return re.sub(
+        r'#include "(attention/cuda_(?:backward_|ordered_)\w+\.cuh)"\n', header, (ROOT / "kernels" / name).read_text()
+    )
 
 
-def compile_variant(name: str, changes: list[tuple[str, str]]) -> subprocess.Popen[str]:
+def compile_variant(name: str, changes: list[tuple[str, str]], options: str = "") -> subprocess.Popen[str]:
     source = WORK / f"{name}.cu"
     text = WRAPPER
     if changes:
@@ -168,16 +164,7 @@ def compile_variant(name: str, changes: list[tuple[str, str]]) -> subprocess.Pop
             kernel = kernel.replace(old, new)
         text = text.replace('#include "attention/cuda_backward.cu"', kernel)
     source.write_text(text)
-    first = ""
-    if name == "watched":  # with a hopper.cuh of its own
-        header = WORK / "watched" / "common" / "hopper.cuh"
-        header.parent.mkdir(parents=True, exist_ok=True)
-        hopper = (ROOT / "kernels" / "common" / "hopper.cuh").read_text()
-        assert WATCHED[0] in hopper
-        hopper = hopper.replace(*WATCHED)
-        header.write_text(hopper.replace("struct Barrier {", "__device__ unsigned* stuck_report;\nstruct Barrier {"))
-        first = f" -DWATCHDOG -I{WORK / 'watched'}"
-    command = f"nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a{first} -I{ROOT}/kernels -Xptxas=-v -shared"
+    command = f"nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a{options} -I{ROOT}/kernels -Xptxas=-v -shared"
     command += f" -Xcompiler -fPIC --split-compile=4 {source} -o {WORK / name}.so"
     return subprocess.Popen(command.split(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -206,7 +193,21 @@ CHECKS: dict[str, dict[str, Any]] = {
     "long_packed": {"packed": (700, 64, 1500, 3), "heads": 2, "p": 0.1, "fused": True},
     "long_causal": {"dense": (1, 2000), "heads": 2, "causal": True},
     "long_cross": {"packed": (700, 64), "packed_k": (300, 1000), "heads": 2, "causal": True},
+    "4096": {"dense": (1, 4096), "heads": 2},
+    "4096_causal_p": {"dense": (1, 4096), "heads": 2, "causal": True, "p": 0.1},
 }
+# With so many blocks for a head.
+SHARED = {
+    f"{name}/{blocks}": {**CHECKS[name], "blocks": blocks}
+    for blocks, names in {
+        1: ("long_packed", "long_causal", "4096"),
+        2: ("64", "512_p", "lengths", "packed", "causal_p", "cross", "cross_p", "long_cross"),
+        4: ("512", "packed", "causal", "cross", "2000_p", "long_packed", "long_causal"),
+        8: ("200", "1024", "lengths", "causal_p", "long_cross", "long_causal"),
+    }.items()
+    for name in names
+}
+CHECKS |= SHARED
 
 
 def make(case: dict[str, Any], dirty: bool = True) -> tuple[Any, ...]:
@@ -261,8 +262,10 @@ def make(case: dict[str, Any], dirty: bool = True) -> tuple[Any, ...]:
 
 
 class Backward:
-    def __init__(self, variant: str = "backward") -> None:
-        self.library = ctypes.CDLL(str(WORK / f"{variant}.so"))
+    def __init__(self, variant: str = "backward", blocks: int = 0) -> None:
+        self.library = ctypes.CDLL(str(WORK / f"{variant if not blocks or variant == 'racecheck' else 'forced'}.so"))
+        if blocks:
+            ctypes.c_int.in_dll(self.library, "forced_blocks").value = blocks
         self.library.workspace.restype = ctypes.c_int64
         self.library.workspace.argtypes = [ctypes.c_int64] * 4
 
@@ -328,7 +331,7 @@ def check(name: str) -> str:
     torch.manual_seed(len(name) * 1000 + sum(map(ord, name)))
     problem, q, k, v, dout, *gradients = make(CHECKS[name])
     out, lse = reference.attention_forward(q, k, v, problem)
-    run = Backward().prepare(dout, q, k, v, out, lse, problem, *gradients)
+    run = Backward(blocks=CHECKS[name].get("blocks", 0)).prepare(dout, q, k, v, out, lse, problem, *gradients)
     run()
     torch.cuda.synchronize()
     expected = [torch.empty_like(x) for x in gradients]
@@ -338,10 +341,20 @@ def check(name: str) -> str:
     untouched = ""
     if problem.packed and any(not x[-3:].isnan().all() for x in gradients):
         untouched = " WROTE PAST THE END"
-    differences = repeat(run, gradients, rows, 40)
+    differences = repeat(run, gradients, rows, 10)
     good = all(error < 0.006 for error in errors) and not differences and not untouched
     text = " ".join(f"{error:.1e}" for error in errors)
-    return f"{'ok  ' if good else 'BAD '} {name:12} dq dk dv {text} same bits {not differences}{differences}{untouched}"
+    return f"{'ok  ' if good else 'BAD '} {name:14} dq dk dv {text} same bits {not differences}{differences}{untouched}"
+
+
+def once(name: str) -> str:
+    import torch
+
+    problem, q, k, v, dout, *gradients = make(CHECKS[name])
+    lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), 12.0, device="cuda")
+    Backward("racecheck", CHECKS[name].get("blocks", 0)).prepare(dout, q, k, v, dout, lse, problem, *gradients)()
+    torch.cuda.synchronize()
+    return name
 
 
 def repeat(run: Any, gradients: Any, rows: Any, times: int) -> str:
@@ -368,21 +381,23 @@ def repeat(run: Any, gradients: Any, rows: Any, times: int) -> str:
 
 STRESS: dict[str, dict[str, Any]] = {
     "64x512_p": {"dense": (64, 512), "heads": 16, "p": 0.1, "fused": True},
-    "64x256_p": {"dense": (64, 256), "heads": 16, "p": 0.1},
     "128x128_p": {"dense": (128, 128), "heads": 16, "p": 0.1},
     "40x192_p": {"dense": (40, 192), "heads": 16, "p": 0.1},
-    "32x512": {"dense": (32, 512), "heads": 16},
     "32x512_causal": {"dense": (32, 512), "heads": 16, "causal": True},
     "packed_p": {"packed": tuple(1 + 511 * i // 99 for i in range(100)), "heads": 16, "p": 0.1},
     "16x1024_p": {"dense": (16, 1024), "heads": 16, "p": 0.1},
+    "16x1024_p/1": {"dense": (16, 1024), "heads": 16, "p": 0.1, "blocks": 1},
+    "16x1024/8": {"dense": (16, 1024), "heads": 16, "blocks": 8},
     "8x2000_causal_p": {"dense": (8, 2000), "heads": 16, "p": 0.1, "causal": True},
-    "long_causal": {"dense": (8, 2000), "heads": 16, "causal": True},
+    "8x2000_causal/2": {"dense": (8, 2000), "heads": 16, "causal": True, "blocks": 2},
+    "2x8192": {"dense": (2, 8192), "heads": 16},
     "long_cross": {"packed": (700, 64) * 8, "packed_k": (300, 1000) * 8, "heads": 16, "causal": True},
-    "short_cross": {"packed": (64,) * 16, "packed_k": (1000,) * 16, "heads": 16, "causal": True},
+    "long_cross/4": {"packed": (700, 64) * 8, "packed_k": (300, 1000) * 8, "heads": 16, "causal": True, "blocks": 4},
+    "short_cross/8": {"packed": (64,) * 16, "packed_k": (1000,) * 16, "heads": 16, "causal": True, "blocks": 8},
 }
 
 
-def stressed(name: str, library: str = "backward") -> str:
+def stressed(name: str) -> str:
     """Repeats one case; the statistics it is given are not those of a forward, which the bits do not need."""
     import torch
 
@@ -390,35 +405,12 @@ def stressed(name: str, library: str = "backward") -> str:
     problem, q, k, v, dout, *gradients = make(case)
     lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), 12.0, device="cuda")
     out = torch.randn(dout.shape, device="cuda", dtype=q.dtype)
-    backward = Backward(library)
+    backward = Backward(blocks=case.get("blocks", 0))
     run = backward.prepare(dout, q, k, v, out, lse, problem, *gradients)
     rows = slice(None) if problem.cu_seqlens is None else slice(0, -3)
-    differences = repeat(run, gradients, rows, 60)
+    differences = repeat(run, gradients, rows, 25)
     finite = all(bool(x[rows].isfinite().all()) for x in gradients)
     return f"{'BAD ' if differences or not finite else 'ok  '} stress {name:30} finite {finite}{differences}"
-
-
-ROLES = ["tiles", *["draws"] * 3, *["keys 0"] * 4, *["keys 1"] * 4, *["dq"] * 4]  # of a block's warps
-
-
-def watched(name: str) -> str:
-    """The same with the watchdog: who waits for which barrier (its place among those of Memory) at what parity."""
-    import torch
-
-    report = torch.zeros(512, dtype=torch.int32).pin_memory()
-    library = ctypes.CDLL(str(WORK / "watched.so"))
-    library.set_report.argtypes = [ctypes.c_void_p]
-    torch.zeros(1, device="cuda")
-    if library.set_report(report.data_ptr()):
-        return "the watchdog could not be set"
-    try:
-        line = stressed(name, "watched")
-        torch.cuda.synchronize()
-    except RuntimeError:
-        line = f"stuck {name}"
-    entries = report[4:].view(-1, 4)[: min(int(report[0]), 127)].tolist()
-    texts = {f"block {b} {ROLES[t // 32]} (warp {t // 32}) at {a:#x} parity {p}" for b, t, a, p in entries}
-    return "\n    ".join([line, *sorted(texts)])
 
 
 # ---- times ----------------------------------------------------------------------------------------------------------
@@ -432,18 +424,25 @@ TIMES: dict[str, dict[str, Any]] = {
         "fused": True,
     }
     for batch, size, causal, p in (
-        (64, 512, False, 0.1),
-        (32, 512, False, 0.1),
         (32, 512, False, 0.0),
-        (128, 128, False, 0.1),
-        (128, 128, False, 0.0),
-        (64, 256, False, 0.1),
-        (16, 1024, False, 0.0),
-        (16, 1024, False, 0.1),
+        (32, 512, False, 0.1),
         (8, 2048, False, 0.0),
         (4, 4096, False, 0.0),
-        (32, 512, True, 0.0),
+        (16, 1024, False, 0.0),
+        (1, 16384, False, 0.0),
+        (16, 1024, True, 0.0),
         (8, 2048, True, 0.0),
+        (4, 4096, True, 0.0),
+        (1, 16384, True, 0.0),
+        (16, 1024, False, 0.1),
+        (8, 2048, False, 0.1),
+        (4, 4096, False, 0.1),
+        (32, 512, True, 0.0),
+        (64, 256, False, 0.1),
+        (128, 128, False, 0.0),
+        (128, 128, False, 0.1),
+        (2, 8192, False, 0.0),
+        (8, 512, False, 0.1),
     )
 }
 TIMES["packed_p"] = {"packed": tuple(64 + 448 * i // 63 for i in range(64)), "heads": 16, "p": 0.1, "fused": True}
@@ -478,7 +477,7 @@ def timed(name: str) -> str:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from fasttfm.kernels.attention import reference, triton
+    from fasttfm.kernels.attention import triton
 
     case = TIMES[name]
     problem, q, k, v, dout, *gradients = make(case, dirty=False)
@@ -488,11 +487,10 @@ def timed(name: str) -> str:
     else:
         batch, size = case["dense"]
         pairs = batch * size**2 // (2 if case["causal"] else 1)
-        out = torch.empty_like(dout)
-        lse = torch.empty(batch, 16, size, device="cuda")
-        for b in range(batch):  # a piece at a time: all weights at once are many bytes
-            part = type(problem)(1, size, size, scale=problem.scale, window_right=problem.window_right)
-            out[b : b + 1], lse[b : b + 1] = reference.attention_forward(q[b : b + 1], k[b : b + 1], v[b : b + 1], part)
+        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+        forward = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse = forward(*heads_first, 0.0, case["causal"])[:2]
+        out = out.transpose(1, 2).contiguous()
     flops = 10 * pairs * 16 * 64
     results = {"hopper": milliseconds(Backward().prepare(dout, q, k, v, out, lse, problem, *gradients), True)}
     if "dense" in case:
@@ -503,34 +501,37 @@ def timed(name: str) -> str:
             result = torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
         gradient = dout.transpose(1, 2)
         results["cudnn"] = milliseconds(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True), False)
-    if name in ("64x512_p", "packed_p"):
-        arguments = (dout, q, k, v, out, lse, problem, *gradients)
-        results["triton"] = milliseconds(lambda: triton.attention_bwd_triton(*arguments), True)
-    if name in ("64x512_p", "8x2048"):
-        arguments = (dout, q, k, v, out, lse, problem, *gradients)
-        for variant in VARIANTS:
-            if (WORK / f"{variant}.so").exists():
-                results[variant] = milliseconds(Backward(variant).prepare(*arguments), True)
-    if name == "64x512_p":
-        run = Backward().prepare(dout, q, k, v, out, lse, problem, *gradients)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(3):
-                run()
-            torch.cuda.synchronize()
-        for event in profile.key_averages():
-            if event.device_time_total and "kernel" in event.key:
-                results[event.key.split("::")[-1].split("<")[0][:20]] = event.device_time_total / event.count / 1000
-    text = "  ".join(f"{who} {ms:.3f} ms" for who, ms in results.items())
+    arguments = (dout, q, k, v, out, lse, problem, *gradients)
+    if "dense" in case and size >= 512 and not case["p"]:
+        for blocks in (1, 2, 4) if size < 4096 else (2, 4, 8):
+            results[f"/{blocks}"] = milliseconds(Backward(blocks=blocks).prepare(*arguments), True)
+    for variant in VARIANTS if name in ("8x2048", "4x4096") else ():
+        results[variant] = milliseconds(Backward(variant).prepare(*arguments), True)
+    text = "  ".join(f"{who} {ms:.3f}" for who, ms in results.items())
     ratio = f"  x{results['cudnn'] / results['hopper']:.2f}" if "cudnn" in results else ""
     return f"{name:16} {flops / results['hopper'] / 1e9:4.0f} TFLOP/s  {text}{ratio}"
+
+
+class Report(list[str]):
+    """Lines that are printed and written as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+
+    def append(self, line: str) -> None:
+        super().append(line)
+        print(line, flush=True)
+        with self.path.open("a") as file:
+            file.write(line + "\n")
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-def in_process(kind: str, names: list[str], limit: float, deadline: float) -> list[str]:
+def in_process(kind: str, names: list[str], limit: float, deadline: float, lines: Report) -> None:
     """Lines of the cases; one that takes longer than ``limit`` seconds is left out and the rest goes on anew."""
-    lines: list[str] = []
     attempts = 0
     environment = dict(os.environ, PYTHONPATH=f"{WORK / 'lib'}:{os.environ.get('PYTHONPATH', '')}")
     while names and attempts < 4 and time.time() < deadline:
@@ -539,7 +540,7 @@ def in_process(kind: str, names: list[str], limit: float, deadline: float) -> li
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         assert process.stdout is not None
         done, rest, begin = 0, b"", time.time()
-        while time.time() < min(begin + (limit if done or kind == "watch" else limit + 6), deadline):  # torch starts
+        while time.time() < min(begin + (limit if done else limit + 6), deadline):  # torch starts
             if not select.select([process.stdout], [], [], 0.2)[0]:
                 continue
             new = os.read(process.stdout.fileno(), 1 << 16)
@@ -558,7 +559,6 @@ def in_process(kind: str, names: list[str], limit: float, deadline: float) -> li
         if done < len(names):
             lines.append(f"LOST {names[done]} ({'exit ' + str(process.returncode)})")
         names = names[done + 1 :] if done < len(names) else []
-    return lines
 
 
 def main() -> None:
@@ -566,31 +566,34 @@ def main() -> None:
     parser.add_argument("--only", choices=("checks", "stress", "times"))
     parser.add_argument("--cases", default="", help="comma-separated names; all by default")
     parser.add_argument("--output", default=os.environ.get("OUT", str(WORK)))
+    parser.add_argument(
+        "--racecheck", action="store_true", help="one small call of each kernel, of libraries that exist"
+    )
     parser.add_argument("--child", nargs="+")
     arguments = parser.parse_args()
+    if arguments.racecheck:
+        build_racecheck()
+        sys.path.insert(0, str(WORK / "lib"))
+        for name in ("128", "512/2", "64_p", "causal", "causal/4"):
+            print(once(name), flush=True)
+        return
     if arguments.child:
         kind, *names = arguments.child
-        function = {"checks": check, "stress": stressed, "times": timed, "watch": watched}[kind]
+        function = {"checks": check, "stress": stressed, "times": timed}[kind]
         for name in names:
             print("RESULT " + json.dumps(function(name)), flush=True)
         return
     begin = time.time()
-    lines = [build()]
+    lines = Report(Path(arguments.output) / "hopper_backward.txt")
+    lines.append(build())
     chosen = [name for name in arguments.cases.split(",") if name]
-    for kind, cases, until in (("checks", CHECKS, 38.0), ("stress", STRESS, 58.0), ("times", TIMES, 80.0)):
+    for kind, cases, until in (("checks", CHECKS, 32.0), ("times", TIMES, 48.0), ("stress", STRESS, 58.0)):
         if arguments.only in (None, kind):
             names = [name for name in cases if not chosen or name in chosen]
-            lines += in_process(kind, names, 8.0, begin + until)
-            if any(line.startswith(("BAD", "LOST")) for line in lines):
-                lines.append(f"{kind} failed")
-    lost = [line.split()[1] for line in lines if line.startswith("LOST")]
-    watch = [name for name in lost if name in STRESS][:1]
-    if watch:
-        lines += in_process("watch", watch, 12.0, begin + 90.0)
+            in_process(kind, names, 5.0, begin + until, lines)
+    if any(line.startswith(("BAD", "LOST")) for line in lines):
+        lines.append("FAILED")
     lines.append(f"{time.time() - begin:.0f} s in all")
-    Path(arguments.output).mkdir(parents=True, exist_ok=True)
-    (Path(arguments.output) / "hopper_backward.txt").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
 
 
 if __name__ == "__main__":

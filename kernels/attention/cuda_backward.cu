@@ -1,19 +1,29 @@
 // attention backward for Hopper, head dim 64: one pass with the five products. Formulas: reference.py.
 //
-// A block works on one (sequence, head) after another. It takes 128 keys at a time; for them it goes over all queries,
-// 64 at a time. Four warpgroups share the work:
+// A block takes 128 keys of a (sequence, head) at a time, and for them it goes over all queries, 64 at a time. Four
+// warpgroups share the work:
 //
 //   0  producer: warp 0 brings tiles in by TMA, warps 1 to 3 draw dropout's random bits
 //   1, 2  64 keys each, keys by queries:  S^T = K Q^T, dP^T = V dO^T, then P^T and dS^T in registers, and from there
 //         dV += P^T dO and dK += dS^T Q; dS^T is left in shared memory
-//   3  dQ += dS K of all 128 keys. Its sums over keys stand in shared memory up to kOnChipQueries queries, else in the
-//      workspace, each thread's own in its own place, so that nothing has to be ordered.
+//   3  dQ += dS K of all 128 keys.
+//
+// There are two forms. Up to kOnChipQueries queries, a block has one (sequence, head) after another, and dQ's sums over
+// keys stand in shared memory, each thread's own in its own place (cuda_backward_products.cuh). Beyond, they stand in
+// the workspace, where the copy engine adds to them; the two blocks of a cluster share a (sequence, head), take tiles
+// of keys by turns and add in the order of the keys; who comes last takes the sum and writes dQ
+// (cuda_backward_long.cuh). As they meet the same queries at about the same time, the second level cache has them and
+// the sums: with a head for each block these are 134 MB at 2,048 queries.
 //
 // Every sum has one fixed order.
 #include <algorithm>
+#include <atomic>
 
+#include "attention/cuda_backward_launch.cuh"
+#include "attention/cuda_backward_long.cuh"
 #include "attention/cuda_backward_products.cuh"
 #include "attention/cuda_backward_tiles.cuh"
+#include "attention/cuda_backward_wide.h"
 #include "attention/cuda_call.h"
 #include "attention/op.h"
 #include "common/hopper.cuh"
@@ -24,114 +34,113 @@ namespace {
 
 // ---- the kernels -----------------------------------------------------------------------------------------------------
 
-template <class T, bool DROPOUT, bool CAUSAL, bool ON_CHIP>
-__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ Parameters p) {
-  extern __shared__ __align__(1024) char bytes[];
-  auto& memory = *reinterpret_cast<Memory<ON_CHIP>*>(bytes);
-  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
+template <class Memory>
+__device__ __forceinline__ void begin_block(const Parameters& p, Memory& memory) {
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Memory<ON_CHIP>::kStages; ++i) {
-      memory.q_full[i].initialize(1);
-      memory.q_empty[i].initialize(8);
-    }
-    for (int i = 0; i < 2; ++i) {
-      memory.k_full[i].initialize(1);
-      memory.k_empty[i].initialize(4);
-      memory.kept_full[i].initialize(2);
-    }
-    memory.kept_empty.initialize(8);
-    memory.v_full.initialize(1);
-    memory.v_empty.initialize(8);
-    memory.raw.initialize(1);
-    memory.dscores_full.initialize(8);
-    memory.dscores_empty.initialize(4);
-    fence_barriers();
+    memory.initialize();
     prefetch_map(&p.q);
     prefetch_map(&p.k);
     prefetch_map(&p.v);
     prefetch_map(&p.dout);
   }
   __syncthreads();
+}
+
+template <class T, bool DROPOUT, bool CAUSAL>
+__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ Parameters p) {
+  extern __shared__ __align__(1024) char bytes[];
+  auto& memory = *reinterpret_cast<Memory*>(bytes);
+  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
+  begin_block(p, memory);
   if (warpgroup == 0) {
-    lower_registers<kProducerRegisters>();
+    lower_registers<48>();
     const int warp = uniform(threadIdx.x / 32);
     if (warp == 0)
       bring_tiles<CAUSAL>(p, memory);
     else if constexpr (DROPOUT)
       draw_kept<CAUSAL>(p, memory, warp - 1);
   } else if (warpgroup == 3) {
-    lower_registers<kSumRegisters>();
+    lower_registers<64>();
     sum_dq<T, CAUSAL>(p, memory);
   } else {
-    raise_registers<kConsumerRegisters>();
-    KeyWarpgroup<T, DROPOUT, CAUSAL, ON_CHIP> keys(p, memory, warpgroup - 1);
+    raise_registers<200>();
+    KeyWarpgroup<T, DROPOUT, CAUSAL> keys(p, memory, warpgroup - 1);
     for (int index = blockIdx.x; index < p.sequences * p.heads; index += gridDim.x)
       keys.over_unit(Unit<CAUSAL>(p, index));
   }
 }
 
-constexpr int kStatisticsThreads = 256;
-
-// lse in units of log2, +infinity for rows that attend to nothing or are not there, and sum(out * dout) over dropout's
-// scale: a block for each tile of queries of each head, 8 threads for a row.
-template <class T>
-__global__ void __launch_bounds__(kStatisticsThreads)
-    statistics_kernel(Parameters p, const T* dout, const T* out, const float* lse, float* statistics,
-                      float delta_scale) {
-  const int head = blockIdx.y, sequence = blockIdx.z;
-  const Span q = span_of(p.cu_seqlens, p.lengths, sequence, p.queries, p.max_seqlen);
-  const int first = blockIdx.x * kQueries;
-  if (first >= q.length) return;
-  const int64_t token = (p.cu_seqlens == nullptr ? static_cast<int64_t>(sequence) * p.queries : q.first);
-  const float* own_lse = lse + (p.cu_seqlens == nullptr ? (static_cast<int64_t>(sequence) * p.heads + head) * p.queries
-                                                        : static_cast<int64_t>(head) * p.queries + q.first);
-  float* to = statistics + static_cast<int64_t>(head * p.tiles +
-                                                first_tile(p.cu_seqlens, sequence, q.first, p.queries) + blockIdx.x) *
-                               2 * kQueries;
-#pragma unroll
-  for (int part = 0; part < kQueries * 8 / kStatisticsThreads; ++part) {
-    const int i = part * kStatisticsThreads + threadIdx.x, row = i / 8;
-    const bool there = first + row < q.length;
-    const int64_t at = ((token + first + row) * p.heads + head) * kHeadDim + i % 8 * 8;
-    float a[kVector], b[kVector], sum = 0.0f;
-    widen(load_packed_if(there, out + at, 0u), a);
-    widen(load_packed_if(there, dout + at, 0u), b);
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) sum += a[j] * b[j];
-#pragma unroll
-    for (int distance = 1; distance < 8; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    if (i % 8 == 0) {
-      const float value = there ? own_lse[first + row] : -__int_as_float(0x7f800000);
-      to[row] = value == -__int_as_float(0x7f800000) ? __int_as_float(0x7f800000) : value * 1.4426950408889634f;
-      to[kQueries + row] = sum * delta_scale;
-    }
+template <class T, bool DROPOUT, bool CAUSAL>
+__global__ void __launch_bounds__(kThreads, 1) long_backward_kernel(const __grid_constant__ Parameters p) {
+  extern __shared__ __align__(1024) char bytes[];
+  auto& memory = *reinterpret_cast<LongMemory*>(bytes);
+  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
+  begin_block(p, memory);
+  if (p.blocks > 1) sync_cluster();
+  if (warpgroup == 0) {
+    lower_registers<DROPOUT ? 48 : 32>();
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp == 0)
+      bring_tiles<CAUSAL>(p, memory);
+    else if constexpr (DROPOUT)
+      draw_kept<CAUSAL>(p, memory, warp - 1);
+  } else if (warpgroup == 3) {
+    lower_registers<64>();
+    sum_long_dq<T, CAUSAL>(p, memory);
+  } else {
+    raise_registers<DROPOUT ? 200 : 208>();
+    LongKeyWarpgroup<T, DROPOUT, CAUSAL>(p, memory, warpgroup - 1).run();
+  }
+  if (p.blocks > 1) {  // who is told how far another one is has to be there
+    __syncwarp();
+    sync_cluster();
   }
 }
 
 // ---- launchers -------------------------------------------------------------------------------------------------------
 
-Status map_of(CUtensorMap* map, const AttentionCall& call, const void* data, const int64_t (&strides)[3],
-              int64_t tokens, int rows) {
-  const bool packed = call.cu_seqlens != nullptr;
-  return make_tensor_map(map, {data,
-                               call.dtype,
-                               {kHeadDim, call.heads, tokens, packed ? 1 : call.sequences},
-                               {strides[2], strides[1], strides[0]},
-                               {kTileColumns, 1, rows, 1}});
+// How many blocks share a (sequence, head), for more than kOnChipQueries queries (measured; clusters of 4 and 8 leave
+// multiprocessors without work, as these do not come in multiples of that).
+int blocks_of(const AttentionCall& call, bool causal, int processors) {
+  const bool few = call.sequences * call.heads * 2 <= processors, longer = call.max_seqlen > 1024;
+  return call.max_seqlen_k > kKeys && (!causal || longer || few) ? 2 : 1;
 }
 
-int64_t tiles_of(int64_t sequences, int64_t queries, bool packed) {
-  return packed ? queries / kQueries + sequences : sequences * ((queries + kQueries - 1) / kQueries);
+// How many clusters of `blocks` blocks run at the same time; asked once for a device.
+template <class Kernel>
+cudaError_t resident_clusters(Kernel kernel, int device, int blocks, int* clusters) {
+  static std::atomic<int> known[16][3];
+  std::atomic<int>* own = device < 16 ? &known[device][blocks] : nullptr;
+  *clusters = own == nullptr ? 0 : own->load();
+  if (*clusters > 0) return cudaSuccess;
+  const ClusterLaunch launch(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), blocks, sizeof(LongMemory), nullptr);
+  const cudaError_t error = launch.resident(kernel, clusters);
+  if (error == cudaSuccess && own != nullptr) own->store(*clusters);
+  return error;
+}
+
+template <class T, bool DROPOUT, bool CAUSAL>
+Status launch_long(const AttentionBackward& call, Parameters p, int processors) {
+  const auto kernel = long_backward_kernel<T, DROPOUT, CAUSAL>;
+  const int64_t units = call.sequences * call.heads;
+  p.blocks = blocks_of(call, CAUSAL, processors);
+  if (p.blocks == 1) {
+    const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors)));
+    return launch(kernel, grid, dim3(kThreads), sizeof(LongMemory), call.stream, p);
+  }
+  int clusters = 0;
+  const cudaError_t error = resident_clusters(kernel, call.device, p.blocks, &clusters);
+  if (error != cudaSuccess) return status_of(error);
+  if (clusters == 0) return {StatusCode::cuda_error, "attention: the device runs no cluster of two blocks"};
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, clusters)) * p.blocks);
+  return ClusterLaunch(grid, dim3(kThreads), p.blocks, sizeof(LongMemory), call.stream)(kernel, p);
 }
 
 template <class T, bool DROPOUT, bool CAUSAL>
 Status launch_backward(const AttentionBackward& call, const Parameters& p, int processors) {
+  if (call.max_seqlen > kOnChipQueries) return launch_long<T, DROPOUT, CAUSAL>(call, p, processors);
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>(call.sequences * call.heads, processors)));
-  if (call.max_seqlen <= kOnChipQueries)
-    return launch(backward_kernel<T, DROPOUT, CAUSAL, true>, grid, dim3(kThreads), sizeof(Memory<true>), call.stream,
-                  p);
-  return launch(backward_kernel<T, DROPOUT, CAUSAL, false>, grid, dim3(kThreads), sizeof(Memory<false>), call.stream,
-                p);
+  return launch(backward_kernel<T, DROPOUT, CAUSAL>, grid, dim3(kThreads), sizeof(Memory), call.stream, p);
 }
 
 template <class T>
@@ -139,15 +148,8 @@ Status launch_typed(const AttentionBackward& call, const Parameters& p, float* s
   int processors = 0;
   const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, call.device);
   if (error != cudaSuccess) return status_of(error);
-  const dim3 grid(static_cast<unsigned>((std::min(call.max_seqlen, call.queries) + kQueries - 1) / kQueries),
-                  static_cast<unsigned>(call.heads), static_cast<unsigned>(call.sequences));
-  if (grid.x > 0) {
-    const float delta_scale = call.dropout_scale > 0 ? 1 / call.dropout_scale : 0.0f;
-    const Status status =
-        launch(statistics_kernel<T>, grid, dim3(kStatisticsThreads), 0, call.stream, p,
-               static_cast<const T*>(call.dout), static_cast<const T*>(call.out), call.lse, statistics, delta_scale);
-    if (status.code != StatusCode::ok) return status;
-  }
+  const Status status = launch_statistics<T, kHeadDim>(call, p, statistics, nullptr);
+  if (status.code != StatusCode::ok) return status;
   const bool causal = call.window_right == 0;
   if (call.seed != nullptr)
     return causal ? launch_backward<T, true, true>(call, p, processors)
@@ -158,56 +160,26 @@ Status launch_typed(const AttentionBackward& call, const Parameters& p, float* s
 
 }  // namespace
 
-int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen) {
+int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t head_dim, int64_t tokens,
+                                     int64_t longest) {
+  if (head_dim == kWideDim) return attention_backward_wide_workspace(sequences, heads, tokens, longest);
   const int64_t tiles = tiles_of(sequences, tokens, true);  // not fewer than those of dense sequences
-  return heads * tiles * (2 * kQueries + (max_seqlen > kOnChipQueries ? kSumFloats : 0));
+  return heads * tiles * (2 * kQueries + (longest > kOnChipQueries ? kSumFloats : 0));
 }
 
 Status attention_backward(const AttentionBackward& call) {
   Status status = check_hopper_call(call);
   if (status.code != StatusCode::ok) return status;
-  if (call.head_dim != kHeadDim) return bad_size("head_dim is not 64");
+  if (call.head_dim == kWideDim) return attention_backward_wide(call);
   if (call.kv_heads != call.heads) return bad_size("kv_heads differs from heads");
   if (call.sequences == 0 || call.heads == 0) return {};
   if (call.sequences > 65535 || call.heads > 65535) return bad_size("more than 65535 sequences or heads");
   const DeviceGuard guard(call.device);
-  const bool packed = call.cu_seqlens != nullptr;
-  const int64_t tiles = tiles_of(call.sequences, call.queries, packed);
   Parameters p{};
-  const int64_t dout_strides[3] = {call.queries * call.heads * kHeadDim, call.heads * kHeadDim, kHeadDim};
-  const int64_t q_strides[3] = {call.q_sequence_stride, call.q_token_stride, call.q_head_stride};
-  const int64_t k_strides[3] = {call.k_sequence_stride, call.k_token_stride, call.k_head_stride};
-  const int64_t v_strides[3] = {call.v_sequence_stride, call.v_token_stride, call.v_head_stride};
-  if (call.queries > 0) {
-    status = map_of(&p.q, call, call.q, q_strides, call.queries, kQueries);
-    if (status.code == StatusCode::ok) status = map_of(&p.dout, call, call.dout, dout_strides, call.queries, kQueries);
-  }
-  if (call.keys > 0) {
-    if (status.code == StatusCode::ok) status = map_of(&p.k, call, call.k, k_strides, call.keys, kKeys);
-    if (status.code == StatusCode::ok) status = map_of(&p.v, call, call.v, v_strides, call.keys, kKeys);
-  }
+  status = set_parameters(call, &p);
   if (status.code != StatusCode::ok) return status;
-  p.dq = {call.dq, call.dq_sequence_stride, call.dq_token_stride, call.dq_head_stride};
-  p.dk = {call.dk, call.dk_sequence_stride, call.dk_token_stride, call.dk_head_stride};
-  p.dv = {call.dv, call.dv_sequence_stride, call.dv_token_stride, call.dv_head_stride};
-  p.cu_seqlens = call.cu_seqlens;
-  p.cu_seqlens_k = call.cu_seqlens_k;
-  p.lengths = call.lengths;
-  p.lengths_k = call.lengths_k;
-  p.seed = call.seed;
   p.statistics = call.workspace;
-  p.sums = call.workspace + call.heads * tiles * 2 * kQueries;
-  p.sequences = static_cast<int>(call.sequences);
-  p.heads = static_cast<int>(call.heads);
-  p.queries = static_cast<int>(call.queries);
-  p.keys = static_cast<int>(call.keys);
-  p.max_seqlen = static_cast<int>(call.max_seqlen);
-  p.max_seqlen_k = static_cast<int>(call.max_seqlen_k);
-  p.tiles = static_cast<int>(tiles);
-  p.threshold = call.threshold;
-  p.score_scale = call.scale * 1.4426950408889634f;
-  p.dq_scale = call.scale * call.dropout_scale;
-  p.dv_scale = call.dropout_scale;
+  p.sums = call.workspace + call.heads * static_cast<int64_t>(p.tiles) * 2 * kQueries;
   return call.dtype == DType::bf16  ? launch_typed<bf16_t>(call, p, call.workspace)
          : call.dtype == DType::f16 ? launch_typed<f16_t>(call, p, call.workspace)
                                     : unknown_dtype();

@@ -1,4 +1,5 @@
-// attention backward for Hopper: warpgroups 1 and 2, which work on keys, and 3, which sums dQ up. See cuda_backward.cu.
+// attention backward for Hopper, up to kOnChipQueries queries: warpgroups 1 and 2, which work on keys, and 3, which
+// sums dQ up. See cuda_backward.cu.
 #pragma once
 
 #include "attention/cuda_backward_tiles.cuh"
@@ -89,25 +90,20 @@ __device__ __forceinline__ void mask_scores(float (&scores)[32], int key, int qu
   }
 }
 
-template <class T, bool DROPOUT, bool CAUSAL, bool ON_CHIP>
+template <class T, bool DROPOUT, bool CAUSAL>
 struct KeyWarpgroup {
   const Parameters& p;
-  Memory<ON_CHIP>& memory;
+  Memory& memory;
   const int number;  // 0 or 1: which 64 keys of a tile
-  RingPosition<Memory<ON_CHIP>::kStages> stage;
+  RingPosition<Memory::kStages> stage;
   RingPosition<2> k_stage;
   RingPosition<1> v_stage, step;
   float dk[32], dv[32];
   uint32_t v[16];
   uint32_t k;  // where the tile of keys stands
 
-  __device__ __forceinline__ KeyWarpgroup(const Parameters& p, Memory<ON_CHIP>& memory, int number)
+  __device__ __forceinline__ KeyWarpgroup(const Parameters& p, Memory& memory, int number)
       : p(p), memory(memory), number(number) {}
-
-  static __device__ __forceinline__ void arrive_warp(Barrier& barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier.arrive();
-  }
 
   // Where a lane's row of the matrices of 16 rows and the columns from 0 on stands; those from 16 * c on: ^ 32 * c.
   __device__ __forceinline__ uint32_t matrix_address(const char* tile) const {
@@ -131,8 +127,8 @@ struct KeyWarpgroup {
     const float2* statistics = reinterpret_cast<const float2*>(memory.statistics[stage.slot]) + threadIdx.x % 4;
     uint32_t kept = 0xffffffffu;
     if constexpr (DROPOUT) {
-      memory.kept_full[number].wait(step.parity);
-      kept = memory.kept[number][threadIdx.x % kWarpgroup];
+      memory.kept_full[0][number].wait(step.parity);
+      kept = memory.kept[0][number][threadIdx.x % kWarpgroup];
     }
     wait_products<1>();
     hold_registers(scores);
@@ -141,8 +137,7 @@ struct KeyWarpgroup {
     if (first) {
       arrive_warp(memory.v_empty);
     } else {  // dk and dv of the tile before are through with it
-      constexpr int kStages = Memory<ON_CHIP>::kStages;
-      arrive_warp(memory.q_empty[stage.slot == 0 ? kStages - 1 : stage.slot - 1]);
+      arrive_warp(memory.q_empty[stage.slot == 0 ? Memory::kStages - 1 : stage.slot - 1]);
     }
     mask_scores<CAUSAL>(scores, key, query, unit.k.length, unit.offset());
     uint32_t operand[16];
@@ -157,7 +152,7 @@ struct KeyWarpgroup {
         operand[2 * i + half] = narrow_word(keep(pair[0], kept, i, half, 0), keep(pair[1], kept, i, half, 1), T{});
       }
     }
-    if constexpr (DROPOUT) arrive_warp(memory.kept_empty);  // the word is here: it was used
+    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[0]);  // the word is here: it was used
     begin_products();
 #pragma unroll
     for (int c = 0; c < 4; ++c)
@@ -213,7 +208,7 @@ struct KeyWarpgroup {
       wait_products<0>();
       hold_registers(dk);
       hold_registers(dv);
-      arrive_warp(memory.q_empty[stage.slot == 0 ? Memory<ON_CHIP>::kStages - 1 : stage.slot - 1]);
+      arrive_warp(memory.q_empty[stage.slot == 0 ? Memory::kStages - 1 : stage.slot - 1]);
       const int rows = unit.k.stored - key;
       store_product(dk, p.dq_scale, row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token, rows);
       store_product(dv, p.dv_scale, row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token, rows);
@@ -228,8 +223,8 @@ struct KeyWarpgroup {
 
 // ---- warpgroup 3 -----------------------------------------------------------------------------------------------------
 
-template <class T, bool CAUSAL, bool ON_CHIP>
-__device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& memory) {
+template <class T, bool CAUSAL>
+__device__ __forceinline__ void sum_dq(const Parameters& p, Memory& memory) {
   const int thread = threadIdx.x % kWarpgroup;
   const uint32_t dscores = shared_address(memory.dscores);
   RingPosition<2> k_stage;
@@ -240,13 +235,12 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
       const uint32_t k = shared_address(memory.k[k_stage.slot]);
       memory.k_full[k_stage.slot].wait(k_stage.parity);
       for (int tile = unit.begin(key_tile); tile < unit.query_tiles; ++tile, step.next()) {
-        float4* sums = ON_CHIP ? memory.sums : reinterpret_cast<float4*>(p.sums + int64_t(unit.tile) * kSumFloats);
-        sums += static_cast<int64_t>(tile) * (kSumFloats / 4) + thread;
+        float4* sums = memory.sums + tile * (kSumFloats / 4) + thread;
         float dq[32];
         if (key_tile > 0) {
 #pragma unroll
           for (int i = 0; i < 8; ++i) {
-            const float4 part = ON_CHIP ? sums[i * kWarpgroup] : __ldcg(sums + i * kWarpgroup);
+            const float4 part = sums[i * kWarpgroup];
             dq[4 * i] = part.x;
             dq[4 * i + 1] = part.y;
             dq[4 * i + 2] = part.z;
@@ -265,24 +259,18 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
         commit_products();
         wait_products<0>();
         hold_registers(dq);
-        __syncwarp();
-        if (thread % 32 == 0) memory.dscores_empty.arrive();
+        arrive_warp(memory.dscores_empty);
         if (key_tile < unit.last_key_tile(tile)) {
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            const float4 part = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-            if (ON_CHIP)
-              sums[i * kWarpgroup] = part;
-            else
-              __stcg(sums + i * kWarpgroup, part);
-          }
+          for (int i = 0; i < 8; ++i)
+            sums[i * kWarpgroup] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
         } else {
           const int query = tile * kQueries;
           store_product(dq, p.dq_scale, row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
                         unit.q.stored - query);
         }
       }
-      if (thread % 32 == 0) memory.k_empty[k_stage.slot].arrive();
+      arrive_warp(memory.k_empty[k_stage.slot]);
     }
     // Rows that attend to nothing: those before the first key's, and those past the sequence's end.
     const auto zeros = [&](int begin, int end) {

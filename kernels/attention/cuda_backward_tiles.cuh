@@ -1,5 +1,5 @@
-// attention backward for Hopper: what its warpgroups share, and warpgroup 0, which brings tiles in and draws dropout's
-// bits. See cuda_backward.cu.
+// attention backward for Hopper: what its warpgroups and its two forms share, and warpgroup 0, which brings tiles in
+// and draws dropout's bits. See cuda_backward.cu.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,6 @@ constexpr int kKeyTileBytes = kKeys * kTileRowBytes;
 constexpr int kStatisticsBytes = 2 * kQueries * 4;
 constexpr int kSumFloats = kQueries * kHeadDim;  // of dQ, per tile
 
-constexpr int kProducerRegisters = 48, kConsumerRegisters = 200, kSumRegisters = 64;
-
 struct Output {
   void* data;
   int64_t sequence, token, head;  // strides in elements
@@ -40,6 +38,7 @@ struct Parameters {
   float score_scale;  // in units of log2
   float dq_scale;     // of dq and dk
   float dv_scale;
+  int blocks;  // of a cluster, which shares a (sequence, head)
 };
 
 // Tokens of one sequence: the first row, how many count, and how many rows of results belong to it.
@@ -71,6 +70,7 @@ struct Unit {
   Span q, k;
   int query_tiles, key_tiles, tile;  // tile: the first in statistics and sums
 
+  Unit() = default;
   __device__ __forceinline__ Unit(const Parameters& p, int unit)
       : sequence(unit / p.heads),
         head(unit % p.heads),
@@ -93,21 +93,60 @@ struct Unit {
   }
 };
 
-template <bool ON_CHIP>
+// Barriers of what both forms of a block's memory have.
+template <class Memory>
+__device__ __forceinline__ void initialize_tiles(Memory& memory) {
+  for (int i = 0; i < Memory::kStages; ++i) {
+    memory.q_full[i].initialize(1);
+    memory.q_empty[i].initialize(8 * kWarpArrivals);
+  }
+  for (int i = 0; i < 2; ++i) {
+    memory.k_full[i].initialize(1);
+    memory.k_empty[i].initialize(4 * kWarpArrivals);
+  }
+  for (int i = 0; i < Memory::kBuffers; ++i) {
+    memory.kept_full[i][0].initialize(2 * kWarpArrivals);
+    memory.kept_full[i][1].initialize(2 * kWarpArrivals);
+    memory.kept_empty[i].initialize(8 * kWarpArrivals);
+  }
+  memory.v_full.initialize(1);
+  memory.v_empty.initialize(8 * kWarpArrivals);
+  memory.raw.initialize(1);
+}
+
+// Which (sequence, head)s and tiles of keys are a block's: every groups-th from group on, and of each of them every
+// blocks-th tile of keys from rank on. Here: all keys.
+struct WholeHeads {
+  static constexpr int rank = 0, blocks = 1;
+  int group, groups;
+
+  explicit __device__ __forceinline__ WholeHeads(const Parameters&) : group(blockIdx.x), groups(gridDim.x) {}
+};
+
+// Of a block for up to kOnChipQueries queries.
 struct Memory {
-  static constexpr int kStages = ON_CHIP ? 2 : 4;
+  using Share = WholeHeads;
+  static constexpr int kStages = 2, kBuffers = 1;  // tiles of queries; what is kept
   alignas(1024) char q[kStages][kQueryTileBytes];
   char dout[kStages][kQueryTileBytes];
   char k[2][kKeyTileBytes];
   char v[kKeyTileBytes];
   char dscores[kKeyTileBytes];  // [keys, queries]
-  float4 sums[ON_CHIP ? kOnChipQueries * kHeadDim / 4 : 1];
+  float4 sums[kOnChipQueries * kHeadDim / 4];
   float statistics[kStages][2][kQueries];
-  uint32_t kept[2][kWarpgroup];
+  uint32_t kept[kBuffers][2][kWarpgroup];  // of each of the two warpgroups
   Barrier q_full[kStages], q_empty[kStages], k_full[2], k_empty[2], v_full, v_empty, raw, dscores_full, dscores_empty,
-      kept_full[2], kept_empty;
+      kept_full[kBuffers][2], kept_empty[kBuffers];
+
+  // One thread; then a barrier of the block.
+  __device__ __forceinline__ void initialize() {
+    initialize_tiles(*this);
+    dscores_full.initialize(8 * kWarpArrivals);
+    dscores_empty.initialize(4 * kWarpArrivals);
+    fence_barriers();
+  }
 };
-static_assert(sizeof(Memory<true>) <= 227 * 1024 && sizeof(Memory<false>) <= 227 * 1024);
+static_assert(sizeof(Memory) <= 227 * 1024);
 
 // ---- warpgroup 0: tiles ----------------------------------------------------------------------------------------------
 
@@ -125,11 +164,12 @@ __device__ __forceinline__ void clear_rows(char* tile, int from, int rows) {
 
 // Brings tiles to their places. Rows past a sequence's end that are others' numbers are replaced by zeros: they are
 // multiplied by zeros, which a NaN would survive.
-template <bool CAUSAL, bool ON_CHIP>
-__device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>& memory) {
+template <bool CAUSAL, class Memory>
+__device__ __forceinline__ void bring_tiles(const Parameters& p, Memory& memory) {
+  const typename Memory::Share share(p);
   const bool first_lane = threadIdx.x % 32 == 0;
   const bool foreign = p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr;
-  RingPosition<Memory<ON_CHIP>::kStages> stage;
+  RingPosition<Memory::kStages> stage;
   RingPosition<2> k_stage;
   RingPosition<1> v_stage, raw;
   // Starts copies that bring `bytes` to `full`; if some of the rows are to be cleared, that comes in between.
@@ -148,10 +188,10 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
     __syncwarp();
     if (first_lane) full.arrive();
   };
-  for (int index = blockIdx.x; index < p.sequences * p.heads; index += gridDim.x) {
+  for (int index = share.group; index < p.sequences * p.heads; index += share.groups) {
     const Unit<CAUSAL> unit(p, index);
     const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
-    for (int key_tile = 0; key_tile < unit.key_tiles; ++key_tile) {
+    for (int key_tile = share.rank; key_tile < unit.key_tiles; key_tile += share.blocks) {
       const int valid_keys = unit.k.length - key_tile * kKeys, first_key = unit.k.first + key_tile * kKeys;
       char *k = memory.k[k_stage.slot], *v = memory.v;
       memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
@@ -198,19 +238,20 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
 // keys 2 * d + {0, 1} and queries 2 * t + {0, 1} modulo 8, from the draws of its 4 queries. The three warps take tasks
 // in turn, each at least one of every tile, so that each of them waits for every phase of kept_empty: with a barrier
 // for each warpgroup, a warp could miss a phase and take the one before it for the one after it.
-template <bool CAUSAL, bool ON_CHIP>
-__device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& memory, int warp) {
+template <bool CAUSAL, class Memory>
+__device__ __forceinline__ void draw_kept(const Parameters& p, Memory& memory, int warp) {
+  const typename Memory::Share share(p);
   const int lane = threadIdx.x % 32;
   const uint64_t seed = static_cast<uint64_t>(*p.seed);
   const uint32_t subtracted = (p.threshold & 127) * 0x01010101u;
   const uint32_t either = p.threshold < 128 ? 0xffffffffu : 0u;
   const uint32_t top = p.threshold < 256 ? 0x80808080u : 0u;
-  uint32_t parity = 1;  // of the phase in which the words were taken
+  RingPosition<Memory::kBuffers> step;
   int turn = warp;
-  for (int index = blockIdx.x; index < p.sequences * p.heads; index += gridDim.x) {
+  for (int index = share.group; index < p.sequences * p.heads; index += share.groups) {
     const Unit<CAUSAL> unit(p, index);
-    for (int key_tile = 0; key_tile < unit.key_tiles; ++key_tile)
-      for (int query_tile = unit.begin(key_tile); query_tile < unit.query_tiles; ++query_tile, parity ^= 1)
+    for (int key_tile = share.rank; key_tile < unit.key_tiles; key_tile += share.blocks)
+      for (int query_tile = unit.begin(key_tile); query_tile < unit.query_tiles; ++query_tile, step.next())
         for (int task = 0; task < 4; ++task) {
           if (--turn >= 0) continue;
           turn = 2;
@@ -226,16 +267,15 @@ __device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& 
               bits[w] |= (((x & z) | (either & (x | z))) & top) >> (3 - j);
             }
           }
-          memory.kept_empty.wait(parity);
-          auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[consumer]);
+          memory.kept_empty[step.slot].wait(step.parity ^ 1);
+          auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[step.slot][consumer]);
 #pragma unroll
           for (int w = 0; w < 4; ++w) {
             const uint32_t both = bits[w] | bits[w] >> 20;
             bytes[4 * (32 * w + 8 * d + t) + part] = static_cast<uint8_t>(both);
             bytes[4 * (32 * w + 8 * d + 4 + t) + part] = static_cast<uint8_t>(both >> 8);
           }
-          __syncwarp();
-          if (lane == 0) memory.kept_full[consumer].arrive();
+          arrive_warp(memory.kept_full[step.slot][consumer]);
         }
   }
 }

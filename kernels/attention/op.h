@@ -74,12 +74,13 @@ int64_t attention_backward_workspace(int64_t max_seqlen, int64_t max_seqlen_k, i
 namespace cuda {
 // Hopper's own kernels (compute capability 9.0): bf16 and fp16, head dims of 64 and 128, attention to all keys or
 // causal. q, k and v start at multiples of 16 bytes, their strides are multiples of 8 elements and not 0.
-// The forward's workspace is one int32. The backward is for head dims of 64 and as many heads of k and v as of q; what
+// The forward's workspace is one int32. The backward is for as many heads of k and v as of q; what
 // is said of q, k and v holds for dout, out and the gradients, and its workspace is counted in floats,
-// from the queries of all sequences (tokens).
+// from the queries of all sequences (tokens) and the longest sequence of queries or keys.
 Status attention_forward(const AttentionForward&);
 Status attention_backward(const AttentionBackward&);
-int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen);
+int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t head_dim, int64_t tokens,
+                                     int64_t longest);
 }  // namespace cuda
 
 }  // namespace fasttfm

@@ -6,15 +6,14 @@ Lq and Lk are a sequence's own numbers of queries and keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 UNLIMITED = -1
 
 
-@dataclass(frozen=True)
-class AttentionProblem:
+class AttentionProblem(NamedTuple):
     """Query i of a sequence stands at key position ``i + Lk - Lq``: both ends are aligned. It attends to the keys from
     ``window_left`` before that position to ``window_right`` after it; causal attention has ``window_right`` 0.
 
@@ -44,5 +43,5 @@ class AttentionProblem:
 
 def window_bounds(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int, int]:
     """``window_left`` and ``window_right`` of the public arguments, where None and UNLIMITED both mean no limit."""
-    left, right = (UNLIMITED if side is None else side for side in (window or (None, None)))
-    return left, 0 if causal else right
+    left, right = window or (None, None)
+    return UNLIMITED if left is None else left, 0 if causal else UNLIMITED if right is None else right

@@ -17,23 +17,26 @@ from fasttfm.kernels.attention.triton_forward import _fwd_kernel
 from fasttfm.kernels.attention.triton_short import _short_bwd_kernel, _short_fwd_kernel
 from fasttfm.kernels.common.launch import is_hopper, multiprocessors, on_device
 
+_LOG2_E = math.log2(math.e)
+_AXES = {name: (f"{name}_batch", f"{name}_row", f"{name}_head") for name in ("q", "k", "v", "dout", "dq", "dk", "dv")}
+
 
 def _strides(tensors: dict[str, Tensor]) -> tuple[dict[str, int], int]:
     """Strides of sequences, rows and heads of each tensor, as the kernels' arguments, and the unit they are in.
 
     A unit of 8 elements tells the compiler that rows start at whole vectors; where rows do not, the unit is 1.
     """
-    unit, strides = 8, {}
+    strides = {}
     for name, tensor in tensors.items():
-        batch, row, head = (0, *tensor.stride()[:2]) if tensor.dim() == 3 else tensor.stride()[:3]
-        strides[f"{name}_batch"], strides[f"{name}_row"], strides[f"{name}_head"] = batch, row, head
-        if batch % 8 or row % 8 or head % 8:
-            unit = 1
+        own, (batch, row, head) = tensor.stride(), _AXES[name]
+        strides[batch] = own[0] if len(own) == 4 else 0
+        strides[row], strides[head] = own[-3], own[-2]
+    unit = 8 if math.gcd(*strides.values()) % 8 == 0 else 1
     return {name: stride // unit for name, stride in strides.items()}, unit
 
 
 def _common(q: Tensor, k: Tensor, problem: AttentionProblem) -> dict[str, Any]:
-    """Arguments that every kernel takes, apart from tensors and tile sizes."""
+    """Arguments that every kernel takes, apart from its own tensors and tile sizes."""
     bias, q_bounds, k_bounds = problem.bias, problem.cu_seqlens, problem.cu_seqlens_k
     if problem.packed:
         q_layout = k_layout = "packed"
@@ -48,17 +51,13 @@ def _common(q: Tensor, k: Tensor, problem: AttentionProblem) -> dict[str, Any]:
     return {
         "q_bounds": instead if q_bounds is None else q_bounds,
         "k_bounds": instead if k_bounds is None else k_bounds,
-        "bias": instead if bias is None else bias,
-        "slopes": instead if problem.alibi_slopes is None else problem.alibi_slopes,
         "seed": instead if problem.seed is None else problem.seed,
-        "bias_head": 0 if bias is None else bias.stride(0),
-        "bias_row": 0 if bias is None else bias.stride(1),
         "heads": q.shape[-2],
         "q_size": q.shape[-3],
         "k_size": k.shape[-3],
         "window_left": problem.window_left,
         "window_right": problem.window_right,
-        "scale": problem.scale * math.log2(math.e),
+        "scale": problem.scale * _LOG2_E,
         "threshold": problem.threshold,
         "dropout_scale": problem.dropout_scale,
         "Q_LAYOUT": q_layout,
@@ -74,6 +73,17 @@ def _common(q: Tensor, k: Tensor, problem: AttentionProblem) -> dict[str, Any]:
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "D": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+    }
+
+
+def _added(q: Tensor, problem: AttentionProblem) -> dict[str, Any]:
+    """What is added to scores, as arguments of the kernels that can; q stands for a tensor that is not there."""
+    bias, slopes = problem.bias, problem.alibi_slopes
+    return {
+        "bias": q if bias is None else bias,
+        "slopes": q if slopes is None else slopes,
+        "bias_head": 0 if bias is None else bias.stride(0),
+        "bias_row": 0 if bias is None else bias.stride(1),
     }
 
 
@@ -125,12 +135,12 @@ def attention_fwd_triton(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProb
     with on_device(q):
         if short is not None:
             programs, options = _short_options(q, problem, short)
-            _short_fwd_kernel[(programs,)](**_without(arguments, "bias", "slopes"), **options)
+            _short_fwd_kernel[(programs,)](**arguments, **options)
         else:
             chosen = tuning.forward_tiles(call)
             tiles = triton.cdiv(problem.max_seqlen, chosen.queries)
             _fwd_kernel[(tiles * heads * problem.sequences,)](
-                **arguments, tiles=tiles, **_tile_options(problem, chosen)
+                **arguments, **_added(q, problem), tiles=tiles, **_tile_options(problem, chosen)
             )
     return out, lse
 
@@ -160,9 +170,9 @@ def attention_bwd_triton(
     with on_device(q):
         if short is not None:
             programs, options = _short_options(q, problem, short)
-            _short_bwd_kernel[(programs,)](**_without(arguments, "bias", "slopes"), **options)
+            _short_bwd_kernel[(programs,)](**arguments, **options)
         else:
-            _backward_by_tile({**arguments, "kv_heads": k.shape[-2]}, out, problem)
+            _backward_by_tile({**arguments, **_added(q, problem), "kv_heads": k.shape[-2]}, out, problem)
 
 
 def _backward_by_tile(arguments: dict[str, Any], out: Tensor, problem: AttentionProblem) -> None:

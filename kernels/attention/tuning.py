@@ -6,11 +6,10 @@ those for other chips fit into 100 KB of shared memory up to a head dim of 128, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Tiles(NamedTuple):
     """Queries and keys of a tile, and how a program is laid out."""
 
     queries: int
@@ -32,8 +31,7 @@ class Tiles:
         }
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What tiles depend on."""
 
     hopper: bool

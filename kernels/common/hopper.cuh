@@ -112,11 +112,12 @@ struct Barrier {
     while (!test(parity)) {
     }
   }
-  // Of the barrier of the same name in another block of the cluster.
+  // Of the barrier of the same name in another block of the cluster. It orders nothing but what products have read (a
+  // release to the cluster would be a fence of all memory); who waits copies to where they read.
   __device__ __forceinline__ void arrive_remote(uint32_t block) {
     asm volatile(
         "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
-        " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(address()),
+        " mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(address()),
         "r"(block)
         : "memory");
   }
@@ -124,6 +125,21 @@ struct Barrier {
 
 // Makes initialized barriers known to the copy engine and to the cluster.
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// How often a warp arrives where it hands something over as a whole. Once is enough: __syncwarp() orders all its lanes
+// before the one that arrives. compute-sanitizer's racecheck does not follow that order, so that a build for it lets
+// every lane arrive.
+#ifdef FASTTFM_EVERY_LANE_ARRIVES
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+
+// A whole warp arrives at a barrier that counts kWarpArrivals for each of its warps.
+__device__ __forceinline__ void arrive_warp(Barrier& barrier) {
+  __syncwarp();
+  if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) barrier.arrive();
+}
 
 // Where a ring of STAGES slots stands: the slot, and the parity of the phase that fills it (wait for full: parity;
 // wait for empty: parity ^ 1).
@@ -168,12 +184,24 @@ __device__ __forceinline__ bool elected() {
 // A number that is the same in all threads of a warp, made so for the compiler.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
+// threadIdx.x, read anew wherever it stands: what is computed from it takes registers only there.
+__device__ __forceinline__ uint32_t thread_here() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // ---- clusters --------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
+}
+__device__ __forceinline__ uint32_t cluster_blocks() {
+  uint32_t blocks;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  return blocks;
 }
 __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -12,16 +12,14 @@ from torch import Tensor
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Launches inside go to the tensor's GPU, whichever is current. Free of cost where it is current already."""
-    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)
 
 
 def multiprocessors(tensor: Tensor) -> int:
     """How many multiprocessors the tensor's GPU has; 4 in Triton's interpreter, so that tests see several programs."""
-    if tensor.device.type != "cuda":
-        return 4
-    return _multiprocessors(tensor.device.index)
+    return _multiprocessors(tensor.get_device()) if tensor.is_cuda else 4
 
 
 @functools.cache

@@ -11,6 +11,8 @@ stored mask, and a batch gives the same result packed or padded, on every backen
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
+@functools.cache
 def threshold(p: float) -> int:
     """The byte value below which an element is dropped: p in steps of 1/256, at least one step when p is not zero."""
     return 0 if p == 0 else max(1, min(256, round(p * 256)))

@@ -18,7 +18,7 @@ from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.launch import multiprocessors, on_device
 from fasttfm.kernels.common.normalize_triton import normalized, normalized_gradient, row_tile
 from fasttfm.kernels.common.philox_triton import kept, row_position
-from fasttfm.kernels.common.rows import as_rows, gradient_like
+from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like, unwanted
 from fasttfm.kernels.common.sum_parts_triton import compile_signature, sum_parts
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
@@ -222,8 +222,8 @@ def dropout_add_layer_norm_forward_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, residual_rows = as_rows(x), as_rows(residual)
     count, columns = rows.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    z = torch.empty(x.shape if want_z else 0, dtype=residual.dtype, device=x.device)
+    y = contiguous_like(x)
+    z = contiguous_like(residual) if want_z else unwanted(residual)
     statistics = torch.empty(2, count, dtype=torch.float32, device=x.device)
     if count == 0:
         return y, z, statistics
@@ -270,8 +270,8 @@ def dropout_add_layer_norm_backward_triton(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     want_dx = seed is not None or dy.dtype != z.dtype
     want_dweight, want_dbias, want_dlinear_bias = wanted
-    dresidual = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    dx = torch.empty(z.shape if want_dx else 0, dtype=dy.dtype, device=z.device)
+    dresidual = contiguous_like(z)
+    dx = contiguous_like(dy) if want_dx else unwanted(dy)
     dweight = gradient_like(weight, want_dweight, dy)
     dbias = gradient_like(bias, want_dbias, dy)
     dlinear_bias = gradient_like(linear_bias, want_dlinear_bias, dy)

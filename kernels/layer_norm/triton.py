@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fasttfm.kernels.common.launch import multiprocessors, on_device
 from fasttfm.kernels.common.normalize_triton import normalized, normalized_gradient, row_tile
-from fasttfm.kernels.common.rows import as_rows, gradient_like
+from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like
 from fasttfm.kernels.common.sum_parts_triton import compile_signature, sum_parts
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
@@ -104,7 +104,7 @@ def layer_norm_forward_triton(
 ) -> tuple[Tensor, Tensor]:
     rows = as_rows(x)
     count, columns = rows.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = contiguous_like(x)
     statistics = torch.empty(2, count, dtype=torch.float32, device=x.device)
     if count == 0:
         return y, statistics
@@ -138,7 +138,7 @@ def layer_norm_backward_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, dy = as_rows(x), dy.contiguous()
     count, columns = rows.shape
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = contiguous_like(x)
     dweight = gradient_like(weight, want_dweight, x)
     dbias = gradient_like(bias, want_dbias, x)
     if count == 0:

@@ -131,6 +131,47 @@ def bias_gelu_forward_cuda(**fields: Unpack[_BiasGeluForwardCuda]) -> None: ...
 def bias_gelu_backward_cpu(**fields: Unpack[_BiasGeluBackwardCpu]) -> None: ...
 def bias_gelu_backward_cuda(**fields: Unpack[_BiasGeluBackwardCuda]) -> None: ...
 
+# ---- gelu_product ----------------------------------------------------------------------------------------------------
+
+class _GeluProductForward(TypedDict):
+    x: int
+    weight: int
+    bias: int
+    h: int
+    a: int
+    rows: int
+    inputs: int
+    columns: int
+    x_stride: int
+    activation: int
+    dtype: int
+    bias_dtype: int
+    device: int
+    stream: int
+
+class _GeluProductBackward(TypedDict):
+    dy: int
+    weight: int
+    bias: int
+    h: int
+    dh: int
+    a: int
+    dbias: int
+    workspace: int
+    rows: int
+    outputs: int
+    columns: int
+    dy_stride: int
+    activation: int
+    dtype: int
+    bias_dtype: int
+    device: int
+    stream: int
+
+def gelu_product_workspace_cuda(rows: int, columns: int) -> int: ...
+def gelu_product_forward_cuda(**fields: Unpack[_GeluProductForward]) -> None: ...
+def gelu_product_backward_cuda(**fields: Unpack[_GeluProductBackward]) -> None: ...
+
 # ---- column_sum ------------------------------------------------------------------------------------------------------
 
 class _ColumnSum(TypedDict):
@@ -429,7 +470,9 @@ def attention_backward_workspace(max_seqlen: int, max_seqlen_k: int, head_dim: i
 def attention_forward_cpu(**fields: Unpack[_AttentionForwardCpu]) -> None: ...
 def attention_backward_cpu(**fields: Unpack[_AttentionBackwardCpu]) -> None: ...
 def attention_forward_cuda(**fields: Unpack[_AttentionForwardCuda]) -> None: ...
-def attention_backward_workspace_cuda(sequences: int, heads: int, tokens: int, max_seqlen: int) -> int: ...
+def attention_backward_workspace_cuda(
+    sequences: int, heads: int, head_dim: int, tokens: int, longest: int
+) -> int: ...
 def attention_backward_cuda(**fields: Unpack[_AttentionBackwardCuda]) -> None: ...
 
 # ---- linear_cross_entropy --------------------------------------------------------------------------------------------

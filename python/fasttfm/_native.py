@@ -82,5 +82,5 @@ def dtype_code(tensor: torch.Tensor | None) -> int:
 
 def stream(tensor: torch.Tensor) -> int:
     """The handle of torch's current stream on the tensor's GPU."""
-    handle: int = torch._C._cuda_getCurrentRawStream(tensor.device.index)  # current_stream() builds an object first
+    handle: int = torch._C._cuda_getCurrentRawStream(tensor.get_device())  # current_stream() builds an object first
     return handle

@@ -12,7 +12,14 @@ from fasttfm import _C
 STUB = Path(fasttfm.__file__).with_name("_C.pyi")
 
 # Compiled where 90a is among the architectures.
-HOPPER_ALONE = ("attention_forward_cuda", "attention_backward_workspace_cuda", "attention_backward_cuda")
+HOPPER_ALONE = (
+    "attention_forward_cuda",
+    "attention_backward_workspace_cuda",
+    "attention_backward_cuda",
+    "gelu_product_workspace_cuda",
+    "gelu_product_forward_cuda",
+    "gelu_product_backward_cuda",
+)
 
 Signatures = dict[str, list[str]]
 

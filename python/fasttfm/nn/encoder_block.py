@@ -19,16 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fasttfm.ops import linear
+from fasttfm.ops import gelu_product, linear
 from fasttfm.ops.attention import _backward_op as attention_backward_op
 from fasttfm.ops.attention import _forward_op as attention_forward_op
-from fasttfm.ops.bias_gelu import _backward_op as bias_gelu_backward_op
-from fasttfm.ops.bias_gelu import _forward_op as bias_gelu_forward_op
 from fasttfm.ops.column_sum import column_sum_op
 from fasttfm.ops.dropout_add_layer_norm import _backward_op as add_norm_backward_op
 from fasttfm.ops.dropout_add_layer_norm import _forward_op as add_norm_forward_op
 from fasttfm.ops.layer_norm import _forward_op as layer_norm_forward_op
-from fasttfm.ops.library import needs_gradient
+from fasttfm.ops.library import needs_gradient, straight
 
 
 class Parameters(NamedTuple):
@@ -83,9 +81,10 @@ def encoder_block(
         y, and z' in a pre-LN model.
     """
     if needs_gradient(x, residual, *parameters):
-        y, z = _EncoderBlock.apply(x, residual, cu_seqlens, seeds, *options, *parameters)
+        y, z = _EncoderBlock.apply(x, residual, cu_seqlens, seeds, options, *parameters)
     else:
-        y, z, _ = _forward(x, residual, cu_seqlens, seeds, options, _in_type(parameters, x.dtype), keep=False)
+        own = _in_type(parameters, x.dtype)
+        y, z, _ = _forward(x, residual, cu_seqlens, _separate(seeds, options), options, own, keep=False)
     return y, z
 
 
@@ -93,7 +92,7 @@ def _forward(
     x: Tensor,
     residual: Tensor | None,
     cu_seqlens: Tensor,
-    seeds: Tensor | None,
+    seeds: Seeds,
     options: Options,
     own: Parameters,
     *,
@@ -102,22 +101,22 @@ def _forward(
     """y, z' and, to ``keep``, what the backward reads besides inputs and parameters."""
     tokens, columns = x.shape
     backend = options.backend
+    attention, add_norm = straight(x, attention_forward_op, add_norm_forward_op)
     want_z = keep or residual is not None
 
     product = linear.matmul(x, own.qkv_weight.t(), own.qkv_bias)
     qkv = product.view(tokens, 3, options.heads, columns // options.heads)
-    out, lse = attention_forward_op(qkv, None, None, *_attention_options(qkv, cu_seqlens, seeds, options))
+    out, lse = attention(qkv, None, None, *_attention_options(qkv, cu_seqlens, seeds[0], options))
     branch = linear.matmul(out.view(tokens, columns), own.out_weight.t())
-    norm_a = (own.norm_a_weight, own.norm_a_bias, own.out_bias, *_dropout(cu_seqlens, seeds, 1, options.p_a))
+    norm_a = (own.norm_a_weight, own.norm_a_bias, own.out_bias, *_dropout(cu_seqlens, seeds[1], options.p_a))
     stream = x if residual is None else residual
-    y1, z1, statistics1 = add_norm_forward_op(branch, stream, *norm_a, options.eps_a, want_z, backend)
+    y1, z1, statistics1 = add_norm(branch, stream, *norm_a, options.eps_a, want_z, backend)
 
-    h = linear.matmul(y1, own.up_weight.t())
-    a = bias_gelu_forward_op(h, own.up_bias, options.activation, backend)
+    a, h = gelu_product.forward_op(y1, own.up_weight, own.up_bias, options.activation, keep, backend)
     branch = linear.matmul(a, own.down_weight.t())
-    norm_b = (own.norm_b_weight, own.norm_b_bias, own.down_bias, *_dropout(cu_seqlens, seeds, 2, options.p_b))
+    norm_b = (own.norm_b_weight, own.norm_b_bias, own.down_bias, *_dropout(cu_seqlens, seeds[2], options.p_b))
     stream = y1 if residual is None else z1
-    y, z, statistics = add_norm_forward_op(branch, stream, *norm_b, options.eps_b, want_z, backend)
+    y, z, statistics = add_norm(branch, stream, *norm_b, options.eps_b, want_z, backend)
 
     saved = (qkv, out, lse, z1, statistics1, h, None if options.recompute else y1, z, statistics) if keep else ()
     return y, None if residual is None else z, saved
@@ -126,12 +125,18 @@ def _forward(
 class _EncoderBlock(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, cu_seqlens: Tensor, seeds: Tensor | None, *others: Any
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        cu_seqlens: Tensor,
+        seeds: Tensor | None,
+        options: Options,
+        *parameters: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        options, given = Options(*others[: len(Options._fields)]), Parameters(*others[len(Options._fields) :])
-        own = _in_type(given, x.dtype)
-        y, z, saved = _forward(x, residual, cu_seqlens, seeds, options, own, keep=True)
-        ctx.save_for_backward(cu_seqlens, seeds, x, *saved, *own)
+        given = Parameters(*parameters)
+        own, separate = _in_type(given, x.dtype), _separate(seeds, options)
+        y, z, saved = _forward(x, residual, cu_seqlens, separate, options, own, keep=True)
+        ctx.save_for_backward(cu_seqlens, *separate, x, *saved, *own)
         ctx.options = options
         ctx.pre_norm = residual is not None
         ctx.types = [None if parameter is None else parameter.dtype for parameter in given]
@@ -140,7 +145,9 @@ class _EncoderBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
-        cu_seqlens, seeds, x, qkv, out, lse, z1, statistics1, h, y1, z, statistics, *own = ctx.saved_tensors
+        (cu_seqlens, seed, seed_a, seed_b, x, qkv, out, lse, z1, statistics1, h, y1, z, statistics, *own) = (
+            ctx.saved_tensors
+        )
         options: Options = ctx.options
         inputs = len(ctx.needs_input_grad) - len(own)
         block = _Backward(
@@ -148,19 +155,19 @@ class _EncoderBlock(torch.autograd.Function):
         )
         dy = torch.zeros_like(x) if dy is None else dy
 
-        dropout = _dropout(cu_seqlens, seeds, 2, options.p_b)
+        dropout = _dropout(cu_seqlens, seed_b, options.p_b)
         if y1 is None:
             y1 = block.norm_a(z1).to(x.dtype)
         dy1, dz1 = block.feed_forward(dy, dz, y1, h, z, statistics, dropout)
         del y1
 
-        dropout = _dropout(cu_seqlens, seeds, 1, options.p_a)
+        dropout = _dropout(cu_seqlens, seed_a, options.p_a)
         dout, dstream = block.projection(dy1, dz1, out, z1, statistics1, dropout)
-        attention = _attention_options(qkv, cu_seqlens, seeds, options)
-        dqkv, _, _ = attention_backward_op(dout, qkv, None, None, out, lse, *attention)
+        attention = _attention_options(qkv, cu_seqlens, seed, options)
+        dqkv, _, _ = block.attention_op(dout, qkv, None, None, out, lse, *attention)
         dx, dresidual = block.qkv(dqkv, x, dstream)
         gradients = (block.gradients.get(name) for name in Parameters._fields)
-        return dx, dresidual, None, None, *(None for _ in options), *gradients
+        return dx, dresidual, None, None, None, *gradients
 
 
 class _Backward:
@@ -172,6 +179,8 @@ class _Backward:
         self.own, self.wanted, self.types = own, wanted, types  # wanted: of each gradient; types: what it is given in
         self.options, self.pre_norm = options, pre_norm
         self.gradients: dict[str, Tensor] = {}
+        ops = (attention_backward_op, add_norm_backward_op, column_sum_op)
+        self.attention_op, self.add_norm_op, self.column_sum_op = straight(own.qkv_weight, *ops)
 
     def norm_a(self, z1: Tensor) -> Tensor:
         """y1, computed again."""
@@ -192,10 +201,10 @@ class _Backward:
         """The gradients of y1 and, in a pre-LN model, of z1."""
         own, backend = self.own, self.options.backend
         dstream, dbranch = self._add_norm(("norm_b_weight", "norm_b_bias", "down_bias"), dy, dz, z, statistics, dropout)
-        da = linear.matmul(dbranch, own.down_weight)
         wanted = (bool(self.wanted.up_bias), bool(self.wanted.down_weight))
-        dh, dup_bias, a = bias_gelu_backward_op(da, h, own.up_bias, self.options.activation, *wanted, backend)
-        del da
+        dh, dup_bias, a = gelu_product.backward_op(
+            dbranch, own.down_weight, h, own.up_bias, self.options.activation, *wanted, backend
+        )
         if self.wanted.up_bias:
             self.gradients["up_bias"] = dup_bias
         self._weight("down_weight", dbranch, a)
@@ -208,15 +217,15 @@ class _Backward:
     ) -> tuple[Tensor, Tensor]:
         """The gradients of attention's output and of what the block is added to."""
         dstream, dbranch = self._add_norm(("norm_a_weight", "norm_a_bias", "out_bias"), dy, dz, z1, statistics, dropout)
-        self._weight("out_weight", dbranch, out.flatten(1))
-        return linear.matmul(dbranch, self.own.out_weight, shape=out.shape), dstream
+        self._weight("out_weight", dbranch, out.view_as(dbranch))
+        return linear.matmul(dbranch, self.own.out_weight).view_as(out), dstream
 
     def qkv(self, dqkv: Tensor, x: Tensor, dstream: Tensor) -> tuple[Tensor, Tensor | None]:
         """The gradients of x and, in a pre-LN model, of the residual stream."""
         rows = dqkv.flatten(1)
         self._weight("qkv_weight", rows, x)
         if self.wanted.qkv_bias:
-            self.gradients["qkv_bias"] = column_sum_op(rows, self.types.qkv_bias, None)
+            self.gradients["qkv_bias"] = self.column_sum_op(rows, self.types.qkv_bias, None)
         return self._meet(rows, self.own.qkv_weight, dstream)
 
     def _add_norm(
@@ -231,7 +240,7 @@ class _Backward:
         """The gradients of both terms of the sum z; those of LayerNorm's parameters and of the branch's last bias."""
         parameters = [getattr(self.own, name) for name in names]
         wanted = [bool(getattr(self.wanted, name)) for name in names]
-        dstream, dbranch, *found = add_norm_backward_op(
+        dstream, dbranch, *found = self.add_norm_op(
             dy, dz, z, statistics, *parameters, *dropout, wanted, self.options.backend
         )
         self.gradients.update((name, value) for name, value, want in zip(names, found, wanted, strict=True) if want)
@@ -243,7 +252,9 @@ class _Backward:
         if not getattr(self.wanted, name):
             return
         dtype: torch.dtype = getattr(self.types, name)
-        if dtype == torch.float32 and x.dtype != dtype and x.is_cuda:
+        if dtype == x.dtype:
+            self.gradients[name] = linear.matmul(dy.t(), x)
+        elif dtype == torch.float32 and x.is_cuda:
             self.gradients[name] = torch.mm(dy.t(), x, out_dtype=dtype)
         else:
             self.gradients[name] = linear.matmul(dy.t(), x).to(dtype)
@@ -256,30 +267,35 @@ class _Backward:
         return linear.add_matmul(dstream, dy, weight), None
 
 
-Dropout = tuple[
-    Tensor | None, Tensor | None, float
-]  # cu_seqlens, seed and p, as ops.dropout_add_layer_norm passes them
+Seeds = tuple[Tensor | None, Tensor | None, Tensor | None]  # int64 [1] each: of attention and of the two blocks
+Dropout = tuple[Tensor | None, Tensor | None, float]  # cu_seqlens, seed and p, as dropout_add_layer_norm passes them
 
 
-def _dropout(cu_seqlens: Tensor, seeds: Tensor | None, place: int, p: float) -> Dropout:
-    if seeds is None or p == 0:
-        return None, None, 0.0
-    return cu_seqlens, seeds[place : place + 1], p
+def _separate(seeds: Tensor | None, options: Options) -> Seeds:
+    """A seed means dropout: there is none where nothing is dropped."""
+    if seeds is None:
+        return None, None, None
+    places = enumerate((options.attention_p, options.p_a, options.p_b))
+    attention, a, b = (seeds[place : place + 1] if p > 0 else None for place, p in places)
+    return attention, a, b
 
 
-def _attention_options(qkv: Tensor, cu_seqlens: Tensor, seeds: Tensor | None, options: Options) -> tuple[Any, ...]:
+def _dropout(cu_seqlens: Tensor, seed: Tensor | None, p: float) -> Dropout:
+    return (None, None, 0.0) if seed is None else (cu_seqlens, seed, p)
+
+
+def _attention_options(qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, options: Options) -> tuple[Any, ...]:
     """What attention's registered ops take behind q, k and v."""
-    drops = seeds is not None and options.attention_p > 0
-    seed = seeds[:1] if seeds is not None and drops else None
     window = (options.window_left, options.window_right)
-    scale, p = qkv.shape[-1] ** -0.5, options.attention_p if drops else 0.0
+    scale, p = qkv.shape[-1] ** -0.5, 0.0 if seed is None else options.attention_p
     bounds = (options.max_seqlen, options.max_seqlen)
     return cu_seqlens, None, None, None, None, None, seed, *bounds, *window, scale, p, options.backend
 
 
-def _in_type(parameters: Parameters, dtype: torch.dtype) -> Parameters:
+def _in_type(given: Parameters, dtype: torch.dtype) -> Parameters:
     """What goes into matrix products in x's type; the other ops read parameters of any type."""
-    names = ("qkv_weight", "qkv_bias", "out_weight", "up_weight", "down_weight")
-    given = ((name, getattr(parameters, name)) for name in names)
-    cast: dict[str, Any] = {name: None if value is None else value.to(dtype) for name, value in given}
-    return parameters._replace(**cast)
+    multiplied = (given.qkv_weight, given.qkv_bias, given.out_weight, given.up_weight, given.down_weight)
+    qkv_weight, qkv_bias, out_weight, up_weight, down_weight = linear.in_type(multiplied, dtype)
+    return given._replace(
+        qkv_weight=qkv_weight, qkv_bias=qkv_bias, out_weight=out_weight, up_weight=up_weight, down_weight=down_weight
+    )

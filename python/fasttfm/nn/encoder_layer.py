@@ -108,7 +108,8 @@ class EncoderLayer(nn.Module):
             seeds = None
         elif seeds is None:
             seeds = draw_seeds(x.device)
-        norm_a, norm_b = (self.norm2, next_norm) if next_norm is not None else (self.norm1, self.norm2)
+        qkv, out, up, down = self.qkv, self.out, self.up, self.down  # a module takes its time to find its parts
+        norm_a, norm_b = (self.norm1, self.norm2) if next_norm is None else (self.norm2, next_norm)
         options = Options(
             heads=self.heads,
             max_seqlen=max_seqlen,
@@ -124,8 +125,8 @@ class EncoderLayer(nn.Module):
             backend=requested(None),
         )
         parameters = Parameters(
-            *(self.qkv.weight, self.qkv.bias, self.out.weight, self.out.bias, norm_a.weight, norm_a.bias),
-            *(self.up.weight, self.up.bias, self.down.weight, self.down.bias, norm_b.weight, norm_b.bias),
+            *(qkv.weight, qkv.bias, out.weight, out.bias, norm_a.weight, norm_a.bias),
+            *(up.weight, up.bias, down.weight, down.bias, norm_b.weight, norm_b.bias),
         )
         return encoder_block(x, residual, cu_seqlens, seeds, options, parameters)
 
@@ -142,9 +143,10 @@ class EncoderLayer(nn.Module):
 
     def _check(self, x: Any, cu_seqlens: Any, residual: Any, next_norm: Any) -> None:
         checks.check_floating(_NAME, "x", x)
-        if x.dim() != 2 or x.shape[1] != self.qkv.in_features or not x.is_contiguous():
+        width = self.qkv.in_features
+        if x.dim() != 2 or x.shape[1] != width or not x.is_contiguous():
             got = f"shape {tuple(x.shape)} with strides {x.stride()}"
-            raise checks.bad_value(_NAME, "x", f"a contiguous [T, {self.qkv.in_features}]", got)
+            raise checks.bad_value(_NAME, "x", f"a contiguous [T, {width}]", got)
         checks.check_cu_seqlens(_NAME, cu_seqlens, like=x)
         for name, given in (("residual", residual), ("next_norm", next_norm)):
             if (given is None) == self.norm_first:

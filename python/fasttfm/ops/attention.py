@@ -13,7 +13,8 @@ from fasttfm.kernels.attention import reference
 from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem, window_bounds
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.launch import is_hopper
-from fasttfm.ops import checks
+from fasttfm.kernels.common.rows import contiguous_like, unwanted
+from fasttfm.ops import attention_native, checks
 from fasttfm.ops.attention_checks import Window, bounds_of, check_call, check_values
 from fasttfm.ops.backends import (
     Backend,
@@ -206,10 +207,7 @@ def _forward(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tu
 
 
 def _forward_fake(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
-    query = q.select(-3, 0) if k is None else q
-    *leading, tokens, heads, _ = query.shape
-    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return query.new_empty(query.shape), query.new_empty((*leading, heads, tokens), dtype=statistics)
+    return attention_native.outputs_like(q.select(-3, 0) if k is None else q)
 
 
 def _backward(
@@ -217,7 +215,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     *others, backend = options
     gradients = _backward_fake(dout, q, k, v)
-    dq, dk, dv = _separate(gradients[0], *(None if k is None else gradient for gradient in gradients[1:]))
+    dq, dk, dv = gradients[0].unbind(-3) if k is None else gradients
     q, k, v = _separate(q, k, v)
     problem = _problem(q, *others)
     chosen = TABLE.select_backward(backend, q, k, v, **_choice(problem))
@@ -228,14 +226,15 @@ def _backward(
 def _backward_fake(
     dout: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (q.new_empty(0 if tensor is None else tensor.shape) for tensor in (q, k, v))
+    dq, dk, dv = (unwanted(q) if tensor is None else contiguous_like(tensor) for tensor in (q, k, v))
     return dq, dk, dv
 
 
 def _separate(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v with their last dimension contiguous; views where q is qkv."""
     if k is None or v is None:
-        q, k, v = q.unbind(-3)
+        q, k, v = _readable(q).unbind(-3)
+        return q, k, v
     return _readable(q), _readable(k), _readable(v)
 
 
@@ -300,136 +299,6 @@ _backward_op = register(
     _backward,
     _backward_fake,
 )
-
-
-# ---- the native core: CPU and CUDA -----------------------------------------------------------------------------------
-
-
-def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
-    core, threads = _native.core(), torch.get_num_threads()
-    out, lse = _forward_fake(q, k, v)
-    workspace = torch.empty(core.attention_forward_workspace(q.shape[-1], threads), dtype=torch.float32)
-    core.attention_forward_cpu(
-        **_fields(q, k, v, problem),
-        workspace=workspace.data_ptr(),
-        threads=threads,
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-    )
-    return out, lse
-
-
-def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
-    out, lse = _forward_fake(q, k, v)
-    workspace = torch.empty(1, dtype=torch.int32, device=q.device)
-    _native.core().attention_forward_cuda(
-        **_fields(q, k, v, problem),
-        workspace=workspace.data_ptr(),
-        device=q.device.index,
-        stream=_native.stream(q),
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-    )
-    return out, lse
-
-
-def _backward_cpu(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    problem: AttentionProblem,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
-    core, threads = _native.core(), torch.get_num_threads()
-    size = core.attention_backward_workspace(problem.max_seqlen, problem.max_seqlen_k, q.shape[-1], threads)
-    workspace = torch.empty(size, dtype=torch.float32)
-    core.attention_backward_cpu(
-        **_fields(q, k, v, problem),
-        **_backward_fields(dout, out, lse, dq=dq, dk=dk, dv=dv),
-        workspace=workspace.data_ptr(),
-        threads=threads,
-    )
-
-
-def _backward_cuda(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    problem: AttentionProblem,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
-    if q.numel() == 0 or k.numel() == 0:
-        for gradient in (dq, dk, dv):
-            gradient.zero_()
-        return
-    if dout.data_ptr() % 16:
-        dout = dout.clone()
-    core = _native.core()
-    *tokens, heads, _ = q.shape
-    size = core.attention_backward_workspace_cuda(problem.sequences, heads, math.prod(tokens), problem.max_seqlen)
-    workspace = torch.empty(size, dtype=torch.float32, device=q.device)
-    core.attention_backward_cuda(
-        **_fields(q, k, v, problem),
-        **_backward_fields(dout, out, lse, dq=dq, dk=dk, dv=dv),
-        workspace=workspace.data_ptr(),
-        device=q.device.index,
-        stream=_native.stream(q),
-    )
-
-
-def _fields(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> dict[str, int | float]:
-    return {
-        **_strided("q", q),
-        **_strided("k", k),
-        **_strided("v", v),
-        "cu_seqlens": _native.address(problem.cu_seqlens),
-        "cu_seqlens_k": _native.address(problem.cu_seqlens_k),
-        "lengths": _native.address(problem.lengths),
-        "lengths_k": _native.address(problem.lengths_k),
-        "seed": _native.address(problem.seed),
-        "sequences": problem.sequences,
-        "heads": q.shape[-2],
-        "kv_heads": k.shape[-2],
-        "head_dim": q.shape[-1],
-        "queries": q.shape[-3],
-        "keys": k.shape[-3],
-        "max_seqlen": problem.max_seqlen,
-        "max_seqlen_k": problem.max_seqlen_k,
-        "window_left": problem.window_left,
-        "window_right": problem.window_right,
-        "scale": problem.scale,
-        "threshold": problem.threshold,
-        "dropout_scale": problem.dropout_scale,
-        "dtype": _native.DTYPE_CODES[q.dtype],
-    }
-
-
-def _backward_fields(dout: Tensor, out: Tensor, lse: Tensor, **gradients: Tensor) -> dict[str, int]:
-    fields = {"dout": dout.data_ptr(), "out": out.data_ptr(), "lse": lse.data_ptr()}
-    for name, gradient in gradients.items():
-        fields |= _strided(name, gradient)
-    return fields
-
-
-def _strided(name: str, x: Tensor) -> dict[str, int]:
-    """Where [B, S, H, D] or [T, H, D] lies; packed rows are no sequence's, so that stride is 0."""
-    sequence, token, head = x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
-    return {
-        name: x.data_ptr(),
-        f"{name}_sequence_stride": sequence,
-        f"{name}_token_stride": token,
-        f"{name}_head_stride": head,
-    }
 
 
 # ---- backends --------------------------------------------------------------------------------------------------------
@@ -520,20 +389,21 @@ def _tensor_map_takes(tensor: Tensor) -> bool:
     if tensor.data_ptr() % 16:
         return False
     strides = tensor.stride()[:-1]
-    return all(stride % 8 == 0 for stride in strides) and (0 not in strides or tensor.numel() == 0)
+    return math.gcd(*strides) % 8 == 0 and (0 not in strides or tensor.numel() == 0)
 
 
 def _refuse_cuda_backward(
     q: Tensor, k: Tensor | None = None, *_: Any, cu_seqlens: Tensor | None = None, **__: Any
 ) -> str | None:
     """What Hopper's own backward lacks of the forward; asked where ``_refuse_cuda`` has no objection."""
-    heads, head_dim = q.shape[-2:]
-    if head_dim != 64:
-        return f"goes backward with heads of 64, got {head_dim}"
+    heads = q.shape[-2]
     if k is not None and k.shape[-2] != heads:
         return f"goes backward with as many heads of k and v as of q, got {k.shape[-2]} and {heads}"
     sequences = _sequences(q, cu_seqlens)
     return None if max(sequences, heads) < 2**16 else f"goes backward with up to 65535 sequences, got {sequences}"
+
+
+_HOPPER_PAIRS = 66  # of an H200's multiprocessors
 
 
 def _yield_cuda_backward(
@@ -541,29 +411,31 @@ def _yield_cuda_backward(
     k: Tensor | None = None,
     v: Tensor | None = None,
     *,
-    causal: bool = False,
-    window: Window | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen: int | None = None,
     max_seqlen_k: int | None = None,
     **_: Any,
 ) -> str | None:
-    """The rule of where Triton's backward is the faster one, by docs/kernels.md.
+    """The rule of where Triton's backward is the faster one, by docs/kernels.md: nowhere with heads of 128.
 
-    Up to 128 queries and keys, one tile of Triton's holds a head. Beyond, one block of Hopper's goes over all of a
-    (sequence, head): that wants as many of them as half of the GPU has multiprocessors, unless they are short. Above
-    512 queries the sums of dq leave the chip, which costs what five products instead of seven gain, at 1,024 queries
-    that see all keys and at 2,048 causal ones.
+    With heads of 64, one tile of Triton's holds a head up to 128 queries and keys. Up to 512 queries one block of
+    Hopper's has a head: that wants half as many of them as multiprocessors, unless they are short. Beyond, two blocks
+    share one; they are 8 to 17% faster, so that nearly all multiprocessors must have work. Above 4,096 queries it was
+    not measured so.
     """
+    if q.shape[-1] == 128:
+        return None
     longest, longest_k = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
     units = _sequences(q, cu_seqlens) * q.shape[-2]
     if max(longest, longest_k) <= 128:
         return f"is slower backward up to 128 queries and keys, got {longest} and {longest_k}"
-    if longest > (2048 if window_bounds(causal, window)[1] == 0 else 1024):
-        return f"is slower backward above 1024 queries, 2048 where attention is causal, got {longest}"
-    if longest > 256 and units < 66:
-        return f"is slower backward below 66 heads of all sequences, above 256 queries, got {units} of {longest}"
+    if longest > 4096:
+        return f"is slower backward above 4096 queries, got {longest}"
+    if 256 < longest <= 512 and units < _HOPPER_PAIRS:
+        return f"is slower backward below 66 heads of all sequences, above 256 queries, got {units}"
+    if longest > 512 and units < 0.9 * _HOPPER_PAIRS * -(-units // _HOPPER_PAIRS):
+        return f"is slower backward above 512 queries with heads that are not near a multiple of 66, got {units}"
     return None
 
 
@@ -580,13 +452,13 @@ def _refuse_nothing(*_: Any, **__: Any) -> str | None:
 TABLE = BackendTable(
     OP,
     (
-        Backend("cpu", _native.missing, _refuse_cpu, _forward_cpu, _backward_cpu),
+        Backend("cpu", _native.missing, _refuse_cpu, attention_native.forward_cpu, attention_native.backward_cpu),
         Backend(
             "cuda",
             _native.missing_hopper,
             _refuse_cuda,
-            _forward_cuda,
-            _backward_cuda,
+            attention_native.forward_cuda,
+            attention_native.backward_cuda,
             _refuse_cuda_backward,
             _yield_cuda_backward,
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,8 +73,11 @@ class BackendTable:
 
     def select(self, requested: str | None, *args: Any, **options: Any) -> Backend:
         """The requested backend, or the first that does not refuse."""
+        unfit = "cpu" if args[0].is_cuda else None  # need not be asked
         for backend in self.backends:
-            if requested in (None, backend.name) and (backend.absent() or backend.refuse(*args, **options)) is None:
+            if backend.name == unfit or (requested is not None and requested != backend.name):
+                continue
+            if backend.absent() is None and backend.refuse(*args, **options) is None:
                 return backend
         self._raise_refused(requested, *args, **options)
         raise AssertionError("unreachable")
@@ -200,15 +203,37 @@ def triton_interpreted() -> bool:
 
 
 def refuse_native_cpu(tensor: torch.Tensor) -> str | None:
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         return f"takes CPU tensors, got {tensor.device.type}"
     return _refuse_dtype(tensor)
 
 
 def refuse_cuda(tensor: torch.Tensor) -> str | None:
-    if tensor.device.type != "cuda":
+    if not tensor.is_cuda:
         return f"takes CUDA tensors, got {tensor.device.type}"
     return _refuse_dtype(tensor)
+
+
+# What CUDA kernels that go over rows read at a time: 16 bytes of a 16-bit type.
+CUDA_VECTOR = 8
+
+
+def refuse_cuda_rows(rows: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor | None] = ()) -> str | None:
+    """For CUDA kernels that read ``rows`` [..., C] and ``parameters`` [C] in whole vectors."""
+    for tensor in rows:
+        if tensor is None:
+            continue
+        if tensor.shape[-1] % CUDA_VECTOR:
+            return f"takes a multiple of {CUDA_VECTOR} columns, got {tensor.shape[-1]}"
+        if not tensor.is_contiguous() and any(stride % CUDA_VECTOR for stride in tensor.stride()[:-1]):
+            return f"takes rows whose strides are multiples of {CUDA_VECTOR}, got {tensor.stride()}"
+    for tensor in parameters:
+        if tensor is not None and not tensor.is_contiguous():
+            return "takes contiguous parameters"
+    for tensor in (*rows, *parameters):
+        if tensor is not None and tensor.data_ptr() % 16:
+            return "takes tensors that start at a multiple of 16 bytes"
+    return None
 
 
 def refuse_triton(tensor: torch.Tensor) -> str | None:

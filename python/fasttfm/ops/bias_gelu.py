@@ -13,13 +13,14 @@ from fasttfm import _native
 from fasttfm.kernels.bias_gelu import reference
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import as_rows, gradient_like
+from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like, unwanted
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
     Backend,
     BackendTable,
     always,
     refuse_cuda,
+    refuse_cuda_rows,
     refuse_native_cpu,
     refuse_triton,
     requested,
@@ -145,7 +146,7 @@ _backward_op = register(
 def _forward_native(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     rows = as_rows(x)
     count, columns = rows.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = contiguous_like(x)
     bias = _parameter(x, bias)
     fields = {
         "x": rows.data_ptr(),
@@ -159,7 +160,7 @@ def _forward_native(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     }
     if x.is_cuda:
         _native.core().bias_gelu_forward_cuda(
-            **fields, bias_dtype=_native.dtype_code(bias), device=x.device.index, stream=_native.stream(x)
+            **fields, bias_dtype=_native.dtype_code(bias), device=x.get_device(), stream=_native.stream(x)
         )
     else:
         _native.core().bias_gelu_forward_cpu(**fields, threads=torch.get_num_threads())
@@ -172,8 +173,8 @@ def _backward_native(
     core = _native.core()
     rows, dy = as_rows(x), dy.contiguous()
     count, columns = rows.shape
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    y = torch.empty(x.shape if want_y else 0, dtype=x.dtype, device=x.device)
+    dx = contiguous_like(x)
+    y = contiguous_like(x) if want_y else unwanted(x)
     dbias = gradient_like(bias, want_dbias, x)
     # The CPU reads and sums in fp32 and leaves the rounding to torch.
     sums = dbias if x.is_cuda else dbias.float()
@@ -200,7 +201,7 @@ def _backward_native(
             **fields,
             bias_dtype=_native.dtype_code(bias),
             parts=parts,
-            device=x.device.index,
+            device=x.get_device(),
             stream=_native.stream(x),
         )
         return dx, dbias, y
@@ -213,8 +214,7 @@ def _parameter(x: Tensor, bias: Tensor | None) -> Tensor | None:
     return bias if bias is None or x.is_cuda else _native.as_parameter(bias, torch.float32)
 
 
-# The CUDA kernels read 8 elements, 16 bytes of a 16-bit type, at a time; a warp owns 256 columns.
-_CUDA_VECTOR = 8
+# Of the CUDA kernels: a warp owns so many columns.
 _CUDA_STRIPE = 256
 _CUDA_BLOCKS_PER_MULTIPROCESSOR = 4
 
@@ -243,17 +243,7 @@ def _backward_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _refuse_cuda(x: Tensor, bias: Tensor | None = None) -> str | None:
-    if x.shape[-1] % _CUDA_VECTOR:
-        return f"takes a multiple of {_CUDA_VECTOR} columns, got {x.shape[-1]}"
-    for tensor in (x, bias):
-        if tensor is not None and tensor.data_ptr() % 16:
-            return "takes tensors that start at a multiple of 16 bytes"
-    for stride in x.stride()[:-1]:
-        if stride % _CUDA_VECTOR:
-            return f"takes rows whose strides are multiples of {_CUDA_VECTOR}, got {x.stride()}"
-    if bias is not None and not bias.is_contiguous():
-        return "takes a contiguous bias"
-    return refuse_cuda(x)
+    return refuse_cuda(x) or refuse_cuda_rows((x,), (bias,))
 
 
 # The CPU core stands before Triton so that Triton's interpreter serves a CPU tensor only when it is asked for by name.

@@ -95,7 +95,7 @@ def check_cu_seqlens_values(
     """On the CPU: ``cu_seqlens`` rises from 0 to ``total`` (or ends before, unless ``exact``) in steps of at most
     ``longest``. On a GPU nothing is looked at, for that would wait for it; kernels there keep inside their tensors
     whatever it holds."""
-    if cu_seqlens.device.type != "cpu":
+    if not cu_seqlens.is_cpu:
         return
     values = cu_seqlens.tolist()
     if values[0] != 0 or values[-1] > total or (exact and values[-1] < total):

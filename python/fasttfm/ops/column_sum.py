@@ -18,6 +18,7 @@ from fasttfm.ops.backends import (
     always,
     dtype_name,
     refuse_cuda,
+    refuse_cuda_rows,
     refuse_native_cpu,
     refuse_triton,
     requested,
@@ -114,7 +115,7 @@ def _forward_native(x: Tensor, dtype: torch.dtype) -> Tensor:
             **fields,
             sum_dtype=_native.DTYPE_CODES[dtype],
             parts=parts,
-            device=x.device.index,
+            device=x.get_device(),
             stream=_native.stream(x),
         )
         return total
@@ -132,18 +133,8 @@ def _forward_triton(x: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
-_CUDA_VECTOR = 8
-
-
 def _refuse_cuda(x: Tensor, *_: Any) -> str | None:
-    if x.shape[-1] % _CUDA_VECTOR:
-        return f"takes a multiple of {_CUDA_VECTOR} columns, got {x.shape[-1]}"
-    if x.data_ptr() % 16:
-        return "takes tensors that start at a multiple of 16 bytes"
-    for stride in x.stride()[:-1]:
-        if stride % _CUDA_VECTOR:
-            return f"takes rows whose strides are multiples of {_CUDA_VECTOR}, got {x.stride()}"
-    return refuse_cuda(x)
+    return refuse_cuda(x) or refuse_cuda_rows((x,))
 
 
 # The CPU core stands before Triton so that Triton's interpreter serves a CPU tensor only when it is asked for by name.

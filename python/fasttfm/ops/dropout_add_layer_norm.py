@@ -10,7 +10,7 @@ from torch import Tensor
 from fasttfm import _native
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import as_rows, gradient_like
+from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like, unwanted
 from fasttfm.kernels.dropout_add_layer_norm import reference
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
@@ -19,6 +19,7 @@ from fasttfm.ops.backends import (
     always,
     dtype_name,
     refuse_cuda,
+    refuse_cuda_rows,
     refuse_native_cpu,
     refuse_triton,
     requested,
@@ -264,12 +265,12 @@ def _forward_native(
 ) -> Outputs:
     rows, residual_rows = as_rows(x), as_rows(residual)
     count, columns = rows.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    statistics = torch.empty((2, count), dtype=torch.float32, device=x.device)
-    z = torch.empty(x.shape if want_z else 0, dtype=residual.dtype, device=x.device)
+    y = contiguous_like(x)
+    statistics = torch.empty(2, count, dtype=torch.float32, device=x.device)
+    z = contiguous_like(residual) if want_z else unwanted(residual)
     scratch = z
     if not want_z and not x.is_cuda:  # the CPU normalises in place; a sum of another type needs room of its own
-        scratch = y if residual.dtype == x.dtype else torch.empty(x.shape, dtype=residual.dtype)
+        scratch = y if residual.dtype == x.dtype else contiguous_like(residual)
     weight, bias, linear_bias, parameter_dtype = _parameters(x, residual, weight, bias, linear_bias)
     fields = {
         "x": rows.data_ptr(),
@@ -294,7 +295,7 @@ def _forward_native(
         _native.core().dropout_add_layer_norm_forward_cuda(
             **fields,
             parameter_dtype=_native.DTYPE_CODES[parameter_dtype],
-            device=x.device.index,
+            device=x.get_device(),
             stream=_native.stream(x),
         )
     else:
@@ -318,8 +319,8 @@ def _backward_native(
     core = _native.core()
     columns = z.shape[-1]
     count = statistics.shape[1]
-    dresidual = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    dx = torch.empty(z.shape if _separate(dy, z, seed) else 0, dtype=dy.dtype, device=z.device)
+    dresidual = contiguous_like(z)
+    dx = contiguous_like(dy) if _separate(dy, z, seed) else unwanted(dy)
     parameters = (weight, bias, linear_bias)
     gradients = [gradient_like(parameter, want, dy) for parameter, want in zip(parameters, wanted, strict=True)]
     # The CPU sums in fp32 and leaves the rounding to torch.
@@ -355,7 +356,7 @@ def _backward_native(
             bias_dtype=_native.dtype_code(bias),
             linear_bias_dtype=_native.dtype_code(linear_bias),
             blocks=blocks,
-            device=z.device.index,
+            device=z.get_device(),
             stream=_native.stream(z),
         )
         return dresidual, dx, *gradients
@@ -368,8 +369,8 @@ def _parameters(
     x: Tensor, residual: Tensor, *parameters: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, torch.dtype]:
     """Contiguous parameters of one type, and the type: x's own where the kernels take that, else fp32."""
-    given = [parameter.dtype for parameter in parameters if parameter is not None]
-    own = x.is_cuda and residual.dtype == x.dtype and all(dtype == x.dtype for dtype in given)
+    given = {parameter.dtype for parameter in parameters if parameter is not None}
+    own = x.is_cuda and given | {residual.dtype} == {x.dtype}
     dtype = x.dtype if own else torch.float32
     weight, bias, linear_bias = (_native.as_parameter(parameter, dtype) for parameter in parameters)
     return weight, bias, linear_bias, dtype
@@ -380,7 +381,7 @@ def _dropout_fields(x: Tensor, cu_seqlens: Tensor | None, seed: Tensor | None, p
     return {
         "seed": _native.address(seed),
         "cu_seqlens": _native.address(cu_seqlens),
-        "sequences": 0 if cu_seqlens is None else len(cu_seqlens) - 1,
+        "sequences": 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         "tokens_per_sequence": x.shape[-2] if x.dim() > 1 else 1,
         "threshold": threshold,
         "scale": philox.scale(threshold),
@@ -404,28 +405,18 @@ def _backward_triton(*args: Any) -> Gradients:
     return gradients
 
 
-# Both GPU backends keep whole rows in registers; the CUDA kernels read 8 elements at a time: 16 bytes of a 16-bit type.
+# Both GPU backends keep whole rows in registers.
 _GPU_MAX_COLUMNS = 8192
-_CUDA_VECTOR = 8
 _CUDA_MAX_ROWS = 2**30
 
 
 def _refuse_cuda(x: Tensor, residual: Tensor | None = None, *parameters: Tensor | None) -> str | None:
     columns = x.shape[-1]
-    if columns > _GPU_MAX_COLUMNS or columns % _CUDA_VECTOR:
-        return f"takes a multiple of {_CUDA_VECTOR} columns, up to {_GPU_MAX_COLUMNS}, got {columns}"
+    if columns > _GPU_MAX_COLUMNS:
+        return f"takes up to {_GPU_MAX_COLUMNS} columns, got {columns}"
     if x.numel() > _CUDA_MAX_ROWS * columns:
         return f"takes at most {_CUDA_MAX_ROWS} rows, got {x.numel() // columns}"
-    for tensor in (x, residual, *parameters):
-        if tensor is not None and tensor.data_ptr() % 16:
-            return "takes tensors that start at a multiple of 16 bytes"
-    for strides in (x.stride(), () if residual is None else residual.stride()):
-        if any(stride % _CUDA_VECTOR for stride in strides[:-1]):
-            return f"takes rows whose strides are multiples of {_CUDA_VECTOR}, got {strides}"
-    for parameter in parameters:
-        if parameter is not None and not parameter.is_contiguous():
-            return "takes contiguous parameters"
-    return refuse_cuda(x)
+    return refuse_cuda(x) or refuse_cuda_rows((x, residual), parameters)
 
 
 def _refuse_triton(x: Tensor, *_: Any) -> str | None:

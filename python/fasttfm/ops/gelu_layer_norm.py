@@ -11,7 +11,7 @@ from torch import Tensor
 from fasttfm import _native
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import as_rows, gradient_like
+from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like
 from fasttfm.kernels.gelu_layer_norm import reference
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
@@ -19,6 +19,7 @@ from fasttfm.ops.backends import (
     BackendTable,
     always,
     refuse_cuda,
+    refuse_cuda_rows,
     refuse_native_cpu,
     refuse_triton,
     requested,
@@ -199,8 +200,8 @@ def _forward_native(
     core = _native.core()
     rows = as_rows(x)
     count, columns = rows.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    statistics = torch.empty((2, count), dtype=torch.float32, device=x.device)
+    y = contiguous_like(x)
+    statistics = torch.empty(2, count, dtype=torch.float32, device=x.device)
     linear_bias, weight, bias = _parameters(x, linear_bias, weight, bias)
     fields = {
         "x": rows.data_ptr(),
@@ -220,7 +221,7 @@ def _forward_native(
     if x.is_cuda:
         given = next((parameter for parameter in (linear_bias, weight, bias) if parameter is not None), None)
         core.gelu_layer_norm_forward_cuda(
-            **fields, parameter_dtype=_native.dtype_code(given), device=x.device.index, stream=_native.stream(x)
+            **fields, parameter_dtype=_native.dtype_code(given), device=x.get_device(), stream=_native.stream(x)
         )
     else:
         workspace = torch.empty(core.gelu_layer_norm_forward_workspace(count, columns), dtype=torch.float32)
@@ -241,7 +242,7 @@ def _backward_native(
     core = _native.core()
     rows, dy = as_rows(x), dy.contiguous()
     count, columns = rows.shape
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = contiguous_like(x)
     parameters = (linear_bias, weight, bias)
     gradients = [gradient_like(parameter, want, x) for parameter, want in zip(parameters, wanted, strict=True)]
     # The CPU reads and sums in fp32 and leaves the rounding to torch.
@@ -275,7 +276,7 @@ def _backward_native(
             weight_dtype=_native.dtype_code(weight),
             bias_dtype=_native.dtype_code(bias),
             blocks=blocks,
-            device=x.device.index,
+            device=x.get_device(),
             stream=_native.stream(x),
         )
         return dx, gradients[0], gradients[1], gradients[2]
@@ -308,27 +309,16 @@ def _backward_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return gradients
 
 
-# Both GPU backends keep whole rows in registers; the CUDA kernels read 8 elements, 16 bytes of a 16-bit type, at a time
-# and keep two rows, x and dy, in flight in shared memory.
+# Both GPU backends keep whole rows in registers; the CUDA kernels keep two, x and dy, in flight in shared memory.
 _GPU_MAX_COLUMNS = 8192
 _CUDA_MAX_ROW_BYTES = 16384
-_CUDA_VECTOR = 8
 
 
 def _refuse_cuda(x: Tensor, *parameters: Parameter) -> str | None:
-    columns, most = x.shape[-1], _CUDA_MAX_ROW_BYTES // x.element_size()
-    if columns > most or columns % _CUDA_VECTOR:
-        return f"takes a multiple of {_CUDA_VECTOR} columns, up to {most} of this type, got {columns}"
-    for tensor in (x, *parameters):
-        if tensor is not None and tensor.data_ptr() % 16:
-            return "takes tensors that start at a multiple of 16 bytes"
-    for stride in x.stride()[:-1]:
-        if stride % _CUDA_VECTOR:
-            return f"takes rows whose strides are multiples of {_CUDA_VECTOR}, got {x.stride()}"
-    for parameter in parameters:
-        if parameter is not None and not parameter.is_contiguous():
-            return "takes contiguous parameters"
-    return refuse_cuda(x)
+    most = _CUDA_MAX_ROW_BYTES // x.element_size()
+    if x.shape[-1] > most:
+        return f"takes up to {most} columns of this type, got {x.shape[-1]}"
+    return refuse_cuda(x) or refuse_cuda_rows((x,), parameters)
 
 
 def _refuse_triton(x: Tensor, *_: Any) -> str | None:

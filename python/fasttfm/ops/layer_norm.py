@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import as_rows, gradient_like
+from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like
 from fasttfm.kernels.layer_norm import reference
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
@@ -17,6 +17,7 @@ from fasttfm.ops.backends import (
     BackendTable,
     always,
     refuse_cuda,
+    refuse_cuda_rows,
     refuse_native_cpu,
     refuse_triton,
     requested,
@@ -152,8 +153,8 @@ _backward_op = register(
 def _forward_native(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     rows = as_rows(x)
     count, columns = rows.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    statistics = torch.empty((2, count), dtype=torch.float32, device=x.device)
+    y = contiguous_like(x)
+    statistics = torch.empty(2, count, dtype=torch.float32, device=x.device)
     weight, bias = _parameters(x, weight, bias)
     fields = {
         "x": rows.data_ptr(),
@@ -173,7 +174,7 @@ def _forward_native(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
         _native.core().layer_norm_forward_cuda(
             **fields,
             parameter_dtype=_native.dtype_code(parameter),
-            device=x.device.index,
+            device=x.get_device(),
             stream=_native.stream(x),
         )
     else:
@@ -194,7 +195,7 @@ def _backward_native(
     rows, dy = as_rows(x), dy.contiguous()
     count, columns = rows.shape
     fp32_weight, _ = (weight, bias) if x.is_cuda else _parameters(x, weight, bias)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = contiguous_like(x)
     dweight = gradient_like(weight, want_dweight, x)
     dbias = gradient_like(bias, want_dbias, x)
     # The CPU sums in fp32 and leaves the rounding to torch.
@@ -223,7 +224,7 @@ def _backward_native(
             weight_dtype=_native.dtype_code(weight),
             bias_dtype=_native.dtype_code(bias),
             blocks=blocks,
-            device=x.device.index,
+            device=x.get_device(),
             stream=_native.stream(x),
         )
         return dx, dweight, dbias
@@ -255,24 +256,14 @@ def _backward_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return gradients
 
 
-# Both GPU backends keep whole rows in registers; the CUDA kernels read 8 elements at a time: 16 bytes of a 16-bit type.
+# Both GPU backends keep whole rows in registers.
 _GPU_MAX_COLUMNS = 8192
-_CUDA_VECTOR = 8
 
 
-def _refuse_cuda(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> str | None:
-    columns = x.shape[-1]
-    if columns > _GPU_MAX_COLUMNS or columns % _CUDA_VECTOR:
-        return f"takes a multiple of {_CUDA_VECTOR} columns, up to {_GPU_MAX_COLUMNS}, got {columns}"
-    for tensor in (x, weight, bias):
-        if tensor is not None and tensor.data_ptr() % 16:
-            return "takes tensors that start at a multiple of 16 bytes"
-    for stride in x.stride()[:-1]:
-        if stride % _CUDA_VECTOR:
-            return f"takes rows whose strides are multiples of {_CUDA_VECTOR}, got {x.stride()}"
-    if weight is not None and not weight.is_contiguous():
-        return "takes a contiguous weight"
-    return refuse_cuda(x)
+def _refuse_cuda(x: Tensor, *parameters: Tensor | None) -> str | None:
+    if x.shape[-1] > _GPU_MAX_COLUMNS:
+        return f"takes up to {_GPU_MAX_COLUMNS} columns, got {x.shape[-1]}"
+    return refuse_cuda(x) or refuse_cuda_rows((x,), parameters)
 
 
 def _refuse_triton(x: Tensor, *_: Any) -> str | None:

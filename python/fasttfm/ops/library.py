@@ -9,7 +9,11 @@ import torch
 
 # Lives as long as the process: torch drops the registrations of a Library that is collected.
 _library = torch.library.Library("fasttfm", "FRAGMENT")
-_plain_tensors = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+_compiler_traces = torch.compiler.is_dynamo_compiling  # other tracers are dispatch modes
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_transform = torch._C._functorch.peek_interpreter_stack
 
 
 class RegisteredOp:
@@ -25,14 +29,24 @@ class RegisteredOp:
         self.implementation = implementation
 
     def __call__(self, first: torch.Tensor, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or _intercepted() or type(first) not in _plain_tensors:
-            return self.overload(first, *args)
-        return self.implementation(first, *args)
+        return (self.implementation if is_plain(first) else self.overload)(first, *args)
 
 
-def _intercepted() -> bool:
-    """Whether a dispatch mode or a function transform wants to see ops."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+def straight(first: torch.Tensor, *ops: RegisteredOp) -> list[Callable[..., Any]]:
+    """The ops for calls on tensors like ``first``: it is looked up once for all of them whether they go straight on."""
+    plain = is_plain(first)
+    return [op.implementation if plain else op.overload for op in ops]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether calls on the tensor are plain eager ones: nobody traces them, and no dispatch mode, function transform or
+    subclass wants to see ops."""
+    return (
+        not _compiler_traces()
+        and _dispatch_modes() == 0
+        and _function_transform() is None
+        and type(tensor) in PLAIN_TENSORS
+    )
 
 
 def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> RegisteredOp:

@@ -9,22 +9,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.kernels.common.rows import unwanted as unwanted
 from fasttfm.ops import checks
 from fasttfm.ops.backends import dtype_name
+from fasttfm.ops.library import PLAIN_TENSORS, is_plain
 
 
 def autocast(x: Any, *others: Any) -> tuple[Any, ...]:
     """The tensors in autocast's type, where it is on for x's device: what it does around torch's own linear layers."""
-    known = isinstance(x, Tensor) and x.device.type in ("cpu", "cuda")  # torch has no autocast for the meta device
-    if not known or not torch.is_autocast_enabled(x.device.type):
+    if not torch._C._is_any_autocast_enabled() or not isinstance(x, Tensor):
         return (x, *others)
-    dtype = torch.get_autocast_dtype(x.device.type)
+    device = x.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):  # torch has none for the meta device
+        return (x, *others)
+    dtype = torch.get_autocast_dtype(device)
 
     def cast(value: Any) -> Any:
-        narrow = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
-        return value.to(dtype) if narrow else value
+        if not isinstance(value, Tensor) or value.dtype in (dtype, torch.float64) or not value.is_floating_point():
+            return value
+        return value.to(dtype)
 
     return tuple(cast(value) for value in (x, *others))
+
+
+def in_type(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Any]:
+    """The tensors in a type, by one launch for all of them; itself where one is in it already."""
+    others = [given for given in tensors if given is not None and given.dtype != dtype]
+    if others and is_plain(others[0]) and all(type(given) in PLAIN_TENSORS for given in others):
+        cast = [torch.empty_like(given, dtype=dtype) for given in others]
+        torch._foreach_copy_(cast, others)
+    else:
+        cast = [given.to(dtype) for given in others]
+    ready = iter(cast)
+    return [given if given is None or given.dtype == dtype else next(ready) for given in tensors]
 
 
 def check_input(op: str, x: Any) -> None:
@@ -60,13 +77,15 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, shape: Sequence[
 
     The bias goes into the product's epilogue. Writing into the tensor of the final shape makes the result no view, so
     that autograd lets users change it in place; and autocast, which has dealt with the arguments, leaves calls with
-    ``out`` alone.
+    ``out`` alone. Where neither matters the product makes its own tensor, which costs the host less.
     """
-    size = (a.shape[0], b.shape[1])
-    out = torch.empty(size if shape is None else shape, dtype=a.dtype, device=a.device)
-    matrix = out.view(size)
+    if shape is None and not _widened(a) and _autocast_leaves(a):
+        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    out = torch.empty(*shape or (a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+    matrix = out if shape is None else out.view(a.shape[0], b.shape[1])
     if _widened(a):
-        product = torch.mm(a.float(), b.float(), out=torch.empty(size, dtype=torch.float32, device=a.device))
+        wide = torch.empty(*matrix.shape, dtype=torch.float32, device=a.device)
+        product = torch.mm(a.float(), b.float(), out=wide)
         matrix.copy_(product if bias is None else product.add_(bias))
     elif bias is None:
         torch.mm(a, b, out=matrix)
@@ -82,17 +101,19 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(total, a, b, out=total)
 
 
+def _autocast_leaves(a: Tensor) -> bool:
+    """Whether autocast would change nothing about products in a's type."""
+    if not torch._C._is_any_autocast_enabled():
+        return True
+    return (a.is_cuda or a.is_cpu) and a.dtype == torch.get_autocast_dtype("cuda" if a.is_cuda else "cpu")
+
+
 def _widened(a: Tensor) -> bool:
     """Whether fp32 products take the place of a type's own: on CPUs without instructions for bf16 torch multiplies it
     hundreds of times slower than fp32."""
-    return a.dtype == torch.bfloat16 and a.device.type == "cpu" and not cpu_multiplies_bf16()
+    return a.is_cpu and a.dtype == torch.bfloat16 and not cpu_multiplies_bf16()
 
 
 @functools.cache
 def cpu_multiplies_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def unwanted(like: Tensor) -> Tensor:
-    """Stands for a gradient that nobody asked for."""
-    return torch.empty(0, dtype=like.dtype, device=like.device)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fasttfm import _native
 from fasttfm.kernels.common.rows import as_rows
 from fasttfm.kernels.mlp import reference
-from fasttfm.ops import checks, linear
+from fasttfm.ops import checks, gelu_product, linear
 from fasttfm.ops.backends import Backend, BackendTable, always, requested
-from fasttfm.ops.bias_gelu import _backward_op as bias_gelu_backward_op
 from fasttfm.ops.bias_gelu import _forward_op as bias_gelu_forward_op
 from fasttfm.ops.column_sum import column_sum_op
 from fasttfm.ops.library import needs_gradient, register
@@ -32,7 +33,8 @@ def mlp(
     recompute: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """``activation(x w1^T + b1) w2^T + b2``: the vendor's matrix products, and one pass for bias and activation.
+    """``activation(x w1^T + b1) w2^T + b2``: the vendor's matrix products, and one pass for bias and activation; in
+    16-bit types on Hopper the activation comes with the products beside it, without a pass.
 
     Saved for the backward are ``x``, the parameters, the first product without its bias and the activation.
 
@@ -177,16 +179,23 @@ _backward_op = register(
 # ---- backends --------------------------------------------------------------------------------------------------------
 
 
-def _forward_torch(
-    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, kind: str, keep: bool
+def _forward_products(
+    first: Callable[..., tuple[Tensor, Tensor]],
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    kind: str,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    h = linear.matmul(as_rows(x), w1.t(), shape=(*x.shape[:-1], w1.shape[0]))
-    a = bias_gelu_forward_op(h, b1, kind, None)
+    a, h = first(x, w1, b1, kind)
     y = linear.matmul(as_rows(a), w2.t(), b2, shape=(*x.shape[:-1], w2.shape[0]))
     return y, h, a if keep else linear.unwanted(x)
 
 
-def _backward_torch(
+def _backward_products(
+    inner: Callable[..., tuple[Tensor, Tensor, Tensor]],
     dy: Tensor,
     x: Tensor,
     w1: Tensor,
@@ -204,9 +213,7 @@ def _backward_torch(
         db2 = column_sum_op(gradient, x.dtype, None)
     again = want_dw2 and a is None
     if want_dx or want_dw1 or want_db1:
-        da = linear.matmul(gradient, w2, shape=h.shape)
-        dh, db1, y = bias_gelu_backward_op(da, h, b1, kind, want_db1, again, None)
-        del da
+        dh, db1, y = inner(dy, w2, h, b1, kind, want_db1, again)
         a = y if again else a
         dh = as_rows(dh)
         dw1 = linear.matmul(dh.t(), rows) if want_dw1 else dw1
@@ -219,10 +226,31 @@ def _backward_torch(
     return dx, dw1, db1, dw2, db2
 
 
+def _refuse_cuda(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None = None, **_: Any
+) -> str | None:
+    if w2.shape[0] % 8:
+        return f"takes sizes that are multiples of 8, got {w2.shape[0]}"
+    return gelu_product.refuse_cuda(x, w1, b1, w2)
+
+
 TABLE = BackendTable(
     OP,
     (
-        Backend("torch", always, lambda *_: None, _forward_torch, _backward_torch),
-        Backend("reference", always, lambda *_: None, reference.mlp_forward, reference.mlp_backward),
+        Backend(
+            "cuda",
+            _native.missing_hopper,
+            _refuse_cuda,
+            functools.partial(_forward_products, gelu_product.forward_cuda),
+            functools.partial(_backward_products, gelu_product.backward_cuda),
+        ),
+        Backend(
+            "torch",
+            always,
+            lambda *_, **__: None,
+            functools.partial(_forward_products, gelu_product.forward_torch),
+            functools.partial(_backward_products, gelu_product.backward_torch),
+        ),
+        Backend("reference", always, lambda *_, **__: None, reference.mlp_forward, reference.mlp_backward),
     ),
 )

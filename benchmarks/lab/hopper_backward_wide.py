@@ -1,0 +1,449 @@
+"""Checks and times the Hopper backward of attention at head dim 128 by itself, through libraries of its sources alone.
+
+    python benchmarks/lab/hopper_backward_wide.py [--only checks|stress|times] [--cases NAMES] [--output DIRECTORY]
+
+Checks hold it against reference.py in fp64 (same dropout) and repeat it for the same bits; stress repeats large cases;
+times stand next to cuDNN's, and beside those of variants of the source. All run in processes of their own with a time
+limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hopper_backward import Call, milliseconds, relative, repeat
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = Path(os.environ.get("HOPPER_LAB", "/tmp/hopper_lab"))
+DIM = 128
+
+WRAPPER = """
+extern "C" int backward(const fasttfm::AttentionBackward* call, const char** detail) {
+  const fasttfm::Status status = fasttfm::cuda::attention_backward_wide(*call);
+  *detail = status.detail;
+  return static_cast<int>(status.code);
+}
+extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen_k) {
+  return fasttfm::cuda::attention_backward_wide_workspace(sequences, heads, tokens, max_seqlen_k);
+}
+"""
+
+# Changes of the source whose times are compared: text to replace, and what stands there instead. Those from "without"
+# on leave work out, and compute nonsense: they show what the work costs.
+VARIANTS: dict[str, list[tuple[str, str]]] = {
+    "forced": [("  return best;\n", '  return std::min<int64_t>(key_tiles, atoi(getenv("PARTS")));\n')],
+    "plain": [  # dP after dQ has left
+        ("    uint32_t dscores[16], left[16];\n", "    begin_dweights(own);\n    uint32_t dscores[16], left[16];\n"),
+        (
+            "      begin_dweights(next);\n      wait_products<1>();\n",
+            "      pin(weights);\n      wait_products<0>();\n",
+        ),
+        ("    begin_dweights(even);\n", ""),
+        ("over_tile<true>(odd, even,", "over_tile<true>(even, odd,"),
+        ("over_tile<false>(odd, even,", "over_tile<false>(even, odd,"),
+    ],
+    "two_query_stages": [("kQueryStages = 3", "kQueryStages = 2")],
+    "weights_first": [("      begin_dweights(next);\n", "      pin(weights);\n      begin_dweights(next);\n")],
+    "one_draw": [("#pragma unroll\n          for (int j = 0;", "#pragma unroll 1\n          for (int j = 0;")],
+    "unordered": [("while (load_acquire(turns) < turn) {", "while (turn < 0) {")],
+    "without_drawing": [("const Draw drawn = draw_weights(seed,", "const Draw drawn{}; (void)(seed,")],
+}
+ONLY_BF16 = (": call.dtype == DType::f16 ? launch_wide<f16_t>(call, p)", "")
+SOURCE = "attention/cuda_backward_wide.cu"
+
+
+def inlined(name: str, seen: set[str]) -> str:
+    """A source file with the kernel's own headers in the place of their first includes."""
+
+    def header(match: re.Match[str]) -> str:
+        if match[1] in seen:
+            return ""
+        seen.add(match[1])
+        return inlined(match[1], seen).replace("#pragma once\n", "")
+
+    return re.sub(
+        r'#include "(attention/cuda_backward_wide_\w+\.cuh)"\n', header, (ROOT / "kernels" / name).read_text()
+    )
+
+
+def compile_variant(name: str, changes: list[tuple[str, str]], flags: str = "") -> subprocess.Popen[str]:
+    kernel = inlined(SOURCE, set())
+    for old, new in changes:
+        if old not in kernel:
+            print(f"{name}: the source has no {old!r}")
+        kernel = kernel.replace(old, new)
+    (WORK / f"wide_{name}.cu").write_text(kernel + WRAPPER)
+    command = f"nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I{ROOT}/kernels -Xptxas=-v -shared {flags}"
+    command += f" -Xcompiler -fPIC --split-compile=4 {WORK}/wide_{name}.cu -o {WORK}/wide_{name}.so"
+    return subprocess.Popen(command.split(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def make_overlay() -> None:
+    """The package as it is installed, without its C++ core."""
+    overlay = WORK / "lib" / "fasttfm"
+    if overlay.exists():
+        return
+    overlay.mkdir(parents=True)
+    for entry in (ROOT / "python" / "fasttfm").iterdir():
+        if not entry.name.startswith("_C."):
+            (overlay / entry.name).symlink_to(entry)
+    (overlay / "kernels").symlink_to(ROOT / "kernels")
+
+
+def build(names: list[str]) -> str:
+    make_overlay()
+    begin = time.time()
+    started = [("base", compile_variant("base", []))]
+    started += [(name, compile_variant(name, [*VARIANTS[name], ONLY_BF16])) for name in names]
+    lines = []
+    for name, process in started:
+        log, _ = process.communicate()
+        if process.returncode:
+            print(log)
+            if name == "base":
+                sys.exit("nvcc failed")
+        spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
+        lines.append(f"{name}: {time.time() - begin:.1f} s, spill {spilled}, serialized {log.count('serialized')}")
+    return "\n".join(lines)
+
+
+# ---- one problem ----------------------------------------------------------------------------------------------------
+
+# Of a case: dense (B, S) or packed (lengths); heads; causal; p; lengths; fused: slices of one qkv; half: fp16.
+CHECKS: dict[str, dict[str, Any]] = {
+    "64": {"dense": (2, 64), "heads": 2},
+    "128": {"dense": (2, 128), "heads": 3},
+    "64_p": {"dense": (2, 64), "heads": 2, "p": 0.1},
+    "256": {"dense": (40, 256), "heads": 8},
+    "512": {"dense": (3, 512), "heads": 2},
+    "512_p": {"dense": (3, 512), "heads": 2, "p": 0.1, "fused": True},
+    "200": {"dense": (2, 200), "heads": 2},
+    "lengths": {"dense": (6, 330), "lengths": (5, 0, 37, 330, 128, 192), "heads": 2, "p": 0.1},
+    "packed": {"packed": (5, 0, 37, 130, 512, 64, 1, 300), "heads": 3, "p": 0.1, "fused": True},
+    "many": {"dense": (40, 192), "heads": 16, "p": 0.1},
+    "causal": {"dense": (2, 512), "heads": 2, "causal": True},
+    "causal_many": {"dense": (40, 512), "heads": 8, "causal": True},
+    "causal_p": {"packed": (5, 0, 37, 130, 500, 64, 1, 300), "heads": 3, "p": 0.1, "causal": True},
+    "cross": {"packed": (5, 0, 37, 130, 500, 64), "packed_k": (50, 7, 30, 0, 256, 130), "heads": 2, "causal": True},
+    "cross_p": {"packed": (5, 0, 37, 130, 500, 64), "packed_k": (50, 7, 30, 0, 256, 130), "heads": 2, "p": 0.5},
+    "half": {"dense": (2, 256), "heads": 2, "p": 0.1, "half": True},
+    "all_dropped": {"dense": (2, 128), "heads": 2, "p": 1.0},
+    "2000_p": {"dense": (1, 2000), "heads": 2, "p": 0.1},
+    "4000": {"dense": (1, 4000), "heads": 8},
+    "4000_causal": {"dense": (1, 4000), "heads": 8, "causal": True},
+    "long_packed": {"packed": (700, 64, 1500, 3), "heads": 2, "p": 0.1, "fused": True},
+    "long_cross": {"packed": (700, 64), "packed_k": (300, 1000), "heads": 2, "causal": True},
+}
+
+
+def make(case: dict[str, Any], dirty: bool = True) -> tuple[Any, ...]:
+    import torch
+
+    from fasttfm.kernels.attention.problem import AttentionProblem
+    from fasttfm.kernels.common import philox
+
+    dtype = torch.float16 if case.get("half") else torch.bfloat16
+    heads, p = case["heads"], case.get("p", 0.0)
+    threshold = philox.threshold(p)
+    limits = {"scale": DIM**-0.5, "window_right": 0 if case.get("causal") else -1, "threshold": threshold}
+    limits |= {"dropout_scale": philox.scale(threshold)}
+    if p:
+        limits["seed"] = torch.tensor([0x1234_5678_9ABC_DEF], device="cuda")
+
+    def ints(values: Any) -> Any:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    spare = 3 if dirty else 0  # rows that are no sequence's
+    shape: tuple[int, ...]
+    shape_k: tuple[int, ...]
+    if "dense" in case:
+        batch, size = case["dense"]
+        shape = shape_k = (batch, size, heads, DIM)
+        lengths = ints(case["lengths"]) if "lengths" in case else None
+        problem = AttentionProblem(batch, size, size, lengths=lengths, lengths_k=lengths, **limits)
+    else:
+        own, own_k = case["packed"], case.get("packed_k", case["packed"])
+        cu, cu_k = (ints([0, *itertools.accumulate(x)]) for x in (own, own_k))
+        shape, shape_k = (sum(own) + spare, heads, DIM), (sum(own_k) + spare, heads, DIM)
+        problem = AttentionProblem(len(own), max(own), max(own_k), cu_seqlens=cu, cu_seqlens_k=cu_k, **limits)
+    if case.get("fused"):
+        fused = (*shape[:-2], 3, heads, DIM)
+        q, k, v = torch.randn(fused, device="cuda", dtype=dtype).unbind(-3)
+        dq, dk, dv = torch.full(fused, torch.nan, device="cuda", dtype=dtype).unbind(-3)
+    else:
+        q, k, v = (torch.randn(s, device="cuda", dtype=dtype) for s in (shape, shape_k, shape_k))
+        dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
+    dout = torch.randn(shape, device="cuda", dtype=dtype)
+    if dirty and problem.packed:
+        for x in (q, k, v, dout):
+            x[-spare:] = torch.nan
+    if dirty and problem.lengths is not None:
+        absent = torch.arange(size, device="cuda") >= problem.lengths[:, None]
+        for x in (q, k, v, dout):
+            x[absent] = torch.nan
+    return problem, q, k, v, dout, dq, dk, dv
+
+
+class Backward:
+    def __init__(self, variant: str = "base") -> None:
+        self.library = ctypes.CDLL(str(WORK / f"wide_{variant}.so"))
+        self.library.workspace.restype = ctypes.c_int64
+        self.library.workspace.argtypes = [ctypes.c_int64] * 4
+
+    def prepare(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, problem: Any, *gradients: Any) -> Any:
+        import torch
+
+        heads = q.shape[-2]
+        size = self.library.workspace(problem.sequences, heads, q.shape[:-2].numel(), problem.max_seqlen_k)
+        workspace = torch.full((size,), torch.nan, device="cuda")
+        call = Call(sequences=problem.sequences, heads=heads, kv_heads=k.shape[-2], head_dim=DIM, queries=q.shape[-3])
+        call.keys, call.dtype = k.shape[-3], 1 if q.dtype == torch.bfloat16 else 2
+        for name in ("max_seqlen", "max_seqlen_k", "window_left", "window_right", "scale", "threshold"):
+            setattr(call, name, getattr(problem, name))
+        call.dropout_scale, call.workspace = problem.dropout_scale, workspace.data_ptr()
+        call.dout, call.out, call.lse = (x.data_ptr() for x in (dout, out, lse))
+        for name in ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "seed"):
+            tensor = getattr(problem, name)
+            setattr(call, name, None if tensor is None else tensor.data_ptr())
+        for name, x in zip(("q", "k", "v", "dq", "dk", "dv"), (q, k, v, *gradients), strict=True):
+            setattr(call, name, x.data_ptr())
+            strides = x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
+            for axis, stride in zip(("sequence", "token", "head"), strides, strict=True):
+                setattr(call, f"{name}_{axis}_stride", stride)
+        keep = (workspace, dout, q, k, v, out, lse, problem, gradients)
+
+        def run() -> Any:
+            call.stream = torch.cuda.current_stream().cuda_stream
+            detail = ctypes.c_char_p()
+            code = self.library.backward(ctypes.byref(call), ctypes.byref(detail))
+            if code:
+                raise RuntimeError(f"backward: {detail.value!r}")
+            return keep
+
+        return run
+
+
+def check(name: str) -> str:
+    import torch
+
+    from fasttfm.kernels.attention import reference
+
+    torch.manual_seed(len(name) * 1000 + sum(map(ord, name)))
+    problem, q, k, v, dout, *gradients = make(CHECKS[name])
+    exact = [x.double() for x in (q, k, v, dout)]
+    out, lse = reference.attention_forward(*exact[:3], problem)
+    run = Backward().prepare(dout, q, k, v, out.to(q.dtype), lse.float(), problem, *gradients)
+    run()
+    torch.cuda.synchronize()
+    expected = [torch.empty(x.shape, dtype=torch.float64, device="cuda") for x in gradients]
+    reference.attention_backward(exact[3], *exact[:3], out, lse, problem, *expected)
+    rows = slice(None) if problem.cu_seqlens is None else slice(0, -3)
+    errors = [relative(a[rows], b[rows]) for a, b in zip(gradients, expected, strict=True)]
+    past = problem.packed and any(not x[-3:].isnan().all() for x in gradients)
+    differences = repeat(run, gradients, rows, 30)
+    good = all(error < 0.006 for error in errors) and not differences and not past
+    text = " ".join(f"{error:.1e}" for error in errors)
+    return f"{'ok  ' if good else 'BAD '} {name:12} dq dk dv {text}{' WROTE PAST THE END' if past else ''}{differences}"
+
+
+STRESS: dict[str, dict[str, Any]] = {
+    "32x512_p": {"dense": (32, 512), "heads": 8, "p": 0.1, "fused": True},
+    "128x128_p": {"dense": (128, 128), "heads": 8, "p": 0.1},
+    "32x512_causal": {"dense": (32, 512), "heads": 8, "causal": True},
+    "packed_p": {"packed": tuple(1 + 511 * i // 99 for i in range(100)), "heads": 8, "p": 0.1},
+    "8x2048": {"dense": (8, 2048), "heads": 8},
+    "8x2000_causal_p": {"dense": (8, 2000), "heads": 8, "p": 0.1, "causal": True},
+    "1x8000_causal": {"dense": (1, 8000), "heads": 8, "causal": True},
+    "long_cross": {"packed": (700, 64) * 8, "packed_k": (300, 1000) * 8, "heads": 8, "causal": True},
+    "short_cross": {"packed": (64,) * 16, "packed_k": (1000,) * 16, "heads": 8, "causal": True},
+}
+
+
+def some_statistics(q: Any, problem: Any) -> tuple[Any, Any]:
+    """Not those of a forward: neither bits nor times need them."""
+    import torch
+
+    lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), 8.0, device="cuda")
+    return torch.randn(q.shape, device="cuda", dtype=q.dtype), lse
+
+
+def stressed(name: str) -> str:
+    problem, q, k, v, dout, *gradients = make(STRESS[name])
+    run = Backward().prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)
+    rows = slice(None) if problem.cu_seqlens is None else slice(0, -3)
+    differences = repeat(run, gradients, rows, 40)
+    finite = all(bool(x[rows].isfinite().all()) for x in gradients)
+    return f"{'BAD ' if differences or not finite else 'ok  '} stress {name:18} finite {finite}{differences}"
+
+
+# ---- times ----------------------------------------------------------------------------------------------------------
+
+TIMES: dict[str, dict[str, Any]] = {
+    f"{16384 // size}x{size}{'_causal' if causal else ''}{'_p' if p else ''}": {
+        "dense": (16384 // size, size),
+        "heads": 8,
+        "p": p,
+        "causal": causal,
+        "fused": True,
+    }
+    for size, causal, p in (
+        (512, False, 0.0),
+        (2048, False, 0.0),
+        (16384, False, 0.0),
+        (512, True, 0.0),
+        (2048, True, 0.0),
+        (16384, True, 0.0),
+        (512, False, 0.1),
+        (2048, False, 0.1),
+        (128, False, 0.0),
+        (128, False, 0.1),
+        (256, False, 0.0),
+        (256, False, 0.1),
+        (1024, False, 0.0),
+        (4096, False, 0.0),
+        (1024, True, 0.0),
+        (4096, True, 0.0),
+    )
+}
+TIMES["packed_p"] = {"packed": tuple(64 + 448 * i // 63 for i in range(64)), "heads": 8, "p": 0.1, "fused": True}
+PARTS = {1024: (1, 2, 8), 2048: (2, 4), 4096: (4, 8), 16384: (32,)}  # blocks that share a head, for "forced"
+COMPARED = {  # the variants' cases
+    "32x512": ("plain", "weights_first"),
+    "8x2048": ("plain", "two_query_stages", "weights_first", "forced", "unordered"),
+    "16x1024": ("forced",),
+    "4x4096": ("forced",),
+    "1x16384": ("plain", "forced", "unordered"),
+    "8x2048_causal": ("plain", "forced"),
+    "1x16384_causal": ("plain", "unordered"),
+    "32x512_p": ("plain", "one_draw", "without_drawing"),
+    "8x2048_p": ("one_draw", "without_drawing"),
+}
+
+
+def timed(name: str) -> str:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    case = TIMES[name]
+    problem, q, k, v, dout, *gradients = make(case, dirty=False)
+    pairs = sum(n**2 for n in case["packed"]) if "packed" in case else case["dense"][0] * case["dense"][1] ** 2
+    flops = 10 * pairs * 8 * DIM // (2 if case.get("causal") else 1)
+    arguments = (dout, q, k, v, *some_statistics(q, problem), problem, *gradients)
+    results = {"base": milliseconds(Backward().prepare(*arguments), True)}
+    if "dense" in case:
+        inputs = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            options = {"dropout_p": case["p"], "is_causal": case["causal"]}
+            result = torch.nn.functional.scaled_dot_product_attention(*inputs, **options)
+        gradient = dout.transpose(1, 2)
+        results["cudnn"] = milliseconds(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True), False)
+    for variant in COMPARED.get(name, ()):
+        for parts in PARTS[case["dense"][1]] if variant == "forced" else ("",):
+            os.environ["PARTS"] = str(parts)
+            if (WORK / f"wide_{variant}.so").exists():
+                results[f"{variant}{parts}"] = milliseconds(Backward(variant).prepare(*arguments), True)
+    text = "  ".join(f"{who} {flops / ms / 1e9:.0f}" for who, ms in results.items())
+    ratio = f"x{results['cudnn'] / results['base']:.2f}" if "cudnn" in results else ""
+    return f"{name:16} {results['base']:.3f} ms {ratio:6} TFLOP/s: {text}"
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def in_process(kind: str, names: list[str], limit: float, deadline: float, say: Callable[[str], None]) -> None:
+    """Says the cases' lines as they come; one that takes longer than ``limit`` seconds is left out."""
+    environment = dict(os.environ, PYTHONPATH=f"{WORK / 'lib'}:{os.environ.get('PYTHONPATH', '')}")
+    attempts = 0
+    while names and attempts < 4 and time.time() < deadline:
+        attempts += 1
+        command = [sys.executable, __file__, "--child", kind, *names]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+        assert process.stdout is not None
+        rest, until = b"", time.time() + limit + 6.0  # torch starts
+        while time.time() < min(until, deadline):
+            if not select.select([process.stdout], [], [], 0.2)[0]:
+                continue
+            new = os.read(process.stdout.fileno(), 1 << 16)
+            if not new:
+                break
+            *lines, rest = (rest + new).split(b"\n")
+            for line in lines:
+                text = line.decode(errors="replace")
+                if text.startswith("RESULT "):
+                    names, until = names[1:], time.time() + limit
+                    text = json.loads(text[7:])
+                say(text)
+        process.kill()
+        process.wait()
+        if names:
+            say(f"LOST {names[0]} (exit {process.returncode})")
+            names = names[1:]
+
+
+def race() -> None:
+    """One small call of each kernel, for compute-sanitizer's racecheck: every lane arrives at barriers."""
+    import torch
+
+    make_overlay()
+    if not (WORK / "wide_every_lane.so").exists():
+        process = compile_variant("every_lane", [ONLY_BF16], "-DFASTTFM_EVERY_LANE_ARRIVES")
+        print(process.communicate()[0][-400:])
+    for causal, p in itertools.product((False, True), (0.0, 0.1)):
+        problem, q, k, v, dout, *gradients = make({"dense": (2, 320), "heads": 2, "causal": causal, "p": p})
+        Backward("every_lane").prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)()
+        torch.cuda.synchronize()
+        print(f"causal {causal}, p {p}: ran", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=("checks", "stress", "times"))
+    parser.add_argument("--cases", default="", help="comma-separated names; all by default")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated names")
+    parser.add_argument("--output", default=os.environ.get("OUT", str(WORK)))
+    parser.add_argument("--racecheck", action="store_true", help="one small call of each kernel, for compute-sanitizer")
+    parser.add_argument("--child", nargs="+")
+    arguments = parser.parse_args()
+    if arguments.racecheck:
+        sys.path.insert(0, str(WORK / "lib"))
+        race()
+        return
+    if arguments.child:
+        kind, *names = arguments.child
+        function = {"checks": check, "stress": stressed, "times": timed}[kind]
+        for name in names:
+            print("RESULT " + json.dumps(function(name)), flush=True)
+        return
+    begin = time.time()
+    output = Path(arguments.output) / "hopper_backward_wide.txt"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text("")
+
+    def say(text: str) -> None:
+        with output.open("a") as file:
+            file.write(text + "\n")
+        print(text, flush=True)
+
+    say(build([name for name in arguments.variants.split(",") if name]))
+    chosen = [name for name in arguments.cases.split(",") if name]
+    for kind, cases, seconds in (("checks", CHECKS, 16.0), ("times", TIMES, 24.0), ("stress", STRESS, 11.0)):
+        if arguments.only in (None, kind):
+            names = [name for name in cases if not chosen or name in chosen]
+            in_process(kind, names, 5.0, time.time() + seconds, say)
+    say(f"{time.time() - begin:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,599 @@
+"""Which shapes Hopper's product with an activation is fastest with: ``python benchmarks/lab/hopper_gemm.py``.
+
+Compiles kernels/gelu_product/cuda_product.cuh for every variant of VARIANTS (in parallel), checks each against fp64 in
+a process of its own with a time limit, then times those that are right against the vendor's product with bias_gelu's
+pass behind it, in the same run: replays of CUDA graphs of several calls, in turns. Needs nvcc and torch. The table
+goes to standard output and to $OUT/hopper_gemm.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import ctypes
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = Path(tempfile.gettempdir()) / "hopper_gemm"
+HEADER = ROOT / "kernels" / "gelu_product" / "cuda_product.cuh"
+DEVICE = "cuda"
+
+Edits = tuple[tuple[str, str], ...]  # of the header: what stands there, and what in its place
+
+# What is left out to see what it costs; results are wrong then.
+NO_STORES: Edits = (("setp.ne.b32 p, %0, 0; @p st.global", "setp.gt.s32 p, %0, 1; @p st.global"),)
+NO_LOADS: Edits = (("setp.ne.b32 p, %4, 0; mov.b32", "setp.gt.s32 p, %4, 1; mov.b32"),)
+NO_ACTIVATION: Edits = (("activated<A, false>", "activated<Activation::relu, false>"),)
+NO_EPILOGUE: Edits = (("part < S::kParts; ++part", "part < p.columns / (1 << 30); ++part"),)
+# Cycles of a thread of each kind in the first block: waits for operands, for room for the result, for the result.
+CLOCKS: Edits = (
+    (
+        "template <class S>\nstruct alignas(1024) ProductMemory",
+        "static __device__ long long lab_clocks[8];\n"
+        "__device__ __forceinline__ void lab_note(int place, long long value) {\n"
+        "  if (blockIdx.x == 0) lab_clocks[place] = value;\n}\n"
+        "__device__ __forceinline__ long long lab_timer() {\n"
+        '  long long t;\n  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));\n  return t;\n}\n'
+        "template <class S>\nstruct alignas(1024) ProductMemory",
+    ),
+    (
+        "uint32_t parity = 0, last = 0;",
+        "uint32_t parity = 0, last = 0;\n  long long full = 0, room = 0, over = 0, tiles = 0;",
+    ),
+    (
+        "      memory.full[at.slot].wait(at.parity);\n",
+        "      long long begin = clock64();\n      memory.full[at.slot].wait(at.parity);\n"
+        "      full += clock64() - begin;\n",
+    ),
+    ("    wait_products<0>();\n", "    wait_products<0>();\n    long long end = clock64();\n"),
+    (
+        "    memory.result_empty.wait(parity ^ 1);\n",
+        "    long long begin = clock64();\n    memory.result_empty.wait(parity ^ 1);\n    room += clock64() - begin;\n",
+    ),
+    (
+        "    if (lane == 0) memory.result_full.arrive();\n    parity ^= 1;\n  }\n",
+        "    if (lane == 0) memory.result_full.arrive();\n    parity ^= 1;\n"
+        "    over += clock64() - end;\n    ++tiles;\n  }\n"
+        "  if (threadIdx.x == 0) {\n    lab_note(2, full);\n    lab_note(3, room);\n    lab_note(4, over);\n"
+        "    lab_note(6, tiles);\n  }\n",
+    ),
+    (
+        "    memory.result_full.wait(parity);\n",
+        "    long long begin = clock64();\n    memory.result_full.wait(parity);\n    idle += clock64() - begin;\n"
+        "    if (warp == 0 && threadIdx.x % 32 == 0) lab_note(5, idle);\n",
+    ),
+    (
+        "  const EpilogueThread<S> thread(memory, warp);\n",
+        "  long long idle = 0;\n  const EpilogueThread<S> thread(memory, warp);\n",
+    ),
+    (
+        "  if (threadIdx.x == 0) memory.initialize();\n",
+        "  long long cycles = clock64(), nanoseconds = lab_timer();\n  if (threadIdx.x == 0) memory.initialize();\n",
+    ),
+    (
+        "    consume<T, S, kB>(p, memory, warp / 4);\n",
+        "    consume<T, S, kB>(p, memory, warp / 4);\n    if (threadIdx.x == 0) {\n"
+        "      lab_note(0, clock64() - cycles);\n      lab_note(1, lab_timer() - nanoseconds);\n    }\n",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    columns: int
+    stages: int
+    cluster: int
+    epilogues: int
+    edits: Edits = ()
+    note: str = ""
+
+    @property
+    def right(self) -> bool:
+        """Whether its results are to be."""
+        return not self.note.startswith("without")
+
+    @property
+    def timed_inside(self) -> bool:
+        return self.note.endswith("clocks")
+
+    def __str__(self) -> str:
+        name = f"128x{self.columns} {self.stages} stages cluster {self.cluster} epilogue {self.epilogues} {self.note}"
+        return name.strip()
+
+    @property
+    def folder(self) -> Path:
+        return WORK / str(self).replace(" ", "_").replace(",", "")  # nvcc splits paths at commas
+
+    @property
+    def library(self) -> Path:
+        return self.folder / "product.so"
+
+
+MAIN = Variant(128, 5, 2, 7)
+SHAPES_TRIED = [(256, 3, 2, 3), (192, 4, 2, 7), (128, 5, 2, 7), (128, 5, 2, 11)]
+VARIANTS = [
+    *(Variant(*shape) for shape in SHAPES_TRIED),
+    *(Variant(*shape, CLOCKS, "clocks") for shape in SHAPES_TRIED),
+    *(
+        Variant(*shape, (*edits, *CLOCKS), f"without {name}, clocks")
+        for shape in ((256, 3, 2, 3), (128, 5, 2, 11))
+        for name, edits in (
+            ("stores", NO_STORES),
+            ("activation", NO_ACTIVATION),
+            ("loads, activation and stores", (*NO_ACTIVATION, *NO_STORES, *NO_LOADS)),
+            ("epilogue", NO_EPILOGUE),
+        )
+    ),
+]
+
+
+# ---- building and calling --------------------------------------------------------------------------------------------
+
+
+def compile_variant(variant: Variant) -> str:
+    """What the compiler complains about."""
+    copy = variant.folder / "gelu_product" / HEADER.name
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    text = HEADER.read_text()
+    for old, new in variant.edits:
+        if old not in text:
+            return f"nothing to edit: {old}"
+        text = text.replace(old, new)
+    copy.write_text(text)
+    definitions = [
+        f"-DLAB_COLUMNS={variant.columns}",
+        f"-DLAB_STAGES={variant.stages}",
+        f"-DLAB_CLUSTER={variant.cluster}",
+        f"-DLAB_EPILOGUES={variant.epilogues}",
+        *(["-DLAB_CLOCKS"] if variant.timed_inside else []),
+        *(["-DLAB_ALL"] if variant == MAIN else []),
+    ]
+    command = ["nvcc", "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-shared"]
+    command += ["-Xcompiler=-fPIC", "-I", str(variant.folder), "-I", str(ROOT / "kernels"), *definitions]
+    command += ["-o", str(variant.library), str(ROOT / "benchmarks/lab/hopper_gemm.cu")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    output = result.stdout + result.stderr
+    if result.returncode:
+        return output[-2000:]
+    lines = output.splitlines()
+    spills = [line.strip() for line in lines if "spill" in line and "0 bytes spill stores" not in line]
+    return "; ".join(spills + [line for line in lines if "C75" in line or "serialized" in line])
+
+
+class Operands(ctypes.Structure):
+    """ProductOperands of cuda_product.cuh."""
+
+    _fields_ = [
+        ("a", ctypes.c_void_p),
+        ("b", ctypes.c_void_p),
+        ("a_stride", ctypes.c_int64),
+        ("inner", ctypes.c_int64),
+        ("dtype", ctypes.c_int),
+        ("device", ctypes.c_int),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
+class Params(ctypes.Structure):
+    """ProductParams of cuda_product.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("bias", "h", "product", "activation", "sums")),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "steps", "column_tiles", "turns", "bias_dtype")),
+    ]
+
+
+class Kernel:
+    def __init__(self, variant: Variant) -> None:
+        import torch
+
+        self.library = ctypes.CDLL(str(variant.library))
+        self.function = self.library.hopper_gemm
+        self.function.restype = ctypes.c_char_p
+        self.function.argtypes = [ctypes.POINTER(Operands), ctypes.POINTER(Params), *[ctypes.c_int] * 3]
+        self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+
+    def clocks(self) -> str:
+        """What the last launch noted of itself, in cycles of a tile."""
+        import torch
+
+        torch.cuda.synchronize()
+        noted = (ctypes.c_longlong * 8)()
+        self.library.hopper_gemm_clocks(noted)
+        cycles, nanoseconds, full, room, over, idle, tiles, _ = noted
+        tiles = max(tiles, 1)
+        return (
+            f"{cycles / max(nanoseconds, 1):.2f} GHz, a tile {cycles / tiles:.0f} cycles: waiting for operands"
+            f" {full / tiles:.0f}, at its end {over / tiles:.0f} of which for room {room / tiles:.0f};"
+            f" the epilogue waits {idle / tiles:.0f}"
+        )
+
+    def _call(self, a: Any, b: Any, params: Params, activation: int, backward: bool) -> None:
+        import torch
+
+        stream = torch.cuda.current_stream().cuda_stream
+        operands = Operands(a.data_ptr(), b.data_ptr(), a.stride(0), a.shape[1], _code(a), 0, stream)
+        error = self.function(
+            ctypes.byref(operands), ctypes.byref(params), activation, int(backward), self.multiprocessors
+        )
+        if error is not None:
+            raise RuntimeError(error.decode())
+
+    def forward(self, x: Any, w: Any, bias: Any, h: Any, a: Any, activation: int = 0) -> None:
+        params = Params(_address(bias), None, _address(h), a.data_ptr(), None, x.shape[0], w.shape[0])
+        params.bias_dtype = _code(bias)
+        self._call(x, w, params, activation, False)
+
+    def backward(self, dy: Any, w: Any, bias: Any, h: Any, dh: Any, a: Any, sums: Any, activation: int = 0) -> None:
+        params = Params(*(_address(t) for t in (bias, h, dh, a, sums)), dy.shape[0], w.shape[1])
+        params.bias_dtype = _code(bias)
+        self._call(dy, w, params, activation, True)
+
+
+def _address(tensor: Any) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _code(tensor: Any) -> int:
+    return 0 if tensor is None else {"torch.float32": 0, "torch.bfloat16": 1, "torch.float16": 2}[str(tensor.dtype)]
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+GUARD = 64  # rows behind a result, which must stay as they are
+SENTINEL = 12345.0
+
+
+def guarded(rows: int, columns: int, dtype: Any) -> Any:
+    import torch
+
+    return torch.full((rows + GUARD, columns), SENTINEL, dtype=dtype, device=DEVICE)
+
+
+def inner_gradient(u: Any, activation: int) -> tuple[Any, Any]:
+    """activation(u) and its derivative."""
+    import torch
+
+    u = u.detach().requires_grad_()
+    function = [
+        torch.nn.functional.gelu,
+        lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
+        torch.nn.functional.relu,
+    ][activation]
+    y = function(u)
+    return y.detach(), torch.autograd.grad(y.sum(), u)[0]
+
+
+def wrong(name: str, got: Any, expected: Any, dtype: Any, slack: float = 1.0) -> str:
+    """A complaint if an element is off by more than a few roundings."""
+    import torch
+
+    unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
+    scale = float(expected.double().square().mean().sqrt()) + 1e-30
+    error = (got.double() - expected.double()).abs() / (expected.double().abs() + 0.25 * scale)
+    worst = float(error.nan_to_num(nan=1e30).max())
+    if worst <= 3 * unit * slack:
+        return ""
+    bad = (~(error <= 3 * unit * slack)).nonzero()
+    return f"{name}: {worst:.1e} at {bad[0].tolist()} .. {bad[-1].tolist()}, {len(bad)} of {error.numel()}"
+
+
+def check_case(kernel: Kernel, T: int, C: int, I: int, dtype: Any, activation: int, with_bias: bool) -> list[str]:
+    import torch
+
+    def randn(*shape: int, gain: float = 1.0) -> Any:
+        return (gain * torch.randn(*shape, device=DEVICE)).to(dtype)
+
+    x, w = randn(T, C), randn(I, C, gain=C**-0.5)
+    bias = randn(I).float() if with_bias else None
+    h, a = guarded(T, I, dtype), guarded(T, I, dtype)
+    kernel.forward(x, w, bias, h, a, activation)
+    torch.cuda.synchronize()
+    shift = 0 if bias is None else bias.double()
+    found = [
+        wrong("h", h[:T], x.double() @ w.double().t(), dtype),
+        wrong("a", a[:T], inner_gradient(h[:T].double() + shift, activation)[0], dtype),
+    ]
+    dy, w2 = randn(T, C), randn(C, I, gain=C**-0.5)
+    dh, again = guarded(T, I, dtype), guarded(T, I, dtype)
+    tiles = -(-T // 128)
+    sums = torch.full((tiles + 1, I), SENTINEL, device=DEVICE)
+    kernel.backward(dy, w2, bias, h, dh, again, sums, activation)
+    torch.cuda.synchronize()
+    y, slope = inner_gradient(h[:T].double() + shift, activation)
+    exact = (dy.double() @ w2.double()) * slope
+    total = sums[:tiles].double().sum(0)
+    found += [
+        wrong("dh", dh[:T], exact, dtype),
+        wrong("a again", again[:T], y, dtype),
+        wrong("dbias", total, exact.sum(0), dtype, slack=5.0),
+    ]
+    for name, tensor in (("h", h), ("a", a), ("dh", dh), ("a again", again)):
+        if not bool((tensor[T:] == tensor.new_tensor(SENTINEL)).all()):
+            found.append(f"{name}: written behind its end")
+    if not bool((sums[tiles:] == SENTINEL).all()):
+        found.append("sums: written behind their end")
+    only = guarded(T, I, dtype)
+    kernel.forward(x, w, bias, None, only, activation)
+    other = guarded(T, I, dtype)
+    kernel.backward(dy, w2, bias, h, other, None, None, activation)
+    if not torch.equal(only, a) or not torch.equal(other, dh):
+        found.append("other results when less is wanted")
+    label = f"T{T} C{C} I{I} {str(dtype)[6:]} activation {activation} bias {with_bias}"
+    return [f"{label}: {complaint}" for complaint in found if complaint]
+
+
+def check(variant: Variant) -> list[str]:
+    """Complaints about a variant; runs in its own process."""
+    import torch
+
+    torch.manual_seed(0)
+    kernel = Kernel(variant)
+    complaints = []
+    cases = [(256, 64, 256), (128, 1024, 512), (1, 72, 8), (300, 200, 392), (777, 768, 3072), (4200, 1024, 4096)]
+    for T, C, I in cases:
+        complaints += check_case(kernel, T, C, I, torch.bfloat16, 0, True)
+    if variant == MAIN:
+        for dtype in (torch.bfloat16, torch.float16):
+            for activation in (0, 1, 2):
+                complaints += check_case(kernel, 600, 320, 640, dtype, activation, dtype == torch.float16)
+    T, C, I = 18400, 768, 3072
+    x, w, bias = (torch.randn(s, device=DEVICE).bfloat16() for s in ((T, C), (I, C), (I,)))
+    dy, w2 = torch.randn(T, C, device=DEVICE).bfloat16(), torch.randn(C, I, device=DEVICE).bfloat16()
+    first = None
+    for _ in range(15):
+        results = [torch.empty(T, I, dtype=x.dtype, device=DEVICE) for _ in range(4)]
+        sums = torch.empty(-(-T // 128), I, device=DEVICE)
+        kernel.forward(x, w, bias, *results[:2])
+        kernel.backward(dy, w2, bias, results[0], *results[2:], sums)
+        bits = [*(r.view(torch.int16) for r in results), sums.view(torch.int32)]
+        if first is not None and not all(torch.equal(a, b) for a, b in zip(bits, first, strict=True)):
+            complaints.append("not the same bits every time")
+            break
+        first = bits
+    return complaints
+
+
+def check_apart(variant: Variant, seconds: float) -> str:
+    """``ok``, or what is wrong, of a process that may hang or die."""
+    command = [sys.executable, __file__, "--check", str(variant)]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"hangs (no answer in {seconds:.0f} s)"
+    return result.stdout.strip() if result.returncode == 0 else f"died: {result.stderr[-600:]}"
+
+
+# ---- times -----------------------------------------------------------------------------------------------------------
+
+SHAPES = [(32768, 1024, 4096), (32768, 768, 3072), (18400, 768, 3072), (2048, 1024, 4096), (256, 1024, 4096)]
+
+
+class ForwardPass(ctypes.Structure):
+    """BiasGeluForward of kernels/bias_gelu/op.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "bias", "y")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "x_stride")),
+        *((name, ctypes.c_int) for name in ("activation", "dtype", "bias_dtype", "threads", "device")),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
+class BackwardPass(ctypes.Structure):
+    """BiasGeluBackward of kernels/bias_gelu/op.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("dy", "x", "bias", "dx", "y", "dbias", "workspace")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "x_stride")),
+        *((name, ctypes.c_int) for name in ("activation", "dtype", "bias_dtype", "threads", "parts", "device")),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
+PASS = WORK / "pass.so"
+
+
+def compile_pass() -> str:
+    command = ["nvcc", "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-shared", "-Xcompiler=-fPIC"]
+    command += ["-DLAB_PASS", "-I", str(ROOT / "kernels"), "-o", str(PASS), str(ROOT / "benchmarks/lab/hopper_gemm.cu")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return (result.stdout + result.stderr)[-2000:] if result.returncode else ""
+
+
+class Pass:
+    """bias_gelu's own CUDA kernels."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL(str(PASS))
+
+    def forward(self, h: Any, bias: Any, a: Any) -> None:
+        import torch
+
+        call = ForwardPass(h.data_ptr(), bias.data_ptr(), a.data_ptr(), *h.shape, h.stride(0), 0, _code(h), _code(bias))
+        call.stream = torch.cuda.current_stream().cuda_stream
+        self.library.bias_gelu_forward_pass(ctypes.byref(call))
+
+    def backward(self, da: Any, h: Any, bias: Any, dh: Any, a: Any, dbias: Any, workspace: Any) -> None:
+        import torch
+
+        tensors = (da, h, bias, dh, a, dbias, workspace)
+        call = BackwardPass(*(t.data_ptr() for t in tensors), *h.shape, h.stride(0), 0, _code(h), _code(bias))
+        call.parts, call.stream = workspace.shape[0], torch.cuda.current_stream().cuda_stream
+        self.library.bias_gelu_backward_pass(ctypes.byref(call))
+
+
+def graph_of(function: Callable[[], Any], launches: int) -> Any:
+    import torch
+
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(launches):
+            function()
+    graph.replay()
+    return graph
+
+
+def time_us(calls: dict[str, Callable[[], Any]], launches: int = 6, rounds: int = 7) -> dict[str, float]:
+    """Medians; the calls take turns."""
+    import torch
+
+    graphs, times = {}, {}
+    for name, function in calls.items():
+        try:
+            graphs[name] = graph_of(function, launches)
+            times[name] = []
+        except Exception as error:
+            print(f"{name}: {repr(error)[:300]}", flush=True)
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(1e3 * start.elapsed_time(end) / launches)
+    return {name: sorted(found)[len(found) // 2] for name, found in times.items()}
+
+
+def time_all(names: list[str]) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    kernels = {name: Kernel(variant) for variant in VARIANTS if (name := str(variant)) in names}
+    timed_inside = {str(variant) for variant in VARIANTS if variant.timed_inside}
+    own = Pass()
+    for T, C, I in SHAPES:
+        x, dy = (torch.randn(T, C, device=DEVICE).bfloat16() for _ in range(2))
+        w = (torch.randn(I, C, device=DEVICE) * C**-0.5).bfloat16()
+        bias, dbias, w2 = torch.randn(I, device=DEVICE), torch.empty(I, device=DEVICE), w.t().contiguous()
+        h, a, dh, da = (torch.empty(T, I, dtype=x.dtype, device=DEVICE) for _ in range(4))
+        sums = torch.empty(-(-T // 128), I, device=DEVICE)
+        workspace = torch.empty(4 * 132 // (I // 256), I, device=DEVICE)
+        flops = 2.0 * T * C * I
+        torch.mm(x, w.t(), out=h)
+
+        forward: dict[str, Callable[[], Any]] = {
+            "vendor's product": lambda: torch.mm(x, w.t(), out=h),  # noqa: B023
+            "pass": lambda: own.forward(h, bias, a),  # noqa: B023
+            "product, pass": lambda: (torch.mm(x, w.t(), out=h), own.forward(h, bias, a)),  # noqa: B023
+        }
+        backward: dict[str, Callable[[], Any]] = {
+            "vendor's product": lambda: torch.mm(dy, w2, out=da),  # noqa: B023
+            "pass": lambda: own.backward(da, h, bias, dh, a, dbias, workspace),  # noqa: B023
+            "product, pass": lambda: (
+                torch.mm(dy, w2, out=da),  # noqa: B023
+                own.backward(da, h, bias, dh, a, dbias, workspace),  # noqa: B023
+            ),
+        }
+        inside: dict[str, dict[str, Kernel]] = {"forward": {}, "backward": {}}
+        for name, kernel in kernels.items():
+            if name in timed_inside and (T, C) != (32768, 1024):
+                continue
+            forward[name] = lambda kernel=kernel: kernel.forward(x, w, bias, h, a)  # noqa: B023
+            backward[name] = lambda kernel=kernel: kernel.backward(dy, w2, bias, h, dh, a, sums)  # noqa: B023
+            if name in timed_inside:
+                inside["forward"][name] = inside["backward"][name] = kernel
+        for direction, calls in (("backward", backward), ("forward", forward)):
+            if T > 10000:
+                lasting = ("vendor's product", "product, pass", *map(str, VARIANTS[:4]))
+                sustained({name: calls[name] for name in lasting if name in calls}, f"T{T} C{C} {direction}")
+            found = time_us(calls)
+            for name, microseconds in found.items():
+                more = ""
+                if name in inside[direction]:
+                    for _ in range(20):
+                        calls[name]()
+                    more = "; " + inside[direction][name].clocks()
+                rate = flops / microseconds * 1e-6
+                print(f"T{T} C{C} {direction}: {name}: {microseconds:.1f} us, {rate:.0f} TFLOP/s{more}", flush=True)
+
+
+def sustained(calls: dict[str, Callable[[], Any]], label: str) -> None:
+    """Under lasting load, where the chip's power sets its clock."""
+    import torch
+
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,clocks_throttle_reasons.active", "--format=csv,noheader"]
+    for name, function in calls.items():
+        graph = graph_of(function, 20)
+        graph.replay()
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(25):
+            graph.replay()
+        end.record()
+        reading = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+        end.synchronize()
+        print(f"{label}, lasting: {name}: {1e3 * start.elapsed_time(end) / 500:.1f} us ({reading})", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--check", default="", help="a variant's name: check it and say ok")
+    parser.add_argument("--time", nargs="*", help="variants' names: time these")
+    parser.add_argument("--build", action="store_true", help="compile only")
+    parser.add_argument("--jobs", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=65.0, help="when the last timing is broken off")
+    arguments = parser.parse_args()
+    if arguments.check:
+        variant = next(variant for variant in VARIANTS if str(variant) == arguments.check)
+        print("\n    ".join(check(variant)) or "ok")
+        return
+    if arguments.time is not None:
+        time_all(arguments.time)
+        return
+    start = time.time()
+    WORK.mkdir(exist_ok=True)
+    results = Path(os.environ.get("OUT", str(WORK))) / "hopper_gemm.txt"
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+        with results.open("a") as file:
+            file.write(text + "\n")
+
+    with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+        own = pool.submit(compile_pass)
+        for variant, complaint in zip(VARIANTS, pool.map(compile_variant, VARIANTS), strict=True):
+            if complaint:
+                say(f"compile {variant}: {complaint}")
+    if own.result():
+        say(f"compile the pass: {own.result()}")
+    say(f"compiled after {time.time() - start:.0f} s")
+    if arguments.build:
+        return
+    built = [variant for variant in VARIANTS if variant.library.exists()]
+    checked = [variant for variant in built if variant.right]
+    with concurrent.futures.ThreadPoolExecutor(10) as pool:
+        verdicts = list(pool.map(lambda variant: check_apart(variant, 20.0), checked))
+    for variant, verdict in zip(checked, verdicts, strict=True):
+        say(f"check {variant}: {verdict[:1200]}")
+    say(f"checked after {time.time() - start:.0f} s")
+    right = [str(variant) for variant, verdict in zip(checked, verdicts, strict=True) if verdict == "ok"]
+    right += [str(variant) for variant in built if not variant.right]
+    timing = subprocess.Popen(
+        [sys.executable, __file__, "--time", *right], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert timing.stdout is not None
+    limit = concurrent.futures.ThreadPoolExecutor(1)
+    limit.submit(lambda: timing.wait(max(5.0, arguments.seconds - (time.time() - start)))).add_done_callback(
+        lambda _: timing.kill()
+    )
+    for line in timing.stdout:
+        say(line.rstrip())
+    say(f"timed after {time.time() - start:.0f} s")
+    limit.shutdown()
+
+
+if __name__ == "__main__":
+    main()

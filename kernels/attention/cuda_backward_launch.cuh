@@ -1,0 +1,117 @@
+// attention backward for Hopper: what comes before its kernels, for every head dim.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/cuda_backward_tiles.cuh"
+#include "attention/op.h"
+#include "common/hopper.cuh"
+
+namespace fasttfm {
+namespace cuda {
+namespace {
+
+constexpr int kStatisticsThreads = 256;
+
+// lse in units of log2, +infinity for rows that attend to nothing or are not there, and sum(out * dout) over dropout's
+// scale: a block for each tile of queries of each head, 8 elements a thread. Sets the tile's number in `turns`, if
+// given, to 0.
+template <class T, int HEAD_DIM>
+__global__ void __launch_bounds__(kStatisticsThreads)
+    statistics_kernel(Parameters p, const T* dout, const T* out, const float* lse, float* statistics, int* turns,
+                      float delta_scale) {
+  constexpr int kRow = HEAD_DIM / kVector;  // threads
+  const int head = blockIdx.y, sequence = blockIdx.z;
+  const Span q = span_of(p.cu_seqlens, p.lengths, sequence, p.queries, p.max_seqlen);
+  const int first = blockIdx.x * kQueries;
+  if (first >= q.length) return;
+  const int64_t token = (p.cu_seqlens == nullptr ? static_cast<int64_t>(sequence) * p.queries : q.first);
+  const float* own_lse = lse + (p.cu_seqlens == nullptr ? (static_cast<int64_t>(sequence) * p.heads + head) * p.queries
+                                                        : static_cast<int64_t>(head) * p.queries + q.first);
+  const int64_t tile = head * p.tiles + first_tile(p.cu_seqlens, sequence, q.first, p.queries) + blockIdx.x;
+  float* to = statistics + tile * 2 * kQueries;
+  if (turns != nullptr && threadIdx.x == 0) turns[tile] = 0;
+#pragma unroll
+  for (int part = 0; part < kQueries * kRow / kStatisticsThreads; ++part) {
+    const int i = part * kStatisticsThreads + threadIdx.x, row = i / kRow;
+    const bool there = first + row < q.length;
+    const int64_t at = ((token + first + row) * p.heads + head) * HEAD_DIM + i % kRow * kVector;
+    float a[kVector], b[kVector], sum = 0.0f;
+    widen(load_packed_if(there, out + at, 0u), a);
+    widen(load_packed_if(there, dout + at, 0u), b);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) sum += a[j] * b[j];
+#pragma unroll
+    for (int distance = 1; distance < kRow; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    if (i % kRow == 0) {
+      const float value = there ? own_lse[first + row] : -__int_as_float(0x7f800000);
+      to[row] = value == -__int_as_float(0x7f800000) ? __int_as_float(0x7f800000) : value * 1.4426950408889634f;
+      to[kQueries + row] = sum * delta_scale;
+    }
+  }
+}
+
+// Tiles of queries of all sequences: see first_tile().
+inline int64_t tiles_of(int64_t sequences, int64_t queries, bool packed) {
+  return packed ? queries / kQueries + sequences : sequences * ((queries + kQueries - 1) / kQueries);
+}
+
+template <class T, int HEAD_DIM>
+Status launch_statistics(const AttentionBackward& call, const Parameters& p, float* statistics, int* turns) {
+  const dim3 grid(static_cast<unsigned>((std::min(call.max_seqlen, call.queries) + kQueries - 1) / kQueries),
+                  static_cast<unsigned>(call.heads), static_cast<unsigned>(call.sequences));
+  if (grid.x == 0) return {};
+  const float delta_scale = call.dropout_scale > 0 ? 1 / call.dropout_scale : 0.0f;
+  return launch(statistics_kernel<T, HEAD_DIM>, grid, dim3(kStatisticsThreads), 0, call.stream, p,
+                static_cast<const T*>(call.dout), static_cast<const T*>(call.out), call.lse, statistics, turns,
+                delta_scale);
+}
+
+inline Status map_of(CUtensorMap* map, const AttentionCall& call, const void* data, const int64_t (&strides)[3],
+                     int64_t tokens, int rows) {
+  if (tokens == 0) return {};
+  const bool packed = call.cu_seqlens != nullptr;
+  return make_tensor_map(map, {data,
+                               call.dtype,
+                               {call.head_dim, call.heads, tokens, packed ? 1 : call.sequences},
+                               {strides[2], strides[1], strides[0]},
+                               {kTileColumns, 1, rows, 1}});
+}
+
+// All but what points into the workspace.
+inline Status set_parameters(const AttentionBackward& call, Parameters* p) {
+  const int64_t dout_strides[3] = {call.queries * call.heads * call.head_dim, call.heads * call.head_dim,
+                                   call.head_dim};
+  const int64_t q_strides[3] = {call.q_sequence_stride, call.q_token_stride, call.q_head_stride};
+  const int64_t k_strides[3] = {call.k_sequence_stride, call.k_token_stride, call.k_head_stride};
+  const int64_t v_strides[3] = {call.v_sequence_stride, call.v_token_stride, call.v_head_stride};
+  Status status = map_of(&p->q, call, call.q, q_strides, call.queries, kQueries);
+  if (status.code == StatusCode::ok) status = map_of(&p->dout, call, call.dout, dout_strides, call.queries, kQueries);
+  if (status.code == StatusCode::ok) status = map_of(&p->k, call, call.k, k_strides, call.keys, kKeys);
+  if (status.code == StatusCode::ok) status = map_of(&p->v, call, call.v, v_strides, call.keys, kKeys);
+  p->dq = {call.dq, call.dq_sequence_stride, call.dq_token_stride, call.dq_head_stride};
+  p->dk = {call.dk, call.dk_sequence_stride, call.dk_token_stride, call.dk_head_stride};
+  p->dv = {call.dv, call.dv_sequence_stride, call.dv_token_stride, call.dv_head_stride};
+  p->cu_seqlens = call.cu_seqlens;
+  p->cu_seqlens_k = call.cu_seqlens_k;
+  p->lengths = call.lengths;
+  p->lengths_k = call.lengths_k;
+  p->seed = call.seed;
+  p->sequences = static_cast<int>(call.sequences);
+  p->heads = static_cast<int>(call.heads);
+  p->queries = static_cast<int>(call.queries);
+  p->keys = static_cast<int>(call.keys);
+  p->max_seqlen = static_cast<int>(call.max_seqlen);
+  p->max_seqlen_k = static_cast<int>(call.max_seqlen_k);
+  p->tiles = static_cast<int>(tiles_of(call.sequences, call.queries, call.cu_seqlens != nullptr));
+  p->threshold = call.threshold;
+  p->score_scale = call.scale * 1.4426950408889634f;
+  p->dq_scale = call.scale * call.dropout_scale;
+  p->dv_scale = call.dropout_scale;
+  return status;
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace fasttfm

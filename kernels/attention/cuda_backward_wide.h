@@ -1,0 +1,17 @@
+// attention backward for Hopper, head dim 128: attention_backward() and its workspace go there.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/op.h"
+
+namespace fasttfm {
+namespace cuda {
+
+constexpr int kWideDim = 128;
+
+Status attention_backward_wide(const AttentionBackward&);
+int64_t attention_backward_wide_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen_k);
+
+}  // namespace cuda
+}  // namespace fasttfm

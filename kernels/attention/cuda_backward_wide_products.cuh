@@ -1,0 +1,315 @@
+// attention backward for Hopper, head dim 128: warpgroups 1 and 2, which multiply. See cuda_backward_wide.cu.
+#pragma once
+
+#include "attention/cuda_backward_products.cuh"
+#include "attention/cuda_backward_wide_tiles.cuh"
+
+namespace fasttfm {
+namespace cuda {
+namespace {
+
+// 64 of a product's 128 columns.
+__device__ __forceinline__ const float (&columns_of(const float (&value)[64], int part))[32] {
+  return *reinterpret_cast<const float (*)[32]>(value + 32 * part);
+}
+
+// Writes 64 rows of 128 columns.
+template <class T>
+__device__ __forceinline__ void store_wide_product(const float (&value)[64], float factor, T* to, int64_t stride,
+                                                   int rows) {
+  store_product(columns_of(value, 0), factor, to, stride, rows);
+  store_product(columns_of(value, 1), factor, to + kTileColumns, stride, rows);
+}
+
+template <class T>
+__device__ __forceinline__ void store_wide_zeros(T* to, int64_t stride, int rows) {
+  store_zeros(to, stride, rows);
+  store_zeros(to + kTileColumns, stride, rows);
+}
+
+// The same number, of which the compiler knows nothing: what is computed from it is not kept in registers.
+__device__ __forceinline__ uint32_t anew(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// Keeps the assembler from moving a wait for products up over the code that computes these words: a branch that needs
+// them all, and is taken only if all are NaN.
+__device__ __forceinline__ void pin(const uint32_t (&word)[16]) {
+  uint32_t all = 0xffffffffu;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) all &= word[i];
+  if (__any_sync(0xffffffffu, all == 0xffffffffu)) __nanosleep(20);
+}
+
+template <class T, bool DROPOUT, bool CAUSAL>
+struct WideKeyWarpgroup {
+  const WideParameters& p;
+  WideMemory<CAUSAL>& memory;
+  const int number;       // 0 or 1: which 64 keys of a tile, and which 64 columns of dQ
+  uint32_t step, k_step;  // tiles of queries and of keys so far: where all rings stand
+  float dk[64], dv[64];
+
+  __device__ __forceinline__ WideKeyWarpgroup(const WideParameters& p, WideMemory<CAUSAL>& memory, int number)
+      : p(p), memory(memory), number(number), step(0), k_step(0) {}
+
+  static __device__ __forceinline__ uint32_t q_slot(uint32_t step) { return step % kQueryStages; }
+  static __device__ __forceinline__ uint32_t slot(uint32_t step) { return step % kGradientStages; }
+  static __device__ __forceinline__ uint32_t parity(uint32_t step) { return step / kGradientStages % 2; }
+  __device__ __forceinline__ uint32_t k_slot() const { return k_step % kKeyStages; }
+
+  // The weights of P^T that dropout keeps. Bits of a word of kept bits are numbered i2 i1 (1 - half) i0 c (see
+  // draw_kept()); i1 and c change places first, so that the bits of a pair, c = 0 and 1, stand in neighbouring bytes at
+  // the same place, from where their sign is spread over 16 bits each.
+  static __device__ __forceinline__ void drop(const uint32_t (&weights)[16], uint32_t kept, uint32_t (&left)[16]) {
+    const uint32_t other = (kept ^ kept >> 7) & 0x00aa00aau;
+    kept ^= other ^ other << 7;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t signs = kept << (7 - (i / 2 % 2 + i % 2 * 2 + (1 - half) * 4));
+        uint32_t mask;
+        asm("prmt.b32 %0, %1, 0, %2;" : "=r"(mask) : "r"(signs), "r"(i / 4 ? 0xbbaa : 0x9988));
+        left[2 * i + half] = weights[2 * i + half] & mask;
+      }
+  }
+
+  // product = keys queries^T, of 64 rows of a tile of keys and a tile of queries.
+  static __device__ __forceinline__ void multiply_rows(float (&product)[32], uint32_t keys, uint32_t queries) {
+    begin_products();
+#pragma unroll
+    for (int c = 0; c < 8; ++c)
+      multiply<T>(product, advance(k_major(keys + c / 4 * kKeyTileBytes), c % 4 * kKMajorStep),
+                  advance(k_major(queries + c / 4 * kQueryTileBytes), c % 4 * kKMajorStep), c > 0);
+    commit_products();
+  }
+  // sum += operand rows, or sum = operand rows.
+  static __device__ __forceinline__ void multiply_columns(float (&sum)[64], const uint32_t (&operand)[16],
+                                                          uint32_t rows, bool add) {
+    begin_products();
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      multiply<T, Major::mn>(sum, operand + 4 * c, advance(mn_major(rows, kQueryTileBytes), c * kMnMajorStep),
+                             c > 0 || add);
+    commit_products();
+  }
+
+  // Starts S^T = K Q^T of a tile of queries.
+  __device__ __forceinline__ void begin_scores(float (&scores)[32], uint32_t step) {
+    memory.q_full[q_slot(step)].wait(step / kQueryStages % 2);
+    multiply_rows(scores, anew(shared_address(memory.k[k_slot()]) + number * 64 * kTileRowBytes),
+                  shared_address(memory.q[q_slot(step)]));
+  }
+
+  // Starts dQ = dS K of a tile of queries, 64 columns.
+  __device__ __forceinline__ void begin_dq(float (&dq)[32]) {
+    memory.dscores_full.wait(step % 2);
+    const uint32_t dscores = shared_address(memory.dscores);
+    const uint32_t k = anew(shared_address(memory.k[k_slot()]) + number * kKeyTileBytes);
+    begin_products();
+#pragma unroll
+    for (int c = 0; c < 8; ++c)
+      multiply<T, Major::mn, Major::mn>(dq, advance(mn_major(dscores, 0), c * kMnMajorStep),
+                                        advance(mn_major(k, 0), c * kMnMajorStep), c > 0);
+    commit_products();
+  }
+
+  // Hands dQ of a tile of queries over to the sums, or writes it if it is the last addition.
+  __device__ __forceinline__ void leave_dq(float (&dq)[32], int tile) {
+    const WideUnit<CAUSAL>& unit = memory.unit[number];
+    memory.staging_free.wait((step - 1) % 2);
+    const int use = memory.staging_use;
+    float4* staging = memory.staging[number][0] + threadIdx.x % kWarpgroup;
+    if (use == kAdded) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        staging[i * kWarpgroup] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      fence_async();
+      arrive_warp(memory.staging_done);
+      return;
+    }
+    if (use == kLast) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float4 part = staging[i * kWarpgroup];
+        dq[4 * i] += part.x;
+        dq[4 * i + 1] += part.y;
+        dq[4 * i + 2] += part.z;
+        dq[4 * i + 3] += part.w;
+      }
+    }
+    hold_registers(dq);  // what was read is here
+    arrive_warp(memory.staging_done);
+    const int query = tile * kQueries;
+    store_product(dq, p.dq_scale,
+                  row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query) + number * kTileColumns,
+                  p.dq.token, unit.q.stored - query);
+  }
+
+  // P^T = exp(S^T - lse) of a tile of queries, in 16 bits.
+  __device__ __forceinline__ void weigh(float (&scores)[32], uint32_t (&weights)[16], int key, int tile) {
+    const WideUnit<CAUSAL>& unit = memory.unit[number];
+    mask_scores<CAUSAL>(scores, key, tile * kQueries, unit.k.length, unit.offset());
+    const float2* statistics = reinterpret_cast<const float2*>(memory.lse[q_slot(step)]) + threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float2 lse = statistics[4 * i];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* pair = scores + 4 * i + 2 * half;
+        weights[2 * i + half] = narrow_word(power_of_two(pair[0] * p.score_scale - lse.x),
+                                            power_of_two(pair[1] * p.score_scale - lse.y), T{});
+      }
+    }
+  }
+
+  // dS^T = P^T (dP^T - delta), in 16 bits; where dropout left less of P^T, dP^T counts there alone.
+  __device__ __forceinline__ void differentiate(const float (&dweights)[32], const uint32_t (&weights)[16],
+                                                const uint32_t (&left)[16], uint32_t (&dscores)[16]) {
+    const float2* statistics = reinterpret_cast<const float2*>(memory.delta[slot(step)]) + threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float2 delta = statistics[4 * i];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* pair = dweights + 4 * i + 2 * half;
+        const float2 weight = widen_word(weights[2 * i + half], T{});
+        if constexpr (DROPOUT) {
+          const float2 kept = widen_word(left[2 * i + half], T{});
+          dscores[2 * i + half] =
+              narrow_word(kept.x * pair[0] - weight.x * delta.x, kept.y * pair[1] - weight.y * delta.y, T{});
+        } else {
+          dscores[2 * i + half] = narrow_word(weight.x * (pair[0] - delta.x), weight.y * (pair[1] - delta.y), T{});
+        }
+      }
+    }
+  }
+
+  // Starts dP^T = V dO^T of a tile of queries.
+  __device__ __forceinline__ void begin_dweights(float (&dweights)[32]) {
+    memory.dout_full[slot(step)].wait(parity(step));
+    multiply_rows(dweights, anew(shared_address(memory.v) + number * 64 * kTileRowBytes),
+                  shared_address(memory.dout[slot(step)]));
+  }
+
+  // A tile of queries, whose weights are there and whose dP^T is under way in `own`, up to dQ; unless it is the LAST,
+  // then weights and dP^T of the next one, in `next`. `first`: it starts the sums of dk and dv.
+  template <bool LAST>
+  __device__ __forceinline__ void over_tile(float (&own)[32], float (&next)[32], uint32_t (&weights)[16], int key,
+                                            int tile, bool first) {
+    // Scores of the next tile before dS of this one; with dropout, which has no registers for that, after it.
+    constexpr bool kEarly = !LAST && !DROPOUT;
+    const uint32_t dout = shared_address(memory.dout[slot(step)]);
+    uint32_t dscores[16], left[16];
+    if constexpr (DROPOUT) {
+      memory.kept_full[number].wait(step % 2);
+      drop(weights, memory.kept[number][threadIdx.x % kWarpgroup], left);
+    }
+    multiply_columns(dv, DROPOUT ? left : weights, dout, !first);
+    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[number]);  // the word is here: it was used
+    if constexpr (kEarly) begin_scores(next, step + 1);
+    wait_products<1>();
+    hold_registers(own);
+    if constexpr (LAST) arrive_warp(memory.v_empty);
+    differentiate(own, weights, left, dscores);
+    if constexpr (!kEarly) {
+      pin(dscores);
+      wait_products<0>();
+    }
+    hold_registers(DROPOUT ? left : weights);
+    arrive_warp(memory.dout_empty[slot(step)]);
+    memory.dscores_empty.wait(step % 2 ^ 1);
+    const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
+    const uint32_t to = anew(shared_address(memory.dscores) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, dscores + 4 * c);
+    fence_async();
+    arrive_warp(memory.dscores_full);
+    multiply_columns(dk, dscores, shared_address(memory.q[q_slot(step)]), !first);
+    if constexpr (!kEarly && !LAST) begin_scores(next, step + 1);
+    begin_dq(own);
+    ++step;
+    if constexpr (!LAST) {
+      wait_products<1>();
+      hold_registers(next);
+      hold_registers(dk);
+      arrive_warp(memory.q_empty[q_slot(step - 1)]);
+      weigh(next, weights, key, tile - 1);
+      begin_dweights(next);
+      wait_products<1>();
+      hold_registers(own);
+    } else {
+      wait_products<0>();
+      hold_registers(own);
+      hold_registers(dk);
+      hold_registers(dv);
+      arrive_warp(memory.q_empty[q_slot(step - 1)]);
+      arrive_warp(memory.k_empty[k_slot()]);
+    }
+    arrive_warp(memory.dscores_empty);
+    leave_dq(own, tile);
+  }
+
+  // One tile of keys.
+  __device__ __forceinline__ void over_keys(int key_tile) {
+    const WideUnit<CAUSAL>& unit = memory.unit[number];
+    const int key = key_tile * kKeys + number * 64;
+    const int begin = unit.begin(key_tile);
+    int tile = unit.query_tiles - 1;
+    float even[32], odd[32];
+    uint32_t weights[16];
+    memory.k_full[k_slot()].wait(k_step / kKeyStages % 2);
+    begin_scores(even, step);
+    memory.v_full.wait(k_step % 2);
+    wait_products<0>();
+    hold_registers(even);
+    weigh(even, weights, key, tile);
+    begin_dweights(even);
+    for (bool first = true;; first = false, tile -= 2) {
+      if (tile == begin) {
+        over_tile<true>(even, odd, weights, key, tile, first);
+        break;
+      }
+      over_tile<false>(even, odd, weights, key, tile, first);
+      if (tile - 1 == begin) {
+        over_tile<true>(odd, even, weights, key, tile - 1, false);
+        break;
+      }
+      over_tile<false>(odd, even, weights, key, tile - 1, false);
+    }
+    ++k_step;
+    const int rows = unit.k.stored - key;
+    store_wide_product(dk, p.dq_scale, row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token,
+                       rows);
+    store_wide_product(dv, p.dv_scale, row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token,
+                       rows);
+  }
+
+  __device__ __forceinline__ void over_unit(int index) {
+    sync_named(1 + number, kWarpgroup);
+    if (threadIdx.x % kWarpgroup == 0) memory.unit[number] = WideUnit<CAUSAL>(p, index);
+    sync_named(1 + number, kWarpgroup);
+    const WideUnit<CAUSAL>& unit = memory.unit[number];
+    for (int round = 0; round < unit.rounds(); ++round)
+      if (unit.key_tile(round) < unit.key_tiles) over_keys(unit.key_tile(round));
+    if (unit.part > 0) return;
+    for (int key = unit.key_tiles * kKeys + number * 64; key < unit.k.stored; key += kKeys) {
+      const int rows = min(unit.k.stored - key, 64);
+      store_wide_zeros(row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token, rows);
+      store_wide_zeros(row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token, rows);
+    }
+    if (number > 0) return;
+    // Rows that attend to nothing: those before the first key's, and those past the sequence's end.
+    const auto zeros = [&](int begin, int end) {
+      if (begin < end)
+        store_wide_zeros(row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + begin), p.dq.token, end - begin);
+    };
+    if (CAUSAL && unit.key_tiles > 0) zeros(0, min(unit.begin(0) * kQueries, unit.q.stored));
+    zeros(unit.query_tiles * kQueries, unit.q.stored);
+  }
+};
+
+}  // namespace
+}  // namespace cuda
+}  // namespace fasttfm

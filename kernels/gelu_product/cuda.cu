@@ -1,0 +1,94 @@
+// The launchers of Hopper's products with an activation (cuda_product.cuh has the kernel).
+#include <cstdint>
+#include <initializer_list>
+
+#include "common/hopper.cuh"
+#include "common/rows.cuh"
+#include "gelu_product/cuda_product.cuh"
+#include "gelu_product/op.h"
+
+namespace fasttfm {
+namespace cuda {
+namespace {
+
+using ForwardShape = ProductShape<192, 4, 2, 7>;
+using BackwardShape = ProductShape<128, 5, 2, 7>;
+
+int64_t row_tiles(int64_t rows) { return (rows + BackwardShape::kRows - 1) / BackwardShape::kRows; }
+
+Status check_product(const ProductOperands& operands, int64_t rows, int64_t columns,
+                     std::initializer_list<const void*> tensors) {
+  if (operands.dtype != DType::bf16 && operands.dtype != DType::f16) return unknown_dtype();
+  if (rows < 0 || rows > 0x7fffffff / 2 || operands.inner < kVector || operands.inner % kVector != 0 ||
+      operands.inner > 0x7fffffff / 2 || columns < kVector || columns % kVector != 0 || columns > 0x7fffffff / 4)
+    return bad_size("gelu_product: inputs and columns are multiples of 8, and 32 bits count them and the rows");
+  if (operands.a_stride % kVector != 0) return misaligned_rows();
+  for (const void* tensor : tensors)
+    if (!rows_aligned(tensor, 0)) return misaligned_rows();
+  int major = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, operands.device);
+  if (error != cudaSuccess) return status_of(error);
+  if (major != 9) return {StatusCode::bad_value, "gelu_product: these kernels are for compute capability 9.0 alone"};
+  return {};
+}
+
+template <class Shape, bool BACKWARD>
+Status run_product(const ProductOperands& operands, const ProductParams& p, Activation activation) {
+  int multiprocessors = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, operands.device);
+  if (error != cudaSuccess) return status_of(error);
+  return with_activation(activation, [&](auto tag) {
+    constexpr Activation kActivation = decltype(tag)::value;
+    return operands.dtype == DType::bf16
+               ? launch_product<bf16_t, Shape, kActivation, BACKWARD>(operands, p, multiprocessors)
+               : launch_product<f16_t, Shape, kActivation, BACKWARD>(operands, p, multiprocessors);
+  });
+}
+
+}  // namespace
+
+Status gelu_product_forward(const GeluProductForward& call) {
+  const ProductOperands operands = {call.x,     call.weight, call.x_stride, call.inputs,
+                                    call.dtype, call.device, call.stream};
+  const Status status =
+      check_product(operands, call.rows, call.columns, {call.x, call.weight, call.bias, call.h, call.a});
+  if (status.code != StatusCode::ok || call.rows == 0) return status;
+  DeviceGuard guard(call.device);
+  ProductParams p = {};
+  p.bias = call.bias;
+  p.bias_dtype = call.bias_dtype;
+  p.product = static_cast<char*>(call.h);
+  p.activation = static_cast<char*>(call.a);
+  p.rows = static_cast<int>(call.rows);
+  p.columns = static_cast<int>(call.columns);
+  return run_product<ForwardShape, false>(operands, p, call.activation);
+}
+
+Status gelu_product_backward(const GeluProductBackward& call) {
+  const ProductOperands operands = {call.dy,    call.weight, call.dy_stride, call.outputs,
+                                    call.dtype, call.device, call.stream};
+  Status status =
+      check_product(operands, call.rows, call.columns, {call.dy, call.weight, call.bias, call.h, call.dh, call.a});
+  if (status.code != StatusCode::ok) return status;
+  DeviceGuard guard(call.device);
+  if (call.rows > 0) {
+    ProductParams p = {};
+    p.bias = call.bias;
+    p.bias_dtype = call.bias_dtype;
+    p.h = static_cast<const char*>(call.h);
+    p.product = static_cast<char*>(call.dh);
+    p.activation = static_cast<char*>(call.a);
+    p.sums = call.dbias == nullptr ? nullptr : call.workspace;
+    p.rows = static_cast<int>(call.rows);
+    p.columns = static_cast<int>(call.columns);
+    status = run_product<BackwardShape, true>(operands, p, call.activation);
+  }
+  if (status.code != StatusCode::ok || call.dbias == nullptr) return status;
+  return sum_parts(call.workspace, {call.dbias, call.bias_dtype}, {}, static_cast<int>(row_tiles(call.rows)),
+                   call.columns, call.stream);
+}
+
+int64_t gelu_product_workspace(int64_t rows, int64_t columns) { return row_tiles(rows) * columns; }
+
+}  // namespace cuda
+}  // namespace fasttfm

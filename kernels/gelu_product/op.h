@@ -1,0 +1,64 @@
+// A matrix product and the activation of its result's neighbourhood in one kernel: the two products of a feed-forward
+// block that meet its activation. N rows.
+//
+//   forward    h = x weight^T     a = activation(h + bias)            x [N, C], weight [I, C]
+//   backward   da = dy weight     dh = da * activation'(h + bias)     dy [N, O], weight [O, I]
+//              a once more        dbias = sum over rows of dh
+//
+// h and da are rounded to the storage type before the activation. Bytes beside the operands: forward writes h and a,
+// backward reads h and writes dh and a, I elements a row each.
+#pragma once
+
+#include <cstdint>
+
+#include "common/activation.h"
+#include "common/dtype.h"
+#include "common/status.h"
+
+namespace fasttfm {
+
+struct GeluProductForward {
+  const void* x;       // [N, C], dtype; rows x_stride elements apart
+  const void* weight;  // [I, C], dtype, contiguous
+  const void* bias;    // [I], bias_dtype, or null for 0
+  void* h;             // [N, I], dtype, contiguous, or null when not wanted
+  void* a;             // [N, I], dtype, contiguous
+  int64_t rows;        // N
+  int64_t inputs;      // C
+  int64_t columns;     // I
+  int64_t x_stride;
+  Activation activation;
+  DType dtype;  // bf16 or f16
+  DType bias_dtype;
+  int device;
+  void* stream;
+};
+
+struct GeluProductBackward {
+  const void* dy;      // [N, O], dtype; rows dy_stride elements apart
+  const void* weight;  // [O, I], dtype, contiguous
+  const void* bias;    // [I], bias_dtype, or null for 0
+  const void* h;       // [N, I], dtype, contiguous
+  void* dh;            // [N, I], dtype, contiguous
+  void* a;             // [N, I], dtype, contiguous, or null when not wanted
+  void* dbias;         // [I], bias_dtype, or null when not wanted
+  float* workspace;    // gelu_product_workspace_cuda(rows, columns) floats; unused without dbias
+  int64_t rows;        // N
+  int64_t outputs;     // O
+  int64_t columns;     // I
+  int64_t dy_stride;
+  Activation activation;
+  DType dtype;  // bf16 or f16
+  DType bias_dtype;
+  int device;
+  void* stream;
+};
+
+namespace cuda {
+// Compute capability 9.0; sizes and strides are multiples of 8, tensors start at multiples of 16 bytes.
+Status gelu_product_forward(const GeluProductForward&);
+Status gelu_product_backward(const GeluProductBackward&);
+int64_t gelu_product_workspace(int64_t rows, int64_t columns);  // in floats
+}  // namespace cuda
+
+}  // namespace fasttfm

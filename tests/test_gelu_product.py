@@ -1,0 +1,244 @@
+"""The products of a feed-forward block with its activation behind them: the registered ops, and Hopper's kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import fasttfm
+from fasttfm.kernels.common.activation import activate, derivative
+from fasttfm.ops import gelu_product, mlp
+from fasttfm.testing.harness import same_bits
+from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="for Hopper alone"
+)
+
+
+class Case(NamedTuple):
+    rows: int
+    inner: int
+    columns: int
+    kind: str = "gelu"
+    bias: torch.dtype | None = torch.float32
+
+
+CASES = [
+    Case(256, 64, 256),
+    Case(1, 8, 8),
+    Case(300, 200, 392),
+    Case(127, 72, 328, bias=None),
+    Case(777, 768, 3072),
+    Case(1500, 1024, 4096, kind="gelu_tanh"),
+    Case(640, 320, 264, kind="relu"),
+    Case(129, 64, 512, kind="silu", bias=torch.bfloat16),
+]
+
+
+class Tensors(NamedTuple):
+    x: Tensor  # and dy, whose product is with the weight's transpose
+    weight: Tensor
+    bias: Tensor | None
+    h: Tensor
+
+
+def draw(case: Case, dtype: torch.dtype, device: str = "cuda") -> Tensors:
+    torch.manual_seed(0)
+
+    def randn(*shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(*shape, device=device)).to(dtype)
+
+    bias = None if case.bias is None else randn(case.columns).to(case.bias)
+    weight = randn(case.columns, case.inner, scale=case.inner**-0.5)
+    return Tensors(randn(case.rows, case.inner), weight, bias, randn(case.rows, case.columns))
+
+
+def plain(given: Tensors, kind: str) -> dict[str, Tensor]:
+    """Both directions by torch in the tensors' types: sums and activations in fp32, or fp64, rounded in between."""
+    x, weight, bias, h = given
+    dtype = x.dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def shifted(values: Tensor) -> Tensor:
+        return values.to(wide) if bias is None else values.to(wide) + bias.to(wide)
+
+    product = (x.to(wide) @ weight.to(wide).t()).to(dtype)
+    exact = product.to(wide) * derivative(shifted(h), kind)
+    return {
+        "h": product,
+        "a": activate(shifted(product), kind).to(dtype),
+        "dh": exact.to(dtype),
+        "a again": activate(shifted(h), kind).to(dtype),
+        "dbias": exact.sum(0).to(dtype if bias is None else bias.dtype),
+    }
+
+
+def fused(given: Tensors, kind: str, backend: str | None = "cuda") -> dict[str, Tensor]:
+    x, weight, bias, h = given
+    a, product = gelu_product.forward_op(x, weight, bias, kind, True, backend)
+    transposed = weight.t().contiguous()
+    dh, dbias, again = gelu_product.backward_op(x, transposed, h, bias, kind, bias is not None, True, backend)
+    return {"h": product, "a": a, "dh": dh, "a again": again, "dbias": dbias}
+
+
+def check(found: dict[str, Tensor], given: Tensors, kind: str) -> None:
+    naive = plain(given, kind)
+    double = Tensors(*(None if t is None else t.double() for t in given))
+    exact = plain(double, kind)
+    for name, value in found.items():
+        if name == "dbias" and given.bias is None:
+            assert value.numel() == 0
+            continue
+        factor = GRADIENT_FACTOR if name in ("dh", "dbias") else OUTPUT_FACTOR
+        comparison = compare(name, value, naive[name], exact[name], factor)
+        assert comparison.ok, comparison
+
+
+# ---- everywhere ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [Case(9, 16, 24), Case(7, 5, 3, kind="gelu_tanh", bias=None)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ops_on_the_cpu(case: Case, dtype: torch.dtype) -> None:
+    given = draw(case, dtype, "cpu")
+    check(fused(given, case.kind, None), given, case.kind)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_registration(wanted: bool) -> None:
+    x, weight, bias, h = draw(Case(6, 16, 24), torch.float32, "cpu")
+    forward = torch.ops.fasttfm.gelu_product_forward.default
+    backward = torch.ops.fasttfm.gelu_product_backward.default
+    torch.library.opcheck(forward, (x, weight, bias, "gelu", wanted, None))
+    torch.library.opcheck(backward, (x, weight.t().contiguous(), h, bias, "gelu", wanted, wanted, None))
+
+
+def test_what_hoppers_kernels_do_not_take() -> None:
+    x, weight, bias, _ = draw(Case(8, 16, 24), torch.float32, "cpu")
+    assert gelu_product.refuse_cuda(x, weight, bias) == "takes bfloat16 and float16, got float32"
+    x, weight, bias, _ = draw(Case(8, 16, 24), torch.bfloat16, "cpu")
+    assert gelu_product.refuse_cuda(x, weight, bias) == "takes tensors on a GPU of compute capability 9.0"
+
+
+# ---- Hopper's kernels ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_fp64(case: Case, dtype: torch.dtype) -> None:
+    given = draw(case, dtype)
+    assert gelu_product.refuse_cuda(*given[:3]) is None
+    check(fused(given, case.kind), given, case.kind)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_refusals_on_the_gpu() -> None:
+    x, weight, bias, _ = draw(Case(8, 20, 24), torch.bfloat16)
+    assert gelu_product.refuse_cuda(x, weight, bias) == "takes sizes that are multiples of 8, got 20"
+    given = draw(Case(8, 16, 24), torch.bfloat16)
+    x, weight, bias, _ = given
+    odd = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x)
+    assert gelu_product.refuse_cuda(odd, weight, bias) == "takes tensors that start at a multiple of 16 bytes"
+    across = given._replace(weight=weight.t().contiguous().t())
+    assert gelu_product.refuse_cuda(*across[:3]) == "takes contiguous parameters"
+    check(fused(across, "gelu"), across, "gelu")
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_less_is_wanted() -> None:
+    case = Case(900, 256, 512)
+    given = draw(case, torch.bfloat16)
+    x, weight, bias, h = given
+    everything = fused(given, case.kind)
+    a, none = gelu_product.forward_op(x, weight, bias, case.kind, False, "cuda")
+    assert none.numel() == 0
+    assert same_bits(a, everything["a"])
+    transposed = weight.t().contiguous()
+    dh, dbias, again = gelu_product.backward_op(x, transposed, h, bias, case.kind, False, False, "cuda")
+    assert dbias.numel() == again.numel() == 0
+    assert same_bits(dh, everything["dh"])
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_rows_apart_and_odd_addresses() -> None:
+    case = Case(500, 128, 512)
+    given = draw(case, torch.bfloat16)
+    expected = fused(given, case.kind)
+    wide = torch.randn(case.rows, 3 * case.inner, device="cuda").bfloat16()
+    wide[:, case.inner : 2 * case.inner] = given.x
+    apart = wide[:, case.inner : 2 * case.inner]
+    found = fused(given._replace(x=apart), case.kind)
+    assert all(same_bits(found[name], expected[name]) for name in expected)
+    odd = torch.empty(given.x.numel() + 1, dtype=given.x.dtype, device="cuda")[1:].view_as(given.x).copy_(given.x)
+    transposed = given.weight.t().contiguous()
+    dh, *_ = gelu_product.backward_cuda(odd, transposed, given.h, given.bias, case.kind, False, False)
+    assert same_bits(dh, expected["dh"])
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_no_rows() -> None:
+    x, weight, bias, h = draw(Case(0, 64, 128), torch.bfloat16)
+    a, product = gelu_product.forward_cuda(x, weight, bias, "gelu")
+    dh, dbias, _ = gelu_product.backward_cuda(x, weight.t().contiguous(), h, bias, "gelu", True, True)
+    assert a.shape == product.shape == dh.shape == (0, 128)
+    assert not dbias.any()
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_same_bits_under_load() -> None:
+    case = Case(18400, 768, 3072)
+    given = draw(case, torch.bfloat16)
+    first = fused(given, case.kind)
+    for _ in range(100):
+        found = fused(given, case.kind)
+        for name, expected in first.items():
+            assert same_bits(found[name], expected), name
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_a_cuda_graph_gives_the_same_bits() -> None:
+    case = Case(2000, 256, 1024)
+    given = draw(case, torch.bfloat16)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        expected = fused(given, case.kind)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = fused(given, case.kind)
+    graph.replay()
+    assert all(same_bits(captured[name], expected[name]) for name in expected)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_mlp_takes_them() -> None:
+    def leaves(**options: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        shapes = {"x": (300, 256), "w1": (512, 256), "b1": (512,), "w2": (264, 512), "b2": (264,)}
+        scales = {"w1": 256**-0.5, "w2": 512**-0.5}
+        drawn = {name: scales.get(name, 1.0) * torch.randn(shape, device="cuda") for name, shape in shapes.items()}
+        return {name: value.to(**options).requires_grad_() for name, value in drawn.items()}
+
+    given = leaves(dtype=torch.bfloat16)
+    assert fasttfm.explain("mlp", *given.values()).chosen == "cuda"
+    assert fasttfm.explain("linear_gelu", *list(given.values())[:3]).chosen == "cuda"
+    results = {}
+    for name, backend, dtype in (("own", None, torch.bfloat16), ("torch", "torch", torch.bfloat16)):
+        tensors = leaves(dtype=dtype)
+        y = mlp(**tensors, backend=backend)
+        results[name] = [y.detach(), *torch.autograd.grad(y, list(tensors.values()), torch.ones_like(y))]
+    for found, expected in zip(results["own"], results["torch"], strict=True):
+        difference = (found.double() - expected.double()).norm() / expected.double().norm()
+        assert difference < 2 * torch.finfo(torch.bfloat16).eps
