@@ -27,13 +27,17 @@ WORK = Path(os.environ.get("HOPPER_LAB", "/tmp/hopper_lab"))
 
 WRAPPER = """
 #include "attention/cuda_backward.cu"
+namespace fasttfm::cuda {  // head dim 128 is another script's
+Status attention_backward_wide(const AttentionBackward&) { return {}; }
+int64_t attention_backward_wide_workspace(int64_t, int64_t, int64_t, int64_t) { return 0; }
+}  // namespace fasttfm::cuda
 extern "C" int backward(const fasttfm::AttentionBackward* call, const char** detail) {
   const fasttfm::Status status = fasttfm::cuda::attention_backward(*call);
   *detail = status.detail;
   return static_cast<int>(status.code);
 }
 extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen) {
-  return fasttfm::cuda::attention_backward_workspace(sequences, heads, tokens, max_seqlen);
+  return fasttfm::cuda::attention_backward_workspace(sequences, heads, 64, tokens, max_seqlen);
 }
 """
 
@@ -64,7 +68,7 @@ FORCED = [
         "  if (call.max_seqlen > kOnChipQueries) return",
         "  if (forced_blocks > 0 || call.max_seqlen > kOnChipQueries) return",
     ),
-    ("(max_seqlen > kOnChipQueries ? kSumFloats : 0)", "(forced_blocks + max_seqlen > 0 ? kSumFloats : 0)"),
+    ("(longest > kOnChipQueries ? kSumFloats : 0)", "(forced_blocks + longest > 0 ? kSumFloats : 0)"),
     ("known[16][3]", "known[16][9]"),
     ("#include <algorithm>\n", '#include <algorithm>\nextern "C" {\nint forced_blocks = 0;\n}\n'),
 ]
@@ -161,7 +165,7 @@ def compile_variant(name: str, changes: list[tuple[str, str]], options: str = ""
         for old, new in [*changes, WITHOUT_HALF]:
             if old not in kernel:
                 print(f"{name}: the source has no {old!r}")
-            kernel = kernel.replace(old, new)
+            kernel = kernel.replace(old, new, 1 if old.startswith("#include") else -1)
         text = text.replace('#include "attention/cuda_backward.cu"', kernel)
     source.write_text(text)
     command = f"nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a{options} -I{ROOT}/kernels -Xptxas=-v -shared"

@@ -190,6 +190,12 @@ def test_group_rates_follow_the_schedule() -> None:
     assert schedule.set(3) == schedule.set(4) == 1.0
     assert schedule.set(7) == pytest.approx(0.6)  # half way
     assert schedule.set(10) == pytest.approx(0.2)
+    # A CUDA graph reads rates from fp32 tensors: the same ones, to the bit.
+    made = [make_optimizer(module(), OptimizerSettings(learning_rate=1e-3), capturable=each) for each in (False, True)]
+    plain, held = (Schedule(each, ScheduleSettings(40, warmup=3)) for each in made)
+    for step in range(40):
+        assert plain.set(step) == held.set(step)
+        assert made[0].param_groups[0]["lr"] == float(made[1].param_groups[0]["lr"])
     linear = Schedule(make_optimizer(model, OptimizerSettings(learning_rate=1.0)), ScheduleSettings(10, warmup=0))
     assert [linear.set(step) for step in (0, 5, 10, 12)] == [1.0, 0.5, 0.0, 0.0]
 

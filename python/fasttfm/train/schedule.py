@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from torch.optim import Optimizer
@@ -28,15 +29,20 @@ class Schedule:
     def __init__(self, optimizer: Optimizer, settings: ScheduleSettings) -> None:
         self.optimizer = optimizer
         self.settings = settings
-        self.rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.rates = [_as_fp32(group["lr"]) for group in optimizer.param_groups]
 
     def set(self, step: int) -> float:
         """Prepares ``step``; returns the largest learning rate."""
         found = factor(self.settings, step)
-        rates = [float(np.float32(rate * found)) for rate in self.rates]  # what a tensor on the device can hold
+        rates = [_as_fp32(rate * found) for rate in self.rates]
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], float):
                 group["lr"] = rate
             else:  # a tensor, which a CUDA graph reads
                 group["lr"].fill_(rate)
         return max(rates)
+
+
+def _as_fp32(rate: Any) -> float:
+    """What a tensor on the device holds of it: steps with a CUDA graph and without have the same rates."""
+    return float(np.float32(float(rate)))
