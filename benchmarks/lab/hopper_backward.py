@@ -3,8 +3,7 @@
     python benchmarks/lab/hopper_backward.py [--only checks|stress|times] [--output DIRECTORY]
 
 Checks hold it against reference.py (same dropout) and repeat it for the same bits; stress repeats large cases more
-often; times stand next to cuDNN's. They run in processes of their own with a time limit: a kernel that hangs costs no
-more.
+often; times stand next to cuDNN's. Each runs in a process of its own with a time limit, for kernels that hang.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ WRAPPER = """
 namespace fasttfm::cuda {  // head dim 128 is another script's
 Status attention_backward_wide(const AttentionBackward&) { return {}; }
 int64_t attention_backward_wide_workspace(int64_t, int64_t, int64_t, int64_t) { return 0; }
-}  // namespace fasttfm::cuda
+}
 extern "C" int backward(const fasttfm::AttentionBackward* call, const char** detail) {
   const fasttfm::Status status = fasttfm::cuda::attention_backward(*call);
   *detail = status.detail;
@@ -49,10 +48,7 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
         ("const bool last = key_tile == unit.last_key_tile(tile), load", "const bool last = false, load"),
         ("sums.add(dq, sum,", "if (dq[0] == 1e30f) sums.add(dq, sum,"),
     ],
-    "without_adding": [("        add_bytes(tile,", "        if (place == 1u << 31) add_bytes(tile,")],
     "without_exp": [('  float result;\n  asm("ex2', '  float result;\n  return x;\n  asm("ex2')],
-    "early_waits": [("    stay_behind(scores[31]);\n", ""), ("    stay_behind(dweights[31]);\n", "")],
-    "released": [("ld.relaxed.cluster", "ld.acquire.cluster"), ("st.relaxed.cluster", "st.release.cluster")],
 }
 
 # What only the case of all keys needs is left, to compile less.
