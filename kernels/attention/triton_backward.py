@@ -431,7 +431,13 @@ def _bwd_q_kernel(
     q_tile = load_rows(q_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
     dout_tile = load_rows(dout_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
     out_tile = load_rows((out + out_start * D, heads * D), first, q_length, columns, not EVEN, D, BLOCK_M)
-    delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1) * ((256 - threshold) / 256.0)
+    if PRECISION == "ieee":  # in the order of dP's sums: where a row has one key the two are equal, and dS is 0
+        row = tl.arange(0, BLOCK_M)
+        pairs = tl.dot(dout_tile, tl.trans(out_tile), input_precision=PRECISION)
+        delta = tl.sum(tl.where(row[:, None] == row[None, :], pairs, 0.0), 1)
+    else:
+        delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    delta *= (256 - threshold) / 256.0
     lse_row = lse_in_log2(lse + lse_start, queries, q_length)
     own = statistics + _statistics_start(sequence, q_first, head, heads, statistics_rows, Q_LAYOUT) + queries
     tl.store(own, lse_row)
