@@ -57,20 +57,24 @@ def run(arguments: argparse.Namespace) -> int:
         contenders=arguments.contenders,
         quick=arguments.quick,
     )
+    output = arguments.output or _default_output(whole=not selection.partial)
+    csv_path = output / f"{file_stem(device)}.csv"
+    unfinished = csv_path.with_name(f"{csv_path.stem}-unfinished.csv")  # what a run that is killed leaves
+    unfinished.unlink(missing_ok=True)
     rows = []
     for name in arguments.ops or specs:
         start = time.perf_counter()
         for measured in bench.bench_op(specs[name], device, selection):
             rows += measured
+            report.write_csv(unfinished, rows)
             seconds, start = time.perf_counter() - start, time.perf_counter()
             print(f"{name} {measured[0].case} {measured[0].dtype}: {seconds:.1f} s", file=sys.stderr, flush=True)
     if not rows:
         arguments.refuse("the chosen ops have no such cases on this device")
     print(report.table(rows))
 
-    output = arguments.output or _default_output(whole=not selection.partial)
-    csv_path = output / f"{file_stem(device)}.csv"
     report.write_csv(csv_path, rows)
+    unfinished.unlink()
     print(f"\nrows:  {csv_path}")
     for name in dict.fromkeys(row.op for row in rows if row.ms_p50 is not None):
         chart_path = output / f"{file_stem(device)}-{name}.png"

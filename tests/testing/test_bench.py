@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -419,6 +419,27 @@ def test_command_prints_the_table_and_writes_files(
     assert (tmp_path / "fasttfm-bench" / f"{stem}.csv").exists()
     assert not list((tmp_path / "benchmarks" / "results").iterdir())  # a quick run leaves committed results alone
     assert _command("--device", "cpu", "--contenders", "fasttfm:nonsense") == 1
+
+
+@pytest.mark.usefixtures("_fixed_ceilings")
+def test_a_killed_run_leaves_the_rows_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    whole = bench.bench_op
+
+    def killed(*arguments: Any) -> Iterator[Any]:
+        yield next(iter(whole(*arguments)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(specs, "all_specs", lambda: {"layer_norm": _spec(Peer("absent", _absent))})
+    monkeypatch.chdir(tmp_path)
+    left = tmp_path / "fasttfm-bench" / f"{bench_timing.file_stem(CPU)}-unfinished.csv"
+    with monkeypatch.context() as during:
+        during.setattr(bench, "bench_op", killed)
+        with pytest.raises(KeyboardInterrupt):
+            _command("--device", "cpu", "--quick")
+    assert "layer_norm" in left.read_text()
+    assert _command("--device", "cpu", "--quick") == 0
+    assert not left.exists()
 
 
 @pytest.mark.parametrize(
