@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from fasttfm.ops import gelu_product, linear
-from fasttfm.ops.attention import _backward_op as attention_backward_op
-from fasttfm.ops.attention import _forward_op as attention_forward_op
+from fasttfm.ops.attention import backward_op as attention_backward_op
+from fasttfm.ops.attention import forward_op as attention_forward_op
 from fasttfm.ops.column_sum import column_sum_op
-from fasttfm.ops.dropout_add_layer_norm import _backward_op as add_norm_backward_op
-from fasttfm.ops.dropout_add_layer_norm import _forward_op as add_norm_forward_op
-from fasttfm.ops.layer_norm import _forward_op as layer_norm_forward_op
+from fasttfm.ops.dropout_add_layer_norm import backward_op as add_norm_backward_op
+from fasttfm.ops.dropout_add_layer_norm import forward_op as add_norm_forward_op
+from fasttfm.ops.layer_norm import forward_op as layer_norm_forward_op
 from fasttfm.ops.library import needs_gradient, straight
 
 

@@ -108,7 +108,7 @@ def attention(
         seed = philox.draw_seed(q.device)
     tensors = (cu_seqlens, cu_seqlens_k, lengths, lengths_k, bias, alibi_slopes, seed)
     numbers = (*bounds, *window_bounds(causal, window), _scale(q, scale), float(dropout_p))
-    apply = _Attention.apply if needs_gradient(q, k, v) else _forward_op
+    apply = _Attention.apply if needs_gradient(q, k, v) else forward_op
     out, lse = apply(q, k, v, *tensors, *numbers, requested(backend))
     return (out, lse) if return_lse else out
 
@@ -174,7 +174,7 @@ def _check_values(op: str, q: Tensor, k: Tensor, problem: AttentionProblem) -> N
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _forward_op(q, k, v, *options)
+        out, lse = forward_op(q, k, v, *options)
         ctx.save_for_backward(q, k, v, out, lse, *options[:_TENSORS])
         ctx.numbers = options[_TENSORS:]
         ctx.mark_non_differentiable(lse)
@@ -185,7 +185,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         gradients = (None, None, None)
         if dout is not None:
-            gradients = _backward_op(dout, *ctx.saved_tensors, *ctx.numbers)
+            gradients = backward_op(dout, *ctx.saved_tensors, *ctx.numbers)
         wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
         return *(gradient if want else None for gradient, want in wanted), *(None for _ in ctx.needs_input_grad[3:])
 
@@ -288,12 +288,12 @@ _OPTIONS = (
     " Tensor? seed, SymInt max_seqlen, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, float scale,"
     " float p, str? backend"
 )
-_forward_op = register(
+forward_op = register(
     f"attention_forward(Tensor q, Tensor? k, Tensor? v, {_OPTIONS}) -> (Tensor out, Tensor lse)",
     _forward,
     _forward_fake,
 )
-_backward_op = register(
+backward_op = register(
     f"attention_backward(Tensor dout, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor lse, {_OPTIONS})"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     _backward,

@@ -66,7 +66,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, activation: str = "gelu"
     _check(x, bias, activation)
     TABLE.check_name(backend)
     arguments = (x, bias, ACTIVATIONS[activation], requested(backend))
-    y: Tensor = _BiasGelu.apply(*arguments) if needs_gradient(x, bias) else _forward_op(*arguments)
+    y: Tensor = _BiasGelu.apply(*arguments) if needs_gradient(x, bias) else forward_op(*arguments)
     return y
 
 
@@ -88,7 +88,7 @@ def _check(x: Any, bias: Any, activation: Any) -> None:
 class _BiasGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: str, backend: str | None) -> Tensor:
-        y: Tensor = _forward_op(x, bias, kind, backend)
+        y: Tensor = forward_op(x, bias, kind, backend)
         ctx.save_for_backward(x, bias)
         ctx.kind, ctx.backend = kind, backend
         return y
@@ -97,7 +97,7 @@ class _BiasGelu(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         want_dbias = ctx.needs_input_grad[1]
-        dx, dbias, _ = _backward_op(dy, x, bias, ctx.kind, want_dbias, False, ctx.backend)
+        dx, dbias, _ = backward_op(dy, x, bias, ctx.kind, want_dbias, False, ctx.backend)
         return dx, dbias if want_dbias else None, None, None
 
 
@@ -127,12 +127,12 @@ def _backward_fake(
     return x.new_empty(x.shape), gradient_like(bias, want_dbias, x), x.new_empty(x.shape if want_y else 0)
 
 
-_forward_op = register(
+forward_op = register(
     "bias_gelu_forward(Tensor x, Tensor? bias, str kind, str? backend) -> Tensor",
     _forward,
     _forward_fake,
 )
-_backward_op = register(
+backward_op = register(
     "bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias, str kind, bool want_dbias, bool want_y,"
     " str? backend) -> (Tensor dx, Tensor dbias, Tensor y)",
     _backward,

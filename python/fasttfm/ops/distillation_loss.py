@@ -96,7 +96,7 @@ def distillation_loss(
     if needs_gradient(*student):
         found: Tensor = _Distillation.apply(*arguments)
     else:
-        losses, *_ = _forward_op(*student, *others, counted, places, None, temperature, [False] * 3, arguments[-1])
+        losses, *_ = forward_op(*student, *others, counted, places, None, temperature, [False] * 3, arguments[-1])
         found = cross_entropy.reduced(losses, reduction, divisor)
     return found.reshape(shape) if reduction == "none" else found
 
@@ -155,7 +155,7 @@ class _Distillation(torch.autograd.Function):
         ctx.options = (temperature, reduction, backend)
         ctx.shape, ctx.dtype = tensors[0].shape, tensors[0].dtype
         now = ctx.wanted if reduction != "none" else [False] * 3
-        losses, *gradients = _forward_op(*tensors, counted, positions, None, temperature, now, backend)
+        losses, *gradients = forward_op(*tensors, counted, positions, None, temperature, now, backend)
         kept = tensors if reduction == "none" else (divisor, *gradients)
         ctx.save_for_backward(counted, positions, *kept)
         return cross_entropy.reduced(losses, reduction, divisor)
@@ -166,7 +166,7 @@ class _Distillation(torch.autograd.Function):
         counted, positions, *kept = ctx.saved_tensors
         if reduction == "none":
             coefficients = dloss.contiguous()
-            _, *totals = _forward_op(*kept, counted, positions, coefficients, temperature, ctx.wanted, backend)
+            _, *totals = forward_op(*kept, counted, positions, coefficients, temperature, ctx.wanted, backend)
             scale = torch.ones((), dtype=dloss.dtype, device=dloss.device)
         else:
             divisor, *totals = kept
@@ -222,7 +222,7 @@ def _forward_fake(student_hidden: Tensor, student_weight: Tensor, *rest: Any) ->
     )
 
 
-_forward_op = register(
+forward_op = register(
     "distillation_loss_forward(Tensor student_hidden, Tensor student_weight, Tensor? student_bias, Tensor teacher,"
     " Tensor? teacher_weight, Tensor? teacher_bias, Tensor counted, Tensor? positions, Tensor? coefficients,"
     " float temperature, bool[] wanted, str? backend) -> (Tensor losses, Tensor dh, Tensor dweight, Tensor dbias)",

@@ -79,7 +79,7 @@ def dropout_add_layer_norm(
     if needs_gradient(x, residual, weight, bias, linear_bias):
         result: Tensor | tuple[Tensor, Tensor] = _DropoutAddLayerNorm.apply(*tensors, *options)
         return result
-    y, z, _ = _forward_op(*tensors, *options)
+    y, z, _ = forward_op(*tensors, *options)
     return (y, z) if prenorm else y
 
 
@@ -130,7 +130,7 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
         backend: str | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         y: Tensor
-        y, z, statistics = _forward_op(x, residual, weight, bias, linear_bias, cu_seqlens, seed, p, eps, True, backend)
+        y, z, statistics = forward_op(x, residual, weight, bias, linear_bias, cu_seqlens, seed, p, eps, True, backend)
         ctx.save_for_backward(z, statistics, weight, bias, linear_bias, cu_seqlens, seed)
         ctx.p = p
         ctx.backend = backend
@@ -140,7 +140,7 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dz: Tensor | None = None) -> tuple[Tensor | None, ...]:
         z, statistics, *others = ctx.saved_tensors
         _, _, *wanted = ctx.needs_input_grad[:5]
-        dresidual, dx, *sums = _backward_op(dy, dz, z, statistics, *others, ctx.p, wanted, ctx.backend)
+        dresidual, dx, *sums = backward_op(dy, dz, z, statistics, *others, ctx.p, wanted, ctx.backend)
         if not _separate(dy, z, others[-1]):
             dx = dresidual
         parameters = [gradient if want else None for gradient, want in zip(sums, wanted, strict=True)]
@@ -232,14 +232,14 @@ def _backward_fake(
     )
 
 
-_forward_op = register(
+forward_op = register(
     "dropout_add_layer_norm_forward(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, Tensor? linear_bias,"
     " Tensor? cu_seqlens, Tensor? seed, float p, float eps, bool want_z, str? backend)"
     " -> (Tensor y, Tensor z, Tensor statistics)",
     _forward,
     _forward_fake,
 )
-_backward_op = register(
+backward_op = register(
     "dropout_add_layer_norm_backward(Tensor dy, Tensor? dz, Tensor z, Tensor statistics, Tensor? weight, Tensor? bias,"
     " Tensor? linear_bias, Tensor? cu_seqlens, Tensor? seed, float p, bool[] wanted, str? backend)"
     " -> (Tensor dresidual, Tensor dx, Tensor dweight, Tensor dbias, Tensor dlinear_bias)",

@@ -93,7 +93,7 @@ def embedding(
         result: Tensor = _Embedding.apply(*tensors, *options)
     else:
         *forward_options, _, backend = options
-        result, _ = _forward_op(*tensors, *forward_options, backend)
+        result, _ = forward_op(*tensors, *forward_options, backend)
     return result
 
 
@@ -196,7 +196,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *tensors, layer_norm, eps, p, dtype, padding_idx, backend = arguments
         y: Tensor
-        y, statistics = _forward_op(*tensors, layer_norm, eps, p, dtype, backend)
+        y, statistics = forward_op(*tensors, layer_norm, eps, p, dtype, backend)
         ctx.save_for_backward(*tensors, statistics)
         ctx.options = (layer_norm, p, padding_idx)
         ctx.backend = backend
@@ -207,7 +207,7 @@ class _Embedding(torch.autograd.Function):
         *tensors, statistics = ctx.saved_tensors
         needs = ctx.needs_input_grad
         wanted = [*needs[1:4], *needs[7:9]]
-        gradients = _backward_op(dy, *tensors, statistics, *ctx.options, wanted, ctx.backend)
+        gradients = backward_op(dy, *tensors, statistics, *ctx.options, wanted, ctx.backend)
         dword, dposition, dsegment, dweight, dbias = (
             gradient if wants else None for gradient, wants in zip(gradients, wanted, strict=True)
         )
@@ -290,13 +290,13 @@ _TENSORS = (
     "Tensor ids, Tensor word_table, Tensor? position_table, Tensor? segment_table, Tensor? position_ids,"
     " Tensor? segment_ids, Tensor? cu_seqlens, Tensor? weight, Tensor? bias, Tensor? seed"
 )
-_forward_op = register(
+forward_op = register(
     f"embedding_forward({_TENSORS}, bool layer_norm, float eps, float p, ScalarType dtype, str? backend)"
     " -> (Tensor y, Tensor statistics)",
     _forward,
     _forward_fake,
 )
-_backward_op = register(
+backward_op = register(
     f"embedding_backward(Tensor dy, {_TENSORS}, Tensor statistics, bool layer_norm, float p, SymInt? padding_idx,"
     " bool[] wanted, str? backend)"
     " -> (Tensor dword_table, Tensor dposition_table, Tensor dsegment_table, Tensor dweight, Tensor dbias)",

@@ -66,7 +66,7 @@ def gelu_layer_norm(
     if needs_gradient(x, linear_bias, weight, bias):
         y: Tensor = _GeluLayerNorm.apply(*arguments)
         return y
-    y, _ = _forward_op(*arguments)
+    y, _ = forward_op(*arguments)
     return y
 
 
@@ -100,7 +100,7 @@ class _GeluLayerNorm(torch.autograd.Function):
         backend: str | None,
     ) -> Tensor:
         y: Tensor
-        y, statistics = _forward_op(x, linear_bias, weight, bias, kind, eps, backend)
+        y, statistics = forward_op(x, linear_bias, weight, bias, kind, eps, backend)
         ctx.save_for_backward(x, linear_bias, weight, bias, statistics)
         ctx.kind, ctx.backend = kind, backend
         return y
@@ -108,7 +108,7 @@ class _GeluLayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[1:4]
-        dx, *gradients = _backward_op(dy, *ctx.saved_tensors, ctx.kind, wanted, ctx.backend)
+        dx, *gradients = backward_op(dy, *ctx.saved_tensors, ctx.kind, wanted, ctx.backend)
         kept = [gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)]
         return dx, *kept, None, None, None
 
@@ -176,13 +176,13 @@ def _backward_fake(
     return x.new_empty(x.shape), *(gradient_like(parameter, want, x) for parameter, want in parameters)
 
 
-_forward_op = register(
+forward_op = register(
     "gelu_layer_norm_forward(Tensor x, Tensor? linear_bias, Tensor? weight, Tensor? bias, str kind, float eps,"
     " str? backend) -> (Tensor y, Tensor statistics)",
     _forward,
     _forward_fake,
 )
-_backward_op = register(
+backward_op = register(
     "gelu_layer_norm_backward(Tensor dy, Tensor x, Tensor? linear_bias, Tensor? weight, Tensor? bias,"
     " Tensor statistics, str kind, bool[] wanted, str? backend)"
     " -> (Tensor dx, Tensor dlinear_bias, Tensor dweight, Tensor dbias)",

@@ -18,8 +18,8 @@ from fasttfm.kernels.common.launch import is_hopper
 from fasttfm.kernels.common.rows import as_rows, gradient_like
 from fasttfm.ops import linear
 from fasttfm.ops.backends import dtype_name
-from fasttfm.ops.bias_gelu import _backward_op as bias_gelu_backward_op
-from fasttfm.ops.bias_gelu import _forward_op as bias_gelu_forward_op
+from fasttfm.ops.bias_gelu import backward_op as bias_gelu_backward_op
+from fasttfm.ops.bias_gelu import forward_op as bias_gelu_forward_op
 from fasttfm.ops.library import register
 
 # What TMA and 16-byte accesses take: sizes and strides in elements, addresses in bytes.

@@ -51,7 +51,7 @@ def layer_norm(
     _check(x, weight, bias, eps)
     TABLE.check_name(backend)
     arguments = (x, weight, bias, float(eps), requested(backend))
-    y: Tensor = _LayerNorm.apply(*arguments) if needs_gradient(x, weight, bias) else _forward_op(*arguments)[0]
+    y: Tensor = _LayerNorm.apply(*arguments) if needs_gradient(x, weight, bias) else forward_op(*arguments)[0]
     return y
 
 
@@ -74,7 +74,7 @@ class _LayerNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, backend: str | None
     ) -> Tensor:
         y: Tensor
-        y, statistics = _forward_op(x, weight, bias, eps, backend)
+        y, statistics = forward_op(x, weight, bias, eps, backend)
         ctx.save_for_backward(x, weight, bias, statistics)
         ctx.backend = backend
         return y
@@ -83,7 +83,7 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, statistics = ctx.saved_tensors
         _, want_dweight, want_dbias, *_ = ctx.needs_input_grad
-        dx, dweight, dbias = _backward_op(dy, x, weight, bias, statistics, want_dweight, want_dbias, ctx.backend)
+        dx, dweight, dbias = backward_op(dy, x, weight, bias, statistics, want_dweight, want_dbias, ctx.backend)
         return dx, dweight if want_dweight else None, dbias if want_dbias else None, None, None
 
 
@@ -133,13 +133,13 @@ def _backward_fake(
     return x.new_empty(x.shape), gradient_like(weight, want_dweight, x), gradient_like(bias, want_dbias, x)
 
 
-_forward_op = register(
+forward_op = register(
     "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps, str? backend)"
     " -> (Tensor y, Tensor statistics)",
     _forward,
     _forward_fake,
 )
-_backward_op = register(
+backward_op = register(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, bool want_dweight,"
     " bool want_dbias, str? backend) -> (Tensor dx, Tensor dweight, Tensor dbias)",
     _backward,

@@ -159,7 +159,7 @@ def vocabulary_loss(
     if needs_gradient(hidden, weight, bias):
         found, correct, samples = _VocabularyLoss.apply(hidden, weight, bias, labels, positions, seed, divisor, call)
     else:
-        losses, correct, samples, *_ = _forward_op(
+        losses, correct, samples, *_ = forward_op(
             hidden, weight, bias, labels, positions, None, seed, *call.loss, call.counted_first, [False] * 3, call.op,
             call.backend,
         )  # fmt: skip
@@ -193,7 +193,7 @@ class _VocabularyLoss(torch.autograd.Function):
         ctx.wanted = list(ctx.needs_input_grad[:3])
         ctx.call, ctx.shape, ctx.dtype = call, hidden.shape, hidden.dtype
         now = ctx.wanted if call.reduction != "none" else [False] * 3
-        losses, correct, samples, *gradients = _forward_op(
+        losses, correct, samples, *gradients = forward_op(
             hidden, weight, bias, labels, positions, None, seed, *call.loss, call.counted_first, now, call.op,
             call.backend,
         )  # fmt: skip
@@ -210,7 +210,7 @@ class _VocabularyLoss(torch.autograd.Function):
         if call.reduction == "none":
             labels, positions, hidden, weight, bias = ctx.saved_tensors
             plain = call.loss._replace(count_correct=False)
-            *_, dh, dweight, dbias = _forward_op(
+            *_, dh, dweight, dbias = forward_op(
                 hidden, weight, bias, labels, positions, dloss.contiguous(), None, *plain, call.counted_first,
                 ctx.wanted, call.op, call.backend,
             )  # fmt: skip
@@ -235,7 +235,7 @@ def scaled_gradients(
     positions, hidden's shape and type, and ignore_index."""
 
     def scaled(now: Sequence[bool]) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = _backward_op(*totals, scale, *place, now, op, backend)
+        found: tuple[Tensor, ...] = backward_op(*totals, scale, *place, now, op, backend)
         return found
 
     if torch.compiler.is_compiling() or not (wanted[0] and wanted[1]):
@@ -361,7 +361,7 @@ def _backward_fake(dh: Tensor, dweight: Tensor, dbias: Tensor, *rest: Any) -> tu
     )
 
 
-_forward_op = register(
+forward_op = register(
     "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? positions,"
     " Tensor? coefficients, Tensor? seed, SymInt ignore_index, float label_smoothing, float z_loss, float temperature,"
     " bool count_correct, bool counted_first, bool[] wanted, str op, str? backend)"
@@ -369,7 +369,7 @@ _forward_op = register(
     _forward,
     _forward_fake,
 )
-_backward_op = register(
+backward_op = register(
     "linear_cross_entropy_backward(Tensor dh, Tensor dweight, Tensor dbias, Tensor scale, Tensor labels,"
     " Tensor? positions, SymInt[] shape, ScalarType dtype, SymInt ignore_index, bool[] wanted, str op, str? backend)"
     " -> (Tensor dhidden, Tensor dweight, Tensor dbias)",

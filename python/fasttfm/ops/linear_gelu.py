@@ -14,7 +14,7 @@ from fasttfm.kernels.linear_gelu import reference
 from fasttfm.ops import checks, gelu_product, linear
 from fasttfm.ops.backends import Backend, BackendTable, always, requested
 from fasttfm.ops.bias_gelu import ACTIVATIONS
-from fasttfm.ops.bias_gelu import _backward_op as bias_gelu_backward_op
+from fasttfm.ops.bias_gelu import backward_op as bias_gelu_backward_op
 from fasttfm.ops.library import needs_gradient, register
 
 OP = "linear_gelu"
@@ -47,7 +47,7 @@ def linear_gelu(
     kind = activation_kind(OP, activation)
     TABLE.check_name(backend)
     arguments = (x, weight, bias, kind, requested(backend))
-    y: Tensor = _LinearGelu.apply(*arguments) if needs_gradient(x, weight, bias) else _forward_op(*arguments)[0]
+    y: Tensor = _LinearGelu.apply(*arguments) if needs_gradient(x, weight, bias) else forward_op(*arguments)[0]
     return y
 
 
@@ -64,7 +64,7 @@ class _LinearGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, backend: str | None) -> Tensor:
         y: Tensor
-        y, h = _forward_op(x, weight, bias, kind, backend)
+        y, h = forward_op(x, weight, bias, kind, backend)
         ctx.save_for_backward(x, weight, bias, h)
         ctx.kind, ctx.backend = kind, backend
         return y
@@ -72,7 +72,7 @@ class _LinearGelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         wanted = list(ctx.needs_input_grad[:3])
-        gradients = _backward_op(dy, *ctx.saved_tensors, ctx.kind, wanted, ctx.backend)
+        gradients = backward_op(dy, *ctx.saved_tensors, ctx.kind, wanted, ctx.backend)
         return *(found if want else None for found, want in zip(gradients, wanted, strict=True)), None, None
 
 
@@ -121,12 +121,12 @@ def _backward_fake(
     return tuple(x.new_empty(shape if want else 0) for shape, want in zip(shapes, wanted, strict=True))
 
 
-_forward_op = register(
+forward_op = register(
     "linear_gelu_forward(Tensor x, Tensor weight, Tensor? bias, str kind, str? backend) -> (Tensor y, Tensor h)",
     _forward,
     _forward_fake,
 )
-_backward_op = register(
+backward_op = register(
     "linear_gelu_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor h, str kind, bool[] wanted,"
     " str? backend) -> (Tensor dx, Tensor dweight, Tensor dbias)",
     _backward,

@@ -14,7 +14,7 @@ from fasttfm.kernels.common.rows import as_rows
 from fasttfm.kernels.mlp import reference
 from fasttfm.ops import checks, gelu_product, linear
 from fasttfm.ops.backends import Backend, BackendTable, always, requested
-from fasttfm.ops.bias_gelu import _forward_op as bias_gelu_forward_op
+from fasttfm.ops.bias_gelu import forward_op as bias_gelu_forward_op
 from fasttfm.ops.column_sum import column_sum_op
 from fasttfm.ops.library import needs_gradient, register
 from fasttfm.ops.linear_gelu import activation_kind
@@ -67,7 +67,7 @@ def mlp(
     if needs_gradient(*tensors):
         y: Tensor = _Mlp.apply(*tensors, kind, not recompute, requested(backend))
         return y
-    y, *_ = _forward_op(*tensors, kind, False, requested(backend))
+    y, *_ = forward_op(*tensors, kind, False, requested(backend))
     return y
 
 
@@ -85,7 +85,7 @@ class _Mlp(torch.autograd.Function):
         backend: str | None,
     ) -> Tensor:
         y: Tensor
-        y, h, a = _forward_op(x, w1, b1, w2, b2, kind, keep, backend)
+        y, h, a = forward_op(x, w1, b1, w2, b2, kind, keep, backend)
         ctx.save_for_backward(x, w1, b1, w2, h, a if keep else None)
         ctx.kind, ctx.backend = kind, backend
         return y
@@ -93,7 +93,7 @@ class _Mlp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         wanted = list(ctx.needs_input_grad[:5])
-        gradients = _backward_op(dy, *ctx.saved_tensors, ctx.kind, wanted, ctx.backend)
+        gradients = backward_op(dy, *ctx.saved_tensors, ctx.kind, wanted, ctx.backend)
         return *(found if want else None for found, want in zip(gradients, wanted, strict=True)), None, None, None
 
 
@@ -162,13 +162,13 @@ def _backward_fake(
     return tuple(x.new_empty(shape if want else 0) for shape, want in zip(shapes, wanted, strict=True))
 
 
-_forward_op = register(
+forward_op = register(
     "mlp_forward(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str kind, bool keep, str? backend)"
     " -> (Tensor y, Tensor h, Tensor a)",
     _forward,
     _forward_fake,
 )
-_backward_op = register(
+backward_op = register(
     "mlp_backward(Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor h, Tensor? a, str kind, bool[] wanted,"
     " str? backend) -> (Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)",
     _backward,

@@ -55,7 +55,7 @@ def qkv_projection(
     fused = _fused(weight, bias) if isinstance(weight, (tuple, list)) else (weight, bias)
     tensors = linear.autocast(x, *fused)
     _check(num_heads, *tensors)
-    apply = _QkvProjection.apply if needs_gradient(*tensors) else _forward_op
+    apply = _QkvProjection.apply if needs_gradient(*tensors) else forward_op
     qkv: Tensor = apply(*tensors, num_heads, wanted)
     return qkv
 
@@ -119,7 +119,7 @@ class _QkvProjection(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, backend: str | None
     ) -> Tensor:
-        qkv: Tensor = _forward_op(x, weight, bias, num_heads, backend)
+        qkv: Tensor = forward_op(x, weight, bias, num_heads, backend)
         ctx.save_for_backward(x, weight)
         ctx.backend = backend
         return qkv
@@ -128,7 +128,7 @@ class _QkvProjection(torch.autograd.Function):
     def backward(ctx: Any, dqkv: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:3])
-        gradients = _backward_op(dqkv, x, weight, wanted, ctx.backend)
+        gradients = backward_op(dqkv, x, weight, wanted, ctx.backend)
         return *(found if want else None for found, want in zip(gradients, wanted, strict=True)), None, None
 
 
@@ -158,12 +158,12 @@ def _backward_fake(
     return tuple(x.new_empty(shape if want else 0) for shape, want in zip(shapes, wanted, strict=True))
 
 
-_forward_op = register(
+forward_op = register(
     "qkv_projection_forward(Tensor x, Tensor weight, Tensor? bias, SymInt num_heads, str? backend) -> Tensor",
     _forward,
     _forward_fake,
 )
-_backward_op = register(
+backward_op = register(
     "qkv_projection_backward(Tensor dqkv, Tensor x, Tensor weight, bool[] wanted, str? backend)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias)",
     _backward,

@@ -49,7 +49,7 @@ def replaced_token_loss(
     asked = requested(backend)
     apply = needs_gradient(logits)
     losses: Tensor = (
-        _Losses.apply(logits, labels, counted, asked) if apply else _forward_op(logits, labels, counted, asked)
+        _Losses.apply(logits, labels, counted, asked) if apply else forward_op(logits, labels, counted, asked)
     )
     divisor = cross_entropy.divisor(counted, total, ignore_index=0) if reduction == "mean" else None
     return cross_entropy.reduced(losses, reduction, divisor)
@@ -79,12 +79,12 @@ class _Losses(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, counted: Tensor, backend: str | None) -> Tensor:
         ctx.save_for_backward(logits, labels, counted)
         ctx.backend = backend
-        losses: Tensor = _forward_op(logits, labels, counted, backend)
+        losses: Tensor = forward_op(logits, labels, counted, backend)
         return losses
 
     @staticmethod
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor, None, None, None]:
-        return _backward_op(dlosses, *ctx.saved_tensors, ctx.backend), None, None, None
+        return backward_op(dlosses, *ctx.saved_tensors, ctx.backend), None, None, None
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
@@ -109,12 +109,12 @@ def _backward_fake(dlosses: Tensor, logits: Tensor, labels: Tensor, counted: Ten
     return torch.empty_like(logits)
 
 
-_forward_op = register(
+forward_op = register(
     "replaced_token_loss_forward(Tensor logits, Tensor labels, Tensor counted, str? backend) -> Tensor",
     _forward,
     _forward_fake,
 )
-_backward_op = register(
+backward_op = register(
     "replaced_token_loss_backward(Tensor dlosses, Tensor logits, Tensor labels, Tensor counted, str? backend)"
     " -> Tensor",
     _backward,

@@ -42,12 +42,12 @@ class _Skeleton(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float, backend: str | None) -> Tensor:
         ctx.factor, ctx.backend = factor, backend
-        y: Tensor = _forward_op(x, factor, backend)
+        y: Tensor = forward_op(x, factor, backend)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _backward_op(dy, ctx.factor, ctx.backend), None, None
+        return backward_op(dy, ctx.factor, ctx.backend), None, None
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
@@ -67,8 +67,8 @@ def _like_first(tensor: Tensor, factor: float, backend: str | None) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-_forward_op = register("skeleton_forward(Tensor x, float factor, str? backend) -> Tensor", _forward, _like_first)
-_backward_op = register("skeleton_backward(Tensor dy, float factor, str? backend) -> Tensor", _backward, _like_first)
+forward_op = register("skeleton_forward(Tensor x, float factor, str? backend) -> Tensor", _forward, _like_first)
+backward_op = register("skeleton_backward(Tensor dy, float factor, str? backend) -> Tensor", _backward, _like_first)
 
 
 # ---- backends --------------------------------------------------------------------------------------------------------
