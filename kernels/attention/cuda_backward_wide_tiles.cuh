@@ -146,17 +146,6 @@ __device__ __forceinline__ void bring_wide_tiles(const WideParameters& p, WideMe
 
 // ---- sums of dQ -----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void store_bytes(void* global, uint32_t shared, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void add_floats(float* global, uint32_t shared, uint32_t bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
-               "r"(bytes)
-               : "memory");
-}
-// Waits until all of the thread's stores are done.
-__device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Orders accesses of memory by threads and by the copy engine.
 __device__ __forceinline__ void fence_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 __device__ __forceinline__ int load_acquire(const int* from) {
@@ -177,7 +166,7 @@ __device__ __forceinline__ void sum_wide_dq(const WideParameters& p, WideMemory<
   int *counter = nullptr, done = 0;  // what is to be said when the addition under way has ended
   const auto finish = [&] {
     if (counter == nullptr) return;
-    wait_stores();
+    wait_stores<0>();
     if (p.parts > 1) {
       fence_proxies();
       store_release(counter, done);
@@ -206,7 +195,7 @@ __device__ __forceinline__ void sum_wide_dq(const WideParameters& p, WideMemory<
             store_bytes(sums, staging, kWideSumBytes);
           } else {
             await(turns, turn);
-            add_floats(sums, staging, kWideSumBytes);
+            add_bytes(sums, staging, kWideSumBytes);
           }
           commit_stores();
           counter = turns;

@@ -19,23 +19,6 @@ namespace fasttfm {
 namespace cuda {
 namespace {
 
-// Start a copy, or an addition, of fp32 in shared memory to global memory: a multiple of 16 bytes. fence_async() of
-// those who wrote them, and a barrier, come before it; commit_stores() after it.
-__device__ __forceinline__ void store_bytes(float* global, uint32_t shared, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void add_bytes(float* global, uint32_t shared, uint32_t bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
-               "r"(bytes)
-               : "memory");
-}
-// Waits until at most PENDING of the thread's groups of stores have not ended.
-template <int PENDING>
-__device__ __forceinline__ void wait_stores() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
 // FLOATS of each thread, a multiple of 4; the tile's layout is private: each thread's numbers in its own places.
 template <int FLOATS>
 class OrderedSums {

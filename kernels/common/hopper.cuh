@@ -238,11 +238,27 @@ __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t share
                "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
 }
+// Start a copy, or an addition, of fp32 in shared memory to global memory: a multiple of 16 bytes. fence_async() of
+// those who wrote them, and a barrier, come before it; commit_stores() after it.
+__device__ __forceinline__ void store_bytes(float* global, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void add_bytes(float* global, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
+               "r"(bytes)
+               : "memory");
+}
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until at most PENDING of the thread's groups of stores still read shared memory.
 template <int PENDING>
 __device__ __forceinline__ void wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+// Waits until at most PENDING of the thread's groups of stores have not ended.
+template <int PENDING>
+__device__ __forceinline__ void wait_stores() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // Orders a thread's own accesses of shared memory before those of TMA and wgmma that follow a barrier.

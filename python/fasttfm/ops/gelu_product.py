@@ -17,14 +17,10 @@ from fasttfm.kernels.common.activation import CODES
 from fasttfm.kernels.common.launch import is_hopper
 from fasttfm.kernels.common.rows import as_rows, gradient_like
 from fasttfm.ops import linear
-from fasttfm.ops.backends import dtype_name
+from fasttfm.ops.backends import CUDA_VECTOR, dtype_name, refuse_cuda_rows
 from fasttfm.ops.bias_gelu import backward_op as bias_gelu_backward_op
 from fasttfm.ops.bias_gelu import forward_op as bias_gelu_forward_op
 from fasttfm.ops.library import register
-
-# What TMA and 16-byte accesses take: sizes and strides in elements, addresses in bytes.
-_VECTOR = 8
-_ALIGNMENT = 16
 
 
 def refuse_cuda(x: Tensor, weight: Tensor, bias: Tensor | None = None, *others: Tensor | None) -> str | None:
@@ -33,18 +29,10 @@ def refuse_cuda(x: Tensor, weight: Tensor, bias: Tensor | None = None, *others: 
         return f"takes bfloat16 and float16, got {dtype_name(x.dtype)}"
     if not is_hopper(x.device):
         return "takes tensors on a GPU of compute capability 9.0"
-    for size in (x.shape[-1], *weight.shape):
-        if size % _VECTOR:
-            return f"takes sizes that are multiples of {_VECTOR}, got {size}"
-    if any(stride % _VECTOR for stride in x.stride()[:-1]):
-        return f"takes rows whose strides are multiples of {_VECTOR}, got {x.stride()}"
-    for tensor in (x, weight, bias, *others):
-        if tensor is not None and tensor.data_ptr() % _ALIGNMENT:
-            return f"takes tensors that start at a multiple of {_ALIGNMENT} bytes"
-    for tensor in (weight, bias, *others):
-        if tensor is not None and not tensor.is_contiguous():
-            return "takes contiguous parameters"
-    return None
+    for size in weight.shape:  # x's columns are one of them
+        if size % CUDA_VECTOR:
+            return f"takes sizes that are multiples of {CUDA_VECTOR}, got {size}"
+    return refuse_cuda_rows((x,), (weight, bias, *others))
 
 
 def _is_fused(backend: str | None, x: Tensor, weight: Tensor, bias: Tensor | None, *others: Tensor) -> bool:
@@ -114,7 +102,7 @@ def backward_cuda(
     """As ``backward_torch``."""
     core = _native.core()
     rows = as_rows(dy)
-    if rows.data_ptr() % _ALIGNMENT or rows.stride(0) % _VECTOR:
+    if refuse_cuda_rows((rows,)) is not None:
         rows = rows.clone(memory_format=torch.contiguous_format)
     columns = weight.shape[1]
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)

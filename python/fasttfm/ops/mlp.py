@@ -13,7 +13,7 @@ from fasttfm import _native
 from fasttfm.kernels.common.rows import as_rows
 from fasttfm.kernels.mlp import reference
 from fasttfm.ops import checks, gelu_product, linear
-from fasttfm.ops.backends import Backend, BackendTable, always, requested
+from fasttfm.ops.backends import CUDA_VECTOR, Backend, BackendTable, always, requested
 from fasttfm.ops.bias_gelu import forward_op as bias_gelu_forward_op
 from fasttfm.ops.column_sum import column_sum_op
 from fasttfm.ops.library import needs_gradient, register
@@ -229,8 +229,8 @@ def _backward_products(
 def _refuse_cuda(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None = None, **_: Any
 ) -> str | None:
-    if w2.shape[0] % 8:
-        return f"takes sizes that are multiples of 8, got {w2.shape[0]}"
+    if w2.shape[0] % CUDA_VECTOR:
+        return f"takes sizes that are multiples of {CUDA_VECTOR}, got {w2.shape[0]}"
     return gelu_product.refuse_cuda(x, w1, b1, w2)
 
 

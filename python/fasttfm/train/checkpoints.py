@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from fasttfm.models import CheckpointError
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.train.distributed import World, like, whole
+from fasttfm.whole_files import sync_file
 
 MANIFEST = "manifest.json"
 STATE = "training_state.pt"
@@ -159,8 +160,7 @@ def _sync(directory: Path) -> None:
     """Brings every file and folder to the disk."""
     for path in directory.rglob("*"):
         if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            sync_file(path)
         else:
             _sync_directory(path)
     _sync_directory(directory)
