@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -210,7 +211,7 @@ SHARED = {
 CHECKS |= SHARED
 
 
-def make(case: dict[str, Any], dirty: bool = True) -> tuple[Any, ...]:
+def make(case: dict[str, Any], dirty: bool = True, head_dim: int = 64) -> tuple[Any, ...]:
     import torch
 
     from fasttfm.kernels.attention.problem import AttentionProblem
@@ -219,7 +220,7 @@ def make(case: dict[str, Any], dirty: bool = True) -> tuple[Any, ...]:
     dtype = torch.float16 if case.get("half") else torch.bfloat16
     heads, p = case["heads"], case.get("p", 0.0)
     threshold = philox.threshold(p)
-    limits = {"scale": 0.125, "window_right": 0 if case.get("causal") else -1, "threshold": threshold}
+    limits = {"scale": head_dim**-0.5, "window_right": 0 if case.get("causal") else -1, "threshold": threshold}
     limits |= {"dropout_scale": philox.scale(threshold)}
     if p:
         limits["seed"] = torch.tensor([0x1234_5678_9ABC_DEF], device="cuda")
@@ -227,33 +228,30 @@ def make(case: dict[str, Any], dirty: bool = True) -> tuple[Any, ...]:
     def ints(values: Any) -> Any:
         return torch.tensor(values, dtype=torch.int32, device="cuda")
 
+    spare = 3 if dirty else 0  # rows that are no sequence's
     shape: tuple[int, ...]
     shape_k: tuple[int, ...]
     if "dense" in case:
         batch, size = case["dense"]
-        shape = shape_k = (batch, size, heads, 64)
-        lengths = case.get("lengths")
-        problem = AttentionProblem(batch, size, size, **limits)
-        if lengths:
-            problem = AttentionProblem(batch, size, size, lengths=ints(lengths), lengths_k=ints(lengths), **limits)
-        fused_shape: tuple[int, ...] = (batch, size, 3, heads, 64)
+        shape = shape_k = (batch, size, heads, head_dim)
+        lengths = ints(case["lengths"]) if "lengths" in case else None
+        problem = AttentionProblem(batch, size, size, lengths=lengths, lengths_k=lengths, **limits)
     else:
         own, own_k = case["packed"], case.get("packed_k", case["packed"])
-        cu, cu_k = (ints([0, *__import__("itertools").accumulate(x)]) for x in (own, own_k))
-        spare = 3 if dirty else 0  # rows that are no sequence's
-        shape, shape_k = (sum(own) + spare, heads, 64), (sum(own_k) + spare, heads, 64)
+        cu, cu_k = (ints([0, *itertools.accumulate(x)]) for x in (own, own_k))
+        shape, shape_k = (sum(own) + spare, heads, head_dim), (sum(own_k) + spare, heads, head_dim)
         problem = AttentionProblem(len(own), max(own), max(own_k), cu_seqlens=cu, cu_seqlens_k=cu_k, **limits)
-        fused_shape = (shape[0], 3, heads, 64)
     if case.get("fused"):
-        q, k, v = torch.randn(fused_shape, device="cuda", dtype=dtype).unbind(-3)
-        dq, dk, dv = torch.full(fused_shape, torch.nan, device="cuda", dtype=dtype).unbind(-3)
+        fused = (*shape[:-2], 3, heads, head_dim)
+        q, k, v = torch.randn(fused, device="cuda", dtype=dtype).unbind(-3)
+        dq, dk, dv = torch.full(fused, torch.nan, device="cuda", dtype=dtype).unbind(-3)
     else:
         q, k, v = (torch.randn(s, device="cuda", dtype=dtype) for s in (shape, shape_k, shape_k))
         dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
     dout = torch.randn(shape, device="cuda", dtype=dtype)
     if dirty and problem.packed:
         for x in (q, k, v, dout):
-            x[-3:] = torch.nan
+            x[-spare:] = torch.nan
     if dirty and problem.lengths is not None:
         absent = torch.arange(size, device="cuda") >= problem.lengths[:, None]
         for x in (q, k, v, dout):
@@ -263,38 +261,28 @@ def make(case: dict[str, Any], dirty: bool = True) -> tuple[Any, ...]:
 
 class Backward:
     def __init__(self, variant: str = "backward", blocks: int = 0) -> None:
-        self.library = ctypes.CDLL(str(WORK / f"{variant if not blocks or variant == 'racecheck' else 'forced'}.so"))
+        self.open(WORK / f"{variant if not blocks or variant == 'racecheck' else 'forced'}.so")
         if blocks:
             ctypes.c_int.in_dll(self.library, "forced_blocks").value = blocks
+
+    def open(self, path: Path) -> None:
+        self.library = ctypes.CDLL(str(path))
         self.library.workspace.restype = ctypes.c_int64
         self.library.workspace.argtypes = [ctypes.c_int64] * 4
 
     def prepare(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, problem: Any, *gradients: Any) -> Any:
         import torch
 
-        heads, queries = q.shape[-2], q.shape[-3]
-        size = self.library.workspace(problem.sequences, heads, q.shape[:-2].numel(), problem.max_seqlen)
+        heads = q.shape[-2]
+        longest = max(problem.max_seqlen, problem.max_seqlen_k)
+        size = self.library.workspace(problem.sequences, heads, q.shape[:-2].numel(), longest)
         workspace = torch.full((size,), torch.nan, device="cuda")
-        call = Call(
-            sequences=problem.sequences,
-            heads=heads,
-            kv_heads=k.shape[-2],
-            head_dim=64,
-            queries=queries,
-            keys=k.shape[-3],
-            max_seqlen=problem.max_seqlen,
-            max_seqlen_k=problem.max_seqlen_k,
-            window_left=problem.window_left,
-            window_right=problem.window_right,
-            scale=problem.scale,
-            threshold=problem.threshold,
-            dropout_scale=problem.dropout_scale,
-            dtype=1 if q.dtype == torch.bfloat16 else 2,
-            workspace=workspace.data_ptr(),
-            dout=dout.data_ptr(),
-            out=out.data_ptr(),
-            lse=lse.data_ptr(),
-        )
+        call = Call(sequences=problem.sequences, heads=heads, kv_heads=k.shape[-2], head_dim=q.shape[-1])
+        call.queries, call.keys, call.dtype = q.shape[-3], k.shape[-3], 1 if q.dtype == torch.bfloat16 else 2
+        for name in ("max_seqlen", "max_seqlen_k", "window_left", "window_right", "scale", "threshold"):
+            setattr(call, name, getattr(problem, name))
+        call.dropout_scale, call.workspace = problem.dropout_scale, workspace.data_ptr()
+        call.dout, call.out, call.lse = (x.data_ptr() for x in (dout, out, lse))
         for name in ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "seed"):
             tensor = getattr(problem, name)
             setattr(call, name, None if tensor is None else tensor.data_ptr())

@@ -10,7 +10,7 @@ limit.
 from __future__ import annotations
 
 import argparse
-import ctypes
+import functools
 import itertools
 import json
 import os
@@ -23,10 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hopper_backward import Call, milliseconds, relative, repeat
+import hopper_backward
+from hopper_backward import ROOT, WORK, lay_package, milliseconds, relative, repeat
 
-ROOT = Path(__file__).resolve().parents[2]
-WORK = Path(os.environ.get("HOPPER_LAB", "/tmp/hopper_lab"))
 DIM = 128
 
 WRAPPER = """
@@ -90,20 +89,8 @@ def compile_variant(name: str, changes: list[tuple[str, str]], flags: str = "") 
     return subprocess.Popen(command.split(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def make_overlay() -> None:
-    """The package as it is installed, without its C++ core."""
-    overlay = WORK / "lib" / "fasttfm"
-    if overlay.exists():
-        return
-    overlay.mkdir(parents=True)
-    for entry in (ROOT / "python" / "fasttfm").iterdir():
-        if not entry.name.startswith("_C."):
-            (overlay / entry.name).symlink_to(entry)
-    (overlay / "kernels").symlink_to(ROOT / "kernels")
-
-
 def build(names: list[str]) -> str:
-    make_overlay()
+    lay_package()
     begin = time.time()
     started = [("base", compile_variant("base", []))]
     started += [(name, compile_variant(name, [*VARIANTS[name], ONLY_BF16])) for name in names]
@@ -148,91 +135,12 @@ CHECKS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(case: dict[str, Any], dirty: bool = True) -> tuple[Any, ...]:
-    import torch
-
-    from fasttfm.kernels.attention.problem import AttentionProblem
-    from fasttfm.kernels.common import philox
-
-    dtype = torch.float16 if case.get("half") else torch.bfloat16
-    heads, p = case["heads"], case.get("p", 0.0)
-    threshold = philox.threshold(p)
-    limits = {"scale": DIM**-0.5, "window_right": 0 if case.get("causal") else -1, "threshold": threshold}
-    limits |= {"dropout_scale": philox.scale(threshold)}
-    if p:
-        limits["seed"] = torch.tensor([0x1234_5678_9ABC_DEF], device="cuda")
-
-    def ints(values: Any) -> Any:
-        return torch.tensor(values, dtype=torch.int32, device="cuda")
-
-    spare = 3 if dirty else 0  # rows that are no sequence's
-    shape: tuple[int, ...]
-    shape_k: tuple[int, ...]
-    if "dense" in case:
-        batch, size = case["dense"]
-        shape = shape_k = (batch, size, heads, DIM)
-        lengths = ints(case["lengths"]) if "lengths" in case else None
-        problem = AttentionProblem(batch, size, size, lengths=lengths, lengths_k=lengths, **limits)
-    else:
-        own, own_k = case["packed"], case.get("packed_k", case["packed"])
-        cu, cu_k = (ints([0, *itertools.accumulate(x)]) for x in (own, own_k))
-        shape, shape_k = (sum(own) + spare, heads, DIM), (sum(own_k) + spare, heads, DIM)
-        problem = AttentionProblem(len(own), max(own), max(own_k), cu_seqlens=cu, cu_seqlens_k=cu_k, **limits)
-    if case.get("fused"):
-        fused = (*shape[:-2], 3, heads, DIM)
-        q, k, v = torch.randn(fused, device="cuda", dtype=dtype).unbind(-3)
-        dq, dk, dv = torch.full(fused, torch.nan, device="cuda", dtype=dtype).unbind(-3)
-    else:
-        q, k, v = (torch.randn(s, device="cuda", dtype=dtype) for s in (shape, shape_k, shape_k))
-        dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
-    dout = torch.randn(shape, device="cuda", dtype=dtype)
-    if dirty and problem.packed:
-        for x in (q, k, v, dout):
-            x[-spare:] = torch.nan
-    if dirty and problem.lengths is not None:
-        absent = torch.arange(size, device="cuda") >= problem.lengths[:, None]
-        for x in (q, k, v, dout):
-            x[absent] = torch.nan
-    return problem, q, k, v, dout, dq, dk, dv
+make = functools.partial(hopper_backward.make, head_dim=DIM)
 
 
-class Backward:
+class Backward(hopper_backward.Backward):
     def __init__(self, variant: str = "base") -> None:
-        self.library = ctypes.CDLL(str(WORK / f"wide_{variant}.so"))
-        self.library.workspace.restype = ctypes.c_int64
-        self.library.workspace.argtypes = [ctypes.c_int64] * 4
-
-    def prepare(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, problem: Any, *gradients: Any) -> Any:
-        import torch
-
-        heads = q.shape[-2]
-        size = self.library.workspace(problem.sequences, heads, q.shape[:-2].numel(), problem.max_seqlen_k)
-        workspace = torch.full((size,), torch.nan, device="cuda")
-        call = Call(sequences=problem.sequences, heads=heads, kv_heads=k.shape[-2], head_dim=DIM, queries=q.shape[-3])
-        call.keys, call.dtype = k.shape[-3], 1 if q.dtype == torch.bfloat16 else 2
-        for name in ("max_seqlen", "max_seqlen_k", "window_left", "window_right", "scale", "threshold"):
-            setattr(call, name, getattr(problem, name))
-        call.dropout_scale, call.workspace = problem.dropout_scale, workspace.data_ptr()
-        call.dout, call.out, call.lse = (x.data_ptr() for x in (dout, out, lse))
-        for name in ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "seed"):
-            tensor = getattr(problem, name)
-            setattr(call, name, None if tensor is None else tensor.data_ptr())
-        for name, x in zip(("q", "k", "v", "dq", "dk", "dv"), (q, k, v, *gradients), strict=True):
-            setattr(call, name, x.data_ptr())
-            strides = x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
-            for axis, stride in zip(("sequence", "token", "head"), strides, strict=True):
-                setattr(call, f"{name}_{axis}_stride", stride)
-        keep = (workspace, dout, q, k, v, out, lse, problem, gradients)
-
-        def run() -> Any:
-            call.stream = torch.cuda.current_stream().cuda_stream
-            detail = ctypes.c_char_p()
-            code = self.library.backward(ctypes.byref(call), ctypes.byref(detail))
-            if code:
-                raise RuntimeError(f"backward: {detail.value!r}")
-            return keep
-
-        return run
+        self.open(WORK / f"wide_{variant}.so")
 
 
 def check(name: str) -> str:
@@ -396,7 +304,7 @@ def race() -> None:
     """One small call of each kernel, for compute-sanitizer's racecheck: every lane arrives at barriers."""
     import torch
 
-    make_overlay()
+    lay_package()
     if not (WORK / "wide_every_lane.so").exists():
         process = compile_variant("every_lane", [ONLY_BF16], "-DFASTTFM_EVERY_LANE_ARRIVES")
         print(process.communicate()[0][-400:])
