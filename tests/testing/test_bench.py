@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from fasttfm.cli import main
+from fasttfm.ops.backends import BackendTable
 from fasttfm.testing import bench, bench_timing, report, specs
 from fasttfm.testing.bench_timing import Ceilings, Effort, Work
 from fasttfm.testing.spec import Cost, Inputs, OpCase, OpSpec, Peer, PeerCall, PeerUnavailable
@@ -199,6 +201,23 @@ def test_backend_that_served_is_observed() -> None:
     rows = bench.bench_case(_spec(), CASE, torch.float32, CPU, contenders=names, effort=BRIEF)
     assert [row.backend for row in rows[:2]] == ["cpu", "reference"]
     assert "layer_norm: backend: expected one of" in rows[2].note
+
+
+@pytest.mark.usefixtures("_fixed_ceilings")
+def test_backends_of_both_directions_are_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention chooses with named options, and may leave its backward to another backend."""
+    op = importlib.import_module("fasttfm.ops.attention")
+    by_name = {backend.name: backend for backend in op.TABLE.backends}
+    forward_alone = replace(by_name["cpu"], refuse_backward=lambda *args, **options: "forward alone, for this test")
+    monkeypatch.setattr(op, "TABLE", BackendTable(op.TABLE.op, (forward_alone, by_name["reference"])))
+    spec = specs.all_specs()["attention"]
+    case = next(case for case in spec.cases if case.name == "typical")
+    rows = bench.bench_case(spec, case, torch.float32, CPU, contenders=("fasttfm",), effort=BRIEF)
+    assert {row.direction: row.backend for row in rows} == {
+        "forward": "cpu",
+        "backward": "reference",
+        "forward+backward": "cpu+reference",
+    }
 
 
 def test_a_failed_capture_costs_only_the_device_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fasttfm._version import __version__
-from fasttfm.ops.backends import BackendTable, dtype_name
+from fasttfm.ops.backends import Backend, BackendTable, dtype_name
 from fasttfm.testing import bench_timing as timing
 from fasttfm.testing.harness import draw_inputs
 from fasttfm.testing.peers import Build, version_of
@@ -199,7 +199,7 @@ def _fill_row(row: Row, calls: _Calls, direction: str, measured: _Measured) -> R
     gpu_seconds = measured.gpu_seconds.get(row.contender)
     return replace(
         row,
-        backend=calls.backend,
+        backend=calls.backend(direction),
         ms_p20=p20 * 1e3,
         ms_p50=p50 * 1e3,
         ms_p80=p80 * 1e3,
@@ -333,13 +333,21 @@ class _Calls:
             else [inputs[name] for name in spec.differentiable if inputs.get(name) is not None]
             for function, inputs in zip(self.functions, sets, strict=True)
         ]
-        outputs, self.backend = _observed(self.functions[0])
+        outputs, served = _observed(self.functions[0])
         self.on_gpu = outputs_of(outputs)[0].is_cuda
         self.incoming = gradients(_roots(outputs))
+        self.backends = {"forward": served}
+        if served and self.wanted[0]:
+            _, self.backends["backward"] = _observed(lambda: self.backward(0, _roots(outputs)))
         self.peak_mib: float | None = None
         if self.wanted[0] and self.on_gpu:
             self.forward_backward(0)
             self.peak_mib = _peak_mib(lambda: self.forward_backward(0))
+
+    def backend(self, direction: str) -> str:
+        """The backends of ours that serve a direction, in their order."""
+        served = [name for part in direction.split("+") for name in self.backends.get(part, "").split("+") if name]
+        return "+".join(dict.fromkeys(served))
 
     def forward(self, index: int) -> Any:
         with torch.no_grad():
@@ -392,14 +400,20 @@ def _roots(result: Any) -> list[Tensor]:
 def _observed(function: Callable[[], Any]) -> tuple[Any, str]:
     """Calls ``function`` and tells which backends of ours served it, seen where they are selected."""
     served: list[str] = []
-    select = BackendTable.select
 
-    def recorded(table: BackendTable, *args: Any) -> Any:
-        backend = select(table, *args)
-        served.append(backend.name)
-        return backend
+    def recorded(choose: Callable[..., Backend]) -> Callable[..., Backend]:
+        def chosen(table: BackendTable, *args: Any, **options: Any) -> Backend:
+            before = len(served)
+            backend = choose(table, *args, **options)
+            served[before:] = [backend.name]  # in the place of those that the choice itself asked for
+            return backend
 
-    with mock.patch.object(BackendTable, "select", recorded):
+        return chosen
+
+    with (
+        mock.patch.object(BackendTable, "select", recorded(BackendTable.select)),
+        mock.patch.object(BackendTable, "select_backward", recorded(BackendTable.select_backward)),
+    ):
         result = function()
     return result, "+".join(dict.fromkeys(served))
 
