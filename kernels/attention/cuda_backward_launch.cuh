@@ -15,8 +15,8 @@ namespace {
 constexpr int kStatisticsThreads = 256;
 
 // lse in units of log2, +infinity for rows that attend to nothing or are not there, and sum(out * dout) over dropout's
-// scale: a block for each tile of queries of each head, 8 elements a thread. Sets the tile's number in `turns`, if
-// given, to 0.
+// scale: a block for each tile of queries of each head, 8 elements a thread. Sets p.passed and the tile's number in
+// `turns` to 0, if they are there.
 template <class T, int HEAD_DIM>
 __global__ void __launch_bounds__(kStatisticsThreads)
     statistics_kernel(Parameters p, const T* dout, const T* out, const float* lse, float* statistics, int* turns,
@@ -25,6 +25,8 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   const int head = blockIdx.y, sequence = blockIdx.z;
   const Span q = span_of(p.cu_seqlens, p.lengths, sequence, p.queries, p.max_seqlen);
   const int first = blockIdx.x * kQueries;
+  if (p.passed != nullptr && blockIdx.x + head + sequence == 0)
+    for (int i = threadIdx.x; i < kMostBlocks; i += kStatisticsThreads) p.passed[i] = 0;
   if (first >= q.length) return;
   const int64_t token = (p.cu_seqlens == nullptr ? static_cast<int64_t>(sequence) * p.queries : q.first);
   const float* own_lse = lse + (p.cu_seqlens == nullptr ? (static_cast<int64_t>(sequence) * p.heads + head) * p.queries
