@@ -106,15 +106,22 @@ __device__ __forceinline__ uint32_t narrow_positive(float low, float high, f16_t
   return word;
 }
 
-// The assembler moves a wait for products up, over computations that should run beside them, but not over a branch:
-// this one, which is not taken, as no computation has that NaN for its result.
+// The assembler moves a wait for products up, over computations that should run beside them, but not over a branch that
+// depends on them: this one, which is not taken, as no computation has such NaNs for its results.
 __device__ __forceinline__ void stay_behind(float value) {
   if (__any_sync(0xffffffffu, __float_as_uint(value) == 0x7fc0dead)) asm volatile("nanosleep.u32 0;");
+}
+__device__ __forceinline__ void stay_behind(const float (&values)[32]) {
+  uint32_t common = 0xffffffffu;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) common &= __float_as_uint(values[i]);
+  if (__any_sync(0xffffffffu, common == 0xffffffffu)) asm volatile("nanosleep.u32 0;");
 }
 
 // Steps are tiles of queries, one after another for a tile of keys, through all tiles of keys of all units. While a
 // step's P and dS are computed, products of its neighbours are under way: S of the next step is started before dS is
-// written, dP after it, beside dK. Whether a weight was dropped stands in its sign.
+// written (or, with two stages of queries, after dK), dP after it, beside dK. Whether a weight was dropped stands in
+// its sign.
 template <class T, bool DROPOUT, bool CAUSAL, bool ON_CHIP>
 class KeyWarpgroup {
  public:
@@ -158,7 +165,7 @@ class KeyWarpgroup {
         take_keys();
       }
       const uint32_t keys = uniform(k);
-      if (!ON_CHIP) {
+      if (kScoresFirst) {
         memory.q_full[next].wait(stage.parity);
         begin_products();
         start_scores(next, keys);
@@ -167,7 +174,7 @@ class KeyWarpgroup {
       if (last) take_values();
       begin_products();
       start_dk(slot, first);
-      if (ON_CHIP) {
+      if (!kScoresFirst) {
         memory.q_full[next].wait(stage.parity);
         begin_products();
         start_scores(next, keys);
@@ -270,12 +277,12 @@ class KeyWarpgroup {
       memory.kept_full[step.slot][number].wait(step.parity);
       dropped = ~memory.kept[step.slot][number][threadIdx.x % kWarpgroup];
     }
-    wait_products<ON_CHIP ? 1 : 2>();
+    wait_products<kScoresFirst ? 2 : 1>();
     hold_registers(scores);
     const auto give_free = [&] {  // dK of the step before is through with it
       if (!first) arrive_warp(memory.q_empty[slot == 0 ? kStages - 1 : slot - 1]);
     };
-    if (ON_CHIP) give_free();
+    if (!kScoresFirst) give_free();
     mask_scores<CAUSAL>(scores, key, query, unit.k.length, unit.offset());
     compute_weights(statistics, dropped);
     stay_behind(scores[31]);
@@ -297,9 +304,9 @@ class KeyWarpgroup {
     // A load from shared memory has ended only when its value is used, and a barrier does not wait for it: v is given
     // free here, where products have taken it.
     if (first) arrive_warp(memory.v_empty);
-    if (!ON_CHIP) give_free();
+    if (kScoresFirst) give_free();
     compute_dscores(statistics + kQueries / 2);
-    stay_behind(dweights[31]);
+    stay_behind(dweights);
     wait_products<0>();  // dV's operand gives its registers to dK's
     hold_registers(operand);
 #pragma unroll
@@ -338,6 +345,7 @@ class KeyWarpgroup {
   }
 
   static constexpr int kStages = Memory<ON_CHIP>::kStages;
+  static constexpr bool kScoresFirst = !ON_CHIP;  // of the next step, before dS is written; or after dK
 
   const Parameters& p;
   Memory<ON_CHIP>& memory;
