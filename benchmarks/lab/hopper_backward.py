@@ -79,11 +79,8 @@ ONLY_ALL_KEYS = [
 WITHOUT_HALF = (": call.dtype == DType::f16 ? launch_typed<f16_t>(call, p)", "")
 # As many blocks share a head as the library is told.
 FORCED = [
-    (
-        "int processors) {\n  const int64_t units",
-        "int processors) {\n  if (forced_blocks > 0) return forced_blocks;\n  const int64_t units",
-    ),
-    ("  if (call.max_seqlen <= kOnChipQueries) {", "  if (forced_blocks == 0 && call.max_seqlen <= kOnChipQueries) {"),
+    ("  if (call.max_seqlen <= kOnChipQueries) return 1;", "  if (forced_blocks > 0) return forced_blocks;"),
+    ("  if (call.max_seqlen <= kOnChipQueries)\n", "  if (forced_blocks == 0 && call.max_seqlen <= kOnChipQueries)\n"),
     ("(longest > kOnChipQueries ? kSumFloats : 0)", "(forced_blocks + longest > 0 ? kSumFloats : 0)"),
     ("#include <algorithm>\n", '#include <algorithm>\nextern "C" {\nint forced_blocks = 0;\n}\n'),
 ]
@@ -117,6 +114,9 @@ class Call(ctypes.Structure):
         ("stream", P),
         *((name, P) for name in ("dout", "out", "lse", "dq", "dk", "dv")),
         *_strides("dq", "dk", "dv"),
+        ("column_sums", P),
+        ("column_sums_dtype", I32),
+        ("column_parts", P),
     ]
 
 
@@ -161,7 +161,9 @@ def inlined(name: str, seen: set[str]) -> str:
         return inlined(match[1], seen).replace("#pragma once\n", "")
 
     return re.sub(
-        r'#include "(attention/cuda_(?:backward_|ordered_)\w+\.cuh)"\n', header, (ROOT / "kernels" / name).read_text()
+        r'#include "(attention/cuda_(?:backward_|ordered_|column_)\w+\.cuh)"\n',
+        header,
+        (ROOT / "kernels" / name).read_text(),
     )
 
 

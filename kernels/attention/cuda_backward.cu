@@ -24,6 +24,7 @@
 #include "attention/cuda_call.h"
 #include "attention/op.h"
 #include "common/hopper.cuh"
+#include "common/reduce.cuh"
 
 namespace fasttfm {
 namespace cuda {
@@ -75,40 +76,44 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
 // for, and two where those would do with one, so that what they go over, queries, gradients and sums of 512 bytes a
 // token, fits into the second level cache.
 int blocks_of(const AttentionCall& call, bool causal, int processors) {
+  if (call.max_seqlen <= kOnChipQueries) return 1;
   const int64_t units = call.sequences * call.heads, key_tiles = (call.max_seqlen_k + kKeys - 1) / kKeys;
-  const int64_t fitting = causal && call.max_seqlen <= 1024 ? 1 : 2, spread = processors / std::max<int64_t>(units, 1);
+  const int64_t fitting = causal && call.max_seqlen <= 1024 ? 1 : 2, spread = processors / units;
   return static_cast<int>(std::max<int64_t>(std::min(std::max(fitting, spread), key_tiles), 1));
 }
 
 template <class T, bool DROPOUT, bool CAUSAL>
-Status launch_backward(const AttentionBackward& call, Parameters p, int processors) {
-  const int64_t units = call.sequences * call.heads;
-  if (call.max_seqlen <= kOnChipQueries) {
-    p.blocks = 1;
-    const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors)));
-    return launch(backward_kernel<T, DROPOUT, CAUSAL, true>, grid, dim3(kThreads), sizeof(Memory<true>), call.stream,
-                  p);
-  }
-  p.blocks = blocks_of(call, CAUSAL, processors);
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors / p.blocks)) * p.blocks);
-  return launch_together(backward_kernel<T, DROPOUT, CAUSAL, false>, grid, dim3(kThreads), sizeof(Memory<false>),
-                         call.stream, p);
+Status launch_backward(const AttentionBackward& call, const Parameters& p, int processors) {
+  const int64_t groups = std::min<int64_t>(call.sequences * call.heads, processors / p.blocks);
+  const dim3 grid(static_cast<unsigned>(groups * p.blocks)), block(kThreads);
+  if (call.max_seqlen <= kOnChipQueries)
+    return launch(backward_kernel<T, DROPOUT, CAUSAL, true>, grid, block, sizeof(Memory<true>), call.stream, p);
+  return launch_together(backward_kernel<T, DROPOUT, CAUSAL, false>, grid, block, sizeof(Memory<false>), call.stream,
+                         p);
 }
 
 template <class T>
-Status launch_typed(const AttentionBackward& call, const Parameters& p) {
-  int processors = 0;
-  const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, call.device);
-  if (error != cudaSuccess) return status_of(error);
-  processors = std::min(processors, kMostBlocks);
-  const Status status = launch_statistics<T, kHeadDim>(call, p, call.workspace + kMostBlocks, nullptr);
-  if (status.code != StatusCode::ok) return status;
-  const bool causal = call.window_right == 0;
+Status launch_kernel(const AttentionBackward& call, const Parameters& p, bool causal, int processors) {
   if (call.seed != nullptr)
     return causal ? launch_backward<T, true, true>(call, p, processors)
                   : launch_backward<T, true, false>(call, p, processors);
   return causal ? launch_backward<T, false, true>(call, p, processors)
                 : launch_backward<T, false, false>(call, p, processors);
+}
+
+template <class T>
+Status launch_typed(const AttentionBackward& call, Parameters p) {
+  int processors = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, call.device);
+  if (error != cudaSuccess) return status_of(error);
+  processors = std::min(processors, kMostBlocks);
+  const bool causal = call.window_right == 0;
+  p.blocks = blocks_of(call, causal, processors);
+  Status status = launch_statistics<T, kHeadDim>(call, p, call.workspace + kMostBlocks, nullptr);
+  if (status.code == StatusCode::ok) status = launch_kernel<T>(call, p, causal, processors);
+  if (status.code != StatusCode::ok || call.column_sums == nullptr) return status;
+  return sum_parts(call.column_parts, {call.column_sums, call.column_sums_dtype}, {},
+                   static_cast<int>(call.sequences * p.blocks * kColumnPlaces), 3 * call.heads * kHeadDim, call.stream);
 }
 
 }  // namespace
@@ -120,9 +125,17 @@ int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t h
   return kMostBlocks + heads * tiles * (2 * kQueries + (longest > kOnChipQueries ? kSumFloats : 0));
 }
 
+int64_t attention_column_parts(int64_t sequences, int64_t heads, int64_t head_dim, int64_t max_seqlen) {
+  const int64_t blocks =
+      max_seqlen > kOnChipQueries ? std::max<int64_t>(kMostBlocks / std::max<int64_t>(sequences * heads, 1), 2) : 1;
+  return sequences * blocks * kColumnPlaces * 3 * heads * head_dim;
+}
+
 Status attention_backward(const AttentionBackward& call) {
   Status status = check_hopper_call(call);
   if (status.code != StatusCode::ok) return status;
+  if (call.column_sums != nullptr && call.head_dim != kHeadDim)
+    return bad_size("attention: column sums come with a head dim of 64");
   if (call.head_dim == kWideDim) return attention_backward_wide(call);
   if (call.kv_heads != call.heads) return bad_size("kv_heads differs from heads");
   if (call.sequences == 0 || call.heads == 0) return {};
@@ -131,6 +144,7 @@ Status attention_backward(const AttentionBackward& call) {
   Parameters p{};
   status = set_parameters(call, &p);
   if (status.code != StatusCode::ok) return status;
+  p.column_parts = call.column_sums == nullptr ? nullptr : call.column_parts;
   p.passed = reinterpret_cast<uint32_t*>(call.workspace);
   p.statistics = call.workspace + kMostBlocks;
   p.sums = call.workspace + kMostBlocks + call.heads * static_cast<int64_t>(p.tiles) * 2 * kQueries;

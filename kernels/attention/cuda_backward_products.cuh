@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/cuda_backward_tiles.cuh"
+#include "attention/cuda_column_sums.cuh"
 
 namespace fasttfm {
 namespace cuda {
@@ -342,6 +343,10 @@ class KeyWarpgroup {
     arrive_warp(memory.q_empty[slot]);
     store_product(dk, p.dq_scale, row_of<T>(p.dk, p, at.sequence, at.head, at.row), p.dk.token, at.rows);
     store_product(dv, p.dv_scale, row_of<T>(p.dv, p, at.sequence, at.head, at.row), p.dv.token, at.rows);
+    if (p.column_parts == nullptr) return;
+    const int rank = Share<ON_CHIP>(p).rank, place = thread_here() / 32 - 4;
+    add_columns(dk, p.dq_scale, column_place(p, at.sequence, rank, place, 1, at.head));
+    add_columns(dv, p.dv_scale, column_place(p, at.sequence, rank, place, 2, at.head));
   }
 
   static constexpr int kStages = Memory<ON_CHIP>::kStages;
@@ -450,6 +455,9 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
           const int query = tile * kQueries;
           store_product(dq, p.dq_scale, row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
                         unit.q.stored - query);
+          if (p.column_parts != nullptr)
+            add_columns(dq, p.dq_scale,
+                        column_place(p, unit.sequence, rank, thread_here() % kWarpgroup / 32, 0, unit.head));
         } else if constexpr (ON_CHIP) {
           sums.store(dq, tile);
         } else {
