@@ -431,6 +431,8 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
       memory.k_full[k_stage.slot].wait(k_stage.parity);
       for (int tile = unit.begin(key_tile); tile < unit.query_tiles; ++tile, step.next()) {
         const bool last = key_tile == unit.last_key_tile(tile), load = (last || ON_CHIP) && key_tile > 0;
+        const uint32_t dscores = shared_address(memory.dscores[uniform(step.slot)]);
+        const uint32_t k = shared_address(memory.k[uniform(k_stage.slot)]);
         float dq[32];
         if (load) {
           if constexpr (ON_CHIP)
@@ -440,8 +442,6 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
                       unit.needed(place + tile, rank));
         }
         memory.dscores_full[step.slot].wait(step.parity);
-        const uint32_t dscores = shared_address(memory.dscores[uniform(step.slot)]);
-        const uint32_t k = shared_address(memory.k[uniform(k_stage.slot)]);
         begin_products();
 #pragma unroll
         for (int c = 0; c < 8; ++c)
