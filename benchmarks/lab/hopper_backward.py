@@ -41,6 +41,9 @@ extern "C" int backward(const fasttfm::AttentionBackward* call, const char** det
 extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen) {
   return fasttfm::cuda::attention_backward_workspace(sequences, heads, 64, tokens, max_seqlen);
 }
+extern "C" int64_t column_parts(int64_t sequences, int64_t heads, int64_t max_seqlen) {
+  return fasttfm::cuda::attention_column_parts(sequences, heads, 64, max_seqlen);
+}
 """
 
 # Changes of the source whose times are compared: text to replace, and what stands there instead. Some leave work out,
@@ -56,14 +59,14 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
     "without_exp": [('  float result;\n  asm("ex2', '  float result;\n  return x;\n  asm("ex2')],
     "two_staged": [("kBuffers = 4;", "kBuffers = 2;")],
     "told_late": [
-        ("      if (untold_) {\n        wait_stores<1>", "      if (++told_late_ % 4 == 0) {\n        wait_stores<1>")
-    ]
-    + [("  bool untold_ = false;", "  int told_late_ = 0;\n    bool untold_ = false;")],
+        ("      if (untold_) {\n        wait_stores<1>", "      if (++told_late_ % 4 == 0) {\n        wait_stores<1>"),
+        ("  bool untold_ = false;", "  int told_late_ = 0;\n    bool untold_ = false;"),
+    ],
     "scores_first": [("kScoresFirst = !ON_CHIP;", "kScoresFirst = true;")],
     "scores_last": [("kScoresFirst = !ON_CHIP;", "kScoresFirst = false;")],
     "loose_dscores": [("stay_behind(dweights);", "stay_behind(dweights[31]);")],
 }
-MEASURED = {"32x512": ("scores_first", "loose_dscores", "without_sums", "without_exp")}
+MEASURED: dict[str, tuple[str, ...]] = {"32x512": ("scores_first", "loose_dscores", "without_sums", "without_exp")}
 MEASURED["32x512_p"] = MEASURED["32x512"]
 MEASURED["4x4096"] = ("two_staged", "told_late", "scores_last", "loose_dscores", "without_sums", "without_exp")
 MEASURED["8x2048"] = MEASURED["1x16384"] = ("two_staged", "told_late", "scores_last")
@@ -82,6 +85,7 @@ FORCED = [
     ("  if (call.max_seqlen <= kOnChipQueries) return 1;", "  if (forced_blocks > 0) return forced_blocks;"),
     ("  if (call.max_seqlen <= kOnChipQueries)\n", "  if (forced_blocks == 0 && call.max_seqlen <= kOnChipQueries)\n"),
     ("(longest > kOnChipQueries ? kSumFloats : 0)", "(forced_blocks + longest > 0 ? kSumFloats : 0)"),
+    ("max_seqlen > kOnChipQueries ? std::max", "forced_blocks + max_seqlen > 0 ? std::max"),
     ("#include <algorithm>\n", '#include <algorithm>\nextern "C" {\nint forced_blocks = 0;\n}\n'),
 ]
 
@@ -280,15 +284,21 @@ def make(case: dict[str, Any], dirty: bool = True, head_dim: int = 64) -> tuple[
 
 
 class Backward:
-    def __init__(self, variant: str = "backward", blocks: int = 0) -> None:
+    blocks: int | None = None  # that share a head, where the library is told
+    columns: Any = None  # fp32 [3, heads, 64]: gets the gradients' sums over all tokens
+
+    def __init__(self, variant: str = "backward", blocks: int = 0, columns: Any = None) -> None:
+        if blocks or variant == "racecheck":
+            self.blocks = blocks
+        self.columns = columns
         self.open(WORK / f"{variant if not blocks or variant == 'racecheck' else 'forced'}.so")
-        if blocks:
-            ctypes.c_int.in_dll(self.library, "forced_blocks").value = blocks
 
     def open(self, path: Path) -> None:
         self.library = ctypes.CDLL(str(path))
         self.library.workspace.restype = ctypes.c_int64
         self.library.workspace.argtypes = [ctypes.c_int64] * 4
+        if hasattr(self.library, "column_parts"):
+            self.library.column_parts.restype = ctypes.c_int64
 
     def prepare(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, problem: Any, *gradients: Any) -> Any:
         import torch
@@ -311,10 +321,16 @@ class Backward:
             strides = x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
             for axis, stride in zip(("sequence", "token", "head"), strides, strict=True):
                 setattr(call, f"{name}_{axis}_stride", stride)
-        keep = (workspace, dout, q, k, v, out, lse, problem, gradients)
+        keep = [workspace, dout, q, k, v, out, lse, problem, gradients]
+        if self.columns is not None:
+            size = self.library.column_parts(*map(I64, (problem.sequences, heads, problem.max_seqlen)))
+            keep += [self.columns, torch.full((size,), torch.nan, device="cuda")]
+            call.column_sums, call.column_parts = keep[-2].data_ptr(), keep[-1].data_ptr()
 
         def run() -> Any:
             call.stream = torch.cuda.current_stream().cuda_stream
+            if self.blocks is not None:
+                ctypes.c_int.in_dll(self.library, "forced_blocks").value = self.blocks
             detail = ctypes.c_char_p()
             code = self.library.backward(ctypes.byref(call), ctypes.byref(detail))
             if code:
@@ -339,20 +355,25 @@ def check(name: str) -> str:
     torch.manual_seed(len(name) * 1000 + sum(map(ord, name)))
     problem, q, k, v, dout, *gradients = make(CHECKS[name])
     out, lse = reference.attention_forward(q, k, v, problem)
-    run = Backward(blocks=CHECKS[name].get("blocks", 0)).prepare(dout, q, k, v, out, lse, problem, *gradients)
+    columns = torch.full((3, q.shape[-2], 64), torch.nan, device="cuda")
+    backward = Backward(blocks=CHECKS[name].get("blocks", 0), columns=columns)
+    run = backward.prepare(dout, q, k, v, out, lse, problem, *gradients)
     run()
     torch.cuda.synchronize()
     expected = [torch.empty_like(x) for x in gradients]
     reference.attention_backward(dout, q, k, v, out, lse, problem, *expected)
     rows = slice(None) if problem.cu_seqlens is None else slice(0, -3)
     errors = [relative(a[rows], b[rows]) for a, b in zip(gradients, expected, strict=True)]
+    sums = [b[rows].double().flatten(0, -3).sum(0) for b in gradients]
+    sizes = [b[rows].double().flatten(0, -3).abs().sum(0).norm().item() for b in gradients]
+    errors += [(a.double() - b).norm().item() / (size or 1.0) for a, b, size in zip(columns, sums, sizes, strict=True)]
     untouched = ""
     if problem.packed and any(not x[-3:].isnan().all() for x in gradients):
         untouched = " WROTE PAST THE END"
-    differences = repeat(run, gradients, rows, 10)
+    differences = repeat(run, [*gradients, columns], [rows] * 3 + [slice(None)], 10)
     good = all(error < 0.006 for error in errors) and not differences and not untouched
-    text = " ".join(f"{error:.1e}" for error in errors)
-    return f"{'ok  ' if good else 'BAD '} {name:14} dq dk dv {text} same bits {not differences}{differences}{untouched}"
+    text = f"{'ok  ' if good else 'BAD '} {name:14} dq dk dv, columns " + " ".join(f"{error:.1e}" for error in errors)
+    return f"{text} same bits {not differences}{differences}{untouched}"
 
 
 def once(name: str) -> str:
@@ -365,19 +386,19 @@ def once(name: str) -> str:
     return name
 
 
-def repeat(run: Any, gradients: Any, rows: Any, times: int) -> str:
-    """Empty if every run gives the bits of the first, else what differs."""
+def repeat(run: Any, results: Any, rows: Any, times: int) -> str:
+    """Empty if every run gives the bits of the first, else what differs of these rows of the results."""
     import torch
 
     run()
-    first = [x.clone() for x in gradients]
+    first = [x.clone() for x in results]
     found: dict[str, list[str]] = {}
     for index in range(times):
         run()
-        for name, a, b in zip(("dq", "dk", "dv"), first, gradients, strict=True):
-            if torch.equal(a[rows], b[rows]):
+        for name, own, a, b in zip(("dq", "dk", "dv", "columns")[: len(rows)], rows, first, results, strict=True):
+            if torch.equal(a[own], b[own]):
                 continue
-            x, y = (t[rows] for t in (a, b))  # ([sequence], token, head, feature)
+            x, y = (t[own] for t in (a, b))  # ([sequence], token, head, feature)
             where = (x != y).nonzero()
             low, high = where.amin(0).tolist(), where.amax(0).tolist()
             size = (x.float() - y.float()).abs().max().item()
@@ -416,7 +437,7 @@ def stressed(name: str) -> str:
     backward = Backward(blocks=case.get("blocks", 0))
     run = backward.prepare(dout, q, k, v, out, lse, problem, *gradients)
     rows = slice(None) if problem.cu_seqlens is None else slice(0, -3)
-    differences = repeat(run, gradients, rows, 25)
+    differences = repeat(run, gradients, [rows] * 3, 25)
     finite = all(bool(x[rows].isfinite().all()) for x in gradients)
     return f"{'BAD ' if differences or not finite else 'ok  '} stress {name:30} finite {finite}{differences}"
 
@@ -509,6 +530,9 @@ def timed(name: str) -> str:
     flops = 10 * pairs * 16 * 64
     arguments = (dout, q, k, v, out, lse, problem, *gradients)
     functions = {"hopper": Backward().prepare(*arguments)}
+    if name in ("32x512_p", "8x2048"):
+        columns = torch.empty(3, 16, 64, device="cuda")
+        functions["columns"] = Backward(columns=columns).prepare(*arguments)
     if size:
         inputs = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
