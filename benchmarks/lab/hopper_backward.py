@@ -644,7 +644,7 @@ def traced(name: str) -> str:
 
 
 def in_process(names: list[str], limit: float, deadline: float, lines: Report, tool: list[str] | None = None) -> None:
-    """Lines of the cases (kind:name); one that takes longer than ``limit`` seconds is left out and the rest goes on anew."""
+    """Lines of the cases, kind:name; one that takes longer than ``limit`` seconds is left out, the rest goes on anew."""
     attempts = 0
     environment = dict(os.environ, PYTHONPATH=f"{WORK / 'lib'}:{os.environ.get('PYTHONPATH', '')}")
     while names and attempts < 4 and time.time() < deadline:
