@@ -67,6 +67,32 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
     "scores_last": [("kScoresFirst = !ON_CHIP;", "kScoresFirst = false;")],
     "loose_dscores": [("stay_behind(dweights);", "stay_behind(dweights[31]);")],
 }
+VARIANTS["two_operands"] = [
+    (
+        """    stay_behind(dweights);
+    wait_products<0>();  // dV's operand gives its registers to dK's
+    hold_registers(operand);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) operand[i] = narrow_word(dweights[2 * i], dweights[2 * i + 1], T{});
+""",
+        """    uint32_t common = 0xffffffffu;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) second[i] = narrow_word(dweights[2 * i], dweights[2 * i + 1], T{});
+#pragma unroll
+    for (int i = 0; i < 16; ++i) common &= second[i];
+    if (__any_sync(0xffffffffu, common == 0xffffffffu)) asm volatile("nanosleep.u32 0;");
+    wait_products<0>();
+    hold_registers(operand);
+""",
+    ),
+    (
+        "dK's operand gives its registers to dV's\n    hold_registers(operand);",
+        "dK's operand gives its registers to dV's\n    hold_registers(second);",
+    ),
+    ("multiply<T, Major::mn>(dk, operand", "multiply<T, Major::mn>(dk, second"),
+    ("store_matrices(to ^ 32 * c, operand", "store_matrices(to ^ 32 * c, second"),
+    ("  uint32_t v[16], operand[16];", "  uint32_t v[16], operand[16], second[16];"),
+]
 # Where a step's time goes: one thread of each warpgroup of the first block writes the clock at these places.
 MARK = "    note(memory, %d);\n"
 MARKED = [
@@ -114,10 +140,12 @@ template <bool CAUSAL, bool ON_CHIP>\n__device__ __forceinline__ void set_unit""
 Status attention_backward(const AttentionBackward& call) {\n""",
     ),
 ]
-MEASURED: dict[str, tuple[str, ...]] = {"32x512": ("scores_first", "loose_dscores", "without_sums", "without_exp")}
-MEASURED["32x512_p"] = MEASURED["32x512"]
+MEASURED: dict[str, tuple[str, ...]] = {
+    "32x512": ("scores_first", "loose_dscores", "two_operands", "without_sums", "without_exp")
+}
+MEASURED["32x512_p"] = MEASURED["64x512_p"] = ("scores_first", "loose_dscores", "without_sums", "without_exp")
 MEASURED["4x4096"] = ("two_staged", "told_late", "scores_last", "loose_dscores", "without_sums", "without_exp")
-MEASURED["8x2048"] = MEASURED["1x16384"] = ("two_staged", "told_late", "scores_last")
+MEASURED["8x2048"] = MEASURED["1x16384"] = ("two_staged", "told_late", "scores_last", "two_operands")
 BEFORE = sorted(
     path.stem for path in Path(__file__).with_name("before").glob("*.cu")
 )  # whole sources, WRAPPER included
@@ -128,6 +156,7 @@ ONLY_ALL_KEYS = [
     ("causal ? launch_backward<T, false, true>(call, p, processors)\n                :", ""),
 ]
 WITHOUT_HALF = (": call.dtype == DType::f16 ? launch_typed<f16_t>(call, p)", "")
+WITHOUT_BFLOAT = ("call.dtype == DType::bf16  ? launch_typed<bf16_t>(call, p)\n         : ", "")
 # As many blocks share a head as the library is told.
 FORCED = [
     ("  if (call.max_seqlen <= kOnChipQueries) return 1;", "  if (forced_blocks > 0) return forced_blocks;"),
@@ -188,6 +217,7 @@ def build() -> str:
     lay_package()
     begin = time.time()
     started = [("backward", compile_variant("backward", [])), ("forced", compile_variant("forced", FORCED))]
+    started += [("half", compile_variant("half", [WITHOUT_BFLOAT]))]
     started += [("racecheck", compile_variant("racecheck", FORCED, " -DFASTTFM_EVERY_LANE_ARRIVES"))]
     started += [(name, compile_variant(name, [*changes, *ONLY_ALL_KEYS])) for name, changes in VARIANTS.items()]
     started += [("clocks", compile_variant("clocks", [*CLOCKS, *ONLY_ALL_KEYS]))]
@@ -223,20 +253,19 @@ def inlined(name: str, seen: set[str]) -> str:
 def compile_variant(name: str, changes: list[tuple[str, str]], options: str = "") -> subprocess.Popen[str]:
     source = WORK / f"{name}.cu"
     text = WRAPPER
-    if changes:
-        kernel = inlined("attention/cuda_backward.cu", set())
-        for old, new in [*changes, WITHOUT_HALF]:
-            if old not in kernel:
-                print(f"{name}: the source has no {old!r}")
-            kernel = kernel.replace(old, new, 1 if old.startswith("#include") else -1)
-        text = text.replace('#include "attention/cuda_backward.cu"', kernel)
+    kernel = inlined("attention/cuda_backward.cu", set())
+    for old, new in changes if WITHOUT_BFLOAT in changes else [*changes, WITHOUT_HALF]:
+        if old not in kernel:
+            print(f"{name}: the source has no {old!r}")
+        kernel = kernel.replace(old, new, 1 if old.startswith("#include") else -1)
+    text = text.replace('#include "attention/cuda_backward.cu"', kernel)
     source.write_text(text)
     return compile_source(name, source, options)
 
 
 def compile_source(name: str, source: Path, options: str = "") -> subprocess.Popen[str]:
     command = f"nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a{options} -I{ROOT}/kernels -Xptxas=-v -shared"
-    command += f" -Xcompiler -fPIC --split-compile=4 {source} -o {WORK / name}.so"
+    command += f" -Xcompiler -fPIC {source} -o {WORK / name}.so"
     return subprocess.Popen(command.split(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -406,7 +435,8 @@ def check(name: str) -> str:
     problem, q, k, v, dout, *gradients = make(CHECKS[name])
     out, lse = reference.attention_forward(q, k, v, problem)
     columns = torch.full((3, q.shape[-2], 64), torch.nan, device="cuda")
-    backward = Backward(blocks=CHECKS[name].get("blocks", 0), columns=columns)
+    variant = "half" if CHECKS[name].get("half") else "backward"
+    backward = Backward(variant, CHECKS[name].get("blocks", 0), columns)
     run = backward.prepare(dout, q, k, v, out, lse, problem, *gradients)
     run()
     torch.cuda.synchronize()
@@ -524,6 +554,7 @@ TIMES: dict[str, dict[str, Any]] = {
         (2, 8192, True, 0.0),
         (2, 8192, False, 0.1),
         (8, 512, False, 0.1),
+        (64, 512, False, 0.1),
     )
 }
 TIMES["packed_p"] = {"packed": tuple(64 + 448 * i // 63 for i in range(64)), "heads": 16, "p": 0.1, "fused": True}
@@ -644,7 +675,7 @@ def traced(name: str) -> str:
 
 
 def in_process(names: list[str], limit: float, deadline: float, lines: Report, tool: list[str] | None = None) -> None:
-    """Lines of the cases, kind:name; one that takes longer than ``limit`` seconds is left out, the rest goes on anew."""
+    """Lines of the cases, kind:name; one that takes longer than ``limit`` seconds is left out, the rest go on anew."""
     attempts = 0
     environment = dict(os.environ, PYTHONPATH=f"{WORK / 'lib'}:{os.environ.get('PYTHONPATH', '')}")
     while names and attempts < 4 and time.time() < deadline:
