@@ -121,6 +121,9 @@ LOAD: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "long": ([4096], [4096], {}),
     "long, causal, dropout": ([4096, 1], [4096, 7], {"causal": True, "dropout_p": 0.1}),
     "one long head among short ones": ([3000] + [60] * 50, [3000] + [60] * 50, {"dropout_p": 0.1}),
+    "many blocks share a head": ([5000], [5000], {}),
+    "many blocks share a head, causal": ([5000, 70, 0, 1], [5000, 70, 3, 1], {"causal": True}),
+    "more blocks than tiles of keys": ([700, 5, 130], [600, 2500, 64], {"dropout_p": 0.1}),
 }
 
 
@@ -197,6 +200,21 @@ def test_gradients_are_those_of_triton(case: str, head_dim: int) -> None:
     for name, found, expected in zip(("dq", "dk", "dv"), own, others, strict=True):
         difference = (found.double() - expected.double()).norm() / expected.double().norm()
         assert difference < 0.006, (name, difference)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [600, 1500])
+def test_the_number_of_blocks_changes_no_bit(length: int, causal: bool) -> None:
+    """Two heads are shared by as many blocks as they have tiles of keys; among 160 each has one or two."""
+    torch.manual_seed(2)
+    inputs = [torch.randn(1, length, 2, 64, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    function = partial(attention, causal=causal, dropout_p=0.1, seed=torch.tensor([3], device="cuda"), backend="cuda")
+    alone = gradients(function, inputs[:3], inputs[3])
+    many = [x.expand(80, -1, -1, -1).contiguous() for x in inputs]
+    for name, own, found in zip(("out", "dq", "dk", "dv"), alone, gradients(function, many[:3], many[3]), strict=True):
+        assert same_bits(own, found[:1]), name
 
 
 @pytest.mark.gpu
