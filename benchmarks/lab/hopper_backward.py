@@ -93,53 +93,6 @@ VARIANTS["two_operands"] = [
     ("store_matrices(to ^ 32 * c, operand", "store_matrices(to ^ 32 * c, second"),
     ("  uint32_t v[16], operand[16];", "  uint32_t v[16], operand[16], second[16];"),
 ]
-# Where a step's time goes: one thread of each warpgroup of the first block writes the clock at these places.
-MARK = "    note(memory, %d);\n"
-MARKED = [
-    ("    wait_products<kScoresFirst ? 2 : 1>();\n    hold_registers(scores);\n", "scores"),
-    ("    stay_behind(scores[31]);\n", "weights"),
-    ("    wait_products<1>();  // dK's operand gives its registers to dV's\n    hold_registers(operand);\n", "dk"),
-    ("    commit_products();\n    wait_products<1>();\n    hold_registers(dweights);\n", "dv started, dp"),
-    ("    stay_behind(dweights);\n", "dscores"),
-    ("    wait_products<0>();  // dV's operand gives its registers to dK's\n    hold_registers(operand);\n", "dv"),
-    ("      const uint32_t keys = uniform(k);\n", "rounded"),
-    ("    memory.dscores_empty[step.slot].wait(step.parity ^ 1);\n", "scores started, room"),
-    ("    arrive_warp(memory.dscores_full[step.slot]);\n", "put"),
-    ("      tile = last ? unit.begin(key_tile) : tile + 1;\n", "dk, dp started"),
-    ("        memory.dscores_full[step.slot].wait(step.parity);\n", "3: dscores"),
-    ("        arrive_warp(memory.dscores_empty[step.slot]);\n", "3: dq"),
-    ("          sums.put(dq);\n        }\n", "3: handed on"),
-]
-CLOCKS = [(old, old + MARK % index) for index, (old, _) in enumerate(MARKED)]
-CLOCKS += [
-    ("  Barrier q_full[kStages],", "  uint32_t marked[3];\n  Barrier q_full[kStages],"),
-    (
-        "    v_full.initialize(kWarpArrivals);\n",
-        "    v_full.initialize(kWarpArrivals);\n    marked[0] = marked[1] = marked[2] = 0;\n",
-    ),
-    (
-        "template <bool CAUSAL, bool ON_CHIP>\n__device__ __forceinline__ void set_unit",
-        """__device__ uint32_t marks[3][1024];
-template <bool ON_CHIP>
-__device__ __forceinline__ void note(Memory<ON_CHIP>& memory, int place) {
-  if (blockIdx.x != 0 || thread_here() % 128 != 0) return;
-  const int group = thread_here() / 128 - 1;
-  uint32_t now;
-  asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
-  const uint32_t index = memory.marked[group]++;
-  if (index < 1024) marks[group][index] = now << 4 | place;
-}
-template <bool CAUSAL, bool ON_CHIP>\n__device__ __forceinline__ void set_unit""",
-    ),
-    (
-        "Status attention_backward(const AttentionBackward& call) {\n",
-        """extern "C" void read_marks(void* to) {
-  cudaDeviceSynchronize();
-  cudaMemcpyFromSymbol(to, marks, sizeof(marks));
-}
-Status attention_backward(const AttentionBackward& call) {\n""",
-    ),
-]
 MEASURED: dict[str, tuple[str, ...]] = {
     "32x512": ("scores_first", "loose_dscores", "two_operands", "without_sums", "without_exp")
 }
@@ -220,7 +173,6 @@ def build() -> str:
     started += [("half", compile_variant("half", [WITHOUT_BFLOAT]))]
     started += [("racecheck", compile_variant("racecheck", FORCED, " -DFASTTFM_EVERY_LANE_ARRIVES"))]
     started += [(name, compile_variant(name, [*changes, *ONLY_ALL_KEYS])) for name, changes in VARIANTS.items()]
-    started += [("clocks", compile_variant("clocks", [*CLOCKS, *ONLY_ALL_KEYS]))]
     started += [(name, compile_source(name, Path(__file__).with_name("before") / f"{name}.cu")) for name in BEFORE]
     lines = []
     for name, process in started:
@@ -310,7 +262,6 @@ SHARED = {
     for name in names
 }
 CHECKS |= SHARED
-CLOCKED = ("32x512", "32x512_p", "8x2048")
 RACES = ("lengths", "64_p", "causal", "causal_p/2", "512/2", "long_cross/4")  # a call of each kernel, or nearly
 
 
@@ -648,29 +599,6 @@ class Report(list[str]):
             file.write(line + "\n")
 
 
-def traced(name: str) -> str:
-    """Cycles from one place of a step to the next, medians over steps, for each warpgroup."""
-    import torch
-
-    problem, q, k, v, dout, *gradients = make(TIMES[name], dirty=False)
-    lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), 12.0, device="cuda")
-    backward = Backward("clocks")
-    backward.prepare(dout, q, k, v, dout, lse, problem, *gradients)()
-    marks = (ctypes.c_uint32 * 3072)()
-    backward.library.read_marks(marks)
-    lines = []
-    for group in range(3):
-        own = [x for x in marks[1024 * group + 200 : 1024 * (group + 1)] if x]
-        found: dict[int, list[int]] = {}
-        for a, b in itertools.pairwise(own):
-            found.setdefault(b & 15, []).append(((b >> 4) - (a >> 4)) & 0xFFFFFFF)
-        parts = [f"{MARKED[place][1]} {statistics.median(times):.0f}" for place, times in sorted(found.items())]
-        steps = max(map(len, found.values()), default=1)
-        total = sum(map(sum, found.values())) / steps
-        lines.append(f"\n    warpgroup {group + 1}: {total:.0f} a step: {', '.join(parts)}")
-    return f"{name}{''.join(lines)}"
-
-
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
@@ -707,13 +635,13 @@ def in_process(names: list[str], limit: float, deadline: float, lines: Report, t
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("checks", "clocks", "stress", "times", "races"))
+    parser.add_argument("--only", choices=("checks", "stress", "times", "races"))
     parser.add_argument("--cases", default="", help="comma-separated names; all by default")
     parser.add_argument("--output", default=os.environ.get("OUT", str(WORK)))
     parser.add_argument("--child", nargs="+")
     arguments = parser.parse_args()
     if arguments.child:
-        functions = {"checks": check, "stress": stressed, "times": timed, "races": once, "clocks": traced}
+        functions = {"checks": check, "stress": stressed, "times": timed, "races": once}
         for case in arguments.child:
             kind, name = case.split(":")
             print("RESULT " + json.dumps(functions[kind](name)), flush=True)
@@ -722,7 +650,7 @@ def main() -> None:
     lines = Report(Path(arguments.output) / "hopper_backward.txt")
     lines.append(build())
     chosen = [name for name in arguments.cases.split(",") if name]
-    kinds = {"checks": CHECKS, "times": TIMES, "clocks": CLOCKED, "stress": STRESS, "races": RACES}
+    kinds = {"checks": CHECKS, "times": TIMES, "stress": STRESS, "races": RACES}
     cases = [
         f"{kind}:{name}"
         for kind, names in kinds.items()
