@@ -57,14 +57,12 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
         ("          sums.store(dq, tile);", "          if (dq[0] == 1e30f) sums.store(dq, tile);"),
         ("load = (last || ON_CHIP) && key_tile > 0", "load = last && key_tile > 0"),
     ],
-    "without_exp": [('  float result;\n  asm("ex2', '  float result;\n  return x;\n  asm("ex2')],
     "two_staged": [("kBuffers = 4;", "kBuffers = 2;")],
     "told_late": [
         ("      if (untold_) {\n        wait_stores<1>", "      if (++told_late_ % 4 == 0) {\n        wait_stores<1>"),
         ("  bool untold_ = false;", "  int told_late_ = 0;\n    bool untold_ = false;"),
     ],
     "scores_first": [("kScoresFirst = !ON_CHIP;", "kScoresFirst = true;")],
-    "scores_last": [("kScoresFirst = !ON_CHIP;", "kScoresFirst = false;")],
     "loose_dscores": [("stay_behind(dweights);", "stay_behind(dweights[31]);")],
 }
 VARIANTS["two_operands"] = [
@@ -94,11 +92,12 @@ VARIANTS["two_operands"] = [
     ("  uint32_t v[16], operand[16];", "  uint32_t v[16], operand[16], second[16];"),
 ]
 MEASURED: dict[str, tuple[str, ...]] = {
-    "32x512": ("scores_first", "loose_dscores", "two_operands", "without_sums", "without_exp")
+    "32x512_p": ("scores_first", "loose_dscores", "without_sums"),
+    "32x512": ("scores_first", "loose_dscores", "two_operands", "without_sums"),
+    "8x2048": ("two_staged", "told_late", "two_operands", "without_sums"),
+    "4x4096": ("two_staged", "told_late", "loose_dscores", "two_operands", "without_sums"),
+    "1x16384": ("two_staged", "told_late", "two_operands"),
 }
-MEASURED["32x512_p"] = MEASURED["64x512_p"] = ("scores_first", "loose_dscores", "without_sums", "without_exp")
-MEASURED["4x4096"] = ("two_staged", "told_late", "scores_last", "loose_dscores", "without_sums", "without_exp")
-MEASURED["8x2048"] = MEASURED["1x16384"] = ("two_staged", "told_late", "scores_last", "two_operands")
 BEFORE = sorted(
     path.stem for path in Path(__file__).with_name("before").glob("*.cu")
 )  # whole sources, WRAPPER included
@@ -112,7 +111,10 @@ WITHOUT_HALF = (": call.dtype == DType::f16 ? launch_typed<f16_t>(call, p)", "")
 WITHOUT_BFLOAT = ("call.dtype == DType::bf16  ? launch_typed<bf16_t>(call, p)\n         : ", "")
 # As many blocks share a head as the library is told.
 FORCED = [
-    ("  if (call.max_seqlen <= kOnChipQueries) return 1;", "  if (forced_blocks > 0) return forced_blocks;"),
+    (
+        "  if (call.max_seqlen <= kOnChipQueries) return 1;",
+        "  if (forced_blocks > 0) return forced_blocks;\n  if (call.max_seqlen <= kOnChipQueries) return 1;",
+    ),
     ("  if (call.max_seqlen <= kOnChipQueries)\n", "  if (forced_blocks == 0 && call.max_seqlen <= kOnChipQueries)\n"),
     ("(longest > kOnChipQueries ? kSumFloats : 0)", "(forced_blocks + longest > 0 ? kSumFloats : 0)"),
     ("max_seqlen > kOnChipQueries ? std::max", "forced_blocks + max_seqlen > 0 ? std::max"),
@@ -172,7 +174,7 @@ def build(kinds: set[str]) -> str:
     begin = time.time()
     started = []
     if kinds != {"races"}:
-        started += [("backward", compile_variant("backward", [])), ("forced", compile_variant("forced", FORCED))]
+        started += [("backward", compile_variant("backward", FORCED))]
     if "checks" in kinds:
         started += [("half", compile_variant("half", [WITHOUT_BFLOAT]))]
     if "races" in kinds:
@@ -320,14 +322,14 @@ def make(case: dict[str, Any], dirty: bool = True, head_dim: int = 64) -> tuple[
 
 
 class Backward:
-    blocks: int | None = None  # that share a head, where the library is told
+    blocks: int | None = None  # that share a head, where the library can be told; 0: its own choice
     columns: Any = None  # fp32 [3, heads, 64]: gets the gradients' sums over all tokens
 
     def __init__(self, variant: str = "backward", blocks: int = 0, columns: Any = None) -> None:
-        if blocks or variant == "racecheck":
+        if variant in ("backward", "racecheck"):
             self.blocks = blocks
         self.columns = columns
-        self.open(WORK / f"{variant if not blocks or variant == 'racecheck' else 'forced'}.so")
+        self.open(WORK / f"{variant}.so")
 
     def open(self, path: Path) -> None:
         self.library = ctypes.CDLL(str(path))
@@ -490,28 +492,28 @@ TIMES: dict[str, dict[str, Any]] = {
         "fused": True,
     }
     for batch, size, causal, p in (
-        (32, 512, False, 0.0),
         (32, 512, False, 0.1),
+        (32, 512, False, 0.0),
         (8, 2048, False, 0.0),
         (4, 4096, False, 0.0),
         (16, 1024, False, 0.0),
+        (32, 512, True, 0.0),
         (1, 16384, False, 0.0),
+        (1, 16384, True, 0.0),
+        (2, 8192, False, 0.0),
         (16, 1024, True, 0.0),
         (8, 2048, True, 0.0),
         (4, 4096, True, 0.0),
-        (1, 16384, True, 0.0),
+        (2, 8192, True, 0.0),
+        (64, 256, False, 0.1),
         (16, 1024, False, 0.1),
         (8, 2048, False, 0.1),
         (4, 4096, False, 0.1),
-        (32, 512, True, 0.0),
-        (64, 256, False, 0.1),
+        (2, 8192, False, 0.1),
+        (64, 512, False, 0.1),
         (128, 128, False, 0.0),
         (128, 128, False, 0.1),
-        (2, 8192, False, 0.0),
-        (2, 8192, True, 0.0),
-        (2, 8192, False, 0.1),
         (8, 512, False, 0.1),
-        (64, 512, False, 0.1),
     )
 }
 TIMES["packed_p"] = {"packed": tuple(64 + 448 * i // 63 for i in range(64)), "heads": 16, "p": 0.1, "fused": True}
@@ -522,7 +524,9 @@ def milliseconds(functions: dict[str, Any], eager: tuple[str, ...] = ()) -> dict
     import torch
 
     replays = {}
+    print("~", end=" ", flush=True)
     for name, function in functions.items():
+        print(name, end=" ", flush=True)  # for who waits for it in vain
         for _ in range(3):
             function()
         torch.cuda.synchronize()
@@ -531,6 +535,7 @@ def milliseconds(functions: dict[str, Any], eager: tuple[str, ...] = ()) -> dict
             with torch.cuda.graph(replays[name]):
                 for _ in range(5):
                     function()
+    print(flush=True)
     found: dict[str, list[float]] = {name: [] for name in functions}
     for name in [*functions] * 7:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -584,6 +589,7 @@ def timed(name: str) -> str:
         for blocks in (1, 2, 4) if size < 4096 else (2, 3, 4) if size < 8192 else (4, 8):
             functions[f"/{blocks}"] = Backward(blocks=blocks).prepare(*arguments)
     functions |= {variant: Backward(variant).prepare(*arguments) for variant in MEASURED.get(name, ())}
+    functions = {who: run for who, run in functions.items() if who not in os.environ.get("HANGS", "").split()}
     results = milliseconds(functions, eager=("cudnn",))
     text = "  ".join(f"{who} {ms:.3f}" for who, ms in results.items())
     ratio = f"  x{results['cudnn'] / results['hopper']:.2f}" if "cudnn" in results else ""
@@ -630,21 +636,23 @@ def in_process(names: list[str], limit: float, deadline: float, lines: Report, t
                 if text.startswith("RESULT "):
                     lines.append(json.loads(text[7:]))
                     done, begin = done + 1, time.time()
-                else:
+                elif not text.startswith("~ "):
                     lines.append("    | " + text)
         process.kill()
         process.wait()
         if done < len(names):
-            lines.append(f"LOST {names[done]} ({'exit ' + str(process.returncode)})")
+            lines.append(f"LOST {names[done]} ({'exit ' + str(process.returncode)}) {rest.decode(errors='replace')}")
+            if rest.startswith(b"~ "):
+                environment["HANGS"] = environment.get("HANGS", "") + " " + rest.decode().split()[-1]
         names = names[done + 1 :] if done < len(names) else []
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("checks", "stress", "times", "races"))
+    parser.add_argument("--only", default="checks,times,stress,races", help="comma-separated kinds")
     parser.add_argument("--cases", default="", help="comma-separated names; all by default")
     parser.add_argument("--output", default=os.environ.get("OUT", str(WORK)))
-    parser.add_argument("--seconds", type=float, default=60.0, help="room for all but races, which get half as much")
+    parser.add_argument("--seconds", type=float, default=60.0, help="room for all but races, which get 20 more")
     parser.add_argument("--child", nargs="+")
     arguments = parser.parse_args()
     if arguments.child:
@@ -656,18 +664,19 @@ def main() -> None:
     begin = time.time()
     lines = Report(Path(arguments.output) / "hopper_backward.txt")
     kinds = {"checks": CHECKS, "times": TIMES, "stress": STRESS, "races": RACES}
-    lines.append(build({arguments.only} if arguments.only else set(kinds)))
+    asked = arguments.only.split(",")
+    lines.append(build(set(asked)))
     chosen = [name for name in arguments.cases.split(",") if name]
     cases = [
         f"{kind}:{name}"
         for kind, names in kinds.items()
         for name in names
-        if arguments.only in (None, kind) and (not chosen or name in chosen)
+        if kind in asked and (not chosen or name in chosen)
     ]
     in_process([case for case in cases if not case.startswith("races")], 10.0, begin + arguments.seconds, lines)
     sanitizer = [shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer", "--tool", "racecheck"]
     races = [case for case in cases if case.startswith("races")]
-    in_process(races, 15.0, time.time() + arguments.seconds / 2, lines, sanitizer)
+    in_process(races, 15.0, max(time.time(), begin + arguments.seconds) + 20, lines, sanitizer)
     if any(line.startswith(("BAD", "LOST")) for line in lines):
         lines.append("FAILED")
     lines.append(f"{time.time() - begin:.0f} s in all")
