@@ -54,13 +54,10 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
   if (warpgroup == 0) {
     lower_registers<Registers<DROPOUT>::kProducer>();
     const int warp = uniform(threadIdx.x / 32);
-    if (warp == 0) {
+    if (warp == 0)
       bring_tiles<CAUSAL>(p, memory);
-    } else if (warp <= kDrawing<ON_CHIP>) {
-      if constexpr (DROPOUT) draw_kept<CAUSAL>(p, memory, warp - 1);
-    } else if constexpr (!ON_CHIP) {
-      add_sums<CAUSAL>(p, memory);
-    }
+    else if constexpr (DROPOUT)
+      draw_kept<CAUSAL>(p, memory, warp - 1);
   } else if (warpgroup == 3) {
     lower_registers<Registers<DROPOUT>::kSum>();
     sum_dq<T, CAUSAL>(p, memory);

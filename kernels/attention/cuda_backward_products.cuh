@@ -107,31 +107,24 @@ __device__ __forceinline__ uint32_t narrow_positive(float low, float high, f16_t
   return word;
 }
 
-// The assembler moves a wait for products up, over computations that should run beside them, but not over a branch that
-// depends on them: this one, which is not taken, as no computation has such NaNs for its results.
+// The assembler moves a wait for products up, over computations that should run beside them, but not over a branch:
+// this one, which is not taken, as no computation has that NaN for its result.
 __device__ __forceinline__ void stay_behind(float value) {
   if (__any_sync(0xffffffffu, __float_as_uint(value) == 0x7fc0dead)) asm volatile("nanosleep.u32 0;");
-}
-__device__ __forceinline__ void stay_behind(const float (&values)[32]) {
-  uint32_t common = 0xffffffffu;
-#pragma unroll
-  for (int i = 0; i < 32; ++i) common &= __float_as_uint(values[i]);
-  if (__any_sync(0xffffffffu, common == 0xffffffffu)) asm volatile("nanosleep.u32 0;");
 }
 
 // Steps are tiles of queries, one after another for a tile of keys, through all tiles of keys of all units. While a
 // step's P and dS are computed, products of its neighbours are under way: S of the next step is started before dS is
-// written (or, with two stages of queries, after dK), dP after it, beside dK. Whether a weight was dropped stands in
-// its sign.
+// written, dP after it, beside dK. Whether a weight was dropped stands in its sign.
 template <class T, bool DROPOUT, bool CAUSAL, bool ON_CHIP>
 class KeyWarpgroup {
  public:
   // `number`: 0 or 1, which 64 keys of a tile.
   __device__ __forceinline__ KeyWarpgroup(const Parameters& p, Memory<ON_CHIP>& memory, int number)
       : p(p), memory(memory), number(number), unit(own_unit<CAUSAL>(memory)) {
-    const Share<ON_CHIP> share(p);
+    const Share share(p);
     index = share.group;
-    key_tile = share.rank - share.blocks;
+    key_tile = share.rank - p.blocks;
     set_unit<CAUSAL>(p, memory, index);
   }
 
@@ -166,7 +159,7 @@ class KeyWarpgroup {
         take_keys();
       }
       const uint32_t keys = uniform(k);
-      if (kScoresFirst) {
+      if (!ON_CHIP) {
         memory.q_full[next].wait(stage.parity);
         begin_products();
         start_scores(next, keys);
@@ -175,7 +168,7 @@ class KeyWarpgroup {
       if (last) take_values();
       begin_products();
       start_dk(slot, first);
-      if (!kScoresFirst) {
+      if (ON_CHIP) {
         memory.q_full[next].wait(stage.parity);
         begin_products();
         start_scores(next, keys);
@@ -200,8 +193,8 @@ class KeyWarpgroup {
   }
 
   __device__ __forceinline__ bool next_key_tile() {
-    const Share<ON_CHIP> share(p);
-    key_tile += share.blocks;
+    const Share share(p);
+    key_tile += p.blocks;
     while (key_tile >= unit.key_tiles) {
       index += share.groups;
       if (index >= share.units) return false;
@@ -278,12 +271,12 @@ class KeyWarpgroup {
       memory.kept_full[step.slot][number].wait(step.parity);
       dropped = ~memory.kept[step.slot][number][threadIdx.x % kWarpgroup];
     }
-    wait_products<kScoresFirst ? 2 : 1>();
+    wait_products<ON_CHIP ? 1 : 2>();
     hold_registers(scores);
     const auto give_free = [&] {  // dK of the step before is through with it
       if (!first) arrive_warp(memory.q_empty[slot == 0 ? kStages - 1 : slot - 1]);
     };
-    if (!kScoresFirst) give_free();
+    if (ON_CHIP) give_free();
     mask_scores<CAUSAL>(scores, key, query, unit.k.length, unit.offset());
     compute_weights(statistics, dropped);
     stay_behind(scores[31]);
@@ -305,9 +298,9 @@ class KeyWarpgroup {
     // A load from shared memory has ended only when its value is used, and a barrier does not wait for it: v is given
     // free here, where products have taken it.
     if (first) arrive_warp(memory.v_empty);
-    if (kScoresFirst) give_free();
+    if (!ON_CHIP) give_free();
     compute_dscores(statistics + kQueries / 2);
-    stay_behind(dweights);
+    stay_behind(dweights[31]);
     wait_products<0>();  // dV's operand gives its registers to dK's
     hold_registers(operand);
 #pragma unroll
@@ -344,13 +337,12 @@ class KeyWarpgroup {
     store_product(dk, p.dq_scale, row_of<T>(p.dk, p, at.sequence, at.head, at.row), p.dk.token, at.rows);
     store_product(dv, p.dv_scale, row_of<T>(p.dv, p, at.sequence, at.head, at.row), p.dv.token, at.rows);
     if (p.column_parts == nullptr) return;
-    const int rank = Share<ON_CHIP>(p).rank, place = thread_here() / 32 - 4;
+    const int rank = Share(p).rank, place = thread_here() / 32 - 4;
     add_columns(dk, p.dq_scale, column_place(p, at.sequence, rank, place, 1, at.head));
     add_columns(dv, p.dv_scale, column_place(p, at.sequence, rank, place, 2, at.head));
   }
 
   static constexpr int kStages = Memory<ON_CHIP>::kStages;
-  static constexpr bool kScoresFirst = !ON_CHIP;  // of the next step, before dS is written; or after dK
 
   const Parameters& p;
   Memory<ON_CHIP>& memory;
@@ -412,24 +404,26 @@ class OwnSums {
 
 template <class T, bool CAUSAL, bool ON_CHIP>
 __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& memory) {
-  const int rank = Share<ON_CHIP>(p).rank;
+  const int rank = ON_CHIP ? 0 : blockIdx.x % p.blocks;
+  uint32_t* told = p.passed + blockIdx.x;
   auto sums = [&] {
     if constexpr (ON_CHIP)
       return OwnSums(memory.sums);
     else
-      return Sums::Source(memory.sums, 1, heard(p, rank));
+      return OrderedSums<kSumFloats / kWarpgroup>(memory.sums, 1, told, rank == 0 ? told + p.blocks - 1 : told - 1);
   }();
   const Unit<CAUSAL>& unit = own_unit<CAUSAL>(memory);
   RingPosition<2> k_stage;
   RingPosition<Memory<ON_CHIP>::kBuffers> step;
   uint32_t place = 0;  // of the round's first tile
-  for (int index = Share<ON_CHIP>(p).group; index < Share<ON_CHIP>(p).units; index += Share<ON_CHIP>(p).groups) {
+  for (int index = Share(p).group; index < Share(p).units; index += Share(p).groups) {
     set_unit<CAUSAL>(p, memory, index);
-    for (int round = 0; round < unit.key_tiles; round += Share<ON_CHIP>(p).blocks, place += unit.query_tiles) {
+    for (int round = 0; round < unit.key_tiles; round += p.blocks, place += unit.query_tiles) {
       const int key_tile = round + rank;
       if (key_tile >= unit.key_tiles) continue;
       memory.k_full[k_stage.slot].wait(k_stage.parity);
       for (int tile = unit.begin(key_tile); tile < unit.query_tiles; ++tile, step.next()) {
+        float* sum = p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloats;
         const bool last = key_tile == unit.last_key_tile(tile), load = (last || ON_CHIP) && key_tile > 0;
         const uint32_t dscores = shared_address(memory.dscores[uniform(step.slot)]);
         const uint32_t k = shared_address(memory.k[uniform(k_stage.slot)]);
@@ -438,8 +432,7 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
           if constexpr (ON_CHIP)
             sums.load(dq, tile);
           else
-            sums.load(dq, p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloats,
-                      unit.needed(place + tile, rank));
+            sums.load(dq, sum, place + tile, rank == 0 ? unit.query_tiles : 0);
         }
         memory.dscores_full[step.slot].wait(step.parity);
         begin_products();
@@ -461,7 +454,7 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
         } else if constexpr (ON_CHIP) {
           sums.store(dq, tile);
         } else {
-          sums.put(dq);
+          sums.add(dq, sum, place + tile, rank == 0 ? unit.query_tiles : 0, key_tile == 0);
         }
       }
       arrive_warp(memory.k_empty[k_stage.slot]);
@@ -469,6 +462,7 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
     }
     if (rank == 0) store_rest<T>(p, unit);
   }
+  if constexpr (!ON_CHIP) sums.finish(place);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// attention backward for Hopper: what its warpgroups share, and warpgroup 0, which brings tiles in, draws dropout's
-// bits and adds dQ's sums up. See cuda_backward.cu.
+// attention backward for Hopper: what its warpgroups share, and warpgroup 0, which brings tiles in and draws dropout's
+// bits. See cuda_backward.cu.
 #pragma once
 
 #include <cstdint>
@@ -97,40 +97,33 @@ struct Unit {
     const int last = query_tile * kQueries + kQueries - 1 + offset();
     return last < 0 ? -1 : min(last / kKeys, key_tiles - 1);
   }
-  // How far the block before has to be for an addition at a place (see cuda_ordered_sums.cuh).
-  __device__ __forceinline__ uint32_t needed(uint32_t place, int rank) const {
-    return place + 1 - (rank == 0 ? query_tiles : 0);
-  }
 };
 
-// Which (sequence, head)s and tiles of keys are a block's: every groups-th from group on, and of each of them every
-// blocks-th tile of keys from rank on. ON_CHIP: all of its keys.
-template <bool ON_CHIP>
+// Which (sequence, head)s and tiles of keys are this block's: every groups-th from group on, and of each of them every
+// blocks-th tile of keys from rank on.
 struct Share {
-  int blocks, rank, group, groups, units;
+  int rank, group, groups, units;
 
   explicit __device__ __forceinline__ Share(const Parameters& p)
-      : blocks(ON_CHIP ? 1 : p.blocks),
-        rank(ON_CHIP ? 0 : blockIdx.x % blocks),
-        group(ON_CHIP ? blockIdx.x : blockIdx.x / blocks),
-        groups(ON_CHIP ? gridDim.x : gridDim.x / blocks),
+      : rank(blockIdx.x % p.blocks),
+        group(blockIdx.x / p.blocks),
+        groups(gridDim.x / p.blocks),
         units(p.sequences * p.heads) {}
 };
-
-using Sums = OrderedSums<kSumFloats / kWarpgroup>;
 
 // ON_CHIP: dQ's sums stand in shared memory, each thread's own in its own place.
 template <bool ON_CHIP>
 struct Memory {
   static constexpr int kStages = ON_CHIP ? 2 : 4;   // tiles of queries
   static constexpr int kBuffers = ON_CHIP ? 1 : 2;  // of dS and of what is kept
-  using SumsMemory = std::conditional_t<ON_CHIP, float4[kOnChipQueries * kHeadDim / 4], Sums::Memory>;
+  using Sums = std::conditional_t<ON_CHIP, float4[kOnChipQueries * kHeadDim / 4],
+                                  typename OrderedSums<kSumFloats / kWarpgroup>::Memory>;
   alignas(1024) char q[kStages][kQueryTileBytes];
   char dout[kStages][kQueryTileBytes];
   char k[2][kKeyTileBytes];
   char v[kKeyTileBytes];
   char dscores[kBuffers][kKeyTileBytes];  // [keys, queries]
-  SumsMemory sums;
+  Sums sums;
   float statistics[kStages][2][kQueries];
   uint32_t kept[kBuffers][2][kWarpgroup];  // of each of the two warpgroups
   Unit<true> unit[kThreads / 32];          // of each warp: there are no registers for it
@@ -157,7 +150,6 @@ struct Memory {
     v_full.initialize(kWarpArrivals);
     v_empty.initialize(8 * kWarpArrivals);
     raw.initialize(kWarpArrivals);
-    if constexpr (!ON_CHIP) sums.initialize();
     fence_barriers();
   }
 };
@@ -194,7 +186,7 @@ __device__ __forceinline__ void clear_rows(char* tile, int from, int rows) {
 // multiplied by zeros, which a NaN would survive.
 template <bool CAUSAL, bool ON_CHIP>
 __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>& memory) {
-  const Share<ON_CHIP> share(p);
+  const Share share(p);
   const bool first_lane = threadIdx.x % 32 == 0;
   const bool foreign = p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr;
   RingPosition<Memory<ON_CHIP>::kStages> stage;
@@ -205,8 +197,8 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
     const bool direct = !foreign || valid >= rows;
     Barrier& landed = direct ? full : memory.raw;
     if (first_lane) {
-      landed.arrive_expect(bytes);
       start(landed);
+      landed.arrive_expect(bytes);
     } else if (kWarpArrivals > 1) {
       landed.arrive();
     }
@@ -220,7 +212,7 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
   for (int index = share.group; index < share.units; index += share.groups) {
     const Unit<CAUSAL> unit(p, index);
     const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
-    for (int key_tile = share.rank; key_tile < unit.key_tiles; key_tile += share.blocks) {
+    for (int key_tile = share.rank; key_tile < unit.key_tiles; key_tile += p.blocks) {
       const int valid_keys = unit.k.length - key_tile * kKeys, first_key = unit.k.first + key_tile * kKeys;
       char *k = memory.k[k_stage.slot], *v = memory.v;
       memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
@@ -259,41 +251,38 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
 
 // ---- warpgroup 0: dropout --------------------------------------------------------------------------------------------
 
-template <bool ON_CHIP>
-constexpr int kDrawing = ON_CHIP ? 3 : 2;  // warps
-
 // Keeps bits for a tile of 128 keys by 64 queries, a word for each thread of warpgroups 1 and 2: bit 8 * (i / 8) + 4 *
 // (1 - half) + i % 8 / 4 * 2 + c of element i + 2 * half + c, i a multiple of 4, of its scores (see hopper.cuh for the
 // layout). Of 64 keys, draw d of a query holds the bytes of keys 2 * d + {0, 1} modulo 8; word w those of warp w.
 //
 // A task is half the words of a warpgroup: lane (d % 2, t, part) makes byte `part` of the words of the 8 threads with
-// keys 2 * d + {0, 1} and queries 2 * t + {0, 1} modulo 8, from the draws of its 4 queries. The warps take tasks in
-// turn, each at least one of every tile, so that each of them waits for every phase of kept_empty: with a barrier for
-// each warpgroup, a warp could miss a phase and take the one before it for the one after it.
+// keys 2 * d + {0, 1} and queries 2 * t + {0, 1} modulo 8, from the draws of its 4 queries. The three warps take tasks
+// in turn, each at least one of every tile, so that each of them waits for every phase of kept_empty: with a barrier
+// for each warpgroup, a warp could miss a phase and take the one before it for the one after it.
 template <bool CAUSAL, bool ON_CHIP>
 __device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& memory, int warp) {
-  const Share<ON_CHIP> share(p);
+  const Share share(p);
   const int lane = threadIdx.x % 32;
   const uint64_t seed = static_cast<uint64_t>(*p.seed);
   const uint32_t subtracted = (p.threshold & 127) * 0x01010101u;
   const uint32_t either = p.threshold < 128 ? 0xffffffffu : 0u;
   const uint32_t top = p.threshold < 256 ? 0x80808080u : 0u;
-  const Unit<CAUSAL>& unit = own_unit<CAUSAL>(memory);
   RingPosition<Memory<ON_CHIP>::kBuffers> step;
   int turn = warp;
   for (int index = share.group; index < share.units; index += share.groups) {
-    set_unit<CAUSAL>(p, memory, index);
-    for (int key_tile = share.rank; key_tile < unit.key_tiles; key_tile += share.blocks)
+    const Unit<CAUSAL> unit(p, index);
+    for (int key_tile = share.rank; key_tile < unit.key_tiles; key_tile += p.blocks)
       for (int query_tile = unit.begin(key_tile); query_tile < unit.query_tiles; ++query_tile, step.next())
         for (int task = 0; task < 4; ++task) {
           if (--turn >= 0) continue;
-          turn = kDrawing<ON_CHIP> - 1;
+          turn = 2;
           const int consumer = task / 2, d = task % 2 * 2 + lane / 16, t = lane / 4 % 4, part = lane % 4;
           const uint32_t block = key_tile * 2 + consumer, query = query_tile * kQueries + 16 * part + 2 * t;
           uint32_t bits[4] = {0, 0, 0, 0};
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            const Draw drawn = draw_weights(seed, unit.sequence, unit.head, query + j / 2 * 8 + j % 2, block, d);
+            const Draw drawn = draw_weights<Product::two_instructions>(seed, unit.sequence, unit.head,
+                                                                       query + j / 2 * 8 + j % 2, block, d);
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
               const uint32_t x = drawn.word[w], z = (x | 0x80808080u) - subtracted;
@@ -311,35 +300,6 @@ __device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& 
           arrive_warp(memory.kept_full[step.slot][consumer]);
         }
   }
-}
-
-// ---- warpgroup 0: sums -----------------------------------------------------------------------------------------------
-
-// How far the block has come with dQ's sums, and where it hears of the one before it.
-__device__ __forceinline__ uint32_t* told(const Parameters& p) { return p.passed + blockIdx.x; }
-__device__ __forceinline__ const uint32_t* heard(const Parameters& p, int rank) {
-  return rank == 0 ? told(p) + p.blocks - 1 : told(p) - 1;
-}
-
-// Takes the block's turns at adding what warpgroup 3 leaves. A whole warp, of which one thread adds.
-template <bool CAUSAL>
-__device__ __forceinline__ void add_sums(const Parameters& p, Memory<false>& memory) {
-  const Share<false> share(p);
-  const Unit<CAUSAL>& unit = own_unit<CAUSAL>(memory);
-  Sums::Adder adder(memory.sums, told(p), heard(p, share.rank));
-  uint32_t place = 0;  // of the round's first tile
-  for (int index = share.group; index < share.units; index += share.groups) {
-    set_unit<CAUSAL>(p, memory, index);
-    for (int round = 0; round < unit.key_tiles; round += share.blocks, place += unit.query_tiles) {
-      const int key_tile = round + share.rank;
-      if (key_tile >= unit.key_tiles || threadIdx.x % 32 != 0) continue;
-      for (int tile = unit.begin(key_tile); tile < unit.query_tiles; ++tile)
-        if (key_tile != unit.last_key_tile(tile))
-          adder.add(p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloats, place + tile,
-                    unit.needed(place + tile, share.rank), key_tile == 0);
-    }
-  }
-  if (threadIdx.x % 32 == 0) adder.end(place);
 }
 
 }  // namespace

@@ -25,22 +25,28 @@ struct Draw {
   uint32_t word[4];
 };
 
-// The product of 64 bits; nvcc makes more than one instruction of it otherwise.
+// How a GPU makes products of 64 bits. In one instruction, that is less to issue, for warps that compute much else;
+// nvcc makes two of it otherwise, for the halves, which are through sooner: for warps that do nothing but draw.
+enum class Product { one_instruction, two_instructions };
+
+template <Product PRODUCT>
 FASTTFM_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
-  uint64_t product;
-  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
-  return product;
-#else
-  return static_cast<uint64_t>(a) * b;
+  if constexpr (PRODUCT == Product::one_instruction) {
+    uint64_t product;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+    return product;
+  }
 #endif
+  return static_cast<uint64_t>(a) * b;
 }
 
+template <Product PRODUCT = Product::one_instruction>
 FASTTFM_HOST_DEVICE Draw philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 7; ++round) {
-    const uint64_t product0 = wide_product(0xD2511F53u, c0);
-    const uint64_t product1 = wide_product(0xCD9E8D57u, c2);
+    const uint64_t product0 = wide_product<PRODUCT>(0xD2511F53u, c0);
+    const uint64_t product1 = wide_product<PRODUCT>(0xCD9E8D57u, c2);
     c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
     c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
     c1 = static_cast<uint32_t>(product1);
@@ -54,9 +60,10 @@ FASTTFM_HOST_DEVICE Draw philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_
 // The draw for 16 of an attention row's weights. Of the 64 keys of a block, draw d (0 to 3) decides the pairs d, d + 4,
 // d + 8, ...: key k by byte 2 * (k / 8 % 8) + k % 2 of draw k / 2 % 4. That is how tensor cores spread a row over
 // threads.
+template <Product PRODUCT = Product::one_instruction>
 FASTTFM_HOST_DEVICE Draw draw_weights(uint64_t seed, uint32_t sequence, uint32_t head, uint32_t query, uint32_t block,
                                       uint32_t d) {
-  return philox(seed, 4 * block + d, query, sequence, 1 + head);
+  return philox<PRODUCT>(seed, 4 * block + d, query, sequence, 1 + head);
 }
 
 // Where a row of activations stands in its batch.
