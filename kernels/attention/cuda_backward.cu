@@ -27,6 +27,7 @@
 #include "attention/cuda_call.h"
 #include "attention/op.h"
 #include "common/hopper.cuh"
+#include "common/reduce.cuh"
 
 namespace fasttfm {
 namespace cuda {
@@ -102,6 +103,7 @@ __global__ void __launch_bounds__(kThreads, 1) long_backward_kernel(const __grid
 // How many blocks share a (sequence, head), for more than kOnChipQueries queries (measured; clusters of 4 and 8 leave
 // multiprocessors without work, as these do not come in multiples of that).
 int blocks_of(const AttentionCall& call, bool causal, int processors) {
+  if (call.max_seqlen <= kOnChipQueries) return 1;
   const bool few = call.sequences * call.heads * 2 <= processors, longer = call.max_seqlen > 1024;
   return call.max_seqlen_k > kKeys && (!causal || longer || few) ? 2 : 1;
 }
@@ -120,10 +122,9 @@ cudaError_t resident_clusters(Kernel kernel, int device, int blocks, int* cluste
 }
 
 template <class T, bool DROPOUT, bool CAUSAL>
-Status launch_long(const AttentionBackward& call, Parameters p, int processors) {
+Status launch_long(const AttentionBackward& call, const Parameters& p, int processors) {
   const auto kernel = long_backward_kernel<T, DROPOUT, CAUSAL>;
   const int64_t units = call.sequences * call.heads;
-  p.blocks = blocks_of(call, CAUSAL, processors);
   if (p.blocks == 1) {
     const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors)));
     return launch(kernel, grid, dim3(kThreads), sizeof(LongMemory), call.stream, p);
@@ -144,18 +145,26 @@ Status launch_backward(const AttentionBackward& call, const Parameters& p, int p
 }
 
 template <class T>
-Status launch_typed(const AttentionBackward& call, const Parameters& p, float* statistics) {
-  int processors = 0;
-  const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, call.device);
-  if (error != cudaSuccess) return status_of(error);
-  const Status status = launch_statistics<T, kHeadDim>(call, p, statistics, nullptr);
-  if (status.code != StatusCode::ok) return status;
-  const bool causal = call.window_right == 0;
+Status launch_kernel(const AttentionBackward& call, const Parameters& p, bool causal, int processors) {
   if (call.seed != nullptr)
     return causal ? launch_backward<T, true, true>(call, p, processors)
                   : launch_backward<T, true, false>(call, p, processors);
   return causal ? launch_backward<T, false, true>(call, p, processors)
                 : launch_backward<T, false, false>(call, p, processors);
+}
+
+template <class T>
+Status launch_typed(const AttentionBackward& call, Parameters p, float* statistics) {
+  int processors = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, call.device);
+  if (error != cudaSuccess) return status_of(error);
+  const bool causal = call.window_right == 0;
+  p.blocks = blocks_of(call, causal, processors);
+  Status status = launch_statistics<T, kHeadDim>(call, p, statistics, nullptr);
+  if (status.code == StatusCode::ok) status = launch_kernel<T>(call, p, causal, processors);
+  if (status.code != StatusCode::ok || call.column_sums == nullptr) return status;
+  return sum_parts(call.column_parts, {call.column_sums, call.column_sums_dtype}, {},
+                   static_cast<int>(call.sequences * p.blocks * kColumnPlaces), 3 * call.heads * kHeadDim, call.stream);
 }
 
 }  // namespace
@@ -167,9 +176,15 @@ int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t h
   return heads * tiles * (2 * kQueries + (longest > kOnChipQueries ? kSumFloats : 0));
 }
 
+int64_t attention_column_parts(int64_t sequences, int64_t heads, int64_t head_dim, int64_t max_seqlen) {
+  return sequences * (max_seqlen > kOnChipQueries ? 2 : 1) * kColumnPlaces * 3 * heads * head_dim;
+}
+
 Status attention_backward(const AttentionBackward& call) {
   Status status = check_hopper_call(call);
   if (status.code != StatusCode::ok) return status;
+  if (call.column_sums != nullptr && call.head_dim != kHeadDim)
+    return bad_size("attention: column sums come with a head dim of 64");
   if (call.head_dim == kWideDim) return attention_backward_wide(call);
   if (call.kv_heads != call.heads) return bad_size("kv_heads differs from heads");
   if (call.sequences == 0 || call.heads == 0) return {};
@@ -178,6 +193,7 @@ Status attention_backward(const AttentionBackward& call) {
   Parameters p{};
   status = set_parameters(call, &p);
   if (status.code != StatusCode::ok) return status;
+  p.column_parts = call.column_sums == nullptr ? nullptr : call.column_parts;
   p.statistics = call.workspace;
   p.sums = call.workspace + call.heads * static_cast<int64_t>(p.tiles) * 2 * kQueries;
   return call.dtype == DType::bf16  ? launch_typed<bf16_t>(call, p, call.workspace)

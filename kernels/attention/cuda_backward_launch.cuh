@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention/cuda_backward_tiles.cuh"
+#include "attention/cuda_column_sums.cuh"
 #include "attention/op.h"
 #include "common/hopper.cuh"
 
@@ -16,7 +17,7 @@ constexpr int kStatisticsThreads = 256;
 
 // lse in units of log2, +infinity for rows that attend to nothing or are not there, and sum(out * dout) over dropout's
 // scale: a block for each tile of queries of each head, 8 elements a thread. Sets the tile's number in `turns`, if
-// given, to 0.
+// given, to 0, and, with a head's first tile, the places where its columns are summed.
 template <class T, int HEAD_DIM>
 __global__ void __launch_bounds__(kStatisticsThreads)
     statistics_kernel(Parameters p, const T* dout, const T* out, const float* lse, float* statistics, int* turns,
@@ -25,6 +26,7 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   const int head = blockIdx.y, sequence = blockIdx.z;
   const Span q = span_of(p.cu_seqlens, p.lengths, sequence, p.queries, p.max_seqlen);
   const int first = blockIdx.x * kQueries;
+  if (p.column_parts != nullptr && first == 0) clear_column_places(p, sequence, head);
   if (first >= q.length) return;
   const int64_t token = (p.cu_seqlens == nullptr ? static_cast<int64_t>(sequence) * p.queries : q.first);
   const float* own_lse = lse + (p.cu_seqlens == nullptr ? (static_cast<int64_t>(sequence) * p.heads + head) * p.queries
@@ -59,9 +61,9 @@ inline int64_t tiles_of(int64_t sequences, int64_t queries, bool packed) {
 
 template <class T, int HEAD_DIM>
 Status launch_statistics(const AttentionBackward& call, const Parameters& p, float* statistics, int* turns) {
-  const dim3 grid(static_cast<unsigned>((std::min(call.max_seqlen, call.queries) + kQueries - 1) / kQueries),
-                  static_cast<unsigned>(call.heads), static_cast<unsigned>(call.sequences));
-  if (grid.x == 0) return {};
+  const int64_t tiles = (std::min(call.max_seqlen, call.queries) + kQueries - 1) / kQueries;
+  const dim3 grid(static_cast<unsigned>(std::max<int64_t>(tiles, 1)), static_cast<unsigned>(call.heads),
+                  static_cast<unsigned>(call.sequences));
   const float delta_scale = call.dropout_scale > 0 ? 1 / call.dropout_scale : 0.0f;
   return launch(statistics_kernel<T, HEAD_DIM>, grid, dim3(kStatisticsThreads), 0, call.stream, p,
                 static_cast<const T*>(call.dout), static_cast<const T*>(call.out), call.lse, statistics, turns,

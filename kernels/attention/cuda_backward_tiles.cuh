@@ -20,6 +20,7 @@ constexpr int kQueryTileBytes = kQueries * kTileRowBytes;
 constexpr int kKeyTileBytes = kKeys * kTileRowBytes;
 constexpr int kStatisticsBytes = 2 * kQueries * 4;
 constexpr int kSumFloats = kQueries * kHeadDim;  // of dQ, per tile
+constexpr int kColumnPlaces = 8;                 // warps that work on the rows of a tile of keys
 
 struct Output {
   void* data;
@@ -38,7 +39,8 @@ struct Parameters {
   float score_scale;  // in units of log2
   float dq_scale;     // of dq and dk
   float dv_scale;
-  int blocks;  // of a cluster, which shares a (sequence, head)
+  int blocks;           // of a cluster, which shares a (sequence, head)
+  float* column_parts;  // [sequences, blocks, kColumnPlaces, 3, heads, kHeadDim], or null: see cuda_column_sums.cuh
 };
 
 // Tokens of one sequence: the first row, how many count, and how many rows of results belong to it.

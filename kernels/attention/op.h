@@ -62,6 +62,10 @@ struct AttentionBackward : AttentionCall {
   int64_t dq_sequence_stride, dq_token_stride, dq_head_stride;
   int64_t dk_sequence_stride, dk_token_stride, dk_head_stride;
   int64_t dv_sequence_stride, dv_token_stride, dv_head_stride;
+  // CUDA, head dim 64: the sums of dq, dk and dv over all tokens, taken before they are rounded, or null.
+  void* column_sums;  // [3, heads, D]
+  DType column_sums_dtype;
+  float* column_parts;  // attention_column_parts() floats, at a multiple of 16 bytes
 };
 
 namespace cpu {
@@ -81,6 +85,7 @@ Status attention_forward(const AttentionForward&);
 Status attention_backward(const AttentionBackward&);
 int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t head_dim, int64_t tokens,
                                      int64_t longest);
+int64_t attention_column_parts(int64_t sequences, int64_t heads, int64_t head_dim, int64_t max_seqlen);
 }  // namespace cuda
 
 }  // namespace fasttfm
