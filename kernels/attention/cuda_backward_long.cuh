@@ -4,6 +4,7 @@
 
 #include "attention/cuda_backward_products.cuh"
 #include "attention/cuda_backward_tiles.cuh"
+#include "attention/cuda_column_sums.cuh"
 #include "attention/cuda_ordered_sums.cuh"
 
 namespace fasttfm {
@@ -300,6 +301,11 @@ class LongKeyWarpgroup {
     arrive_warp(memory.q_empty[slot]);
     store_product(dk, p.dq_scale, row_of<T>(p.dk, p, at.sequence, at.head, at.row), p.dk.token, at.rows);
     store_product(dv, p.dv_scale, row_of<T>(p.dv, p, at.sequence, at.head, at.row), p.dv.token, at.rows);
+    if (p.column_parts != nullptr) {
+      const int rank = SharedHeads(p).rank, place = thread_here() / 32 - 4;
+      add_columns(dk, p.dq_scale, column_place(p, at.sequence, rank, place, 1, at.head));
+      add_columns(dv, p.dv_scale, column_place(p, at.sequence, rank, place, 2, at.head));
+    }
   }
 
   const Parameters& p;
@@ -366,6 +372,10 @@ __device__ __forceinline__ void sum_long_dq(const Parameters& p, LongMemory& mem
           const int query = tile * kQueries;
           store_product(dq, p.dq_scale, row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
                         unit.q.stored - query);
+          if (p.column_parts != nullptr)
+            add_columns(
+                dq, p.dq_scale,
+                column_place(p, unit.sequence, SharedHeads(p).rank, thread_here() % kWarpgroup / 32, 0, unit.head));
         } else {
           sums.add(dq, sum, place + tile, SharedHeads(p).rank == 0 ? unit.query_tiles : 0, key_tile == 0);
         }

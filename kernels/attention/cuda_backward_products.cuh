@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/cuda_backward_tiles.cuh"
+#include "attention/cuda_column_sums.cuh"
 
 namespace fasttfm {
 namespace cuda {
@@ -212,6 +213,11 @@ struct KeyWarpgroup {
       const int rows = unit.k.stored - key;
       store_product(dk, p.dq_scale, row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token, rows);
       store_product(dv, p.dv_scale, row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token, rows);
+      if (p.column_parts != nullptr) {
+        const int place = thread_here() / 32 - 4;
+        add_columns(dk, p.dq_scale, column_place(p, unit.sequence, 0, place, 1, unit.head));
+        add_columns(dv, p.dv_scale, column_place(p, unit.sequence, 0, place, 2, unit.head));
+      }
     }
     for (int key = unit.key_tiles * kKeys + number * 64; key < unit.k.stored; key += kKeys) {
       const int rows = min(unit.k.stored - key, 64);
@@ -268,6 +274,8 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory& memory) {
           const int query = tile * kQueries;
           store_product(dq, p.dq_scale, row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
                         unit.q.stored - query);
+          if (p.column_parts != nullptr)
+            add_columns(dq, p.dq_scale, column_place(p, unit.sequence, 0, thread / 32, 0, unit.head));
         }
       }
       arrive_warp(memory.k_empty[k_stage.slot]);
