@@ -99,6 +99,9 @@ class Call(ctypes.Structure):
         ("stream", P),
         *((name, P) for name in ("dout", "out", "lse", "dq", "dk", "dv")),
         *_strides("dq", "dk", "dv"),
+        ("column_sums", P),
+        ("column_sums_dtype", I32),
+        ("column_parts", P),
     ]
 
 
@@ -150,7 +153,9 @@ def inlined(name: str, seen: set[str]) -> str:
         return inlined(match[1], seen).replace("#pragma once\n", "")
 
     return re.sub(
-        r'#include "(attention/cuda_(?:backward_|ordered_)\w+\.cuh)"\n', header, (ROOT / "kernels" / name).read_text()
+        r'#include "(attention/cuda_(?:backward_|ordered_|column_)\w+\.cuh)"\n',
+        header,
+        (ROOT / "kernels" / name).read_text(),
     )
 
 
