@@ -274,6 +274,7 @@ class Backward:
         self.library = ctypes.CDLL(str(path))
         self.library.workspace.restype = ctypes.c_int64
         self.library.workspace.argtypes = [ctypes.c_int64] * 4
+        self.call = Call()
 
     def prepare(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, problem: Any, *gradients: Any) -> Any:
         import torch
@@ -296,6 +297,7 @@ class Backward:
             strides = x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
             for axis, stride in zip(("sequence", "token", "head"), strides, strict=True):
                 setattr(call, f"{name}_{axis}_stride", stride)
+        self.call = call
         keep = (workspace, dout, q, k, v, out, lse, problem, gradients)
 
         def run() -> Any:
