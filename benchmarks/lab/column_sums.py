@@ -20,25 +20,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hopper_backward import ONLY_ALL_KEYS, ROOT, WITHOUT_HALF, WORK, Backward, Report, inlined, lay_package, make
+from hopper_backward import (
+    ONLY_ALL_KEYS,
+    ROOT,
+    WITHOUT_HALF,
+    WORK,
+    WRAPPER,
+    Backward,
+    Report,
+    inlined,
+    lay_package,
+    make,
+)
 
-WRAPPER = """
-namespace fasttfm::cuda {  // head dim 128 is another script's
-Status attention_backward_wide(const AttentionBackward&) { return {}; }
-int64_t attention_backward_wide_workspace(int64_t, int64_t, int64_t, int64_t) { return 0; }
-}
-extern "C" int backward(const fasttfm::AttentionBackward* call, const char** detail) {
-  const fasttfm::Status status = fasttfm::cuda::attention_backward(*call);
-  *detail = status.detail;
-  return static_cast<int>(status.code);
-}
-extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen) {
-  return fasttfm::cuda::attention_backward_workspace(sequences, heads, 64, tokens, max_seqlen);
-}
-extern "C" int64_t column_parts(int64_t sequences, int64_t heads, int64_t max_seqlen) {
-  return fasttfm::cuda::attention_column_parts(sequences, heads, 64, max_seqlen);
-}
-"""
+SOURCE = '#include "attention/cuda_backward.cu"\n'
 COLUMN_SUM = """
 #include "column_sum/cuda.cu"
 extern "C" int column_sum(const fasttfm::ColumnSum* call) {
@@ -95,12 +90,12 @@ def build() -> str:
     begin, lines = time.time(), []
     started = {"column_sum": compile_library("column_sum", COLUMN_SUM)}
     for name, changes in LIBRARIES.items():
-        kernel = inlined("attention/cuda_backward.cu", set())
+        kernel = WRAPPER.replace(SOURCE, inlined("attention/cuda_backward.cu", set()))
         for old, new in [*changes, *ONLY_ALL_KEYS, WITHOUT_HALF]:
             if old not in kernel:
                 print(f"{name}: the source has no {old!r}")
             kernel = kernel.replace(old, new)
-        started[name] = compile_library(name, kernel + WRAPPER)
+        started[name] = compile_library(name, kernel)
     for name, process in started.items():
         log, _ = process.communicate()
         if process.returncode:
@@ -119,25 +114,13 @@ class Columns:
         self.problem, self.tensors, self.lse, self.out = problem, tensors, lse, out
         q, *_, dq, _, _ = tensors
         self.columns = 3 * q.shape[-2] * q.shape[-1]
-        self.parts: list[Any] = []
         self.sums = torch.full((self.columns,), torch.nan, device="cuda")
         self.dqkv = dq._base  # dq, dk and dv are its slices
 
     def backward(self, library: str, *, sums: bool) -> Any:
-        import torch
-
         q, k, v, dout, *gradients = self.tensors
-        own = Backward.__new__(Backward)
-        own.open(WORK / f"columns_{library}.so")
-        run = own.prepare(dout, q, k, v, self.out, self.lse, self.problem, *gradients)
-        if sums:
-            own.library.column_parts.restype = ctypes.c_int64
-            own.library.column_parts.argtypes = [ctypes.c_int64] * 3
-            size = own.library.column_parts(self.problem.sequences, q.shape[-2], self.problem.max_seqlen)
-            parts = torch.full((size,), torch.nan, device="cuda")
-            self.parts.append(parts)
-            own.call.column_sums, own.call.column_parts = self.sums.data_ptr(), parts.data_ptr()
-        return run
+        own = Backward(f"columns_{library}", columns=self.sums if sums else None)
+        return own.prepare(dout, q, k, v, self.out, self.lse, self.problem, *gradients)
 
     def column_sum(self) -> Any:
         import torch

@@ -1,9 +1,11 @@
 """Checks and times the Hopper backward of attention by itself, through a shared library of its sources alone.
 
-    python benchmarks/lab/hopper_backward.py [--only checks|stress|times] [--output DIRECTORY]
+    python benchmarks/lab/hopper_backward.py [--only checks|stress|times|races] [--output DIRECTORY]
 
 Checks hold it against reference.py (same dropout) and repeat it for the same bits; stress repeats large cases more
-often; times stand next to cuDNN's. Each runs in a process of its own with a time limit, for kernels that hang.
+often; times stand next to cuDNN's and those of other sources (before/NAME.cu beside this script), by turns: the chip's
+clock follows what ran before. races: under compute-sanitizer. Each runs in a process of its own with a time limit, for
+kernels that hang.
 """
 
 from __future__ import annotations
@@ -39,34 +41,51 @@ extern "C" int backward(const fasttfm::AttentionBackward* call, const char** det
 extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen) {
   return fasttfm::cuda::attention_backward_workspace(sequences, heads, 64, tokens, max_seqlen);
 }
+extern "C" int64_t column_parts(int64_t sequences, int64_t heads, int64_t max_seqlen) {
+  return fasttfm::cuda::attention_column_parts(sequences, heads, 64, max_seqlen);
+}
 """
 
 # Changes of the source whose times are compared: text to replace, and what stands there instead. Some leave work out,
 # and compute nonsense: they show what the work costs.
 VARIANTS: dict[str, list[tuple[str, str]]] = {
-    "without_dq": [("c < 8; ++c)\n          multiply", "c < 0; ++c)\n          multiply")],
     "without_sums": [
         ("const bool last = key_tile == unit.last_key_tile(tile), load", "const bool last = false, load"),
-        ("sums.add(dq, sum,", "if (dq[0] == 1e30f) sums.add(dq, sum,"),
+        ("          sums.put(dq);", "          if (dq[0] == 1e30f) sums.put(dq);"),
+        ("      add_sums<CAUSAL>(p, memory);", ""),
+        ("          sums.store(dq, tile);", "          if (dq[0] == 1e30f) sums.store(dq, tile);"),
+        ("load = (last || ON_CHIP) && key_tile > 0", "load = last && key_tile > 0"),
     ],
     "without_exp": [('  float result;\n  asm("ex2', '  float result;\n  return x;\n  asm("ex2')],
+    "two_staged": [("kBuffers = 4;", "kBuffers = 2;")],
+    "told_late": [
+        ("      if (untold_) {\n        wait_stores<1>", "      if (++told_late_ % 4 == 0) {\n        wait_stores<1>"),
+        ("  bool untold_ = false;", "  int told_late_ = 0;\n    bool untold_ = false;"),
+    ],
+    "scores_first": [("kScoresFirst = !ON_CHIP;", "kScoresFirst = true;")],
+    "scores_last": [("kScoresFirst = !ON_CHIP;", "kScoresFirst = false;")],
+    "loose_dscores": [("stay_behind(dweights);", "stay_behind(dweights[31]);")],
 }
+MEASURED: dict[str, tuple[str, ...]] = {"32x512": ("scores_first", "loose_dscores", "without_sums", "without_exp")}
+MEASURED["32x512_p"] = MEASURED["32x512"]
+MEASURED["4x4096"] = ("two_staged", "told_late", "scores_last", "loose_dscores", "without_sums", "without_exp")
+MEASURED["8x2048"] = MEASURED["1x16384"] = ("two_staged", "told_late", "scores_last")
+BEFORE = sorted(
+    path.stem for path in Path(__file__).with_name("before").glob("*.cu")
+)  # whole sources, WRAPPER included
 
 # What only the case of all keys needs is left, to compile less.
 ONLY_ALL_KEYS = [
     ("causal ? launch_backward<T, true, true>(call, p, processors)\n                  :", ""),
     ("causal ? launch_backward<T, false, true>(call, p, processors)\n                :", ""),
 ]
-WITHOUT_HALF = (": call.dtype == DType::f16 ? launch_typed<f16_t>(call, p, call.workspace)", "")
+WITHOUT_HALF = (": call.dtype == DType::f16 ? launch_typed<f16_t>(call, p)", "")
 # As many blocks share a head as the library is told.
 FORCED = [
-    ("  const bool few =", "  if (forced_blocks > 0) return forced_blocks;\n  const bool few ="),
-    (
-        "  if (call.max_seqlen > kOnChipQueries) return",
-        "  if (forced_blocks > 0 || call.max_seqlen > kOnChipQueries) return",
-    ),
+    ("  if (call.max_seqlen <= kOnChipQueries) return 1;", "  if (forced_blocks > 0) return forced_blocks;"),
+    ("  if (call.max_seqlen <= kOnChipQueries)\n", "  if (forced_blocks == 0 && call.max_seqlen <= kOnChipQueries)\n"),
     ("(longest > kOnChipQueries ? kSumFloats : 0)", "(forced_blocks + longest > 0 ? kSumFloats : 0)"),
-    ("known[16][3]", "known[16][9]"),
+    ("max_seqlen > kOnChipQueries ? std::max", "forced_blocks + max_seqlen > 0 ? std::max"),
     ("#include <algorithm>\n", '#include <algorithm>\nextern "C" {\nint forced_blocks = 0;\n}\n'),
 ]
 
@@ -121,7 +140,9 @@ def build() -> str:
     lay_package()
     begin = time.time()
     started = [("backward", compile_variant("backward", [])), ("forced", compile_variant("forced", FORCED))]
+    started += [("racecheck", compile_variant("racecheck", FORCED, " -DFASTTFM_EVERY_LANE_ARRIVES"))]
     started += [(name, compile_variant(name, [*changes, *ONLY_ALL_KEYS])) for name, changes in VARIANTS.items()]
+    started += [(name, compile_source(name, Path(__file__).with_name("before") / f"{name}.cu")) for name in BEFORE]
     lines = []
     for name, process in started:
         log, _ = process.communicate()
@@ -132,15 +153,6 @@ def build() -> str:
         spills = sum("spill stores" in line and " 0 bytes spill stores" not in line for line in log.splitlines())
         lines.append(f"{name}: {time.time() - begin:.1f} s, spills {spills}, serialized {log.count('serialized')}")
     return "\n".join(lines)
-
-
-def build_racecheck() -> None:
-    """The forced library with a build of barriers that the tool can follow."""
-    lay_package()
-    process = compile_variant("racecheck", FORCED, " -DFASTTFM_EVERY_LANE_ARRIVES")
-    log, _ = process.communicate()
-    if process.returncode:
-        sys.exit(log)
 
 
 def inlined(name: str, seen: set[str]) -> str:
@@ -170,6 +182,10 @@ def compile_variant(name: str, changes: list[tuple[str, str]], options: str = ""
             kernel = kernel.replace(old, new, 1 if old.startswith("#include") else -1)
         text = text.replace('#include "attention/cuda_backward.cu"', kernel)
     source.write_text(text)
+    return compile_source(name, source, options)
+
+
+def compile_source(name: str, source: Path, options: str = "") -> subprocess.Popen[str]:
     command = f"nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a{options} -I{ROOT}/kernels -Xptxas=-v -shared"
     command += f" -Xcompiler -fPIC --split-compile=4 {source} -o {WORK / name}.so"
     return subprocess.Popen(command.split(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -200,6 +216,8 @@ CHECKS: dict[str, dict[str, Any]] = {
     "long_causal": {"dense": (1, 2000), "heads": 2, "causal": True},
     "long_cross": {"packed": (700, 64), "packed_k": (300, 1000), "heads": 2, "causal": True},
     "4096": {"dense": (1, 4096), "heads": 2},
+    "5000_causal": {"dense": (1, 5000), "heads": 1, "causal": True},
+    "mixed": {"packed": (6000, 5, 64, 0, 1000, 130), "heads": 1, "p": 0.1, "fused": True},
     "4096_causal_p": {"dense": (1, 4096), "heads": 2, "causal": True, "p": 0.1},
 }
 # With so many blocks for a head.
@@ -214,6 +232,7 @@ SHARED = {
     for name in names
 }
 CHECKS |= SHARED
+RACES = ("lengths", "64_p", "causal", "causal_p/2", "512/2", "long_cross/4")  # a call of each kernel, or nearly
 
 
 def make(case: dict[str, Any], dirty: bool = True, head_dim: int = 64) -> tuple[Any, ...]:
@@ -265,16 +284,21 @@ def make(case: dict[str, Any], dirty: bool = True, head_dim: int = 64) -> tuple[
 
 
 class Backward:
-    def __init__(self, variant: str = "backward", blocks: int = 0) -> None:
+    blocks: int | None = None  # that share a head, where the library is told
+    columns: Any = None  # fp32 [3, heads, 64]: gets the gradients' sums over all tokens
+
+    def __init__(self, variant: str = "backward", blocks: int = 0, columns: Any = None) -> None:
+        if blocks or variant == "racecheck":
+            self.blocks = blocks
+        self.columns = columns
         self.open(WORK / f"{variant if not blocks or variant == 'racecheck' else 'forced'}.so")
-        if blocks:
-            ctypes.c_int.in_dll(self.library, "forced_blocks").value = blocks
 
     def open(self, path: Path) -> None:
         self.library = ctypes.CDLL(str(path))
         self.library.workspace.restype = ctypes.c_int64
         self.library.workspace.argtypes = [ctypes.c_int64] * 4
-        self.call = Call()
+        if hasattr(self.library, "column_parts"):
+            self.library.column_parts.restype = ctypes.c_int64
 
     def prepare(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, problem: Any, *gradients: Any) -> Any:
         import torch
@@ -297,11 +321,16 @@ class Backward:
             strides = x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
             for axis, stride in zip(("sequence", "token", "head"), strides, strict=True):
                 setattr(call, f"{name}_{axis}_stride", stride)
-        self.call = call
-        keep = (workspace, dout, q, k, v, out, lse, problem, gradients)
+        keep = [workspace, dout, q, k, v, out, lse, problem, gradients]
+        if self.columns is not None:
+            size = self.library.column_parts(*map(I64, (problem.sequences, heads, problem.max_seqlen)))
+            keep += [self.columns, torch.full((size,), torch.nan, device="cuda")]
+            call.column_sums, call.column_parts = keep[-2].data_ptr(), keep[-1].data_ptr()
 
         def run() -> Any:
             call.stream = torch.cuda.current_stream().cuda_stream
+            if self.blocks is not None:
+                ctypes.c_int.in_dll(self.library, "forced_blocks").value = self.blocks
             detail = ctypes.c_char_p()
             code = self.library.backward(ctypes.byref(call), ctypes.byref(detail))
             if code:
@@ -326,20 +355,25 @@ def check(name: str) -> str:
     torch.manual_seed(len(name) * 1000 + sum(map(ord, name)))
     problem, q, k, v, dout, *gradients = make(CHECKS[name])
     out, lse = reference.attention_forward(q, k, v, problem)
-    run = Backward(blocks=CHECKS[name].get("blocks", 0)).prepare(dout, q, k, v, out, lse, problem, *gradients)
+    columns = torch.full((3, q.shape[-2], 64), torch.nan, device="cuda")
+    backward = Backward(blocks=CHECKS[name].get("blocks", 0), columns=columns)
+    run = backward.prepare(dout, q, k, v, out, lse, problem, *gradients)
     run()
     torch.cuda.synchronize()
     expected = [torch.empty_like(x) for x in gradients]
     reference.attention_backward(dout, q, k, v, out, lse, problem, *expected)
     rows = slice(None) if problem.cu_seqlens is None else slice(0, -3)
     errors = [relative(a[rows], b[rows]) for a, b in zip(gradients, expected, strict=True)]
+    sums = [b[rows].double().flatten(0, -3).sum(0) for b in gradients]
+    sizes = [b[rows].double().flatten(0, -3).abs().sum(0).norm().item() for b in gradients]
+    errors += [(a.double() - b).norm().item() / (size or 1.0) for a, b, size in zip(columns, sums, sizes, strict=True)]
     untouched = ""
     if problem.packed and any(not x[-3:].isnan().all() for x in gradients):
         untouched = " WROTE PAST THE END"
-    differences = repeat(run, gradients, rows, 10)
+    differences = repeat(run, [*gradients, columns], [rows] * 3 + [slice(None)], 10)
     good = all(error < 0.006 for error in errors) and not differences and not untouched
-    text = " ".join(f"{error:.1e}" for error in errors)
-    return f"{'ok  ' if good else 'BAD '} {name:14} dq dk dv {text} same bits {not differences}{differences}{untouched}"
+    text = f"{'ok  ' if good else 'BAD '} {name:14} dq dk dv, columns " + " ".join(f"{error:.1e}" for error in errors)
+    return f"{text} same bits {not differences}{differences}{untouched}"
 
 
 def once(name: str) -> str:
@@ -352,19 +386,19 @@ def once(name: str) -> str:
     return name
 
 
-def repeat(run: Any, gradients: Any, rows: Any, times: int) -> str:
-    """Empty if every run gives the bits of the first, else what differs."""
+def repeat(run: Any, results: Any, rows: Any, times: int) -> str:
+    """Empty if every run gives the bits of the first, else what differs of these rows of the results."""
     import torch
 
     run()
-    first = [x.clone() for x in gradients]
+    first = [x.clone() for x in results]
     found: dict[str, list[str]] = {}
     for index in range(times):
         run()
-        for name, a, b in zip(("dq", "dk", "dv"), first, gradients, strict=True):
-            if torch.equal(a[rows], b[rows]):
+        for name, own, a, b in zip(("dq", "dk", "dv", "columns")[: len(rows)], rows, first, results, strict=True):
+            if torch.equal(a[own], b[own]):
                 continue
-            x, y = (t[rows] for t in (a, b))  # ([sequence], token, head, feature)
+            x, y = (t[own] for t in (a, b))  # ([sequence], token, head, feature)
             where = (x != y).nonzero()
             low, high = where.amin(0).tolist(), where.amax(0).tolist()
             size = (x.float() - y.float()).abs().max().item()
@@ -403,7 +437,7 @@ def stressed(name: str) -> str:
     backward = Backward(blocks=case.get("blocks", 0))
     run = backward.prepare(dout, q, k, v, out, lse, problem, *gradients)
     rows = slice(None) if problem.cu_seqlens is None else slice(0, -3)
-    differences = repeat(run, gradients, rows, 25)
+    differences = repeat(run, gradients, [rows] * 3, 25)
     finite = all(bool(x[rows].isfinite().all()) for x in gradients)
     return f"{'BAD ' if differences or not finite else 'ok  '} stress {name:30} finite {finite}{differences}"
 
@@ -437,35 +471,41 @@ TIMES: dict[str, dict[str, Any]] = {
         (128, 128, False, 0.0),
         (128, 128, False, 0.1),
         (2, 8192, False, 0.0),
+        (2, 8192, True, 0.0),
+        (2, 8192, False, 0.1),
         (8, 512, False, 0.1),
     )
 }
 TIMES["packed_p"] = {"packed": tuple(64 + 448 * i // 63 for i in range(64)), "heads": 16, "p": 0.1, "fused": True}
 
 
-def milliseconds(function: Any, graph: bool) -> float:
+def milliseconds(functions: dict[str, Any], eager: tuple[str, ...] = ()) -> dict[str, float]:
+    """Medians of several rounds in which each has its turn; as graphs, but for those of ``eager``."""
     import torch
 
-    for _ in range(3):
-        function()
-    torch.cuda.synchronize()
-    count = 10
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            for _ in range(count):
-                function()
-        function = captured.replay
-    found = []
-    for _ in range(5):
+    replays = {}
+    for name, function in functions.items():
+        for _ in range(3):
+            function()
+        torch.cuda.synchronize()
+        if name not in eager:
+            replays[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(replays[name]):
+                for _ in range(5):
+                    function()
+    found: dict[str, list[float]] = {name: [] for name in functions}
+    for name in [*functions] * 7:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for _ in range(1 if graph else count):
-            function()
+        if name in eager:
+            for _ in range(5):
+                functions[name]()
+        else:
+            replays[name].replay()
         end.record()
         torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) / count)
-    return statistics.median(found)
+        found[name].append(begin.elapsed_time(end) / 5)
+    return {name: statistics.median(times) for name, times in found.items()}
 
 
 def timed(name: str) -> str:
@@ -476,6 +516,7 @@ def timed(name: str) -> str:
 
     case = TIMES[name]
     problem, q, k, v, dout, *gradients = make(case, dirty=False)
+    size = 0
     if "packed" in case:
         out, lse = triton.attention_fwd_triton(q, k, v, problem)
         pairs = sum(length**2 for length in case["packed"])
@@ -487,21 +528,25 @@ def timed(name: str) -> str:
         out, lse = forward(*heads_first, 0.0, case["causal"])[:2]
         out = out.transpose(1, 2).contiguous()
     flops = 10 * pairs * 16 * 64
-    results = {"hopper": milliseconds(Backward().prepare(dout, q, k, v, out, lse, problem, *gradients), True)}
-    if "dense" in case:
+    arguments = (dout, q, k, v, out, lse, problem, *gradients)
+    functions = {"hopper": Backward().prepare(*arguments)}
+    if name in ("32x512_p", "8x2048"):
+        columns = torch.empty(3, 16, 64, device="cuda")
+        functions["columns"] = Backward(columns=columns).prepare(*arguments)
+    if size:
         inputs = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             query, key, value = inputs
             options = {"dropout_p": case["p"], "is_causal": case["causal"]}
             result = torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
         gradient = dout.transpose(1, 2)
-        results["cudnn"] = milliseconds(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True), False)
-    arguments = (dout, q, k, v, out, lse, problem, *gradients)
-    if "dense" in case and size >= 512 and not case["p"]:
-        for blocks in (1, 2, 4) if size < 4096 else (2, 4, 8):
-            results[f"/{blocks}"] = milliseconds(Backward(blocks=blocks).prepare(*arguments), True)
-    for variant in VARIANTS if name in ("8x2048", "4x4096") else ():
-        results[variant] = milliseconds(Backward(variant).prepare(*arguments), True)
+        functions["cudnn"] = lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
+    functions |= {other: Backward(other).prepare(*arguments) for other in BEFORE if other != "main" or size <= 4096}
+    if size >= 512 and not case["p"]:
+        for blocks in (1, 2, 4) if size < 4096 else (2, 3, 4) if size < 8192 else (4, 8):
+            functions[f"/{blocks}"] = Backward(blocks=blocks).prepare(*arguments)
+    functions |= {variant: Backward(variant).prepare(*arguments) for variant in MEASURED.get(name, ())}
+    results = milliseconds(functions, eager=("cudnn",))
     text = "  ".join(f"{who} {ms:.3f}" for who, ms in results.items())
     ratio = f"  x{results['cudnn'] / results['hopper']:.2f}" if "cudnn" in results else ""
     return f"{name:16} {flops / results['hopper'] / 1e9:4.0f} TFLOP/s  {text}{ratio}"
@@ -525,13 +570,16 @@ class Report(list[str]):
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
+SANITIZER = ["compute-sanitizer", "--tool", "racecheck"]
+
+
 def in_process(kind: str, names: list[str], limit: float, deadline: float, lines: Report) -> None:
     """Lines of the cases; one that takes longer than ``limit`` seconds is left out and the rest goes on anew."""
     attempts = 0
     environment = dict(os.environ, PYTHONPATH=f"{WORK / 'lib'}:{os.environ.get('PYTHONPATH', '')}")
     while names and attempts < 4 and time.time() < deadline:
         attempts += 1
-        command = [sys.executable, __file__, "--child", kind, *names]
+        command = [*(SANITIZER if kind == "races" else ()), sys.executable, __file__, "--child", kind, *names]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         assert process.stdout is not None
         done, rest, begin = 0, b"", time.time()
@@ -558,23 +606,14 @@ def in_process(kind: str, names: list[str], limit: float, deadline: float, lines
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("checks", "stress", "times"))
+    parser.add_argument("--only", choices=("checks", "stress", "times", "races"))
     parser.add_argument("--cases", default="", help="comma-separated names; all by default")
     parser.add_argument("--output", default=os.environ.get("OUT", str(WORK)))
-    parser.add_argument(
-        "--racecheck", action="store_true", help="one small call of each kernel, of libraries that exist"
-    )
     parser.add_argument("--child", nargs="+")
     arguments = parser.parse_args()
-    if arguments.racecheck:
-        build_racecheck()
-        sys.path.insert(0, str(WORK / "lib"))
-        for name in ("128", "512/2", "64_p", "causal", "causal/4"):
-            print(once(name), flush=True)
-        return
     if arguments.child:
         kind, *names = arguments.child
-        function = {"checks": check, "stress": stressed, "times": timed}[kind]
+        function = {"checks": check, "stress": stressed, "times": timed, "races": once}[kind]
         for name in names:
             print("RESULT " + json.dumps(function(name)), flush=True)
         return
@@ -582,7 +621,8 @@ def main() -> None:
     lines = Report(Path(arguments.output) / "hopper_backward.txt")
     lines.append(build())
     chosen = [name for name in arguments.cases.split(",") if name]
-    for kind, cases, until in (("checks", CHECKS, 32.0), ("times", TIMES, 48.0), ("stress", STRESS, 58.0)):
+    parts = {"checks": (CHECKS, 32.0), "times": (TIMES, 50.0), "stress": (STRESS, 58.0), "races": (RACES, 70.0)}
+    for kind, (cases, until) in parts.items():
         if arguments.only in (None, kind):
             names = [name for name in cases if not chosen or name in chosen]
             in_process(kind, names, 5.0, begin + until, lines)

@@ -160,7 +160,7 @@ def check(name: str) -> str:
     rows = slice(None) if problem.cu_seqlens is None else slice(0, -3)
     errors = [relative(a[rows], b[rows]) for a, b in zip(gradients, expected, strict=True)]
     past = problem.packed and any(not x[-3:].isnan().all() for x in gradients)
-    differences = repeat(run, gradients, rows, 30)
+    differences = repeat(run, gradients, [rows] * 3, 30)
     good = all(error < 0.006 for error in errors) and not differences and not past
     text = " ".join(f"{error:.1e}" for error in errors)
     return f"{'ok  ' if good else 'BAD '} {name:12} dq dk dv {text}{' WROTE PAST THE END' if past else ''}{differences}"
@@ -191,7 +191,7 @@ def stressed(name: str) -> str:
     problem, q, k, v, dout, *gradients = make(STRESS[name])
     run = Backward().prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)
     rows = slice(None) if problem.cu_seqlens is None else slice(0, -3)
-    differences = repeat(run, gradients, rows, 40)
+    differences = repeat(run, gradients, [rows] * 3, 40)
     finite = all(bool(x[rows].isfinite().all()) for x in gradients)
     return f"{'BAD ' if differences or not finite else 'ok  '} stress {name:18} finite {finite}{differences}"
 
@@ -240,6 +240,14 @@ COMPARED = {  # the variants' cases
 }
 
 
+def with_parts(parts: str, run: Callable[[], Any]) -> Callable[[], Any]:
+    def told() -> Any:
+        os.environ["PARTS"] = parts
+        return run()
+
+    return told
+
+
 def timed(name: str) -> str:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -249,19 +257,19 @@ def timed(name: str) -> str:
     pairs = sum(n**2 for n in case["packed"]) if "packed" in case else case["dense"][0] * case["dense"][1] ** 2
     flops = 10 * pairs * 8 * DIM // (2 if case.get("causal") else 1)
     arguments = (dout, q, k, v, *some_statistics(q, problem), problem, *gradients)
-    results = {"base": milliseconds(Backward().prepare(*arguments), True)}
+    functions = {"base": Backward().prepare(*arguments)}
     if "dense" in case:
         inputs = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             options = {"dropout_p": case["p"], "is_causal": case["causal"]}
             result = torch.nn.functional.scaled_dot_product_attention(*inputs, **options)
         gradient = dout.transpose(1, 2)
-        results["cudnn"] = milliseconds(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True), False)
+        functions["cudnn"] = lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
     for variant in COMPARED.get(name, ()):
         for parts in PARTS[case["dense"][1]] if variant == "forced" else ("",):
-            os.environ["PARTS"] = str(parts)
             if (WORK / f"wide_{variant}.so").exists():
-                results[f"{variant}{parts}"] = milliseconds(Backward(variant).prepare(*arguments), True)
+                functions[f"{variant}{parts}"] = with_parts(str(parts), Backward(variant).prepare(*arguments))
+    results = milliseconds(functions, eager=("cudnn",))
     text = "  ".join(f"{who} {flops / ms / 1e9:.0f}" for who, ms in results.items())
     ratio = f"x{results['cudnn'] / results['base']:.2f}" if "cudnn" in results else ""
     return f"{name:16} {results['base']:.3f} ms {ratio:6} TFLOP/s: {text}"

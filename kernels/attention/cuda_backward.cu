@@ -3,24 +3,21 @@
 // A block takes 128 keys of a (sequence, head) at a time, and for them it goes over all queries, 64 at a time. Four
 // warpgroups share the work:
 //
-//   0  producer: warp 0 brings tiles in by TMA, warps 1 to 3 draw dropout's random bits
+//   0  warp 0 brings tiles in by TMA, others draw dropout's random bits, and the last one adds dQ's sums up
 //   1, 2  64 keys each, keys by queries:  S^T = K Q^T, dP^T = V dO^T, then P^T and dS^T in registers, and from there
 //         dV += P^T dO and dK += dS^T Q; dS^T is left in shared memory
 //   3  dQ += dS K of all 128 keys.
 //
-// There are two forms. Up to kOnChipQueries queries, a block has one (sequence, head) after another, and dQ's sums over
-// keys stand in shared memory, each thread's own in its own place (cuda_backward_products.cuh). Beyond, they stand in
-// the workspace, where the copy engine adds to them; the two blocks of a cluster share a (sequence, head), take tiles
-// of keys by turns and add in the order of the keys; who comes last takes the sum and writes dQ
-// (cuda_backward_long.cuh). As they meet the same queries at about the same time, the second level cache has them and
-// the sums: with a head for each block these are 134 MB at 2,048 queries.
+// Up to kOnChipQueries queries, a block has one (sequence, head) after another, and dQ's sums over keys stand in shared
+// memory, each thread's own in its own place. Beyond, they stand in the workspace, where the copy engine adds to them,
+// and a group of blocks shares a (sequence, head): they take tiles of keys by turns and add in the order of the keys;
+// who comes last takes the sum and writes dQ. As they meet the same queries at about the same time, the second level
+// cache has them and the sums: with a head for each block these are 134 MB at 2,048 queries.
 //
 // Every sum has one fixed order.
 #include <algorithm>
-#include <atomic>
 
 #include "attention/cuda_backward_launch.cuh"
-#include "attention/cuda_backward_long.cuh"
 #include "attention/cuda_backward_products.cuh"
 #include "attention/cuda_backward_tiles.cuh"
 #include "attention/cuda_backward_wide.h"
@@ -33,10 +30,19 @@ namespace fasttfm {
 namespace cuda {
 namespace {
 
-// ---- the kernels -----------------------------------------------------------------------------------------------------
+// ---- the kernel ------------------------------------------------------------------------------------------------------
 
-template <class Memory>
-__device__ __forceinline__ void begin_block(const Parameters& p, Memory& memory) {
+// Of a thread, for warpgroup 0, for 1 and 2, and for 3; 512 for one thread of each.
+template <bool DROPOUT>
+struct Registers {
+  static constexpr int kProducer = DROPOUT ? 48 : 32, kKeys = DROPOUT ? 200 : 208, kSum = 64;
+};
+
+template <class T, bool DROPOUT, bool CAUSAL, bool ON_CHIP>
+__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ Parameters p) {
+  extern __shared__ __align__(1024) char bytes[];
+  auto& memory = *reinterpret_cast<Memory<ON_CHIP>*>(bytes);
+  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
   if (threadIdx.x == 0) {
     memory.initialize();
     prefetch_map(&p.q);
@@ -45,103 +51,45 @@ __device__ __forceinline__ void begin_block(const Parameters& p, Memory& memory)
     prefetch_map(&p.dout);
   }
   __syncthreads();
-}
-
-template <class T, bool DROPOUT, bool CAUSAL>
-__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ Parameters p) {
-  extern __shared__ __align__(1024) char bytes[];
-  auto& memory = *reinterpret_cast<Memory*>(bytes);
-  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
-  begin_block(p, memory);
   if (warpgroup == 0) {
-    lower_registers<48>();
+    lower_registers<Registers<DROPOUT>::kProducer>();
     const int warp = uniform(threadIdx.x / 32);
-    if (warp == 0)
+    if (warp == 0) {
       bring_tiles<CAUSAL>(p, memory);
-    else if constexpr (DROPOUT)
-      draw_kept<CAUSAL>(p, memory, warp - 1);
+    } else if (warp <= kDrawing<ON_CHIP>) {
+      if constexpr (DROPOUT) draw_kept<CAUSAL>(p, memory, warp - 1);
+    } else if constexpr (!ON_CHIP) {
+      add_sums<CAUSAL>(p, memory);
+    }
   } else if (warpgroup == 3) {
-    lower_registers<64>();
+    lower_registers<Registers<DROPOUT>::kSum>();
     sum_dq<T, CAUSAL>(p, memory);
   } else {
-    raise_registers<200>();
-    KeyWarpgroup<T, DROPOUT, CAUSAL> keys(p, memory, warpgroup - 1);
-    for (int index = blockIdx.x; index < p.sequences * p.heads; index += gridDim.x)
-      keys.over_unit(Unit<CAUSAL>(p, index));
-  }
-}
-
-template <class T, bool DROPOUT, bool CAUSAL>
-__global__ void __launch_bounds__(kThreads, 1) long_backward_kernel(const __grid_constant__ Parameters p) {
-  extern __shared__ __align__(1024) char bytes[];
-  auto& memory = *reinterpret_cast<LongMemory*>(bytes);
-  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
-  begin_block(p, memory);
-  if (p.blocks > 1) sync_cluster();
-  if (warpgroup == 0) {
-    lower_registers<DROPOUT ? 48 : 32>();
-    const int warp = uniform(threadIdx.x / 32);
-    if (warp == 0)
-      bring_tiles<CAUSAL>(p, memory);
-    else if constexpr (DROPOUT)
-      draw_kept<CAUSAL>(p, memory, warp - 1);
-  } else if (warpgroup == 3) {
-    lower_registers<64>();
-    sum_long_dq<T, CAUSAL>(p, memory);
-  } else {
-    raise_registers<DROPOUT ? 200 : 208>();
-    LongKeyWarpgroup<T, DROPOUT, CAUSAL>(p, memory, warpgroup - 1).run();
-  }
-  if (p.blocks > 1) {  // who is told how far another one is has to be there
-    __syncwarp();
-    sync_cluster();
+    raise_registers<Registers<DROPOUT>::kKeys>();
+    KeyWarpgroup<T, DROPOUT, CAUSAL, ON_CHIP>(p, memory, warpgroup - 1).run();
   }
 }
 
 // ---- launchers -------------------------------------------------------------------------------------------------------
 
-// How many blocks share a (sequence, head), for more than kOnChipQueries queries (measured; clusters of 4 and 8 leave
-// multiprocessors without work, as these do not come in multiples of that).
+// How many blocks share a (sequence, head), for more than kOnChipQueries queries: as many as there are multiprocessors
+// for, and two where those would do with one, so that what they go over, queries, gradients and sums of 512 bytes a
+// token, fits into the second level cache.
 int blocks_of(const AttentionCall& call, bool causal, int processors) {
   if (call.max_seqlen <= kOnChipQueries) return 1;
-  const bool few = call.sequences * call.heads * 2 <= processors, longer = call.max_seqlen > 1024;
-  return call.max_seqlen_k > kKeys && (!causal || longer || few) ? 2 : 1;
-}
-
-// How many clusters of `blocks` blocks run at the same time; asked once for a device.
-template <class Kernel>
-cudaError_t resident_clusters(Kernel kernel, int device, int blocks, int* clusters) {
-  static std::atomic<int> known[16][3];
-  std::atomic<int>* own = device < 16 ? &known[device][blocks] : nullptr;
-  *clusters = own == nullptr ? 0 : own->load();
-  if (*clusters > 0) return cudaSuccess;
-  const ClusterLaunch launch(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), blocks, sizeof(LongMemory), nullptr);
-  const cudaError_t error = launch.resident(kernel, clusters);
-  if (error == cudaSuccess && own != nullptr) own->store(*clusters);
-  return error;
-}
-
-template <class T, bool DROPOUT, bool CAUSAL>
-Status launch_long(const AttentionBackward& call, const Parameters& p, int processors) {
-  const auto kernel = long_backward_kernel<T, DROPOUT, CAUSAL>;
-  const int64_t units = call.sequences * call.heads;
-  if (p.blocks == 1) {
-    const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors)));
-    return launch(kernel, grid, dim3(kThreads), sizeof(LongMemory), call.stream, p);
-  }
-  int clusters = 0;
-  const cudaError_t error = resident_clusters(kernel, call.device, p.blocks, &clusters);
-  if (error != cudaSuccess) return status_of(error);
-  if (clusters == 0) return {StatusCode::cuda_error, "attention: the device runs no cluster of two blocks"};
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, clusters)) * p.blocks);
-  return ClusterLaunch(grid, dim3(kThreads), p.blocks, sizeof(LongMemory), call.stream)(kernel, p);
+  const int64_t units = call.sequences * call.heads, key_tiles = (call.max_seqlen_k + kKeys - 1) / kKeys;
+  const int64_t fitting = causal && call.max_seqlen <= 1024 ? 1 : 2, spread = processors / units;
+  return static_cast<int>(std::max<int64_t>(std::min(std::max(fitting, spread), key_tiles), 1));
 }
 
 template <class T, bool DROPOUT, bool CAUSAL>
 Status launch_backward(const AttentionBackward& call, const Parameters& p, int processors) {
-  if (call.max_seqlen > kOnChipQueries) return launch_long<T, DROPOUT, CAUSAL>(call, p, processors);
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(call.sequences * call.heads, processors)));
-  return launch(backward_kernel<T, DROPOUT, CAUSAL>, grid, dim3(kThreads), sizeof(Memory), call.stream, p);
+  const int64_t groups = std::min<int64_t>(call.sequences * call.heads, processors / p.blocks);
+  const dim3 grid(static_cast<unsigned>(groups * p.blocks)), block(kThreads);
+  if (call.max_seqlen <= kOnChipQueries)
+    return launch(backward_kernel<T, DROPOUT, CAUSAL, true>, grid, block, sizeof(Memory<true>), call.stream, p);
+  return launch_together(backward_kernel<T, DROPOUT, CAUSAL, false>, grid, block, sizeof(Memory<false>), call.stream,
+                         p);
 }
 
 template <class T>
@@ -154,13 +102,14 @@ Status launch_kernel(const AttentionBackward& call, const Parameters& p, bool ca
 }
 
 template <class T>
-Status launch_typed(const AttentionBackward& call, Parameters p, float* statistics) {
+Status launch_typed(const AttentionBackward& call, Parameters p) {
   int processors = 0;
   const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, call.device);
   if (error != cudaSuccess) return status_of(error);
+  processors = std::min(processors, kMostBlocks);
   const bool causal = call.window_right == 0;
   p.blocks = blocks_of(call, causal, processors);
-  Status status = launch_statistics<T, kHeadDim>(call, p, statistics, nullptr);
+  Status status = launch_statistics<T, kHeadDim>(call, p, call.workspace + kMostBlocks, nullptr);
   if (status.code == StatusCode::ok) status = launch_kernel<T>(call, p, causal, processors);
   if (status.code != StatusCode::ok || call.column_sums == nullptr) return status;
   return sum_parts(call.column_parts, {call.column_sums, call.column_sums_dtype}, {},
@@ -173,11 +122,13 @@ int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t h
                                      int64_t longest) {
   if (head_dim == kWideDim) return attention_backward_wide_workspace(sequences, heads, tokens, longest);
   const int64_t tiles = tiles_of(sequences, tokens, true);  // not fewer than those of dense sequences
-  return heads * tiles * (2 * kQueries + (longest > kOnChipQueries ? kSumFloats : 0));
+  return kMostBlocks + heads * tiles * (2 * kQueries + (longest > kOnChipQueries ? kSumFloats : 0));
 }
 
 int64_t attention_column_parts(int64_t sequences, int64_t heads, int64_t head_dim, int64_t max_seqlen) {
-  return sequences * (max_seqlen > kOnChipQueries ? 2 : 1) * kColumnPlaces * 3 * heads * head_dim;
+  const int64_t blocks =
+      max_seqlen > kOnChipQueries ? std::max<int64_t>(kMostBlocks / std::max<int64_t>(sequences * heads, 1), 2) : 1;
+  return sequences * blocks * kColumnPlaces * 3 * heads * head_dim;
 }
 
 Status attention_backward(const AttentionBackward& call) {
@@ -194,10 +145,11 @@ Status attention_backward(const AttentionBackward& call) {
   status = set_parameters(call, &p);
   if (status.code != StatusCode::ok) return status;
   p.column_parts = call.column_sums == nullptr ? nullptr : call.column_parts;
-  p.statistics = call.workspace;
-  p.sums = call.workspace + call.heads * static_cast<int64_t>(p.tiles) * 2 * kQueries;
-  return call.dtype == DType::bf16  ? launch_typed<bf16_t>(call, p, call.workspace)
-         : call.dtype == DType::f16 ? launch_typed<f16_t>(call, p, call.workspace)
+  p.passed = reinterpret_cast<uint32_t*>(call.workspace);
+  p.statistics = call.workspace + kMostBlocks;
+  p.sums = call.workspace + kMostBlocks + call.heads * static_cast<int64_t>(p.tiles) * 2 * kQueries;
+  return call.dtype == DType::bf16  ? launch_typed<bf16_t>(call, p)
+         : call.dtype == DType::f16 ? launch_typed<f16_t>(call, p)
                                     : unknown_dtype();
 }
 

@@ -16,8 +16,8 @@ namespace {
 constexpr int kStatisticsThreads = 256;
 
 // lse in units of log2, +infinity for rows that attend to nothing or are not there, and sum(out * dout) over dropout's
-// scale: a block for each tile of queries of each head, 8 elements a thread. Sets the tile's number in `turns`, if
-// given, to 0, and, with a head's first tile, the places where its columns are summed.
+// scale: a block for each tile of queries of each head, 8 elements a thread. Sets p.passed, the tile's number in
+// `turns` and, with a head's first tile, the places where its columns are summed, to 0, if they are there.
 template <class T, int HEAD_DIM>
 __global__ void __launch_bounds__(kStatisticsThreads)
     statistics_kernel(Parameters p, const T* dout, const T* out, const float* lse, float* statistics, int* turns,
@@ -26,6 +26,8 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   const int head = blockIdx.y, sequence = blockIdx.z;
   const Span q = span_of(p.cu_seqlens, p.lengths, sequence, p.queries, p.max_seqlen);
   const int first = blockIdx.x * kQueries;
+  if (p.passed != nullptr && blockIdx.x + head + sequence == 0)
+    for (int i = threadIdx.x; i < kMostBlocks; i += kStatisticsThreads) p.passed[i] = 0;
   if (p.column_parts != nullptr && first == 0) clear_column_places(p, sequence, head);
   if (first >= q.length) return;
   const int64_t token = (p.cu_seqlens == nullptr ? static_cast<int64_t>(sequence) * p.queries : q.first);

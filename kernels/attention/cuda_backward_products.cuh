@@ -1,5 +1,4 @@
-// attention backward for Hopper, up to kOnChipQueries queries: warpgroups 1 and 2, which work on keys, and 3, which
-// sums dQ up. See cuda_backward.cu.
+// attention backward for Hopper: warpgroups 1 and 2, which work on keys, and 3, which sums dQ up. See cuda_backward.cu.
 #pragma once
 
 #include "attention/cuda_backward_tiles.cuh"
@@ -9,10 +8,15 @@ namespace fasttfm {
 namespace cuda {
 namespace {
 
+// advance() in 32 bits: a descriptor's address does not leave its field.
+__device__ __forceinline__ uint64_t further(uint64_t descriptor, uint32_t bytes) {
+  return (descriptor & 0xffffffff00000000ull) | static_cast<uint32_t>(static_cast<uint32_t>(descriptor) + (bytes >> 4));
+}
+
 // ---- results ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void exchange(uint32_t& low, uint32_t& high, int bit) {
-  const bool upper = (threadIdx.x & bit) != 0;
+  const bool upper = (thread_here() & bit) != 0;
   const uint32_t received = __shfl_xor_sync(0xffffffffu, upper ? low : high, bit);
   if (upper)
     low = received;
@@ -24,7 +28,7 @@ __device__ __forceinline__ void exchange(uint32_t& low, uint32_t& high, int bit)
 // pairs of columns; they swap them for runs of 8.
 template <class T>
 __device__ __forceinline__ void store_product(const float (&value)[32], float factor, T* to, int64_t stride, int rows) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
+  const int lane = thread_here() % 32, row = thread_here() % kWarpgroup / 32 * 16 + lane / 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -91,202 +95,379 @@ __device__ __forceinline__ void mask_scores(float (&scores)[32], int key, int qu
   }
 }
 
-template <class T, bool DROPOUT, bool CAUSAL>
-struct KeyWarpgroup {
-  const Parameters& p;
-  Memory& memory;
-  const int number;  // 0 or 1: which 64 keys of a tile
-  RingPosition<Memory::kStages> stage;
-  RingPosition<2> k_stage;
-  RingPosition<1> v_stage, step;
-  float dk[32], dv[32];
-  uint32_t v[16];
-  uint32_t k;  // where the tile of keys stands
+// Two numbers as a 16-bit word, 0 in the place of negative ones.
+__device__ __forceinline__ uint32_t narrow_positive(float low, float high, bf16_t) {
+  uint32_t word;
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+__device__ __forceinline__ uint32_t narrow_positive(float low, float high, f16_t) {
+  uint32_t word;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
 
-  __device__ __forceinline__ KeyWarpgroup(const Parameters& p, Memory& memory, int number)
-      : p(p), memory(memory), number(number) {}
+// The assembler moves a wait for products up, over computations that should run beside them, but not over a branch that
+// depends on them: this one, which is not taken, as no computation has such NaNs for its results.
+__device__ __forceinline__ void stay_behind(float value) {
+  if (__any_sync(0xffffffffu, __float_as_uint(value) == 0x7fc0dead)) asm volatile("nanosleep.u32 0;");
+}
+__device__ __forceinline__ void stay_behind(const float (&values)[32]) {
+  uint32_t common = 0xffffffffu;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) common &= __float_as_uint(values[i]);
+  if (__any_sync(0xffffffffu, common == 0xffffffffu)) asm volatile("nanosleep.u32 0;");
+}
 
+// Steps are tiles of queries, one after another for a tile of keys, through all tiles of keys of all units. While a
+// step's P and dS are computed, products of its neighbours are under way: S of the next step is started before dS is
+// written (or, with two stages of queries, after dK), dP after it, beside dK. Whether a weight was dropped stands in
+// its sign.
+template <class T, bool DROPOUT, bool CAUSAL, bool ON_CHIP>
+class KeyWarpgroup {
+ public:
+  // `number`: 0 or 1, which 64 keys of a tile.
+  __device__ __forceinline__ KeyWarpgroup(const Parameters& p, Memory<ON_CHIP>& memory, int number)
+      : p(p), memory(memory), number(number), unit(own_unit<CAUSAL>(memory)) {
+    const Share<ON_CHIP> share(p);
+    index = share.group;
+    key_tile = share.rank - share.blocks;
+    set_unit<CAUSAL>(p, memory, index);
+  }
+
+  __device__ __forceinline__ void run() {
+    if (!next_key_tile()) return;
+    int tile = unit.begin(key_tile);
+    take_keys();
+    take_values();
+    memory.q_full[stage.slot].wait(stage.parity);
+    begin_products();
+    start_scores(0, uniform(k));
+    commit_products();  // dK of a step before
+    start_dweights(0);
+    for (;;) {
+      // Where products take operands from is the same in all threads; in this loop the compiler would not know it.
+      const int slot = uniform(stage.slot), next = slot + 1 == kStages ? 0 : slot + 1;
+      const int key = key_tile * kKeys + number * 64;
+      const bool first = tile == unit.begin(key_tile);
+      compute(slot, key, tile * kQueries, first);
+      const bool last = tile + 1 == unit.query_tiles;
+      const Place own = {unit.sequence, unit.head, unit.k.first + key, unit.k.stored - key};
+      stage.next();
+      if (last) {
+        if (!next_key_tile()) {
+          put_dscores();
+          begin_products();
+          start_dk(slot, first);
+          wait_products<0>();
+          store(own, slot);
+          return;
+        }
+        take_keys();
+      }
+      const uint32_t keys = uniform(k);
+      if (kScoresFirst) {
+        memory.q_full[next].wait(stage.parity);
+        begin_products();
+        start_scores(next, keys);
+      }
+      put_dscores();
+      if (last) take_values();
+      begin_products();
+      start_dk(slot, first);
+      if (!kScoresFirst) {
+        memory.q_full[next].wait(stage.parity);
+        begin_products();
+        start_scores(next, keys);
+      }
+      start_dweights(next);
+      if (last) {
+        wait_products<0>();  // dP of the next step as well: the assembler takes its sums for read here otherwise
+        hold_registers(scores);
+        hold_registers(dweights);
+        store(own, slot);
+      }
+      tile = last ? unit.begin(key_tile) : tile + 1;
+      step.next();
+    }
+  }
+
+ private:
   // Where a lane's row of the matrices of 16 rows and the columns from 0 on stands; those from 16 * c on: ^ 32 * c.
   __device__ __forceinline__ uint32_t matrix_address(const char* tile) const {
     const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
     return shared_address(tile) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16;
   }
 
-  // One tile of queries. `first`: it starts the sums of dk and dv.
-  __device__ __forceinline__ void over_tile(const Unit<CAUSAL>& unit, int key, int query, bool first) {
-    const uint32_t q = shared_address(memory.q[stage.slot]), dout = shared_address(memory.dout[stage.slot]);
-    float scores[32], dweights[32];
-    memory.q_full[stage.slot].wait(stage.parity);
-    begin_products();
+  __device__ __forceinline__ bool next_key_tile() {
+    const Share<ON_CHIP> share(p);
+    key_tile += share.blocks;
+    while (key_tile >= unit.key_tiles) {
+      index += share.groups;
+      if (index >= share.units) return false;
+      set_unit<CAUSAL>(p, memory, index);
+      key_tile = share.rank;
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ void take_keys() {
+    memory.k_full[k_stage.slot].wait(k_stage.parity);
+    k = shared_address(memory.k[k_stage.slot]) + number * 64 * kTileRowBytes;
+    k_stage.next();
+  }
+  __device__ __forceinline__ void take_values() {
+    memory.v_full.wait(v_stage.parity);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) load_matrices(v + 4 * c, matrix_address(memory.v) ^ 32 * c);
+    v_stage.next();
+  }
+
+  __device__ __forceinline__ void start_scores(int slot, uint32_t keys) {
+    const uint32_t q = shared_address(memory.q[slot]);
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      multiply<T>(scores, advance(k_major(k), c * kKMajorStep), advance(k_major(q), c * kKMajorStep), c > 0);
+      multiply<T>(scores, further(k_major(keys), c * kKMajorStep), further(k_major(q), c * kKMajorStep), c > 0);
     commit_products();
+  }
+  __device__ __forceinline__ void start_dweights(int slot) {
+    const uint32_t dout = shared_address(memory.dout[slot]);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) multiply<T>(dweights, v + 4 * c, advance(k_major(dout), c * kKMajorStep), c > 0);
+    for (int c = 0; c < 4; ++c) multiply<T>(dweights, v + 4 * c, further(k_major(dout), c * kKMajorStep), c > 0);
     commit_products();
-    const float2* statistics = reinterpret_cast<const float2*>(memory.statistics[stage.slot]) + threadIdx.x % 4;
-    uint32_t kept = 0xffffffffu;
-    if constexpr (DROPOUT) {
-      memory.kept_full[0][number].wait(step.parity);
-      kept = memory.kept[0][number][threadIdx.x % kWarpgroup];
-    }
-    wait_products<1>();
-    hold_registers(scores);
-    // A load from shared memory has ended only when its value is used, and a barrier does not wait for it: what was
-    // read is given free here, where the products have taken v.
-    if (first) {
-      arrive_warp(memory.v_empty);
-    } else {  // dk and dv of the tile before are through with it
-      arrive_warp(memory.q_empty[stage.slot == 0 ? Memory::kStages - 1 : stage.slot - 1]);
-    }
-    mask_scores<CAUSAL>(scores, key, query, unit.k.length, unit.offset());
-    uint32_t operand[16];
+  }
+
+  // P in the place of S.
+  __device__ __forceinline__ void compute_weights(const float2* lse, uint32_t dropped) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float2 lse = statistics[4 * i];
+      const float2 own = lse[4 * i];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float* pair = scores + 4 * i + 2 * half;
-        pair[0] = power_of_two(pair[0] * p.score_scale - lse.x);
-        pair[1] = power_of_two(pair[1] * p.score_scale - lse.y);
-        operand[2 * i + half] = narrow_word(keep(pair[0], kept, i, half, 0), keep(pair[1], kept, i, half, 1), T{});
+        pair[0] = power_of_two(pair[0] * p.score_scale - own.x);
+        pair[1] = power_of_two(pair[1] * p.score_scale - own.y);
+        if constexpr (DROPOUT) {
+          const int bit = i / 2 * 8 + (1 - half) * 4 + i % 2 * 2;
+          pair[0] = __uint_as_float(__float_as_uint(pair[0]) | (dropped << (31 - bit) & 0x80000000u));
+          pair[1] = __uint_as_float(__float_as_uint(pair[1]) | (dropped << (30 - bit) & 0x80000000u));
+        }
       }
     }
-    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[0]);  // the word is here: it was used
+  }
+
+  // dS in the place of dP.
+  __device__ __forceinline__ void compute_dscores(const float2* delta) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float2 own = delta[4 * i];
+#pragma unroll
+      for (int at = 4 * i; at < 4 * i + 4; ++at) {
+        const float mean = at % 2 == 0 ? own.x : own.y;
+        dweights[at] = DROPOUT ? fmaxf(scores[at], 0.0f) * dweights[at] - fabsf(scores[at]) * mean
+                               : scores[at] * (dweights[at] - mean);
+      }
+    }
+  }
+
+  // From S and dP of a step, which are under way, to dS as an operand; starts dV. `first` of a tile of keys.
+  __device__ __forceinline__ void compute(int slot, int key, int query, bool first) {
+    const float2* statistics = reinterpret_cast<const float2*>(memory.statistics[slot]) + threadIdx.x % 4;
+    uint32_t dropped = 0;
+    if constexpr (DROPOUT) {
+      memory.kept_full[step.slot][number].wait(step.parity);
+      dropped = ~memory.kept[step.slot][number][threadIdx.x % kWarpgroup];
+    }
+    wait_products<kScoresFirst ? 2 : 1>();
+    hold_registers(scores);
+    const auto give_free = [&] {  // dK of the step before is through with it
+      if (!first) arrive_warp(memory.q_empty[slot == 0 ? kStages - 1 : slot - 1]);
+    };
+    if (!kScoresFirst) give_free();
+    mask_scores<CAUSAL>(scores, key, query, unit.k.length, unit.offset());
+    compute_weights(statistics, dropped);
+    stay_behind(scores[31]);
+    wait_products<1>();  // dK's operand gives its registers to dV's
+    hold_registers(operand);
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      operand[i] = DROPOUT ? narrow_positive(scores[2 * i], scores[2 * i + 1], T{})
+                           : narrow_word(scores[2 * i], scores[2 * i + 1], T{});
+    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[step.slot]);  // the word is here: it was used
     begin_products();
+    const uint32_t dout = shared_address(memory.dout[slot]);
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      multiply<T, Major::mn>(dv, operand + 4 * c, advance(mn_major(dout, 0), c * kMnMajorStep), c > 0 || !first);
+      multiply<T, Major::mn>(dv, operand + 4 * c, further(mn_major(dout, 0), c * kMnMajorStep), c > 0 || !first);
     commit_products();
     wait_products<1>();
     hold_registers(dweights);
-    asm volatile("" : "+r"(kept));  // or the compiler keeps the 32 predicates from above, in registers
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float2 delta = statistics[kQueries / 2 + 4 * i];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int at = 4 * i + 2 * half;
-        dweights[at] = scores[at] * (keep(dweights[at], kept, i, half, 0) - delta.x);
-        dweights[at + 1] = scores[at + 1] * (keep(dweights[at + 1], kept, i, half, 1) - delta.y);
-      }
-    }
-    wait_products<0>();  // dv's operand gives its registers to dk's
+    // A load from shared memory has ended only when its value is used, and a barrier does not wait for it: v is given
+    // free here, where products have taken it.
+    if (first) arrive_warp(memory.v_empty);
+    if (kScoresFirst) give_free();
+    compute_dscores(statistics + kQueries / 2);
+    stay_behind(dweights);
+    wait_products<0>();  // dV's operand gives its registers to dK's
     hold_registers(operand);
 #pragma unroll
     for (int i = 0; i < 16; ++i) operand[i] = narrow_word(dweights[2 * i], dweights[2 * i + 1], T{});
-    memory.dscores_empty.wait(step.parity ^ 1);
-    const uint32_t to = matrix_address(memory.dscores);
+  }
+
+  // Leaves dS to warpgroup 3.
+  __device__ __forceinline__ void put_dscores() {
+    memory.dscores_empty[step.slot].wait(step.parity ^ 1);
+    const uint32_t to = matrix_address(memory.dscores[step.slot]);
 #pragma unroll
     for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, operand + 4 * c);
     fence_async();
-    arrive_warp(memory.dscores_full);
-    begin_products();
+    arrive_warp(memory.dscores_full[step.slot]);
+  }
+
+  __device__ __forceinline__ void start_dk(int slot, bool first) {
+    const uint32_t q = shared_address(memory.q[slot]);
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      multiply<T, Major::mn>(dk, operand + 4 * c, advance(mn_major(q, 0), c * kMnMajorStep), c > 0 || !first);
+      multiply<T, Major::mn>(dk, operand + 4 * c, further(mn_major(q, 0), c * kMnMajorStep), c > 0 || !first);
     commit_products();
-    stage.next();
-    step.next();
   }
 
-  static __device__ __forceinline__ float keep(float value, uint32_t kept, int i, int half, int c) {
-    return !DROPOUT || (kept >> (i / 2 * 8 + (1 - half) * 4 + i % 2 * 2 + c) & 1) ? value : 0.0f;
+  // Where a tile of keys has its gradients.
+  struct Place {
+    int sequence, head, row, rows;
+  };
+  // After the last step of a tile of keys, whose queries are in `slot`.
+  __device__ __forceinline__ void store(const Place& at, int slot) {
+    hold_registers(dk);
+    hold_registers(dv);
+    arrive_warp(memory.q_empty[slot]);
+    store_product(dk, p.dq_scale, row_of<T>(p.dk, p, at.sequence, at.head, at.row), p.dk.token, at.rows);
+    store_product(dv, p.dv_scale, row_of<T>(p.dv, p, at.sequence, at.head, at.row), p.dv.token, at.rows);
+    if (p.column_parts == nullptr) return;
+    const int rank = Share<ON_CHIP>(p).rank, place = thread_here() / 32 - 4;
+    add_columns(dk, p.dq_scale, column_place(p, at.sequence, rank, place, 1, at.head));
+    add_columns(dv, p.dv_scale, column_place(p, at.sequence, rank, place, 2, at.head));
   }
 
-  __device__ __forceinline__ void over_unit(const Unit<CAUSAL>& unit) {
-    for (int key_tile = 0; key_tile < unit.key_tiles; ++key_tile) {
-      memory.k_full[k_stage.slot].wait(k_stage.parity);
-      k = shared_address(memory.k[k_stage.slot]) + number * 64 * kTileRowBytes;
-      memory.v_full.wait(v_stage.parity);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) load_matrices(v + 4 * c, matrix_address(memory.v) ^ 32 * c);
-      k_stage.next();
-      v_stage.next();
-      const int key = key_tile * kKeys + number * 64, begin = unit.begin(key_tile);
-      for (int tile = begin; tile < unit.query_tiles; ++tile) over_tile(unit, key, tile * kQueries, tile == begin);
-      wait_products<0>();
-      hold_registers(dk);
-      hold_registers(dv);
-      arrive_warp(memory.q_empty[stage.slot == 0 ? Memory::kStages - 1 : stage.slot - 1]);
-      const int rows = unit.k.stored - key;
-      store_product(dk, p.dq_scale, row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token, rows);
-      store_product(dv, p.dv_scale, row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token, rows);
-      if (p.column_parts != nullptr) {
-        const int place = thread_here() / 32 - 4;
-        add_columns(dk, p.dq_scale, column_place(p, unit.sequence, 0, place, 1, unit.head));
-        add_columns(dv, p.dv_scale, column_place(p, unit.sequence, 0, place, 2, unit.head));
-      }
-    }
-    for (int key = unit.key_tiles * kKeys + number * 64; key < unit.k.stored; key += kKeys) {
-      const int rows = min(unit.k.stored - key, 64);
-      store_zeros(row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token, rows);
-      store_zeros(row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token, rows);
-    }
-  }
+  static constexpr int kStages = Memory<ON_CHIP>::kStages;
+  static constexpr bool kScoresFirst = !ON_CHIP;  // of the next step, before dS is written; or after dK
+
+  const Parameters& p;
+  Memory<ON_CHIP>& memory;
+  const int number;
+  const Unit<CAUSAL>& unit;
+  int index;
+  int key_tile;
+  RingPosition<kStages> stage;
+  RingPosition<2> k_stage;
+  RingPosition<Memory<ON_CHIP>::kBuffers> step;
+  RingPosition<1> v_stage;
+  float dk[32], dv[32], scores[32], dweights[32];
+  uint32_t v[16], operand[16];
+  uint32_t k;  // where the tile of keys stands
 };
 
 // ---- warpgroup 3 -----------------------------------------------------------------------------------------------------
 
+// Zeros where nothing is computed: for queries that attend to nothing, those before the first key's, and for rows past
+// the sequence's end.
 template <class T, bool CAUSAL>
-__device__ __forceinline__ void sum_dq(const Parameters& p, Memory& memory) {
-  const int thread = threadIdx.x % kWarpgroup;
-  const uint32_t dscores = shared_address(memory.dscores);
+__device__ __forceinline__ void store_rest(const Parameters& p, const Unit<CAUSAL>& unit) {
+  const auto zeros = [&](const Output& output, const Span& span, int begin, int end) {
+    if (begin < end)
+      store_zeros(row_of<T>(output, p, unit.sequence, unit.head, span.first + begin), output.token, end - begin);
+  };
+  if (CAUSAL && unit.key_tiles > 0) zeros(p.dq, unit.q, 0, min(unit.begin(0) * kQueries, unit.q.stored));
+  zeros(p.dq, unit.q, unit.query_tiles * kQueries, unit.q.stored);
+  zeros(p.dk, unit.k, unit.key_tiles * kKeys, unit.k.stored);
+  zeros(p.dv, unit.k, unit.key_tiles * kKeys, unit.k.stored);
+}
+
+// Sums of one block in shared memory, each thread's in its own place.
+class OwnSums {
+ public:
+  explicit __device__ __forceinline__ OwnSums(float4* sums) : sums_(sums) {}
+
+  __device__ __forceinline__ void load(float (&value)[32], int tile) const {
+    const float4* from = sums_ + tile * (kSumFloats / 4) + thread_here() % kWarpgroup;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float4 part = from[i * kWarpgroup];
+      value[4 * i] = part.x;
+      value[4 * i + 1] = part.y;
+      value[4 * i + 2] = part.z;
+      value[4 * i + 3] = part.w;
+    }
+  }
+  __device__ __forceinline__ void store(const float (&value)[32], int tile) {
+    float4* to = sums_ + tile * (kSumFloats / 4) + thread_here() % kWarpgroup;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      to[i * kWarpgroup] = make_float4(value[4 * i], value[4 * i + 1], value[4 * i + 2], value[4 * i + 3]);
+  }
+
+ private:
+  float4* sums_;
+};
+
+template <class T, bool CAUSAL, bool ON_CHIP>
+__device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& memory) {
+  const int rank = Share<ON_CHIP>(p).rank;
+  auto sums = [&] {
+    if constexpr (ON_CHIP)
+      return OwnSums(memory.sums);
+    else
+      return Sums::Source(memory.sums, 1, heard(p, rank));
+  }();
+  const Unit<CAUSAL>& unit = own_unit<CAUSAL>(memory);
   RingPosition<2> k_stage;
-  RingPosition<1> step;
-  for (int index = blockIdx.x; index < p.sequences * p.heads; index += gridDim.x) {
-    const Unit<CAUSAL> unit(p, index);
-    for (int key_tile = 0; key_tile < unit.key_tiles; ++key_tile, k_stage.next()) {
-      const uint32_t k = shared_address(memory.k[k_stage.slot]);
+  RingPosition<Memory<ON_CHIP>::kBuffers> step;
+  uint32_t place = 0;  // of the round's first tile
+  for (int index = Share<ON_CHIP>(p).group; index < Share<ON_CHIP>(p).units; index += Share<ON_CHIP>(p).groups) {
+    set_unit<CAUSAL>(p, memory, index);
+    for (int round = 0; round < unit.key_tiles; round += Share<ON_CHIP>(p).blocks, place += unit.query_tiles) {
+      const int key_tile = round + rank;
+      if (key_tile >= unit.key_tiles) continue;
       memory.k_full[k_stage.slot].wait(k_stage.parity);
       for (int tile = unit.begin(key_tile); tile < unit.query_tiles; ++tile, step.next()) {
-        float4* sums = memory.sums + tile * (kSumFloats / 4) + thread;
+        const bool last = key_tile == unit.last_key_tile(tile), load = (last || ON_CHIP) && key_tile > 0;
+        const uint32_t dscores = shared_address(memory.dscores[uniform(step.slot)]);
+        const uint32_t k = shared_address(memory.k[uniform(k_stage.slot)]);
         float dq[32];
-        if (key_tile > 0) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            const float4 part = sums[i * kWarpgroup];
-            dq[4 * i] = part.x;
-            dq[4 * i + 1] = part.y;
-            dq[4 * i + 2] = part.z;
-            dq[4 * i + 3] = part.w;
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < 32; ++i) dq[i] = 0.0f;
+        if (load) {
+          if constexpr (ON_CHIP)
+            sums.load(dq, tile);
+          else
+            sums.load(dq, p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloats,
+                      unit.needed(place + tile, rank));
         }
-        memory.dscores_full.wait(step.parity);
+        memory.dscores_full[step.slot].wait(step.parity);
         begin_products();
 #pragma unroll
         for (int c = 0; c < 8; ++c)
-          multiply<T, Major::mn, Major::mn>(dq, advance(mn_major(dscores, 0), c * kMnMajorStep),
-                                            advance(mn_major(k, 0), c * kMnMajorStep), true);
+          multiply<T, Major::mn, Major::mn>(dq, further(mn_major(dscores, 0), c * kMnMajorStep),
+                                            further(mn_major(k, 0), c * kMnMajorStep), c > 0 || load);
         commit_products();
         wait_products<0>();
         hold_registers(dq);
-        arrive_warp(memory.dscores_empty);
-        if (key_tile < unit.last_key_tile(tile)) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i)
-            sums[i * kWarpgroup] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-        } else {
+        arrive_warp(memory.dscores_empty[step.slot]);
+        if (last) {
           const int query = tile * kQueries;
           store_product(dq, p.dq_scale, row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
                         unit.q.stored - query);
           if (p.column_parts != nullptr)
-            add_columns(dq, p.dq_scale, column_place(p, unit.sequence, 0, thread / 32, 0, unit.head));
+            add_columns(dq, p.dq_scale,
+                        column_place(p, unit.sequence, rank, thread_here() % kWarpgroup / 32, 0, unit.head));
+        } else if constexpr (ON_CHIP) {
+          sums.store(dq, tile);
+        } else {
+          sums.put(dq);
         }
       }
       arrive_warp(memory.k_empty[k_stage.slot]);
+      k_stage.next();
     }
-    // Rows that attend to nothing: those before the first key's, and those past the sequence's end.
-    const auto zeros = [&](int begin, int end) {
-      if (begin < end)
-        store_zeros(row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + begin), p.dq.token, end - begin);
-    };
-    if (CAUSAL && unit.key_tiles > 0) zeros(0, min(unit.begin(0) * kQueries, unit.q.stored));
-    zeros(unit.query_tiles * kQueries, unit.q.stored);
+    if (rank == 0) store_rest<T>(p, unit);
   }
 }
 

@@ -1,9 +1,11 @@
-// attention backward for Hopper: what its warpgroups and its two forms share, and warpgroup 0, which brings tiles in
-// and draws dropout's bits. See cuda_backward.cu.
+// attention backward for Hopper: what its warpgroups share, and warpgroup 0, which brings tiles in, draws dropout's
+// bits and adds dQ's sums up. See cuda_backward.cu.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "attention/cuda_ordered_sums.cuh"
 #include "common/hopper.cuh"
 #include "common/philox.h"
 
@@ -20,6 +22,7 @@ constexpr int kQueryTileBytes = kQueries * kTileRowBytes;
 constexpr int kKeyTileBytes = kKeys * kTileRowBytes;
 constexpr int kStatisticsBytes = 2 * kQueries * 4;
 constexpr int kSumFloats = kQueries * kHeadDim;  // of dQ, per tile
+constexpr int kMostBlocks = 256;                 // of the grid
 constexpr int kColumnPlaces = 8;                 // warps that work on the rows of a tile of keys
 
 struct Output {
@@ -33,13 +36,14 @@ struct Parameters {
   const int32_t *cu_seqlens, *cu_seqlens_k, *lengths, *lengths_k;
   const int64_t* seed;
   const float* statistics;  // [heads, tiles, 2, kQueries]
-  float* sums;              // [heads, tiles, kSumFloats] where they are not on chip
+  float* sums;              // [heads, tiles, kSumFloats]: dQ's, not over all keys yet, where they are not on chip
+  uint32_t* passed;         // [kMostBlocks]: how far each block is with them
   int sequences, heads, queries, keys, max_seqlen, max_seqlen_k, tiles;
   int threshold;
   float score_scale;  // in units of log2
   float dq_scale;     // of dq and dk
   float dv_scale;
-  int blocks;           // of a cluster, which shares a (sequence, head)
+  int blocks;           // of a group, which shares a (sequence, head)
   float* column_parts;  // [sequences, blocks, kColumnPlaces, 3, heads, kHeadDim], or null: see cuda_column_sums.cuh
 };
 
@@ -93,62 +97,84 @@ struct Unit {
     const int last = query_tile * kQueries + kQueries - 1 + offset();
     return last < 0 ? -1 : min(last / kKeys, key_tiles - 1);
   }
+  // How far the block before has to be for an addition at a place (see cuda_ordered_sums.cuh).
+  __device__ __forceinline__ uint32_t needed(uint32_t place, int rank) const {
+    return place + 1 - (rank == 0 ? query_tiles : 0);
+  }
 };
-
-// Barriers of what both forms of a block's memory have.
-template <class Memory>
-__device__ __forceinline__ void initialize_tiles(Memory& memory) {
-  for (int i = 0; i < Memory::kStages; ++i) {
-    memory.q_full[i].initialize(1);
-    memory.q_empty[i].initialize(8 * kWarpArrivals);
-  }
-  for (int i = 0; i < 2; ++i) {
-    memory.k_full[i].initialize(1);
-    memory.k_empty[i].initialize(4 * kWarpArrivals);
-  }
-  for (int i = 0; i < Memory::kBuffers; ++i) {
-    memory.kept_full[i][0].initialize(2 * kWarpArrivals);
-    memory.kept_full[i][1].initialize(2 * kWarpArrivals);
-    memory.kept_empty[i].initialize(8 * kWarpArrivals);
-  }
-  memory.v_full.initialize(1);
-  memory.v_empty.initialize(8 * kWarpArrivals);
-  memory.raw.initialize(1);
-}
 
 // Which (sequence, head)s and tiles of keys are a block's: every groups-th from group on, and of each of them every
-// blocks-th tile of keys from rank on. Here: all keys.
-struct WholeHeads {
-  static constexpr int rank = 0, blocks = 1;
-  int group, groups;
+// blocks-th tile of keys from rank on. ON_CHIP: all of its keys.
+template <bool ON_CHIP>
+struct Share {
+  int blocks, rank, group, groups, units;
 
-  explicit __device__ __forceinline__ WholeHeads(const Parameters&) : group(blockIdx.x), groups(gridDim.x) {}
+  explicit __device__ __forceinline__ Share(const Parameters& p)
+      : blocks(ON_CHIP ? 1 : p.blocks),
+        rank(ON_CHIP ? 0 : blockIdx.x % blocks),
+        group(ON_CHIP ? blockIdx.x : blockIdx.x / blocks),
+        groups(ON_CHIP ? gridDim.x : gridDim.x / blocks),
+        units(p.sequences * p.heads) {}
 };
 
-// Of a block for up to kOnChipQueries queries.
+using Sums = OrderedSums<kSumFloats / kWarpgroup>;
+
+// ON_CHIP: dQ's sums stand in shared memory, each thread's own in its own place.
+template <bool ON_CHIP>
 struct Memory {
-  using Share = WholeHeads;
-  static constexpr int kStages = 2, kBuffers = 1;  // tiles of queries; what is kept
+  static constexpr int kStages = ON_CHIP ? 2 : 4;   // tiles of queries
+  static constexpr int kBuffers = ON_CHIP ? 1 : 2;  // of dS and of what is kept
+  using SumsMemory = std::conditional_t<ON_CHIP, float4[kOnChipQueries * kHeadDim / 4], Sums::Memory>;
   alignas(1024) char q[kStages][kQueryTileBytes];
   char dout[kStages][kQueryTileBytes];
   char k[2][kKeyTileBytes];
   char v[kKeyTileBytes];
-  char dscores[kKeyTileBytes];  // [keys, queries]
-  float4 sums[kOnChipQueries * kHeadDim / 4];
+  char dscores[kBuffers][kKeyTileBytes];  // [keys, queries]
+  SumsMemory sums;
   float statistics[kStages][2][kQueries];
   uint32_t kept[kBuffers][2][kWarpgroup];  // of each of the two warpgroups
-  Barrier q_full[kStages], q_empty[kStages], k_full[2], k_empty[2], v_full, v_empty, raw, dscores_full, dscores_empty,
-      kept_full[kBuffers][2], kept_empty[kBuffers];
+  Unit<true> unit[kThreads / 32];          // of each warp: there are no registers for it
+  Barrier q_full[kStages], q_empty[kStages], k_full[2], k_empty[2], v_full, v_empty, raw, dscores_full[kBuffers],
+      dscores_empty[kBuffers], kept_full[kBuffers][2], kept_empty[kBuffers];
 
   // One thread; then a barrier of the block.
   __device__ __forceinline__ void initialize() {
-    initialize_tiles(*this);
-    dscores_full.initialize(8 * kWarpArrivals);
-    dscores_empty.initialize(4 * kWarpArrivals);
+    for (int i = 0; i < kStages; ++i) {
+      q_full[i].initialize(kWarpArrivals);
+      q_empty[i].initialize(8 * kWarpArrivals);
+    }
+    for (int i = 0; i < 2; ++i) {
+      k_full[i].initialize(kWarpArrivals);
+      k_empty[i].initialize(4 * kWarpArrivals);
+    }
+    for (int i = 0; i < kBuffers; ++i) {
+      dscores_full[i].initialize(8 * kWarpArrivals);
+      dscores_empty[i].initialize(4 * kWarpArrivals);
+      kept_full[i][0].initialize(2 * kWarpArrivals);
+      kept_full[i][1].initialize(2 * kWarpArrivals);
+      kept_empty[i].initialize(8 * kWarpArrivals);
+    }
+    v_full.initialize(kWarpArrivals);
+    v_empty.initialize(8 * kWarpArrivals);
+    raw.initialize(kWarpArrivals);
+    if constexpr (!ON_CHIP) sums.initialize();
     fence_barriers();
   }
 };
-static_assert(sizeof(Memory) <= 227 * 1024);
+static_assert(sizeof(Memory<true>) <= 227 * 1024 && sizeof(Memory<false>) <= 227 * 1024);
+
+// The warp's own unit in shared memory, where set_unit() puts it: a whole warp.
+template <bool CAUSAL, bool ON_CHIP>
+__device__ __forceinline__ const Unit<CAUSAL>& own_unit(const Memory<ON_CHIP>& memory) {
+  return reinterpret_cast<const Unit<CAUSAL>&>(memory.unit[thread_here() / 32]);
+}
+template <bool CAUSAL, bool ON_CHIP>
+__device__ __forceinline__ void set_unit(const Parameters& p, Memory<ON_CHIP>& memory, int index) {
+  const Unit<CAUSAL> unit(p, index);
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) reinterpret_cast<Unit<CAUSAL>&>(memory.unit[thread_here() / 32]) = unit;
+  __syncwarp();
+}
 
 // ---- warpgroup 0: tiles ----------------------------------------------------------------------------------------------
 
@@ -166,12 +192,12 @@ __device__ __forceinline__ void clear_rows(char* tile, int from, int rows) {
 
 // Brings tiles to their places. Rows past a sequence's end that are others' numbers are replaced by zeros: they are
 // multiplied by zeros, which a NaN would survive.
-template <bool CAUSAL, class Memory>
-__device__ __forceinline__ void bring_tiles(const Parameters& p, Memory& memory) {
-  const typename Memory::Share share(p);
+template <bool CAUSAL, bool ON_CHIP>
+__device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>& memory) {
+  const Share<ON_CHIP> share(p);
   const bool first_lane = threadIdx.x % 32 == 0;
   const bool foreign = p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr;
-  RingPosition<Memory::kStages> stage;
+  RingPosition<Memory<ON_CHIP>::kStages> stage;
   RingPosition<2> k_stage;
   RingPosition<1> v_stage, raw;
   // Starts copies that bring `bytes` to `full`; if some of the rows are to be cleared, that comes in between.
@@ -181,16 +207,17 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory& memory)
     if (first_lane) {
       landed.arrive_expect(bytes);
       start(landed);
+    } else if (kWarpArrivals > 1) {
+      landed.arrive();
     }
     if (direct) return;
     landed.wait(raw.parity);
     raw.next();
     clear();
     fence_async();
-    __syncwarp();
-    if (first_lane) full.arrive();
+    arrive_warp(full);
   };
-  for (int index = share.group; index < p.sequences * p.heads; index += share.groups) {
+  for (int index = share.group; index < share.units; index += share.groups) {
     const Unit<CAUSAL> unit(p, index);
     const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
     for (int key_tile = share.rank; key_tile < unit.key_tiles; key_tile += share.blocks) {
@@ -232,31 +259,34 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory& memory)
 
 // ---- warpgroup 0: dropout --------------------------------------------------------------------------------------------
 
+template <bool ON_CHIP>
+constexpr int kDrawing = ON_CHIP ? 3 : 2;  // warps
+
 // Keeps bits for a tile of 128 keys by 64 queries, a word for each thread of warpgroups 1 and 2: bit 8 * (i / 8) + 4 *
 // (1 - half) + i % 8 / 4 * 2 + c of element i + 2 * half + c, i a multiple of 4, of its scores (see hopper.cuh for the
 // layout). Of 64 keys, draw d of a query holds the bytes of keys 2 * d + {0, 1} modulo 8; word w those of warp w.
 //
 // A task is half the words of a warpgroup: lane (d % 2, t, part) makes byte `part` of the words of the 8 threads with
-// keys 2 * d + {0, 1} and queries 2 * t + {0, 1} modulo 8, from the draws of its 4 queries. The three warps take tasks
-// in turn, each at least one of every tile, so that each of them waits for every phase of kept_empty: with a barrier
-// for each warpgroup, a warp could miss a phase and take the one before it for the one after it.
-template <bool CAUSAL, class Memory>
-__device__ __forceinline__ void draw_kept(const Parameters& p, Memory& memory, int warp) {
-  const typename Memory::Share share(p);
+// keys 2 * d + {0, 1} and queries 2 * t + {0, 1} modulo 8, from the draws of its 4 queries. The warps take tasks in
+// turn, each at least one of every tile, so that each of them waits for every phase of kept_empty: with a barrier for
+// each warpgroup, a warp could miss a phase and take the one before it for the one after it.
+template <bool CAUSAL, bool ON_CHIP>
+__device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& memory, int warp) {
+  const Share<ON_CHIP> share(p);
   const int lane = threadIdx.x % 32;
   const uint64_t seed = static_cast<uint64_t>(*p.seed);
   const uint32_t subtracted = (p.threshold & 127) * 0x01010101u;
   const uint32_t either = p.threshold < 128 ? 0xffffffffu : 0u;
   const uint32_t top = p.threshold < 256 ? 0x80808080u : 0u;
-  RingPosition<Memory::kBuffers> step;
+  RingPosition<Memory<ON_CHIP>::kBuffers> step;
   int turn = warp;
-  for (int index = share.group; index < p.sequences * p.heads; index += share.groups) {
+  for (int index = share.group; index < share.units; index += share.groups) {
     const Unit<CAUSAL> unit(p, index);
     for (int key_tile = share.rank; key_tile < unit.key_tiles; key_tile += share.blocks)
       for (int query_tile = unit.begin(key_tile); query_tile < unit.query_tiles; ++query_tile, step.next())
         for (int task = 0; task < 4; ++task) {
           if (--turn >= 0) continue;
-          turn = 2;
+          turn = kDrawing<ON_CHIP> - 1;
           const int consumer = task / 2, d = task % 2 * 2 + lane / 16, t = lane / 4 % 4, part = lane % 4;
           const uint32_t block = key_tile * 2 + consumer, query = query_tile * kQueries + 16 * part + 2 * t;
           uint32_t bits[4] = {0, 0, 0, 0};
@@ -280,6 +310,35 @@ __device__ __forceinline__ void draw_kept(const Parameters& p, Memory& memory, i
           arrive_warp(memory.kept_full[step.slot][consumer]);
         }
   }
+}
+
+// ---- warpgroup 0: sums -----------------------------------------------------------------------------------------------
+
+// How far the block has come with dQ's sums, and where it hears of the one before it.
+__device__ __forceinline__ uint32_t* told(const Parameters& p) { return p.passed + blockIdx.x; }
+__device__ __forceinline__ const uint32_t* heard(const Parameters& p, int rank) {
+  return rank == 0 ? told(p) + p.blocks - 1 : told(p) - 1;
+}
+
+// Takes the block's turns at adding what warpgroup 3 leaves. A whole warp, of which one thread adds.
+template <bool CAUSAL>
+__device__ __forceinline__ void add_sums(const Parameters& p, Memory<false>& memory) {
+  const Share<false> share(p);
+  const Unit<CAUSAL>& unit = own_unit<CAUSAL>(memory);
+  Sums::Adder adder(memory.sums, told(p), heard(p, share.rank));
+  uint32_t place = 0;  // of the round's first tile
+  for (int index = share.group; index < share.units; index += share.groups) {
+    set_unit<CAUSAL>(p, memory, index);
+    for (int round = 0; round < unit.key_tiles; round += share.blocks, place += unit.query_tiles) {
+      const int key_tile = round + share.rank;
+      if (key_tile >= unit.key_tiles || threadIdx.x % 32 != 0) continue;
+      for (int tile = unit.begin(key_tile); tile < unit.query_tiles; ++tile)
+        if (key_tile != unit.last_key_tile(tile))
+          adder.add(p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloats, place + tile,
+                    unit.needed(place + tile, share.rank), key_tile == 0);
+    }
+  }
+  if (threadIdx.x % 32 == 0) adder.end(place);
 }
 
 }  // namespace

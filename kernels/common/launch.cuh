@@ -48,46 +48,26 @@ Status launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memor
   return status_of(cudaGetLastError());
 }
 
-// A launch of clusters of `blocks` blocks of one kernel.
-class ClusterLaunch {
- public:
-  ClusterLaunch(dim3 grid, dim3 block, int blocks, size_t memory, void* stream) {
-    attribute_.id = cudaLaunchAttributeClusterDimension;
-    attribute_.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-    config_.gridDim = grid;
-    config_.blockDim = block;
-    config_.dynamicSmemBytes = memory;
-    config_.stream = static_cast<cudaStream_t>(stream);
-    config_.attrs = &attribute_;
-    config_.numAttrs = 1;
-  }
-  ClusterLaunch(const ClusterLaunch&) = delete;
-  ClusterLaunch& operator=(const ClusterLaunch&) = delete;
-
-  // How many of its clusters the device runs at the same time.
-  template <class... Parameters>
-  cudaError_t resident(void (*kernel)(Parameters...), int* clusters) const {
-    const cudaError_t error = allow_memory(kernel);
-    return error == cudaSuccess ? cudaOccupancyMaxActiveClusters(clusters, kernel, &config_) : error;
-  }
-
-  template <class... Parameters, class... Arguments>
-  Status operator()(void (*kernel)(Parameters...), const Arguments&... arguments) const {
-    cudaError_t error = allow_memory(kernel);
-    if (error == cudaSuccess) error = cudaLaunchKernelEx(&config_, kernel, arguments...);
-    return status_of(error);
-  }
-
- private:
-  template <class Kernel>
-  cudaError_t allow_memory(Kernel kernel) const {
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                static_cast<int>(config_.dynamicSmemBytes));
-  }
-
-  cudaLaunchAttribute attribute_{};
-  cudaLaunchConfig_t config_{};
-};
+// The same for blocks that wait for each other: all run at the same time, or the launch fails.
+template <class... Parameters, class... Arguments>
+Status launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memory, void* stream,
+                       const Arguments&... arguments) {
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(memory));
+  if (error != cudaSuccess) return status_of(error);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = memory;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  return status_of(error);
+}
 
 }  // namespace cuda
 }  // namespace fasttfm
