@@ -17,6 +17,7 @@ import json
 import os
 import re
 import select
+import shutil
 import statistics
 import subprocess
 import sys
@@ -66,6 +67,53 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
     "scores_last": [("kScoresFirst = !ON_CHIP;", "kScoresFirst = false;")],
     "loose_dscores": [("stay_behind(dweights);", "stay_behind(dweights[31]);")],
 }
+# Where a step's time goes: one thread of each warpgroup of the first block writes the clock at these places.
+MARK = "    note(memory, %d);\n"
+MARKED = [
+    ("    wait_products<kScoresFirst ? 2 : 1>();\n    hold_registers(scores);\n", "scores"),
+    ("    stay_behind(scores[31]);\n", "weights"),
+    ("    wait_products<1>();  // dK's operand gives its registers to dV's\n    hold_registers(operand);\n", "dk"),
+    ("    commit_products();\n    wait_products<1>();\n    hold_registers(dweights);\n", "dv started, dp"),
+    ("    stay_behind(dweights);\n", "dscores"),
+    ("    wait_products<0>();  // dV's operand gives its registers to dK's\n    hold_registers(operand);\n", "dv"),
+    ("      const uint32_t keys = uniform(k);\n", "rounded"),
+    ("    memory.dscores_empty[step.slot].wait(step.parity ^ 1);\n", "scores started, room"),
+    ("    arrive_warp(memory.dscores_full[step.slot]);\n", "put"),
+    ("      tile = last ? unit.begin(key_tile) : tile + 1;\n", "dk, dp started"),
+    ("        memory.dscores_full[step.slot].wait(step.parity);\n", "3: dscores"),
+    ("        arrive_warp(memory.dscores_empty[step.slot]);\n", "3: dq"),
+    ("          sums.put(dq);\n        }\n", "3: handed on"),
+]
+CLOCKS = [(old, old + MARK % index) for index, (old, _) in enumerate(MARKED)]
+CLOCKS += [
+    ("  Barrier q_full[kStages],", "  uint32_t marked[3];\n  Barrier q_full[kStages],"),
+    (
+        "    v_full.initialize(kWarpArrivals);\n",
+        "    v_full.initialize(kWarpArrivals);\n    marked[0] = marked[1] = marked[2] = 0;\n",
+    ),
+    (
+        "template <bool CAUSAL, bool ON_CHIP>\n__device__ __forceinline__ void set_unit",
+        """__device__ uint32_t marks[3][1024];
+template <bool ON_CHIP>
+__device__ __forceinline__ void note(Memory<ON_CHIP>& memory, int place) {
+  if (blockIdx.x != 0 || thread_here() % 128 != 0) return;
+  const int group = thread_here() / 128 - 1;
+  uint32_t now;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
+  const uint32_t index = memory.marked[group]++;
+  if (index < 1024) marks[group][index] = now << 4 | place;
+}
+template <bool CAUSAL, bool ON_CHIP>\n__device__ __forceinline__ void set_unit""",
+    ),
+    (
+        "Status attention_backward(const AttentionBackward& call) {\n",
+        """extern "C" void read_marks(void* to) {
+  cudaDeviceSynchronize();
+  cudaMemcpyFromSymbol(to, marks, sizeof(marks));
+}
+Status attention_backward(const AttentionBackward& call) {\n""",
+    ),
+]
 MEASURED: dict[str, tuple[str, ...]] = {"32x512": ("scores_first", "loose_dscores", "without_sums", "without_exp")}
 MEASURED["32x512_p"] = MEASURED["32x512"]
 MEASURED["4x4096"] = ("two_staged", "told_late", "scores_last", "loose_dscores", "without_sums", "without_exp")
@@ -142,6 +190,7 @@ def build() -> str:
     started = [("backward", compile_variant("backward", [])), ("forced", compile_variant("forced", FORCED))]
     started += [("racecheck", compile_variant("racecheck", FORCED, " -DFASTTFM_EVERY_LANE_ARRIVES"))]
     started += [(name, compile_variant(name, [*changes, *ONLY_ALL_KEYS])) for name, changes in VARIANTS.items()]
+    started += [("clocks", compile_variant("clocks", [*CLOCKS, *ONLY_ALL_KEYS]))]
     started += [(name, compile_source(name, Path(__file__).with_name("before") / f"{name}.cu")) for name in BEFORE]
     lines = []
     for name, process in started:
@@ -232,6 +281,7 @@ SHARED = {
     for name in names
 }
 CHECKS |= SHARED
+CLOCKED = ("32x512", "32x512_p", "8x2048")
 RACES = ("lengths", "64_p", "causal", "causal_p/2", "512/2", "long_cross/4")  # a call of each kernel, or nearly
 
 
@@ -567,19 +617,39 @@ class Report(list[str]):
             file.write(line + "\n")
 
 
+def traced(name: str) -> str:
+    """Cycles from one place of a step to the next, medians over steps, for each warpgroup."""
+    import torch
+
+    problem, q, k, v, dout, *gradients = make(TIMES[name], dirty=False)
+    lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), 12.0, device="cuda")
+    backward = Backward("clocks")
+    backward.prepare(dout, q, k, v, dout, lse, problem, *gradients)()
+    marks = (ctypes.c_uint32 * 3072)()
+    backward.library.read_marks(marks)
+    lines = []
+    for group in range(3):
+        own = [x for x in marks[1024 * group + 200 : 1024 * (group + 1)] if x]
+        found: dict[int, list[int]] = {}
+        for a, b in itertools.pairwise(own):
+            found.setdefault(b & 15, []).append(((b >> 4) - (a >> 4)) & 0xFFFFFFF)
+        parts = [f"{MARKED[place][1]} {statistics.median(times):.0f}" for place, times in sorted(found.items())]
+        steps = max(map(len, found.values()), default=1)
+        total = sum(map(sum, found.values())) / steps
+        lines.append(f"\n    warpgroup {group + 1}: {total:.0f} a step: {', '.join(parts)}")
+    return f"{name}{''.join(lines)}"
+
+
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-SANITIZER = ["compute-sanitizer", "--tool", "racecheck"]
-
-
-def in_process(kind: str, names: list[str], limit: float, deadline: float, lines: Report) -> None:
-    """Lines of the cases; one that takes longer than ``limit`` seconds is left out and the rest goes on anew."""
+def in_process(names: list[str], limit: float, deadline: float, lines: Report, tool: list[str] | None = None) -> None:
+    """Lines of the cases (kind:name); one that takes longer than ``limit`` seconds is left out and the rest goes on anew."""
     attempts = 0
     environment = dict(os.environ, PYTHONPATH=f"{WORK / 'lib'}:{os.environ.get('PYTHONPATH', '')}")
     while names and attempts < 4 and time.time() < deadline:
         attempts += 1
-        command = [*(SANITIZER if kind == "races" else ()), sys.executable, __file__, "--child", kind, *names]
+        command = [*(tool or ()), sys.executable, __file__, "--child", *names]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         assert process.stdout is not None
         done, rest, begin = 0, b"", time.time()
@@ -606,26 +676,31 @@ def in_process(kind: str, names: list[str], limit: float, deadline: float, lines
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("checks", "stress", "times", "races"))
+    parser.add_argument("--only", choices=("checks", "clocks", "stress", "times", "races"))
     parser.add_argument("--cases", default="", help="comma-separated names; all by default")
     parser.add_argument("--output", default=os.environ.get("OUT", str(WORK)))
     parser.add_argument("--child", nargs="+")
     arguments = parser.parse_args()
     if arguments.child:
-        kind, *names = arguments.child
-        function = {"checks": check, "stress": stressed, "times": timed, "races": once}[kind]
-        for name in names:
-            print("RESULT " + json.dumps(function(name)), flush=True)
+        functions = {"checks": check, "stress": stressed, "times": timed, "races": once, "clocks": traced}
+        for case in arguments.child:
+            kind, name = case.split(":")
+            print("RESULT " + json.dumps(functions[kind](name)), flush=True)
         return
     begin = time.time()
     lines = Report(Path(arguments.output) / "hopper_backward.txt")
     lines.append(build())
     chosen = [name for name in arguments.cases.split(",") if name]
-    parts = {"checks": (CHECKS, 32.0), "times": (TIMES, 50.0), "stress": (STRESS, 58.0), "races": (RACES, 70.0)}
-    for kind, (cases, until) in parts.items():
-        if arguments.only in (None, kind):
-            names = [name for name in cases if not chosen or name in chosen]
-            in_process(kind, names, 5.0, begin + until, lines)
+    kinds = {"checks": CHECKS, "times": TIMES, "clocks": CLOCKED, "stress": STRESS, "races": RACES}
+    cases = [
+        f"{kind}:{name}"
+        for kind, names in kinds.items()
+        for name in names
+        if arguments.only in (None, kind) and (not chosen or name in chosen)
+    ]
+    in_process([case for case in cases if not case.startswith("races")], 5.0, begin + 54, lines)
+    sanitizer = [shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer", "--tool", "racecheck"]
+    in_process([case for case in cases if case.startswith("races")], 10.0, begin + 72, lines, sanitizer)
     if any(line.startswith(("BAD", "LOST")) for line in lines):
         lines.append("FAILED")
     lines.append(f"{time.time() - begin:.0f} s in all")
