@@ -1,6 +1,6 @@
 """What the sums of the gradients' columns cost inside the Hopper backward of attention, against a pass over dqkv.
 
-    python benchmarks/lab/column_sums.py [--output DIRECTORY]
+    python benchmarks/lab/column_sums.py [--only checks|times] [--output DIRECTORY]
 
 Builds a library of the backward's and column_sum's sources alone. Checks hold the sums against those of the same call's
 gradients in fp64, and for the same bits; times are of the backward alone, with column_sum behind it, and with the
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -41,11 +42,10 @@ extern "C" int column_sum(const fasttfm::ColumnSum* call) {
 }
 """
 
-# Libraries: changes of the source. Some leave work out: they show what the work costs.
+# Libraries: changes of the source.
 LIBRARIES: dict[str, list[tuple[str, str]]] = {
     "sums": [],
     "without_dk": [("add_columns(dk,", "if (dk[0] == 1e30f) add_columns(dk,")],
-    "without_shuffles": [("__shfl_xor_sync(0xffffffffu, given, bit)", "given")],
 }
 
 FUSED = {"heads": 16, "fused": True}
@@ -100,8 +100,8 @@ def build() -> str:
         log, _ = process.communicate()
         if process.returncode:
             print(log)
-        spills = sum("spill stores" in line and " 0 bytes spill stores" not in line for line in log.splitlines())
-        lines.append(f"{name}: {time.time() - begin:.1f} s, kernels that spill: {spills}")
+        stacks = " ".join(re.findall(r"(\d+) bytes stack frame", log))
+        lines.append(f"{name}: {time.time() - begin:.1f} s, bytes of the kernels' stacks: {stacks}")
     return "\n".join(lines)
 
 
@@ -211,6 +211,7 @@ def timed(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", default=os.environ.get("OUT", str(WORK)))
+    parser.add_argument("--only", choices=("checks", "times"))
     parser.add_argument("--child", choices=("checks", "times"))
     arguments = parser.parse_args()
     if arguments.child:
@@ -222,7 +223,7 @@ def main() -> None:
     lines = Report(Path(arguments.output) / "column_sums.txt")
     lines.append(build())
     environment = dict(os.environ, PYTHONPATH=f"{WORK / 'lib'}:{os.environ.get('PYTHONPATH', '')}")
-    for kind in ("checks", "times"):
+    for kind in ("checks", "times") if arguments.only is None else (arguments.only,):
         command = [sys.executable, __file__, "--child", kind]
         child = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
