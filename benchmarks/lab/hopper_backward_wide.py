@@ -85,7 +85,7 @@ def compile_variant(name: str, changes: list[tuple[str, str]], flags: str = "") 
         kernel = kernel.replace(old, new)
     (WORK / f"wide_{name}.cu").write_text(kernel + WRAPPER)
     command = f"nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I{ROOT}/kernels -Xptxas=-v -shared {flags}"
-    command += f" -Xcompiler -fPIC --split-compile=4 {WORK}/wide_{name}.cu -o {WORK}/wide_{name}.so"
+    command += f" -Xcompiler -fPIC {WORK}/wide_{name}.cu -o {WORK}/wide_{name}.so"
     return subprocess.Popen(command.split(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

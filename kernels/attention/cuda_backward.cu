@@ -72,14 +72,28 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
 
 // ---- launchers -------------------------------------------------------------------------------------------------------
 
-// How many blocks share a (sequence, head), for more than kOnChipQueries queries: as many as there are multiprocessors
-// for, and two where those would do with one, so that what they go over, queries, gradients and sums of 512 bytes a
-// token, fits into the second level cache.
+// How many blocks share a (sequence, head), for more than kOnChipQueries queries: what takes the least steps of the
+// block that has most to do. Each further block of a group costs part of a step for every tile of keys, for they wait
+// for one another. One block alone reads what it goes over, queries, gradients and sums of 512 bytes a token, once for
+// each tile of keys: from the second level cache where it fits for all blocks, else from memory, which is slower.
 int blocks_of(const AttentionCall& call, bool causal, int processors) {
   if (call.max_seqlen <= kOnChipQueries) return 1;
-  const int64_t units = call.sequences * call.heads, key_tiles = (call.max_seqlen_k + kKeys - 1) / kKeys;
-  const int64_t fitting = causal && call.max_seqlen <= 1024 ? 1 : 2, spread = processors / units;
-  return static_cast<int>(std::max<int64_t>(std::min(std::max(fitting, spread), key_tiles), 1));
+  const int64_t units = call.sequences * call.heads, queries = std::min(call.max_seqlen, call.queries);
+  const int64_t key_tiles = (std::min(call.max_seqlen_k, call.keys) + kKeys - 1) / kKeys;
+  const double part = causal ? 0.5 : 1.0;  // of all tiles that are computed
+  int best = 1;
+  double least = 0;
+  for (int blocks = 1; blocks <= std::min<int64_t>(std::max<int64_t>(key_tiles, 1), processors); ++blocks) {
+    const int64_t groups = processors / blocks;
+    const int64_t rounds = (units + groups - 1) / groups * ((key_tiles + blocks - 1) / blocks);
+    const bool fits = blocks > 1 || part * std::min(units, groups) * queries <= 90 * 1024;
+    const double time = rounds * (part * queries / kQueries + 0.65 * blocks) * (fits ? 1.0 : 1.15);
+    if (blocks == 1 || time < least) {
+      best = blocks;
+      least = time;
+    }
+  }
+  return best;
 }
 
 template <class T, bool DROPOUT, bool CAUSAL>

@@ -278,10 +278,11 @@ __device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& 
   const uint32_t subtracted = (p.threshold & 127) * 0x01010101u;
   const uint32_t either = p.threshold < 128 ? 0xffffffffu : 0u;
   const uint32_t top = p.threshold < 256 ? 0x80808080u : 0u;
+  const Unit<CAUSAL>& unit = own_unit<CAUSAL>(memory);
   RingPosition<Memory<ON_CHIP>::kBuffers> step;
   int turn = warp;
   for (int index = share.group; index < share.units; index += share.groups) {
-    const Unit<CAUSAL> unit(p, index);
+    set_unit<CAUSAL>(p, memory, index);
     for (int key_tile = share.rank; key_tile < unit.key_tiles; key_tile += share.blocks)
       for (int query_tile = unit.begin(key_tile); query_tile < unit.query_tiles; ++query_tile, step.next())
         for (int task = 0; task < 4; ++task) {

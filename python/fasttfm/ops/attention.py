@@ -440,7 +440,21 @@ def _refuse_cuda_backward(
     return None if max(sequences, heads) < 2**16 else f"goes backward with up to 65535 sequences, got {sequences}"
 
 
-_HOPPER_PAIRS = 66  # of an H200's multiprocessors
+_PROCESSORS = 132  # of an H200
+
+
+def _hopper_efficiency(units: int, queries: int, keys: int) -> float:
+    """Steps of a multiprocessor that has its share of the work, over those of the one that has most of it.
+
+    Blocks share a (sequence, head) by its tiles of 128 keys as kernels/attention/cuda_backward.cu's blocks_of() says,
+    and wait for one another.
+    """
+    steps, tiles = queries / 64, -(-keys // 128)
+    times = [
+        -(-units // (_PROCESSORS // blocks)) * -(-tiles // blocks) * (steps + 0.65 * blocks)
+        for blocks in range(1, min(tiles, _PROCESSORS) + 1)
+    ]
+    return units * tiles * steps / (_PROCESSORS * min(times))
 
 
 def _yield_cuda_backward(
@@ -457,9 +471,8 @@ def _yield_cuda_backward(
     """The rule of where Triton's backward is the faster one, by docs/kernels.md: nowhere with heads of 128.
 
     With heads of 64, one tile of Triton's holds a head up to 128 queries and keys. Up to 512 queries one block of
-    Hopper's has a head: that wants half as many of them as multiprocessors, unless they are short. Beyond, two blocks
-    share one; they are 8 to 17% faster, so that nearly all multiprocessors must have work. Above 4,096 queries it was
-    not measured so.
+    Hopper's has a head: that wants half as many of them as multiprocessors, unless they are short. Beyond, blocks share
+    a head by its tiles of 128 keys, so that nearly all multiprocessors have work.
     """
     if q.shape[-1] == 128:
         return None
@@ -467,12 +480,10 @@ def _yield_cuda_backward(
     units = _sequences(q, cu_seqlens) * q.shape[-2]
     if max(longest, longest_k) <= 128:
         return f"is slower backward up to 128 queries and keys, got {longest} and {longest_k}"
-    if longest > 4096:
-        return f"is slower backward above 4096 queries, got {longest}"
-    if 256 < longest <= 512 and units < _HOPPER_PAIRS:
+    if 256 < longest <= 512 and 2 * units < _PROCESSORS:
         return f"is slower backward below 66 heads of all sequences, above 256 queries, got {units}"
-    if longest > 512 and units < 0.9 * _HOPPER_PAIRS * -(-units // _HOPPER_PAIRS):
-        return f"is slower backward above 512 queries with heads that are not near a multiple of 66, got {units}"
+    if longest > 512 and min(units, longest_k) > 0 and _hopper_efficiency(units, longest, longest_k) < 0.8:
+        return f"is slower backward above 512 queries where it cannot use all multiprocessors, got {units} heads"
     return None
 
 
