@@ -21,20 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hopper_backward import (
-    ONLY_ALL_KEYS,
-    ROOT,
-    WITHOUT_HALF,
-    WORK,
-    WRAPPER,
-    Backward,
-    Report,
-    inlined,
-    lay_package,
-    make,
-)
+from hopper_backward import ONLY_ALL_KEYS, WORK, Backward, Report, compile_source, compile_variant, lay_package
+from hopper_backward_cases import make
 
-SOURCE = '#include "attention/cuda_backward.cu"\n'
 COLUMN_SUM = """
 #include "column_sum/cuda.cu"
 extern "C" int column_sum(const fasttfm::ColumnSum* call) {
@@ -77,25 +66,14 @@ class ColumnSum(ctypes.Structure):
     ]
 
 
-def compile_library(name: str, text: str) -> subprocess.Popen[str]:
-    source = WORK / f"columns_{name}.cu"
-    source.write_text(text)
-    command = f"nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I{ROOT}/kernels -Xptxas=-v -shared"
-    command += f" -Xcompiler -fPIC --split-compile=4 {source} -o {WORK}/columns_{name}.so"
-    return subprocess.Popen(command.split(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def build() -> str:
     lay_package()
+    source = WORK / "column_sum.cu"
+    source.write_text(COLUMN_SUM)
     begin, lines = time.time(), []
-    started = {"column_sum": compile_library("column_sum", COLUMN_SUM)}
+    started = {"column_sum": compile_source("column_sum", source)}
     for name, changes in LIBRARIES.items():
-        kernel = WRAPPER.replace(SOURCE, inlined("attention/cuda_backward.cu", set()))
-        for old, new in [*changes, *ONLY_ALL_KEYS, WITHOUT_HALF]:
-            if old not in kernel:
-                print(f"{name}: the source has no {old!r}")
-            kernel = kernel.replace(old, new)
-        started[name] = compile_library(name, kernel)
+        started[name] = compile_variant(name, [*changes, *ONLY_ALL_KEYS])
     for name, process in started.items():
         log, _ = process.communicate()
         if process.returncode:
@@ -119,13 +97,13 @@ class Columns:
 
     def backward(self, library: str, *, sums: bool) -> Any:
         q, k, v, dout, *gradients = self.tensors
-        own = Backward(f"columns_{library}", columns=self.sums if sums else None)
+        own = Backward(library, columns=self.sums if sums else None)
         return own.prepare(dout, q, k, v, self.out, self.lse, self.problem, *gradients)
 
     def column_sum(self) -> Any:
         import torch
 
-        library = ctypes.CDLL(str(WORK / "columns_column_sum.so"))
+        library = ctypes.CDLL(str(WORK / "column_sum.so"))
         rows = self.tensors[0].shape[:-2].numel()
         strips = -(-self.columns // 256)
         multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
