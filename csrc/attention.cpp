@@ -29,9 +29,12 @@ FASTTFM_BINDING(attention) {
                 FORWARD(stream), FORWARD(out), FORWARD(lse));
   bind_workspace(module, "attention_backward_workspace_cuda", &cuda::attention_backward_workspace,
                  {"sequences", "heads", "head_dim", "tokens", "longest"});
+  bind_workspace(module, "attention_column_parts_cuda", &cuda::attention_column_parts,
+                 {"sequences", "heads", "head_dim", "max_seqlen"});
   bind_launcher(module, "attention_backward_cuda", &cuda::attention_backward, CALL(BACKWARD), BACKWARD(device),
                 BACKWARD(stream), BACKWARD(dout), BACKWARD(out), BACKWARD(lse), BACKWARD(dq), BACKWARD(dk),
-                BACKWARD(dv), STRIDES(BACKWARD, dq), STRIDES(BACKWARD, dk), STRIDES(BACKWARD, dv));
+                BACKWARD(dv), STRIDES(BACKWARD, dq), STRIDES(BACKWARD, dk), STRIDES(BACKWARD, dv),
+                BACKWARD(column_sums), BACKWARD(column_sums_dtype), BACKWARD(column_parts));
 #endif
 }
 

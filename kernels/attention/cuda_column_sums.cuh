@@ -14,11 +14,13 @@ namespace {
 
 // The lanes `bit` apart each keep one half of 2 * COUNT sums, and get the other's numbers of it.
 template <int COUNT>
-__device__ __forceinline__ void halve(float* sum, int bit) {
+__device__ __forceinline__ void halve(float (&sum)[16], int bit) {
   const bool upper = (threadIdx.x & bit) != 0;
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
-    const float kept = upper ? sum[COUNT + i] : sum[i], given = upper ? sum[i] : sum[COUNT + i];
+    const float low = sum[i], high = sum[COUNT + i];
+    // Of values, by the signs: of variables, the compiler may choose an address, and then sum is in local memory.
+    const float kept = upper ? +high : +low, given = upper ? +low : +high;
     sum[i] = kept + __shfl_xor_sync(0xffffffffu, given, bit);
   }
 }

@@ -15,6 +15,7 @@ STUB = Path(fasttfm.__file__).with_name("_C.pyi")
 HOPPER_ALONE = (
     "attention_forward_cuda",
     "attention_backward_workspace_cuda",
+    "attention_column_parts_cuda",
     "attention_backward_cuda",
     "gelu_product_workspace_cuda",
     "gelu_product_forward_cuda",

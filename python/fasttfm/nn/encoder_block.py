@@ -22,7 +22,7 @@ from torch import Tensor
 from fasttfm.ops import gelu_product, linear
 from fasttfm.ops.attention import backward_op as attention_backward_op
 from fasttfm.ops.attention import forward_op as attention_forward_op
-from fasttfm.ops.column_sum import column_sum_op
+from fasttfm.ops.attention import qkv_backward_op as attention_qkv_backward_op
 from fasttfm.ops.dropout_add_layer_norm import backward_op as add_norm_backward_op
 from fasttfm.ops.dropout_add_layer_norm import forward_op as add_norm_forward_op
 from fasttfm.ops.layer_norm import forward_op as layer_norm_forward_op
@@ -164,7 +164,7 @@ class _EncoderBlock(torch.autograd.Function):
         dropout = _dropout(cu_seqlens, seed_a, options.p_a)
         dout, dstream = block.projection(dy1, dz1, out, z1, statistics1, dropout)
         attention = _attention_options(qkv, cu_seqlens, seed, options)
-        dqkv, _, _ = block.attention_op(dout, qkv, None, None, out, lse, *attention)
+        dqkv = block.attention(dout, qkv, out, lse, attention)
         dx, dresidual = block.qkv(dqkv, x, dstream)
         gradients = (block.gradients.get(name) for name in Parameters._fields)
         return dx, dresidual, None, None, None, *gradients
@@ -179,8 +179,8 @@ class _Backward:
         self.own, self.wanted, self.types = own, wanted, types  # wanted: of each gradient; types: what it is given in
         self.options, self.pre_norm = options, pre_norm
         self.gradients: dict[str, Tensor] = {}
-        ops = (attention_backward_op, add_norm_backward_op, column_sum_op)
-        self.attention_op, self.add_norm_op, self.column_sum_op = straight(own.qkv_weight, *ops)
+        ops = (attention_backward_op, attention_qkv_backward_op, add_norm_backward_op)
+        self.attention_op, self.attention_qkv_op, self.add_norm_op = straight(own.qkv_weight, *ops)
 
     def norm_a(self, z1: Tensor) -> Tensor:
         """y1, computed again."""
@@ -220,12 +220,19 @@ class _Backward:
         self._weight("out_weight", dbranch, out.view_as(dbranch))
         return linear.matmul(dbranch, self.own.out_weight).view_as(out), dstream
 
+    def attention(self, dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, options: tuple[Any, ...]) -> Tensor:
+        """The gradient of qkv; that of its bias is its sum over all tokens."""
+        dqkv: Tensor
+        if self.wanted.qkv_bias:
+            dqkv, self.gradients["qkv_bias"] = self.attention_qkv_op(dout, qkv, out, lse, self.types.qkv_bias, *options)
+        else:
+            dqkv, _, _ = self.attention_op(dout, qkv, None, None, out, lse, *options)
+        return dqkv
+
     def qkv(self, dqkv: Tensor, x: Tensor, dstream: Tensor) -> tuple[Tensor, Tensor | None]:
         """The gradients of x and, in a pre-LN model, of the residual stream."""
         rows = dqkv.flatten(1)
         self._weight("qkv_weight", rows, x)
-        if self.wanted.qkv_bias:
-            self.gradients["qkv_bias"] = self.column_sum_op(rows, self.types.qkv_bias, None)
         return self._meet(rows, self.own.qkv_weight, dstream)
 
     def _add_norm(

@@ -26,6 +26,7 @@ from fasttfm.ops.backends import (
     requested,
     triton_absent,
 )
+from fasttfm.ops.column_sum import column_sum_op
 from fasttfm.ops.library import needs_gradient, register
 from fasttfm.ops.linear import autocast
 
@@ -230,6 +231,33 @@ def _backward_fake(
     return dq, dk, dv
 
 
+def _qkv_backward(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, sums_dtype: torch.dtype, *options: Any
+) -> tuple[Tensor, Tensor]:
+    *others, backend = options
+    dqkv = contiguous_like(qkv)
+    q, k, v = _separate(qkv, None, None)
+    problem = _problem(q, *others)
+    chosen = TABLE.select_backward(backend, q, k, v, **_choice(problem))
+    arguments = (dout.contiguous(), q, k, v, out, lse, problem, *dqkv.unbind(-3))
+    if chosen.backward is attention_native.backward_cuda and attention_native.sums_columns(q, problem):
+        sums = _column_sums_like(qkv, sums_dtype)
+        attention_native.backward_cuda(*arguments, column_sums=sums)
+        return dqkv, sums
+    chosen.backward(*arguments)
+    return dqkv, column_sum_op(dqkv.flatten(-3), sums_dtype, None)
+
+
+def _qkv_backward_fake(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, sums_dtype: torch.dtype, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return contiguous_like(qkv), _column_sums_like(qkv, sums_dtype)
+
+
+def _column_sums_like(qkv: Tensor, dtype: torch.dtype) -> Tensor:
+    return qkv.new_empty(math.prod(qkv.shape[-3:]), dtype=dtype)
+
+
 def _separate(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v with their last dimension contiguous; views where q is qkv."""
     if k is None or v is None:
@@ -298,6 +326,15 @@ backward_op = register(
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     _backward,
     _backward_fake,
+)
+
+# Of one qkv: also the sums of its gradient over all tokens, which are the bias gradient of the product that made it.
+# Summed up from gradients before or after they are rounded, as the backend can.
+qkv_backward_op = register(
+    f"attention_qkv_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse, ScalarType sums_dtype, {_OPTIONS})"
+    " -> (Tensor dqkv, Tensor sums)",
+    _qkv_backward,
+    _qkv_backward_fake,
 )
 
 

@@ -78,11 +78,13 @@ def backward_cuda(
     lse: Tensor,
     problem: AttentionProblem,
     *gradients: Tensor,
+    column_sums: Tensor | None = None,
 ) -> None:
-    """Writes the ``gradients`` dq, dk and dv."""
+    """Writes the ``gradients`` dq, dk and dv, and into ``column_sums``, [3 H D], their sums over all tokens."""
     if q.numel() == 0 or k.numel() == 0:
-        for gradient in gradients:
-            gradient.zero_()
+        for gradient in (*gradients, column_sums):
+            if gradient is not None:
+                gradient.zero_()
         return
     if dout.data_ptr() % 16:
         dout = dout.clone()
@@ -90,14 +92,32 @@ def backward_cuda(
     *tokens, heads, head_dim = q.shape
     longest = max(problem.max_seqlen, problem.max_seqlen_k)
     size = core.attention_backward_workspace_cuda(problem.sequences, heads, head_dim, math.prod(tokens), longest)
-    workspace = torch.empty(size, dtype=torch.float32, device=q.device)
+    parts = 0
+    if column_sums is not None:
+        parts = core.attention_column_parts_cuda(problem.sequences, heads, head_dim, problem.max_seqlen)
+    workspace = torch.empty(size + parts, dtype=torch.float32, device=q.device)
     core.attention_backward_cuda(
         **_fields(q, k, v, problem),
         **_backward_fields(dout, out, lse, *gradients),
         workspace=workspace.data_ptr(),
         device=q.get_device(),
         stream=_native.stream(q),
+        column_sums=_native.address(column_sums),
+        column_sums_dtype=_native.DTYPE_CODES[q.dtype if column_sums is None else column_sums.dtype],
+        column_parts=workspace.data_ptr() + 4 * size,
     )
+
+
+_COLUMN_PARTS_TOKENS = 64  # of a sequence: what it takes to sum columns would be a quarter of the gradients' bytes
+
+
+def sums_columns(q: Tensor, problem: AttentionProblem) -> bool:
+    """Whether ``backward_cuda`` can give ``column_sums`` of gradients of q, k and v, and with gain.
+
+    Each sequence has places of its own for them, so that there should not be many sequences of few tokens.
+    """
+    *tokens, _, head_dim = q.shape
+    return head_dim == 64 and math.prod(tokens) >= _COLUMN_PARTS_TOKENS * problem.sequences
 
 
 def _fields(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> dict[str, int | float]:

@@ -520,10 +520,14 @@ def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, t
     window = window_bounds(options.get("causal", False), options.get("window"))
     rest = (*tensors, inputs["seed"] if p else None, queries, keys, *window, 0.25, p, None)
     out, lse = torch.ops.fasttfm.attention_forward(q, k, v, *rest)
-    return [
+    found = [
         (torch.ops.fasttfm.attention_forward.default, (q, k, v, *rest)),
         (torch.ops.fasttfm.attention_backward.default, (torch.ones_like(out), q, k, v, out, lse, *rest)),
     ]
+    if k is None:
+        operator = torch.ops.fasttfm.attention_qkv_backward.default
+        found.append((operator, (torch.ones_like(out), q, out, lse, torch.float32, *rest)))
+    return found
 
 
 SPEC = OpSpec(
