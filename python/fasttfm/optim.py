@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fasttfm import _native
 from fasttfm.ops import weight_copies
@@ -42,8 +44,8 @@ class AdamW(torch.optim.AdamW):
         max_norm: Gradients whose norm, of all together, is greater are scaled down to it, as
             ``torch.nn.utils.clip_grad_norm_`` does, but inside the step: they themselves stay as they are.
         weight_copies: Keep copies of parameters in the type that forwards under autocast cast them to, written by the
-            step itself. Whoever then changes parameters in a way that torch does not count (through ``parameter.data``)
-            must call ``refresh_copies(everything=True)``.
+            step itself, on a GPU. Whoever then changes parameters in a way that torch does not count (through
+            ``parameter.data``) must call ``refresh_copies(everything=True)``.
         capturable: As in torch; the step here can always be captured.
 
     Attributes:
@@ -97,7 +99,7 @@ class AdamW(torch.optim.AdamW):
             _native.core().adamw_norm_cuda(**call.fields())
             assert call.norm is not None
             return call.norm
-        gradients = [each.grad for _, parameters in parts for each in parameters]
+        gradients = [each.grad for _, parameters in parts for each in parameters if each.grad is not None]
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64))).float()
 
     def _parts(self) -> _Parts:
@@ -147,6 +149,7 @@ class AdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 maximize=False,
             )
+            weight_copies.forget(parameters)
 
     def _make_state(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         for option in ("amsgrad", "maximize", "differentiable"):
@@ -175,8 +178,8 @@ class AdamW(torch.optim.AdamW):
 
     def _enroll(self) -> None:
         if self.weight_copies:
-            for each in self._all_parameters():
-                weight_copies.enroll(each)
+            _listen_to_others()
+            self._entries = weight_copies.enroll(self._all_parameters())
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -196,6 +199,18 @@ class AdamW(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._enroll()
+
+
+@functools.cache
+def _listen_to_others() -> None:
+    """torch does not count what its fused optimizers change."""
+
+    def forget(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not isinstance(optimizer, AdamW):
+            for group in optimizer.param_groups:
+                weight_copies.forget(group["params"])
+
+    register_optimizer_step_post_hook(forget)
 
 
 def refusal(parameters: Iterable[Tensor]) -> str | None:
@@ -222,8 +237,8 @@ class _Call:
         self.parameters = [each for _, parameters in parts for each in parameters]
         if (reason := refusal(self.parameters)) is not None:
             raise ValueError(f"AdamW: {reason}; torch.optim.AdamW takes others")
-        self.gradients = [_dense(each.grad) for each in self.parameters]
-        self.device = self.parameters[0].device
+        self.device, self.index = self.parameters[0].device, self.parameters[0].get_device()
+        self.gradients = [_dense(each.grad, self.index) for each in self.parameters]
         core, count, groups = _native.core(), len(self.parameters), len(parts)
         starts, rows = (count + 1) // 2, count * TENSOR.itemsize // 8
         self.table = np.zeros(starts + rows + groups * GROUP.itemsize // 8, np.int64)
@@ -248,9 +263,8 @@ class _Call:
         self.tensors["parameter"] = [each.data_ptr() for each in self.parameters]
         for name in ("exp_avg", "exp_avg_sq", "step"):
             tensors = [state[name] for state in states]
-            index = self.device.index
             if any(
-                each.dtype != torch.float32 or each.get_device() != index or not each.is_contiguous()
+                each.dtype != torch.float32 or each.get_device() != self.index or not each.is_contiguous()
                 for each in tensors
             ):
                 raise ValueError(f"AdamW: state: expected contiguous fp32 tensors on {self.device} for {name!r}")
@@ -258,7 +272,8 @@ class _Call:
             if (np.array([each.numel() for each in tensors]) != sizes).any():
                 raise ValueError(f"AdamW: state: expected {name!r} of the parameters' sizes")
             self.tensors[name] = [each.data_ptr() for each in tensors]
-        copies = [weight_copies.to_write(each) for each in self.parameters]
+        captured = torch.cuda.is_current_stream_capturing()
+        copies = [weight_copies.to_write(each, captured=captured) for each in self.parameters]
         self.tensors["copy"] = [_native.address(each) for each in copies]
         self.tensors["copy_dtype"] = [_native.dtype_code(each) for each in copies]
 
@@ -288,14 +303,14 @@ class _Call:
             "tensors": len(self.tensors),
             "groups": len(self.groups),
             "chunks": self.chunks,
-            "device": self.device.index,
+            "device": self.index,
             "stream": _native.stream(self.workspace),
         }
 
 
-def _dense(gradient: Tensor | None) -> Tensor:
+def _dense(gradient: Tensor | None, index: int) -> Tensor:
     assert gradient is not None
-    if type(gradient) not in PLAIN_TENSORS or gradient.layout != torch.strided or not gradient.is_cuda:
+    if type(gradient) not in PLAIN_TENSORS or gradient.layout != torch.strided or gradient.get_device() != index:
         raise ValueError(f"AdamW: gradient: expected a dense tensor on the parameter's GPU, got {_described(gradient)}")
     if gradient.dtype not in _native.DTYPE_CODES:
         raise ValueError(f"AdamW: gradient: expected fp32, bf16 or fp16, got {_described(gradient)}")

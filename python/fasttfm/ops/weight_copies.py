@@ -1,10 +1,11 @@
 """16-bit copies of fp32 parameters, which an optimizer writes in the pass that changes the parameters: forwards under
 autocast then read them and need not cast.
 
-An optimizer enrolls its parameters. A forward that asks for a copy notes which type it wants, and gets the copy if it
-is that of the parameter as it stands: torch counts a tensor's changes in place, and the count and the address must be
-those of the copy's writing. Otherwise the forward casts, as it does for parameters that nobody has enrolled. What torch
-does not count (changes through ``parameter.data``, or by other libraries' kernels) the optimizer's user has to tell it.
+An optimizer enrolls its parameters, and holds the entries: copies go when it does. A forward that asks for a copy notes
+which type it wants, and gets the copy if it is that of the parameter as it stands: torch counts a tensor's changes in
+place, and the count and the address must be those of the copy's writing. Otherwise the forward casts, as it does for
+parameters that nobody has enrolled. What torch does not count has to be told: its own fused optimizers
+(``forget``), changes through ``parameter.data``, other libraries' kernels (``refresh``).
 """
 
 from __future__ import annotations
@@ -16,17 +17,15 @@ import torch
 from torch import Tensor
 
 
-class _Entry:
+class Entry:
     """One parameter's copy, and what the parameter was when it was written."""
 
-    __slots__ = ("address", "copy", "reference", "version", "wanted")
-
     def __init__(self, parameter: Tensor) -> None:
-        key = id(parameter)
-        self.reference = weakref.ref(parameter, lambda _: _entries.pop(key, None))
+        self.reference = weakref.ref(parameter)
         self.wanted: torch.dtype | None = None
         self.copy: Tensor | None = None
         self.version = self.address = -1
+        self.barred = False  # there is to be no copy
 
     def is_fresh(self, parameter: Tensor) -> bool:
         return self.version == parameter._version and self.address == parameter.data_ptr()
@@ -35,50 +34,55 @@ class _Entry:
         self.version, self.address = parameter._version, parameter.data_ptr()
 
 
-_entries: dict[int, _Entry] = {}  # by the parameter's id; an entry goes when its parameter does
+_entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()  # by the parameter's id
 
 
-def _entry(parameter: Tensor) -> _Entry | None:
+def _entry(parameter: Tensor) -> Entry | None:
     entry = _entries.get(id(parameter))
-    return entry if entry is not None and entry.reference() is parameter else None
+    return entry if entry is not None and entry.reference() is parameter and not entry.barred else None
 
 
 # ---- for optimizers --------------------------------------------------------------------------------------------------
 
 
-def enroll(parameter: Tensor) -> None:
-    """Forwards may ask for copies from now on."""
-    if _entry(parameter) is None and not parameter.is_inference():  # such tensors' changes are not counted
-        _entries[id(parameter)] = _Entry(parameter)
+def enroll(parameters: Iterable[Tensor]) -> list[Entry]:
+    """Forwards may ask for copies from now on, as long as somebody holds the entries."""
+    found = []
+    for each in parameters:
+        if not each.is_inference():  # such tensors' changes are not counted
+            entry = _entries.get(id(each))
+            if entry is None or entry.reference() is not each:
+                entry = _entries[id(each)] = Entry(each)
+            found.append(entry)
+    return found
 
 
-def withdraw(parameter: Tensor) -> None:
-    """Forwards cast again."""
-    if _entry(parameter) is not None:
-        del _entries[id(parameter)]
+def forget(parameters: Iterable[Tensor]) -> None:
+    """The parameters have changed, and torch may not have counted it: forwards cast until the copies are written."""
+    for each in parameters:
+        if (entry := _entry(each)) is not None:
+            entry.version = -1
 
 
-def to_write(parameter: Tensor) -> Tensor | None:
+def to_write(parameter: Tensor, *, captured: bool = False) -> Tensor | None:
     """The copy that a step has to write, up to date before the step; None where no forward wants one.
 
-    A captured step says for good which copies it writes: replays change parameters uncounted, so a parameter whose copy
-    is not written by them can have none.
+    A step that is ``captured`` in a CUDA graph says for good which copies it writes: replays change parameters
+    uncounted, so a parameter whose copy they do not write can have none.
     """
     entry = _entry(parameter)
     if entry is None:
         return None
     ready = entry.copy is not None and entry.copy.dtype == entry.wanted and entry.is_fresh(parameter)
-    if not ready and parameter.is_cuda and torch.cuda.is_current_stream_capturing():
-        withdraw(parameter)
-        return None
-    if entry.wanted is not None and not ready:
+    if captured and not ready:
+        entry.barred, entry.copy = True, None
+    elif entry.wanted is not None and not ready:
         _write(entry, parameter)
     return entry.copy
 
 
-def written(parameters: Iterable[Tensor]) -> None:
+def written(parameters: list[Tensor]) -> None:
     """A step has changed the parameters, and written the copies that ``to_write`` gave."""
-    parameters = list(parameters)
     found = [(entry, each) for each in parameters if (entry := _entry(each)) is not None and entry.copy is not None]
     copies = [entry.copy for entry, _ in found if entry.copy is not None]
     torch.autograd.graph.increment_version([*parameters, *copies])
@@ -95,7 +99,7 @@ def refresh(parameters: Iterable[Tensor], *, everything: bool = False) -> None:
 
 
 @torch.no_grad()
-def _write(entry: _Entry, parameter: Tensor) -> None:
+def _write(entry: Entry, parameter: Tensor) -> None:
     """Into the same memory where that is possible: a CUDA graph may read it."""
     dtype, copy = entry.wanted, entry.copy
     if copy is None or copy.dtype != dtype or copy.device != parameter.device or copy.shape != parameter.shape:
