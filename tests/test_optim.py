@@ -61,11 +61,11 @@ def check(ours: list[nn.Parameter], optimizer: AdamW, steps: int, clip: float | 
         run(runs[-1][1], parameters, steps, clip)
     found = [(ours, optimizer), *runs]
     for name in ("parameter", "exp_avg", "exp_avg_sq"):
-        whole = [
+        out, naive, exact = (
             torch.cat([(each if name == "parameter" else states.state[each][name]).detach() for each in parameters])
             for parameters, states in found
-        ]
-        comparison = compare(name, *whole[:3], factor=GRADIENT_FACTOR)
+        )
+        comparison = compare(name, out, naive, exact, GRADIENT_FACTOR)
         assert comparison.ok, comparison
     assert all(optimizer.state[each]["step"] == steps for each in ours)
 
@@ -235,9 +235,9 @@ def test_a_step_writes_the_copies_that_forwards_want() -> None:
         (lambda o, p: setattr(p, "grad", torch.ones(4).to_sparse()), "gradient: expected a dense tensor"),
         (
             lambda o, p: o.state[p].update(exp_avg=torch.ones(4).double()),
-            "contiguous fp32 tensors on cpu for 'exp_avg'",
+            "exp_avg: expected contiguous fp32 numbers on cpu",
         ),
-        (lambda o, p: o.state[p].update(exp_avg_sq=torch.ones(3)), "'exp_avg_sq' of the parameters' sizes"),
+        (lambda o, p: o.state[p].update(exp_avg_sq=torch.ones(3)), "exp_avg_sq: expected 4 numbers, got 3"),
         (lambda o, p: o.param_groups[0].update(maximize=True), "maximize: expected False"),
     ],
 )

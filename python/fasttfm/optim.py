@@ -69,6 +69,7 @@ class AdamW(torch.optim.AdamW):
         self.max_norm = max_norm
         self.weight_copies = weight_copies
         self.last_norm: Tensor | None = None
+        self._checked: dict[str, list[int]] = {}
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True, capturable=capturable
         )
@@ -95,6 +96,8 @@ class AdamW(torch.optim.AdamW):
         if not parts:
             return torch.zeros(())
         if parts[0][1][0].is_cuda:
+            if (reason := _native.missing_cuda()) is not None:
+                raise ValueError(f"AdamW: {reason}")
             call = _Call(parts, norm=True)
             _native.core().adamw_norm_cuda(**call.fields())
             assert call.norm is not None
@@ -107,10 +110,9 @@ class AdamW(torch.optim.AdamW):
         return [part for part in found if part[1]]
 
     def _step_gpu(self, parts: _Parts) -> None:
-        for group, parameters in parts:
-            self._make_state(group, parameters)
+        addresses = self._addresses(parts)
         call = _Call(parts, norm=self.max_norm is not None)
-        call.add_states([self.state[each] for each in call.parameters])
+        call.add_tensors(addresses)
         call.add_groups([group for group, _ in parts])
         scale, found_inf = (
             None if value is None else value.to(call.device, torch.float32, non_blocking=True)
@@ -120,6 +122,20 @@ class AdamW(torch.optim.AdamW):
         weight_copies.written(call.parameters)
         self.last_norm = call.norm
 
+    def _addresses(self, parts: _Parts) -> dict[str, list[int]]:
+        """Of parameters and state. They are checked where they are not those of the step before."""
+        parameters = [each for _, own in parts for each in own]
+        states = [state for group, own in parts for state in self._states(group, own)]
+        found = {"parameter": [each.data_ptr() for each in parameters]}
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            found[name] = [state[name].data_ptr() for state in states]
+        if found != self._checked:
+            if (reason := refusal(parameters)) is not None:
+                raise ValueError(f"AdamW: {reason}; torch.optim.AdamW takes others")
+            _check_states(parameters, states)
+            self._checked = found
+        return found
+
     def _step_cpu(self, parts: _Parts) -> None:
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self.max_norm is not None:
@@ -128,8 +144,9 @@ class AdamW(torch.optim.AdamW):
             clipping = ((norm + 1e-6) / self.max_norm).clamp(min=1.0)
             scale = clipping if scale is None else clipping * scale
         for group, parameters in parts:
-            self._make_state(group, parameters)
-            states = [self.state[each] for each in parameters]
+            if any(not each.is_cpu for each in parameters):
+                raise ValueError("AdamW: params: expected all on the CPU or all on one GPU")
+            states = self._states(group, parameters)
             beta1, beta2 = group["betas"]
             torch_adamw(
                 parameters,
@@ -151,16 +168,18 @@ class AdamW(torch.optim.AdamW):
             )
             weight_copies.forget(parameters)
 
-    def _make_state(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _states(self, group: dict[str, Any], parameters: list[Tensor]) -> list[dict[str, Tensor]]:
+        """As torch keeps them; made where there are none."""
         for option in ("amsgrad", "maximize", "differentiable"):
             if group.get(option):
                 raise ValueError(f"AdamW: {option}: expected False, got True: torch.optim.AdamW can do that")
-        for each in parameters:
-            state = self.state[each]
+        found = [self.state[each] for each in parameters]
+        for each, state in zip(parameters, found, strict=True):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=each.device)
                 state["exp_avg"] = torch.zeros_like(each, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(each, memory_format=torch.preserve_format)
+        return found
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 
@@ -193,7 +212,12 @@ class AdamW(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "param_groups": groups})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"max_norm": self.max_norm, "weight_copies": self.weight_copies, "last_norm": None}
+        own: dict[str, Any] = {
+            "max_norm": self.max_norm,
+            "weight_copies": self.weight_copies,
+            "last_norm": None,
+            "_checked": {},
+        }
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -230,13 +254,24 @@ def refusal(parameters: Iterable[Tensor]) -> str | None:
     return None
 
 
+def _check_states(parameters: list[Tensor], states: list[dict[str, Tensor]]) -> None:
+    for parameter, state in zip(parameters, states, strict=True):
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            given, size = state[name], 1 if name == "step" else parameter.numel()
+            if given.dtype != torch.float32 or given.device != parameter.device or not given.is_contiguous():
+                raise ValueError(
+                    f"AdamW: state: {name}: expected contiguous fp32 numbers on {parameter.device}, "
+                    f"got {_described(given)}"
+                )
+            if given.numel() != size:
+                raise ValueError(f"AdamW: state: {name}: expected {size} numbers, got {given.numel()}")
+
+
 class _Call:
     """One call of the kernel: its table, and the memory that it works in."""
 
     def __init__(self, parts: _Parts, *, norm: bool) -> None:
         self.parameters = [each for _, parameters in parts for each in parameters]
-        if (reason := refusal(self.parameters)) is not None:
-            raise ValueError(f"AdamW: {reason}; torch.optim.AdamW takes others")
         self.device, self.index = self.parameters[0].device, self.parameters[0].get_device()
         self.gradients = [_dense(each.grad, self.index) for each in self.parameters]
         core, count, groups = _native.core(), len(self.parameters), len(parts)
@@ -258,20 +293,10 @@ class _Call:
         self.norm = torch.empty((), device=self.device) if norm else None
         self.partial_norms = torch.empty(self.chunks, device=self.device) if norm else None
 
-    def add_states(self, states: list[dict[str, Tensor]]) -> None:
-        """Moments, step counts and copies."""
-        self.tensors["parameter"] = [each.data_ptr() for each in self.parameters]
-        for name in ("exp_avg", "exp_avg_sq", "step"):
-            tensors = [state[name] for state in states]
-            if any(
-                each.dtype != torch.float32 or each.get_device() != self.index or not each.is_contiguous()
-                for each in tensors
-            ):
-                raise ValueError(f"AdamW: state: expected contiguous fp32 tensors on {self.device} for {name!r}")
-            sizes = 1 if name == "step" else self.tensors["size"]
-            if (np.array([each.numel() for each in tensors]) != sizes).any():
-                raise ValueError(f"AdamW: state: expected {name!r} of the parameters' sizes")
-            self.tensors[name] = [each.data_ptr() for each in tensors]
+    def add_tensors(self, addresses: dict[str, list[int]]) -> None:
+        """What a step changes: parameters, their state and their copies."""
+        for name, column in addresses.items():
+            self.tensors[name] = column
         captured = torch.cuda.is_current_stream_capturing()
         copies = [weight_copies.to_write(each, captured=captured) for each in self.parameters]
         self.tensors["copy"] = [_native.address(each) for each in copies]
