@@ -70,7 +70,7 @@ def test_a_copy_counts_for_the_parameter_as_it_stands(change: Callable[[nn.Param
     AdamW([parameter], weight_copies=True)  # which has torch's optimizers listened to
     change(parameter)
     assert weight_copies.copy_of(parameter, BF16) is None
-    weight_copies.refresh([parameter])
+    weight_copies.refresh(HELD)
     assert weight_copies.copy_of(parameter, BF16) is found  # the same memory: a graph may read it
     assert torch.equal(found, parameter.bfloat16())
 
@@ -79,9 +79,9 @@ def test_what_torch_does_not_count_must_be_told() -> None:
     parameter, found = with_copy()
     parameter.data.zero_()
     assert weight_copies.copy_of(parameter, BF16) is found
-    weight_copies.refresh([parameter])
+    weight_copies.refresh(HELD)
     assert found.count_nonzero() > 0
-    weight_copies.refresh([parameter], everything=True)
+    weight_copies.refresh(HELD, everything=True)
     assert found.count_nonzero() == 0
 
 

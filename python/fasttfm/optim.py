@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fasttfm import _native
 from fasttfm.ops import weight_copies
 from fasttfm.ops.library import PLAIN_TENSORS
+from fasttfm.ops.weight_copies import Entry
 
 # kernels/adamw/op.h: AdamWTensor and AdamWGroup
 _ADDRESSES = ("parameter", "exp_avg", "exp_avg_sq", "step", "gradient", "copy")
@@ -70,6 +70,7 @@ class AdamW(torch.optim.AdamW):
         self.weight_copies = weight_copies
         self.last_norm: Tensor | None = None
         self._checked: dict[str, list[int]] = {}
+        self._entries: list[Entry] = []
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True, capturable=capturable
         )
@@ -189,16 +190,12 @@ class AdamW(torch.optim.AdamW):
         Eager forwards notice what torch counts by themselves. A CUDA graph cannot: call this before a replay where
         parameters may have changed, and with ``everything`` after changes that torch does not count.
         """
-        if self.weight_copies:
-            weight_copies.refresh(self._all_parameters(), everything=everything)
-
-    def _all_parameters(self) -> Iterable[Tensor]:
-        return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        weight_copies.refresh(self._entries, everything=everything)
 
     def _enroll(self) -> None:
         if self.weight_copies:
             _listen_to_others()
-            self._entries = weight_copies.enroll(self._all_parameters())
+            self._entries = weight_copies.enroll(each for group in self.param_groups for each in group["params"])
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

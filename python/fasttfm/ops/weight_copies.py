@@ -90,11 +90,11 @@ def written(parameters: list[Tensor]) -> None:
         entry.note(parameter)
 
 
-def refresh(parameters: Iterable[Tensor], *, everything: bool = False) -> None:
+def refresh(entries: Iterable[Entry], *, everything: bool = False) -> None:
     """Writes copies anew whose parameters have changed since, or all of them."""
-    for parameter in parameters:
-        entry = _entry(parameter)
-        if entry is not None and entry.copy is not None and (everything or not entry.is_fresh(parameter)):
+    for entry in entries:
+        parameter = None if entry.copy is None else entry.reference()
+        if parameter is not None and (everything or not entry.is_fresh(parameter)):
             _write(entry, parameter)
 
 
