@@ -122,6 +122,7 @@ def test_copies_of_an_optimizer_keep_its_options() -> None:
     for each in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert (each.max_norm, each.weight_copies) == (3.0, True)
         assert each.param_groups[0]["eps"] == OPTIONS["eps"]
+    copy.deepcopy(AdamW(made((4,)))).refresh_copies()
 
 
 def test_wrong_options_are_refused() -> None:

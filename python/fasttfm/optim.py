@@ -214,6 +214,7 @@ class AdamW(torch.optim.AdamW):
             "weight_copies": self.weight_copies,
             "last_norm": None,
             "_checked": {},
+            "_entries": [],
         }
         return {**super().__getstate__(), **own}
 
