@@ -332,10 +332,13 @@ def time_torch() -> list[str]:
     norm = milliseconds(graphed(lambda: torch.stack(torch._foreach_norm(gradients)).norm()))
     found.append(row("_foreach_norm", norm, 4, count))
 
+    held = []  # as a forward holds its casts for the backward
+
     def cast() -> None:
         for i in range(0, len(matrices), 4):
             few = matrices[i : i + 4]
-            torch._foreach_copy_([torch.empty_like(each, dtype=torch.bfloat16) for each in few], few)
+            held.append([torch.empty_like(each, dtype=torch.bfloat16) for each in few])
+            torch._foreach_copy_(held[-1], few)
 
     found.append(row("_foreach_copy_ of the matrices", milliseconds(graphed(cast)), 6, own))
     return found
