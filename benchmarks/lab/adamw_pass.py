@@ -36,11 +36,12 @@ VARIANTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("kDeep = 2;", "kDeep = 4;"),
         ("(kThreads, 3) update_kernel", "(kThreads, 2) update_kernel"),
     ),
-    "no hints": (
-        ("__ldcs(", "*("),
+    "streaming hints": (
+        ("*reinterpret_cast<const float4*>(from)", "__ldcs(reinterpret_cast<const float4*>(from))"),
+        ("*reinterpret_cast<const uint2*>(from)", "__ldcs(reinterpret_cast<const uint2*>(from))"),
         (
-            "__stcs(reinterpret_cast<float4*>(to), make_float4(from[0], from[1], from[2], from[3]))",
             "*reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3])",
+            "__stcs(reinterpret_cast<float4*>(to), make_float4(from[0], from[1], from[2], from[3]))",
         ),
     ),
     "IEEE root and quotient": (("__fdividef(m, ", "__fdiv_rn(m, "), ("square_root(v)", "sqrtf(v)")),

@@ -106,17 +106,17 @@ __device__ __forceinline__ Chunk chunk_of(const Table& table, int tensors) {
 struct NoCopy {};
 
 __device__ __forceinline__ void load_four(const float* from, float (&to)[4]) {
-  const float4 four = __ldcs(reinterpret_cast<const float4*>(from));
+  const float4 four = *reinterpret_cast<const float4*>(from);
   to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
 }
 template <class T>
 __device__ __forceinline__ void load_four(const T* from, float (&to)[4]) {
-  const uint2 words = __ldcs(reinterpret_cast<const uint2*>(from));
+  const uint2 words = *reinterpret_cast<const uint2*>(from);
   const float2 low = widen_word(words.x, T{}), high = widen_word(words.y, T{});
   to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
 }
 __device__ __forceinline__ void store_four(float* to, const float (&from)[4]) {
-  __stcs(reinterpret_cast<float4*>(to), make_float4(from[0], from[1], from[2], from[3]));
+  *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
 }
 template <class T>
 __device__ __forceinline__ void store_four(T* to, const float (&from)[4]) {
