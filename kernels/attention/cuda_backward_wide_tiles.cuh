@@ -242,8 +242,7 @@ __device__ __forceinline__ void draw_wide_kept(const WideParameters& p, WideMemo
           uint32_t bits[4] = {0, 0, 0, 0};
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            const Draw drawn = draw_weights<Product::two_instructions>(seed, unit.sequence, unit.head,
-                                                                       query + j / 2 * 8 + j % 2, block, d);
+            const Draw drawn = draw_weights(seed, unit.sequence, unit.head, query + j / 2 * 8 + j % 2, block, d);
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
               const uint32_t x = drawn.word[w], z = (x | 0x80808080u) - subtracted;
