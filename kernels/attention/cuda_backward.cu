@@ -3,7 +3,7 @@
 // A block takes 128 keys of a (sequence, head) at a time, and for them it goes over all queries, 64 at a time. Four
 // warpgroups share the work:
 //
-//   0  warp 0 brings tiles in by TMA, others draw dropout's random bits, and the last one adds dQ's sums up
+//   0  producer: warp 0 brings tiles in by TMA, warps 1 to 3 draw dropout's random bits
 //   1, 2  64 keys each, keys by queries:  S^T = K Q^T, dP^T = V dO^T, then P^T and dS^T in registers, and from there
 //         dV += P^T dO and dK += dS^T Q; dS^T is left in shared memory
 //   3  dQ += dS K of all 128 keys.
