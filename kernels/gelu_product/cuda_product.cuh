@@ -7,7 +7,8 @@
 // share of the operand b, which all of them need.
 //
 // Per tile of 128 x 256 at K = 1024 the matrix units need 16,384 cycles; the pass over the tile, 15 to 25 instructions
-// and two or three special functions per element, 4,000 to 6,500 issue slots of each scheduler.
+// and two or three special functions per element, 4,000 to 6,500 issue slots of each scheduler. A backward that finds
+// the derivative in memory takes 4 instructions and no special function.
 #pragma once
 
 #include <algorithm>
@@ -61,10 +62,13 @@ struct alignas(1024) ProductMemory {
   }
 };
 
+// What the forward leaves for the backward: h, or the activation's derivative at h + bias.
+enum class Kept { product, derivative };
+
 struct ProductParams {
   const void* bias;         // or null
-  const char* h;            // backward
-  char* product;            // forward: h, or null; backward: dh
+  const char* kept;         // backward
+  char* product;            // forward: what is kept, or null; backward: dh
   char* activation;         // a, or null in the backward
   float* sums;              // backward: [row tiles, columns], or null
   int rows, columns;        // of the result
@@ -256,6 +260,23 @@ __device__ __forceinline__ uint4 narrow_vector(const float (&from)[kVector]) {
   return *reinterpret_cast<const uint4*>(&packed);
 }
 
+// Element by element, rounded once.
+__device__ __forceinline__ uint32_t multiply_words(uint32_t one, uint32_t other, bf16_t) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(one), "r"(other));
+  return product;
+}
+__device__ __forceinline__ uint32_t multiply_words(uint32_t one, uint32_t other, f16_t) {
+  uint32_t product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(one), "r"(other));
+  return product;
+}
+template <class T>
+__device__ __forceinline__ uint4 multiply_vectors(uint4 one, uint4 other) {
+  return make_uint4(multiply_words(one.x, other.x, T{}), multiply_words(one.y, other.y, T{}),
+                    multiply_words(one.z, other.z, T{}), multiply_words(one.w, other.w, T{}));
+}
+
 // A thread's place in the parts of a tile, 64 columns each: eight threads take the 128 bytes of a row, a warp four
 // rows, the warps neighbouring ones; a thread's vectors of a part are kStep rows apart.
 template <class S>
@@ -297,7 +318,7 @@ struct PartWalk {
   }
 };
 
-template <class T, class S, Activation A>
+template <class T, class S, Activation A, Kept KEPT>
 __device__ __forceinline__ void finish_forward(const ProductParams& p, ProductMemory<S>& memory, int warp) {
   const EpilogueThread<S> thread(memory, warp);
   uint32_t parity = 0;
@@ -321,10 +342,15 @@ __device__ __forceinline__ void finish_forward(const ProductParams& p, ProductMe
         for (int v = first; v < first + kBatch && v < S::kVectors; ++v) sums[v - first] = thread.vector(part, v);
 #pragma unroll
         for (int v = first; v < first + kBatch && v < S::kVectors; ++v) {
-          float value[kVector];
+          float value[kVector], derivative[kVector];
           widen_vector<T>(sums[v - first], value);
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) value[i] = activated<A, false>(value[i] + bias[i]).value;
+          for (int i = 0; i < kVector; ++i) {
+            const Activated activation = activated<A, false>(value[i] + bias[i]);
+            value[i] = activation.value;
+            derivative[i] = activation.derivative;
+          }
+          if constexpr (KEPT == Kept::derivative) sums[v - first] = narrow_vector<T>(derivative);
           store_vector_if(at.there() && p.product != nullptr, p.product + at.offset, sums[v - first]);
           store_vector_if(at.there(), p.activation + at.offset, narrow_vector<T>(value));
           at.next(p);
@@ -360,18 +386,18 @@ __device__ __forceinline__ void store_sums(const ProductParams& p, ProductMemory
   }
 }
 
-// h is read a part ahead: a vector's registers take the next part's as soon as they are free.
-template <class T, class S, Activation A>
+// What was kept is read a part ahead: a vector's registers take the next part's as soon as they are free.
+template <class T, class S, Activation A, Kept KEPT>
 __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductMemory<S>& memory, int warp) {
   const EpilogueThread<S> thread(memory, warp);
   uint32_t parity = 0;
-  uint4 h[S::kVectors];
+  uint4 kept[S::kVectors];
   TileTurns<S> tile(p);
   if (!tile.valid(p)) return;
   PartWalk<S> ahead(p, thread, tile, 0);
   BiasVector next_bias(p, ahead.column);
 #pragma unroll
-  for (int v = 0; v < S::kVectors; ++v, ahead.next(p)) h[v] = load_stream_if(ahead.there(), p.h + ahead.offset);
+  for (int v = 0; v < S::kVectors; ++v, ahead.next(p)) kept[v] = load_stream_if(ahead.there(), p.kept + ahead.offset);
   for (; tile.valid(p); tile.next(p)) {
     memory.result_full.wait(parity);
 #pragma unroll 1
@@ -393,18 +419,27 @@ __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductM
         if (S::kVectors * S::kEpilogueWarps > S::kRowGroups && v == S::kVectors - 1 && !at.there())
           product = make_uint4(0, 0, 0, 0);  // below the tile
         float value[kVector], gradient[kVector];
-        widen_vector<T>(product, gradient);
-        widen_vector<T>(h[v], value);
-        h[v] = load_stream_if(ahead.there(), p.h + ahead.offset);
+        if constexpr (KEPT == Kept::derivative) {
+          product = multiply_vectors<T>(product, kept[v]);
+          kept[v] = load_stream_if(ahead.there(), p.kept + ahead.offset);
+          widen_vector<T>(product, gradient);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          const Activated activation = activated<A, false>(value[i] + bias[i]);
-          value[i] = activation.value;
-          gradient[i] *= activation.derivative;
-          sum[i] += gradient[i];
+          for (int i = 0; i < kVector; ++i) sum[i] += gradient[i];
+        } else {
+          widen_vector<T>(product, gradient);
+          widen_vector<T>(kept[v], value);
+          kept[v] = load_stream_if(ahead.there(), p.kept + ahead.offset);
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) {
+            const Activated activation = activated<A, false>(value[i] + bias[i]);
+            value[i] = activation.value;
+            gradient[i] *= activation.derivative;
+            sum[i] += gradient[i];
+          }
+          product = narrow_vector<T>(gradient);
+          store_vector_if(at.there() && p.activation != nullptr, p.activation + at.offset, narrow_vector<T>(value));
         }
-        store_vector_if(at.there(), p.product + at.offset, narrow_vector<T>(gradient));
-        store_vector_if(at.there() && p.activation != nullptr, p.activation + at.offset, narrow_vector<T>(value));
+        store_vector_if(at.there(), p.product + at.offset, product);
       }
       const int buffer = static_cast<int>(part + S::kParts % 2 * parity) % 2;
       if (p.sums != nullptr) store_sums<S>(p, memory, thread, tile, part, buffer, sum);
@@ -418,7 +453,7 @@ __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductM
 // ---- kernel ----------------------------------------------------------------------------------------------------------
 
 // Forward: a is x, b the weight, both along K. Backward: a is dy, along K, b the weight, across.
-template <class T, class S, Activation A, bool BACKWARD>
+template <class T, class S, Activation A, bool BACKWARD, Kept KEPT>
 __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThreads, 1)
     product_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
                    const __grid_constant__ ProductParams p) {
@@ -437,9 +472,9 @@ __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThread
     if constexpr (S::kMovesRegisters) lower_registers<S::kEpilogueRegisters>();
     if (warp > S::kConsumerWarps) {
       if constexpr (BACKWARD)
-        finish_backward<T, S, A>(p, memory, warp - S::kConsumerWarps - 1);
+        finish_backward<T, S, A, KEPT>(p, memory, warp - S::kConsumerWarps - 1);
       else
-        finish_forward<T, S, A>(p, memory, warp - S::kConsumerWarps - 1);
+        finish_forward<T, S, A, KEPT>(p, memory, warp - S::kConsumerWarps - 1);
     } else if (elected()) {
       prefetch_map(&a_map);
       prefetch_map(&b_map);
@@ -460,7 +495,7 @@ struct ProductOperands {
   void* stream;
 };
 
-template <class T, class S, Activation A, bool BACKWARD>
+template <class T, class S, Activation A, bool BACKWARD, Kept KEPT>
 Status launch_product(const ProductOperands& operands, ProductParams p, int multiprocessors) {
   constexpr size_t kMemory = sizeof(ProductMemory<S>) + ProductMemory<S>::kSlack;
   static_assert(kMemory <= 227 * 1024, "more shared memory than a multiprocessor has");
@@ -486,7 +521,7 @@ Status launch_product(const ProductOperands& operands, ProductParams p, int mult
   p.column_tiles = (p.columns + S::kColumns - 1) / S::kColumns;
   p.turns = (p.rows + kTurnRows - 1) / kTurnRows * p.column_tiles;
   const int clusters = std::min(multiprocessors / S::kCluster, p.turns);
-  return launch(product_kernel<T, S, A, BACKWARD>, dim3(clusters * S::kCluster), dim3(S::kThreads), kMemory,
+  return launch(product_kernel<T, S, A, BACKWARD, KEPT>, dim3(clusters * S::kCluster), dim3(S::kThreads), kMemory,
                 operands.stream, a_map, b_map, p);
 }
 

@@ -138,6 +138,7 @@ class _GeluProductForward(TypedDict):
     weight: int
     bias: int
     h: int
+    derivative: int
     a: int
     rows: int
     inputs: int
@@ -154,6 +155,7 @@ class _GeluProductBackward(TypedDict):
     weight: int
     bias: int
     h: int
+    derivative: int
     dh: int
     a: int
     dbias: int
