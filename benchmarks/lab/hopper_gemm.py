@@ -64,7 +64,8 @@ class Variant:
 
 
 MAIN = Variant(128, 5, 2, 7)
-VARIANTS = [Variant(192, 4, 2, 7), MAIN, Variant(256, 3, 2, 3)]
+LIGHT = [Variant(192, 4, 2, 3), Variant(128, 5, 2, 3)]  # for the backward of the derivative alone
+VARIANTS = [Variant(192, 4, 2, 7), MAIN, Variant(256, 3, 2, 3), *LIGHT]
 WITHOUT = [  # --without: what each part of the epilogue costs
     Variant(256, 3, 2, 3, edits, f"without {name}")
     for name, edits in (
@@ -437,11 +438,13 @@ def calls_of(T: int, C: int, I: int, kernels: dict[str, Kernel], own: Pass) -> d
         ),
     }
     for name, kernel in kernels.items():
+        backward[f"{name}: of the derivative"] = partial(kernel.backward_kept, dy, w2, derivative, dh, sums)
+        if name in map(str, LIGHT):
+            continue
         forward[f"{name}: a and h"] = partial(kernel.forward, x, w, bias, h, a)
         forward[f"{name}: a and derivative"] = partial(kernel.forward, x, w, bias, derivative, a, True)
         backward[f"{name}: of h, a again"] = partial(kernel.backward, dy, w2, bias, h, dh, a, sums)
         backward[f"{name}: of h"] = partial(kernel.backward, dy, w2, bias, h, dh, None, sums)
-        backward[f"{name}: of the derivative"] = partial(kernel.backward_kept, dy, w2, derivative, dh, sums)
     return {"backward": backward, "forward": forward}
 
 
