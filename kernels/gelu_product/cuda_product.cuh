@@ -74,30 +74,45 @@ struct ProductParams {
   int rows, columns;        // of the result
   int steps;                // of 64 elements of K
   int column_tiles, turns;  // a cluster's tiles of one turn lie one below the other
+  int whole, split;         // the turns before the last round, and how many share a tile in that
   DType bias_dtype;
 };
 
-// The tiles of one block: neighbouring clusters take neighbouring columns of the same rows.
+// The tiles of one block: neighbouring clusters take neighbouring columns of the same rows, in one round of turns after
+// another. From round to round a cluster moves on by one among them: the narrower tiles at the ends of rows might all
+// be one cluster's otherwise. In the last round, where few tiles are left, several clusters share the columns of one.
 template <class S>
 struct TileTurns {
-  int turn;
+  int first, own;   // the round's first turn, and this cluster's behind it
   int row, column;  // of the tile's first element
 
   __device__ __forceinline__ explicit TileTurns(const ProductParams& p)
-      : turn(static_cast<int>(blockIdx.x) / S::kCluster) {
+      : first(0), own(static_cast<int>(blockIdx.x) / S::kCluster) {
     place(p);
   }
-  __device__ __forceinline__ bool valid(const ProductParams& p) const { return turn < p.turns; }
+  __device__ __forceinline__ bool valid(const ProductParams& p) const { return first + own < p.turns; }
   __device__ __forceinline__ void next(const ProductParams& p) {
-    turn += static_cast<int>(gridDim.x) / S::kCluster;
+    const int clusters = static_cast<int>(gridDim.x) / S::kCluster;
+    first += clusters;
+    own = own + 1 == clusters ? 0 : own + 1;
     place(p);
+  }
+  // Of 64 columns, that are the block's and in the result; may be none in the last round.
+  __device__ __forceinline__ int parts(const ProductParams& p) const {
+    const int width = first < p.whole ? S::kParts : S::kParts / p.split;
+    return min(width, (p.columns - column + kTileColumns - 1) / kTileColumns);
   }
 
  private:
   __device__ __forceinline__ void place(const ProductParams& p) {
     const int rank = static_cast<int>(blockIdx.x) % S::kCluster;
+    int turn = first + own, share = 0;
+    if (first >= p.whole) {
+      turn = p.whole + own / p.split;
+      share = own % p.split * (S::kColumns / p.split);
+    }
     row = (turn / p.column_tiles * S::kCluster + rank) * S::kRows;
-    column = turn % p.column_tiles * S::kColumns;
+    column = turn % p.column_tiles * S::kColumns + share;
   }
 };
 
@@ -148,13 +163,13 @@ __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t 
                : "memory");
 }
 
-// Sums of a warpgroup's 64 rows, rounded, to its rows of the result's parts.
-template <class T, class S>
-__device__ __forceinline__ void store_result(uint32_t parts, const float (&d)[S::kColumns / 2]) {
+// Sums of a warpgroup's 64 rows, rounded, to its rows of the result's first PARTS.
+template <class T, class S, int PARTS>
+__device__ __forceinline__ void store_result(uint32_t parts, const float (&d)[PARTS * kTileColumns / 2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, row = 16 * (static_cast<int>(threadIdx.x) / 32 % 4) + lane % 16;
   const uint32_t first = parts + row * kTileRowBytes + (((lane / 16) ^ (row % 8)) << 4);
 #pragma unroll
-  for (int i = 0; i < S::kColumns / 8; i += 2) {  // columns 8 * i to 8 * i + 15
+  for (int i = 0; i < PARTS * kTileColumns / 8; i += 2) {  // columns 8 * i to 8 * i + 15
     uint32_t word[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) word[k] = narrow_word(d[4 * i + 2 * k], d[4 * i + 2 * k + 1], T{});
@@ -162,48 +177,68 @@ __device__ __forceinline__ void store_result(uint32_t parts, const float (&d)[S:
   }
 }
 
-// A warpgroup: 64 rows of each tile.
-template <class T, class S, Major B>
-__device__ __forceinline__ void consume(const ProductParams& p, ProductMemory<S>& memory, int group) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const auto release = [&](Barrier& empty) {
-    __syncwarp();
-    if constexpr (S::kCluster == 1) {
-      if (lane == 0) empty.arrive();
-    } else {
-      if (lane < S::kCluster) empty.arrive_remote(lane);
-    }
-  };
+// Where a warpgroup stands: its half of a tile's rows, the ring, and whose turn it is with the result.
+template <class S>
+struct Consumer {
+  int group;
   RingPosition<S::kStages> at;
   uint32_t parity = 0, last = 0;
-  for (TileTurns<S> tile(p); tile.valid(p); tile.next(p)) {
-    float d[S::kColumns / 2];
-    for (int step = 0; step < p.steps; ++step) {
-      memory.full[at.slot].wait(at.parity);
-      const uint64_t a = k_major(shared_address(memory.a[at.slot]) + group * 64 * kTileRowBytes);
-      const uint32_t b_tile = shared_address(memory.b[at.slot]);
-      const uint64_t b = B == Major::k ? k_major(b_tile) : mn_major(b_tile, kTileColumns * kTileRowBytes);
-      begin_products();
+};
+
+template <class S>
+__device__ __forceinline__ void release(Barrier& empty) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  __syncwarp();
+  if constexpr (S::kCluster == 1) {
+    if (lane == 0) empty.arrive();
+  } else {
+    if (lane < S::kCluster) empty.arrive_remote(lane);
+  }
+}
+
+// A warpgroup: 64 rows of the tile's first PARTS, or of fewer if there are no more. The sums' registers are the same
+// for all widths: the assembler would keep room for each.
+template <class T, class S, Major B, int PARTS = S::kParts>
+__device__ __forceinline__ void multiply_tile(const ProductParams& p, ProductMemory<S>& memory, Consumer<S>& own,
+                                              int parts, float (&sums)[S::kColumns / 2]) {
+  if constexpr (PARTS > 1) {
+    if (parts < PARTS) return multiply_tile<T, S, B, PARTS - 1>(p, memory, own, parts, sums);
+  }
+  auto& d = reinterpret_cast<float (&)[PARTS * kTileColumns / 2]>(sums);
+  for (int step = 0; step < p.steps; ++step) {
+    memory.full[own.at.slot].wait(own.at.parity);
+    const uint64_t a = k_major(shared_address(memory.a[own.at.slot]) + own.group * 64 * kTileRowBytes);
+    const uint32_t b_tile = shared_address(memory.b[own.at.slot]);
+    const uint64_t b = B == Major::k ? k_major(b_tile) : mn_major(b_tile, kTileColumns * kTileRowBytes);
+    begin_products();
 #pragma unroll
-      for (int i = 0; i < kTileColumns / 16; ++i)
-        multiply<T, Major::k, B>(d, advance(a, i * kKMajorStep),
-                                 advance(b, i * (B == Major::k ? kKMajorStep : kMnMajorStep)), step > 0 || i > 0);
-      commit_products();
-      if (step > 0) {
-        wait_products<1>();
-        release(memory.empty[last]);
-      }
-      last = at.slot;
-      at.next();
+    for (int i = 0; i < kTileColumns / 16; ++i)
+      multiply<T, Major::k, B>(d, advance(a, i * kKMajorStep),
+                               advance(b, i * (B == Major::k ? kKMajorStep : kMnMajorStep)), step > 0 || i > 0);
+    commit_products();
+    if (step > 0) {
+      wait_products<1>();
+      release<S>(memory.empty[own.last]);
     }
-    wait_products<0>();
-    hold_registers(d);
-    release(memory.empty[last]);
-    memory.result_empty.wait(parity ^ 1);
-    store_result<T, S>(shared_address(memory.result) + group * 64 * kTileRowBytes, d);
+    own.last = own.at.slot;
+    own.at.next();
+  }
+  wait_products<0>();
+  hold_registers(d);
+  release<S>(memory.empty[own.last]);
+  memory.result_empty.wait(own.parity ^ 1);
+  store_result<T, S, PARTS>(shared_address(memory.result) + own.group * 64 * kTileRowBytes, d);
+}
+
+template <class T, class S, Major B>
+__device__ __forceinline__ void consume(const ProductParams& p, ProductMemory<S>& memory, int group) {
+  Consumer<S> own = {group};
+  float sums[S::kColumns / 2];
+  for (TileTurns<S> tile(p); tile.valid(p); tile.next(p)) {
+    multiply_tile<T, S, B>(p, memory, own, tile.parts(p), sums);
     __syncwarp();
-    if (lane == 0) memory.result_full.arrive();
-    parity ^= 1;
+    if (threadIdx.x % 32 == 0) memory.result_full.arrive();
+    own.parity ^= 1;
   }
 }
 
@@ -326,14 +361,16 @@ __device__ __forceinline__ void finish_forward(const ProductParams& p, ProductMe
   BiasVector next_bias(p, tile.column + thread.column);
   for (; tile.valid(p); tile.next(p)) {
     memory.result_full.wait(parity);
+    const int parts = tile.parts(p);
 #pragma unroll 1
-    for (int part = 0; part < S::kParts; ++part) {
+    for (int part = 0; part < parts; ++part) {
+      const bool ends = part == parts - 1;
       PartWalk<S> at(p, thread, tile, part);
       float bias[kVector];
       next_bias.widen_to(bias, p.bias_dtype);
       TileTurns<S> then = tile;
-      if (part == S::kParts - 1) then.next(p);
-      next_bias = BiasVector(p, then.column + (part + 1) % S::kParts * kTileColumns + thread.column);
+      if (ends) then.next(p);
+      next_bias = BiasVector(p, then.column + (ends ? 0 : part + 1) * kTileColumns + thread.column);
       constexpr int kBatch = 4;  // vectors under way together
 #pragma unroll
       for (int first = 0; first < S::kVectors; first += kBatch) {
@@ -391,6 +428,7 @@ template <class T, class S, Activation A, Kept KEPT>
 __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductMemory<S>& memory, int warp) {
   const EpilogueThread<S> thread(memory, warp);
   uint32_t parity = 0;
+  int buffer = 0;  // of the sums
   uint4 kept[S::kVectors];
   TileTurns<S> tile(p);
   if (!tile.valid(p)) return;
@@ -400,9 +438,10 @@ __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductM
   for (int v = 0; v < S::kVectors; ++v, ahead.next(p)) kept[v] = load_stream_if(ahead.there(), p.kept + ahead.offset);
   for (; tile.valid(p); tile.next(p)) {
     memory.result_full.wait(parity);
+    const int parts = tile.parts(p);
 #pragma unroll 1
-    for (int part = 0; part < S::kParts; ++part) {
-      const bool ends = part == S::kParts - 1;
+    for (int part = 0; part < parts; ++part) {
+      const bool ends = part == parts - 1;
       PartWalk<S> at(p, thread, tile, part);
       TileTurns<S> then = tile;
       if (ends) then.next(p);
@@ -441,8 +480,8 @@ __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductM
         }
         store_vector_if(at.there(), p.product + at.offset, product);
       }
-      const int buffer = static_cast<int>(part + S::kParts % 2 * parity) % 2;
       if (p.sums != nullptr) store_sums<S>(p, memory, thread, tile, part, buffer, sum);
+      buffer ^= 1;
     }
     __syncwarp();
     if (thread.lane == 0) memory.result_empty.arrive();
@@ -519,10 +558,14 @@ Status launch_product(const ProductOperands& operands, ProductParams p, int mult
   constexpr int kTurnRows = S::kRows * S::kCluster;
   p.steps = static_cast<int>((inner + kTileColumns - 1) / kTileColumns);
   p.column_tiles = (p.columns + S::kColumns - 1) / S::kColumns;
-  p.turns = (p.rows + kTurnRows - 1) / kTurnRows * p.column_tiles;
-  const int clusters = std::min(multiprocessors / S::kCluster, p.turns);
-  return launch(product_kernel<T, S, A, BACKWARD, KEPT>, dim3(clusters * S::kCluster), dim3(S::kThreads), kMemory,
-                operands.stream, a_map, b_map, p);
+  const int tiles = (p.rows + kTurnRows - 1) / kTurnRows * p.column_tiles, clusters = multiprocessors / S::kCluster;
+  p.whole = tiles / clusters * clusters;
+  p.split = 1;
+  for (int split = 2; split <= S::kParts; ++split)
+    if (S::kParts % split == 0 && (tiles - p.whole) * split <= clusters) p.split = split;
+  p.turns = p.whole + (tiles - p.whole) * p.split;
+  return launch(product_kernel<T, S, A, BACKWARD, KEPT>, dim3(std::min(clusters, p.turns) * S::kCluster),
+                dim3(S::kThreads), kMemory, operands.stream, a_map, b_map, p);
 }
 
 }  // namespace cuda
