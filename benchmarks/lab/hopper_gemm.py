@@ -404,7 +404,7 @@ def lasting_us(calls: dict[str, Callable[[], Any]], rounds: int = 3) -> dict[str
 
     graphs = {name: graph_of(function, LAUNCHES) for name, function in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
+    for number in range(rounds):
         for name, graph in graphs.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             for _ in range(8):  # until the clock is this call's
@@ -413,6 +413,8 @@ def lasting_us(calls: dict[str, Callable[[], Any]], rounds: int = 3) -> dict[str
             for _ in range(12):
                 graph.replay()
             end.record()
+            if number == 0 and name == next(iter(graphs)):
+                print(f"{name}: {chip()}", flush=True)
             end.synchronize()
             times[name].append(1e3 * start.elapsed_time(end) / (12 * LAUNCHES))
     return {name: sorted(found) for name, found in times.items()}
@@ -453,13 +455,20 @@ def calls_of(T: int, C: int, I: int, kernels: dict[str, Kernel], own: Pass) -> d
     return {"backward": backward, "forward": forward}
 
 
+def chip() -> str:
+    """Clock, power, its limit and what slows the chip down, now."""
+    fields = "clocks.sm,power.draw,power.limit,temperature.gpu,clocks_throttle_reasons.active"
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.strip()
+
+
 def time_all(names: list[str]) -> None:
     import torch
 
     torch.manual_seed(0)
     kernels = {name: Kernel(variant) for variant in (*VARIANTS, *WITHOUT) if (name := str(variant)) in names}
     own = Pass()
-    for T, C, I in SHAPES:
+    for T, C, I in SHAPES[: int(os.environ.get("LAB_SHAPES", "3"))]:
         for direction, calls in calls_of(T, C, I, kernels, own).items():
             for name, found in lasting_us(calls).items():
                 median = found[len(found) // 2]
