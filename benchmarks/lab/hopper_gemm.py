@@ -462,13 +462,13 @@ def chip() -> str:
     return subprocess.run(query, capture_output=True, text=True).stdout.strip()
 
 
-def time_all(names: list[str]) -> None:
+def time_all(names: list[str], shapes: int) -> None:
     import torch
 
     torch.manual_seed(0)
     kernels = {name: Kernel(variant) for variant in (*VARIANTS, *WITHOUT) if (name := str(variant)) in names}
     own = Pass()
-    for T, C, I in SHAPES[: int(os.environ.get("LAB_SHAPES", "3"))]:
+    for T, C, I in SHAPES[:shapes]:
         for direction, calls in calls_of(T, C, I, kernels, own).items():
             for name, found in lasting_us(calls).items():
                 median = found[len(found) // 2]
@@ -481,6 +481,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--check", default="", help="a variant's name: check it and say ok")
     parser.add_argument("--time", nargs="*", help="variants' names: time these")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of SHAPES are timed")
     parser.add_argument("--build", action="store_true", help="compile only")
     parser.add_argument("--without", action="store_true", help="also time kernels that leave work out")
     parser.add_argument("--jobs", type=int, default=16)
@@ -491,7 +492,7 @@ def main() -> None:
         print("\n    ".join(check(variant)) or "ok")
         return
     if arguments.time is not None:
-        time_all(arguments.time)
+        time_all(arguments.time, arguments.shapes)
         return
     start = time.time()
     WORK.mkdir(exist_ok=True)
@@ -523,7 +524,10 @@ def main() -> None:
     right = [str(variant) for variant, verdict in zip(checked, verdicts, strict=True) if verdict == "ok"]
     right += [str(variant) for variant in built if not variant.right]
     timing = subprocess.Popen(
-        [sys.executable, __file__, "--time", *right], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, __file__, f"--shapes={arguments.shapes}", "--time", *right],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert timing.stdout is not None
     limit = concurrent.futures.ThreadPoolExecutor(1)
