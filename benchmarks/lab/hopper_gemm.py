@@ -36,6 +36,7 @@ NO_ACTIVATION: Edits = (("activated<A, false>", "activated<Activation::relu, fal
 NO_EPILOGUE: Edits = (("part < parts; ++part", "part < p.columns / (1 << 30); ++part"),)
 # Tiles at the end of a row as wide as all others, and always the same cluster's; those of the last round not shared.
 WIDE: Edits = (
+    ("first < p.whole ? S::kParts : S::kParts / p.split;", "S::kParts;"),
     ("return min(width, (p.columns - column + kTileColumns - 1) / kTileColumns);", "return width;"),
     ("own + 1 == clusters ? 0 : own + 1", "own"),
     ("(tiles - p.whole) * split <= clusters", "false"),
@@ -87,6 +88,15 @@ WITHOUT = [  # --without: what each part of the epilogue costs
         ("epilogue", NO_EPILOGUE),
     )
 ]
+
+
+_192, _192_WIDE = Variant(192, 4, 2, 7), Variant(192, 4, 2, 7, WIDE, "wide")
+BRIEF = {
+    *(f"{variant}: a and {kept}" for variant in (_192, _192_WIDE) for kept in ("h", "derivative")),
+    *(f"{Variant(128, 5, 2, 7, *how)}: of h, a again" for how in ((), (WIDE, "wide"))),
+    *(f"{Variant(256, 3, 2, 3, *how)}: of the derivative" for how in ((), (WIDE, "wide"))),
+    *(f"{variant}: of the derivative" for variant in (_192_WIDE, Variant(192, 4, 2, 3))),
+}
 
 
 # ---- building and calling --------------------------------------------------------------------------------------------
@@ -446,13 +456,20 @@ def calls_of(T: int, C: int, I: int, kernels: dict[str, Kernel], own: Pass) -> d
     }
     for name, kernel in kernels.items():
         backward[f"{name}: of the derivative"] = partial(kernel.backward_kept, dy, w2, derivative, dh, sums)
-        if name in map(str, LIGHT):
-            continue
         forward[f"{name}: a and h"] = partial(kernel.forward, x, w, bias, h, a)
         forward[f"{name}: a and derivative"] = partial(kernel.forward, x, w, bias, derivative, a, True)
         backward[f"{name}: of h, a again"] = partial(kernel.backward, dy, w2, bias, h, dh, a, sums)
         backward[f"{name}: of h"] = partial(kernel.backward, dy, w2, bias, h, dh, None, sums)
     return {"backward": backward, "forward": forward}
+
+
+def is_timed(name: str, brief: bool) -> bool:
+    variant, _, form = name.partition(": ")
+    if not form:
+        return True
+    if brief:
+        return name in BRIEF
+    return form == "of the derivative" or variant not in map(str, LIGHT)
 
 
 def chip() -> str:
@@ -462,7 +479,7 @@ def chip() -> str:
     return subprocess.run(query, capture_output=True, text=True).stdout.strip()
 
 
-def time_all(names: list[str], shapes: int) -> None:
+def time_all(names: list[str], shapes: int, brief: bool) -> None:
     import torch
 
     torch.manual_seed(0)
@@ -470,7 +487,8 @@ def time_all(names: list[str], shapes: int) -> None:
     own = Pass()
     for T, C, I in SHAPES[:shapes]:
         for direction, calls in calls_of(T, C, I, kernels, own).items():
-            for name, found in lasting_us(calls).items():
+            timed = {name: call for name, call in calls.items() if is_timed(name, brief)}
+            for name, found in lasting_us(timed).items():
                 median = found[len(found) // 2]
                 rate = 2e-6 * T * C * I / median
                 spread = f"{found[0]:.1f} to {found[-1]:.1f}"
@@ -482,6 +500,7 @@ def main() -> None:
     parser.add_argument("--check", default="", help="a variant's name: check it and say ok")
     parser.add_argument("--time", nargs="*", help="variants' names: time these")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of SHAPES are timed")
+    parser.add_argument("--brief", action="store_true", help="time what a choice is to be made of, without checks")
     parser.add_argument("--build", action="store_true", help="compile only")
     parser.add_argument("--without", action="store_true", help="also time kernels that leave work out")
     parser.add_argument("--jobs", type=int, default=16)
@@ -492,7 +511,7 @@ def main() -> None:
         print("\n    ".join(check(variant)) or "ok")
         return
     if arguments.time is not None:
-        time_all(arguments.time, arguments.shapes)
+        time_all(arguments.time, arguments.shapes, arguments.brief)
         return
     start = time.time()
     WORK.mkdir(exist_ok=True)
@@ -504,6 +523,9 @@ def main() -> None:
             file.write(text + "\n")
 
     variants = [*VARIANTS, *(WITHOUT if arguments.without else [])]
+    brief = ["--brief"] if arguments.brief else []
+    if brief:
+        variants = [variant for variant in VARIANTS if any(name.startswith(f"{variant}: ") for name in BRIEF)]
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         own = pool.submit(compile_pass)
         for variant, complaint in zip(variants, pool.map(compile_variant, variants), strict=True):
@@ -515,16 +537,16 @@ def main() -> None:
     if arguments.build:
         return
     built = [variant for variant in variants if variant.library.exists()]
-    checked = [variant for variant in built if variant.right]
+    checked = [variant for variant in built if variant.right and not brief]
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
         verdicts = list(pool.map(lambda variant: check_apart(variant, 20.0), checked))
     for variant, verdict in zip(checked, verdicts, strict=True):
         say(f"check {variant}: {verdict[:1200]}")
     say(f"checked after {time.time() - start:.0f} s")
     right = [str(variant) for variant, verdict in zip(checked, verdicts, strict=True) if verdict == "ok"]
-    right += [str(variant) for variant in built if not variant.right]
+    right += [str(variant) for variant in built if variant not in checked]
     timing = subprocess.Popen(
-        [sys.executable, __file__, f"--shapes={arguments.shapes}", "--time", *right],
+        [sys.executable, __file__, f"--shapes={arguments.shapes}", *brief, "--time", *right],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
