@@ -34,13 +34,13 @@ NO_STORES: Edits = (("setp.ne.b32 p, %0, 0; @p st.global", "setp.gt.s32 p, %0, 1
 NO_LOADS: Edits = (("setp.ne.b32 p, %4, 0; mov.b32", "setp.gt.s32 p, %4, 1; mov.b32"),)
 NO_ACTIVATION: Edits = (("activated<A, false>", "activated<Activation::relu, false>"),)
 NO_EPILOGUE: Edits = (("part < parts; ++part", "part < p.columns / (1 << 30); ++part"),)
-# Tiles at the end of a row as wide as all others, and always the same cluster's; those of the last round not shared.
-WIDE: Edits = (
+# Tiles at the ends of rows as wide as all others; those of the last round not shared.
+NOT_NARROWER: Edits = (
     ("first < p.whole ? S::kParts : S::kParts / p.split;", "S::kParts;"),
     ("return min(width, (p.columns - column + kTileColumns - 1) / kTileColumns);", "return width;"),
-    ("own + 1 == clusters ? 0 : own + 1", "own"),
     ("(tiles - p.whole) * split <= clusters", "false"),
 )
+FIXED: Edits = (("own + 1 == clusters ? 0 : own + 1", "own"),)  # places of clusters within a round
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,14 @@ class Variant:
         return self.folder / "product.so"
 
 
+WAYS = ((NOT_NARROWER, "wide"), (FIXED, "fixed"), ((*NOT_NARROWER, *FIXED), "wide, fixed"))
 LIGHT = [  # for the backward of the derivative alone
     *(Variant(*shape) for shape in ((192, 4, 2, 3), (128, 5, 2, 3))),
-    *(Variant(*shape, WIDE, "wide") for shape in ((128, 5, 2, 7), (256, 3, 2, 3))),
+    *(Variant(*shape, *WAYS[2]) for shape in ((128, 5, 2, 7), (256, 3, 2, 3))),
 ]
 VARIANTS = [
     *(Variant(*shape) for shape in ((192, 4, 2, 7), (128, 5, 2, 7), (256, 3, 2, 3))),
-    Variant(192, 4, 2, 7, WIDE, "wide"),
+    *(Variant(192, 4, 2, 7, *ways) for ways in WAYS),
     *LIGHT,
 ]
 WITHOUT = [  # --without: what each part of the epilogue costs
@@ -90,12 +91,13 @@ WITHOUT = [  # --without: what each part of the epilogue costs
 ]
 
 
-_192, _192_WIDE = Variant(192, 4, 2, 7), Variant(192, 4, 2, 7, WIDE, "wide")
 BRIEF = {
-    *(f"{variant}: a and {kept}" for variant in (_192, _192_WIDE) for kept in ("h", "derivative")),
-    *(f"{Variant(128, 5, 2, 7, *how)}: of h, a again" for how in ((), (WIDE, "wide"))),
-    *(f"{Variant(256, 3, 2, 3, *how)}: of the derivative" for how in ((), (WIDE, "wide"))),
-    *(f"{variant}: of the derivative" for variant in (_192_WIDE, Variant(192, 4, 2, 3))),
+    *(
+        f"{Variant(192, 4, 2, 7, *ways)}: {form}"
+        for ways in ((), *WAYS)
+        for form in ("a and h", "a and derivative", "of the derivative")
+    ),
+    *(f"{Variant(128, 5, 2, 7, *ways)}: of h, a again" for ways in ((), WAYS[2])),
 }
 
 
