@@ -11,12 +11,9 @@ namespace fasttfm {
 namespace cuda {
 namespace {
 
-using ForwardShape = ProductShape<192, 4, 2, 7>;
-using BackwardShape = ProductShape<128, 5, 2, 7>;      // of h
-using KeptBackwardShape = ProductShape<256, 3, 2, 3>;  // of the derivative
+using Shape = ProductShape<192, 4, 2, 7>;
 
-static_assert(BackwardShape::kRows == KeptBackwardShape::kRows, "one workspace for both");
-int64_t row_tiles(int64_t rows) { return (rows + BackwardShape::kRows - 1) / BackwardShape::kRows; }
+int64_t row_tiles(int64_t rows) { return (rows + Shape::kRows - 1) / Shape::kRows; }
 
 Status check_product(const ProductOperands& operands, int64_t rows, int64_t columns,
                      std::initializer_list<const void*> tensors) {
@@ -34,7 +31,7 @@ Status check_product(const ProductOperands& operands, int64_t rows, int64_t colu
   return {};
 }
 
-template <class Shape, bool BACKWARD, Kept KEPT, Activation A>
+template <bool BACKWARD, Kept KEPT, Activation A>
 Status run_with(const ProductOperands& operands, const ProductParams& p) {
   int multiprocessors = 0;
   const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, operands.device);
@@ -43,10 +40,10 @@ Status run_with(const ProductOperands& operands, const ProductParams& p) {
                                        : launch_product<f16_t, Shape, A, BACKWARD, KEPT>(operands, p, multiprocessors);
 }
 
-template <class Shape, bool BACKWARD, Kept KEPT>
+template <bool BACKWARD, Kept KEPT>
 Status run_product(const ProductOperands& operands, const ProductParams& p, Activation activation) {
   return with_activation(activation,
-                         [&](auto tag) { return run_with<Shape, BACKWARD, KEPT, decltype(tag)::value>(operands, p); });
+                         [&](auto tag) { return run_with<BACKWARD, KEPT, decltype(tag)::value>(operands, p); });
 }
 
 }  // namespace
@@ -65,8 +62,8 @@ Status gelu_product_forward(const GeluProductForward& call) {
   p.activation = static_cast<char*>(call.a);
   p.rows = static_cast<int>(call.rows);
   p.columns = static_cast<int>(call.columns);
-  return call.derivative == nullptr ? run_product<ForwardShape, false, Kept::product>(operands, p, call.activation)
-                                    : run_product<ForwardShape, false, Kept::derivative>(operands, p, call.activation);
+  return call.derivative == nullptr ? run_product<false, Kept::product>(operands, p, call.activation)
+                                    : run_product<false, Kept::derivative>(operands, p, call.activation);
 }
 
 Status gelu_product_backward(const GeluProductBackward& call) {
@@ -86,9 +83,10 @@ Status gelu_product_backward(const GeluProductBackward& call) {
     p.sums = call.dbias == nullptr ? nullptr : call.workspace;
     p.rows = static_cast<int>(call.rows);
     p.columns = static_cast<int>(call.columns);
-    status = call.derivative == nullptr ? run_product<BackwardShape, true, Kept::product>(operands, p, call.activation)
-                                        : run_with<KeptBackwardShape, true, Kept::derivative, Activation::gelu>(
-                                              operands, p);  // any activation
+    if (call.derivative == nullptr)
+      status = run_product<true, Kept::product>(operands, p, call.activation);
+    else  // whatever the activation is
+      status = run_with<true, Kept::derivative, Activation::gelu>(operands, p);
   }
   if (status.code != StatusCode::ok || call.dbias == nullptr) return status;
   return sum_parts(call.workspace, {call.dbias, call.bias_dtype}, {}, static_cast<int>(row_tiles(call.rows)),

@@ -24,8 +24,8 @@ namespace cuda {
 
 // COLUMNS of a tile, STAGES of the ring, CLUSTER blocks, EPILOGUES warps that compute activations.
 //
-// A product of 256 columns needs 154 registers, and the assembler allows no more than a thread has at the start: that
-// is EPILOGUES of up to 3.
+// A product of 256 columns needs 154 registers, one of 192 needs 120, and the assembler allows no more than a thread
+// has at the start: that is EPILOGUES of up to 3, or 7.
 template <int COLUMNS, int STAGES, int CLUSTER, int EPILOGUES>
 struct ProductShape {
   static constexpr int kRows = 128, kColumns = COLUMNS, kStages = STAGES, kCluster = CLUSTER;
@@ -36,9 +36,6 @@ struct ProductShape {
   static constexpr int kThreads = 32 * (kConsumerWarps + 1 + EPILOGUES);
   static constexpr int kRowGroups = kRows / 4;  // a warp takes four rows of a part at a time
   static constexpr int kVectors = (kRowGroups + EPILOGUES - 1) / EPILOGUES;  // of 8 elements in a part, a thread's
-  // Registers move between warpgroups where 16 warps start with 128 each and a product needs more.
-  static constexpr bool kMovesRegisters = EPILOGUES == 7 && COLUMNS > 128;
-  static constexpr int kConsumerRegisters = 168, kEpilogueRegisters = 88;
 };
 
 template <class S>
@@ -505,10 +502,8 @@ __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThread
   __syncthreads();
   if constexpr (S::kCluster > 1) sync_cluster();
   if (warp < S::kConsumerWarps) {
-    if constexpr (S::kMovesRegisters) raise_registers<S::kConsumerRegisters>();
     consume<T, S, kB>(p, memory, warp / 4);
   } else {
-    if constexpr (S::kMovesRegisters) lower_registers<S::kEpilogueRegisters>();
     if (warp > S::kConsumerWarps) {
       if constexpr (BACKWARD)
         finish_backward<T, S, A, KEPT>(p, memory, warp - S::kConsumerWarps - 1);
