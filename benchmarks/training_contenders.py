@@ -17,6 +17,8 @@ from fasttfm.ops import cu_seqlens_from_lengths
 CONTENDERS = (
     "fasttfm",
     "fasttfm-graph",
+    "fasttfm-fast",
+    "fasttfm-fast-graph",
     "fasttfm-recompute",
     "handmade",
     "handmade-compile",
@@ -25,6 +27,7 @@ CONTENDERS = (
     "hf-patched",
     "hf-patched-compile",
 )
+_OURS_ALONE = ("recompute", "keep_activation", "model_type", "architectures")  # of a configuration's fields
 PREDICTED = 0.15  # of the tokens, in masked language models; replaced ones for a discriminator
 
 
@@ -114,7 +117,8 @@ def build(name: str, case: Case, batch: Batch, device: torch.device) -> tuple[nn
     """A contender's model, and what computes its loss."""
     torch.manual_seed(0)
     if name.startswith("fasttfm"):
-        return _ours(case, batch, device, recompute=name.endswith("recompute"))
+        _, *ways = name.split("-")
+        return _ours(case, batch, device, recompute="recompute" in ways, keep_activation="fast" in ways)
     if name.startswith("handmade"):
         if not case.name.startswith("bert"):
             raise ValueError(f"contender {name}: expected a BERT, got {case.name}")
@@ -125,8 +129,8 @@ def build(name: str, case: Case, batch: Batch, device: torch.device) -> tuple[nn
     return _transformers(case, batch, device, patched="patched" in name, compiled=name.endswith("compile"))
 
 
-def _ours(case: Case, batch: Batch, device: torch.device, *, recompute: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
-    model = getattr(models, case.family.model)(case.config(recompute=recompute)).to(device).train()
+def _ours(case: Case, batch: Batch, device: torch.device, **memory: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
+    model = getattr(models, case.family.model)(case.config(**memory)).to(device).train()
     options = layout(batch)
     ids, chosen = (each if batch.mask is None else each[batch.mask] for each in (batch.ids, batch.chosen))
     if case.family.task == "masked":
@@ -152,7 +156,7 @@ def _transformers(
     import transformers
 
     ours = case.config().to_dict()
-    fields = {key: value for key, value in ours.items() if key not in ("recompute", "model_type", "architectures")}
+    fields = {key: value for key, value in ours.items() if key not in _OURS_ALONE}
     config = getattr(transformers, case.family.config)(**fields)
     model = getattr(transformers, case.family.model)(config).to(device).train()
     labels = {

@@ -8,9 +8,10 @@ Contenders take their turns one after the other, for a model with its optimizer 
 gets the same ids, lengths and labels; with --padded, lengths are spread evenly from S/8 to S, and every contender gets
 them as it takes them: packed, or with a mask. Steps follow each other as in a training run: a GPU is waited for only
 after the last. "fasttfm-graph" holds its whole step in a CUDA graph, as ``fasttfm pretrain --cuda-graph`` does;
-"hf-patched" is transformers' model after ``fasttfm.patch``. On a GPU contenders named fasttfm step with
-``fasttfm.optim.AdamW``, as ``fasttfm pretrain`` does; the others with torch's fused AdamW, as their users do. With
---inference the model is called without labels and without gradients.
+"fasttfm-fast" keeps activations (``keep_activation``), "fasttfm-recompute" keeps least; "hf-patched" is transformers'
+model after ``fasttfm.patch``. On a GPU contenders named fasttfm step with ``fasttfm.optim.AdamW``, as ``fasttfm
+pretrain`` does; the others with torch's fused AdamW, as their users do. With --inference the model is called without
+labels and without gradients.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch import Tensor
 import fasttfm
 from fasttfm.kernels.common.activation import activate, derivative
 from fasttfm.ops import gelu_product, mlp
+from fasttfm.ops.gelu_product import DERIVATIVE, NOTHING, PRODUCT
 from fasttfm.testing.harness import same_bits
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 
@@ -36,6 +37,9 @@ CASES = [
     Case(1500, 1024, 4096, kind="gelu_tanh"),
     Case(640, 320, 264, kind="relu"),
     Case(129, 64, 512, kind="silu", bias=torch.bfloat16),
+    # Several rounds of tiles on 132 multiprocessors, with tiles of the last one shared by several blocks.
+    Case(4700, 64, 4096),
+    Case(4300, 64, 4096),
 ]
 
 
@@ -44,6 +48,7 @@ class Tensors(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     h: Tensor
+    slope: Tensor  # the activation's derivative at h + bias, rounded
 
 
 def draw(case: Case, dtype: torch.dtype, device: str = "cuda") -> Tensors:
@@ -54,12 +59,14 @@ def draw(case: Case, dtype: torch.dtype, device: str = "cuda") -> Tensors:
 
     bias = None if case.bias is None else randn(case.columns).to(case.bias)
     weight = randn(case.columns, case.inner, scale=case.inner**-0.5)
-    return Tensors(randn(case.rows, case.inner), weight, bias, randn(case.rows, case.columns))
+    x, h = randn(case.rows, case.inner), randn(case.rows, case.columns)
+    slope = derivative(h.double() if bias is None else h.double() + bias.double(), case.kind)
+    return Tensors(x, weight, bias, h, slope.to(dtype))
 
 
 def plain(given: Tensors, kind: str) -> dict[str, Tensor]:
     """Both directions by torch in the tensors' types: sums and activations in fp32, or fp64, rounded in between."""
-    x, weight, bias, h = given
+    x, weight, bias, h, slope = given
     dtype = x.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -68,21 +75,31 @@ def plain(given: Tensors, kind: str) -> dict[str, Tensor]:
 
     product = (x.to(wide) @ weight.to(wide).t()).to(dtype)
     exact = product.to(wide) * derivative(shifted(h), kind)
+    scaled = (product.to(wide) * slope.to(wide)).to(dtype)
+    bias_dtype = dtype if bias is None else bias.dtype
     return {
         "h": product,
         "a": activate(shifted(product), kind).to(dtype),
         "dh": exact.to(dtype),
         "a again": activate(shifted(h), kind).to(dtype),
-        "dbias": exact.sum(0).to(dtype if bias is None else bias.dtype),
+        "dbias": exact.sum(0).to(bias_dtype),
+        "slope": derivative(shifted(product), kind).to(dtype),
+        "scaled dh": scaled,
+        "scaled dbias": scaled.to(wide).sum(0).to(bias_dtype),
     }
 
 
 def fused(given: Tensors, kind: str, backend: str | None = "cuda") -> dict[str, Tensor]:
-    x, weight, bias, h = given
-    a, product = gelu_product.forward_op(x, weight, bias, kind, True, backend)
+    x, weight, bias, h, given_slope = given
+    want_dbias = bias is not None
+    a, product = gelu_product.forward_op(x, weight, bias, kind, PRODUCT, backend)
+    same_a, slope = gelu_product.forward_op(x, weight, bias, kind, DERIVATIVE, backend)
+    assert same_bits(a, same_a)
     transposed = weight.t().contiguous()
-    dh, dbias, again = gelu_product.backward_op(x, transposed, h, bias, kind, bias is not None, True, backend)
-    return {"h": product, "a": a, "dh": dh, "a again": again, "dbias": dbias}
+    dh, dbias, again = gelu_product.backward_op(x, transposed, h, bias, kind, want_dbias, True, backend)
+    scaled, scaled_dbias = gelu_product.scaled_op(x, transposed, given_slope, bias, want_dbias, backend)
+    of_product = {"h": product, "a": a, "dh": dh, "a again": again, "dbias": dbias}
+    return {**of_product, "slope": slope, "scaled dh": scaled, "scaled dbias": scaled_dbias}
 
 
 def check(found: dict[str, Tensor], given: Tensors, kind: str) -> None:
@@ -90,10 +107,10 @@ def check(found: dict[str, Tensor], given: Tensors, kind: str) -> None:
     double = Tensors(*(None if t is None else t.double() for t in given))
     exact = plain(double, kind)
     for name, value in found.items():
-        if name == "dbias" and given.bias is None:
+        if name.endswith("dbias") and given.bias is None:
             assert value.numel() == 0
             continue
-        factor = GRADIENT_FACTOR if name in ("dh", "dbias") else OUTPUT_FACTOR
+        factor = OUTPUT_FACTOR if name in ("h", "a", "a again", "slope") else GRADIENT_FACTOR
         comparison = compare(name, value, naive[name], exact[name], factor)
         assert comparison.ok, comparison
 
@@ -110,17 +127,23 @@ def test_ops_on_the_cpu(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_registration(wanted: bool) -> None:
-    x, weight, bias, h = draw(Case(6, 16, 24), torch.float32, "cpu")
+    x, weight, bias, h, slope = draw(Case(6, 16, 24), torch.float32, "cpu")
     forward = torch.ops.fasttfm.gelu_product_forward.default
     backward = torch.ops.fasttfm.gelu_product_backward.default
-    torch.library.opcheck(forward, (x, weight, bias, "gelu", wanted, None))
-    torch.library.opcheck(backward, (x, weight.t().contiguous(), h, bias, "gelu", wanted, wanted, None))
+    scaled = torch.ops.fasttfm.gelu_product_scaled.default
+    transposed = weight.t().contiguous()
+    for kept in (PRODUCT, DERIVATIVE) if wanted else (NOTHING,):
+        torch.library.opcheck(forward, (x, weight, bias, "gelu", kept, None))
+    torch.library.opcheck(backward, (x, transposed, h, bias, "gelu", wanted, wanted, None))
+    torch.library.opcheck(scaled, (x, transposed, slope, bias, wanted, None))
 
 
 def test_what_hoppers_kernels_do_not_take() -> None:
-    x, weight, bias, _ = draw(Case(8, 16, 24), torch.float32, "cpu")
+    x, weight, bias, *_ = draw(Case(8, 16, 24), torch.float32, "cpu")
     assert gelu_product.refuse_cuda(x, weight, bias) == "takes bfloat16 and float16, got float32"
-    x, weight, bias, _ = draw(Case(8, 16, 24), torch.bfloat16, "cpu")
+    assert gelu_product.kept_beside(None, x, weight) == PRODUCT
+    x, weight, bias, *_ = draw(Case(8, 16, 24), torch.bfloat16, "cpu")
+    assert gelu_product.kept_beside(None, x, weight) == PRODUCT
     assert gelu_product.refuse_cuda(x, weight, bias) == "takes tensors on a GPU of compute capability 9.0"
 
 
@@ -140,10 +163,13 @@ def test_against_fp64(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @on_hopper
 def test_refusals_on_the_gpu() -> None:
-    x, weight, bias, _ = draw(Case(8, 20, 24), torch.bfloat16)
+    x, weight, bias, *_ = draw(Case(8, 20, 24), torch.bfloat16)
     assert gelu_product.refuse_cuda(x, weight, bias) == "takes sizes that are multiples of 8, got 20"
+    assert gelu_product.kept_beside(None, x, weight) == PRODUCT
     given = draw(Case(8, 16, 24), torch.bfloat16)
-    x, weight, bias, _ = given
+    x, weight, bias, *_ = given
+    assert gelu_product.kept_beside(None, x, weight) == DERIVATIVE
+    assert gelu_product.kept_beside("torch", x, weight) == PRODUCT
     odd = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x)
     assert gelu_product.refuse_cuda(odd, weight, bias) == "takes tensors that start at a multiple of 16 bytes"
     across = given._replace(weight=weight.t().contiguous().t())
@@ -156,15 +182,18 @@ def test_refusals_on_the_gpu() -> None:
 def test_less_is_wanted() -> None:
     case = Case(900, 256, 512)
     given = draw(case, torch.bfloat16)
-    x, weight, bias, h = given
+    x, weight, bias, h, slope = given
     everything = fused(given, case.kind)
-    a, none = gelu_product.forward_op(x, weight, bias, case.kind, False, "cuda")
+    a, none = gelu_product.forward_op(x, weight, bias, case.kind, NOTHING, "cuda")
     assert none.numel() == 0
     assert same_bits(a, everything["a"])
     transposed = weight.t().contiguous()
     dh, dbias, again = gelu_product.backward_op(x, transposed, h, bias, case.kind, False, False, "cuda")
     assert dbias.numel() == again.numel() == 0
     assert same_bits(dh, everything["dh"])
+    scaled, dbias = gelu_product.scaled_op(x, transposed, slope, bias, False, "cuda")
+    assert dbias.numel() == 0
+    assert same_bits(scaled, everything["scaled dh"])
 
 
 @pytest.mark.gpu
@@ -182,16 +211,22 @@ def test_rows_apart_and_odd_addresses() -> None:
     transposed = given.weight.t().contiguous()
     dh, *_ = gelu_product.backward_cuda(odd, transposed, given.h, given.bias, case.kind, False, False)
     assert same_bits(dh, expected["dh"])
+    scaled, _ = gelu_product.scaled_cuda(odd, transposed, given.slope, given.bias, False)
+    assert same_bits(scaled, expected["scaled dh"])
 
 
 @pytest.mark.gpu
 @on_hopper
 def test_no_rows() -> None:
-    x, weight, bias, h = draw(Case(0, 64, 128), torch.bfloat16)
+    x, weight, bias, h, slope = draw(Case(0, 64, 128), torch.bfloat16)
+    transposed = weight.t().contiguous()
     a, product = gelu_product.forward_cuda(x, weight, bias, "gelu")
-    dh, dbias, _ = gelu_product.backward_cuda(x, weight.t().contiguous(), h, bias, "gelu", True, True)
-    assert a.shape == product.shape == dh.shape == (0, 128)
+    _, kept = gelu_product.forward_cuda(x, weight, bias, "gelu", DERIVATIVE)
+    dh, dbias, _ = gelu_product.backward_cuda(x, transposed, h, bias, "gelu", True, True)
+    scaled, scaled_dbias = gelu_product.scaled_cuda(x, transposed, slope, bias, True)
+    assert a.shape == product.shape == kept.shape == dh.shape == scaled.shape == (0, 128)
     assert not dbias.any()
+    assert not scaled_dbias.any()
 
 
 @pytest.mark.gpu
@@ -234,11 +269,13 @@ def test_mlp_takes_them() -> None:
     given = leaves(dtype=torch.bfloat16)
     assert fasttfm.explain("mlp", *given.values()).chosen == "cuda"
     assert fasttfm.explain("linear_gelu", *list(given.values())[:3]).chosen == "cuda"
-    results = {}
-    for name, backend, dtype in (("own", None, torch.bfloat16), ("torch", "torch", torch.bfloat16)):
-        tensors = leaves(dtype=dtype)
-        y = mlp(**tensors, backend=backend)
-        results[name] = [y.detach(), *torch.autograd.grad(y, list(tensors.values()), torch.ones_like(y))]
-    for found, expected in zip(results["own"], results["torch"], strict=True):
-        difference = (found.double() - expected.double()).norm() / expected.double().norm()
-        assert difference < 2 * torch.finfo(torch.bfloat16).eps
+    results = []
+    for backend, recompute in (("torch", True), (None, True), (None, False)):
+        tensors = leaves(dtype=torch.bfloat16)
+        y = mlp(**tensors, backend=backend, recompute=recompute)
+        results.append([y.detach(), *torch.autograd.grad(y, list(tensors.values()), torch.ones_like(y))])
+    theirs, *ours = results
+    for own in ours:
+        for found, expected in zip(own, theirs, strict=True):
+            difference = (found.double() - expected.double()).norm() / expected.double().norm()
+            assert difference < 2 * torch.finfo(torch.bfloat16).eps

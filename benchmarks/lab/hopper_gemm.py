@@ -1,9 +1,9 @@
 """Which shapes Hopper's product with an activation is fastest with: ``python benchmarks/lab/hopper_gemm.py``.
 
 Compiles kernels/gelu_product/cuda_product.cuh for every variant of VARIANTS (in parallel), checks each against fp64 in
-a process of its own with a time limit, then times those that are right against the vendor's product with bias_gelu's
-pass behind it, in the same run: replays of CUDA graphs of several calls, in turns. Needs nvcc and torch. The table
-goes to standard output and to $OUT/hopper_gemm.txt.
+a process of its own with a time limit, then times those that are right, with either tensor kept for the backward,
+against the vendor's product with bias_gelu's pass behind it, in the same run: replays of CUDA graphs under lasting
+load, in turns. Needs nvcc and torch. The table goes to standard output and to $OUT/hopper_gemm.txt.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,58 +33,14 @@ Edits = tuple[tuple[str, str], ...]  # of the header: what stands there, and wha
 NO_STORES: Edits = (("setp.ne.b32 p, %0, 0; @p st.global", "setp.gt.s32 p, %0, 1; @p st.global"),)
 NO_LOADS: Edits = (("setp.ne.b32 p, %4, 0; mov.b32", "setp.gt.s32 p, %4, 1; mov.b32"),)
 NO_ACTIVATION: Edits = (("activated<A, false>", "activated<Activation::relu, false>"),)
-NO_EPILOGUE: Edits = (("part < S::kParts; ++part", "part < p.columns / (1 << 30); ++part"),)
-# Cycles of a thread of each kind in the first block: waits for operands, for room for the result, for the result.
-CLOCKS: Edits = (
-    (
-        "template <class S>\nstruct alignas(1024) ProductMemory",
-        "static __device__ long long lab_clocks[8];\n"
-        "__device__ __forceinline__ void lab_note(int place, long long value) {\n"
-        "  if (blockIdx.x == 0) lab_clocks[place] = value;\n}\n"
-        "__device__ __forceinline__ long long lab_timer() {\n"
-        '  long long t;\n  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));\n  return t;\n}\n'
-        "template <class S>\nstruct alignas(1024) ProductMemory",
-    ),
-    (
-        "uint32_t parity = 0, last = 0;",
-        "uint32_t parity = 0, last = 0;\n  long long full = 0, room = 0, over = 0, tiles = 0;",
-    ),
-    (
-        "      memory.full[at.slot].wait(at.parity);\n",
-        "      long long begin = clock64();\n      memory.full[at.slot].wait(at.parity);\n"
-        "      full += clock64() - begin;\n",
-    ),
-    ("    wait_products<0>();\n", "    wait_products<0>();\n    long long end = clock64();\n"),
-    (
-        "    memory.result_empty.wait(parity ^ 1);\n",
-        "    long long begin = clock64();\n    memory.result_empty.wait(parity ^ 1);\n    room += clock64() - begin;\n",
-    ),
-    (
-        "    if (lane == 0) memory.result_full.arrive();\n    parity ^= 1;\n  }\n",
-        "    if (lane == 0) memory.result_full.arrive();\n    parity ^= 1;\n"
-        "    over += clock64() - end;\n    ++tiles;\n  }\n"
-        "  if (threadIdx.x == 0) {\n    lab_note(2, full);\n    lab_note(3, room);\n    lab_note(4, over);\n"
-        "    lab_note(6, tiles);\n  }\n",
-    ),
-    (
-        "    memory.result_full.wait(parity);\n",
-        "    long long begin = clock64();\n    memory.result_full.wait(parity);\n    idle += clock64() - begin;\n"
-        "    if (warp == 0 && threadIdx.x % 32 == 0) lab_note(5, idle);\n",
-    ),
-    (
-        "  const EpilogueThread<S> thread(memory, warp);\n",
-        "  long long idle = 0;\n  const EpilogueThread<S> thread(memory, warp);\n",
-    ),
-    (
-        "  if (threadIdx.x == 0) memory.initialize();\n",
-        "  long long cycles = clock64(), nanoseconds = lab_timer();\n  if (threadIdx.x == 0) memory.initialize();\n",
-    ),
-    (
-        "    consume<T, S, kB>(p, memory, warp / 4);\n",
-        "    consume<T, S, kB>(p, memory, warp / 4);\n    if (threadIdx.x == 0) {\n"
-        "      lab_note(0, clock64() - cycles);\n      lab_note(1, lab_timer() - nanoseconds);\n    }\n",
-    ),
+NO_EPILOGUE: Edits = (("part < parts; ++part", "part < p.columns / (1 << 30); ++part"),)
+# Tiles at the ends of rows as wide as all others; those of the last round not shared.
+NOT_NARROWER: Edits = (
+    ("first < p.whole ? S::kParts : S::kParts / p.split;", "S::kParts;"),
+    ("return min(width, (p.columns - column + kTileColumns - 1) / kTileColumns);", "return width;"),
+    ("(tiles - p.whole) * split <= clusters", "false"),
 )
+FIXED: Edits = (("own + 1 == clusters ? 0 : own + 1", "own"),)  # places of clusters within a round
 
 
 @dataclass(frozen=True)
@@ -100,10 +57,6 @@ class Variant:
         """Whether its results are to be."""
         return not self.note.startswith("without")
 
-    @property
-    def timed_inside(self) -> bool:
-        return self.note.endswith("clocks")
-
     def __str__(self) -> str:
         name = f"128x{self.columns} {self.stages} stages cluster {self.cluster} epilogue {self.epilogues} {self.note}"
         return name.strip()
@@ -117,22 +70,35 @@ class Variant:
         return self.folder / "product.so"
 
 
-MAIN = Variant(128, 5, 2, 7)
-SHAPES_TRIED = [(256, 3, 2, 3), (192, 4, 2, 7), (128, 5, 2, 7), (128, 5, 2, 11)]
-VARIANTS = [
-    *(Variant(*shape) for shape in SHAPES_TRIED),
-    *(Variant(*shape, CLOCKS, "clocks") for shape in SHAPES_TRIED),
-    *(
-        Variant(*shape, (*edits, *CLOCKS), f"without {name}, clocks")
-        for shape in ((256, 3, 2, 3), (128, 5, 2, 11))
-        for name, edits in (
-            ("stores", NO_STORES),
-            ("activation", NO_ACTIVATION),
-            ("loads, activation and stores", (*NO_ACTIVATION, *NO_STORES, *NO_LOADS)),
-            ("epilogue", NO_EPILOGUE),
-        )
-    ),
+WAYS = ((NOT_NARROWER, "wide"), (FIXED, "fixed"), ((*NOT_NARROWER, *FIXED), "wide, fixed"))
+LIGHT = [  # for the backward of the derivative alone
+    *(Variant(*shape) for shape in ((192, 4, 2, 3), (128, 5, 2, 3))),
+    *(Variant(*shape, *WAYS[2]) for shape in ((128, 5, 2, 7), (256, 3, 2, 3))),
 ]
+VARIANTS = [
+    *(Variant(*shape) for shape in ((192, 4, 2, 7), (128, 5, 2, 7), (256, 3, 2, 3))),
+    *(Variant(192, 4, 2, 7, *ways) for ways in WAYS),
+    *LIGHT,
+]
+WITHOUT = [  # --without: what each part of the epilogue costs
+    Variant(256, 3, 2, 3, edits, f"without {name}")
+    for name, edits in (
+        ("stores", NO_STORES),
+        ("activation", NO_ACTIVATION),
+        ("loads, activation and stores", (*NO_ACTIVATION, *NO_STORES, *NO_LOADS)),
+        ("epilogue", NO_EPILOGUE),
+    )
+]
+
+
+BRIEF = {
+    *(
+        f"{Variant(192, 4, 2, 7, *ways)}: {form}"
+        for ways in ((), *WAYS)
+        for form in ("a and h", "a and derivative", "of the derivative")
+    ),
+    *(f"{Variant(128, 5, 2, 7, *ways)}: of h, a again" for ways in ((), WAYS[2])),
+}
 
 
 # ---- building and calling --------------------------------------------------------------------------------------------
@@ -153,8 +119,6 @@ def compile_variant(variant: Variant) -> str:
         f"-DLAB_STAGES={variant.stages}",
         f"-DLAB_CLUSTER={variant.cluster}",
         f"-DLAB_EPILOGUES={variant.epilogues}",
-        *(["-DLAB_CLOCKS"] if variant.timed_inside else []),
-        *(["-DLAB_ALL"] if variant == MAIN else []),
     ]
     command = ["nvcc", "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-shared"]
     command += ["-Xcompiler=-fPIC", "-I", str(variant.folder), "-I", str(ROOT / "kernels"), *definitions]
@@ -186,8 +150,11 @@ class Params(ctypes.Structure):
     """ProductParams of cuda_product.cuh."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("bias", "h", "product", "activation", "sums")),
-        *((name, ctypes.c_int) for name in ("rows", "columns", "steps", "column_tiles", "turns", "bias_dtype")),
+        *((name, ctypes.c_void_p) for name in ("bias", "kept", "product", "activation", "sums")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("rows", "columns", "steps", "column_tiles", "turns", "whole", "split", "bias_dtype")
+        ),
     ]
 
 
@@ -198,44 +165,33 @@ class Kernel:
         self.library = ctypes.CDLL(str(variant.library))
         self.function = self.library.hopper_gemm
         self.function.restype = ctypes.c_char_p
-        self.function.argtypes = [ctypes.POINTER(Operands), ctypes.POINTER(Params), *[ctypes.c_int] * 3]
+        self.function.argtypes = [ctypes.POINTER(Operands), ctypes.POINTER(Params), ctypes.c_int, ctypes.c_int]
         self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
 
-    def clocks(self) -> str:
-        """What the last launch noted of itself, in cycles of a tile."""
-        import torch
-
-        torch.cuda.synchronize()
-        noted = (ctypes.c_longlong * 8)()
-        self.library.hopper_gemm_clocks(noted)
-        cycles, nanoseconds, full, room, over, idle, tiles, _ = noted
-        tiles = max(tiles, 1)
-        return (
-            f"{cycles / max(nanoseconds, 1):.2f} GHz, a tile {cycles / tiles:.0f} cycles: waiting for operands"
-            f" {full / tiles:.0f}, at its end {over / tiles:.0f} of which for room {room / tiles:.0f};"
-            f" the epilogue waits {idle / tiles:.0f}"
-        )
-
-    def _call(self, a: Any, b: Any, params: Params, activation: int, backward: bool) -> None:
+    def _call(self, a: Any, b: Any, params: Params, form: int) -> None:
         import torch
 
         stream = torch.cuda.current_stream().cuda_stream
         operands = Operands(a.data_ptr(), b.data_ptr(), a.stride(0), a.shape[1], _code(a), 0, stream)
-        error = self.function(
-            ctypes.byref(operands), ctypes.byref(params), activation, int(backward), self.multiprocessors
-        )
+        error = self.function(ctypes.byref(operands), ctypes.byref(params), form, self.multiprocessors)
         if error is not None:
             raise RuntimeError(error.decode())
 
-    def forward(self, x: Any, w: Any, bias: Any, h: Any, a: Any, activation: int = 0) -> None:
-        params = Params(_address(bias), None, _address(h), a.data_ptr(), None, x.shape[0], w.shape[0])
+    def forward(self, x: Any, w: Any, bias: Any, kept: Any, a: Any, derivative: bool = False) -> None:
+        """Writes a and, as what is kept, h or the activation's derivative."""
+        params = Params(_address(bias), None, _address(kept), a.data_ptr(), None, x.shape[0], w.shape[0])
         params.bias_dtype = _code(bias)
-        self._call(x, w, params, activation, False)
+        self._call(x, w, params, int(derivative))
 
-    def backward(self, dy: Any, w: Any, bias: Any, h: Any, dh: Any, a: Any, sums: Any, activation: int = 0) -> None:
-        params = Params(*(_address(t) for t in (bias, h, dh, a, sums)), dy.shape[0], w.shape[1])
+    def backward(self, dy: Any, w: Any, bias: Any, kept: Any, dh: Any, a: Any, sums: Any) -> None:
+        """Out of h."""
+        params = Params(*(_address(t) for t in (bias, kept, dh, a, sums)), dy.shape[0], w.shape[1])
         params.bias_dtype = _code(bias)
-        self._call(dy, w, params, activation, True)
+        self._call(dy, w, params, 2)
+
+    def backward_kept(self, dy: Any, w: Any, derivative: Any, dh: Any, sums: Any) -> None:
+        params = Params(*(_address(t) for t in (None, derivative, dh, None, sums)), dy.shape[0], w.shape[1])
+        self._call(dy, w, params, 3)
 
 
 def _address(tensor: Any) -> int | None:
@@ -258,17 +214,12 @@ def guarded(rows: int, columns: int, dtype: Any) -> Any:
     return torch.full((rows + GUARD, columns), SENTINEL, dtype=dtype, device=DEVICE)
 
 
-def inner_gradient(u: Any, activation: int) -> tuple[Any, Any]:
-    """activation(u) and its derivative."""
+def inner_gradient(u: Any) -> tuple[Any, Any]:
+    """gelu(u) and its derivative."""
     import torch
 
     u = u.detach().requires_grad_()
-    function = [
-        torch.nn.functional.gelu,
-        lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
-        torch.nn.functional.relu,
-    ][activation]
-    y = function(u)
+    y = torch.nn.functional.gelu(u)
     return y.detach(), torch.autograd.grad(y.sum(), u)[0]
 
 
@@ -286,29 +237,31 @@ def wrong(name: str, got: Any, expected: Any, dtype: Any, slack: float = 1.0) ->
     return f"{name}: {worst:.1e} at {bad[0].tolist()} .. {bad[-1].tolist()}, {len(bad)} of {error.numel()}"
 
 
-def check_case(kernel: Kernel, T: int, C: int, I: int, dtype: Any, activation: int, with_bias: bool) -> list[str]:
+def check_case(kernel: Kernel, T: int, C: int, I: int) -> list[str]:
     import torch
+
+    dtype = torch.bfloat16
 
     def randn(*shape: int, gain: float = 1.0) -> Any:
         return (gain * torch.randn(*shape, device=DEVICE)).to(dtype)
 
     x, w = randn(T, C), randn(I, C, gain=C**-0.5)
-    bias = randn(I).float() if with_bias else None
+    bias = randn(I).float()
     h, a = guarded(T, I, dtype), guarded(T, I, dtype)
-    kernel.forward(x, w, bias, h, a, activation)
+    kernel.forward(x, w, bias, h, a)
     torch.cuda.synchronize()
-    shift = 0 if bias is None else bias.double()
+    shift = bias.double()
     found = [
         wrong("h", h[:T], x.double() @ w.double().t(), dtype),
-        wrong("a", a[:T], inner_gradient(h[:T].double() + shift, activation)[0], dtype),
+        wrong("a", a[:T], inner_gradient(h[:T].double() + shift)[0], dtype),
     ]
     dy, w2 = randn(T, C), randn(C, I, gain=C**-0.5)
     dh, again = guarded(T, I, dtype), guarded(T, I, dtype)
     tiles = -(-T // 128)
     sums = torch.full((tiles + 1, I), SENTINEL, device=DEVICE)
-    kernel.backward(dy, w2, bias, h, dh, again, sums, activation)
+    kernel.backward(dy, w2, bias, h, dh, again, sums)
     torch.cuda.synchronize()
-    y, slope = inner_gradient(h[:T].double() + shift, activation)
+    y, slope = inner_gradient(h[:T].double() + shift)
     exact = (dy.double() @ w2.double()) * slope
     total = sums[:tiles].double().sum(0)
     found += [
@@ -316,18 +269,32 @@ def check_case(kernel: Kernel, T: int, C: int, I: int, dtype: Any, activation: i
         wrong("a again", again[:T], y, dtype),
         wrong("dbias", total, exact.sum(0), dtype, slack=5.0),
     ]
-    for name, tensor in (("h", h), ("a", a), ("dh", dh), ("a again", again)):
+    slope_kept, same, scaled = guarded(T, I, dtype), guarded(T, I, dtype), guarded(T, I, dtype)
+    kernel.forward(x, w, bias, slope_kept, same, True)
+    other_sums = torch.full((tiles + 1, I), SENTINEL, device=DEVICE)
+    kernel.backward_kept(dy, w2, slope_kept, scaled, other_sums)
+    torch.cuda.synchronize()
+    exact = (dy.double() @ w2.double()) * slope_kept[:T].double()
+    found += [
+        wrong("derivative", slope_kept[:T], slope, dtype),
+        wrong("dh of the derivative", scaled[:T], exact, dtype),
+        wrong("dbias of the derivative", other_sums[:tiles].double().sum(0), exact.sum(0), dtype, slack=5.0),
+    ]
+    if not torch.equal(same, a):
+        found.append("another a beside the derivative")
+    written = {"h": h, "a": a, "dh": dh, "a again": again, "derivative": slope_kept, "dh of the derivative": scaled}
+    for name, tensor in written.items():
         if not bool((tensor[T:] == tensor.new_tensor(SENTINEL)).all()):
             found.append(f"{name}: written behind its end")
-    if not bool((sums[tiles:] == SENTINEL).all()):
+    if not bool((sums[tiles:] == SENTINEL).all()) or not bool((other_sums[tiles:] == SENTINEL).all()):
         found.append("sums: written behind their end")
     only = guarded(T, I, dtype)
-    kernel.forward(x, w, bias, None, only, activation)
+    kernel.forward(x, w, bias, None, only)
     other = guarded(T, I, dtype)
-    kernel.backward(dy, w2, bias, h, other, None, None, activation)
+    kernel.backward(dy, w2, bias, h, other, None, None)
     if not torch.equal(only, a) or not torch.equal(other, dh):
         found.append("other results when less is wanted")
-    label = f"T{T} C{C} I{I} {str(dtype)[6:]} activation {activation} bias {with_bias}"
+    label = f"T{T} C{C} I{I}"
     return [f"{label}: {complaint}" for complaint in found if complaint]
 
 
@@ -340,21 +307,19 @@ def check(variant: Variant) -> list[str]:
     complaints = []
     cases = [(256, 64, 256), (128, 1024, 512), (1, 72, 8), (300, 200, 392), (777, 768, 3072), (4200, 1024, 4096)]
     for T, C, I in cases:
-        complaints += check_case(kernel, T, C, I, torch.bfloat16, 0, True)
-    if variant == MAIN:
-        for dtype in (torch.bfloat16, torch.float16):
-            for activation in (0, 1, 2):
-                complaints += check_case(kernel, 600, 320, 640, dtype, activation, dtype == torch.float16)
+        complaints += check_case(kernel, T, C, I)
     T, C, I = 18400, 768, 3072
     x, w, bias = (torch.randn(s, device=DEVICE).bfloat16() for s in ((T, C), (I, C), (I,)))
     dy, w2 = torch.randn(T, C, device=DEVICE).bfloat16(), torch.randn(C, I, device=DEVICE).bfloat16()
     first = None
     for _ in range(15):
-        results = [torch.empty(T, I, dtype=x.dtype, device=DEVICE) for _ in range(4)]
-        sums = torch.empty(-(-T // 128), I, device=DEVICE)
+        results = [torch.empty(T, I, dtype=x.dtype, device=DEVICE) for _ in range(7)]
+        sums = [torch.empty(-(-T // 128), I, device=DEVICE) for _ in range(2)]
         kernel.forward(x, w, bias, *results[:2])
-        kernel.backward(dy, w2, bias, results[0], *results[2:], sums)
-        bits = [*(r.view(torch.int16) for r in results), sums.view(torch.int32)]
+        kernel.backward(dy, w2, bias, results[0], *results[2:4], sums[0])
+        kernel.forward(x, w, bias, *results[4:6], True)
+        kernel.backward_kept(dy, w2, results[4], results[6], sums[1])
+        bits = [*(r.view(torch.int16) for r in results), *(s.view(torch.int32) for s in sums)]
         if first is not None and not all(torch.equal(a, b) for a, b in zip(bits, first, strict=True)):
             complaints.append("not the same bits every time")
             break
@@ -374,7 +339,8 @@ def check_apart(variant: Variant, seconds: float) -> str:
 
 # ---- times -----------------------------------------------------------------------------------------------------------
 
-SHAPES = [(32768, 1024, 4096), (32768, 768, 3072), (18400, 768, 3072), (2048, 1024, 4096), (256, 1024, 4096)]
+LAUNCHES = 10  # in a graph
+SHAPES = [(32768, 1024, 4096), (18350, 1024, 4096), (32768, 768, 3072)]
 
 
 class ForwardPass(ctypes.Structure):
@@ -444,105 +410,101 @@ def graph_of(function: Callable[[], Any], launches: int) -> Any:
     return graph
 
 
-def time_us(calls: dict[str, Callable[[], Any]], launches: int = 6, rounds: int = 7) -> dict[str, float]:
-    """Medians; the calls take turns."""
+def lasting_us(calls: dict[str, Callable[[], Any]], rounds: int = 3) -> dict[str, list[float]]:
+    """Under lasting load, where the chip's power sets its clock; the calls take turns, sorted."""
     import torch
 
-    graphs, times = {}, {}
-    for name, function in calls.items():
-        try:
-            graphs[name] = graph_of(function, launches)
-            times[name] = []
-        except Exception as error:
-            print(f"{name}: {repr(error)[:300]}", flush=True)
-    for _ in range(rounds):
+    graphs = {name: graph_of(function, LAUNCHES) for name, function in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds):
         for name, graph in graphs.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            for _ in range(8):  # until the clock is this call's
+                graph.replay()
             start.record()
-            graph.replay()
+            for _ in range(12):
+                graph.replay()
             end.record()
+            if number == 0 and name == next(iter(graphs)):
+                print(f"{name}: {chip()}", flush=True)
             end.synchronize()
-            times[name].append(1e3 * start.elapsed_time(end) / launches)
-    return {name: sorted(found)[len(found) // 2] for name, found in times.items()}
+            times[name].append(1e3 * start.elapsed_time(end) / (12 * LAUNCHES))
+    return {name: sorted(found) for name, found in times.items()}
 
 
-def time_all(names: list[str]) -> None:
+def calls_of(T: int, C: int, I: int, kernels: dict[str, Kernel], own: Pass) -> dict[str, dict[str, Callable[[], Any]]]:
+    """What is timed in each direction."""
+    import torch
+
+    x, dy = (torch.randn(T, C, device=DEVICE).bfloat16() for _ in range(2))
+    w = (torch.randn(I, C, device=DEVICE) * C**-0.5).bfloat16()
+    bias, dbias, w2 = torch.randn(I, device=DEVICE), torch.empty(I, device=DEVICE), w.t().contiguous()
+    h, derivative, a, dh, da = (torch.empty(T, I, dtype=x.dtype, device=DEVICE) for _ in range(5))
+    sums = torch.empty(-(-T // 128), I, device=DEVICE)
+    workspace = torch.empty(4 * 132 // (I // 256), I, device=DEVICE)
+    torch.mm(x, w.t(), out=h)
+    derivative.copy_(inner_gradient(h.float() + bias)[1])
+
+    forward: dict[str, Callable[[], Any]] = {
+        "vendor's product": partial(torch.mm, x, w.t(), out=h),
+        "product, pass": lambda: (torch.mm(x, w.t(), out=h), own.forward(h, bias, a)),
+    }
+    backward: dict[str, Callable[[], Any]] = {
+        "vendor's product": partial(torch.mm, dy, w2, out=da),
+        "product, pass": lambda: (
+            torch.mm(dy, w2, out=da),
+            own.backward(da, h, bias, dh, a, dbias, workspace),
+        ),
+    }
+    for name, kernel in kernels.items():
+        backward[f"{name}: of the derivative"] = partial(kernel.backward_kept, dy, w2, derivative, dh, sums)
+        forward[f"{name}: a and h"] = partial(kernel.forward, x, w, bias, h, a)
+        forward[f"{name}: a and derivative"] = partial(kernel.forward, x, w, bias, derivative, a, True)
+        backward[f"{name}: of h, a again"] = partial(kernel.backward, dy, w2, bias, h, dh, a, sums)
+        backward[f"{name}: of h"] = partial(kernel.backward, dy, w2, bias, h, dh, None, sums)
+    return {"backward": backward, "forward": forward}
+
+
+def is_timed(name: str, brief: bool) -> bool:
+    variant, _, form = name.partition(": ")
+    if not form:
+        return True
+    if brief:
+        return name in BRIEF
+    return form == "of the derivative" or variant not in map(str, LIGHT)
+
+
+def chip() -> str:
+    """Clock, power, its limit and what slows the chip down, now."""
+    fields = "clocks.sm,power.draw,power.limit,temperature.gpu,clocks_throttle_reasons.active"
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.strip()
+
+
+def time_all(names: list[str], shapes: int, brief: bool) -> None:
     import torch
 
     torch.manual_seed(0)
-    kernels = {name: Kernel(variant) for variant in VARIANTS if (name := str(variant)) in names}
-    timed_inside = {str(variant) for variant in VARIANTS if variant.timed_inside}
+    kernels = {name: Kernel(variant) for variant in (*VARIANTS, *WITHOUT) if (name := str(variant)) in names}
     own = Pass()
-    for T, C, I in SHAPES:
-        x, dy = (torch.randn(T, C, device=DEVICE).bfloat16() for _ in range(2))
-        w = (torch.randn(I, C, device=DEVICE) * C**-0.5).bfloat16()
-        bias, dbias, w2 = torch.randn(I, device=DEVICE), torch.empty(I, device=DEVICE), w.t().contiguous()
-        h, a, dh, da = (torch.empty(T, I, dtype=x.dtype, device=DEVICE) for _ in range(4))
-        sums = torch.empty(-(-T // 128), I, device=DEVICE)
-        workspace = torch.empty(4 * 132 // (I // 256), I, device=DEVICE)
-        flops = 2.0 * T * C * I
-        torch.mm(x, w.t(), out=h)
-
-        forward: dict[str, Callable[[], Any]] = {
-            "vendor's product": lambda: torch.mm(x, w.t(), out=h),  # noqa: B023
-            "pass": lambda: own.forward(h, bias, a),  # noqa: B023
-            "product, pass": lambda: (torch.mm(x, w.t(), out=h), own.forward(h, bias, a)),  # noqa: B023
-        }
-        backward: dict[str, Callable[[], Any]] = {
-            "vendor's product": lambda: torch.mm(dy, w2, out=da),  # noqa: B023
-            "pass": lambda: own.backward(da, h, bias, dh, a, dbias, workspace),  # noqa: B023
-            "product, pass": lambda: (
-                torch.mm(dy, w2, out=da),  # noqa: B023
-                own.backward(da, h, bias, dh, a, dbias, workspace),  # noqa: B023
-            ),
-        }
-        inside: dict[str, dict[str, Kernel]] = {"forward": {}, "backward": {}}
-        for name, kernel in kernels.items():
-            if name in timed_inside and (T, C) != (32768, 1024):
-                continue
-            forward[name] = lambda kernel=kernel: kernel.forward(x, w, bias, h, a)  # noqa: B023
-            backward[name] = lambda kernel=kernel: kernel.backward(dy, w2, bias, h, dh, a, sums)  # noqa: B023
-            if name in timed_inside:
-                inside["forward"][name] = inside["backward"][name] = kernel
-        for direction, calls in (("backward", backward), ("forward", forward)):
-            if T > 10000:
-                lasting = ("vendor's product", "product, pass", *map(str, VARIANTS[:4]))
-                sustained({name: calls[name] for name in lasting if name in calls}, f"T{T} C{C} {direction}")
-            found = time_us(calls)
-            for name, microseconds in found.items():
-                more = ""
-                if name in inside[direction]:
-                    for _ in range(20):
-                        calls[name]()
-                    more = "; " + inside[direction][name].clocks()
-                rate = flops / microseconds * 1e-6
-                print(f"T{T} C{C} {direction}: {name}: {microseconds:.1f} us, {rate:.0f} TFLOP/s{more}", flush=True)
-
-
-def sustained(calls: dict[str, Callable[[], Any]], label: str) -> None:
-    """Under lasting load, where the chip's power sets its clock."""
-    import torch
-
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,clocks_throttle_reasons.active", "--format=csv,noheader"]
-    for name, function in calls.items():
-        graph = graph_of(function, 20)
-        graph.replay()
-        torch.cuda.synchronize()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(25):
-            graph.replay()
-        end.record()
-        reading = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-        end.synchronize()
-        print(f"{label}, lasting: {name}: {1e3 * start.elapsed_time(end) / 500:.1f} us ({reading})", flush=True)
+    for T, C, I in SHAPES[:shapes]:
+        for direction, calls in calls_of(T, C, I, kernels, own).items():
+            timed = {name: call for name, call in calls.items() if is_timed(name, brief)}
+            for name, found in lasting_us(timed).items():
+                median = found[len(found) // 2]
+                rate = 2e-6 * T * C * I / median
+                spread = f"{found[0]:.1f} to {found[-1]:.1f}"
+                print(f"T{T} C{C} {direction}: {name}: {median:.1f} us ({spread}), {rate:.0f} TFLOP/s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--check", default="", help="a variant's name: check it and say ok")
     parser.add_argument("--time", nargs="*", help="variants' names: time these")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of SHAPES are timed")
+    parser.add_argument("--brief", action="store_true", help="time what a choice is to be made of, without checks")
     parser.add_argument("--build", action="store_true", help="compile only")
+    parser.add_argument("--without", action="store_true", help="also time kernels that leave work out")
     parser.add_argument("--jobs", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=65.0, help="when the last timing is broken off")
     arguments = parser.parse_args()
@@ -551,7 +513,7 @@ def main() -> None:
         print("\n    ".join(check(variant)) or "ok")
         return
     if arguments.time is not None:
-        time_all(arguments.time)
+        time_all(arguments.time, arguments.shapes, arguments.brief)
         return
     start = time.time()
     WORK.mkdir(exist_ok=True)
@@ -562,9 +524,13 @@ def main() -> None:
         with results.open("a") as file:
             file.write(text + "\n")
 
+    variants = [*VARIANTS, *(WITHOUT if arguments.without else [])]
+    brief = ["--brief"] if arguments.brief else []
+    if brief:
+        variants = [variant for variant in VARIANTS if any(name.startswith(f"{variant}: ") for name in BRIEF)]
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         own = pool.submit(compile_pass)
-        for variant, complaint in zip(VARIANTS, pool.map(compile_variant, VARIANTS), strict=True):
+        for variant, complaint in zip(variants, pool.map(compile_variant, variants), strict=True):
             if complaint:
                 say(f"compile {variant}: {complaint}")
     if own.result():
@@ -572,17 +538,20 @@ def main() -> None:
     say(f"compiled after {time.time() - start:.0f} s")
     if arguments.build:
         return
-    built = [variant for variant in VARIANTS if variant.library.exists()]
-    checked = [variant for variant in built if variant.right]
+    built = [variant for variant in variants if variant.library.exists()]
+    checked = [variant for variant in built if variant.right and not brief]
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
         verdicts = list(pool.map(lambda variant: check_apart(variant, 20.0), checked))
     for variant, verdict in zip(checked, verdicts, strict=True):
         say(f"check {variant}: {verdict[:1200]}")
     say(f"checked after {time.time() - start:.0f} s")
     right = [str(variant) for variant, verdict in zip(checked, verdicts, strict=True) if verdict == "ok"]
-    right += [str(variant) for variant in built if not variant.right]
+    right += [str(variant) for variant in built if variant not in checked]
     timing = subprocess.Popen(
-        [sys.executable, __file__, "--time", *right], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, __file__, f"--shapes={arguments.shapes}", *brief, "--time", *right],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert timing.stdout is not None
     limit = concurrent.futures.ThreadPoolExecutor(1)

@@ -11,10 +11,9 @@ namespace fasttfm {
 namespace cuda {
 namespace {
 
-using ForwardShape = ProductShape<192, 4, 2, 7>;
-using BackwardShape = ProductShape<128, 5, 2, 7>;
+using Shape = ProductShape<192, 4, 2, 7>;
 
-int64_t row_tiles(int64_t rows) { return (rows + BackwardShape::kRows - 1) / BackwardShape::kRows; }
+int64_t row_tiles(int64_t rows) { return (rows + Shape::kRows - 1) / Shape::kRows; }
 
 Status check_product(const ProductOperands& operands, int64_t rows, int64_t columns,
                      std::initializer_list<const void*> tensors) {
@@ -32,17 +31,19 @@ Status check_product(const ProductOperands& operands, int64_t rows, int64_t colu
   return {};
 }
 
-template <class Shape, bool BACKWARD>
-Status run_product(const ProductOperands& operands, const ProductParams& p, Activation activation) {
+template <bool BACKWARD, Kept KEPT, Activation A>
+Status run_with(const ProductOperands& operands, const ProductParams& p) {
   int multiprocessors = 0;
   const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, operands.device);
   if (error != cudaSuccess) return status_of(error);
-  return with_activation(activation, [&](auto tag) {
-    constexpr Activation kActivation = decltype(tag)::value;
-    return operands.dtype == DType::bf16
-               ? launch_product<bf16_t, Shape, kActivation, BACKWARD>(operands, p, multiprocessors)
-               : launch_product<f16_t, Shape, kActivation, BACKWARD>(operands, p, multiprocessors);
-  });
+  return operands.dtype == DType::bf16 ? launch_product<bf16_t, Shape, A, BACKWARD, KEPT>(operands, p, multiprocessors)
+                                       : launch_product<f16_t, Shape, A, BACKWARD, KEPT>(operands, p, multiprocessors);
+}
+
+template <bool BACKWARD, Kept KEPT>
+Status run_product(const ProductOperands& operands, const ProductParams& p, Activation activation) {
+  return with_activation(activation,
+                         [&](auto tag) { return run_with<BACKWARD, KEPT, decltype(tag)::value>(operands, p); });
 }
 
 }  // namespace
@@ -50,38 +51,42 @@ Status run_product(const ProductOperands& operands, const ProductParams& p, Acti
 Status gelu_product_forward(const GeluProductForward& call) {
   const ProductOperands operands = {call.x,     call.weight, call.x_stride, call.inputs,
                                     call.dtype, call.device, call.stream};
-  const Status status =
-      check_product(operands, call.rows, call.columns, {call.x, call.weight, call.bias, call.h, call.a});
+  const Status status = check_product(operands, call.rows, call.columns,
+                                      {call.x, call.weight, call.bias, call.h, call.derivative, call.a});
   if (status.code != StatusCode::ok || call.rows == 0) return status;
   DeviceGuard guard(call.device);
   ProductParams p = {};
   p.bias = call.bias;
   p.bias_dtype = call.bias_dtype;
-  p.product = static_cast<char*>(call.h);
+  p.product = static_cast<char*>(call.derivative == nullptr ? call.h : call.derivative);
   p.activation = static_cast<char*>(call.a);
   p.rows = static_cast<int>(call.rows);
   p.columns = static_cast<int>(call.columns);
-  return run_product<ForwardShape, false>(operands, p, call.activation);
+  return call.derivative == nullptr ? run_product<false, Kept::product>(operands, p, call.activation)
+                                    : run_product<false, Kept::derivative>(operands, p, call.activation);
 }
 
 Status gelu_product_backward(const GeluProductBackward& call) {
   const ProductOperands operands = {call.dy,    call.weight, call.dy_stride, call.outputs,
                                     call.dtype, call.device, call.stream};
-  Status status =
-      check_product(operands, call.rows, call.columns, {call.dy, call.weight, call.bias, call.h, call.dh, call.a});
+  Status status = check_product(operands, call.rows, call.columns,
+                                {call.dy, call.weight, call.bias, call.h, call.derivative, call.dh, call.a});
   if (status.code != StatusCode::ok) return status;
   DeviceGuard guard(call.device);
   if (call.rows > 0) {
     ProductParams p = {};
     p.bias = call.bias;
     p.bias_dtype = call.bias_dtype;
-    p.h = static_cast<const char*>(call.h);
+    p.kept = static_cast<const char*>(call.derivative == nullptr ? call.h : call.derivative);
     p.product = static_cast<char*>(call.dh);
     p.activation = static_cast<char*>(call.a);
     p.sums = call.dbias == nullptr ? nullptr : call.workspace;
     p.rows = static_cast<int>(call.rows);
     p.columns = static_cast<int>(call.columns);
-    status = run_product<BackwardShape, true>(operands, p, call.activation);
+    if (call.derivative == nullptr)
+      status = run_product<true, Kept::product>(operands, p, call.activation);
+    else  // whatever the activation is
+      status = run_with<true, Kept::derivative, Activation::gelu>(operands, p);
   }
   if (status.code != StatusCode::ok || call.dbias == nullptr) return status;
   return sum_parts(call.workspace, {call.dbias, call.bias_dtype}, {}, static_cast<int>(row_tiles(call.rows)),

@@ -6,8 +6,9 @@
 // write to memory, while the next tile is multiplied. Blocks of a cluster take tiles one below the other: each copies a
 // share of the operand b, which all of them need.
 //
-// Per tile of 128 x 256 at K = 1024 the matrix units need 16,384 cycles; the pass over the tile, 15 to 25 instructions
-// and two or three special functions per element, 4,000 to 6,500 issue slots of each scheduler.
+// Per tile of 128 x 192 at K = 1024 the matrix units need 12,288 cycles; the pass over the tile, 18 to 28 instructions
+// and two or three special functions per element, 3,500 to 5,500 issue slots of each scheduler. A backward that finds
+// the derivative in memory takes 8 instructions and no special function.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +24,8 @@ namespace cuda {
 
 // COLUMNS of a tile, STAGES of the ring, CLUSTER blocks, EPILOGUES warps that compute activations.
 //
-// A product of 256 columns needs 154 registers, and the assembler allows no more than a thread has at the start: that
-// is EPILOGUES of up to 3.
+// A product of 256 columns needs 154 registers, one of 192 needs 120, and the assembler allows no more than a thread
+// has at the start: that is EPILOGUES of up to 3, or 7.
 template <int COLUMNS, int STAGES, int CLUSTER, int EPILOGUES>
 struct ProductShape {
   static constexpr int kRows = 128, kColumns = COLUMNS, kStages = STAGES, kCluster = CLUSTER;
@@ -35,9 +36,6 @@ struct ProductShape {
   static constexpr int kThreads = 32 * (kConsumerWarps + 1 + EPILOGUES);
   static constexpr int kRowGroups = kRows / 4;  // a warp takes four rows of a part at a time
   static constexpr int kVectors = (kRowGroups + EPILOGUES - 1) / EPILOGUES;  // of 8 elements in a part, a thread's
-  // Registers move between warpgroups where 16 warps start with 128 each and a product needs more.
-  static constexpr bool kMovesRegisters = EPILOGUES == 7 && COLUMNS > 128;
-  static constexpr int kConsumerRegisters = 168, kEpilogueRegisters = 88;
 };
 
 template <class S>
@@ -61,39 +59,57 @@ struct alignas(1024) ProductMemory {
   }
 };
 
+// What the forward leaves for the backward: h, or the activation's derivative at h + bias.
+enum class Kept { product, derivative };
+
 struct ProductParams {
   const void* bias;         // or null
-  const char* h;            // backward
-  char* product;            // forward: h, or null; backward: dh
+  const char* kept;         // backward
+  char* product;            // forward: what is kept, or null; backward: dh
   char* activation;         // a, or null in the backward
   float* sums;              // backward: [row tiles, columns], or null
   int rows, columns;        // of the result
   int steps;                // of 64 elements of K
   int column_tiles, turns;  // a cluster's tiles of one turn lie one below the other
+  int whole, split;         // the turns before the last round, and how many share a tile in that
   DType bias_dtype;
 };
 
-// The tiles of one block: neighbouring clusters take neighbouring columns of the same rows.
+// The tiles of one block: neighbouring clusters take neighbouring columns of the same rows, in one round of turns after
+// another. From round to round a cluster moves on by one among them: the narrower tiles at the ends of rows might all
+// be one cluster's otherwise. In the last round, where few tiles are left, several clusters share the columns of one.
 template <class S>
 struct TileTurns {
-  int turn;
+  int first, own;   // the round's first turn, and this cluster's behind it
   int row, column;  // of the tile's first element
 
   __device__ __forceinline__ explicit TileTurns(const ProductParams& p)
-      : turn(static_cast<int>(blockIdx.x) / S::kCluster) {
+      : first(0), own(static_cast<int>(blockIdx.x) / S::kCluster) {
     place(p);
   }
-  __device__ __forceinline__ bool valid(const ProductParams& p) const { return turn < p.turns; }
+  __device__ __forceinline__ bool valid(const ProductParams& p) const { return first + own < p.turns; }
   __device__ __forceinline__ void next(const ProductParams& p) {
-    turn += static_cast<int>(gridDim.x) / S::kCluster;
+    const int clusters = static_cast<int>(gridDim.x) / S::kCluster;
+    first += clusters;
+    own = own + 1 == clusters ? 0 : own + 1;
     place(p);
+  }
+  // Of 64 columns, that are the block's and in the result; may be none in the last round.
+  __device__ __forceinline__ int parts(const ProductParams& p) const {
+    const int width = first < p.whole ? S::kParts : S::kParts / p.split;
+    return min(width, (p.columns - column + kTileColumns - 1) / kTileColumns);
   }
 
  private:
   __device__ __forceinline__ void place(const ProductParams& p) {
     const int rank = static_cast<int>(blockIdx.x) % S::kCluster;
+    int turn = first + own, share = 0;
+    if (first >= p.whole) {
+      turn = p.whole + own / p.split;
+      share = own % p.split * (S::kColumns / p.split);
+    }
     row = (turn / p.column_tiles * S::kCluster + rank) * S::kRows;
-    column = turn % p.column_tiles * S::kColumns;
+    column = turn % p.column_tiles * S::kColumns + share;
   }
 };
 
@@ -144,13 +160,13 @@ __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t 
                : "memory");
 }
 
-// Sums of a warpgroup's 64 rows, rounded, to its rows of the result's parts.
-template <class T, class S>
-__device__ __forceinline__ void store_result(uint32_t parts, const float (&d)[S::kColumns / 2]) {
+// Sums of a warpgroup's 64 rows, rounded, to its rows of the result's first PARTS.
+template <class T, class S, int PARTS>
+__device__ __forceinline__ void store_result(uint32_t parts, const float (&d)[PARTS * kTileColumns / 2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, row = 16 * (static_cast<int>(threadIdx.x) / 32 % 4) + lane % 16;
   const uint32_t first = parts + row * kTileRowBytes + (((lane / 16) ^ (row % 8)) << 4);
 #pragma unroll
-  for (int i = 0; i < S::kColumns / 8; i += 2) {  // columns 8 * i to 8 * i + 15
+  for (int i = 0; i < PARTS * kTileColumns / 8; i += 2) {  // columns 8 * i to 8 * i + 15
     uint32_t word[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) word[k] = narrow_word(d[4 * i + 2 * k], d[4 * i + 2 * k + 1], T{});
@@ -158,48 +174,68 @@ __device__ __forceinline__ void store_result(uint32_t parts, const float (&d)[S:
   }
 }
 
-// A warpgroup: 64 rows of each tile.
-template <class T, class S, Major B>
-__device__ __forceinline__ void consume(const ProductParams& p, ProductMemory<S>& memory, int group) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const auto release = [&](Barrier& empty) {
-    __syncwarp();
-    if constexpr (S::kCluster == 1) {
-      if (lane == 0) empty.arrive();
-    } else {
-      if (lane < S::kCluster) empty.arrive_remote(lane);
-    }
-  };
+// Where a warpgroup stands: its half of a tile's rows, the ring, and whose turn it is with the result.
+template <class S>
+struct Consumer {
+  int group;
   RingPosition<S::kStages> at;
   uint32_t parity = 0, last = 0;
-  for (TileTurns<S> tile(p); tile.valid(p); tile.next(p)) {
-    float d[S::kColumns / 2];
-    for (int step = 0; step < p.steps; ++step) {
-      memory.full[at.slot].wait(at.parity);
-      const uint64_t a = k_major(shared_address(memory.a[at.slot]) + group * 64 * kTileRowBytes);
-      const uint32_t b_tile = shared_address(memory.b[at.slot]);
-      const uint64_t b = B == Major::k ? k_major(b_tile) : mn_major(b_tile, kTileColumns * kTileRowBytes);
-      begin_products();
+};
+
+template <class S>
+__device__ __forceinline__ void release(Barrier& empty) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  __syncwarp();
+  if constexpr (S::kCluster == 1) {
+    if (lane == 0) empty.arrive();
+  } else {
+    if (lane < S::kCluster) empty.arrive_remote(lane);
+  }
+}
+
+// A warpgroup: 64 rows of the tile's first PARTS, or of fewer if there are no more. The sums' registers are the same
+// for all widths: the assembler would keep room for each.
+template <class T, class S, Major B, int PARTS = S::kParts>
+__device__ __forceinline__ void multiply_tile(const ProductParams& p, ProductMemory<S>& memory, Consumer<S>& own,
+                                              int parts, float (&sums)[S::kColumns / 2]) {
+  if constexpr (PARTS > 1) {
+    if (parts < PARTS) return multiply_tile<T, S, B, PARTS - 1>(p, memory, own, parts, sums);
+  }
+  auto& d = reinterpret_cast<float (&)[PARTS * kTileColumns / 2]>(sums);
+  for (int step = 0; step < p.steps; ++step) {
+    memory.full[own.at.slot].wait(own.at.parity);
+    const uint64_t a = k_major(shared_address(memory.a[own.at.slot]) + own.group * 64 * kTileRowBytes);
+    const uint32_t b_tile = shared_address(memory.b[own.at.slot]);
+    const uint64_t b = B == Major::k ? k_major(b_tile) : mn_major(b_tile, kTileColumns * kTileRowBytes);
+    begin_products();
 #pragma unroll
-      for (int i = 0; i < kTileColumns / 16; ++i)
-        multiply<T, Major::k, B>(d, advance(a, i * kKMajorStep),
-                                 advance(b, i * (B == Major::k ? kKMajorStep : kMnMajorStep)), step > 0 || i > 0);
-      commit_products();
-      if (step > 0) {
-        wait_products<1>();
-        release(memory.empty[last]);
-      }
-      last = at.slot;
-      at.next();
+    for (int i = 0; i < kTileColumns / 16; ++i)
+      multiply<T, Major::k, B>(d, advance(a, i * kKMajorStep),
+                               advance(b, i * (B == Major::k ? kKMajorStep : kMnMajorStep)), step > 0 || i > 0);
+    commit_products();
+    if (step > 0) {
+      wait_products<1>();
+      release<S>(memory.empty[own.last]);
     }
-    wait_products<0>();
-    hold_registers(d);
-    release(memory.empty[last]);
-    memory.result_empty.wait(parity ^ 1);
-    store_result<T, S>(shared_address(memory.result) + group * 64 * kTileRowBytes, d);
+    own.last = own.at.slot;
+    own.at.next();
+  }
+  wait_products<0>();
+  hold_registers(d);
+  release<S>(memory.empty[own.last]);
+  memory.result_empty.wait(own.parity ^ 1);
+  store_result<T, S, PARTS>(shared_address(memory.result) + own.group * 64 * kTileRowBytes, d);
+}
+
+template <class T, class S, Major B>
+__device__ __forceinline__ void consume(const ProductParams& p, ProductMemory<S>& memory, int group) {
+  Consumer<S> own = {group};
+  float sums[S::kColumns / 2];
+  for (TileTurns<S> tile(p); tile.valid(p); tile.next(p)) {
+    multiply_tile<T, S, B>(p, memory, own, tile.parts(p), sums);
     __syncwarp();
-    if (lane == 0) memory.result_full.arrive();
-    parity ^= 1;
+    if (threadIdx.x % 32 == 0) memory.result_full.arrive();
+    own.parity ^= 1;
   }
 }
 
@@ -256,6 +292,23 @@ __device__ __forceinline__ uint4 narrow_vector(const float (&from)[kVector]) {
   return *reinterpret_cast<const uint4*>(&packed);
 }
 
+// Element by element, rounded once.
+__device__ __forceinline__ uint32_t multiply_words(uint32_t one, uint32_t other, bf16_t) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(one), "r"(other));
+  return product;
+}
+__device__ __forceinline__ uint32_t multiply_words(uint32_t one, uint32_t other, f16_t) {
+  uint32_t product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(one), "r"(other));
+  return product;
+}
+template <class T>
+__device__ __forceinline__ uint4 multiply_vectors(uint4 one, uint4 other) {
+  return make_uint4(multiply_words(one.x, other.x, T{}), multiply_words(one.y, other.y, T{}),
+                    multiply_words(one.z, other.z, T{}), multiply_words(one.w, other.w, T{}));
+}
+
 // A thread's place in the parts of a tile, 64 columns each: eight threads take the 128 bytes of a row, a warp four
 // rows, the warps neighbouring ones; a thread's vectors of a part are kStep rows apart.
 template <class S>
@@ -297,7 +350,7 @@ struct PartWalk {
   }
 };
 
-template <class T, class S, Activation A>
+template <class T, class S, Activation A, Kept KEPT>
 __device__ __forceinline__ void finish_forward(const ProductParams& p, ProductMemory<S>& memory, int warp) {
   const EpilogueThread<S> thread(memory, warp);
   uint32_t parity = 0;
@@ -305,14 +358,16 @@ __device__ __forceinline__ void finish_forward(const ProductParams& p, ProductMe
   BiasVector next_bias(p, tile.column + thread.column);
   for (; tile.valid(p); tile.next(p)) {
     memory.result_full.wait(parity);
+    const int parts = tile.parts(p);
 #pragma unroll 1
-    for (int part = 0; part < S::kParts; ++part) {
+    for (int part = 0; part < parts; ++part) {
+      const bool ends = part == parts - 1;
       PartWalk<S> at(p, thread, tile, part);
       float bias[kVector];
       next_bias.widen_to(bias, p.bias_dtype);
       TileTurns<S> then = tile;
-      if (part == S::kParts - 1) then.next(p);
-      next_bias = BiasVector(p, then.column + (part + 1) % S::kParts * kTileColumns + thread.column);
+      if (ends) then.next(p);
+      next_bias = BiasVector(p, then.column + (ends ? 0 : part + 1) * kTileColumns + thread.column);
       constexpr int kBatch = 4;  // vectors under way together
 #pragma unroll
       for (int first = 0; first < S::kVectors; first += kBatch) {
@@ -321,10 +376,15 @@ __device__ __forceinline__ void finish_forward(const ProductParams& p, ProductMe
         for (int v = first; v < first + kBatch && v < S::kVectors; ++v) sums[v - first] = thread.vector(part, v);
 #pragma unroll
         for (int v = first; v < first + kBatch && v < S::kVectors; ++v) {
-          float value[kVector];
+          float value[kVector], derivative[kVector];
           widen_vector<T>(sums[v - first], value);
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) value[i] = activated<A, false>(value[i] + bias[i]).value;
+          for (int i = 0; i < kVector; ++i) {
+            const Activated activation = activated<A, false>(value[i] + bias[i]);
+            value[i] = activation.value;
+            derivative[i] = activation.derivative;
+          }
+          if constexpr (KEPT == Kept::derivative) sums[v - first] = narrow_vector<T>(derivative);
           store_vector_if(at.there() && p.product != nullptr, p.product + at.offset, sums[v - first]);
           store_vector_if(at.there(), p.activation + at.offset, narrow_vector<T>(value));
           at.next(p);
@@ -360,23 +420,25 @@ __device__ __forceinline__ void store_sums(const ProductParams& p, ProductMemory
   }
 }
 
-// h is read a part ahead: a vector's registers take the next part's as soon as they are free.
-template <class T, class S, Activation A>
+// What was kept is read a part ahead: a vector's registers take the next part's as soon as they are free.
+template <class T, class S, Activation A, Kept KEPT>
 __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductMemory<S>& memory, int warp) {
   const EpilogueThread<S> thread(memory, warp);
   uint32_t parity = 0;
-  uint4 h[S::kVectors];
+  int buffer = 0;  // of the sums
+  uint4 kept[S::kVectors];
   TileTurns<S> tile(p);
   if (!tile.valid(p)) return;
   PartWalk<S> ahead(p, thread, tile, 0);
   BiasVector next_bias(p, ahead.column);
 #pragma unroll
-  for (int v = 0; v < S::kVectors; ++v, ahead.next(p)) h[v] = load_stream_if(ahead.there(), p.h + ahead.offset);
+  for (int v = 0; v < S::kVectors; ++v, ahead.next(p)) kept[v] = load_stream_if(ahead.there(), p.kept + ahead.offset);
   for (; tile.valid(p); tile.next(p)) {
     memory.result_full.wait(parity);
+    const int parts = tile.parts(p);
 #pragma unroll 1
-    for (int part = 0; part < S::kParts; ++part) {
-      const bool ends = part == S::kParts - 1;
+    for (int part = 0; part < parts; ++part) {
+      const bool ends = part == parts - 1;
       PartWalk<S> at(p, thread, tile, part);
       TileTurns<S> then = tile;
       if (ends) then.next(p);
@@ -393,21 +455,30 @@ __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductM
         if (S::kVectors * S::kEpilogueWarps > S::kRowGroups && v == S::kVectors - 1 && !at.there())
           product = make_uint4(0, 0, 0, 0);  // below the tile
         float value[kVector], gradient[kVector];
-        widen_vector<T>(product, gradient);
-        widen_vector<T>(h[v], value);
-        h[v] = load_stream_if(ahead.there(), p.h + ahead.offset);
+        if constexpr (KEPT == Kept::derivative) {
+          product = multiply_vectors<T>(product, kept[v]);
+          kept[v] = load_stream_if(ahead.there(), p.kept + ahead.offset);
+          widen_vector<T>(product, gradient);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          const Activated activation = activated<A, false>(value[i] + bias[i]);
-          value[i] = activation.value;
-          gradient[i] *= activation.derivative;
-          sum[i] += gradient[i];
+          for (int i = 0; i < kVector; ++i) sum[i] += gradient[i];
+        } else {
+          widen_vector<T>(product, gradient);
+          widen_vector<T>(kept[v], value);
+          kept[v] = load_stream_if(ahead.there(), p.kept + ahead.offset);
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) {
+            const Activated activation = activated<A, false>(value[i] + bias[i]);
+            value[i] = activation.value;
+            gradient[i] *= activation.derivative;
+            sum[i] += gradient[i];
+          }
+          product = narrow_vector<T>(gradient);
+          store_vector_if(at.there() && p.activation != nullptr, p.activation + at.offset, narrow_vector<T>(value));
         }
-        store_vector_if(at.there(), p.product + at.offset, narrow_vector<T>(gradient));
-        store_vector_if(at.there() && p.activation != nullptr, p.activation + at.offset, narrow_vector<T>(value));
+        store_vector_if(at.there(), p.product + at.offset, product);
       }
-      const int buffer = static_cast<int>(part + S::kParts % 2 * parity) % 2;
       if (p.sums != nullptr) store_sums<S>(p, memory, thread, tile, part, buffer, sum);
+      buffer ^= 1;
     }
     __syncwarp();
     if (thread.lane == 0) memory.result_empty.arrive();
@@ -418,7 +489,7 @@ __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductM
 // ---- kernel ----------------------------------------------------------------------------------------------------------
 
 // Forward: a is x, b the weight, both along K. Backward: a is dy, along K, b the weight, across.
-template <class T, class S, Activation A, bool BACKWARD>
+template <class T, class S, Activation A, bool BACKWARD, Kept KEPT>
 __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThreads, 1)
     product_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
                    const __grid_constant__ ProductParams p) {
@@ -431,15 +502,13 @@ __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThread
   __syncthreads();
   if constexpr (S::kCluster > 1) sync_cluster();
   if (warp < S::kConsumerWarps) {
-    if constexpr (S::kMovesRegisters) raise_registers<S::kConsumerRegisters>();
     consume<T, S, kB>(p, memory, warp / 4);
   } else {
-    if constexpr (S::kMovesRegisters) lower_registers<S::kEpilogueRegisters>();
     if (warp > S::kConsumerWarps) {
       if constexpr (BACKWARD)
-        finish_backward<T, S, A>(p, memory, warp - S::kConsumerWarps - 1);
+        finish_backward<T, S, A, KEPT>(p, memory, warp - S::kConsumerWarps - 1);
       else
-        finish_forward<T, S, A>(p, memory, warp - S::kConsumerWarps - 1);
+        finish_forward<T, S, A, KEPT>(p, memory, warp - S::kConsumerWarps - 1);
     } else if (elected()) {
       prefetch_map(&a_map);
       prefetch_map(&b_map);
@@ -460,7 +529,7 @@ struct ProductOperands {
   void* stream;
 };
 
-template <class T, class S, Activation A, bool BACKWARD>
+template <class T, class S, Activation A, bool BACKWARD, Kept KEPT>
 Status launch_product(const ProductOperands& operands, ProductParams p, int multiprocessors) {
   constexpr size_t kMemory = sizeof(ProductMemory<S>) + ProductMemory<S>::kSlack;
   static_assert(kMemory <= 227 * 1024, "more shared memory than a multiprocessor has");
@@ -484,10 +553,14 @@ Status launch_product(const ProductOperands& operands, ProductParams p, int mult
   constexpr int kTurnRows = S::kRows * S::kCluster;
   p.steps = static_cast<int>((inner + kTileColumns - 1) / kTileColumns);
   p.column_tiles = (p.columns + S::kColumns - 1) / S::kColumns;
-  p.turns = (p.rows + kTurnRows - 1) / kTurnRows * p.column_tiles;
-  const int clusters = std::min(multiprocessors / S::kCluster, p.turns);
-  return launch(product_kernel<T, S, A, BACKWARD>, dim3(clusters * S::kCluster), dim3(S::kThreads), kMemory,
-                operands.stream, a_map, b_map, p);
+  const int tiles = (p.rows + kTurnRows - 1) / kTurnRows * p.column_tiles, clusters = multiprocessors / S::kCluster;
+  p.whole = tiles / clusters * clusters;
+  p.split = 1;
+  for (int split = 2; split <= S::kParts; ++split)
+    if (S::kParts % split == 0 && (tiles - p.whole) * split <= clusters) p.split = split;
+  p.turns = p.whole + (tiles - p.whole) * p.split;
+  return launch(product_kernel<T, S, A, BACKWARD, KEPT>, dim3(std::min(clusters, p.turns) * S::kCluster),
+                dim3(S::kThreads), kMemory, operands.stream, a_map, b_map, p);
 }
 
 }  // namespace cuda

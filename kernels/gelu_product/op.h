@@ -5,8 +5,12 @@
 //   backward   da = dy weight     dh = da * activation'(h + bias)     dy [N, O], weight [O, I]
 //              a once more        dbias = sum over rows of dh
 //
-// h and da are rounded to the storage type before the activation. Bytes beside the operands: forward writes h and a,
-// backward reads h and writes dh and a, I elements a row each.
+// The forward leaves h for the backward, or, where a is kept too, activation'(h + bias) itself: the backward is then
+// one multiplication, and has no need of the bias.
+//
+// h and da are rounded to the storage type before the activation, and so is a derivative that is kept; dbias sums up dh
+// before it is rounded, but after that where the derivative was kept. Bytes beside the operands, I elements a row each:
+// forward writes what is kept and a, backward reads what was kept and writes dh and, of h, a.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +26,7 @@ struct GeluProductForward {
   const void* weight;  // [I, C], dtype, contiguous
   const void* bias;    // [I], bias_dtype, or null for 0
   void* h;             // [N, I], dtype, contiguous, or null when not wanted
+  void* derivative;    // [N, I], dtype, contiguous, or null when not wanted; at most one of the two
   void* a;             // [N, I], dtype, contiguous
   int64_t rows;        // N
   int64_t inputs;      // C
@@ -35,17 +40,18 @@ struct GeluProductForward {
 };
 
 struct GeluProductBackward {
-  const void* dy;      // [N, O], dtype; rows dy_stride elements apart
-  const void* weight;  // [O, I], dtype, contiguous
-  const void* bias;    // [I], bias_dtype, or null for 0
-  const void* h;       // [N, I], dtype, contiguous
-  void* dh;            // [N, I], dtype, contiguous
-  void* a;             // [N, I], dtype, contiguous, or null when not wanted
-  void* dbias;         // [I], bias_dtype, or null when not wanted
-  float* workspace;    // gelu_product_workspace_cuda(rows, columns) floats; unused without dbias
-  int64_t rows;        // N
-  int64_t outputs;     // O
-  int64_t columns;     // I
+  const void* dy;          // [N, O], dtype; rows dy_stride elements apart
+  const void* weight;      // [O, I], dtype, contiguous
+  const void* bias;        // [I], bias_dtype, or null for 0
+  const void* h;           // [N, I], dtype, contiguous
+  const void* derivative;  // [N, I], dtype, contiguous, or null; in the place of bias, h and a, which are null then
+  void* dh;                // [N, I], dtype, contiguous
+  void* a;                 // [N, I], dtype, contiguous, or null when not wanted
+  void* dbias;             // [I], bias_dtype, or null when not wanted
+  float* workspace;        // gelu_product_workspace_cuda(rows, columns) floats; unused without dbias
+  int64_t rows;            // N
+  int64_t outputs;         // O
+  int64_t columns;         // I
   int64_t dy_stride;
   Activation activation;
   DType dtype;  // bf16 or f16

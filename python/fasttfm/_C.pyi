@@ -141,6 +141,7 @@ class _GeluProductForward(TypedDict):
     weight: int
     bias: int
     h: int
+    derivative: int
     a: int
     rows: int
     inputs: int
@@ -157,6 +158,7 @@ class _GeluProductBackward(TypedDict):
     weight: int
     bias: int
     h: int
+    derivative: int
     dh: int
     a: int
     dbias: int

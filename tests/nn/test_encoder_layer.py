@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import fasttfm
 from fasttfm import ops
+from fasttfm.ops import gelu_product
 from fasttfm.testing.modules import check_modules, compare_modules
 from fasttfm.testing.saved import saved_bytes
 
@@ -19,6 +20,7 @@ C, H, I, LAYERS = 32, 2, 48, 2
 LENGTHS = (5, 1, 9)
 T = sum(LENGTHS)
 CU_SEQLENS = ops.cu_seqlens_from_lengths(LENGTHS)
+MEMORY = ({}, {"recompute": True}, {"keep_activation": True})  # how much is kept for the backward
 
 
 def encoder(norm_first: bool, layers: int = LAYERS, **options: Any) -> fasttfm.nn.Encoder:
@@ -91,9 +93,9 @@ def tokens(count: int = T) -> Tensor:
 
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
-def test_same_numbers_as_torch(norm_first: bool, causal: bool, recompute: bool) -> None:
-    ours = encoder(norm_first, causal=causal, recompute=recompute)
+@pytest.mark.parametrize("memory", MEMORY, ids=str)
+def test_same_numbers_as_torch(norm_first: bool, causal: bool, memory: dict[str, bool]) -> None:
+    ours = encoder(norm_first, causal=causal, **memory)
     theirs = Plain(ours, norm_first, causal)
     check_modules(ours, theirs, call, {"x": tokens()}, translate=translate_back)
 
@@ -115,10 +117,10 @@ def gradients(module: nn.Module, x: Tensor, seed: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
-@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
-def test_dropout_is_the_same_forward_and_backward(norm_first: bool, recompute: bool) -> None:
+@pytest.mark.parametrize("memory", MEMORY, ids=str)
+def test_dropout_is_the_same_forward_and_backward(norm_first: bool, memory: dict[str, bool]) -> None:
     """The gradient of the dropped-out function, by finite differences: it exists only if both passes drop the same."""
-    module = encoder(norm_first, dropout=0.3, attention_dropout=0.3, recompute=recompute).double()
+    module = encoder(norm_first, dropout=0.3, attention_dropout=0.3, **memory).double()
     x = tokens().double().requires_grad_()
 
     def function(x: Tensor) -> Tensor:
@@ -129,11 +131,22 @@ def test_dropout_is_the_same_forward_and_backward(norm_first: bool, recompute: b
     assert torch.autograd.gradcheck(function, [x], fast_mode=True)
 
 
-def test_computing_again_saves_two_tensors() -> None:
+def test_what_is_kept() -> None:
     x, cu_seqlens = tokens(64), torch.tensor([0, 64], dtype=torch.int32)
-    kept, again = (encoder(norm_first=False, recompute=recompute) for recompute in (False, True))
-    saved = [saved_bytes(lambda module=module: module(x, cu_seqlens, 64)) for module in (kept, again)]
-    assert saved[0] - saved[1] == LAYERS * 64 * C * 4  # the inner LayerNorm's output
+    modules = [encoder(norm_first=False, **memory) for memory in MEMORY]
+    default, least, most = (saved_bytes(lambda module=module: module(x, cu_seqlens, 64)) for module in modules)
+    assert default - least == LAYERS * 64 * C * 4  # the inner LayerNorm's output
+    assert most - default == LAYERS * 64 * I * 4  # the activation
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+@pytest.mark.parametrize("kept", [gelu_product.PRODUCT, gelu_product.DERIVATIVE])
+def test_a_kept_activation_changes_no_gradient(norm_first: bool, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp64, where a derivative that is rounded before it is multiplied makes no difference to speak of."""
+    monkeypatch.setattr(gelu_product, "kept_beside", lambda *_: kept)
+    again, keeps = (encoder(norm_first, keep_activation=keep).double() for keep in (False, True))
+    for found, expected in zip(*(gradients(module, tokens().double(), 0) for module in (keeps, again)), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
@@ -210,7 +223,7 @@ def test_bad_arguments_are_named() -> None:
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 def test_compiled_in_one_graph(norm_first: bool) -> None:
     torch._dynamo.reset()
-    module = encoder(norm_first, layers=1, dropout=0.1, attention_dropout=0.1, recompute=True)
+    module = encoder(norm_first, layers=1, dropout=0.1, attention_dropout=0.1, recompute=True, keep_activation=True)
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     for a, b in zip(gradients(module, tokens(), 7), gradients(compiled, tokens(), 7), strict=True):
         assert torch.equal(a, b)
@@ -261,9 +274,9 @@ def wide_batch(lengths: tuple[int, ...] = (150, 1, 64, 200)) -> tuple[Tensor, Te
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
-@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
-def test_same_numbers_on_a_gpu(norm_first: bool, recompute: bool, dtype: torch.dtype) -> None:
-    ours = wide_encoder(norm_first, causal=norm_first, recompute=recompute).to(dtype)
+@pytest.mark.parametrize("memory", MEMORY, ids=str)
+def test_same_numbers_on_a_gpu(norm_first: bool, memory: dict[str, bool], dtype: torch.dtype) -> None:
+    ours = wide_encoder(norm_first, causal=norm_first, **memory).to(dtype)
     theirs = Composed(copy.deepcopy(ours))
     x, cu_seqlens, longest = wide_batch()
 
@@ -290,8 +303,9 @@ def test_a_gpu_gives_the_cpu_s_dropout(norm_first: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
-def test_a_step_waits_for_nothing_and_is_captured(norm_first: bool) -> None:
-    module = wide_encoder(norm_first, dropout=0.1, attention_dropout=0.1, recompute=True)
+@pytest.mark.parametrize("memory", MEMORY[1:], ids=str)
+def test_a_step_waits_for_nothing_and_is_captured(norm_first: bool, memory: dict[str, bool]) -> None:
+    module = wide_encoder(norm_first, dropout=0.1, attention_dropout=0.1, **memory)
     x, cu_seqlens, longest = wide_batch()
     x = x.cuda().requires_grad_()
 

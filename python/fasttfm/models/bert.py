@@ -66,6 +66,7 @@ class BertConfig(ModelConfig):
     pad_token_id: int | None = 0
     classifier_dropout: float | None = None  # hidden_dropout_prob by default
     recompute: bool = False  # EncoderLayer's: less memory for a little time
+    keep_activation: bool = False  # EncoderLayer's: less time for more memory
 
     def head_dropout(self) -> float:
         """In front of a classifier."""
@@ -101,6 +102,8 @@ class EncoderConfig(Protocol):
     def pad_token_id(self) -> int | None: ...
     @property
     def recompute(self) -> bool: ...
+    @property
+    def keep_activation(self) -> bool: ...
     @property
     def num_labels(self) -> int: ...
     @property
@@ -177,6 +180,7 @@ def encoder_layer(
         attention_dropout=config.attention_probs_dropout_prob,
         eps=config.layer_norm_eps,
         recompute=config.recompute,
+        keep_activation=config.keep_activation,
     )
 
 

@@ -55,6 +55,7 @@ class DistilBertConfig(ModelConfig):
     seq_classif_dropout: float = 0.2
     pad_token_id: int | None = 0
     recompute: bool = False  # EncoderLayer's: less memory for a little time
+    keep_activation: bool = False  # EncoderLayer's: less time for more memory
 
     hidden_size = property(lambda self: self.dim)
     num_hidden_layers = property(lambda self: self.n_layers)
@@ -154,6 +155,7 @@ class DistilBertForMaskedLM(DistilBertHead, BertForMaskedLM):
             "pad_token_id": theirs.pad_token_id,
             "tie_word_embeddings": theirs.tie_word_embeddings,
             "recompute": theirs.recompute,
+            "keep_activation": theirs.keep_activation,
         }
         student = cls(DistilBertConfig(**{**fields, **changes}))
         student.to(next(teacher.parameters()))

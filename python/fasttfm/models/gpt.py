@@ -55,6 +55,7 @@ class GPTConfig(ModelConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     recompute: bool = False  # EncoderLayer's: less memory for a little time
+    keep_activation: bool = False  # EncoderLayer's: less time for more memory
 
     @property
     def inner_width(self) -> int:
@@ -154,6 +155,7 @@ class GPT2Model(TextModel):
                     causal=True,
                     window=self.window(index),
                     recompute=config.recompute,
+                    keep_activation=config.keep_activation,
                 )
                 for index in range(config.n_layer)
             ],

@@ -7,9 +7,9 @@ In a pre-LN model x comes normalised, z is the stream that blocks add to, and LN
 residual addition stands in front of a LayerNorm and is done in its pass, in either kind of model.
 
 One node in the place of six: nothing is kept that can be had again in one cheap pass (dropout's masks; the activation,
-which the pass over its gradient writes once more; with ``recompute`` also y1), and a gradient that reaches a tensor on
-two ways is added up where the second is made: in the epilogue of a matrix product (post-LN) or in LayerNorm's backward
-(pre-LN).
+which the pass over its gradient writes once more, unless ``keep_activation`` asks for the fastest step; with
+``recompute`` also y1), and a gradient that reaches a tensor on two ways is added up where the second is made: in the
+epilogue of a matrix product (post-LN) or in LayerNorm's backward (pre-LN).
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Options(NamedTuple):
     eps_a: float
     eps_b: float
     recompute: bool
+    keep_activation: bool
     backend: str | None
 
 
@@ -84,7 +85,8 @@ def encoder_block(
         y, z = _EncoderBlock.apply(x, residual, cu_seqlens, seeds, options, *parameters)
     else:
         own = _in_type(parameters, x.dtype)
-        y, z, _ = _forward(x, residual, cu_seqlens, _separate(seeds, options), options, own, keep=False)
+        separate = _separate(seeds, options)
+        y, z, _ = _forward(x, residual, cu_seqlens, separate, options, own, kept=gelu_product.NOTHING)
     return y, z
 
 
@@ -96,12 +98,13 @@ def _forward(
     options: Options,
     own: Parameters,
     *,
-    keep: bool,
+    kept: str,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
-    """y, z' and, to ``keep``, what the backward reads besides inputs and parameters."""
+    """y, z' and, unless nothing is ``kept``, what the backward reads besides inputs and parameters."""
     tokens, columns = x.shape
     backend = options.backend
     attention, add_norm = straight(x, attention_forward_op, add_norm_forward_op)
+    keep = kept != gelu_product.NOTHING
     want_z = keep or residual is not None
 
     product = linear.matmul(x, own.qkv_weight.t(), own.qkv_bias)
@@ -112,13 +115,15 @@ def _forward(
     stream = x if residual is None else residual
     y1, z1, statistics1 = add_norm(branch, stream, *norm_a, options.eps_a, want_z, backend)
 
-    a, h = gelu_product.forward_op(y1, own.up_weight, own.up_bias, options.activation, keep, backend)
+    a, left = gelu_product.forward_op(y1, own.up_weight, own.up_bias, options.activation, kept, backend)
     branch = linear.matmul(a, own.down_weight.t())
     norm_b = (own.norm_b_weight, own.norm_b_bias, own.down_bias, *_dropout(cu_seqlens, seeds[2], options.p_b))
     stream = y1 if residual is None else z1
     y, z, statistics = add_norm(branch, stream, *norm_b, options.eps_b, want_z, backend)
 
-    saved = (qkv, out, lse, z1, statistics1, h, None if options.recompute else y1, z, statistics) if keep else ()
+    y1 = None if options.recompute else y1
+    a = a if options.keep_activation else None
+    saved = (qkv, out, lse, z1, statistics1, left, a, y1, z, statistics) if keep else ()
     return y, None if residual is None else z, saved
 
 
@@ -135,9 +140,12 @@ class _EncoderBlock(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         given = Parameters(*parameters)
         own, separate = _in_type(given, x.dtype, copies=True), _separate(seeds, options)
-        y, z, saved = _forward(x, residual, cu_seqlens, separate, options, own, keep=True)
+        kept = gelu_product.PRODUCT
+        if options.keep_activation:
+            kept = gelu_product.kept_beside(options.backend, x, own.up_weight, own.down_weight)
+        y, z, saved = _forward(x, residual, cu_seqlens, separate, options, own, kept=kept)
         ctx.save_for_backward(cu_seqlens, *separate, x, *saved, *own)
-        ctx.options = options
+        ctx.options, ctx.kept = options, kept
         ctx.pre_norm = residual is not None
         ctx.types = [None if parameter is None else parameter.dtype for parameter in given]
         ctx.set_materialize_grads(False)
@@ -145,7 +153,7 @@ class _EncoderBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
-        (cu_seqlens, seed, seed_a, seed_b, x, qkv, out, lse, z1, statistics1, h, y1, z, statistics, *own) = (
+        (cu_seqlens, seed, seed_a, seed_b, x, qkv, out, lse, z1, statistics1, left, a, y1, z, statistics, *own) = (
             ctx.saved_tensors
         )
         options: Options = ctx.options
@@ -158,7 +166,7 @@ class _EncoderBlock(torch.autograd.Function):
         dropout = _dropout(cu_seqlens, seed_b, options.p_b)
         if y1 is None:
             y1 = block.norm_a(z1).to(x.dtype)
-        dy1, dz1 = block.feed_forward(dy, dz, y1, h, z, statistics, dropout)
+        dy1, dz1 = block.feed_forward(dy, dz, y1, Inner(ctx.kept, left, a), z, statistics, dropout)
         del y1
 
         dropout = _dropout(cu_seqlens, seed_a, options.p_a)
@@ -168,6 +176,14 @@ class _EncoderBlock(torch.autograd.Function):
         dx, dresidual = block.qkv(dqkv, x, dstream)
         gradients = (block.gradients.get(name) for name in Parameters._fields)
         return dx, dresidual, None, None, None, *gradients
+
+
+class Inner(NamedTuple):
+    """What the forward left of the feed-forward block's inside."""
+
+    kept: str  # which tensor is left: gelu_product's PRODUCT or DERIVATIVE
+    left: Tensor
+    activation: Tensor | None
 
 
 class _Backward:
@@ -193,24 +209,35 @@ class _Backward:
         dy: Tensor,
         dz: Tensor | None,
         y1: Tensor,
-        h: Tensor,
+        inner: Inner,
         z: Tensor,
         statistics: Tensor,
         dropout: Dropout,
     ) -> tuple[Tensor, Tensor | None]:
         """The gradients of y1 and, in a pre-LN model, of z1."""
-        own, backend = self.own, self.options.backend
         dstream, dbranch = self._add_norm(("norm_b_weight", "norm_b_bias", "down_bias"), dy, dz, z, statistics, dropout)
-        wanted = (bool(self.wanted.up_bias), bool(self.wanted.down_weight))
-        dh, dup_bias, a = gelu_product.backward_op(
-            dbranch, own.down_weight, h, own.up_bias, self.options.activation, *wanted, backend
-        )
-        if self.wanted.up_bias:
-            self.gradients["up_bias"] = dup_bias
+        dh, a = self._activation(dbranch, inner)
         self._weight("down_weight", dbranch, a)
         del a, dbranch
         self._weight("up_weight", dh, y1)
-        return self._meet(dh, own.up_weight, dstream)
+        return self._meet(dh, self.own.up_weight, dstream)
+
+    def _activation(self, dbranch: Tensor, inner: Inner) -> tuple[Tensor, Tensor]:
+        """The gradient in front of the activation, and the activation itself."""
+        own, backend, want_dbias = self.own, self.options.backend, bool(self.wanted.up_bias)
+        a = inner.activation
+        if inner.kept == gelu_product.DERIVATIVE:
+            dh, dbias = gelu_product.scaled_op(dbranch, own.down_weight, inner.left, own.up_bias, want_dbias, backend)
+        else:
+            again = a is None and bool(self.wanted.down_weight)
+            dh, dbias, found = gelu_product.backward_op(
+                dbranch, own.down_weight, inner.left, own.up_bias, self.options.activation, want_dbias, again, backend
+            )
+            a = found if a is None else a
+        if want_dbias:
+            self.gradients["up_bias"] = dbias
+        assert a is not None
+        return dh, a
 
     def projection(
         self, dy: Tensor, dz: Tensor | None, out: Tensor, z1: Tensor, statistics: Tensor, dropout: Dropout

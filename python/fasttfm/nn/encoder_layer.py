@@ -36,6 +36,8 @@ class EncoderLayer(nn.Module):
         bias: Whether the products have one.
         recompute: Whether the backward computes the inner LayerNorm again instead of keeping its result: 22 bytes in
             the place of 24 for each of C elements of a token, in 16-bit training.
+        keep_activation: Whether the feed-forward block's activation is kept for the backward instead of being computed
+            again: 32 bytes in the place of 24, and the fastest step.
         device, dtype: The parameters'.
     """
 
@@ -55,6 +57,7 @@ class EncoderLayer(nn.Module):
         window: Sequence[int | None] | None = None,
         bias: bool = True,
         recompute: bool = False,
+        keep_activation: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -70,7 +73,7 @@ class EncoderLayer(nn.Module):
         factory = {"device": device, "dtype": dtype}
         self.heads, self.norm_first, self.activation = heads, norm_first, activation
         self.window = window_bounds(causal, window)
-        self.recompute = recompute
+        self.recompute, self.keep_activation = recompute, keep_activation
         self.qkv = nn.Linear(width, 3 * width, bias=bias, **factory)
         self.out = nn.Linear(width, width, bias=bias, **factory)
         self.norm1 = nn.LayerNorm(width, eps=eps, **factory)
@@ -122,6 +125,7 @@ class EncoderLayer(nn.Module):
             eps_a=norm_a.eps,
             eps_b=norm_b.eps,
             recompute=self.recompute,
+            keep_activation=self.keep_activation,
             backend=requested(None),
         )
         parameters = Parameters(

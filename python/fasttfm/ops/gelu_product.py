@@ -5,6 +5,10 @@
 
 In 16-bit types on Hopper each is one kernel (kernels/gelu_product); otherwise the vendor's product and a pass of
 bias_gelu follow one another. h and da are rounded to the storage type in between, either way.
+
+What the forward keeps for the backward is h (``PRODUCT``) or, where the caller keeps a too, the derivative
+activation'(h + bias), rounded to the storage type (``DERIVATIVE``): Hopper's backward is then lighter by the special
+functions and a tensor to write. A pass has nothing to gain from that: ``kept_beside`` says which it is to be.
 """
 
 from __future__ import annotations
@@ -20,12 +24,16 @@ from fasttfm.ops import linear
 from fasttfm.ops.backends import CUDA_VECTOR, dtype_name, refuse_cuda_rows
 from fasttfm.ops.bias_gelu import backward_op as bias_gelu_backward_op
 from fasttfm.ops.bias_gelu import forward_op as bias_gelu_forward_op
+from fasttfm.ops.column_sum import column_sum_op
 from fasttfm.ops.library import register
+
+NOTHING, PRODUCT, DERIVATIVE = "nothing", "product", "derivative"  # what a forward keeps
+_TYPES = (torch.bfloat16, torch.float16)
 
 
 def refuse_cuda(x: Tensor, weight: Tensor, bias: Tensor | None = None, *others: Tensor | None) -> str | None:
     """Why Hopper's kernels cannot multiply x with the weight; ``others`` are tensors that they are to read as well."""
-    if x.dtype not in (torch.bfloat16, torch.float16):
+    if x.dtype not in _TYPES:
         return f"takes bfloat16 and float16, got {dtype_name(x.dtype)}"
     if not is_hopper(x.device):
         return "takes tensors on a GPU of compute capability 9.0"
@@ -33,6 +41,19 @@ def refuse_cuda(x: Tensor, weight: Tensor, bias: Tensor | None = None, *others: 
         if size % CUDA_VECTOR:
             return f"takes sizes that are multiples of {CUDA_VECTOR}, got {size}"
     return refuse_cuda_rows((x,), (weight, bias, *others))
+
+
+def kept_beside(backend: str | None, x: Tensor, *weights: Tensor) -> str:
+    """What the forward is to keep where its caller keeps the activation: the derivative where Hopper's kernels can be
+    expected to serve both directions, by type, sizes and device. The ops take either, whatever serves then."""
+    whole = not any(size % CUDA_VECTOR for weight in weights for size in weight.shape)
+    free = backend in (None, "cuda") and x.dtype in _TYPES and whole
+    return DERIVATIVE if free and _has_kernels(x.device) else PRODUCT
+
+
+@torch.compiler.assume_constant_result
+def _has_kernels(device: torch.device) -> bool:
+    return _native.missing_hopper() is None and is_hopper(device)
 
 
 def _is_fused(backend: str | None, x: Tensor, weight: Tensor, bias: Tensor | None, *others: Tensor) -> bool:
@@ -45,11 +66,14 @@ def _is_fused(backend: str | None, x: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 def forward_torch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, keep: bool = True, backend: str | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, kept: str = PRODUCT, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """a and, to ``keep``, h, both [..., I]."""
+    """a and what is kept, both [..., I]."""
     h = linear.matmul(as_rows(x), weight.t(), shape=(*x.shape[:-1], weight.shape[0]))
-    return bias_gelu_forward_op(h, bias, kind, backend), h if keep else linear.unwanted(x)
+    a: Tensor = bias_gelu_forward_op(h, bias, kind, backend)
+    if kept == DERIVATIVE:
+        return a, bias_gelu_backward_op(torch.ones_like(h), h, bias, kind, False, False, backend)[0]
+    return a, h if kept == PRODUCT else linear.unwanted(x)
 
 
 def backward_torch(
@@ -68,20 +92,33 @@ def backward_torch(
     return found
 
 
+def scaled_torch(
+    dy: Tensor, weight: Tensor, derivative: Tensor, bias: Tensor | None, want_dbias: bool
+) -> tuple[Tensor, Tensor]:
+    """dh and dbias, out of the derivative."""
+    dh = linear.matmul(as_rows(dy), weight, shape=derivative.shape).mul_(derivative)
+    if bias is None or not want_dbias:
+        return dh, linear.unwanted(dh)
+    return dh, column_sum_op(as_rows(dh), bias.dtype, None)
+
+
 # ---- Hopper's kernels ------------------------------------------------------------------------------------------------
 
 
-def forward_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, keep: bool = True) -> tuple[Tensor, Tensor]:
+def forward_cuda(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, kept: str = PRODUCT
+) -> tuple[Tensor, Tensor]:
     """As ``forward_torch``."""
     rows = as_rows(x)
     shape = (*x.shape[:-1], weight.shape[0])
     a = torch.empty(shape, dtype=x.dtype, device=x.device)
-    h = torch.empty(shape if keep else 0, dtype=x.dtype, device=x.device)
+    left = torch.empty(0 if kept == NOTHING else shape, dtype=x.dtype, device=x.device)
     _native.core().gelu_product_forward_cuda(
         x=rows.data_ptr(),
         weight=weight.data_ptr(),
         bias=_native.address(bias),
-        h=h.data_ptr() if keep else 0,
+        h=left.data_ptr() if kept == PRODUCT else 0,
+        derivative=left.data_ptr() if kept == DERIVATIVE else 0,
         a=a.data_ptr(),
         rows=rows.shape[0],
         inputs=rows.shape[1],
@@ -93,30 +130,54 @@ def forward_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, keep
         device=x.device.index,
         stream=_native.stream(x),
     )
-    return a, h
+    return a, left
 
 
 def backward_cuda(
     dy: Tensor, weight: Tensor, h: Tensor, bias: Tensor | None, kind: str, want_dbias: bool, want_a: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``backward_torch``."""
+    a = torch.empty(h.shape if want_a else 0, dtype=h.dtype, device=h.device)
+    dh, dbias = _backward_cuda(dy, weight, h, PRODUCT, bias, kind, want_dbias, a)
+    return dh, dbias, a
+
+
+def scaled_cuda(
+    dy: Tensor, weight: Tensor, derivative: Tensor, bias: Tensor | None, want_dbias: bool
+) -> tuple[Tensor, Tensor]:
+    """As ``scaled_torch``."""
+    return _backward_cuda(dy, weight, derivative, DERIVATIVE, bias, "gelu", want_dbias, linear.unwanted(derivative))
+
+
+def _backward_cuda(
+    dy: Tensor,
+    weight: Tensor,
+    left: Tensor,
+    kept: str,
+    bias: Tensor | None,
+    kind: str,
+    want_dbias: bool,
+    a: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """dh and dbias, out of what the forward left; writes a, where it is not empty."""
     core = _native.core()
     rows = as_rows(dy)
     if refuse_cuda_rows((rows,)) is not None:
         rows = rows.clone(memory_format=torch.contiguous_format)
     columns = weight.shape[1]
-    dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
-    a = torch.empty(h.shape if want_a else 0, dtype=h.dtype, device=h.device)
-    dbias = gradient_like(bias, want_dbias, h)
+    of_product = kept == PRODUCT
+    dh = torch.empty(left.shape, dtype=left.dtype, device=left.device)
+    dbias = gradient_like(bias, want_dbias, left)
     floats = core.gelu_product_workspace_cuda(rows.shape[0], columns) if want_dbias else 0
-    workspace = torch.empty(floats, dtype=torch.float32, device=h.device)
+    workspace = torch.empty(floats, dtype=torch.float32, device=left.device)
     core.gelu_product_backward_cuda(
         dy=rows.data_ptr(),
         weight=weight.data_ptr(),
-        bias=_native.address(bias),
-        h=h.data_ptr(),
+        bias=_native.address(bias) if of_product else 0,
+        h=left.data_ptr() if of_product else 0,
+        derivative=0 if of_product else left.data_ptr(),
         dh=dh.data_ptr(),
-        a=a.data_ptr() if want_a else 0,
+        a=a.data_ptr() if a.numel() else 0,
         dbias=dbias.data_ptr() if want_dbias else 0,
         workspace=workspace.data_ptr(),
         rows=rows.shape[0],
@@ -124,30 +185,30 @@ def backward_cuda(
         columns=columns,
         dy_stride=rows.stride(0),
         activation=CODES[kind],
-        dtype=_native.DTYPE_CODES[h.dtype],
+        dtype=_native.DTYPE_CODES[left.dtype],
         bias_dtype=_native.dtype_code(bias),
-        device=h.device.index,
-        stream=_native.stream(h),
+        device=left.device.index,
+        stream=_native.stream(left),
     )
-    return dh, dbias, a
+    return dh, dbias
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, keep: bool, backend: str | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, kept: str, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     if _is_fused(backend, x, weight, bias):
-        return forward_cuda(x, weight, bias, kind, keep)
-    return forward_torch(x, weight, bias, kind, keep, backend)
+        return forward_cuda(x, weight, bias, kind, kept)
+    return forward_torch(x, weight, bias, kind, kept, backend)
 
 
 def _forward_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, keep: bool, backend: str | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, kept: str, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     shape = (*x.shape[:-1], weight.shape[0])
-    return x.new_empty(shape), x.new_empty(shape if keep else 0)
+    return x.new_empty(shape), x.new_empty(0 if kept == NOTHING else shape)
 
 
 def _backward(
@@ -178,9 +239,23 @@ def _backward_fake(
     return h.new_empty(h.shape), gradient_like(bias, want_dbias, h), h.new_empty(h.shape if want_a else 0)
 
 
+def _scaled(
+    dy: Tensor, weight: Tensor, derivative: Tensor, bias: Tensor | None, want_dbias: bool, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    if _is_fused(backend, dy, weight, None, derivative):
+        return scaled_cuda(dy, weight, derivative, bias, want_dbias)
+    return scaled_torch(dy, weight, derivative, bias, want_dbias)
+
+
+def _scaled_fake(
+    dy: Tensor, weight: Tensor, derivative: Tensor, bias: Tensor | None, want_dbias: bool, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    return derivative.new_empty(derivative.shape), gradient_like(bias, want_dbias, derivative)
+
+
 forward_op = register(
-    "gelu_product_forward(Tensor x, Tensor weight, Tensor? bias, str kind, bool keep, str? backend)"
-    " -> (Tensor a, Tensor h)",
+    "gelu_product_forward(Tensor x, Tensor weight, Tensor? bias, str kind, str kept, str? backend)"
+    " -> (Tensor a, Tensor left)",
     _forward,
     _forward_fake,
 )
@@ -189,4 +264,10 @@ backward_op = register(
     " str? backend) -> (Tensor dh, Tensor dbias, Tensor a)",
     _backward,
     _backward_fake,
+)
+scaled_op = register(
+    "gelu_product_scaled(Tensor dy, Tensor weight, Tensor derivative, Tensor? bias, bool want_dbias, str? backend)"
+    " -> (Tensor dh, Tensor dbias)",
+    _scaled,
+    _scaled_fake,
 )

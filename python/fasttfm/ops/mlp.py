@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ def mlp(
     """``activation(x w1^T + b1) w2^T + b2``: the vendor's matrix products, and one pass for bias and activation; in
     16-bit types on Hopper the activation comes with the products beside it, without a pass.
 
-    Saved for the backward are ``x``, the parameters, the first product without its bias and the activation.
+    Saved for the backward are ``x``, the parameters, the activation, and the first product without its bias or, on
+    Hopper, the activation's derivative in its place.
 
     Args:
         x: ``[..., C]``, fp32, bf16, fp16 or fp64.
@@ -65,9 +66,10 @@ def mlp(
     TABLE.check_name(backend)
     tensors = (x, w1, b1, w2, b2)
     if needs_gradient(*tensors):
-        y: Tensor = _Mlp.apply(*tensors, kind, not recompute, requested(backend))
+        kept = gelu_product.PRODUCT if recompute else gelu_product.kept_beside(requested(backend), x, w1, w2)
+        y: Tensor = _Mlp.apply(*tensors, kind, kept, not recompute, requested(backend))
         return y
-    y, *_ = forward_op(*tensors, kind, False, requested(backend))
+    y, *_ = forward_op(*tensors, kind, gelu_product.NOTHING, False, requested(backend))
     return y
 
 
@@ -81,20 +83,21 @@ class _Mlp(torch.autograd.Function):
         w2: Tensor,
         b2: Tensor | None,
         kind: str,
-        keep: bool,
+        kept: str,
+        keep_activation: bool,
         backend: str | None,
     ) -> Tensor:
         y: Tensor
-        y, h, a = forward_op(x, w1, b1, w2, b2, kind, keep, backend)
-        ctx.save_for_backward(x, w1, b1, w2, h, a if keep else None)
-        ctx.kind, ctx.backend = kind, backend
+        y, left, a = forward_op(x, w1, b1, w2, b2, kind, kept, keep_activation, backend)
+        ctx.save_for_backward(x, w1, b1, w2, left, a if keep_activation else None)
+        ctx.kind, ctx.kept, ctx.backend = kind, kept, backend
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         wanted = list(ctx.needs_input_grad[:5])
-        gradients = backward_op(dy, *ctx.saved_tensors, ctx.kind, wanted, ctx.backend)
-        return *(found if want else None for found, want in zip(gradients, wanted, strict=True)), None, None, None
+        gradients = backward_op(dy, *ctx.saved_tensors, ctx.kind, ctx.kept, wanted, ctx.backend)
+        return *(found if want else None for found, want in zip(gradients, wanted, strict=True)), *[None] * 4
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
@@ -107,11 +110,12 @@ def _forward(
     w2: Tensor,
     b2: Tensor | None,
     kind: str,
-    keep: bool,
+    kept: str,
+    keep_activation: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     outputs: tuple[Tensor, Tensor, Tensor] = TABLE.select(backend, x, w1, b1, w2, b2).forward(
-        x, w1, b1, w2, b2, kind, keep
+        x, w1, b1, w2, b2, kind, kept, keep_activation
     )
     return outputs
 
@@ -123,11 +127,13 @@ def _forward_fake(
     w2: Tensor,
     b2: Tensor | None,
     kind: str,
-    keep: bool,
+    kept: str,
+    keep_activation: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inner = (*x.shape[:-1], w1.shape[0])
-    return x.new_empty((*x.shape[:-1], w2.shape[0])), x.new_empty(inner), x.new_empty(inner if keep else 0)
+    left = x.new_empty(0 if kept == gelu_product.NOTHING else inner)
+    return x.new_empty((*x.shape[:-1], w2.shape[0])), left, x.new_empty(inner if keep_activation else 0)
 
 
 def _backward(
@@ -136,13 +142,16 @@ def _backward(
     w1: Tensor,
     b1: Tensor | None,
     w2: Tensor,
-    h: Tensor,
+    left: Tensor,
     a: Tensor | None,
     kind: str,
+    kept: str,
     wanted: Sequence[bool],
     backend: str | None,
 ) -> tuple[Tensor, ...]:
-    gradients: tuple[Tensor, ...] = TABLE.select(backend, x, w1, b1, w2).backward(dy, x, w1, b1, w2, h, a, kind, wanted)
+    gradients: tuple[Tensor, ...] = TABLE.select(backend, x, w1, b1, w2).backward(
+        dy, x, w1, b1, w2, left, a, kind, kept, wanted
+    )
     return gradients
 
 
@@ -152,9 +161,10 @@ def _backward_fake(
     w1: Tensor,
     b1: Tensor | None,
     w2: Tensor,
-    h: Tensor,
+    left: Tensor,
     a: Tensor | None,
     kind: str,
+    kept: str,
     wanted: Sequence[bool],
     backend: str | None,
 ) -> tuple[Tensor, ...]:
@@ -163,14 +173,14 @@ def _backward_fake(
 
 
 forward_op = register(
-    "mlp_forward(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str kind, bool keep, str? backend)"
-    " -> (Tensor y, Tensor h, Tensor a)",
+    "mlp_forward(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str kind, str kept, bool keep_activation,"
+    " str? backend) -> (Tensor y, Tensor left, Tensor a)",
     _forward,
     _forward_fake,
 )
 backward_op = register(
-    "mlp_backward(Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor h, Tensor? a, str kind, bool[] wanted,"
-    " str? backend) -> (Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)",
+    "mlp_backward(Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor left, Tensor? a, str kind, str kept,"
+    " bool[] wanted, str? backend) -> (Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)",
     _backward,
     _backward_fake,
 )
@@ -179,31 +189,41 @@ backward_op = register(
 # ---- backends --------------------------------------------------------------------------------------------------------
 
 
+class _Inner(NamedTuple):
+    """How a backend computes the products that meet the activation."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # out of the first product
+    scaled: Callable[..., tuple[Tensor, Tensor]]  # out of the derivative
+
+
 def _forward_products(
-    first: Callable[..., tuple[Tensor, Tensor]],
+    inner: _Inner,
     x: Tensor,
     w1: Tensor,
     b1: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
     kind: str,
-    keep: bool,
+    kept: str,
+    keep_activation: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    a, h = first(x, w1, b1, kind)
+    a, left = inner.forward(x, w1, b1, kind, kept)
     y = linear.matmul(as_rows(a), w2.t(), b2, shape=(*x.shape[:-1], w2.shape[0]))
-    return y, h, a if keep else linear.unwanted(x)
+    return y, left, a if keep_activation else linear.unwanted(x)
 
 
 def _backward_products(
-    inner: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    inner: _Inner,
     dy: Tensor,
     x: Tensor,
     w1: Tensor,
     b1: Tensor | None,
     w2: Tensor,
-    h: Tensor,
+    left: Tensor,
     a: Tensor | None,
     kind: str,
+    kept: str,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     want_dx, want_dw1, want_db1, want_dw2, want_db2 = wanted
@@ -213,17 +233,31 @@ def _backward_products(
         db2 = column_sum_op(gradient, x.dtype, None)
     again = want_dw2 and a is None
     if want_dx or want_dw1 or want_db1:
-        dh, db1, y = inner(dy, w2, h, b1, kind, want_db1, again)
-        a = y if again else a
+        if kept == gelu_product.DERIVATIVE:
+            dh, db1 = inner.scaled(dy, w2, left, b1, want_db1)
+        else:
+            dh, db1, y = inner.backward(dy, w2, left, b1, kind, want_db1, again)
+            a = y if again else a
         dh = as_rows(dh)
         dw1 = linear.matmul(dh.t(), rows) if want_dw1 else dw1
         dx = linear.matmul(dh, w1, shape=x.shape) if want_dx else dx
     elif again:
-        a = bias_gelu_forward_op(h, b1, kind, None)
+        a = bias_gelu_forward_op(left, b1, kind, None)
     if want_dw2:
         assert a is not None
         dw2 = linear.matmul(gradient.t(), as_rows(a))
     return dx, dw1, db1, dw2, db2
+
+
+def _forward_reference(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, kind, kept, keep_activation = arguments
+    y, h, a = reference.mlp_forward(*tensors, kind, keep_activation)
+    return y, linear.unwanted(y) if kept == gelu_product.NOTHING else h, a
+
+
+def _backward_reference(*arguments: Any) -> tuple[Tensor, ...]:
+    *tensors, kind, _, wanted = arguments
+    return reference.mlp_backward(*tensors, kind, wanted)
 
 
 def _refuse_cuda(
@@ -234,6 +268,9 @@ def _refuse_cuda(
     return gelu_product.refuse_cuda(x, w1, b1, w2)
 
 
+_TORCH = _Inner(gelu_product.forward_torch, gelu_product.backward_torch, gelu_product.scaled_torch)
+_CUDA = _Inner(gelu_product.forward_cuda, gelu_product.backward_cuda, gelu_product.scaled_cuda)
+
 TABLE = BackendTable(
     OP,
     (
@@ -241,16 +278,17 @@ TABLE = BackendTable(
             "cuda",
             _native.missing_hopper,
             _refuse_cuda,
-            functools.partial(_forward_products, gelu_product.forward_cuda),
-            functools.partial(_backward_products, gelu_product.backward_cuda),
+            functools.partial(_forward_products, _CUDA),
+            functools.partial(_backward_products, _CUDA),
         ),
         Backend(
             "torch",
             always,
             lambda *_, **__: None,
-            functools.partial(_forward_products, gelu_product.forward_torch),
-            functools.partial(_backward_products, gelu_product.backward_torch),
+            functools.partial(_forward_products, _TORCH),
+            functools.partial(_backward_products, _TORCH),
         ),
-        Backend("reference", always, lambda *_, **__: None, reference.mlp_forward, reference.mlp_backward),
+        # Keeps the first product whatever is asked for: kept_beside asks a requested backend for nothing else.
+        Backend("reference", always, lambda *_, **__: None, _forward_reference, _backward_reference),
     ),
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fasttfm.kernels.mlp import reference
 from fasttfm.ops import ACTIVATIONS, mlp
+from fasttfm.ops.gelu_product import NOTHING, PRODUCT
 from fasttfm.testing.peers import compiled
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
 from fasttfm.testing.specs.linear_gelu import torch_activation
@@ -155,10 +156,13 @@ def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, t
     x, w1, b1, w2, b2 = (inputs[name] for name in ("x", "w1", "b1", "w2", "b2"))
     kind, keep = ACTIVATIONS[options["activation"]], not options["recompute"]
     y, h, a = reference.mlp_forward(x, w1, b1, w2, b2, kind, keep)
-    saved = (torch.ones_like(y), x, w1, b1, w2, h, a if keep else None, kind)
+    saved = (torch.ones_like(y), x, w1, b1, w2, h, a if keep else None, kind, PRODUCT)
     backward = torch.ops.fasttfm.mlp_backward.default
     return [
-        (torch.ops.fasttfm.mlp_forward.default, (x, w1, b1, w2, b2, kind, keep, None)),
+        *(
+            (torch.ops.fasttfm.mlp_forward.default, (x, w1, b1, w2, b2, kind, kept, keep, None))
+            for kept in (NOTHING, PRODUCT)
+        ),
         (backward, (*saved, [True, True, b1 is not None, True, b2 is not None], None)),
         (backward, (*saved, [False, False, False, True, False], None)),
     ]
