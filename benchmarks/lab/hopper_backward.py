@@ -51,27 +51,23 @@ extern "C" int64_t column_parts(int64_t sequences, int64_t heads, int64_t max_se
 # Changes of the source whose times are compared: text to replace, and what stands there instead. Some leave work out,
 # and compute nonsense: they show what the work costs.
 VARIANTS: dict[str, list[tuple[str, str]]] = {
+    "without_dq": [("c < 8; ++c)\n          multiply", "c < 0; ++c)\n          multiply")],
     "without_sums": [
         ("const bool last = key_tile == unit.last_key_tile(tile), load", "const bool last = false, load"),
-        ("          sums.put(dq);", "          if (dq[0] == 1e30f) sums.put(dq);"),
-        ("      add_sums<CAUSAL>(p, memory);", ""),
-        ("          sums.store(dq, tile);", "          if (dq[0] == 1e30f) sums.store(dq, tile);"),
+        ("sums.add(dq, sum,", "if (dq[0] == 1e30f) sums.add(dq, sum,"),
+        ("sums.store(dq, tile)", "if (dq[0] == 1e30f) sums.store(dq, tile)"),
         ("load = (last || ON_CHIP) && key_tile > 0", "load = last && key_tile > 0"),
     ],
-    "two_staged": [("kBuffers = 4;", "kBuffers = 2;")],
-    "told_late": [
-        ("      if (untold_) {\n        wait_stores<1>", "      if (++told_late_ % 4 == 0) {\n        wait_stores<1>"),
-        ("  bool untold_ = false;", "  int told_late_ = 0;\n    bool untold_ = false;"),
-    ],
-    "scores_first": [("kScoresFirst = !ON_CHIP;", "kScoresFirst = true;")],
-    "loose_dscores": [("stay_behind(dweights);", "stay_behind(dweights[31]);")],
+    "without_exp": [('  float result;\n  asm("ex2', '  float result;\n  return x;\n  asm("ex2')],
+    "without_adding": [("        add_bytes(tile,", "        if (place == 1u << 31) add_bytes(tile,")],
+    "told_each": [("kInterval = 4;", "kInterval = 1;")],
+    "one_instruction": [("Product::two_instructions", "Product::one_instruction")],
 }
 MEASURED: dict[str, tuple[str, ...]] = {
-    "32x512_p": ("scores_first", "loose_dscores", "without_sums"),
-    "32x512": ("scores_first", "loose_dscores", "without_sums"),
-    "8x2048": ("two_staged", "told_late", "without_sums"),
-    "4x4096": ("two_staged", "told_late", "loose_dscores", "without_sums"),
-    "1x16384": ("two_staged", "told_late"),
+    "32x512_p": ("without_dq", "without_sums", "without_exp", "one_instruction"),
+    "32x512": ("without_dq", "without_sums", "without_exp"),
+    "8x2048": tuple(VARIANTS)[:-1],
+    "4x4096": tuple(VARIANTS)[:-1],
 }
 BEFORE = sorted(
     path.stem for path in Path(__file__).with_name("before").glob("*.cu")

@@ -44,7 +44,7 @@ SHARED = {
     for name in names
 }
 CHECKS |= SHARED
-RACES = ("lengths", "64_p", "causal", "causal_p/2", "512/2", "long_cross/4")  # a call of each kernel, or nearly
+RACES = ("lengths", "64_p", "causal", "causal_p/2", "512/4", "long_cross/8")  # a call of each kernel, or nearly
 
 STRESS: dict[str, dict[str, Any]] = {
     "64x512_p": {"dense": (64, 512), "heads": 16, "p": 0.1, "fused": True},

@@ -17,11 +17,11 @@ from hopper_backward import ONLY_ALL_KEYS, TIMES, WORK, Backward, compile_varian
 # One thread of each warpgroup of the first block writes the clock at these places.
 MARK = "    note(memory, %d);\n"
 MARKED = [
-    ("    wait_products<kScoresFirst ? 2 : 1>();\n    hold_registers(scores);\n", "scores"),
+    ("    wait_products<ON_CHIP ? 1 : 2>();\n    hold_registers(scores);\n", "scores"),
     ("    stay_behind(scores[31]);\n", "weights"),
     ("    wait_products<1>();  // dK's operand gives its registers to dV's\n    hold_registers(operand);\n", "dk"),
     ("    commit_products();\n    wait_products<1>();\n    hold_registers(dweights);\n", "dv started, dp"),
-    ("    stay_behind(dweights);\n", "dscores"),
+    ("    stay_behind(dweights[31]);\n", "dscores"),
     ("    wait_products<0>();  // dV's operand gives its registers to dK's\n    hold_registers(operand);\n", "dv"),
     ("      const uint32_t keys = uniform(k);\n", "rounded"),
     ("    memory.dscores_empty[step.slot].wait(step.parity ^ 1);\n", "scores started, room"),
@@ -29,7 +29,7 @@ MARKED = [
     ("      tile = last ? unit.begin(key_tile) : tile + 1;\n", "dk, dp started"),
     ("        memory.dscores_full[step.slot].wait(step.parity);\n", "3: dscores"),
     ("        arrive_warp(memory.dscores_empty[step.slot]);\n", "3: dq"),
-    ("          sums.put(dq);\n        }\n", "3: handed on"),
+    ("rank == 0 ? unit.query_tiles : 0, key_tile == 0);\n        }\n", "3: handed on"),
 ]
 CLOCKS = [(old, old + MARK % index) for index, (old, _) in enumerate(MARKED)]
 CLOCKS += [

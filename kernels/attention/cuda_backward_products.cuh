@@ -448,6 +448,7 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
           const int query = tile * kQueries;
           store_product(dq, p.dq_scale, row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
                         unit.q.stored - query);
+          __syncwarp();  // or the compiler takes warps for diverged here, and gives up uniform registers everywhere
           if (p.column_parts != nullptr)
             add_columns(dq, p.dq_scale,
                         column_place(p, unit.sequence, rank, thread_here() % kWarpgroup / 32, 0, unit.head));
