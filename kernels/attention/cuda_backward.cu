@@ -69,6 +69,11 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
 
 // ---- launchers -------------------------------------------------------------------------------------------------------
 
+// No more blocks than this share one of `units` (sequence, head)s: attention_column_parts() has room for so many.
+int64_t most_blocks(int64_t units, int64_t max_seqlen) {
+  return max_seqlen > kOnChipQueries ? std::max<int64_t>(kMostBlocks / std::max<int64_t>(units, 1), 2) : 1;
+}
+
 // How many blocks share a (sequence, head), for more than kOnChipQueries queries: what takes the least steps of the
 // block that has most to do. Each further block of a group costs part of a step for every tile of keys, for they wait
 // for one another. One block alone reads what it goes over, queries, gradients and sums of 512 bytes a token, once for
@@ -80,7 +85,9 @@ int blocks_of(const AttentionCall& call, bool causal, int processors) {
   const double part = causal ? 0.5 : 1.0;  // of all tiles that are computed
   int best = 1;
   double least = 0;
-  for (int blocks = 1; blocks <= std::min<int64_t>(std::max<int64_t>(key_tiles, 1), processors); ++blocks) {
+  const int64_t most = std::min(
+      {std::max<int64_t>(key_tiles, 1), most_blocks(units, call.max_seqlen), static_cast<int64_t>(processors)});
+  for (int blocks = 1; blocks <= most; ++blocks) {
     const int64_t groups = processors / blocks;
     const int64_t rounds = (units + groups - 1) / groups * ((key_tiles + blocks - 1) / blocks);
     const bool fits = blocks > 1 || part * std::min(units, groups) * queries <= 90 * 1024;
@@ -137,9 +144,7 @@ int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t h
 }
 
 int64_t attention_column_parts(int64_t sequences, int64_t heads, int64_t head_dim, int64_t max_seqlen) {
-  const int64_t blocks =
-      max_seqlen > kOnChipQueries ? std::max<int64_t>(kMostBlocks / std::max<int64_t>(sequences * heads, 1), 2) : 1;
-  return sequences * blocks * kColumnPlaces * 3 * heads * head_dim;
+  return sequences * most_blocks(sequences * heads, max_seqlen) * kColumnPlaces * 3 * heads * head_dim;
 }
 
 Status attention_backward(const AttentionBackward& call) {
