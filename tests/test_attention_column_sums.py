@@ -147,7 +147,7 @@ def test_the_encoder_layer_asks_for_them_where_the_bias_learns(monkeypatch: pyte
     x = torch.randn(12, 32)
     shapes = ((96, 32), (96,), (32, 32), (32,), (32,), (32,), (64, 32), (64,), (32, 64), (32,), (32,), (32,))
     parameters = encoder_block.Parameters(*(torch.randn(*shape).requires_grad_() for shape in shapes))
-    options = encoder_block.Options(2, 7, -1, -1, "gelu", 0.0, 0.0, 0.0, 1e-5, 1e-5, False, None)
+    options = encoder_block.Options(2, 7, -1, -1, "gelu", 0.0, 0.0, 0.0, 1e-5, 1e-5, False, False, None)
     starts = torch.tensor([0, 5, 12], dtype=torch.int32)
     for learns in (True, False):
         parameters.qkv_bias.requires_grad_(learns)
