@@ -1,5 +1,7 @@
 """Which shapes Hopper's attention forward is fastest with: ``python benchmarks/lab/hopper_forward.py [--only TEXT]``.
 
+With ``--short`` for sequences of up to 512 tokens without dropout alone, where the form for few keys is compared too.
+
 Compiles the kernel for every shape of SHAPES (in parallel), checks each against the reference backend in fp64 in a
 process of its own with a time limit, then times those that are right against cuDNN in the same run: replays of a CUDA
 graph of several launches. Needs no build of the library: nvcc and torch are enough. Tables go to standard output, all
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +46,20 @@ class Shape:
     stages: int
     turns: bool = True
     dropout: bool = True  # whether registers suffice
+    queries: int = 0  # of a tile in the form for few keys (cuda_forward_short.cuh); 0: the other form
 
     def __str__(self) -> str:
+        if self.queries:
+            return f"D{self.D} short {self.queries}"
         return f"D{self.D} {64 * self.groups}x{self.keys} {self.stages} stages{' turns' if self.turns else ''}"
 
     @property
     def library(self) -> Path:
         return WORK / f"{str(self).replace(' ', '_')}.so"
+
+    def takes(self, case: Case) -> bool:
+        most_keys = (768 if self.D == 64 else 384) if self.queries else 1 << 30
+        return self.D == case.D and (self.dropout or not case.p) and max(case.S, case.Sk) <= most_keys
 
 
 SHAPES = [
@@ -62,10 +71,15 @@ SHAPES = [
     Shape(128, 2, 128, 2),
     Shape(128, 2, 128, 2, turns=False),
     Shape(128, 3, 64, 3, turns=False),
+    Shape(64, 3, 128, 6, turns=False, dropout=False, queries=256),
+    Shape(64, 3, 128, 6, turns=False, dropout=False, queries=512),
+    Shape(128, 2, 128, 3, turns=False, dropout=False, queries=256),
 ]
 
 
-HALF = (Shape(64, 2, 128, 3), Shape(128, 2, 128, 2))  # which are compiled for fp16 too
+def has_half(shape: Shape) -> bool:
+    """Whether it is compiled for fp16 too."""
+    return shape.queries == 256 or (shape.groups == 2 and shape.turns)
 
 
 # ---- building and calling --------------------------------------------------------------------------------------------
@@ -79,8 +93,9 @@ def compile_shape(shape: Shape) -> str:
         f"-DLAB_STAGES={shape.stages}",
         f"-DLAB_TURNS={str(shape.turns).lower()}",
         f"-DLAB_DROPOUT={str(shape.dropout).lower()}",
+        f"-DLAB_SHORT={shape.queries}",
     ]
-    if shape in HALF:
+    if has_half(shape):
         definitions.append("-DLAB_HALF")
     command = ["nvcc", "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-shared"]
     command += ["-Xcompiler=-fPIC", *definitions, "-I", str(ROOT / "kernels"), "-o", str(shape.library)]
@@ -286,21 +301,39 @@ def check_cases(D: int) -> list[Case]:
                 Case(2, 256, 3, D, causal, p),
                 Case(2, 200, 2, D, causal, p, "fused"),
                 Case(5, 300, 2, D, causal, p, "lengths"),
+                Case(6, 256, 2, D, causal, p, "packed"),
                 Case(6, 512, 2, D, causal, p, "packed"),
             ]
         cases += [
             Case(2, 1, 2, D, causal),
+            Case(40, 64, 16, D, causal, 0.0, "fused"),
             Case(2, 70, 2, D, causal, 0.0, Sk=333),
             Case(2, 333, 2, D, causal, 0.7, Sk=70),
+            Case(9, 1000, 16, D, causal, 0.0, Sk=250),
+            Case(40, 30, 16, D, causal, 0.0, Sk=256),
+            Case(40, 128, 16, D, causal, 0.0, "lengths"),
             Case(2, 192, 8, D, causal, 0.0, "heads_first", Hk=2),
             Case(6, 512, 4, D, causal, 0.1, "packed", Hk=2),
+            Case(6, 256, 4, D, causal, 0.0, "packed", Hk=2),
             Case(4, 1024, 16, D, causal, gain=4.0),
+            Case(16, 256, 16, D, causal, gain=4.0),
             Case(6, 300, 2, D, causal, 0.1, "packed", dtype="float16"),
+            Case(6, 256, 2, D, causal, 0.0, "packed", dtype="float16"),
             Case(40, 128, 16, D, causal, 0.1),
             Case(48, 256, 12, D, causal),
             Case(20, 320, 12, D, causal, 0.5),
         ]
     return cases
+
+
+def load_cases(shape: Shape) -> list[Case]:
+    """Enough work for all multiprocessors, again and again."""
+    if shape.queries:
+        shapes = ((160, 256, True, "packed"), (100, 250, False, "dense"), (200, 128, False, "fused"))
+    else:
+        shapes = ((40, 512, True, "packed"), (24, 500, False, "dense"))
+    p = 0.1 if shape.dropout else 0.0
+    return [Case(B, S, 16, shape.D, causal, p, layout) for B, S, causal, layout in shapes]
 
 
 def check(shape: Shape) -> list[str]:
@@ -313,7 +346,7 @@ def check(shape: Shape) -> list[str]:
     torch.manual_seed(0)
     kernel, complaints = Kernel(shape), []
     for case in check_cases(shape.D):
-        if (case.p and not shape.dropout) or (case.dtype == "float16" and shape not in HALF):
+        if not shape.takes(case) or (case.dtype == "float16" and not has_half(shape)):
             continue
         q, k, v, problem = make(case, poison=True)
         expected, expected_lse = reference.attention_forward(q.double(), k.double(), v.double(), problem)
@@ -333,8 +366,7 @@ def check(shape: Shape) -> list[str]:
             if not error < (6e-3 if q.dtype == torch.bfloat16 else 1e-3) or not bool(same.all()):
                 bad = (~((got - wanted).abs() < 0.05 + 0.05 * wanted.abs())).nonzero()
                 complaints.append(f"{case} {mode}: error {error:.2e}, lse {bool(same.all())}, {bad[:2].tolist()}")
-    p = 0.1 if shape.dropout else 0.0
-    for case in (Case(40, 512, 16, shape.D, True, p, "packed"), Case(24, 500, 16, shape.D, False, p)):
+    for case in load_cases(shape):
         q, k, v, problem = make(case)
         expected, _ = reference.attention_forward(q.double(), k.double(), v.double(), problem)
         first = None
@@ -408,10 +440,16 @@ def triton_us(q: Any, k: Any, v: Any, _: Case, problem: Any) -> float:
     return time_us(lambda: attention_fwd_triton(q, k, v, problem))
 
 
-def timing_cases() -> list[Case]:
+def timing_cases(short: bool) -> list[Case]:
     cases = []
     for D in (64, 128):
         H = 1024 // D
+        if short:
+            lengths = (64, 128, 192, 256, 384, 512) if D == 64 else (128, 256)
+            cases += [Case(16384 // S, S, H, D) for S in lengths]
+            cases += [Case(16384 // S, S, H, D, True) for S in lengths[1::2]]
+            cases += [Case(114, 256, H, D, causal, layout="packed") for causal in (False, True)]
+            continue
         for causal, p in ((False, 0.0), (False, 0.1), (True, 0.0)):
             cases += [Case(16384 // S, S, H, D, causal, p) for S in (128, 256, 512, 1024, 2048, 16384)]
             cases.append(Case(64, 512, H, D, causal, p, layout="packed"))
@@ -421,18 +459,18 @@ def timing_cases() -> list[Case]:
 def modes(case: Case) -> list[Mode]:
     cached = max((16 << 20) // (4 * case.D * case.S), 1)
     if case.layout == "packed":
-        return [Mode(True, 1)]
+        return [Mode(True, 1), *([Mode(False, 1)] if case.S <= 256 else [])]
     if case.causal:
-        return [Mode(True, cached), *([Mode(False, 0)] if case.S <= 512 else [])]
-    return [Mode(False, 1), *([Mode(False, 0)] if case.S == 256 else [])]
+        return [Mode(True, cached), *([Mode(False, cached), Mode(False, 0)] if case.S <= 512 else [])]
+    return [Mode(False, 4), *([Mode(False, 0)] if case.S == 256 else [])]
 
 
-def time_all(shapes: list[Shape], peers: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+def time_all(cases: list[Case], shapes: list[Shape], peers: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
     import torch
 
     rows = []
     kernels = {shape: Kernel(shape) for shape in shapes}
-    for case in timing_cases():
+    for case in cases:
         if time.time() > deadline:
             print("out of time before", case)
             break
@@ -446,7 +484,7 @@ def time_all(shapes: list[Shape], peers: dict[str, Any], deadline: float) -> lis
                 row[name] = math.nan
                 print(f"{name}, {case}: {repr(error)[:200]}")
         for shape, kernel in kernels.items():
-            if shape.D != case.D or (case.p and not shape.dropout):
+            if not shape.takes(case):
                 continue
             for mode in modes(case):
                 row[f"{shape} {mode}"] = time_us(lambda: kernel(tensors, problem, mode))  # noqa: B023
@@ -469,6 +507,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="shapes whose name contains this")
     parser.add_argument("--check", default="", help="a shape as JSON: check it and say ok")
+    parser.add_argument("--short", action="store_true", help="short sequences without dropout alone")
     parser.add_argument("--triton", action="store_true", help="time the Triton kernels too: compiling them takes long")
     parser.add_argument("--seconds", type=float, default=115.0, help="stop timing after this")
     arguments = parser.parse_args()
@@ -479,6 +518,8 @@ def main() -> None:
         return
     _import_fasttfm()
     shapes = [shape for shape in SHAPES if arguments.only in str(shape)]
+    if arguments.short:
+        shapes = [replace(shape, dropout=False) for shape in shapes if shape.queries or shape.turns]
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         for shape, complaint in zip(shapes, pool.map(compile_shape, shapes), strict=True):
             if complaint:
@@ -492,7 +533,7 @@ def main() -> None:
     print(f"checked after {time.time() - start:.0f} s; TFLOP/s:", flush=True)
     right = [shape for shape, verdict in zip(built, verdicts, strict=True) if verdict == "ok"]
     peers = {"cudnn": cudnn_us} | ({"triton": triton_us} if arguments.triton else {})
-    rows = time_all(right, peers, start + arguments.seconds)
+    rows = time_all(timing_cases(arguments.short), right, peers, start + arguments.seconds)
     results = Path(os.environ.get("OUT", ".")) / "hopper_forward.json"
     results.write_text(
         json.dumps({"rows": rows, "verdicts": {str(s): v for s, v in zip(built, verdicts, strict=True)}})

@@ -25,41 +25,41 @@ bool is_wide(const AttentionForward& call) {
   return call.seed == nullptr && (longest + 191) / 192 * 192 * 9 < (longest + 127) / 128 * 128 * 11;
 }
 
-// How tiles are handed out (ForwardParams).
-struct Deal {
-  bool counted;  // a counter gives tiles of unequal work to whichever block is free; equal ones are dealt out
-  int batched;
+// Whether a counter gives tiles of unequal work to whichever block is free; equal ones are dealt out.
+struct Order {
+  bool counted;
+  int batched;  // see ForwardParams
 };
 
-Deal deal_of(const AttentionForward& call, int blocks) {
+Order order_of(const AttentionForward& call, int blocks) {
   if (call.cu_seqlens != nullptr || call.lengths != nullptr || call.lengths_k != nullptr) return {true, 1};
-  if (call.window_right != 0) return {false, 1};
-  // Causal tiles are unequal, but heads are not: where blocks come out even with whole ones, no counter has to be set.
-  const int64_t heads = call.sequences * call.heads, rounds = (heads + blocks - 1) / blocks;
-  if (rounds > 3 && 20 * heads >= 19 * rounds * blocks) return {false, 0};
+  // Few heads go together, but more than one: blocks that all read the same keys at the same time wait for each other.
+  if (call.window_right != 0) return {false, 4};
   constexpr int64_t kCached = 16 << 20;  // bytes of k and v whose heads go together
   const int64_t bytes = std::max<int64_t>(4 * call.head_dim * call.keys, 1);
-  return {true, static_cast<int>(std::max<int64_t>(kCached / bytes, 1))};
+  const int batched = static_cast<int>(std::max<int64_t>(kCached / bytes, 1));
+  // Causal tiles are unequal, but heads are not: where blocks come out even with whole ones, no counter has to be set.
+  const int64_t heads = call.sequences * call.heads, rounds = (heads + blocks - 1) / blocks;
+  return {rounds <= 3 || 20 * heads < 19 * rounds * blocks, batched};
 }
 
 template <class T, class S>
-Status forward_of(const AttentionForward& call, int blocks, int* next, int batched) {
+Status forward_of(const AttentionForward& call, int blocks, const Deal& deal) {
   constexpr bool kCausalTurns = S::kGroups == 2;  // three warpgroups have too unequal work for it
-  return call.window_right == 0 ? launch_forward<T, S, true, kCausalTurns>(call, blocks, next, batched)
-                                : launch_forward<T, S, false, true>(call, blocks, next, batched);
+  return call.window_right == 0 ? launch_forward<T, S, true, kCausalTurns>(call, blocks, deal)
+                                : launch_forward<T, S, false, true>(call, blocks, deal);
 }
 
 template <class T, template <bool> class SHAPE>
-Status forward_of(const AttentionForward& call, int blocks, int* next, int batched) {
-  return call.seed != nullptr ? forward_of<T, SHAPE<true>>(call, blocks, next, batched)
-                              : forward_of<T, SHAPE<false>>(call, blocks, next, batched);
+Status forward_of(const AttentionForward& call, int blocks, const Deal& deal) {
+  return call.seed != nullptr ? forward_of<T, SHAPE<true>>(call, blocks, deal)
+                              : forward_of<T, SHAPE<false>>(call, blocks, deal);
 }
 
 template <class T>
-Status forward_of(const AttentionForward& call, int blocks, int* next, int batched) {
-  if (call.head_dim == 128) return forward_of<T, Shape128>(call, blocks, next, batched);
-  return is_wide(call) ? forward_of<T, WideShape64>(call, blocks, next, batched)
-                       : forward_of<T, Shape64>(call, blocks, next, batched);
+Status forward_of(const AttentionForward& call, int blocks, const Deal& deal) {
+  if (call.head_dim == 128) return forward_of<T, Shape128>(call, blocks, deal);
+  return is_wide(call) ? forward_of<T, WideShape64>(call, blocks, deal) : forward_of<T, Shape64>(call, blocks, deal);
 }
 
 }  // namespace
@@ -72,12 +72,11 @@ Status attention_forward(const AttentionForward& call) {
   int blocks = 0;
   cudaError_t error = cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, call.device);
   if (error != cudaSuccess) return status_of(error);
-  const Deal deal = deal_of(call, blocks);
-  int* next = deal.counted ? reinterpret_cast<int*>(call.workspace) : nullptr;
-  if (next != nullptr) error = cudaMemsetAsync(next, 0, sizeof(int), static_cast<cudaStream_t>(call.stream));
+  const Order order = order_of(call, blocks);
+  const Deal deal = {order.counted ? reinterpret_cast<int*>(call.workspace) : nullptr, order.batched};
+  if (order.counted) error = cudaMemsetAsync(deal.next, 0, sizeof(int), static_cast<cudaStream_t>(call.stream));
   if (error != cudaSuccess) return status_of(error);
-  return call.dtype == DType::bf16 ? forward_of<bf16_t>(call, blocks, next, deal.batched)
-                                   : forward_of<f16_t>(call, blocks, next, deal.batched);
+  return call.dtype == DType::bf16 ? forward_of<bf16_t>(call, blocks, deal) : forward_of<f16_t>(call, blocks, deal);
 }
 
 }  // namespace cuda

@@ -42,7 +42,6 @@ struct ForwardParams {
   int queries, keys, max_seqlen, max_seqlen_k;
   int tiles;    // of queries in a dense sequence
   int batched;  // as many heads go over their tiles of queries together; 0: a block has all tiles of a head
-                // less
   float scale;  // of scores, in units of log2
   float dropout_scale;
   int threshold;
@@ -94,17 +93,19 @@ class TileWalk {
       : p(params), number(static_cast<int>(blockIdx.x)) {
     if (p.packed()) load_group();
     if (p.batched == 0) number *= p.tiles;
+    draw_ticket();
   }
 
-  // The tile that is this block's turn, of which sequence is -1 after the last; and asks for the number of the next.
+  // The tile that is this block's turn, of which sequence is -1 after the last.
   __device__ __forceinline__ QueryTile take() {
     const int current = number;
     if (p.next != nullptr)
-      number = static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, lane() == 0 ? atomicAdd(p.next, 1) : 0, 0);
+      number = static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, ticket, 0);
     else if (p.batched > 0)
       number += static_cast<int>(gridDim.x);
     else
       number += (number + 1) % p.tiles != 0 ? 1 : static_cast<int>(gridDim.x - 1) * p.tiles + 1;
+    draw_ticket();
     QueryTile tile = p.packed() ? packed_tile(current) : dense_tile(current);
     if (tile.sequence < 0) return tile;
     tile.blocks = tile.steps<S, CAUSAL>(tile.first, S::kQueries);
@@ -115,6 +116,11 @@ class TileWalk {
 
  private:
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+  // For the tile after the next: nobody waits for the answer here.
+  __device__ __forceinline__ void draw_ticket() {
+    if (p.next != nullptr && lane() == 0) ticket = atomicAdd(p.next, 1);
+  }
 
   __device__ __forceinline__ QueryTile dense_tile(int index) const {
     QueryTile tile;
@@ -188,6 +194,7 @@ class TileWalk {
 
   const ForwardParams& p;
   int number;
+  int ticket = 0;                     // the first lane's
   int group = 0, start = 0, end = 0;  // packed: see load_group()
   Span span = {0, 0};
 };
