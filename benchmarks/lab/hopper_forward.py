@@ -47,10 +47,11 @@ class Shape:
     turns: bool = True
     dropout: bool = True  # whether registers suffice
     queries: int = 0  # of a tile in the form for few keys (cuda_forward_short.cuh); 0: the other form
+    early: bool = False  # whether it comes onto the chip while the kernel before it ends
 
     def __str__(self) -> str:
         if self.queries:
-            return f"D{self.D} short {self.queries}"
+            return f"D{self.D} short {self.queries} {self.groups}x{self.keys}{' early' if self.early else ''}"
         return f"D{self.D} {64 * self.groups}x{self.keys} {self.stages} stages{' turns' if self.turns else ''}"
 
     @property
@@ -58,7 +59,7 @@ class Shape:
         return WORK / f"{str(self).replace(' ', '_')}.so"
 
     def takes(self, case: Case) -> bool:
-        most_keys = (768 if self.D == 64 else 384) if self.queries else 1 << 30
+        most_keys = (512 if self.D == 64 else 384) if self.queries else 1 << 30
         return self.D == case.D and (self.dropout or not case.p) and max(case.S, case.Sk) <= most_keys
 
 
@@ -72,7 +73,10 @@ SHAPES = [
     Shape(128, 2, 128, 2, turns=False),
     Shape(128, 3, 64, 3, turns=False),
     Shape(64, 3, 128, 6, turns=False, dropout=False, queries=256),
+    Shape(64, 3, 128, 6, turns=False, dropout=False, queries=256, early=True),
     Shape(64, 3, 128, 6, turns=False, dropout=False, queries=512),
+    Shape(64, 3, 64, 12, turns=False, dropout=False, queries=256),
+    Shape(64, 4, 64, 11, turns=False, dropout=False, queries=256),
     Shape(128, 2, 128, 3, turns=False, dropout=False, queries=256),
 ]
 
@@ -94,6 +98,7 @@ def compile_shape(shape: Shape) -> str:
         f"-DLAB_TURNS={str(shape.turns).lower()}",
         f"-DLAB_DROPOUT={str(shape.dropout).lower()}",
         f"-DLAB_SHORT={shape.queries}",
+        f"-DLAB_EARLY={str(shape.early).lower()}",
     ]
     if has_half(shape):
         definitions.append("-DLAB_HALF")
@@ -495,12 +500,11 @@ def time_all(cases: list[Case], shapes: list[Shape], peers: dict[str, Any], dead
 
 
 def print_row(row: dict[str, Any]) -> None:
-    rates = {name: row["flops"] / time * 1e-6 for name, time in row.items() if name not in ("case", "flops")}
-    names = sorted((name for name in rates if name.startswith("D")), key=lambda name: row[name])
-    ours = "; ".join(f"{name[name.index(' ') + 1 :]} {rates[name]:.0f}" for name in names)
-    fastest = f"{row[names[0]]:.1f} us" if names else ""
-    theirs = " ".join(f"{name} {rate:.0f}" for name, rate in rates.items() if name not in names)
-    print(f"{row['case']}: {theirs} | {fastest} | {ours}", flush=True)
+    names = sorted((name for name in row if name not in ("case", "flops")), key=lambda name: row[name])
+    fastest = next((name for name in names if name.startswith("D")), None)
+    rate = f"{row['flops'] / row[fastest] * 1e-6:.0f} TFLOP/s" if fastest else ""
+    times = "; ".join(f"{name[name.startswith('D') * 4 :]} {row[name]:.1f}" for name in names)
+    print(f"{row['case']}: {rate} | us: {times}", flush=True)
 
 
 def main() -> None:
@@ -530,7 +534,7 @@ def main() -> None:
         verdicts = list(pool.map(lambda shape: check_apart(shape, 22.0), built))
     for shape, verdict in zip(built, verdicts, strict=True):
         print(f"check {shape}: {verdict[:1500]}")
-    print(f"checked after {time.time() - start:.0f} s; TFLOP/s:", flush=True)
+    print(f"checked after {time.time() - start:.0f} s", flush=True)
     right = [shape for shape, verdict in zip(built, verdicts, strict=True) if verdict == "ok"]
     peers = {"cudnn": cudnn_us} | ({"triton": triton_us} if arguments.triton else {})
     rows = time_all(timing_cases(arguments.short), right, peers, start + arguments.seconds)

@@ -19,22 +19,23 @@
 namespace fasttfm {
 namespace cuda {
 
-// A tile has up to QUERIES queries.
-template <int HEAD_DIM, int QUERIES>
+// A tile has up to QUERIES queries; GROUPS warpgroups go over keys in steps of KEYS.
+template <int HEAD_DIM, int QUERIES, int GROUPS, int KEYS>
 struct ShortShape {
-  static constexpr int kHeadDim = HEAD_DIM, kQueries = QUERIES, kKeys = 128;
+  static constexpr int kHeadDim = HEAD_DIM, kQueries = QUERIES, kGroups = GROUPS, kKeys = KEYS;
   static constexpr bool kDropout = false;
-  static constexpr int kGroups = HEAD_DIM == 64 ? 3 : 2;
-  static constexpr int kThreads = kWarpgroup * (kGroups + 1);
+  static constexpr int kThreads = kWarpgroup * (GROUPS + 1);
   static constexpr int kParts = HEAD_DIM / kTileColumns;
   static constexpr uint32_t kQueryPart = 64 * kTileRowBytes, kQueryBytes = kParts * kQueryPart;
-  static constexpr uint32_t kKeyPart = kKeys * kTileRowBytes, kKeyBytes = kParts * kKeyPart;
-  static constexpr int kTiles = 8;  // on their way
-  static constexpr int kKeySlots = HEAD_DIM == 64 ? 6 : 3, kMostKeys = kKeySlots * kKeys;
-  static constexpr int kQuerySlots = HEAD_DIM == 64 ? 4 : 2;
-  static constexpr int kUnits = 2 * kGroups;  // on their way: see ShortMemory
-  static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : 232;
+  static constexpr uint32_t kKeyPart = KEYS * kTileRowBytes, kKeyBytes = kParts * kKeyPart;
+  static constexpr int kTiles = 8;                                          // on their way
+  static constexpr int kQuerySlots = HEAD_DIM == 64 ? GROUPS + 1 : GROUPS;  // units of q
+  static constexpr int kUnits = 2 * GROUPS;                                 // see ShortMemory
+  static constexpr int kKeySlots = (224 * 1024 - kQuerySlots * kQueryBytes) / (2 * kKeyBytes);
+  static constexpr int kMostKeys = kKeySlots * KEYS;
+  // Of a thread: 512 are there for each of the 128 of a warpgroup (480 for five), and they start with an equal share.
+  static constexpr int kProducerRegisters = GROUPS == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
 };
 
 // Unit i has the barriers i % kUnits, so that the warpgroup i % kGroups alone waits for them, and for each of their
@@ -95,6 +96,7 @@ __device__ __forceinline__ int tile_end(const QueryTile& tile) {
 template <class S, bool CAUSAL>
 __device__ __forceinline__ void produce_steps(const ForwardParams& p, ShortMemory<S>& memory, const CUtensorMap* k_map,
                                               const CUtensorMap* v_map) {
+  wait_for_launches();
   const bool issues = threadIdx.x % 32 == 0;
   RingPosition<S::kTiles> tile_at;
   RingPosition<S::kKeySlots> at;
@@ -126,6 +128,7 @@ __device__ __forceinline__ void produce_steps(const ForwardParams& p, ShortMemor
 template <class S, bool CAUSAL>
 __device__ __forceinline__ void produce_queries(const ForwardParams& p, ShortMemory<S>& memory,
                                                 const CUtensorMap* q_map) {
+  wait_for_launches();
   RingPosition<S::kTiles> tile_at;
   UnitPosition<S> unit;
   RingPosition<S::kUnits> done;  // the unit that had the place before
@@ -298,13 +301,16 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
 }
 
-template <class T, class S, bool CAUSAL>
+template <class T, class S, bool CAUSAL, bool EARLY>
 Status launch_short_forward(const AttentionForward& call, int multiprocessors, const Deal& deal) {
   ForwardMaps maps;
   const Status status = make_forward_maps(&maps, call, 64, S::kKeys);
   if (status.code != StatusCode::ok) return status;
   constexpr size_t memory = sizeof(ShortMemory<S>) + ShortMemory<S>::kSlack;
   static_assert(memory <= 227 * 1024, "more shared memory than a multiprocessor has");
+  if (EARLY)
+    return launch_early(short_forward_kernel<T, S, CAUSAL>, dim3(multiprocessors), dim3(S::kThreads), memory,
+                        call.stream, maps.q, maps.k, maps.v, make_forward_params<S>(call, deal));
   return launch(short_forward_kernel<T, S, CAUSAL>, dim3(multiprocessors), dim3(S::kThreads), memory, call.stream,
                 maps.q, maps.k, maps.v, make_forward_params<S>(call, deal));
 }
