@@ -9,7 +9,7 @@ using namespace fasttfm::cuda;
 template <class T, bool CAUSAL, bool DROPOUT>
 Status run(const AttentionForward& call, int blocks, const Deal& deal) {
 #if LAB_SHORT > 0
-  return launch_short_forward<T, ShortShape<LAB_HEAD_DIM, LAB_SHORT, LAB_GROUPS, LAB_KEYS>, CAUSAL, LAB_EARLY>(
+  return launch_short_forward<T, ShortShape<LAB_HEAD_DIM, LAB_SHORT, LAB_GROUPS, LAB_KEYS, DROPOUT>, CAUSAL, LAB_EARLY>(
       call, blocks, deal);
 #else
   using Shape = ForwardShape<LAB_HEAD_DIM, LAB_GROUPS, LAB_KEYS, LAB_STAGES, DROPOUT>;

@@ -20,10 +20,10 @@ namespace fasttfm {
 namespace cuda {
 
 // A tile has up to QUERIES queries; GROUPS warpgroups go over keys in steps of KEYS.
-template <int HEAD_DIM, int QUERIES, int GROUPS, int KEYS>
+template <int HEAD_DIM, int QUERIES, int GROUPS, int KEYS, bool DROPOUT>
 struct ShortShape {
   static constexpr int kHeadDim = HEAD_DIM, kQueries = QUERIES, kGroups = GROUPS, kKeys = KEYS;
-  static constexpr bool kDropout = false;
+  static constexpr bool kDropout = DROPOUT;
   static constexpr int kThreads = kWarpgroup * (GROUPS + 1);
   static constexpr int kParts = HEAD_DIM / kTileColumns;
   static constexpr uint32_t kQueryPart = 64 * kTileRowBytes, kQueryBytes = kParts * kQueryPart;
@@ -96,7 +96,6 @@ __device__ __forceinline__ int tile_end(const QueryTile& tile) {
 template <class S, bool CAUSAL>
 __device__ __forceinline__ void produce_steps(const ForwardParams& p, ShortMemory<S>& memory, const CUtensorMap* k_map,
                                               const CUtensorMap* v_map) {
-  wait_for_launches();
   const bool issues = threadIdx.x % 32 == 0;
   RingPosition<S::kTiles> tile_at;
   RingPosition<S::kKeySlots> at;
@@ -128,7 +127,6 @@ __device__ __forceinline__ void produce_steps(const ForwardParams& p, ShortMemor
 template <class S, bool CAUSAL>
 __device__ __forceinline__ void produce_queries(const ForwardParams& p, ShortMemory<S>& memory,
                                                 const CUtensorMap* q_map) {
-  wait_for_launches();
   RingPosition<S::kTiles> tile_at;
   UnitPosition<S> unit;
   RingPosition<S::kUnits> done;  // the unit that had the place before
@@ -159,53 +157,66 @@ template <class T, class S, bool CAUSAL>
 class UnitConsumer {
  public:
   __device__ __forceinline__ UnitConsumer(const ForwardParams& params, ShortMemory<S>& shared, int number)
-      : p(params), memory(shared), group(number) {}
+      : p(params), memory(shared), group(number) {
+    if (S::kDropout) dropout = WeightDropout(static_cast<uint64_t>(*p.seed), p.threshold);
+  }
 
   __device__ __forceinline__ void run() {
     for (;; tile_at.next()) {
       memory.tile_full[tile_at.slot].wait(tile_at.parity);
-      if (memory.tile[tile_at.slot].sequence < 0) return;
-      pass_units();
-      leave_tile();
+      if (tile().sequence < 0) return;
+      if (!pass_units()) release_steps(tile().blocks);
+      arrive_warp(memory.tile_empty[tile_at.slot]);
     }
   }
 
  private:
+  using Position = RingPosition<S::kKeySlots>;
+
   __device__ __forceinline__ const QueryTile& tile() const { return memory.tile[tile_at.slot]; }
 
-  // All units of the tile; computes those that are this warpgroup's.
-  __device__ __forceinline__ void pass_units() {
-    const int end = tile_end<S>(tile());
+  // All units of the tile; computes those that are this warpgroup's, and says whether there was one.
+  __device__ __forceinline__ bool pass_units() {
+    const int end = tile_end<S>(tile()), last = min(end, tile().q_length);
+    bool any = false;
     for (int first = tile().first; first < end; first += 64) {
       const int steps = tile().template steps<S, CAUSAL>(first, 64);
       if (steps == 0) {
         if (static_cast<int>((first / 64 + tile_at.slot) % S::kGroups) == group) store_nothing<T, S>(p, tile(), first);
         continue;
       }
-      if (static_cast<int>(unit.at.slot % S::kGroups) == group) compute(first, steps);
+      if (static_cast<int>(unit.at.slot % S::kGroups) == group) {
+        compute(first, steps, first + 64 * S::kGroups >= last);
+        any = true;
+      }
       unit.next();
     }
+    return any;
   }
 
-  // Also for a warpgroup that had no unit of the tile: it must not miss a phase of a barrier that it waits for.
-  __device__ __forceinline__ void leave_tile() {
-    for (int block = tile().blocks; block > 0; --block) {
+  // Steps that the warpgroup does not compute: it must not miss a phase of a barrier that it waits for.
+  __device__ __forceinline__ void release_steps(int count) {
+    for (; count > 0; --count) {
       memory.k_full[step_at.slot].wait(step_at.parity);
       memory.v_full[step_at.slot].wait(step_at.parity);
       arrive_warp(memory.step_empty[step_at.slot]);
       step_at.next();
     }
-    arrive_warp(memory.tile_empty[tile_at.slot]);
   }
 
-  // 64 queries from `first` on, which attend to keys of `steps` steps.
-  __device__ __forceinline__ void compute(int first, int steps) const {
+  // 64 queries from `first` on, which attend to keys of `steps` steps. ends: it is the warpgroup's last unit of the
+  // tile, and lets go of steps one by one.
+  __device__ __forceinline__ void compute(int first, int steps, bool ends) {
     float s[S::kKeys / 2], o[S::kHeadDim / 2], factor[2];
-    uint32_t weights[S::kKeys / 4];
+    uint32_t weights[S::kKeys / 4], kept[S::kKeys / 8];
     RunningSoftmax softmax;
-    RingPosition<S::kKeySlots> at = step_at;
-    if (CAUSAL)
-      for (int absent = tile().blocks - steps; absent > 0; --absent) at.next();
+    int absent = CAUSAL ? tile().blocks - steps : 0;
+    if (ends) {
+      release_steps(absent);
+      absent = 0;
+    }
+    Position at = step_at;
+    for (; absent > 0; --absent) at.next();
     const uint32_t q = shared_address(memory.q[unit.place]);
     const int k_length = tile().k_length, diagonal = tile().causal_keys(first);
     int block = steps - 1;
@@ -214,14 +225,15 @@ class UnitConsumer {
     memory.k_full[at.slot].wait(at.parity);
     begin_products();
     issue_scores<T, S>(s, q, shared_address(memory.k[at.slot]));
+    draw(kept, first, block);
     wait_products<0>();
     take_scores(s, block, k_length, diagonal);
     softmax.step(s, p.scale);
-    pack_weights<T>(s, weights);
+    make_operand(s, weights, kept);
     clear_absent(at, k_length - block * S::kKeys);
 
     for (bool add = false; --block >= 0; add = true) {
-      const RingPosition<S::kKeySlots> before = at;
+      const Position before = at;
       at.next();
       memory.k_full[at.slot].wait(at.parity);
       memory.v_full[before.slot].wait(before.parity);
@@ -230,6 +242,7 @@ class UnitConsumer {
       begin_products();
       issue_scores<T, S>(s, q, shared_address(memory.k[at.slot]));
       issue_values<T, S>(o, weights, shared_address(memory.v[before.slot]), add);
+      draw(kept, first, block);
       wait_products<1>();
       take_scores(s, block, k_length, diagonal);
       softmax.step(s, p.scale);
@@ -237,8 +250,9 @@ class UnitConsumer {
       wait_products<0>();
       hold_registers(o);
       hold_registers(weights);
+      if (ends) arrive_warp(memory.step_empty[before.slot]);
       softmax.correct(o);
-      pack_weights<T>(s, weights);
+      make_operand(s, weights, kept);
     }
 
     memory.v_full[at.slot].wait(at.parity);
@@ -251,6 +265,11 @@ class UnitConsumer {
     wait_products<0>();
     hold_registers(o);
     hold_registers(weights);
+    if (ends) {
+      arrive_warp(memory.step_empty[at.slot]);
+      step_at = at;
+      step_at.next();
+    }
     store_results<T, S>(p, tile(), row, factor, o);
   }
 
@@ -261,8 +280,19 @@ class UnitConsumer {
     mask_step<S, CAUSAL>(s, block, k_length, diagonal);
   }
 
+  __device__ __forceinline__ void draw(uint32_t (&kept)[S::kKeys / 8], int first, int block) const {
+    if (S::kDropout) dropout.draw(kept, tile().sequence, tile().head, first + row_in_group(), block * (S::kKeys / 64));
+  }
+
+  // 16-bit weights; those that dropout does not keep are 0.
+  __device__ __forceinline__ void make_operand(const float (&s)[S::kKeys / 2], uint32_t (&weights)[S::kKeys / 4],
+                                               const uint32_t (&kept)[S::kKeys / 8]) const {
+    pack_weights<T>(s, weights);
+    if (S::kDropout) keep_weights(weights, kept);
+  }
+
   // Before the first product with v, of which `present` rows are the sequence's.
-  __device__ __forceinline__ void clear_absent(const RingPosition<S::kKeySlots>& at, int present) const {
+  __device__ __forceinline__ void clear_absent(const Position& at, int present) const {
     if (present >= S::kKeys || (!p.packed() && p.lengths_k == nullptr)) return;
     memory.v_full[at.slot].wait(at.parity);
     clear_rows<S>(memory.v[at.slot], present, group);
@@ -271,8 +301,9 @@ class UnitConsumer {
   const ForwardParams& p;
   ShortMemory<S>& memory;
   const int group;
+  WeightDropout dropout;
   RingPosition<S::kTiles> tile_at;
-  RingPosition<S::kKeySlots> step_at;  // of the tile's first step
+  Position step_at;  // of the tile's first step that the warpgroup has not let go of
   UnitPosition<S> unit;
 };
 
@@ -291,6 +322,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     prefetch_map(&v_map);
   }
   __syncthreads();
+  wait_for_launches();
   if (warp < 4) {
     lower_registers<S::kProducerRegisters>();
     if (warp == 0) produce_steps<S, CAUSAL>(p, memory, &k_map, &v_map);
