@@ -65,17 +65,16 @@ class Shape:
 
 SHAPES = [
     Shape(64, 2, 128, 3),
-    Shape(64, 2, 128, 3, turns=False),
     Shape(64, 3, 128, 3, dropout=False),
-    Shape(64, 3, 128, 3, turns=False, dropout=False),
-    Shape(64, 3, 128, 4, turns=False, dropout=False),
-    Shape(128, 2, 128, 2),
-    Shape(128, 2, 128, 2, turns=False),
-    Shape(128, 3, 64, 3, turns=False),
+    Shape(64, 3, 128, 3, turns=False),
+    Shape(64, 3, 64, 6, turns=False),
+    Shape(64, 4, 64, 6, turns=False),
     Shape(64, 3, 128, 6, turns=False, queries=512),
-    Shape(64, 3, 128, 6, turns=False, queries=512, early=True),
+    Shape(64, 3, 128, 6, turns=False, dropout=False, queries=512, early=True),
     Shape(64, 3, 64, 12, turns=False, queries=512),
     Shape(64, 4, 64, 11, turns=False, queries=512),
+    Shape(128, 2, 128, 2),
+    Shape(128, 3, 64, 3, turns=False),
     Shape(128, 2, 128, 3, turns=False, queries=512),
 ]
 
@@ -457,6 +456,8 @@ def timing_cases(short: bool) -> list[Case]:
             cases += [Case(16384 // S, S, H, D, causal, p) for causal, p in KINDS[1:] for S in lengths[1::2]]
             cases += [Case(114, 256, H, D, causal, p, "packed") for causal, p in KINDS]
             cases += [Case(64, 512, H, D, causal, p, "packed") for causal, p in KINDS]
+            cases += [Case(B, S, H, D) for S in lengths[1::2] for B in (4, 8)]  # few heads
+            cases += [Case(B, S, H, D, p=0.1) for B, S in ((64, 512), (16, 1024), (8, 2048))]
             continue
         for causal, p in KINDS:
             cases += [Case(16384 // S, S, H, D, causal, p) for S in (128, 256, 512, 1024, 2048, 16384)]
@@ -526,7 +527,7 @@ def main() -> None:
     _import_fasttfm()
     shapes = [shape for shape in SHAPES if arguments.only in str(shape)]
     if arguments.short:
-        shapes = [shape for shape in shapes if shape.queries or shape.turns]
+        shapes = [shape for shape in shapes if str(shape) != "D128 192x64 3 stages"]
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         for shape, complaint in zip(shapes, pool.map(compile_shape, shapes), strict=True):
             if complaint:
@@ -534,7 +535,7 @@ def main() -> None:
     print(f"compiled after {time.time() - start:.0f} s", flush=True)
     built = [shape for shape in shapes if shape.library.exists()]
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
-        verdicts = list(pool.map(lambda shape: check_apart(shape, 22.0), built))
+        verdicts = list(pool.map(lambda shape: check_apart(shape, 28.0), built))
     for shape, verdict in zip(built, verdicts, strict=True):
         print(f"check {shape}: {verdict[:1500]}")
     print(f"checked after {time.time() - start:.0f} s", flush=True)

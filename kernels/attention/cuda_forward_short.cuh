@@ -33,9 +33,8 @@ struct ShortShape {
   static constexpr int kUnits = 2 * GROUPS;                                 // see ShortMemory
   static constexpr int kKeySlots = (224 * 1024 - kQuerySlots * kQueryBytes) / (2 * kKeyBytes);
   static constexpr int kMostKeys = kKeySlots * KEYS;
-  // Of a thread: 512 are there for each of the 128 of a warpgroup (480 for five), and they start with an equal share.
-  static constexpr int kProducerRegisters = GROUPS == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
+  static constexpr int kProducerRegisters = producer_registers(GROUPS);
+  static constexpr int kConsumerRegisters = consumer_registers(GROUPS);
 };
 
 // Unit i has the barriers i % kUnits, so that the warpgroup i % kGroups alone waits for them, and for each of their

@@ -33,7 +33,7 @@ __device__ __forceinline__ void clear_rows(char* v, int first, int group) {
     for (int i = 8 * first + thread; i < 8 * S::kKeys; i += kWarpgroup)
       reinterpret_cast<uint4*>(v + part * S::kKeyPart)[i] = make_uint4(0, 0, 0, 0);
   fence_async();
-  sync_named(4 + group, kWarpgroup);
+  sync_named(8 + group, kWarpgroup);
 }
 
 // ---- products --------------------------------------------------------------------------------------------------------

@@ -10,6 +10,11 @@
 namespace fasttfm {
 namespace cuda {
 
+// Registers of a thread beside so many warpgroups that compute: 512 are there for each of the 128 threads of a
+// warpgroup (480 for five warpgroups), and they start with an equal share.
+constexpr int producer_registers(int groups) { return groups > 2 ? 32 : 40; }
+constexpr int consumer_registers(int groups) { return groups == 1 ? 216 : groups == 2 ? 232 : groups == 3 ? 160 : 112; }
+
 // GROUPS warpgroups of 64 queries each go over the keys in steps of KEYS; STAGES steps of k and of v are on chip.
 template <int HEAD_DIM, int GROUPS, int KEYS, int STAGES, bool DROPOUT>
 struct ForwardShape {
@@ -24,9 +29,8 @@ struct ForwardShape {
   static constexpr uint32_t kKeyPart = KEYS * kTileRowBytes, kKeyBytes = kParts * kKeyPart;
   static constexpr int kMostQuerySlots = (225 * 1024 - 2 * STAGES * kKeyBytes) / kQueryBytes;
   static constexpr int kQuerySlots = kOverlaps && kMostQuerySlots > 2 ? 3 : kMostQuerySlots > 1 ? 2 : 1;
-  // Of a thread; 512 are there for each of the 128 of a warpgroup, and they start with an equal share.
-  static constexpr int kProducerRegisters = GROUPS == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = GROUPS == 1 ? 216 : GROUPS == 2 ? 232 : 160;
+  static constexpr int kProducerRegisters = producer_registers(GROUPS);
+  static constexpr int kConsumerRegisters = consumer_registers(GROUPS);
 };
 
 struct ForwardParams {
