@@ -1,20 +1,14 @@
 // One shape of Hopper's attention forward as a library of its own: hopper_forward.py compiles it for each that it
 // tries.
 #include "attention/cuda_forward.cuh"
-#include "attention/cuda_forward_short.cuh"
 
 using namespace fasttfm;
 using namespace fasttfm::cuda;
 
 template <class T, bool CAUSAL, bool DROPOUT>
 Status run(const AttentionForward& call, int blocks, const Deal& deal) {
-#if LAB_SHORT > 0
-  return launch_short_forward<T, ShortShape<LAB_HEAD_DIM, LAB_SHORT, LAB_GROUPS, LAB_KEYS, DROPOUT>, CAUSAL, LAB_EARLY>(
-      call, blocks, deal);
-#else
-  using Shape = ForwardShape<LAB_HEAD_DIM, LAB_GROUPS, LAB_KEYS, LAB_STAGES, DROPOUT>;
+  using Shape = ForwardShape<LAB_HEAD_DIM, LAB_GROUPS, LAB_KEYS, LAB_STAGES, DROPOUT, LAB_QUERIES>;
   return launch_forward<T, Shape, CAUSAL, LAB_TURNS>(call, blocks, deal);
-#endif
 }
 
 template <class T, bool CAUSAL>

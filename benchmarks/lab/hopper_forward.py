@@ -1,6 +1,6 @@
 """Which shapes Hopper's attention forward is fastest with: ``python benchmarks/lab/hopper_forward.py [--only TEXT]``.
 
-With ``--short`` for sequences of up to 512 tokens alone, which the form for few keys is compared at.
+With ``--short`` for heads of 64, bf16 and sequences of few tokens alone, with fewer checks.
 
 Compiles the kernel for every shape of SHAPES (in parallel), checks each against the reference backend in fp64 in a
 process of its own with a time limit, then times those that are right against cuDNN in the same run: replays of a CUDA
@@ -46,48 +46,38 @@ class Shape:
     stages: int
     turns: bool = True
     dropout: bool = True  # whether registers suffice
-    queries: int = 0  # of a tile in the form for few keys (cuda_forward_short.cuh); 0: the other form
-    early: bool = False  # whether it comes onto the chip while the kernel before it ends
+    queries: int = 0  # of a tile; 0: 64 for each warpgroup
 
     def __str__(self) -> str:
-        if self.queries:
-            return f"D{self.D} short {self.queries} {self.groups}x{self.keys}{' early' if self.early else ''}"
-        return f"D{self.D} {64 * self.groups}x{self.keys} {self.stages} stages{' turns' if self.turns else ''}"
+        queries = self.queries or 64 * self.groups
+        return f"D{self.D} {self.groups}:{queries}x{self.keys} {self.stages}{' turns' if self.turns else ''}"
 
     @property
     def library(self) -> Path:
         return WORK / f"{str(self).replace(' ', '_')}.so"
 
     def takes(self, case: Case) -> bool:
-        most_keys = (640 if self.D == 64 else 384) if self.queries else 1 << 30
-        return self.D == case.D and (self.dropout or not case.p) and max(case.S, case.Sk) <= most_keys
+        return self.D == case.D and (self.dropout or not case.p)
 
 
 SHAPES = [
     Shape(64, 2, 128, 3),
     Shape(64, 3, 128, 3, dropout=False),
-    Shape(64, 3, 128, 3, turns=False),
-    Shape(64, 3, 64, 6, turns=False),
     Shape(64, 4, 64, 6, turns=False),
-    Shape(64, 3, 128, 6, turns=False, queries=512),
-    Shape(64, 3, 128, 6, turns=False, dropout=False, queries=512, early=True),
-    Shape(64, 3, 64, 12, turns=False, queries=512),
-    Shape(64, 4, 64, 11, turns=False, queries=512),
+    Shape(64, 4, 64, 8, turns=False),
+    Shape(64, 4, 64, 8, turns=False, queries=128),
     Shape(128, 2, 128, 2),
     Shape(128, 3, 64, 3, turns=False),
-    Shape(128, 2, 128, 3, turns=False, queries=512),
 ]
 
 
-def has_half(shape: Shape) -> bool:
-    """Whether it is compiled for fp16 too."""
-    return bool(shape.queries and not shape.early) or (shape.groups == 2 and shape.turns)
+HALF = (Shape(64, 4, 64, 8, turns=False), Shape(128, 2, 128, 2))  # which are compiled for fp16 too
 
 
 # ---- building and calling --------------------------------------------------------------------------------------------
 
 
-def compile_shape(shape: Shape) -> str:
+def compile_shape(shape: Shape, half: bool) -> str:
     definitions = [
         f"-DLAB_HEAD_DIM={shape.D}",
         f"-DLAB_GROUPS={shape.groups}",
@@ -95,10 +85,9 @@ def compile_shape(shape: Shape) -> str:
         f"-DLAB_STAGES={shape.stages}",
         f"-DLAB_TURNS={str(shape.turns).lower()}",
         f"-DLAB_DROPOUT={str(shape.dropout).lower()}",
-        f"-DLAB_SHORT={shape.queries}",
-        f"-DLAB_EARLY={str(shape.early).lower()}",
+        f"-DLAB_QUERIES={shape.queries or 64 * shape.groups}",
     ]
-    if has_half(shape):
+    if half:
         definitions.append("-DLAB_HALF")
     command = ["nvcc", "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-shared"]
     command += ["-Xcompiler=-fPIC", *definitions, "-I", str(ROOT / "kernels"), "-o", str(shape.library)]
@@ -296,7 +285,7 @@ def outputs(q: Any, problem: Any) -> tuple[Any, Any, Any]:
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check_cases(D: int) -> list[Case]:
+def check_cases(D: int, short: bool) -> list[Case]:
     cases = []
     for causal in (False, True):
         for p in (0.0, 0.1):
@@ -326,20 +315,24 @@ def check_cases(D: int) -> list[Case]:
             Case(48, 256, 12, D, causal),
             Case(20, 320, 12, D, causal, 0.5),
         ]
+    if short:
+        cases = [case for case in cases if case.dtype == "bfloat16" and case.S < 1000]
     return cases
 
 
 def load_cases(shape: Shape) -> list[Case]:
     """Enough work for all multiprocessors, again and again."""
-    if shape.queries:
-        shapes = ((160, 256, True, "packed"), (100, 250, False, "dense"), (200, 128, False, "fused"))
-    else:
-        shapes = ((40, 512, True, "packed"), (24, 500, False, "dense"))
     p = 0.1 if shape.dropout else 0.0
-    return [Case(B, S, 16, shape.D, causal, p, layout) for B, S, causal, layout in shapes]
+    sizes = (
+        (40, 512, True, "packed"),
+        (24, 500, False, "dense"),
+        (160, 256, True, "packed"),
+        (200, 128, False, "fused"),
+    )
+    return [Case(B, S, 16, shape.D, causal, p, layout) for B, S, causal, layout in sizes]
 
 
-def check(shape: Shape) -> list[str]:
+def check(shape: Shape, short: bool) -> list[str]:
     """Complaints about a shape; runs in its own process."""
     _import_fasttfm()
     import torch
@@ -348,8 +341,8 @@ def check(shape: Shape) -> list[str]:
 
     torch.manual_seed(0)
     kernel, complaints = Kernel(shape), []
-    for case in check_cases(shape.D):
-        if not shape.takes(case) or (case.dtype == "float16" and not has_half(shape)):
+    for case in check_cases(shape.D, short):
+        if not shape.takes(case) or (case.dtype == "float16" and shape not in HALF):
             continue
         q, k, v, problem = make(case, poison=True)
         expected, expected_lse = reference.attention_forward(q.double(), k.double(), v.double(), problem)
@@ -388,9 +381,9 @@ def check(shape: Shape) -> list[str]:
     return complaints
 
 
-def check_apart(shape: Shape, seconds: float) -> str:
+def check_apart(shape: Shape, short: bool, seconds: float) -> str:
     """``ok``, or what is wrong, of a process that may hang or die."""
-    command = [sys.executable, __file__, "--check", json.dumps(shape.__dict__)]
+    command = [sys.executable, __file__, "--check", json.dumps(shape.__dict__), *(["--short"] if short else [])]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -451,15 +444,11 @@ def timing_cases(short: bool) -> list[Case]:
     for D in (64, 128):
         H = 1024 // D
         if short:
-            lengths = (64, 128, 192, 256, 384, 512) if D == 64 else (128, 256)
-            cases += [Case(16384 // S, S, H, D) for S in lengths]
-            cases += [Case(16384 // S, S, H, D, causal, p) for causal, p in KINDS[1:] for S in lengths[1::2]]
-            cases += [Case(114, 256, H, D, causal, p, "packed") for causal, p in KINDS]
-            if D == 64:
-                cases += [Case(64, 512, H, D, causal, p, "packed") for causal, p in KINDS]
-                cases += [Case(B, S, H, D) for S in lengths[1::2] for B in (4, 8)]  # few heads
-                cases += [Case(B, S, H, D, p=0.1) for B, S in ((64, 512), (16, 1024), (8, 2048))]
-            continue
+            cases += [Case(16384 // S, S, H, D) for S in (64, 192, 384)]
+            cases += [Case(B, S, H, D) for S in (128, 256, 512) for B in (4, 8)]  # few heads
+            cases += [Case(16384 // S, S, H, D, causal, p) for S in (128, 256, 512, 1024, 2048) for causal, p in KINDS]
+            cases += [Case(B, S, H, D, causal, p, "packed") for B, S in ((114, 256), (64, 512)) for causal, p in KINDS]
+            return [*cases, Case(64, 512, H, D, p=0.1), Case(4, 4096, H, D)]
         for causal, p in KINDS:
             cases += [Case(16384 // S, S, H, D, causal, p) for S in (128, 256, 512, 1024, 2048, 16384)]
             cases.append(Case(64, 512, H, D, causal, p, layout="packed"))
@@ -469,10 +458,10 @@ def timing_cases(short: bool) -> list[Case]:
 def modes(case: Case) -> list[Mode]:
     cached = max((16 << 20) // (4 * case.D * case.S), 1)
     if case.layout == "packed":
-        return [Mode(True, 1), *([Mode(False, 1)] if case.S <= 256 else [])]
+        return [Mode(True, 1), Mode(False, 1)]
     if case.causal:
-        return [Mode(True, cached), *([Mode(False, cached), Mode(False, 0)] if case.S <= 512 else [])]
-    return [Mode(False, 4), *([Mode(False, 0)] if case.S == 256 else [])]
+        return [Mode(True, cached), *([Mode(False, cached)] if case.S <= 1024 else [])]
+    return [Mode(False, 4)]
 
 
 def time_all(cases: list[Case], shapes: list[Shape], peers: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
@@ -516,27 +505,31 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="shapes whose name contains this")
     parser.add_argument("--check", default="", help="a shape as JSON: check it and say ok")
-    parser.add_argument("--short", action="store_true", help="up to 512 tokens alone")
+    parser.add_argument("--short", action="store_true", help="heads of 64 and few tokens alone, in half a minute")
     parser.add_argument("--triton", action="store_true", help="time the Triton kernels too: compiling them takes long")
     parser.add_argument("--seconds", type=float, default=115.0, help="stop timing after this")
     arguments = parser.parse_args()
     start = time.time()
     WORK.mkdir(exist_ok=True)
     if arguments.check:
-        print("; ".join(check(Shape(**json.loads(arguments.check)))) or "ok")
+        print("; ".join(check(Shape(**json.loads(arguments.check)), arguments.short)) or "ok")
         return
     _import_fasttfm()
     shapes = [shape for shape in SHAPES if arguments.only in str(shape)]
     if arguments.short:
-        shapes = [shape for shape in shapes if str(shape) != "D128 192x64 3 stages"]
+        shapes = [shape for shape in shapes if shape.D == 64]
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        for shape, complaint in zip(shapes, pool.map(compile_shape, shapes), strict=True):
+        for shape, complaint in zip(
+            shapes,
+            pool.map(lambda shape: compile_shape(shape, shape in HALF and not arguments.short), shapes),
+            strict=True,
+        ):
             if complaint:
                 print(f"compile {shape}: {complaint}")
     print(f"compiled after {time.time() - start:.0f} s", flush=True)
     built = [shape for shape in shapes if shape.library.exists()]
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
-        verdicts = list(pool.map(lambda shape: check_apart(shape, 28.0), built))
+        verdicts = list(pool.map(lambda shape: check_apart(shape, arguments.short, 28.0), built))
     for shape, verdict in zip(built, verdicts, strict=True):
         print(f"check {shape}: {verdict[:1500]}")
     print(f"checked after {time.time() - start:.0f} s", flush=True)

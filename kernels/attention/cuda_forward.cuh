@@ -21,13 +21,6 @@
 namespace fasttfm {
 namespace cuda {
 
-// Which 64 queries of the block's tile of that number are a warpgroup's: in turn, since a sequence's last tile has none
-// for some of them.
-template <class S>
-__device__ __forceinline__ int part_of(int group, uint32_t number) {
-  return static_cast<int>((static_cast<uint32_t>(group) + number) % S::kGroups);
-}
-
 // ---- producer --------------------------------------------------------------------------------------------------------
 
 // One warp; its first lane issues the copies.
@@ -106,9 +99,10 @@ class Consumer {
   // keys, although a step is the same there: in one loop for both the compiler no longer sees that its variables are
   // the same in all threads, and descriptors are made by each thread instead of once a warp.
   __device__ __forceinline__ void run() {
-    float s[S::kKeys / 2], o[S::kHeadDim / 2], factor[2];
+    float s[S::kKeys / 2], o[S::kHeadDim / 2];
     uint32_t weights[S::kKeys / 4], kept[S::kKeys / 8];
     RunningSoftmax softmax;
+    ResultRows<T> results;
     turns.start();
     bool starts = find_tile();
     while (starts) {
@@ -120,19 +114,19 @@ class Consumer {
           softmax.correct(o);
           make_operand(s, weights, kept);
         }
-        finish(softmax, factor);
+        results = finish(softmax);
         leave_tile();
-        if (!meet_tile()) break;
+        if (!find_near_tile()) break;
         pass_steps(absent);
         softmax = RunningSoftmax();
         step(s, o, weights, kept, softmax);
-        store(factor, o);
+        store_results<T, S>(p, results, o);
         clear(o);
         make_operand(s, weights, kept);
         clear_absent();
       }
       end_tile(o, weights);
-      store(factor, o);
+      store_results<T, S>(p, results, o);
       starts = find_tile();
     }
   }
@@ -144,7 +138,7 @@ class Consumer {
       memory.q_full[slot()].wait(number / S::kQuerySlots % 2);
       if (memory.tile_of(number).sequence < 0) return;
       if (meet_tile()) {
-        float s[S::kKeys / 2], o[S::kHeadDim / 2], factor[2];
+        float s[S::kKeys / 2], o[S::kHeadDim / 2];
         uint32_t weights[S::kKeys / 4], kept[S::kKeys / 8];
         RunningSoftmax softmax;
         begin_tile(s, weights, kept, softmax);
@@ -156,9 +150,9 @@ class Consumer {
         }
         release(memory.q_empty[slot()]);
         end_tile(o, weights);
-        finish(softmax, factor);
-        ++number;
-        store(factor, o);
+        const ResultRows<T> results = finish(softmax);
+        count_tile();
+        store_results<T, S>(p, results, o);
       } else {
         pass_tile();
       }
@@ -166,8 +160,19 @@ class Consumer {
   }
 
  private:
-  __device__ __forceinline__ int first_row(const QueryTile& tile, uint32_t tile_number) const {
-    return tile.first + 64 * part_of<S>(group, tile_number) + row_in_group();
+  // How many warpgroups have queries in a tile.
+  static __device__ __forceinline__ int parts_of(const QueryTile& tile) {
+    return max(min((tile.q_length - tile.first + 63) / 64, S::kQueries / 64), 1);
+  }
+
+  // Which 64 of a tile's queries are the warpgroup's, if there are so many. Tiles go round the warpgroups: the first
+  // queries of one are for the warpgroup after the one that has the last queries of the tile before. Causal, queries
+  // have unequal work: where tiles are for half of the warpgroups each, they go from the last on by turns.
+  __device__ __forceinline__ int part_of(const QueryTile& tile) const {
+    const int part = (group + S::kGroups - turn) % S::kGroups;
+    return CAUSAL && S::kQueries < 64 * S::kGroups && number % 4 >= 2 && part < parts_of(tile)
+               ? parts_of(tile) - 1 - part
+               : part;
   }
 
   static __device__ __forceinline__ void release(Barrier& empty) {
@@ -181,13 +186,14 @@ class Consumer {
   __device__ __forceinline__ bool meet_tile() {
     memory.q_full[slot()].wait(number / S::kQuerySlots % 2);
     const QueryTile tile = memory.tile_of(number);
-    first = tile.first + 64 * part_of<S>(group, number);
+    const int part = part_of(tile);
+    first = tile.first + 64 * part;
     sequence = tile.sequence;
     head = tile.head;
-    block = (tile.sequence < 0 ? 0 : tile.steps<S, CAUSAL>(first, 64)) - 1;
+    block = (tile.sequence < 0 || part >= S::kQueries / 64 ? 0 : tile.steps<S, CAUSAL>(first, 64)) - 1;
     if (block < 0) return false;
     absent = CAUSAL ? tile.blocks - 1 - block : 0;
-    q_tile = shared_address(memory.q[slot()]) + part_of<S>(group, number) * 64 * kTileRowBytes;
+    q_tile = shared_address(memory.q[slot()]) + part * 64 * kTileRowBytes;
     k_length = tile.k_length;
     diagonal = tile.causal_keys(first);
     return true;
@@ -195,6 +201,11 @@ class Consumer {
 
   __device__ __forceinline__ void leave_tile() {
     release(memory.q_empty[slot()]);
+    count_tile();
+  }
+  __device__ __forceinline__ void count_tile() {
+    const int parts = parts_of(memory.tile_of(number));
+    turn = (turn + (parts == S::kGroups ? 1 : parts)) % S::kGroups;
     ++number;
   }
 
@@ -206,10 +217,24 @@ class Consumer {
     }
     return true;
   }
+  // The same while a product with v is to come, whose step has to stay one of the last kStages: false, too, if the tile
+  // is further away.
+  __device__ __forceinline__ bool find_near_tile() {
+    int passed = 0;
+    while (!meet_tile()) {
+      const QueryTile& tile = memory.tile_of(number);
+      if (tile.sequence < 0) return false;
+      passed += tile.blocks;
+      if (passed >= S::kStages) return false;
+      pass_tile();
+    }
+    return passed + absent < S::kStages;
+  }
   __device__ __forceinline__ void pass_tile() {
     const QueryTile tile = memory.tile_of(number);
+    const int part = part_of(tile);
     pass_steps(tile.blocks);
-    store_nothing<T, S>(p, tile, tile.first + 64 * part_of<S>(group, number));
+    if (part < S::kQueries / 64) store_nothing<T, S>(p, tile, tile.first + 64 * part);
     leave_tile();
   }
 
@@ -288,14 +313,8 @@ class Consumer {
     release(memory.v_empty[slot]);
   }
 
-  __device__ __forceinline__ void finish(RunningSoftmax& softmax, float (&factor)[2]) const {
-    const QueryTile tile = memory.tile_of(number);
-    conclude<S>(p, tile, first_row(tile, number), softmax, factor);
-  }
-  // Of the tile before.
-  __device__ __forceinline__ void store(const float (&factor)[2], const float (&o)[S::kHeadDim / 2]) const {
-    const QueryTile tile = memory.tile_of(number - 1);
-    store_results<T, S>(p, tile, first_row(tile, number - 1), factor, o);
+  __device__ __forceinline__ ResultRows<T> finish(RunningSoftmax& softmax) const {
+    return conclude<T, S>(p, memory.tile_of(number), first + row_in_group(), softmax);
   }
 
   static __device__ __forceinline__ void clear(float (&o)[S::kHeadDim / 2]) {
@@ -339,6 +358,7 @@ class Consumer {
   RingPosition<S::kStages> at;  // the step's
   uint32_t v_slot;              // where v of the product to come is
   uint32_t number = 0;          // the tile's, counted from the block's first
+  int turn = 0;                 // the warpgroup that has its first queries
   uint32_t q_tile;              // the warpgroup's queries of it, in shared memory
   int block;                    // of keys, the step's
   int sequence, head, first;    // the tile's; first: the warpgroup's first query

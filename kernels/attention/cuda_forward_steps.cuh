@@ -117,41 +117,52 @@ __device__ __forceinline__ float* lse_of(const ForwardParams& p, const QueryTile
                              : (static_cast<int64_t>(tile.sequence) * p.heads + tile.head) * p.queries);
 }
 
-// A thread's two rows, `row` and the one 8 further, have gone over all keys: writes lse; o times `factor` are the
-// results. Rows that attend to nothing get a factor of 0.
-template <class S>
-__device__ __forceinline__ void conclude(const ForwardParams& p, const QueryTile& tile, int row,
-                                         RunningSoftmax& softmax, float (&factor)[2]) {
+// A thread's two rows of results, which are o times `factor`.
+template <class T>
+struct ResultRows {
+  T* out;           // the first row
+  int present;      // rows that are there, from the first on
+  float factor[2];  // of o; 0: 0
+};
+
+// The thread's rows `row` and 8 further have gone over all keys: writes lse, and says what their results are. Rows that
+// attend to nothing get a factor of 0.
+template <class T, class S>
+__device__ __forceinline__ ResultRows<T> conclude(const ForwardParams& p, const QueryTile& tile, int row,
+                                                  RunningSoftmax& softmax) {
   softmax.finish();
+  ResultRows<T> rows;
+  rows.out = out_of<T, S>(p, tile) + row * row_elements<S>(p);
+  rows.present = tile.rows - row;
   float* lse = lse_of(p, tile);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const bool attends = row + 8 * half < tile.q_length && softmax.sum[half] > 0.0f;
-    factor[half] = attends ? __fdividef(p.dropout_scale, softmax.sum[half]) : 0.0f;
-    if (threadIdx.x % 4 == 0 && row + 8 * half < tile.rows)
+    rows.factor[half] = attends ? __fdividef(p.dropout_scale, softmax.sum[half]) : 0.0f;
+    if (threadIdx.x % 4 == 0 && 8 * half < rows.present)
       lse[row + 8 * half] =
           attends ? (softmax.reference[half] + __log2f(softmax.sum[half])) * 0.693147180559945f : kMinusInfinity;
   }
+  return rows;
 }
 
 template <class T, class S>
-__device__ __forceinline__ void store_results(const ForwardParams& p, const QueryTile& tile, int first_row,
-                                              const float (&factor)[2], const float (&o)[S::kHeadDim / 2]) {
-  T* out = out_of<T, S>(p, tile);
+__device__ __forceinline__ void store_results(const ForwardParams& p, const ResultRows<T>& rows,
+                                              const float (&o)[S::kHeadDim / 2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = first_row + 8 * half;
+    const float factor = rows.factor[half];
 #pragma unroll
     for (int chunk = 0; chunk < S::kHeadDim / 32; ++chunk) {
       uint32_t word[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* pair = o + 4 * (4 * chunk + i) + 2 * half;
-        word[i] = factor[half] != 0.0f ? narrow_word(pair[0] * factor[half], pair[1] * factor[half], T{}) : 0;
+        word[i] = factor != 0.0f ? narrow_word(pair[0] * factor, pair[1] * factor, T{}) : 0;
       }
       transpose_words(word);
-      if (row < tile.rows)
-        *reinterpret_cast<uint4*>(out + row * row_elements<S>(p) + 32 * chunk + threadIdx.x % 4 * 8) =
+      if (8 * half < rows.present)
+        *reinterpret_cast<uint4*>(rows.out + 8 * half * row_elements<S>(p) + 32 * chunk + threadIdx.x % 4 * 8) =
             make_uint4(word[0], word[1], word[2], word[3]);
     }
   }

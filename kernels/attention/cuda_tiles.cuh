@@ -15,20 +15,22 @@ namespace cuda {
 constexpr int producer_registers(int groups) { return groups > 2 ? 32 : 40; }
 constexpr int consumer_registers(int groups) { return groups == 1 ? 216 : groups == 2 ? 232 : groups == 3 ? 160 : 112; }
 
-// GROUPS warpgroups of 64 queries each go over the keys in steps of KEYS; STAGES steps of k and of v are on chip.
-template <int HEAD_DIM, int GROUPS, int KEYS, int STAGES, bool DROPOUT>
+// GROUPS warpgroups of 64 queries each go over the keys in steps of KEYS; STAGES steps of k and of v are on chip. Tiles
+// of fewer QUERIES than the warpgroups have room for go round them.
+template <int HEAD_DIM, int GROUPS, int KEYS, int STAGES, bool DROPOUT, int QUERIES = 64 * GROUPS>
 struct ForwardShape {
-  static constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kKeys = KEYS, kStages = STAGES;
+  static_assert(QUERIES % 64 == 0 && QUERIES <= 64 * GROUPS, "a warpgroup has up to 64 queries of a tile");
+  static constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kKeys = KEYS, kStages = STAGES, kQueries = QUERIES;
   static constexpr bool kDropout = DROPOUT;
   // Two stages are too few for v of a tile's last step to stay while the next tile's first is computed.
   static constexpr bool kOverlaps = STAGES > 2;
-  static constexpr int kQueries = 64 * GROUPS;
   static constexpr int kThreads = kWarpgroup * (GROUPS + 1);
   static constexpr int kParts = HEAD_DIM / kTileColumns;  // swizzled tiles side by side
   static constexpr uint32_t kQueryPart = kQueries * kTileRowBytes, kQueryBytes = kParts * kQueryPart;
   static constexpr uint32_t kKeyPart = KEYS * kTileRowBytes, kKeyBytes = kParts * kKeyPart;
   static constexpr int kMostQuerySlots = (225 * 1024 - 2 * STAGES * kKeyBytes) / kQueryBytes;
-  static constexpr int kQuerySlots = kOverlaps && kMostQuerySlots > 2 ? 3 : kMostQuerySlots > 1 ? 2 : 1;
+  static constexpr int kWantedQuerySlots = !kOverlaps ? 2 : QUERIES == 64 * GROUPS ? 3 : 5;
+  static constexpr int kQuerySlots = kMostQuerySlots < kWantedQuerySlots ? kMostQuerySlots : kWantedQuerySlots;
   static constexpr int kProducerRegisters = producer_registers(GROUPS);
   static constexpr int kConsumerRegisters = consumer_registers(GROUPS);
 };
@@ -208,13 +210,13 @@ struct ForwardMemory {
   alignas(1024) char q[S::kQuerySlots][S::kQueryBytes];
   alignas(1024) char k[S::kStages][S::kKeyBytes];
   alignas(1024) char v[S::kStages][S::kKeyBytes];
-  QueryTile tile[4];  // see tile_of()
+  QueryTile tile[S::kQuerySlots + 1];  // see tile_of()
   Barrier q_full[S::kQuerySlots], q_empty[S::kQuerySlots];
   Barrier k_full[S::kStages], k_empty[S::kStages];
   Barrier v_full[S::kStages], v_empty[S::kStages];
 
-  // The block's tile of that number. It stays while the next one's queries are in use: results are written then.
-  __device__ __forceinline__ QueryTile& tile_of(uint32_t number) { return tile[number % 4]; }
+  // The block's tile of that number. It stays while the next one's queries are in use.
+  __device__ __forceinline__ QueryTile& tile_of(uint32_t number) { return tile[number % (S::kQuerySlots + 1)]; }
 
   static constexpr int kSlack = 1024;  // bytes of dynamic memory too many, to start at a multiple of that
 

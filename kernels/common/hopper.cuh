@@ -191,9 +191,6 @@ __device__ __forceinline__ uint32_t thread_here() {
   return thread;
 }
 
-// Of a kernel that launch_early() has launched: waits until what was launched before it has ended and can be read.
-__device__ __forceinline__ void wait_for_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // ---- clusters --------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t cluster_rank() {

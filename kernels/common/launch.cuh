@@ -48,27 +48,6 @@ Status launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memor
   return status_of(cudaGetLastError());
 }
 
-// The same for a kernel that may come onto the chip while the one before it in the stream ends: it waits for that by
-// itself, before it touches memory (Hopper's wait_for_launches()).
-template <class... Parameters, class... Arguments>
-Status launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memory, void* stream,
-                    const Arguments&... arguments) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = memory;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(memory));
-  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, arguments...);
-  return status_of(error);
-}
-
 // A launch of clusters of `blocks` blocks of one kernel.
 class ClusterLaunch {
  public:
