@@ -221,14 +221,22 @@ class Consumer {
   // is further away.
   __device__ __forceinline__ bool find_near_tile() {
     int passed = 0;
+    if (S::kEager && !is_there()) return false;
     while (!meet_tile()) {
       const QueryTile& tile = memory.tile_of(number);
       if (tile.sequence < 0) return false;
       passed += tile.blocks;
       if (passed >= S::kStages) return false;
       pass_tile();
+      if (S::kEager && !is_there()) return false;
     }
     return passed + absent < S::kStages;
+  }
+  // Whether the next tile's queries and first keys have come.
+  __device__ __forceinline__ bool is_there() const {
+    return all_named(
+        8 + group, kWarpgroup,
+        memory.q_full[slot()].has_ended(number / S::kQuerySlots % 2) && memory.k_full[at.slot].has_ended(at.parity));
   }
   __device__ __forceinline__ void pass_tile() {
     const QueryTile tile = memory.tile_of(number);
@@ -376,17 +384,15 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       *reinterpret_cast<ForwardMemory<S>*>(dynamic_memory + (1024 - shared_address(dynamic_memory) % 1024) % 1024);
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
   if (threadIdx.x == 0) memory.initialize();
+  if (threadIdx.x == 32) {
+    prefetch_map(&q_map);
+    prefetch_map(&k_map);
+    prefetch_map(&v_map);
+  }
   __syncthreads();
   if (warp < 4) {
     lower_registers<S::kProducerRegisters>();
-    if (warp == 0) {
-      if (elected()) {
-        prefetch_map(&q_map);
-        prefetch_map(&k_map);
-        prefetch_map(&v_map);
-      }
-      produce<S, CAUSAL>(p, memory, &q_map, &k_map, &v_map);
-    }
+    if (warp == 0) produce<S, CAUSAL>(p, memory, &q_map, &k_map, &v_map);
   } else {
     raise_registers<S::kConsumerRegisters>();
     Consumer<T, S, CAUSAL, TURNS> consumer(p, memory, warp / 4 - 1);

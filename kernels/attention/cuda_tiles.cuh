@@ -17,11 +17,11 @@ constexpr int consumer_registers(int groups) { return groups == 1 ? 216 : groups
 
 // GROUPS warpgroups of 64 queries each go over the keys in steps of KEYS; STAGES steps of k and of v are on chip. Tiles
 // of fewer QUERIES than the warpgroups have room for go round them.
-template <int HEAD_DIM, int GROUPS, int KEYS, int STAGES, bool DROPOUT, int QUERIES = 64 * GROUPS>
+template <int HEAD_DIM, int GROUPS, int KEYS, int STAGES, bool DROPOUT, int QUERIES = 64 * GROUPS, bool EAGER = false>
 struct ForwardShape {
   static_assert(QUERIES % 64 == 0 && QUERIES <= 64 * GROUPS, "a warpgroup has up to 64 queries of a tile");
   static constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kKeys = KEYS, kStages = STAGES, kQueries = QUERIES;
-  static constexpr bool kDropout = DROPOUT;
+  static constexpr bool kDropout = DROPOUT, kEager = EAGER;
   // Two stages are too few for v of a tile's last step to stay while the next tile's first is computed.
   static constexpr bool kOverlaps = STAGES > 2;
   static constexpr int kThreads = kWarpgroup * (GROUPS + 1);
