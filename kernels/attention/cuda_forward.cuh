@@ -41,20 +41,22 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
       } else {
         const int sequence = p.packed() ? 0 : tile.sequence;
         const int row = tile.first + (p.packed() ? tile.origin : 0);
-        load_tile<S>(q_map, memory.q_full[at.slot], memory.q[at.slot], S::kQueryBytes, S::kQueryPart, tile.head, row,
-                     sequence);
+        memory.q_full[at.slot].arrive_expect(tile.parts<S>() * S::kParts * 64 * kTileRowBytes);
+        for (int part = 0; part < tile.parts<S>(); ++part)
+          load_boxes<S>(q_map, memory.q_full[at.slot], memory.q[at.slot] + part * 64 * kTileRowBytes, S::kQueryPart,
+                        tile.head, row + 64 * part, sequence);
         const int k_head = tile.head / p.group, k_first = p.packed() ? walk.k_first : 0;
         for (int block = tile.blocks; block >= 0; --block) {  // k of a step comes before v of the step before
           if (block > 0) {
             memory.k_empty[k_at.slot].wait(k_at.parity ^ 1);
-            load_tile<S>(k_map, memory.k_full[k_at.slot], memory.k[k_at.slot], S::kKeyBytes, S::kKeyPart, k_head,
-                         k_first + (block - 1) * S::kKeys, sequence);
+            load_step<S>(k_map, memory.k_full[k_at.slot], memory.k[k_at.slot], k_head, k_first + (block - 1) * S::kKeys,
+                         sequence);
             k_at.next();
           }
           if (block < tile.blocks) {
             memory.v_empty[v_at.slot].wait(v_at.parity ^ 1);
-            load_tile<S>(v_map, memory.v_full[v_at.slot], memory.v[v_at.slot], S::kKeyBytes, S::kKeyPart, k_head,
-                         k_first + block * S::kKeys, sequence);
+            load_step<S>(v_map, memory.v_full[v_at.slot], memory.v[v_at.slot], k_head, k_first + block * S::kKeys,
+                         sequence);
             v_at.next();
           }
         }
@@ -160,18 +162,13 @@ class Consumer {
   }
 
  private:
-  // How many warpgroups have queries in a tile.
-  static __device__ __forceinline__ int parts_of(const QueryTile& tile) {
-    return max(min((tile.q_length - tile.first + 63) / 64, S::kQueries / 64), 1);
-  }
-
   // Which 64 of a tile's queries are the warpgroup's, if there are so many. Tiles go round the warpgroups: the first
   // queries of one are for the warpgroup after the one that has the last queries of the tile before. Causal, queries
   // have unequal work: where tiles are for half of the warpgroups each, they go from the last on by turns.
   __device__ __forceinline__ int part_of(const QueryTile& tile) const {
     const int part = (group + S::kGroups - turn) % S::kGroups;
-    return CAUSAL && S::kQueries < 64 * S::kGroups && number % 4 >= 2 && part < parts_of(tile)
-               ? parts_of(tile) - 1 - part
+    return CAUSAL && S::kQueries < 64 * S::kGroups && number % 4 >= 2 && part < tile.parts<S>()
+               ? tile.parts<S>() - 1 - part
                : part;
   }
 
@@ -204,7 +201,7 @@ class Consumer {
     count_tile();
   }
   __device__ __forceinline__ void count_tile() {
-    const int parts = parts_of(memory.tile_of(number));
+    const int parts = memory.tile_of(number).template parts<S>();
     turn = (turn + (parts == S::kGroups ? 1 : parts)) % S::kGroups;
     ++number;
   }
@@ -408,7 +405,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 template <class T, class S, bool CAUSAL, bool TURNS>
 Status launch_forward(const AttentionForward& call, int multiprocessors, const Deal& deal) {
   ForwardMaps maps;
-  const Status status = make_forward_maps(&maps, call, S::kQueries, S::kKeys);
+  const Status status = make_forward_maps(&maps, call, S::kKeys);
   if (status.code != StatusCode::ok) return status;
   constexpr size_t memory = sizeof(ForwardMemory<S>) + ForwardMemory<S>::kSlack;
   static_assert(memory <= 227 * 1024, "more shared memory than a multiprocessor has");

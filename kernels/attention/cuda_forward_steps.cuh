@@ -14,14 +14,21 @@ namespace cuda {
 
 // ---- tiles in shared memory ------------------------------------------------------------------------------------------
 
-// One thread: `part` bytes for each 64 columns of a row.
+// One thread: starts copies of rows, of which each 64 columns take `part` bytes.
 template <class S>
-__device__ __forceinline__ void load_tile(const CUtensorMap* map, Barrier& full, const char* to, uint32_t bytes,
-                                          uint32_t part, int head, int row, int sequence) {
-  full.arrive_expect(bytes);
+__device__ __forceinline__ void load_boxes(const CUtensorMap* map, Barrier& full, const char* to, uint32_t part,
+                                           int head, int row, int sequence) {
 #pragma unroll
   for (int i = 0; i < S::kParts; ++i)
     load_box(map, full, shared_address(to) + i * part, i * kTileColumns, head, row, sequence);
+}
+
+// A step of k or v.
+template <class S>
+__device__ __forceinline__ void load_step(const CUtensorMap* map, Barrier& full, const char* to, int head, int row,
+                                          int sequence) {
+  full.arrive_expect(S::kKeyBytes);
+  load_boxes<S>(map, full, to, S::kKeyPart, head, row, sequence);
 }
 
 // Rows from `first` on of a tile of v become 0: a weight of 0 does not silence a NaN. All threads of a warpgroup.
@@ -195,13 +202,13 @@ inline TensorView head_view(const void* data, const AttentionCall& call, int64_t
           {kTileColumns, 1, box_rows, 1}};
 }
 
-// The maps of q, k and v, copied by boxes of so many rows.
+// The maps of q, which is copied by 64 rows, and of k and v, by `keys` rows.
 struct ForwardMaps {
   CUtensorMap q, k, v;
 };
-inline Status make_forward_maps(ForwardMaps* maps, const AttentionForward& call, int queries, int keys) {
+inline Status make_forward_maps(ForwardMaps* maps, const AttentionForward& call, int keys) {
   const TensorView views[3] = {head_view(call.q, call, call.heads, call.queries,
-                                         {call.q_head_stride, call.q_token_stride, call.q_sequence_stride}, queries),
+                                         {call.q_head_stride, call.q_token_stride, call.q_sequence_stride}, 64),
                                head_view(call.k, call, call.kv_heads, call.keys,
                                          {call.k_head_stride, call.k_token_stride, call.k_sequence_stride}, keys),
                                head_view(call.v, call, call.kv_heads, call.keys,

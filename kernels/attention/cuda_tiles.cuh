@@ -69,6 +69,12 @@ struct alignas(16) QueryTile {
   // Key positions are aligned to the end: a causal query attends to this many keys.
   __device__ __forceinline__ int causal_keys(int query) const { return query + 1 + k_length - q_length; }
 
+  // How many warpgroups it is for, with 64 queries each.
+  template <class S>
+  __device__ __forceinline__ int parts() const {
+    return max(min((q_length - first + 63) / 64, S::kQueries / 64), 1);
+  }
+
   // The steps of keys that the `count` queries from `query` on go over.
   template <class S, bool CAUSAL>
   __device__ __forceinline__ int steps(int query, int count) const {
