@@ -7,7 +7,7 @@ using namespace fasttfm::cuda;
 
 template <class T, bool CAUSAL, bool DROPOUT>
 Status run(const AttentionForward& call, int blocks, const Deal& deal) {
-  using Shape = ForwardShape<LAB_HEAD_DIM, LAB_GROUPS, LAB_KEYS, LAB_STAGES, DROPOUT, LAB_QUERIES, LAB_EAGER>;
+  using Shape = ForwardShape<LAB_HEAD_DIM, LAB_GROUPS, LAB_KEYS, LAB_STAGES, DROPOUT>;
   return launch_forward<T, Shape, CAUSAL, LAB_TURNS>(call, blocks, deal);
 }
 

@@ -46,13 +46,9 @@ class Shape:
     stages: int
     turns: bool = True
     dropout: bool = True  # whether registers suffice
-    queries: int = 0  # of a tile; 0: 64 for each warpgroup
-    eager: bool = False  # ends a tile without waiting for the next
 
     def __str__(self) -> str:
-        queries = self.queries or 64 * self.groups
-        marks = (" turns" if self.turns else "") + (" eager" if self.eager else "")
-        return f"D{self.D} {self.groups}:{queries}x{self.keys} {self.stages}{marks}"
+        return f"D{self.D} {64 * self.groups}x{self.keys} {self.stages} stages{' turns' if self.turns else ''}"
 
     @property
     def library(self) -> Path:
@@ -67,9 +63,6 @@ SHAPES = [
     Shape(64, 3, 128, 3, dropout=False),
     Shape(64, 4, 64, 6, turns=False),
     Shape(64, 4, 64, 8, turns=False),
-    Shape(64, 4, 64, 8, turns=False, eager=True),
-    Shape(64, 4, 64, 8, turns=False, queries=128),
-    Shape(64, 4, 64, 8, turns=False, queries=128, eager=True),
     Shape(128, 2, 128, 2),
     Shape(128, 3, 64, 3, turns=False),
 ]
@@ -89,8 +82,6 @@ def compile_shape(shape: Shape, half: bool) -> str:
         f"-DLAB_STAGES={shape.stages}",
         f"-DLAB_TURNS={str(shape.turns).lower()}",
         f"-DLAB_DROPOUT={str(shape.dropout).lower()}",
-        f"-DLAB_EAGER={str(shape.eager).lower()}",
-        f"-DLAB_QUERIES={shape.queries or 64 * shape.groups}",
     ]
     if half:
         definitions.append("-DLAB_HALF")

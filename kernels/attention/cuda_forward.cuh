@@ -3,9 +3,9 @@
 // A block is one producer warp, which copies tiles of q, k and v into shared memory, and warpgroups of 64 queries each,
 // which go over the keys from the last to the first: with a running reference r and sum l (online softmax), scores and
 // weights in registers. A step's scores are computed before the weights of the step before are multiplied with v, so
-// that the matrix units work while the softmax is computed; and the warpgroups take turns at issuing products, so that
-// one's softmax runs beside another's products. Blocks stay on the chip and take tile after tile; a warpgroup that has
-// no queries in a tile, or none that attend to a step's keys, passes on.
+// that the matrix units work while the softmax is computed; and two or three warpgroups take turns at issuing products,
+// so that one's softmax runs beside another's products, which four do by themselves. Blocks stay on the chip and take
+// tile after tile; a warpgroup that has no queries in a tile, or none that attend to a step's keys, passes on.
 //
 // Per step of 64 queries and n keys a warpgroup does 2 * 2 * 64 * n * D operations and 64 * n exponentials: with D = 64
 // the unit for exponentials (16 per clock) takes as long as the matrix units (4096 operations per clock).
@@ -42,6 +42,7 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
         const int sequence = p.packed() ? 0 : tile.sequence;
         const int row = tile.first + (p.packed() ? tile.origin : 0);
         memory.q_full[at.slot].arrive_expect(tile.parts<S>() * S::kParts * 64 * kTileRowBytes);
+#pragma unroll 1
         for (int part = 0; part < tile.parts<S>(); ++part)
           load_boxes<S>(q_map, memory.q_full[at.slot], memory.q[at.slot] + part * 64 * kTileRowBytes, S::kQueryPart,
                         tile.head, row + 64 * part, sequence);
@@ -162,15 +163,10 @@ class Consumer {
   }
 
  private:
-  // Which 64 of a tile's queries are the warpgroup's, if there are so many. Tiles go round the warpgroups: the first
-  // queries of one are for the warpgroup after the one that has the last queries of the tile before. Causal, queries
-  // have unequal work: where tiles are for half of the warpgroups each, they go from the last on by turns.
-  __device__ __forceinline__ int part_of(const QueryTile& tile) const {
-    const int part = (group + S::kGroups - turn) % S::kGroups;
-    return CAUSAL && S::kQueries < 64 * S::kGroups && number % 4 >= 2 && part < tile.parts<S>()
-               ? tile.parts<S>() - 1 - part
-               : part;
-  }
+  // Which 64 of the tile's queries are the warpgroup's, if there are so many. Tiles go round the warpgroups: the first
+  // queries of one are for the warpgroup after the one that has the last queries of the tile before. After a tile for
+  // all of them it is the next one's turn, too: causal, their work is unequal.
+  __device__ __forceinline__ int part() const { return (group + S::kGroups - turn) % S::kGroups; }
 
   static __device__ __forceinline__ void release(Barrier& empty) {
     __syncwarp();
@@ -183,14 +179,13 @@ class Consumer {
   __device__ __forceinline__ bool meet_tile() {
     memory.q_full[slot()].wait(number / S::kQuerySlots % 2);
     const QueryTile tile = memory.tile_of(number);
-    const int part = part_of(tile);
-    first = tile.first + 64 * part;
+    first = tile.first + 64 * part();
     sequence = tile.sequence;
     head = tile.head;
-    block = (tile.sequence < 0 || part >= S::kQueries / 64 ? 0 : tile.steps<S, CAUSAL>(first, 64)) - 1;
+    block = (tile.sequence < 0 ? 0 : tile.steps<S, CAUSAL>(first, 64)) - 1;
     if (block < 0) return false;
     absent = CAUSAL ? tile.blocks - 1 - block : 0;
-    q_tile = shared_address(memory.q[slot()]) + part * 64 * kTileRowBytes;
+    q_tile = shared_address(memory.q[slot()]) + part() * 64 * kTileRowBytes;
     k_length = tile.k_length;
     diagonal = tile.causal_keys(first);
     return true;
@@ -218,28 +213,19 @@ class Consumer {
   // is further away.
   __device__ __forceinline__ bool find_near_tile() {
     int passed = 0;
-    if (S::kEager && !is_there()) return false;
     while (!meet_tile()) {
       const QueryTile& tile = memory.tile_of(number);
       if (tile.sequence < 0) return false;
       passed += tile.blocks;
       if (passed >= S::kStages) return false;
       pass_tile();
-      if (S::kEager && !is_there()) return false;
     }
     return passed + absent < S::kStages;
   }
-  // Whether the next tile's queries and first keys have come.
-  __device__ __forceinline__ bool is_there() const {
-    return all_named(
-        8 + group, kWarpgroup,
-        memory.q_full[slot()].has_ended(number / S::kQuerySlots % 2) && memory.k_full[at.slot].has_ended(at.parity));
-  }
   __device__ __forceinline__ void pass_tile() {
     const QueryTile tile = memory.tile_of(number);
-    const int part = part_of(tile);
     pass_steps(tile.blocks);
-    if (part < S::kQueries / 64) store_nothing<T, S>(p, tile, tile.first + 64 * part);
+    store_nothing<T, S>(p, tile, tile.first + 64 * part());
     leave_tile();
   }
 

@@ -10,29 +10,24 @@
 namespace fasttfm {
 namespace cuda {
 
-// Registers of a thread beside so many warpgroups that compute: 512 are there for each of the 128 threads of a
-// warpgroup (480 for five warpgroups), and they start with an equal share.
-constexpr int producer_registers(int groups) { return groups > 2 ? 32 : 40; }
-constexpr int consumer_registers(int groups) { return groups == 1 ? 216 : groups == 2 ? 232 : groups == 3 ? 160 : 112; }
-
-// GROUPS warpgroups of 64 queries each go over the keys in steps of KEYS; STAGES steps of k and of v are on chip. Tiles
-// of fewer QUERIES than the warpgroups have room for go round them.
-template <int HEAD_DIM, int GROUPS, int KEYS, int STAGES, bool DROPOUT, int QUERIES = 64 * GROUPS, bool EAGER = false>
+// GROUPS warpgroups of 64 queries each go over the keys in steps of KEYS; STAGES steps of k and of v are on chip.
+template <int HEAD_DIM, int GROUPS, int KEYS, int STAGES, bool DROPOUT>
 struct ForwardShape {
-  static_assert(QUERIES % 64 == 0 && QUERIES <= 64 * GROUPS, "a warpgroup has up to 64 queries of a tile");
-  static constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kKeys = KEYS, kStages = STAGES, kQueries = QUERIES;
-  static constexpr bool kDropout = DROPOUT, kEager = EAGER;
+  static constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kKeys = KEYS, kStages = STAGES;
+  static constexpr bool kDropout = DROPOUT;
   // Two stages are too few for v of a tile's last step to stay while the next tile's first is computed.
   static constexpr bool kOverlaps = STAGES > 2;
+  static constexpr int kQueries = 64 * GROUPS;
   static constexpr int kThreads = kWarpgroup * (GROUPS + 1);
   static constexpr int kParts = HEAD_DIM / kTileColumns;  // swizzled tiles side by side
   static constexpr uint32_t kQueryPart = kQueries * kTileRowBytes, kQueryBytes = kParts * kQueryPart;
   static constexpr uint32_t kKeyPart = KEYS * kTileRowBytes, kKeyBytes = kParts * kKeyPart;
   static constexpr int kMostQuerySlots = (225 * 1024 - 2 * STAGES * kKeyBytes) / kQueryBytes;
-  static constexpr int kWantedQuerySlots = !kOverlaps ? 2 : QUERIES == 64 * GROUPS ? 3 : 5;
-  static constexpr int kQuerySlots = kMostQuerySlots < kWantedQuerySlots ? kMostQuerySlots : kWantedQuerySlots;
-  static constexpr int kProducerRegisters = producer_registers(GROUPS);
-  static constexpr int kConsumerRegisters = consumer_registers(GROUPS);
+  static constexpr int kQuerySlots = kOverlaps && kMostQuerySlots > 2 ? 3 : kMostQuerySlots > 1 ? 2 : 1;
+  // Of a thread; 512 are there for each of the 128 of a warpgroup (480 where the block has five), and they start with
+  // an equal share.
+  static constexpr int kProducerRegisters = GROUPS > 2 ? 32 : 40;
+  static constexpr int kConsumerRegisters = GROUPS == 1 ? 216 : GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
 };
 
 struct ForwardParams {

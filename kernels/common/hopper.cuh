@@ -112,15 +112,6 @@ struct Barrier {
     while (!test(parity)) {
     }
   }
-  // Whether the phase has ended; waits for nothing.
-  __device__ __forceinline__ bool has_ended(uint32_t parity) const {
-    uint32_t done;
-    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done)
-                 : "r"(address()), "r"(parity)
-                 : "memory");
-    return done != 0;
-  }
   // Of the barrier of the same name in another block of the cluster. It orders nothing but what products have read (a
   // release to the cluster would be a fence of all memory); who waits copies to where they read.
   __device__ __forceinline__ void arrive_remote(uint32_t block) {
@@ -166,15 +157,6 @@ struct RingPosition {
 // Barriers of the hardware for whole warps: `threads` in all sync or arrive. Number 0 is __syncthreads().
 __device__ __forceinline__ void sync_named(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-// The same, and tells whether something is so in all of them.
-__device__ __forceinline__ bool all_named(int number, int threads, bool value) {
-  uint32_t all;
-  asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %3, 0; bar.red.and.pred q, %1, %2, p; selp.u32 %0, 1, 0, q; }"
-               : "=r"(all)
-               : "r"(number), "r"(threads), "r"(static_cast<uint32_t>(value))
-               : "memory");
-  return all != 0;
 }
 __device__ __forceinline__ void arrive_named(int number, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
