@@ -1,4 +1,4 @@
-"""Times whole training steps: forward, backward and fused AdamW, with dropout, in bf16 autocast on a GPU.
+"""Times whole training steps: forward, backward and AdamW in fused passes, with dropout, in bf16 autocast on a GPU.
 
     python benchmarks/training_step.py --model bert-large --batch 64x512 --out rows.csv
     python benchmarks/training_step.py --model bert-mini --vocabulary 8000 --batch 8x128 --padded --device cpu
@@ -8,8 +8,9 @@ Contenders take their turns one after the other, for a model with its optimizer 
 gets the same ids, lengths and labels; with --padded, lengths are spread evenly from S/8 to S, and every contender gets
 them as it takes them: packed, or with a mask. Steps follow each other as in a training run: a GPU is waited for only
 after the last. "fasttfm-graph" holds its whole step in a CUDA graph, as ``fasttfm pretrain --cuda-graph`` does;
-"hf-patched" is transformers' model after ``fasttfm.patch``. With --inference the model is called without labels and
-without gradients.
+"hf-patched" is transformers' model after ``fasttfm.patch``. On a GPU contenders named fasttfm step with
+``fasttfm.optim.AdamW``, as ``fasttfm pretrain`` does; the others with torch's fused AdamW, as their users do. With
+--inference the model is called without labels and without gradients.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import torch
 from torch import Tensor
 from training_contenders import CONTENDERS, FAMILIES, Batch, Case, build, layout, make_batch, necessary_flops
 
+import fasttfm
+
 WARMUP = {"cuda": 5, "cpu": 2}
 
 
@@ -35,7 +38,11 @@ def training_step(name: str, case: Case, batch: Batch, device: torch.device) -> 
     """What runs one step of a contender and returns its loss."""
     model, loss_of = build(name, case, batch, device)
     graph = name.endswith("graph")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=graph)
+    optimizer: torch.optim.Optimizer
+    if name.startswith("fasttfm") and device.type == "cuda":
+        optimizer = fasttfm.optim.AdamW(model.parameters(), lr=1e-4, weight_copies=True, capturable=graph)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=graph)
 
     def step() -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):

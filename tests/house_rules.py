@@ -28,7 +28,7 @@ ROOMS_OF_AN_OP = (
 SHARED = {
     "python/fasttfm/ops/": {
         *("__init__", "attention_checks", "attention_native", "backends", "checks", "gelu_product"),
-        *("library", "linear", "vocabulary"),
+        *("library", "linear", "vocabulary", "weight_copies"),
     }
 }
 # problem.py says what a call asks for, where that is much; tuning.py and triton_<part>.py are parts of triton.py.
@@ -92,16 +92,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"kernels"},
     "_native": {"_C"},
     "ops": {"ops", "kernels", "_native"},
+    "optim": {"ops", "_native"},
     "nn": {"nn", "ops"},
     "models": {"models", "nn", "ops"},
     "patching": {"patching", "nn", "ops"},
-    "train": _WORK,
+    "train": {"optim", *_WORK},
     "data": _WORK,
     "generate": _WORK,
     "tasks": {"tasks", *_WORK},
     "testing": {"testing", "nn", "ops", "kernels", "_native"},
     "cli": {"cli", "tasks", "testing", "_native", *_WORK},
-    "fasttfm": {"patching", *_WORK},
+    "fasttfm": {"patching", "optim", *_WORK},
     **{room: set() for room in FOUNDATIONS},
 }
 

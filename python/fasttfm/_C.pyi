@@ -9,6 +9,9 @@ compiler: str
 cuda_version: int  # 13000 for toolkit 13.0; 0 when built without CUDA: then there are no launchers named _cuda
 cuda_archs: str
 column_sum_strip: int  # columns that a block of column_sum_cuda takes
+adamw_chunk: int  # elements that a block of adamw_step_cuda takes
+adamw_tensor_bytes: int  # of a tensor's row in its table
+adamw_group_bytes: int
 
 def active_isa() -> str: ...
 def supported_isas() -> list[str]: ...
@@ -515,3 +518,23 @@ class _DistillationLoss(TypedDict):
     threads: int
 
 def distillation_loss_cpu(**fields: Unpack[_DistillationLoss]) -> None: ...
+
+# ---- adamw -----------------------------------------------------------------------------------------------------------
+
+class _AdamW(TypedDict):
+    table: int
+    workspace: int
+    partial_norms: int
+    norm: int
+    max_norm: float
+    grad_scale: int
+    found_inf: int
+    tensors: int
+    groups: int
+    chunks: int
+    device: int
+    stream: int
+
+def adamw_workspace_cuda(tensors: int, groups: int) -> int: ...
+def adamw_step_cuda(**fields: Unpack[_AdamW]) -> None: ...
+def adamw_norm_cuda(**fields: Unpack[_AdamW]) -> None: ...

@@ -5,7 +5,7 @@
 >>> print(fasttfm.explain("layer_norm", torch.randn(2, 8, 64)))  # which backend serves this call, why not the others
 """
 
-from fasttfm import generate, models, nn, ops
+from fasttfm import generate, models, nn, ops, optim
 from fasttfm._version import __version__
 from fasttfm.ops.backends import explain, use_backend
 from fasttfm.patching import patch, register_attention, unpatch
@@ -17,6 +17,7 @@ __all__ = [
     "models",
     "nn",
     "ops",
+    "optim",
     "patch",
     "register_attention",
     "unpatch",

@@ -12,7 +12,7 @@ import torch
 import train_runs
 from train_runs import run_of, settings_of
 
-from fasttfm import data, models
+from fasttfm import data, models, optim
 from fasttfm.train import OptimizerSettings, Schedule, ScheduleSettings, StepSettings, Trainer, make_optimizer
 from fasttfm.train.fixed_shapes import FixedBatch, Shape, filled
 from fasttfm.train.logs import read_rows
@@ -46,6 +46,7 @@ def batches(shards: data.TokenShards, *, fixed: bool) -> Iterator[data.Batch]:
 
 def test_a_step_waits_for_nothing(shards: data.TokenShards) -> None:
     made, source = trainer(), batches(shards, fixed=False)
+    assert isinstance(made.optimizer, optim.AdamW)
     for _ in range(3):
         made.step([next(source), next(source)])
     given = [next(source) for _ in range(12)]

@@ -134,7 +134,7 @@ class _EncoderBlock(torch.autograd.Function):
         *parameters: Any,
     ) -> tuple[Tensor, Tensor | None]:
         given = Parameters(*parameters)
-        own, separate = _in_type(given, x.dtype), _separate(seeds, options)
+        own, separate = _in_type(given, x.dtype, copies=True), _separate(seeds, options)
         y, z, saved = _forward(x, residual, cu_seqlens, separate, options, own, keep=True)
         ctx.save_for_backward(cu_seqlens, *separate, x, *saved, *own)
         ctx.options = options
@@ -292,10 +292,11 @@ def _attention_options(qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, opt
     return cu_seqlens, None, None, None, None, None, seed, *bounds, *window, scale, p, options.backend
 
 
-def _in_type(given: Parameters, dtype: torch.dtype) -> Parameters:
-    """What goes into matrix products in x's type; the other ops read parameters of any type."""
+def _in_type(given: Parameters, dtype: torch.dtype, *, copies: bool = False) -> Parameters:
+    """What goes into matrix products in x's type; the other ops read parameters of any type. Training alone takes the
+    optimizer's ``copies``: for evaluation parameters are often exchanged in ways that torch does not count."""
     multiplied = (given.qkv_weight, given.qkv_bias, given.out_weight, given.up_weight, given.down_weight)
-    qkv_weight, qkv_bias, out_weight, up_weight, down_weight = linear.in_type(multiplied, dtype)
+    qkv_weight, qkv_bias, out_weight, up_weight, down_weight = linear.in_type(multiplied, dtype, copies=copies)
     return given._replace(
         qkv_weight=qkv_weight, qkv_bias=qkv_bias, out_weight=out_weight, up_weight=up_weight, down_weight=down_weight
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.kernels.common.rows import unwanted as unwanted
-from fasttfm.ops import checks
+from fasttfm.ops import checks, weight_copies
 from fasttfm.ops.backends import dtype_name
 from fasttfm.ops.library import PLAIN_TENSORS, is_plain
 
@@ -32,12 +32,21 @@ def autocast(x: Any, *others: Any) -> tuple[Any, ...]:
     return tuple(cast(value) for value in (x, *others))
 
 
-def in_type(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Any]:
-    """The tensors in a type, by one launch for all of them; itself where one is in it already."""
+def in_type(tensors: Sequence[Tensor | None], dtype: torch.dtype, *, copies: bool = False) -> list[Any]:
+    """The tensors in a type, by one launch for all of them; itself where one is in it already.
+
+    Args:
+        copies: Whether copies that an optimizer keeps (weight_copies.py) may be given.
+    """
     others = [given for given in tensors if given is not None and given.dtype != dtype]
     if others and is_plain(others[0]) and all(type(given) in PLAIN_TENSORS for given in others):
-        cast = [torch.empty_like(given, dtype=dtype) for given in others]
-        torch._foreach_copy_(cast, others)
+        kept = [weight_copies.copy_of(given, dtype) if copies else None for given in others]
+        missing = [given for given, copy in zip(others, kept, strict=True) if copy is None]
+        made = [torch.empty_like(given, dtype=dtype) for given in missing]
+        if made:
+            torch._foreach_copy_(made, missing)
+        new = iter(made)
+        cast = [next(new) if copy is None else copy for copy in kept]
     else:
         cast = [given.to(dtype) for given in others]
     ready = iter(cast)

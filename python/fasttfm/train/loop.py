@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fasttfm import optim
 from fasttfm.train.cuda_graph import Graphs
 from fasttfm.train.distributed import World, gradients_summed, whole
 from fasttfm.train.schedule import Schedule
@@ -104,6 +105,8 @@ class Trainer:
         rate = self.schedule.set(self.completed)
         self._set_totals(batches)
         self._sums.zero_()
+        if self._graphs is not None and isinstance(self.optimizer, optim.AdamW):
+            self.optimizer.refresh_copies()  # a graph does not notice that somebody has changed parameters
         for index, batch in enumerate(batches):
             with gradients_summed(self.module, last=index + 1 == len(batches)):
                 (self._accumulate if self._graphs is None else self._graphs.accumulate)(self._moved(batch))
@@ -165,6 +168,8 @@ class Trainer:
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """Of all gradients together. On the CPU torch adds up a tensor's squares one after the other: in fp64, then."""
+        if isinstance(self.optimizer, optim.AdamW):
+            return self.optimizer.gradient_norm()
         dtype = torch.float64 if self.world.device.type == "cpu" else None
         norms = torch._foreach_norm(gradients, 2, dtype=dtype)
         return whole(torch.linalg.vector_norm(torch.stack(norms)))

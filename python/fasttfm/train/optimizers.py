@@ -1,5 +1,8 @@
 """AdamW and LAMB, and which parameters decay.
 
+AdamW is ``fasttfm.optim.AdamW`` where its kernel can take the parameters, with 16-bit copies of what forwards cast; on
+a CPU, and where FSDP has cut parameters up, it is torch's fused one.
+
 Both take two tensors from whoever calls ``step`` (torch's gradient scaler has the same convention): ``grad_scale``,
 which gradients are divided by, and ``found_inf``; where it is 1 the step changes nothing. So clipping costs no pass
 over the gradients, and nobody waits for a GPU to say whether a step is to be skipped.
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from fasttfm import optim
 from fasttfm.train.settings import OptimizerSettings
 
 
@@ -55,6 +59,8 @@ def make_optimizer(
     }
     if settings.name == "lamb":
         return Lamb(groups, **options)
+    if optim.refusal(each for group in groups for each in group["params"]) is None:
+        return optim.AdamW(groups, **options, weight_copies=True, capturable=capturable)
     return AdamW(groups, **options, fused=True, capturable=capturable)
 
 

@@ -1,0 +1,68 @@
+// AdamW's step over all parameters of an optimizer, and the norm of all their gradients.
+//
+//   g' = factor g                     factor = min(1, max_norm / (norm + 1e-6)) / grad_scale, 1 where neither is given
+//   m <- b1 m + (1 - b1) g'           v <- b2 v + (1 - b2) g'^2           t <- t + 1
+//   p <- p - lr (decay p + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))           copy <- p in 16 bits
+//
+// Where *found_inf is 1 nothing changes. Bytes per parameter: 28 (g, p, m, v read; p, m, v written), 2 less with 16-bit
+// gradients, 2 more with a copy; the norm reads the gradients once more, 4 or 2.
+//
+// Gradients lie elsewhere in every step, so a table of addresses goes along with each call. It travels in kernels'
+// arguments: nothing is waited for, and a CUDA graph that holds the call holds the table too.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/status.h"
+
+namespace fasttfm {
+
+// Rows of the table. All memory is contiguous; fasttfm/optim.py has the same fields in the same order.
+struct AdamWTensor {
+  float* parameter;
+  float* exp_avg;     // m
+  float* exp_avg_sq;  // v
+  float* step;        // t, one number
+  const void* gradient;
+  void* copy;    // or null
+  int64_t size;  // elements
+  int32_t group;
+  DType gradient_dtype;
+  DType copy_dtype;  // bf16 or f16
+  int32_t unused;
+};
+struct AdamWGroup {
+  double learning_rate;
+  const float* learning_rate_on_device;  // read instead of the other, where it is not null
+  double beta1;
+  double beta2;
+  double epsilon;
+  double weight_decay;
+};
+
+struct AdamW {
+  const void* table;     // on the host: int32 [tensors], each tensor's first chunk, filled up to a whole 8 bytes;
+                         // AdamWTensor [tensors]; AdamWGroup [groups]
+  void* workspace;       // adamw_workspace(tensors, groups) times 8 bytes on the device
+  float* partial_norms;  // [chunks], or null where norm is
+  float* norm;           // [1]: what is written; null where it is not wanted, and nothing is clipped
+  float max_norm;
+  const float* grad_scale;  // [1] or null
+  const float* found_inf;   // [1] or null
+  int64_t tensors;
+  int64_t groups;
+  int64_t chunks;  // of all tensors
+  int device;
+  void* stream;
+};
+
+namespace cuda {
+constexpr int kAdamWChunk = 16384;  // elements of a block's work; a tensor begins a chunk of its own
+
+Status adamw_step(const AdamW&);
+Status adamw_norm(const AdamW&);                           // writes the norm alone
+int64_t adamw_workspace(int64_t tensors, int64_t groups);  // in units of 8 bytes
+}  // namespace cuda
+
+}  // namespace fasttfm

@@ -1,0 +1,122 @@
+"""16-bit copies of fp32 parameters, which an optimizer writes in the pass that changes the parameters: forwards under
+autocast then read them and need not cast.
+
+An optimizer enrolls its parameters, and holds the entries: copies go when it does. A forward that asks for a copy notes
+which type it wants, and gets the copy if it is that of the parameter as it stands: torch counts a tensor's changes in
+place, and the count and the address must be those of the copy's writing. Otherwise the forward casts, as it does for
+parameters that nobody has enrolled. What torch does not count has to be told: its own fused optimizers
+(``forget``), changes through ``parameter.data``, other libraries' kernels (``refresh``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class Entry:
+    """One parameter's copy, and what the parameter was when it was written."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.reference = weakref.ref(parameter)
+        self.wanted: torch.dtype | None = None
+        self.copy: Tensor | None = None
+        self.version = self.address = -1
+        self.barred = False  # there is to be no copy
+
+    def is_fresh(self, parameter: Tensor) -> bool:
+        return self.version == parameter._version and self.address == parameter.data_ptr()
+
+    def note(self, parameter: Tensor) -> None:
+        self.version, self.address = parameter._version, parameter.data_ptr()
+
+
+_entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()  # by the parameter's id
+
+
+def _entry(parameter: Tensor) -> Entry | None:
+    entry = _entries.get(id(parameter))
+    return entry if entry is not None and entry.reference() is parameter and not entry.barred else None
+
+
+# ---- for optimizers --------------------------------------------------------------------------------------------------
+
+
+def enroll(parameters: Iterable[Tensor]) -> list[Entry]:
+    """Forwards may ask for copies from now on, as long as somebody holds the entries."""
+    found = []
+    for each in parameters:
+        if not each.is_inference():  # such tensors' changes are not counted
+            entry = _entries.get(id(each))
+            if entry is None or entry.reference() is not each:
+                entry = _entries[id(each)] = Entry(each)
+            found.append(entry)
+    return found
+
+
+def forget(parameters: Iterable[Tensor]) -> None:
+    """The parameters have changed, and torch may not have counted it: forwards cast until the copies are written."""
+    for each in parameters:
+        if (entry := _entry(each)) is not None:
+            entry.version = -1
+
+
+def to_write(parameter: Tensor, *, captured: bool = False) -> Tensor | None:
+    """The copy that a step has to write, up to date before the step; None where no forward wants one.
+
+    A step that is ``captured`` in a CUDA graph says for good which copies it writes: replays change parameters
+    uncounted, so a parameter whose copy they do not write can have none.
+    """
+    entry = _entry(parameter)
+    if entry is None:
+        return None
+    ready = entry.copy is not None and entry.copy.dtype == entry.wanted and entry.is_fresh(parameter)
+    if captured and not ready:
+        entry.barred, entry.copy = True, None
+    elif entry.wanted is not None and not ready:
+        _write(entry, parameter)
+    return entry.copy
+
+
+def written(parameters: list[Tensor]) -> None:
+    """A step has changed the parameters, and written the copies that ``to_write`` gave."""
+    found = [(entry, each) for each in parameters if (entry := _entry(each)) is not None and entry.copy is not None]
+    copies = [entry.copy for entry, _ in found if entry.copy is not None]
+    torch.autograd.graph.increment_version([*parameters, *copies])
+    for entry, parameter in found:
+        entry.note(parameter)
+
+
+def refresh(entries: Iterable[Entry], *, everything: bool = False) -> None:
+    """Writes copies anew whose parameters have changed since, or all of them."""
+    for entry in entries:
+        parameter = None if entry.copy is None else entry.reference()
+        if parameter is not None and (everything or not entry.is_fresh(parameter)):
+            _write(entry, parameter)
+
+
+@torch.no_grad()
+def _write(entry: Entry, parameter: Tensor) -> None:
+    """Into the same memory where that is possible: a CUDA graph may read it."""
+    dtype, copy = entry.wanted, entry.copy
+    if copy is None or copy.dtype != dtype or copy.device != parameter.device or copy.shape != parameter.shape:
+        entry.copy = parameter.detach().to(dtype)
+    else:
+        copy.copy_(parameter)
+    entry.note(parameter)
+
+
+# ---- for forwards ----------------------------------------------------------------------------------------------------
+
+
+def copy_of(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The parameter's copy of that type; None where there is none of the parameter as it stands."""
+    entry = _entry(parameter)
+    if entry is None:
+        return None
+    entry.wanted = dtype
+    copy = entry.copy
+    return copy if copy is not None and copy.dtype == dtype and entry.is_fresh(parameter) else None
