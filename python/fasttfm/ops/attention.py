@@ -468,7 +468,7 @@ def _yield_cuda_backward(
     max_seqlen_k: int | None = None,
     **_: Any,
 ) -> str | None:
-    """The rule of where Triton's backward is the faster one, by docs/kernels.md: nowhere with heads of 128.
+    """The rule of where Triton's backward is the faster one, by docs/kernels_attention.md: nowhere with heads of 128.
 
     With heads of 64, one tile of Triton's holds a head up to 128 queries and keys. Up to 512 queries one block of
     Hopper's has a head: that wants half as many of them as multiprocessors, unless they are short. Beyond, blocks share
