@@ -240,3 +240,65 @@ def test_a_cuda_graph_gives_the_same_bits(head_dim: int) -> None:
         graph.replay()
         for found, wanted in zip(captured, expected, strict=True):
             assert same_bits(found, wanted)
+
+
+# ---- the forward for few keys ----------------------------------------------------------------------------------------
+
+ALL_LENGTHS = [1 + 37 * i % 256 for i in range(150)]
+
+# Queries and keys of each sequence.
+FEW_KEYS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+    "64": ([64] * 100, [64] * 100, {}),
+    "256": ([256] * 40, [256] * 40, {}),
+    "128, causal": ([128] * 70, [128] * 70, {"causal": True}),
+    "512, dropout": ([512] * 20, [512] * 20, {"dropout_p": 0.1}),
+    "all lengths": (ALL_LENGTHS, ALL_LENGTHS, {}),
+    "all lengths, causal, dropout": (ALL_LENGTHS, ALL_LENGTHS, {"causal": True, "dropout_p": 0.1}),
+    "more queries than keys, causal": ([1000, 0, 3] * 10, [200, 7, 0] * 10, {"causal": True}),
+    "few queries, causal": ([5, 70] * 40, [256, 130] * 40, {"causal": True}),
+    "few heads": ([256], [256], {}),
+}
+
+
+def few_keys_call(case: str, dtype: torch.dtype, padded: bool) -> tuple[Any, list[Tensor]]:
+    """``attention`` of 16 heads, and its q, k and v; rows of padding are no numbers."""
+    lengths, lengths_k, options = FEW_KEYS[case]
+    torch.manual_seed(2)
+    sizes = (lengths, lengths_k, lengths_k)
+    parts = [[torch.randn(n, 16, 64, dtype=dtype, device="cuda") for n in of_tensor] for of_tensor in sizes]
+    where: dict[str, Any] = {}
+    if padded:
+        where["lengths"], where["lengths_k"] = (
+            torch.tensor(n, dtype=torch.int32, device="cuda") for n in (lengths, lengths_k)
+        )
+        inputs = [
+            torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=float("nan")) for tensors in parts
+        ]
+    else:
+        where["cu_seqlens"] = cu_seqlens_from_lengths(lengths, device="cuda")
+        where["cu_seqlens_k"] = cu_seqlens_from_lengths(lengths_k, device="cuda")
+        where |= {"max_seqlen": max(lengths), "max_seqlen_k": max(lengths_k)}
+        inputs = [torch.cat(tensors) for tensors in parts]
+    seed = torch.tensor([7], device="cuda")
+    return partial(attention, **where, **options, seed=seed, return_lse=True), inputs
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", FEW_KEYS)
+def test_few_keys_against_the_reference(case: str, dtype: torch.dtype, padded: bool) -> None:
+    function, inputs = few_keys_call(case, dtype, padded)
+    naive = function(*inputs, backend="reference")
+    exact = function(*(x.double() for x in inputs), backend="reference")
+    first = function(*inputs, backend="cuda")
+    for index, name in enumerate(("out", "lse")):
+        attended = exact[index].isfinite()
+        assert torch.equal(first[index].isfinite(), attended), name
+        tensors = (first[index][attended], naive[index][attended], exact[index][attended])
+        comparison = compare(name, *tensors, OUTPUT_FACTOR)
+        assert comparison.ok, comparison
+    for _ in range(50):
+        for name, found, expected in zip(("out", "lse"), function(*inputs, backend="cuda"), first, strict=True):
+            assert same_bits(found, expected), name

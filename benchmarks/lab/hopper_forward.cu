@@ -6,35 +6,31 @@ using namespace fasttfm;
 using namespace fasttfm::cuda;
 
 template <class T, bool CAUSAL, bool DROPOUT>
-Status run(const AttentionForward& call, int blocks, int* next, int batched) {
+Status run(const AttentionForward& call, int blocks, const Deal& deal) {
   using Shape = ForwardShape<LAB_HEAD_DIM, LAB_GROUPS, LAB_KEYS, LAB_STAGES, DROPOUT>;
-  return launch_forward<T, Shape, CAUSAL, LAB_TURNS>(call, blocks, next, batched);
+  return launch_forward<T, Shape, CAUSAL, LAB_TURNS>(call, blocks, deal);
 }
 
 template <class T, bool CAUSAL>
-Status run(const AttentionForward& call, int blocks, int* next, int batched) {
+Status run(const AttentionForward& call, int blocks, const Deal& deal) {
   if constexpr (LAB_DROPOUT)
-    if (call.seed != nullptr) return run<T, CAUSAL, true>(call, blocks, next, batched);
-  return run<T, CAUSAL, false>(call, blocks, next, batched);
+    if (call.seed != nullptr) return run<T, CAUSAL, true>(call, blocks, deal);
+  return run<T, CAUSAL, false>(call, blocks, deal);
 }
 
 // batched: see ForwardParams; dynamic: a counter hands out the tiles.
 extern "C" const char* hopper_forward(const AttentionForward* call, int blocks, int dynamic, int batched) {
-  int* next = nullptr;
-  if (dynamic) {
-    next = reinterpret_cast<int*>(call->workspace);
-    cudaMemsetAsync(next, 0, sizeof(int), static_cast<cudaStream_t>(call->stream));
-  }
+  const Deal deal = {dynamic ? reinterpret_cast<int*>(call->workspace) : nullptr, batched};
+  if (dynamic) cudaMemsetAsync(deal.next, 0, sizeof(int), static_cast<cudaStream_t>(call->stream));
   Status status;
   const bool causal = call->window_right == 0;
   if (call->dtype == DType::f16)
 #ifdef LAB_HALF
-    status = causal ? run<f16_t, true>(*call, blocks, next, batched) : run<f16_t, false>(*call, blocks, next, batched);
+    status = causal ? run<f16_t, true>(*call, blocks, deal) : run<f16_t, false>(*call, blocks, deal);
 #else
     return "bf16 only";
 #endif
   else
-    status =
-        causal ? run<bf16_t, true>(*call, blocks, next, batched) : run<bf16_t, false>(*call, blocks, next, batched);
+    status = causal ? run<bf16_t, true>(*call, blocks, deal) : run<bf16_t, false>(*call, blocks, deal);
   return status.code == StatusCode::ok ? nullptr : status.detail;
 }

@@ -1,5 +1,7 @@
 """Which shapes Hopper's attention forward is fastest with: ``python benchmarks/lab/hopper_forward.py [--only TEXT]``.
 
+With ``--short`` for heads of 64, bf16 and sequences of few tokens alone, with fewer checks.
+
 Compiles the kernel for every shape of SHAPES (in parallel), checks each against the reference backend in fp64 in a
 process of its own with a time limit, then times those that are right against cuDNN in the same run: replays of a CUDA
 graph of several launches. Needs no build of the library: nvcc and torch are enough. Tables go to standard output, all
@@ -52,26 +54,27 @@ class Shape:
     def library(self) -> Path:
         return WORK / f"{str(self).replace(' ', '_')}.so"
 
+    def takes(self, case: Case) -> bool:
+        return self.D == case.D and (self.dropout or not case.p)
+
 
 SHAPES = [
     Shape(64, 2, 128, 3),
-    Shape(64, 2, 128, 3, turns=False),
     Shape(64, 3, 128, 3, dropout=False),
-    Shape(64, 3, 128, 3, turns=False, dropout=False),
-    Shape(64, 3, 128, 4, turns=False, dropout=False),
+    Shape(64, 4, 64, 6, turns=False),
+    Shape(64, 4, 64, 8, turns=False),
     Shape(128, 2, 128, 2),
-    Shape(128, 2, 128, 2, turns=False),
     Shape(128, 3, 64, 3, turns=False),
 ]
 
 
-HALF = (Shape(64, 2, 128, 3), Shape(128, 2, 128, 2))  # which are compiled for fp16 too
+HALF = (Shape(64, 4, 64, 8, turns=False), Shape(128, 2, 128, 2))  # which are compiled for fp16 too
 
 
 # ---- building and calling --------------------------------------------------------------------------------------------
 
 
-def compile_shape(shape: Shape) -> str:
+def compile_shape(shape: Shape, half: bool) -> str:
     definitions = [
         f"-DLAB_HEAD_DIM={shape.D}",
         f"-DLAB_GROUPS={shape.groups}",
@@ -80,7 +83,7 @@ def compile_shape(shape: Shape) -> str:
         f"-DLAB_TURNS={str(shape.turns).lower()}",
         f"-DLAB_DROPOUT={str(shape.dropout).lower()}",
     ]
-    if shape in HALF:
+    if half:
         definitions.append("-DLAB_HALF")
     command = ["nvcc", "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-shared"]
     command += ["-Xcompiler=-fPIC", *definitions, "-I", str(ROOT / "kernels"), "-o", str(shape.library)]
@@ -278,7 +281,7 @@ def outputs(q: Any, problem: Any) -> tuple[Any, Any, Any]:
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check_cases(D: int) -> list[Case]:
+def check_cases(D: int, short: bool) -> list[Case]:
     cases = []
     for causal in (False, True):
         for p in (0.0, 0.1):
@@ -286,24 +289,46 @@ def check_cases(D: int) -> list[Case]:
                 Case(2, 256, 3, D, causal, p),
                 Case(2, 200, 2, D, causal, p, "fused"),
                 Case(5, 300, 2, D, causal, p, "lengths"),
+                Case(6, 256, 2, D, causal, p, "packed"),
                 Case(6, 512, 2, D, causal, p, "packed"),
             ]
         cases += [
             Case(2, 1, 2, D, causal),
+            Case(40, 64, 16, D, causal, 0.0, "fused"),
             Case(2, 70, 2, D, causal, 0.0, Sk=333),
             Case(2, 333, 2, D, causal, 0.7, Sk=70),
+            Case(9, 1000, 16, D, causal, 0.0, Sk=250),
+            Case(40, 30, 16, D, causal, 0.0, Sk=256),
+            Case(40, 128, 16, D, causal, 0.0, "lengths"),
             Case(2, 192, 8, D, causal, 0.0, "heads_first", Hk=2),
             Case(6, 512, 4, D, causal, 0.1, "packed", Hk=2),
+            Case(6, 256, 4, D, causal, 0.0, "packed", Hk=2),
             Case(4, 1024, 16, D, causal, gain=4.0),
+            Case(16, 256, 16, D, causal, gain=4.0),
             Case(6, 300, 2, D, causal, 0.1, "packed", dtype="float16"),
+            Case(6, 256, 2, D, causal, 0.0, "packed", dtype="float16"),
             Case(40, 128, 16, D, causal, 0.1),
             Case(48, 256, 12, D, causal),
             Case(20, 320, 12, D, causal, 0.5),
         ]
+    if short:
+        cases = [case for case in cases if case.dtype == "bfloat16" and case.S < 1000]
     return cases
 
 
-def check(shape: Shape) -> list[str]:
+def load_cases(shape: Shape) -> list[Case]:
+    """Enough work for all multiprocessors, again and again."""
+    p = 0.1 if shape.dropout else 0.0
+    sizes = (
+        (40, 512, True, "packed"),
+        (24, 500, False, "dense"),
+        (160, 256, True, "packed"),
+        (200, 128, False, "fused"),
+    )
+    return [Case(B, S, 16, shape.D, causal, p, layout) for B, S, causal, layout in sizes]
+
+
+def check(shape: Shape, short: bool) -> list[str]:
     """Complaints about a shape; runs in its own process."""
     _import_fasttfm()
     import torch
@@ -312,8 +337,8 @@ def check(shape: Shape) -> list[str]:
 
     torch.manual_seed(0)
     kernel, complaints = Kernel(shape), []
-    for case in check_cases(shape.D):
-        if (case.p and not shape.dropout) or (case.dtype == "float16" and shape not in HALF):
+    for case in check_cases(shape.D, short):
+        if not shape.takes(case) or (case.dtype == "float16" and shape not in HALF):
             continue
         q, k, v, problem = make(case, poison=True)
         expected, expected_lse = reference.attention_forward(q.double(), k.double(), v.double(), problem)
@@ -333,8 +358,7 @@ def check(shape: Shape) -> list[str]:
             if not error < (6e-3 if q.dtype == torch.bfloat16 else 1e-3) or not bool(same.all()):
                 bad = (~((got - wanted).abs() < 0.05 + 0.05 * wanted.abs())).nonzero()
                 complaints.append(f"{case} {mode}: error {error:.2e}, lse {bool(same.all())}, {bad[:2].tolist()}")
-    p = 0.1 if shape.dropout else 0.0
-    for case in (Case(40, 512, 16, shape.D, True, p, "packed"), Case(24, 500, 16, shape.D, False, p)):
+    for case in load_cases(shape):
         q, k, v, problem = make(case)
         expected, _ = reference.attention_forward(q.double(), k.double(), v.double(), problem)
         first = None
@@ -353,9 +377,9 @@ def check(shape: Shape) -> list[str]:
     return complaints
 
 
-def check_apart(shape: Shape, seconds: float) -> str:
+def check_apart(shape: Shape, short: bool, seconds: float) -> str:
     """``ok``, or what is wrong, of a process that may hang or die."""
-    command = [sys.executable, __file__, "--check", json.dumps(shape.__dict__)]
+    command = [sys.executable, __file__, "--check", json.dumps(shape.__dict__), *(["--short"] if short else [])]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -408,11 +432,20 @@ def triton_us(q: Any, k: Any, v: Any, _: Case, problem: Any) -> float:
     return time_us(lambda: attention_fwd_triton(q, k, v, problem))
 
 
-def timing_cases() -> list[Case]:
+KINDS = ((False, 0.0), (False, 0.1), (True, 0.0))  # causal, p
+
+
+def timing_cases(short: bool) -> list[Case]:
     cases = []
     for D in (64, 128):
         H = 1024 // D
-        for causal, p in ((False, 0.0), (False, 0.1), (True, 0.0)):
+        if short:
+            cases += [Case(16384 // S, S, H, D) for S in (64, 192, 384)]
+            cases += [Case(B, S, H, D) for S in (128, 256, 512) for B in (4, 8)]  # few heads
+            cases += [Case(16384 // S, S, H, D, causal, p) for S in (128, 256, 512, 1024, 2048) for causal, p in KINDS]
+            cases += [Case(B, S, H, D, causal, p, "packed") for B, S in ((114, 256), (64, 512)) for causal, p in KINDS]
+            return [*cases, Case(64, 512, H, D, p=0.1), Case(4, 4096, H, D)]
+        for causal, p in KINDS:
             cases += [Case(16384 // S, S, H, D, causal, p) for S in (128, 256, 512, 1024, 2048, 16384)]
             cases.append(Case(64, 512, H, D, causal, p, layout="packed"))
     return cases
@@ -421,18 +454,18 @@ def timing_cases() -> list[Case]:
 def modes(case: Case) -> list[Mode]:
     cached = max((16 << 20) // (4 * case.D * case.S), 1)
     if case.layout == "packed":
-        return [Mode(True, 1)]
+        return [Mode(True, 1), Mode(False, 1)]
     if case.causal:
-        return [Mode(True, cached), *([Mode(False, 0)] if case.S <= 512 else [])]
-    return [Mode(False, 1), *([Mode(False, 0)] if case.S == 256 else [])]
+        return [Mode(True, cached), *([Mode(False, cached)] if case.S <= 1024 else [])]
+    return [Mode(False, 4)]
 
 
-def time_all(shapes: list[Shape], peers: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+def time_all(cases: list[Case], shapes: list[Shape], peers: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
     import torch
 
     rows = []
     kernels = {shape: Kernel(shape) for shape in shapes}
-    for case in timing_cases():
+    for case in cases:
         if time.time() > deadline:
             print("out of time before", case)
             break
@@ -446,7 +479,7 @@ def time_all(shapes: list[Shape], peers: dict[str, Any], deadline: float) -> lis
                 row[name] = math.nan
                 print(f"{name}, {case}: {repr(error)[:200]}")
         for shape, kernel in kernels.items():
-            if shape.D != case.D or (case.p and not shape.dropout):
+            if not shape.takes(case):
                 continue
             for mode in modes(case):
                 row[f"{shape} {mode}"] = time_us(lambda: kernel(tensors, problem, mode))  # noqa: B023
@@ -457,42 +490,48 @@ def time_all(shapes: list[Shape], peers: dict[str, Any], deadline: float) -> lis
 
 
 def print_row(row: dict[str, Any]) -> None:
-    rates = {name: row["flops"] / time * 1e-6 for name, time in row.items() if name not in ("case", "flops")}
-    names = sorted((name for name in rates if name.startswith("D")), key=lambda name: row[name])
-    ours = "; ".join(f"{name[name.index(' ') + 1 :]} {rates[name]:.0f}" for name in names)
-    fastest = f"{row[names[0]]:.1f} us" if names else ""
-    theirs = " ".join(f"{name} {rate:.0f}" for name, rate in rates.items() if name not in names)
-    print(f"{row['case']}: {theirs} | {fastest} | {ours}", flush=True)
+    names = sorted((name for name in row if name not in ("case", "flops")), key=lambda name: row[name])
+    fastest = next((name for name in names if name.startswith("D")), None)
+    rate = f"{row['flops'] / row[fastest] * 1e-6:.0f} TFLOP/s" if fastest else ""
+    times = "; ".join(f"{name[name.startswith('D') * 4 :]} {row[name]:.1f}" for name in names)
+    print(f"{row['case']}: {rate} | us: {times}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="shapes whose name contains this")
     parser.add_argument("--check", default="", help="a shape as JSON: check it and say ok")
+    parser.add_argument("--short", action="store_true", help="heads of 64 and few tokens alone, in half a minute")
     parser.add_argument("--triton", action="store_true", help="time the Triton kernels too: compiling them takes long")
     parser.add_argument("--seconds", type=float, default=115.0, help="stop timing after this")
     arguments = parser.parse_args()
     start = time.time()
     WORK.mkdir(exist_ok=True)
     if arguments.check:
-        print("; ".join(check(Shape(**json.loads(arguments.check)))) or "ok")
+        print("; ".join(check(Shape(**json.loads(arguments.check)), arguments.short)) or "ok")
         return
     _import_fasttfm()
     shapes = [shape for shape in SHAPES if arguments.only in str(shape)]
+    if arguments.short:
+        shapes = [shape for shape in shapes if shape.D == 64]
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        for shape, complaint in zip(shapes, pool.map(compile_shape, shapes), strict=True):
+        for shape, complaint in zip(
+            shapes,
+            pool.map(lambda shape: compile_shape(shape, shape in HALF and not arguments.short), shapes),
+            strict=True,
+        ):
             if complaint:
                 print(f"compile {shape}: {complaint}")
     print(f"compiled after {time.time() - start:.0f} s", flush=True)
     built = [shape for shape in shapes if shape.library.exists()]
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
-        verdicts = list(pool.map(lambda shape: check_apart(shape, 22.0), built))
+        verdicts = list(pool.map(lambda shape: check_apart(shape, arguments.short, 28.0), built))
     for shape, verdict in zip(built, verdicts, strict=True):
         print(f"check {shape}: {verdict[:1500]}")
-    print(f"checked after {time.time() - start:.0f} s; TFLOP/s:", flush=True)
+    print(f"checked after {time.time() - start:.0f} s", flush=True)
     right = [shape for shape, verdict in zip(built, verdicts, strict=True) if verdict == "ok"]
     peers = {"cudnn": cudnn_us} | ({"triton": triton_us} if arguments.triton else {})
-    rows = time_all(right, peers, start + arguments.seconds)
+    rows = time_all(timing_cases(arguments.short), right, peers, start + arguments.seconds)
     results = Path(os.environ.get("OUT", ".")) / "hopper_forward.json"
     results.write_text(
         json.dumps({"rows": rows, "verdicts": {str(s): v for s, v in zip(built, verdicts, strict=True)}})

@@ -12,54 +12,75 @@ namespace fasttfm {
 namespace cuda {
 namespace {
 
+// Heads of 64: four warpgroups of small steps hide each other's waits best. Without dropout, tiles of 128 queries are
+// for calls that one round of them serves; steps of 128 keys, in tiles of 192 queries, pay where there are many.
 template <bool DROPOUT>
-using Shape64 = ForwardShape<64, 2, 128, 3, DROPOUT>;
-using WideShape64 = ForwardShape<64, 3, 128, 3, false>;  // with dropout a third warpgroup is of no use
+using Shape64 = ForwardShape<64, 4, 64, 8, DROPOUT>;
+using SmallShape64 = ForwardShape<64, 2, 128, 3, false>;
+using LongShape64 = ForwardShape<64, 3, 128, 3, false>;
 template <bool DROPOUT>
 using Shape128 = ForwardShape<128, 2, 128, 2, DROPOUT>;
 
-// With heads of 64 three warpgroups work faster than two, by two ninths in long sequences, but their tiles of 192
-// queries reach further past the ends of sequences.
-bool is_wide(const AttentionForward& call) {
-  const int64_t longest = call.cu_seqlens == nullptr ? call.queries : call.max_seqlen;
-  return call.seed == nullptr && (longest + 191) / 192 * 192 * 9 < (longest + 127) / 128 * 128 * 11;
+int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
+
+int64_t longest_of(const AttentionForward& call) { return call.cu_seqlens == nullptr ? call.queries : call.max_seqlen; }
+
+// Whether the blocks have equal numbers of keys and queries to go over.
+bool is_even(const AttentionForward& call) {
+  return call.cu_seqlens == nullptr && call.lengths == nullptr && call.lengths_k == nullptr;
 }
 
-// How tiles are handed out (ForwardParams).
-struct Deal {
-  bool counted;  // a counter gives tiles of unequal work to whichever block is free; equal ones are dealt out
-  int batched;
+bool is_small(const AttentionForward& call, int blocks) {
+  return call.seed == nullptr && call.sequences * call.heads * (round_up(longest_of(call), 128) / 128) <= blocks;
+}
+
+// From 2048 queries on, or where tiles of 192 reach less far past the ends of sequences: a twentieth is their gain.
+bool is_long(const AttentionForward& call) {
+  const int64_t longest = longest_of(call);
+  if (call.seed != nullptr) return false;
+  if (longest >= 2048) return true;
+  return is_even(call) && call.window_right != 0 && longest > 256 &&
+         19 * round_up(longest, 192) < 20 * round_up(longest, 256);
+}
+
+// Whether a counter gives tiles of unequal work to whichever block is free; else they are dealt out.
+struct Order {
+  bool counted;
+  int batched;  // see ForwardParams
 };
 
-Deal deal_of(const AttentionForward& call, int blocks) {
-  if (call.cu_seqlens != nullptr || call.lengths != nullptr || call.lengths_k != nullptr) return {true, 1};
-  if (call.window_right != 0) return {false, 1};
-  // Causal tiles are unequal, but heads are not: where blocks come out even with whole ones, no counter has to be set.
+Order order_of(const AttentionForward& call, int blocks) {
   const int64_t heads = call.sequences * call.heads, rounds = (heads + blocks - 1) / blocks;
-  if (rounds > 3 && 20 * heads >= 19 * rounds * blocks) return {false, 0};
+  // Where a tile is a whole sequence and a block has many, they come out even by themselves. Setting the counter takes
+  // a launch of its own.
+  if (!is_even(call)) return {call.head_dim != 64 || longest_of(call) > Shape64<false>::kQueries || rounds < 8, 1};
+  // Few heads go together, but more than one: blocks that all read the same keys at the same time wait for each other.
+  if (call.window_right != 0) return {false, 4};
   constexpr int64_t kCached = 16 << 20;  // bytes of k and v whose heads go together
   const int64_t bytes = std::max<int64_t>(4 * call.head_dim * call.keys, 1);
-  return {true, static_cast<int>(std::max<int64_t>(kCached / bytes, 1))};
+  const int batched = static_cast<int>(std::max<int64_t>(kCached / bytes, 1));
+  // Causal tiles are unequal, but heads are not.
+  return {rounds <= 3 || 20 * heads < 19 * rounds * blocks, batched};
 }
 
 template <class T, class S>
-Status forward_of(const AttentionForward& call, int blocks, int* next, int batched) {
-  constexpr bool kCausalTurns = S::kGroups == 2;  // three warpgroups have too unequal work for it
-  return call.window_right == 0 ? launch_forward<T, S, true, kCausalTurns>(call, blocks, next, batched)
-                                : launch_forward<T, S, false, true>(call, blocks, next, batched);
+Status forward_of(const AttentionForward& call, int blocks, const Deal& deal) {
+  // Four warpgroups are better off without turns; causal, three have too unequal work for it.
+  return call.window_right == 0 ? launch_forward<T, S, true, S::kGroups == 2>(call, blocks, deal)
+                                : launch_forward<T, S, false, (S::kGroups < 4)>(call, blocks, deal);
 }
 
 template <class T, template <bool> class SHAPE>
-Status forward_of(const AttentionForward& call, int blocks, int* next, int batched) {
-  return call.seed != nullptr ? forward_of<T, SHAPE<true>>(call, blocks, next, batched)
-                              : forward_of<T, SHAPE<false>>(call, blocks, next, batched);
+Status forward_of(const AttentionForward& call, int blocks, const Deal& deal) {
+  return call.seed != nullptr ? forward_of<T, SHAPE<true>>(call, blocks, deal)
+                              : forward_of<T, SHAPE<false>>(call, blocks, deal);
 }
 
 template <class T>
-Status forward_of(const AttentionForward& call, int blocks, int* next, int batched) {
-  if (call.head_dim == 128) return forward_of<T, Shape128>(call, blocks, next, batched);
-  return is_wide(call) ? forward_of<T, WideShape64>(call, blocks, next, batched)
-                       : forward_of<T, Shape64>(call, blocks, next, batched);
+Status forward_of(const AttentionForward& call, int blocks, const Deal& deal) {
+  if (call.head_dim == 128) return forward_of<T, Shape128>(call, blocks, deal);
+  if (is_small(call, blocks)) return forward_of<T, SmallShape64>(call, blocks, deal);
+  return is_long(call) ? forward_of<T, LongShape64>(call, blocks, deal) : forward_of<T, Shape64>(call, blocks, deal);
 }
 
 }  // namespace
@@ -72,12 +93,11 @@ Status attention_forward(const AttentionForward& call) {
   int blocks = 0;
   cudaError_t error = cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, call.device);
   if (error != cudaSuccess) return status_of(error);
-  const Deal deal = deal_of(call, blocks);
-  int* next = deal.counted ? reinterpret_cast<int*>(call.workspace) : nullptr;
-  if (next != nullptr) error = cudaMemsetAsync(next, 0, sizeof(int), static_cast<cudaStream_t>(call.stream));
+  const Order order = order_of(call, blocks);
+  const Deal deal = {order.counted ? reinterpret_cast<int*>(call.workspace) : nullptr, order.batched};
+  if (order.counted) error = cudaMemsetAsync(deal.next, 0, sizeof(int), static_cast<cudaStream_t>(call.stream));
   if (error != cudaSuccess) return status_of(error);
-  return call.dtype == DType::bf16 ? forward_of<bf16_t>(call, blocks, next, deal.batched)
-                                   : forward_of<f16_t>(call, blocks, next, deal.batched);
+  return call.dtype == DType::bf16 ? forward_of<bf16_t>(call, blocks, deal) : forward_of<f16_t>(call, blocks, deal);
 }
 
 }  // namespace cuda

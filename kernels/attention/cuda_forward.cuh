@@ -3,18 +3,17 @@
 // A block is one producer warp, which copies tiles of q, k and v into shared memory, and warpgroups of 64 queries each,
 // which go over the keys from the last to the first: with a running reference r and sum l (online softmax), scores and
 // weights in registers. A step's scores are computed before the weights of the step before are multiplied with v, so
-// that the matrix units work while the softmax is computed; and the warpgroups take turns at issuing products, so that
-// one's softmax runs beside another's products. Blocks stay on the chip and take tile after tile; a warpgroup that has
-// no queries in a tile, or none that attend to a step's keys, passes on.
+// that the matrix units work while the softmax is computed; and two or three warpgroups take turns at issuing products,
+// so that one's softmax runs beside another's products, which four do by themselves. Blocks stay on the chip and take
+// tile after tile; a warpgroup that has no queries in a tile, or none that attend to a step's keys, passes on.
 //
 // Per step of 64 queries and n keys a warpgroup does 2 * 2 * 64 * n * D operations and 64 * n exponentials: with D = 64
 // the unit for exponentials (16 per clock) takes as long as the matrix units (4096 operations per clock).
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 
+#include "attention/cuda_forward_steps.cuh"
 #include "attention/cuda_tiles.cuh"
 #include "attention/cuda_weights.cuh"
 #include "common/hopper.cuh"
@@ -22,23 +21,7 @@
 namespace fasttfm {
 namespace cuda {
 
-// Which 64 queries of the block's tile of that number are a warpgroup's: in turn, since a sequence's last tile has none
-// for some of them.
-template <class S>
-__device__ __forceinline__ int part_of(int group, uint32_t number) {
-  return static_cast<int>((static_cast<uint32_t>(group) + number) % S::kGroups);
-}
-
 // ---- producer --------------------------------------------------------------------------------------------------------
-
-template <class S>
-__device__ __forceinline__ void load_tile(const CUtensorMap* map, Barrier& full, const char* to, uint32_t bytes,
-                                          uint32_t part, int head, int row, int sequence) {
-  full.arrive_expect(bytes);
-#pragma unroll
-  for (int i = 0; i < S::kParts; ++i)
-    load_box(map, full, shared_address(to) + i * part, i * kTileColumns, head, row, sequence);
-}
 
 // One warp; its first lane issues the copies.
 template <class S, bool CAUSAL>
@@ -58,20 +41,23 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
       } else {
         const int sequence = p.packed() ? 0 : tile.sequence;
         const int row = tile.first + (p.packed() ? tile.origin : 0);
-        load_tile<S>(q_map, memory.q_full[at.slot], memory.q[at.slot], S::kQueryBytes, S::kQueryPart, tile.head, row,
-                     sequence);
+        memory.q_full[at.slot].arrive_expect(tile.parts<S>() * S::kParts * 64 * kTileRowBytes);
+#pragma unroll 1
+        for (int part = 0; part < tile.parts<S>(); ++part)
+          load_boxes<S>(q_map, memory.q_full[at.slot], memory.q[at.slot] + part * 64 * kTileRowBytes, S::kQueryPart,
+                        tile.head, row + 64 * part, sequence);
         const int k_head = tile.head / p.group, k_first = p.packed() ? walk.k_first : 0;
         for (int block = tile.blocks; block >= 0; --block) {  // k of a step comes before v of the step before
           if (block > 0) {
             memory.k_empty[k_at.slot].wait(k_at.parity ^ 1);
-            load_tile<S>(k_map, memory.k_full[k_at.slot], memory.k[k_at.slot], S::kKeyBytes, S::kKeyPart, k_head,
-                         k_first + (block - 1) * S::kKeys, sequence);
+            load_step<S>(k_map, memory.k_full[k_at.slot], memory.k[k_at.slot], k_head, k_first + (block - 1) * S::kKeys,
+                         sequence);
             k_at.next();
           }
           if (block < tile.blocks) {
             memory.v_empty[v_at.slot].wait(v_at.parity ^ 1);
-            load_tile<S>(v_map, memory.v_full[v_at.slot], memory.v[v_at.slot], S::kKeyBytes, S::kKeyPart, k_head,
-                         k_first + block * S::kKeys, sequence);
+            load_step<S>(v_map, memory.v_full[v_at.slot], memory.v[v_at.slot], k_head, k_first + block * S::kKeys,
+                         sequence);
             v_at.next();
           }
         }
@@ -80,91 +66,6 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
     __syncwarp();
     if (tile.sequence < 0) return;
     at.next();
-  }
-}
-
-// ---- results ---------------------------------------------------------------------------------------------------------
-
-// Four threads of a row hold four words each, thread t word t of four vectors: afterwards thread t holds vector t.
-__device__ __forceinline__ void transpose_words(uint32_t (&word)[4]) {
-#pragma unroll
-  for (int bit = 1; bit <= 2; bit *= 2) {
-    const bool upper = (threadIdx.x & bit) != 0;
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      const int low = bit == 1 ? 2 * pair : pair, high = low + bit;
-      const uint32_t received = __shfl_xor_sync(0xffffffffu, upper ? word[low] : word[high], bit);
-      (upper ? word[low] : word[high]) = received;
-    }
-  }
-}
-
-template <class S>
-__device__ __forceinline__ int64_t row_elements(const ForwardParams& p) {
-  return static_cast<int64_t>(p.heads) * S::kHeadDim;
-}
-
-// Where the results of the first query of a tile's sequence and head stand.
-template <class T, class S>
-__device__ __forceinline__ T* out_of(const ForwardParams& p, const QueryTile& tile) {
-  return static_cast<T*>(p.out) + tile.origin * row_elements<S>(p) + tile.head * S::kHeadDim;
-}
-__device__ __forceinline__ float* lse_of(const ForwardParams& p, const QueryTile& tile) {
-  return p.lse + (p.packed() ? static_cast<int64_t>(tile.head) * p.queries + tile.origin
-                             : (static_cast<int64_t>(tile.sequence) * p.heads + tile.head) * p.queries);
-}
-
-// A thread's two rows, `row` and the one 8 further, have gone over all keys: writes lse; o times `factor` are the
-// results. Rows that attend to nothing get a factor of 0.
-template <class S>
-__device__ __forceinline__ void conclude(const ForwardParams& p, const QueryTile& tile, int row,
-                                         RunningSoftmax& softmax, float (&factor)[2]) {
-  softmax.finish();
-  float* lse = lse_of(p, tile);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const bool attends = row + 8 * half < tile.q_length && softmax.sum[half] > 0.0f;
-    factor[half] = attends ? __fdividef(p.dropout_scale, softmax.sum[half]) : 0.0f;
-    if (threadIdx.x % 4 == 0 && row + 8 * half < tile.rows)
-      lse[row + 8 * half] =
-          attends ? (softmax.reference[half] + __log2f(softmax.sum[half])) * 0.693147180559945f : kMinusInfinity;
-  }
-}
-
-template <class T, class S>
-__device__ __forceinline__ void store_results(const ForwardParams& p, const QueryTile& tile, int first_row,
-                                              const float (&factor)[2], const float (&o)[S::kHeadDim / 2]) {
-  T* out = out_of<T, S>(p, tile);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = first_row + 8 * half;
-#pragma unroll
-    for (int chunk = 0; chunk < S::kHeadDim / 32; ++chunk) {
-      uint32_t word[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* pair = o + 4 * (4 * chunk + i) + 2 * half;
-        word[i] = factor[half] != 0.0f ? narrow_word(pair[0] * factor[half], pair[1] * factor[half], T{}) : 0;
-      }
-      transpose_words(word);
-      if (row < tile.rows)
-        *reinterpret_cast<uint4*>(out + row * row_elements<S>(p) + 32 * chunk + threadIdx.x % 4 * 8) =
-            make_uint4(word[0], word[1], word[2], word[3]);
-    }
-  }
-}
-
-// The results of a warpgroup's queries, from `first` on, that attend to nothing.
-template <class T, class S>
-__device__ __forceinline__ void store_nothing(const ForwardParams& p, const QueryTile& tile, int first) {
-  constexpr int vectors = S::kHeadDim / 8;  // of a row
-  T* out = out_of<T, S>(p, tile);
-  float* lse = lse_of(p, tile);
-  for (int i = static_cast<int>(threadIdx.x) % kWarpgroup; i < 64 * vectors; i += kWarpgroup) {
-    const int row = first + i / vectors;
-    if (row >= tile.rows) return;
-    if (i % vectors == 0) lse[row] = kMinusInfinity;
-    *reinterpret_cast<uint4*>(out + row * row_elements<S>(p) + 8 * (i % vectors)) = make_uint4(0, 0, 0, 0);
   }
 }
 
@@ -186,40 +87,6 @@ struct Turns {
   }
 };
 
-// s = q k^T for this warpgroup's 64 queries.
-template <class T, class S>
-__device__ __forceinline__ void issue_scores(float (&s)[S::kKeys / 2], uint32_t q, uint32_t k) {
-#pragma unroll
-  for (int step = 0; step < S::kHeadDim / 16; ++step) {
-    const uint32_t offset = step % 4 * kKMajorStep;
-    multiply<T>(s, advance(k_major(q + step / 4 * S::kQueryPart), offset),
-                advance(k_major(k + step / 4 * S::kKeyPart), offset), step > 0);
-  }
-  commit_products();
-}
-
-// o += weights v
-template <class T, class S>
-__device__ __forceinline__ void issue_values(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4],
-                                             uint32_t v) {
-#pragma unroll
-  for (int step = 0; step < S::kKeys / 16; ++step)
-    multiply<T, Major::mn>(o, weights + 4 * step, advance(mn_major(v, S::kKeyPart), step * kMnMajorStep));
-  commit_products();
-}
-
-// Rows from `first` on of a tile of v become 0: a weight of 0 does not silence a NaN. All threads of a warpgroup.
-template <class S>
-__device__ __forceinline__ void clear_rows(char* v, int first, int group) {
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-#pragma unroll
-  for (int part = 0; part < S::kParts; ++part)
-    for (int i = 8 * first + thread; i < 8 * S::kKeys; i += kWarpgroup)
-      reinterpret_cast<uint4*>(v + part * S::kKeyPart)[i] = make_uint4(0, 0, 0, 0);
-  fence_async();
-  sync_named(4 + group, kWarpgroup);
-}
-
 // A warpgroup of the block: 64 queries of each tile.
 template <class T, class S, bool CAUSAL, bool TURNS>
 class Consumer {
@@ -235,9 +102,10 @@ class Consumer {
   // keys, although a step is the same there: in one loop for both the compiler no longer sees that its variables are
   // the same in all threads, and descriptors are made by each thread instead of once a warp.
   __device__ __forceinline__ void run() {
-    float s[S::kKeys / 2], o[S::kHeadDim / 2], factor[2];
+    float s[S::kKeys / 2], o[S::kHeadDim / 2];
     uint32_t weights[S::kKeys / 4], kept[S::kKeys / 8];
     RunningSoftmax softmax;
+    ResultRows<T> results;
     turns.start();
     bool starts = find_tile();
     while (starts) {
@@ -249,19 +117,19 @@ class Consumer {
           softmax.correct(o);
           make_operand(s, weights, kept);
         }
-        finish(softmax, factor);
+        results = finish(softmax);
         leave_tile();
-        if (!meet_tile()) break;
+        if (!find_near_tile()) break;
         pass_steps(absent);
         softmax = RunningSoftmax();
         step(s, o, weights, kept, softmax);
-        store(factor, o);
+        store_results<T, S>(p, results, o);
         clear(o);
         make_operand(s, weights, kept);
         clear_absent();
       }
       end_tile(o, weights);
-      store(factor, o);
+      store_results<T, S>(p, results, o);
       starts = find_tile();
     }
   }
@@ -273,7 +141,7 @@ class Consumer {
       memory.q_full[slot()].wait(number / S::kQuerySlots % 2);
       if (memory.tile_of(number).sequence < 0) return;
       if (meet_tile()) {
-        float s[S::kKeys / 2], o[S::kHeadDim / 2], factor[2];
+        float s[S::kKeys / 2], o[S::kHeadDim / 2];
         uint32_t weights[S::kKeys / 4], kept[S::kKeys / 8];
         RunningSoftmax softmax;
         begin_tile(s, weights, kept, softmax);
@@ -285,9 +153,9 @@ class Consumer {
         }
         release(memory.q_empty[slot()]);
         end_tile(o, weights);
-        finish(softmax, factor);
-        ++number;
-        store(factor, o);
+        const ResultRows<T> results = finish(softmax);
+        count_tile();
+        store_results<T, S>(p, results, o);
       } else {
         pass_tile();
       }
@@ -295,22 +163,10 @@ class Consumer {
   }
 
  private:
-  // Asked for anew each time: no register holds it in between.
-  static __device__ __forceinline__ int thread() {
-    uint32_t number;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
-    return static_cast<int>(number % kWarpgroup);
-  }
-
-  // The thread's first query of the warpgroup's; the other is 8 further.
-  static __device__ __forceinline__ int row_in_group() {
-    const int number = thread();
-    return number / 32 * 16 + number % 32 / 4;
-  }
-
-  __device__ __forceinline__ int first_row(const QueryTile& tile, uint32_t tile_number) const {
-    return tile.first + 64 * part_of<S>(group, tile_number) + row_in_group();
-  }
+  // Which 64 of the tile's queries are the warpgroup's, if there are so many. Tiles go round the warpgroups: the first
+  // queries of one are for the warpgroup after the one that has the last queries of the tile before. After a tile for
+  // all of them it is the next one's turn, too: causal, their work is unequal.
+  __device__ __forceinline__ int part() const { return (group + S::kGroups - turn) % S::kGroups; }
 
   static __device__ __forceinline__ void release(Barrier& empty) {
     __syncwarp();
@@ -323,13 +179,13 @@ class Consumer {
   __device__ __forceinline__ bool meet_tile() {
     memory.q_full[slot()].wait(number / S::kQuerySlots % 2);
     const QueryTile tile = memory.tile_of(number);
-    first = tile.first + 64 * part_of<S>(group, number);
+    first = tile.first + 64 * part();
     sequence = tile.sequence;
     head = tile.head;
     block = (tile.sequence < 0 ? 0 : tile.steps<S, CAUSAL>(first, 64)) - 1;
     if (block < 0) return false;
     absent = CAUSAL ? tile.blocks - 1 - block : 0;
-    q_tile = shared_address(memory.q[slot()]) + part_of<S>(group, number) * 64 * kTileRowBytes;
+    q_tile = shared_address(memory.q[slot()]) + part() * 64 * kTileRowBytes;
     k_length = tile.k_length;
     diagonal = tile.causal_keys(first);
     return true;
@@ -337,6 +193,11 @@ class Consumer {
 
   __device__ __forceinline__ void leave_tile() {
     release(memory.q_empty[slot()]);
+    count_tile();
+  }
+  __device__ __forceinline__ void count_tile() {
+    const int parts = memory.tile_of(number).template parts<S>();
+    turn = (turn + (parts == S::kGroups ? 1 : parts)) % S::kGroups;
     ++number;
   }
 
@@ -348,10 +209,23 @@ class Consumer {
     }
     return true;
   }
+  // The same while a product with v is to come, whose step has to stay one of the last kStages: false, too, if the tile
+  // is further away.
+  __device__ __forceinline__ bool find_near_tile() {
+    int passed = 0;
+    while (!meet_tile()) {
+      const QueryTile& tile = memory.tile_of(number);
+      if (tile.sequence < 0) return false;
+      passed += tile.blocks;
+      if (passed >= S::kStages) return false;
+      pass_tile();
+    }
+    return passed + absent < S::kStages;
+  }
   __device__ __forceinline__ void pass_tile() {
     const QueryTile tile = memory.tile_of(number);
     pass_steps(tile.blocks);
-    store_nothing<T, S>(p, tile, tile.first + 64 * part_of<S>(group, number));
+    store_nothing<T, S>(p, tile, tile.first + 64 * part());
     leave_tile();
   }
 
@@ -430,30 +304,13 @@ class Consumer {
     release(memory.v_empty[slot]);
   }
 
-  __device__ __forceinline__ void finish(RunningSoftmax& softmax, float (&factor)[2]) const {
-    const QueryTile tile = memory.tile_of(number);
-    conclude<S>(p, tile, first_row(tile, number), softmax, factor);
-  }
-  // Of the tile before.
-  __device__ __forceinline__ void store(const float (&factor)[2], const float (&o)[S::kHeadDim / 2]) const {
-    const QueryTile tile = memory.tile_of(number - 1);
-    store_results<T, S>(p, tile, first_row(tile, number - 1), factor, o);
+  __device__ __forceinline__ ResultRows<T> finish(RunningSoftmax& softmax) const {
+    return conclude<T, S>(p, memory.tile_of(number), first + row_in_group(), softmax);
   }
 
   static __device__ __forceinline__ void clear(float (&o)[S::kHeadDim / 2]) {
 #pragma unroll
     for (int i = 0; i < S::kHeadDim / 2; ++i) o[i] = 0.0f;
-  }
-
-  // Scores of keys that are not there, or that a query does not attend to, become -infinity.
-  __device__ __forceinline__ void mask(float (&s)[S::kKeys / 2]) const {
-    const int key = block * S::kKeys;
-    if (key + S::kKeys <= (CAUSAL ? min(k_length, diagonal) : k_length)) return;  // all queries attend to them
-    int limit[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      limit[half] = (CAUSAL ? min(k_length, diagonal + row_in_group() + 8 * half) : k_length) - key - thread() % 4 * 2;
-    mask_scores(s, limit);
   }
 
   // Of a step, which are there now.
@@ -462,7 +319,7 @@ class Consumer {
     release(memory.k_empty[at.slot]);
     v_slot = at.slot;
     at.next();
-    mask(s);
+    mask_step<S, CAUSAL>(s, block, k_length, diagonal);
   }
 
   __device__ __forceinline__ void draw(uint32_t (&kept)[S::kKeys / 8]) const {
@@ -492,6 +349,7 @@ class Consumer {
   RingPosition<S::kStages> at;  // the step's
   uint32_t v_slot;              // where v of the product to come is
   uint32_t number = 0;          // the tile's, counted from the block's first
+  int turn = 0;                 // the warpgroup that has its first queries
   uint32_t q_tile;              // the warpgroup's queries of it, in shared memory
   int block;                    // of keys, the step's
   int sequence, head, first;    // the tile's; first: the warpgroup's first query
@@ -509,17 +367,15 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       *reinterpret_cast<ForwardMemory<S>*>(dynamic_memory + (1024 - shared_address(dynamic_memory) % 1024) % 1024);
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
   if (threadIdx.x == 0) memory.initialize();
+  if (threadIdx.x == 32) {
+    prefetch_map(&q_map);
+    prefetch_map(&k_map);
+    prefetch_map(&v_map);
+  }
   __syncthreads();
   if (warp < 4) {
     lower_registers<S::kProducerRegisters>();
-    if (warp == 0) {
-      if (elected()) {
-        prefetch_map(&q_map);
-        prefetch_map(&k_map);
-        prefetch_map(&v_map);
-      }
-      produce<S, CAUSAL>(p, memory, &q_map, &k_map, &v_map);
-    }
+    if (warp == 0) produce<S, CAUSAL>(p, memory, &q_map, &k_map, &v_map);
   } else {
     raise_registers<S::kConsumerRegisters>();
     Consumer<T, S, CAUSAL, TURNS> consumer(p, memory, warp / 4 - 1);
@@ -532,59 +388,15 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 
 // ---- launch ----------------------------------------------------------------------------------------------------------
 
-// A tensor of no rows is never read, but a map needs some.
-inline TensorView head_view(const void* data, const AttentionCall& call, int64_t heads, int64_t rows,
-                            const int64_t (&stride)[3], int box_rows) {
-  const int64_t sequences = call.cu_seqlens == nullptr ? call.sequences : 1;
-  return {rows > 0 ? data : call.q,
-          call.dtype,
-          {call.head_dim, heads, std::max<int64_t>(rows, 1), sequences},
-          {stride[0], stride[1], stride[2]},
-          {kTileColumns, 1, box_rows, 1}};
-}
-
 template <class T, class S, bool CAUSAL, bool TURNS>
-Status launch_forward(const AttentionForward& call, int multiprocessors, int* next, int batched) {
-  CUtensorMap maps[3];
-  const TensorView views[3] = {
-      head_view(call.q, call, call.heads, call.queries,
-                {call.q_head_stride, call.q_token_stride, call.q_sequence_stride}, S::kQueries),
-      head_view(call.k, call, call.kv_heads, call.keys,
-                {call.k_head_stride, call.k_token_stride, call.k_sequence_stride}, S::kKeys),
-      head_view(call.v, call, call.kv_heads, call.keys,
-                {call.v_head_stride, call.v_token_stride, call.v_sequence_stride}, S::kKeys)};
-  for (int i = 0; i < 3; ++i) {
-    const Status status = make_tensor_map(&maps[i], views[i]);
-    if (status.code != StatusCode::ok) return status;
-  }
-  ForwardParams p;
-  p.out = call.out;
-  p.lse = call.lse;
-  p.cu_seqlens = call.cu_seqlens;
-  p.cu_seqlens_k = call.cu_seqlens_k;
-  p.lengths = call.lengths;
-  p.lengths_k = call.lengths_k;
-  p.seed = call.seed;
-  p.next = next;
-  p.sequences = static_cast<int>(call.sequences);
-  p.heads = static_cast<int>(call.heads);
-  p.group = static_cast<int>(call.heads / call.kv_heads);
-  p.queries = static_cast<int>(call.queries);
-  p.keys = static_cast<int>(call.keys);
-  p.max_seqlen = static_cast<int>(call.max_seqlen);
-  p.max_seqlen_k = static_cast<int>(call.max_seqlen_k);
-  p.tiles = (p.queries + S::kQueries - 1) / S::kQueries;
-  // Causal: heads whose k and v are 16 MiB, so that they stay in the second level cache. Else few, but more than one:
-  // blocks that all read the same keys at the same time wait for each other.
-  const int64_t head_bytes = std::max<int64_t>(4 * call.head_dim * call.keys, 1);
-  p.batched = CAUSAL ? static_cast<int>(std::max<int64_t>((16 << 20) / head_bytes, 1)) : 4;
-  p.scale = call.scale * 1.44269504088896f;
-  p.dropout_scale = S::kDropout ? call.dropout_scale : 1.0f;
-  p.threshold = call.threshold;
+Status launch_forward(const AttentionForward& call, int multiprocessors, const Deal& deal) {
+  ForwardMaps maps;
+  const Status status = make_forward_maps(&maps, call, S::kKeys);
+  if (status.code != StatusCode::ok) return status;
   constexpr size_t memory = sizeof(ForwardMemory<S>) + ForwardMemory<S>::kSlack;
   static_assert(memory <= 227 * 1024, "more shared memory than a multiprocessor has");
   return launch(forward_kernel<T, S, CAUSAL, TURNS>, dim3(multiprocessors), dim3(S::kThreads), memory, call.stream,
-                maps[0], maps[1], maps[2], p);
+                maps.q, maps.k, maps.v, make_forward_params<S>(call, deal));
 }
 
 }  // namespace cuda

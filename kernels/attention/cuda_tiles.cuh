@@ -24,9 +24,10 @@ struct ForwardShape {
   static constexpr uint32_t kKeyPart = KEYS * kTileRowBytes, kKeyBytes = kParts * kKeyPart;
   static constexpr int kMostQuerySlots = (225 * 1024 - 2 * STAGES * kKeyBytes) / kQueryBytes;
   static constexpr int kQuerySlots = kOverlaps && kMostQuerySlots > 2 ? 3 : kMostQuerySlots > 1 ? 2 : 1;
-  // Of a thread; 512 are there for each of the 128 of a warpgroup, and they start with an equal share.
-  static constexpr int kProducerRegisters = GROUPS == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = GROUPS == 1 ? 216 : GROUPS == 2 ? 232 : 160;
+  // Of a thread; 512 are there for each of the 128 of a warpgroup (480 where the block has five), and they start with
+  // an equal share.
+  static constexpr int kProducerRegisters = GROUPS > 2 ? 32 : 40;
+  static constexpr int kConsumerRegisters = GROUPS == 1 ? 216 : GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
 };
 
 struct ForwardParams {
@@ -42,7 +43,6 @@ struct ForwardParams {
   int queries, keys, max_seqlen, max_seqlen_k;
   int tiles;    // of queries in a dense sequence
   int batched;  // as many heads go over their tiles of queries together; 0: a block has all tiles of a head
-                // less
   float scale;  // of scores, in units of log2
   float dropout_scale;
   int threshold;
@@ -63,6 +63,12 @@ struct alignas(16) QueryTile {
 
   // Key positions are aligned to the end: a causal query attends to this many keys.
   __device__ __forceinline__ int causal_keys(int query) const { return query + 1 + k_length - q_length; }
+
+  // How many warpgroups it is for, with 64 queries each.
+  template <class S>
+  __device__ __forceinline__ int parts() const {
+    return max(min((q_length - first + 63) / 64, S::kQueries / 64), 1);
+  }
 
   // The steps of keys that the `count` queries from `query` on go over.
   template <class S, bool CAUSAL>
@@ -94,17 +100,19 @@ class TileWalk {
       : p(params), number(static_cast<int>(blockIdx.x)) {
     if (p.packed()) load_group();
     if (p.batched == 0) number *= p.tiles;
+    draw_ticket();
   }
 
-  // The tile that is this block's turn, of which sequence is -1 after the last; and asks for the number of the next.
+  // The tile that is this block's turn, of which sequence is -1 after the last.
   __device__ __forceinline__ QueryTile take() {
     const int current = number;
     if (p.next != nullptr)
-      number = static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, lane() == 0 ? atomicAdd(p.next, 1) : 0, 0);
+      number = static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, ticket, 0);
     else if (p.batched > 0)
       number += static_cast<int>(gridDim.x);
     else
       number += (number + 1) % p.tiles != 0 ? 1 : static_cast<int>(gridDim.x - 1) * p.tiles + 1;
+    draw_ticket();
     QueryTile tile = p.packed() ? packed_tile(current) : dense_tile(current);
     if (tile.sequence < 0) return tile;
     tile.blocks = tile.steps<S, CAUSAL>(tile.first, S::kQueries);
@@ -115,6 +123,11 @@ class TileWalk {
 
  private:
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+  // For the tile after the next: nobody waits for the answer here.
+  __device__ __forceinline__ void draw_ticket() {
+    if (p.next != nullptr && lane() == 0) ticket = atomicAdd(p.next, 1);
+  }
 
   __device__ __forceinline__ QueryTile dense_tile(int index) const {
     QueryTile tile;
@@ -188,6 +201,7 @@ class TileWalk {
 
   const ForwardParams& p;
   int number;
+  int ticket = 0;                     // the first lane's
   int group = 0, start = 0, end = 0;  // packed: see load_group()
   Span span = {0, 0};
 };
@@ -197,13 +211,13 @@ struct ForwardMemory {
   alignas(1024) char q[S::kQuerySlots][S::kQueryBytes];
   alignas(1024) char k[S::kStages][S::kKeyBytes];
   alignas(1024) char v[S::kStages][S::kKeyBytes];
-  QueryTile tile[4];  // see tile_of()
+  QueryTile tile[S::kQuerySlots + 1];  // see tile_of()
   Barrier q_full[S::kQuerySlots], q_empty[S::kQuerySlots];
   Barrier k_full[S::kStages], k_empty[S::kStages];
   Barrier v_full[S::kStages], v_empty[S::kStages];
 
-  // The block's tile of that number. It stays while the next one's queries are in use: results are written then.
-  __device__ __forceinline__ QueryTile& tile_of(uint32_t number) { return tile[number % 4]; }
+  // The block's tile of that number. It stays while the next one's queries are in use.
+  __device__ __forceinline__ QueryTile& tile_of(uint32_t number) { return tile[number % (S::kQuerySlots + 1)]; }
 
   static constexpr int kSlack = 1024;  // bytes of dynamic memory too many, to start at a multiple of that
 

@@ -1,0 +1,257 @@
+// What the forms of Hopper's attention forward have in common: loads of tiles, the products of a step, masks, results,
+// and what a kernel is launched with.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/cuda_tiles.cuh"
+#include "attention/cuda_weights.cuh"
+#include "common/hopper.cuh"
+
+namespace fasttfm {
+namespace cuda {
+
+// ---- tiles in shared memory ------------------------------------------------------------------------------------------
+
+// One thread: starts copies of rows, of which each 64 columns take `part` bytes.
+template <class S>
+__device__ __forceinline__ void load_boxes(const CUtensorMap* map, Barrier& full, const char* to, uint32_t part,
+                                           int head, int row, int sequence) {
+#pragma unroll
+  for (int i = 0; i < S::kParts; ++i)
+    load_box(map, full, shared_address(to) + i * part, i * kTileColumns, head, row, sequence);
+}
+
+// A step of k or v.
+template <class S>
+__device__ __forceinline__ void load_step(const CUtensorMap* map, Barrier& full, const char* to, int head, int row,
+                                          int sequence) {
+  full.arrive_expect(S::kKeyBytes);
+  load_boxes<S>(map, full, to, S::kKeyPart, head, row, sequence);
+}
+
+// Rows from `first` on of a tile of v become 0: a weight of 0 does not silence a NaN. All threads of a warpgroup.
+template <class S>
+__device__ __forceinline__ void clear_rows(char* v, int first, int group) {
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+#pragma unroll
+  for (int part = 0; part < S::kParts; ++part)
+    for (int i = 8 * first + thread; i < 8 * S::kKeys; i += kWarpgroup)
+      reinterpret_cast<uint4*>(v + part * S::kKeyPart)[i] = make_uint4(0, 0, 0, 0);
+  fence_async();
+  sync_named(8 + group, kWarpgroup);
+}
+
+// ---- products --------------------------------------------------------------------------------------------------------
+
+// s = q k^T for this warpgroup's 64 queries.
+template <class T, class S>
+__device__ __forceinline__ void issue_scores(float (&s)[S::kKeys / 2], uint32_t q, uint32_t k) {
+#pragma unroll
+  for (int step = 0; step < S::kHeadDim / 16; ++step) {
+    const uint32_t offset = step % 4 * kKMajorStep;
+    multiply<T>(s, advance(k_major(q + step / 4 * S::kQueryPart), offset),
+                advance(k_major(k + step / 4 * S::kKeyPart), offset), step > 0);
+  }
+  commit_products();
+}
+
+// o += weights v, or o = weights v where not `add`
+template <class T, class S>
+__device__ __forceinline__ void issue_values(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4], uint32_t v,
+                                             bool add = true) {
+#pragma unroll
+  for (int step = 0; step < S::kKeys / 16; ++step)
+    multiply<T, Major::mn>(o, weights + 4 * step, advance(mn_major(v, S::kKeyPart), step * kMnMajorStep),
+                           add || step > 0);
+  commit_products();
+}
+
+// ---- masks -----------------------------------------------------------------------------------------------------------
+
+// The number of the thread in its warpgroup, asked for anew each time: no register holds it in between.
+__device__ __forceinline__ int thread_in_group() { return static_cast<int>(thread_here() % kWarpgroup); }
+
+// The thread's first query of its warpgroup's 64; the other is 8 further.
+__device__ __forceinline__ int row_in_group() {
+  const int number = thread_in_group();
+  return number / 32 * 16 + number % 32 / 4;
+}
+
+// Scores of a step's keys that are not there, or that a query does not attend to, become -infinity. diagonal: how many
+// keys the warpgroup's first query attends to, if causal.
+template <class S, bool CAUSAL>
+__device__ __forceinline__ void mask_step(float (&s)[S::kKeys / 2], int block, int k_length, int diagonal) {
+  const int key = block * S::kKeys;
+  if (key + S::kKeys <= (CAUSAL ? min(k_length, diagonal) : k_length)) return;  // all queries attend to them
+  int limit[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    limit[half] =
+        (CAUSAL ? min(k_length, diagonal + row_in_group() + 8 * half) : k_length) - key - thread_in_group() % 4 * 2;
+  mask_scores(s, limit);
+}
+
+// ---- results ---------------------------------------------------------------------------------------------------------
+
+// Four threads of a row hold four words each, thread t word t of four vectors: afterwards thread t holds vector t.
+__device__ __forceinline__ void transpose_words(uint32_t (&word)[4]) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool upper = (threadIdx.x & bit) != 0;
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const int low = bit == 1 ? 2 * pair : pair, high = low + bit;
+      const uint32_t received = __shfl_xor_sync(0xffffffffu, upper ? word[low] : word[high], bit);
+      (upper ? word[low] : word[high]) = received;
+    }
+  }
+}
+
+template <class S>
+__device__ __forceinline__ int64_t row_elements(const ForwardParams& p) {
+  return static_cast<int64_t>(p.heads) * S::kHeadDim;
+}
+
+// Where the results of the first query of a tile's sequence and head stand.
+template <class T, class S>
+__device__ __forceinline__ T* out_of(const ForwardParams& p, const QueryTile& tile) {
+  return static_cast<T*>(p.out) + tile.origin * row_elements<S>(p) + tile.head * S::kHeadDim;
+}
+__device__ __forceinline__ float* lse_of(const ForwardParams& p, const QueryTile& tile) {
+  return p.lse + (p.packed() ? static_cast<int64_t>(tile.head) * p.queries + tile.origin
+                             : (static_cast<int64_t>(tile.sequence) * p.heads + tile.head) * p.queries);
+}
+
+// A thread's two rows of results, which are o times `factor`.
+template <class T>
+struct ResultRows {
+  T* out;           // the first row
+  int present;      // rows that are there, from the first on
+  float factor[2];  // of o; 0: 0
+};
+
+// The thread's rows `row` and 8 further have gone over all keys: writes lse, and says what their results are. Rows that
+// attend to nothing get a factor of 0.
+template <class T, class S>
+__device__ __forceinline__ ResultRows<T> conclude(const ForwardParams& p, const QueryTile& tile, int row,
+                                                  RunningSoftmax& softmax) {
+  softmax.finish();
+  ResultRows<T> rows;
+  rows.out = out_of<T, S>(p, tile) + row * row_elements<S>(p);
+  rows.present = tile.rows - row;
+  float* lse = lse_of(p, tile);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const bool attends = row + 8 * half < tile.q_length && softmax.sum[half] > 0.0f;
+    rows.factor[half] = attends ? __fdividef(p.dropout_scale, softmax.sum[half]) : 0.0f;
+    if (threadIdx.x % 4 == 0 && 8 * half < rows.present)
+      lse[row + 8 * half] =
+          attends ? (softmax.reference[half] + __log2f(softmax.sum[half])) * 0.693147180559945f : kMinusInfinity;
+  }
+  return rows;
+}
+
+template <class T, class S>
+__device__ __forceinline__ void store_results(const ForwardParams& p, const ResultRows<T>& rows,
+                                              const float (&o)[S::kHeadDim / 2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float factor = rows.factor[half];
+#pragma unroll
+    for (int chunk = 0; chunk < S::kHeadDim / 32; ++chunk) {
+      uint32_t word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = o + 4 * (4 * chunk + i) + 2 * half;
+        word[i] = factor != 0.0f ? narrow_word(pair[0] * factor, pair[1] * factor, T{}) : 0;
+      }
+      transpose_words(word);
+      if (8 * half < rows.present)
+        *reinterpret_cast<uint4*>(rows.out + 8 * half * row_elements<S>(p) + 32 * chunk + threadIdx.x % 4 * 8) =
+            make_uint4(word[0], word[1], word[2], word[3]);
+    }
+  }
+}
+
+// The results of a warpgroup's queries, from `first` on, that attend to nothing.
+template <class T, class S>
+__device__ __forceinline__ void store_nothing(const ForwardParams& p, const QueryTile& tile, int first) {
+  constexpr int vectors = S::kHeadDim / 8;  // of a row
+  T* out = out_of<T, S>(p, tile);
+  float* lse = lse_of(p, tile);
+  for (int i = static_cast<int>(threadIdx.x) % kWarpgroup; i < 64 * vectors; i += kWarpgroup) {
+    const int row = first + i / vectors;
+    if (row >= tile.rows) return;
+    if (i % vectors == 0) lse[row] = kMinusInfinity;
+    *reinterpret_cast<uint4*>(out + row * row_elements<S>(p) + 8 * (i % vectors)) = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// ---- launch ----------------------------------------------------------------------------------------------------------
+
+// A tensor of no rows is never read, but a map needs some.
+inline TensorView head_view(const void* data, const AttentionCall& call, int64_t heads, int64_t rows,
+                            const int64_t (&stride)[3], int box_rows) {
+  const int64_t sequences = call.cu_seqlens == nullptr ? call.sequences : 1;
+  return {rows > 0 ? data : call.q,
+          call.dtype,
+          {call.head_dim, heads, std::max<int64_t>(rows, 1), sequences},
+          {stride[0], stride[1], stride[2]},
+          {kTileColumns, 1, box_rows, 1}};
+}
+
+// The maps of q, which is copied by 64 rows, and of k and v, by `keys` rows.
+struct ForwardMaps {
+  CUtensorMap q, k, v;
+};
+inline Status make_forward_maps(ForwardMaps* maps, const AttentionForward& call, int keys) {
+  const TensorView views[3] = {head_view(call.q, call, call.heads, call.queries,
+                                         {call.q_head_stride, call.q_token_stride, call.q_sequence_stride}, 64),
+                               head_view(call.k, call, call.kv_heads, call.keys,
+                                         {call.k_head_stride, call.k_token_stride, call.k_sequence_stride}, keys),
+                               head_view(call.v, call, call.kv_heads, call.keys,
+                                         {call.v_head_stride, call.v_token_stride, call.v_sequence_stride}, keys)};
+  CUtensorMap* const targets[3] = {&maps->q, &maps->k, &maps->v};
+  for (int i = 0; i < 3; ++i) {
+    const Status status = make_tensor_map(targets[i], views[i]);
+    if (status.code != StatusCode::ok) return status;
+  }
+  return {};
+}
+
+// How tiles are handed out (ForwardParams).
+struct Deal {
+  int* next;
+  int batched;
+};
+
+template <class S>
+ForwardParams make_forward_params(const AttentionForward& call, const Deal& deal) {
+  ForwardParams p;
+  p.out = call.out;
+  p.lse = call.lse;
+  p.cu_seqlens = call.cu_seqlens;
+  p.cu_seqlens_k = call.cu_seqlens_k;
+  p.lengths = call.lengths;
+  p.lengths_k = call.lengths_k;
+  p.seed = call.seed;
+  p.next = deal.next;
+  p.sequences = static_cast<int>(call.sequences);
+  p.heads = static_cast<int>(call.heads);
+  p.group = static_cast<int>(call.heads / call.kv_heads);
+  p.queries = static_cast<int>(call.queries);
+  p.keys = static_cast<int>(call.keys);
+  p.max_seqlen = static_cast<int>(call.max_seqlen);
+  p.max_seqlen_k = static_cast<int>(call.max_seqlen_k);
+  p.tiles = (p.queries + S::kQueries - 1) / S::kQueries;
+  p.batched = deal.batched;
+  p.scale = call.scale * 1.44269504088896f;
+  p.dropout_scale = S::kDropout ? call.dropout_scale : 1.0f;
+  p.threshold = call.threshold;
+  return p;
+}
+
+}  // namespace cuda
+}  // namespace fasttfm
