@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.kernels.attention.problem import AttentionProblem, window_bounds
-from fasttfm.nn import encoder_block
+from fasttfm.nn import EncoderLayer, encoder_block
 from fasttfm.ops import attention_native
 from fasttfm.ops.attention import backward_op, forward_op, qkv_backward_op
 from fasttfm.testing.harness import same_bits
@@ -143,15 +143,10 @@ def test_the_encoder_layer_asks_for_them_where_the_bias_learns(monkeypatch: pyte
     monkeypatch.setattr(encoder_block, "straight", lambda _, *ops: [
         spy if op is qkv_backward_op else op.implementation for op in ops
     ])  # fmt: skip
-    torch.manual_seed(1)
-    x = torch.randn(12, 32)
-    shapes = ((96, 32), (96,), (32, 32), (32,), (32,), (32,), (64, 32), (64,), (32, 64), (32,), (32,), (32,))
-    parameters = encoder_block.Parameters(*(torch.randn(*shape).requires_grad_() for shape in shapes))
-    options = encoder_block.Options(2, 7, -1, -1, "gelu", 0.0, 0.0, 0.0, 1e-5, 1e-5, False, False, None)
-    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+    layer = EncoderLayer(32, 2, 64)
     for learns in (True, False):
-        parameters.qkv_bias.requires_grad_(learns)
-        y, _ = encoder_block.encoder_block(x, None, starts, None, options, parameters)
+        layer.qkv.bias.requires_grad_(learns)
+        y, _ = layer(torch.randn(12, 32), torch.tensor([0, 5, 12], dtype=torch.int32), 7)
         y.square().sum().backward()
     assert asked == [torch.float32]
 
