@@ -6,8 +6,6 @@ python benchmarks/lab/adamw_step.py bert-large 64x512 [padded] [graph]
 
 from __future__ import annotations
 
-import itertools
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +15,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from step_turns import medians
 from training_contenders import Case, make_batch
 from training_step import training_step
 
 from fasttfm import optim
-
-ROUNDS, STEPS = 3, 6
 
 
 def torchs(parameters: Any, *, weight_copies: bool, **options: Any) -> torch.optim.Optimizer:
@@ -52,18 +49,8 @@ def main() -> None:
         steps[name] = training_step("fasttfm-graph" if "graph" in rest else "fasttfm", case, given, device)
         losses = [float(steps[name]()) for _ in range(4)]
         print(f"{name}: losses {' '.join(f'{each:.5f}' for each in losses)}", flush=True)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _, (name, step) in itertools.product(range(ROUNDS), steps.items()):
-        step()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            step()
-            mark.record()
-        torch.cuda.synchronize()
-        times[name] += [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
-    for name, found in times.items():
-        print(f"{' '.join([model, batch, *rest])} {name}: {statistics.median(found):.2f} ms", flush=True)
+    for name, found in medians(steps).items():
+        print(f"{' '.join([model, batch, *rest])} {name}: {found:.2f} ms", flush=True)
 
 
 if __name__ == "__main__":

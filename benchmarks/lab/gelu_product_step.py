@@ -5,8 +5,7 @@ python benchmarks/lab/gelu_product_step.py bert-large 64x512
 
 from __future__ import annotations
 
-import itertools
-import statistics
+import functools
 import sys
 from pathlib import Path
 
@@ -14,12 +13,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from step_turns import medians
 from training_contenders import Case, make_batch
 from training_step import training_step
 
 from fasttfm.ops import gelu_product
-
-ROUNDS, STEPS = 3, 6
 
 
 def main() -> None:
@@ -34,21 +32,15 @@ def main() -> None:
         "backward": (gelu_product.forward_torch, backward),
         "both": (forward, backward),
     }
-    times: dict[str, list[float]] = {mode: [] for mode in modes}
-    for _ in range(3):
-        step()
-    for _, mode in itertools.product(range(ROUNDS), modes):
+
+    def in_mode(mode: str) -> None:
         gelu_product.forward_cuda, gelu_product.backward_cuda = modes[mode]
         step()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            step()
-            mark.record()
-        torch.cuda.synchronize()
-        times[mode] += [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
-    for mode, found in times.items():
-        print(f"{model} {batch} {mode}: {statistics.median(found):.2f} ms")
+
+    for _ in range(3):
+        step()
+    for mode, found in medians({mode: functools.partial(in_mode, mode) for mode in modes}).items():
+        print(f"{model} {batch} {mode}: {found:.2f} ms")
 
 
 if __name__ == "__main__":

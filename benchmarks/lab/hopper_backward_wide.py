@@ -25,6 +25,8 @@ from typing import Any
 
 import hopper_backward
 from hopper_backward import ROOT, WORK, lay_package, milliseconds, relative, repeat
+from hopper_backward_cases import COMMON
+from hopper_backward_cases import make as make_problem
 
 DIM = 128
 
@@ -108,34 +110,16 @@ def build(names: list[str]) -> str:
 
 # ---- one problem ----------------------------------------------------------------------------------------------------
 
-# Of a case: dense (B, S) or packed (lengths); heads; causal; p; lengths; fused: slices of one qkv; half: fp16.
 CHECKS: dict[str, dict[str, Any]] = {
-    "64": {"dense": (2, 64), "heads": 2},
-    "128": {"dense": (2, 128), "heads": 3},
-    "64_p": {"dense": (2, 64), "heads": 2, "p": 0.1},
+    **COMMON,
     "256": {"dense": (40, 256), "heads": 8},
-    "512": {"dense": (3, 512), "heads": 2},
-    "512_p": {"dense": (3, 512), "heads": 2, "p": 0.1, "fused": True},
-    "200": {"dense": (2, 200), "heads": 2},
-    "lengths": {"dense": (6, 330), "lengths": (5, 0, 37, 330, 128, 192), "heads": 2, "p": 0.1},
-    "packed": {"packed": (5, 0, 37, 130, 512, 64, 1, 300), "heads": 3, "p": 0.1, "fused": True},
-    "many": {"dense": (40, 192), "heads": 16, "p": 0.1},
-    "causal": {"dense": (2, 512), "heads": 2, "causal": True},
     "causal_many": {"dense": (40, 512), "heads": 8, "causal": True},
-    "causal_p": {"packed": (5, 0, 37, 130, 500, 64, 1, 300), "heads": 3, "p": 0.1, "causal": True},
-    "cross": {"packed": (5, 0, 37, 130, 500, 64), "packed_k": (50, 7, 30, 0, 256, 130), "heads": 2, "causal": True},
-    "cross_p": {"packed": (5, 0, 37, 130, 500, 64), "packed_k": (50, 7, 30, 0, 256, 130), "heads": 2, "p": 0.5},
-    "half": {"dense": (2, 256), "heads": 2, "p": 0.1, "half": True},
-    "all_dropped": {"dense": (2, 128), "heads": 2, "p": 1.0},
-    "2000_p": {"dense": (1, 2000), "heads": 2, "p": 0.1},
     "4000": {"dense": (1, 4000), "heads": 8},
     "4000_causal": {"dense": (1, 4000), "heads": 8, "causal": True},
-    "long_packed": {"packed": (700, 64, 1500, 3), "heads": 2, "p": 0.1, "fused": True},
-    "long_cross": {"packed": (700, 64), "packed_k": (300, 1000), "heads": 2, "causal": True},
 }
 
 
-make = functools.partial(hopper_backward.make, head_dim=DIM)
+make = functools.partial(make_problem, head_dim=DIM)
 
 
 class Backward(hopper_backward.Backward):
