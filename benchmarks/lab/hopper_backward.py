@@ -444,13 +444,20 @@ class Report(list[str]):
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-def in_process(names: list[str], limit: float, deadline: float, lines: Report, tool: list[str] | None = None) -> None:
+def in_process(
+    names: list[str],
+    limit: float,
+    deadline: float,
+    lines: Report,
+    tool: list[str] | None = None,
+    script: str = __file__,
+) -> None:
     """Lines of the cases, kind:name; one that takes longer than ``limit`` seconds is left out, the rest go on anew."""
     attempts = 0
     environment = dict(os.environ, PYTHONPATH=f"{WORK / 'lib'}:{os.environ.get('PYTHONPATH', '')}")
     while names and attempts < 4 and time.time() < deadline:
         attempts += 1
-        command = [*(tool or ()), sys.executable, __file__, "--child", *names]
+        command = [*(tool or ()), sys.executable, script, "--child", *names]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         assert process.stdout is not None
         done, rest, begin = 0, b"", time.time()
@@ -475,6 +482,10 @@ def in_process(names: list[str], limit: float, deadline: float, lines: Report, t
             if rest.startswith(b"~ "):
                 environment["HANGS"] = environment.get("HANGS", "") + " " + rest.decode().split()[-1]
         names = names[done + 1 :] if done < len(names) else []
+
+
+def racecheck() -> list[str]:
+    return [shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer", "--tool", "racecheck"]
 
 
 def main() -> None:
@@ -504,9 +515,8 @@ def main() -> None:
         if kind in asked and (not chosen or name in chosen)
     ]
     in_process([case for case in cases if not case.startswith("races")], 10.0, begin + arguments.seconds, lines)
-    sanitizer = [shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer", "--tool", "racecheck"]
     races = [case for case in cases if case.startswith("races")]
-    in_process(races, 15.0, max(time.time(), begin + arguments.seconds) + 20, lines, sanitizer)
+    in_process(races, 15.0, max(time.time(), begin + arguments.seconds) + 20, lines, racecheck())
     if any(line.startswith(("BAD", "LOST")) for line in lines):
         lines.append("FAILED")
     lines.append(f"{time.time() - begin:.0f} s in all")
