@@ -11,12 +11,14 @@ kernels that hang.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
 import re
 import select
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -51,7 +53,7 @@ extern "C" int64_t column_parts(int64_t sequences, int64_t heads, int64_t max_se
 # Changes of the source whose times are compared: text to replace, and what stands there instead. Some leave work out,
 # and compute nonsense: they show what the work costs.
 VARIANTS: dict[str, list[tuple[str, str]]] = {
-    "without_dq": [("c < 8; ++c)\n          multiply", "c < 0; ++c)\n          multiply")],
+    "without_dq": [("c < 8; ++c)\n        multiply", "c < 0; ++c)\n        multiply")],
     "without_sums": [
         ("const bool last = key_tile == unit.last_key_tile(tile), load", "const bool last = false, load"),
         ("sums.add(dq, sum,", "if (dq[0] == 1e30f) sums.add(dq, sum,"),
@@ -458,7 +460,9 @@ def in_process(
     while names and attempts < 4 and time.time() < deadline:
         attempts += 1
         command = [*(tool or ()), sys.executable, script, "--child", *names]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
         assert process.stdout is not None
         done, rest, begin = 0, b"", time.time()
         while time.time() < min(begin + (limit if done else limit + 10), deadline):  # torch starts
@@ -475,7 +479,8 @@ def in_process(
                     done, begin = done + 1, time.time()
                 elif not text.startswith("~ "):
                     lines.append("    | " + text)
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # a tool's children too
         process.wait()
         if done < len(names):
             lines.append(f"LOST {names[done]} ({'exit ' + str(process.returncode)}) {rest.decode(errors='replace')}")

@@ -174,15 +174,17 @@ class KeyWarpgroup {
     commit_products();  // dK of a step before
     start_dweights(start);
     for (;;) {
+      __syncwarp();  // or the compiler takes warps for diverged here
       // Where products take operands from is the same in all threads; in this loop the compiler would not know it.
       const int slot = uniform(stage.slot), next = slot + 1 == kStages ? 0 : slot + 1;
       const int key = first_key();
       const bool first = tile == unit.begin(key_tile);
       compute(slot, key, tile * kQueries, first);
       const bool last = tile + 1 == unit.query_tiles;
-      const Place own = {unit.sequence, unit.head, unit.k.first + key, unit.k.stored - key};
+      Place own;
       stage.next();
       if (last) {
+        own = {unit.sequence, unit.head, unit.k.first + key, unit.k.stored - key};
         next_key_tile();
         if (key_tile < 0 || !has_keys()) {
           put_dscores();
