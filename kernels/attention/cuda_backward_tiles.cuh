@@ -204,45 +204,59 @@ __device__ __forceinline__ void clear_rows(char* tile, int from, int rows) {
     reinterpret_cast<uint4*>(tile)[i] = make_uint4(0, 0, 0, 0);
 }
 
+// Starts copies that bring `bytes` to `landed`. This and what follows: a whole warp.
+template <class Start>
+__device__ __forceinline__ void bring(Barrier& landed, uint32_t bytes, Start start) {
+  if (threadIdx.x % 32 == 0) {
+    start(landed);
+    landed.arrive_expect(bytes);
+  } else if (kWarpArrivals > 1) {
+    landed.arrive();
+  }
+}
+
+// Hands over to `full` what has landed elsewhere, when some of its rows are cleared.
+template <class Clear>
+__device__ __forceinline__ void hand_over(const Barrier& landed, uint32_t parity, Barrier& full, Clear clear) {
+  landed.wait(parity);
+  clear();
+  fence_async();
+  arrive_warp(full);
+}
+
+template <bool CAUSAL, bool ON_CHIP>
+__device__ __forceinline__ void tell(Memory<ON_CHIP>& memory, int slot, const Unit<CAUSAL>& unit, int key_tile,
+                                     uint32_t place) {
+  if (threadIdx.x % 32 == 0) {
+    reinterpret_cast<Unit<CAUSAL>&>(memory.task[slot].unit) = unit;
+    memory.task[slot].key_tile = key_tile;
+    memory.task[slot].place = place;
+  }
+  arrive_warp(memory.told[slot]);
+}
+
+// The number before it is counted up, by one thread. Of atomicAdd(), the compiler makes one for the warp, with an
+// exchange behind it that waits for the answer.
+__device__ __forceinline__ int take_one(int* counter) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 // Brings tiles to their places, and tells of tiles of keys. Rows past a sequence's end that are others' numbers are
 // replaced by zeros: they are multiplied by zeros, which a NaN would survive. Who has a (sequence, head) on chip may
 // come back for the next one; it asks early, as the answer takes its time.
 template <bool CAUSAL, bool ON_CHIP>
 __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>& memory) {
   const Share share(p);
-  const bool first_lane = threadIdx.x % 32 == 0;
   const bool foreign = p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr;
   RingPosition<Memory<ON_CHIP>::kStages> stage;
   RingPosition<2> k_stage;
   RingPosition<1> v_stage, raw_keys, raw_queries;
-  // Starts copies that bring `bytes` to `landed`.
-  const auto bring = [&](Barrier& landed, uint32_t bytes, auto start) {
-    if (first_lane) {
-      start(landed);
-      landed.arrive_expect(bytes);
-    } else if (kWarpArrivals > 1) {
-      landed.arrive();
-    }
-  };
-  // Hands over what has landed in one of the barriers `raw`, when some of its rows are cleared.
-  const auto hand_over = [&](const Barrier& landed, uint32_t parity, Barrier& full, auto clear) {
-    landed.wait(parity);
-    clear();
-    fence_async();
-    arrive_warp(full);
-  };
   uint32_t place = 0;
-  const auto tell = [&](int slot, const Unit<CAUSAL>& unit, int key_tile) {
-    if (first_lane) {
-      reinterpret_cast<Unit<CAUSAL>&>(memory.task[slot].unit) = unit;
-      memory.task[slot].key_tile = key_tile;
-      memory.task[slot].place = place;
-    }
-    arrive_warp(memory.told[slot]);
-  };
   int index = share.group, taken = 0;
   for (int round = 0; index < share.units; ++round) {
-    if (ON_CHIP && p.taken != nullptr && first_lane) taken = atomicAdd(p.taken, 1);
+    if (ON_CHIP && p.taken != nullptr && threadIdx.x % 32 == 0) taken = take_one(p.taken);
     const Unit<CAUSAL> unit(p, index);
     const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
     for (int key_tile = share.rank; key_tile - share.rank < unit.key_tiles;
@@ -253,7 +267,7 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
       char *k = memory.k[k_stage.slot], *v = memory.v;
       Barrier& k_full = memory.k_full[k_stage.slot];
       memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
-      tell(k_stage.slot, unit, key_tile);
+      tell(memory, k_stage.slot, unit, key_tile, place);
       bring(whole_keys ? k_full : memory.raw[0], kKeyTileBytes,
             [&](Barrier& landed) { load_box(&p.k, landed, shared_address(k), 0, unit.head, first_key, batch); });
       memory.v_empty.wait(v_stage.parity ^ 1);
@@ -293,7 +307,7 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
                                           : unit_of_round(round + 1, share.group, share.groups);
   }
   memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
-  tell(k_stage.slot, Unit<CAUSAL>{}, -1);
+  tell(memory, k_stage.slot, Unit<CAUSAL>{}, -1, place);
   arrive_warp(memory.k_full[k_stage.slot]);
 }
 
