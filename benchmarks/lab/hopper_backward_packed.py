@@ -97,11 +97,12 @@ def peer(case: dict[str, Any], problem: Any, q: Any, k: Any, v: Any, dout: Any) 
 
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     mask: dict[str, Any]
     if problem.packed:
+        from torch.nn.attention.varlen import varlen_attn
+
         starts, longest, causal = problem.cu_seqlens, problem.max_seqlen, bool(case.get("causal"))
         windowed = "window_size" in inspect.signature(varlen_attn).parameters
         mask = {"window_size": (-1, 0 if causal else -1)} if windowed else {"is_causal": causal}
