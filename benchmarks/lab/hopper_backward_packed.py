@@ -28,13 +28,8 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
     "fixed": [("p.taken = has_lengths(call) ?", "p.taken = false ?")],  # shares, back and forth, the longest first
     "as_given": [("  p.order = order_in(call, kMostBlocks);\n", "")],  # handed out in the order of the sequences
     "all_keys": [("{ return first_key() < unit.k.length; }", "{ return true; }")],  # of those too that are none
-    "dv_late": [
-        ("        store_dv(own);\n        wait_products<0>();  // dP", "        wait_products<0>();  // dP"),
-        (
-            "        store_dk(own, slot);\n      }\n      tile =",
-            "        store_dk(own, slot);\n        store_dv(own);\n      }\n      tile =",
-        ),
-    ],
+    "dv_late": [("kStoreEarly = ON_CHIP && !DROPOUT", "kStoreEarly = false")],
+    "dv_early": [("kStoreEarly = ON_CHIP && !DROPOUT", "kStoreEarly = true")],
 }
 CHECKED = (
     *("64", "512_p", "lengths", "packed", "many", "causal_p", "cross", "cross_p", "odd", "odd_p", "odd_causal"),
@@ -66,7 +61,12 @@ TIMES: dict[str, dict[str, Any]] = {
     "packed_long": {"packed": shuffled(spread(16, 128, 2048))},
 }
 WIDE = {"wide:packed": TIMES["packed"], "wide:32x512": TIMES["32x512"]}  # 8 heads of 128
-MEASURED = {"packed": tuple(VARIANTS), "packed_p": ("fixed", "all_keys", "dv_late"), "32x512_p": ("dv_late",)}
+MEASURED = {
+    "packed": ("fixed", "as_given", "all_keys", "dv_late"),
+    "packed_p": ("fixed", "all_keys", "dv_early"),
+    "32x512": ("dv_late",),
+    "32x512_p": ("dv_early",),
+}
 
 
 def build() -> list[str]:

@@ -214,11 +214,15 @@ class KeyWarpgroup {
       }
       start_dweights(next);
       if (last) {
-        store_dv(own);
+        if (kStoreEarly) {
+          store_dv(own);
+          stay_behind(dv[31]);
+        }
         wait_products<0>();  // dP of the next step as well: the assembler takes its sums for read here otherwise
         hold_registers(scores);
         hold_registers(dweights);
         store_dk(own, slot);
+        if (!kStoreEarly) store_dv(own);
       }
       tile = last ? unit.begin(key_tile) : tile + 1;
       step.next();
@@ -365,12 +369,11 @@ class KeyWarpgroup {
     store_product(dk, p.dq_scale, row_of<T>(p.dk, p, at.sequence, at.head, at.row), p.dk.token, at.rows);
     store_columns(dk, p.dq_scale, at, 1);
   }
-  // dV is there before dK: this comes beside the products that are under way.
+  // dV is there before dK: products may be under way.
   __device__ __forceinline__ void store_dv(const Place& at) {
     hold_registers(dv);
     store_product(dv, p.dv_scale, row_of<T>(p.dv, p, at.sequence, at.head, at.row), p.dv.token, at.rows);
     store_columns(dv, p.dv_scale, at, 2);
-    stay_behind(dv[31]);
   }
   __device__ __forceinline__ void store_columns(const float (&value)[32], float factor, const Place& at, int which) {
     if (p.column_parts == nullptr) return;
@@ -378,6 +381,8 @@ class KeyWarpgroup {
   }
 
   static constexpr int kStages = Memory<ON_CHIP>::kStages;
+  // dV is stored beside the first products of the next tile of keys, where there are registers for it.
+  static constexpr bool kStoreEarly = ON_CHIP && !DROPOUT;
 
   const Parameters& p;
   Memory<ON_CHIP>& memory;
