@@ -214,15 +214,11 @@ class KeyWarpgroup {
       }
       start_dweights(next);
       if (last) {
-        if (kStoreEarly) {
-          store_dv(own);
-          stay_behind(dv[31]);
-        }
         wait_products<0>();  // dP of the next step as well: the assembler takes its sums for read here otherwise
         hold_registers(scores);
         hold_registers(dweights);
         store_dk(own, slot);
-        if (!kStoreEarly) store_dv(own);
+        store_dv(own);
       }
       tile = last ? unit.begin(key_tile) : tile + 1;
       step.next();
@@ -381,8 +377,6 @@ class KeyWarpgroup {
   }
 
   static constexpr int kStages = Memory<ON_CHIP>::kStages;
-  // dV is stored beside the first products of the next tile of keys, where there are registers for it.
-  static constexpr bool kStoreEarly = ON_CHIP && !DROPOUT;
 
   const Parameters& p;
   Memory<ON_CHIP>& memory;
