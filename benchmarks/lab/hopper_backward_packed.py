@@ -60,10 +60,8 @@ TIMES: dict[str, dict[str, Any]] = {
 }
 WIDE = {"wide:packed": TIMES["packed"], "wide:32x512": TIMES["32x512"]}  # 8 heads of 128
 MEASURED = {
-    "packed": ("fixed", "as_given", "all_keys", "dv_late"),
-    "packed_p": ("fixed", "all_keys", "dv_early"),
-    "32x512": ("dv_late",),
-    "32x512_p": ("dv_early",),
+    "packed": ("fixed", "as_given", "all_keys"),
+    "packed_p": ("fixed", "all_keys"),
 }
 
 
