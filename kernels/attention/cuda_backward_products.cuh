@@ -154,7 +154,8 @@ class KeyWarpgroup {
     store_zeros(row_of<T>(p.dv, p, unit().sequence, unit().head, row), p.dv.token, rows);
 #pragma unroll
     for (int i = 0; i < 16; ++i) operand[i] = 0;
-    for (int tile = unit().begin(key_tile); tile < unit().query_tiles; ++tile) {
+    const int end = unit().query_tiles;  // when the last step is put, another task may be told
+    for (int tile = unit().begin(key_tile); tile < end; ++tile) {
       if constexpr (DROPOUT) {
         memory.kept_full[step.slot][number].wait(step.parity);
         arrive_warp(memory.kept_empty[step.slot]);
