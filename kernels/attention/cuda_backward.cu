@@ -70,6 +70,9 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
 
 // ---- launchers -------------------------------------------------------------------------------------------------------
 
+// Whether dQ's sums fit into shared memory.
+bool on_chip(const AttentionCall& call) { return call.max_seqlen <= kOnChipQueries; }
+
 // No more blocks than this share one of `units` (sequence, head)s: attention_column_parts() has room for so many.
 int64_t most_blocks(int64_t units, int64_t max_seqlen) {
   return max_seqlen > kOnChipQueries ? std::max<int64_t>(kMostBlocks / std::max<int64_t>(units, 1), 2) : 1;
@@ -80,7 +83,7 @@ int64_t most_blocks(int64_t units, int64_t max_seqlen) {
 // for one another. One block alone reads what it goes over, queries, gradients and sums of 512 bytes a token, once for
 // each tile of keys: from the second level cache where it fits for all blocks, else from memory, which is slower.
 int blocks_of(const AttentionCall& call, bool causal, int processors) {
-  if (call.max_seqlen <= kOnChipQueries) return 1;
+  if (on_chip(call)) return 1;
   const int64_t units = call.sequences * call.heads, queries = std::min(call.max_seqlen, call.queries);
   const int64_t key_tiles = (std::min(call.max_seqlen_k, call.keys) + kKeys - 1) / kKeys;
   const double part = causal ? 0.5 : 1.0;  // of all tiles that are computed
@@ -105,7 +108,7 @@ template <class T, bool DROPOUT, bool CAUSAL>
 Status launch_backward(const AttentionBackward& call, const Parameters& p, int processors) {
   const int64_t groups = std::min<int64_t>(call.sequences * call.heads, processors / p.blocks);
   const dim3 grid(static_cast<unsigned>(groups * p.blocks)), block(kThreads);
-  if (call.max_seqlen <= kOnChipQueries)
+  if (on_chip(call))
     return launch(backward_kernel<T, DROPOUT, CAUSAL, true>, grid, block, sizeof(Memory<true>), call.stream, p);
   return launch_together(backward_kernel<T, DROPOUT, CAUSAL, false>, grid, block, sizeof(Memory<false>), call.stream,
                          p);
@@ -128,7 +131,7 @@ Status launch_typed(const AttentionBackward& call, Parameters p) {
   processors = std::min(processors, kMostBlocks);
   const bool causal = call.window_right == 0;
   p.blocks = blocks_of(call, causal, processors);
-  Status status = launch_statistics<T, kHeadDim>(call, p, statistics_in(call, kMostBlocks), nullptr);
+  Status status = launch_statistics<T, kHeadDim>(call, p, p.statistics, nullptr, on_chip(call));
   if (status.code == StatusCode::ok) status = launch_kernel<T>(call, p, causal, processors);
   if (status.code != StatusCode::ok || call.column_sums == nullptr) return status;
   return sum_parts(call.column_parts, {call.column_sums, call.column_sums_dtype}, {},

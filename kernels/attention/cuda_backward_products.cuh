@@ -1,6 +1,7 @@
 // attention backward for Hopper: warpgroups 1 and 2, which work on keys, and 3, which sums dQ up. See cuda_backward.cu.
 #pragma once
 
+#include "attention/cuda_backward_statistics.cuh"
 #include "attention/cuda_backward_tiles.cuh"
 #include "attention/cuda_column_sums.cuh"
 
@@ -45,7 +46,7 @@ __device__ __forceinline__ void store_product(const float (&value)[32], float fa
       exchange(word[1], word[3], 2);
       if (row + 8 * half < rows)  // as four stores the compiler would write them otherwise
         asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + (row + 8 * half) * stride + 32 * part +
-                                                                     8 * (lane % 4)),
+                                                                      8 * (lane % 4)),
                      "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
                      : "memory");
     }
@@ -453,10 +454,16 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
     else
       return OrderedSums<kSumFloats / kWarpgroup>(memory.sums, 1, told, rank == 0 ? told + p.blocks - 1 : told - 1);
   }();
+  auto statistics = [&] {
+    if constexpr (ON_CHIP)
+      return NextStatistics<T, CAUSAL>(p, memory);
+    else
+      return 0;
+  }();
   RingPosition<2> k_stage;
   RingPosition<Memory<ON_CHIP>::kBuffers> step;
   for (;;) {
-    memory.k_full[k_stage.slot].wait(k_stage.parity);
+    memory.told[k_stage.slot].wait(k_stage.parity);
     const Task& task = memory.task[k_stage.slot];
     const Unit<CAUSAL>& unit = unit_of<CAUSAL>(task);
     const int key_tile = task.key_tile;
@@ -465,17 +472,24 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
       if constexpr (!ON_CHIP) sums.finish(place);
       return;
     }
+    if constexpr (ON_CHIP)
+      if (key_tile == 0) statistics.go_on();
     for (int tile = unit.begin(key_tile); tile < unit.query_tiles; ++tile, step.next()) {
       float* sum = p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloats;
       const bool last = key_tile == unit.last_key_tile(tile), load = (last || ON_CHIP) && key_tile > 0;
       const uint32_t dscores = shared_address(memory.dscores[uniform(step.slot)]);
       const uint32_t k = shared_address(memory.k[uniform(k_stage.slot)]);
+      if constexpr (ON_CHIP) statistics.work();
+      memory.k_full[k_stage.slot].wait(k_stage.parity);
       float dq[32];
       if (load) {
         if constexpr (ON_CHIP)
           sums.load(dq, tile);
         else
           sums.load(dq, sum, place + tile, rank == 0 ? unit.query_tiles : 0);
+      } else {
+#pragma unroll
+        for (float& value : dq) value = 0.0f;  // left as they are, they would take registers all the time
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -484,7 +498,7 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
 #pragma unroll
         for (int c = 4 * half; c < 4 * half + 4; ++c)
           multiply<T, Major::mn, Major::mn>(dq, further(mn_major(dscores, 0), c * kMnMajorStep),
-                                            further(mn_major(k, 0), c * kMnMajorStep), c > 0 || load);
+                                            further(mn_major(k, 0), c * kMnMajorStep));
         commit_products();
       }
       wait_products<1>();
