@@ -18,12 +18,9 @@ from hopper_backward import ONLY_ALL_KEYS, TIMES, WORK, Backward, compile_varian
 MARK = "    note(memory, %d);\n"
 MARKED = [
     ("    wait_products<ON_CHIP ? 1 : 2>();\n    hold_registers(scores);\n", "scores"),
-    ("    stay_behind(scores[31]);\n", "weights"),
-    ("    wait_products<1>();  // dK's operand gives its registers to dV's\n    hold_registers(operand);\n", "dk"),
+    ("    float2 delta[8];", "weights"),
     ("    commit_products();\n    wait_products<1>();\n    hold_registers(dweights);\n", "dv started, dp"),
-    ("    stay_behind(dweights[31]);\n", "dscores"),
-    ("    wait_products<0>();  // dV's operand gives its registers to dK's\n    hold_registers(operand);\n", "dv"),
-    ("      const uint32_t keys = uniform(k);\n", "rounded"),
+    ("      const uint32_t keys = uniform(k);\n", "dscores"),
     ("    memory.dscores_empty[step.slot][number].wait(step.parity ^ 1);\n", "room"),
     ("    arrive_warp(memory.dscores_full[step.slot][number]);\n", "put, dk started"),
     ("      tile = last ? unit().begin(key_tile) : tile + 1;\n", "scores, dp started"),
@@ -31,7 +28,9 @@ MARKED = [
     ("      arrive_warp(memory.dscores_empty[step.slot][1]);\n", "3: dq"),
     ("rank == 0 ? unit.query_tiles : 0, key_tile == 0);\n      }\n", "3: handed on"),
 ]
-CLOCKS = [(old, old + MARK % index) for index, (old, _) in enumerate(MARKED)]
+CLOCKS = [
+    (old, MARK % index + old if old.endswith(";") else old + MARK % index) for index, (old, _) in enumerate(MARKED)
+]
 CLOCKS += [
     ("  Barrier stage_full[kStages],", "  uint32_t marked[3];\n  Barrier stage_full[kStages],"),
     (

@@ -110,12 +110,6 @@ __device__ __forceinline__ uint32_t narrow_positive(float low, float high, f16_t
   return word;
 }
 
-// The assembler moves a wait for products up, over computations that should run beside them, but not over a branch:
-// this one, which is not taken, as no computation has that NaN for its result.
-__device__ __forceinline__ void stay_behind(float value) {
-  if (__any_sync(0xffffffffu, __float_as_uint(value) == 0x7fc0dead)) asm volatile("nanosleep.u32 0;");
-}
-
 // Steps are tiles of queries, one after another for a tile of keys, through all tiles of keys of all units. While a
 // step's P and dS are computed, products of its neighbours are under way: S of the next step is started before dS is
 // written, dP after it, beside dK. Whether a weight was dropped stands in its sign.
@@ -154,7 +148,7 @@ class KeyWarpgroup {
     store_zeros(row_of<T>(p.dk, p, unit().sequence, unit().head, row), p.dk.token, rows);
     store_zeros(row_of<T>(p.dv, p, unit().sequence, unit().head, row), p.dv.token, rows);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) operand[i] = 0;
+    for (int i = 0; i < 16; ++i) dscores[i] = 0;
     const int end = unit().query_tiles;  // when the last step is put, another task may be told
     for (int tile = unit().begin(key_tile); tile < end; ++tile) {
       if constexpr (DROPOUT) {
@@ -202,9 +196,9 @@ class KeyWarpgroup {
           begin_products();
           start_dk(slot, first);
           give_dscores();
-          store_dv(own);
           wait_products<0>();
           store_dk(own, slot);
+          store_dv(own);
           step.next();
           return;
         }
@@ -316,12 +310,9 @@ class KeyWarpgroup {
     if (ON_CHIP && !first) give_free();  // dK of the step before is through with it
     mask_scores<CAUSAL>(scores, key, query, unit().k.length, unit().offset());
     compute_weights(statistics, dropped);
-    stay_behind(scores[31]);
-    wait_products<1>();  // dK's operand gives its registers to dV's
-    hold_registers(operand);
 #pragma unroll
     for (int i = 0; i < 16; ++i)
-      operand[i] = DROPOUT ? narrow_positive(scores[2 * i], scores[2 * i + 1], T{})
+      weights[i] = DROPOUT ? narrow_positive(scores[2 * i], scores[2 * i + 1], T{})
                            : narrow_word(scores[2 * i], scores[2 * i + 1], T{});
     float2 delta[8];  // loaded before the products, which would hold the loads up
 #pragma unroll
@@ -331,7 +322,7 @@ class KeyWarpgroup {
     const uint32_t dout = shared_address(memory.dout(slot));
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      multiply<T, Major::mn>(dv, operand + 4 * c, further(mn_major(dout, 0), c * kMnMajorStep), c > 0 || !first);
+      multiply<T, Major::mn>(dv, weights + 4 * c, further(mn_major(dout, 0), c * kMnMajorStep), c > 0 || !first);
     commit_products();
     wait_products<1>();
     hold_registers(dweights);
@@ -339,11 +330,8 @@ class KeyWarpgroup {
     // free here, where products have taken it.
     if (!ON_CHIP || first) give_free();
     compute_dscores(delta);
-    stay_behind(dweights[31]);
-    wait_products<0>();  // dV's operand gives its registers to dK's
-    hold_registers(operand);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) operand[i] = narrow_word(dweights[2 * i], dweights[2 * i + 1], T{});
+    for (int i = 0; i < 16; ++i) dscores[i] = narrow_word(dweights[2 * i], dweights[2 * i + 1], T{});
   }
 
   // Leaves dS to warpgroup 3: first writes it, then, beside products, sees it through and says so.
@@ -351,7 +339,7 @@ class KeyWarpgroup {
     memory.dscores_empty[step.slot][number].wait(step.parity ^ 1);
     const uint32_t to = matrix_address(memory.dscores[step.slot]);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, operand + 4 * c);
+    for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, dscores + 4 * c);
   }
   __device__ __forceinline__ void give_dscores() {
     fence_async();
@@ -362,7 +350,7 @@ class KeyWarpgroup {
     const uint32_t q = shared_address(memory.q(slot));
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      multiply<T, Major::mn>(dk, operand + 4 * c, further(mn_major(q, 0), c * kMnMajorStep), c > 0 || !first);
+      multiply<T, Major::mn>(dk, dscores + 4 * c, further(mn_major(q, 0), c * kMnMajorStep), c > 0 || !first);
     commit_products();
   }
 
@@ -397,7 +385,7 @@ class KeyWarpgroup {
   RingPosition<2> k_stage;
   RingPosition<Memory<ON_CHIP>::kBuffers> step;
   float dk[32], dv[32], scores[32], dweights[32];
-  uint32_t v[16], operand[16];
+  uint32_t v[16], weights[16], dscores[16];
   uint32_t k;  // where the tile of keys stands
 };
 
