@@ -110,6 +110,12 @@ __device__ __forceinline__ uint32_t narrow_positive(float low, float high, f16_t
   return word;
 }
 
+// The assembler moves a wait for products up, over computations that should run beside them, but not over a branch:
+// this one, which is not taken, as no computation has that NaN for its result.
+__device__ __forceinline__ void stay_behind(float value) {
+  if (__any_sync(0xffffffffu, __float_as_uint(value) == 0x7fc0dead)) asm volatile("nanosleep.u32 0;");
+}
+
 // Steps are tiles of queries, one after another for a tile of keys, through all tiles of keys of all units. While a
 // step's P and dS are computed, products of its neighbours are under way: S of the next step is started before dS is
 // written, dP after it, beside dK. Whether a weight was dropped stands in its sign.
@@ -148,7 +154,7 @@ class KeyWarpgroup {
     store_zeros(row_of<T>(p.dk, p, unit().sequence, unit().head, row), p.dk.token, rows);
     store_zeros(row_of<T>(p.dv, p, unit().sequence, unit().head, row), p.dv.token, rows);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) dscores[i] = 0;
+    for (int i = 0; i < 16; ++i) dscores()[i] = 0;
     const int end = unit().query_tiles;  // when the last step is put, another task may be told
     for (int tile = unit().begin(key_tile); tile < end; ++tile) {
       if constexpr (DROPOUT) {
@@ -251,6 +257,13 @@ class KeyWarpgroup {
 #pragma unroll
     for (int c = 0; c < 4; ++c) load_matrices(v + 4 * c, matrix_address(memory.v(at.slot)) ^ 32 * c);
   }
+  // Beside dropout there are no registers for two operands: dK's takes those of dV's.
+  __device__ __forceinline__ uint32_t (&dscores())[16] {
+    if constexpr (DROPOUT)
+      return weights;
+    else
+      return own_dscores;
+  }
   __device__ __forceinline__ const Unit<CAUSAL>& unit() const { return unit_of<CAUSAL>(*task); }
 
   __device__ __forceinline__ void start_scores(int slot, uint32_t keys) {
@@ -310,6 +323,11 @@ class KeyWarpgroup {
     if (ON_CHIP && !first) give_free();  // dK of the step before is through with it
     mask_scores<CAUSAL>(scores, key, query, unit().k.length, unit().offset());
     compute_weights(statistics, dropped);
+    if constexpr (DROPOUT && !ON_CHIP) {
+      stay_behind(scores[31]);
+      wait_products<1>();  // dK's operand gives its registers to dV's
+      hold_registers(weights);
+    }
 #pragma unroll
     for (int i = 0; i < 16; ++i)
       weights[i] = DROPOUT ? narrow_positive(scores[2 * i], scores[2 * i + 1], T{})
@@ -330,8 +348,13 @@ class KeyWarpgroup {
     // free here, where products have taken it.
     if (!ON_CHIP || first) give_free();
     compute_dscores(delta);
+    if constexpr (DROPOUT) {
+      stay_behind(dweights[31]);
+      wait_products<0>();  // dV's operand gives its registers to dK's
+      hold_registers(weights);
+    }
 #pragma unroll
-    for (int i = 0; i < 16; ++i) dscores[i] = narrow_word(dweights[2 * i], dweights[2 * i + 1], T{});
+    for (int i = 0; i < 16; ++i) dscores()[i] = narrow_word(dweights[2 * i], dweights[2 * i + 1], T{});
   }
 
   // Leaves dS to warpgroup 3: first writes it, then, beside products, sees it through and says so.
@@ -339,7 +362,7 @@ class KeyWarpgroup {
     memory.dscores_empty[step.slot][number].wait(step.parity ^ 1);
     const uint32_t to = matrix_address(memory.dscores[step.slot]);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, dscores + 4 * c);
+    for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, dscores() + 4 * c);
   }
   __device__ __forceinline__ void give_dscores() {
     fence_async();
@@ -350,7 +373,7 @@ class KeyWarpgroup {
     const uint32_t q = shared_address(memory.q(slot));
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      multiply<T, Major::mn>(dk, dscores + 4 * c, further(mn_major(q, 0), c * kMnMajorStep), c > 0 || !first);
+      multiply<T, Major::mn>(dk, dscores() + 4 * c, further(mn_major(q, 0), c * kMnMajorStep), c > 0 || !first);
     commit_products();
   }
 
@@ -385,8 +408,8 @@ class KeyWarpgroup {
   RingPosition<2> k_stage;
   RingPosition<Memory<ON_CHIP>::kBuffers> step;
   float dk[32], dv[32], scores[32], dweights[32];
-  uint32_t v[16], weights[16], dscores[16];
-  uint32_t k;  // where the tile of keys stands
+  uint32_t v[16], weights[16], own_dscores[DROPOUT ? 1 : 16];  // operands; see dscores()
+  uint32_t k;                                                  // where the tile of keys stands
 };
 
 // ---- warpgroup 3 -----------------------------------------------------------------------------------------------------
