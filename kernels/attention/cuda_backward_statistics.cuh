@@ -77,7 +77,7 @@ class NextStatistics {
     do {
       __syncwarp();
       if (tile_ < 0) {
-        if (!memory_.next_told.has_ended(parity_)) continue;
+        if (!__all_sync(0xffffffffu, memory_.next_told.has_ended(parity_))) continue;
         tile_ = unit().begin(0);
         prefetch();
       }

@@ -304,23 +304,26 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
         const int valid = unit.q.length - query_tile * kQueries, first = unit.q.first + query_tile * kQueries;
         const bool whole = !foreign || valid >= kQueries;
         char *q = memory.q(stage.slot), *dout = memory.dout(stage.slot);
-        Barrier& full = memory.stage_full[stage.slot];
-        if (ON_CHIP && key_tile == 0) {
-          memory.statistics_there[query_tile].wait(there >> query_tile & 1);
-          there ^= 1u << query_tile;
-        }
+        Barrier &full = memory.stage_full[stage.slot], &landed = whole ? full : memory.raw[2];
         memory.stage_empty[stage.slot].wait(stage.parity ^ 1);
-        bring(whole ? full : memory.raw[2], 2 * kQueryTileBytes + kStatisticsBytes, [&](Barrier& landed) {
+        if (threadIdx.x % 32 == 0) {
           load_box(&p.q, landed, shared_address(q), 0, unit.head, first, batch);
           load_box(&p.dout, landed, shared_address(dout), 0, unit.head, first, batch);
-          load_bytes(landed, shared_address(memory.statistics[stage.slot]),
-                     p.statistics + static_cast<int64_t>(unit.tile + query_tile) * 2 * kQueries, kStatisticsBytes);
-        });
-        if (!whole_keys && query_tile == unit.begin(key_tile)) {  // all three copies are under way
+        }
+        if (!whole_keys && query_tile == unit.begin(key_tile)) {  // all copies are under way
           hand_over(memory.raw[0], raw_keys.parity, k_full, [&] { clear_rows(k, valid_keys, kKeys); });
           hand_over(memory.raw[1], raw_keys.parity, v_full, [&] { clear_rows(v, valid_keys, kKeys); });
           raw_keys.next();
         }
+        // After the keys: those who make the statistics may have to wait for those who wait for the keys.
+        if (ON_CHIP && key_tile == 0) {
+          memory.statistics_there[query_tile].wait(there >> query_tile & 1);
+          there ^= 1u << query_tile;
+        }
+        bring(landed, 2 * kQueryTileBytes + kStatisticsBytes, [&](Barrier& landed) {
+          load_bytes(landed, shared_address(memory.statistics[stage.slot]),
+                     p.statistics + static_cast<int64_t>(unit.tile + query_tile) * 2 * kQueries, kStatisticsBytes);
+        });
         if (!whole) {
           hand_over(memory.raw[2], raw_queries.parity, full, [&] {
             clear_rows(q, valid, kQueries);
