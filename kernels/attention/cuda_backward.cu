@@ -11,11 +11,11 @@
 // Up to kOnChipQueries queries, a block has one (sequence, head) after another, and dQ's sums over keys stand in shared
 // memory, each thread's own in its own place; where lengths differ, blocks come back for the next one when they are
 // through, and those with most work are handed out first. Warpgroup 3 has the time to compute the statistics of the
-// next one (cuda_backward_statistics.cuh), which a kernel before this one computes otherwise. Beyond, they stand in the
-// workspace, where the copy engine adds to them, and a group of blocks shares a (sequence, head): they take tiles of
-// keys by turns and add in the order of the keys; who comes last takes the sum and writes dQ. As they meet the same
-// queries at about the same time, the second level cache has them and the sums: with a head for each block these are
-// 134 MB at 2,048 queries.
+// next one (cuda_backward_statistics.cuh), which a kernel before this one computes otherwise. Beyond, dQ's sums stand
+// in the workspace, where the copy engine adds to them, and a group of blocks shares a (sequence, head): they take
+// tiles of keys by turns and add in the order of the keys; who comes last takes the sum and writes dQ. As they meet the
+// same queries at about the same time, the second level cache has them and the sums: with a head for each block these
+// are 134 MB at 2,048 queries.
 //
 // Every sum has one fixed order.
 #include <algorithm>
