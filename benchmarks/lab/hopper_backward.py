@@ -63,7 +63,7 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
     "without_exp": [('  float result;\n  asm("ex2', '  float result;\n  return x;\n  asm("ex2')],
     "without_adding": [("        add_bytes(tile,", "        if (place == 1u << 31) add_bytes(tile,")],
     "told_each": [("kInterval = 4;", "kInterval = 1;")],
-    "two_instructions": [("philox<Product::one_instruction>(seed, drawn)", "philox<Product::two_instructions>(seed, drawn)")],
+    "two_instructions": [("= draw_weights(seed,", "= draw_weights<Product::two_instructions>(seed,")],
 }
 MEASURED: dict[str, tuple[str, ...]] = {
     "32x512_p": ("without_dq", "without_sums", "without_exp", "two_instructions"),

@@ -6,16 +6,14 @@
 //   0  producer: warp 0 brings tiles in by TMA, warps 1 to 3 draw dropout's random bits
 //   1, 2  64 keys each, keys by queries:  S^T = K Q^T, dP^T = V dO^T, then P^T and dS^T in registers, and from there
 //         dV += P^T dO and dK += dS^T Q; dS^T is left in shared memory
-//   3  dQ += dS K of all 128 keys, first of those of warpgroup 1, then of 2's.
+//   3  dQ += dS K of all 128 keys.
 //
 // Up to kOnChipQueries queries, a block has one (sequence, head) after another, and dQ's sums over keys stand in shared
 // memory, each thread's own in its own place; where lengths differ, blocks come back for the next one when they are
-// through, and those with most work are handed out first. Warpgroup 3 has the time to compute the statistics of the
-// next one (cuda_backward_statistics.cuh), which a kernel before this one computes otherwise. Beyond, dQ's sums stand
-// in the workspace, where the copy engine adds to them, and a group of blocks shares a (sequence, head): they take
-// tiles of keys by turns and add in the order of the keys; who comes last takes the sum and writes dQ. As they meet the
-// same queries at about the same time, the second level cache has them and the sums: with a head for each block these
-// are 134 MB at 2,048 queries.
+// through, and those with most work are handed out first. Beyond, they stand in the workspace, where the copy engine
+// adds to them, and a group of blocks shares a (sequence, head): they take tiles of keys by turns and add in the order
+// of the keys; who comes last takes the sum and writes dQ. As they meet the same queries at about the same time, the
+// second level cache has them and the sums: with a head for each block these are 134 MB at 2,048 queries.
 //
 // Every sum has one fixed order.
 #include <algorithm>
@@ -72,9 +70,6 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
 
 // ---- launchers -------------------------------------------------------------------------------------------------------
 
-// Whether dQ's sums fit into shared memory.
-bool on_chip(const AttentionCall& call) { return call.max_seqlen <= kOnChipQueries; }
-
 // No more blocks than this share one of `units` (sequence, head)s: attention_column_parts() has room for so many.
 int64_t most_blocks(int64_t units, int64_t max_seqlen) {
   return max_seqlen > kOnChipQueries ? std::max<int64_t>(kMostBlocks / std::max<int64_t>(units, 1), 2) : 1;
@@ -85,7 +80,7 @@ int64_t most_blocks(int64_t units, int64_t max_seqlen) {
 // for one another. One block alone reads what it goes over, queries, gradients and sums of 512 bytes a token, once for
 // each tile of keys: from the second level cache where it fits for all blocks, else from memory, which is slower.
 int blocks_of(const AttentionCall& call, bool causal, int processors) {
-  if (on_chip(call)) return 1;
+  if (call.max_seqlen <= kOnChipQueries) return 1;
   const int64_t units = call.sequences * call.heads, queries = std::min(call.max_seqlen, call.queries);
   const int64_t key_tiles = (std::min(call.max_seqlen_k, call.keys) + kKeys - 1) / kKeys;
   const double part = causal ? 0.5 : 1.0;  // of all tiles that are computed
@@ -110,7 +105,7 @@ template <class T, bool DROPOUT, bool CAUSAL>
 Status launch_backward(const AttentionBackward& call, const Parameters& p, int processors) {
   const int64_t groups = std::min<int64_t>(call.sequences * call.heads, processors / p.blocks);
   const dim3 grid(static_cast<unsigned>(groups * p.blocks)), block(kThreads);
-  if (on_chip(call))
+  if (call.max_seqlen <= kOnChipQueries)
     return launch(backward_kernel<T, DROPOUT, CAUSAL, true>, grid, block, sizeof(Memory<true>), call.stream, p);
   return launch_together(backward_kernel<T, DROPOUT, CAUSAL, false>, grid, block, sizeof(Memory<false>), call.stream,
                          p);
@@ -133,7 +128,7 @@ Status launch_typed(const AttentionBackward& call, Parameters p) {
   processors = std::min(processors, kMostBlocks);
   const bool causal = call.window_right == 0;
   p.blocks = blocks_of(call, causal, processors);
-  Status status = launch_statistics<T, kHeadDim>(call, p, p.statistics, nullptr, on_chip(call));
+  Status status = launch_statistics<T, kHeadDim>(call, p, statistics_in(call, kMostBlocks), nullptr);
   if (status.code == StatusCode::ok) status = launch_kernel<T>(call, p, causal, processors);
   if (status.code != StatusCode::ok || call.column_sums == nullptr) return status;
   return sum_parts(call.column_parts, {call.column_sums, call.column_sums_dtype}, {},

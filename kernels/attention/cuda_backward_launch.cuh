@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "attention/cuda_backward_products.cuh"
-#include "attention/cuda_backward_statistics.cuh"
 #include "attention/cuda_backward_tiles.cuh"
 #include "attention/cuda_column_sums.cuh"
 #include "attention/op.h"
@@ -48,25 +47,50 @@ __device__ __forceinline__ void store_nothing(const Parameters& p, int sequence,
   zeros(p.dv, k);
 }
 
-// What comes before a backward: a block for each tile of queries of each head computes its statistics. Sets p.passed,
-// the tile's number in `turns` and, with a head's first tile, the places where its columns are summed, to 0, if they
-// are there; and with a sequence's first one, its place in p.order.
+// lse in units of log2, +infinity for rows that attend to nothing or are not there, and sum(out * dout) over dropout's
+// scale: a block for each tile of queries of each head, 8 elements a thread. Sets p.passed, the tile's number in
+// `turns` and, with a head's first tile, the places where its columns are summed, to 0, if they are there; and with a
+// sequence's first one, its place in p.order.
 template <class T, int HEAD_DIM>
-__global__ void __launch_bounds__(kStatisticsThreads) statistics_kernel(Parameters p, int* turns, bool only_first) {
+__global__ void __launch_bounds__(kStatisticsThreads)
+    statistics_kernel(Parameters p, const T* dout, const T* out, const float* lse, float* statistics, int* turns,
+                      float delta_scale) {
+  constexpr int kRow = HEAD_DIM / kVector;  // threads
   const int head = blockIdx.y, sequence = blockIdx.z;
   const Span q = span_of(p.cu_seqlens, p.lengths, sequence, p.queries, p.max_seqlen);
+  const int first = blockIdx.x * kQueries;
   if (p.passed != nullptr && blockIdx.x + head + sequence == 0)
     for (int i = threadIdx.x; i < kMostBlocks; i += kStatisticsThreads) p.passed[i] = 0;
-  if (blockIdx.x == 0) {
+  if (first == 0) {
     if (p.column_parts != nullptr) clear_column_places(p, sequence, head);
     if (p.order != nullptr && head == 0) put_in_order(p, sequence);
     if constexpr (HEAD_DIM == kHeadDim) store_nothing<T>(p, sequence, head, q);  // the kernel for 128 does it by itself
   }
-  if (only_first || static_cast<int>(blockIdx.x) * kQueries >= q.length) return;
-  if (turns != nullptr && threadIdx.x == 0)
-    turns[head * p.tiles + first_tile(p.cu_seqlens, sequence, q.first, p.queries) + blockIdx.x] = 0;
-  constexpr int kAtOnce = kQueries * HEAD_DIM / kVector / kStatisticsThreads;
-  compute_statistics<T, HEAD_DIM, kStatisticsThreads, kAtOnce>(p, sequence, head, q, blockIdx.x);
+  if (first >= q.length) return;
+  const int64_t token = (p.cu_seqlens == nullptr ? static_cast<int64_t>(sequence) * p.queries : q.first);
+  const float* own_lse = lse + (p.cu_seqlens == nullptr ? (static_cast<int64_t>(sequence) * p.heads + head) * p.queries
+                                                        : static_cast<int64_t>(head) * p.queries + q.first);
+  const int64_t tile = head * p.tiles + first_tile(p.cu_seqlens, sequence, q.first, p.queries) + blockIdx.x;
+  float* to = statistics + tile * 2 * kQueries;
+  if (turns != nullptr && threadIdx.x == 0) turns[tile] = 0;
+#pragma unroll
+  for (int part = 0; part < kQueries * kRow / kStatisticsThreads; ++part) {
+    const int i = part * kStatisticsThreads + threadIdx.x, row = i / kRow;
+    const bool there = first + row < q.length;
+    const int64_t at = ((token + first + row) * p.heads + head) * HEAD_DIM + i % kRow * kVector;
+    float a[kVector], b[kVector], sum = 0.0f;
+    widen(load_packed_if(there, out + at, 0u), a);
+    widen(load_packed_if(there, dout + at, 0u), b);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) sum += a[j] * b[j];
+#pragma unroll
+    for (int distance = 1; distance < kRow; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    if (i % kRow == 0) {
+      const float value = there ? own_lse[first + row] : -__int_as_float(0x7f800000);
+      to[row] = value == -__int_as_float(0x7f800000) ? __int_as_float(0x7f800000) : value * 1.4426950408889634f;
+      to[kQueries + row] = sum * delta_scale;
+    }
+  }
 }
 
 // Tiles of queries of all sequences: see first_tile().
@@ -91,16 +115,15 @@ inline float* statistics_in(const AttentionCall& call, int64_t before) {
   return call.workspace + before + order_floats(call.sequences);
 }
 
-// `inside`: statistics are computed by the kernel that follows; what it needs beside them is set here.
 template <class T, int HEAD_DIM>
-Status launch_statistics(const AttentionBackward& call, Parameters p, float* statistics, int* turns,
-                         bool inside = false) {
-  if (inside && !has_lengths(call) && p.column_parts == nullptr) return {};
-  p.statistics = statistics;
-  const int64_t tiles = inside ? 1 : (std::min(call.max_seqlen, call.queries) + kQueries - 1) / kQueries;
+Status launch_statistics(const AttentionBackward& call, const Parameters& p, float* statistics, int* turns) {
+  const int64_t tiles = (std::min(call.max_seqlen, call.queries) + kQueries - 1) / kQueries;
   const dim3 grid(static_cast<unsigned>(std::max<int64_t>(tiles, 1)), static_cast<unsigned>(call.heads),
                   static_cast<unsigned>(call.sequences));
-  return launch(statistics_kernel<T, HEAD_DIM>, grid, dim3(kStatisticsThreads), 0, call.stream, p, turns, inside);
+  const float delta_scale = call.dropout_scale > 0 ? 1 / call.dropout_scale : 0.0f;
+  return launch(statistics_kernel<T, HEAD_DIM>, grid, dim3(kStatisticsThreads), 0, call.stream, p,
+                static_cast<const T*>(call.dout), static_cast<const T*>(call.out), call.lse, statistics, turns,
+                delta_scale);
 }
 
 inline Status map_of(CUtensorMap* map, const AttentionCall& call, const void* data, const int64_t (&strides)[3],
@@ -133,10 +156,6 @@ inline Status set_parameters(const AttentionBackward& call, Parameters* p) {
   p->lengths = call.lengths;
   p->lengths_k = call.lengths_k;
   p->seed = call.seed;
-  p->out = call.out;
-  p->gradient = call.dout;
-  p->lse = call.lse;
-  p->delta_scale = call.dropout_scale > 0 ? 1 / call.dropout_scale : 0.0f;
   p->sequences = static_cast<int>(call.sequences);
   p->heads = static_cast<int>(call.heads);
   p->queries = static_cast<int>(call.queries);

@@ -1,7 +1,6 @@
 // attention backward for Hopper: warpgroups 1 and 2, which work on keys, and 3, which sums dQ up. See cuda_backward.cu.
 #pragma once
 
-#include "attention/cuda_backward_statistics.cuh"
 #include "attention/cuda_backward_tiles.cuh"
 #include "attention/cuda_column_sums.cuh"
 
@@ -154,7 +153,7 @@ class KeyWarpgroup {
     store_zeros(row_of<T>(p.dk, p, unit().sequence, unit().head, row), p.dk.token, rows);
     store_zeros(row_of<T>(p.dv, p, unit().sequence, unit().head, row), p.dv.token, rows);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) dscores()[i] = 0;
+    for (int i = 0; i < 16; ++i) operand[i] = 0;
     const int end = unit().query_tiles;  // when the last step is put, another task may be told
     for (int tile = unit().begin(key_tile); tile < end; ++tile) {
       if constexpr (DROPOUT) {
@@ -162,8 +161,7 @@ class KeyWarpgroup {
         arrive_warp(memory.kept_empty[step.slot]);
       }
       memory.stage_full[stage.slot].wait(stage.parity);
-      write_dscores();
-      give_dscores();
+      put_dscores();
       arrive_warp(memory.stage_empty[stage.slot]);
       stage.next();
       step.next();
@@ -198,13 +196,12 @@ class KeyWarpgroup {
         next_key_tile();
         if (key_tile < 0 || !has_keys()) {
           stage = values;
-          write_dscores();
+          put_dscores();
           begin_products();
           start_dk(slot, first);
-          give_dscores();
+          store_dv(own);
           wait_products<0>();
           store_dk(own, slot);
-          store_dv(own);
           step.next();
           return;
         }
@@ -216,11 +213,10 @@ class KeyWarpgroup {
         begin_products();
         start_scores(next, keys);
       }
-      write_dscores();
+      put_dscores();
       if (last) take_values(values);
       begin_products();
       start_dk(slot, first);
-      give_dscores();
       if (ON_CHIP) {
         memory.stage_full[next].wait(stage.parity);
         begin_products();
@@ -256,13 +252,6 @@ class KeyWarpgroup {
     memory.stage_full[at.slot].wait(at.parity);
 #pragma unroll
     for (int c = 0; c < 4; ++c) load_matrices(v + 4 * c, matrix_address(memory.v(at.slot)) ^ 32 * c);
-  }
-  // Beside dropout there are no registers for two operands: dK's takes those of dV's.
-  __device__ __forceinline__ uint32_t (&dscores())[16] {
-    if constexpr (DROPOUT)
-      return weights;
-    else
-      return own_dscores;
   }
   __device__ __forceinline__ const Unit<CAUSAL>& unit() const { return unit_of<CAUSAL>(*task); }
 
@@ -323,14 +312,14 @@ class KeyWarpgroup {
     if (ON_CHIP && !first) give_free();  // dK of the step before is through with it
     mask_scores<CAUSAL>(scores, key, query, unit().k.length, unit().offset());
     compute_weights(statistics, dropped);
-    if constexpr (DROPOUT && !ON_CHIP) {
+    if constexpr (!ON_CHIP) {
       stay_behind(scores[31]);
       wait_products<1>();  // dK's operand gives its registers to dV's
-      hold_registers(weights);
     }
+    hold_registers(operand);
 #pragma unroll
     for (int i = 0; i < 16; ++i)
-      weights[i] = DROPOUT ? narrow_positive(scores[2 * i], scores[2 * i + 1], T{})
+      operand[i] = DROPOUT ? narrow_positive(scores[2 * i], scores[2 * i + 1], T{})
                            : narrow_word(scores[2 * i], scores[2 * i + 1], T{});
     float2 delta[8];  // loaded before the products, which would hold the loads up
 #pragma unroll
@@ -340,7 +329,7 @@ class KeyWarpgroup {
     const uint32_t dout = shared_address(memory.dout(slot));
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      multiply<T, Major::mn>(dv, weights + 4 * c, further(mn_major(dout, 0), c * kMnMajorStep), c > 0 || !first);
+      multiply<T, Major::mn>(dv, operand + 4 * c, further(mn_major(dout, 0), c * kMnMajorStep), c > 0 || !first);
     commit_products();
     wait_products<1>();
     hold_registers(dweights);
@@ -348,23 +337,19 @@ class KeyWarpgroup {
     // free here, where products have taken it.
     if (!ON_CHIP || first) give_free();
     compute_dscores(delta);
-    if constexpr (DROPOUT) {
-      stay_behind(dweights[31]);
-      wait_products<0>();  // dV's operand gives its registers to dK's
-      hold_registers(weights);
-    }
+    stay_behind(dweights[31]);
+    wait_products<0>();  // dV's operand gives its registers to dK's
+    hold_registers(operand);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) dscores()[i] = narrow_word(dweights[2 * i], dweights[2 * i + 1], T{});
+    for (int i = 0; i < 16; ++i) operand[i] = narrow_word(dweights[2 * i], dweights[2 * i + 1], T{});
   }
 
-  // Leaves dS to warpgroup 3: first writes it, then, beside products, sees it through and says so.
-  __device__ __forceinline__ void write_dscores() {
+  // Leaves dS to warpgroup 3.
+  __device__ __forceinline__ void put_dscores() {
     memory.dscores_empty[step.slot][number].wait(step.parity ^ 1);
     const uint32_t to = matrix_address(memory.dscores[step.slot]);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, dscores() + 4 * c);
-  }
-  __device__ __forceinline__ void give_dscores() {
+    for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, operand + 4 * c);
     fence_async();
     arrive_warp(memory.dscores_full[step.slot][number]);
   }
@@ -373,7 +358,7 @@ class KeyWarpgroup {
     const uint32_t q = shared_address(memory.q(slot));
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      multiply<T, Major::mn>(dk, dscores() + 4 * c, further(mn_major(q, 0), c * kMnMajorStep), c > 0 || !first);
+      multiply<T, Major::mn>(dk, operand + 4 * c, further(mn_major(q, 0), c * kMnMajorStep), c > 0 || !first);
     commit_products();
   }
 
@@ -408,8 +393,8 @@ class KeyWarpgroup {
   RingPosition<2> k_stage;
   RingPosition<Memory<ON_CHIP>::kBuffers> step;
   float dk[32], dv[32], scores[32], dweights[32];
-  uint32_t v[16], weights[16], own_dscores[DROPOUT ? 1 : 16];  // operands; see dscores()
-  uint32_t k;                                                  // where the tile of keys stands
+  uint32_t v[16], operand[16];
+  uint32_t k;  // where the tile of keys stands
 };
 
 // ---- warpgroup 3 -----------------------------------------------------------------------------------------------------
@@ -465,16 +450,10 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
     else
       return OrderedSums<kSumFloats / kWarpgroup>(memory.sums, 1, told, rank == 0 ? told + p.blocks - 1 : told - 1);
   }();
-  auto statistics = [&] {
-    if constexpr (ON_CHIP)
-      return NextStatistics<T, CAUSAL>(p, memory);
-    else
-      return 0;
-  }();
   RingPosition<2> k_stage;
   RingPosition<Memory<ON_CHIP>::kBuffers> step;
   for (;;) {
-    memory.told[k_stage.slot].wait(k_stage.parity);
+    memory.k_full[k_stage.slot].wait(k_stage.parity);
     const Task& task = memory.task[k_stage.slot];
     const Unit<CAUSAL>& unit = unit_of<CAUSAL>(task);
     const int key_tile = task.key_tile;
@@ -483,24 +462,17 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
       if constexpr (!ON_CHIP) sums.finish(place);
       return;
     }
-    if constexpr (ON_CHIP)
-      if (key_tile == 0) statistics.go_on();
     for (int tile = unit.begin(key_tile); tile < unit.query_tiles; ++tile, step.next()) {
       float* sum = p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloats;
       const bool last = key_tile == unit.last_key_tile(tile), load = (last || ON_CHIP) && key_tile > 0;
       const uint32_t dscores = shared_address(memory.dscores[uniform(step.slot)]);
       const uint32_t k = shared_address(memory.k[uniform(k_stage.slot)]);
-      if constexpr (ON_CHIP) statistics.work();
-      memory.k_full[k_stage.slot].wait(k_stage.parity);
       float dq[32];
       if (load) {
         if constexpr (ON_CHIP)
           sums.load(dq, tile);
         else
           sums.load(dq, sum, place + tile, rank == 0 ? unit.query_tiles : 0);
-      } else {
-#pragma unroll
-        for (float& value : dq) value = 0.0f;  // left as they are, they would take registers all the time
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -509,7 +481,7 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
 #pragma unroll
         for (int c = 4 * half; c < 4 * half + 4; ++c)
           multiply<T, Major::mn, Major::mn>(dq, further(mn_major(dscores, 0), c * kMnMajorStep),
-                                            further(mn_major(k, 0), c * kMnMajorStep));
+                                            further(mn_major(k, 0), c * kMnMajorStep), c > 0 || load);
         commit_products();
       }
       wait_products<1>();

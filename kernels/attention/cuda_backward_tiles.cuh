@@ -37,19 +37,16 @@ struct Parameters {
   Output dq, dk, dv;
   const int32_t *cu_seqlens, *cu_seqlens_k, *lengths, *lengths_k;
   const int64_t* seed;
-  const void *out, *gradient;  // of out: dout's rows
-  const float* lse;
-  float* statistics;  // [heads, tiles, 2, kQueries]: see cuda_backward_statistics.cuh
-  float* sums;        // [heads, tiles, kSumFloats]: dQ's, not over all keys yet, where they are not on chip
-  uint32_t* passed;   // [kMostBlocks]: how far each block is with them
-  int* order;         // [sequences]: which one comes when, those with most work first; null: as they are
-  int* taken;         // how many (sequence, head)s blocks have come back for; null: their shares are fixed
+  const float* statistics;  // [heads, tiles, 2, kQueries]
+  float* sums;              // [heads, tiles, kSumFloats]: dQ's, not over all keys yet, where they are not on chip
+  uint32_t* passed;         // [kMostBlocks]: how far each block is with them
+  int* order;               // [sequences]: which one comes when, those with most work first; null: as they are
+  int* taken;               // how many (sequence, head)s blocks have come back for; null: their shares are fixed
   int sequences, heads, queries, keys, max_seqlen, max_seqlen_k, tiles;
   int threshold;
   float score_scale;  // in units of log2
   float dq_scale;     // of dq and dk
   float dv_scale;
-  float delta_scale;
   int blocks;           // of a group, which shares a (sequence, head)
   float* column_parts;  // [sequences, blocks, kColumnPlaces, 3, heads, kHeadDim], or null: see cuda_column_sums.cuh
 };
@@ -144,10 +141,8 @@ struct Memory {
   float statistics[kStages][2][kQueries];
   uint32_t kept[kBuffers][2][kWarpgroup];  // of each of the two warpgroups
   Task task[2];                            // told before k comes
-  Unit<true> next;                         // the (sequence, head) after this one
   Barrier stage_full[kStages], stage_empty[kStages], k_full[2], k_empty[2], told[2], raw[3], dscores_full[kBuffers][2],
-      dscores_empty[kBuffers][2], kept_full[kBuffers][2], kept_empty[kBuffers], next_told,
-      statistics_there[kOnChipQueries / kQueries];
+      dscores_empty[kBuffers][2], kept_full[kBuffers][2], kept_empty[kBuffers];
 
   // Of a stage.
   __device__ __forceinline__ char* q(int slot) { return stage[slot]; }
@@ -174,8 +169,6 @@ struct Memory {
       kept_empty[i].initialize(8 * kWarpArrivals);
     }
     for (Barrier& landed : raw) landed.initialize(kWarpArrivals);
-    next_told.initialize(kWarpArrivals);
-    for (Barrier& there : statistics_there) there.initialize(4 * kWarpArrivals);
     fence_barriers();
   }
 };
@@ -184,10 +177,6 @@ static_assert(sizeof(Memory<true>) <= 227 * 1024 && sizeof(Memory<false>) <= 227
 template <bool CAUSAL>
 __device__ __forceinline__ const Unit<CAUSAL>& unit_of(const Task& task) {
   return reinterpret_cast<const Unit<CAUSAL>&>(task.unit);
-}
-template <bool CAUSAL, bool ON_CHIP>
-__device__ __forceinline__ Unit<CAUSAL>& next_unit(Memory<ON_CHIP>& memory) {
-  return reinterpret_cast<Unit<CAUSAL>&>(memory.next);
 }
 
 // ---- warpgroup 0: tiles ----------------------------------------------------------------------------------------------
@@ -245,8 +234,7 @@ __device__ __forceinline__ int take_one(int* counter) {
 
 // Brings tiles to their places, and tells of tiles of keys. Rows past a sequence's end that are others' numbers are
 // replaced by zeros: they are multiplied by zeros, which a NaN would survive. Who has a (sequence, head) on chip may
-// come back for the next one; it asks early, as the answer takes its time, and tells of it when all the statistics of
-// this one are there: warpgroup 3 goes on with the next one's.
+// come back for the next one; it asks early, as the answer takes its time.
 template <bool CAUSAL, bool ON_CHIP>
 __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>& memory) {
   const Share share(p);
@@ -255,34 +243,10 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
   RingPosition<2> k_stage;
   RingPosition<1> raw_keys, raw_queries;
   uint32_t place = 0;
-  int round = 0, taken = 0;
-  uint32_t there = 0;  // parities of statistics_there
-  const bool handed_out = ON_CHIP && p.taken != nullptr;
-  const auto ask = [&] {
-    if (handed_out && threadIdx.x % 32 == 0) taken = take_one(p.taken);
-  };
-  const auto following = [&] {
-    if (!handed_out) return unit_of_round(++round, share.group, share.groups);
-    const int index = share.groups + uniform(taken);
-    ask();
-    return index;
-  };
-  // The first from `index` on that has tiles of keys; without any: there are no more.
-  const auto find = [&](int index) {
-    for (; index < share.units; index = following()) {
-      const Unit<CAUSAL> unit(p, index);
-      if (unit.key_tiles > 0) return unit;
-    }
-    return Unit<CAUSAL>{};
-  };
-  const auto tell_next = [&](const Unit<CAUSAL>& unit) {
-    if (threadIdx.x % 32 == 0) next_unit<CAUSAL>(memory) = unit;
-    arrive_warp(memory.next_told);
-  };
-  ask();
-  Unit<CAUSAL> unit = find(share.group);
-  if (ON_CHIP) tell_next(unit);
-  while (unit.key_tiles > 0) {
+  int index = share.group, taken = 0;
+  for (int round = 0; index < share.units; ++round) {
+    if (ON_CHIP && p.taken != nullptr && threadIdx.x % 32 == 0) taken = take_one(p.taken);
+    const Unit<CAUSAL> unit(p, index);
     const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
     for (int key_tile = share.rank; key_tile - share.rank < unit.key_tiles;
          key_tile += p.blocks, place += unit.query_tiles) {
@@ -304,26 +268,19 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
         const int valid = unit.q.length - query_tile * kQueries, first = unit.q.first + query_tile * kQueries;
         const bool whole = !foreign || valid >= kQueries;
         char *q = memory.q(stage.slot), *dout = memory.dout(stage.slot);
-        Barrier &full = memory.stage_full[stage.slot], &landed = whole ? full : memory.raw[2];
+        Barrier& full = memory.stage_full[stage.slot];
         memory.stage_empty[stage.slot].wait(stage.parity ^ 1);
-        if (threadIdx.x % 32 == 0) {
+        bring(whole ? full : memory.raw[2], 2 * kQueryTileBytes + kStatisticsBytes, [&](Barrier& landed) {
           load_box(&p.q, landed, shared_address(q), 0, unit.head, first, batch);
           load_box(&p.dout, landed, shared_address(dout), 0, unit.head, first, batch);
-        }
-        if (!whole_keys && query_tile == unit.begin(key_tile)) {  // all copies are under way
+          load_bytes(landed, shared_address(memory.statistics[stage.slot]),
+                     p.statistics + static_cast<int64_t>(unit.tile + query_tile) * 2 * kQueries, kStatisticsBytes);
+        });
+        if (!whole_keys && query_tile == unit.begin(key_tile)) {  // all three copies are under way
           hand_over(memory.raw[0], raw_keys.parity, k_full, [&] { clear_rows(k, valid_keys, kKeys); });
           hand_over(memory.raw[1], raw_keys.parity, v_full, [&] { clear_rows(v, valid_keys, kKeys); });
           raw_keys.next();
         }
-        // After the keys: those who make the statistics may have to wait for those who wait for the keys.
-        if (ON_CHIP && key_tile == 0) {
-          memory.statistics_there[query_tile].wait(there >> query_tile & 1);
-          there ^= 1u << query_tile;
-        }
-        bring(landed, 2 * kQueryTileBytes + kStatisticsBytes, [&](Barrier& landed) {
-          load_bytes(landed, shared_address(memory.statistics[stage.slot]),
-                     p.statistics + static_cast<int64_t>(unit.tile + query_tile) * 2 * kQueries, kStatisticsBytes);
-        });
         if (!whole) {
           hand_over(memory.raw[2], raw_queries.parity, full, [&] {
             clear_rows(q, valid, kQueries);
@@ -333,10 +290,9 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
         }
         stage.next();
       }
-      if (ON_CHIP && key_tile == 0) tell_next(find(following()));
     }
-    __syncwarp();
-    unit = ON_CHIP ? next_unit<CAUSAL>(memory) : find(following());
+    index = ON_CHIP && p.taken != nullptr ? share.groups + uniform(taken)
+                                          : unit_of_round(round + 1, share.group, share.groups);
   }
   memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
   tell(memory, k_stage.slot, Unit<CAUSAL>{}, -1, place);
@@ -387,8 +343,7 @@ __device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& 
         Draw drawn[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          drawn[j] = weights_counter(unit.sequence, unit.head, query + j / 2 * 8 + j % 2, block, d);
-        philox<Product::one_instruction>(seed, drawn);
+          drawn[j] = draw_weights(seed, unit.sequence, unit.head, query + j / 2 * 8 + j % 2, block, d);
         uint32_t bits[4];
 #pragma unroll
         for (int w = 0; w < 4; ++w) {

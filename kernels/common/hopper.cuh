@@ -112,15 +112,6 @@ struct Barrier {
     while (!test(parity)) {
     }
   }
-  // Whether the phase has ended, at once: test() waits some microseconds for it.
-  __device__ __forceinline__ bool has_ended(uint32_t parity) const {
-    uint32_t done;
-    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done)
-                 : "r"(address()), "r"(parity)
-                 : "memory");
-    return done != 0;
-  }
   // Of the barrier of the same name in another block of the cluster. It orders nothing but what products have read (a
   // release to the cluster would be a fence of all memory); who waits copies to where they read.
   __device__ __forceinline__ void arrive_remote(uint32_t block) {

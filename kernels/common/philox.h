@@ -41,41 +41,29 @@ FASTTFM_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
   return static_cast<uint64_t>(a) * b;
 }
 
-// Draws in the place of their counters, side by side: a GPU's warp does not wait for one product after another.
-template <Product PRODUCT, int COUNT>
-FASTTFM_HOST_DEVICE void philox(uint64_t seed, Draw (&counters)[COUNT]) {
+template <Product PRODUCT = Product::one_instruction>
+FASTTFM_HOST_DEVICE Draw philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 7; ++round) {
-    for (Draw& c : counters) {
-      const uint64_t product0 = wide_product<PRODUCT>(0xD2511F53u, c.word[0]);
-      const uint64_t product1 = wide_product<PRODUCT>(0xCD9E8D57u, c.word[2]);
-      c.word[0] = static_cast<uint32_t>(product1 >> 32) ^ c.word[1] ^ key0;
-      c.word[2] = static_cast<uint32_t>(product0 >> 32) ^ c.word[3] ^ key1;
-      c.word[1] = static_cast<uint32_t>(product1);
-      c.word[3] = static_cast<uint32_t>(product0);
-    }
+    const uint64_t product0 = wide_product<PRODUCT>(0xD2511F53u, c0);
+    const uint64_t product1 = wide_product<PRODUCT>(0xCD9E8D57u, c2);
+    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
+    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
+    c1 = static_cast<uint32_t>(product1);
+    c3 = static_cast<uint32_t>(product0);
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }
-}
-template <Product PRODUCT = Product::one_instruction>
-FASTTFM_HOST_DEVICE Draw philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
-  Draw draw[1] = {{{c0, c1, c2, c3}}};
-  philox<PRODUCT>(seed, draw);
-  return draw[0];
+  return {{c0, c1, c2, c3}};
 }
 
 // The draw for 16 of an attention row's weights. Of the 64 keys of a block, draw d (0 to 3) decides the pairs d, d + 4,
 // d + 8, ...: key k by byte 2 * (k / 8 % 8) + k % 2 of draw k / 2 % 4. That is how tensor cores spread a row over
 // threads.
-FASTTFM_HOST_DEVICE Draw weights_counter(uint32_t sequence, uint32_t head, uint32_t query, uint32_t block, uint32_t d) {
-  return {{4 * block + d, query, sequence, 1 + head}};
-}
+template <Product PRODUCT = Product::one_instruction>
 FASTTFM_HOST_DEVICE Draw draw_weights(uint64_t seed, uint32_t sequence, uint32_t head, uint32_t query, uint32_t block,
                                       uint32_t d) {
-  Draw draw[1] = {weights_counter(sequence, head, query, block, d)};
-  philox<Product::one_instruction>(seed, draw);
-  return draw[0];
+  return philox<PRODUCT>(seed, 4 * block + d, query, sequence, 1 + head);
 }
 
 // Where a row of activations stands in its batch.
