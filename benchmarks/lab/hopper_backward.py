@@ -84,8 +84,11 @@ WITHOUT_HALF = (": call.dtype == DType::f16 ? launch_typed<f16_t>(call, p)", "")
 WITHOUT_BFLOAT = ("call.dtype == DType::bf16  ? launch_typed<bf16_t>(call, p)\n         : ", "")
 # As many blocks share a head as the library is told.
 FORCED = [
-    ("  if (on_chip(call)) return 1;", "  if (forced_blocks > 0) return forced_blocks;\n  if (on_chip(call)) return 1;"),
-    ("{ return call.max_seqlen <= kOnChipQueries; }", "{ return !forced_blocks && call.max_seqlen <= kOnChipQueries; }"),
+    (
+        "  if (call.max_seqlen <= kOnChipQueries) return 1;",
+        "  if (forced_blocks > 0) return forced_blocks;\n  if (call.max_seqlen <= kOnChipQueries) return 1;",
+    ),
+    ("  if (call.max_seqlen <= kOnChipQueries)\n", "  if (forced_blocks == 0 && call.max_seqlen <= kOnChipQueries)\n"),
     ("(longest > kOnChipQueries ? kSumFloats : 0)", "(forced_blocks + longest > 0 ? kSumFloats : 0)"),
     ("max_seqlen > kOnChipQueries ? std::max", "forced_blocks + max_seqlen > 0 ? std::max"),
     ("#include <algorithm>\n", '#include <algorithm>\nextern "C" {\nint forced_blocks = 0;\n}\n'),
