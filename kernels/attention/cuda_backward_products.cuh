@@ -158,7 +158,7 @@ class KeyWarpgroup {
     for (int tile = unit().begin(key_tile); tile < end; ++tile) {
       if constexpr (DROPOUT) {
         memory.kept_full[step.slot][number].wait(step.parity);
-        arrive_warp(memory.kept_empty[step.slot]);
+        arrive_warp(memory.kept_empty[step.slot][number]);
       }
       memory.stage_full[stage.slot].wait(stage.parity);
       put_dscores();
@@ -324,7 +324,7 @@ class KeyWarpgroup {
     float2 delta[8];  // loaded before the products, which would hold the loads up
 #pragma unroll
     for (int i = 0; i < 8; ++i) delta[i] = statistics[kQueries / 2 + 4 * i];
-    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[step.slot]);  // the word is here: it was used
+    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[step.slot][number]);  // the word is here: it was used
     begin_products();
     const uint32_t dout = shared_address(memory.dout(slot));
 #pragma unroll

@@ -142,7 +142,7 @@ struct Memory {
   uint32_t kept[kBuffers][2][kWarpgroup];  // of each of the two warpgroups
   Task task[2];                            // told before k comes
   Barrier stage_full[kStages], stage_empty[kStages], k_full[2], k_empty[2], told[2], raw[3], dscores_full[kBuffers][2],
-      dscores_empty[kBuffers][2], kept_full[kBuffers][2], kept_empty[kBuffers];
+      dscores_empty[kBuffers][2], kept_full[kBuffers][2], kept_empty[kBuffers][2];
 
   // Of a stage.
   __device__ __forceinline__ char* q(int slot) { return stage[slot]; }
@@ -164,9 +164,9 @@ struct Memory {
       for (int half = 0; half < 2; ++half) {
         dscores_full[i][half].initialize(4 * kWarpArrivals);
         dscores_empty[i][half].initialize(4 * kWarpArrivals);
-        kept_full[i][half].initialize(2 * kWarpArrivals);
+        kept_full[i][half].initialize(3 * kWarpArrivals);
+        kept_empty[i][half].initialize(4 * kWarpArrivals);
       }
-      kept_empty[i].initialize(8 * kWarpArrivals);
     }
     for (Barrier& landed : raw) landed.initialize(kWarpArrivals);
     fence_barriers();
@@ -314,8 +314,8 @@ __device__ __forceinline__ uint32_t top_bits(uint32_t top, uint32_t rest) {
 //
 // A task is half the words of a warpgroup: lane (d % 2, t, part) makes byte `part` of the words of the 8 threads with
 // keys 2 * d + {0, 1} and queries 2 * t + {0, 1} modulo 8, from the draws of its 4 queries. The three warps take tasks
-// in turn, each at least one of every tile, so that each of them waits for every phase of kept_empty: with a barrier
-// for each warpgroup, a warp could miss a phase and take the one before it for the one after it.
+// in turn. Each takes part in every phase, also where it has no task: it could take the phase before one that it missed
+// for the one after it.
 template <bool CAUSAL, bool ON_CHIP>
 __device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& memory, int warp) {
   const int lane = threadIdx.x % 32;
@@ -335,33 +335,41 @@ __device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& 
     if (key_tile < 0) return;
     const Unit<CAUSAL> unit = unit_of<CAUSAL>(memory.task[k_stage.slot]);
     for (int query_tile = unit.begin(key_tile); query_tile < unit.query_tiles; ++query_tile, step.next())
-      for (int task = 0; task < 4; ++task) {
-        if (--turn >= 0) continue;
-        turn = 2;
-        const int consumer = task / 2, d = task % 2 * 2 + lane / 16, t = lane / 4 % 4, part = lane % 4;
-        const uint32_t block = key_tile * 2 + consumer, query = query_tile * kQueries + 16 * part + 2 * t;
-        Draw drawn[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          drawn[j] = draw_weights(seed, unit.sequence, unit.head, query + j / 2 * 8 + j % 2, block, d);
-        uint32_t bits[4];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const uint32_t x = drawn[j].word[w], z = (x | 0x80808080u) - subtracted;
-            const uint32_t reached = (x & z) | (either & (x | z));
-            bits[w] = j == 0 ? reached : top_bits(reached, bits[w] >> 1);
+      for (int consumer = 0; consumer < 2; ++consumer) {
+        int half = -1;  // of the words, if it is this warp's turn at one
+        for (int i = 0; i < 2; ++i)
+          if (--turn < 0) {
+            turn = 2;
+            half = i;
           }
-          bits[w] &= any;
-        }
-        memory.kept_empty[step.slot].wait(step.parity ^ 1);
-        auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[step.slot][consumer]);
+        const int d = half * 2 + lane / 16, t = lane / 4 % 4, part = lane % 4;
+        uint32_t bits[4];
+        if (half >= 0) {
+          const uint32_t block = key_tile * 2 + consumer, query = query_tile * kQueries + 16 * part + 2 * t;
+          Draw drawn[4];
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const uint32_t both = bits[w] | bits[w] >> 20;
-          bytes[4 * (32 * w + 8 * d + t) + part] = static_cast<uint8_t>(both);
-          bytes[4 * (32 * w + 8 * d + 4 + t) + part] = static_cast<uint8_t>(both >> 8);
+          for (int j = 0; j < 4; ++j)
+            drawn[j] = draw_weights(seed, unit.sequence, unit.head, query + j / 2 * 8 + j % 2, block, d);
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              const uint32_t x = drawn[j].word[w], z = (x | 0x80808080u) - subtracted;
+              const uint32_t reached = (x & z) | (either & (x | z));
+              bits[w] = j == 0 ? reached : top_bits(reached, bits[w] >> 1);
+            }
+            bits[w] &= any;
+          }
+        }
+        memory.kept_empty[step.slot][consumer].wait(step.parity ^ 1);
+        if (half >= 0) {
+          auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[step.slot][consumer]);
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            const uint32_t both = bits[w] | bits[w] >> 20;
+            bytes[4 * (32 * w + 8 * d + t) + part] = static_cast<uint8_t>(both);
+            bytes[4 * (32 * w + 8 * d + 4 + t) + part] = static_cast<uint8_t>(both >> 8);
+          }
         }
         arrive_warp(memory.kept_full[step.slot][consumer]);
       }
