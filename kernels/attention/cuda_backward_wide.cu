@@ -8,8 +8,9 @@
 //         dV += P^T dO and dK += dS^T Q. dS^T meets in shared memory, and each of them computes 64 columns of dQ = dS K
 //
 // The order of products keeps the matrix units busy while numbers are computed: dP, dV, S of the next tile of queries
-// (dS is computed beside it), dK, dQ (the next weights are computed beside it), dP of the next tile (beside it, dQ
-// leaves). P is kept in 16 bits: there are no registers for more.
+// (dS is computed beside it), dK, dQ of the tile before (the next weights are computed beside it), dP of the next tile
+// (beside it, dQ leaves). dQ comes a tile later so that the two warpgroups need not keep step: one computes while the
+// other multiplies. P is kept in 16 bits: there are no registers for more.
 //
 // Blocks share a (sequence, head) where there are few, or where the second level cache profits; counters order their
 // additions to dQ. Every sum has one fixed order.
@@ -55,10 +56,13 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_backward_kernel(const __
     memory.v_full.initialize(1);
     memory.v_empty.initialize(8 * kWarpArrivals);
     memory.raw.initialize(1);
-    memory.dscores_full.initialize(8 * kWarpArrivals);
-    memory.dscores_empty.initialize(8 * kWarpArrivals);
+    for (int i = 0; i < kScoreStages; ++i) {
+      memory.dscores_full[i].initialize(8 * kWarpArrivals);
+      memory.dscores_empty[i].initialize(8 * kWarpArrivals);
+    }
     memory.staging_free.initialize(1);
-    memory.staging_done.initialize(8 * kWarpArrivals);
+    memory.staging_done[0].initialize(4 * kWarpArrivals);
+    memory.staging_done[1].initialize(4 * kWarpArrivals);
     fence_barriers();
     prefetch_map(&p.q);
     prefetch_map(&p.k);
@@ -87,8 +91,9 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_backward_kernel(const __
 // ---- launchers -------------------------------------------------------------------------------------------------------
 
 // How many blocks share a (sequence, head): what takes the shortest time of the block that has most to do. Blocks that
-// share follow one another some 3 steps apart. What they read and add to, queries, gradients and sums, takes 1 KB a
-// token: if that does not fit into the second level cache for all that is under way, a step takes longer.
+// share follow one another some 2 steps apart. What they read and add to, queries, gradients and sums, takes 1 KB a
+// token: if that does not fit into the second level cache for all that is under way, the first of the blocks that come
+// to it waits longer.
 int parts_of(int64_t units, int64_t queries, int64_t keys, int processors) {
   const int64_t key_tiles = std::max<int64_t>((keys + kKeys - 1) / kKeys, 1);
   const int64_t query_tiles = (queries + kQueries - 1) / kQueries;
@@ -98,7 +103,7 @@ int parts_of(int64_t units, int64_t queries, int64_t keys, int processors) {
     const int64_t groups = processors / parts;
     const int64_t rounds = (units + groups - 1) / groups * ((key_tiles + parts - 1) / parts);
     const bool fits = std::min(units, groups) * queries <= 36 * 1024;
-    const double time = (rounds * query_tiles + 3.0 * parts) * (fits ? 1.0 : 1.08);
+    const double time = (rounds * query_tiles + 2.1 * parts) * (fits ? 1.0 : 1.0 + 0.4 / parts);
     if (parts == 1 || time < least) {
       best = parts;
       least = time;

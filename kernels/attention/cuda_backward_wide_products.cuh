@@ -103,9 +103,9 @@ struct WideKeyWarpgroup {
   }
 
   // Starts dQ = dS K of a tile of queries, 64 columns.
-  __device__ __forceinline__ void begin_dq(float (&dq)[32]) {
-    memory.dscores_full.wait(step % 2);
-    const uint32_t dscores = shared_address(memory.dscores);
+  __device__ __forceinline__ void begin_dq(float (&dq)[32], uint32_t step) {
+    memory.dscores_full[step % kScoreStages].wait(step / kScoreStages % 2);
+    const uint32_t dscores = shared_address(memory.dscores[step % kScoreStages]);
     const uint32_t k = anew(shared_address(memory.k[k_slot()]) + number * kKeyTileBytes);
     begin_products();
 #pragma unroll
@@ -115,10 +115,11 @@ struct WideKeyWarpgroup {
     commit_products();
   }
 
-  // Hands dQ of a tile of queries over to the sums, or writes it if it is the last addition.
-  __device__ __forceinline__ void leave_dq(float (&dq)[32], int tile) {
+  // Hands dQ of a tile of queries, which is there, over to the sums, or writes it if it is the last addition.
+  __device__ __forceinline__ void leave_dq(float (&dq)[32], int tile, uint32_t step) {
     const WideUnit<CAUSAL>& unit = memory.unit[number];
-    memory.staging_free.wait((step - 1) % 2);
+    arrive_warp(memory.dscores_empty[step % kScoreStages]);
+    memory.staging_free.wait(step % 2);
     const int use = memory.staging_use;
     float4* staging = memory.staging[number][0] + threadIdx.x % kWarpgroup;
     if (use == kAdded) {
@@ -126,7 +127,7 @@ struct WideKeyWarpgroup {
       for (int i = 0; i < 8; ++i)
         staging[i * kWarpgroup] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
       fence_async();
-      arrive_warp(memory.staging_done);
+      arrive_warp(memory.staging_done[number]);
       return;
     }
     if (use == kLast) {
@@ -140,7 +141,7 @@ struct WideKeyWarpgroup {
       }
     }
     hold_registers(dq);  // what was read is here
-    arrive_warp(memory.staging_done);
+    arrive_warp(memory.staging_done[number]);
     const int query = tile * kQueries;
     store_product(dq, p.dq_scale,
                   row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query) + number * kTileColumns,
@@ -193,11 +194,11 @@ struct WideKeyWarpgroup {
                   shared_address(memory.dout[slot(step)]));
   }
 
-  // A tile of queries, whose weights are there and whose dP^T is under way in `own`, up to dQ; unless it is the LAST,
-  // then weights and dP^T of the next one, in `next`. `first`: it starts the sums of dk and dv.
-  template <bool LAST>
+  // A tile of queries, whose weights are there and whose dP^T is under way in `own`, up to dS; dQ of the one before it,
+  // unless it is the FIRST; then weights and dP^T of the next one, in `next`, or its own dQ if it is the LAST.
+  template <bool FIRST, bool LAST>
   __device__ __forceinline__ void over_tile(float (&own)[32], float (&next)[32], uint32_t (&weights)[16], int key,
-                                            int tile, bool first) {
+                                            int tile) {
     // Scores of the next tile before dS of this one; with dropout, which has no registers for that, after it.
     constexpr bool kEarly = !LAST && !DROPOUT;
     const uint32_t dout = shared_address(memory.dout[slot(step)]);
@@ -206,7 +207,7 @@ struct WideKeyWarpgroup {
       memory.kept_full[number].wait(step % 2);
       drop(weights, memory.kept[number][threadIdx.x % kWarpgroup], left);
     }
-    multiply_columns(dv, DROPOUT ? left : weights, dout, !first);
+    multiply_columns(dv, DROPOUT ? left : weights, dout, !FIRST);
     if constexpr (DROPOUT) arrive_warp(memory.kept_empty[number]);  // the word is here: it was used
     if constexpr (kEarly) begin_scores(next, step + 1);
     wait_products<1>();
@@ -219,44 +220,57 @@ struct WideKeyWarpgroup {
     }
     hold_registers(DROPOUT ? left : weights);
     arrive_warp(memory.dout_empty[slot(step)]);
-    memory.dscores_empty.wait(step % 2 ^ 1);
+    memory.dscores_empty[step % kScoreStages].wait(step / kScoreStages % 2 ^ 1);
     const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
-    const uint32_t to = anew(shared_address(memory.dscores) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16);
+    const uint32_t to = anew(shared_address(memory.dscores[step % kScoreStages]) + row * kTileRowBytes +
+                             (lane / 16 ^ lane % 8) * 16);
 #pragma unroll
     for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, dscores + 4 * c);
     fence_async();
-    arrive_warp(memory.dscores_full);
-    multiply_columns(dk, dscores, shared_address(memory.q[q_slot(step)]), !first);
+    arrive_warp(memory.dscores_full[step % kScoreStages]);
+    multiply_columns(dk, dscores, shared_address(memory.q[q_slot(step)]), !FIRST);
     if constexpr (!kEarly && !LAST) begin_scores(next, step + 1);
-    begin_dq(own);
+    if constexpr (!FIRST) begin_dq(own, step - 1);
+    if constexpr (LAST) begin_dq(next, step);
     ++step;
     if constexpr (!LAST) {
-      wait_products<1>();
+      wait_products<FIRST && DROPOUT ? 0 : 1>();
       hold_registers(next);
-      hold_registers(dk);
-      arrive_warp(memory.q_empty[q_slot(step - 1)]);
-      weigh(next, weights, key, tile - 1);
+      const auto release_queries = [&] {
+        hold_registers(dk);
+        arrive_warp(memory.q_empty[q_slot(step - 1)]);
+      };
+      if constexpr (!FIRST) release_queries();
+      weigh(next, weights, key, memory.unit[number].after(tile));
       begin_dweights(next);
       wait_products<1>();
-      hold_registers(own);
+      if constexpr (FIRST) {
+        release_queries();
+      } else {
+        hold_registers(own);
+        leave_dq(own, memory.unit[number].before(tile), step - 2);
+      }
     } else {
+      if constexpr (!FIRST) {
+        wait_products<1>();
+        hold_registers(own);
+        leave_dq(own, memory.unit[number].before(tile), step - 2);
+      }
       wait_products<0>();
-      hold_registers(own);
+      hold_registers(next);
       hold_registers(dk);
       hold_registers(dv);
       arrive_warp(memory.q_empty[q_slot(step - 1)]);
       arrive_warp(memory.k_empty[k_slot()]);
+      leave_dq(next, tile, step - 1);
     }
-    arrive_warp(memory.dscores_empty);
-    leave_dq(own, tile);
   }
 
   // One tile of keys.
   __device__ __forceinline__ void over_keys(int key_tile) {
     const WideUnit<CAUSAL>& unit = memory.unit[number];
     const int key = key_tile * kKeys + number * 64;
-    const int begin = unit.begin(key_tile);
-    int tile = unit.query_tiles - 1;
+    int tile = unit.first(), left = unit.query_tiles - unit.begin(key_tile);
     float even[32], odd[32];
     uint32_t weights[16];
     memory.k_full[k_slot()].wait(k_step / kKeyStages % 2);
@@ -266,17 +280,23 @@ struct WideKeyWarpgroup {
     hold_registers(even);
     weigh(even, weights, key, tile);
     begin_dweights(even);
-    for (bool first = true;; first = false, tile -= 2) {
-      if (tile == begin) {
-        over_tile<true>(even, odd, weights, key, tile, first);
-        break;
+    if (left == 1) {
+      over_tile<true, true>(even, odd, weights, key, tile);
+    } else {
+      over_tile<true, false>(even, odd, weights, key, tile);
+      for (tile = unit.after(tile), left -= 2;; tile = unit.after(tile), left -= 2) {  // left: after the tile
+        if (left == 0) {
+          over_tile<false, true>(odd, even, weights, key, tile);
+          break;
+        }
+        over_tile<false, false>(odd, even, weights, key, tile);
+        tile = unit.after(tile);
+        if (left == 1) {
+          over_tile<false, true>(even, odd, weights, key, tile);
+          break;
+        }
+        over_tile<false, false>(even, odd, weights, key, tile);
       }
-      over_tile<false>(even, odd, weights, key, tile, first);
-      if (tile - 1 == begin) {
-        over_tile<true>(odd, even, weights, key, tile - 1, false);
-        break;
-      }
-      over_tile<false>(odd, even, weights, key, tile - 1, false);
     }
     ++k_step;
     const int rows = unit.k.stored - key;
