@@ -56,41 +56,61 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
         )
     ],
     "two_key_stages": [
-        ("kKeyStages = 1, kQueryStages = 3, kGradientStages = 2, kScoreStages = 3;", "kKeyStages = 2, kQueryStages = 2;"),
-        ("kQueryStages = 2;", "kQueryStages = 2, kGradientStages = 2, kScoreStages = 2;"),
+        ("kKeyStages = 1, kQueryStages = 3", "kKeyStages = 2, kQueryStages = 2"),
+        ("kScoreStages = 3", "kScoreStages = 2"),
     ],
+    "weights_late": [  # the exponentials are free to come after the wait for dQ, and do
+        ("      stay_below(exponents);  // the exponentials come when dP is started\n", ""),
+        ("      pin(weights);\n", ""),
+    ],
+    "weights_first": [("      stay_below(exponents);  // the exponentials come when dP is started\n", "")],
     "forced": [FORCED],
     "together": [("spread = !CAUSAL && parts", "spread = !CAUSAL && parts < 0 && parts")],
     "spread_2": [("kSpread = 4;", "kSpread = 2;")],
     "unordered": [("while (hear(turns) < turn) {", "while (turn < 0) {")],
     "half_scores": [("    multiply_rows(scores, anew", "    multiply_rows<4>(scores, anew")],
     "half_dweights": [("    multiply_rows(dweights, anew", "    multiply_rows<4>(dweights, anew")],
-    "half_dq": [("c < 8; ++c)\n      multiply<T, Major::mn, Major::mn>", "c < 4; ++c)\n      multiply<T, Major::mn, Major::mn>")],
-    "half_dv_dk": [("c < 4; ++c)\n      multiply<T, Major::mn>(sum,", "c < 2; ++c)\n      multiply<T, Major::mn>(sum,")],
+    "half_dq": [
+        ("c < 8; ++c)\n      multiply<T, Major::mn, Major::mn>", "c < 4; ++c)\n      multiply<T, Major::mn, Major::mn>")
+    ],
+    "half_dv_dk": [
+        ("c < 4; ++c)\n      multiply<T, Major::mn>(sum,", "c < 2; ++c)\n      multiply<T, Major::mn>(sum,")
+    ],
     "without_sums": [
         ("            if (turn == 0)\n", "            if (turn < 1 << 30) continue;\n            if (turn == 0)\n"),
         ("while (hear(turns) < turn) {", "while (turn < 0) {"),
     ],
-    "without_exp": [("= narrow_word(power_of_two(pair[0]", "= narrow_word((pair[0]"), ("power_of_two(pair[1] *", "(pair[1] *")],
+    "without_exp": [("narrow_word(power_of_two(exponents[2 * i]), power_of_two(", "narrow_word((exponents[2 * i]), (")],
 }
 HALVES = [
-    ("  static __device__ __forceinline__ void multiply_rows(", "  template <int STEPS = 8>\n  static __device__ __forceinline__ void multiply_rows("),
+    (
+        "  static __device__ __forceinline__ void multiply_rows(",
+        "  template <int STEPS = 8>\n  static __device__ __forceinline__ void multiply_rows(",
+    ),
     ("c < 8; ++c)\n      multiply<T>(product,", "c < STEPS; ++c)\n      multiply<T>(product,"),
 ]
+CAUSAL_TOO = ("staggered", "weights_late", "weights_first", "forced")
 # The source of before, and with the messages of now: no fences, and asked for before the part of dQ is there.
 BEFORE = Path(__file__).with_name("before") / "wide_main.cu"
 TOLD = [
     ("3.0 * parts) * (fits ? 1.0 : 1.08)", "2.1 * parts) * (fits ? 1.0 : 1.0 + 0.4 / parts)"),
     ("ld.acquire.gpu", "ld.relaxed.gpu"),
     ("st.release.gpu", "st.relaxed.gpu"),
-    ("    if (p.parts > 1) {\n      fence_proxies();\n      store_release", "    if (p.parts > 1) {\n      store_release"),
-    ("          finish();\n          memory.staging_done.wait(", "          finish();\n          if (turn > 0) await(turns, turn);\n          memory.staging_done.wait("),
+    (
+        "    if (p.parts > 1) {\n      fence_proxies();\n      store_release",
+        "    if (p.parts > 1) {\n      store_release",
+    ),
+    (
+        "          finish();\n          memory.staging_done.wait(",
+        "          finish();\n          if (turn > 0) await(turns, turn);\n          memory.staging_done.wait(",
+    ),
     ("            await(turns, turn);\n            add_bytes(", "            add_bytes("),
 ]
 WITHOUT_HALF = (": call.dtype == DType::f16 ? launch_wide<f16_t>(call, p)", "")
 WITHOUT_BFLOAT = ("call.dtype == DType::bf16  ? launch_wide<bf16_t>(call, p)\n         : ", "")
 WITHOUT_DROPOUT = (
-    "  if (call.seed != nullptr)\n    return causal ? start(wide_backward_kernel<T, true, true>) : start(wide_backward_kernel<T, true, false>);\n",
+    "  if (call.seed != nullptr)\n"
+    "    return causal ? start(wide_backward_kernel<T, true, true>) : start(wide_backward_kernel<T, true, false>);\n",
     "",
 )
 ONLY_ALL_KEYS = (
@@ -136,7 +156,7 @@ def start_all(kinds: list[str], names: list[str]) -> dict[str, subprocess.Popen[
         started["half"] = compile_variant("half", [WITHOUT_BFLOAT])
     if "times" in kinds:
         for name in names:
-            few = [WITHOUT_HALF, WITHOUT_DROPOUT] + [ONLY_ALL_KEYS] * name.startswith(("half", "without", "two"))
+            few = [WITHOUT_HALF, WITHOUT_DROPOUT, *([ONLY_ALL_KEYS] if name not in CAUSAL_TOO else [])]
             started[name] = compile_variant(name, [*HALVES, *VARIANTS[name], *few])
         if BEFORE.exists():
             started["before"] = compile_variant("before", [WITHOUT_HALF], source=BEFORE)
@@ -274,9 +294,18 @@ TIMES: dict[str, dict[str, Any]] = {
 TIMES["packed_p"] = {"packed": tuple(64 + 448 * i // 63 for i in range(64)), "heads": 8, "p": 0.1, "fused": True}
 PARTS = {1024: (2, 8), 2048: (4, 16), 4096: (8, 32), 16384: (32, 64)}  # blocks that share a head, for "forced"
 COMPARED = {  # the variants' cases
-    "8x2048": ("staggered", "two_key_stages", "told", "forced", "unordered", "together", "spread_2", *list(VARIANTS)[6:]),
-    "1x16384": ("staggered", "together", "spread_2", "two_key_stages", "told", "before_shared", "forced", "unordered"),
-    "1x16384_causal": ("staggered", "told", "before_shared", "forced", "unordered"),
+    "8x2048": ("told", *VARIANTS),
+    "1x16384": (
+        "staggered",
+        "weights_late",
+        "weights_first",
+        "together",
+        "spread_2",
+        "told",
+        "before_shared",
+        "forced",
+    ),
+    "1x16384_causal": ("staggered", "weights_late", "weights_first", "told", "before_shared", "forced"),
     "4x4096": ("staggered", "together", "two_key_stages", "told", "forced"),
     "32x512": ("staggered", "together", "two_key_stages", "told"),
     "16x1024": ("staggered", "together", "told", "forced"),
@@ -327,7 +356,7 @@ def timed(name: str) -> str:
 
 
 def in_process(names: list[str], limit: float, deadline: float, say: Callable[[str], None]) -> None:
-    """Says the lines of the cases, kind:name, as they come; one that takes longer than ``limit`` seconds is left out."""
+    """Says the lines of cases, kind:name, as they come; one that takes more than ``limit`` seconds is left out."""
     environment = dict(os.environ, PYTHONPATH=f"{WORK / 'lib'}:{os.environ.get('PYTHONPATH', '')}")
     attempts = 0
     while names and attempts < 4 and time.time() < deadline:

@@ -11,19 +11,27 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# One thread of each warpgroup of the first block writes the clock at these places: before (-) or after (+) the text.
+# One thread of each warpgroup of the first block writes the clock before (-) or after (+) these texts: those of the
+# kernel, or those of the one before it, whichever the source has.
 MARKED = [
-    ("+", "    multiply_columns(dv, DROPOUT ? left : weights, dout, !%s);\n", "dv started"),
-    ("+", "    wait_products<1>();\n    hold_registers(own);\n    if constexpr (LAST)", "next s started; dp, dv"),
-    ("+", "    differentiate(own, weights, left, dscores);\n", "ds"),
-    ("-", "    const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup", "room for ds"),
-    ("-", "    multiply_columns(dk, dscores,", "ds put"),
-    ("-", "    ++step;\n    if constexpr (!LAST) {\n", "dk, dq started"),
-    ("-", "      weigh(next, weights, key, tile - 1);\n", "next s; dk"),
-    ("-", "      begin_dweights(next);\n", "weights"),
-    ("+", "      begin_dweights(next);\n      wait_products<1>();\n", "next dp started; dq"),
-    ("-", "    const int use = memory.staging_use;\n", "room for dq"),
-    ("-", "      return;\n    }\n    if (use == kLast) {\n", "dq left"),
+    ("+", ("    multiply_columns(dv, DROPOUT ? left : weights, dout, !FIRST);\n",), "dv started"),
+    ("+", ("    wait_products<1>();\n    hold_registers(own);\n",), "next s started; dp, dv"),
+    ("+", ("    differentiate(own, weights, left, dscores);\n",), "ds"),
+    ("-", ("    const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup",), "room for ds"),
+    ("-", ("    multiply_columns(dk, dscores,",), "ds put"),
+    ("-", ("    ++step;\n    if constexpr (!LAST) {\n",), "dk, dq started"),
+    ("-", ("      float exponents[32];\n", "      weigh(next, weights, key, tile - 1);\n"), "next s; dk"),
+    ("+", ("      begin_dweights(next);\n",), "next dp started"),
+    (
+        "+",
+        (
+            "      pin(weights);\n      wait_products<1>();\n",
+            "      begin_dweights(next);\n      wait_products<1>();\n",
+        ),
+        "weights; dq",
+    ),
+    ("-", ("    const int use = memory.staging_use;\n",), "room for dq"),
+    ("-", ("      return;\n    }\n    if (use == kLast) {\n",), "dq left"),
 ]
 NOTE = """
 __device__ uint32_t marks[2][2048];
@@ -42,21 +50,24 @@ __device__ __forceinline__ void note(WideMemory<CAUSAL>& memory, uint32_t place)
 def changes(source: str) -> list[tuple[str, str]]:
     """Of the source, old or new."""
     found = []
-    for index, (where, place, _) in enumerate(MARKED):
-        text = place % ("FIRST" if "!FIRST" in source else "first") if "%s" in place else place
+    for index, (where, places, _) in reversed([*enumerate(MARKED)]):
+        text = next(
+            place.replace("!FIRST", "!first") if "!FIRST" not in source else place
+            for place in places
+            if place.replace("!FIRST", "!first") in source or place in source
+        )
         mark = f"note(memory, {index});\n"
-        if text.endswith("if constexpr (LAST)"):
-            head, tail = text[: -len("    if constexpr (LAST)")], text[-len("    if constexpr (LAST)") :]
-            found.append((text, f"{head}    {mark}{tail}"))
-        else:
-            found.append((text, text + mark if where == "+" else mark + text))
+        found.append((text, text + mark if where == "+" else mark + text))
     found += [
         ("  int staging_use;\n", "  int staging_use;\n  uint32_t marked[2];\n"),
         (
             "    memory.staging_free.initialize(1);\n",
             "    memory.staging_free.initialize(1);\n    memory.marked[0] = memory.marked[1] = 0;\n",
         ),
-        ("template <class T, bool DROPOUT, bool CAUSAL>\nstruct WideKeyWarpgroup {", NOTE + "template <class T, bool DROPOUT, bool CAUSAL>\nstruct WideKeyWarpgroup {"),
+        (
+            "template <class T, bool DROPOUT, bool CAUSAL>\nstruct WideKeyWarpgroup {",
+            NOTE + "template <class T, bool DROPOUT, bool CAUSAL>\nstruct WideKeyWarpgroup {",
+        ),
         (
             "Status attention_backward_wide(const AttentionBackward& call) {\n",
             """extern "C" void read_marks(void* to) {
@@ -70,7 +81,7 @@ Status attention_backward_wide(const AttentionBackward& call) {\n""",
 
 
 def report(library: Any) -> str:
-    """Cycles from one place of a step to the next, medians over steps, for each warpgroup, and how far they are apart."""
+    """Cycles from one place of a step to the next, medians, for each warpgroup, and how far these are apart."""
     marks = (ctypes.c_uint32 * 4096)()
     library.read_marks(marks)
     lines, steps = [], []
@@ -105,7 +116,7 @@ __global__ void __launch_bounds__(256, 1) rate(uint32_t* cycles) {
   uint32_t operand[16];
   for (int i = 0; i < kCount; ++i) d[i] = 0;
   for (int i = 0; i < 16; ++i) operand[i] = threadIdx.x;
-  for (int i = threadIdx.x; i < 131072 / 16; i += blockDim.x) reinterpret_cast<uint4*>(memory)[i] = make_uint4(0, 0, 0, 0);
+  for (int i = threadIdx.x; i < 131072 / 4; i += blockDim.x) reinterpret_cast<int*>(memory)[i] = 0;
   fence_async();
   __syncthreads();
   const uint32_t begin = clock();
@@ -116,7 +127,8 @@ __global__ void __launch_bounds__(256, 1) rate(uint32_t* cycles) {
     for (int c = 0; c < 8; ++c) {
       const uint32_t k = c % 4 * kKMajorStep, half = c / 4 * 16384, mn = c * kMnMajorStep;
       if (KIND == 0 || KIND == 3) multiply<bf16_t>(d, advance(k_major(a + half), k), advance(k_major(b + half), k));
-      if (KIND == 1) multiply<bf16_t, Major::mn, Major::mn>(d, advance(mn_major(a, 0), mn), advance(mn_major(b, 0), mn));
+      if (KIND == 1)
+        multiply<bf16_t, Major::mn, Major::mn>(d, advance(mn_major(a, 0), mn), advance(mn_major(b, 0), mn));
       if (KIND == 2) multiply<bf16_t, Major::mn>(d, operand + c % 4 * 4, advance(mn_major(b, 16384), mn));
       if (KIND == 4) multiply<bf16_t>(d, operand + c % 4 * 4, advance(k_major(b + half), k));
     }

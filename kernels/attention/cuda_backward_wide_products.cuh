@@ -42,6 +42,14 @@ __device__ __forceinline__ void pin(const uint32_t (&word)[16]) {
   if (__any_sync(0xffffffffu, all == 0xffffffffu)) __nanosleep(20);
 }
 
+// Keeps what is computed from these numbers from being moved up: a branch that might change them, and is never taken.
+__device__ __forceinline__ void stay_below(float (&value)[32]) {
+  if (!__any_sync(0xffffffffu, __float_as_uint(value[31]) == 0x7fc0dead)) return;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) asm volatile("add.f32 %0, %0, %0;" : "+f"(value[i]));
+  __nanosleep(20);
+}
+
 template <class T, bool DROPOUT, bool CAUSAL>
 struct WideKeyWarpgroup {
   const WideParameters& p;
@@ -148,8 +156,8 @@ struct WideKeyWarpgroup {
                   p.dq.token, unit.q.stored - query);
   }
 
-  // P^T = exp(S^T - lse) of a tile of queries, in 16 bits.
-  __device__ __forceinline__ void weigh(float (&scores)[32], uint32_t (&weights)[16], int key, int tile) {
+  // S^T - lse of a tile of queries, in units of log2.
+  __device__ __forceinline__ void scale(float (&scores)[32], float (&exponents)[32], int key, int tile) {
     const WideUnit<CAUSAL>& unit = memory.unit[number];
     mask_scores<CAUSAL>(scores, key, tile * kQueries, unit.k.length, unit.offset());
     const float2* statistics = reinterpret_cast<const float2*>(memory.lse[q_slot(step)]) + threadIdx.x % 4;
@@ -158,11 +166,18 @@ struct WideKeyWarpgroup {
       const float2 lse = statistics[4 * i];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float* pair = scores + 4 * i + 2 * half;
-        weights[2 * i + half] = narrow_word(power_of_two(pair[0] * p.score_scale - lse.x),
-                                            power_of_two(pair[1] * p.score_scale - lse.y), T{});
+        const int at = 4 * i + 2 * half;
+        exponents[at] = scores[at] * p.score_scale - lse.x;
+        exponents[at + 1] = scores[at + 1] * p.score_scale - lse.y;
       }
     }
+  }
+
+  // P^T = exp(S^T - lse), in 16 bits.
+  static __device__ __forceinline__ void weigh(const float (&exponents)[32], uint32_t (&weights)[16]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      weights[i] = narrow_word(power_of_two(exponents[2 * i]), power_of_two(exponents[2 * i + 1]), T{});
   }
 
   // dS^T = P^T (dP^T - delta), in 16 bits; where dropout left less of P^T, dP^T counts there alone.
@@ -222,8 +237,8 @@ struct WideKeyWarpgroup {
     arrive_warp(memory.dout_empty[slot(step)]);
     memory.dscores_empty[step % kScoreStages].wait(step / kScoreStages % 2 ^ 1);
     const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
-    const uint32_t to = anew(shared_address(memory.dscores[step % kScoreStages]) + row * kTileRowBytes +
-                             (lane / 16 ^ lane % 8) * 16);
+    const uint32_t to =
+        anew(shared_address(memory.dscores[step % kScoreStages]) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16);
 #pragma unroll
     for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, dscores + 4 * c);
     fence_async();
@@ -231,7 +246,6 @@ struct WideKeyWarpgroup {
     multiply_columns(dk, dscores, shared_address(memory.q[q_slot(step)]), !FIRST);
     if constexpr (!kEarly && !LAST) begin_scores(next, step + 1);
     if constexpr (!FIRST) begin_dq(own, step - 1);
-    if constexpr (LAST) begin_dq(next, step);
     ++step;
     if constexpr (!LAST) {
       wait_products<FIRST && DROPOUT ? 0 : 1>();
@@ -241,8 +255,12 @@ struct WideKeyWarpgroup {
         arrive_warp(memory.q_empty[q_slot(step - 1)]);
       };
       if constexpr (!FIRST) release_queries();
-      weigh(next, weights, key, memory.unit[number].after(tile));
+      float exponents[32];
+      scale(next, exponents, key, memory.unit[number].after(tile));
       begin_dweights(next);
+      stay_below(exponents);  // the exponentials come when dP is started
+      weigh(exponents, weights);
+      pin(weights);
       wait_products<1>();
       if constexpr (FIRST) {
         release_queries();
@@ -251,16 +269,15 @@ struct WideKeyWarpgroup {
         leave_dq(own, memory.unit[number].before(tile), step - 2);
       }
     } else {
-      if constexpr (!FIRST) {
-        wait_products<1>();
-        hold_registers(own);
-        leave_dq(own, memory.unit[number].before(tile), step - 2);
-      }
       wait_products<0>();
-      hold_registers(next);
+      hold_registers(own);
       hold_registers(dk);
       hold_registers(dv);
       arrive_warp(memory.q_empty[q_slot(step - 1)]);
+      begin_dq(next, step - 1);
+      if constexpr (!FIRST) leave_dq(own, memory.unit[number].before(tile), step - 2);
+      wait_products<0>();
+      hold_registers(next);
       arrive_warp(memory.k_empty[k_slot()]);
       leave_dq(next, tile, step - 1);
     }
@@ -278,8 +295,10 @@ struct WideKeyWarpgroup {
     memory.v_full.wait(k_step % 2);
     wait_products<0>();
     hold_registers(even);
-    weigh(even, weights, key, tile);
+    float exponents[32];
+    scale(even, exponents, key, tile);
     begin_dweights(even);
+    weigh(exponents, weights);
     if (left == 1) {
       over_tile<true, true>(even, odd, weights, key, tile);
     } else {

@@ -26,9 +26,9 @@ struct WideParameters : Parameters {
 // tiles of queries to go over, each begins kSpread tiles further down than the one before it, and ends with those that
 // it left out: so they add to a tile one after the other without having to wait for that, and not all of the last
 // additions, after which dQ is written, are one block's.
+constexpr int kSpread = 4;
 template <bool CAUSAL>
 struct WideUnit : Unit<CAUSAL> {
-  static constexpr int kSpread = 4;
   int part, parts;
   bool spread;
 
@@ -70,7 +70,7 @@ struct WideMemory {
   char k[kKeyStages][2 * kKeyTileBytes];
   char v[2 * kKeyTileBytes];
   char dscores[kScoreStages][kKeyTileBytes];  // [keys, queries]
-  float4 staging[2][8][kWarpgroup];  // of dQ: the columns of warpgroups 1 and 2, each thread's own
+  float4 staging[2][8][kWarpgroup];           // of dQ: the columns of warpgroups 1 and 2, each thread's own
   float lse[kQueryStages][kQueries], delta[kGradientStages][kQueries];
   uint32_t kept[2][kWarpgroup];
   Barrier q_full[kQueryStages], q_empty[kQueryStages], dout_full[kGradientStages], dout_empty[kGradientStages],
@@ -132,8 +132,7 @@ __device__ __forceinline__ void bring_wide_tiles(const WideParameters& p, WideMe
   };
   bool keys_due = false;  // k and v come after the first tile of queries, which has room before they have
   for_each_step<CAUSAL>(
-      p,
-      [&](const WideUnit<CAUSAL>&, int) { keys_due = true; },
+      p, [&](const WideUnit<CAUSAL>&, int) { keys_due = true; },
       [&](const WideUnit<CAUSAL>& unit, int round, int tile) {
         const int key_tile = unit.key_tile(round);
         const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
@@ -162,8 +161,8 @@ __device__ __forceinline__ void bring_wide_tiles(const WideParameters& p, WideMe
 
 // ---- sums of dQ -----------------------------------------------------------------------------------------------------
 
-// Messages between blocks. They order nothing: the copy engine has said that its additions are in the second level cache
-// before one is sent (cuda_ordered_sums.cuh).
+// Messages between blocks. They order nothing: the copy engine has said that its additions are in the second level
+// cache before one is sent (cuda_ordered_sums.cuh).
 __device__ __forceinline__ int hear(const int* from) {
   int value;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
