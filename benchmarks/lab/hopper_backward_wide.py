@@ -309,6 +309,8 @@ COMPARED = {  # the variants' cases
     "4x4096": ("staggered", "together", "two_key_stages", "told", "forced"),
     "32x512": ("staggered", "together", "two_key_stages", "told"),
     "16x1024": ("staggered", "together", "told", "forced"),
+    "64x256": ("two_key_stages",),
+    "128x128": ("two_key_stages",),
     "8x2048_causal": ("staggered", "told", "forced"),
     "4x4096_causal": ("staggered", "told", "forced"),
 }

@@ -158,7 +158,11 @@ extern "C" void rates(uint32_t* to) {
   }
 }
 """
-PRODUCTS = ("S, dP (both operands in shared memory, 64 wide)", "dQ (the same, transposed)", "dV, dK (128 wide)")
+PRODUCTS: tuple[str, ...] = (
+    "S, dP (both operands in shared memory, 64 wide)",
+    "dQ (the same, transposed)",
+    "dV, dK (128 wide)",
+)
 PRODUCTS += ("S, 128 wide", "dP with v in registers, 64 wide")
 
 
