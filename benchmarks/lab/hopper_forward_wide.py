@@ -29,9 +29,7 @@ FORMS = {
     "now": Form(128, 2, 128, 2),
     "before": Form(128, 2, 128, 2, apart=True),
     "64 keys": Form(128, 2, 64, 4, dropout=False),
-    "64 keys, no turns": Form(128, 2, 64, 4, turns=False, dropout=False),
     "192x64": Form(128, 3, 64, 4, turns=False, dropout=False),
-    "192x64, turns": Form(128, 3, 64, 3, dropout=False),
 }
 CHECKED = [
     Case(2, 200, 2, 128, causal, p, layout)
