@@ -107,12 +107,15 @@ def test_explain_names_who_goes_backward() -> None:
 # ---- the kernel ------------------------------------------------------------------------------------------------------
 
 HEADS = {64: 16, 128: 8}  # of each head dim
+DIFFERENT = [*(1 + 37 * i % 512 for i in range(40)), 0, 64]
 
 # Queries and keys of each sequence.
 LOAD: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "short, dropout": ([128] * 128, [128] * 128, {"dropout_p": 0.1}),
     "causal": ([512] * 32, [512] * 32, {"causal": True}),
     "few queries, causal": ([64] * 16, [1000] * 16, {"causal": True}),
+    "heads handed out, dropout": (DIFFERENT, DIFFERENT, {"dropout_p": 0.1}),
+    "heads handed out, causal": (DIFFERENT, DIFFERENT[::-1], {"causal": True}),
     "sums in memory": ([700, 64] * 8, [300, 1000] * 8, {"causal": True}),
     "causal, sums in memory, dropout": ([2000] * 5, [2000] * 5, {"causal": True, "dropout_p": 0.1}),
     "long": ([4096], [4096], {}),
@@ -229,8 +232,33 @@ def test_gradients_at_odd_addresses(head_dim: int) -> None:
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("head_dim", HEADS)
-def test_a_cuda_graph_gives_the_same_bits(head_dim: int) -> None:
-    function, inputs, dout = packed_call("causal, sums in memory, dropout", head_dim)
+@pytest.mark.parametrize("factor", [1, 4])  # sums on chip, and in memory
+def test_the_order_of_sequences_changes_no_bit(head_dim: int, factor: int) -> None:
+    """Those with most work are handed out first: to whom, and when, depends on all of them."""
+    torch.manual_seed(4)
+    lengths = [factor * length for length in DIFFERENT]
+    tensors = [torch.randn(sum(lengths), HEADS[head_dim], head_dim, dtype=torch.bfloat16, device="cuda")] * 4
+    tensors = [torch.roll(x, 100 * index, 0) for index, x in enumerate(tensors)]
+
+    def both(lengths: list[int], rows: Any) -> tuple[Tensor, ...]:
+        starts = cu_seqlens_from_lengths(lengths, device="cuda")
+        function = partial(attention, cu_seqlens=starts, max_seqlen=max(lengths), backend="cuda")
+        return gradients(function, [x[rows] for x in tensors[:3]], tensors[3][rows])
+
+    parts = torch.arange(sum(lengths), device="cuda").split(lengths)
+    other = torch.cat(parts[::-1])
+    for name, own, found in zip(
+        ("out", "dq", "dk", "dv"), both(lengths, slice(None)), both(lengths[::-1], other), strict=True
+    ):
+        assert same_bits(own[other], found), name
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("case", ["causal, sums in memory, dropout", "heads handed out, dropout"])
+@pytest.mark.parametrize("head_dim", HEADS)
+def test_a_cuda_graph_gives_the_same_bits(head_dim: int, case: str) -> None:
+    function, inputs, dout = packed_call(case, head_dim)
     with torch.cuda.stream(torch.cuda.Stream()):
         expected = gradients(function, inputs, dout)
     torch.cuda.synchronize()

@@ -12,7 +12,6 @@ import argparse
 import concurrent.futures
 import ctypes
 import functools
-import itertools
 import os
 import subprocess
 import sys
@@ -277,18 +276,11 @@ def bert_large() -> list[tuple[int, ...]]:
 
 
 def milliseconds(work: Callable[[], Any], repeats: int = 10) -> float:
-    import torch
+    from step_turns import times
 
     for _ in range(2):
         work()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        work()
-        mark.record()
-    torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
-    return times[len(times) // 2]
+    return sorted(times(work, repeats))[repeats // 2]
 
 
 def graphed(work: Callable[[], Any]) -> Callable[[], Any]:

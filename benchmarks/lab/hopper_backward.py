@@ -11,12 +11,14 @@ kernels that hang.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
 import re
 import select
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -51,7 +53,7 @@ extern "C" int64_t column_parts(int64_t sequences, int64_t heads, int64_t max_se
 # Changes of the source whose times are compared: text to replace, and what stands there instead. Some leave work out,
 # and compute nonsense: they show what the work costs.
 VARIANTS: dict[str, list[tuple[str, str]]] = {
-    "without_dq": [("c < 8; ++c)\n          multiply", "c < 0; ++c)\n          multiply")],
+    "without_dq": [("c < 8; ++c)\n        multiply", "c < 0; ++c)\n        multiply")],
     "without_sums": [
         ("const bool last = key_tile == unit.last_key_tile(tile), load", "const bool last = false, load"),
         ("sums.add(dq, sum,", "if (dq[0] == 1e30f) sums.add(dq, sum,"),
@@ -444,14 +446,23 @@ class Report(list[str]):
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-def in_process(names: list[str], limit: float, deadline: float, lines: Report, tool: list[str] | None = None) -> None:
+def in_process(
+    names: list[str],
+    limit: float,
+    deadline: float,
+    lines: Report,
+    tool: list[str] | None = None,
+    script: str = __file__,
+) -> None:
     """Lines of the cases, kind:name; one that takes longer than ``limit`` seconds is left out, the rest go on anew."""
     attempts = 0
     environment = dict(os.environ, PYTHONPATH=f"{WORK / 'lib'}:{os.environ.get('PYTHONPATH', '')}")
     while names and attempts < 4 and time.time() < deadline:
         attempts += 1
-        command = [*(tool or ()), sys.executable, __file__, "--child", *names]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+        command = [*(tool or ()), sys.executable, script, "--child", *names]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
         assert process.stdout is not None
         done, rest, begin = 0, b"", time.time()
         while time.time() < min(begin + (limit if done else limit + 10), deadline):  # torch starts
@@ -468,13 +479,18 @@ def in_process(names: list[str], limit: float, deadline: float, lines: Report, t
                     done, begin = done + 1, time.time()
                 elif not text.startswith("~ "):
                     lines.append("    | " + text)
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # a tool's children too
         process.wait()
         if done < len(names):
             lines.append(f"LOST {names[done]} ({'exit ' + str(process.returncode)}) {rest.decode(errors='replace')}")
             if rest.startswith(b"~ "):
                 environment["HANGS"] = environment.get("HANGS", "") + " " + rest.decode().split()[-1]
         names = names[done + 1 :] if done < len(names) else []
+
+
+def racecheck() -> list[str]:
+    return [shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer", "--tool", "racecheck"]
 
 
 def main() -> None:
@@ -504,9 +520,8 @@ def main() -> None:
         if kind in asked and (not chosen or name in chosen)
     ]
     in_process([case for case in cases if not case.startswith("races")], 10.0, begin + arguments.seconds, lines)
-    sanitizer = [shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer", "--tool", "racecheck"]
     races = [case for case in cases if case.startswith("races")]
-    in_process(races, 15.0, max(time.time(), begin + arguments.seconds) + 20, lines, sanitizer)
+    in_process(races, 15.0, max(time.time(), begin + arguments.seconds) + 20, lines, racecheck())
     if any(line.startswith(("BAD", "LOST")) for line in lines):
         lines.append("FAILED")
     lines.append(f"{time.time() - begin:.0f} s in all")

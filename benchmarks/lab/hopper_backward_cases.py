@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+ODD = (64, 1, 0, 65, 512, 127, 128, 129, 0, 320, 33, 192, 193, 511, 500)
 # Of a case: dense (B, S) or packed (lengths); heads; causal; p; lengths; fused: slices of one qkv; half: fp16.
 COMMON: dict[str, dict[str, Any]] = {  # for every head dim
     "64": {"dense": (2, 64), "heads": 2},
@@ -20,6 +21,10 @@ COMMON: dict[str, dict[str, Any]] = {  # for every head dim
     "causal_p": {"packed": (5, 0, 37, 130, 500, 64, 1, 300), "heads": 3, "p": 0.1, "causal": True},
     "cross": {"packed": (5, 0, 37, 130, 500, 64), "packed_k": (50, 7, 30, 0, 256, 130), "heads": 2, "causal": True},
     "cross_p": {"packed": (5, 0, 37, 130, 500, 64), "packed_k": (50, 7, 30, 0, 256, 130), "heads": 2, "p": 0.5},
+    "odd": {"packed": ODD, "heads": 16, "fused": True},  # more heads than blocks
+    "odd_p": {"packed": ODD, "heads": 16, "p": 0.1},
+    "odd_causal": {"packed": ODD, "heads": 16, "causal": True},
+    "odd_lengths": {"dense": (len(ODD), 512), "lengths": ODD, "heads": 16},
     "half": {"dense": (2, 256), "heads": 2, "p": 0.1, "half": True},
     "all_dropped": {"dense": (2, 128), "heads": 2, "p": 1.0},
     "2000_p": {"dense": (1, 2000), "heads": 2, "p": 0.1},

@@ -27,9 +27,9 @@ MARKED = [
     ("    memory.dscores_empty[step.slot].wait(step.parity ^ 1);\n", "scores started, room"),
     ("    arrive_warp(memory.dscores_full[step.slot]);\n", "put"),
     ("      tile = last ? unit.begin(key_tile) : tile + 1;\n", "dk, dp started"),
-    ("        memory.dscores_full[step.slot].wait(step.parity);\n", "3: dscores"),
-    ("        arrive_warp(memory.dscores_empty[step.slot]);\n", "3: dq"),
-    ("rank == 0 ? unit.query_tiles : 0, key_tile == 0);\n        }\n", "3: handed on"),
+    ("      memory.dscores_full[step.slot].wait(step.parity);\n", "3: dscores"),
+    ("      arrive_warp(memory.dscores_empty[step.slot]);\n", "3: dq"),
+    ("rank == 0 ? unit.query_tiles : 0, key_tile == 0);\n      }\n", "3: handed on"),
 ]
 CLOCKS = [(old, old + MARK % index) for index, (old, _) in enumerate(MARKED)]
 CLOCKS += [
@@ -39,7 +39,7 @@ CLOCKS += [
         "    v_full.initialize(kWarpArrivals);\n    marked[0] = marked[1] = marked[2] = 0;\n",
     ),
     (
-        "template <bool CAUSAL, bool ON_CHIP>\n__device__ __forceinline__ void set_unit",
+        "template <bool ON_CHIP>\n__device__ __forceinline__ void take_task",
         """__device__ uint32_t marks[3][1024];
 template <bool ON_CHIP>
 __device__ __forceinline__ void note(Memory<ON_CHIP>& memory, int place) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void note(Memory<ON_CHIP>& memory, int place) {
   const uint32_t index = memory.marked[group]++;
   if (index < 1024) marks[group][index] = now << 4 | place;
 }
-template <bool CAUSAL, bool ON_CHIP>\n__device__ __forceinline__ void set_unit""",
+template <bool ON_CHIP>\n__device__ __forceinline__ void take_task""",
     ),
     (
         "Status attention_backward(const AttentionBackward& call) {\n",

@@ -11,16 +11,21 @@ import torch
 ROUNDS, STEPS = 3, 6
 
 
+def times(step: Callable[[], object], count: int) -> list[float]:
+    """Milliseconds of ``count`` steps in a row, by the events between them."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
+
+
 def medians(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Milliseconds of a step of each, by the events between steps; the first of a turn does not count."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    """Milliseconds of a step of each; the first of a turn does not count."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
     for _, (name, step) in itertools.product(range(ROUNDS), steps.items()):
         step()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            step()
-            mark.record()
-        torch.cuda.synchronize()
-        times[name] += [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
-    return {name: statistics.median(found) for name, found in times.items()}
+        found[name] += times(step, STEPS)
+    return {name: statistics.median(own) for name, own in found.items()}

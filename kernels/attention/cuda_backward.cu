@@ -9,10 +9,11 @@
 //   3  dQ += dS K of all 128 keys.
 //
 // Up to kOnChipQueries queries, a block has one (sequence, head) after another, and dQ's sums over keys stand in shared
-// memory, each thread's own in its own place. Beyond, they stand in the workspace, where the copy engine adds to them,
-// and a group of blocks shares a (sequence, head): they take tiles of keys by turns and add in the order of the keys;
-// who comes last takes the sum and writes dQ. As they meet the same queries at about the same time, the second level
-// cache has them and the sums: with a head for each block these are 134 MB at 2,048 queries.
+// memory, each thread's own in its own place; where lengths differ, blocks come back for the next one when they are
+// through, and those with most work are handed out first. Beyond, they stand in the workspace, where the copy engine
+// adds to them, and a group of blocks shares a (sequence, head): they take tiles of keys by turns and add in the order
+// of the keys; who comes last takes the sum and writes dQ. As they meet the same queries at about the same time, the
+// second level cache has them and the sums: with a head for each block these are 134 MB at 2,048 queries.
 //
 // Every sum has one fixed order.
 #include <algorithm>
@@ -127,7 +128,7 @@ Status launch_typed(const AttentionBackward& call, Parameters p) {
   processors = std::min(processors, kMostBlocks);
   const bool causal = call.window_right == 0;
   p.blocks = blocks_of(call, causal, processors);
-  Status status = launch_statistics<T, kHeadDim>(call, p, call.workspace + kMostBlocks, nullptr);
+  Status status = launch_statistics<T, kHeadDim>(call, p, statistics_in(call, kMostBlocks), nullptr);
   if (status.code == StatusCode::ok) status = launch_kernel<T>(call, p, causal, processors);
   if (status.code != StatusCode::ok || call.column_sums == nullptr) return status;
   return sum_parts(call.column_parts, {call.column_sums, call.column_sums_dtype}, {},
@@ -140,7 +141,8 @@ int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t h
                                      int64_t longest) {
   if (head_dim == kWideDim) return attention_backward_wide_workspace(sequences, heads, tokens, longest);
   const int64_t tiles = tiles_of(sequences, tokens, true);  // not fewer than those of dense sequences
-  return kMostBlocks + heads * tiles * (2 * kQueries + (longest > kOnChipQueries ? kSumFloats : 0));
+  return kMostBlocks + order_floats(sequences) +
+         heads * tiles * (2 * kQueries + (longest > kOnChipQueries ? kSumFloats : 0));
 }
 
 int64_t attention_column_parts(int64_t sequences, int64_t heads, int64_t head_dim, int64_t max_seqlen) {
@@ -162,8 +164,10 @@ Status attention_backward(const AttentionBackward& call) {
   if (status.code != StatusCode::ok) return status;
   p.column_parts = call.column_sums == nullptr ? nullptr : call.column_parts;
   p.passed = reinterpret_cast<uint32_t*>(call.workspace);
-  p.statistics = call.workspace + kMostBlocks;
-  p.sums = call.workspace + kMostBlocks + call.heads * static_cast<int64_t>(p.tiles) * 2 * kQueries;
+  p.order = order_in(call, kMostBlocks);
+  p.taken = has_lengths(call) ? reinterpret_cast<int*>(call.workspace) : nullptr;
+  p.statistics = statistics_in(call, kMostBlocks);
+  p.sums = statistics_in(call, kMostBlocks) + call.heads * static_cast<int64_t>(p.tiles) * 2 * kQueries;
   return call.dtype == DType::bf16  ? launch_typed<bf16_t>(call, p)
          : call.dtype == DType::f16 ? launch_typed<f16_t>(call, p)
                                     : unknown_dtype();

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "attention/cuda_backward_products.cuh"
 #include "attention/cuda_backward_tiles.cuh"
 #include "attention/cuda_column_sums.cuh"
 #include "attention/op.h"
@@ -14,10 +15,42 @@ namespace cuda {
 namespace {
 
 constexpr int kStatisticsThreads = 256;
+constexpr int kMostOrdered = 4096;  // sequences; each looks at all others
+
+// Finds a sequence's place among all: those with most tiles come first, then those with the lower number. A whole
+// block.
+__device__ __forceinline__ void put_in_order(const Parameters& p, int sequence) {
+  const auto work = [&](int which) {
+    const Span q = span_of(p.cu_seqlens, p.lengths, which, p.queries, p.max_seqlen);
+    const Span k = span_of(p.cu_seqlens_k, p.lengths_k, which, p.keys, p.max_seqlen_k);
+    return divide_up(k.length, kKeys) * (divide_up(q.length, kQueries) + 1);
+  };
+  const int own = work(sequence);
+  int place = 0;
+  for (int first = 0; first < p.sequences; first += kStatisticsThreads) {
+    const int other = first + threadIdx.x, its = other < p.sequences ? work(other) : -1;
+    place += __syncthreads_count(its > own || (its == own && other < sequence));
+  }
+  if (threadIdx.x == 0) p.order[place] = sequence;
+}
+
+// Zeros in the gradients of a (sequence, head) that has no queries or no keys. A whole block.
+template <class T>
+__device__ __forceinline__ void store_nothing(const Parameters& p, int sequence, int head, const Span& q) {
+  const Span k = span_of(p.cu_seqlens_k, p.lengths_k, sequence, p.keys, p.max_seqlen_k);
+  if (q.length > 0 && k.length > 0) return;
+  const auto zeros = [&](const Output& output, const Span& span) {
+    store_zeros<kStatisticsThreads>(row_of<T>(output, p, sequence, head, span.first), output.token, span.stored);
+  };
+  zeros(p.dq, q);
+  zeros(p.dk, k);
+  zeros(p.dv, k);
+}
 
 // lse in units of log2, +infinity for rows that attend to nothing or are not there, and sum(out * dout) over dropout's
 // scale: a block for each tile of queries of each head, 8 elements a thread. Sets p.passed, the tile's number in
-// `turns` and, with a head's first tile, the places where its columns are summed, to 0, if they are there.
+// `turns` and, with a head's first tile, the places where its columns are summed, to 0, if they are there; and with a
+// sequence's first one, its place in p.order.
 template <class T, int HEAD_DIM>
 __global__ void __launch_bounds__(kStatisticsThreads)
     statistics_kernel(Parameters p, const T* dout, const T* out, const float* lse, float* statistics, int* turns,
@@ -28,7 +61,11 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   const int first = blockIdx.x * kQueries;
   if (p.passed != nullptr && blockIdx.x + head + sequence == 0)
     for (int i = threadIdx.x; i < kMostBlocks; i += kStatisticsThreads) p.passed[i] = 0;
-  if (p.column_parts != nullptr && first == 0) clear_column_places(p, sequence, head);
+  if (first == 0) {
+    if (p.column_parts != nullptr) clear_column_places(p, sequence, head);
+    if (p.order != nullptr && head == 0) put_in_order(p, sequence);
+    if constexpr (HEAD_DIM == kHeadDim) store_nothing<T>(p, sequence, head, q);  // the kernel for 128 does it by itself
+  }
   if (first >= q.length) return;
   const int64_t token = (p.cu_seqlens == nullptr ? static_cast<int64_t>(sequence) * p.queries : q.first);
   const float* own_lse = lse + (p.cu_seqlens == nullptr ? (static_cast<int64_t>(sequence) * p.heads + head) * p.queries
@@ -59,6 +96,23 @@ __global__ void __launch_bounds__(kStatisticsThreads)
 // Tiles of queries of all sequences: see first_tile().
 inline int64_t tiles_of(int64_t sequences, int64_t queries, bool packed) {
   return packed ? queries / kQueries + sequences : sequences * ((queries + kQueries - 1) / kQueries);
+}
+
+// Lengths that are not all the same: known on the device alone.
+inline bool has_lengths(const AttentionCall& call) {
+  return call.cu_seqlens != nullptr || call.cu_seqlens_k != nullptr || call.lengths != nullptr ||
+         call.lengths_k != nullptr;
+}
+
+// In a workspace the order of sequences comes `before` floats from its start, and then statistics, which keep their
+// alignment.
+inline int64_t order_floats(int64_t sequences) { return (sequences + 31) / 32 * 32; }
+inline int* order_in(const AttentionCall& call, int64_t before) {
+  return has_lengths(call) && call.sequences <= kMostOrdered ? reinterpret_cast<int*>(call.workspace + before)
+                                                             : nullptr;
+}
+inline float* statistics_in(const AttentionCall& call, int64_t before) {
+  return call.workspace + before + order_floats(call.sequences);
 }
 
 template <class T, int HEAD_DIM>

@@ -49,10 +49,10 @@ __device__ __forceinline__ void store_product(const float (&value)[32], float fa
     }
 }
 
-// Zeros in `rows` rows of 64. A whole warpgroup.
-template <class T>
+// Zeros in `rows` rows of 64. A whole warpgroup, or so many THREADS.
+template <int THREADS = kWarpgroup, class T>
 __device__ __forceinline__ void store_zeros(T* to, int64_t stride, int rows) {
-  for (int i = threadIdx.x % kWarpgroup; i < 8 * rows; i += kWarpgroup)
+  for (int i = threadIdx.x % THREADS; i < 8 * rows; i += THREADS)
     *reinterpret_cast<uint4*>(to + i / 8 * stride + i % 8 * 8) = make_uint4(0, 0, 0, 0);
 }
 
@@ -121,42 +121,81 @@ class KeyWarpgroup {
  public:
   // `number`: 0 or 1, which 64 keys of a tile.
   __device__ __forceinline__ KeyWarpgroup(const Parameters& p, Memory<ON_CHIP>& memory, int number)
-      : p(p), memory(memory), number(number), unit(own_unit<CAUSAL>(memory)) {
-    const Share share(p);
-    index = share.group;
-    key_tile = share.rank - p.blocks;
-    set_unit<CAUSAL>(p, memory, index);
-  }
+      : p(p), memory(memory), number(number), unit(unit_of<CAUSAL>(own_task(memory))) {}
 
   __device__ __forceinline__ void run() {
-    if (!next_key_tile()) return;
+    next_key_tile();
+    while (key_tile >= 0) {
+      if (has_keys()) {
+        over_key_tiles();
+      } else {
+        pass_key_tile();
+        next_key_tile();
+      }
+    }
+  }
+
+ private:
+  // A sequence's last tile of keys may have some for one of the warpgroups alone.
+  __device__ __forceinline__ bool has_keys() const { return first_key() < unit.k.length; }
+  __device__ __forceinline__ int first_key() const { return key_tile * kKeys + number * 64; }
+
+  // Takes part in the steps of a tile of keys that has none for this warpgroup: nothing is added to dQ.
+  __device__ __forceinline__ void pass_key_tile() {
+    memory.v_full.wait(v_stage.parity);
+    v_stage.next();
+    arrive_warp(memory.v_empty);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) operand[i] = 0;
+    for (int tile = unit.begin(key_tile); tile < unit.query_tiles; ++tile) {
+      if constexpr (DROPOUT) {
+        memory.kept_full[step.slot][number].wait(step.parity);
+        arrive_warp(memory.kept_empty[step.slot]);
+      }
+      memory.q_full[stage.slot].wait(stage.parity);
+      put_dscores();
+      arrive_warp(memory.q_empty[stage.slot]);
+      stage.next();
+      step.next();
+    }
+    const int row = unit.k.first + first_key(), rows = min(unit.k.stored - first_key(), 64);
+    store_zeros(row_of<T>(p.dk, p, unit.sequence, unit.head, row), p.dk.token, rows);
+    store_zeros(row_of<T>(p.dv, p, unit.sequence, unit.head, row), p.dv.token, rows);
+  }
+
+  // The steps from a tile of keys on, until one comes that has none for this warpgroup, or there are no more.
+  __device__ __forceinline__ void over_key_tiles() {
     int tile = unit.begin(key_tile);
-    take_keys();
     take_values();
     memory.q_full[stage.slot].wait(stage.parity);
+    const int start = uniform(stage.slot);
     begin_products();
-    start_scores(0, uniform(k));
+    start_scores(start, uniform(k));
     commit_products();  // dK of a step before
-    start_dweights(0);
+    start_dweights(start);
     for (;;) {
+      __syncwarp();  // or the compiler takes warps for diverged here
       // Where products take operands from is the same in all threads; in this loop the compiler would not know it.
       const int slot = uniform(stage.slot), next = slot + 1 == kStages ? 0 : slot + 1;
-      const int key = key_tile * kKeys + number * 64;
+      const int key = first_key();
       const bool first = tile == unit.begin(key_tile);
       compute(slot, key, tile * kQueries, first);
       const bool last = tile + 1 == unit.query_tiles;
-      const Place own = {unit.sequence, unit.head, unit.k.first + key, unit.k.stored - key};
+      Place own;
       stage.next();
       if (last) {
-        if (!next_key_tile()) {
+        own = {unit.sequence, unit.head, unit.k.first + key, unit.k.stored - key};
+        next_key_tile();
+        if (key_tile < 0 || !has_keys()) {
           put_dscores();
           begin_products();
           start_dk(slot, first);
+          store_dv(own);
           wait_products<0>();
-          store(own, slot);
+          store_dk(own, slot);
+          step.next();
           return;
         }
-        take_keys();
       }
       const uint32_t keys = uniform(k);
       if (!ON_CHIP) {
@@ -178,34 +217,24 @@ class KeyWarpgroup {
         wait_products<0>();  // dP of the next step as well: the assembler takes its sums for read here otherwise
         hold_registers(scores);
         hold_registers(dweights);
-        store(own, slot);
+        store_dk(own, slot);
+        store_dv(own);
       }
       tile = last ? unit.begin(key_tile) : tile + 1;
       step.next();
     }
   }
 
- private:
   // Where a lane's row of the matrices of 16 rows and the columns from 0 on stands; those from 16 * c on: ^ 32 * c.
   __device__ __forceinline__ uint32_t matrix_address(const char* tile) const {
     const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
     return shared_address(tile) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16;
   }
 
-  __device__ __forceinline__ bool next_key_tile() {
-    const Share share(p);
-    key_tile += p.blocks;
-    while (key_tile >= unit.key_tiles) {
-      index += share.groups;
-      if (index >= share.units) return false;
-      set_unit<CAUSAL>(p, memory, index);
-      key_tile = share.rank;
-    }
-    return true;
-  }
-
-  __device__ __forceinline__ void take_keys() {
+  __device__ __forceinline__ void next_key_tile() {
     memory.k_full[k_stage.slot].wait(k_stage.parity);
+    take_task(memory, k_stage.slot);
+    key_tile = own_task(memory).key_tile;
     k = shared_address(memory.k[k_stage.slot]) + number * 64 * kTileRowBytes;
     k_stage.next();
   }
@@ -330,16 +359,21 @@ class KeyWarpgroup {
     int sequence, head, row, rows;
   };
   // After the last step of a tile of keys, whose queries are in `slot`.
-  __device__ __forceinline__ void store(const Place& at, int slot) {
+  __device__ __forceinline__ void store_dk(const Place& at, int slot) {
     hold_registers(dk);
-    hold_registers(dv);
     arrive_warp(memory.q_empty[slot]);
     store_product(dk, p.dq_scale, row_of<T>(p.dk, p, at.sequence, at.head, at.row), p.dk.token, at.rows);
+    store_columns(dk, p.dq_scale, at, 1);
+  }
+  // dV is there before dK: products may be under way.
+  __device__ __forceinline__ void store_dv(const Place& at) {
+    hold_registers(dv);
     store_product(dv, p.dv_scale, row_of<T>(p.dv, p, at.sequence, at.head, at.row), p.dv.token, at.rows);
+    store_columns(dv, p.dv_scale, at, 2);
+  }
+  __device__ __forceinline__ void store_columns(const float (&value)[32], float factor, const Place& at, int which) {
     if (p.column_parts == nullptr) return;
-    const int rank = Share(p).rank, place = thread_here() / 32 - 4;
-    add_columns(dk, p.dq_scale, column_place(p, at.sequence, rank, place, 1, at.head));
-    add_columns(dv, p.dv_scale, column_place(p, at.sequence, rank, place, 2, at.head));
+    add_columns(value, factor, column_place(p, at.sequence, Share(p).rank, thread_here() / 32 - 4, which, at.head));
   }
 
   static constexpr int kStages = Memory<ON_CHIP>::kStages;
@@ -348,7 +382,6 @@ class KeyWarpgroup {
   Memory<ON_CHIP>& memory;
   const int number;
   const Unit<CAUSAL>& unit;
-  int index;
   int key_tile;
   RingPosition<kStages> stage;
   RingPosition<2> k_stage;
@@ -362,14 +395,14 @@ class KeyWarpgroup {
 // ---- warpgroup 3 -----------------------------------------------------------------------------------------------------
 
 // Zeros where nothing is computed: for queries that attend to nothing, those before the first key's, and for rows past
-// the sequence's end.
+// the sequence's end. Of a (sequence, head) that has queries and keys: the rest has its zeros by statistics_kernel().
 template <class T, bool CAUSAL>
 __device__ __forceinline__ void store_rest(const Parameters& p, const Unit<CAUSAL>& unit) {
   const auto zeros = [&](const Output& output, const Span& span, int begin, int end) {
     if (begin < end)
       store_zeros(row_of<T>(output, p, unit.sequence, unit.head, span.first + begin), output.token, end - begin);
   };
-  if (CAUSAL && unit.key_tiles > 0) zeros(p.dq, unit.q, 0, min(unit.begin(0) * kQueries, unit.q.stored));
+  if (CAUSAL) zeros(p.dq, unit.q, 0, min(unit.begin(0) * kQueries, unit.q.stored));
   zeros(p.dq, unit.q, unit.query_tiles * kQueries, unit.q.stored);
   zeros(p.dk, unit.k, unit.key_tiles * kKeys, unit.k.stored);
   zeros(p.dv, unit.k, unit.key_tiles * kKeys, unit.k.stored);
@@ -412,58 +445,57 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
     else
       return OrderedSums<kSumFloats / kWarpgroup>(memory.sums, 1, told, rank == 0 ? told + p.blocks - 1 : told - 1);
   }();
-  const Unit<CAUSAL>& unit = own_unit<CAUSAL>(memory);
+  const Task& task = own_task(memory);
+  const Unit<CAUSAL>& unit = unit_of<CAUSAL>(task);
   RingPosition<2> k_stage;
   RingPosition<Memory<ON_CHIP>::kBuffers> step;
-  uint32_t place = 0;  // of the round's first tile
-  for (int index = Share(p).group; index < Share(p).units; index += Share(p).groups) {
-    set_unit<CAUSAL>(p, memory, index);
-    for (int round = 0; round < unit.key_tiles; round += p.blocks, place += unit.query_tiles) {
-      const int key_tile = round + rank;
-      if (key_tile >= unit.key_tiles) continue;
-      memory.k_full[k_stage.slot].wait(k_stage.parity);
-      for (int tile = unit.begin(key_tile); tile < unit.query_tiles; ++tile, step.next()) {
-        float* sum = p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloats;
-        const bool last = key_tile == unit.last_key_tile(tile), load = (last || ON_CHIP) && key_tile > 0;
-        const uint32_t dscores = shared_address(memory.dscores[uniform(step.slot)]);
-        const uint32_t k = shared_address(memory.k[uniform(k_stage.slot)]);
-        float dq[32];
-        if (load) {
-          if constexpr (ON_CHIP)
-            sums.load(dq, tile);
-          else
-            sums.load(dq, sum, place + tile, rank == 0 ? unit.query_tiles : 0);
-        }
-        memory.dscores_full[step.slot].wait(step.parity);
-        begin_products();
-#pragma unroll
-        for (int c = 0; c < 8; ++c)
-          multiply<T, Major::mn, Major::mn>(dq, further(mn_major(dscores, 0), c * kMnMajorStep),
-                                            further(mn_major(k, 0), c * kMnMajorStep), c > 0 || load);
-        commit_products();
-        wait_products<0>();
-        hold_registers(dq);
-        arrive_warp(memory.dscores_empty[step.slot]);
-        if (last) {
-          const int query = tile * kQueries;
-          store_product(dq, p.dq_scale, row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
-                        unit.q.stored - query);
-          __syncwarp();  // or the compiler takes warps for diverged here, and gives up uniform registers everywhere
-          if (p.column_parts != nullptr)
-            add_columns(dq, p.dq_scale,
-                        column_place(p, unit.sequence, rank, thread_here() % kWarpgroup / 32, 0, unit.head));
-        } else if constexpr (ON_CHIP) {
-          sums.store(dq, tile);
-        } else {
-          sums.add(dq, sum, place + tile, rank == 0 ? unit.query_tiles : 0, key_tile == 0);
-        }
+  for (;;) {
+    memory.k_full[k_stage.slot].wait(k_stage.parity);
+    take_task(memory, k_stage.slot);
+    const int key_tile = task.key_tile;
+    const uint32_t place = task.place;
+    if (key_tile < 0) break;
+    for (int tile = unit.begin(key_tile); tile < unit.query_tiles; ++tile, step.next()) {
+      float* sum = p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloats;
+      const bool last = key_tile == unit.last_key_tile(tile), load = (last || ON_CHIP) && key_tile > 0;
+      const uint32_t dscores = shared_address(memory.dscores[uniform(step.slot)]);
+      const uint32_t k = shared_address(memory.k[uniform(k_stage.slot)]);
+      float dq[32];
+      if (load) {
+        if constexpr (ON_CHIP)
+          sums.load(dq, tile);
+        else
+          sums.load(dq, sum, place + tile, rank == 0 ? unit.query_tiles : 0);
       }
-      arrive_warp(memory.k_empty[k_stage.slot]);
-      k_stage.next();
+      memory.dscores_full[step.slot].wait(step.parity);
+      begin_products();
+#pragma unroll
+      for (int c = 0; c < 8; ++c)
+        multiply<T, Major::mn, Major::mn>(dq, further(mn_major(dscores, 0), c * kMnMajorStep),
+                                          further(mn_major(k, 0), c * kMnMajorStep), c > 0 || load);
+      commit_products();
+      wait_products<0>();
+      hold_registers(dq);
+      arrive_warp(memory.dscores_empty[step.slot]);
+      if (last) {
+        const int query = tile * kQueries;
+        store_product(dq, p.dq_scale, row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
+                      unit.q.stored - query);
+        __syncwarp();  // or the compiler takes warps for diverged here, and gives up uniform registers everywhere
+        if (p.column_parts != nullptr)
+          add_columns(dq, p.dq_scale,
+                      column_place(p, unit.sequence, rank, thread_here() % kWarpgroup / 32, 0, unit.head));
+      } else if constexpr (ON_CHIP) {
+        sums.store(dq, tile);
+      } else {
+        sums.add(dq, sum, place + tile, rank == 0 ? unit.query_tiles : 0, key_tile == 0);
+      }
     }
-    if (rank == 0) store_rest<T>(p, unit);
+    arrive_warp(memory.k_empty[k_stage.slot]);
+    k_stage.next();
+    if (key_tile == 0) store_rest<T>(p, unit);
   }
-  if constexpr (!ON_CHIP) sums.finish(place);
+  if constexpr (!ON_CHIP) sums.finish(task.place);
 }
 
 }  // namespace

@@ -38,6 +38,8 @@ struct Parameters {
   const float* statistics;  // [heads, tiles, 2, kQueries]
   float* sums;              // [heads, tiles, kSumFloats]: dQ's, not over all keys yet, where they are not on chip
   uint32_t* passed;         // [kMostBlocks]: how far each block is with them
+  int* order;               // [sequences]: which one comes when, those with most work first; null: as they are
+  int* taken;               // how many (sequence, head)s blocks have come back for; null: their shares are fixed
   int sequences, heads, queries, keys, max_seqlen, max_seqlen_k, tiles;
   int threshold;
   float score_scale;  // in units of log2
@@ -78,7 +80,7 @@ struct Unit {
 
   Unit() = default;
   __device__ __forceinline__ Unit(const Parameters& p, int unit)
-      : sequence(unit / p.heads),
+      : sequence(p.order == nullptr ? unit / p.heads : p.order[unit / p.heads]),
         head(unit % p.heads),
         q(span_of(p.cu_seqlens, p.lengths, sequence, p.queries, p.max_seqlen)),
         k(span_of(p.cu_seqlens_k, p.lengths_k, sequence, p.keys, p.max_seqlen_k)),
@@ -99,8 +101,13 @@ struct Unit {
   }
 };
 
-// Which (sequence, head)s and tiles of keys are this block's: every groups-th from group on, and of each of them every
-// blocks-th tile of keys from rank on.
+// The (sequence, head) that a group of blocks has in a round: back and forth, for those with most work may come first.
+__device__ __forceinline__ int unit_of_round(int round, int group, int groups) {
+  return round * groups + (round % 2 ? groups - 1 - group : group);
+}
+
+// Which (sequence, head)s and tiles of keys are this block's: unit_of_round() of every round, or, if they are handed
+// out, of the first one; and of each of them every blocks-th tile of keys from rank on.
 struct Share {
   int rank, group, groups, units;
 
@@ -109,6 +116,13 @@ struct Share {
         group(blockIdx.x / p.blocks),
         groups(gridDim.x / p.blocks),
         units(p.sequences * p.heads) {}
+};
+
+// A tile of keys of this block's share, of which the copying warp, which alone knows what comes, tells the others.
+struct Task {
+  Unit<true> unit;
+  int key_tile;    // -1: there are no more
+  uint32_t place;  // of the first tile of queries in the order of additions: see cuda_ordered_sums.cuh
 };
 
 // ON_CHIP: dQ's sums stand in shared memory, each thread's own in its own place.
@@ -126,9 +140,10 @@ struct Memory {
   Sums sums;
   float statistics[kStages][2][kQueries];
   uint32_t kept[kBuffers][2][kWarpgroup];  // of each of the two warpgroups
-  Unit<true> unit[kThreads / 32];          // of each warp: there are no registers for it
-  Barrier q_full[kStages], q_empty[kStages], k_full[2], k_empty[2], v_full, v_empty, raw, dscores_full[kBuffers],
-      dscores_empty[kBuffers], kept_full[kBuffers][2], kept_empty[kBuffers];
+  Task task[2];                            // told before k comes
+  Task own[12];                            // of each warp of warpgroups 1 to 3: there are no registers for it
+  Barrier q_full[kStages], q_empty[kStages], k_full[2], k_empty[2], told[2], v_full, v_empty, raw[3],
+      dscores_full[kBuffers], dscores_empty[kBuffers], kept_full[kBuffers][2], kept_empty[kBuffers];
 
   // One thread; then a barrier of the block.
   __device__ __forceinline__ void initialize() {
@@ -137,6 +152,7 @@ struct Memory {
       q_empty[i].initialize(8 * kWarpArrivals);
     }
     for (int i = 0; i < 2; ++i) {
+      told[i].initialize(kWarpArrivals);
       k_full[i].initialize(kWarpArrivals);
       k_empty[i].initialize(4 * kWarpArrivals);
     }
@@ -149,22 +165,28 @@ struct Memory {
     }
     v_full.initialize(kWarpArrivals);
     v_empty.initialize(8 * kWarpArrivals);
-    raw.initialize(kWarpArrivals);
+    for (Barrier& landed : raw) landed.initialize(kWarpArrivals);
     fence_barriers();
   }
 };
 static_assert(sizeof(Memory<true>) <= 227 * 1024 && sizeof(Memory<false>) <= 227 * 1024);
 
-// The warp's own unit in shared memory, where set_unit() puts it: a whole warp.
-template <bool CAUSAL, bool ON_CHIP>
-__device__ __forceinline__ const Unit<CAUSAL>& own_unit(const Memory<ON_CHIP>& memory) {
-  return reinterpret_cast<const Unit<CAUSAL>&>(memory.unit[thread_here() / 32]);
+template <bool CAUSAL>
+__device__ __forceinline__ const Unit<CAUSAL>& unit_of(const Task& task) {
+  return reinterpret_cast<const Unit<CAUSAL>&>(task.unit);
 }
-template <bool CAUSAL, bool ON_CHIP>
-__device__ __forceinline__ void set_unit(const Parameters& p, Memory<ON_CHIP>& memory, int index) {
-  const Unit<CAUSAL> unit(p, index);
+// The warp's own task, where take_task() puts it.
+template <bool ON_CHIP>
+__device__ __forceinline__ Task& own_task(Memory<ON_CHIP>& memory) {
+  return memory.own[thread_here() / 32 - 4];
+}
+// Takes what is told with the tile of keys in `slot`, which is there. A whole warp.
+template <bool ON_CHIP>
+__device__ __forceinline__ void take_task(Memory<ON_CHIP>& memory, int slot) {
+  const int lane = threadIdx.x % 32;
   __syncwarp();
-  if (threadIdx.x % 32 == 0) reinterpret_cast<Unit<CAUSAL>&>(memory.unit[thread_here() / 32]) = unit;
+  if (lane < static_cast<int>(sizeof(Task) / 4))
+    reinterpret_cast<int*>(&own_task(memory))[lane] = reinterpret_cast<const int*>(&memory.task[slot])[lane];
   __syncwarp();
 }
 
@@ -182,71 +204,111 @@ __device__ __forceinline__ void clear_rows(char* tile, int from, int rows) {
     reinterpret_cast<uint4*>(tile)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Brings tiles to their places. Rows past a sequence's end that are others' numbers are replaced by zeros: they are
-// multiplied by zeros, which a NaN would survive.
+// Starts copies that bring `bytes` to `landed`. This and what follows: a whole warp.
+template <class Start>
+__device__ __forceinline__ void bring(Barrier& landed, uint32_t bytes, Start start) {
+  if (threadIdx.x % 32 == 0) {
+    start(landed);
+    landed.arrive_expect(bytes);
+  } else if (kWarpArrivals > 1) {
+    landed.arrive();
+  }
+}
+
+// Hands over to `full` what has landed elsewhere, when some of its rows are cleared.
+template <class Clear>
+__device__ __forceinline__ void hand_over(const Barrier& landed, uint32_t parity, Barrier& full, Clear clear) {
+  landed.wait(parity);
+  clear();
+  fence_async();
+  arrive_warp(full);
+}
+
+template <bool CAUSAL, bool ON_CHIP>
+__device__ __forceinline__ void tell(Memory<ON_CHIP>& memory, int slot, const Unit<CAUSAL>& unit, int key_tile,
+                                     uint32_t place) {
+  if (threadIdx.x % 32 == 0) {
+    reinterpret_cast<Unit<CAUSAL>&>(memory.task[slot].unit) = unit;
+    memory.task[slot].key_tile = key_tile;
+    memory.task[slot].place = place;
+  }
+  arrive_warp(memory.told[slot]);
+}
+
+// The number before it is counted up, by one thread. Of atomicAdd(), the compiler makes one for the warp, with an
+// exchange behind it that waits for the answer.
+__device__ __forceinline__ int take_one(int* counter) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
+// Brings tiles to their places, and tells of tiles of keys. Rows past a sequence's end that are others' numbers are
+// replaced by zeros: they are multiplied by zeros, which a NaN would survive. Who has a (sequence, head) on chip may
+// come back for the next one; it asks early, as the answer takes its time.
 template <bool CAUSAL, bool ON_CHIP>
 __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>& memory) {
   const Share share(p);
-  const bool first_lane = threadIdx.x % 32 == 0;
   const bool foreign = p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr;
   RingPosition<Memory<ON_CHIP>::kStages> stage;
   RingPosition<2> k_stage;
-  RingPosition<1> v_stage, raw;
-  // Starts copies that bring `bytes` to `full`; if some of the rows are to be cleared, that comes in between.
-  const auto bring = [&](Barrier& full, int valid, int rows, uint32_t bytes, auto start, auto clear) {
-    const bool direct = !foreign || valid >= rows;
-    Barrier& landed = direct ? full : memory.raw;
-    if (first_lane) {
-      start(landed);
-      landed.arrive_expect(bytes);
-    } else if (kWarpArrivals > 1) {
-      landed.arrive();
-    }
-    if (direct) return;
-    landed.wait(raw.parity);
-    raw.next();
-    clear();
-    fence_async();
-    arrive_warp(full);
-  };
-  for (int index = share.group; index < share.units; index += share.groups) {
+  RingPosition<1> v_stage, raw_keys, raw_queries;
+  uint32_t place = 0;
+  int index = share.group, taken = 0;
+  for (int round = 0; index < share.units; ++round) {
+    if (ON_CHIP && p.taken != nullptr && threadIdx.x % 32 == 0) taken = take_one(p.taken);
     const Unit<CAUSAL> unit(p, index);
     const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
-    for (int key_tile = share.rank; key_tile < unit.key_tiles; key_tile += p.blocks) {
+    for (int key_tile = share.rank; key_tile - share.rank < unit.key_tiles;
+         key_tile += p.blocks, place += unit.query_tiles) {
+      if (key_tile >= unit.key_tiles) continue;
       const int valid_keys = unit.k.length - key_tile * kKeys, first_key = unit.k.first + key_tile * kKeys;
+      const bool whole_keys = !foreign || valid_keys >= kKeys;
       char *k = memory.k[k_stage.slot], *v = memory.v;
+      Barrier& k_full = memory.k_full[k_stage.slot];
       memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
-      bring(
-          memory.k_full[k_stage.slot], valid_keys, kKeys, kKeyTileBytes,
-          [&](Barrier& full) { load_box(&p.k, full, shared_address(k), 0, unit.head, first_key, batch); },
-          [&] { clear_rows(k, valid_keys, kKeys); });
+      tell(memory, k_stage.slot, unit, key_tile, place);
+      bring(whole_keys ? k_full : memory.raw[0], kKeyTileBytes,
+            [&](Barrier& landed) { load_box(&p.k, landed, shared_address(k), 0, unit.head, first_key, batch); });
       memory.v_empty.wait(v_stage.parity ^ 1);
-      bring(
-          memory.v_full, valid_keys, kKeys, kKeyTileBytes,
-          [&](Barrier& full) { load_box(&p.v, full, shared_address(v), 0, unit.head, first_key, batch); },
-          [&] { clear_rows(v, valid_keys, kKeys); });
+      bring(whole_keys ? memory.v_full : memory.raw[1], kKeyTileBytes,
+            [&](Barrier& landed) { load_box(&p.v, landed, shared_address(v), 0, unit.head, first_key, batch); });
       k_stage.next();
       v_stage.next();
       for (int query_tile = unit.begin(key_tile); query_tile < unit.query_tiles; ++query_tile) {
         const int valid = unit.q.length - query_tile * kQueries, first = unit.q.first + query_tile * kQueries;
+        const bool whole = !foreign || valid >= kQueries;
         char *q = memory.q[stage.slot], *dout = memory.dout[stage.slot];
         memory.q_empty[stage.slot].wait(stage.parity ^ 1);
-        bring(
-            memory.q_full[stage.slot], valid, kQueries, 2 * kQueryTileBytes + kStatisticsBytes,
-            [&](Barrier& full) {
-              load_box(&p.q, full, shared_address(q), 0, unit.head, first, batch);
-              load_box(&p.dout, full, shared_address(dout), 0, unit.head, first, batch);
-              load_bytes(full, shared_address(memory.statistics[stage.slot]),
-                         p.statistics + static_cast<int64_t>(unit.tile + query_tile) * 2 * kQueries, kStatisticsBytes);
-            },
-            [&] {
-              clear_rows(q, valid, kQueries);
-              clear_rows(dout, valid, kQueries);
-            });
+        bring(whole ? memory.q_full[stage.slot] : memory.raw[2], 2 * kQueryTileBytes + kStatisticsBytes,
+              [&](Barrier& landed) {
+                load_box(&p.q, landed, shared_address(q), 0, unit.head, first, batch);
+                load_box(&p.dout, landed, shared_address(dout), 0, unit.head, first, batch);
+                load_bytes(landed, shared_address(memory.statistics[stage.slot]),
+                           p.statistics + static_cast<int64_t>(unit.tile + query_tile) * 2 * kQueries,
+                           kStatisticsBytes);
+              });
+        if (!whole_keys && query_tile == unit.begin(key_tile)) {  // all three copies are under way
+          hand_over(memory.raw[0], raw_keys.parity, k_full, [&] { clear_rows(k, valid_keys, kKeys); });
+          hand_over(memory.raw[1], raw_keys.parity, memory.v_full, [&] { clear_rows(v, valid_keys, kKeys); });
+          raw_keys.next();
+        }
+        if (!whole) {
+          hand_over(memory.raw[2], raw_queries.parity, memory.q_full[stage.slot], [&] {
+            clear_rows(q, valid, kQueries);
+            clear_rows(dout, valid, kQueries);
+          });
+          raw_queries.next();
+        }
         stage.next();
       }
     }
+    index = ON_CHIP && p.taken != nullptr ? share.groups + uniform(taken)
+                                          : unit_of_round(round + 1, share.group, share.groups);
   }
+  memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
+  tell(memory, k_stage.slot, Unit<CAUSAL>{}, -1, place);
+  arrive_warp(memory.k_full[k_stage.slot]);
 }
 
 // ---- warpgroup 0: dropout --------------------------------------------------------------------------------------------
@@ -261,44 +323,46 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
 // for each warpgroup, a warp could miss a phase and take the one before it for the one after it.
 template <bool CAUSAL, bool ON_CHIP>
 __device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& memory, int warp) {
-  const Share share(p);
   const int lane = threadIdx.x % 32;
   const uint64_t seed = static_cast<uint64_t>(*p.seed);
   const uint32_t subtracted = (p.threshold & 127) * 0x01010101u;
   const uint32_t either = p.threshold < 128 ? 0xffffffffu : 0u;
   const uint32_t top = p.threshold < 256 ? 0x80808080u : 0u;
   RingPosition<Memory<ON_CHIP>::kBuffers> step;
+  RingPosition<2> k_stage;
   int turn = warp;
-  for (int index = share.group; index < share.units; index += share.groups) {
-    const Unit<CAUSAL> unit(p, index);
-    for (int key_tile = share.rank; key_tile < unit.key_tiles; key_tile += p.blocks)
-      for (int query_tile = unit.begin(key_tile); query_tile < unit.query_tiles; ++query_tile, step.next())
-        for (int task = 0; task < 4; ++task) {
-          if (--turn >= 0) continue;
-          turn = 2;
-          const int consumer = task / 2, d = task % 2 * 2 + lane / 16, t = lane / 4 % 4, part = lane % 4;
-          const uint32_t block = key_tile * 2 + consumer, query = query_tile * kQueries + 16 * part + 2 * t;
-          uint32_t bits[4] = {0, 0, 0, 0};
+  for (;; k_stage.next()) {
+    memory.told[k_stage.slot].wait(k_stage.parity);
+    const int key_tile = memory.task[k_stage.slot].key_tile;
+    if (key_tile < 0) return;
+    const Unit<CAUSAL> unit = unit_of<CAUSAL>(memory.task[k_stage.slot]);
+    for (int query_tile = unit.begin(key_tile); query_tile < unit.query_tiles; ++query_tile, step.next())
+      for (int task = 0; task < 4; ++task) {
+        if (--turn >= 0) continue;
+        turn = 2;
+        const int consumer = task / 2, d = task % 2 * 2 + lane / 16, t = lane / 4 % 4, part = lane % 4;
+        const uint32_t block = key_tile * 2 + consumer, query = query_tile * kQueries + 16 * part + 2 * t;
+        uint32_t bits[4] = {0, 0, 0, 0};
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const Draw drawn = draw_weights<Product::two_instructions>(seed, unit.sequence, unit.head,
-                                                                       query + j / 2 * 8 + j % 2, block, d);
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
-              const uint32_t x = drawn.word[w], z = (x | 0x80808080u) - subtracted;
-              bits[w] |= (((x & z) | (either & (x | z))) & top) >> (3 - j);
-            }
-          }
-          memory.kept_empty[step.slot].wait(step.parity ^ 1);
-          auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[step.slot][consumer]);
+        for (int j = 0; j < 4; ++j) {
+          const Draw drawn = draw_weights<Product::two_instructions>(seed, unit.sequence, unit.head,
+                                                                     query + j / 2 * 8 + j % 2, block, d);
 #pragma unroll
           for (int w = 0; w < 4; ++w) {
-            const uint32_t both = bits[w] | bits[w] >> 20;
-            bytes[4 * (32 * w + 8 * d + t) + part] = static_cast<uint8_t>(both);
-            bytes[4 * (32 * w + 8 * d + 4 + t) + part] = static_cast<uint8_t>(both >> 8);
+            const uint32_t x = drawn.word[w], z = (x | 0x80808080u) - subtracted;
+            bits[w] |= (((x & z) | (either & (x | z))) & top) >> (3 - j);
           }
-          arrive_warp(memory.kept_full[step.slot][consumer]);
         }
+        memory.kept_empty[step.slot].wait(step.parity ^ 1);
+        auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[step.slot][consumer]);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const uint32_t both = bits[w] | bits[w] >> 20;
+          bytes[4 * (32 * w + 8 * d + t) + part] = static_cast<uint8_t>(both);
+          bytes[4 * (32 * w + 8 * d + 4 + t) + part] = static_cast<uint8_t>(both >> 8);
+        }
+        arrive_warp(memory.kept_full[step.slot][consumer]);
+      }
   }
 }
 

@@ -83,8 +83,11 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_backward_kernel(const __
   } else {
     raise_registers<kWideConsumerRegisters>();
     WideKeyWarpgroup<T, DROPOUT, CAUSAL> keys(p, memory, warpgroup - 1);
-    for (int index = blockIdx.x / p.parts; index < p.sequences * p.heads; index += gridDim.x / p.parts)
+    for (int round = 0;; ++round) {
+      const int index = unit_of_round(round, blockIdx.x / p.parts, gridDim.x / p.parts);
+      if (index >= p.sequences * p.heads) break;
       keys.over_unit(index);
+    }
   }
 }
 
@@ -117,7 +120,7 @@ Status launch_wide(const AttentionBackward& call, WideParameters& p) {
   int processors = 0;
   const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, call.device);
   if (error != cudaSuccess) return status_of(error);
-  const Status status = launch_statistics<T, kWideDim>(call, p, call.workspace, p.turns);
+  const Status status = launch_statistics<T, kWideDim>(call, p, statistics_in(call, 0), p.turns);
   if (status.code != StatusCode::ok) return status;
   const int64_t units = call.sequences * call.heads;
   p.parts =
@@ -136,7 +139,7 @@ Status launch_wide(const AttentionBackward& call, WideParameters& p) {
 
 int64_t attention_backward_wide_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen_k) {
   const int64_t tiles = tiles_of(sequences, tokens, true);  // not fewer than those of dense sequences
-  return heads * tiles * (2 * kQueries + 1 + (max_seqlen_k > kKeys ? kWideSumFloats : 0));
+  return order_floats(sequences) + heads * tiles * (2 * kQueries + 1 + (max_seqlen_k > kKeys ? kWideSumFloats : 0));
 }
 
 Status attention_backward_wide(const AttentionBackward& call) {
@@ -148,8 +151,9 @@ Status attention_backward_wide(const AttentionBackward& call) {
   const Status status = set_parameters(call, &p);
   if (status.code != StatusCode::ok) return status;
   const int64_t tiles = call.heads * p.tiles;
-  p.statistics = call.workspace;
-  p.sums = call.workspace + tiles * 2 * kQueries;
+  p.order = order_in(call, 0);
+  p.statistics = statistics_in(call, 0);
+  p.sums = statistics_in(call, 0) + tiles * 2 * kQueries;
   p.turns = reinterpret_cast<int*>(p.sums + (call.max_seqlen_k > kKeys ? tiles * kWideSumFloats : 0));
   return call.dtype == DType::bf16  ? launch_wide<bf16_t>(call, p)
          : call.dtype == DType::f16 ? launch_wide<f16_t>(call, p)

@@ -85,7 +85,9 @@ static_assert(sizeof(WideMemory<true>) <= 227 * 1024);
 // round.
 template <bool CAUSAL, class Start, class Step>
 __device__ __forceinline__ void for_each_step(const WideParameters& p, Start start, Step step) {
-  for (int index = blockIdx.x / p.parts; index < p.sequences * p.heads; index += gridDim.x / p.parts) {
+  for (int unit_round = 0;; ++unit_round) {
+    const int index = unit_of_round(unit_round, blockIdx.x / p.parts, gridDim.x / p.parts);
+    if (index >= p.sequences * p.heads) break;
     const WideUnit<CAUSAL> unit(p, index);
     for (int round = 0; round < unit.rounds(); ++round) {
       if (unit.key_tile(round) >= unit.key_tiles) continue;

@@ -35,15 +35,19 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
+// Lets a kernel have `memory` bytes of dynamic shared memory.
+template <class Kernel>
+cudaError_t allow_memory(Kernel kernel, size_t memory) {
+  if (memory <= 48 * 1024) return cudaSuccess;  // above this a kernel has to ask
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(memory));
+}
+
 // Launches a kernel with `memory` bytes of dynamic shared memory.
 template <class... Parameters, class... Arguments>
 Status launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memory, void* stream,
               const Arguments&... arguments) {
-  if (memory > 48 * 1024) {  // above this a kernel has to ask
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(memory));
-    if (error != cudaSuccess) return status_of(error);
-  }
+  const cudaError_t error = allow_memory(kernel, memory);
+  if (error != cudaSuccess) return status_of(error);
   kernel<<<grid, block, memory, static_cast<cudaStream_t>(stream)>>>(arguments...);
   return status_of(cudaGetLastError());
 }
@@ -52,8 +56,7 @@ Status launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memor
 template <class... Parameters, class... Arguments>
 Status launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memory, void* stream,
                        const Arguments&... arguments) {
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(memory));
+  const cudaError_t error = allow_memory(kernel, memory);
   if (error != cudaSuccess) return status_of(error);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
@@ -65,8 +68,7 @@ Status launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, siz
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
   config.numAttrs = 1;
-  error = cudaLaunchKernelEx(&config, kernel, arguments...);
-  return status_of(error);
+  return status_of(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
 }  // namespace cuda

@@ -237,8 +237,8 @@ def _listen_to_others() -> None:
 
 def refusal(parameters: Iterable[Tensor]) -> str | None:
     """Why ``AdamW`` cannot step over the parameters on a GPU; None if it can."""
-    if _native.missing_cuda() is not None:
-        return _native.missing_cuda()
+    if (reason := _native.missing_cuda()) is not None:
+        return reason
     parameters = list(parameters)
     if not all(each.is_cuda for each in parameters) or len({each.get_device() for each in parameters}) > 1:
         return f"takes parameters on one GPU, got {', '.join(sorted({str(each.device) for each in parameters}))}"
