@@ -3,8 +3,8 @@
     python benchmarks/lab/hopper_backward_wide.py [--only KINDS] [--cases NAMES] [--output DIRECTORY] [--seconds N]
 
 checks hold it against reference.py in fp64 (same dropout) and repeat it for the same bits; stress repeats large cases;
-times stand next to cuDNN's and those of variants of the source and of another one (before/wide_main.cu beside this
-script), by turns; clocks say where a step's cycles go, and how long products take by themselves; forward: shapes of the
+times stand next to cuDNN's and those of variants of the source and of other ones (before/wide_*.cu beside this script),
+by turns; clocks say where a step's cycles go, and how long products take by themselves; forward: shapes of the
 forward at this head dim (hopper_forward_wide.py). All run in processes of their own with a time limit.
 """
 
@@ -44,72 +44,47 @@ extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t tokens, i
 }
 """
 
-# Changes of the source whose times are compared: text to replace, and what stands there instead. Those from "half" on
-# leave work out, and compute nonsense: they show what the work costs.
+# Changes of the source whose times are compared: text to replace, and what stands there instead. Those
+# "without" something compute nonsense: they show what the work costs.
 FORCED = ("  return best;\n", '  return std::min<int64_t>(key_tiles, atoi(getenv("PARTS")));\n')
 VARIANTS: dict[str, list[tuple[str, str]]] = {
-    "staggered": [  # the second warpgroup begins a tile of keys half a step later
+    "no_turns": [
+        ("{ sync_named(kTurns + number, 2 * kWarpgroup); }", "{ sync_named(1 + number, kWarpgroup); }"),
+        ("{ arrive_named(kTurns + 1 - number, 2 * kWarpgroup); }", "{}"),
+    ],
+    "early_turn": [  # the other's products may come between dV and the next S
         (
-            "    memory.k_full[k_slot()].wait(k_step / kKeyStages % 2);\n",
-            "    memory.k_full[k_slot()].wait(k_step / kKeyStages % 2);\n"
-            "    if (number == 1 && left > 8) __nanosleep(900);\n",
-        )
+            "    if constexpr (!FIRST) leave_dq(scores,",
+            "    if constexpr (!LAST) give_turn();\n    if constexpr (!FIRST) leave_dq(scores,",
+        ),
+        ("      give_turn();\n    }\n    ++step;\n", "    }\n    ++step;\n"),
     ],
-    "two_key_stages": [
-        ("kKeyStages = 1, kQueryStages = 3", "kKeyStages = 2, kQueryStages = 2"),
-        ("kScoreStages = 3", "kScoreStages = 2"),
-    ],
-    "weights_late": [  # the exponentials are free to come after the wait for dQ, and do
-        ("      stay_below(exponents);  // the exponentials come when dP is started\n", ""),
-        ("      pin(weights);\n", ""),
-    ],
-    "weights_first": [("      stay_below(exponents);  // the exponentials come when dP is started\n", "")],
     "forced": [FORCED],
     "together": [("spread = !CAUSAL && parts", "spread = !CAUSAL && parts < 0 && parts")],
-    "spread_2": [("kSpread = 4;", "kSpread = 2;")],
-    "half_scores": [("    multiply_rows(scores, anew", "    multiply_rows<4>(scores, anew")],
-    "half_dq": [
-        ("c < 8; ++c)\n      multiply<T, Major::mn, Major::mn>", "c < 4; ++c)\n      multiply<T, Major::mn, Major::mn>")
-    ],
-    "half_dv_dk": [
-        ("c < 4; ++c)\n      multiply<T, Major::mn>(sum,", "c < 2; ++c)\n      multiply<T, Major::mn>(sum,")
-    ],
+    "spread_8": [("kSpread = 4;", "kSpread = 8;")],
     "without_sums": [
-        ("            if (turn == 0)\n", "            if (turn < 1 << 30) continue;\n            if (turn == 0)\n"),
+        ("          if (last) continue;\n", "          if (turn < 1 << 30) continue;\n"),
         ("while (hear(turns) < turn) {", "while (turn < 0) {"),
     ],
-    "without_exp": [("narrow_word(power_of_two(exponents[2 * i]), power_of_two(", "narrow_word((exponents[2 * i]), (")],
+    "without_exp": [
+        ("power_of_two(pair[0] * p.score_scale - lse.x)", "(pair[0] * p.score_scale - lse.x)"),
+        ("power_of_two(pair[1] * p.score_scale - lse.y)", "(pair[1] * p.score_scale - lse.y)"),
+    ],
 }
-HALVES = [
-    (
-        "  static __device__ __forceinline__ void multiply_rows(",
-        "  template <int STEPS = 8>\n  static __device__ __forceinline__ void multiply_rows(",
-    ),
-    ("c < 8; ++c)\n      multiply<T>(product,", "c < STEPS; ++c)\n      multiply<T>(product,"),
-]
-CAUSAL_TOO = ("staggered", "weights_late", "weights_first", "forced")
-# The source of before, and with the messages of now: no fences, and asked for before the part of dQ is there.
-BEFORE = Path(__file__).with_name("before") / "wide_main.cu"
-TOLD = [
-    ("3.0 * parts) * (fits ? 1.0 : 1.08)", "2.1 * parts) * (fits ? 1.0 : 1.0 + 0.4 / parts)"),
-    ("ld.acquire.gpu", "ld.relaxed.gpu"),
-    ("st.release.gpu", "st.relaxed.gpu"),
-    (
-        "    if (p.parts > 1) {\n      fence_proxies();\n      store_release",
-        "    if (p.parts > 1) {\n      store_release",
-    ),
-    (
-        "          finish();\n          memory.staging_done.wait(",
-        "          finish();\n          if (turn > 0) await(turns, turn);\n          memory.staging_done.wait(",
-    ),
-    ("            await(turns, turn);\n            add_bytes(", "            add_bytes("),
-]
+CAUSAL_TOO = ("no_turns", "early_turn", "forced")
+# Other sources whose times are compared, where they are there.
+BEFORE = Path(__file__).with_name("before")
+OTHERS = [path.stem.removeprefix("wide_") for path in sorted(BEFORE.glob("wide_*.cu"))]
 WITHOUT_HALF = (": call.dtype == DType::f16 ? launch_wide<f16_t>(call, p)", "")
 WITHOUT_BFLOAT = ("call.dtype == DType::bf16  ? launch_wide<bf16_t>(call, p)\n         : ", "")
 WITHOUT_DROPOUT = (
     "  if (call.seed != nullptr)\n"
     "    return causal ? start(wide_backward_kernel<T, true, true>) : start(wide_backward_kernel<T, true, false>);\n",
     "",
+)
+ONLY_DROPOUT = (
+    "  return causal ? start(wide_backward_kernel<T, false, true>) : start(wide_backward_kernel<T, false, false>);\n",
+    "  return {};\n",
 )
 ONLY_ALL_KEYS = (
     "  return causal ? start(wide_backward_kernel<T, false, true>) : start(wide_backward_kernel<T, false, false>);\n",
@@ -149,24 +124,24 @@ def compile_variant(
 def start_all(kinds: list[str], names: list[str]) -> dict[str, subprocess.Popen[str]]:
     """Compiles what these kinds of cases need."""
     lay_package()
-    started = {"base": compile_variant("base", [WITHOUT_HALF])}
+    started = {
+        "base": compile_variant("base", [WITHOUT_HALF, WITHOUT_DROPOUT]),
+        "base_p": compile_variant("base_p", [WITHOUT_HALF, ONLY_DROPOUT]),
+    }
     if "checks" in kinds:
-        started["half"] = compile_variant("half", [WITHOUT_BFLOAT])
+        started["half_p"] = compile_variant("half_p", [WITHOUT_BFLOAT, ONLY_DROPOUT])
     if "times" in kinds:
         for name in names:
             few = [WITHOUT_HALF, WITHOUT_DROPOUT, *([ONLY_ALL_KEYS] if name not in CAUSAL_TOO else [])]
-            started[name] = compile_variant(name, [*HALVES, *VARIANTS[name], *few])
-        if BEFORE.exists():
-            started["before"] = compile_variant("before", [WITHOUT_HALF], source=BEFORE)
-            few = [WITHOUT_HALF, WITHOUT_DROPOUT, FORCED]
-            started["before_shared"] = compile_variant("before_shared", few, source=BEFORE)
-            started["told"] = compile_variant("told", [*TOLD, *few[:2]], source=BEFORE)
+            started[name] = compile_variant(name, [*VARIANTS[name], *few])
+        for name in OTHERS:
+            source = BEFORE / f"wide_{name}.cu"
+            started[name] = compile_variant(name, [WITHOUT_HALF, WITHOUT_DROPOUT], source=source)
+            if name == "main":
+                started["main_p"] = compile_variant("main_p", [WITHOUT_HALF, ONLY_DROPOUT], source=source)
     if "clocks" in kinds:
         few = [WITHOUT_HALF, WITHOUT_DROPOUT, ONLY_ALL_KEYS]
-        started["clocks"] = compile_variant("clocks", [*clocks.changes(inlined(SOURCE, set())), *few])
-        if BEFORE.exists():
-            changes = clocks.changes(BEFORE.read_text())
-            started["clocks_before"] = compile_variant("clocks_before", [*changes, *few], source=BEFORE)
+        started["clocks"] = compile_variant("clocks", [*clocks.changes(), *few])
         started["rates"] = clocks.compile_rates(WORK)
     if "forward" in kinds:
         started |= hopper_forward_wide.start_all()
@@ -197,13 +172,17 @@ CHECKS: dict[str, dict[str, Any]] = {
     "4000_causal": {"dense": (1, 4000), "heads": 8, "causal": True},
 }
 
+LONG = ("4000", "4000_causal", "long_cross")  # repeated more often
+
 
 make = functools.partial(make_problem, head_dim=DIM)
 
 
 class Backward(hopper_backward.Backward):
-    def __init__(self, variant: str = "base") -> None:
-        self.open(WORK / f"wide_{variant}.so")
+    """A variant; with and without dropout it has libraries of its own, which compile at the same time."""
+
+    def __init__(self, case: dict[str, Any], variant: str = "base") -> None:
+        self.open(WORK / f"wide_{variant}{'_p' if case.get('p') else ''}.so")
 
 
 def check(name: str) -> str:
@@ -215,7 +194,7 @@ def check(name: str) -> str:
     problem, q, k, v, dout, *gradients = make(CHECKS[name])
     exact = [x.double() for x in (q, k, v, dout)]
     out, lse = reference.attention_forward(*exact[:3], problem)
-    backward = Backward("half" if CHECKS[name].get("half") else "base")
+    backward = Backward(CHECKS[name], "half" if CHECKS[name].get("half") else "base")
     run = backward.prepare(dout, q, k, v, out.to(q.dtype), lse.float(), problem, *gradients)
     run()
     torch.cuda.synchronize()
@@ -224,7 +203,7 @@ def check(name: str) -> str:
     rows = slice(None) if problem.cu_seqlens is None else slice(0, -3)
     errors = [relative(a[rows], b[rows]) for a, b in zip(gradients, expected, strict=True)]
     past = problem.packed and any(not x[-3:].isnan().all() for x in gradients)
-    differences = repeat(run, gradients, [rows] * 3, 30)
+    differences = repeat(run, gradients, [rows] * 3, 150 if name in LONG else 30)
     good = all(error < 0.006 for error in errors) and not differences and not past
     text = " ".join(f"{error:.1e}" for error in errors)
     return f"{'ok  ' if good else 'BAD '} {name:12} dq dk dv {text}{' WROTE PAST THE END' if past else ''}{differences}"
@@ -253,7 +232,7 @@ def some_statistics(q: Any, problem: Any) -> tuple[Any, Any]:
 
 def stressed(name: str) -> str:
     problem, q, k, v, dout, *gradients = make(STRESS[name])
-    run = Backward().prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)
+    run = Backward(STRESS[name]).prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)
     rows = slice(None) if problem.cu_seqlens is None else slice(0, -3)
     differences = repeat(run, gradients, [rows] * 3, 40)
     finite = all(bool(x[rows].isfinite().all()) for x in gradients)
@@ -290,27 +269,19 @@ TIMES: dict[str, dict[str, Any]] = {
     )
 }
 TIMES["packed_p"] = {"packed": tuple(64 + 448 * i // 63 for i in range(64)), "heads": 8, "p": 0.1, "fused": True}
-PARTS = {1024: (2, 8), 2048: (4, 16), 4096: (8, 32), 16384: (32, 64)}  # blocks that share a head, for "forced"
+PARTS = {1024: (2,), 2048: (4,), 4096: (8,), 16384: (8, 32)}  # blocks that share a head, for "forced"
 COMPARED = {  # the variants' cases
-    "8x2048": ("told", *VARIANTS),
-    "1x16384": (
-        "staggered",
-        "weights_late",
-        "weights_first",
-        "together",
-        "spread_2",
-        "told",
-        "before_shared",
-        "forced",
-    ),
-    "1x16384_causal": ("staggered", "weights_late", "weights_first", "told", "before_shared", "forced"),
-    "4x4096": ("staggered", "together", "two_key_stages", "told", "forced"),
-    "32x512": ("staggered", "together", "two_key_stages", "told"),
-    "16x1024": ("staggered", "together", "told", "forced"),
-    "64x256": ("two_key_stages",),
-    "128x128": ("two_key_stages",),
-    "8x2048_causal": ("staggered", "told", "forced"),
-    "4x4096_causal": ("staggered", "told", "forced"),
+    "8x2048": ("plain", "delayed", *VARIANTS),
+    "1x16384": ("plain", "delayed", "no_turns", "early_turn", "together", "spread_8", "forced"),
+    "1x16384_causal": ("plain", "delayed", "no_turns", "early_turn", "forced"),
+    "4x4096": ("plain", "delayed", "no_turns", "early_turn", "together", "forced"),
+    "32x512": ("plain", "delayed", "no_turns", "early_turn", "together"),
+    "16x1024": ("plain", "delayed", "no_turns", "early_turn", "forced"),
+    "64x256": ("plain", "no_turns"),
+    "128x128": ("plain", "no_turns"),
+    "8x2048_causal": ("plain", "delayed", "early_turn", "forced"),
+    "4x4096_causal": ("plain", "delayed", "forced"),
+    "32x512_causal": ("plain", "no_turns"),
 }
 
 
@@ -331,9 +302,9 @@ def timed(name: str) -> str:
     pairs = sum(n**2 for n in case["packed"]) if "packed" in case else case["dense"][0] * case["dense"][1] ** 2
     flops = 10 * pairs * 8 * DIM // (2 if case.get("causal") else 1)
     arguments = (dout, q, k, v, *some_statistics(q, problem), problem, *gradients)
-    functions = {"base": Backward().prepare(*arguments)}
-    if BEFORE.exists():
-        functions["before"] = Backward("before").prepare(*arguments)
+    functions = {"base": Backward(case).prepare(*arguments)}
+    if "main" in OTHERS:
+        functions["main"] = Backward(case, "main").prepare(*arguments)
     if "dense" in case:
         inputs = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -342,13 +313,13 @@ def timed(name: str) -> str:
         gradient = dout.transpose(1, 2)
         functions["cudnn"] = lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
     for variant in COMPARED.get(name, ()):
-        for parts in PARTS[case["dense"][1]] if variant == "forced" else (16,) if "shared" in variant else ("",):
+        for parts in PARTS[case["dense"][1]] if variant == "forced" else ("",):
             if (WORK / f"wide_{variant}.so").exists():
-                functions[f"{variant}{parts}"] = with_parts(str(parts), Backward(variant).prepare(*arguments))
+                functions[f"{variant}{parts}"] = with_parts(str(parts), Backward(case, variant).prepare(*arguments))
     functions = {who: run for who, run in functions.items() if who not in os.environ.get("HANGS", "").split()}
     results = milliseconds(functions, eager=("cudnn",))
     text = "  ".join(f"{who} {ms:.3f}" for who, ms in results.items())
-    ratios = [f"{results[who] / results['base']:.2f}x {who}" for who in ("cudnn", "before") if who in results]
+    ratios = [f"{results[who] / results['base']:.2f}x {who}" for who in ("cudnn", "main") if who in results]
     return f"{name:15} {flops / results['base'] / 1e9:.0f} TFLOP/s, {', '.join(ratios)}; ms: {text}"
 
 
@@ -398,7 +369,7 @@ def race() -> None:
         print(process.communicate()[0][-400:])
     for causal, p in itertools.product((False, True), (0.0, 0.1)):
         problem, q, k, v, dout, *gradients = make({"dense": (2, 320), "heads": 2, "causal": causal, "p": p})
-        Backward("every_lane").prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)()
+        Backward({}, "every_lane").prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)()
         torch.cuda.synchronize()
         print(f"causal {causal}, p {p}: ran", flush=True)
 
@@ -445,12 +416,12 @@ def clocked(name: str) -> str:
         return clocks.rates(WORK)
     case, _, variant = name.partition("/")
     problem, q, k, v, dout, *gradients = make(TIMES[case], dirty=False)
-    backward = Backward(variant)
+    backward = Backward({}, variant)
     backward.prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)()
     return f"{name}{clocks.report(backward.library)}"
 
 
-CLOCKED = ("8x2048/clocks", "8x2048/clocks_before", "rates")
+CLOCKED = ("8x2048/clocks",)
 KINDS: dict[str, tuple[Callable[[str], str], Iterable[str]]] = {
     "checks": (check, CHECKS),
     "clocks": (clocked, CLOCKED),

@@ -11,27 +11,20 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# One thread of each warpgroup of the first block writes the clock before (-) or after (+) these texts: those of the
-# kernel, or those of the one before it, whichever the source has.
+# One thread of each warpgroup of the first block writes the clock before (-) or after (+) these texts of the kernel.
 MARKED = [
-    ("+", ("    multiply_columns(dv, DROPOUT ? left : weights, dout, !FIRST);\n",), "dv started"),
-    ("+", ("    wait_products<1>();\n    hold_registers(own);\n",), "next s started; dp, dv"),
-    ("+", ("    differentiate(own, weights, left, dscores);\n",), "ds"),
-    ("-", ("    const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup",), "room for ds"),
-    ("-", ("    multiply_columns(dk, dscores,",), "ds put"),
-    ("-", ("    ++step;\n    if constexpr (!LAST) {\n",), "dk, dq started"),
-    ("-", ("      float exponents[32];\n", "      weigh(next, weights, key, tile - 1);\n"), "next s; dk"),
-    ("+", ("      begin_dweights(next);\n",), "next dp started"),
-    (
-        "+",
-        (
-            "      pin(weights);\n      wait_products<1>();\n",
-            "      begin_dweights(next);\n      wait_products<1>();\n",
-        ),
-        "weights; dq",
-    ),
-    ("-", ("    const int use = memory.staging_use;\n",), "room for dq"),
-    ("-", ("      return;\n    }\n    if (use == kLast) {\n",), "dq left"),
+    ("+", "    wait_products<LAST ? 0 : 1>();\n    hold_registers(dweights);\n", "dp, dv"),
+    ("+", "    differentiate(dweights, weights, left, dscores);\n", "ds"),
+    ("+", "    put(dscores);\n", "ds put"),
+    ("+", "      wait_products<0>();\n      hold_registers(scores);\n", "next s"),
+    ("+", "      weigh(scores, weights, left, key, unit.after(tile), step + 1);\n", "weights"),
+    ("+", "    take_turn();\n    begin_dk", "turn"),
+    ("-", "    if constexpr (LAST) {\n      begin_dq(dweights, step);\n", "dk, dq started"),
+    ("+", "      begin_dv(weights, left, step + 1, true);\n", "dp, dv started"),
+    ("-", "    hold_registers(dk);\n    hold_registers(scores);\n    arrive_warp(memory.q_empty", "dk, dq"),
+    ("-", "    const int use = memory.staging_use;\n", "room for dq"),
+    ("-", "      return;\n    }\n    if (use == kLast) {\n", "dq left"),
+    ("-", "      give_turn();\n    }\n    ++step;\n", "s started"),
 ]
 NOTE = """
 __device__ uint32_t marks[2][2048];
@@ -47,22 +40,20 @@ __device__ __forceinline__ void note(WideMemory<CAUSAL>& memory, uint32_t place)
 """
 
 
-def changes(source: str) -> list[tuple[str, str]]:
-    """Of the source, old or new."""
+def changes() -> list[tuple[str, str]]:
+    """Of the source."""
     found = []
-    for index, (where, places, _) in reversed([*enumerate(MARKED)]):
-        text = next(
-            place.replace("!FIRST", "!first") if "!FIRST" not in source else place
-            for place in places
-            if place.replace("!FIRST", "!first") in source or place in source
-        )
+    for index, (where, text, _) in reversed([*enumerate(MARKED)]):
         mark = f"note(memory, {index});\n"
-        found.append((text, text + mark if where == "+" else mark + text))
+        if text.endswith("begin_dk"):  # in the middle
+            found.append((text, text.replace("    begin_dk", mark + "    begin_dk")))
+        else:
+            found.append((text, text + mark if where == "+" else mark + text))
     found += [
         ("  int staging_use;\n", "  int staging_use;\n  uint32_t marked[2];\n"),
         (
-            "    memory.staging_free.initialize(1);\n",
-            "    memory.staging_free.initialize(1);\n    memory.marked[0] = memory.marked[1] = 0;\n",
+            "      memory.staging_free[i].initialize(1);\n",
+            "      memory.staging_free[i].initialize(1);\n    memory.marked[i] = 0;\n",
         ),
         (
             "template <class T, bool DROPOUT, bool CAUSAL>\nstruct WideKeyWarpgroup {",
@@ -93,7 +84,7 @@ def report(library: Any) -> str:
         parts = [f"{MARKED[place][2]} {statistics.median(times):.0f}" for place, times in sorted(found.items())]
         total = sum(map(sum, found.values())) / max(map(len, found.values()), default=1)
         lines.append(f"\n    warpgroup {group + 1}: {total:.0f} a step: {', '.join(parts)}")
-        steps.append([x >> 4 for x in own if x & 15 == 4])
+        steps.append([x >> 4 for x in own if x & 15 == 2])
     apart = [(b - a + (1 << 27)) % (1 << 28) - (1 << 27) for a, b in zip(*steps, strict=False)]
     return "".join(lines) + f"\n    the second puts dS {statistics.median(apart or [0]):.0f} cycles after the first"
 

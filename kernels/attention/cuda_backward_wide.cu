@@ -50,6 +50,8 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_backward_kernel(const __
       memory.k_empty[i].initialize(8 * kWarpArrivals);
     }
     for (int i = 0; i < 2; ++i) {
+      memory.staging_free[i].initialize(1);
+      memory.staging_done[i].initialize(4 * kWarpArrivals);
       memory.kept_full[i].initialize(kWarpArrivals);
       memory.kept_empty[i].initialize(4 * kWarpArrivals);
     }
@@ -60,9 +62,6 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_backward_kernel(const __
       memory.dscores_full[i].initialize(8 * kWarpArrivals);
       memory.dscores_empty[i].initialize(8 * kWarpArrivals);
     }
-    memory.staging_free.initialize(1);
-    memory.staging_done[0].initialize(4 * kWarpArrivals);
-    memory.staging_done[1].initialize(4 * kWarpArrivals);
     fence_barriers();
     prefetch_map(&p.q);
     prefetch_map(&p.k);
@@ -83,6 +82,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_backward_kernel(const __
   } else {
     raise_registers<kWideConsumerRegisters>();
     WideKeyWarpgroup<T, DROPOUT, CAUSAL> keys(p, memory, warpgroup - 1);
+    if (warpgroup == 2) keys.give_turn();
     for (int round = 0;; ++round) {
       const int index = unit_of_round(round, blockIdx.x / p.parts, gridDim.x / p.parts);
       if (index >= p.sequences * p.heads) break;

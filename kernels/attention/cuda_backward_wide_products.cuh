@@ -33,21 +33,13 @@ __device__ __forceinline__ uint32_t anew(uint32_t value) {
   return value;
 }
 
-// Keeps the assembler from moving a wait for products up over the code that computes these words: a branch that needs
-// them all, and is taken only if all are NaN.
+// Keeps the assembler from moving the code that computes these words down: a branch that needs them all, and is taken
+// only if all are NaN.
 __device__ __forceinline__ void pin(const uint32_t (&word)[16]) {
   uint32_t all = 0xffffffffu;
 #pragma unroll
   for (int i = 0; i < 16; ++i) all &= word[i];
   if (__any_sync(0xffffffffu, all == 0xffffffffu)) __nanosleep(20);
-}
-
-// Keeps what is computed from these numbers from being moved up: a branch that might change them, and is never taken.
-__device__ __forceinline__ void stay_below(float (&value)[32]) {
-  if (!__any_sync(0xffffffffu, __float_as_uint(value[31]) == 0x7fc0dead)) return;
-#pragma unroll
-  for (int i = 0; i < 32; ++i) asm volatile("add.f32 %0, %0, %0;" : "+f"(value[i]));
-  __nanosleep(20);
 }
 
 template <class T, bool DROPOUT, bool CAUSAL>
@@ -90,7 +82,6 @@ struct WideKeyWarpgroup {
     for (int c = 0; c < 8; ++c)
       multiply<T>(product, advance(k_major(keys + c / 4 * kKeyTileBytes), c % 4 * kKMajorStep),
                   advance(k_major(queries + c / 4 * kQueryTileBytes), c % 4 * kKMajorStep), c > 0);
-    commit_products();
   }
   // sum += operand rows, or sum = operand rows.
   static __device__ __forceinline__ void multiply_columns(float (&sum)[64], const uint32_t (&operand)[16],
@@ -100,7 +91,6 @@ struct WideKeyWarpgroup {
     for (int c = 0; c < 4; ++c)
       multiply<T, Major::mn>(sum, operand + 4 * c, advance(mn_major(rows, kQueryTileBytes), c * kMnMajorStep),
                              c > 0 || add);
-    commit_products();
   }
 
   // Starts S^T = K Q^T of a tile of queries.
@@ -108,6 +98,17 @@ struct WideKeyWarpgroup {
     memory.q_full[q_slot(step)].wait(step / kQueryStages % 2);
     multiply_rows(scores, anew(shared_address(memory.k[k_slot()]) + number * 64 * kTileRowBytes),
                   shared_address(memory.q[q_slot(step)]));
+  }
+
+  // Starts dK += dS^T Q of a tile of queries: its own rows of dS^T, which all of the warpgroup have put.
+  __device__ __forceinline__ void begin_dk(uint32_t step, bool add) {
+    const uint32_t dscores = anew(shared_address(memory.dscores[step % kScoreStages]) + number * 64 * kTileRowBytes);
+    const uint32_t q = shared_address(memory.q[q_slot(step)]);
+    begin_products();
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      multiply<T, Major::k, Major::mn>(dk, advance(k_major(dscores), c * kKMajorStep),
+                                       advance(mn_major(q, kQueryTileBytes), c * kMnMajorStep), c > 0 || add);
   }
 
   // Starts dQ = dS K of a tile of queries, 64 columns.
@@ -120,16 +121,15 @@ struct WideKeyWarpgroup {
     for (int c = 0; c < 8; ++c)
       multiply<T, Major::mn, Major::mn>(dq, advance(mn_major(dscores, 0), c * kMnMajorStep),
                                         advance(mn_major(k, 0), c * kMnMajorStep), c > 0);
-    commit_products();
   }
 
   // Hands dQ of a tile of queries, which is there, over to the sums, or writes it if it is the last addition.
   __device__ __forceinline__ void leave_dq(float (&dq)[32], int tile, uint32_t step) {
     const WideUnit<CAUSAL>& unit = memory.unit[number];
     arrive_warp(memory.dscores_empty[step % kScoreStages]);
-    memory.staging_free.wait(step % 2);
+    memory.staging_free[number].wait(step % 2);
     const int use = memory.staging_use;
-    float4* staging = memory.staging[number][0] + threadIdx.x % kWarpgroup;
+    float4* staging = memory.staging[0] + threadIdx.x % kWarpgroup;
     if (use == kAdded) {
 #pragma unroll
       for (int i = 0; i < 8; ++i)
@@ -156,8 +156,9 @@ struct WideKeyWarpgroup {
                   p.dq.token, unit.q.stored - query);
   }
 
-  // S^T - lse of a tile of queries, in units of log2.
-  __device__ __forceinline__ void scale(float (&scores)[32], float (&exponents)[32], int key, int tile) {
+  // P^T = exp(S^T - lse) of a tile of queries, in 16 bits, and what dropout leaves of it.
+  __device__ __forceinline__ void weigh(float (&scores)[32], uint32_t (&weights)[16], uint32_t (&left)[16], int key,
+                                        int tile, uint32_t step) {
     const WideUnit<CAUSAL>& unit = memory.unit[number];
     mask_scores<CAUSAL>(scores, key, tile * kQueries, unit.k.length, unit.offset());
     const float2* statistics = reinterpret_cast<const float2*>(memory.lse[q_slot(step)]) + threadIdx.x % 4;
@@ -166,18 +167,17 @@ struct WideKeyWarpgroup {
       const float2 lse = statistics[4 * i];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int at = 4 * i + 2 * half;
-        exponents[at] = scores[at] * p.score_scale - lse.x;
-        exponents[at + 1] = scores[at + 1] * p.score_scale - lse.y;
+        const float* pair = scores + 4 * i + 2 * half;
+        weights[2 * i + half] = narrow_word(power_of_two(pair[0] * p.score_scale - lse.x),
+                                            power_of_two(pair[1] * p.score_scale - lse.y), T{});
       }
     }
-  }
-
-  // P^T = exp(S^T - lse), in 16 bits.
-  static __device__ __forceinline__ void weigh(const float (&exponents)[32], uint32_t (&weights)[16]) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i)
-      weights[i] = narrow_word(power_of_two(exponents[2 * i]), power_of_two(exponents[2 * i + 1]), T{});
+    if constexpr (DROPOUT) {
+      memory.kept_full[number].wait(step % 2);
+      drop(weights, memory.kept[number][threadIdx.x % kWarpgroup], left);
+    }
+    pin(DROPOUT ? left : weights);
+    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[number]);  // the word is here: it was used
   }
 
   // dS^T = P^T (dP^T - delta), in 16 bits; where dropout left less of P^T, dP^T counts there alone.
@@ -203,38 +203,23 @@ struct WideKeyWarpgroup {
   }
 
   // Starts dP^T = V dO^T of a tile of queries.
-  __device__ __forceinline__ void begin_dweights(float (&dweights)[32]) {
+  __device__ __forceinline__ void begin_dweights(float (&dweights)[32], uint32_t step) {
     memory.dout_full[slot(step)].wait(parity(step));
     multiply_rows(dweights, anew(shared_address(memory.v) + number * 64 * kTileRowBytes),
                   shared_address(memory.dout[slot(step)]));
   }
 
-  // A tile of queries, whose weights are there and whose dP^T is under way in `own`, up to dS; dQ of the one before it,
-  // unless it is the FIRST; then weights and dP^T of the next one, in `next`, or its own dQ if it is the LAST.
-  template <bool FIRST, bool LAST>
-  __device__ __forceinline__ void over_tile(float (&own)[32], float (&next)[32], uint32_t (&weights)[16], int key,
-                                            int tile) {
-    // Scores of the next tile before dS of this one; with dropout, which has no registers for that, after it.
-    constexpr bool kEarly = !LAST && !DROPOUT;
-    const uint32_t dout = shared_address(memory.dout[slot(step)]);
-    uint32_t dscores[16], left[16];
-    if constexpr (DROPOUT) {
-      memory.kept_full[number].wait(step % 2);
-      drop(weights, memory.kept[number][threadIdx.x % kWarpgroup], left);
-    }
-    multiply_columns(dv, DROPOUT ? left : weights, dout, !FIRST);
-    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[number]);  // the word is here: it was used
-    if constexpr (kEarly) begin_scores(next, step + 1);
-    wait_products<1>();
-    hold_registers(own);
-    if constexpr (LAST) arrive_warp(memory.v_empty);
-    differentiate(own, weights, left, dscores);
-    if constexpr (!kEarly) {
-      pin(dscores);
-      wait_products<0>();
-    }
-    hold_registers(DROPOUT ? left : weights);
-    arrive_warp(memory.dout_empty[slot(step)]);
+  // Starts dV += P^T dO of a tile of queries, of what dropout leaves of P^T.
+  __device__ __forceinline__ void begin_dv(uint32_t (&weights)[16], uint32_t (&left)[16], uint32_t step, bool add) {
+    multiply_columns(dv, DROPOUT ? left : weights, shared_address(memory.dout[slot(step)]), add);
+  }
+
+  // The warpgroups multiply by turns: one computes meanwhile.
+  __device__ __forceinline__ void take_turn() const { sync_named(kTurns + number, 2 * kWarpgroup); }
+  __device__ __forceinline__ void give_turn() const { arrive_named(kTurns + 1 - number, 2 * kWarpgroup); }
+
+  // Puts dS^T where both warpgroups take it from.
+  __device__ __forceinline__ void put(const uint32_t (&dscores)[16]) {
     memory.dscores_empty[step % kScoreStages].wait(step / kScoreStages % 2 ^ 1);
     const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
     const uint32_t to =
@@ -243,79 +228,104 @@ struct WideKeyWarpgroup {
     for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, dscores + 4 * c);
     fence_async();
     arrive_warp(memory.dscores_full[step % kScoreStages]);
-    multiply_columns(dk, dscores, shared_address(memory.q[q_slot(step)]), !FIRST);
-    if constexpr (!kEarly && !LAST) begin_scores(next, step + 1);
-    if constexpr (!FIRST) begin_dq(own, step - 1);
-    ++step;
+  }
+
+  // A tile of queries, which `BEFORE` and `AFTER` others of the tile of keys come before and after (2: two or more).
+  // Its weights are there; its dP^T is under way in `dweights`, then dV, and S^T of the next one in `scores`. Computes
+  // dS and the next weights; then, at its turn, starts dK, dQ of the tile before, dP and dV of the next one and S of
+  // the one after that.
+  template <int BEFORE, int AFTER>
+  __device__ __forceinline__ void over_tile(float (&dweights)[32], float (&scores)[32], uint32_t (&weights)[16],
+                                            uint32_t (&left)[16], int key, int tile) {
+    constexpr bool FIRST = BEFORE == 0, LAST = AFTER == 0;
+    const WideUnit<CAUSAL>& unit = memory.unit[number];
+    uint32_t dscores[16];
+    wait_products<LAST ? 0 : 1>();
+    hold_registers(dweights);
+    hold_registers(dv);
+    if constexpr (LAST) arrive_warp(memory.v_empty);
+    differentiate(dweights, weights, left, dscores);
+    put(dscores);
+    arrive_warp(memory.dout_empty[slot(step)]);  // delta is here: what was put was computed from it
     if constexpr (!LAST) {
-      wait_products<FIRST && DROPOUT ? 0 : 1>();
-      hold_registers(next);
-      const auto release_queries = [&] {
-        hold_registers(dk);
-        arrive_warp(memory.q_empty[q_slot(step - 1)]);
-      };
-      if constexpr (!FIRST) release_queries();
-      float exponents[32];
-      scale(next, exponents, key, memory.unit[number].after(tile));
-      begin_dweights(next);
-      stay_below(exponents);  // the exponentials come when dP is started
-      weigh(exponents, weights);
-      pin(weights);
-      wait_products<1>();
-      if constexpr (FIRST) {
-        release_queries();
-      } else {
-        hold_registers(own);
-        leave_dq(own, memory.unit[number].before(tile), step - 2);
-      }
-    } else {
       wait_products<0>();
-      hold_registers(own);
-      hold_registers(dk);
-      hold_registers(dv);
-      arrive_warp(memory.q_empty[q_slot(step - 1)]);
-      begin_dq(next, step - 1);
-      if constexpr (!FIRST) leave_dq(own, memory.unit[number].before(tile), step - 2);
-      wait_products<0>();
-      hold_registers(next);
-      arrive_warp(memory.k_empty[k_slot()]);
-      leave_dq(next, tile, step - 1);
+      hold_registers(scores);
+      weigh(scores, weights, left, key, unit.after(tile), step + 1);
     }
+    take_turn();
+    begin_dk(step, !FIRST);
+    if constexpr (!FIRST) begin_dq(scores, step - 1);
+    commit_products();
+    if constexpr (LAST) {
+      begin_dq(dweights, step);
+      commit_products();
+      give_turn();
+    } else {
+      begin_dweights(dweights, step + 1);
+      begin_dv(weights, left, step + 1, true);
+      commit_products();
+    }
+    wait_products<1>();
+    hold_registers(dk);
+    hold_registers(scores);
+    arrive_warp(memory.q_empty[q_slot(step)]);
+    if constexpr (!FIRST) leave_dq(scores, unit.before(tile), step - 1);
+    if constexpr (LAST) {
+      wait_products<0>();
+      hold_registers(dweights);
+      arrive_warp(memory.k_empty[k_slot()]);
+    } else {
+      if constexpr (AFTER > 1) {
+        begin_scores(scores, step + 2);
+        commit_products();
+      }
+      give_turn();
+    }
+    ++step;
   }
 
   // One tile of keys.
   __device__ __forceinline__ void over_keys(int key_tile) {
     const WideUnit<CAUSAL>& unit = memory.unit[number];
     const int key = key_tile * kKeys + number * 64;
-    int tile = unit.first(), left = unit.query_tiles - unit.begin(key_tile);
-    float even[32], odd[32];
-    uint32_t weights[16];
+    constexpr std::integral_constant<int, 0> none;
+    constexpr std::integral_constant<int, 1> one;
+    constexpr std::integral_constant<int, 2> several;
+    int tile = unit.first(),
+        after = uniform(unit.query_tiles - unit.begin(key_tile) - 1);  // after: how many come after it
+    float dweights[32], scores[32];
+    uint32_t weights[16], left[16];
     memory.k_full[k_slot()].wait(k_step / kKeyStages % 2);
-    begin_scores(even, step);
-    memory.v_full.wait(k_step % 2);
+    begin_scores(scores, step);
+    commit_products();
     wait_products<0>();
-    hold_registers(even);
-    float exponents[32];
-    scale(even, exponents, key, tile);
-    begin_dweights(even);
-    weigh(exponents, weights);
-    if (left == 1) {
-      over_tile<true, true>(even, odd, weights, key, tile);
+    hold_registers(scores);
+    weigh(scores, weights, left, key, tile, step);
+    memory.v_full.wait(k_step % 2);
+    take_turn();
+    begin_dweights(dweights, step);
+    begin_dv(weights, left, step, false);
+    commit_products();
+    const auto over = [&](auto before, auto following) {
+      over_tile<decltype(before)::value, decltype(following)::value>(dweights, scores, weights, left, key, tile);
+      if (decltype(following)::value > 0) tile = uniform(unit.after(tile));
+    };
+    if (after == 0) {
+      give_turn();
+      over(none, none);
     } else {
-      over_tile<true, false>(even, odd, weights, key, tile);
-      for (tile = unit.after(tile), left -= 2;; tile = unit.after(tile), left -= 2) {  // left: after the tile
-        if (left == 0) {
-          over_tile<false, true>(odd, even, weights, key, tile);
-          break;
-        }
-        over_tile<false, false>(odd, even, weights, key, tile);
-        tile = unit.after(tile);
-        if (left == 1) {
-          over_tile<false, true>(even, odd, weights, key, tile);
-          break;
-        }
-        over_tile<false, false>(even, odd, weights, key, tile);
+      begin_scores(scores, step + 1);
+      commit_products();
+      give_turn();
+      if (after == 1) {
+        over(none, one);
+      } else {
+        over(none, several);
+#pragma unroll 1
+        for (; after > 2; --after) over(several, several);
+        over(several, one);
       }
+      over(several, none);
     }
     ++k_step;
     const int rows = unit.k.stored - key;
@@ -323,6 +333,7 @@ struct WideKeyWarpgroup {
                        rows);
     store_wide_product(dv, p.dv_scale, row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token,
                        rows);
+    leave_dq(dweights, tile, step - 1);  // there is room when the other warpgroup has left its dQ of the tile before
   }
 
   __device__ __forceinline__ void over_unit(int index) {

@@ -13,7 +13,9 @@ constexpr int kWideThreads = 3 * kWarpgroup;
 constexpr int kWideSumFloats = kQueries * kWideDim;  // of dQ, per tile
 constexpr int kWideSumBytes = 4 * kWideSumFloats;
 constexpr int kLseBytes = 4 * kQueries;
-constexpr int kKeyStages = 1, kQueryStages = 3, kGradientStages = 2, kScoreStages = 3;  // of k, q, dout and dS
+constexpr int kKeyStages = 2, kQueryStages = 3, kGradientStages = 2, kScoreStages = 2;  // of k, q, dout and dS
+
+constexpr int kTurns = 3;  // the first of two named barriers
 
 struct WideParameters : Parameters {
   int* turns;  // [heads, tiles]: how many additions to a tile of dQ are done
@@ -70,12 +72,12 @@ struct WideMemory {
   char k[kKeyStages][2 * kKeyTileBytes];
   char v[2 * kKeyTileBytes];
   char dscores[kScoreStages][kKeyTileBytes];  // [keys, queries]
-  float4 staging[2][8][kWarpgroup];           // of dQ: the columns of warpgroups 1 and 2, each thread's own
+  float4 staging[8][kWarpgroup];              // of dQ: the columns of warpgroup 1 or 2, each thread's own
   float lse[kQueryStages][kQueries], delta[kGradientStages][kQueries];
   uint32_t kept[2][kWarpgroup];
   Barrier q_full[kQueryStages], q_empty[kQueryStages], dout_full[kGradientStages], dout_empty[kGradientStages],
       k_full[kKeyStages], k_empty[kKeyStages], v_full, v_empty, raw, dscores_full[kScoreStages],
-      dscores_empty[kScoreStages], staging_free, staging_done[2], kept_full[2], kept_empty[2];
+      dscores_empty[kScoreStages], staging_free[2], staging_done[2], kept_full[2], kept_empty[2];
   WideUnit<CAUSAL> unit[2];  // which warpgroups 1 and 2 are at: they have no registers for it
   int staging_use;
 };
@@ -132,9 +134,17 @@ __device__ __forceinline__ void bring_wide_tiles(const WideParameters& p, WideMe
     __syncwarp();
     if (first_lane) full.arrive();
   };
-  bool keys_due = false;  // k and v come after the first tile of queries, which has room before they have
+  bool values_due = false;  // v comes after the first tile of queries, which has room before it has
   for_each_step<CAUSAL>(
-      p, [&](const WideUnit<CAUSAL>&, int) { keys_due = true; },
+      p,
+      [&](const WideUnit<CAUSAL>& unit, int round) {
+        const int key_tile = unit.key_tile(round);
+        memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
+        bring(p.k, memory.k_full[k_stage.slot], memory.k[k_stage.slot], unit.head, unit.k.first + key_tile * kKeys,
+              p.cu_seqlens == nullptr ? unit.sequence : 0, unit.k.length - key_tile * kKeys, kKeys, nullptr, nullptr);
+        k_stage.next();
+        values_due = true;
+      },
       [&](const WideUnit<CAUSAL>& unit, int round, int tile) {
         const int key_tile = unit.key_tile(round);
         const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
@@ -148,16 +158,12 @@ __device__ __forceinline__ void bring_wide_tiles(const WideParameters& p, WideMe
         bring(p.dout, memory.dout_full[dout_stage.slot], memory.dout[dout_stage.slot], unit.head, first, batch, valid,
               kQueries, memory.delta[dout_stage.slot], statistics + kQueries);
         dout_stage.next();
-        if (!keys_due) return;
-        const int first_key = unit.k.first + key_tile * kKeys, valid_keys = unit.k.length - key_tile * kKeys;
-        memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
-        bring(p.k, memory.k_full[k_stage.slot], memory.k[k_stage.slot], unit.head, first_key, batch, valid_keys, kKeys,
-              nullptr, nullptr);
-        k_stage.next();
+        if (!values_due) return;
         memory.v_empty.wait(v_stage.parity ^ 1);
-        bring(p.v, memory.v_full, memory.v, unit.head, first_key, batch, valid_keys, kKeys, nullptr, nullptr);
+        bring(p.v, memory.v_full, memory.v, unit.head, unit.k.first + key_tile * kKeys, batch,
+              unit.k.length - key_tile * kKeys, kKeys, nullptr, nullptr);
         v_stage.next();
-        keys_due = false;
+        values_due = false;
       });
 }
 
@@ -201,36 +207,31 @@ __device__ __forceinline__ void sum_wide_dq(const WideParameters& p, WideMemory<
         const int turn = unit.turn(round, tile);
         int* turns = p.turns + unit.tile + tile;
         float* sums = p.sums + static_cast<int64_t>(unit.tile + tile) * kWideSumFloats;
-        if (turn < unit.last_key_tile(tile)) {
-          memory.staging_use = kAdded;
-          memory.staging_free.arrive();
-          finish();
-          if (turn > 0) await(turns, turn);
-          for (int half = 0; half < 2; ++half) {
-            memory.staging_done[half].wait(step.parity);
-            float* to = sums + half * (kWideSumFloats / 2);
-            const uint32_t from = staging + half * (kWideSumBytes / 2);
-            if (turn == 0)
-              store_bytes(to, from, kWideSumBytes / 2);
-            else
-              add_bytes(to, from, kWideSumBytes / 2);
+        const bool last = turn == unit.last_key_tile(tile);
+        for (int half = 0; half < 2; ++half) {
+          float* to = sums + half * (kWideSumFloats / 2);
+          memory.staging_use = !last ? kAdded : turn == 0 ? kAlone : kLast;
+          if (!last || turn == 0) memory.staging_free[half].arrive();
+          if (half == 0) {
+            finish();
+            if (turn > 0) await(turns, turn);
           }
+          if (last && turn > 0) {
+            load_bytes(memory.staging_free[half], staging, to, kWideSumBytes / 2);
+            memory.staging_free[half].arrive_expect(kWideSumBytes / 2);
+          }
+          memory.staging_done[half].wait(step.parity);
+          if (last) continue;
+          if (turn == 0)
+            store_bytes(to, staging, kWideSumBytes / 2);
+          else
+            add_bytes(to, staging, kWideSumBytes / 2);
           commit_stores();
+          wait_stores_read<0>();
+        }
+        if (!last) {
           counter = turns;
           done = turn + 1;
-          wait_stores_read<0>();
-        } else {
-          finish();
-          memory.staging_use = turn == 0 ? kAlone : kLast;
-          if (turn == 0) {
-            memory.staging_free.arrive();
-          } else {
-            await(turns, turn);
-            load_bytes(memory.staging_free, staging, sums, kWideSumBytes);
-            memory.staging_free.arrive_expect(kWideSumBytes);
-          }
-          memory.staging_done[0].wait(step.parity);
-          memory.staging_done[1].wait(step.parity);
         }
         step.next();
       });
