@@ -7,10 +7,10 @@
 //   1, 2  64 keys each, keys by queries:  S^T = K Q^T, dP^T = V dO^T, then P^T and dS^T in registers, and from there
 //         dV += P^T dO and dK += dS^T Q. dS^T meets in shared memory, and each of them computes 64 columns of dQ = dS K
 //
-// The order of products keeps the matrix units busy while numbers are computed: dP, dV, S of the next tile of queries
-// (dS is computed beside it), dK, dQ of the tile before (the next weights are computed beside it), dP of the next tile
-// (beside it, dQ leaves). dQ comes a tile later so that the two warpgroups need not keep step: one computes while the
-// other multiplies. P is kept in 16 bits: there are no registers for more.
+// Warpgroups 1 and 2 take turns: one multiplies while the other computes. For every tile of queries each of them first
+// computes dS, and the weights of the next tile; then, at its turn, it starts dK, dQ of the tile before, dP and dV of the
+// next tile, and, when dQ has left, S of the one after that. So dS of both is there when dQ is computed from it. P is
+// kept in 16 bits, and dK takes dS from shared memory: there are no registers for more.
 //
 // Blocks share a (sequence, head) where there are few, or where the second level cache profits; counters order their
 // additions to dQ. Every sum has one fixed order.
