@@ -61,17 +61,47 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
     ],
     "forced": [FORCED],
     "together": [("spread = !CAUSAL && parts", "spread = !CAUSAL && parts < 0 && parts")],
-    "spread_8": [("kSpread = 4;", "kSpread = 8;")],
-    "without_sums": [
-        ("          if (last) continue;\n", "          if (turn < 1 << 30) continue;\n"),
-        ("while (hear(turns) < turn) {", "while (turn < 0) {"),
+    "no_draws": [  # the bits cost nothing
+        (
+            "draw_weights(seed, unit.sequence, unit.head, query + j / 2 * 8 + j % 2, block, d)",
+            "Draw{{query + j, block, static_cast<uint32_t>(seed), query * block + d}}",
+        ),
+    ],
+    "two_staging": [  # a place for each half of dQ, one for k
+        ("kKeyStages = 2,", "kKeyStages = 1,"),
+        ("float4 staging[8][kWarpgroup];", "float4 staging[2][8][kWarpgroup];"),
+        ("memory.staging[0] + threadIdx", "memory.staging[number][0] + threadIdx"),
+        (
+            "          float* to = sums + half * (kWideSumFloats / 2);\n",
+            "          float* to = sums + half * (kWideSumFloats / 2);\n"
+            "          const uint32_t staging = shared_address(memory.staging) + half * (kWideSumBytes / 2);\n",
+        ),
+        (
+            "          if (!last || turn == 0) memory.staging_free[half].arrive();\n",
+            "          if (half == 0 && (!last || turn == 0)) {\n"
+            "            memory.staging_free[0].arrive();\n"
+            "            memory.staging_free[1].arrive();\n"
+            "          }\n",
+        ),
+        (
+            "          if (last && turn > 0) {\n"
+            "            load_bytes(memory.staging_free[half], staging, to, kWideSumBytes / 2);\n"
+            "            memory.staging_free[half].arrive_expect(kWideSumBytes / 2);\n"
+            "          }\n",
+            "          for (int i = 0; half == 0 && last && turn > 0 && i < 2; ++i) {\n"
+            "            load_bytes(memory.staging_free[i], staging + i * (kWideSumBytes / 2),\n"
+            "                       to + i * (kWideSumFloats / 2), kWideSumBytes / 2);\n"
+            "            memory.staging_free[i].arrive_expect(kWideSumBytes / 2);\n"
+            "          }\n",
+        ),
     ],
     "without_exp": [
-        ("power_of_two(pair[0] * p.score_scale - lse.x)", "(pair[0] * p.score_scale - lse.x)"),
-        ("power_of_two(pair[1] * p.score_scale - lse.y)", "(pair[1] * p.score_scale - lse.y)"),
+        ("power_of_two(pair[0] * p.score_scale - lse[i].x)", "(pair[0] * p.score_scale - lse[i].x)"),
+        ("power_of_two(pair[1] * p.score_scale - lse[i].y)", "(pair[1] * p.score_scale - lse[i].y)"),
     ],
 }
-CAUSAL_TOO = ("no_turns", "early_turn", "forced")
+CAUSAL_TOO = ("early_turn", "forced")
+DROPOUT_ALONE = ("no_draws",)
 # Other sources whose times are compared, where they are there.
 BEFORE = Path(__file__).with_name("before")
 OTHERS = [path.stem.removeprefix("wide_") for path in sorted(BEFORE.glob("wide_*.cu"))]
@@ -133,7 +163,10 @@ def start_all(kinds: list[str], names: list[str]) -> dict[str, subprocess.Popen[
     if "times" in kinds:
         for name in names:
             few = [WITHOUT_HALF, WITHOUT_DROPOUT, *([ONLY_ALL_KEYS] if name not in CAUSAL_TOO else [])]
-            started[name] = compile_variant(name, [*VARIANTS[name], *few])
+            if name in DROPOUT_ALONE:
+                started[name] = compile_variant(f"{name}_p", [*VARIANTS[name], WITHOUT_HALF, ONLY_DROPOUT])
+            else:
+                started[name] = compile_variant(name, [*VARIANTS[name], *few])
         for name in OTHERS:
             source = BEFORE / f"wide_{name}.cu"
             started[name] = compile_variant(name, [WITHOUT_HALF, WITHOUT_DROPOUT], source=source)
@@ -269,19 +302,24 @@ TIMES: dict[str, dict[str, Any]] = {
     )
 }
 TIMES["packed_p"] = {"packed": tuple(64 + 448 * i // 63 for i in range(64)), "heads": 8, "p": 0.1, "fused": True}
-PARTS = {1024: (2,), 2048: (4,), 4096: (8,), 16384: (8, 32)}  # blocks that share a head, for "forced"
+PARTS = {512: (1, 2), 1024: (2, 4), 2048: (4, 8), 4096: (8, 16), 16384: (16, 32)}  # for "forced"
+OFTEN = ("turns", "no_turns", "early_turn")
 COMPARED = {  # the variants' cases
-    "8x2048": ("plain", "delayed", *VARIANTS),
-    "1x16384": ("plain", "delayed", "no_turns", "early_turn", "together", "spread_8", "forced"),
-    "1x16384_causal": ("plain", "delayed", "no_turns", "early_turn", "forced"),
-    "4x4096": ("plain", "delayed", "no_turns", "early_turn", "together", "forced"),
-    "32x512": ("plain", "delayed", "no_turns", "early_turn", "together"),
-    "16x1024": ("plain", "delayed", "no_turns", "early_turn", "forced"),
-    "64x256": ("plain", "no_turns"),
-    "128x128": ("plain", "no_turns"),
-    "8x2048_causal": ("plain", "delayed", "early_turn", "forced"),
-    "4x4096_causal": ("plain", "delayed", "forced"),
-    "32x512_causal": ("plain", "no_turns"),
+    "8x2048": (*OFTEN, "two_staging", "together", "without_exp"),
+    "1x16384": (*OFTEN, "together", "forced"),
+    "1x16384_causal": ("turns", "early_turn", "forced"),
+    "4x4096": (*OFTEN, "together"),
+    "32x512": (*OFTEN, "two_staging", "forced"),
+    "16x1024": (*OFTEN, "two_staging"),
+    "64x256": (*OFTEN, "two_staging"),
+    "128x128": (*OFTEN, "two_staging"),
+    "8x2048_causal": ("turns", "early_turn", "forced"),
+    "4x4096_causal": ("turns", "forced"),
+    "32x512_causal": ("turns", "forced"),
+    "16x1024_causal": ("turns", "forced"),
+    "32x512_p": ("no_draws",),
+    "8x2048_p": ("no_draws",),
+    "64x256_p": ("no_draws",),
 }
 
 
@@ -314,7 +352,7 @@ def timed(name: str) -> str:
         functions["cudnn"] = lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
     for variant in COMPARED.get(name, ()):
         for parts in PARTS[case["dense"][1]] if variant == "forced" else ("",):
-            if (WORK / f"wide_{variant}.so").exists():
+            if (WORK / f"wide_{variant}{'_p' if case['p'] else ''}.so").exists():
                 functions[f"{variant}{parts}"] = with_parts(str(parts), Backward(case, variant).prepare(*arguments))
     functions = {who: run for who, run in functions.items() if who not in os.environ.get("HANGS", "").split()}
     results = milliseconds(functions, eager=("cudnn",))
@@ -421,7 +459,7 @@ def clocked(name: str) -> str:
     return f"{name}{clocks.report(backward.library)}"
 
 
-CLOCKED = ("8x2048/clocks",)
+CLOCKED = ("8x2048/clocks", "64x256/clocks")
 KINDS: dict[str, tuple[Callable[[str], str], Iterable[str]]] = {
     "checks": (check, CHECKS),
     "clocks": (clocked, CLOCKED),

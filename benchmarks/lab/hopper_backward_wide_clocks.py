@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # One thread of each warpgroup of the first block writes the clock before (-) or after (+) these texts of the kernel.
 MARKED = [
     ("+", "    wait_products<LAST ? 0 : 1>();\n    hold_registers(dweights);\n", "dp, dv"),
-    ("+", "    differentiate(dweights, weights, left, dscores);\n", "ds"),
-    ("+", "    put(dscores);\n", "ds put"),
+    ("+", "      pin(dscores);\n", "ds"),
     ("+", "      wait_products<0>();\n      hold_registers(scores);\n", "next s"),
-    ("+", "      weigh(scores, weights, left, key, unit.after(tile), step + 1);\n", "weights"),
+    ("+", "      weigh(scores, statistics, weights, key, unit.after(tile));\n", "weights"),
+    ("+", "    put(dscores);\n", "ds put"),
     ("+", "    take_turn();\n    begin_dk", "turn"),
     ("-", "    if constexpr (LAST) {\n      begin_dq(dweights, step);\n", "dk, dq started"),
     ("+", "      begin_dv(weights, left, step + 1, true);\n", "dp, dv started"),
@@ -72,7 +72,7 @@ Status attention_backward_wide(const AttentionBackward& call) {\n""",
 
 
 def report(library: Any) -> str:
-    """Cycles from one place of a step to the next, medians, for each warpgroup, and how far these are apart."""
+    """Cycles from one place of a step to the next, medians (means), of each warpgroup, and how far these are apart."""
     marks = (ctypes.c_uint32 * 4096)()
     library.read_marks(marks)
     lines, steps = [], []
@@ -81,10 +81,13 @@ def report(library: Any) -> str:
         found: dict[int, list[int]] = {}
         for a, b in itertools.pairwise(own):
             found.setdefault(b & 15, []).append(((b >> 4) - (a >> 4)) & 0xFFFFFFF)
-        parts = [f"{MARKED[place][2]} {statistics.median(times):.0f}" for place, times in sorted(found.items())]
+        parts = [
+            f"{MARKED[place][2]} {statistics.median(times):.0f} ({statistics.mean(times):.0f})"
+            for place, times in sorted(found.items())
+        ]
         total = sum(map(sum, found.values())) / max(map(len, found.values()), default=1)
         lines.append(f"\n    warpgroup {group + 1}: {total:.0f} a step: {', '.join(parts)}")
-        steps.append([x >> 4 for x in own if x & 15 == 2])
+        steps.append([x >> 4 for x in own if x & 15 == 4])
     apart = [(b - a + (1 << 27)) % (1 << 28) - (1 << 27) for a, b in zip(*steps, strict=False)]
     return "".join(lines) + f"\n    the second puts dS {statistics.median(apart or [0]):.0f} cycles after the first"
 

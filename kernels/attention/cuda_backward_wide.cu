@@ -8,9 +8,9 @@
 //         dV += P^T dO and dK += dS^T Q. dS^T meets in shared memory, and each of them computes 64 columns of dQ = dS K
 //
 // Warpgroups 1 and 2 take turns: one multiplies while the other computes. For every tile of queries each of them first
-// computes dS, and the weights of the next tile; then, at its turn, it starts dK, dQ of the tile before, dP and dV of the
-// next tile, and, when dQ has left, S of the one after that. So dS of both is there when dQ is computed from it. P is
-// kept in 16 bits, and dK takes dS from shared memory: there are no registers for more.
+// computes dS, and the weights of the next tile; then, at its turn, it starts dK, dQ of the tile before, dP and dV of
+// the next tile, and, when dQ has left, S of the one after that. So dS of both is there when dQ is computed from it. P
+// is kept in 16 bits, and dK takes dS from shared memory: there are no registers for more.
 //
 // Blocks share a (sequence, head) where there are few, or where the second level cache profits; counters order their
 // additions to dQ. Every sum has one fixed order.
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_backward_kernel(const __
 // How many blocks share a (sequence, head): what takes the shortest time of the block that has most to do. Blocks that
 // share follow one another some 2 steps apart. What they read and add to, queries, gradients and sums, takes 1 KB a
 // token: if that does not fit into the second level cache for all that is under way, the first of the blocks that come
-// to it waits longer.
+// to it waits longer. `queries`: those that a tile of keys meets; half of them if attention is causal.
 int parts_of(int64_t units, int64_t queries, int64_t keys, int processors) {
   const int64_t key_tiles = std::max<int64_t>((keys + kKeys - 1) / kKeys, 1);
   const int64_t query_tiles = (queries + kQueries - 1) / kQueries;
@@ -123,10 +123,10 @@ Status launch_wide(const AttentionBackward& call, WideParameters& p) {
   const Status status = launch_statistics<T, kWideDim>(call, p, statistics_in(call, 0), p.turns);
   if (status.code != StatusCode::ok) return status;
   const int64_t units = call.sequences * call.heads;
-  p.parts =
-      parts_of(units, std::min(call.max_seqlen, call.queries), std::min(call.max_seqlen_k, call.keys), processors);
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors / p.parts) * p.parts));
   const bool causal = call.window_right == 0;
+  const int64_t queries = std::min(call.max_seqlen, call.queries);
+  p.parts = parts_of(units, causal ? queries / 2 : queries, std::min(call.max_seqlen_k, call.keys), processors);
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors / p.parts) * p.parts));
   const auto start = [&](auto* kernel) {
     return launch(kernel, grid, dim3(kWideThreads), sizeof(WideMemory<false>), call.stream, p);
   };

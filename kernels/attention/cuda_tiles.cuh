@@ -15,8 +15,8 @@ template <int HEAD_DIM, int GROUPS, int KEYS, int STAGES, bool DROPOUT>
 struct ForwardShape {
   static constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kKeys = KEYS, kStages = STAGES;
   static constexpr bool kDropout = DROPOUT;
-  // One stage is too few for v of a tile's last step to stay while the next tile's first is computed.
-  static constexpr bool kOverlaps = STAGES > 1;
+  // Two stages are too few for v of a tile's last step to stay while the next tile's first is computed.
+  static constexpr bool kOverlaps = STAGES > 2;
   static constexpr int kQueries = 64 * GROUPS;
   static constexpr int kThreads = kWarpgroup * (GROUPS + 1);
   static constexpr int kParts = HEAD_DIM / kTileColumns;  // swizzled tiles side by side
