@@ -119,6 +119,7 @@ LOAD: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "sums in memory": ([700, 64] * 8, [300, 1000] * 8, {"causal": True}),
     "causal, sums in memory, dropout": ([2000] * 5, [2000] * 5, {"causal": True, "dropout_p": 0.1}),
     "long": ([4096], [4096], {}),
+    "long, causal": ([4000], [4000], {"causal": True}),
     "long, causal, dropout": ([4096, 1], [4096, 7], {"causal": True, "dropout_p": 0.1}),
     "one long head among short ones": ([3000] + [60] * 50, [3000] + [60] * 50, {"dropout_p": 0.1}),
     "blocks that begin apart, dropout": ([1024] * 16, [1024] * 16, {"dropout_p": 0.1}),
