@@ -4,8 +4,9 @@
 
 checks hold it against reference.py in fp64 (same dropout) and repeat it for the same bits; stress repeats large cases;
 times stand next to cuDNN's and those of variants of the source and of other ones (before/wide_*.cu beside this script),
-by turns; clocks say where a step's cycles go, and how long products take by themselves; forward: shapes of the
-forward at this head dim (hopper_forward_wide.py). All run in processes of their own with a time limit.
+by turns; clocks say where a step's cycles go, and how long products take by themselves. All run in a process of their
+own with a time limit. ``--only races`` compiles what ``compute-sanitizer --tool racecheck python ... --racecheck``
+runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from typing import Any
 
 import hopper_backward
 import hopper_backward_wide_clocks as clocks
-import hopper_forward_wide
 from hopper_backward import ROOT, WORK, lay_package, milliseconds, relative, repeat
 from hopper_backward_cases import COMMON
 from hopper_backward_cases import make as make_problem
@@ -52,56 +52,21 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
         ("{ sync_named(kTurns + number, 2 * kWarpgroup); }", "{ sync_named(1 + number, kWarpgroup); }"),
         ("{ arrive_named(kTurns + 1 - number, 2 * kWarpgroup); }", "{}"),
     ],
-    "early_turn": [  # the other's products may come between dV and the next S
-        (
-            "    if constexpr (!FIRST) leave_dq(scores,",
-            "    if constexpr (!LAST) give_turn();\n    if constexpr (!FIRST) leave_dq(scores,",
-        ),
-        ("      give_turn();\n    }\n    ++step;\n", "    }\n    ++step;\n"),
-    ],
     "forced": [FORCED],
     "together": [("spread = !CAUSAL && parts", "spread = !CAUSAL && parts < 0 && parts")],
-    "no_draws": [  # the bits cost nothing
+    "without_draws": [
         (
             "draw_weights(seed, unit.sequence, unit.head, query + j / 2 * 8 + j % 2, block, d)",
             "Draw{{query + j, block, static_cast<uint32_t>(seed), query * block + d}}",
         ),
     ],
-    "two_staging": [  # a place for each half of dQ, one for k
-        ("kKeyStages = 2,", "kKeyStages = 1,"),
-        ("float4 staging[8][kWarpgroup];", "float4 staging[2][8][kWarpgroup];"),
-        ("memory.staging[0] + threadIdx", "memory.staging[number][0] + threadIdx"),
-        (
-            "          float* to = sums + half * (kWideSumFloats / 2);\n",
-            "          float* to = sums + half * (kWideSumFloats / 2);\n"
-            "          const uint32_t staging = shared_address(memory.staging) + half * (kWideSumBytes / 2);\n",
-        ),
-        (
-            "          if (!last || turn == 0) memory.staging_free[half].arrive();\n",
-            "          if (half == 0 && (!last || turn == 0)) {\n"
-            "            memory.staging_free[0].arrive();\n"
-            "            memory.staging_free[1].arrive();\n"
-            "          }\n",
-        ),
-        (
-            "          if (last && turn > 0) {\n"
-            "            load_bytes(memory.staging_free[half], staging, to, kWideSumBytes / 2);\n"
-            "            memory.staging_free[half].arrive_expect(kWideSumBytes / 2);\n"
-            "          }\n",
-            "          for (int i = 0; half == 0 && last && turn > 0 && i < 2; ++i) {\n"
-            "            load_bytes(memory.staging_free[i], staging + i * (kWideSumBytes / 2),\n"
-            "                       to + i * (kWideSumFloats / 2), kWideSumBytes / 2);\n"
-            "            memory.staging_free[i].arrive_expect(kWideSumBytes / 2);\n"
-            "          }\n",
-        ),
-    ],
     "without_exp": [
-        ("power_of_two(pair[0] * p.score_scale - lse[i].x)", "(pair[0] * p.score_scale - lse[i].x)"),
-        ("power_of_two(pair[1] * p.score_scale - lse[i].y)", "(pair[1] * p.score_scale - lse[i].y)"),
+        ("power_of_two(pair[0] * p.score_scale - lse.x)", "(pair[0] * p.score_scale - lse.x)"),
+        ("power_of_two(pair[1] * p.score_scale - lse.y)", "(pair[1] * p.score_scale - lse.y)"),
     ],
 }
-CAUSAL_TOO = ("early_turn", "forced")
-DROPOUT_ALONE = ("no_draws",)
+CAUSAL_TOO = ("forced",)
+DROPOUT_ALONE = ("without_draws",)
 # Other sources whose times are compared, where they are there.
 BEFORE = Path(__file__).with_name("before")
 OTHERS = [path.stem.removeprefix("wide_") for path in sorted(BEFORE.glob("wide_*.cu"))]
@@ -176,8 +141,9 @@ def start_all(kinds: list[str], names: list[str]) -> dict[str, subprocess.Popen[
         few = [WITHOUT_HALF, WITHOUT_DROPOUT, ONLY_ALL_KEYS]
         started["clocks"] = compile_variant("clocks", [*clocks.changes(), *few])
         started["rates"] = clocks.compile_rates(WORK)
-    if "forward" in kinds:
-        started |= hopper_forward_wide.start_all()
+    if "races" in kinds:
+        for name, few in (("every_lane", WITHOUT_DROPOUT), ("every_lane_p", ONLY_DROPOUT)):
+            started[name] = compile_variant(name, [WITHOUT_HALF, few], "-DFASTTFM_EVERY_LANE_ARRIVES")
     return started
 
 
@@ -303,23 +269,15 @@ TIMES: dict[str, dict[str, Any]] = {
 }
 TIMES["packed_p"] = {"packed": tuple(64 + 448 * i // 63 for i in range(64)), "heads": 8, "p": 0.1, "fused": True}
 PARTS = {512: (1, 2), 1024: (2, 4), 2048: (4, 8), 4096: (8, 16), 16384: (16, 32)}  # for "forced"
-OFTEN = ("turns", "no_turns", "early_turn")
 COMPARED = {  # the variants' cases
-    "8x2048": (*OFTEN, "two_staging", "together", "without_exp"),
-    "1x16384": (*OFTEN, "together", "forced"),
-    "1x16384_causal": ("turns", "early_turn", "forced"),
-    "4x4096": (*OFTEN, "together"),
-    "32x512": (*OFTEN, "two_staging", "forced"),
-    "16x1024": (*OFTEN, "two_staging"),
-    "64x256": (*OFTEN, "two_staging"),
-    "128x128": (*OFTEN, "two_staging"),
-    "8x2048_causal": ("turns", "early_turn", "forced"),
-    "4x4096_causal": ("turns", "forced"),
-    "32x512_causal": ("turns", "forced"),
-    "16x1024_causal": ("turns", "forced"),
-    "32x512_p": ("no_draws",),
-    "8x2048_p": ("no_draws",),
-    "64x256_p": ("no_draws",),
+    "8x2048": ("no_turns", "together", "forced", "without_exp"),
+    "1x16384": ("no_turns", "together", "forced"),
+    "4x4096": ("no_turns", "together", "forced"),
+    "32x512": ("no_turns", "together", "forced"),
+    "16x1024": ("no_turns", "together", "forced"),
+    **{f"{16384 // size}x{size}_causal": ("forced",) for size in PARTS},
+    "32x512_p": ("without_draws",),
+    "8x2048_p": ("without_draws",),
 }
 
 
@@ -401,13 +359,10 @@ def race() -> None:
     """One small call of each kernel, for compute-sanitizer's racecheck: every lane arrives at barriers."""
     import torch
 
-    lay_package()
-    if not (WORK / "wide_every_lane.so").exists():
-        process = compile_variant("every_lane", [WITHOUT_HALF], "-DFASTTFM_EVERY_LANE_ARRIVES")
-        print(process.communicate()[0][-400:])
-    for causal, p in itertools.product((False, True), (0.0, 0.1)):
-        problem, q, k, v, dout, *gradients = make({"dense": (2, 320), "heads": 2, "causal": causal, "p": p})
-        Backward({}, "every_lane").prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)()
+    for causal, p in itertools.product((True, False), (0.0, 0.1)):
+        case = {"dense": (2, 320), "heads": 2, "causal": causal, "p": p}
+        problem, q, k, v, dout, *gradients = make(case)
+        Backward(case, "every_lane").prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)()
         torch.cuda.synchronize()
         print(f"causal {causal}, p {p}: ran", flush=True)
 
@@ -419,7 +374,7 @@ def main() -> None:
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated names")
     parser.add_argument("--seconds", type=float, default=45.0, help="room for all")
     parser.add_argument("--output", default=os.environ.get("OUT", str(WORK)))
-    parser.add_argument("--racecheck", action="store_true", help="one small call of each kernel, for compute-sanitizer")
+    parser.add_argument("--racecheck", action="store_true", help="a call of each kernel; after --only races")
     parser.add_argument("--child", nargs="+")
     arguments = parser.parse_args()
     if arguments.racecheck:
@@ -445,7 +400,7 @@ def main() -> None:
     say(build(kinds, [name for name in arguments.variants.split(",") if name]))
     chosen = [name for name in arguments.cases.split(",") if name]
     cases = [f"{kind}:{name}" for kind in kinds for name in KINDS[kind][1] if not chosen or name in chosen]
-    in_process(cases, 10.0, begin + arguments.seconds, say)
+    in_process(cases, 5.0, begin + arguments.seconds, say)
     say(f"{time.time() - begin:.0f} s in all")
 
 
@@ -459,13 +414,13 @@ def clocked(name: str) -> str:
     return f"{name}{clocks.report(backward.library)}"
 
 
-CLOCKED = ("8x2048/clocks", "64x256/clocks")
+CLOCKED = ("8x2048/clocks", "rates")
 KINDS: dict[str, tuple[Callable[[str], str], Iterable[str]]] = {
     "checks": (check, CHECKS),
     "clocks": (clocked, CLOCKED),
     "times": (timed, TIMES),
-    "forward": (hopper_forward_wide.run, hopper_forward_wide.CASES),
     "stress": (stressed, STRESS),
+    "races": (str, ()),  # compiled alone
 }
 
 if __name__ == "__main__":

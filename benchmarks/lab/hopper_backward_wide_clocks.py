@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # One thread of each warpgroup of the first block writes the clock before (-) or after (+) these texts of the kernel.
 MARKED = [
     ("+", "    wait_products<LAST ? 0 : 1>();\n    hold_registers(dweights);\n", "dp, dv"),
-    ("+", "      pin(dscores);\n", "ds"),
-    ("+", "      wait_products<0>();\n      hold_registers(scores);\n", "next s"),
-    ("+", "      weigh(scores, statistics, weights, key, unit.after(tile));\n", "weights"),
+    ("+", "    differentiate(dweights, weights, left, dscores);\n", "ds"),
     ("+", "    put(dscores);\n", "ds put"),
+    ("+", "      wait_products<0>();\n      hold_registers(scores);\n", "next s"),
+    ("+", "      weigh(scores, weights, left, key, unit.after(tile), step + 1);\n", "weights"),
     ("+", "    take_turn();\n    begin_dk", "turn"),
     ("-", "    if constexpr (LAST) {\n      begin_dq(dweights, step);\n", "dk, dq started"),
     ("+", "      begin_dv(weights, left, step + 1, true);\n", "dp, dv started"),
@@ -87,7 +87,7 @@ def report(library: Any) -> str:
         ]
         total = sum(map(sum, found.values())) / max(map(len, found.values()), default=1)
         lines.append(f"\n    warpgroup {group + 1}: {total:.0f} a step: {', '.join(parts)}")
-        steps.append([x >> 4 for x in own if x & 15 == 4])
+        steps.append([x >> 4 for x in own if x & 15 == 2])
     apart = [(b - a + (1 << 27)) % (1 << 28) - (1 << 27) for a, b in zip(*steps, strict=False)]
     return "".join(lines) + f"\n    the second puts dS {statistics.median(apart or [0]):.0f} cycles after the first"
 

@@ -93,11 +93,11 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_backward_kernel(const __
 
 // ---- launchers -------------------------------------------------------------------------------------------------------
 
-// How many blocks share a (sequence, head): what takes the shortest time of the block that has most to do. Blocks that
-// share follow one another some 2 steps apart. What they read and add to, queries, gradients and sums, takes 1 KB a
-// token: if that does not fit into the second level cache for all that is under way, the first of the blocks that come
-// to it waits longer. `queries`: those that a tile of keys meets; half of them if attention is causal.
-int parts_of(int64_t units, int64_t queries, int64_t keys, int processors) {
+// How many blocks share a (sequence, head): what takes the shortest time of the block that has most to do. A tile of
+// keys meets `met` of the queries on average. Blocks that share follow one another some 2 steps apart, over the same
+// queries. What they read and add to, queries, gradients and sums, takes 1 KB a token: if that does not fit into the
+// second level cache for all that is under way, the first of the blocks that come to it waits longer.
+int parts_of(int64_t units, int64_t queries, int64_t keys, double met, int processors) {
   const int64_t key_tiles = std::max<int64_t>((keys + kKeys - 1) / kKeys, 1);
   const int64_t query_tiles = (queries + kQueries - 1) / kQueries;
   int best = 1;
@@ -105,8 +105,8 @@ int parts_of(int64_t units, int64_t queries, int64_t keys, int processors) {
   for (int parts = 1; parts <= std::min<int64_t>(key_tiles, processors); ++parts) {
     const int64_t groups = processors / parts;
     const int64_t rounds = (units + groups - 1) / groups * ((key_tiles + parts - 1) / parts);
-    const bool fits = std::min(units, groups) * queries <= 36 * 1024;
-    const double time = (rounds * query_tiles + 2.1 * parts) * (fits ? 1.0 : 1.0 + 0.4 / parts);
+    const bool fits = std::min(units, groups) * queries * (parts > 1 ? met : 1.0) <= 36 * 1024;
+    const double time = (met * rounds * query_tiles + 2.1 * parts) * (fits ? 1.0 : 1.0 + 0.4 * met / parts);
     if (parts == 1 || time < least) {
       best = parts;
       least = time;
@@ -124,8 +124,8 @@ Status launch_wide(const AttentionBackward& call, WideParameters& p) {
   if (status.code != StatusCode::ok) return status;
   const int64_t units = call.sequences * call.heads;
   const bool causal = call.window_right == 0;
-  const int64_t queries = std::min(call.max_seqlen, call.queries);
-  p.parts = parts_of(units, causal ? queries / 2 : queries, std::min(call.max_seqlen_k, call.keys), processors);
+  p.parts = parts_of(units, std::min(call.max_seqlen, call.queries), std::min(call.max_seqlen_k, call.keys),
+                     causal ? 0.5 : 1.0, processors);
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors / p.parts) * p.parts));
   const auto start = [&](auto* kernel) {
     return launch(kernel, grid, dim3(kWideThreads), sizeof(WideMemory<false>), call.stream, p);

@@ -156,45 +156,37 @@ struct WideKeyWarpgroup {
                   p.dq.token, unit.q.stored - query);
   }
 
-  // lse or delta of this thread's columns.
-  static __device__ __forceinline__ void load(const float (&statistics)[kQueries], float2 (&own)[8]) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) own[i] = reinterpret_cast<const float2*>(statistics)[4 * i + threadIdx.x % 4];
-  }
-
-  // P^T = exp(S^T - lse) of a tile of queries, in 16 bits.
-  __device__ __forceinline__ void weigh(float (&scores)[32], const float2 (&lse)[8], uint32_t (&weights)[16], int key,
-                                        int tile) {
+  // P^T = exp(S^T - lse) of a tile of queries, in 16 bits, and what dropout leaves of it.
+  __device__ __forceinline__ void weigh(float (&scores)[32], uint32_t (&weights)[16], uint32_t (&left)[16], int key,
+                                        int tile, uint32_t step) {
     const WideUnit<CAUSAL>& unit = memory.unit[number];
     mask_scores<CAUSAL>(scores, key, tile * kQueries, unit.k.length, unit.offset());
+    const float2* statistics = reinterpret_cast<const float2*>(memory.lse[q_slot(step)]) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
+      const float2 lse = statistics[4 * i];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float* pair = scores + 4 * i + 2 * half;
-        weights[2 * i + half] = narrow_word(power_of_two(pair[0] * p.score_scale - lse[i].x),
-                                            power_of_two(pair[1] * p.score_scale - lse[i].y), T{});
+        weights[2 * i + half] = narrow_word(power_of_two(pair[0] * p.score_scale - lse.x),
+                                            power_of_two(pair[1] * p.score_scale - lse.y), T{});
       }
     }
-    pin(weights);
-  }
-
-  // What dropout leaves of the weights.
-  __device__ __forceinline__ void keep(const uint32_t (&weights)[16], uint32_t (&left)[16], uint32_t step) {
     if constexpr (DROPOUT) {
       memory.kept_full[number].wait(step % 2);
       drop(weights, memory.kept[number][threadIdx.x % kWarpgroup], left);
-      pin(left);
-      arrive_warp(memory.kept_empty[number]);  // the word is here: it was used
     }
+    pin(DROPOUT ? left : weights);
+    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[number]);  // the word is here: it was used
   }
 
   // dS^T = P^T (dP^T - delta), in 16 bits; where dropout left less of P^T, dP^T counts there alone.
-  static __device__ __forceinline__ void differentiate(const float (&dweights)[32], const float2 (&delta)[8],
-                                                       const uint32_t (&weights)[16], const uint32_t (&left)[16],
-                                                       uint32_t (&dscores)[16]) {
+  __device__ __forceinline__ void differentiate(const float (&dweights)[32], const uint32_t (&weights)[16],
+                                                const uint32_t (&left)[16], uint32_t (&dscores)[16]) {
+    const float2* statistics = reinterpret_cast<const float2*>(memory.delta[slot(step)]) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
+      const float2 delta = statistics[4 * i];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float* pair = dweights + 4 * i + 2 * half;
@@ -202,10 +194,9 @@ struct WideKeyWarpgroup {
         if constexpr (DROPOUT) {
           const float2 kept = widen_word(left[2 * i + half], T{});
           dscores[2 * i + half] =
-              narrow_word(kept.x * pair[0] - weight.x * delta[i].x, kept.y * pair[1] - weight.y * delta[i].y, T{});
+              narrow_word(kept.x * pair[0] - weight.x * delta.x, kept.y * pair[1] - weight.y * delta.y, T{});
         } else {
-          dscores[2 * i + half] =
-              narrow_word(weight.x * (pair[0] - delta[i].x), weight.y * (pair[1] - delta[i].y), T{});
+          dscores[2 * i + half] = narrow_word(weight.x * (pair[0] - delta.x), weight.y * (pair[1] - delta.y), T{});
         }
       }
     }
@@ -249,24 +240,18 @@ struct WideKeyWarpgroup {
     constexpr bool FIRST = BEFORE == 0, LAST = AFTER == 0;
     const WideUnit<CAUSAL>& unit = memory.unit[number];
     uint32_t dscores[16];
-    float2 statistics[8];
-    if constexpr (!DROPOUT) load(memory.delta[slot(step)], statistics);  // dropout has no registers for it yet
     wait_products<LAST ? 0 : 1>();
     hold_registers(dweights);
     hold_registers(dv);
-    if constexpr (DROPOUT) load(memory.delta[slot(step)], statistics);
     if constexpr (LAST) arrive_warp(memory.v_empty);
-    differentiate(dweights, statistics, weights, left, dscores);
-    if constexpr (!LAST) {
-      pin(dscores);
-      load(memory.lse[q_slot(step + 1)], statistics);
-      wait_products<0>();
-      hold_registers(scores);
-      weigh(scores, statistics, weights, key, unit.after(tile));
-    }
+    differentiate(dweights, weights, left, dscores);
     put(dscores);
     arrive_warp(memory.dout_empty[slot(step)]);  // delta is here: what was put was computed from it
-    if constexpr (!LAST) keep(weights, left, step + 1);
+    if constexpr (!LAST) {
+      wait_products<0>();
+      hold_registers(scores);
+      weigh(scores, weights, left, key, unit.after(tile), step + 1);
+    }
     take_turn();
     begin_dk(step, !FIRST);
     if constexpr (!FIRST) begin_dq(scores, step - 1);
@@ -311,14 +296,11 @@ struct WideKeyWarpgroup {
     float dweights[32], scores[32];
     uint32_t weights[16], left[16];
     memory.k_full[k_slot()].wait(k_step / kKeyStages % 2);
-    float2 lse[8];
     begin_scores(scores, step);
     commit_products();
-    load(memory.lse[q_slot(step)], lse);
     wait_products<0>();
     hold_registers(scores);
-    weigh(scores, lse, weights, key, tile);
-    keep(weights, left, step);
+    weigh(scores, weights, left, key, tile, step);
     memory.v_full.wait(k_step % 2);
     take_turn();
     begin_dweights(dweights, step);
