@@ -230,14 +230,14 @@ struct WideKeyWarpgroup {
     arrive_warp(memory.dscores_full[step % kScoreStages]);
   }
 
-  // A tile of queries, which `BEFORE` and `AFTER` others of the tile of keys come before and after (2: two or more).
-  // Its weights are there; its dP^T is under way in `dweights`, then dV, and S^T of the next one in `scores`. Computes
-  // dS and the next weights; then, at its turn, starts dK, dQ of the tile before, dP and dV of the next one and S of
-  // the one after that.
-  template <int BEFORE, int AFTER>
+  // A tile of queries, the FIRST of the tile of keys or not, AFTER which so many others come (2: two or more). Its
+  // weights are there; its dP^T is under way in `dweights`, then dV, and S^T of the next one in `scores`. Computes dS
+  // and the next weights; then, at its turn, starts dK, dQ of the tile before, dP and dV of the next one and S of the
+  // one after that.
+  template <bool FIRST, int AFTER>
   __device__ __forceinline__ void over_tile(float (&dweights)[32], float (&scores)[32], uint32_t (&weights)[16],
                                             uint32_t (&left)[16], int key, int tile) {
-    constexpr bool FIRST = BEFORE == 0, LAST = AFTER == 0;
+    constexpr bool LAST = AFTER == 0;
     const WideUnit<CAUSAL>& unit = memory.unit[number];
     uint32_t dscores[16];
     wait_products<LAST ? 0 : 1>();
@@ -288,11 +288,7 @@ struct WideKeyWarpgroup {
   __device__ __forceinline__ void over_keys(int key_tile) {
     const WideUnit<CAUSAL>& unit = memory.unit[number];
     const int key = key_tile * kKeys + number * 64;
-    constexpr std::integral_constant<int, 0> none;
-    constexpr std::integral_constant<int, 1> one;
-    constexpr std::integral_constant<int, 2> several;
-    int tile = unit.first(),
-        after = uniform(unit.query_tiles - unit.begin(key_tile) - 1);  // after: how many come after it
+    int tile = unit.first(), after = uniform(unit.query_tiles - unit.begin(key_tile) - 1);  // so many come after it
     float dweights[32], scores[32];
     uint32_t weights[16], left[16];
     memory.k_full[k_slot()].wait(k_step / kKeyStages % 2);
@@ -306,26 +302,31 @@ struct WideKeyWarpgroup {
     begin_dweights(dweights, step);
     begin_dv(weights, left, step, false);
     commit_products();
-    const auto over = [&](auto before, auto following) {
-      over_tile<decltype(before)::value, decltype(following)::value>(dweights, scores, weights, left, key, tile);
+    const auto over = [&](auto first, auto following) {
+      over_tile<decltype(first)::value, decltype(following)::value>(dweights, scores, weights, left, key, tile);
       if (decltype(following)::value > 0) tile = uniform(unit.after(tile));
     };
+    constexpr std::true_type first;
+    constexpr std::false_type further;
+    constexpr std::integral_constant<int, 0> last;
+    constexpr std::integral_constant<int, 1> one_after;
+    constexpr std::integral_constant<int, 2> more_after;
     if (after == 0) {
       give_turn();
-      over(none, none);
+      over(first, last);
     } else {
       begin_scores(scores, step + 1);
       commit_products();
       give_turn();
       if (after == 1) {
-        over(none, one);
+        over(first, one_after);
       } else {
-        over(none, several);
+        over(first, more_after);
 #pragma unroll 1
-        for (; after > 2; --after) over(several, several);
-        over(several, one);
+        for (; after > 2; --after) over(further, more_after);
+        over(further, one_after);
       }
-      over(several, none);
+      over(further, last);
     }
     ++k_step;
     const int rows = unit.k.stored - key;
