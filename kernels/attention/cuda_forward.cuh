@@ -11,6 +11,7 @@
 // the unit for exponentials (16 per clock) takes as long as the matrix units (4096 operations per clock).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "attention/cuda_forward_steps.cuh"
@@ -94,7 +95,8 @@ class Consumer {
 
  public:
   __device__ __forceinline__ Consumer(const ForwardParams& params, ForwardMemory<S>& shared, int number)
-      : p(params), memory(shared), group(number), turns{number} {
+      : p(params), memory(shared), group(number), turns{number},
+        k_tiles(static_cast<uint32_t>(k_major(shared_address(shared.k)))) {
     if (S::kDropout) dropout = WeightDropout(static_cast<uint64_t>(*p.seed), p.threshold);
   }
 
@@ -113,7 +115,7 @@ class Consumer {
       clear(o);
       while (true) {
         while (--block >= 0) {
-          step(s, o, weights, kept, softmax);
+          step<false>(s, o, weights, kept, softmax);
           softmax.correct(o);
           make_operand(s, weights, kept);
         }
@@ -122,7 +124,7 @@ class Consumer {
         if (!find_near_tile()) break;
         pass_steps(absent);
         softmax = RunningSoftmax();
-        step(s, o, weights, kept, softmax);
+        step<true>(s, o, weights, kept, softmax);
         store_results<T, S>(p, results, o);
         clear(o);
         make_operand(s, weights, kept);
@@ -147,7 +149,7 @@ class Consumer {
         begin_tile(s, weights, kept, softmax);
         clear(o);
         while (--block >= 0) {
-          step(s, o, weights, kept, softmax);
+          step<false>(s, o, weights, kept, softmax);
           softmax.correct(o);
           make_operand(s, weights, kept);
         }
@@ -173,6 +175,13 @@ class Consumer {
     if (elected()) empty.arrive();
   }
 
+  // Steps of k and v in shared memory, as q_tile.
+  __device__ __forceinline__ uint32_t k_tile(uint32_t slot) const { return k_tiles + slot * (S::kKeyBytes >> 4); }
+  __device__ __forceinline__ uint32_t v_tile(uint32_t slot) const {
+    constexpr uint64_t distance = offsetof(ForwardMemory<S>, v) - offsetof(ForwardMemory<S>, k);
+    return k_tile(slot) + static_cast<uint32_t>(mn_major(distance, S::kKeyPart) - k_major(0));
+  }
+
   __device__ __forceinline__ uint32_t slot() const { return number % S::kQuerySlots; }
 
   // Waits for the tile whose turn it is; false: there is none, or none of its keys is for this warpgroup.
@@ -185,9 +194,10 @@ class Consumer {
     block = (tile.sequence < 0 ? 0 : tile.steps<S, CAUSAL>(first, 64)) - 1;
     if (block < 0) return false;
     absent = CAUSAL ? tile.blocks - 1 - block : 0;
-    q_tile = shared_address(memory.q[slot()]) + part() * 64 * kTileRowBytes;
+    q_tile = static_cast<uint32_t>(k_major(shared_address(memory.q[slot()]) + part() * 64 * kTileRowBytes));
     k_length = tile.k_length;
     diagonal = tile.causal_keys(first);
+    if (S::kDropout) dropout.begin(tile.sequence, tile.head, first + row_in_group());
     return true;
   }
 
@@ -235,7 +245,7 @@ class Consumer {
     hold_registers(o);
     hold_registers(weights);
     begin_products();
-    issue_values<T, S>(o, weights, shared_address(memory.v[v_slot]));
+    issue_values<T, S>(o, weights, v_tile(v_slot));
     finish_values(o, weights, v_slot);
   }
 
@@ -246,18 +256,19 @@ class Consumer {
     memory.k_full[at.slot].wait(at.parity);
     turns.take();
     begin_products();
-    issue_scores<T, S>(s, q_tile, shared_address(memory.k[at.slot]));
+    issue_scores<T, S>(s, q_tile, k_tile(at.slot));
     turns.pass();
     draw(kept);
     softmax = RunningSoftmax();
     wait_products<0>();
     take_scores(s);
-    softmax.step(s, p.scale);
+    softmax.template step<true>(s, p.scale);
     make_operand(s, weights, kept);
     clear_absent();
   }
 
   // A step: its scores become weights, and beside that the weights of the step before are multiplied with v.
+  template <bool FIRST>
   __device__ __forceinline__ void step(float (&s)[S::kKeys / 2], float (&o)[S::kHeadDim / 2],
                                        uint32_t (&weights)[S::kKeys / 4], uint32_t (&kept)[S::kKeys / 8],
                                        RunningSoftmax& softmax) {
@@ -266,16 +277,16 @@ class Consumer {
     hold_registers(o);
     hold_registers(weights);
     begin_products();
-    issue_scores<T, S>(s, q_tile, shared_address(memory.k[at.slot]));
+    issue_scores<T, S>(s, q_tile, k_tile(at.slot));
     const uint32_t v_used = v_slot;
     memory.v_full[v_used].wait(v_parity());
     begin_products();
-    issue_values<T, S>(o, weights, shared_address(memory.v[v_used]));
+    issue_values<T, S>(o, weights, v_tile(v_used));
     turns.pass();
     draw(kept);
     wait_products<1>();
     take_scores(s);
-    softmax.step(s, p.scale);
+    softmax.template step<FIRST>(s, p.scale);
     softmax.settle();
     finish_values(o, weights, v_used);
   }
@@ -305,7 +316,7 @@ class Consumer {
   }
 
   __device__ __forceinline__ ResultRows<T> finish(RunningSoftmax& softmax) const {
-    return conclude<T, S>(p, memory.tile_of(number), first + row_in_group(), softmax);
+    return conclude<T, S>(p, memory.tile_of(number), first, softmax);
   }
 
   static __device__ __forceinline__ void clear(float (&o)[S::kHeadDim / 2]) {
@@ -323,7 +334,7 @@ class Consumer {
   }
 
   __device__ __forceinline__ void draw(uint32_t (&kept)[S::kKeys / 8]) const {
-    if (S::kDropout) dropout.draw(kept, sequence, head, first + row_in_group(), block * (S::kKeys / 64));
+    if (S::kDropout) dropout.draw(kept, block * (S::kKeys / 64));
   }
 
   // 16-bit weights; those that dropout does not keep are 0.
@@ -345,12 +356,13 @@ class Consumer {
   ForwardMemory<S>& memory;
   const int group;
   const Turns<S, TURNS> turns;
+  const uint32_t k_tiles;       // the first of them, as q_tile
   WeightDropout dropout;
   RingPosition<S::kStages> at;  // the step's
   uint32_t v_slot;              // where v of the product to come is
   uint32_t number = 0;          // the tile's, counted from the block's first
   int turn = 0;                 // the warpgroup that has its first queries
-  uint32_t q_tile;              // the warpgroup's queries of it, in shared memory
+  uint32_t q_tile;              // the warpgroup's queries of it, a descriptor's lower word
   int block;                    // of keys, the step's
   int sequence, head, first;    // the tile's; first: the warpgroup's first query
   int absent;                   // causal: steps of the tile before the warpgroup's first

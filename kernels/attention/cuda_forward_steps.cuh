@@ -45,25 +45,28 @@ __device__ __forceinline__ void clear_rows(char* v, int first, int group) {
 
 // ---- products --------------------------------------------------------------------------------------------------------
 
-// s = q k^T for this warpgroup's 64 queries.
+// wgmma takes tiles by descriptors, of which only the lower word changes from one to another, by their distance.
+__device__ __forceinline__ uint64_t tile_descriptor(uint32_t low) { return k_major(0) >> 32 << 32 | low; }
+
+// s = q k^T for this warpgroup's 64 queries; q and k are lower words of descriptors.
 template <class T, class S>
 __device__ __forceinline__ void issue_scores(float (&s)[S::kKeys / 2], uint32_t q, uint32_t k) {
 #pragma unroll
   for (int step = 0; step < S::kHeadDim / 16; ++step) {
     const uint32_t offset = step % 4 * kKMajorStep;
-    multiply<T>(s, advance(k_major(q + step / 4 * S::kQueryPart), offset),
-                advance(k_major(k + step / 4 * S::kKeyPart), offset), step > 0);
+    multiply<T>(s, tile_descriptor(q + ((step / 4 * S::kQueryPart + offset) >> 4)),
+                tile_descriptor(k + ((step / 4 * S::kKeyPart + offset) >> 4)), step > 0);
   }
   commit_products();
 }
 
-// o += weights v, or o = weights v where not `add`
+// o += weights v, or o = weights v where not `add`; v is the lower word of a descriptor
 template <class T, class S>
 __device__ __forceinline__ void issue_values(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4], uint32_t v,
                                              bool add = true) {
 #pragma unroll
   for (int step = 0; step < S::kKeys / 16; ++step)
-    multiply<T, Major::mn>(o, weights + 4 * step, advance(mn_major(v, S::kKeyPart), step * kMnMajorStep),
+    multiply<T, Major::mn>(o, weights + 4 * step, tile_descriptor(v + (step * kMnMajorStep >> 4)),
                            add || step > 0);
   commit_products();
 }
@@ -124,7 +127,7 @@ __device__ __forceinline__ float* lse_of(const ForwardParams& p, const QueryTile
                              : (static_cast<int64_t>(tile.sequence) * p.heads + tile.head) * p.queries);
 }
 
-// A thread's two rows of results, which are o times `factor`.
+// A warpgroup's rows of results, which are o times `factor`, in each thread that of its two.
 template <class T>
 struct ResultRows {
   T* out;           // the first row
@@ -132,21 +135,22 @@ struct ResultRows {
   float factor[2];  // of o; 0: 0
 };
 
-// The thread's rows `row` and 8 further have gone over all keys: writes lse, and says what their results are. Rows that
+// The warpgroup's rows from `first` on have gone over all keys: writes lse, and says what their results are. Rows that
 // attend to nothing get a factor of 0.
 template <class T, class S>
-__device__ __forceinline__ ResultRows<T> conclude(const ForwardParams& p, const QueryTile& tile, int row,
+__device__ __forceinline__ ResultRows<T> conclude(const ForwardParams& p, const QueryTile& tile, int first,
                                                   RunningSoftmax& softmax) {
   softmax.finish();
   ResultRows<T> rows;
-  rows.out = out_of<T, S>(p, tile) + row * row_elements<S>(p);
-  rows.present = tile.rows - row;
+  rows.out = out_of<T, S>(p, tile) + first * row_elements<S>(p);
+  rows.present = tile.rows - first;
   float* lse = lse_of(p, tile);
+  const int row = first + row_in_group();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const bool attends = row + 8 * half < tile.q_length && softmax.sum[half] > 0.0f;
     rows.factor[half] = attends ? __fdividef(p.dropout_scale, softmax.sum[half]) : 0.0f;
-    if (threadIdx.x % 4 == 0 && 8 * half < rows.present)
+    if (threadIdx.x % 4 == 0 && row + 8 * half < tile.rows)
       lse[row + 8 * half] =
           attends ? (softmax.reference[half] + __log2f(softmax.sum[half])) * 0.693147180559945f : kMinusInfinity;
   }
@@ -156,6 +160,8 @@ __device__ __forceinline__ ResultRows<T> conclude(const ForwardParams& p, const 
 template <class T, class S>
 __device__ __forceinline__ void store_results(const ForwardParams& p, const ResultRows<T>& rows,
                                               const float (&o)[S::kHeadDim / 2]) {
+  const int row = row_in_group();
+  T* const out = rows.out + row * row_elements<S>(p) + threadIdx.x % 4 * 8;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float factor = rows.factor[half];
@@ -168,8 +174,8 @@ __device__ __forceinline__ void store_results(const ForwardParams& p, const Resu
         word[i] = factor != 0.0f ? narrow_word(pair[0] * factor, pair[1] * factor, T{}) : 0;
       }
       transpose_words(word);
-      if (8 * half < rows.present)
-        *reinterpret_cast<uint4*>(rows.out + 8 * half * row_elements<S>(p) + 32 * chunk + threadIdx.x % 4 * 8) =
+      if (row + 8 * half < rows.present)
+        *reinterpret_cast<uint4*>(out + 8 * half * row_elements<S>(p) + 32 * chunk) =
             make_uint4(word[0], word[1], word[2], word[3]);
     }
   }
