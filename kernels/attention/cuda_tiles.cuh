@@ -151,6 +151,13 @@ class TileWalk {
     return tile;
   }
 
+  // Longer sequences come first, so that blocks come to an end together: those above half of the longest length, above
+  // a quarter, and all others.
+  static constexpr int kRounds = 3;
+  __device__ __forceinline__ int round_of(int length) const {
+    return length > p.max_seqlen / 2 ? 0 : length > p.max_seqlen / 4 ? 1 : 2;
+  }
+
   // Lane i has the span of sequence 32 * group + i, and how many tiles there are up to its end. Rows after the last
   // sequence are a sequence of their own, without keys.
   __device__ __forceinline__ void load_group() {
@@ -161,7 +168,7 @@ class TileWalk {
       const int first = min(max(p.cu_seqlens[sequence], 0), p.queries);
       span = {first, p.queries - first};
     }
-    end = start + (span.length + S::kQueries - 1) / S::kQueries * p.heads;
+    end = start + (round_of(span.length) == round ? (span.length + S::kQueries - 1) / S::kQueries * p.heads : 0);
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int before = __shfl_up_sync(0xffffffffu, end - start, distance);
@@ -176,6 +183,10 @@ class TileWalk {
       start = __shfl_sync(0xffffffffu, end, 31);
       ++group;
       if (32 * group > p.sequences) {
+        group = 0;
+        ++round;
+      }
+      if (round == kRounds) {
         tile.sequence = -1;
         return tile;
       }
@@ -201,8 +212,8 @@ class TileWalk {
 
   const ForwardParams& p;
   int number;
-  int ticket = 0;                     // the first lane's
-  int group = 0, start = 0, end = 0;  // packed: see load_group()
+  int ticket = 0;                                // the first lane's
+  int round = 0, group = 0, start = 0, end = 0;  // packed: see load_group()
   Span span = {0, 0};
 };
 
