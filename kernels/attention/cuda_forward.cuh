@@ -48,7 +48,15 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
           load_boxes<S>(q_map, memory.q_full[at.slot], memory.q[at.slot] + part * 64 * kTileRowBytes, S::kQueryPart,
                         tile.head, row + 64 * part, sequence);
         const int k_head = tile.head / p.group, k_first = p.packed() ? walk.k_first : 0;
-        for (int block = tile.blocks; block >= 0; --block) {  // k of a step comes before v of the step before
+        for (int block = tile.blocks - 1; S::kTogether && block >= 0; --block) {
+          const int first = k_first + block * S::kKeys;
+          memory.v_empty[k_at.slot].wait(k_at.parity ^ 1);
+          memory.k_full[k_at.slot].arrive_expect(2 * S::kKeyBytes);
+          load_boxes<S>(k_map, memory.k_full[k_at.slot], memory.k[k_at.slot], S::kKeyPart, k_head, first, sequence);
+          load_boxes<S>(v_map, memory.k_full[k_at.slot], memory.v[k_at.slot], S::kKeyPart, k_head, first, sequence);
+          k_at.next();
+        }
+        for (int block = tile.blocks; !S::kTogether && block >= 0; --block) {  // k of a step, v of the step before
           if (block > 0) {
             memory.k_empty[k_at.slot].wait(k_at.parity ^ 1);
             load_step<S>(k_map, memory.k_full[k_at.slot], memory.k[k_at.slot], k_head, k_first + (block - 1) * S::kKeys,
@@ -219,18 +227,19 @@ class Consumer {
     }
     return true;
   }
-  // The same while a product with v is to come, whose step has to stay one of the last kStages: false, too, if the tile
-  // is further away.
+  // The same while a product with v is to come, whose step has to stay one of the last kStages, also when k of the next
+  // one is there: false, too, if the tile is further away.
+  static constexpr int kNear = S::kStages - S::kTogether;
   __device__ __forceinline__ bool find_near_tile() {
     int passed = 0;
     while (!meet_tile()) {
       const QueryTile& tile = memory.tile_of(number);
       if (tile.sequence < 0) return false;
       passed += tile.blocks;
-      if (passed >= S::kStages) return false;
+      if (passed >= kNear) return false;
       pass_tile();
     }
-    return passed + absent < S::kStages;
+    return passed + absent < kNear;
   }
   __device__ __forceinline__ void pass_tile() {
     const QueryTile tile = memory.tile_of(number);
@@ -241,7 +250,7 @@ class Consumer {
 
   // The last product of a tile.
   __device__ __forceinline__ void end_tile(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4]) {
-    memory.v_full[v_slot].wait(v_parity());
+    wait_values(v_slot);
     hold_registers(o);
     hold_registers(weights);
     begin_products();
@@ -261,7 +270,7 @@ class Consumer {
     draw(kept);
     softmax = RunningSoftmax();
     wait_products<0>();
-    take_scores(s);
+    take_scores<true>(s);
     softmax.template step<true>(s, p.scale);
     make_operand(s, weights, kept);
     clear_absent();
@@ -279,13 +288,13 @@ class Consumer {
     begin_products();
     issue_scores<T, S>(s, q_tile, k_tile(at.slot));
     const uint32_t v_used = v_slot;
-    memory.v_full[v_used].wait(v_parity());
-    begin_products();
+    wait_values(v_used);
+    if (!S::kTogether) begin_products();
     issue_values<T, S>(o, weights, v_tile(v_used));
     turns.pass();
     draw(kept);
     wait_products<1>();
-    take_scores(s);
+    take_scores<FIRST>(s);
     softmax.template step<FIRST>(s, p.scale);
     softmax.settle();
     finish_values(o, weights, v_used);
@@ -297,15 +306,20 @@ class Consumer {
       turns.take();
       turns.pass();
       memory.k_full[at.slot].wait(at.parity);
-      release(memory.k_empty[at.slot]);
-      memory.v_full[at.slot].wait(at.parity);
+      release_keys();
+      if (!S::kTogether) memory.v_full[at.slot].wait(at.parity);
       release(memory.v_empty[at.slot]);
       at.next();
     }
   }
 
   // Of the product that is to come: its step is one of the last kStages.
-  __device__ __forceinline__ uint32_t v_parity() const { return at.parity ^ (v_slot >= at.slot ? 1 : 0); }
+  __device__ __forceinline__ void wait_values(uint32_t slot) const {
+    if (!S::kTogether) memory.v_full[slot].wait(at.parity ^ (slot >= at.slot ? 1 : 0));
+  }
+  __device__ __forceinline__ void release_keys() const {
+    if (!S::kTogether) release(memory.k_empty[at.slot]);
+  }
 
   __device__ __forceinline__ void finish_values(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4],
                                                 uint32_t slot) {
@@ -324,13 +338,14 @@ class Consumer {
     for (int i = 0; i < S::kHeadDim / 2; ++i) o[i] = 0.0f;
   }
 
-  // Of a step, which are there now.
+  // Of a step, which are there now. All keys are there but for a tile's first step.
+  template <bool FIRST>
   __device__ __forceinline__ void take_scores(float (&s)[S::kKeys / 2]) {
     hold_registers(s);
-    release(memory.k_empty[at.slot]);
+    release_keys();
     v_slot = at.slot;
     at.next();
-    mask_step<S, CAUSAL>(s, block, k_length, diagonal);
+    if (FIRST || CAUSAL) mask_step<S, CAUSAL>(s, block, k_length, diagonal);
   }
 
   __device__ __forceinline__ void draw(uint32_t (&kept)[S::kKeys / 8]) const {
@@ -348,7 +363,7 @@ class Consumer {
   __device__ __forceinline__ void clear_absent() {
     const int present = k_length - block * S::kKeys;
     if (present >= S::kKeys || (!p.packed() && p.lengths_k == nullptr)) return;
-    memory.v_full[v_slot].wait(v_parity());
+    wait_values(v_slot);
     clear_rows<S>(memory.v[v_slot], present, group);
   }
 

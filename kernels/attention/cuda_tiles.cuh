@@ -17,6 +17,8 @@ struct ForwardShape {
   static constexpr bool kDropout = DROPOUT;
   // Two stages are too few for v of a tile's last step to stay while the next tile's first is computed.
   static constexpr bool kOverlaps = STAGES > 2;
+  // With many stages k and v of a step come and go together; with few, k goes as soon as its scores are there.
+  static constexpr bool kTogether = STAGES > 3;
   static constexpr int kQueries = 64 * GROUPS;
   static constexpr int kThreads = kWarpgroup * (GROUPS + 1);
   static constexpr int kParts = HEAD_DIM / kTileColumns;  // swizzled tiles side by side
@@ -224,8 +226,8 @@ struct ForwardMemory {
   alignas(1024) char v[S::kStages][S::kKeyBytes];
   QueryTile tile[S::kQuerySlots + 1];  // see tile_of()
   Barrier q_full[S::kQuerySlots], q_empty[S::kQuerySlots];
-  Barrier k_full[S::kStages], k_empty[S::kStages];
-  Barrier v_full[S::kStages], v_empty[S::kStages];
+  Barrier k_full[S::kStages], v_empty[S::kStages];  // of both, where they are together
+  Barrier v_full[S::kStages], k_empty[S::kStages];
 
   // The block's tile of that number. It stays while the next one's queries are in use.
   __device__ __forceinline__ QueryTile& tile_of(uint32_t number) { return tile[number % (S::kQuerySlots + 1)]; }
