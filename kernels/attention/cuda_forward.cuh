@@ -41,12 +41,11 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
         memory.q_full[at.slot].arrive();
       } else {
         const int sequence = p.packed() ? 0 : tile.sequence;
-        const int row = tile.first + (p.packed() ? tile.origin : 0);
         memory.q_full[at.slot].arrive_expect(tile.parts<S>() * S::kParts * 64 * kTileRowBytes);
 #pragma unroll 1
         for (int part = 0; part < tile.parts<S>(); ++part)
           load_boxes<S>(q_map, memory.q_full[at.slot], memory.q[at.slot] + part * 64 * kTileRowBytes, S::kQueryPart,
-                        tile.head, row + 64 * part, sequence);
+                        tile.head, walk.q_first + 64 * part, sequence);
         const int k_head = tile.head / p.group, k_first = p.packed() ? walk.k_first : 0;
         for (int block = tile.blocks - 1; S::kTogether && block >= 0; --block) {
           const int first = k_first + block * S::kKeys;
@@ -148,7 +147,7 @@ class Consumer {
   __device__ __forceinline__ void run_apart() {
     turns.start();
     while (true) {
-      memory.q_full[slot()].wait(number / S::kQuerySlots % 2);
+      memory.q_full[q_at.slot].wait(q_at.parity);
       if (memory.tile_of(number).sequence < 0) return;
       if (meet_tile()) {
         float s[S::kKeys / 2], o[S::kHeadDim / 2];
@@ -161,7 +160,7 @@ class Consumer {
           softmax.correct(o);
           make_operand(s, weights, kept);
         }
-        release(memory.q_empty[slot()]);
+        release(memory.q_empty[q_at.slot]);
         end_tile(o, weights);
         const ResultRows<T> results = finish(softmax);
         count_tile();
@@ -176,7 +175,9 @@ class Consumer {
   // Which 64 of the tile's queries are the warpgroup's, if there are so many. Tiles go round the warpgroups: the first
   // queries of one are for the warpgroup after the one that has the last queries of the tile before. After a tile for
   // all of them it is the next one's turn, too: causal, their work is unequal.
-  __device__ __forceinline__ int part() const { return (group + S::kGroups - turn) % S::kGroups; }
+  __device__ __forceinline__ int part() const {
+    return static_cast<int>((static_cast<uint32_t>(group) + S::kGroups - turn) % S::kGroups);
+  }
 
   static __device__ __forceinline__ void release(Barrier& empty) {
     __syncwarp();
@@ -190,11 +191,9 @@ class Consumer {
     return k_tile(slot) + static_cast<uint32_t>(mn_major(distance, S::kKeyPart) - k_major(0));
   }
 
-  __device__ __forceinline__ uint32_t slot() const { return number % S::kQuerySlots; }
-
   // Waits for the tile whose turn it is; false: there is none, or none of its keys is for this warpgroup.
   __device__ __forceinline__ bool meet_tile() {
-    memory.q_full[slot()].wait(number / S::kQuerySlots % 2);
+    memory.q_full[q_at.slot].wait(q_at.parity);
     const QueryTile tile = memory.tile_of(number);
     first = tile.first + 64 * part();
     sequence = tile.sequence;
@@ -202,7 +201,7 @@ class Consumer {
     block = (tile.sequence < 0 ? 0 : tile.steps<S, CAUSAL>(first, 64)) - 1;
     if (block < 0) return false;
     absent = CAUSAL ? tile.blocks - 1 - block : 0;
-    q_tile = static_cast<uint32_t>(k_major(shared_address(memory.q[slot()]) + part() * 64 * kTileRowBytes));
+    q_tile = static_cast<uint32_t>(k_major(shared_address(memory.q[q_at.slot]) + part() * 64 * kTileRowBytes));
     k_length = tile.k_length;
     diagonal = tile.causal_keys(first);
     if (S::kDropout) dropout.begin(tile.sequence, tile.head, first + row_in_group());
@@ -210,13 +209,14 @@ class Consumer {
   }
 
   __device__ __forceinline__ void leave_tile() {
-    release(memory.q_empty[slot()]);
+    release(memory.q_empty[q_at.slot]);
     count_tile();
   }
   __device__ __forceinline__ void count_tile() {
     const int parts = memory.tile_of(number).template parts<S>();
-    turn = (turn + (parts == S::kGroups ? 1 : parts)) % S::kGroups;
+    turn = (turn + static_cast<uint32_t>(parts == S::kGroups ? 1 : parts)) % S::kGroups;
     ++number;
+    q_at.next();
   }
 
   // The same as meet_tile() for the next tile that has keys; writes the results of those that have none.
@@ -375,8 +375,9 @@ class Consumer {
   WeightDropout dropout;
   RingPosition<S::kStages> at;  // the step's
   uint32_t v_slot;              // where v of the product to come is
-  uint32_t number = 0;          // the tile's, counted from the block's first
-  int turn = 0;                 // the warpgroup that has its first queries
+  uint32_t number = 0;               // the tile's, counted from the block's first
+  RingPosition<S::kQuerySlots> q_at;  // where its queries are
+  uint32_t turn = 0;                 // the warpgroup that has its first queries
   uint32_t q_tile;              // the warpgroup's queries of it, a descriptor's lower word
   int block;                    // of keys, the step's
   int sequence, head, first;    // the tile's; first: the warpgroup's first query

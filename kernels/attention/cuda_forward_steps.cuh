@@ -112,19 +112,10 @@ __device__ __forceinline__ void transpose_words(uint32_t (&word)[4]) {
   }
 }
 
-template <class S>
-__device__ __forceinline__ int64_t row_elements(const ForwardParams& p) {
-  return static_cast<int64_t>(p.heads) * S::kHeadDim;
-}
-
-// Where the results of the first query of a tile's sequence and head stand.
+// Where the results of a tile's query stand. Rows of all heads are fewer than 2^31: they would not fit into memory.
 template <class T, class S>
-__device__ __forceinline__ T* out_of(const ForwardParams& p, const QueryTile& tile) {
-  return static_cast<T*>(p.out) + tile.origin * row_elements<S>(p) + tile.head * S::kHeadDim;
-}
-__device__ __forceinline__ float* lse_of(const ForwardParams& p, const QueryTile& tile) {
-  return p.lse + (p.packed() ? static_cast<int64_t>(tile.head) * p.queries + tile.origin
-                             : (static_cast<int64_t>(tile.sequence) * p.heads + tile.head) * p.queries);
+__device__ __forceinline__ T* out_of(const ForwardParams& p, const QueryTile& tile, int query) {
+  return static_cast<T*>(p.out) + static_cast<int64_t>(tile.out_row + query * p.heads) * S::kHeadDim;
 }
 
 // A warpgroup's rows of results, which are o times `factor`, in each thread that of its two.
@@ -142,17 +133,17 @@ __device__ __forceinline__ ResultRows<T> conclude(const ForwardParams& p, const 
                                                   RunningSoftmax& softmax) {
   softmax.finish();
   ResultRows<T> rows;
-  rows.out = out_of<T, S>(p, tile) + first * row_elements<S>(p);
-  rows.present = tile.rows - first;
-  float* lse = lse_of(p, tile);
-  const int row = first + row_in_group();
+  rows.out = out_of<T, S>(p, tile, first);
+  rows.present = tile.rows(p) - first;
+  const int row = row_in_group();
+  float* const lse = p.lse + (tile.lse_row + first + row);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const bool attends = row + 8 * half < tile.q_length && softmax.sum[half] > 0.0f;
-    rows.factor[half] = attends ? __fdividef(p.dropout_scale, softmax.sum[half]) : 0.0f;
-    if (threadIdx.x % 4 == 0 && row + 8 * half < tile.rows)
-      lse[row + 8 * half] =
-          attends ? (softmax.reference[half] + __log2f(softmax.sum[half])) * 0.693147180559945f : kMinusInfinity;
+    const bool attends = first + row + 8 * half < tile.q_length && softmax.sum[half] > 0.0f;
+    const float factor = p.dropout_scale * inverse_fast(softmax.sum[half]);
+    const float sum = (softmax.reference[half] + log2_fast(softmax.sum[half])) * 0.693147180559945f;
+    rows.factor[half] = attends ? factor : 0.0f;
+    if (threadIdx.x % 4 == 0 && row + 8 * half < rows.present) lse[8 * half] = attends ? sum : kMinusInfinity;
   }
   return rows;
 }
@@ -161,7 +152,7 @@ template <class T, class S>
 __device__ __forceinline__ void store_results(const ForwardParams& p, const ResultRows<T>& rows,
                                               const float (&o)[S::kHeadDim / 2]) {
   const int row = row_in_group();
-  T* const out = rows.out + row * row_elements<S>(p) + threadIdx.x % 4 * 8;
+  T* const out = rows.out + static_cast<int64_t>(row * p.heads) * S::kHeadDim + threadIdx.x % 4 * 8;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float factor = rows.factor[half];
@@ -175,7 +166,7 @@ __device__ __forceinline__ void store_results(const ForwardParams& p, const Resu
       }
       transpose_words(word);
       if (row + 8 * half < rows.present)
-        *reinterpret_cast<uint4*>(out + 8 * half * row_elements<S>(p) + 32 * chunk) =
+        *reinterpret_cast<uint4*>(out + 8 * half * p.heads * S::kHeadDim + 32 * chunk) =
             make_uint4(word[0], word[1], word[2], word[3]);
     }
   }
@@ -185,13 +176,11 @@ __device__ __forceinline__ void store_results(const ForwardParams& p, const Resu
 template <class T, class S>
 __device__ __forceinline__ void store_nothing(const ForwardParams& p, const QueryTile& tile, int first) {
   constexpr int vectors = S::kHeadDim / 8;  // of a row
-  T* out = out_of<T, S>(p, tile);
-  float* lse = lse_of(p, tile);
   for (int i = static_cast<int>(threadIdx.x) % kWarpgroup; i < 64 * vectors; i += kWarpgroup) {
     const int row = first + i / vectors;
-    if (row >= tile.rows) return;
-    if (i % vectors == 0) lse[row] = kMinusInfinity;
-    *reinterpret_cast<uint4*>(out + row * row_elements<S>(p) + 8 * (i % vectors)) = make_uint4(0, 0, 0, 0);
+    if (row >= tile.rows(p)) return;
+    if (i % vectors == 0) p.lse[tile.lse_row + row] = kMinusInfinity;
+    *reinterpret_cast<uint4*>(out_of<T, S>(p, tile, row) + 8 * (i % vectors)) = make_uint4(0, 0, 0, 0);
   }
 }
 

@@ -59,9 +59,9 @@ struct alignas(16) QueryTile {
   int first;     // query, counted in the sequence
   int q_length;  // queries and keys that the sequence has
   int k_length;
-  int rows;    // up to which results are written
-  int origin;  // the sequence's first query among all rows
-  int blocks;  // steps of keys that some query of the tile attends to
+  int out_row;  // of the head's first query among all rows of all heads
+  int lse_row;  // its place in lse
+  int blocks;   // steps of keys that some query of the tile attends to
 
   // Key positions are aligned to the end: a causal query attends to this many keys.
   __device__ __forceinline__ int causal_keys(int query) const { return query + 1 + k_length - q_length; }
@@ -69,7 +69,7 @@ struct alignas(16) QueryTile {
   // How many warpgroups it is for, with 64 queries each.
   template <class S>
   __device__ __forceinline__ int parts() const {
-    return max(min((q_length - first + 63) / 64, S::kQueries / 64), 1);
+    return max(min((q_length - first + 63) >> 6, S::kQueries / 64), 1);
   }
 
   // The steps of keys that the `count` queries from `query` on go over.
@@ -77,8 +77,11 @@ struct alignas(16) QueryTile {
   __device__ __forceinline__ int steps(int query, int count) const {
     int keys = query < q_length ? k_length : 0;
     if (CAUSAL) keys = min(keys, causal_keys(min(query + count, q_length) - 1));
-    return (max(keys, 0) + S::kKeys - 1) / S::kKeys;
+    return static_cast<int>(static_cast<unsigned>(max(keys, 0) + S::kKeys - 1) / S::kKeys);
   }
+
+  // Up to which results are written.
+  __device__ __forceinline__ int rows(const ForwardParams& p) const { return p.packed() ? q_length : p.queries; }
 };
 
 // A sequence's place in packed rows. Boundaries are taken as they come, but nothing outside the tensor is touched.
@@ -121,7 +124,7 @@ class TileWalk {
     return tile;
   }
 
-  int k_first = 0;  // the row of the tile's first key
+  int q_first = 0, k_first = 0;  // the rows of the tile's first query and key, in its sequence if dense
 
  private:
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
@@ -131,7 +134,7 @@ class TileWalk {
     if (p.next != nullptr && lane() == 0) ticket = atomicAdd(p.next, 1);
   }
 
-  __device__ __forceinline__ QueryTile dense_tile(int index) const {
+  __device__ __forceinline__ QueryTile dense_tile(int index) {
     QueryTile tile;
     // All heads of a batch at one step, then at the next; causal tiles from the longest on.
     const int pairs = p.sequences * p.heads, batched = max(p.batched, 1);
@@ -148,8 +151,9 @@ class TileWalk {
     tile.first = step * S::kQueries;
     tile.q_length = dense_length(p.lengths, tile.sequence, p.queries);
     tile.k_length = dense_length(p.lengths_k, tile.sequence, p.keys);
-    tile.rows = p.queries;
-    tile.origin = tile.sequence * p.queries;
+    tile.out_row = tile.sequence * p.queries * p.heads + tile.head;
+    tile.lse_row = pair * p.queries;
+    q_first = tile.first;
     return tile;
   }
 
@@ -197,14 +201,16 @@ class TileWalk {
     }
     const int owner = __ffs(static_cast<int>(after)) - 1;
     tile.sequence = 32 * group + owner;
-    tile.origin = __shfl_sync(0xffffffffu, span.first, owner);
+    const int origin = __shfl_sync(0xffffffffu, span.first, owner);
     tile.q_length = __shfl_sync(0xffffffffu, span.length, owner);
     const int tiles = (tile.q_length + S::kQueries - 1) / S::kQueries;
     const int index_in_sequence = index - (__shfl_sync(0xffffffffu, end, owner) - tiles * p.heads);
     tile.head = index_in_sequence / tiles;
     const int step = index_in_sequence - tile.head * tiles;
     tile.first = (CAUSAL ? tiles - 1 - step : step) * S::kQueries;
-    tile.rows = tile.q_length;
+    tile.out_row = origin * p.heads + tile.head;
+    tile.lse_row = tile.head * p.queries + origin;
+    q_first = origin + tile.first;
     Span keys = {0, 0};
     if (tile.sequence < p.sequences) keys = packed_span(p.cu_seqlens_k, tile.sequence, p.keys, p.max_seqlen_k);
     k_first = keys.first;
