@@ -68,8 +68,9 @@ struct RunningSoftmax {
     }
   }
 
-  // Whether no score of the warp is above its row's r by the headroom. Numbers from 0 on are ordered as their bits are,
-  // of which one instruction takes the largest of three, and above all negative ones.
+  // Whether no score of the warp can be above its row's r by the headroom. Numbers from 0 on are ordered as their bits
+  // are, of which one instruction takes the largest of three, and above all negative ones: so that a limit from 0 on is
+  // compared with. For a lower one the answer is no.
   template <int COUNT>
   __device__ __forceinline__ bool is_near(const float (&s)[COUNT], float scale) const {
     int top[2] = {__float_as_int(s[0]), __float_as_int(s[2])};
@@ -77,7 +78,7 @@ struct RunningSoftmax {
     for (int i = 0; i < COUNT; i += 2)
       top[i / 2 % 2] = largest_bits(top[i / 2 % 2], s[i], s[i + 1]);
     const float highest = scale * __int_as_float(max(top[0], top[1]));
-    return !__any_sync(0xffffffffu, __float_as_int(highest) > limit);
+    return !__any_sync(0xffffffffu, __float_as_int(highest) >= limit);
   }
 
   // r follows the rows' maxima where they are above it by the headroom.
