@@ -102,7 +102,10 @@ class Consumer {
 
  public:
   __device__ __forceinline__ Consumer(const ForwardParams& params, ForwardMemory<S>& shared, int number)
-      : p(params), memory(shared), group(number), turns{number},
+      : p(params),
+        memory(shared),
+        group(number),
+        turns{number},
         k_tiles(static_cast<uint32_t>(k_major(shared_address(shared.k)))) {
     if (S::kDropout) dropout = WeightDropout(static_cast<uint64_t>(*p.seed), p.threshold);
   }
@@ -371,19 +374,19 @@ class Consumer {
   ForwardMemory<S>& memory;
   const int group;
   const Turns<S, TURNS> turns;
-  const uint32_t k_tiles;       // the first of them, as q_tile
+  const uint32_t k_tiles;  // the first of them, as q_tile
   WeightDropout dropout;
-  RingPosition<S::kStages> at;  // the step's
-  uint32_t v_slot;              // where v of the product to come is
-  uint32_t number = 0;               // the tile's, counted from the block's first
+  RingPosition<S::kStages> at;        // the step's
+  uint32_t v_slot;                    // where v of the product to come is
+  uint32_t number = 0;                // the tile's, counted from the block's first
   RingPosition<S::kQuerySlots> q_at;  // where its queries are
-  uint32_t turn = 0;                 // the warpgroup that has its first queries
-  uint32_t q_tile;              // the warpgroup's queries of it, a descriptor's lower word
-  int block;                    // of keys, the step's
-  int sequence, head, first;    // the tile's; first: the warpgroup's first query
-  int absent;                   // causal: steps of the tile before the warpgroup's first
-  int k_length;                 // of the tile's sequence
-  int diagonal;                 // causal: how many keys the warpgroup's first query attends to
+  uint32_t turn = 0;                  // the warpgroup that has its first queries
+  uint32_t q_tile;                    // the warpgroup's queries of it, a descriptor's lower word
+  int block;                          // of keys, the step's
+  int sequence, head, first;          // the tile's; first: the warpgroup's first query
+  int absent;                         // causal: steps of the tile before the warpgroup's first
+  int k_length;                       // of the tile's sequence
+  int diagonal;                       // causal: how many keys the warpgroup's first query attends to
 };
 
 template <class T, class S, bool CAUSAL, bool TURNS>

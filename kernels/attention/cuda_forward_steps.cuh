@@ -66,8 +66,7 @@ __device__ __forceinline__ void issue_values(float (&o)[S::kHeadDim / 2], uint32
                                              bool add = true) {
 #pragma unroll
   for (int step = 0; step < S::kKeys / 16; ++step)
-    multiply<T, Major::mn>(o, weights + 4 * step, tile_descriptor(v + (step * kMnMajorStep >> 4)),
-                           add || step > 0);
+    multiply<T, Major::mn>(o, weights + 4 * step, tile_descriptor(v + (step * kMnMajorStep >> 4)), add || step > 0);
   commit_products();
 }
 

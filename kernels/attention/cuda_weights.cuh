@@ -75,8 +75,7 @@ struct RunningSoftmax {
   __device__ __forceinline__ bool is_near(const float (&s)[COUNT], float scale) const {
     int top[2] = {__float_as_int(s[0]), __float_as_int(s[2])};
 #pragma unroll
-    for (int i = 0; i < COUNT; i += 2)
-      top[i / 2 % 2] = largest_bits(top[i / 2 % 2], s[i], s[i + 1]);
+    for (int i = 0; i < COUNT; i += 2) top[i / 2 % 2] = largest_bits(top[i / 2 % 2], s[i], s[i + 1]);
     const float highest = scale * __int_as_float(max(top[0], top[1]));
     return !__any_sync(0xffffffffu, __float_as_int(highest) >= limit);
   }
@@ -141,8 +140,8 @@ __device__ __forceinline__ void pack_weights(const float (&s)[2 * COUNT], uint32
 // ---- dropout ---------------------------------------------------------------------------------------------------------
 
 // Which weights stay (common/philox.h). A thread's 16 weights of a row and 64 keys are the bytes of one draw, in order.
-// Of Philox's first three rounds, what depends on the row is computed once a tile, and what depends on the keys once for
-// both rows of the thread.
+// Of Philox's first three rounds, what depends on the row is computed once a tile, and what depends on the keys once
+// for both rows of the thread.
 struct WeightDropout {
   PhiloxKeys keys;
   uint32_t low, all;                  // see reaches()
@@ -196,10 +195,10 @@ struct WeightDropout {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint64_t of_row = wide_product<kProduct>(kPhiloxFactor1, row_high[half] ^ low_word(first));
-        const Draw drawn = philox_rounds<kProduct>(keys, 3,
-                                                   {{high_word(of_row) ^ low_word(second) ^ keys.first[2],
-                                                     low_word(of_row), high_word(third) ^ row_low[half],
-                                                     low_word(third)}});
+        const Draw drawn =
+            philox_rounds<kProduct>(keys, 3,
+                                    {{high_word(of_row) ^ low_word(second) ^ keys.first[2], low_word(of_row),
+                                      high_word(third) ^ row_low[half], low_word(third)}});
 #pragma unroll
         for (int word = 0; word < 4; ++word) kept[i + 4 * half + word] = reaches(drawn.word[word]);
       }

@@ -63,7 +63,7 @@ FASTTFM_HOST_DEVICE uint32_t low_word(uint64_t product) { return static_cast<uin
 // What the rounds from `round` on make of a counter.
 template <Product PRODUCT = Product::one_instruction>
 FASTTFM_HOST_DEVICE Draw philox_rounds(const PhiloxKeys& keys, int round, Draw counter) {
-  uint32_t(&c)[4] = counter.word;
+  uint32_t (&c)[4] = counter.word;
   for (; round < kPhiloxRounds; ++round) {
     const uint64_t product0 = wide_product<PRODUCT>(kPhiloxFactor0, c[0]);
     const uint64_t product1 = wide_product<PRODUCT>(kPhiloxFactor1, c[2]);
