@@ -32,6 +32,7 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
   RingPosition<S::kQuerySlots> at;
   RingPosition<S::kStages> k_at, v_at;
   TileWalk<S, CAUSAL> walk(p);
+  const PhiloxKeys keys(S::kDropout ? static_cast<uint64_t>(*p.seed) : 0);
   for (uint32_t number = 0;; ++number) {
     const QueryTile tile = walk.take();
     if (issues) {
@@ -50,6 +51,11 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
         for (int block = tile.blocks - 1; S::kTogether && block >= 0; --block) {
           const int first = k_first + block * S::kKeys;
           memory.v_empty[k_at.slot].wait(k_at.parity ^ 1);
+          if (S::kDropout) {
+            const KeyRounds rounds(keys, tile.sequence, tile.head);
+#pragma unroll 1
+            for (int d = 0; d < 4; ++d) memory.key_part[k_at.slot][d] = rounds(block, d);
+          }
           memory.k_full[k_at.slot].arrive_expect(2 * S::kKeyBytes);
           load_boxes<S>(k_map, memory.k_full[k_at.slot], memory.k[k_at.slot], S::kKeyPart, k_head, first, sequence);
           load_boxes<S>(v_map, memory.k_full[k_at.slot], memory.v[k_at.slot], S::kKeyPart, k_head, first, sequence);
@@ -207,7 +213,8 @@ class Consumer {
     q_tile = static_cast<uint32_t>(k_major(shared_address(memory.q[q_at.slot]) + part() * 64 * kTileRowBytes));
     k_length = tile.k_length;
     diagonal = tile.causal_keys(first);
-    if (S::kDropout) dropout.begin(tile.sequence, tile.head, first + row_in_group());
+    if (S::kDropout) dropout.begin(tile.sequence, first + row_in_group());
+    if (S::kDropout && !S::kTogether) key_rounds = KeyRounds(dropout.keys, tile.sequence, tile.head);
     return true;
   }
 
@@ -296,9 +303,11 @@ class Consumer {
     issue_values<T, S>(o, weights, v_tile(v_used));
     turns.pass();
     draw(kept);
+    if (S::kTogether) finish_values(o, weights, v_used);
     wait_products<1>();
     take_scores<FIRST>(s);
     softmax.template step<FIRST>(s, p.scale);
+    if (S::kTogether) return;
     softmax.settle();
     finish_values(o, weights, v_used);
   }
@@ -352,7 +361,12 @@ class Consumer {
   }
 
   __device__ __forceinline__ void draw(uint32_t (&kept)[S::kKeys / 8]) const {
-    if (S::kDropout) dropout.draw(kept, block * (S::kKeys / 64));
+    if (!S::kDropout) return;
+#pragma unroll
+    for (int i = 0; i < S::kKeys / 64; ++i)
+      dropout.draw(kept + 8 * i, S::kTogether ? memory.key_part[at.slot][threadIdx.x % 4]
+                                              : key_rounds(block * (S::kKeys / 64) + i, threadIdx.x % 4));
+    hold_registers(kept);
   }
 
   // 16-bit weights; those that dropout does not keep are 0.
@@ -376,6 +390,7 @@ class Consumer {
   const Turns<S, TURNS> turns;
   const uint32_t k_tiles;  // the first of them, as q_tile
   WeightDropout dropout;
+  KeyRounds key_rounds;
   RingPosition<S::kStages> at;        // the step's
   uint32_t v_slot;                    // where v of the product to come is
   uint32_t number = 0;                // the tile's, counted from the block's first
