@@ -409,8 +409,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map, const __grid_constant__ ForwardParams p) {
   extern __shared__ char dynamic_memory[];
-  auto& memory =
-      *reinterpret_cast<ForwardMemory<S>*>(dynamic_memory + (1024 - shared_address(dynamic_memory) % 1024) % 1024);
+  // In a uniform register: nvcc may compute it again in every step.
+  const int address = uniform(static_cast<int>((shared_address(dynamic_memory) + 1023) / 1024 * 1024));
+  auto& memory = *static_cast<ForwardMemory<S>*>(__cvta_shared_to_generic(static_cast<size_t>(address)));
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
   if (threadIdx.x == 0) memory.initialize();
   if (threadIdx.x == 32) {

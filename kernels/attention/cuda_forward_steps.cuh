@@ -97,20 +97,6 @@ __device__ __forceinline__ void mask_step(float (&s)[S::kKeys / 2], int block, i
 
 // ---- results ---------------------------------------------------------------------------------------------------------
 
-// Four threads of a row hold four words each, thread t word t of four vectors: afterwards thread t holds vector t.
-__device__ __forceinline__ void transpose_words(uint32_t (&word)[4]) {
-#pragma unroll
-  for (int bit = 1; bit <= 2; bit *= 2) {
-    const bool upper = (threadIdx.x & bit) != 0;
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      const int low = bit == 1 ? 2 * pair : pair, high = low + bit;
-      const uint32_t received = __shfl_xor_sync(0xffffffffu, upper ? word[low] : word[high], bit);
-      (upper ? word[low] : word[high]) = received;
-    }
-  }
-}
-
 // Where the results of a tile's query stand. Rows of all heads are fewer than 2^31: they would not fit into memory.
 template <class T, class S>
 __device__ __forceinline__ T* out_of(const ForwardParams& p, const QueryTile& tile, int query) {
@@ -147,26 +133,28 @@ __device__ __forceinline__ ResultRows<T> conclude(const ForwardParams& p, const 
   return rows;
 }
 
+// A row's threads hold a word each of every 8 columns; neighbours exchange words, so that each writes two at once.
 template <class T, class S>
 __device__ __forceinline__ void store_results(const ForwardParams& p, const ResultRows<T>& rows,
                                               const float (&o)[S::kHeadDim / 2]) {
-  const int row = row_in_group();
-  T* const out = rows.out + static_cast<int64_t>(row * p.heads) * S::kHeadDim + threadIdx.x % 4 * 8;
+  const int row = row_in_group(), thread = threadIdx.x % 4;
+  const bool odd = thread % 2 != 0;
+  T* const out = rows.out + static_cast<int64_t>(row * p.heads) * S::kHeadDim + thread / 2 * 4 + thread % 2 * 8;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float factor = rows.factor[half];
 #pragma unroll
-    for (int chunk = 0; chunk < S::kHeadDim / 32; ++chunk) {
-      uint32_t word[4];
+    for (int chunk = 0; chunk < S::kHeadDim / 16; ++chunk) {
+      uint32_t word[2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* pair = o + 4 * (4 * chunk + i) + 2 * half;
+      for (int i = 0; i < 2; ++i) {
+        const float* pair = o + 4 * (2 * chunk + i) + 2 * half;
         word[i] = factor != 0.0f ? narrow_word(pair[0] * factor, pair[1] * factor, T{}) : 0;
       }
-      transpose_words(word);
+      const uint32_t received = __shfl_xor_sync(0xffffffffu, odd ? word[0] : word[1], 1);
       if (row + 8 * half < rows.present)
-        *reinterpret_cast<uint4*>(out + 8 * half * p.heads * S::kHeadDim + 32 * chunk) =
-            make_uint4(word[0], word[1], word[2], word[3]);
+        *reinterpret_cast<uint2*>(out + 8 * half * p.heads * S::kHeadDim + 16 * chunk) =
+            make_uint2(odd ? received : word[0], odd ? word[1] : received);
     }
   }
 }
