@@ -24,15 +24,72 @@ namespace cuda {
 
 // ---- producer --------------------------------------------------------------------------------------------------------
 
+// One thread's copies of k and v, step after step.
+template <class S>
+struct KeyCopies {
+  ForwardMemory<S>& memory;
+  const CUtensorMap *k_map, *v_map;
+  const PhiloxKeys keys;  // with dropout
+  RingPosition<S::kStages> k_at, v_at;
+
+  // Where a tile's k and v are.
+  struct Place {
+    int head, row, sequence;
+  };
+
+  // k and v of a step, and what dropout's first rounds make of its keys.
+  __device__ __forceinline__ void copy_together(const QueryTile& tile, const Place& place, int block) {
+    Barrier& full = memory.k_full[k_at.slot];
+    memory.v_empty[k_at.slot].wait(k_at.parity ^ 1);
+    if (S::kDropout) {
+      const KeyRounds rounds(keys, tile.sequence, tile.head);
+#pragma unroll 1
+      for (int d = 0; d < 4; ++d) memory.key_part[k_at.slot][d] = rounds(block, d);
+    }
+    full.arrive_expect(2 * S::kKeyBytes);
+    const int row = place.row + block * S::kKeys;
+    load_boxes<S>(k_map, full, memory.k[k_at.slot], S::kKeyPart, place.head, row, place.sequence);
+    load_boxes<S>(v_map, full, memory.v[k_at.slot], S::kKeyPart, place.head, row, place.sequence);
+    k_at.next();
+  }
+  __device__ __forceinline__ void copy_k(const Place& place, int block) {
+    memory.k_empty[k_at.slot].wait(k_at.parity ^ 1);
+    copy(k_map, memory.k_full[k_at.slot], memory.k[k_at.slot], place, block);
+    k_at.next();
+  }
+  __device__ __forceinline__ void copy_v(const Place& place, int block) {
+    memory.v_empty[v_at.slot].wait(v_at.parity ^ 1);
+    copy(v_map, memory.v_full[v_at.slot], memory.v[v_at.slot], place, block);
+    v_at.next();
+  }
+
+  __device__ __forceinline__ void copy_tile(const QueryTile& tile, const Place& place) {
+    if (S::kTogether) {
+      for (int block = tile.blocks - 1; block >= 0; --block) copy_together(tile, place, block);
+    } else {
+      for (int block = tile.blocks; block >= 0; --block) {  // k of a step comes before v of the step before
+        if (block > 0) copy_k(place, block - 1);
+        if (block < tile.blocks) copy_v(place, block);
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void copy(const CUtensorMap* map, Barrier& full, const char* to, const Place& place,
+                                              int block) {
+    full.arrive_expect(S::kKeyBytes);
+    load_boxes<S>(map, full, to, S::kKeyPart, place.head, place.row + block * S::kKeys, place.sequence);
+  }
+};
+
 // One warp; its first lane issues the copies.
 template <class S, bool CAUSAL>
 __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>& memory, const CUtensorMap* q_map,
                                         const CUtensorMap* k_map, const CUtensorMap* v_map) {
   const bool issues = threadIdx.x % 32 == 0;
   RingPosition<S::kQuerySlots> at;
-  RingPosition<S::kStages> k_at, v_at;
+  KeyCopies<S> copies{memory, k_map, v_map, PhiloxKeys(S::kDropout ? static_cast<uint64_t>(*p.seed) : 0)};
   TileWalk<S, CAUSAL> walk(p);
-  const PhiloxKeys keys(S::kDropout ? static_cast<uint64_t>(*p.seed) : 0);
   for (uint32_t number = 0;; ++number) {
     const QueryTile tile = walk.take();
     if (issues) {
@@ -47,34 +104,7 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
         for (int part = 0; part < tile.parts<S>(); ++part)
           load_boxes<S>(q_map, memory.q_full[at.slot], memory.q[at.slot] + part * 64 * kTileRowBytes, S::kQueryPart,
                         tile.head, walk.q_first + 64 * part, sequence);
-        const int k_head = tile.head / p.group, k_first = p.packed() ? walk.k_first : 0;
-        for (int block = tile.blocks - 1; S::kTogether && block >= 0; --block) {
-          const int first = k_first + block * S::kKeys;
-          memory.v_empty[k_at.slot].wait(k_at.parity ^ 1);
-          if (S::kDropout) {
-            const KeyRounds rounds(keys, tile.sequence, tile.head);
-#pragma unroll 1
-            for (int d = 0; d < 4; ++d) memory.key_part[k_at.slot][d] = rounds(block, d);
-          }
-          memory.k_full[k_at.slot].arrive_expect(2 * S::kKeyBytes);
-          load_boxes<S>(k_map, memory.k_full[k_at.slot], memory.k[k_at.slot], S::kKeyPart, k_head, first, sequence);
-          load_boxes<S>(v_map, memory.k_full[k_at.slot], memory.v[k_at.slot], S::kKeyPart, k_head, first, sequence);
-          k_at.next();
-        }
-        for (int block = tile.blocks; !S::kTogether && block >= 0; --block) {  // k of a step, v of the step before
-          if (block > 0) {
-            memory.k_empty[k_at.slot].wait(k_at.parity ^ 1);
-            load_step<S>(k_map, memory.k_full[k_at.slot], memory.k[k_at.slot], k_head, k_first + (block - 1) * S::kKeys,
-                         sequence);
-            k_at.next();
-          }
-          if (block < tile.blocks) {
-            memory.v_empty[v_at.slot].wait(v_at.parity ^ 1);
-            load_step<S>(v_map, memory.v_full[v_at.slot], memory.v[v_at.slot], k_head, k_first + block * S::kKeys,
-                         sequence);
-            v_at.next();
-          }
-        }
+        copies.copy_tile(tile, {tile.head / p.group, walk.k_first, sequence});
       }
     }
     __syncwarp();

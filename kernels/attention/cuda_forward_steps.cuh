@@ -23,14 +23,6 @@ __device__ __forceinline__ void load_boxes(const CUtensorMap* map, Barrier& full
     load_box(map, full, shared_address(to) + i * part, i * kTileColumns, head, row, sequence);
 }
 
-// A step of k or v.
-template <class S>
-__device__ __forceinline__ void load_step(const CUtensorMap* map, Barrier& full, const char* to, int head, int row,
-                                          int sequence) {
-  full.arrive_expect(S::kKeyBytes);
-  load_boxes<S>(map, full, to, S::kKeyPart, head, row, sequence);
-}
-
 // Rows from `first` on of a tile of v become 0: a weight of 0 does not silence a NaN. All threads of a warpgroup.
 template <class S>
 __device__ __forceinline__ void clear_rows(char* v, int first, int group) {
