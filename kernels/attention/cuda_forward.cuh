@@ -29,56 +29,35 @@ template <class S>
 struct KeyCopies {
   ForwardMemory<S>& memory;
   const CUtensorMap *k_map, *v_map;
-  const PhiloxKeys keys;  // with dropout
   RingPosition<S::kStages> k_at, v_at;
 
-  // Where a tile's k and v are.
-  struct Place {
-    int head, row, sequence;
-  };
-
-  // k and v of a step, and what dropout's first rounds make of its keys.
-  __device__ __forceinline__ void copy_together(const QueryTile& tile, const Place& place, int block) {
-    Barrier& full = memory.k_full[k_at.slot];
-    memory.v_empty[k_at.slot].wait(k_at.parity ^ 1);
-    if (S::kDropout) {
-      const KeyRounds rounds(keys, tile.sequence, tile.head);
-#pragma unroll 1
-      for (int d = 0; d < 4; ++d) memory.key_part[k_at.slot][d] = rounds(block, d);
+  // Of a tile's keys, the first of which is `row`.
+  __device__ __forceinline__ void copy(const QueryTile& tile, int head, int row, int sequence) {
+    const auto load = [&](const CUtensorMap* map, Barrier& full, const char* to, int block) {
+      load_boxes<S>(map, full, to, S::kKeyPart, head, row + block * S::kKeys, sequence);
+    };
+    for (int block = tile.blocks - 1; S::kTogether && block >= 0; --block) {
+      Barrier& full = memory.k_full[k_at.slot];
+      memory.v_empty[k_at.slot].wait(k_at.parity ^ 1);
+      full.arrive_expect(2 * S::kKeyBytes);
+      load(k_map, full, memory.k[k_at.slot], block);
+      load(v_map, full, memory.v[k_at.slot], block);
+      k_at.next();
     }
-    full.arrive_expect(2 * S::kKeyBytes);
-    const int row = place.row + block * S::kKeys;
-    load_boxes<S>(k_map, full, memory.k[k_at.slot], S::kKeyPart, place.head, row, place.sequence);
-    load_boxes<S>(v_map, full, memory.v[k_at.slot], S::kKeyPart, place.head, row, place.sequence);
-    k_at.next();
-  }
-  __device__ __forceinline__ void copy_k(const Place& place, int block) {
-    memory.k_empty[k_at.slot].wait(k_at.parity ^ 1);
-    copy(k_map, memory.k_full[k_at.slot], memory.k[k_at.slot], place, block);
-    k_at.next();
-  }
-  __device__ __forceinline__ void copy_v(const Place& place, int block) {
-    memory.v_empty[v_at.slot].wait(v_at.parity ^ 1);
-    copy(v_map, memory.v_full[v_at.slot], memory.v[v_at.slot], place, block);
-    v_at.next();
-  }
-
-  __device__ __forceinline__ void copy_tile(const QueryTile& tile, const Place& place) {
-    if (S::kTogether) {
-      for (int block = tile.blocks - 1; block >= 0; --block) copy_together(tile, place, block);
-    } else {
-      for (int block = tile.blocks; block >= 0; --block) {  // k of a step comes before v of the step before
-        if (block > 0) copy_k(place, block - 1);
-        if (block < tile.blocks) copy_v(place, block);
+    for (int block = tile.blocks; !S::kTogether && block >= 0; --block) {  // k comes before v of the step before
+      if (block > 0) {
+        memory.k_empty[k_at.slot].wait(k_at.parity ^ 1);
+        memory.k_full[k_at.slot].arrive_expect(S::kKeyBytes);
+        load(k_map, memory.k_full[k_at.slot], memory.k[k_at.slot], block - 1);
+        k_at.next();
+      }
+      if (block < tile.blocks) {
+        memory.v_empty[v_at.slot].wait(v_at.parity ^ 1);
+        memory.v_full[v_at.slot].arrive_expect(S::kKeyBytes);
+        load(v_map, memory.v_full[v_at.slot], memory.v[v_at.slot], block);
+        v_at.next();
       }
     }
-  }
-
- private:
-  static __device__ __forceinline__ void copy(const CUtensorMap* map, Barrier& full, const char* to, const Place& place,
-                                              int block) {
-    full.arrive_expect(S::kKeyBytes);
-    load_boxes<S>(map, full, to, S::kKeyPart, place.head, place.row + block * S::kKeys, place.sequence);
   }
 };
 
@@ -88,7 +67,7 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
                                         const CUtensorMap* k_map, const CUtensorMap* v_map) {
   const bool issues = threadIdx.x % 32 == 0;
   RingPosition<S::kQuerySlots> at;
-  KeyCopies<S> copies{memory, k_map, v_map, PhiloxKeys(S::kDropout ? static_cast<uint64_t>(*p.seed) : 0)};
+  KeyCopies<S> keys{memory, k_map, v_map};
   TileWalk<S, CAUSAL> walk(p);
   for (uint32_t number = 0;; ++number) {
     const QueryTile tile = walk.take();
@@ -104,7 +83,7 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
         for (int part = 0; part < tile.parts<S>(); ++part)
           load_boxes<S>(q_map, memory.q_full[at.slot], memory.q[at.slot] + part * 64 * kTileRowBytes, S::kQueryPart,
                         tile.head, walk.q_first + 64 * part, sequence);
-        copies.copy_tile(tile, {tile.head / p.group, walk.k_first, sequence});
+        keys.copy(tile, tile.head / p.group, walk.k_first, sequence);
       }
     }
     __syncwarp();
@@ -243,8 +222,7 @@ class Consumer {
     q_tile = static_cast<uint32_t>(k_major(shared_address(memory.q[q_at.slot]) + part() * 64 * kTileRowBytes));
     k_length = tile.k_length;
     diagonal = tile.causal_keys(first);
-    if (S::kDropout) dropout.begin(tile.sequence, first + row_in_group());
-    if (S::kDropout && !S::kTogether) key_rounds = KeyRounds(dropout.keys, tile.sequence, tile.head);
+    if (S::kDropout) dropout.begin(tile.sequence, tile.head, first + row_in_group());
     return true;
   }
 
@@ -333,12 +311,10 @@ class Consumer {
     issue_values<T, S>(o, weights, v_tile(v_used));
     turns.pass();
     draw(kept);
-    if (S::kTogether) finish_values(o, weights, v_used);
     wait_products<1>();
     take_scores<FIRST>(s);
     softmax.template step<FIRST>(s, p.scale);
-    if (S::kTogether) return;
-    softmax.settle();
+    if (S::kSettles) softmax.settle();
     finish_values(o, weights, v_used);
   }
 
@@ -391,12 +367,7 @@ class Consumer {
   }
 
   __device__ __forceinline__ void draw(uint32_t (&kept)[S::kKeys / 8]) const {
-    if (!S::kDropout) return;
-#pragma unroll
-    for (int i = 0; i < S::kKeys / 64; ++i)
-      dropout.draw(kept + 8 * i, S::kTogether ? memory.key_part[at.slot][threadIdx.x % 4]
-                                              : key_rounds(block * (S::kKeys / 64) + i, threadIdx.x % 4));
-    hold_registers(kept);
+    if (S::kDropout) dropout.draw(kept, block * (S::kKeys / 64));
   }
 
   // 16-bit weights; those that dropout does not keep are 0.
@@ -420,7 +391,6 @@ class Consumer {
   const Turns<S, TURNS> turns;
   const uint32_t k_tiles;  // the first of them, as q_tile
   WeightDropout dropout;
-  KeyRounds key_rounds;
   RingPosition<S::kStages> at;        // the step's
   uint32_t v_slot;                    // where v of the product to come is
   uint32_t number = 0;                // the tile's, counted from the block's first

@@ -19,6 +19,8 @@ struct ForwardShape {
   static constexpr bool kOverlaps = STAGES > 2;
   // With many stages k and v of a step come and go together; with few, k goes as soon as its scores are there.
   static constexpr bool kTogether = STAGES > 3;
+  // Whether the softmax stays beside the product with v: four warpgroups have each other's work beside a wait.
+  static constexpr bool kSettles = GROUPS < 4;
   static constexpr int kQueries = 64 * GROUPS;
   static constexpr int kThreads = kWarpgroup * (GROUPS + 1);
   static constexpr int kParts = HEAD_DIM / kTileColumns;  // swizzled tiles side by side
@@ -230,7 +232,6 @@ struct ForwardMemory {
   alignas(1024) char q[S::kQuerySlots][S::kQueryBytes];
   alignas(1024) char k[S::kStages][S::kKeyBytes];
   alignas(1024) char v[S::kStages][S::kKeyBytes];
-  uint4 key_part[S::kStages][4];       // with dropout, where k and v are together: see KeyRounds
   QueryTile tile[S::kQuerySlots + 1];  // see tile_of()
   Barrier q_full[S::kQuerySlots], q_empty[S::kQuerySlots];
   Barrier k_full[S::kStages], v_empty[S::kStages];  // of both, where they are together

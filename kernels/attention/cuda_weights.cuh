@@ -139,34 +139,14 @@ __device__ __forceinline__ void pack_weights(const float (&s)[2 * COUNT], uint32
 
 // ---- dropout ---------------------------------------------------------------------------------------------------------
 
-// Which weights stay (common/philox.h). A thread's 16 weights of a row and 64 keys are the bytes of one draw, in order:
-// draw_weights(), of whose first three rounds what depends on the keys, and what depends on the row, is computed apart.
-
-// What depends on the keys: of a sequence and head.
-struct KeyRounds {
-  uint32_t head_part, sequence_part, key;
-
-  KeyRounds() = default;
-  __device__ __forceinline__ KeyRounds(const PhiloxKeys& keys, int sequence, int head)
-      : head_part(static_cast<uint32_t>(1 + head) ^ keys.second[0]),
-        sequence_part(kPhiloxFactor1 * static_cast<uint32_t>(sequence) ^ keys.first[1]),
-        key(keys.first[2]) {}
-
-  // Of draw d of the keys from 64 * block on.
-  __device__ __forceinline__ uint4 operator()(int block, uint32_t d) const {
-    const uint64_t first = wide_product<kProduct>(kPhiloxFactor0, static_cast<uint32_t>(4 * block) + d);
-    const uint64_t second = wide_product<kProduct>(kPhiloxFactor1, high_word(first) ^ head_part);
-    const uint64_t third = wide_product<kProduct>(kPhiloxFactor0, high_word(second) ^ sequence_part);
-    return make_uint4(low_word(first), low_word(second) ^ key, high_word(third), low_word(third));
-  }
-
-  static constexpr Product kProduct = Product::one_instruction;
-};
-
+// Which weights stay (common/philox.h). A thread's 16 weights of a row and 64 keys are the bytes of one draw, in order.
+// Of Philox's first three rounds, what depends on the row is computed once a tile, and what depends on the keys once
+// for both rows of the thread.
 struct WeightDropout {
   PhiloxKeys keys;
-  uint32_t low, all;                 // see reaches()
-  uint32_t row_high[2], row_low[2];  // the second round's product, of the thread's two rows
+  uint32_t low, all;                  // see reaches()
+  uint32_t head_part, sequence_part;  // of the first and second round
+  uint32_t row_high[2], row_low[2];   // the second round's product, of both rows
 
   WeightDropout() = default;
   __device__ __forceinline__ WeightDropout(uint64_t seed, int threshold)
@@ -182,8 +162,10 @@ struct WeightDropout {
   }
 
   // A tile's: the thread's rows are `query` and 8 further.
-  __device__ __forceinline__ void begin(int sequence, int query) {
+  __device__ __forceinline__ void begin(int sequence, int head, int query) {
     const uint64_t product = wide_product<kProduct>(kPhiloxFactor1, static_cast<uint32_t>(sequence));
+    head_part = static_cast<uint32_t>(1 + head) ^ keys.second[0];
+    sequence_part = low_word(product) ^ keys.first[1];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t row = static_cast<uint32_t>(query + 8 * half) ^ high_word(product) ^ keys.first[0];
@@ -200,20 +182,32 @@ struct WeightDropout {
     return (bytes & rest) | ((bytes | rest) & all);
   }
 
-  // For 64 keys, of which KeyRounds has made `part`: a word for four weights of one row, whose top bits say which are
-  // kept.
-  __device__ __forceinline__ void draw(uint32_t* kept, const uint4& part) const {
+  // For the keys from 64 * block on: a word for four weights of one row, whose top bits say which are kept. The draws
+  // are those of draw_weights().
+  template <int COUNT>
+  __device__ __forceinline__ void draw(uint32_t (&kept)[COUNT], int block) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint64_t of_row = wide_product<kProduct>(kPhiloxFactor1, row_high[half] ^ part.x);
-      const Draw drawn = philox_rounds<kProduct>(
-          keys, 3, {{high_word(of_row) ^ part.y, low_word(of_row), row_low[half] ^ part.z, part.w}});
+    for (int i = 0; i < COUNT; i += 8) {
+      const uint32_t number = static_cast<uint32_t>(4 * (block + i / 8)) + threadIdx.x % 4;
+      const uint64_t first = wide_product<kProduct>(kPhiloxFactor0, number);
+      const uint64_t second = wide_product<kProduct>(kPhiloxFactor1, high_word(first) ^ head_part);
+      const uint64_t third = wide_product<kProduct>(kPhiloxFactor0, high_word(second) ^ sequence_part);
 #pragma unroll
-      for (int word = 0; word < 4; ++word) kept[4 * half + word] = reaches(drawn.word[word]);
+      for (int half = 0; half < 2; ++half) {
+        const uint64_t of_row = wide_product<kProduct>(kPhiloxFactor1, row_high[half] ^ low_word(first));
+        const Draw drawn =
+            philox_rounds<kProduct>(keys, 3,
+                                    {{high_word(of_row) ^ low_word(second) ^ keys.first[2], low_word(of_row),
+                                      high_word(third) ^ row_low[half], low_word(third)}});
+#pragma unroll
+        for (int word = 0; word < 4; ++word) kept[i + 4 * half + word] = reaches(drawn.word[word]);
+      }
     }
+    hold_registers(kept);
   }
 
-  static constexpr Product kProduct = KeyRounds::kProduct;
+ private:
+  static constexpr Product kProduct = Product::one_instruction;
 };
 
 // Two bytes' top bits as masks of 16 bits.
