@@ -119,8 +119,10 @@ LOAD: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "sums in memory": ([700, 64] * 8, [300, 1000] * 8, {"causal": True}),
     "causal, sums in memory, dropout": ([2000] * 5, [2000] * 5, {"causal": True, "dropout_p": 0.1}),
     "long": ([4096], [4096], {}),
+    "long, causal": ([4000], [4000], {"causal": True}),
     "long, causal, dropout": ([4096, 1], [4096, 7], {"causal": True, "dropout_p": 0.1}),
     "one long head among short ones": ([3000] + [60] * 50, [3000] + [60] * 50, {"dropout_p": 0.1}),
+    "blocks that begin apart, dropout": ([1024] * 16, [1024] * 16, {"dropout_p": 0.1}),
     "many blocks share a head": ([5000], [5000], {}),
     "many blocks share a head, causal": ([5000, 70, 0, 1], [5000, 70, 3, 1], {"causal": True}),
     "more blocks than tiles of keys": ([700, 5, 130], [600, 2500, 64], {"dropout_p": 0.1}),
@@ -288,12 +290,13 @@ FEW_KEYS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 }
 
 
-def few_keys_call(case: str, dtype: torch.dtype, padded: bool) -> tuple[Any, list[Tensor]]:
-    """``attention`` of 16 heads, and its q, k and v; rows of padding are no numbers."""
+def few_keys_call(case: str, head_dim: int, dtype: torch.dtype, padded: bool) -> tuple[Any, list[Tensor]]:
+    """``attention``, and its q, k and v; rows of padding are no numbers."""
     lengths, lengths_k, options = FEW_KEYS[case]
     torch.manual_seed(2)
     sizes = (lengths, lengths_k, lengths_k)
-    parts = [[torch.randn(n, 16, 64, dtype=dtype, device="cuda") for n in of_tensor] for of_tensor in sizes]
+    heads = (HEADS[head_dim], head_dim)
+    parts = [[torch.randn(n, *heads, dtype=dtype, device="cuda") for n in of_tensor] for of_tensor in sizes]
     where: dict[str, Any] = {}
     if padded:
         where["lengths"], where["lengths_k"] = (
@@ -315,9 +318,10 @@ def few_keys_call(case: str, dtype: torch.dtype, padded: bool) -> tuple[Any, lis
 @on_hopper
 @pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", HEADS)
 @pytest.mark.parametrize("case", FEW_KEYS)
-def test_few_keys_against_the_reference(case: str, dtype: torch.dtype, padded: bool) -> None:
-    function, inputs = few_keys_call(case, dtype, padded)
+def test_few_keys_against_the_reference(case: str, head_dim: int, dtype: torch.dtype, padded: bool) -> None:
+    function, inputs = few_keys_call(case, head_dim, dtype, padded)
     naive = function(*inputs, backend="reference")
     exact = function(*(x.double() for x in inputs), backend="reference")
     first = function(*inputs, backend="cuda")

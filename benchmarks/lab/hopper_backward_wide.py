@@ -1,10 +1,12 @@
 """Checks and times the Hopper backward of attention at head dim 128 by itself, through libraries of its sources alone.
 
-    python benchmarks/lab/hopper_backward_wide.py [--only checks|stress|times] [--cases NAMES] [--output DIRECTORY]
+    python benchmarks/lab/hopper_backward_wide.py [--only KINDS] [--cases NAMES] [--output DIRECTORY] [--seconds N]
 
-Checks hold it against reference.py in fp64 (same dropout) and repeat it for the same bits; stress repeats large cases;
-times stand next to cuDNN's, and beside those of variants of the source. All run in processes of their own with a time
-limit.
+checks hold it against reference.py in fp64 (same dropout) and repeat it for the same bits; stress repeats large cases;
+times stand next to cuDNN's and those of variants of the source and of other ones (before/wide_*.cu beside this script),
+by turns; clocks say where a step's cycles go, and how long products take by themselves. All run in a process of their
+own with a time limit. ``--only races`` compiles what ``compute-sanitizer --tool racecheck python ... --racecheck``
+runs.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import hopper_backward
+import hopper_backward_wide_clocks as clocks
 from hopper_backward import ROOT, WORK, lay_package, milliseconds, relative, repeat
 from hopper_backward_cases import COMMON
 from hopper_backward_cases import make as make_problem
@@ -41,27 +44,47 @@ extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t tokens, i
 }
 """
 
-# Changes of the source whose times are compared: text to replace, and what stands there instead. Those from "without"
-# on leave work out, and compute nonsense: they show what the work costs.
+# Changes of the source whose times are compared: text to replace, and what stands there instead. Those
+# "without" something compute nonsense: they show what the work costs.
+FORCED = ("  return best;\n", '  return std::min<int64_t>(key_tiles, atoi(getenv("PARTS")));\n')
 VARIANTS: dict[str, list[tuple[str, str]]] = {
-    "forced": [("  return best;\n", '  return std::min<int64_t>(key_tiles, atoi(getenv("PARTS")));\n')],
-    "plain": [  # dP after dQ has left
-        ("    uint32_t dscores[16], left[16];\n", "    begin_dweights(own);\n    uint32_t dscores[16], left[16];\n"),
-        (
-            "      begin_dweights(next);\n      wait_products<1>();\n",
-            "      pin(weights);\n      wait_products<0>();\n",
-        ),
-        ("    begin_dweights(even);\n", ""),
-        ("over_tile<true>(odd, even,", "over_tile<true>(even, odd,"),
-        ("over_tile<false>(odd, even,", "over_tile<false>(even, odd,"),
+    "no_turns": [
+        ("{ sync_named(kTurns + number, 2 * kWarpgroup); }", "{ sync_named(1 + number, kWarpgroup); }"),
+        ("{ arrive_named(kTurns + 1 - number, 2 * kWarpgroup); }", "{}"),
     ],
-    "two_query_stages": [("kQueryStages = 3", "kQueryStages = 2")],
-    "weights_first": [("      begin_dweights(next);\n", "      pin(weights);\n      begin_dweights(next);\n")],
-    "one_draw": [("#pragma unroll\n          for (int j = 0;", "#pragma unroll 1\n          for (int j = 0;")],
-    "unordered": [("while (load_acquire(turns) < turn) {", "while (turn < 0) {")],
-    "without_drawing": [("const Draw drawn = draw_weights(seed,", "const Draw drawn{}; (void)(seed,")],
+    "forced": [FORCED],
+    "together": [("spread = !CAUSAL && parts", "spread = !CAUSAL && parts < 0 && parts")],
+    "without_draws": [
+        (
+            "draw_weights(seed, unit.sequence, unit.head, query + j / 2 * 8 + j % 2, block, d)",
+            "Draw{{query + j, block, static_cast<uint32_t>(seed), query * block + d}}",
+        ),
+    ],
+    "without_exp": [
+        ("power_of_two(pair[0] * p.score_scale - lse.x)", "(pair[0] * p.score_scale - lse.x)"),
+        ("power_of_two(pair[1] * p.score_scale - lse.y)", "(pair[1] * p.score_scale - lse.y)"),
+    ],
 }
-ONLY_BF16 = (": call.dtype == DType::f16 ? launch_wide<f16_t>(call, p)", "")
+CAUSAL_TOO = ("forced",)
+DROPOUT_ALONE = ("without_draws",)
+# Other sources whose times are compared, where they are there.
+BEFORE = Path(__file__).with_name("before")
+OTHERS = [path.stem.removeprefix("wide_") for path in sorted(BEFORE.glob("wide_*.cu"))]
+WITHOUT_HALF = (": call.dtype == DType::f16 ? launch_wide<f16_t>(call, p)", "")
+WITHOUT_BFLOAT = ("call.dtype == DType::bf16  ? launch_wide<bf16_t>(call, p)\n         : ", "")
+WITHOUT_DROPOUT = (
+    "  if (call.seed != nullptr)\n"
+    "    return causal ? start(wide_backward_kernel<T, true, true>) : start(wide_backward_kernel<T, true, false>);\n",
+    "",
+)
+ONLY_DROPOUT = (
+    "  return causal ? start(wide_backward_kernel<T, false, true>) : start(wide_backward_kernel<T, false, false>);\n",
+    "  return {};\n",
+)
+ONLY_ALL_KEYS = (
+    "  return causal ? start(wide_backward_kernel<T, false, true>) : start(wide_backward_kernel<T, false, false>);\n",
+    "  (void)causal;\n  return start(wide_backward_kernel<T, false, false>);\n",
+)
 SOURCE = "attention/cuda_backward_wide.cu"
 
 
@@ -79,8 +102,10 @@ def inlined(name: str, seen: set[str]) -> str:
     )
 
 
-def compile_variant(name: str, changes: list[tuple[str, str]], flags: str = "") -> subprocess.Popen[str]:
-    kernel = inlined(SOURCE, set())
+def compile_variant(
+    name: str, changes: list[tuple[str, str]], flags: str = "", source: Path | None = None
+) -> subprocess.Popen[str]:
+    kernel = inlined(SOURCE, set()) if source is None else source.read_text()
     for old, new in changes:
         if old not in kernel:
             print(f"{name}: the source has no {old!r}")
@@ -91,13 +116,41 @@ def compile_variant(name: str, changes: list[tuple[str, str]], flags: str = "") 
     return subprocess.Popen(command.split(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def build(names: list[str]) -> str:
+def start_all(kinds: list[str], names: list[str]) -> dict[str, subprocess.Popen[str]]:
+    """Compiles what these kinds of cases need."""
     lay_package()
+    started = {
+        "base": compile_variant("base", [WITHOUT_HALF, WITHOUT_DROPOUT]),
+        "base_p": compile_variant("base_p", [WITHOUT_HALF, ONLY_DROPOUT]),
+    }
+    if "checks" in kinds:
+        started["half_p"] = compile_variant("half_p", [WITHOUT_BFLOAT, ONLY_DROPOUT])
+    if "times" in kinds:
+        for name in names:
+            few = [WITHOUT_HALF, WITHOUT_DROPOUT, *([ONLY_ALL_KEYS] if name not in CAUSAL_TOO else [])]
+            if name in DROPOUT_ALONE:
+                started[name] = compile_variant(f"{name}_p", [*VARIANTS[name], WITHOUT_HALF, ONLY_DROPOUT])
+            else:
+                started[name] = compile_variant(name, [*VARIANTS[name], *few])
+        for name in OTHERS:
+            source = BEFORE / f"wide_{name}.cu"
+            started[name] = compile_variant(name, [WITHOUT_HALF, WITHOUT_DROPOUT], source=source)
+            if name == "main":
+                started["main_p"] = compile_variant("main_p", [WITHOUT_HALF, ONLY_DROPOUT], source=source)
+    if "clocks" in kinds:
+        few = [WITHOUT_HALF, WITHOUT_DROPOUT, ONLY_ALL_KEYS]
+        started["clocks"] = compile_variant("clocks", [*clocks.changes(), *few])
+        started["rates"] = clocks.compile_rates(WORK)
+    if "races" in kinds:
+        for name, few in (("every_lane", WITHOUT_DROPOUT), ("every_lane_p", ONLY_DROPOUT)):
+            started[name] = compile_variant(name, [WITHOUT_HALF, few], "-DFASTTFM_EVERY_LANE_ARRIVES")
+    return started
+
+
+def build(kinds: list[str], names: list[str]) -> str:
     begin = time.time()
-    started = [("base", compile_variant("base", []))]
-    started += [(name, compile_variant(name, [*VARIANTS[name], ONLY_BF16])) for name in names]
     lines = []
-    for name, process in started:
+    for name, process in start_all(kinds, names).items():
         log, _ = process.communicate()
         if process.returncode:
             print(log)
@@ -118,13 +171,17 @@ CHECKS: dict[str, dict[str, Any]] = {
     "4000_causal": {"dense": (1, 4000), "heads": 8, "causal": True},
 }
 
+LONG = ("4000", "4000_causal", "long_cross")  # repeated more often
+
 
 make = functools.partial(make_problem, head_dim=DIM)
 
 
 class Backward(hopper_backward.Backward):
-    def __init__(self, variant: str = "base") -> None:
-        self.open(WORK / f"wide_{variant}.so")
+    """A variant; with and without dropout it has libraries of its own, which compile at the same time."""
+
+    def __init__(self, case: dict[str, Any], variant: str = "base") -> None:
+        self.open(WORK / f"wide_{variant}{'_p' if case.get('p') else ''}.so")
 
 
 def check(name: str) -> str:
@@ -136,7 +193,8 @@ def check(name: str) -> str:
     problem, q, k, v, dout, *gradients = make(CHECKS[name])
     exact = [x.double() for x in (q, k, v, dout)]
     out, lse = reference.attention_forward(*exact[:3], problem)
-    run = Backward().prepare(dout, q, k, v, out.to(q.dtype), lse.float(), problem, *gradients)
+    backward = Backward(CHECKS[name], "half" if CHECKS[name].get("half") else "base")
+    run = backward.prepare(dout, q, k, v, out.to(q.dtype), lse.float(), problem, *gradients)
     run()
     torch.cuda.synchronize()
     expected = [torch.empty(x.shape, dtype=torch.float64, device="cuda") for x in gradients]
@@ -144,7 +202,7 @@ def check(name: str) -> str:
     rows = slice(None) if problem.cu_seqlens is None else slice(0, -3)
     errors = [relative(a[rows], b[rows]) for a, b in zip(gradients, expected, strict=True)]
     past = problem.packed and any(not x[-3:].isnan().all() for x in gradients)
-    differences = repeat(run, gradients, [rows] * 3, 30)
+    differences = repeat(run, gradients, [rows] * 3, 150 if name in LONG else 30)
     good = all(error < 0.006 for error in errors) and not differences and not past
     text = " ".join(f"{error:.1e}" for error in errors)
     return f"{'ok  ' if good else 'BAD '} {name:12} dq dk dv {text}{' WROTE PAST THE END' if past else ''}{differences}"
@@ -173,7 +231,7 @@ def some_statistics(q: Any, problem: Any) -> tuple[Any, Any]:
 
 def stressed(name: str) -> str:
     problem, q, k, v, dout, *gradients = make(STRESS[name])
-    run = Backward().prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)
+    run = Backward(STRESS[name]).prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)
     rows = slice(None) if problem.cu_seqlens is None else slice(0, -3)
     differences = repeat(run, gradients, [rows] * 3, 40)
     finite = all(bool(x[rows].isfinite().all()) for x in gradients)
@@ -191,36 +249,35 @@ TIMES: dict[str, dict[str, Any]] = {
         "fused": True,
     }
     for size, causal, p in (
-        (512, False, 0.0),
         (2048, False, 0.0),
-        (16384, False, 0.0),
-        (512, True, 0.0),
-        (2048, True, 0.0),
         (16384, True, 0.0),
+        (16384, False, 0.0),
+        (4096, False, 0.0),
+        (512, False, 0.0),
+        (1024, False, 0.0),
+        (256, False, 0.0),
+        (128, False, 0.0),
+        (2048, True, 0.0),
+        (512, True, 0.0),
         (512, False, 0.1),
         (2048, False, 0.1),
-        (128, False, 0.0),
-        (128, False, 0.1),
-        (256, False, 0.0),
-        (256, False, 0.1),
-        (1024, False, 0.0),
-        (4096, False, 0.0),
-        (1024, True, 0.0),
         (4096, True, 0.0),
+        (1024, True, 0.0),
+        (256, False, 0.1),
+        (128, False, 0.1),
     )
 }
 TIMES["packed_p"] = {"packed": tuple(64 + 448 * i // 63 for i in range(64)), "heads": 8, "p": 0.1, "fused": True}
-PARTS = {1024: (1, 2, 8), 2048: (2, 4), 4096: (4, 8), 16384: (32,)}  # blocks that share a head, for "forced"
+PARTS = {512: (1, 2), 1024: (2, 4), 2048: (4, 8), 4096: (8, 16), 16384: (16, 32)}  # for "forced"
 COMPARED = {  # the variants' cases
-    "32x512": ("plain", "weights_first"),
-    "8x2048": ("plain", "two_query_stages", "weights_first", "forced", "unordered"),
-    "16x1024": ("forced",),
-    "4x4096": ("forced",),
-    "1x16384": ("plain", "forced", "unordered"),
-    "8x2048_causal": ("plain", "forced"),
-    "1x16384_causal": ("plain", "unordered"),
-    "32x512_p": ("plain", "one_draw", "without_drawing"),
-    "8x2048_p": ("one_draw", "without_drawing"),
+    "8x2048": ("no_turns", "together", "forced", "without_exp"),
+    "1x16384": ("no_turns", "together", "forced"),
+    "4x4096": ("no_turns", "together", "forced"),
+    "32x512": ("no_turns", "together", "forced"),
+    "16x1024": ("no_turns", "together", "forced"),
+    **{f"{16384 // size}x{size}_causal": ("forced",) for size in PARTS},
+    "32x512_p": ("without_draws",),
+    "8x2048_p": ("without_draws",),
 }
 
 
@@ -241,7 +298,9 @@ def timed(name: str) -> str:
     pairs = sum(n**2 for n in case["packed"]) if "packed" in case else case["dense"][0] * case["dense"][1] ** 2
     flops = 10 * pairs * 8 * DIM // (2 if case.get("causal") else 1)
     arguments = (dout, q, k, v, *some_statistics(q, problem), problem, *gradients)
-    functions = {"base": Backward().prepare(*arguments)}
+    functions = {"base": Backward(case).prepare(*arguments)}
+    if "main" in OTHERS:
+        functions["main"] = Backward(case, "main").prepare(*arguments)
     if "dense" in case:
         inputs = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -251,27 +310,28 @@ def timed(name: str) -> str:
         functions["cudnn"] = lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
     for variant in COMPARED.get(name, ()):
         for parts in PARTS[case["dense"][1]] if variant == "forced" else ("",):
-            if (WORK / f"wide_{variant}.so").exists():
-                functions[f"{variant}{parts}"] = with_parts(str(parts), Backward(variant).prepare(*arguments))
+            if (WORK / f"wide_{variant}{'_p' if case['p'] else ''}.so").exists():
+                functions[f"{variant}{parts}"] = with_parts(str(parts), Backward(case, variant).prepare(*arguments))
+    functions = {who: run for who, run in functions.items() if who not in os.environ.get("HANGS", "").split()}
     results = milliseconds(functions, eager=("cudnn",))
-    text = "  ".join(f"{who} {flops / ms / 1e9:.0f}" for who, ms in results.items())
-    ratio = f"x{results['cudnn'] / results['base']:.2f}" if "cudnn" in results else ""
-    return f"{name:16} {results['base']:.3f} ms {ratio:6} TFLOP/s: {text}"
+    text = "  ".join(f"{who} {ms:.3f}" for who, ms in results.items())
+    ratios = [f"{results[who] / results['base']:.2f}x {who}" for who in ("cudnn", "main") if who in results]
+    return f"{name:15} {flops / results['base'] / 1e9:.0f} TFLOP/s, {', '.join(ratios)}; ms: {text}"
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-def in_process(kind: str, names: list[str], limit: float, deadline: float, say: Callable[[str], None]) -> None:
-    """Says the cases' lines as they come; one that takes longer than ``limit`` seconds is left out."""
+def in_process(names: list[str], limit: float, deadline: float, say: Callable[[str], None]) -> None:
+    """Says the lines of cases, kind:name, as they come; one that takes more than ``limit`` seconds is left out."""
     environment = dict(os.environ, PYTHONPATH=f"{WORK / 'lib'}:{os.environ.get('PYTHONPATH', '')}")
     attempts = 0
     while names and attempts < 4 and time.time() < deadline:
         attempts += 1
-        command = [sys.executable, __file__, "--child", kind, *names]
+        command = [sys.executable, __file__, "--child", *names]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         assert process.stdout is not None
-        rest, until = b"", time.time() + limit + 6.0  # torch starts
+        rest, until = b"", time.time() + limit + 8.0  # torch starts
         while time.time() < min(until, deadline):
             if not select.select([process.stdout], [], [], 0.2)[0]:
                 continue
@@ -283,12 +343,15 @@ def in_process(kind: str, names: list[str], limit: float, deadline: float, say: 
                 text = line.decode(errors="replace")
                 if text.startswith("RESULT "):
                     names, until = names[1:], time.time() + limit
-                    text = json.loads(text[7:])
-                say(text)
+                    say(json.loads(text[7:]))
+                elif not text.startswith("~ "):
+                    say("    | " + text)
         process.kill()
         process.wait()
         if names:
-            say(f"LOST {names[0]} (exit {process.returncode})")
+            say(f"LOST {names[0]} (exit {process.returncode}) {rest.decode(errors='replace')}")
+            if rest.startswith(b"~ "):  # who was to run when nothing came
+                environment["HANGS"] = environment.get("HANGS", "") + " " + rest.decode().split()[-1]
             names = names[1:]
 
 
@@ -296,24 +359,22 @@ def race() -> None:
     """One small call of each kernel, for compute-sanitizer's racecheck: every lane arrives at barriers."""
     import torch
 
-    lay_package()
-    if not (WORK / "wide_every_lane.so").exists():
-        process = compile_variant("every_lane", [ONLY_BF16], "-DFASTTFM_EVERY_LANE_ARRIVES")
-        print(process.communicate()[0][-400:])
-    for causal, p in itertools.product((False, True), (0.0, 0.1)):
-        problem, q, k, v, dout, *gradients = make({"dense": (2, 320), "heads": 2, "causal": causal, "p": p})
-        Backward("every_lane").prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)()
+    for causal, p in itertools.product((True, False), (0.0, 0.1)):
+        case = {"dense": (2, 320), "heads": 2, "causal": causal, "p": p}
+        problem, q, k, v, dout, *gradients = make(case)
+        Backward(case, "every_lane").prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)()
         torch.cuda.synchronize()
         print(f"causal {causal}, p {p}: ran", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("checks", "stress", "times"))
+    parser.add_argument("--only", default=",".join(KINDS), help="comma-separated kinds")
     parser.add_argument("--cases", default="", help="comma-separated names; all by default")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated names")
+    parser.add_argument("--seconds", type=float, default=45.0, help="room for all")
     parser.add_argument("--output", default=os.environ.get("OUT", str(WORK)))
-    parser.add_argument("--racecheck", action="store_true", help="one small call of each kernel, for compute-sanitizer")
+    parser.add_argument("--racecheck", action="store_true", help="a call of each kernel; after --only races")
     parser.add_argument("--child", nargs="+")
     arguments = parser.parse_args()
     if arguments.racecheck:
@@ -321,10 +382,9 @@ def main() -> None:
         race()
         return
     if arguments.child:
-        kind, *names = arguments.child
-        function = {"checks": check, "stress": stressed, "times": timed}[kind]
-        for name in names:
-            print("RESULT " + json.dumps(function(name)), flush=True)
+        for case in arguments.child:
+            kind, name = case.split(":")
+            print("RESULT " + json.dumps(KINDS[kind][0](name)), flush=True)
         return
     begin = time.time()
     output = Path(arguments.output) / "hopper_backward_wide.txt"
@@ -336,14 +396,32 @@ def main() -> None:
             file.write(text + "\n")
         print(text, flush=True)
 
-    say(build([name for name in arguments.variants.split(",") if name]))
+    kinds = arguments.only.split(",")
+    say(build(kinds, [name for name in arguments.variants.split(",") if name]))
     chosen = [name for name in arguments.cases.split(",") if name]
-    for kind, cases, seconds in (("checks", CHECKS, 16.0), ("times", TIMES, 24.0), ("stress", STRESS, 11.0)):
-        if arguments.only in (None, kind):
-            names = [name for name in cases if not chosen or name in chosen]
-            in_process(kind, names, 5.0, time.time() + seconds, say)
+    cases = [f"{kind}:{name}" for kind in kinds for name in KINDS[kind][1] if not chosen or name in chosen]
+    in_process(cases, 5.0, begin + arguments.seconds, say)
     say(f"{time.time() - begin:.0f} s in all")
 
+
+def clocked(name: str) -> str:
+    if name == "rates":
+        return clocks.rates(WORK)
+    case, _, variant = name.partition("/")
+    problem, q, k, v, dout, *gradients = make(TIMES[case], dirty=False)
+    backward = Backward({}, variant)
+    backward.prepare(dout, q, k, v, *some_statistics(q, problem), problem, *gradients)()
+    return f"{name}{clocks.report(backward.library)}"
+
+
+CLOCKED = ("8x2048/clocks", "rates")
+KINDS: dict[str, tuple[Callable[[str], str], Iterable[str]]] = {
+    "checks": (check, CHECKS),
+    "clocks": (clocked, CLOCKED),
+    "times": (timed, TIMES),
+    "stress": (stressed, STRESS),
+    "races": (str, ()),  # compiled alone
+}
 
 if __name__ == "__main__":
     main()

@@ -7,9 +7,10 @@
 //   1, 2  64 keys each, keys by queries:  S^T = K Q^T, dP^T = V dO^T, then P^T and dS^T in registers, and from there
 //         dV += P^T dO and dK += dS^T Q. dS^T meets in shared memory, and each of them computes 64 columns of dQ = dS K
 //
-// The order of products keeps the matrix units busy while numbers are computed: dP, dV, S of the next tile of queries
-// (dS is computed beside it), dK, dQ (the next weights are computed beside it), dP of the next tile (beside it, dQ
-// leaves). P is kept in 16 bits: there are no registers for more.
+// Warpgroups 1 and 2 take turns: one multiplies while the other computes. For every tile of queries each of them first
+// computes dS, and the weights of the next tile; then, at its turn, it starts dK, dQ of the tile before, dP and dV of
+// the next tile, and, when dQ has left, S of the one after that. So dS of both is there when dQ is computed from it. P
+// is kept in 16 bits, and dK takes dS from shared memory: there are no registers for more.
 //
 // Blocks share a (sequence, head) where there are few, or where the second level cache profits; counters order their
 // additions to dQ. Every sum has one fixed order.
@@ -49,16 +50,18 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_backward_kernel(const __
       memory.k_empty[i].initialize(8 * kWarpArrivals);
     }
     for (int i = 0; i < 2; ++i) {
+      memory.staging_free[i].initialize(1);
+      memory.staging_done[i].initialize(4 * kWarpArrivals);
       memory.kept_full[i].initialize(kWarpArrivals);
       memory.kept_empty[i].initialize(4 * kWarpArrivals);
     }
     memory.v_full.initialize(1);
     memory.v_empty.initialize(8 * kWarpArrivals);
     memory.raw.initialize(1);
-    memory.dscores_full.initialize(8 * kWarpArrivals);
-    memory.dscores_empty.initialize(8 * kWarpArrivals);
-    memory.staging_free.initialize(1);
-    memory.staging_done.initialize(8 * kWarpArrivals);
+    for (int i = 0; i < kScoreStages; ++i) {
+      memory.dscores_full[i].initialize(8 * kWarpArrivals);
+      memory.dscores_empty[i].initialize(8 * kWarpArrivals);
+    }
     fence_barriers();
     prefetch_map(&p.q);
     prefetch_map(&p.k);
@@ -79,6 +82,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_backward_kernel(const __
   } else {
     raise_registers<kWideConsumerRegisters>();
     WideKeyWarpgroup<T, DROPOUT, CAUSAL> keys(p, memory, warpgroup - 1);
+    if (warpgroup == 2) keys.give_turn();
     for (int round = 0;; ++round) {
       const int index = unit_of_round(round, blockIdx.x / p.parts, gridDim.x / p.parts);
       if (index >= p.sequences * p.heads) break;
@@ -89,10 +93,11 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_backward_kernel(const __
 
 // ---- launchers -------------------------------------------------------------------------------------------------------
 
-// How many blocks share a (sequence, head): what takes the shortest time of the block that has most to do. Blocks that
-// share follow one another some 3 steps apart. What they read and add to, queries, gradients and sums, takes 1 KB a
-// token: if that does not fit into the second level cache for all that is under way, a step takes longer.
-int parts_of(int64_t units, int64_t queries, int64_t keys, int processors) {
+// How many blocks share a (sequence, head): what takes the shortest time of the block that has most to do. A tile of
+// keys meets `met` of the queries on average. Blocks that share follow one another some 2 steps apart, over the same
+// queries. What they read and add to, queries, gradients and sums, takes 1 KB a token: if that does not fit into the
+// second level cache for all that is under way, the first of the blocks that come to it waits longer.
+int parts_of(int64_t units, int64_t queries, int64_t keys, double met, int processors) {
   const int64_t key_tiles = std::max<int64_t>((keys + kKeys - 1) / kKeys, 1);
   const int64_t query_tiles = (queries + kQueries - 1) / kQueries;
   int best = 1;
@@ -100,8 +105,8 @@ int parts_of(int64_t units, int64_t queries, int64_t keys, int processors) {
   for (int parts = 1; parts <= std::min<int64_t>(key_tiles, processors); ++parts) {
     const int64_t groups = processors / parts;
     const int64_t rounds = (units + groups - 1) / groups * ((key_tiles + parts - 1) / parts);
-    const bool fits = std::min(units, groups) * queries <= 36 * 1024;
-    const double time = (rounds * query_tiles + 3.0 * parts) * (fits ? 1.0 : 1.08);
+    const bool fits = std::min(units, groups) * queries * (parts > 1 ? met : 1.0) <= 36 * 1024;
+    const double time = (met * rounds * query_tiles + 2.1 * parts) * (fits ? 1.0 : 1.0 + 0.4 * met / parts);
     if (parts == 1 || time < least) {
       best = parts;
       least = time;
@@ -118,10 +123,10 @@ Status launch_wide(const AttentionBackward& call, WideParameters& p) {
   const Status status = launch_statistics<T, kWideDim>(call, p, statistics_in(call, 0), p.turns);
   if (status.code != StatusCode::ok) return status;
   const int64_t units = call.sequences * call.heads;
-  p.parts =
-      parts_of(units, std::min(call.max_seqlen, call.queries), std::min(call.max_seqlen_k, call.keys), processors);
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors / p.parts) * p.parts));
   const bool causal = call.window_right == 0;
+  p.parts = parts_of(units, std::min(call.max_seqlen, call.queries), std::min(call.max_seqlen_k, call.keys),
+                     causal ? 0.5 : 1.0, processors);
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors / p.parts) * p.parts));
   const auto start = [&](auto* kernel) {
     return launch(kernel, grid, dim3(kWideThreads), sizeof(WideMemory<false>), call.stream, p);
   };

@@ -33,8 +33,8 @@ __device__ __forceinline__ uint32_t anew(uint32_t value) {
   return value;
 }
 
-// Keeps the assembler from moving a wait for products up over the code that computes these words: a branch that needs
-// them all, and is taken only if all are NaN.
+// Keeps the assembler from moving the code that computes these words down: a branch that needs them all, and is taken
+// only if all are NaN.
 __device__ __forceinline__ void pin(const uint32_t (&word)[16]) {
   uint32_t all = 0xffffffffu;
 #pragma unroll
@@ -82,7 +82,6 @@ struct WideKeyWarpgroup {
     for (int c = 0; c < 8; ++c)
       multiply<T>(product, advance(k_major(keys + c / 4 * kKeyTileBytes), c % 4 * kKMajorStep),
                   advance(k_major(queries + c / 4 * kQueryTileBytes), c % 4 * kKMajorStep), c > 0);
-    commit_products();
   }
   // sum += operand rows, or sum = operand rows.
   static __device__ __forceinline__ void multiply_columns(float (&sum)[64], const uint32_t (&operand)[16],
@@ -92,7 +91,6 @@ struct WideKeyWarpgroup {
     for (int c = 0; c < 4; ++c)
       multiply<T, Major::mn>(sum, operand + 4 * c, advance(mn_major(rows, kQueryTileBytes), c * kMnMajorStep),
                              c > 0 || add);
-    commit_products();
   }
 
   // Starts S^T = K Q^T of a tile of queries.
@@ -102,31 +100,42 @@ struct WideKeyWarpgroup {
                   shared_address(memory.q[q_slot(step)]));
   }
 
+  // Starts dK += dS^T Q of a tile of queries: its own rows of dS^T, which all of the warpgroup have put.
+  __device__ __forceinline__ void begin_dk(uint32_t step, bool add) {
+    const uint32_t dscores = anew(shared_address(memory.dscores[step % kScoreStages]) + number * 64 * kTileRowBytes);
+    const uint32_t q = shared_address(memory.q[q_slot(step)]);
+    begin_products();
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      multiply<T, Major::k, Major::mn>(dk, advance(k_major(dscores), c * kKMajorStep),
+                                       advance(mn_major(q, kQueryTileBytes), c * kMnMajorStep), c > 0 || add);
+  }
+
   // Starts dQ = dS K of a tile of queries, 64 columns.
-  __device__ __forceinline__ void begin_dq(float (&dq)[32]) {
-    memory.dscores_full.wait(step % 2);
-    const uint32_t dscores = shared_address(memory.dscores);
+  __device__ __forceinline__ void begin_dq(float (&dq)[32], uint32_t step) {
+    memory.dscores_full[step % kScoreStages].wait(step / kScoreStages % 2);
+    const uint32_t dscores = shared_address(memory.dscores[step % kScoreStages]);
     const uint32_t k = anew(shared_address(memory.k[k_slot()]) + number * kKeyTileBytes);
     begin_products();
 #pragma unroll
     for (int c = 0; c < 8; ++c)
       multiply<T, Major::mn, Major::mn>(dq, advance(mn_major(dscores, 0), c * kMnMajorStep),
                                         advance(mn_major(k, 0), c * kMnMajorStep), c > 0);
-    commit_products();
   }
 
-  // Hands dQ of a tile of queries over to the sums, or writes it if it is the last addition.
-  __device__ __forceinline__ void leave_dq(float (&dq)[32], int tile) {
+  // Hands dQ of a tile of queries, which is there, over to the sums, or writes it if it is the last addition.
+  __device__ __forceinline__ void leave_dq(float (&dq)[32], int tile, uint32_t step) {
     const WideUnit<CAUSAL>& unit = memory.unit[number];
-    memory.staging_free.wait((step - 1) % 2);
+    arrive_warp(memory.dscores_empty[step % kScoreStages]);
+    memory.staging_free[number].wait(step % 2);
     const int use = memory.staging_use;
-    float4* staging = memory.staging[number][0] + threadIdx.x % kWarpgroup;
+    float4* staging = memory.staging[0] + threadIdx.x % kWarpgroup;
     if (use == kAdded) {
 #pragma unroll
       for (int i = 0; i < 8; ++i)
         staging[i * kWarpgroup] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
       fence_async();
-      arrive_warp(memory.staging_done);
+      arrive_warp(memory.staging_done[number]);
       return;
     }
     if (use == kLast) {
@@ -140,15 +149,16 @@ struct WideKeyWarpgroup {
       }
     }
     hold_registers(dq);  // what was read is here
-    arrive_warp(memory.staging_done);
+    arrive_warp(memory.staging_done[number]);
     const int query = tile * kQueries;
     store_product(dq, p.dq_scale,
                   row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query) + number * kTileColumns,
                   p.dq.token, unit.q.stored - query);
   }
 
-  // P^T = exp(S^T - lse) of a tile of queries, in 16 bits.
-  __device__ __forceinline__ void weigh(float (&scores)[32], uint32_t (&weights)[16], int key, int tile) {
+  // P^T = exp(S^T - lse) of a tile of queries, in 16 bits, and what dropout leaves of it.
+  __device__ __forceinline__ void weigh(float (&scores)[32], uint32_t (&weights)[16], uint32_t (&left)[16], int key,
+                                        int tile, uint32_t step) {
     const WideUnit<CAUSAL>& unit = memory.unit[number];
     mask_scores<CAUSAL>(scores, key, tile * kQueries, unit.k.length, unit.offset());
     const float2* statistics = reinterpret_cast<const float2*>(memory.lse[q_slot(step)]) + threadIdx.x % 4;
@@ -162,6 +172,12 @@ struct WideKeyWarpgroup {
                                             power_of_two(pair[1] * p.score_scale - lse.y), T{});
       }
     }
+    if constexpr (DROPOUT) {
+      memory.kept_full[number].wait(step % 2);
+      drop(weights, memory.kept[number][threadIdx.x % kWarpgroup], left);
+    }
+    pin(DROPOUT ? left : weights);
+    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[number]);  // the word is here: it was used
   }
 
   // dS^T = P^T (dP^T - delta), in 16 bits; where dropout left less of P^T, dP^T counts there alone.
@@ -187,96 +203,130 @@ struct WideKeyWarpgroup {
   }
 
   // Starts dP^T = V dO^T of a tile of queries.
-  __device__ __forceinline__ void begin_dweights(float (&dweights)[32]) {
+  __device__ __forceinline__ void begin_dweights(float (&dweights)[32], uint32_t step) {
     memory.dout_full[slot(step)].wait(parity(step));
     multiply_rows(dweights, anew(shared_address(memory.v) + number * 64 * kTileRowBytes),
                   shared_address(memory.dout[slot(step)]));
   }
 
-  // A tile of queries, whose weights are there and whose dP^T is under way in `own`, up to dQ; unless it is the LAST,
-  // then weights and dP^T of the next one, in `next`. `first`: it starts the sums of dk and dv.
-  template <bool LAST>
-  __device__ __forceinline__ void over_tile(float (&own)[32], float (&next)[32], uint32_t (&weights)[16], int key,
-                                            int tile, bool first) {
-    // Scores of the next tile before dS of this one; with dropout, which has no registers for that, after it.
-    constexpr bool kEarly = !LAST && !DROPOUT;
-    const uint32_t dout = shared_address(memory.dout[slot(step)]);
-    uint32_t dscores[16], left[16];
-    if constexpr (DROPOUT) {
-      memory.kept_full[number].wait(step % 2);
-      drop(weights, memory.kept[number][threadIdx.x % kWarpgroup], left);
-    }
-    multiply_columns(dv, DROPOUT ? left : weights, dout, !first);
-    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[number]);  // the word is here: it was used
-    if constexpr (kEarly) begin_scores(next, step + 1);
-    wait_products<1>();
-    hold_registers(own);
-    if constexpr (LAST) arrive_warp(memory.v_empty);
-    differentiate(own, weights, left, dscores);
-    if constexpr (!kEarly) {
-      pin(dscores);
-      wait_products<0>();
-    }
-    hold_registers(DROPOUT ? left : weights);
-    arrive_warp(memory.dout_empty[slot(step)]);
-    memory.dscores_empty.wait(step % 2 ^ 1);
+  // Starts dV += P^T dO of a tile of queries, of what dropout leaves of P^T.
+  __device__ __forceinline__ void begin_dv(uint32_t (&weights)[16], uint32_t (&left)[16], uint32_t step, bool add) {
+    multiply_columns(dv, DROPOUT ? left : weights, shared_address(memory.dout[slot(step)]), add);
+  }
+
+  // The warpgroups multiply by turns: one computes meanwhile.
+  __device__ __forceinline__ void take_turn() const { sync_named(kTurns + number, 2 * kWarpgroup); }
+  __device__ __forceinline__ void give_turn() const { arrive_named(kTurns + 1 - number, 2 * kWarpgroup); }
+
+  // Puts dS^T where both warpgroups take it from.
+  __device__ __forceinline__ void put(const uint32_t (&dscores)[16]) {
+    memory.dscores_empty[step % kScoreStages].wait(step / kScoreStages % 2 ^ 1);
     const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
-    const uint32_t to = anew(shared_address(memory.dscores) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16);
+    const uint32_t to =
+        anew(shared_address(memory.dscores[step % kScoreStages]) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16);
 #pragma unroll
     for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, dscores + 4 * c);
     fence_async();
-    arrive_warp(memory.dscores_full);
-    multiply_columns(dk, dscores, shared_address(memory.q[q_slot(step)]), !first);
-    if constexpr (!kEarly && !LAST) begin_scores(next, step + 1);
-    begin_dq(own);
-    ++step;
+    arrive_warp(memory.dscores_full[step % kScoreStages]);
+  }
+
+  // A tile of queries, the FIRST of the tile of keys or not, AFTER which so many others come (2: two or more). Its
+  // weights are there; its dP^T is under way in `dweights`, then dV, and S^T of the next one in `scores`. Computes dS
+  // and the next weights; then, at its turn, starts dK, dQ of the tile before, dP and dV of the next one and S of the
+  // one after that.
+  template <bool FIRST, int AFTER>
+  __device__ __forceinline__ void over_tile(float (&dweights)[32], float (&scores)[32], uint32_t (&weights)[16],
+                                            uint32_t (&left)[16], int key, int tile) {
+    constexpr bool LAST = AFTER == 0;
+    const WideUnit<CAUSAL>& unit = memory.unit[number];
+    uint32_t dscores[16];
+    wait_products<LAST ? 0 : 1>();
+    hold_registers(dweights);
+    hold_registers(dv);
+    if constexpr (LAST) arrive_warp(memory.v_empty);
+    differentiate(dweights, weights, left, dscores);
+    put(dscores);
+    arrive_warp(memory.dout_empty[slot(step)]);  // delta is here: what was put was computed from it
     if constexpr (!LAST) {
-      wait_products<1>();
-      hold_registers(next);
-      hold_registers(dk);
-      arrive_warp(memory.q_empty[q_slot(step - 1)]);
-      weigh(next, weights, key, tile - 1);
-      begin_dweights(next);
-      wait_products<1>();
-      hold_registers(own);
-    } else {
       wait_products<0>();
-      hold_registers(own);
-      hold_registers(dk);
-      hold_registers(dv);
-      arrive_warp(memory.q_empty[q_slot(step - 1)]);
-      arrive_warp(memory.k_empty[k_slot()]);
+      hold_registers(scores);
+      weigh(scores, weights, left, key, unit.after(tile), step + 1);
     }
-    arrive_warp(memory.dscores_empty);
-    leave_dq(own, tile);
+    take_turn();
+    begin_dk(step, !FIRST);
+    if constexpr (!FIRST) begin_dq(scores, step - 1);
+    commit_products();
+    if constexpr (LAST) {
+      begin_dq(dweights, step);
+      commit_products();
+      give_turn();
+    } else {
+      begin_dweights(dweights, step + 1);
+      begin_dv(weights, left, step + 1, true);
+      commit_products();
+    }
+    wait_products<1>();
+    hold_registers(dk);
+    hold_registers(scores);
+    arrive_warp(memory.q_empty[q_slot(step)]);
+    if constexpr (!FIRST) leave_dq(scores, unit.before(tile), step - 1);
+    if constexpr (LAST) {
+      wait_products<0>();
+      hold_registers(dweights);
+      arrive_warp(memory.k_empty[k_slot()]);
+    } else {
+      if constexpr (AFTER > 1) {
+        begin_scores(scores, step + 2);
+        commit_products();
+      }
+      give_turn();
+    }
+    ++step;
   }
 
   // One tile of keys.
   __device__ __forceinline__ void over_keys(int key_tile) {
     const WideUnit<CAUSAL>& unit = memory.unit[number];
     const int key = key_tile * kKeys + number * 64;
-    const int begin = unit.begin(key_tile);
-    int tile = unit.query_tiles - 1;
-    float even[32], odd[32];
-    uint32_t weights[16];
+    int tile = unit.first(), after = uniform(unit.query_tiles - unit.begin(key_tile) - 1);  // so many come after it
+    float dweights[32], scores[32];
+    uint32_t weights[16], left[16];
     memory.k_full[k_slot()].wait(k_step / kKeyStages % 2);
-    begin_scores(even, step);
-    memory.v_full.wait(k_step % 2);
+    begin_scores(scores, step);
+    commit_products();
     wait_products<0>();
-    hold_registers(even);
-    weigh(even, weights, key, tile);
-    begin_dweights(even);
-    for (bool first = true;; first = false, tile -= 2) {
-      if (tile == begin) {
-        over_tile<true>(even, odd, weights, key, tile, first);
-        break;
+    hold_registers(scores);
+    weigh(scores, weights, left, key, tile, step);
+    memory.v_full.wait(k_step % 2);
+    take_turn();
+    begin_dweights(dweights, step);
+    begin_dv(weights, left, step, false);
+    commit_products();
+    const auto over = [&](auto first, auto following) {
+      over_tile<decltype(first)::value, decltype(following)::value>(dweights, scores, weights, left, key, tile);
+      if (decltype(following)::value > 0) tile = uniform(unit.after(tile));
+    };
+    constexpr std::true_type first;
+    constexpr std::false_type further;
+    constexpr std::integral_constant<int, 0> last;
+    constexpr std::integral_constant<int, 1> one_after;
+    constexpr std::integral_constant<int, 2> more_after;
+    if (after == 0) {
+      give_turn();
+      over(first, last);
+    } else {
+      begin_scores(scores, step + 1);
+      commit_products();
+      give_turn();
+      if (after == 1) {
+        over(first, one_after);
+      } else {
+        over(first, more_after);
+#pragma unroll 1
+        for (; after > 2; --after) over(further, more_after);
+        over(further, one_after);
       }
-      over_tile<false>(even, odd, weights, key, tile, first);
-      if (tile - 1 == begin) {
-        over_tile<true>(odd, even, weights, key, tile - 1, false);
-        break;
-      }
-      over_tile<false>(odd, even, weights, key, tile - 1, false);
+      over(further, last);
     }
     ++k_step;
     const int rows = unit.k.stored - key;
@@ -284,6 +334,7 @@ struct WideKeyWarpgroup {
                        rows);
     store_wide_product(dv, p.dv_scale, row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token,
                        rows);
+    leave_dq(dweights, tile, step - 1);  // there is room when the other warpgroup has left its dQ of the tile before
   }
 
   __device__ __forceinline__ void over_unit(int index) {

@@ -13,7 +13,9 @@ constexpr int kWideThreads = 3 * kWarpgroup;
 constexpr int kWideSumFloats = kQueries * kWideDim;  // of dQ, per tile
 constexpr int kWideSumBytes = 4 * kWideSumFloats;
 constexpr int kLseBytes = 4 * kQueries;
-constexpr int kKeyStages = 2, kQueryStages = 3, kGradientStages = 2;  // of k, q and dout
+constexpr int kKeyStages = 2, kQueryStages = 3, kGradientStages = 2, kScoreStages = 2;  // of k, q, dout and dS
+
+constexpr int kTurns = 3;  // the first of two named barriers
 
 struct WideParameters : Parameters {
   int* turns;  // [heads, tiles]: how many additions to a tile of dQ are done
@@ -22,22 +24,41 @@ struct WideParameters : Parameters {
 
 // A (sequence, head), whose tiles of keys `parts` blocks take round by round, back and forth, so that all have as much
 // to do where attention is causal. For a tile of keys a block goes over the tiles of queries from the last one down:
-// the blocks meet the same queries at about the same time, and the second level cache has them.
+// the blocks meet the same queries at about the same time, and the second level cache has them. Where all have the same
+// tiles of queries to go over, each begins kSpread tiles further down than the one before it, and ends with those that
+// it left out: so they add to a tile one after the other without having to wait for that, and not all of the last
+// additions, after which dQ is written, are one block's.
+constexpr int kSpread = 4;
 template <bool CAUSAL>
 struct WideUnit : Unit<CAUSAL> {
   int part, parts;
+  bool spread;
 
   __device__ __forceinline__ WideUnit(const WideParameters& p, int unit)
-      : Unit<CAUSAL>(p, unit), part(blockIdx.x % p.parts), parts(p.parts) {}
+      : Unit<CAUSAL>(p, unit), part(blockIdx.x % p.parts), parts(p.parts) {
+    spread = !CAUSAL && parts * kSpread <= this->query_tiles && this->key_tiles % parts == 0;
+  }
+
+  // The tiles of queries in the order in which the block goes over them.
+  __device__ __forceinline__ int first() const { return this->query_tiles - 1 - (spread ? part * kSpread : 0); }
+  __device__ __forceinline__ int after(int tile) const { return (CAUSAL || tile > 0 ? tile : this->query_tiles) - 1; }
+  __device__ __forceinline__ int before(int tile) const {
+    return CAUSAL || tile + 1 < this->query_tiles ? tile + 1 : 0;
+  }
 
   __device__ __forceinline__ int rounds() const { return divide_up(this->key_tiles, parts); }
   // The block's tile of keys of a round; the last round may have none.
   __device__ __forceinline__ int key_tile(int round) const {
     return round * parts + (round % 2 ? parts - 1 - part : part);
   }
-  // Which addition to a tile of dQ is this block's: round by round, from the last block to the first.
+  // Which addition to a tile of dQ is this block's: round by round, from the last block to the first; if they are
+  // spread, first of those that come to it before they begin anew at the last tile.
   __device__ __forceinline__ int turn(int round, int tile) const {
     const int before = round * parts;
+    if (spread) {
+      const int rank = min((this->query_tiles - 1 - tile) / kSpread, parts - 1) - part;
+      return before + (rank < 0 ? rank + parts : rank);
+    }
     return before + (round % 2 ? parts - 1 : min(parts - 1, this->last_key_tile(tile) - before)) - part;
   }
 };
@@ -50,13 +71,13 @@ struct WideMemory {
   char dout[kGradientStages][2 * kQueryTileBytes];
   char k[kKeyStages][2 * kKeyTileBytes];
   char v[2 * kKeyTileBytes];
-  char dscores[kKeyTileBytes];       // [keys, queries]
-  float4 staging[2][8][kWarpgroup];  // of dQ: the columns of warpgroups 1 and 2, each thread's own
+  char dscores[kScoreStages][kKeyTileBytes];  // [keys, queries]
+  float4 staging[8][kWarpgroup];              // of dQ: the columns of warpgroup 1 or 2, each thread's own
   float lse[kQueryStages][kQueries], delta[kGradientStages][kQueries];
   uint32_t kept[2][kWarpgroup];
   Barrier q_full[kQueryStages], q_empty[kQueryStages], dout_full[kGradientStages], dout_empty[kGradientStages],
-      k_full[kKeyStages], k_empty[kKeyStages], v_full, v_empty, raw, dscores_full, dscores_empty, staging_free,
-      staging_done, kept_full[2], kept_empty[2];
+      k_full[kKeyStages], k_empty[kKeyStages], v_full, v_empty, raw, dscores_full[kScoreStages],
+      dscores_empty[kScoreStages], staging_free[2], staging_done[2], kept_full[2], kept_empty[2];
   WideUnit<CAUSAL> unit[2];  // which warpgroups 1 and 2 are at: they have no registers for it
   int staging_use;
 };
@@ -73,8 +94,9 @@ __device__ __forceinline__ void for_each_step(const WideParameters& p, Start sta
     for (int round = 0; round < unit.rounds(); ++round) {
       if (unit.key_tile(round) >= unit.key_tiles) continue;
       start(unit, round);
-      const int begin = unit.begin(unit.key_tile(round));
-      for (int tile = unit.query_tiles - 1; tile >= begin; --tile) step(unit, round, tile);
+      int tile = unit.first();
+      for (int left = unit.query_tiles - unit.begin(unit.key_tile(round)); left > 0; --left, tile = unit.after(tile))
+        step(unit, round, tile);
     }
   }
 }
@@ -112,7 +134,7 @@ __device__ __forceinline__ void bring_wide_tiles(const WideParameters& p, WideMe
     __syncwarp();
     if (first_lane) full.arrive();
   };
-  bool values_due = false;  // v is needed after the first tile of queries
+  bool values_due = false;  // v comes after the first tile of queries, which has room before it has
   for_each_step<CAUSAL>(
       p,
       [&](const WideUnit<CAUSAL>& unit, int round) {
@@ -132,35 +154,35 @@ __device__ __forceinline__ void bring_wide_tiles(const WideParameters& p, WideMe
         bring(p.q, memory.q_full[q_stage.slot], memory.q[q_stage.slot], unit.head, first, batch, valid, kQueries,
               memory.lse[q_stage.slot], statistics);
         q_stage.next();
-        if (values_due) {
-          memory.v_empty.wait(v_stage.parity ^ 1);
-          bring(p.v, memory.v_full, memory.v, unit.head, unit.k.first + key_tile * kKeys, batch,
-                unit.k.length - key_tile * kKeys, kKeys, nullptr, nullptr);
-          v_stage.next();
-          values_due = false;
-        }
         memory.dout_empty[dout_stage.slot].wait(dout_stage.parity ^ 1);
         bring(p.dout, memory.dout_full[dout_stage.slot], memory.dout[dout_stage.slot], unit.head, first, batch, valid,
               kQueries, memory.delta[dout_stage.slot], statistics + kQueries);
         dout_stage.next();
+        if (!values_due) return;
+        memory.v_empty.wait(v_stage.parity ^ 1);
+        bring(p.v, memory.v_full, memory.v, unit.head, unit.k.first + key_tile * kKeys, batch,
+              unit.k.length - key_tile * kKeys, kKeys, nullptr, nullptr);
+        v_stage.next();
+        values_due = false;
       });
 }
 
 // ---- sums of dQ -----------------------------------------------------------------------------------------------------
 
-// Orders accesses of memory by threads and by the copy engine.
-__device__ __forceinline__ void fence_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
-__device__ __forceinline__ int load_acquire(const int* from) {
+// Messages between blocks. They order nothing: the copy engine has said that its additions are in the second level
+// cache before one is sent (cuda_ordered_sums.cuh).
+__device__ __forceinline__ int hear(const int* from) {
   int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
 }
-__device__ __forceinline__ void store_release(int* to, int value) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+__device__ __forceinline__ void tell(int* to, int value) {
+  asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
 // Takes the parts of dQ from the staging tile to the workspace, each in its turn: the first is stored, the others are
-// added. For the last the sum comes back into the staging tile, and warpgroups 1 and 2 write the result. One thread.
+// added. For the last the sum comes back into the staging tile, and warpgroups 1 and 2 write the result. One thread; it
+// asks for its turn before the part is there.
 template <bool CAUSAL>
 __device__ __forceinline__ void sum_wide_dq(const WideParameters& p, WideMemory<CAUSAL>& memory) {
   const uint32_t staging = shared_address(memory.staging);
@@ -169,18 +191,15 @@ __device__ __forceinline__ void sum_wide_dq(const WideParameters& p, WideMemory<
   const auto finish = [&] {
     if (counter == nullptr) return;
     wait_stores<0>();
-    if (p.parts > 1) {
-      fence_proxies();
-      store_release(counter, done);
-    }
+    if (p.parts > 1) tell(counter, done);
     counter = nullptr;
   };
   const auto await = [&](const int* turns, int turn) {
     if (p.parts > 1) {
-      while (load_acquire(turns) < turn) {
+      while (hear(turns) < turn) {
       }
     }
-    fence_proxies();
+    asm volatile("fence.proxy.async.global;" ::: "memory");
   };
   for_each_step<CAUSAL>(
       p, [](const WideUnit<CAUSAL>&, int) {},
@@ -188,32 +207,31 @@ __device__ __forceinline__ void sum_wide_dq(const WideParameters& p, WideMemory<
         const int turn = unit.turn(round, tile);
         int* turns = p.turns + unit.tile + tile;
         float* sums = p.sums + static_cast<int64_t>(unit.tile + tile) * kWideSumFloats;
-        if (turn < unit.last_key_tile(tile)) {
-          memory.staging_use = kAdded;
-          memory.staging_free.arrive();
-          finish();
-          memory.staging_done.wait(step.parity);
-          if (turn == 0) {
-            store_bytes(sums, staging, kWideSumBytes);
-          } else {
-            await(turns, turn);
-            add_bytes(sums, staging, kWideSumBytes);
+        const bool last = turn == unit.last_key_tile(tile);
+        for (int half = 0; half < 2; ++half) {
+          float* to = sums + half * (kWideSumFloats / 2);
+          memory.staging_use = !last ? kAdded : turn == 0 ? kAlone : kLast;
+          if (!last || turn == 0) memory.staging_free[half].arrive();
+          if (half == 0) {
+            finish();
+            if (turn > 0) await(turns, turn);
           }
+          if (last && turn > 0) {
+            load_bytes(memory.staging_free[half], staging, to, kWideSumBytes / 2);
+            memory.staging_free[half].arrive_expect(kWideSumBytes / 2);
+          }
+          memory.staging_done[half].wait(step.parity);
+          if (last) continue;
+          if (turn == 0)
+            store_bytes(to, staging, kWideSumBytes / 2);
+          else
+            add_bytes(to, staging, kWideSumBytes / 2);
           commit_stores();
+          wait_stores_read<0>();
+        }
+        if (!last) {
           counter = turns;
           done = turn + 1;
-          wait_stores_read<0>();
-        } else {
-          finish();
-          memory.staging_use = turn == 0 ? kAlone : kLast;
-          if (turn == 0) {
-            memory.staging_free.arrive();
-          } else {
-            await(turns, turn);
-            load_bytes(memory.staging_free, staging, sums, kWideSumBytes);
-            memory.staging_free.arrive_expect(kWideSumBytes);
-          }
-          memory.staging_done.wait(step.parity);
         }
         step.next();
       });

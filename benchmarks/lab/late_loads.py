@@ -1,0 +1,68 @@
+"""Lists loads from shared memory that are still under way where a thread arrives at a barrier.
+
+    nvcc -arch=sm_90a -cubin ... && nvdisasm -c KERNEL.cubin > KERNEL.sass
+    python benchmarks/lab/late_loads.py KERNEL.sass ...
+
+An arrival does not wait for loads before it: if it gives a place free, the copy engine may overwrite what has not been
+read yet. So some instruction must have used what was loaded. Looks at straight code alone; what is listed is to be
+judged: loads of what nobody overwrites are harmless.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+REACH = 250  # instructions before an arrival that are looked at
+WIDTHS = {"128": 4, "64": 2}  # registers of a load
+
+
+def registers(first: str, count: int) -> set[str]:
+    return {f"R{int(first[1:]) + i}" for i in range(count)}
+
+
+def used_by(instruction: str) -> set[str]:
+    """Registers that it reads, and perhaps a few more."""
+    body = re.sub(r"^@!?U?P\d+\s+", "", instruction)
+    name, _, operands = body.partition(" ")
+    if name.startswith("HGMMA"):
+        return set().union(*(registers(found, 64) for found in re.findall(r"\bR\d+\b", operands)))
+    if not re.match(r"ST|RED|SYNCS|BAR", name):
+        operands = operands.partition(",")[2]  # the first one is written
+    count = 4 if re.match(r"STSM|STS\.128|STG.*128", name) else 1
+    return set().union(*(registers(found, count) for found in re.findall(r"\bR\d+\b", operands)))
+
+
+def late_loads(code: list[str], arrival: int) -> list[int]:
+    found: list[int] = []
+    used: set[str] = set()
+    for place in range(arrival - 1, max(arrival - REACH, 0), -1):
+        if re.match(r"(BRA|EXIT)\b", code[place]):
+            break
+        load = re.search(r"\bLDSM?(\S*) (R\d+),", code[place])
+        if load:
+            count = 4 if "M88.4" in load[1] else next((n for text, n in WIDTHS.items() if text in load[1]), 1)
+            loaded = registers(load[2], count)
+            if not loaded & used:
+                found.append(place)
+            used -= loaded
+        used |= used_by(code[place])
+    return found[::-1]
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        code = [re.sub(r"/\*[0-9a-f]+\*/", "", line).strip() for line in Path(name).read_text().splitlines()]
+        print(name)
+        for place, instruction in enumerate(code):
+            if instruction.startswith(".text."):
+                print(f"  {instruction}")
+            if "SYNCS.ARRIVE" not in instruction:
+                continue
+            for load in late_loads(code, place):
+                print(f"    line {place + 1}, {instruction}: line {load + 1}, {code[load]}")
+
+
+if __name__ == "__main__":
+    main()
