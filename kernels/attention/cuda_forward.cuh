@@ -214,8 +214,6 @@ class Consumer {
     memory.q_full[q_at.slot].wait(q_at.parity);
     const QueryTile tile = memory.tile_of(number);
     first = tile.first + 64 * part();
-    sequence = tile.sequence;
-    head = tile.head;
     block = (tile.sequence < 0 ? 0 : tile.steps<S, CAUSAL>(first, 64)) - 1;
     if (block < 0) return false;
     absent = CAUSAL ? tile.blocks - 1 - block : 0;
@@ -294,7 +292,8 @@ class Consumer {
     clear_absent();
   }
 
-  // A step: its scores become weights, and beside that the weights of the step before are multiplied with v.
+  // A step: its scores become weights, and beside that the weights of the step before are multiplied with v. FIRST: of
+  // its tile, after the last one of another.
   template <bool FIRST>
   __device__ __forceinline__ void step(float (&s)[S::kKeys / 2], float (&o)[S::kHeadDim / 2],
                                        uint32_t (&weights)[S::kKeys / 4], uint32_t (&kept)[S::kKeys / 8],
@@ -398,7 +397,7 @@ class Consumer {
   uint32_t turn = 0;                  // the warpgroup that has its first queries
   uint32_t q_tile;                    // the warpgroup's queries of it, a descriptor's lower word
   int block;                          // of keys, the step's
-  int sequence, head, first;          // the tile's; first: the warpgroup's first query
+  int first;                          // the warpgroup's first query of the tile
   int absent;                         // causal: steps of the tile before the warpgroup's first
   int k_length;                       // of the tile's sequence
   int diagonal;                       // causal: how many keys the warpgroup's first query attends to
