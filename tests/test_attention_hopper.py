@@ -334,3 +334,34 @@ def test_few_keys_against_the_reference(case: str, head_dim: int, dtype: torch.d
     for _ in range(50):
         for name, found, expected in zip(("out", "lse"), function(*inputs, backend="cuda"), first, strict=True):
             assert same_bits(found, expected), name
+
+
+# ---- the forward's softmax -------------------------------------------------------------------------------------------
+
+# What is added to the scores of 512 keys, from the first on; it goes over them from the last on.
+LEVELS = {
+    "rising": torch.linspace(150.0, -150.0, 512),
+    "falling": torch.linspace(-150.0, 150.0, 512),
+    "far below 0": torch.full((512,), -100.0),
+    "from far below to 0": torch.cat([torch.zeros(64), torch.full((448,), -200.0)]),
+}
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", HEADS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("levels", LEVELS)
+def test_scores_far_from_0(levels: str, causal: bool, head_dim: int) -> None:
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(9, 512, HEADS[head_dim], head_dim, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    q[..., 0] = head_dim**0.5
+    k[..., 0] = LEVELS[levels].cuda()[:, None]
+    k[:, LEVELS[levels] == 0.0] = 0.0  # scores of exactly 0
+    function = partial(attention, causal=causal, return_lse=True)
+    out, lse = function(q, k, v, backend="cuda")
+    naive, _ = function(q, k, v, backend="reference")
+    exact, exact_lse = function(q.double(), k.double(), v.double(), backend="reference")
+    comparison = compare("out", out, naive, exact, OUTPUT_FACTOR)
+    assert comparison.ok, comparison
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-4)

@@ -11,6 +11,7 @@
 // the unit for exponentials (16 per clock) takes as long as the matrix units (4096 operations per clock).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "attention/cuda_forward_steps.cuh"
@@ -23,13 +24,50 @@ namespace cuda {
 
 // ---- producer --------------------------------------------------------------------------------------------------------
 
+// One thread's copies of k and v, step after step.
+template <class S>
+struct KeyCopies {
+  ForwardMemory<S>& memory;
+  const CUtensorMap *k_map, *v_map;
+  RingPosition<S::kStages> k_at, v_at;
+
+  // Of a tile's keys, the first of which is `row`.
+  __device__ __forceinline__ void copy(const QueryTile& tile, int head, int row, int sequence) {
+    const auto load = [&](const CUtensorMap* map, Barrier& full, const char* to, int block) {
+      load_boxes<S>(map, full, to, S::kKeyPart, head, row + block * S::kKeys, sequence);
+    };
+    for (int block = tile.blocks - 1; S::kTogether && block >= 0; --block) {
+      Barrier& full = memory.k_full[k_at.slot];
+      memory.v_empty[k_at.slot].wait(k_at.parity ^ 1);
+      full.arrive_expect(2 * S::kKeyBytes);
+      load(k_map, full, memory.k[k_at.slot], block);
+      load(v_map, full, memory.v[k_at.slot], block);
+      k_at.next();
+    }
+    for (int block = tile.blocks; !S::kTogether && block >= 0; --block) {  // k comes before v of the step before
+      if (block > 0) {
+        memory.k_empty[k_at.slot].wait(k_at.parity ^ 1);
+        memory.k_full[k_at.slot].arrive_expect(S::kKeyBytes);
+        load(k_map, memory.k_full[k_at.slot], memory.k[k_at.slot], block - 1);
+        k_at.next();
+      }
+      if (block < tile.blocks) {
+        memory.v_empty[v_at.slot].wait(v_at.parity ^ 1);
+        memory.v_full[v_at.slot].arrive_expect(S::kKeyBytes);
+        load(v_map, memory.v_full[v_at.slot], memory.v[v_at.slot], block);
+        v_at.next();
+      }
+    }
+  }
+};
+
 // One warp; its first lane issues the copies.
 template <class S, bool CAUSAL>
 __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>& memory, const CUtensorMap* q_map,
                                         const CUtensorMap* k_map, const CUtensorMap* v_map) {
   const bool issues = threadIdx.x % 32 == 0;
   RingPosition<S::kQuerySlots> at;
-  RingPosition<S::kStages> k_at, v_at;
+  KeyCopies<S> keys{memory, k_map, v_map};
   TileWalk<S, CAUSAL> walk(p);
   for (uint32_t number = 0;; ++number) {
     const QueryTile tile = walk.take();
@@ -40,27 +78,12 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
         memory.q_full[at.slot].arrive();
       } else {
         const int sequence = p.packed() ? 0 : tile.sequence;
-        const int row = tile.first + (p.packed() ? tile.origin : 0);
         memory.q_full[at.slot].arrive_expect(tile.parts<S>() * S::kParts * 64 * kTileRowBytes);
 #pragma unroll 1
         for (int part = 0; part < tile.parts<S>(); ++part)
           load_boxes<S>(q_map, memory.q_full[at.slot], memory.q[at.slot] + part * 64 * kTileRowBytes, S::kQueryPart,
-                        tile.head, row + 64 * part, sequence);
-        const int k_head = tile.head / p.group, k_first = p.packed() ? walk.k_first : 0;
-        for (int block = tile.blocks; block >= 0; --block) {  // k of a step comes before v of the step before
-          if (block > 0) {
-            memory.k_empty[k_at.slot].wait(k_at.parity ^ 1);
-            load_step<S>(k_map, memory.k_full[k_at.slot], memory.k[k_at.slot], k_head, k_first + (block - 1) * S::kKeys,
-                         sequence);
-            k_at.next();
-          }
-          if (block < tile.blocks) {
-            memory.v_empty[v_at.slot].wait(v_at.parity ^ 1);
-            load_step<S>(v_map, memory.v_full[v_at.slot], memory.v[v_at.slot], k_head, k_first + block * S::kKeys,
-                         sequence);
-            v_at.next();
-          }
-        }
+                        tile.head, walk.q_first + 64 * part, sequence);
+        keys.copy(tile, tile.head / p.group, walk.k_first, sequence);
       }
     }
     __syncwarp();
@@ -94,7 +117,11 @@ class Consumer {
 
  public:
   __device__ __forceinline__ Consumer(const ForwardParams& params, ForwardMemory<S>& shared, int number)
-      : p(params), memory(shared), group(number), turns{number} {
+      : p(params),
+        memory(shared),
+        group(number),
+        turns{number},
+        k_tiles(static_cast<uint32_t>(k_major(shared_address(shared.k)))) {
     if (S::kDropout) dropout = WeightDropout(static_cast<uint64_t>(*p.seed), p.threshold);
   }
 
@@ -113,7 +140,7 @@ class Consumer {
       clear(o);
       while (true) {
         while (--block >= 0) {
-          step(s, o, weights, kept, softmax);
+          step<false>(s, o, weights, kept, softmax);
           softmax.correct(o);
           make_operand(s, weights, kept);
         }
@@ -122,7 +149,7 @@ class Consumer {
         if (!find_near_tile()) break;
         pass_steps(absent);
         softmax = RunningSoftmax();
-        step(s, o, weights, kept, softmax);
+        step<true>(s, o, weights, kept, softmax);
         store_results<T, S>(p, results, o);
         clear(o);
         make_operand(s, weights, kept);
@@ -138,7 +165,7 @@ class Consumer {
   __device__ __forceinline__ void run_apart() {
     turns.start();
     while (true) {
-      memory.q_full[slot()].wait(number / S::kQuerySlots % 2);
+      memory.q_full[q_at.slot].wait(q_at.parity);
       if (memory.tile_of(number).sequence < 0) return;
       if (meet_tile()) {
         float s[S::kKeys / 2], o[S::kHeadDim / 2];
@@ -147,11 +174,11 @@ class Consumer {
         begin_tile(s, weights, kept, softmax);
         clear(o);
         while (--block >= 0) {
-          step(s, o, weights, kept, softmax);
+          step<false>(s, o, weights, kept, softmax);
           softmax.correct(o);
           make_operand(s, weights, kept);
         }
-        release(memory.q_empty[slot()]);
+        release(memory.q_empty[q_at.slot]);
         end_tile(o, weights);
         const ResultRows<T> results = finish(softmax);
         count_tile();
@@ -166,39 +193,46 @@ class Consumer {
   // Which 64 of the tile's queries are the warpgroup's, if there are so many. Tiles go round the warpgroups: the first
   // queries of one are for the warpgroup after the one that has the last queries of the tile before. After a tile for
   // all of them it is the next one's turn, too: causal, their work is unequal.
-  __device__ __forceinline__ int part() const { return (group + S::kGroups - turn) % S::kGroups; }
+  __device__ __forceinline__ int part() const {
+    return static_cast<int>((static_cast<uint32_t>(group) + S::kGroups - turn) % S::kGroups);
+  }
 
   static __device__ __forceinline__ void release(Barrier& empty) {
     __syncwarp();
     if (elected()) empty.arrive();
   }
 
-  __device__ __forceinline__ uint32_t slot() const { return number % S::kQuerySlots; }
+  // Steps of k and v in shared memory, as q_tile.
+  __device__ __forceinline__ uint32_t k_tile(uint32_t slot) const { return k_tiles + slot * (S::kKeyBytes >> 4); }
+  __device__ __forceinline__ uint32_t v_tile(uint32_t slot) const {
+    constexpr uint64_t distance = offsetof(ForwardMemory<S>, v) - offsetof(ForwardMemory<S>, k);
+    return k_tile(slot) + static_cast<uint32_t>(mn_major(distance, S::kKeyPart) - k_major(0));
+  }
 
   // Waits for the tile whose turn it is; false: there is none, or none of its keys is for this warpgroup.
   __device__ __forceinline__ bool meet_tile() {
-    memory.q_full[slot()].wait(number / S::kQuerySlots % 2);
+    memory.q_full[q_at.slot].wait(q_at.parity);
     const QueryTile tile = memory.tile_of(number);
     first = tile.first + 64 * part();
-    sequence = tile.sequence;
-    head = tile.head;
     block = (tile.sequence < 0 ? 0 : tile.steps<S, CAUSAL>(first, 64)) - 1;
     if (block < 0) return false;
     absent = CAUSAL ? tile.blocks - 1 - block : 0;
-    q_tile = shared_address(memory.q[slot()]) + part() * 64 * kTileRowBytes;
+    q_tile = static_cast<uint32_t>(k_major(shared_address(memory.q[q_at.slot]) + part() * 64 * kTileRowBytes));
     k_length = tile.k_length;
     diagonal = tile.causal_keys(first);
+    if (S::kDropout) dropout.begin(tile.sequence, tile.head, first + row_in_group());
     return true;
   }
 
   __device__ __forceinline__ void leave_tile() {
-    release(memory.q_empty[slot()]);
+    release(memory.q_empty[q_at.slot]);
     count_tile();
   }
   __device__ __forceinline__ void count_tile() {
     const int parts = memory.tile_of(number).template parts<S>();
-    turn = (turn + (parts == S::kGroups ? 1 : parts)) % S::kGroups;
+    turn = (turn + static_cast<uint32_t>(parts == S::kGroups ? 1 : parts)) % S::kGroups;
     ++number;
+    q_at.next();
   }
 
   // The same as meet_tile() for the next tile that has keys; writes the results of those that have none.
@@ -209,18 +243,19 @@ class Consumer {
     }
     return true;
   }
-  // The same while a product with v is to come, whose step has to stay one of the last kStages: false, too, if the tile
-  // is further away.
+  // The same while a product with v is to come, whose step has to stay one of the last kStages, also when k of the next
+  // one is there: false, too, if the tile is further away.
+  static constexpr int kNear = S::kStages - S::kTogether;
   __device__ __forceinline__ bool find_near_tile() {
     int passed = 0;
     while (!meet_tile()) {
       const QueryTile& tile = memory.tile_of(number);
       if (tile.sequence < 0) return false;
       passed += tile.blocks;
-      if (passed >= S::kStages) return false;
+      if (passed >= kNear) return false;
       pass_tile();
     }
-    return passed + absent < S::kStages;
+    return passed + absent < kNear;
   }
   __device__ __forceinline__ void pass_tile() {
     const QueryTile tile = memory.tile_of(number);
@@ -231,11 +266,11 @@ class Consumer {
 
   // The last product of a tile.
   __device__ __forceinline__ void end_tile(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4]) {
-    memory.v_full[v_slot].wait(v_parity());
+    wait_values(v_slot);
     hold_registers(o);
     hold_registers(weights);
     begin_products();
-    issue_values<T, S>(o, weights, shared_address(memory.v[v_slot]));
+    issue_values<T, S>(o, weights, v_tile(v_slot));
     finish_values(o, weights, v_slot);
   }
 
@@ -246,18 +281,20 @@ class Consumer {
     memory.k_full[at.slot].wait(at.parity);
     turns.take();
     begin_products();
-    issue_scores<T, S>(s, q_tile, shared_address(memory.k[at.slot]));
+    issue_scores<T, S>(s, q_tile, k_tile(at.slot));
     turns.pass();
     draw(kept);
     softmax = RunningSoftmax();
     wait_products<0>();
-    take_scores(s);
-    softmax.step(s, p.scale);
+    take_scores<true>(s);
+    softmax.template step<true>(s, p.scale);
     make_operand(s, weights, kept);
     clear_absent();
   }
 
-  // A step: its scores become weights, and beside that the weights of the step before are multiplied with v.
+  // A step: its scores become weights, and beside that the weights of the step before are multiplied with v. FIRST: of
+  // its tile, after the last one of another.
+  template <bool FIRST>
   __device__ __forceinline__ void step(float (&s)[S::kKeys / 2], float (&o)[S::kHeadDim / 2],
                                        uint32_t (&weights)[S::kKeys / 4], uint32_t (&kept)[S::kKeys / 8],
                                        RunningSoftmax& softmax) {
@@ -266,17 +303,17 @@ class Consumer {
     hold_registers(o);
     hold_registers(weights);
     begin_products();
-    issue_scores<T, S>(s, q_tile, shared_address(memory.k[at.slot]));
+    issue_scores<T, S>(s, q_tile, k_tile(at.slot));
     const uint32_t v_used = v_slot;
-    memory.v_full[v_used].wait(v_parity());
-    begin_products();
-    issue_values<T, S>(o, weights, shared_address(memory.v[v_used]));
+    wait_values(v_used);
+    if (!S::kTogether) begin_products();
+    issue_values<T, S>(o, weights, v_tile(v_used));
     turns.pass();
     draw(kept);
     wait_products<1>();
-    take_scores(s);
-    softmax.step(s, p.scale);
-    softmax.settle();
+    take_scores<FIRST>(s);
+    softmax.template step<FIRST>(s, p.scale);
+    if (S::kSettles) softmax.settle();
     finish_values(o, weights, v_used);
   }
 
@@ -286,15 +323,20 @@ class Consumer {
       turns.take();
       turns.pass();
       memory.k_full[at.slot].wait(at.parity);
-      release(memory.k_empty[at.slot]);
-      memory.v_full[at.slot].wait(at.parity);
+      release_keys();
+      if (!S::kTogether) memory.v_full[at.slot].wait(at.parity);
       release(memory.v_empty[at.slot]);
       at.next();
     }
   }
 
   // Of the product that is to come: its step is one of the last kStages.
-  __device__ __forceinline__ uint32_t v_parity() const { return at.parity ^ (v_slot >= at.slot ? 1 : 0); }
+  __device__ __forceinline__ void wait_values(uint32_t slot) const {
+    if (!S::kTogether) memory.v_full[slot].wait(at.parity ^ (slot >= at.slot ? 1 : 0));
+  }
+  __device__ __forceinline__ void release_keys() const {
+    if (!S::kTogether) release(memory.k_empty[at.slot]);
+  }
 
   __device__ __forceinline__ void finish_values(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4],
                                                 uint32_t slot) {
@@ -305,7 +347,7 @@ class Consumer {
   }
 
   __device__ __forceinline__ ResultRows<T> finish(RunningSoftmax& softmax) const {
-    return conclude<T, S>(p, memory.tile_of(number), first + row_in_group(), softmax);
+    return conclude<T, S>(p, memory.tile_of(number), first, softmax);
   }
 
   static __device__ __forceinline__ void clear(float (&o)[S::kHeadDim / 2]) {
@@ -313,17 +355,18 @@ class Consumer {
     for (int i = 0; i < S::kHeadDim / 2; ++i) o[i] = 0.0f;
   }
 
-  // Of a step, which are there now.
+  // Of a step, which are there now. All keys are there but for a tile's first step.
+  template <bool FIRST>
   __device__ __forceinline__ void take_scores(float (&s)[S::kKeys / 2]) {
     hold_registers(s);
-    release(memory.k_empty[at.slot]);
+    release_keys();
     v_slot = at.slot;
     at.next();
-    mask_step<S, CAUSAL>(s, block, k_length, diagonal);
+    if (FIRST || CAUSAL) mask_step<S, CAUSAL>(s, block, k_length, diagonal);
   }
 
   __device__ __forceinline__ void draw(uint32_t (&kept)[S::kKeys / 8]) const {
-    if (S::kDropout) dropout.draw(kept, sequence, head, first + row_in_group(), block * (S::kKeys / 64));
+    if (S::kDropout) dropout.draw(kept, block * (S::kKeys / 64));
   }
 
   // 16-bit weights; those that dropout does not keep are 0.
@@ -337,7 +380,7 @@ class Consumer {
   __device__ __forceinline__ void clear_absent() {
     const int present = k_length - block * S::kKeys;
     if (present >= S::kKeys || (!p.packed() && p.lengths_k == nullptr)) return;
-    memory.v_full[v_slot].wait(v_parity());
+    wait_values(v_slot);
     clear_rows<S>(memory.v[v_slot], present, group);
   }
 
@@ -345,17 +388,19 @@ class Consumer {
   ForwardMemory<S>& memory;
   const int group;
   const Turns<S, TURNS> turns;
+  const uint32_t k_tiles;  // the first of them, as q_tile
   WeightDropout dropout;
-  RingPosition<S::kStages> at;  // the step's
-  uint32_t v_slot;              // where v of the product to come is
-  uint32_t number = 0;          // the tile's, counted from the block's first
-  int turn = 0;                 // the warpgroup that has its first queries
-  uint32_t q_tile;              // the warpgroup's queries of it, in shared memory
-  int block;                    // of keys, the step's
-  int sequence, head, first;    // the tile's; first: the warpgroup's first query
-  int absent;                   // causal: steps of the tile before the warpgroup's first
-  int k_length;                 // of the tile's sequence
-  int diagonal;                 // causal: how many keys the warpgroup's first query attends to
+  RingPosition<S::kStages> at;        // the step's
+  uint32_t v_slot;                    // where v of the product to come is
+  uint32_t number = 0;                // the tile's, counted from the block's first
+  RingPosition<S::kQuerySlots> q_at;  // where its queries are
+  uint32_t turn = 0;                  // the warpgroup that has its first queries
+  uint32_t q_tile;                    // the warpgroup's queries of it, a descriptor's lower word
+  int block;                          // of keys, the step's
+  int first;                          // the warpgroup's first query of the tile
+  int absent;                         // causal: steps of the tile before the warpgroup's first
+  int k_length;                       // of the tile's sequence
+  int diagonal;                       // causal: how many keys the warpgroup's first query attends to
 };
 
 template <class T, class S, bool CAUSAL, bool TURNS>
@@ -363,8 +408,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map, const __grid_constant__ ForwardParams p) {
   extern __shared__ char dynamic_memory[];
-  auto& memory =
-      *reinterpret_cast<ForwardMemory<S>*>(dynamic_memory + (1024 - shared_address(dynamic_memory) % 1024) % 1024);
+  // In a uniform register: nvcc may compute it again in every step.
+  const int address = uniform(static_cast<int>((shared_address(dynamic_memory) + 1023) / 1024 * 1024));
+  auto& memory = *static_cast<ForwardMemory<S>*>(__cvta_shared_to_generic(static_cast<size_t>(address)));
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
   if (threadIdx.x == 0) memory.initialize();
   if (threadIdx.x == 32) {

@@ -23,14 +23,6 @@ __device__ __forceinline__ void load_boxes(const CUtensorMap* map, Barrier& full
     load_box(map, full, shared_address(to) + i * part, i * kTileColumns, head, row, sequence);
 }
 
-// A step of k or v.
-template <class S>
-__device__ __forceinline__ void load_step(const CUtensorMap* map, Barrier& full, const char* to, int head, int row,
-                                          int sequence) {
-  full.arrive_expect(S::kKeyBytes);
-  load_boxes<S>(map, full, to, S::kKeyPart, head, row, sequence);
-}
-
 // Rows from `first` on of a tile of v become 0: a weight of 0 does not silence a NaN. All threads of a warpgroup.
 template <class S>
 __device__ __forceinline__ void clear_rows(char* v, int first, int group) {
@@ -45,26 +37,28 @@ __device__ __forceinline__ void clear_rows(char* v, int first, int group) {
 
 // ---- products --------------------------------------------------------------------------------------------------------
 
-// s = q k^T for this warpgroup's 64 queries.
+// wgmma takes tiles by descriptors, of which only the lower word changes from one to another, by their distance.
+__device__ __forceinline__ uint64_t tile_descriptor(uint32_t low) { return k_major(0) >> 32 << 32 | low; }
+
+// s = q k^T for this warpgroup's 64 queries; q and k are lower words of descriptors.
 template <class T, class S>
 __device__ __forceinline__ void issue_scores(float (&s)[S::kKeys / 2], uint32_t q, uint32_t k) {
 #pragma unroll
   for (int step = 0; step < S::kHeadDim / 16; ++step) {
     const uint32_t offset = step % 4 * kKMajorStep;
-    multiply<T>(s, advance(k_major(q + step / 4 * S::kQueryPart), offset),
-                advance(k_major(k + step / 4 * S::kKeyPart), offset), step > 0);
+    multiply<T>(s, tile_descriptor(q + ((step / 4 * S::kQueryPart + offset) >> 4)),
+                tile_descriptor(k + ((step / 4 * S::kKeyPart + offset) >> 4)), step > 0);
   }
   commit_products();
 }
 
-// o += weights v, or o = weights v where not `add`
+// o += weights v, or o = weights v where not `add`; v is the lower word of a descriptor
 template <class T, class S>
 __device__ __forceinline__ void issue_values(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4], uint32_t v,
                                              bool add = true) {
 #pragma unroll
   for (int step = 0; step < S::kKeys / 16; ++step)
-    multiply<T, Major::mn>(o, weights + 4 * step, advance(mn_major(v, S::kKeyPart), step * kMnMajorStep),
-                           add || step > 0);
+    multiply<T, Major::mn>(o, weights + 4 * step, tile_descriptor(v + (step * kMnMajorStep >> 4)), add || step > 0);
   commit_products();
 }
 
@@ -95,36 +89,13 @@ __device__ __forceinline__ void mask_step(float (&s)[S::kKeys / 2], int block, i
 
 // ---- results ---------------------------------------------------------------------------------------------------------
 
-// Four threads of a row hold four words each, thread t word t of four vectors: afterwards thread t holds vector t.
-__device__ __forceinline__ void transpose_words(uint32_t (&word)[4]) {
-#pragma unroll
-  for (int bit = 1; bit <= 2; bit *= 2) {
-    const bool upper = (threadIdx.x & bit) != 0;
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      const int low = bit == 1 ? 2 * pair : pair, high = low + bit;
-      const uint32_t received = __shfl_xor_sync(0xffffffffu, upper ? word[low] : word[high], bit);
-      (upper ? word[low] : word[high]) = received;
-    }
-  }
-}
-
-template <class S>
-__device__ __forceinline__ int64_t row_elements(const ForwardParams& p) {
-  return static_cast<int64_t>(p.heads) * S::kHeadDim;
-}
-
-// Where the results of the first query of a tile's sequence and head stand.
+// Where the results of a tile's query stand. Rows of all heads are fewer than 2^31: they would not fit into memory.
 template <class T, class S>
-__device__ __forceinline__ T* out_of(const ForwardParams& p, const QueryTile& tile) {
-  return static_cast<T*>(p.out) + tile.origin * row_elements<S>(p) + tile.head * S::kHeadDim;
-}
-__device__ __forceinline__ float* lse_of(const ForwardParams& p, const QueryTile& tile) {
-  return p.lse + (p.packed() ? static_cast<int64_t>(tile.head) * p.queries + tile.origin
-                             : (static_cast<int64_t>(tile.sequence) * p.heads + tile.head) * p.queries);
+__device__ __forceinline__ T* out_of(const ForwardParams& p, const QueryTile& tile, int query) {
+  return static_cast<T*>(p.out) + static_cast<int64_t>(tile.out_row + query * p.heads) * S::kHeadDim;
 }
 
-// A thread's two rows of results, which are o times `factor`.
+// A warpgroup's rows of results, which are o times `factor`, in each thread that of its two.
 template <class T>
 struct ResultRows {
   T* out;           // the first row
@@ -132,45 +103,50 @@ struct ResultRows {
   float factor[2];  // of o; 0: 0
 };
 
-// The thread's rows `row` and 8 further have gone over all keys: writes lse, and says what their results are. Rows that
+// The warpgroup's rows from `first` on have gone over all keys: writes lse, and says what their results are. Rows that
 // attend to nothing get a factor of 0.
 template <class T, class S>
-__device__ __forceinline__ ResultRows<T> conclude(const ForwardParams& p, const QueryTile& tile, int row,
+__device__ __forceinline__ ResultRows<T> conclude(const ForwardParams& p, const QueryTile& tile, int first,
                                                   RunningSoftmax& softmax) {
   softmax.finish();
   ResultRows<T> rows;
-  rows.out = out_of<T, S>(p, tile) + row * row_elements<S>(p);
-  rows.present = tile.rows - row;
-  float* lse = lse_of(p, tile);
+  rows.out = out_of<T, S>(p, tile, first);
+  rows.present = tile.rows(p) - first;
+  const int row = row_in_group();
+  float* const lse = p.lse + (tile.lse_row + first + row);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const bool attends = row + 8 * half < tile.q_length && softmax.sum[half] > 0.0f;
-    rows.factor[half] = attends ? __fdividef(p.dropout_scale, softmax.sum[half]) : 0.0f;
-    if (threadIdx.x % 4 == 0 && 8 * half < rows.present)
-      lse[row + 8 * half] =
-          attends ? (softmax.reference[half] + __log2f(softmax.sum[half])) * 0.693147180559945f : kMinusInfinity;
+    const bool attends = first + row + 8 * half < tile.q_length && softmax.sum[half] > 0.0f;
+    const float factor = p.dropout_scale * inverse_fast(softmax.sum[half]);
+    const float sum = (softmax.reference[half] + log2_fast(softmax.sum[half])) * 0.693147180559945f;
+    rows.factor[half] = attends ? factor : 0.0f;
+    if (threadIdx.x % 4 == 0 && row + 8 * half < rows.present) lse[8 * half] = attends ? sum : kMinusInfinity;
   }
   return rows;
 }
 
+// A row's threads hold a word each of every 8 columns; neighbours exchange words, so that each writes two at once.
 template <class T, class S>
 __device__ __forceinline__ void store_results(const ForwardParams& p, const ResultRows<T>& rows,
                                               const float (&o)[S::kHeadDim / 2]) {
+  const int row = row_in_group(), thread = threadIdx.x % 4;
+  const bool odd = thread % 2 != 0;
+  T* const out = rows.out + static_cast<int64_t>(row * p.heads) * S::kHeadDim + thread / 2 * 4 + thread % 2 * 8;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float factor = rows.factor[half];
 #pragma unroll
-    for (int chunk = 0; chunk < S::kHeadDim / 32; ++chunk) {
-      uint32_t word[4];
+    for (int chunk = 0; chunk < S::kHeadDim / 16; ++chunk) {
+      uint32_t word[2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* pair = o + 4 * (4 * chunk + i) + 2 * half;
+      for (int i = 0; i < 2; ++i) {
+        const float* pair = o + 4 * (2 * chunk + i) + 2 * half;
         word[i] = factor != 0.0f ? narrow_word(pair[0] * factor, pair[1] * factor, T{}) : 0;
       }
-      transpose_words(word);
-      if (8 * half < rows.present)
-        *reinterpret_cast<uint4*>(rows.out + 8 * half * row_elements<S>(p) + 32 * chunk + threadIdx.x % 4 * 8) =
-            make_uint4(word[0], word[1], word[2], word[3]);
+      const uint32_t received = __shfl_xor_sync(0xffffffffu, odd ? word[0] : word[1], 1);
+      if (row + 8 * half < rows.present)
+        *reinterpret_cast<uint2*>(out + 8 * half * p.heads * S::kHeadDim + 16 * chunk) =
+            make_uint2(odd ? received : word[0], odd ? word[1] : received);
     }
   }
 }
@@ -179,13 +155,11 @@ __device__ __forceinline__ void store_results(const ForwardParams& p, const Resu
 template <class T, class S>
 __device__ __forceinline__ void store_nothing(const ForwardParams& p, const QueryTile& tile, int first) {
   constexpr int vectors = S::kHeadDim / 8;  // of a row
-  T* out = out_of<T, S>(p, tile);
-  float* lse = lse_of(p, tile);
   for (int i = static_cast<int>(threadIdx.x) % kWarpgroup; i < 64 * vectors; i += kWarpgroup) {
     const int row = first + i / vectors;
-    if (row >= tile.rows) return;
-    if (i % vectors == 0) lse[row] = kMinusInfinity;
-    *reinterpret_cast<uint4*>(out + row * row_elements<S>(p) + 8 * (i % vectors)) = make_uint4(0, 0, 0, 0);
+    if (row >= tile.rows(p)) return;
+    if (i % vectors == 0) p.lse[tile.lse_row + row] = kMinusInfinity;
+    *reinterpret_cast<uint4*>(out_of<T, S>(p, tile, row) + 8 * (i % vectors)) = make_uint4(0, 0, 0, 0);
   }
 }
 

@@ -17,6 +17,10 @@ struct ForwardShape {
   static constexpr bool kDropout = DROPOUT;
   // Two stages are too few for v of a tile's last step to stay while the next tile's first is computed.
   static constexpr bool kOverlaps = STAGES > 2;
+  // With many stages k and v of a step come and go together; with few, k goes as soon as its scores are there.
+  static constexpr bool kTogether = STAGES > 3;
+  // Whether the softmax stays beside the product with v: four warpgroups have each other's work beside a wait.
+  static constexpr bool kSettles = GROUPS < 4;
   static constexpr int kQueries = 64 * GROUPS;
   static constexpr int kThreads = kWarpgroup * (GROUPS + 1);
   static constexpr int kParts = HEAD_DIM / kTileColumns;  // swizzled tiles side by side
@@ -57,9 +61,9 @@ struct alignas(16) QueryTile {
   int first;     // query, counted in the sequence
   int q_length;  // queries and keys that the sequence has
   int k_length;
-  int rows;    // up to which results are written
-  int origin;  // the sequence's first query among all rows
-  int blocks;  // steps of keys that some query of the tile attends to
+  int out_row;  // of the head's first query among all rows of all heads
+  int lse_row;  // its place in lse
+  int blocks;   // steps of keys that some query of the tile attends to
 
   // Key positions are aligned to the end: a causal query attends to this many keys.
   __device__ __forceinline__ int causal_keys(int query) const { return query + 1 + k_length - q_length; }
@@ -67,7 +71,7 @@ struct alignas(16) QueryTile {
   // How many warpgroups it is for, with 64 queries each.
   template <class S>
   __device__ __forceinline__ int parts() const {
-    return max(min((q_length - first + 63) / 64, S::kQueries / 64), 1);
+    return max(min((q_length - first + 63) >> 6, S::kQueries / 64), 1);
   }
 
   // The steps of keys that the `count` queries from `query` on go over.
@@ -75,8 +79,11 @@ struct alignas(16) QueryTile {
   __device__ __forceinline__ int steps(int query, int count) const {
     int keys = query < q_length ? k_length : 0;
     if (CAUSAL) keys = min(keys, causal_keys(min(query + count, q_length) - 1));
-    return (max(keys, 0) + S::kKeys - 1) / S::kKeys;
+    return static_cast<int>(static_cast<unsigned>(max(keys, 0) + S::kKeys - 1) / S::kKeys);
   }
+
+  // Up to which results are written.
+  __device__ __forceinline__ int rows(const ForwardParams& p) const { return p.packed() ? q_length : p.queries; }
 };
 
 // A sequence's place in packed rows. Boundaries are taken as they come, but nothing outside the tensor is touched.
@@ -119,7 +126,7 @@ class TileWalk {
     return tile;
   }
 
-  int k_first = 0;  // the row of the tile's first key
+  int q_first = 0, k_first = 0;  // the rows of the tile's first query and key, in its sequence if dense
 
  private:
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
@@ -129,7 +136,7 @@ class TileWalk {
     if (p.next != nullptr && lane() == 0) ticket = atomicAdd(p.next, 1);
   }
 
-  __device__ __forceinline__ QueryTile dense_tile(int index) const {
+  __device__ __forceinline__ QueryTile dense_tile(int index) {
     QueryTile tile;
     // All heads of a batch at one step, then at the next; causal tiles from the longest on.
     const int pairs = p.sequences * p.heads, batched = max(p.batched, 1);
@@ -146,9 +153,17 @@ class TileWalk {
     tile.first = step * S::kQueries;
     tile.q_length = dense_length(p.lengths, tile.sequence, p.queries);
     tile.k_length = dense_length(p.lengths_k, tile.sequence, p.keys);
-    tile.rows = p.queries;
-    tile.origin = tile.sequence * p.queries;
+    tile.out_row = tile.sequence * p.queries * p.heads + tile.head;
+    tile.lse_row = pair * p.queries;
+    q_first = tile.first;
     return tile;
+  }
+
+  // Longer sequences come first, so that blocks come to an end together: those above half of the longest length, above
+  // a quarter, and all others.
+  static constexpr int kRounds = 3;
+  __device__ __forceinline__ int round_of(int length) const {
+    return length > p.max_seqlen / 2 ? 0 : length > p.max_seqlen / 4 ? 1 : 2;
   }
 
   // Lane i has the span of sequence 32 * group + i, and how many tiles there are up to its end. Rows after the last
@@ -161,7 +176,7 @@ class TileWalk {
       const int first = min(max(p.cu_seqlens[sequence], 0), p.queries);
       span = {first, p.queries - first};
     }
-    end = start + (span.length + S::kQueries - 1) / S::kQueries * p.heads;
+    end = start + (round_of(span.length) == round ? (span.length + S::kQueries - 1) / S::kQueries * p.heads : 0);
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int before = __shfl_up_sync(0xffffffffu, end - start, distance);
@@ -176,6 +191,10 @@ class TileWalk {
       start = __shfl_sync(0xffffffffu, end, 31);
       ++group;
       if (32 * group > p.sequences) {
+        group = 0;
+        ++round;
+      }
+      if (round == kRounds) {
         tile.sequence = -1;
         return tile;
       }
@@ -184,14 +203,16 @@ class TileWalk {
     }
     const int owner = __ffs(static_cast<int>(after)) - 1;
     tile.sequence = 32 * group + owner;
-    tile.origin = __shfl_sync(0xffffffffu, span.first, owner);
+    const int origin = __shfl_sync(0xffffffffu, span.first, owner);
     tile.q_length = __shfl_sync(0xffffffffu, span.length, owner);
     const int tiles = (tile.q_length + S::kQueries - 1) / S::kQueries;
     const int index_in_sequence = index - (__shfl_sync(0xffffffffu, end, owner) - tiles * p.heads);
     tile.head = index_in_sequence / tiles;
     const int step = index_in_sequence - tile.head * tiles;
     tile.first = (CAUSAL ? tiles - 1 - step : step) * S::kQueries;
-    tile.rows = tile.q_length;
+    tile.out_row = origin * p.heads + tile.head;
+    tile.lse_row = tile.head * p.queries + origin;
+    q_first = origin + tile.first;
     Span keys = {0, 0};
     if (tile.sequence < p.sequences) keys = packed_span(p.cu_seqlens_k, tile.sequence, p.keys, p.max_seqlen_k);
     k_first = keys.first;
@@ -201,8 +222,8 @@ class TileWalk {
 
   const ForwardParams& p;
   int number;
-  int ticket = 0;                     // the first lane's
-  int group = 0, start = 0, end = 0;  // packed: see load_group()
+  int ticket = 0;                                // the first lane's
+  int round = 0, group = 0, start = 0, end = 0;  // packed: see load_group()
   Span span = {0, 0};
 };
 
@@ -213,8 +234,8 @@ struct ForwardMemory {
   alignas(1024) char v[S::kStages][S::kKeyBytes];
   QueryTile tile[S::kQuerySlots + 1];  // see tile_of()
   Barrier q_full[S::kQuerySlots], q_empty[S::kQuerySlots];
-  Barrier k_full[S::kStages], k_empty[S::kStages];
-  Barrier v_full[S::kStages], v_empty[S::kStages];
+  Barrier k_full[S::kStages], v_empty[S::kStages];  // of both, where they are together
+  Barrier v_full[S::kStages], k_empty[S::kStages];
 
   // The block's tile of that number. It stays while the next one's queries are in use.
   __device__ __forceinline__ QueryTile& tile_of(uint32_t number) { return tile[number % (S::kQuerySlots + 1)]; }

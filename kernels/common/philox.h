@@ -41,20 +41,43 @@ FASTTFM_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
   return static_cast<uint64_t>(a) * b;
 }
 
+constexpr uint32_t kPhiloxFactor0 = 0xD2511F53u, kPhiloxFactor1 = 0xCD9E8D57u;
+constexpr int kPhiloxRounds = 7;
+
+// Of each round.
+struct PhiloxKeys {
+  uint32_t first[kPhiloxRounds], second[kPhiloxRounds];
+
+  PhiloxKeys() = default;
+  explicit FASTTFM_HOST_DEVICE PhiloxKeys(uint64_t seed) {
+    for (uint32_t round = 0; round < kPhiloxRounds; ++round) {
+      first[round] = static_cast<uint32_t>(seed) + round * 0x9E3779B9u;
+      second[round] = static_cast<uint32_t>(seed >> 32) + round * 0xBB67AE85u;
+    }
+  }
+};
+
+FASTTFM_HOST_DEVICE uint32_t high_word(uint64_t product) { return static_cast<uint32_t>(product >> 32); }
+FASTTFM_HOST_DEVICE uint32_t low_word(uint64_t product) { return static_cast<uint32_t>(product); }
+
+// What the rounds from `round` on make of a counter.
+template <Product PRODUCT = Product::one_instruction>
+FASTTFM_HOST_DEVICE Draw philox_rounds(const PhiloxKeys& keys, int round, Draw counter) {
+  uint32_t (&c)[4] = counter.word;
+  for (; round < kPhiloxRounds; ++round) {
+    const uint64_t product0 = wide_product<PRODUCT>(kPhiloxFactor0, c[0]);
+    const uint64_t product1 = wide_product<PRODUCT>(kPhiloxFactor1, c[2]);
+    c[0] = high_word(product1) ^ c[1] ^ keys.first[round];
+    c[2] = high_word(product0) ^ c[3] ^ keys.second[round];
+    c[1] = low_word(product1);
+    c[3] = low_word(product0);
+  }
+  return counter;
+}
+
 template <Product PRODUCT = Product::one_instruction>
 FASTTFM_HOST_DEVICE Draw philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
-  uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
-  for (int round = 0; round < 7; ++round) {
-    const uint64_t product0 = wide_product<PRODUCT>(0xD2511F53u, c0);
-    const uint64_t product1 = wide_product<PRODUCT>(0xCD9E8D57u, c2);
-    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
-    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
-    c1 = static_cast<uint32_t>(product1);
-    c3 = static_cast<uint32_t>(product0);
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
-  }
-  return {{c0, c1, c2, c3}};
+  return philox_rounds<PRODUCT>(PhiloxKeys(seed), 0, {{c0, c1, c2, c3}});
 }
 
 // The draw for 16 of an attention row's weights. Of the 64 keys of a block, draw d (0 to 3) decides the pairs d, d + 4,
