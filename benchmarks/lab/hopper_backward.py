@@ -63,11 +63,15 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
     "without_exp": [('  float result;\n  asm("ex2', '  float result;\n  return x;\n  asm("ex2')],
     "without_adding": [("        add_bytes(tile,", "        if (place == 1u << 31) add_bytes(tile,")],
     "told_each": [("kInterval = 4;", "kInterval = 1;")],
+    "without_turns": [
+        ("{ sync_named(kFirstTurn + number, 2 * kWarpgroup); }", "{}"),
+        ("{ arrive_named(kFirstTurn + 1 - number, 2 * kWarpgroup); }", "{}"),
+    ],
     "two_instructions": [("= draw_weights(seed,", "= draw_weights<Product::two_instructions>(seed,")],
 }
 MEASURED: dict[str, tuple[str, ...]] = {
-    "32x512_p": ("without_dq", "without_sums", "without_exp", "two_instructions"),
-    "32x512": ("without_dq", "without_sums", "without_exp"),
+    "32x512_p": ("without_dq", "without_sums", "without_exp", "without_turns", "two_instructions"),
+    "32x512": ("without_dq", "without_sums", "without_exp", "without_turns"),
     "8x2048": tuple(VARIANTS)[:-1],
     "4x4096": tuple(VARIANTS)[:-1],
 }

@@ -18,7 +18,7 @@ from hopper_backward import ONLY_ALL_KEYS, TIMES, WORK, Backward, compile_varian
 MARK = "    note(memory, %d);\n"
 MARKED = [
     ("    wait_products<ON_CHIP ? 1 : 2>();\n    hold_registers(scores);\n", "scores"),
-    ("    float2 delta[8];", "weights"),
+    ("    give_turn();\n    float2 delta[8];", "weights"),
     ("    commit_products();\n    wait_products<1>();\n    hold_registers(dweights);\n", "dv started, dp"),
     ("    stay_behind(dweights[31]);\n", "dscores"),
     ("    wait_products<0>();  // dV's operand gives its registers to dK's\n    hold_registers(operand);\n", "dv"),

@@ -128,6 +128,7 @@ class KeyWarpgroup {
       : p(p), memory(memory), number(number) {}
 
   __device__ __forceinline__ void run() {
+    if (number == 1) give_turn();
     next_key_tile();
     while (key_tile >= 0) {
       if (has_keys()) {
@@ -161,6 +162,8 @@ class KeyWarpgroup {
         arrive_warp(memory.kept_empty[step.slot][number]);
       }
       memory.stage_full[stage.slot].wait(stage.parity);
+      take_turn();
+      give_turn();
       put_dscores();
       arrive_warp(memory.stage_empty[stage.slot]);
       stage.next();
@@ -241,6 +244,11 @@ class KeyWarpgroup {
     return shared_address(tile) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16;
   }
 
+  // The two warpgroups compute weights by turns, in every step: one's products run meanwhile.
+  __device__ __forceinline__ void take_turn() const { sync_named(kFirstTurn + number, 2 * kWarpgroup); }
+  __device__ __forceinline__ void give_turn() const { arrive_named(kFirstTurn + 1 - number, 2 * kWarpgroup); }
+  static constexpr int kFirstTurn = 2;  // the number of the hardware's barrier; 1 is warpgroup 3's
+
   __device__ __forceinline__ void next_key_tile() {
     memory.k_full[k_stage.slot].wait(k_stage.parity);
     task = &memory.task[k_stage.slot];
@@ -310,6 +318,7 @@ class KeyWarpgroup {
     hold_registers(scores);
     const auto give_free = [&] { arrive_warp(memory.stage_empty[slot == 0 ? kStages - 1 : slot - 1]); };
     if (ON_CHIP && !first) give_free();  // dK of the step before is through with it
+    take_turn();
     mask_scores<CAUSAL>(scores, key, query, unit().k.length, unit().offset());
     compute_weights(statistics, dropped);
     if constexpr (!ON_CHIP) {
@@ -321,6 +330,7 @@ class KeyWarpgroup {
     for (int i = 0; i < 16; ++i)
       operand[i] = DROPOUT ? narrow_positive(scores[2 * i], scores[2 * i + 1], T{})
                            : narrow_word(scores[2 * i], scores[2 * i + 1], T{});
+    give_turn();
     float2 delta[8];  // loaded before the products, which would hold the loads up
 #pragma unroll
     for (int i = 0; i < 8; ++i) delta[i] = statistics[kQueries / 2 + 4 * i];
