@@ -53,7 +53,7 @@ extern "C" int64_t column_parts(int64_t sequences, int64_t heads, int64_t max_se
 # Changes of the source whose times are compared: text to replace, and what stands there instead. Some leave work out,
 # and compute nonsense: they show what the work costs.
 VARIANTS: dict[str, list[tuple[str, str]]] = {
-    "without_dq": [("c < 8; ++c)\n        multiply", "c < 0; ++c)\n        multiply")],
+    "without_dq": [("c < 4 * half + 4; ++c)\n          multiply", "c < 0; ++c)\n          multiply")],
     "without_sums": [
         ("const bool last = key_tile == unit.last_key_tile(tile), load", "const bool last = false, load"),
         ("sums.add(dq, sum,", "if (dq[0] == 1e30f) sums.add(dq, sum,"),
@@ -63,11 +63,15 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
     "without_exp": [('  float result;\n  asm("ex2', '  float result;\n  return x;\n  asm("ex2')],
     "without_adding": [("        add_bytes(tile,", "        if (place == 1u << 31) add_bytes(tile,")],
     "told_each": [("kInterval = 4;", "kInterval = 1;")],
-    "one_instruction": [("Product::two_instructions", "Product::one_instruction")],
+    "without_turns": [
+        ("{ sync_named(kFirstTurn + number, 2 * kWarpgroup); }", "{}"),
+        ("{ arrive_named(kFirstTurn + 1 - number, 2 * kWarpgroup); }", "{}"),
+    ],
+    "two_instructions": [("= draw_weights(seed,", "= draw_weights<Product::two_instructions>(seed,")],
 }
 MEASURED: dict[str, tuple[str, ...]] = {
-    "32x512_p": ("without_dq", "without_sums", "without_exp", "one_instruction"),
-    "32x512": ("without_dq", "without_sums", "without_exp"),
+    "32x512_p": ("without_dq", "without_sums", "without_exp", "without_turns", "two_instructions"),
+    "32x512": ("without_dq", "without_sums", "without_exp", "without_turns"),
     "8x2048": tuple(VARIANTS)[:-1],
     "4x4096": tuple(VARIANTS)[:-1],
 }

@@ -18,28 +18,29 @@ from hopper_backward import ONLY_ALL_KEYS, TIMES, WORK, Backward, compile_varian
 MARK = "    note(memory, %d);\n"
 MARKED = [
     ("    wait_products<ON_CHIP ? 1 : 2>();\n    hold_registers(scores);\n", "scores"),
-    ("    stay_behind(scores[31]);\n", "weights"),
-    ("    wait_products<1>();  // dK's operand gives its registers to dV's\n    hold_registers(operand);\n", "dk"),
+    ("    give_turn();\n    float2 delta[8];", "weights"),
     ("    commit_products();\n    wait_products<1>();\n    hold_registers(dweights);\n", "dv started, dp"),
     ("    stay_behind(dweights[31]);\n", "dscores"),
     ("    wait_products<0>();  // dV's operand gives its registers to dK's\n    hold_registers(operand);\n", "dv"),
     ("      const uint32_t keys = uniform(k);\n", "rounded"),
-    ("    memory.dscores_empty[step.slot].wait(step.parity ^ 1);\n", "scores started, room"),
-    ("    arrive_warp(memory.dscores_full[step.slot]);\n", "put"),
-    ("      tile = last ? unit.begin(key_tile) : tile + 1;\n", "dk, dp started"),
-    ("      memory.dscores_full[step.slot].wait(step.parity);\n", "3: dscores"),
-    ("      arrive_warp(memory.dscores_empty[step.slot]);\n", "3: dq"),
+    ("    memory.dscores_empty[step.slot][number].wait(step.parity ^ 1);\n", "room"),
+    ("    arrive_warp(memory.dscores_full[step.slot][number]);\n", "put"),
+    ("      tile = last ? unit().begin(key_tile) : tile + 1;\n", "dk, scores, dp started"),
+    ("        memory.dscores_full[step.slot][half].wait(step.parity);\n", "3: dscores"),
+    ("      arrive_warp(memory.dscores_empty[step.slot][1]);\n", "3: dq"),
     ("rank == 0 ? unit.query_tiles : 0, key_tile == 0);\n      }\n", "3: handed on"),
 ]
-CLOCKS = [(old, old + MARK % index) for index, (old, _) in enumerate(MARKED)]
+CLOCKS = [
+    (old, MARK % index + old if old.endswith(";") else old + MARK % index) for index, (old, _) in enumerate(MARKED)
+]
 CLOCKS += [
-    ("  Barrier q_full[kStages],", "  uint32_t marked[3];\n  Barrier q_full[kStages],"),
+    ("  Barrier stage_full[kStages],", "  uint32_t marked[3];\n  Barrier stage_full[kStages],"),
     (
-        "    v_full.initialize(kWarpArrivals);\n",
-        "    v_full.initialize(kWarpArrivals);\n    marked[0] = marked[1] = marked[2] = 0;\n",
+        "    for (Barrier& landed : raw)",
+        "    marked[0] = marked[1] = marked[2] = 0;\n    for (Barrier& landed : raw)",
     ),
     (
-        "template <bool ON_CHIP>\n__device__ __forceinline__ void take_task",
+        "// ---- warpgroup 0: tiles",
         """__device__ uint32_t marks[3][1024];
 template <bool ON_CHIP>
 __device__ __forceinline__ void note(Memory<ON_CHIP>& memory, int place) {
@@ -50,7 +51,7 @@ __device__ __forceinline__ void note(Memory<ON_CHIP>& memory, int place) {
   const uint32_t index = memory.marked[group]++;
   if (index < 1024) marks[group][index] = now << 4 | place;
 }
-template <bool ON_CHIP>\n__device__ __forceinline__ void take_task""",
+// ---- warpgroup 0: tiles""",
     ),
     (
         "Status attention_backward(const AttentionBackward& call) {\n",

@@ -27,7 +27,7 @@ from hopper_backward_cases import CHECKS, make
 VARIANTS: dict[str, list[tuple[str, str]]] = {
     "fixed": [("p.taken = has_lengths(call) ?", "p.taken = false ?")],  # shares, back and forth, the longest first
     "as_given": [("  p.order = order_in(call, kMostBlocks);\n", "")],  # handed out in the order of the sequences
-    "all_keys": [("{ return first_key() < unit.k.length; }", "{ return true; }")],  # of those too that are none
+    "all_keys": [("{ return first_key() < unit().k.length; }", "{ return true; }")],  # of those too that are none
 }
 CHECKED = (
     *("64", "512_p", "lengths", "packed", "many", "causal_p", "cross", "cross_p", "odd", "odd_p", "odd_causal"),

@@ -43,9 +43,11 @@ __device__ __forceinline__ void store_product(const float (&value)[32], float fa
       exchange(word[2], word[3], 1);
       exchange(word[0], word[2], 2);
       exchange(word[1], word[3], 2);
-      if (row + 8 * half < rows)
-        *reinterpret_cast<uint4*>(to + (row + 8 * half) * stride + 32 * part + 8 * (lane % 4)) =
-            make_uint4(word[0], word[1], word[2], word[3]);
+      if (row + 8 * half < rows)  // as four stores the compiler would write them otherwise
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + (row + 8 * half) * stride + 32 * part +
+                                                                      8 * (lane % 4)),
+                     "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                     : "memory");
     }
 }
 
@@ -118,12 +120,15 @@ __device__ __forceinline__ void stay_behind(float value) {
 // written, dP after it, beside dK. Whether a weight was dropped stands in its sign.
 template <class T, bool DROPOUT, bool CAUSAL, bool ON_CHIP>
 class KeyWarpgroup {
+  static constexpr int kStages = Memory<ON_CHIP>::kStages;
+
  public:
   // `number`: 0 or 1, which 64 keys of a tile.
   __device__ __forceinline__ KeyWarpgroup(const Parameters& p, Memory<ON_CHIP>& memory, int number)
-      : p(p), memory(memory), number(number), unit(unit_of<CAUSAL>(own_task(memory))) {}
+      : p(p), memory(memory), number(number) {}
 
   __device__ __forceinline__ void run() {
+    if (number == 1) give_turn();
     next_key_tile();
     while (key_tile >= 0) {
       if (has_keys()) {
@@ -137,37 +142,41 @@ class KeyWarpgroup {
 
  private:
   // A sequence's last tile of keys may have some for one of the warpgroups alone.
-  __device__ __forceinline__ bool has_keys() const { return first_key() < unit.k.length; }
+  __device__ __forceinline__ bool has_keys() const { return first_key() < unit().k.length; }
   __device__ __forceinline__ int first_key() const { return key_tile * kKeys + number * 64; }
 
   // Takes part in the steps of a tile of keys that has none for this warpgroup: nothing is added to dQ.
   __device__ __forceinline__ void pass_key_tile() {
-    memory.v_full.wait(v_stage.parity);
-    v_stage.next();
-    arrive_warp(memory.v_empty);
+    memory.stage_full[stage.slot].wait(stage.parity);
+    arrive_warp(memory.stage_empty[stage.slot]);
+    stage.next();
+    const int row = unit().k.first + first_key(), rows = min(unit().k.stored - first_key(), 64);
+    store_zeros(row_of<T>(p.dk, p, unit().sequence, unit().head, row), p.dk.token, rows);
+    store_zeros(row_of<T>(p.dv, p, unit().sequence, unit().head, row), p.dv.token, rows);
 #pragma unroll
     for (int i = 0; i < 16; ++i) operand[i] = 0;
-    for (int tile = unit.begin(key_tile); tile < unit.query_tiles; ++tile) {
+    const int end = unit().query_tiles;  // when the last step is put, another task may be told
+    for (int tile = unit().begin(key_tile); tile < end; ++tile) {
       if constexpr (DROPOUT) {
         memory.kept_full[step.slot][number].wait(step.parity);
-        arrive_warp(memory.kept_empty[step.slot]);
+        arrive_warp(memory.kept_empty[step.slot][number]);
       }
-      memory.q_full[stage.slot].wait(stage.parity);
+      memory.stage_full[stage.slot].wait(stage.parity);
+      take_turn();
+      give_turn();
       put_dscores();
-      arrive_warp(memory.q_empty[stage.slot]);
+      arrive_warp(memory.stage_empty[stage.slot]);
       stage.next();
       step.next();
     }
-    const int row = unit.k.first + first_key(), rows = min(unit.k.stored - first_key(), 64);
-    store_zeros(row_of<T>(p.dk, p, unit.sequence, unit.head, row), p.dk.token, rows);
-    store_zeros(row_of<T>(p.dv, p, unit.sequence, unit.head, row), p.dv.token, rows);
   }
 
   // The steps from a tile of keys on, until one comes that has none for this warpgroup, or there are no more.
   __device__ __forceinline__ void over_key_tiles() {
-    int tile = unit.begin(key_tile);
-    take_values();
-    memory.q_full[stage.slot].wait(stage.parity);
+    int tile = unit().begin(key_tile);
+    take_values(stage);
+    stage.next();
+    memory.stage_full[stage.slot].wait(stage.parity);
     const int start = uniform(stage.slot);
     begin_products();
     start_scores(start, uniform(k));
@@ -176,17 +185,20 @@ class KeyWarpgroup {
     for (;;) {
       __syncwarp();  // or the compiler takes warps for diverged here
       // Where products take operands from is the same in all threads; in this loop the compiler would not know it.
-      const int slot = uniform(stage.slot), next = slot + 1 == kStages ? 0 : slot + 1;
+      const int slot = uniform(stage.slot);
       const int key = first_key();
-      const bool first = tile == unit.begin(key_tile);
+      const bool first = tile == unit().begin(key_tile);
       compute(slot, key, tile * kQueries, first);
-      const bool last = tile + 1 == unit.query_tiles;
+      const bool last = tile + 1 == unit().query_tiles;
       Place own;
       stage.next();
+      const RingPosition<kStages> values = stage;  // if there is a next tile of keys
       if (last) {
-        own = {unit.sequence, unit.head, unit.k.first + key, unit.k.stored - key};
+        stage.next();
+        own = {unit().sequence, unit().head, unit().k.first + key, unit().k.stored - key};
         next_key_tile();
         if (key_tile < 0 || !has_keys()) {
+          stage = values;
           put_dscores();
           begin_products();
           start_dk(slot, first);
@@ -198,17 +210,18 @@ class KeyWarpgroup {
         }
       }
       const uint32_t keys = uniform(k);
+      const int next = uniform(stage.slot);
       if (!ON_CHIP) {
-        memory.q_full[next].wait(stage.parity);
+        memory.stage_full[next].wait(stage.parity);
         begin_products();
         start_scores(next, keys);
       }
       put_dscores();
-      if (last) take_values();
+      if (last) take_values(values);
       begin_products();
       start_dk(slot, first);
       if (ON_CHIP) {
-        memory.q_full[next].wait(stage.parity);
+        memory.stage_full[next].wait(stage.parity);
         begin_products();
         start_scores(next, keys);
       }
@@ -220,7 +233,7 @@ class KeyWarpgroup {
         store_dk(own, slot);
         store_dv(own);
       }
-      tile = last ? unit.begin(key_tile) : tile + 1;
+      tile = last ? unit().begin(key_tile) : tile + 1;
       step.next();
     }
   }
@@ -231,29 +244,34 @@ class KeyWarpgroup {
     return shared_address(tile) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16;
   }
 
+  // The two warpgroups compute weights by turns, in every step: one's products run meanwhile.
+  __device__ __forceinline__ void take_turn() const { sync_named(kFirstTurn + number, 2 * kWarpgroup); }
+  __device__ __forceinline__ void give_turn() const { arrive_named(kFirstTurn + 1 - number, 2 * kWarpgroup); }
+  static constexpr int kFirstTurn = 2;  // the number of the hardware's barrier; 1 is warpgroup 3's
+
   __device__ __forceinline__ void next_key_tile() {
     memory.k_full[k_stage.slot].wait(k_stage.parity);
-    take_task(memory, k_stage.slot);
-    key_tile = own_task(memory).key_tile;
+    task = &memory.task[k_stage.slot];
+    key_tile = task->key_tile;
     k = shared_address(memory.k[k_stage.slot]) + number * 64 * kTileRowBytes;
     k_stage.next();
   }
-  __device__ __forceinline__ void take_values() {
-    memory.v_full.wait(v_stage.parity);
+  __device__ __forceinline__ void take_values(const RingPosition<kStages>& at) {
+    memory.stage_full[at.slot].wait(at.parity);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) load_matrices(v + 4 * c, matrix_address(memory.v) ^ 32 * c);
-    v_stage.next();
+    for (int c = 0; c < 4; ++c) load_matrices(v + 4 * c, matrix_address(memory.v(at.slot)) ^ 32 * c);
   }
+  __device__ __forceinline__ const Unit<CAUSAL>& unit() const { return unit_of<CAUSAL>(*task); }
 
   __device__ __forceinline__ void start_scores(int slot, uint32_t keys) {
-    const uint32_t q = shared_address(memory.q[slot]);
+    const uint32_t q = shared_address(memory.q(slot));
 #pragma unroll
     for (int c = 0; c < 4; ++c)
       multiply<T>(scores, further(k_major(keys), c * kKMajorStep), further(k_major(q), c * kKMajorStep), c > 0);
     commit_products();
   }
   __device__ __forceinline__ void start_dweights(int slot) {
-    const uint32_t dout = shared_address(memory.dout[slot]);
+    const uint32_t dout = shared_address(memory.dout(slot));
 #pragma unroll
     for (int c = 0; c < 4; ++c) multiply<T>(dweights, v + 4 * c, further(k_major(dout), c * kKMajorStep), c > 0);
     commit_products();
@@ -279,16 +297,12 @@ class KeyWarpgroup {
   }
 
   // dS in the place of dP.
-  __device__ __forceinline__ void compute_dscores(const float2* delta) {
+  __device__ __forceinline__ void compute_dscores(const float2 (&delta)[8]) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float2 own = delta[4 * i];
-#pragma unroll
-      for (int at = 4 * i; at < 4 * i + 4; ++at) {
-        const float mean = at % 2 == 0 ? own.x : own.y;
-        dweights[at] = DROPOUT ? fmaxf(scores[at], 0.0f) * dweights[at] - fabsf(scores[at]) * mean
-                               : scores[at] * (dweights[at] - mean);
-      }
+    for (int at = 0; at < 32; ++at) {
+      const float mean = at % 2 == 0 ? delta[at / 4].x : delta[at / 4].y;
+      dweights[at] = DROPOUT ? fmaxf(scores[at], 0.0f) * dweights[at] - fabsf(scores[at]) * mean
+                             : scores[at] * (dweights[at] - mean);
     }
   }
 
@@ -302,22 +316,27 @@ class KeyWarpgroup {
     }
     wait_products<ON_CHIP ? 1 : 2>();
     hold_registers(scores);
-    const auto give_free = [&] {  // dK of the step before is through with it
-      if (!first) arrive_warp(memory.q_empty[slot == 0 ? kStages - 1 : slot - 1]);
-    };
-    if (ON_CHIP) give_free();
-    mask_scores<CAUSAL>(scores, key, query, unit.k.length, unit.offset());
+    const auto give_free = [&] { arrive_warp(memory.stage_empty[slot == 0 ? kStages - 1 : slot - 1]); };
+    if (ON_CHIP && !first) give_free();  // dK of the step before is through with it
+    take_turn();
+    mask_scores<CAUSAL>(scores, key, query, unit().k.length, unit().offset());
     compute_weights(statistics, dropped);
-    stay_behind(scores[31]);
-    wait_products<1>();  // dK's operand gives its registers to dV's
+    if constexpr (!ON_CHIP) {
+      stay_behind(scores[31]);
+      wait_products<1>();  // dK's operand gives its registers to dV's
+    }
     hold_registers(operand);
 #pragma unroll
     for (int i = 0; i < 16; ++i)
       operand[i] = DROPOUT ? narrow_positive(scores[2 * i], scores[2 * i + 1], T{})
                            : narrow_word(scores[2 * i], scores[2 * i + 1], T{});
-    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[step.slot]);  // the word is here: it was used
+    give_turn();
+    float2 delta[8];  // loaded before the products, which would hold the loads up
+#pragma unroll
+    for (int i = 0; i < 8; ++i) delta[i] = statistics[kQueries / 2 + 4 * i];
+    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[step.slot][number]);  // the word is here: it was used
     begin_products();
-    const uint32_t dout = shared_address(memory.dout[slot]);
+    const uint32_t dout = shared_address(memory.dout(slot));
 #pragma unroll
     for (int c = 0; c < 4; ++c)
       multiply<T, Major::mn>(dv, operand + 4 * c, further(mn_major(dout, 0), c * kMnMajorStep), c > 0 || !first);
@@ -326,9 +345,8 @@ class KeyWarpgroup {
     hold_registers(dweights);
     // A load from shared memory has ended only when its value is used, and a barrier does not wait for it: v is given
     // free here, where products have taken it.
-    if (first) arrive_warp(memory.v_empty);
-    if (!ON_CHIP) give_free();
-    compute_dscores(statistics + kQueries / 2);
+    if (!ON_CHIP || first) give_free();
+    compute_dscores(delta);
     stay_behind(dweights[31]);
     wait_products<0>();  // dV's operand gives its registers to dK's
     hold_registers(operand);
@@ -338,16 +356,16 @@ class KeyWarpgroup {
 
   // Leaves dS to warpgroup 3.
   __device__ __forceinline__ void put_dscores() {
-    memory.dscores_empty[step.slot].wait(step.parity ^ 1);
+    memory.dscores_empty[step.slot][number].wait(step.parity ^ 1);
     const uint32_t to = matrix_address(memory.dscores[step.slot]);
 #pragma unroll
     for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, operand + 4 * c);
     fence_async();
-    arrive_warp(memory.dscores_full[step.slot]);
+    arrive_warp(memory.dscores_full[step.slot][number]);
   }
 
   __device__ __forceinline__ void start_dk(int slot, bool first) {
-    const uint32_t q = shared_address(memory.q[slot]);
+    const uint32_t q = shared_address(memory.q(slot));
 #pragma unroll
     for (int c = 0; c < 4; ++c)
       multiply<T, Major::mn>(dk, operand + 4 * c, further(mn_major(q, 0), c * kMnMajorStep), c > 0 || !first);
@@ -361,7 +379,7 @@ class KeyWarpgroup {
   // After the last step of a tile of keys, whose queries are in `slot`.
   __device__ __forceinline__ void store_dk(const Place& at, int slot) {
     hold_registers(dk);
-    arrive_warp(memory.q_empty[slot]);
+    arrive_warp(memory.stage_empty[slot]);
     store_product(dk, p.dq_scale, row_of<T>(p.dk, p, at.sequence, at.head, at.row), p.dk.token, at.rows);
     store_columns(dk, p.dq_scale, at, 1);
   }
@@ -376,17 +394,14 @@ class KeyWarpgroup {
     add_columns(value, factor, column_place(p, at.sequence, Share(p).rank, thread_here() / 32 - 4, which, at.head));
   }
 
-  static constexpr int kStages = Memory<ON_CHIP>::kStages;
-
   const Parameters& p;
   Memory<ON_CHIP>& memory;
   const int number;
-  const Unit<CAUSAL>& unit;
+  const Task* task;
   int key_tile;
   RingPosition<kStages> stage;
   RingPosition<2> k_stage;
   RingPosition<Memory<ON_CHIP>::kBuffers> step;
-  RingPosition<1> v_stage;
   float dk[32], dv[32], scores[32], dweights[32];
   uint32_t v[16], operand[16];
   uint32_t k;  // where the tile of keys stands
@@ -445,16 +460,18 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
     else
       return OrderedSums<kSumFloats / kWarpgroup>(memory.sums, 1, told, rank == 0 ? told + p.blocks - 1 : told - 1);
   }();
-  const Task& task = own_task(memory);
-  const Unit<CAUSAL>& unit = unit_of<CAUSAL>(task);
   RingPosition<2> k_stage;
   RingPosition<Memory<ON_CHIP>::kBuffers> step;
   for (;;) {
     memory.k_full[k_stage.slot].wait(k_stage.parity);
-    take_task(memory, k_stage.slot);
+    const Task& task = memory.task[k_stage.slot];
+    const Unit<CAUSAL>& unit = unit_of<CAUSAL>(task);
     const int key_tile = task.key_tile;
     const uint32_t place = task.place;
-    if (key_tile < 0) break;
+    if (key_tile < 0) {
+      if constexpr (!ON_CHIP) sums.finish(place);
+      return;
+    }
     for (int tile = unit.begin(key_tile); tile < unit.query_tiles; ++tile, step.next()) {
       float* sum = p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloats;
       const bool last = key_tile == unit.last_key_tile(tile), load = (last || ON_CHIP) && key_tile > 0;
@@ -467,16 +484,21 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
         else
           sums.load(dq, sum, place + tile, rank == 0 ? unit.query_tiles : 0);
       }
-      memory.dscores_full[step.slot].wait(step.parity);
-      begin_products();
 #pragma unroll
-      for (int c = 0; c < 8; ++c)
-        multiply<T, Major::mn, Major::mn>(dq, further(mn_major(dscores, 0), c * kMnMajorStep),
-                                          further(mn_major(k, 0), c * kMnMajorStep), c > 0 || load);
-      commit_products();
+      for (int half = 0; half < 2; ++half) {
+        memory.dscores_full[step.slot][half].wait(step.parity);
+        begin_products();
+#pragma unroll
+        for (int c = 4 * half; c < 4 * half + 4; ++c)
+          multiply<T, Major::mn, Major::mn>(dq, further(mn_major(dscores, 0), c * kMnMajorStep),
+                                            further(mn_major(k, 0), c * kMnMajorStep), c > 0 || load);
+        commit_products();
+      }
+      wait_products<1>();
+      arrive_warp(memory.dscores_empty[step.slot][0]);
       wait_products<0>();
       hold_registers(dq);
-      arrive_warp(memory.dscores_empty[step.slot]);
+      arrive_warp(memory.dscores_empty[step.slot][1]);
       if (last) {
         const int query = tile * kQueries;
         store_product(dq, p.dq_scale, row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
@@ -491,11 +513,10 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& mem
         sums.add(dq, sum, place + tile, rank == 0 ? unit.query_tiles : 0, key_tile == 0);
       }
     }
+    if (key_tile == 0) store_rest<T>(p, unit);
     arrive_warp(memory.k_empty[k_stage.slot]);
     k_stage.next();
-    if (key_tile == 0) store_rest<T>(p, unit);
   }
-  if constexpr (!ON_CHIP) sums.finish(task.place);
 }
 
 }  // namespace

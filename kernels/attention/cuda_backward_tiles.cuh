@@ -20,6 +20,8 @@ constexpr int kOnChipQueries = 512;
 constexpr int kThreads = 4 * kWarpgroup;
 constexpr int kQueryTileBytes = kQueries * kTileRowBytes;
 constexpr int kKeyTileBytes = kKeys * kTileRowBytes;
+constexpr int kStageBytes = 2 * kQueryTileBytes;
+static_assert(kStageBytes == kKeyTileBytes);
 constexpr int kStatisticsBytes = 2 * kQueries * 4;
 constexpr int kSumFloats = kQueries * kHeadDim;  // of dQ, per tile
 constexpr int kMostBlocks = 256;                 // of the grid
@@ -128,28 +130,30 @@ struct Task {
 // ON_CHIP: dQ's sums stand in shared memory, each thread's own in its own place.
 template <bool ON_CHIP>
 struct Memory {
-  static constexpr int kStages = ON_CHIP ? 2 : 4;   // tiles of queries
+  static constexpr int kStages = ON_CHIP ? 3 : 5;   // each a tile of queries with its gradients, or of values
   static constexpr int kBuffers = ON_CHIP ? 1 : 2;  // of dS and of what is kept
   using Sums = std::conditional_t<ON_CHIP, float4[kOnChipQueries * kHeadDim / 4],
                                   typename OrderedSums<kSumFloats / kWarpgroup>::Memory>;
-  alignas(1024) char q[kStages][kQueryTileBytes];
-  char dout[kStages][kQueryTileBytes];
+  alignas(1024) char stage[kStages][kStageBytes];
   char k[2][kKeyTileBytes];
-  char v[kKeyTileBytes];
   char dscores[kBuffers][kKeyTileBytes];  // [keys, queries]
   Sums sums;
   float statistics[kStages][2][kQueries];
   uint32_t kept[kBuffers][2][kWarpgroup];  // of each of the two warpgroups
   Task task[2];                            // told before k comes
-  Task own[12];                            // of each warp of warpgroups 1 to 3: there are no registers for it
-  Barrier q_full[kStages], q_empty[kStages], k_full[2], k_empty[2], told[2], v_full, v_empty, raw[3],
-      dscores_full[kBuffers], dscores_empty[kBuffers], kept_full[kBuffers][2], kept_empty[kBuffers];
+  Barrier stage_full[kStages], stage_empty[kStages], k_full[2], k_empty[2], told[2], raw[3], dscores_full[kBuffers][2],
+      dscores_empty[kBuffers][2], kept_full[kBuffers][2], kept_empty[kBuffers][2];
+
+  // Of a stage.
+  __device__ __forceinline__ char* q(int slot) { return stage[slot]; }
+  __device__ __forceinline__ char* dout(int slot) { return stage[slot] + kQueryTileBytes; }
+  __device__ __forceinline__ char* v(int slot) { return stage[slot]; }
 
   // One thread; then a barrier of the block.
   __device__ __forceinline__ void initialize() {
     for (int i = 0; i < kStages; ++i) {
-      q_full[i].initialize(kWarpArrivals);
-      q_empty[i].initialize(8 * kWarpArrivals);
+      stage_full[i].initialize(kWarpArrivals);
+      stage_empty[i].initialize(8 * kWarpArrivals);
     }
     for (int i = 0; i < 2; ++i) {
       told[i].initialize(kWarpArrivals);
@@ -157,14 +161,13 @@ struct Memory {
       k_empty[i].initialize(4 * kWarpArrivals);
     }
     for (int i = 0; i < kBuffers; ++i) {
-      dscores_full[i].initialize(8 * kWarpArrivals);
-      dscores_empty[i].initialize(4 * kWarpArrivals);
-      kept_full[i][0].initialize(2 * kWarpArrivals);
-      kept_full[i][1].initialize(2 * kWarpArrivals);
-      kept_empty[i].initialize(8 * kWarpArrivals);
+      for (int half = 0; half < 2; ++half) {
+        dscores_full[i][half].initialize(4 * kWarpArrivals);
+        dscores_empty[i][half].initialize(4 * kWarpArrivals);
+        kept_full[i][half].initialize(3 * kWarpArrivals);
+        kept_empty[i][half].initialize(4 * kWarpArrivals);
+      }
     }
-    v_full.initialize(kWarpArrivals);
-    v_empty.initialize(8 * kWarpArrivals);
     for (Barrier& landed : raw) landed.initialize(kWarpArrivals);
     fence_barriers();
   }
@@ -174,20 +177,6 @@ static_assert(sizeof(Memory<true>) <= 227 * 1024 && sizeof(Memory<false>) <= 227
 template <bool CAUSAL>
 __device__ __forceinline__ const Unit<CAUSAL>& unit_of(const Task& task) {
   return reinterpret_cast<const Unit<CAUSAL>&>(task.unit);
-}
-// The warp's own task, where take_task() puts it.
-template <bool ON_CHIP>
-__device__ __forceinline__ Task& own_task(Memory<ON_CHIP>& memory) {
-  return memory.own[thread_here() / 32 - 4];
-}
-// Takes what is told with the tile of keys in `slot`, which is there. A whole warp.
-template <bool ON_CHIP>
-__device__ __forceinline__ void take_task(Memory<ON_CHIP>& memory, int slot) {
-  const int lane = threadIdx.x % 32;
-  __syncwarp();
-  if (lane < static_cast<int>(sizeof(Task) / 4))
-    reinterpret_cast<int*>(&own_task(memory))[lane] = reinterpret_cast<const int*>(&memory.task[slot])[lane];
-  __syncwarp();
 }
 
 // ---- warpgroup 0: tiles ----------------------------------------------------------------------------------------------
@@ -252,7 +241,7 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
   const bool foreign = p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr;
   RingPosition<Memory<ON_CHIP>::kStages> stage;
   RingPosition<2> k_stage;
-  RingPosition<1> v_stage, raw_keys, raw_queries;
+  RingPosition<1> raw_keys, raw_queries;
   uint32_t place = 0;
   int index = share.group, taken = 0;
   for (int round = 0; index < share.units; ++round) {
@@ -264,37 +253,36 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
       if (key_tile >= unit.key_tiles) continue;
       const int valid_keys = unit.k.length - key_tile * kKeys, first_key = unit.k.first + key_tile * kKeys;
       const bool whole_keys = !foreign || valid_keys >= kKeys;
-      char *k = memory.k[k_stage.slot], *v = memory.v;
-      Barrier& k_full = memory.k_full[k_stage.slot];
+      char *k = memory.k[k_stage.slot], *v = memory.v(stage.slot);
+      Barrier &k_full = memory.k_full[k_stage.slot], &v_full = memory.stage_full[stage.slot];
       memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
       tell(memory, k_stage.slot, unit, key_tile, place);
       bring(whole_keys ? k_full : memory.raw[0], kKeyTileBytes,
             [&](Barrier& landed) { load_box(&p.k, landed, shared_address(k), 0, unit.head, first_key, batch); });
-      memory.v_empty.wait(v_stage.parity ^ 1);
-      bring(whole_keys ? memory.v_full : memory.raw[1], kKeyTileBytes,
+      memory.stage_empty[stage.slot].wait(stage.parity ^ 1);
+      bring(whole_keys ? v_full : memory.raw[1], kKeyTileBytes,
             [&](Barrier& landed) { load_box(&p.v, landed, shared_address(v), 0, unit.head, first_key, batch); });
       k_stage.next();
-      v_stage.next();
+      stage.next();
       for (int query_tile = unit.begin(key_tile); query_tile < unit.query_tiles; ++query_tile) {
         const int valid = unit.q.length - query_tile * kQueries, first = unit.q.first + query_tile * kQueries;
         const bool whole = !foreign || valid >= kQueries;
-        char *q = memory.q[stage.slot], *dout = memory.dout[stage.slot];
-        memory.q_empty[stage.slot].wait(stage.parity ^ 1);
-        bring(whole ? memory.q_full[stage.slot] : memory.raw[2], 2 * kQueryTileBytes + kStatisticsBytes,
-              [&](Barrier& landed) {
-                load_box(&p.q, landed, shared_address(q), 0, unit.head, first, batch);
-                load_box(&p.dout, landed, shared_address(dout), 0, unit.head, first, batch);
-                load_bytes(landed, shared_address(memory.statistics[stage.slot]),
-                           p.statistics + static_cast<int64_t>(unit.tile + query_tile) * 2 * kQueries,
-                           kStatisticsBytes);
-              });
+        char *q = memory.q(stage.slot), *dout = memory.dout(stage.slot);
+        Barrier& full = memory.stage_full[stage.slot];
+        memory.stage_empty[stage.slot].wait(stage.parity ^ 1);
+        bring(whole ? full : memory.raw[2], 2 * kQueryTileBytes + kStatisticsBytes, [&](Barrier& landed) {
+          load_box(&p.q, landed, shared_address(q), 0, unit.head, first, batch);
+          load_box(&p.dout, landed, shared_address(dout), 0, unit.head, first, batch);
+          load_bytes(landed, shared_address(memory.statistics[stage.slot]),
+                     p.statistics + static_cast<int64_t>(unit.tile + query_tile) * 2 * kQueries, kStatisticsBytes);
+        });
         if (!whole_keys && query_tile == unit.begin(key_tile)) {  // all three copies are under way
           hand_over(memory.raw[0], raw_keys.parity, k_full, [&] { clear_rows(k, valid_keys, kKeys); });
-          hand_over(memory.raw[1], raw_keys.parity, memory.v_full, [&] { clear_rows(v, valid_keys, kKeys); });
+          hand_over(memory.raw[1], raw_keys.parity, v_full, [&] { clear_rows(v, valid_keys, kKeys); });
           raw_keys.next();
         }
         if (!whole) {
-          hand_over(memory.raw[2], raw_queries.parity, memory.q_full[stage.slot], [&] {
+          hand_over(memory.raw[2], raw_queries.parity, full, [&] {
             clear_rows(q, valid, kQueries);
             clear_rows(dout, valid, kQueries);
           });
@@ -313,21 +301,31 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
 
 // ---- warpgroup 0: dropout --------------------------------------------------------------------------------------------
 
+// The top bit of each byte from one number, the rest from the other.
+__device__ __forceinline__ uint32_t top_bits(uint32_t top, uint32_t rest) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, 0x80808080, 0xe4;" : "=r"(result) : "r"(top), "r"(rest));
+  return result;
+}
+
 // Keeps bits for a tile of 128 keys by 64 queries, a word for each thread of warpgroups 1 and 2: bit 8 * (i / 8) + 4 *
 // (1 - half) + i % 8 / 4 * 2 + c of element i + 2 * half + c, i a multiple of 4, of its scores (see hopper.cuh for the
 // layout). Of 64 keys, draw d of a query holds the bytes of keys 2 * d + {0, 1} modulo 8; word w those of warp w.
 //
 // A task is half the words of a warpgroup: lane (d % 2, t, part) makes byte `part` of the words of the 8 threads with
 // keys 2 * d + {0, 1} and queries 2 * t + {0, 1} modulo 8, from the draws of its 4 queries. The three warps take tasks
-// in turn, each at least one of every tile, so that each of them waits for every phase of kept_empty: with a barrier
-// for each warpgroup, a warp could miss a phase and take the one before it for the one after it.
+// in turn. Each takes part in every phase, also where it has no task: it could take the phase before one that it missed
+// for the one after it.
 template <bool CAUSAL, bool ON_CHIP>
 __device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& memory, int warp) {
   const int lane = threadIdx.x % 32;
   const uint64_t seed = static_cast<uint64_t>(*p.seed);
-  const uint32_t subtracted = (p.threshold & 127) * 0x01010101u;
-  const uint32_t either = p.threshold < 128 ? 0xffffffffu : 0u;
-  const uint32_t top = p.threshold < 256 ? 0x80808080u : 0u;
+  // Of a byte x, the top bit of (x | 128) - t % 128 says whether x % 128 reaches t % 128. x reaches t if that or x's
+  // own top bit is set; where t is 128 or more, if both are.
+  const uint32_t subtracted = __byte_perm(p.threshold & 127, 0, 0);  // as a product it would be computed each time
+  uint32_t either = p.threshold < 128 ? 0xffffffffu : 0u;
+  asm("" : "+r"(either));  // else it is selected each time
+  const uint32_t any = p.threshold < 256 ? 0xf0f0f0f0u : 0u;
   RingPosition<Memory<ON_CHIP>::kBuffers> step;
   RingPosition<2> k_stage;
   int turn = warp;
@@ -337,29 +335,41 @@ __device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& 
     if (key_tile < 0) return;
     const Unit<CAUSAL> unit = unit_of<CAUSAL>(memory.task[k_stage.slot]);
     for (int query_tile = unit.begin(key_tile); query_tile < unit.query_tiles; ++query_tile, step.next())
-      for (int task = 0; task < 4; ++task) {
-        if (--turn >= 0) continue;
-        turn = 2;
-        const int consumer = task / 2, d = task % 2 * 2 + lane / 16, t = lane / 4 % 4, part = lane % 4;
-        const uint32_t block = key_tile * 2 + consumer, query = query_tile * kQueries + 16 * part + 2 * t;
-        uint32_t bits[4] = {0, 0, 0, 0};
+      for (int consumer = 0; consumer < 2; ++consumer) {
+        int half = -1;  // of the words, if it is this warp's turn at one
+        for (int i = 0; i < 2; ++i)
+          if (--turn < 0) {
+            turn = 2;
+            half = i;
+          }
+        const int d = half * 2 + lane / 16, t = lane / 4 % 4, part = lane % 4;
+        uint32_t bits[4];
+        if (half >= 0) {
+          const uint32_t block = key_tile * 2 + consumer, query = query_tile * kQueries + 16 * part + 2 * t;
+          Draw drawn[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const Draw drawn = draw_weights<Product::two_instructions>(seed, unit.sequence, unit.head,
-                                                                     query + j / 2 * 8 + j % 2, block, d);
+          for (int j = 0; j < 4; ++j)
+            drawn[j] = draw_weights(seed, unit.sequence, unit.head, query + j / 2 * 8 + j % 2, block, d);
 #pragma unroll
           for (int w = 0; w < 4; ++w) {
-            const uint32_t x = drawn.word[w], z = (x | 0x80808080u) - subtracted;
-            bits[w] |= (((x & z) | (either & (x | z))) & top) >> (3 - j);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              const uint32_t x = drawn[j].word[w], z = (x | 0x80808080u) - subtracted;
+              const uint32_t reached = (x & z) | (either & (x | z));
+              bits[w] = j == 0 ? reached : top_bits(reached, bits[w] >> 1);
+            }
+            bits[w] &= any;
           }
         }
-        memory.kept_empty[step.slot].wait(step.parity ^ 1);
-        auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[step.slot][consumer]);
+        memory.kept_empty[step.slot][consumer].wait(step.parity ^ 1);
+        if (half >= 0) {
+          auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[step.slot][consumer]);
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const uint32_t both = bits[w] | bits[w] >> 20;
-          bytes[4 * (32 * w + 8 * d + t) + part] = static_cast<uint8_t>(both);
-          bytes[4 * (32 * w + 8 * d + 4 + t) + part] = static_cast<uint8_t>(both >> 8);
+          for (int w = 0; w < 4; ++w) {
+            const uint32_t both = bits[w] | bits[w] >> 20;
+            bytes[4 * (32 * w + 8 * d + t) + part] = static_cast<uint8_t>(both);
+            bytes[4 * (32 * w + 8 * d + 4 + t) + part] = static_cast<uint8_t>(both >> 8);
+          }
         }
         arrive_warp(memory.kept_full[step.slot][consumer]);
       }
