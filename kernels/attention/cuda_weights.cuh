@@ -163,13 +163,13 @@ struct WeightDropout {
 
   // A tile's: the thread's rows are `query` and 8 further.
   __device__ __forceinline__ void begin(int sequence, int head, int query) {
-    const uint64_t product = wide_product<kProduct>(kPhiloxFactor1, static_cast<uint32_t>(sequence));
+    const uint64_t product = wide_product(kPhiloxFactor1, static_cast<uint32_t>(sequence));
     head_part = static_cast<uint32_t>(1 + head) ^ keys.second[0];
     sequence_part = low_word(product) ^ keys.first[1];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t row = static_cast<uint32_t>(query + 8 * half) ^ high_word(product) ^ keys.first[0];
-      const uint64_t of_row = wide_product<kProduct>(kPhiloxFactor0, row);
+      const uint64_t of_row = wide_product(kPhiloxFactor0, row);
       row_high[half] = high_word(of_row) ^ keys.second[1];
       row_low[half] = low_word(of_row) ^ keys.second[2];
     }
@@ -189,25 +189,21 @@ struct WeightDropout {
 #pragma unroll
     for (int i = 0; i < COUNT; i += 8) {
       const uint32_t number = static_cast<uint32_t>(4 * (block + i / 8)) + threadIdx.x % 4;
-      const uint64_t first = wide_product<kProduct>(kPhiloxFactor0, number);
-      const uint64_t second = wide_product<kProduct>(kPhiloxFactor1, high_word(first) ^ head_part);
-      const uint64_t third = wide_product<kProduct>(kPhiloxFactor0, high_word(second) ^ sequence_part);
+      const uint64_t first = wide_product(kPhiloxFactor0, number);
+      const uint64_t second = wide_product(kPhiloxFactor1, high_word(first) ^ head_part);
+      const uint64_t third = wide_product(kPhiloxFactor0, high_word(second) ^ sequence_part);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint64_t of_row = wide_product<kProduct>(kPhiloxFactor1, row_high[half] ^ low_word(first));
-        const Draw drawn =
-            philox_rounds<kProduct>(keys, 3,
-                                    {{high_word(of_row) ^ low_word(second) ^ keys.first[2], low_word(of_row),
-                                      high_word(third) ^ row_low[half], low_word(third)}});
+        const uint64_t of_row = wide_product(kPhiloxFactor1, row_high[half] ^ low_word(first));
+        const Draw drawn = philox_rounds(keys, 3,
+                                         {{high_word(of_row) ^ low_word(second) ^ keys.first[2], low_word(of_row),
+                                           high_word(third) ^ row_low[half], low_word(third)}});
 #pragma unroll
         for (int word = 0; word < 4; ++word) kept[i + 4 * half + word] = reaches(drawn.word[word]);
       }
     }
     hold_registers(kept);
   }
-
- private:
-  static constexpr Product kProduct = Product::one_instruction;
 };
 
 // Two bytes' top bits as masks of 16 bits.

@@ -25,20 +25,15 @@ struct Draw {
   uint32_t word[4];
 };
 
-// How a GPU makes products of 64 bits. In one instruction, that is less to issue, for warps that compute much else;
-// nvcc makes two of it otherwise, for the halves, which are through sooner: for warps that do nothing but draw.
-enum class Product { one_instruction, two_instructions };
-
-template <Product PRODUCT>
+// nvcc would make two instructions of it, for the halves: less to wait for, but more to issue.
 FASTTFM_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
-  if constexpr (PRODUCT == Product::one_instruction) {
-    uint64_t product;
-    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
-    return product;
-  }
-#endif
+  uint64_t product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+#else
   return static_cast<uint64_t>(a) * b;
+#endif
 }
 
 constexpr uint32_t kPhiloxFactor0 = 0xD2511F53u, kPhiloxFactor1 = 0xCD9E8D57u;
@@ -61,12 +56,11 @@ FASTTFM_HOST_DEVICE uint32_t high_word(uint64_t product) { return static_cast<ui
 FASTTFM_HOST_DEVICE uint32_t low_word(uint64_t product) { return static_cast<uint32_t>(product); }
 
 // What the rounds from `round` on make of a counter.
-template <Product PRODUCT = Product::one_instruction>
 FASTTFM_HOST_DEVICE Draw philox_rounds(const PhiloxKeys& keys, int round, Draw counter) {
   uint32_t (&c)[4] = counter.word;
   for (; round < kPhiloxRounds; ++round) {
-    const uint64_t product0 = wide_product<PRODUCT>(kPhiloxFactor0, c[0]);
-    const uint64_t product1 = wide_product<PRODUCT>(kPhiloxFactor1, c[2]);
+    const uint64_t product0 = wide_product(kPhiloxFactor0, c[0]);
+    const uint64_t product1 = wide_product(kPhiloxFactor1, c[2]);
     c[0] = high_word(product1) ^ c[1] ^ keys.first[round];
     c[2] = high_word(product0) ^ c[3] ^ keys.second[round];
     c[1] = low_word(product1);
@@ -75,18 +69,16 @@ FASTTFM_HOST_DEVICE Draw philox_rounds(const PhiloxKeys& keys, int round, Draw c
   return counter;
 }
 
-template <Product PRODUCT = Product::one_instruction>
 FASTTFM_HOST_DEVICE Draw philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
-  return philox_rounds<PRODUCT>(PhiloxKeys(seed), 0, {{c0, c1, c2, c3}});
+  return philox_rounds(PhiloxKeys(seed), 0, {{c0, c1, c2, c3}});
 }
 
 // The draw for 16 of an attention row's weights. Of the 64 keys of a block, draw d (0 to 3) decides the pairs d, d + 4,
 // d + 8, ...: key k by byte 2 * (k / 8 % 8) + k % 2 of draw k / 2 % 4. That is how tensor cores spread a row over
 // threads.
-template <Product PRODUCT = Product::one_instruction>
 FASTTFM_HOST_DEVICE Draw draw_weights(uint64_t seed, uint32_t sequence, uint32_t head, uint32_t query, uint32_t block,
                                       uint32_t d) {
-  return philox<PRODUCT>(seed, 4 * block + d, query, sequence, 1 + head);
+  return philox(seed, 4 * block + d, query, sequence, 1 + head);
 }
 
 // Where a row of activations stands in its batch.
