@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     lower_registers<Registers<DROPOUT>::kProducer>();
     const int warp = uniform(threadIdx.x / 32);
     if (warp == 0)
-      bring_tiles<CAUSAL>(p, memory);
+      bring_tiles<DROPOUT, CAUSAL>(p, memory);
     else if constexpr (DROPOUT)
       draw_kept<CAUSAL>(p, memory, warp - 1);
   } else if (warpgroup == 3) {

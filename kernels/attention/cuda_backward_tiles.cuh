@@ -140,7 +140,7 @@ struct Memory {
   Sums sums;
   float statistics[kStages][2][kQueries];
   uint32_t kept[kBuffers][2][kWarpgroup];  // of each of the two warpgroups
-  Task task[2];                            // told before k comes
+  Task task[2];                            // of the next tile of keys: there with k
   Barrier stage_full[kStages], stage_empty[kStages], k_full[2], k_empty[2], told[2], raw[3], dscores_full[kBuffers][2],
       dscores_empty[kBuffers][2], kept_full[kBuffers][2], kept_empty[kBuffers][2];
 
@@ -213,7 +213,7 @@ __device__ __forceinline__ void hand_over(const Barrier& landed, uint32_t parity
   arrive_warp(full);
 }
 
-template <bool CAUSAL, bool ON_CHIP>
+template <bool DROPOUT, bool CAUSAL, bool ON_CHIP>
 __device__ __forceinline__ void tell(Memory<ON_CHIP>& memory, int slot, const Unit<CAUSAL>& unit, int key_tile,
                                      uint32_t place) {
   if (threadIdx.x % 32 == 0) {
@@ -221,7 +221,7 @@ __device__ __forceinline__ void tell(Memory<ON_CHIP>& memory, int slot, const Un
     memory.task[slot].key_tile = key_tile;
     memory.task[slot].place = place;
   }
-  arrive_warp(memory.told[slot]);
+  if constexpr (DROPOUT) arrive_warp(memory.told[slot]);  // only those who draw do not wait for k
 }
 
 // The number before it is counted up, by one thread. Of atomicAdd(), the compiler makes one for the warp, with an
@@ -235,7 +235,7 @@ __device__ __forceinline__ int take_one(int* counter) {
 // Brings tiles to their places, and tells of tiles of keys. Rows past a sequence's end that are others' numbers are
 // replaced by zeros: they are multiplied by zeros, which a NaN would survive. Who has a (sequence, head) on chip may
 // come back for the next one; it asks early, as the answer takes its time.
-template <bool CAUSAL, bool ON_CHIP>
+template <bool DROPOUT, bool CAUSAL, bool ON_CHIP>
 __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>& memory) {
   const Share share(p);
   const bool foreign = p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr;
@@ -256,7 +256,7 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
       char *k = memory.k[k_stage.slot], *v = memory.v(stage.slot);
       Barrier &k_full = memory.k_full[k_stage.slot], &v_full = memory.stage_full[stage.slot];
       memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
-      tell(memory, k_stage.slot, unit, key_tile, place);
+      tell<DROPOUT>(memory, k_stage.slot, unit, key_tile, place);
       bring(whole_keys ? k_full : memory.raw[0], kKeyTileBytes,
             [&](Barrier& landed) { load_box(&p.k, landed, shared_address(k), 0, unit.head, first_key, batch); });
       memory.stage_empty[stage.slot].wait(stage.parity ^ 1);
@@ -295,7 +295,7 @@ __device__ __forceinline__ void bring_tiles(const Parameters& p, Memory<ON_CHIP>
                                           : unit_of_round(round + 1, share.group, share.groups);
   }
   memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
-  tell(memory, k_stage.slot, Unit<CAUSAL>{}, -1, place);
+  tell<DROPOUT>(memory, k_stage.slot, Unit<CAUSAL>{}, -1, place);
   arrive_warp(memory.k_full[k_stage.slot]);
 }
 
