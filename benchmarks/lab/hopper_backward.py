@@ -60,7 +60,10 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
         ("sums.store(dq, tile)", "if (dq[0] == 1e30f) sums.store(dq, tile)"),
         ("load = (last || ON_CHIP) && key_tile > 0", "load = last && key_tile > 0"),
     ],
-    "without_exp": [('  float result;\n  asm("ex2', '  float result;\n  return x;\n  asm("ex2')],
+    "without_exp": [
+        ("power_of_two(pair[0] * p.score_scale - own.x)", "(pair[0] * p.score_scale - own.x)"),
+        ("power_of_two(pair[1] * p.score_scale - own.y)", "(pair[1] * p.score_scale - own.y)"),
+    ],
     "without_adding": [("        add_bytes(tile,", "        if (place == 1u << 31) add_bytes(tile,")],
     "told_each": [("kInterval = 4;", "kInterval = 1;")],
     "without_turns": [

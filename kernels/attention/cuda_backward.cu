@@ -123,12 +123,12 @@ Status launch_kernel(const AttentionBackward& call, const Parameters& p, bool ca
 template <class T>
 Status launch_typed(const AttentionBackward& call, Parameters p) {
   int processors = 0;
-  const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, call.device);
-  if (error != cudaSuccess) return status_of(error);
+  Status status = count_multiprocessors(call.device, &processors);
+  if (status.code != StatusCode::ok) return status;
   processors = std::min(processors, kMostBlocks);
   const bool causal = call.window_right == 0;
   p.blocks = blocks_of(call, causal, processors);
-  Status status = launch_statistics<T, kHeadDim>(call, p, statistics_in(call, kMostBlocks), nullptr);
+  status = launch_statistics<T, kHeadDim>(call, p, statistics_in(call, kMostBlocks), nullptr);
   if (status.code == StatusCode::ok) status = launch_kernel<T>(call, p, causal, processors);
   if (status.code != StatusCode::ok || call.column_sums == nullptr) return status;
   return sum_parts(call.column_parts, {call.column_sums, call.column_sums_dtype}, {},

@@ -3,6 +3,7 @@
 
 #include "attention/cuda_backward_tiles.cuh"
 #include "attention/cuda_column_sums.cuh"
+#include "common/approximations.cuh"
 
 namespace fasttfm {
 namespace cuda {
@@ -76,12 +77,6 @@ __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t*
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
                "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");
-}
-
-__device__ __forceinline__ float power_of_two(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
 }
 
 // What masks the scores of 64 keys from `key` on and 64 queries from `query` on.

@@ -320,9 +320,7 @@ template <bool CAUSAL, bool ON_CHIP>
 __device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& memory, int warp) {
   const int lane = threadIdx.x % 32;
   const uint64_t seed = static_cast<uint64_t>(*p.seed);
-  // Of a byte x, the top bit of (x | 128) - t % 128 says whether x % 128 reaches t % 128. x reaches t if that or x's
-  // own top bit is set; where t is 128 or more, if both are.
-  const uint32_t subtracted = __byte_perm(p.threshold & 127, 0, 0);  // as a product it would be computed each time
+  const uint32_t low = __byte_perm(p.threshold & 127, 0, 0);  // as a product it would be computed each time
   uint32_t either = p.threshold < 128 ? 0xffffffffu : 0u;
   asm("" : "+r"(either));  // else it is selected each time
   const uint32_t any = p.threshold < 256 ? 0xf0f0f0f0u : 0u;
@@ -354,8 +352,7 @@ __device__ __forceinline__ void draw_kept(const Parameters& p, Memory<ON_CHIP>& 
           for (int w = 0; w < 4; ++w) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-              const uint32_t x = drawn[j].word[w], z = (x | 0x80808080u) - subtracted;
-              const uint32_t reached = (x & z) | (either & (x | z));
+              const uint32_t reached = reaching_bytes(drawn[j].word[w], low, either);
               bits[w] = j == 0 ? reached : top_bits(reached, bits[w] >> 1);
             }
             bits[w] &= any;

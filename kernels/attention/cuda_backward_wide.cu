@@ -118,9 +118,9 @@ int parts_of(int64_t units, int64_t queries, int64_t keys, double met, int proce
 template <class T>
 Status launch_wide(const AttentionBackward& call, WideParameters& p) {
   int processors = 0;
-  const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, call.device);
-  if (error != cudaSuccess) return status_of(error);
-  const Status status = launch_statistics<T, kWideDim>(call, p, statistics_in(call, 0), p.turns);
+  Status status = count_multiprocessors(call.device, &processors);
+  if (status.code != StatusCode::ok) return status;
+  status = launch_statistics<T, kWideDim>(call, p, statistics_in(call, 0), p.turns);
   if (status.code != StatusCode::ok) return status;
   const int64_t units = call.sequences * call.heads;
   const bool causal = call.window_right == 0;

@@ -169,17 +169,6 @@ __device__ __forceinline__ void bring_wide_tiles(const WideParameters& p, WideMe
 
 // ---- sums of dQ -----------------------------------------------------------------------------------------------------
 
-// Messages between blocks. They order nothing: the copy engine has said that its additions are in the second level
-// cache before one is sent (cuda_ordered_sums.cuh).
-__device__ __forceinline__ int hear(const int* from) {
-  int value;
-  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
-}
-__device__ __forceinline__ void tell(int* to, int value) {
-  asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
-}
-
 // Takes the parts of dQ from the staging tile to the workspace, each in its turn: the first is stored, the others are
 // added. For the last the sum comes back into the staging tile, and warpgroups 1 and 2 write the result. One thread; it
 // asks for its turn before the part is there.
@@ -191,15 +180,15 @@ __device__ __forceinline__ void sum_wide_dq(const WideParameters& p, WideMemory<
   const auto finish = [&] {
     if (counter == nullptr) return;
     wait_stores<0>();
-    if (p.parts > 1) tell(counter, done);
+    if (p.parts > 1) send(counter, done);
     counter = nullptr;
   };
   const auto await = [&](const int* turns, int turn) {
     if (p.parts > 1) {
-      while (hear(turns) < turn) {
+      while (receive(turns) < turn) {
       }
     }
-    asm volatile("fence.proxy.async.global;" ::: "memory");
+    fence_async_global();
   };
   for_each_step<CAUSAL>(
       p, [](const WideUnit<CAUSAL>&, int) {},
@@ -246,7 +235,7 @@ template <bool CAUSAL>
 __device__ __forceinline__ void draw_wide_kept(const WideParameters& p, WideMemory<CAUSAL>& memory, int number) {
   const int lane = threadIdx.x % 32;
   const uint64_t seed = static_cast<uint64_t>(*p.seed);
-  const uint32_t subtracted = (p.threshold & 127) * 0x01010101u;
+  const uint32_t low = (p.threshold & 127) * 0x01010101u;
   const uint32_t either = p.threshold < 128 ? 0xffffffffu : 0u;
   const uint32_t top = p.threshold < 256 ? 0x80808080u : 0u;
   const int t = lane / 4 % 4, part = lane % 4;
@@ -264,10 +253,7 @@ __device__ __forceinline__ void draw_wide_kept(const WideParameters& p, WideMemo
           for (int j = 0; j < 4; ++j) {
             const Draw drawn = draw_weights(seed, unit.sequence, unit.head, query + j / 2 * 8 + j % 2, block, d);
 #pragma unroll
-            for (int w = 0; w < 4; ++w) {
-              const uint32_t x = drawn.word[w], z = (x | 0x80808080u) - subtracted;
-              bits[w] |= (((x & z) | (either & (x | z))) & top) >> (3 - j);
-            }
+            for (int w = 0; w < 4; ++w) bits[w] |= (reaching_bytes(drawn.word[w], low, either) & top) >> (3 - j);
           }
           memory.kept_empty[number].wait(parity);
 #pragma unroll

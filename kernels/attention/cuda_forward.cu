@@ -86,17 +86,18 @@ Status forward_of(const AttentionForward& call, int blocks, const Deal& deal) {
 }  // namespace
 
 Status attention_forward(const AttentionForward& call) {
-  const Status status = check_hopper_call(call);
+  Status status = check_hopper_call(call);
   if (status.code != StatusCode::ok || call.queries == 0 || call.sequences == 0 && call.cu_seqlens == nullptr)
     return status;
   DeviceGuard guard(call.device);
   int blocks = 0;
-  cudaError_t error = cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, call.device);
-  if (error != cudaSuccess) return status_of(error);
+  status = count_multiprocessors(call.device, &blocks);
+  if (status.code != StatusCode::ok) return status;
   const Order order = order_of(call, blocks);
   const Deal deal = {order.counted ? reinterpret_cast<int*>(call.workspace) : nullptr, order.batched};
-  if (order.counted) error = cudaMemsetAsync(deal.next, 0, sizeof(int), static_cast<cudaStream_t>(call.stream));
-  if (error != cudaSuccess) return status_of(error);
+  if (order.counted)
+    status = status_of(cudaMemsetAsync(deal.next, 0, sizeof(int), static_cast<cudaStream_t>(call.stream)));
+  if (status.code != StatusCode::ok) return status;
   return call.dtype == DType::bf16 ? forward_of<bf16_t>(call, blocks, deal) : forward_of<f16_t>(call, blocks, deal);
 }
 

@@ -7,6 +7,7 @@
 
 #include "attention/cuda_tiles.cuh"
 #include "attention/cuda_weights.cuh"
+#include "common/approximations.cuh"
 #include "common/hopper.cuh"
 
 namespace fasttfm {
@@ -52,13 +53,13 @@ __device__ __forceinline__ void issue_scores(float (&s)[S::kKeys / 2], uint32_t 
   commit_products();
 }
 
-// o += weights v, or o = weights v where not `add`; v is the lower word of a descriptor
+// o += weights v; v is the lower word of a descriptor.
 template <class T, class S>
-__device__ __forceinline__ void issue_values(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4], uint32_t v,
-                                             bool add = true) {
+__device__ __forceinline__ void issue_values(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4],
+                                             uint32_t v) {
 #pragma unroll
   for (int step = 0; step < S::kKeys / 16; ++step)
-    multiply<T, Major::mn>(o, weights + 4 * step, tile_descriptor(v + (step * kMnMajorStep >> 4)), add || step > 0);
+    multiply<T, Major::mn>(o, weights + 4 * step, tile_descriptor(v + (step * kMnMajorStep >> 4)));
   commit_products();
 }
 
@@ -117,8 +118,8 @@ __device__ __forceinline__ ResultRows<T> conclude(const ForwardParams& p, const 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const bool attends = first + row + 8 * half < tile.q_length && softmax.sum[half] > 0.0f;
-    const float factor = p.dropout_scale * inverse_fast(softmax.sum[half]);
-    const float sum = (softmax.reference[half] + log2_fast(softmax.sum[half])) * 0.693147180559945f;
+    const float factor = p.dropout_scale * reciprocal(softmax.sum[half]);
+    const float sum = (softmax.reference[half] + logarithm(softmax.sum[half])) * 0.693147180559945f;
     rows.factor[half] = attends ? factor : 0.0f;
     if (threadIdx.x % 4 == 0 && row + 8 * half < rows.present) lse[8 * half] = attends ? sum : kMinusInfinity;
   }

@@ -19,6 +19,19 @@ namespace fasttfm {
 namespace cuda {
 namespace {
 
+// Messages between blocks. They order nothing: before one is sent, the copy engine has said that its additions are in
+// the second level cache, and there is nothing else that the message would have to stay behind.
+template <class T>
+__device__ __forceinline__ T receive(const T* from) {
+  T value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+template <class T>
+__device__ __forceinline__ void send(T* to, T value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
 // FLOATS of each thread, a multiple of 4; the tile's layout is private: each thread's numbers in its own places.
 template <int FLOATS>
 class OrderedSums {
@@ -105,19 +118,18 @@ class OrderedSums {
       do listen(needed);
       while (seen_ < needed);
     }
-    asm volatile("fence.proxy.async.global;" ::: "memory");
+    fence_async_global();
   }
 
   // Asks how far the block before is, if it was not known to be far enough.
   __device__ __forceinline__ void listen(uint32_t needed) {
     if (seen_ >= needed || heard_ == told_) return;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen_) : "l"(heard_) : "memory");
+    seen_ = receive(heard_);
   }
 
-  // Tells that all places below `place` are done: the copy engine has said so, its additions are in the second level
-  // cache, and there is nothing else that the message would have to stay behind.
+  // Tells that all places below `place` are done.
   __device__ __forceinline__ void tell(uint32_t place) {
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(told_), "r"(place) : "memory");
+    send(told_, place);
     if (told_ == heard_) seen_ = place;
     untold_ = 0;
   }

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "attention/cuda_tiles.cuh"
+#include "common/approximations.cuh"
 #include "common/hopper.cuh"
 #include "common/philox.h"
 
@@ -15,23 +16,6 @@ namespace fasttfm {
 namespace cuda {
 
 // ---- softmax ---------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float log2_fast(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float inverse_fast(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 constexpr float kMinusInfinity = -INFINITY;
 // r stays until a score is above it by this much, in units of log2: weights are <= 256.
@@ -63,7 +47,7 @@ struct RunningSoftmax {
     if (corrects) raise(s, scale);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-      s[i] = exp2_fast(fmaf(s[i], scale, -reference[i / 2 % 2]));
+      s[i] = power_of_two(fmaf(s[i], scale, -reference[i / 2 % 2]));
       sum[i / 2 % 2] += s[i];
     }
   }
@@ -91,7 +75,7 @@ struct RunningSoftmax {
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 1));
       top[half] = scale * fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 2));
       const bool higher = top[half] > reference[half] + kHeadroom;
-      correction[half] = higher ? exp2_fast(reference[half] - top[half]) : 1.0f;
+      correction[half] = higher ? power_of_two(reference[half] - top[half]) : 1.0f;
       reference[half] = higher ? top[half] : reference[half];
       sum[half] *= correction[half];
     }
@@ -144,13 +128,13 @@ __device__ __forceinline__ void pack_weights(const float (&s)[2 * COUNT], uint32
 // for both rows of the thread.
 struct WeightDropout {
   PhiloxKeys keys;
-  uint32_t low, all;                  // see reaches()
+  uint32_t low, either;               // see reaching_bytes()
   uint32_t head_part, sequence_part;  // of the first and second round
   uint32_t row_high[2], row_low[2];   // the second round's product, of both rows
 
   WeightDropout() = default;
   __device__ __forceinline__ WeightDropout(uint64_t seed, int threshold)
-      : keys(seed), all(threshold < 128 ? 0xffffffffu : 0u) {
+      : keys(seed), either(threshold < 128 ? 0xffffffffu : 0u) {
     // In uniform registers: nvcc would add them up again for every draw.
 #pragma unroll
     for (int round = 0; round < kPhiloxRounds; ++round) {
@@ -175,13 +159,6 @@ struct WeightDropout {
     }
   }
 
-  // The top bit of each byte says whether the byte is at least the threshold: whether its seven low bits reach the
-  // threshold's, or its top bit is set; and, not or, if the threshold has a top bit itself.
-  __device__ __forceinline__ uint32_t reaches(uint32_t bytes) const {
-    const uint32_t rest = (bytes | 0x80808080u) - low;
-    return (bytes & rest) | ((bytes | rest) & all);
-  }
-
   // For the keys from 64 * block on: a word for four weights of one row, whose top bits say which are kept. The draws
   // are those of draw_weights().
   template <int COUNT>
@@ -199,7 +176,7 @@ struct WeightDropout {
                                          {{high_word(of_row) ^ low_word(second) ^ keys.first[2], low_word(of_row),
                                            high_word(third) ^ row_low[half], low_word(third)}});
 #pragma unroll
-        for (int word = 0; word < 4; ++word) kept[i + 4 * half + word] = reaches(drawn.word[word]);
+        for (int word = 0; word < 4; ++word) kept[i + 4 * half + word] = reaching_bytes(drawn.word[word], low, either);
       }
     }
     hold_registers(kept);

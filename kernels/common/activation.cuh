@@ -9,20 +9,11 @@
 #pragma once
 
 #include "common/activation.h"
+#include "common/approximations.cuh"
 
 namespace fasttfm {
 namespace cuda {
 
-__device__ __forceinline__ float power_of_two(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 // fminf and fmaxf drop NaN; these keep it.
 __device__ __forceinline__ float at_most(float x, float limit) {
   float y;

@@ -263,6 +263,8 @@ __device__ __forceinline__ void wait_stores() {
 
 // Orders a thread's own accesses of shared memory before those of TMA and wgmma that follow a barrier.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The same for global memory, of what a thread has seen done.
+__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- products of a warpgroup -----------------------------------------------------------------------------------------
 //

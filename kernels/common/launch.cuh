@@ -16,6 +16,10 @@ inline Status status_of(cudaError_t error) {
   return {StatusCode::cuda_error, cudaGetErrorString(error)};
 }
 
+inline Status count_multiprocessors(int device, int* count) {
+  return status_of(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device));
+}
+
 // Makes `device` current for the lifetime of the guard.
 class DeviceGuard {
  public:

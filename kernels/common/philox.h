@@ -81,6 +81,14 @@ FASTTFM_HOST_DEVICE Draw draw_weights(uint64_t seed, uint32_t sequence, uint32_t
   return philox(seed, 4 * block + d, query, sequence, 1 + head);
 }
 
+// Which of four bytes are at least dropout's threshold, by their top bits: whether a byte's seven low bits reach the
+// threshold's, or its top bit is set; and, not or, if the threshold has a top bit itself. low: the threshold's seven
+// low bits in all four bytes; either: all bits if it has no top bit, else none.
+FASTTFM_HOST_DEVICE uint32_t reaching_bytes(uint32_t bytes, uint32_t low, uint32_t either) {
+  const uint32_t rest = (bytes | 0x80808080u) - low;
+  return (bytes & rest) | ((bytes | rest) & either);
+}
+
 // Where a row of activations stands in its batch.
 struct RowPosition {
   uint32_t sequence, token;

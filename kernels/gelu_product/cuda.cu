@@ -34,8 +34,8 @@ Status check_product(const ProductOperands& operands, int64_t rows, int64_t colu
 template <bool BACKWARD, Kept KEPT, Activation A>
 Status run_with(const ProductOperands& operands, const ProductParams& p) {
   int multiprocessors = 0;
-  const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, operands.device);
-  if (error != cudaSuccess) return status_of(error);
+  const Status status = count_multiprocessors(operands.device, &multiprocessors);
+  if (status.code != StatusCode::ok) return status;
   return operands.dtype == DType::bf16 ? launch_product<bf16_t, Shape, A, BACKWARD, KEPT>(operands, p, multiprocessors)
                                        : launch_product<f16_t, Shape, A, BACKWARD, KEPT>(operands, p, multiprocessors);
 }
