@@ -148,7 +148,7 @@ struct WideKeyWarpgroup {
         dq[4 * i + 3] += part.w;
       }
     }
-    hold_registers(dq);  // what was read is here
+    hold_registers(dq);  // what was read is added; whether the assembler leaves it so, late_loads.py tells
     arrive_warp(memory.staging_done[number]);
     const int query = tile * kQueries;
     store_product(dq, p.dq_scale,
