@@ -69,9 +69,11 @@ class IndexErrors:
 
 
 class _DeviceState:
+    @torch.inference_mode(False)  # later calls change the tensors, wherever the first call runs
     def __init__(self, device: torch.device, arguments: int) -> None:
-        self.words = torch.full((2, arguments), _NONE, dtype=torch.int64, device=device)
-        self.host = torch.full((2, arguments), _NONE, dtype=torch.int64, pin_memory=device.type == "cuda")
+        shape, pinned = (2, arguments), device.type == "cuda"
+        self.words = torch.full(shape, _NONE, dtype=torch.int64, device=device)
+        self.host = torch.full(shape, _NONE, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._event: torch.cuda.Event | None = None
 
     def copy(self) -> None:

@@ -98,6 +98,7 @@ def refresh(entries: Iterable[Entry], *, everything: bool = False) -> None:
             _write(entry, parameter)
 
 
+@torch.inference_mode(False)  # steps and forwards outside of it use the copy
 @torch.no_grad()
 def _write(entry: Entry, parameter: Tensor) -> None:
     """Into the same memory where that is possible: a CUDA graph may read it."""
