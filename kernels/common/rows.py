@@ -13,6 +13,17 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy where x does not start at a multiple of 16 bytes, as CUDA kernels need it: gradients that autograd
+    hands out can be parts of larger tensors, those of ``torch.cat`` for example, and start anywhere."""
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def contiguous_rows(gradient: Tensor) -> Tensor:
+    """A gradient as CUDA kernels read it: contiguous and aligned."""
+    return aligned(gradient.contiguous())
+
+
 def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Room for a contiguous tensor of x's shape, in its own or another type. ``torch.empty`` would take the host three
     times as long, which it spends on reading the shape."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.attention.problem import AttentionProblem
-from fasttfm.kernels.common.rows import contiguous_like
+from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows
 
 
 def outputs_like(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,8 +86,7 @@ def backward_cuda(
             if gradient is not None:
                 gradient.zero_()
         return
-    if dout.data_ptr() % 16:
-        dout = dout.clone()
+    dout = contiguous_rows(dout)
     core = _native.core()
     *tokens, heads, head_dim = q.shape
     longest = max(problem.max_seqlen, problem.max_seqlen_k)

@@ -13,7 +13,7 @@ from fasttfm import _native
 from fasttfm.kernels.bias_gelu import reference
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like, unwanted
+from fasttfm.kernels.common.rows import as_rows, contiguous_like, contiguous_rows, gradient_like, unwanted
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
     Backend,
@@ -171,7 +171,7 @@ def _backward_native(
     dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want_dbias: bool, want_y: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     core = _native.core()
-    rows, dy = as_rows(x), dy.contiguous()
+    rows, dy = as_rows(x), contiguous_rows(dy)
     count, columns = rows.shape
     dx = contiguous_like(x)
     y = contiguous_like(x) if want_y else unwanted(x)

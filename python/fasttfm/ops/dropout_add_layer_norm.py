@@ -10,7 +10,7 @@ from torch import Tensor
 from fasttfm import _native
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like, unwanted
+from fasttfm.kernels.common.rows import as_rows, contiguous_like, contiguous_rows, gradient_like, unwanted
 from fasttfm.kernels.dropout_add_layer_norm import reference
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
@@ -200,8 +200,8 @@ def _backward(
     wanted: list[bool],
     backend: str | None,
 ) -> Gradients:
-    dy = dy.contiguous()
-    dz = None if dz is None else dz.contiguous()
+    dy = contiguous_rows(dy)
+    dz = None if dz is None else contiguous_rows(dz)
     chosen = TABLE.select(backend, dy, z, weight, bias, linear_bias)
     gradients: Gradients = chosen.backward(
         dy, dz, z, statistics, weight, bias, linear_bias, cu_seqlens, seed, p, wanted

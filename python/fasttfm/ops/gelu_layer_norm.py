@@ -11,7 +11,7 @@ from torch import Tensor
 from fasttfm import _native
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like
+from fasttfm.kernels.common.rows import as_rows, contiguous_like, contiguous_rows, gradient_like
 from fasttfm.kernels.gelu_layer_norm import reference
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
@@ -240,7 +240,7 @@ def _backward_native(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     core = _native.core()
-    rows, dy = as_rows(x), dy.contiguous()
+    rows, dy = as_rows(x), contiguous_rows(dy)
     count, columns = rows.shape
     dx = contiguous_like(x)
     parameters = (linear_bias, weight, bias)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like
+from fasttfm.kernels.common.rows import as_rows, contiguous_like, contiguous_rows, gradient_like
 from fasttfm.kernels.layer_norm import reference
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
@@ -192,7 +192,7 @@ def _backward_native(
     want_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     core = _native.core()
-    rows, dy = as_rows(x), dy.contiguous()
+    rows, dy = as_rows(x), contiguous_rows(dy)
     count, columns = rows.shape
     fp32_weight, _ = (weight, bias) if x.is_cuda else _parameters(x, weight, bias)
     dx = contiguous_like(x)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fasttfm import _native
-from fasttfm.kernels.common.rows import as_rows
+from fasttfm.kernels.common.rows import aligned, as_rows
 from fasttfm.kernels.mlp import reference
 from fasttfm.ops import checks, gelu_product, linear
 from fasttfm.ops.backends import CUDA_VECTOR, Backend, BackendTable, always, requested
@@ -227,6 +227,7 @@ def _backward_products(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     want_dx, want_dw1, want_db1, want_dw2, want_db2 = wanted
+    dy = aligned(dy)
     rows, gradient = as_rows(x), as_rows(dy)
     dx, dw1, db1, dw2, db2 = (linear.unwanted(x) for _ in wanted)
     if want_db2:

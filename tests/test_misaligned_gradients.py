@@ -1,0 +1,97 @@
+"""Gradients that are contiguous but start between multiples of 16 bytes, as that of ``torch.cat`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fasttfm
+from fasttfm import _native, ops
+from fasttfm.kernels.common.rows import contiguous_rows
+
+C = 64
+
+
+def _draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def _added(x: Tensor, weight: Tensor) -> Tensor:
+    y, z = ops.dropout_add_layer_norm(x, x * 2, weight, weight, prenorm=True)
+    return torch.stack([y, z])
+
+
+# Ops with CUDA kernels that read gradients: of x [8, C] and a parameter [C].
+OPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "layer_norm": lambda x, weight: ops.layer_norm(x, weight, weight),
+    "bias_gelu": lambda x, bias: ops.bias_gelu(x, bias),
+    "gelu_layer_norm": lambda x, weight: ops.gelu_layer_norm(x, weight, weight, weight),
+    "dropout_add_layer_norm": lambda x, weight: ops.dropout_add_layer_norm(x, x * 2, weight, weight),
+    "dropout_add_layer_norm, two gradients": _added,
+    "linear_gelu": lambda x, bias: ops.linear_gelu(x, torch.outer(bias, bias), bias),
+    "mlp": lambda x, bias: ops.mlp(x, torch.outer(bias, bias), bias, torch.outer(bias, bias), bias),
+    "attention": lambda x, _: ops.attention(*(x.reshape(1, -1, 1, C) for _ in range(3))),
+}
+
+
+def _gradients(op: Callable[[Tensor, Tensor], Any], dtype: torch.dtype, device: str, *, before: int) -> list[Tensor]:
+    """Where ``before`` numbers lie before those of the op's gradient."""
+    x, parameter = _draw(160, C), _draw(C)
+    leaves = [each.to(dtype).to(device).requires_grad_() for each in (x, parameter)]
+    y = op(*leaves)
+    whole = torch.cat([torch.zeros(before, dtype=dtype, device=device), y.flatten()])
+    gradient = _draw(1, y.numel()).to(dtype).to(device)[0]
+    torch.autograd.backward(whole, torch.cat([gradient.new_zeros(before), gradient]))
+    return [each.grad for each in leaves if each.grad is not None]
+
+
+HOPPER = ("linear_gelu", "mlp", "attention")  # the CUDA kernels take 16-bit types
+CALLS = [(name, torch.bfloat16, backend) for name in OPS for backend in (None, "cuda")]
+CALLS += [(name, torch.float32, "cuda") for name in OPS if name not in HOPPER]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "dtype", "backend"), CALLS)
+def test_the_start_changes_no_bit_of_the_result(name: str, dtype: torch.dtype, backend: str | None) -> None:
+    with fasttfm.use_backend(backend):
+        expected, found = (_gradients(OPS[name], dtype, "cuda", before=before) for before in (0, 3))
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_copy_starts_where_kernels_can_read_it() -> None:
+    whole = _draw(3 + 8 * C)
+    part = whole[3:].view(8, C)
+    assert part.is_contiguous()
+    assert part.data_ptr() % 16
+    copied = contiguous_rows(part)
+    assert torch.equal(copied, part)
+    assert copied.data_ptr() % 16 == 0
+    assert contiguous_rows(copied) is copied
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if "layer_norm" in name or "bias" in name])
+def test_launchers_get_aligned_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the CPU's launchers are called with: the CUDA kernels' get the same addresses."""
+    core, seen = _native.core(), []
+
+    class Core:
+        def __getattr__(self, launcher: str) -> Any:
+            function = getattr(core, launcher)
+            if not launcher.endswith("_backward_cpu"):
+                return function
+
+            def call(**fields: Any) -> None:
+                seen.extend(value for field, value in fields.items() if field in ("dy", "dz"))
+                function(**fields)
+
+            return call
+
+    monkeypatch.setattr(_native, "core", Core)
+    _gradients(OPS[name], torch.float32, "cpu", before=3)
+    assert seen
+    assert all(address % 16 == 0 for address in seen)
