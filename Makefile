@@ -2,7 +2,7 @@
 #
 #   PYTHON       the interpreter that .venv is made with, and that `make gpu` runs
 #   OPS          `make gpu` and `make sanitize-gpu`: some ops only, for example OPS=layer_norm,attention
-#   PYTEST_ARGS  `make test`: passed on to pytest, for example PYTEST_ARGS="tests/ops -k odd"
+#   PYTEST_ARGS  `make test` and `make bench`: passed on to pytest, for example PYTEST_ARGS="tests/ops -k odd"
 
 PYTHON ?= python3
 OPS ?=
@@ -35,6 +35,10 @@ demo: .venv/installed ## set everything up and run the main job: pre-train a sma
 .PHONY: test
 test: .venv/installed ## set everything up and run the tests
 	.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: bench
+bench: .venv/installed ## time one case of each op against its peers (PYTEST_ARGS=--all for every case)
+	.venv/bin/python -m pytest benchmarks --benchmark-only $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: .venv/installed ## ruff, mypy and clang-format; changes nothing

@@ -1,6 +1,7 @@
-"""``pytest benchmarks --benchmark-only`` ends with one table of all ops.
+"""``pytest benchmarks --benchmark-only`` measures one case of each op and ends with a table for each op.
 
-The same numbers case by case, as pytest-benchmark shows them: --benchmark-verbose.
+``--all`` measures every case and dtype, ``--quick`` takes fewer samples. pytest-benchmark shows the same numbers case
+by case with --benchmark-verbose.
 """
 
 from typing import Any
@@ -11,9 +12,23 @@ from fasttfm.testing.pytest_bench import session_rows
 from fasttfm.testing.report import table
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fasttfm")
+    group.addoption("--all", action="store_true", help="measure every case and dtype of each op, not only the first")
+    group.addoption("--quick", action="store_true", help="take fewer samples: a check that the benchmarks run")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.option.benchmark_quiet = True
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all"):
+        return
+    further = [item for item in items if item.get_closest_marker("further_case")]
+    config.hook.pytest_deselected(items=further)
+    items[:] = [item for item in items if not item.get_closest_marker("further_case")]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

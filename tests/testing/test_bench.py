@@ -191,8 +191,8 @@ def test_every_contender_gets_a_row_in_every_direction() -> None:
             assert row.ms_p50 is None
             assert reasons[row.contender] in row.note
     text = report.table(rows)
-    assert "layer_norm: absent: needs another machine" in text
-    assert "layer_norm: no backward: RuntimeError: no backward" in text
+    assert "(needs another machine): layer_norm: absent" in text
+    assert "(RuntimeError: no backward): layer_norm: no backward" in text
 
 
 @pytest.mark.usefixtures("_fixed_ceilings")
@@ -392,11 +392,21 @@ def test_file_stem(monkeypatch: pytest.MonkeyPatch, name: str, stem: str) -> Non
 # ---- pytest-benchmark and the command --------------------------------------------------------------------------------
 
 
-def test_pytest_benchmark_holds_the_same_numbers(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize(("gradients_in_forward", "directions"), [(False, 3), (True, 2)])
+def test_pytest_benchmark_holds_the_same_numbers(
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    everything: bool,
+    gradients_in_forward: bool,
+    directions: int,
+) -> None:
+    """Without options the first case of each op runs, in its first dtype. Where the forward computes the gradients,
+    there is no backward to measure."""
     pytest.importorskip("pytest_benchmark")
     monkeypatch.setattr(bench, "default_device", lambda: CPU)
     monkeypatch.setattr(bench_timing, "ceilings", lambda device: CEILINGS)
-    monkeypatch.setattr(bench_timing, "effort_for", lambda device: BRIEF)
+    monkeypatch.setattr(bench_timing, "effort_for", lambda device, quick: BRIEF)
     benchmarks = Path(__file__).parents[2] / "benchmarks"
     pytester.makeconftest((benchmarks / "conftest.py").read_text())
     pytester.makepyfile(
@@ -406,14 +416,19 @@ def test_pytest_benchmark_holds_the_same_numbers(pytester: pytest.Pytester, monk
         from fasttfm.testing.spec import OpCase
         from fasttfm.testing.specs.layer_norm import SPEC
 
-        case = OpCase("4x8", {"shape": (4, 8)}, {"eps": 1e-5})
-        test_layer_norm = bench_test(replace(SPEC, bench_cases=(case,), bench_cases_cpu=(case,)))
-        """
+        cases = tuple(OpCase(f"{rows}x8", {"shape": (rows, 8)}, {"eps": 1e-5}) for rows in (4, 5))
+        changed = {"bench_cases": cases, "bench_cases_cpu": cases, "gradients_in_forward": GRADIENTS_IN_FORWARD}
+        test_layer_norm = bench_test(replace(SPEC, **changed))
+        """.replace("GRADIENTS_IN_FORWARD", str(gradients_in_forward))
     )
-    result = pytester.runpytest_inprocess("--benchmark-only", "--benchmark-json=out.json", "-k", "float32")
-    result.stdout.fnmatch_lines(["*layer_norm on *", "*4x8*float32*forward*fasttfm*", "*liger*", "*6 passed*"])
+    options = ["--all", "-k", "5x8 and float32"] if everything else []
+    result = pytester.runpytest_inprocess("--benchmark-only", "--benchmark-json=out.json", *options)
+    case, count = "5x8" if everything else "4x8", 2 * directions  # fasttfm and torch
+    result.stdout.fnmatch_lines(
+        ["*layer_norm on *", f"*{case}*float32*forward*fasttfm*", "*liger*", f"*{count} passed*"]
+    )
     found = json.loads((pytester.path / "out.json").read_text())["benchmarks"]
-    assert len(found) == 6  # fasttfm and torch, three directions
+    assert len(found) == count
     for entry in found:
         assert entry["stats"]["median"] * 1e3 == pytest.approx(entry["extra_info"]["ms_p50"])
 

@@ -105,6 +105,13 @@ def contender_names(spec: OpSpec, selection: Selection) -> tuple[str, ...]:
     return selection.contenders or (OURS, *(peer.name for peer in spec.peers))
 
 
+def directions_of(spec: OpSpec) -> tuple[str, ...]:
+    """The directions an op is measured in. Where the forward computes the gradients, the backward has no row."""
+    if not spec.differentiable:
+        return DIRECTIONS[:1]
+    return tuple(name for name in DIRECTIONS if name != "backward" or not spec.gradients_in_forward)
+
+
 def bench_op(spec: OpSpec, device: torch.device, selection: Selection) -> Iterator[list[Row]]:
     """Measures an op, one list of rows for each case and dtype."""
     for case, dtype in calls_of(spec, device, selection):
@@ -146,7 +153,7 @@ def bench_case(
             except Exception as error:
                 notes[name] = timing.reason(error)
         rows = []
-        for direction in _directions(spec, ready.values()):
+        for direction in directions_of(spec) if any(calls.wanted[0] for calls in ready.values()) else DIRECTIONS[:1]:
             blank = functools.partial(_blank_row, spec, case, dtype, device, direction, ceilings)
             measured = _measure_direction(direction, ready, stream, effort)
             unmeasured = {**notes, **measured.failures}
@@ -158,12 +165,6 @@ def bench_case(
             ]
             rows += with_ratios([with_limit(row, spec, case, dtype, ceilings) for row in filled])
     return rows
-
-
-def _directions(spec: OpSpec, ready: Iterable[_Calls]) -> tuple[str, ...]:
-    if not any(calls.wanted[0] for calls in ready):
-        return DIRECTIONS[:1]
-    return tuple(name for name in DIRECTIONS if name != "backward" or not spec.gradients_in_forward)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

@@ -28,22 +28,33 @@ def session_rows() -> list[bench.Row]:
 
 
 def bench_test(spec: OpSpec) -> Callable[..., None]:
-    """A test with one parameter set for each case, dtype, direction and contender on this machine's device."""
+    """A test with one parameter set for each case, dtype, direction and contender on this machine's device.
+
+    Every case but the op's first in its first dtype carries the mark ``further_case``."""
     device, everything = bench.default_device(), bench.Selection()
     contenders = bench.contender_names(spec, everything)
     parameters = [
-        pytest.param(case, dtype, direction, name, id=f"{case}-{dtype_name(dtype)}-{direction}-{name}")
-        for case, dtype in bench.calls_of(spec, device, everything)
-        for direction in (bench.DIRECTIONS if spec.differentiable else bench.DIRECTIONS[:1])
+        pytest.param(
+            case,
+            dtype,
+            direction,
+            name,
+            id=f"{case}-{dtype_name(dtype)}-{direction}-{name}",
+            marks=[pytest.mark.further_case] if index else [],
+        )
+        for index, (case, dtype) in enumerate(bench.calls_of(spec, device, everything))
+        for direction in bench.directions_of(spec)
         for name in contenders
     ]
 
     @pytest.mark.benchmark(timer=_playback.read)
     @pytest.mark.parametrize(("case", "dtype", "direction", "contender"), parameters)
-    def test(benchmark: Any, case: OpCase, dtype: torch.dtype, direction: str, contender: str) -> None:
+    def test(
+        benchmark: Any, request: pytest.FixtureRequest, case: OpCase, dtype: torch.dtype, direction: str, contender: str
+    ) -> None:
         key = (spec.name, case.name, dtype)
         if key not in _measured:
-            effort = bench_timing.effort_for(device)
+            effort = bench_timing.effort_for(device, quick=request.config.getoption("--quick", default=False))
             _measured[key] = bench.bench_case(spec, case, dtype, device, contenders=contenders, effort=effort)
         row = next(row for row in _measured[key] if (row.direction, row.contender) == (direction, contender))
         if row.ms_p50 is None:

@@ -83,12 +83,14 @@ def _times(ratio: float | None) -> str:
 
 
 def _footnotes(rows: Sequence[Row]) -> list[str]:
-    missing = dict.fromkeys((row.op, row.contender, row.note) for row in rows if row.note)
+    missing: dict[str, list[str]] = {}  # by reason
+    for op, contender, note in dict.fromkeys((row.op, row.contender, row.note) for row in rows if row.note):
+        missing.setdefault(note, []).append(f"{op}: {contender}")
     compiled = {(row.op, row.case, row.dtype) for row in rows if "compile" in row.contender and row.ms_p50 is not None}
     notes = [
         "of limit: least time for the bytes at the copy rate or the flops at the GEMM rate, over gpu_ms (or ms)",
         "vs best peer: its ms over ours, above 1 we are faster; on device: the same by gpu_ms, without host overhead",
-        *(f"not measured, or in part: {op}: {contender}: {note}" for op, contender, note in missing),
+        *(f"not measured, or in part ({note}): {', '.join(places)}" for note, places in missing.items()),
     ]
     if compiled:
         notes.append(f"torch.compile compiled {len(compiled)} shapes; compilation is not in the times")
