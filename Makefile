@@ -1,12 +1,18 @@
 # The commands of this project; `make help` lists them.
 #
 #   PYTHON       the interpreter that .venv is made with, and that `make gpu` runs
-#   OPS          `make gpu` and `make sanitize-gpu`: some ops only, for example OPS=layer_norm,attention
+#   OPS          `make gpu-test`, `make gpu` and `make sanitize-gpu`: some ops only, for example OPS=layer_norm,attention
 #   PYTEST_ARGS  `make test` and `make bench`: passed on to pytest, for example PYTEST_ARGS="tests/ops -k odd"
+#   LOG          `make gpu-test`: the folder of its log
+#   TIME_LIMIT   `make gpu-test`: seconds after which it stops and says what is left
+#   RUNNER_ARGS  `make gpu-test`: passed on to tools/run_tests.py, for example RUNNER_ARGS="-n 8 -k odd"
 
 PYTHON ?= python3
 OPS ?=
 PYTEST_ARGS ?=
+LOG ?=
+TIME_LIMIT ?= 480
+RUNNER_ARGS ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -78,9 +84,14 @@ gpu-build:
 	$(PYTHON) setup.py --quiet build --build-base build/gpu --build-lib build/gpu/lib
 	$(gpu_environment) $(PYTHON) -m fasttfm info
 
+# Triton's compiled kernels are kept, and shared among the processes: whichever needs a kernel first compiles it.
+.PHONY: gpu-test
+gpu-test: gpu-build ## on a GPU machine: build with its own Python, run all GPU tests in as many processes as there are cores (OPS=a,b)
+	$(gpu_environment) TRITON_CACHE_DIR=$(CURDIR)/build/gpu/triton $(PYTHON) tools/run_tests.py -m gpu \
+	  --time-limit $(TIME_LIMIT) --log $(or $(LOG),build/gpu/log) --durations tests/gpu_durations.json $(RUNNER_ARGS) $(op_tests)
+
 .PHONY: gpu
-gpu: gpu-build ## on a GPU machine: build with its own Python, run GPU tests and benchmarks (OPS=a,b)
-	$(gpu_environment) $(PYTHON) -m pytest -m gpu $(op_tests)
+gpu: gpu-test ## the same, and the benchmarks
 	$(gpu_environment) $(PYTHON) -m fasttfm bench $(if $(OPS),--ops $(OPS))
 
 # A short list of cases: under the sanitizer a kernel runs up to a hundred times slower. racecheck follows a barrier from the thread

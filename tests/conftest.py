@@ -13,5 +13,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none"))

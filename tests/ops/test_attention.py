@@ -497,6 +497,7 @@ def test_wrong_boundaries_stay_inside_the_tensors(values: tuple[int, ...], backe
 
 
 @pytest.mark.gpu
+@pytest.mark.large_memory
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_more_than_two_to_the_31_elements(backend: str) -> None:
     """Row offsets are 64-bit: the last sequence of a tensor of 2.15 billion elements comes out right."""

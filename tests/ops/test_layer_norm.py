@@ -12,6 +12,7 @@ TestLayerNorm = op_tests(SPEC)
 
 
 @pytest.mark.gpu
+@pytest.mark.large_memory
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_more_than_two_to_the_31_elements(backend: str) -> None:
     """Row offsets are 64-bit: the last rows of a tensor of 2.15 billion elements come out right in both directions."""
