@@ -25,12 +25,14 @@ _CUBIC = 0.044715
 
 
 def activate(u: Tensor, kind: str) -> Tensor:
-    """The activation of ``u``, in its type, as autograd can differentiate it."""
-    if kind == "gelu":
-        return torch.nn.functional.gelu(u)
-    if kind == "gelu_tanh":
-        return torch.nn.functional.gelu(u, approximate="tanh")
-    return torch.relu(u) if kind == "relu" else torch.nn.functional.silu(u)
+    """The activation of ``u``, in its type, as autograd can differentiate it; finite for every finite ``u``."""
+    if kind == "relu":
+        return torch.relu(u)
+    if kind == "silu":
+        return torch.nn.functional.silu(u)
+    # Beyond 40 both forms are u or 0 in every type. torch multiplies u by 1 + erf, or cubes it, which may overflow.
+    near = torch.nn.functional.gelu(u.clamp(-40.0, 40.0), approximate="tanh" if kind == "gelu_tanh" else "none")
+    return torch.where(u.abs() <= 40.0, near, torch.relu(u))
 
 
 def derivative(u: Tensor, kind: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +19,18 @@ try:
 except ImportError as error:
     _core = None  # type: ignore[assignment]
     _missing = f"the native core did not load ({error}); `pip install .` builds it"
+
+
+def _set_isa(name: str | None) -> None:
+    """Makes the core use another instruction set than the widest that the CPU has; for tests and benchmarks."""
+    if not name or _core is None:
+        return
+    if name not in _core.supported_isas():
+        raise ValueError(f"FASTTFM_ISA: expected one of {', '.join(_core.supported_isas())} on this CPU, got {name!r}")
+    _core.set_isa(name)
+
+
+_set_isa(os.environ.get("FASTTFM_ISA"))
 
 
 def missing() -> str | None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from native.calls import layer_norm_fields
 
-from fasttfm import _C
+from fasttfm import _C, _native
 
 LAUNCHER = "layer_norm_forward_cpu"
 
@@ -92,3 +95,16 @@ def test_instruction_sets() -> None:
             _C.set_isa(name)
     with pytest.raises(TypeError):
         _C.set_isa(2)
+
+
+def test_the_environment_chooses_the_instruction_set() -> None:
+    code = "from fasttfm import _native; print(_native.core().active_isa())"
+    environment = {**os.environ, "FASTTFM_ISA": "baseline"}
+    asked = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert asked.stdout.strip() == "baseline"
+
+
+def test_an_instruction_set_that_this_cpu_lacks_is_refused() -> None:
+    expected = rf"^FASTTFM_ISA: expected one of {', '.join(_C.supported_isas())} on this CPU, got 'mmx'$"
+    with pytest.raises(ValueError, match=expected):
+        _native._set_isa("mmx")

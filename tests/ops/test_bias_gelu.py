@@ -46,8 +46,6 @@ def test_far_from_zero_it_is_the_identity_or_zero(
     far = torch.tensor([1e3, 1e4, 6e4] if dtype == torch.float16 else [1e3, 1e4, 1e13, 1e25, 3e38])
     far = far.to(dtype).to(device).repeat(8)
     y, dx = value_and_gradient(torch.cat([far, -far]), activation, backend)
-    if backend == "reference" and activation == "gelu_new":  # torch's own value is off by a factor that overflows
-        y = torch.where(y.isinf(), torch.cat([far, 0 * far]), y)
     fitted = device == "cuda" and activation == "gelu" and dtype != torch.float32
     limit = 1e-15 if fitted else 1e3 * torch.finfo(torch.float32).tiny
     assert torch.equal(y[: len(far)], far)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -123,15 +124,33 @@ def check_mutant_rejected(spec: OpSpec, mutant: Callable[..., Any]) -> None:
 def check_same_bits(
     spec: OpSpec, case: OpCase, dtype: torch.dtype, backend: str, device: torch.device | str = "cpu", repeats: int = 5
 ) -> None:
-    """Repeated runs give the same bits; on the CPU with every thread count, apart from the reference: plain torch cuts
-    its loops by the number of threads, and computes what is left over of a vector in another way."""
+    """Repeated runs give the same bits. On the CPU also with every number of threads and wherever inputs begin in
+    memory; but what torch computes, the reference and products, depends on the number of its threads."""
     inputs = draw_inputs(spec, case, dtype, device)
     first = run(spec, with_backend(spec, backend), inputs, case.options).tensors()
-    for repeat in range(repeats):
-        with _threads(torch.get_num_threads() if backend == "reference" else 1 + repeat % 3):
-            again = run(spec, with_backend(spec, backend), inputs, case.options).tensors()
+
+    def compare_with_first(inputs: Inputs, what: str) -> None:
+        again = run(spec, with_backend(spec, backend), inputs, case.options).tensors()
         for name, tensor in first.items():
-            assert same_bits(tensor, again[name]), f"{name}: run {repeat + 2} differs from the first"
+            assert same_bits(tensor, again[name]), f"{name}: {what} differs from the first"
+
+    for repeat in range(repeats):
+        count = torch.get_num_threads() if backend == "reference" else 1 + repeat % 3
+        with _own_threads(count) if spec.torch_products else _threads(count):
+            compare_with_first(inputs, f"run {repeat + 2}")
+    if backend == "cpu" and not spec.torch_products:
+        moved = {name: _moved(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        compare_with_first(moved, "a run with inputs elsewhere in memory")
+
+
+def _moved(tensor: Tensor) -> Tensor:
+    """A copy with the same strides that begins one element after a multiple of 64 bytes."""
+    if tensor.numel() == 0:
+        return tensor
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = torch.empty(extent + 1, dtype=tensor.dtype)
+    memory[1:] = tensor.as_strided((extent,), (1,), tensor.storage_offset())
+    return memory.as_strided(tensor.shape, tensor.stride(), 1)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -153,6 +172,13 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _own_threads(count: int) -> Iterator[None]:
+    """The library's kernels get ``count`` threads, torch's products as many as before."""
+    with mock.patch.object(torch, "get_num_threads", lambda: count):
+        yield
 
 
 def check_gradients(spec: OpSpec, case: OpCase) -> None:

@@ -110,6 +110,7 @@ class OpSpec:
     forward_cost: Callable[[OpCase, torch.dtype], Cost] | None = None
     backward_cost: Callable[[OpCase, torch.dtype], Cost] | None = None
     inference_cost: Callable[[OpCase, torch.dtype], Cost] | None = None  # of a forward alone, where that has less to do
+    torch_products: bool = False  # matrix products inside are torch's, whose bits depend on the number of its threads
     gradients_in_forward: bool = False  # the backward alone has next to nothing to do, and is not measured
     peers: tuple[Peer, ...] = ()
     curves: Mapping[str, Mapping[int, str]] = field(default_factory=dict)  # a chart's panels: size -> case, by title

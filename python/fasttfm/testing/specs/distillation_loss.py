@@ -151,6 +151,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("student_hidden", "student_weight", "student_bias"),
     cases=CASES,
+    torch_products=True,
     bench_cases=(_bench(8192, 768, 768, (torch.bfloat16,)),),
     bench_cases_cpu=(_bench(128, 768, 768, (torch.float32,)),),
     forward_cost=lambda case, dtype: _cost(case, dtype, backward=False),

@@ -176,6 +176,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("hidden", "weight", "bias"),
     cases=CASES,
+    torch_products=True,
     bench_cases=(
         _case("32768x768x50257", 32768, 768, vocabulary=50257, bias=False, share=1.0, dtypes=_BF16),
         _case("8192x1024x50257", 8192, 1024, vocabulary=50257, bias=False, share=1.0, dtypes=_BF16),

@@ -147,6 +147,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("x", "weight", "bias"),
     cases=CASES,
+    torch_products=True,
     bench_cases=(
         _case("32768x768x3072", 32768, 768, outputs=3072),
         _case("32768x1024x4096", 32768, 1024, outputs=4096),

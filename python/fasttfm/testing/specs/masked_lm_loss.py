@@ -150,6 +150,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("hidden", "weight", "bias"),
     cases=CASES,
+    torch_products=True,
     bench_cases=(_bench(32768, 1024), _bench(32768, 768), _bench(131072, 1024), _bench(131072, 768)),
     bench_cases_cpu=(_bench(1024, 768, dtypes=(torch.float32,)),),
     forward_cost=lambda case, dtype: _cost(case, dtype, 1),

@@ -175,6 +175,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("x", "w1", "b1", "w2", "b2"),
     cases=CASES,
+    torch_products=True,
     bench_cases=(
         _case("32768x768x3072", 32768, 768, inner=3072),
         _case("32768x1024x4096", 32768, 1024, inner=4096),

@@ -197,6 +197,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("x", "weight", "bias", "norm_weight", "norm_bias"),
     cases=CASES,
+    torch_products=True,
     bench_cases=(
         _case("32768x768", 32768, 768, num_heads=12),
         _case("32768x1024", 32768, 1024, num_heads=16),
