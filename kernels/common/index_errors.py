@@ -23,15 +23,32 @@ class IndexErrors:
     bits; the largest int64 where there is none. Second row: how many rows the table has.
     """
 
-    def __init__(self, op: str, arguments: tuple[str, ...]) -> None:
+    def __init__(self, op: str, arguments: tuple[str, ...], *, rows: str = "token") -> None:
         self._op = op
         self._arguments = arguments
+        self._rows = rows  # what one index belongs to, in the messages
         self._devices: dict[torch.device, _DeviceState] = {}
         _all.append(self)
 
     def words(self, device: torch.device) -> Tensor:
         """What kernels on this device write to."""
         return self._state(device).words
+
+    def note(self, argument: str, given: Tensor, known: Tensor, limits: Tensor) -> None:
+        """What a kernel does with indices ``given`` [N], for callers without one: those that are not ``known`` are
+        noted on a GPU and raise on the CPU. ``limits`` [N] is how many rows each may choose from."""
+        if given.device.type != "cuda":
+            for row in (~known).nonzero().flatten().tolist():
+                raise ValueError(self._message(argument, row, int(given[row]), int(limits[row]), "this call"))
+            return
+        self.raise_if_seen(given.device)
+        word, limit = self.words(given.device)[:, self._arguments.index(argument)]
+        rows = torch.arange(len(given), device=given.device)
+        index = given.clamp(-_LARGEST - 1, _LARGEST).long() & 0xFFFFFFFF
+        first, row = ((rows << 32) | index).where(~known, _NONE).min(0, keepdim=True)
+        limit.copy_(torch.where(first < word, limits.index_select(0, row), limit)[0])
+        word.copy_(torch.minimum(first, word)[0])
+        self.watch(given.device)
 
     def watch(self, device: torch.device) -> None:
         """Queues the copy that a later call looks at. Called after the kernels."""
@@ -63,9 +80,12 @@ class IndexErrors:
                 state.reset()
                 row, index = word >> 32, word & 0xFFFFFFFF
                 index -= 2**32 if index > _LARGEST else 0
-                beyond = " or beyond" if index in (_LARGEST, -_LARGEST - 1) else ""
-                expected = f"expected indices in [0, {limit}), got {index}{beyond} at token {row} in {when}"
-                raise ValueError(f"{self._op}: {argument}: {expected}")
+                raise ValueError(self._message(argument, row, index, limit, when))
+
+    def _message(self, argument: str, row: int, index: int, limit: int, when: str) -> str:
+        beyond = " or beyond" if index in (_LARGEST, -_LARGEST - 1) else ""
+        expected = f"expected indices in [0, {limit}), got {index}{beyond} at {self._rows} {row} in {when}"
+        return f"{self._op}: {argument}: {expected}"
 
 
 class _DeviceState:

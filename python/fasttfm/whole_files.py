@@ -1,28 +1,65 @@
-"""Files that are whole or not there: written beside their place, brought to the disk, then renamed."""
+"""Files that are whole or not there: written under another name in the same directory, synced to the disk, renamed."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Gives a path beside ``path`` to write to. What was written takes its name when the block ends; if the block
-    fails it is removed, and an earlier file stays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
+    """Gives another path to write to. The file takes the name ``path`` when the block ends; if the block fails, the
+    file is removed and an earlier one stays."""
+    with whole_files([path]) as partials:
+        yield partials[path]
+
+
+@contextlib.contextmanager
+def whole_files(
+    paths: Iterable[Path], *, first: Iterable[Path] = (), stale: Iterable[Path] = ()
+) -> Iterator[dict[Path, Path]]:
+    """``whole_file`` for several files that belong together: gives the path to write to for each of ``paths``, and no
+    file takes its name before all of them are on the disk.
+
+    Args:
+        paths: They take their names in this order.
+        first: Files that are removed before.
+        stale: Files that are removed after.
+    """
+    partials = {path: path.with_name(f"{path.name}.partial") for path in paths}
+    for path in partials:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "expected a file, got a directory", str(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        yield partial
-        sync_file(partial)
-        os.replace(partial, path)
+        yield partials
+        for partial in partials.values():
+            sync_file(partial)
     except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+        for partial in partials.values():
+            with contextlib.suppress(OSError):
+                partial.unlink()
+        raise
+
+    def take_names() -> None:
+        for path in first:
+            path.unlink(missing_ok=True)
+        for path, partial in partials.items():
+            if partial.exists():
+                os.replace(partial, path)
+        for path in stale:
+            path.unlink(missing_ok=True)
+
+    try:
+        take_names()
+    except KeyboardInterrupt:  # half of the names would be worse than all of them
+        first = ()
+        take_names()
         raise
 
 
@@ -33,9 +70,18 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Mapping[str, Any], **options: Any) -> None:
     """``options``: those of ``json.dumps``."""
-    write_text(path, json.dumps(value, **{"indent": 2, **options}) + "\n")
+    write_text(path, json_text(value, **options))
+
+
+def json_text(value: Mapping[str, Any], **options: Any) -> str:
+    return json.dumps(value, **{"indent": 2, **options}) + "\n"
 
 
 def sync_file(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the paragraphs that some libraries add."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

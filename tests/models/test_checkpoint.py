@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fasttfm import models
-from fasttfm.models import CheckpointError
+from fasttfm.models import CheckpointError, checkpoint_files
 
 SIZES = {
     "vocab_size": 31,
@@ -39,6 +39,11 @@ def model(name: str = "BertForMaskedLM", **changes: Any) -> Any:
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
     return made
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return print, ("this code must not run",)
 
 
 def stored(directory: Path) -> dict[str, Tensor]:
@@ -116,6 +121,78 @@ def test_transformers_reads_several_files(tmp_path: Path) -> None:
     assert same_tensors(models.BertForMaskedLM.from_pretrained(tmp_path / "theirs").state_dict(), made.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [(4000, 10**9), (10**9, 4000), (4000, 4001), (4000, 9000)], ids=lambda size: f"{size}"
+)
+def test_saving_over_a_checkpoint_replaces_all_of_it(before: int, after: int, tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path, shard_bytes=before)
+    (tmp_path / "vocab.txt").write_text("mine")
+    made = model()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(1)
+    made.save_pretrained(tmp_path, shard_bytes=after)
+    assert same_tensors(models.BertForMaskedLM.from_pretrained(tmp_path).state_dict(), made.state_dict())
+    model().save_pretrained(tmp_path / "new", shard_bytes=after)
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    assert {path.name for path in tmp_path.iterdir()} == {*names, "new", "vocab.txt"}
+
+
+@pytest.mark.parametrize("shard_bytes", [4000, 10**9])
+@pytest.mark.parametrize("failing", ["save_file", "json_text"])
+def test_a_save_that_fails_leaves_the_checkpoint_before(
+    shard_bytes: int, failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = model()
+    made.save_pretrained(tmp_path, shard_bytes=shard_bytes)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    calls = []
+    work = getattr(checkpoint_files, failing)
+
+    def full(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == (2 if shard_bytes == 4000 else 1):
+            raise OSError(28, "No space left on device")
+        return work(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint_files, failing, full)
+    with pytest.raises(OSError, match="No space left"):
+        model(num_hidden_layers=3).save_pretrained(tmp_path, shard_bytes=shard_bytes)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_single_file_beside_several_is_refused_unless_the_index_names_nothing(tmp_path: Path) -> None:
+    made = model()
+    made.save_pretrained(tmp_path, shard_bytes=4000)
+    made.save_pretrained(tmp_path / "single")
+    (tmp_path / "single" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"expected model\.safetensors or .*index\.json, got both"):
+        models.BertForMaskedLM.from_pretrained(tmp_path)
+    for path in tmp_path.glob("model-*"):  # what transformers leaves of an earlier checkpoint is the index
+        path.unlink()
+    assert same_tensors(models.BertForMaskedLM.from_pretrained(tmp_path).state_dict(), made.state_dict())
+
+
+def test_files_of_torch_before_1_6(tmp_path: Path) -> None:
+    made = model()
+    made.save_pretrained(tmp_path)
+    tensors = stored(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+    assert same_tensors(models.BertForMaskedLM.from_pretrained(tmp_path).state_dict(), made.state_dict())
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: cannot be read: "):
+        models.BertForMaskedLM.from_pretrained(tmp_path)
+    torch.save([1, 2], path)
+    with pytest.raises(CheckpointError, match="expected tensors by name, got list"):
+        models.BertForMaskedLM.from_pretrained(tmp_path)
+    torch.save({"weight": Harmful()}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match="cannot be read with weights_only") as raised:
+        models.BertForMaskedLM.from_pretrained(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
 def test_torch_files_and_old_names(tmp_path: Path) -> None:
     made = model()
     made.save_pretrained(tmp_path)
@@ -129,11 +206,6 @@ def test_torch_files_and_old_names(tmp_path: Path) -> None:
     old["bert.embeddings.position_ids"] = torch.arange(11)
     torch.save(old, tmp_path / "pytorch_model.bin")
     assert same_tensors(models.BertForMaskedLM.from_pretrained(tmp_path).state_dict(), made.state_dict())
-
-
-class Harmful:
-    def __reduce__(self) -> Any:
-        return print, ("this code must not run",)
 
 
 def test_torch_files_run_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,6 +279,16 @@ def test_wrong_tensors_are_named(change: Any, message: str, tmp_path: Path) -> N
     assert str(tmp_path) in str(raised.value)
 
 
+@pytest.mark.parametrize("name", ["BertModel", "BertForMaskedLM", "DistilBertForMaskedLM", "ElectraForPreTraining"])
+def test_layers_that_the_configuration_does_not_have_are_named(name: str, tmp_path: Path) -> None:
+    model(name).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    layers = "n_layers" if name.startswith("Distil") else "num_hidden_layers"
+    path.write_text(json.dumps({**json.loads(path.read_text()), layers: 1}))
+    with pytest.raises(CheckpointError, match=r"layer\.1\..* and 1\d more: expected only .* describes, with 1"):
+        getattr(models, name).from_pretrained(tmp_path)
+
+
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     model().save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -250,5 +332,62 @@ def test_missing_and_foreign_configurations_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json: expected JSON"):
         models.BertModel.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(CheckpointError, match=r"config\.json: expected JSON"):
+        models.BertModel.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"size: expected one of tiny, .*, got 'huge'"):
         models.BertConfig.named("huge")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("num_hidden_layers", -1, "expected a whole number from 1 on, got -1"),
+        ("num_hidden_layers", "2", "expected a whole number from 1 on, got '2'"),
+        ("hidden_size", 24.0, "expected a whole number from 1 on, got 24.0"),
+        ("hidden_size", True, "expected a whole number from 1 on, got True"),
+        ("hidden_size", None, "expected a whole number from 1 on, got None"),
+        ("vocab_size", [31], r"expected a whole number from 1 on, got \[31\]"),
+        ("num_labels", 0, "expected a whole number from 1 on, got 0"),
+        ("layer_norm_eps", "1e-12", "expected a number from 0 on, got '1e-12'"),
+        ("layer_norm_eps", float("nan"), "expected a number from 0 on, got nan"),
+        ("hidden_dropout_prob", 1.5, r"expected a number in \[0, 1\), got 1.5"),
+        ("classifier_dropout", -0.1, r"expected a number in \[0, 1\) or null, got -0.1"),
+        ("initializer_range", float("inf"), "expected a number from 0 on, got inf"),
+        ("hidden_act", 3, "expected a text, got 3"),
+        ("tie_word_embeddings", "yes", "expected true or false, got 'yes'"),
+        ("pad_token_id", 0.5, "expected a whole number or null, got 0.5"),
+        ("id2label", 5, "expected an object, got 5"),
+    ],
+)
+def test_wrong_values_of_a_configuration_are_named(field: str, value: Any, expected: str, tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(CheckpointError, match=rf"config\.json: {field}: {expected}"):
+        models.BertForMaskedLM.from_pretrained(tmp_path)
+    if field != "id2label":
+        with pytest.raises(ValueError, match=f"BertConfig: {field}: {expected}"):
+            models.BertForMaskedLM(models.BertConfig(**{**SIZES, field: value}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("pad_token_id", 31, "padding_idx: expected a word below 31, got 31"),
+        ("num_attention_heads", 5, "expected"),
+        ("hidden_act", "swish9", "expected"),
+    ],
+)
+def test_a_configuration_of_no_model_is_named(field: str, value: Any, expected: str, tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(CheckpointError, match=rf"config\.json: .*{expected}"):
+        models.BertForMaskedLM.from_pretrained(tmp_path)
+
+
+def test_a_list_of_end_tokens_and_missing_ids_are_fine() -> None:
+    models.GPT2Config(eos_token_id=[1, 2], pad_token_id=None).check()
+    with pytest.raises(ValueError, match=r"GPT2Config: eos_token_id: expected a whole number, .* got \['a'\]"):
+        models.GPT2Config(eos_token_id=["a"]).check()  # type: ignore[list-item]

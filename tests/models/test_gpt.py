@@ -99,6 +99,35 @@ def test_choices_are_read_from_the_same_tokens_in_every_layout() -> None:
         module(IDS)
 
 
+@pytest.mark.parametrize("kind", ["full", "behind", "anywhere"])
+@pytest.mark.parametrize("column", [-1, S, 2**40])
+def test_a_choice_is_read_from_a_token_of_its_own_sequence(kind: str, column: int) -> None:
+    module = models.GPT2DoubleHeadsModel(config("GPT2")).eval()
+    there = MASKS[kind].bool()[:2]
+    first = there.int().argmax(1)
+    ids = IDS[:2].view(1, 2, S)
+    module(ids, there.view(1, 2, S), mc_token_ids=first.view(1, 2))
+    with pytest.raises(ValueError, match=rf"mc_token_ids: expected indices in \[0, \d\), got {column} at sequence 0"):
+        module(ids, there.view(1, 2, S), mc_token_ids=torch.tensor([[column, int(first[1])]]))
+    if not there.all():  # padding is no token
+        row = int((~there).any(1).int().argmax())
+        columns = first.clone()
+        columns[row] = (~there[row]).int().argmax()
+        with pytest.raises(ValueError, match=rf"mc_token_ids: expected .* at sequence {row} in this call"):
+            module(ids, there.view(1, 2, S), mc_token_ids=columns.view(1, 2))
+
+
+def test_a_packed_choice_is_read_from_its_own_sequence() -> None:
+    module = models.GPT2DoubleHeadsModel(config("GPT2")).eval()
+    cu_seqlens = torch.tensor([0, 4, 11], dtype=torch.int32)
+    call = {"cu_seqlens": cu_seqlens, "num_choices": 2}
+    module(IDS.flatten()[:11], mc_token_ids=torch.tensor([[3, 6]]), **call)
+    with pytest.raises(ValueError, match=r"mc_token_ids: expected indices in \[0, 4\), got 4 at sequence 0"):
+        module(IDS.flatten()[:11], mc_token_ids=torch.tensor([[4, 6]]), **call)
+    with pytest.raises(ValueError, match=r"columns: expected 2 numbers, got \(3,\)"):
+        module(IDS.flatten()[:11], mc_token_ids=torch.tensor([1, 2, 3]), **call)
+
+
 def test_attentions(tmp_path: Path) -> None:
     ours, theirs = pair("GPT2Model", tmp_path, attn_implementation="eager")
     found = ours(IDS, lengths=LENGTHS, output_attentions=True).attentions

@@ -10,7 +10,7 @@ import torch
 from model_parity import wide
 from torch import Tensor
 
-from fasttfm import models
+from fasttfm import models, ops
 from fasttfm.generate import CachedDecoder
 from fasttfm.nn import PackedBatch
 from fasttfm.testing import compare
@@ -68,3 +68,22 @@ def test_steps_wait_for_nothing_and_give_the_states_of_whole_sequences(family: s
             module.float()
             comparison = compare("states", found[row], expected, exact, OUTPUT_FACTOR)
             assert comparison.ok, str(comparison)
+
+
+def test_a_choice_outside_its_sequence_is_told_without_waiting() -> None:
+    module = models.GPT2DoubleHeadsModel(models.GPT2Config(**SIZES)).cuda().eval()
+    words = ids().view(3, 2, S)
+    good = torch.zeros(3, 2, dtype=torch.int64, device="cuda")
+    bad = good.clone()
+    bad[1, 1] = S
+    assert module(words, mc_token_ids=good).mc_logits.isfinite().all()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        logits = module(words, mc_token_ids=bad).mc_logits
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert logits.isnan().flatten().tolist() == [False, False, False, True, False, False]
+    with pytest.raises(ValueError, match=rf"mc_token_ids: expected indices in \[0, {S}\), got {S} at sequence 3"):
+        ops.check_errors()
+    assert module(words, mc_token_ids=good).mc_logits.isfinite().all()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fasttfm.whole_files import whole_file, write_json
+from fasttfm.whole_files import first_line, json_text, whole_files
 
 CONFIG = "config.json"
 SAFETENSORS = "model.safetensors"
 TORCH = "pytorch_model.bin"
 SHARD_BYTES = 5 * 10**9
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 class CheckpointError(ValueError):
@@ -47,19 +50,18 @@ class CheckpointReader:
         looked_for = []
         for name in (SAFETENSORS, TORCH):
             index, whole = directory / f"{name}.index.json", directory / name
-            if index.is_file():
-                return self._indexed(index)
+            if index.is_file() and whole.is_file():
+                _check_same(index, whole)
             if whole.is_file():
                 return dict.fromkeys(self._open(whole).keys(), whole)
+            if index.is_file():
+                return self._indexed(index)
             looked_for += [whole.name, index.name]
         raise CheckpointError(f"{directory}: expected one of {', '.join(looked_for)}, found none")
 
     def _indexed(self, index: Path) -> dict[str, Path]:
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{index}: expected an object weight_map, got {type(weight_map).__name__}")
         files = {}
-        for key, name in weight_map.items():
+        for key, name in _weight_map(index).items():
             path = index.parent / str(name)
             if Path(str(name)).name != name or not path.is_file():
                 raise CheckpointError(f"{index}: {key}: expected the name of a file beside it, got {name!r}")
@@ -74,15 +76,11 @@ class CheckpointReader:
                 if path.suffix == ".safetensors":
                     self._opened[path] = safe_open(path, framework="pt")
                 else:
-                    self._opened[path] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                    self._opened[path] = _torch_file(path)
             except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
-                raise CheckpointError(f"{path}: cannot be read: {error}") from error
+                raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
             except Exception as error:  # torch.load has its own idea of what it may raise
-                raise CheckpointError(f"{path}: cannot be read with weights_only: {error}") from error
-            if isinstance(self._opened[path], Mapping):
-                for key, value in self._opened[path].items():
-                    if not isinstance(value, Tensor):
-                        raise CheckpointError(f"{path}: {key}: expected a tensor, got {type(value).__name__}")
+                raise CheckpointError(f"{path}: cannot be read with weights_only: {first_line(error)}") from error
         return self._opened[path]
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -97,8 +95,51 @@ class CheckpointReader:
         return tensor
 
 
-def write_tensors(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes ``model.safetensors``, or several files and their index where it would be larger than ``shard_bytes``."""
+def _torch_file(path: Path) -> dict[str, Tensor]:
+    """The tensors of torch's own format. No code in the file runs. torch before 1.6 wrote no zip archive; such a file
+    cannot be memory-mapped and is read as a whole."""
+    found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    if not isinstance(found, Mapping):
+        raise ValueError(f"expected tensors by name, got {type(found).__name__}")
+    for key, value in found.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{key}: expected a tensor, got {type(value).__name__}")
+    return dict(found)
+
+
+def _weight_map(index: Path) -> dict[str, Any]:
+    """The file of every key, as an index says it."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index}: expected an object weight_map, got {type(weight_map).__name__}")
+    return weight_map
+
+
+def _check_same(index: Path, whole: Path) -> None:
+    """Raises where a directory has both an index with its files and a single file: either may be the older one."""
+    others = {str(name) for name in _weight_map(index).values()} - {whole.name}
+    if any((index.parent / name).is_file() for name in others):
+        raise CheckpointError(
+            f"{index.parent}: expected {whole.name} or {index.name}, got both, with different weights; remove the one "
+            "that is out of date"
+        )
+
+
+def write_tensors(
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    config: Mapping[str, Any],
+) -> None:
+    """Writes ``config.json`` and ``model.safetensors``, or several files and their index where that would be larger
+    than ``shard_bytes``.
+
+    All files are written under other names and take their own when the last one is on the disk, so a save that fails
+    leaves an earlier checkpoint in the directory as it was. Files of an earlier one that the new one does not have are
+    removed at the end. Whoever reads between two of these renames finds an incomplete or an ambiguous checkpoint, which
+    ``CheckpointReader`` refuses; never a mixture of both.
+    """
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for key, tensor in tensors.items():
@@ -107,23 +148,28 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: i
             size = 0
         shards[-1][key] = tensor
         size += tensor.nbytes
-    if len(shards) == 1:
-        _write_file(directory / SAFETENSORS, shards[0])
-        return
     stem = SAFETENSORS.removesuffix(".safetensors")
-    weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(directory / name, shard)
-        weight_map.update(dict.fromkeys(shard, name))
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_json(directory / f"{SAFETENSORS}.index.json", index, sort_keys=True)
+    names = [SAFETENSORS]
+    if len(shards) > 1:
+        names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    whole, index = directory / SAFETENSORS, directory / f"{SAFETENSORS}.index.json"
+    sharded = len(shards) > 1
+    targets = [directory / name for name in (*names, CONFIG)] + [index] * sharded
+    old = [path for path in directory.glob("*.safetensors") if _SHARD.fullmatch(path.name)]
+    stale = [path for path in (index, whole, *old) if path not in targets]
+    with whole_files(targets, first=[index] * sharded, stale=stale) as partials:
+        for name, shard in zip(names, shards, strict=True):
+            _write_file(partials[directory / name], shard)
+        partials[directory / CONFIG].write_text(json_text(config, sort_keys=True), encoding="utf-8")
+        if sharded:
+            weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+            total = sum(tensor.nbytes for tensor in tensors.values())
+            content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            partials[index].write_text(json_text(content, sort_keys=True), encoding="utf-8")
 
 
 def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     copies = {
         key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()
     }
-    with whole_file(path) as partial:
-        save_file(copies, partial, metadata={"format": "pt"})
+    save_file(copies, path, metadata={"format": "pt"})

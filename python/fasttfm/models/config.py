@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from fasttfm.models.checkpoint_files import CONFIG, CheckpointError, read_json
 from fasttfm.whole_files import write_json
@@ -46,7 +49,12 @@ class ModelConfig:
                 raise CheckpointError(
                     f"{path}: {name}: expected {expected} (others are not supported), got {found[name]!r}"
                 )
-        return cls.from_dict(found)
+        if not isinstance(found.get("id2label") or {}, dict):
+            raise CheckpointError(f"{path}: id2label: expected an object, got {found['id2label']!r}")
+        config = cls.from_dict(found)
+        if (wrong := config._wrong()) is not None:
+            raise CheckpointError(f"{path}: {wrong}")
+        return config
 
     @classmethod
     def from_dict(cls: type[Config], values: dict[str, Any]) -> Config:
@@ -56,6 +64,17 @@ class ModelConfig:
             known["num_labels"] = len(values["id2label"])
         extra = {name: value for name, value in values.items() if name not in fields and name != "model_type"}
         return cls(**known, extra=extra)
+
+    def check(self) -> None:
+        """Raises ValueError for a field of another type or outside its range."""
+        if (wrong := self._wrong()) is not None:
+            raise ValueError(f"{type(self).__name__}: {wrong}")
+
+    def _wrong(self) -> str | None:
+        for name, accepts, expected in _rules(type(self)):
+            if not accepts(value := getattr(self, name)):
+                return f"{name}: expected {expected}, got {value!r}"
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """As HF writes it: the number of labels is that of their names."""
@@ -72,3 +91,46 @@ class ModelConfig:
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
         write_json(path / CONFIG, self.to_dict(), sort_keys=True)
+
+
+def _rules(cls: type[ModelConfig]) -> Iterator[tuple[str, Callable[[Any], bool], str]]:
+    """Of every field: its name, what accepts a value, and that in words. Sizes and counts are 1 or more, shares of what
+    is dropped are below 1, no number is negative but ids."""
+    hints = get_type_hints(cls)
+    for name in (each.name for each in dataclasses.fields(cls) if each.name != "extra"):
+        kinds = get_args(hints[name]) or (hints[name],)
+        rules = [_rule(name, kind) for kind in kinds]
+        words = ", ".join(expected for _, expected in rules[:-1])
+        words = f"{words} or {rules[-1][1]}" if words else rules[-1][1]
+        yield name, functools.partial(_any_accepts, [accepts for accepts, _ in rules]), words
+
+
+def _any_accepts(rules: list[Callable[[Any], bool]], value: Any) -> bool:
+    return any(accepts(value) for accepts in rules)
+
+
+def _rule(name: str, kind: Any) -> tuple[Callable[[Any], bool], str]:
+    if kind is int and name.endswith("_id"):
+        return _is_whole, "a whole number"
+    if kind is int:
+        least = 0 if name == "type_vocab_size" else 1  # a model may have no segments
+        return lambda value: _is_whole(value) and value >= least, f"a whole number from {least} on"
+    if kind is float and "drop" in name:
+        return lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)"
+    if kind is float:
+        return lambda value: _is_number(value) and 0 <= value < math.inf, "a number from 0 on"
+    if kind is bool:
+        return lambda value: isinstance(value, bool), "true or false"
+    if kind is str:
+        return lambda value: isinstance(value, str), "a text"
+    if kind is type(None):
+        return lambda value: value is None, "null"
+    return lambda value: isinstance(value, list) and all(map(_is_whole, value)), "a list of whole numbers"
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -24,9 +24,12 @@ from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import Encoded, Layout, TextModel, flatten_choices
 from fasttfm.nn import CausalLMHead, Embeddings, Encoder, EncoderLayer
 from fasttfm.nn.losses import classification_loss, token_loss
+from fasttfm.ops.checks import IndexErrors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+_errors = IndexErrors("DoubleHeadsModel", ("mc_token_ids",), rows="sequence")
 
 
 @dataclass
@@ -221,7 +224,8 @@ class GPT2LMHeadModel(GPT2Head):
 class GPT2DoubleHeadsModel(GPT2Head):
     """Predicts each token's successor and chooses between continuations: ``input_ids`` [B, choices, S], or packed,
     ``num_choices`` sequences a question. The choice is read from the token at ``mc_token_ids`` [B, choices], its column
-    or, packed, its number in its sequence; by default from the last one."""
+    or, packed, its number in its sequence; by default from the last one. One that names no token of its sequence raises
+    ValueError; on a GPU its logit is NaN, and a later call or ``fasttfm.ops.check_errors()`` raises."""
 
     def __init__(self, config: GPTConfig) -> None:
         config.num_labels = 1  # as HF's does
@@ -261,8 +265,15 @@ class GPT2DoubleHeadsModel(GPT2Head):
     def choose(self, encoded: Encoded, columns: Tensor | None) -> Tensor:
         """A number [sequences, 1] for each continuation."""
         batch = encoded.batch
-        rows = batch.cu_seqlens[1:] - 1 if columns is None else batch.rows(columns.flatten())
+        if columns is None:
+            rows, known = batch.cu_seqlens[1:] - 1, None
+        else:
+            rows, known = batch.rows(columns.flatten())
+            if not torch.compiler.is_compiling():  # a compiled model gives NaN
+                _errors.note("mc_token_ids", columns.flatten(), known, batch.cu_seqlens.diff())
         scores: Tensor = self.multiple_choice(self.dropout(encoded.x.index_select(0, rows)))
+        if known is not None:
+            scores = scores.where(known[:, None], torch.nan)
         return torch.tanh(scores) if self.config.summary_activation == "tanh" else scores
 
 

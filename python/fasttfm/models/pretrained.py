@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fasttfm.models.checkpoint_files import (
+    CONFIG,
     SHARD_BYTES,
     CheckpointError,
     CheckpointReader,
@@ -38,6 +39,7 @@ class PretrainedModel(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
+        config.check()
         self.config = config
 
     # ---- parameters --------------------------------------------------------------------------------------------------
@@ -144,8 +146,13 @@ class PretrainedModel(nn.Module):
             if not hasattr(config, name):
                 raise ValueError(f"{cls.__name__}.from_pretrained: {name}: expected a field of {type(config).__name__}")
             setattr(config, name, value)
-        with torch.device("meta"):
-            model = cls(config)
+        try:
+            with torch.device("meta"):
+                model = cls(config)
+        except ValueError as error:
+            if changes:
+                raise
+            raise CheckpointError(f"{path / CONFIG}: {error}") from error
         state, new = model._read(path)
         model.load_state_dict(state, strict=False, assign=True)
         model._draw(new, dtype or next(iter(state.values())).dtype)
@@ -153,14 +160,12 @@ class PretrainedModel(nn.Module):
         return model.to(device=device, dtype=dtype).eval()
 
     def save_pretrained(self, directory: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-        """Writes a directory that ``from_pretrained``, here and in transformers, reads with the same bits."""
-        path = Path(directory)
-        path.mkdir(parents=True, exist_ok=True)
+        """Writes a directory that ``from_pretrained``, here and in transformers, reads with the same bits. A checkpoint
+        that is there is replaced when the new one is whole; if the save fails, it stays as it is."""
         tensors = self.checkpoint_tensors(dict(self.state_dict()))
-        write_tensors(path, tensors, shard_bytes)
         self.config.extra["architectures"] = [type(self).__name__]
         self.config.extra["dtype"] = str(next(self.parameters()).dtype).removeprefix("torch.")
-        self.config.save_pretrained(path)
+        write_tensors(Path(directory), tensors, shard_bytes, config=self.config.to_dict())
 
     def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by our parameters' names, such as gradients, as a checkpoint of this model has them."""
@@ -197,6 +202,7 @@ class PretrainedModel(nn.Module):
             if main not in keys and other in keys:
                 keys[main] = keys[other]
         wanted = {name: value.shape for name, value in self.state_dict().items() if name not in self.tied()}
+        self._check_nothing_left(reader, keys, [*wanted, *self.tied()])
         new = self._heads_to_draw(wanted, keys, directory)
         for name, shape in wanted.items():
             if name in new:
@@ -213,6 +219,22 @@ class PretrainedModel(nn.Module):
             if name not in new
         }
         return state, new
+
+    def _check_nothing_left(self, reader: CheckpointReader, keys: dict[str, str], ours: list[str]) -> None:
+        """Every parameter of the base model in a checkpoint has a place here; a pooler may be left out."""
+        used = {theirs for name in ours for theirs in self.names.find(self._full(name))[0]}
+        prefix = f"{self.names.prefix}."
+        left = [name for name in keys if name.startswith(prefix) and name not in used]
+        left = [name for name in left if not name.startswith(f"{prefix}pooler.")]
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise CheckpointError(
+                f"{reader.files[keys[left[0]]]}: {keys[left[0]]}{more}: expected only parameters of the model that "
+                f"{CONFIG} describes, with {len(self._layers())} layers"
+            )
+
+    def _layers(self) -> list[nn.Module]:
+        return [layer for module in self.modules() if isinstance(module, Encoder) for layer in module.in_order()]
 
     def _check_repeated(self, reader: CheckpointReader, keys: dict[str, str]) -> None:
         """Copies in a checkpoint of what is one parameter here are equal."""

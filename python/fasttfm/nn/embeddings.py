@@ -43,6 +43,8 @@ class Embeddings(nn.Module):
     ) -> None:
         super().__init__()
         factory = {"device": device, "dtype": dtype}
+        if padding_idx is not None and not -vocabulary <= padding_idx < vocabulary:
+            raise ValueError(f"Embeddings: padding_idx: expected a word below {vocabulary}, got {padding_idx}")
         self.word = nn.Embedding(vocabulary, width, padding_idx=padding_idx, **factory)
         self.position = nn.Embedding(positions, width, **factory) if positions else None
         self.segment = nn.Embedding(segments, width, **factory) if segments else None

@@ -113,12 +113,21 @@ class PackedBatch:
         """The row of each sequence's first token: ``[sequences, ...]``. A sequence without tokens gets another's."""
         return x.index_select(0, self.cu_seqlens[:-1].clamp(max=max(0, self.tokens - 1)))
 
-    def rows(self, columns: Tensor) -> Tensor:
-        """The row of one token of each sequence, by its column in the padded batch or, packed, its number."""
+    def rows(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """The row of one token of each sequence, by its column in the padded batch or, packed, its number; and whether
+        there is such a token. The row is 0 where there is none."""
+        if columns.shape != self.cu_seqlens[1:].shape:
+            raise checks.bad_value(_NAME, "columns", f"{len(self.cu_seqlens) - 1} numbers", f"{tuple(columns.shape)}")
+        if not self.tokens:
+            raise checks.bad_value(_NAME, "columns", "a batch with tokens", "one without")
         if self.indices is None or self.shape is None:
-            return self.cu_seqlens[:-1] + columns
-        places = torch.arange(self.shape[0], device=columns.device) * self.shape[1] + columns
-        return torch.searchsorted(self.indices, places)
+            rows = self.cu_seqlens[:-1] + columns
+            known = (columns >= 0) & (columns < self.cu_seqlens.diff())
+        else:
+            places = torch.arange(self.shape[0], device=columns.device) * self.shape[1] + columns
+            rows = torch.searchsorted(self.indices, places).clamp(max=self.tokens - 1)
+            known = (columns >= 0) & (columns < self.shape[1]) & (self.indices[rows] == places)
+        return rows.where(known, 0), known
 
     def columns(self) -> Tensor | None:
         """Each token's column in the padded batch, where that is not its number in its own sequence."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fasttfm.kernels.common.index_errors import IndexErrors as IndexErrors  # for callers without a kernel
 from fasttfm.ops.backends import dtype_name
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -41,9 +41,9 @@ def family_of(directory: str | Path) -> str:
     if not path.is_dir():
         raise CheckpointError(f"{path}: expected a directory with a model, there is none")
     family = read_json(path / CONFIG).get("model_type")
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise CheckpointError(f"{path / CONFIG}: model_type: expected one of {', '.join(_FAMILIES)}, got {family!r}")
-    return str(family)
+    return family
 
 
 def model_class(family: str, task: str) -> type[PretrainedModel]:
