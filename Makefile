@@ -46,6 +46,12 @@ test: .venv/installed ## set everything up and run the tests
 bench: .venv/installed ## time one case of each op against its peers (PYTEST_ARGS=--all for every case)
 	.venv/bin/python -m pytest benchmarks --benchmark-only $(PYTEST_ARGS)
 
+.PHONY: docs
+docs: .venv/installed ## build the documentation site into build/docs; fails on a broken link
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'mkdocs-material' 'mkdocstrings[python]'
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet
+	@echo "build/docs/index.html"
+
 .PHONY: lint
 lint: .venv/installed ## ruff, mypy and clang-format; changes nothing
 	.venv/bin/ruff check .

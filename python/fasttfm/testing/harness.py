@@ -177,7 +177,7 @@ def _threads(count: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _own_threads(count: int) -> Iterator[None]:
     """The library's kernels get ``count`` threads, torch's products as many as before."""
-    with mock.patch.object(torch, "get_num_threads", lambda: count):
+    with mock.patch.object(torch, "get_num_threads", return_value=count):
         yield
 
 
