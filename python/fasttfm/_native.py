@@ -78,7 +78,14 @@ def shared_openmp() -> tuple[str, str]:
 
 def address(tensor: torch.Tensor | None) -> int:
     """A tensor's data pointer as the core takes it; 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
+    return 0 if tensor is None else tensor.data_ptr() or _empty_address(tensor)
+
+
+def _empty_address(tensor: torch.Tensor) -> int:
+    """0, which a tensor without elements may have: one with elements must not pass for None."""
+    if tensor.numel() == 0:
+        return 0
+    raise TypeError(f"expected tensors with memory of their own, got {type(tensor).__name__} on {tensor.device}")
 
 
 def as_parameter(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -26,7 +26,7 @@ from fasttfm.ops.attention import qkv_backward_op as attention_qkv_backward_op
 from fasttfm.ops.dropout_add_layer_norm import backward_op as add_norm_backward_op
 from fasttfm.ops.dropout_add_layer_norm import forward_op as add_norm_forward_op
 from fasttfm.ops.layer_norm import forward_op as layer_norm_forward_op
-from fasttfm.ops.library import needs_gradient, straight
+from fasttfm.ops.library import OpFunction, needs_gradient, straight
 
 
 class Parameters(NamedTuple):
@@ -103,7 +103,7 @@ def _forward(
     """y, z' and, unless nothing is ``kept``, what the backward reads besides inputs and parameters."""
     tokens, columns = x.shape
     backend = options.backend
-    attention, add_norm = straight(x, attention_forward_op, add_norm_forward_op)
+    attention, add_norm = straight((x, residual, cu_seqlens, *seeds, *own), attention_forward_op, add_norm_forward_op)
     keep = kept != gelu_product.NOTHING
     want_z = keep or residual is not None
 
@@ -127,7 +127,10 @@ def _forward(
     return y, None if residual is None else z, saved
 
 
-class _EncoderBlock(torch.autograd.Function):
+class _EncoderBlock(OpFunction):
+    op = "encoder_block"
+    instead = "torch.nn.TransformerEncoderLayer"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -153,14 +156,12 @@ class _EncoderBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
-        (cu_seqlens, seed, seed_a, seed_b, x, qkv, out, lse, z1, statistics1, left, a, y1, z, statistics, *own) = (
-            ctx.saved_tensors
-        )
+        saved = ctx.saved_tensors
+        (cu_seqlens, seed, seed_a, seed_b, x, qkv, out, lse, z1, statistics1, left, a, y1, z, statistics, *own) = saved
         options: Options = ctx.options
         inputs = len(ctx.needs_input_grad) - len(own)
-        block = _Backward(
-            Parameters(*own), Parameters(*ctx.needs_input_grad[inputs:]), Parameters(*ctx.types), options, ctx.pre_norm
-        )
+        wanted, types = Parameters(*ctx.needs_input_grad[inputs:]), Parameters(*ctx.types)
+        block = _Backward((*saved, dy, dz), Parameters(*own), wanted, types, options, ctx.pre_norm)
         dy = torch.zeros_like(x) if dy is None else dy
 
         dropout = _dropout(cu_seqlens, seed_b, options.p_b)
@@ -190,13 +191,19 @@ class _Backward:
     """The backward pass, a step at a time; collects the parameters' gradients."""
 
     def __init__(
-        self, own: Parameters, wanted: Parameters, types: Parameters, options: Options, pre_norm: bool
+        self,
+        tensors: tuple[Tensor | None, ...],
+        own: Parameters,
+        wanted: Parameters,
+        types: Parameters,
+        options: Options,
+        pre_norm: bool,
     ) -> None:
         self.own, self.wanted, self.types = own, wanted, types  # wanted: of each gradient; types: what it is given in
         self.options, self.pre_norm = options, pre_norm
         self.gradients: dict[str, Tensor] = {}
         ops = (attention_backward_op, attention_qkv_backward_op, add_norm_backward_op)
-        self.attention_op, self.attention_qkv_op, self.add_norm_op = straight(own.qkv_weight, *ops)
+        self.attention_op, self.attention_qkv_op, self.add_norm_op = straight(tensors, *ops)
 
     def norm_a(self, z1: Tensor) -> Tensor:
         """y1, computed again."""

@@ -27,7 +27,7 @@ from fasttfm.ops.backends import (
     triton_absent,
 )
 from fasttfm.ops.column_sum import column_sum_op
-from fasttfm.ops.library import needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register
 from fasttfm.ops.linear import autocast
 
 OP = "attention"
@@ -172,7 +172,10 @@ def _check_values(op: str, q: Tensor, k: Tensor, problem: AttentionProblem) -> N
     check_values(op, k.shape[-3], problem.max_seqlen_k, problem.cu_seqlens_k, problem.lengths_k, suffix="_k")
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(OpFunction):
+    op = OP
+    instead = "torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH"
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
         out, lse = forward_op(q, k, v, *options)

@@ -26,7 +26,7 @@ from fasttfm.ops.backends import (
     requested,
     triton_absent,
 )
-from fasttfm.ops.library import needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register
 
 OP = "bias_gelu"
 
@@ -85,7 +85,10 @@ def _check(x: Any, bias: Any, activation: Any) -> None:
         raise checks.bad_value(OP, "activation", f"one of {', '.join(ACTIVATIONS)}", repr(activation))
 
 
-class _BiasGelu(torch.autograd.Function):
+class _BiasGelu(OpFunction):
+    op = OP
+    instead = "torch.nn.functional.gelu (relu, silu) of x + bias"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: str, backend: str | None) -> Tensor:
         y: Tensor = forward_op(x, bias, kind, backend)

@@ -24,7 +24,7 @@ from fasttfm.ops.backends import (
     requested,
     triton_absent,
 )
-from fasttfm.ops.library import needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register
 
 OP = "column_sum"
 
@@ -55,7 +55,10 @@ def column_sum(x: Tensor, *, dtype: torch.dtype | None = None, backend: str | No
     return total
 
 
-class _ColumnSum(torch.autograd.Function):
+class _ColumnSum(OpFunction):
+    op = OP
+    instead = None
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, backend: str | None) -> Tensor:
         ctx.shape, ctx.dtype = x.shape, x.dtype

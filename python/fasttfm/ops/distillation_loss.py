@@ -24,7 +24,7 @@ from fasttfm.ops.backends import (
     requested,
     triton_absent,
 )
-from fasttfm.ops.library import needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register
 from fasttfm.ops.linear_cross_entropy import scaled_gradients
 
 OP = "distillation_loss"
@@ -144,9 +144,12 @@ def _check_rows(hidden: Tensor, positions: Any, mask: Any) -> torch.Size:
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
-class _Distillation(torch.autograd.Function):
+class _Distillation(OpFunction):
     """A mean's or a sum's incoming gradient is one number: the forward, which has the logits at hand, makes the
     gradients of the sum, and the backward multiplies them. With "none" the backward computes the logits again."""
+
+    op = OP
+    instead = "torch.nn.functional.linear and kl_div"
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:

@@ -25,7 +25,7 @@ from fasttfm.ops.backends import (
     requested,
     triton_absent,
 )
-from fasttfm.ops.library import needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register
 
 OP = "dropout_add_layer_norm"
 
@@ -113,7 +113,10 @@ def _check_dropout(x: Tensor, cu_seqlens: Any, seed: Any) -> None:
         raise checks.bad_value(OP, "cu_seqlens", "a contiguous [sequences + 1], at least one sequence", got)
 
 
-class _DropoutAddLayerNorm(torch.autograd.Function):
+class _DropoutAddLayerNorm(OpFunction):
+    op = OP
+    instead = "torch.nn.functional.dropout and layer_norm"
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -23,7 +23,7 @@ from fasttfm.ops.backends import (
     requested,
     triton_absent,
 )
-from fasttfm.ops.library import needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register
 
 OP = "embedding"
 _TABLE_NAMES = ("word", "position", "segment")
@@ -188,9 +188,12 @@ def _check_values(tables: reference.Triple, indices: reference.Triple, cu_seqlen
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
-class _Embedding(torch.autograd.Function):
+class _Embedding(OpFunction):
     """Saved are inputs, the seed and two numbers a token. The sum of the rows is looked up again in the backward: that
     reads as much as a stored sum, and nothing has to be written for it."""
+
+    op = OP
+    instead = "torch.nn.functional.embedding and layer_norm"
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:

@@ -25,7 +25,7 @@ from fasttfm.ops.backends import (
     requested,
     triton_absent,
 )
-from fasttfm.ops.library import needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register
 
 OP = "gelu_layer_norm"
 
@@ -87,7 +87,10 @@ def _check(x: Any, parameters: dict[str, Any], approximate: Any, eps: Any) -> No
     checks.check_number(OP, "eps", eps, low=0.0, high=float("inf"))
 
 
-class _GeluLayerNorm(torch.autograd.Function):
+class _GeluLayerNorm(OpFunction):
+    op = OP
+    instead = "torch.nn.functional.gelu and layer_norm"
+
     @staticmethod
     def forward(
         ctx: Any,

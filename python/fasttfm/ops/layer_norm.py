@@ -23,7 +23,7 @@ from fasttfm.ops.backends import (
     requested,
     triton_absent,
 )
-from fasttfm.ops.library import needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register
 
 OP = "layer_norm"
 
@@ -68,7 +68,10 @@ def _check(x: Any, weight: Any, bias: Any, eps: Any) -> None:
     checks.check_number(OP, "eps", eps, low=0.0, high=float("inf"))
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(OpFunction):
+    op = OP
+    instead = "torch.nn.functional.layer_norm"
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, backend: str | None

@@ -1,52 +1,83 @@
-"""Registration with torch.library, in one place: schema, implementation for CPU and CUDA, fake for torch.compile."""
+"""Registration with torch.library, and how ops meet torch's dispatcher and autograd, in one place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch.autograd import forward_ad
 
 # Lives as long as the process: torch drops the registrations of a Library that is collected.
 _library = torch.library.Library("fasttfm", "FRAGMENT")
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
+# Argument types of a plain call: no tensor subclass, and no torch.SymInt or tensor in the place of a number.
+_PLAIN = frozenset((*PLAIN_TENSORS, type(None), bool, int, float, str, list, tuple, torch.Size, torch.dtype))
+
 _compiler_traces = torch.compiler.is_dynamo_compiling  # other tracers are dispatch modes
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_transform = torch._C._functorch.peek_interpreter_stack
+_functions_transform = torch._C._are_functorch_transforms_active
+_jit_traces = torch._C._is_tracing
+_functorch = torch._C._functorch
+
+
+# ---- registered ops --------------------------------------------------------------------------------------------------
 
 
 class RegisteredOp:
     """An op as autograd functions call it.
 
-    ``torch.ops`` is where torch.compile, fake tensors, dispatch modes and tensor subclasses look. A plain eager call
-    gains nothing there but pays for the dispatcher's way into Python and back, which costs more than a small kernel: it
-    goes straight on.
+    ``torch.ops`` is where torch.compile, fake tensors, dispatch modes, tensor subclasses and torch.jit.trace look. A
+    plain eager call gains nothing there, but pays for the dispatcher's way into Python and back, which costs more than
+    a small kernel: it calls the implementation directly.
     """
 
     def __init__(self, overload: Any, implementation: Callable[..., Any]) -> None:
         self.overload = overload
         self.implementation = implementation
 
-    def __call__(self, first: torch.Tensor, *args: Any) -> Any:
-        return (self.implementation if is_plain(first) else self.overload)(first, *args)
+    def __call__(self, *args: Any) -> Any:
+        if is_plain(*args):
+            return self.implementation(*args)
+        if not _compiler_traces() and _jit_traces() and list in map(type, args):  # torch records no list of bool
+            raise _refusal(self.overload.name(), "torch.jit.trace", "torch.compile or torch.export")
+        return self.overload(*args)
+
+    def without_derivatives(self, keys: Any, *args: Any) -> Any:
+        """What the dispatcher calls for autograd. Gradients come from an ``OpFunction``, which calls the op where
+        autograd is off: a derivative that is still asked for would be lost."""
+        differentiated = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+        if differentiated or (forward_ad._current_level >= 0 and any(map(_has_tangent, args))):
+            asked = "derivatives in forward mode, by torch.func or in torch.jit.trace"
+            raise _refusal(self.overload.name(), asked, "first derivatives by torch.autograd, or plain torch functions")
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
-def straight(first: torch.Tensor, *ops: RegisteredOp) -> list[Callable[..., Any]]:
-    """The ops for calls on tensors like ``first``: it is looked up once for all of them whether they go straight on."""
-    plain = is_plain(first)
+def straight(args: tuple[Any, ...], *ops: RegisteredOp) -> list[Callable[..., Any]]:
+    """The ops for calls whose tensors are ``args`` and results of calls on them: it is decided once for all of them
+    whether they skip the dispatcher."""
+    plain = is_plain(*args)
     return [op.implementation if plain else op.overload for op in ops]
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether calls on the tensor are plain eager ones: nobody traces them, and no dispatch mode, function transform or
-    subclass wants to see ops."""
+def is_plain(*args: Any) -> bool:
+    """Whether a call with these arguments, the first of them a tensor, is a plain eager one: nothing traces or
+    transforms it, and no dispatch mode or tensor subclass in any argument wants to see ops. All tensors of a call are
+    on one device: the first tells whether they are meta tensors."""
     return (
         not _compiler_traces()
         and _dispatch_modes() == 0
-        and _function_transform() is None
-        and type(tensor) in PLAIN_TENSORS
+        and not _transformed()
+        and _PLAIN.issuperset(map(type, args))
+        and not args[0].is_meta
     )
+
+
+def _transformed() -> bool:
+    """Whether torch.func, forward mode or torch.jit.trace is at work. None of them can use an ``OpFunction``."""
+    return forward_ad._current_level >= 0 or _functions_transform() or _jit_traces()
 
 
 def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> RegisteredOp:
@@ -59,11 +90,58 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
     _library.impl(name, implementation, "CPU")
     _library.impl(name, implementation, "CUDA")
     torch.library.register_fake(f"fasttfm::{name}", fake, lib=_library)
-    return RegisteredOp(getattr(torch.ops.fasttfm, name).default, implementation)
+    op = RegisteredOp(getattr(torch.ops.fasttfm, name).default, implementation)
+    _library.impl(name, op.without_derivatives, "Autograd", with_keyset=True)
+    return op
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+class OpFunction(torch.autograd.Function):
+    """An op's autograd function: it gives first derivatives in reverse mode, for one incoming gradient at a time.
+
+    Kernels return gradients that autograd cannot differentiate again: second derivatives (``create_graph``) raise a
+    sentence, as batched gradients do.
+    """
+
+    op: ClassVar[str]
+    instead: ClassVar[str | None]  # what has second derivatives; None where the op's own are right: it is linear
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.backward = staticmethod(_once(cls, cls.backward))  # type: ignore[method-assign]
+
+
+def _once(function: type[OpFunction], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward for one gradient at a time, which autograd does not differentiate."""
+
+    def once(ctx: Any, *gradients: Any) -> Any:
+        if not _compiler_traces():  # compiled functions refuse second derivatives by themselves
+            if function.instead is not None and torch.is_grad_enabled():
+                raise _refusal(function.op, "second derivatives (create_graph=True)", function.instead)
+            if any(map(_is_batched, gradients)):
+                raise _refusal(function.op, "batched gradients (is_grads_batched=True)", "one call for each gradient")
+        return backward(ctx, *gradients)
+
+    return once
 
 
 def needs_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd has to see the call; one that it need not see skips the autograd function and its cost."""
-    if not torch.is_grad_enabled():
+    """Whether a call goes through its autograd function; one that autograd need not see skips that and its cost. Where
+    the autograd function cannot be used, registered ops refuse derivatives."""
+    if not torch.is_grad_enabled() or (not _compiler_traces() and _transformed()):
         return False
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _has_tangent(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
+
+
+def _is_batched(gradient: Any) -> bool:
+    return gradient is not None and _functorch.is_legacy_batchedtensor(gradient)
+
+
+def _refusal(op: str, asked: str, instead: str) -> NotImplementedError:
+    return NotImplementedError(f"{op}: {asked}: not implemented; use {instead}")

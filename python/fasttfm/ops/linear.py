@@ -12,7 +12,7 @@ from torch import Tensor
 from fasttfm.kernels.common.rows import unwanted as unwanted
 from fasttfm.ops import checks, weight_copies
 from fasttfm.ops.backends import dtype_name
-from fasttfm.ops.library import PLAIN_TENSORS, is_plain
+from fasttfm.ops.library import is_plain
 
 
 def autocast(x: Any, *others: Any) -> tuple[Any, ...]:
@@ -39,7 +39,7 @@ def in_type(tensors: Sequence[Tensor | None], dtype: torch.dtype, *, copies: boo
         copies: Whether copies that an optimizer keeps (weight_copies.py) may be given.
     """
     others = [given for given in tensors if given is not None and given.dtype != dtype]
-    if others and is_plain(others[0]) and all(type(given) in PLAIN_TENSORS for given in others):
+    if others and is_plain(*others):
         kept = [weight_copies.copy_of(given, dtype) if copies else None for given in others]
         missing = [given for given, copy in zip(others, kept, strict=True) if copy is None]
         made = [torch.empty_like(given, dtype=dtype) for given in missing]

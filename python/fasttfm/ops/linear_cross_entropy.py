@@ -26,7 +26,7 @@ from fasttfm.ops.backends import (
     tables,
     triton_absent,
 )
-from fasttfm.ops.library import needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register
 
 OP = "linear_cross_entropy"
 _errors = IndexErrors(OP, ("labels", "positions"))
@@ -173,10 +173,13 @@ def vocabulary_loss(
     )
 
 
-class _VocabularyLoss(torch.autograd.Function):
+class _VocabularyLoss(OpFunction):
     """A mean's or a sum's incoming gradient is one number: the forward, which has the logits at hand, makes the
     gradients of the sum, and the backward multiplies them. With "none" each row has a factor that only the backward
     knows: it computes the logits again."""
+
+    op = f"{OP} (masked_lm_loss)"
+    instead = "torch.nn.functional.linear and cross_entropy"
 
     @staticmethod
     def forward(

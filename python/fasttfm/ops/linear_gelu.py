@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fasttfm import _native
@@ -15,7 +14,7 @@ from fasttfm.ops import checks, gelu_product, linear
 from fasttfm.ops.backends import Backend, BackendTable, always, requested
 from fasttfm.ops.bias_gelu import ACTIVATIONS
 from fasttfm.ops.bias_gelu import backward_op as bias_gelu_backward_op
-from fasttfm.ops.library import needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register
 
 OP = "linear_gelu"
 
@@ -60,7 +59,10 @@ def activation_kind(op: str, name: Any) -> str:
     return ACTIVATIONS[name]
 
 
-class _LinearGelu(torch.autograd.Function):
+class _LinearGelu(OpFunction):
+    op = OP
+    instead = "torch.nn.functional.linear and gelu (relu, silu)"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, backend: str | None) -> Tensor:
         y: Tensor

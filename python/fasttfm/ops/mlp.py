@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fasttfm import _native
@@ -16,7 +15,7 @@ from fasttfm.ops import checks, gelu_product, linear
 from fasttfm.ops.backends import CUDA_VECTOR, Backend, BackendTable, always, requested
 from fasttfm.ops.bias_gelu import forward_op as bias_gelu_forward_op
 from fasttfm.ops.column_sum import column_sum_op
-from fasttfm.ops.library import needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register
 from fasttfm.ops.linear_gelu import activation_kind
 
 OP = "mlp"
@@ -73,7 +72,10 @@ def mlp(
     return y
 
 
-class _Mlp(torch.autograd.Function):
+class _Mlp(OpFunction):
+    op = OP
+    instead = "torch.nn.functional.linear and gelu (relu, silu)"
+
     @staticmethod
     def forward(
         ctx: Any,

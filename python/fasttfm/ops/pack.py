@@ -23,7 +23,7 @@ from fasttfm.ops.backends import (
     triton_absent,
     triton_interpreted,
 )
-from fasttfm.ops.library import needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register
 
 OP = "pack"
 _UNPACK = "unpack"
@@ -72,9 +72,7 @@ def pack(
         total = int(cu_seqlens[-1])
     _check_count(OP, "total", total, most=x.shape[0] * x.shape[1])
     TABLE.check_name(backend)
-    arguments = (x, cu_seqlens, total, requested(backend))
-    packed: Tensor = _Pack.apply(*arguments) if needs_gradient(x) else _pack_op(*arguments)
-    return packed
+    return _packed(x, cu_seqlens, total, requested(backend))
 
 
 def unpack(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, backend: str | None = None) -> Tensor:
@@ -97,9 +95,7 @@ def unpack(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, backend: str 
     checks.check_cu_seqlens(_UNPACK, cu_seqlens, like=packed)
     _check_count(_UNPACK, "max_seqlen", max_seqlen, most=2**31 - 1)
     UNPACK_TABLE.check_name(backend)
-    arguments = (packed, cu_seqlens, max_seqlen, requested(backend))
-    x: Tensor = _Unpack.apply(*arguments) if needs_gradient(packed) else _unpack_op(*arguments)
-    return x
+    return _unpacked(packed, cu_seqlens, max_seqlen, requested(backend))
 
 
 def _check_count(op: str, argument: str, value: Any, most: int) -> None:
@@ -169,7 +165,10 @@ def position_ids_from_cu_seqlens(cu_seqlens: Tensor, *, total: int | None = None
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
-class _Pack(torch.autograd.Function):
+class _Pack(OpFunction):
+    op = OP
+    instead = None
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor, total: int, backend: str | None) -> Tensor:
         ctx.save_for_backward(cu_seqlens)
@@ -180,10 +179,13 @@ class _Pack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dpacked: Tensor) -> tuple[Tensor, None, None, None]:
         (cu_seqlens,) = ctx.saved_tensors
-        return _unpack_op(dpacked, cu_seqlens, ctx.max_seqlen, ctx.backend), None, None, None
+        return _unpacked(dpacked, cu_seqlens, ctx.max_seqlen, ctx.backend), None, None, None
 
 
-class _Unpack(torch.autograd.Function):
+class _Unpack(OpFunction):
+    op = _UNPACK
+    instead = None
+
     @staticmethod
     def forward(ctx: Any, packed: Tensor, cu_seqlens: Tensor, max_seqlen: int, backend: str | None) -> Tensor:
         ctx.save_for_backward(cu_seqlens)
@@ -194,7 +196,17 @@ class _Unpack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
         (cu_seqlens,) = ctx.saved_tensors
-        return _pack_op(dx, cu_seqlens, ctx.total, ctx.backend), None, None, None
+        return _packed(dx, cu_seqlens, ctx.total, ctx.backend), None, None, None
+
+
+def _packed(x: Tensor, *options: Any) -> Tensor:
+    packed: Tensor = _Pack.apply(x, *options) if needs_gradient(x) else _pack_op(x, *options)
+    return packed
+
+
+def _unpacked(packed: Tensor, *options: Any) -> Tensor:
+    x: Tensor = _Unpack.apply(packed, *options) if needs_gradient(packed) else _unpack_op(packed, *options)
+    return x
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------

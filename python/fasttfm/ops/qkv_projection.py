@@ -14,7 +14,7 @@ from fasttfm.ops import checks, linear
 from fasttfm.ops.backends import Backend, BackendTable, always, requested
 from fasttfm.ops.column_sum import column_sum_op
 from fasttfm.ops.layer_norm import layer_norm as apply_layer_norm
-from fasttfm.ops.library import needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register
 
 OP = "qkv_projection"
 
@@ -114,7 +114,10 @@ def _check(num_heads: Any, x: Any, weight: Any, bias: Any) -> None:
         raise checks.bad_value(OP, "num_heads", f"a divisor of x's {columns} columns", num_heads)
 
 
-class _QkvProjection(torch.autograd.Function):
+class _QkvProjection(OpFunction):
+    op = OP
+    instead = "torch.nn.functional.linear"
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, backend: str | None

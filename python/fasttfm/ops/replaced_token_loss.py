@@ -11,7 +11,7 @@ from fasttfm.kernels.common import cross_entropy
 from fasttfm.kernels.replaced_token_loss import reference
 from fasttfm.ops import checks, vocabulary
 from fasttfm.ops.backends import Backend, BackendTable, always, dtype_name, requested
-from fasttfm.ops.library import needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register
 
 OP = "replaced_token_loss"
 
@@ -74,7 +74,10 @@ def _check(logits: Any, labels: Any, mask: Any, lengths: Any) -> None:
         checks.check_device(OP, "lengths", lengths, like=logits)
 
 
-class _Losses(torch.autograd.Function):
+class _Losses(OpFunction):
+    op = OP
+    instead = "torch.nn.functional.binary_cross_entropy_with_logits"
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, counted: Tensor, backend: str | None) -> Tensor:
         ctx.save_for_backward(logits, labels, counted)

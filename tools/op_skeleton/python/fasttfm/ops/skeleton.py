@@ -10,7 +10,7 @@ from torch import Tensor
 from fasttfm.kernels.skeleton import reference
 from fasttfm.ops import checks
 from fasttfm.ops.backends import Backend, BackendTable, always, requested
-from fasttfm.ops.library import register
+from fasttfm.ops.library import OpFunction, needs_gradient, register
 
 OP = "skeleton"
 
@@ -28,7 +28,8 @@ def skeleton(x: Tensor, *, factor: float = 1.0, backend: str | None = None) -> T
     """
     _check(x, factor)
     TABLE.check_name(backend)
-    y: Tensor = _Skeleton.apply(x, float(factor), requested(backend))
+    arguments = (x, float(factor), requested(backend))
+    y: Tensor = _Skeleton.apply(*arguments) if needs_gradient(x) else forward_op(*arguments)
     return y
 
 
@@ -38,7 +39,10 @@ def _check(x: Any, factor: Any) -> None:
     checks.check_number(OP, "factor", factor, low=-largest, high=largest)
 
 
-class _Skeleton(torch.autograd.Function):
+class _Skeleton(OpFunction):
+    op = OP
+    instead = "torch.mul"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float, backend: str | None) -> Tensor:
         ctx.factor, ctx.backend = factor, backend
