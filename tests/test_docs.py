@@ -29,10 +29,24 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert _broken_links(page) == ["other.md"]
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/tutorials/*.md")), ids=lambda page: page.stem)
-def test_a_tutorial_runs_as_printed(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def bert_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of transformers by the name that the README gives it."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("checkpoints")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=100, **sizes)).save_pretrained(
+        folder / "bert-base-uncased"
+    )
+    return folder
+
+
+@pytest.mark.usefixtures("capsys")
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/tutorials/*.md"))], ids=lambda p: p.stem)
+def test_code_runs_as_printed(page: Path, bert_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = _BLOCK.findall(page.read_text())
-    assert blocks, "a tutorial without code"
+    assert blocks, "a page without code"
+    monkeypatch.chdir(bert_directory)
     namespace: dict[str, object] = {"__name__": page.stem}
     for block in blocks:
         exec(compile(block, str(page), "exec"), namespace)
