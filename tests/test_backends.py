@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -67,6 +68,73 @@ def test_context_ends_with_an_exception(served: list[str]) -> None:
         raise RuntimeError
     layer_norm(X)
     assert served == ["cpu forward"]
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_blocks_of_two_threads_overlap(served: list[str]) -> None:
+    first, second = use_backend("reference"), use_backend("cpu")
+    with ThreadPoolExecutor(1) as other:  # one thread
+        first.__enter__()
+        other.submit(second.__enter__).result()
+        layer_norm(X)
+        other.submit(layer_norm, X).result()
+        in_thread(lambda: layer_norm(X))  # in no block of its own: the last one
+        first.__exit__(None, None, None)
+        layer_norm(X)
+        other.submit(layer_norm, X).result()
+        other.submit(second.__exit__, None, None, None).result()
+        for run in (lambda call: call(), in_thread, lambda call: other.submit(call).result()):
+            run(lambda: layer_norm(X))
+    names = [call.split()[0] for call in served]
+    assert names == ["reference", "cpu", "cpu", "cpu", "cpu", "cpu", "cpu", "cpu"]
+    assert in_thread(lambda: backends.requested(None)) is None
+    assert backends.requested(None) is None
+
+
+def test_a_thread_without_a_block_follows_the_others(served: list[str]) -> None:
+    with use_backend("reference"):
+        in_thread(lambda: layer_norm(X))
+        with use_backend(None):
+            in_thread(lambda: layer_norm(X))
+    assert [call.split()[0] for call in served] == ["reference", "cpu"]
+
+
+def test_blocks_of_generators_are_left_in_any_order(served: list[str]) -> None:
+    def block(name: str) -> Iterator[None]:
+        with use_backend(name):
+            yield
+
+    first, second = block("reference"), block("cpu")
+    next(first)
+    next(second)
+    first.close()
+    layer_norm(X)
+    second.close()
+    assert served == ["cpu forward"]
+    assert backends.requested(None) is None
+
+
+def test_a_compiled_function_follows_the_block_of_its_thread(served: list[str]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: layer_norm(x), fullgraph=True, backend="aot_eager")
+
+    def in_other_block() -> None:
+        with use_backend("cpu"):
+            compiled(X)
+
+    compiled(X)
+    with use_backend("reference"):
+        compiled(X)
+        in_thread(lambda: compiled(X))
+        in_thread(in_other_block)
+        compiled(X)
+    compiled(X)
+    names = [call.split()[0] for call in served]
+    assert names == ["cpu", "reference", "reference", "cpu", "reference", "cpu"]
 
 
 def test_backward_uses_what_the_forward_was_asked_for(served: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +13,6 @@ from typing import Any
 import torch
 
 from fasttfm import _native
-
-# Set by use_backend(). A plain module variable on purpose: torch.compile guards on it, so compiled functions follow it.
-_override: str | None = None
 
 _tables: dict[str, BackendTable] = {}
 
@@ -106,28 +104,70 @@ class BackendTable:
         raise BackendRefused("\n".join([f"{self.op}: {asked}:", *lines]))
 
 
+class _Requests:
+    """The use_backend() blocks that are open, in one thread or in all. ``name`` is what the block that was entered last
+    asks for. torch.compile guards on the attributes, so that compiled functions follow them."""
+
+    def __init__(self) -> None:
+        self.open: list[list[str | None]] = []
+        self.any = False
+        self.name: str | None = None
+
+    def enter(self, request: list[str | None]) -> None:
+        self._set([*self.open, request])
+
+    def leave(self, request: list[str | None]) -> None:
+        """Blocks of several threads, or of generators, may be left in any order."""
+        self._set([other for other in self.open if other is not request])
+
+    def _set(self, requests: list[list[str | None]]) -> None:
+        self.open = requests
+        self.name = requests[-1][0] if requests else None
+        self.any = bool(requests)
+
+
+class _ThreadRequests(threading.local):
+    def __init__(self) -> None:
+        self.own = _Requests()
+
+
+_here = _ThreadRequests()
+_everywhere = _Requests()
+_changing = threading.Lock()
+
+
 @contextlib.contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Requests one backend for every call inside the ``with`` block (all threads); ``None`` restores the free choice.
+    """Requests one backend for every call inside the ``with`` block; ``None`` restores the free choice.
+
+    It holds for the thread that entered the block, and for threads that are in no block of their own: these follow the
+    block that was entered last, in whatever thread.
 
     A call that the backend refuses raises. The backward of a call uses what its forward was asked for; a backend whose
     kernels go forward alone for a call (``explain`` says so) leaves its backward to the next in the op's order, and
     one that was not asked for also where the next is faster.
     """
-    global _override
     known = sorted({backend for table in _tables.values() for backend in table.names})
     if name is not None and name not in known:
         raise ValueError(f"use_backend: name: expected one of {', '.join(known)}, got {name!r}")
-    previous, _override = _override, name
+    request, scopes = [name], (_here.own, _everywhere)
+    with _changing:
+        for scope in scopes:
+            scope.enter(request)
     try:
         yield
     finally:
-        _override = previous
+        with _changing:
+            for scope in scopes:
+                scope.leave(request)
 
 
 def requested(backend: str | None) -> str | None:
     """The backend a call asks for: its own argument, else the surrounding use_backend()."""
-    return _override if backend is None else backend
+    if backend is not None:
+        return backend
+    own = _here.own
+    return own.name if own.any else _everywhere.name
 
 
 @dataclass(frozen=True)
