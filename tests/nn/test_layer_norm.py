@@ -11,6 +11,7 @@ import torch
 
 import fasttfm
 from fasttfm.testing import compare
+from fasttfm.testing.alterations import alterations_of, check_altered
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR
 
 SHAPES: list[tuple[Any, dict[str, Any]]] = [
@@ -126,3 +127,19 @@ def test_compiled_in_one_graph() -> None:
     for rows in (3, 5):
         x = torch.randn(rows, 4, 6)
         assert torch.equal(compiled(x), ours(x))
+
+
+ALTERATIONS = alterations_of(torch.nn.LayerNorm(24), ("",))
+
+
+@pytest.mark.parametrize("name", ALTERATIONS)
+def test_alterations_have_the_effect_that_they_have_in_torch(name: str) -> None:
+    x = {"x": torch.randn(5, 24)}
+    check_altered(*pair(24), lambda module, inputs: {"y": module(inputs["x"])}, x, ALTERATIONS[name])
+
+
+def test_a_parametrized_weight() -> None:
+    ours, theirs = pair(24)
+    for module in (ours, theirs):
+        torch.nn.utils.parametrize.register_parametrization(module, "weight", torch.nn.Tanh())
+    check_altered(ours, theirs, lambda module, inputs: {"y": module(inputs["x"])}, {"x": torch.randn(5, 24)})

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fasttfm
+from fasttfm.testing.alterations import LowRank, alterations_of, check_altered
 from fasttfm.testing.modules import check_modules, compare_modules
 
 B, S, SK, C, H = 3, 7, 5, 24, 3
@@ -209,3 +210,44 @@ def test_compiled_in_one_graph() -> None:
     eager, traced = ours(x, x, x, **options)[0], compiled(x, x, x, **options)[0]
     assert torch.equal(eager, traced)
     assert torch.equal(torch.autograd.grad(eager.sum(), x)[0], torch.autograd.grad(traced.sum(), x)[0])
+
+
+# ---- modules that are more than torch made them ----------------------------------------------------------------------
+
+ALTERATIONS = alterations_of(torch.nn.MultiheadAttention(C, H), ("",))
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["self", "cross"])
+@pytest.mark.parametrize("name", ALTERATIONS)
+def test_alterations_have_the_effect_that_they_have_in_torch(name: str, own: bool) -> None:
+    def call(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = inputs["x"]
+        key = x if own else x.flip(1)
+        return {"y": module(x, key, key, need_weights=False)[0]}
+
+    check_altered(*pair(batch_first=True), call, {"x": tokens(S, True)}, ALTERATIONS[name])
+
+
+def test_parametrized_projections() -> None:
+    def call(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = inputs["x"]
+        return {"y": module(x, x, x, need_weights=False)[0]}
+
+    ours, theirs = pair(batch_first=True)
+    for module in (ours, theirs):
+        torch.nn.utils.parametrizations.weight_norm(module, "in_proj_weight")
+        torch.nn.utils.parametrizations.weight_norm(module.out_proj)
+    check_altered(ours, theirs, call, {"x": tokens(S, True)})
+
+
+def test_an_output_projection_that_is_more_than_a_linear_layer_is_called() -> None:
+    """torch reads the weight past it."""
+    ours, _ = pair(batch_first=True)
+    ours, x = ours.double(), tokens(S, True).double()
+    context = torch.linalg.solve(ours.out_proj.weight, (ours(x, x, x, need_weights=False)[0] - ours.out_proj.bias).mT)
+    ours.out_proj = LowRank(ours.out_proj)
+    torch.testing.assert_close(ours(x, x, x, need_weights=False)[0], ours.out_proj(context.mT))
+    seen: list[str] = []
+    ours.out_proj.register_forward_hook(lambda *_: seen.append("called"))
+    ours(x, x, x, need_weights=False)
+    assert seen == ["called"]

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fasttfm
+from fasttfm.testing.alterations import alterations_of, check_altered, compiled
 from fasttfm.testing.modules import check_modules
 
 B, S, C, H, I, LAYERS = 3, 7, 32, 2, 40, 3
@@ -86,3 +88,50 @@ def test_compiled_in_one_graph() -> None:
         assert torch.equal(
             compiled(x, src_key_padding_mask=padding_mask()), ours(x, src_key_padding_mask=padding_mask())
         )
+
+
+# ---- encoders that are more than torch made them ---------------------------------------------------------------------
+
+PATHS = ("", "layers.0", "layers.1", "layers.1.linear1", "layers.2.self_attn", "layers.2.norm2", "norm")
+ALTERATIONS = alterations_of(pair(norm_first=True)[1], PATHS)
+X = {"x": torch.randn(B, S, C, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
+
+
+def run(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"y": module(inputs["x"], src_key_padding_mask=padding_mask())}
+
+
+@pytest.mark.parametrize("name", ALTERATIONS)
+def test_alterations_have_the_effect_that_they_have_in_torch(name: str) -> None:
+    norm_first = "norm" in name.partition(":")[0] or "self_attn" in name
+    check_altered(*pair(norm_first=norm_first or name.startswith("norm")), run, X, ALTERATIONS[name])
+
+
+def test_a_compiled_layer_is_called() -> None:
+    torch._dynamo.reset()
+    check_altered(*pair(norm_first=False), run, X, (compiled, "layers.1"))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_layers_of_another_kind_are_called(causal: bool) -> None:
+    """A layer of torch's, and one with other heads, among ours."""
+    ours, theirs = pair(norm_first=False)
+    other = torch.nn.TransformerEncoderLayer(C, 4, I, dropout=0.0, batch_first=True)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(S, dtype=torch.float64) if causal else None
+    heads = fasttfm.nn.TransformerEncoderLayer(C, 4, I, dropout=0.0, batch_first=True)
+    heads.load_state_dict(other.state_dict())
+    theirs.layers[1] = other
+
+    def call(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"y": module(inputs["x"], mask=mask, is_causal=causal)}
+
+    for layer in (heads, other):
+        ours.layers[1] = layer
+        check_altered(ours, theirs, call, X)
+
+
+def test_a_wrapped_layer_is_taken_by_the_constructor() -> None:
+    layer = fasttfm.nn.TransformerEncoderLayer(C, H, I, dropout=0.0, batch_first=True).double()
+    wrapped = fasttfm.nn.TransformerEncoder(checkpoint_wrapper(layer), 2)
+    plain = fasttfm.nn.TransformerEncoder(layer, 2)
+    torch.testing.assert_close(wrapped(X["x"]), plain(X["x"]))

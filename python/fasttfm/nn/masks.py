@@ -113,6 +113,11 @@ def _bias(argument: str, mask: Any, shape: tuple[int, int, int], dtype: torch.dt
         got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         expected = f"shape {shape[1:]}, for all sequences and heads (others are not supported)"
         raise ValueError(f"{argument}: expected {expected}, got {got}")
-    if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
-    return mask.expand(shape)
+    return additive(mask, dtype).expand(shape)
+
+
+def additive(mask: Any, dtype: torch.dtype) -> Any:
+    """A boolean mask (true excludes) as numbers to add to scores; others, and None, as they are."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from fasttfm import ops
 from fasttfm.nn.masks import Arguments, Masks
+from fasttfm.nn.plain import is_plain, register_plain_class
 
 _NAME = "MultiheadAttention"
 _ARGUMENTS = Arguments(_NAME, "attn_mask", "key_padding_mask")
@@ -22,6 +23,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ``need_weights=False`` for speed. What differs then:
 
     - A query without a key to attend to gets the output projection's bias, where torch's result is NaN.
+    - ``out_proj`` is called where it is not a plain Linear (LoRA, hooks, pruning); torch reads its weight past it.
     - ``is_causal`` needs no ``attn_mask``. Beside a ``key_padding_mask`` it leaves rows of ignored tokens meaningless.
     - Not supported, and refused by name: ``add_bias_kv``, ``add_zero_attn``, nested tensors, a ``key_padding_mask`` of
       numbers, an ``attn_mask`` for each sequence or head, or one beside a ``key_padding_mask`` unless it is causal.
@@ -69,7 +71,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         context = self_attention(self, masks.enter(q), masks) if own else self._cross_attention(q, k, v, masks)
         if own or masks.causal:
             context = masks.leave(context)
-        out = functional.linear(context, self.out_proj.weight, self.out_proj.bias)
+        out = _call(self.out_proj, context)
         if query.dim() == 2:
             return out[0], None
         return out if self.batch_first else out.transpose(0, 1), None
@@ -94,6 +96,21 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             for x, weight, bias in zip(inputs, weights, biases, strict=True)
         )
         return _attention(self, tuple(heads), masks)
+
+
+def _call(linear: Any, x: Tensor) -> Tensor:
+    y: Tensor = functional.linear(x, linear.weight, linear.bias) if is_plain(linear) else linear(x)
+    return y
+
+
+def _has_one_projection(module: torch.nn.MultiheadAttention) -> bool:
+    """Whether ``self_attention`` and a plain output projection are all that the module does."""
+    others = module.bias_k is not None or module.bias_v is not None or module.add_zero_attn
+    return module._qkv_same_embed_dim and not others and is_plain(module._modules["out_proj"])
+
+
+for _kind in (MultiheadAttention, torch.nn.MultiheadAttention):
+    register_plain_class(_kind, _has_one_projection)
 
 
 def self_attention(module: torch.nn.MultiheadAttention, x: Tensor, masks: Masks) -> Tensor:

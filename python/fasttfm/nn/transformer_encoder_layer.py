@@ -10,20 +10,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from fasttfm import ops
-from fasttfm.nn.masks import Arguments, Masks
-from fasttfm.nn.multihead_attention import self_attention
+from fasttfm.nn.masks import Arguments, Masks, additive
+from fasttfm.nn.multihead_attention import MultiheadAttention, self_attention
+from fasttfm.nn.parts import linear_activation, residual_norm, residual_then_norm
+from fasttfm.nn.plain import activation_name, dropout_rate, is_plain, register_plain_class
 from fasttfm.nn.residual import add_norm, add_then_norm, norm
 
 _NAME = "TransformerEncoderLayer"
 _ARGUMENTS = Arguments(_NAME, "src_mask", "src_key_padding_mask")
+_CHILDREN = ("self_attn", "linear1", "dropout", "linear2", "norm1", "norm2", "dropout1", "dropout2")
 
 
 class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     """Drop-in for ``torch.nn.TransformerEncoderLayer``: same arguments, same state_dict, same numbers.
 
-    The activation is ReLU, GELU in either form or SiLU; others are refused by name. Masks are those of
-    ``fasttfm.nn.MultiheadAttention``. Dropout draws other random numbers than torch's. Under autocast the output has
-    autocast's type, where torch's is fp32.
+    The layer is fused while its modules are plain and its activation is ReLU, GELU in either form or SiLU. A module
+    with hooks or a parametrization, one that replaces another (LoRA) and any other activation are called as torch calls
+    them, with fused ops around them. A subclass's ``_sa_block`` and ``_ff_block`` are called too, with the masks as
+    they were given. Masks are those of ``fasttfm.nn.MultiheadAttention``. Dropout draws other random numbers than
+    torch's. Under autocast the output has autocast's type, where torch's is fp32.
     """
 
     def __init__(
@@ -40,10 +45,11 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        kind = _activation_name(activation)
+        if not callable(activation) and activation not in ("relu", "gelu"):
+            raise ValueError(f'{_NAME}: activation: expected "relu", "gelu" or a callable, got {activation!r}')
         sizes = (d_model, nhead, dim_feedforward, dropout)
         super().__init__(*sizes, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype)
-        self.activation_name = kind
+        self.self_attn.__class__ = MultiheadAttention  # keeps the parameters that torch has drawn
 
     def forward(
         self,
@@ -52,34 +58,79 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        return run_layers(_ARGUMENTS, [self], src, src_mask, src_key_padding_mask, causal=is_causal)
+        check_source(_ARGUMENTS, src)
+        if is_fusable(self):
+            return run_layers(_ARGUMENTS, [self], src, src_mask, src_key_padding_mask, causal=is_causal)
+        x, masks = src, (src_mask, src_key_padding_mask, is_causal)
+        if self.norm_first:
+            y, x = residual_then_norm(self.norm2, self._sa_block(self.norm1(x), *masks), x)
+            return x + self._ff_block(y)
+        x = residual_norm(self.norm1, self._sa_block(x, *masks), x)
+        return residual_norm(self.norm2, self._ff_block(x), x)
+
+    def _sa_block(
+        self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False
+    ) -> Tensor:
+        if not any(isinstance(each, MultiheadAttention) for each in self.self_attn.modules()):
+            # Another attention gets the masks that torch's layer hands over.
+            if is_causal and attn_mask is None:
+                length = x.shape[1 if self.self_attn.batch_first and x.dim() == 3 else 0]
+                attn_mask = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+            attn_mask, key_padding_mask = additive(attn_mask, x.dtype), additive(key_padding_mask, x.dtype)
+        return super()._sa_block(x, attn_mask, key_padding_mask, is_causal)
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        y: Tensor = self.dropout2(self.linear2(self.dropout(linear_activation(self.linear1, self.activation, x))))
+        return y
 
     def encode(self, x: Tensor, masks: Masks) -> Tensor:
-        """The layer for ``x`` [B, S, C] in the masks' order.
+        """The fused layer for ``x`` [B, S, C] in the masks' order.
 
         The bias of a block's last product, the dropout behind it and the residual connection are done in the pass of
         the LayerNorm that follows.
         """
-        projection, p = self.self_attn.out_proj, self._rate(self.dropout1)
+        projection, p = self.self_attn.out_proj, dropout_rate(self.dropout1)
         if self.norm_first:
             context = self_attention(self.self_attn, norm(self.norm1, x), masks)
             branch = functional.linear(context, projection.weight)
             y, z = add_then_norm(self.norm2, branch, x, linear_bias=projection.bias, p=p)
-            return z + functional.dropout(self._feed_forward(y, self.linear2.bias), self.dropout2.p, self.training)
+            p = dropout_rate(self.dropout2)
+            return z + functional.dropout(self._feed_forward(y, self.linear2.bias), p, p > 0)
         branch = functional.linear(self_attention(self.self_attn, x, masks), projection.weight)
         x = add_norm(self.norm1, branch, x, linear_bias=projection.bias, p=p)
         branch = self._feed_forward(x, None)
-        return add_norm(self.norm2, branch, x, linear_bias=self.linear2.bias, p=self._rate(self.dropout2))
+        return add_norm(self.norm2, branch, x, linear_bias=self.linear2.bias, p=dropout_rate(self.dropout2))
 
     def _feed_forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        first, second = self.linear1, self.linear2
-        if self._rate(self.dropout) == 0:
-            return ops.mlp(x, first.weight, first.bias, second.weight, bias, activation=self.activation_name)
-        inner = ops.linear_gelu(x, first.weight, first.bias, activation=self.activation_name)
-        return functional.linear(functional.dropout(inner, self.dropout.p), second.weight, bias)
+        first, second, dropped = self.linear1, self.linear2, dropout_rate(self.dropout)
+        name = activation_name(self.activation)
+        assert name is not None
+        if dropped == 0:
+            return ops.mlp(x, first.weight, first.bias, second.weight, bias, activation=name)
+        inner = ops.linear_gelu(x, first.weight, first.bias, activation=name)
+        return functional.linear(functional.dropout(inner, dropped), second.weight, bias)
 
-    def _rate(self, dropout: torch.nn.Dropout) -> float:
-        return dropout.p if self.training else 0.0
+
+def is_fusable(layer: TransformerEncoderLayer) -> bool:
+    """Whether everything in a layer is plain, so that ``encode`` computes what calls of its modules would."""
+    kind, own, modules = type(layer), layer.__dict__, layer._modules
+    return (
+        kind._sa_block is TransformerEncoderLayer._sa_block
+        and kind._ff_block is TransformerEncoderLayer._ff_block
+        and "_sa_block" not in own
+        and "_ff_block" not in own
+        and activation_name(layer.activation) is not None
+        and is_plain(*[modules[name] for name in _CHILDREN])
+    )
+
+
+register_plain_class(TransformerEncoderLayer, is_fusable)
+
+
+def check_source(arguments: Arguments, src: Tensor) -> None:
+    if src.is_nested or src.dim() not in (2, 3):
+        got = "a nested tensor" if src.is_nested else f"shape {tuple(src.shape)}"
+        raise ValueError(f"{arguments.module}: src: expected two or three dimensions, got {got}")
 
 
 def run_layers(
@@ -91,10 +142,7 @@ def run_layers(
     *,
     causal: bool,
 ) -> Tensor:
-    """Runs layers over ``src`` [S, B, C], [B, S, C] or [S, C]. Tokens enter the masks' order once."""
-    if src.is_nested or src.dim() not in (2, 3):
-        got = "a nested tensor" if src.is_nested else f"shape {tuple(src.shape)}"
-        raise ValueError(f"{arguments.module}: src: expected two or three dimensions, got {got}")
+    """Runs fused layers over ``src`` [S, B, C], [B, S, C] or [S, C]. Tokens enter the masks' order once."""
     attention = layers[0].self_attn
     transposed = src.dim() == 3 and not attention.batch_first
     x = src[None] if src.dim() == 2 else src.transpose(0, 1) if transposed else src
@@ -104,24 +152,3 @@ def run_layers(
         x = layer.encode(x, masks)
     x = masks.leave(x)
     return x[0] if src.dim() == 2 else x.transpose(0, 1) if transposed else x
-
-
-def _activation_name(activation: Any) -> str:
-    """An activation as ops know it, from torch's name, function or module."""
-    if isinstance(activation, torch.nn.GELU):
-        return "gelu" if activation.approximate == "none" else "gelu_tanh"
-    known: dict[Any, str] = {
-        "relu": "relu",
-        "gelu": "gelu",
-        functional.relu: "relu",
-        torch.relu: "relu",
-        functional.gelu: "gelu",
-        functional.silu: "silu",
-        torch.nn.ReLU: "relu",
-        torch.nn.SiLU: "silu",
-    }
-    found = known.get(activation) or known.get(type(activation))
-    if found is None:
-        expected = "relu, gelu or silu, as torch's name, function or module"
-        raise ValueError(f"{_NAME}: activation: expected {expected} (others are not supported), got {activation!r}")
-    return found

@@ -21,14 +21,14 @@ class AlbertAttention(parts.Patched, theirs.AlbertAttention):
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         projections = (self.query, self.key, self.value)
-        if not parts.fusable(attention_mask, kwargs) or not parts.plain(*projections):
+        if not parts.fusable(attention_mask, kwargs) or not parts.is_plain(*projections):
             return super().forward(hidden_states, attention_mask, **kwargs)
-        options = {"causal": False, "scale": self.scaling, "p": parts.rate(self.attention_dropout)}
+        options = {"causal": False, "scale": self.scaling, "p": parts.attention_rate(self, self.attention_dropout)}
         heads = self.num_attention_heads
         context = parts.self_attention(hidden_states, projections, heads, attention_mask, options, kwargs)
         branch, bias = parts.product(self.dense, context)
-        p = parts.rate(self.output_dropout)
-        return parts.residual_norm(self.LayerNorm, branch, bias, p, hidden_states), None
+        y = parts.residual_norm(self.LayerNorm, branch, hidden_states, bias=bias, dropout=self.output_dropout)
+        return y, None
 
 
 class AlbertLayer(parts.Patched, theirs.AlbertLayer):
@@ -37,8 +37,8 @@ class AlbertLayer(parts.Patched, theirs.AlbertLayer):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         x, _ = self.attention(hidden_states, attention_mask, **kwargs)
         branch = apply_chunking_to_forward(self.ff_chunk, self.chunk_size_feed_forward, self.seq_len_dim, x)
-        bias = self.ffn_output.bias if parts.plain(self.ffn_output) else None  # what ff_chunk leaves out
-        return parts.residual_norm(self.full_layer_layer_norm, branch, bias, 0.0, x)
+        bias = self.ffn_output.bias if parts.is_plain(self.ffn_output) else None  # what ff_chunk leaves out
+        return parts.residual_norm(self.full_layer_layer_norm, branch, x, bias=bias)
 
     def ff_chunk(self, attention_output: Tensor) -> Tensor:
         hidden = parts.linear_activation(self.ffn, self.activation, attention_output)
@@ -60,6 +60,9 @@ class AlbertMLMHead(parts.Patched, theirs.AlbertMLMHead):
 
 
 class _Head(heads.MaskedLMLoss):
+    def passed_by(self: Any) -> tuple[Any, ...]:
+        return (self.predictions,)
+
     def vocabulary_layer(self: Any) -> Any:
         return self.predictions.decoder
 

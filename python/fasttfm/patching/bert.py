@@ -32,6 +32,9 @@ class BertPredictionHeadTransform(parts.HeadTransform, theirs.BertPredictionHead
 
 
 class _Head(heads.MaskedLMLoss):
+    def passed_by(self: Any) -> tuple[Any, ...]:
+        return (self.cls, self.cls.predictions)
+
     def vocabulary_layer(self: Any) -> Any:
         return self.cls.predictions.decoder
 

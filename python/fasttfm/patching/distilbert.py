@@ -24,9 +24,9 @@ class DistilBertSelfAttention(parts.Patched, theirs.DistilBertSelfAttention):
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         projections = (self.q_lin, self.k_lin, self.v_lin)
-        if not parts.fusable(attention_mask, kwargs) or not parts.plain(*projections):
+        if not parts.fusable(attention_mask, kwargs) or not parts.is_plain(*projections):
             return super().forward(hidden_states, attention_mask, **kwargs)
-        options = {"causal": False, "scale": self.scaling, "p": parts.rate(self.dropout)}
+        options = {"causal": False, "scale": self.scaling, "p": parts.attention_rate(self, self.dropout)}
         context = parts.self_attention(hidden_states, projections, self.n_heads, attention_mask, options, kwargs)
         return self.out_lin(context), None
 
@@ -44,8 +44,8 @@ class TransformerBlock(parts.Patched, theirs.TransformerBlock):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         branch, _ = self.attention(hidden_states, attention_mask=attention_mask, **kwargs)
-        x = parts.residual_norm(self.sa_layer_norm, branch, None, 0.0, hidden_states)
-        return parts.residual_norm(self.output_layer_norm, self.ffn(x), None, 0.0, x)
+        x = parts.residual_norm(self.sa_layer_norm, branch, hidden_states)
+        return parts.residual_norm(self.output_layer_norm, self.ffn(x), x)
 
 
 class Transformer(packing.PackedLayers, theirs.Transformer): ...

@@ -47,7 +47,11 @@ class GPT2Attention(parts.Patched, theirs.GPT2Attention):
             q, k, v = qkv.unbind(2)
             k, v = past_key_values.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        options: dict[str, Any] = {"causal": self.is_causal, "scale": self.scaling, "p": parts.rate(self.attn_dropout)}
+        options: dict[str, Any] = {
+            "causal": self.is_causal,
+            "scale": self.scaling,
+            "p": parts.attention_rate(self, self.attn_dropout),
+        }
         context = attend(q, k, v, mask=attention_mask, **options, **parts.packing(kwargs))
         return self.resid_dropout(self.c_proj(context.flatten(-2))), None
 
@@ -72,7 +76,7 @@ class GPT2Block(parts.Patched, theirs.GPT2Block):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        if encoder_hidden_states is not None or not parts.plain(self.ln_2):
+        if encoder_hidden_states is not None or not parts.is_plain(self.ln_2):
             return super().forward(
                 hidden_states, past_key_values, attention_mask, encoder_hidden_states, *args, **kwargs
             )

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fasttfm import ops
 from fasttfm.nn.lm_heads import IGNORED
-from fasttfm.patching.parts import Patched, plain
+from fasttfm.nn.plain import is_plain, is_watched
+from fasttfm.patching.parts import Patched
 
 
 class LossHead(Patched):
@@ -27,6 +28,10 @@ class LossHead(Patched):
     def vocabulary_layer(self) -> Any:
         """The linear layer onto the vocabulary."""
         raise NotImplementedError
+
+    def passed_by(self) -> tuple[nn.Module, ...]:
+        """Modules of transformers around the vocabulary layer that ``training_loss`` does not call."""
+        return ()
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """What the base model is called with, of what the caller has ``given``."""
@@ -47,7 +52,7 @@ def loss_alone(theirs: type) -> Callable[..., Any]:
         given = dict(zip(names, args, strict=False)) | kwargs
         complete = all(given.get(name) is not None for name in self.loss_arguments)
         special = given.get("logits_to_keep", 0) != 0 or given.get("shift_labels") is not None
-        if not self.training or not complete or special or not plain(self.vocabulary_layer()):
+        if not self.training or not complete or special or not _fusable(self):
             return original(self, *args, **kwargs)
         whole = given.pop("return_dict", None)
         labels = [given.pop(name) for name in self.loss_arguments]
@@ -57,6 +62,15 @@ def loss_alone(theirs: type) -> Callable[..., Any]:
         return output.to_tuple() if (self.config.return_dict if whole is None else whole) is False else output
 
     return forward
+
+
+def _fusable(head: LossHead) -> bool:
+    """Whether the modules of a head are transformers' own, and nothing waits for their calls."""
+    own = all(type(each).__module__.startswith(_OWN) and not is_watched(each) for each in head.passed_by())
+    return own and is_plain(head.vocabulary_layer())
+
+
+_OWN = ("transformers.models.", "fasttfm.patching.")
 
 
 class MaskedLMLoss(LossHead):

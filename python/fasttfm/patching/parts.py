@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 import fasttfm.nn
 from fasttfm import ops
-from fasttfm.nn.residual import add_norm
+from fasttfm.nn.parts import linear_activation, masked_lm_transform, product, residual_norm
+from fasttfm.nn.plain import dropout_rate, is_plain, register_activation, register_plain_class
 from fasttfm.patching.attention import attend, captured
 from fasttfm.patching.masks import is_explicit
 
@@ -33,77 +33,18 @@ class LayerNorm(Patched, fasttfm.nn.LayerNorm):
     does = "LayerNorm: one pass"
 
 
-_LAYER_NORMS = (nn.LayerNorm, LayerNorm)
-# An activation module's class -> the name that ops know it by. Two of transformers' names may be one class: of those
-# names, all stand for the same formula.
-_ACTIVATIONS = {type(ACT2FN[name]): name for name in ops.ACTIVATIONS if name in ACT2FN}
+register_plain_class(LayerNorm)
+register_plain_class(Conv1D)
+# Two of transformers' names may be one class: of those names, all stand for the same formula.
+for _name in ops.ACTIVATIONS:
+    if _name in ACT2FN:
+        register_activation(type(ACT2FN[_name]), _name)
 
 
-# ---- what calls read from modules ------------------------------------------------------------------------------------
-
-
-def plain(*modules: Any) -> bool:
-    """Whether modules are nothing more than linear layers, embeddings or LayerNorms, so that their parameters say all:
-    not LoRA's or quantised ones, not sharded by themselves, without hooks or wrappers that would not be called."""
-    return all(type(module) in _PLAIN and not _hooked(module) and not wrapped(module) for module in modules)
-
-
-_PLAIN = (nn.Linear, nn.Embedding, Conv1D, *_LAYER_NORMS)
-
-
-def _hooked(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
-
-
-def wrapped(module: nn.Module) -> bool:
-    """Whether a module has a forward of its own before its class's, as Accelerate gives to those that it offloads."""
-    return "forward" in vars(module)
-
-
-def activation_name(activation: Any) -> str | None:
-    """The name of an activation that ops have, else None."""
-    return _ACTIVATIONS.get(type(activation))
-
-
-def rate(dropout: Any) -> float:
-    """The probability; people put an Identity in the place of a Dropout."""
-    return getattr(dropout, "p", 0.0) if dropout.training else 0.0
-
-
-def product(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``linear(x)`` in two parts: what a fused op adds to the second is done there."""
-    return (functional.linear(x, linear.weight), linear.bias) if plain(linear) else (linear(x), None)
-
-
-def linear_activation(linear: Any, activation: Any, x: Tensor) -> Tensor:
-    """``activation(linear(x))``"""
-    name = activation_name(activation)
-    if name is None or not plain(linear):
-        y: Tensor = activation(linear(x))
-        return y
-    weight = linear.weight.t() if type(linear) is Conv1D else linear.weight
-    return ops.linear_gelu(x, weight, linear.bias, activation=name)
-
-
-def residual_norm(norm: Any, branch: Tensor, bias: Tensor | None, p: float, residual: Tensor) -> Tensor:
-    """``norm(residual + dropout(branch + bias))``"""
-    if plain(norm) and residual.dtype in (branch.dtype, torch.float32):
-        return add_norm(norm, branch, residual, linear_bias=bias, p=p)
-    y: Tensor = norm(residual + functional.dropout(branch if bias is None else branch + bias, p))
-    return y
-
-
-def masked_lm_transform(dense: Any, activation: Any, norm: Any, x: Tensor) -> Tensor:
-    """``norm(activation(dense(x)))``, in front of the products with every word."""
-    name = activation_name(activation)
-    kind = None if name is None else ops.ACTIVATIONS[name]
-    if kind in ("gelu", "gelu_tanh") and plain(norm):
-        hidden, bias = product(dense, x)
-        approximate = "tanh" if kind == "gelu_tanh" else "none"
-        return ops.gelu_layer_norm(hidden, bias, norm.weight, norm.bias, approximate=approximate, eps=norm.eps)
-    y: Tensor = norm(linear_activation(dense, activation, x))
-    return y
+def attention_rate(module: Any, dropout: Any) -> float:
+    """The share of weights that attention drops. transformers reads the rate of ``dropout`` and never calls it, so the
+    module's training flag counts; people put an Identity in the place of a Dropout."""
+    return getattr(dropout, "p", 0.0) if module.training else 0.0
 
 
 # ---- parts with the names that BERT's family gives them --------------------------------------------------------------
@@ -124,7 +65,8 @@ class Embeddings(Patched):
     ) -> Tensor:
         segments = getattr(self, "token_type_embeddings", None)
         tables = [self.word_embeddings, self.position_embeddings, *([] if segments is None else [segments])]
-        if input_ids is None or inputs_embeds is not None or not plain(*tables, self.LayerNorm):
+        plain = is_plain(*tables, self.LayerNorm, self.dropout) and getattr(segments, "padding_idx", None) is None
+        if input_ids is None or inputs_embeds is not None or not plain:
             given = {"position_ids": position_ids, "inputs_embeds": inputs_embeds, **others}
             if segments is not None:
                 given["token_type_ids"] = token_type_ids
@@ -144,7 +86,7 @@ class Embeddings(Patched):
             weight=norm.weight,
             bias=norm.bias,
             eps=norm.eps,
-            p=rate(self.dropout),
+            p=dropout_rate(self.dropout),
             padding_idx=word.padding_idx,
             dtype=torch.get_autocast_dtype(device) if _autocast(word.weight) else None,
         )
@@ -168,12 +110,12 @@ class SelfAttention(Patched):
     ) -> tuple[Tensor, Tensor | None]:
         projections = (self.query, self.key, self.value)
         cache = any(each is not None for each in (*args, kwargs.get("past_key_values")))
-        if cache or not fusable(attention_mask, kwargs) or not plain(*projections):
+        if cache or not fusable(attention_mask, kwargs) or not is_plain(*projections):
             # transformers' projections around attention by fasttfm
             y: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[misc]
             return y
         causal = self.is_causal if kwargs.get("is_causal") is None else kwargs["is_causal"]
-        options = {"causal": causal, "scale": self.scaling, "p": rate(self.dropout)}
+        options = {"causal": causal, "scale": self.scaling, "p": attention_rate(self, self.dropout)}
         return self_attention(
             hidden_states, projections, self.num_attention_heads, attention_mask, options, kwargs
         ), None
@@ -208,7 +150,7 @@ class AddNorm(Patched):
 
     def forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         branch, bias = product(self.dense, hidden_states)
-        return residual_norm(self.LayerNorm, branch, bias, rate(self.dropout), input_tensor)
+        return residual_norm(self.LayerNorm, branch, input_tensor, bias=bias, dropout=self.dropout)
 
 
 class Intermediate(Patched):

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from fasttfm.nn.plain import activation_name, has_own_forward
 from fasttfm.patching.register import load
 from fasttfm.patching.report import PatchReport
 
@@ -57,7 +58,7 @@ def patch(model: nn.Module, *, remove_padding: bool | None = None, logits_in_tra
     report = PatchReport(type(model).__name__)
     for name, module in model.named_modules():
         ours = table.get(type(module))
-        if ours is not None and load("parts").wrapped(module):
+        if ours is not None and has_own_forward(module):
             report.left[f"{type(module).__name__} {name}".strip()] = "something else has replaced its forward"
         elif ours is not None:
             module.__class__ = ours
@@ -74,7 +75,7 @@ def unpatch(model: nn.Module) -> None:
     originals = {ours: theirs for theirs, ours in _table(family).items()}
     parts = load("parts")
     ours = [module for module in model.modules() if isinstance(module, parts.Patched)]
-    wrapped = {type(module) for module in ours if type(module) not in originals or parts.wrapped(module)}
+    wrapped = {type(module) for module in ours if type(module) not in originals or has_own_forward(module)}
     if wrapped:
         got = ", ".join(sorted(each.__name__ for each in wrapped))
         raise ValueError(f"unpatch: model: expected patched modules without wrappers around them, got {got}")
@@ -114,14 +115,13 @@ def _table(
 
 def _left(model: Any, family: ModuleType, *, remove_padding: bool, logits_in_training: bool) -> dict[str, str]:
     """What stays transformers' own in this model, and why."""
-    parts, heads, packing = load("parts"), load("heads"), load("packing")
+    heads, packing = load("heads"), load("packing")
     left: dict[str, str] = dict(family.LEFT)
     activations = {
         type(child).__name__
         for module in model.modules()
         for name, child in module.named_children()
-        if name in ("intermediate_act_fn", "transform_act_fn", "activation", "act")
-        and parts.activation_name(child) is None
+        if name in ("intermediate_act_fn", "transform_act_fn", "activation", "act") and activation_name(child) is None
     }
     for name in sorted(activations):
         left[f"activation {name}"] = "ops have no such activation; the linear layer in front of it stays alone too"

@@ -46,6 +46,9 @@ class RobertaLMHead(parts.Patched, theirs.RobertaLMHead):
 class RobertaForMaskedLM(heads.MaskedLMLoss, theirs.RobertaForMaskedLM):
     forward = heads.loss_alone(theirs.RobertaForMaskedLM)
 
+    def passed_by(self) -> tuple[Any, ...]:
+        return (self.lm_head,)
+
     def vocabulary_layer(self) -> Any:
         return self.lm_head.decoder
 

@@ -34,7 +34,7 @@ _DRAWS = 5
 
 
 def run_module(module: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor], draw: int = 0) -> Results:
-    """The outputs, and the gradients of floating inputs and of all parameters, each by name.
+    """The outputs, and the gradients of floating inputs and of all parameters that want one, each by name.
 
     Inputs go to the module's device, floating ones take its type. Incoming gradients are random, but the same for every
     module.
@@ -46,7 +46,7 @@ def run_module(module: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor]
         for name, value in inputs.items()
     }
     outputs = call(module, prepared)
-    wanted = {name: value for name, value in prepared.items() if value.is_floating_point()} | parameters
+    wanted = {name: value for name, value in (prepared | parameters).items() if value.requires_grad}
     differentiable = {name: value for name, value in outputs.items() if value.requires_grad}
     incoming = [_incoming(name, value, draw) for name, value in differentiable.items()]
     found = torch.autograd.grad(list(differentiable.values()), list(wanted.values()), incoming, allow_unused=True)

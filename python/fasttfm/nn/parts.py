@@ -1,0 +1,62 @@
+"""Steps of transformer layers over modules: fused where the modules are plain (plain.py), otherwise calls of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fasttfm import ops
+from fasttfm.nn.plain import activation_name, dropout_rate, is_plain
+from fasttfm.nn.residual import add_norm, add_then_norm
+
+
+def product(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """``linear(x)`` in two parts, whose sum it is: a fused op adds the second."""
+    return (functional.linear(x, linear.weight), linear.bias) if is_plain(linear) else (linear(x), None)
+
+
+def linear_activation(linear: Any, activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``activation(linear(x))``"""
+    name = activation_name(activation)
+    if name is None or not is_plain(linear):
+        return activation(linear(x))
+    weight = linear.weight if isinstance(linear, nn.Linear) else linear.weight.t()  # transformers' Conv1D
+    return ops.linear_gelu(x, weight, linear.bias, activation=name)
+
+
+def residual_norm(
+    norm: Any, branch: Tensor, residual: Tensor, *, bias: Tensor | None = None, dropout: Any = None
+) -> Tensor:
+    """``norm(residual + dropout(branch + bias))``; without a ``dropout`` nothing is dropped."""
+    if dropout is not None and not is_plain(dropout):
+        branch, bias, dropout = dropout(branch if bias is None else branch + bias), None, None
+    p = 0.0 if dropout is None else dropout_rate(dropout)
+    if is_plain(norm) and residual.dtype in (branch.dtype, torch.float32):
+        return add_norm(norm, branch, residual, linear_bias=bias, p=p)
+    branch = branch if bias is None else branch + bias
+    y: Tensor = norm(residual + (branch if dropout is None else dropout(branch)))
+    return y
+
+
+def residual_then_norm(norm: Any, branch: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """``norm(residual + branch)``, and the sum, which pre-LN blocks carry on."""
+    if is_plain(norm) and residual.dtype in (branch.dtype, torch.float32):
+        return add_then_norm(norm, branch, residual)
+    stream = residual + branch
+    return norm(stream), stream
+
+
+def masked_lm_transform(dense: Any, activation: Callable[[Tensor], Tensor], norm: Any, x: Tensor) -> Tensor:
+    """``norm(activation(dense(x)))``, in front of the products with every word."""
+    name = activation_name(activation)
+    kind = None if name is None else ops.ACTIVATIONS[name]
+    if kind in ("gelu", "gelu_tanh") and is_plain(norm):
+        hidden, bias = product(dense, x)
+        approximate = "tanh" if kind == "gelu_tanh" else "none"
+        return ops.gelu_layer_norm(hidden, bias, norm.weight, norm.bias, approximate=approximate, eps=norm.eps)
+    y: Tensor = norm(linear_activation(dense, activation, x))
+    return y

@@ -1,0 +1,130 @@
+"""Which modules a fused op may replace: one rule for ``fasttfm.nn``, ``fasttfm.models`` and ``fasttfm.patch``.
+
+A fused op reads the parameters of several modules and calls none of them. That gives the modules' result only if each
+of them does what its class says and nothing more: it has no hooks, nothing has replaced its forward, and its parameters
+are plain tensors. A module for which that does not hold is called, as torch calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn import functional
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.modules.module import _has_any_global_hook
+
+from fasttfm import ops
+from fasttfm.nn.layer_norm import LayerNorm
+from fasttfm.ops.library import PLAIN_TENSORS
+
+Condition = Callable[[Any], bool] | None  # None: nothing else
+
+
+def _of_the_last_dimension(norm: nn.LayerNorm) -> bool:
+    return len(norm.normalized_shape) == 1
+
+
+def _looks_rows_up(table: nn.Embedding) -> bool:
+    return table.max_norm is None and not table.scale_grad_by_freq and not table.sparse
+
+
+# The classes whose formula the ops know, and what else a module of the class has to be. Subclasses are not among them:
+# their forward may be another one.
+_CLASSES: dict[type, Condition] = {
+    nn.Linear: None,
+    NonDynamicallyQuantizableLinear: None,
+    nn.LayerNorm: _of_the_last_dimension,
+    LayerNorm: _of_the_last_dimension,
+    nn.Embedding: _looks_rows_up,
+    nn.Dropout: None,
+    nn.Identity: None,
+    nn.ReLU: None,
+    nn.GELU: None,
+    nn.SiLU: None,
+}
+# What a plain module's parameters are: tensors, those of a tracer, or none. DTensors and quantized tensors are not
+# among them: they have products of their own.
+_PARAMETERS = (*PLAIN_TENSORS, FakeTensor, FunctionalTensor, type(None))
+
+
+def register_plain_class(kind: type, condition: Condition = None) -> None:
+    """Says that ops know the formula of a class of modules, for those of which a ``condition`` is true."""
+    _CLASSES[kind] = condition
+
+
+def is_plain(*modules: Any) -> bool:
+    """Whether the parameters of modules say all that a call of them would do."""
+    if _has_any_global_hook():
+        return False
+    for module in modules:
+        kind = type(module)
+        if kind not in _CLASSES or is_watched(module):
+            return False
+        for parameter in module._parameters.values():
+            if type(parameter) not in _PARAMETERS:
+                return False
+        condition = _CLASSES[kind]
+        if condition is not None and not condition(module):
+            return False
+    return True
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a call of a module is more than a call of its class's forward: it has hooks, a compiled call or a forward
+    of its own."""
+    own = module.__dict__
+    return bool(
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+        or "_compiled_call_impl" in own
+    )
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether something has put a forward before that of the module's class, as Accelerate does to offload modules."""
+    return "forward" in module.__dict__
+
+
+# ---- activations and dropout -----------------------------------------------------------------------------------------
+
+# torch's functions and module classes, and the name that ops know them by.
+_ACTIVATIONS: dict[Any, str] = {
+    functional.relu: "relu",
+    torch.relu: "relu",
+    nn.ReLU: "relu",
+    functional.gelu: "gelu",
+    functional.silu: "silu",
+    nn.SiLU: "silu",
+}
+
+
+def register_activation(kind: type[nn.Module], name: str) -> None:
+    """Says that modules of a class compute the activation that ops know as ``name``."""
+    if name not in ops.ACTIVATIONS:
+        raise ValueError(f"register_activation: name: expected one of {', '.join(ops.ACTIVATIONS)}, got {name!r}")
+    _ACTIVATIONS.setdefault(kind, name)
+    register_plain_class(kind)
+
+
+def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
+    """The name that ops have for an activation, a function or a plain module; None where it has to be called."""
+    if not isinstance(activation, nn.Module):
+        return _ACTIVATIONS.get(activation)
+    if not is_plain(activation):
+        return None
+    if type(activation) is nn.GELU:
+        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    return _ACTIVATIONS.get(type(activation))
+
+
+def dropout_rate(dropout: nn.Dropout | nn.Identity) -> float:
+    """The share that a plain module drops; people put an Identity in the place of a Dropout."""
+    return float(getattr(dropout, "p", 0.0)) if dropout.training else 0.0
