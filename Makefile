@@ -3,7 +3,7 @@
 #   PYTHON       the interpreter that .venv is made with, and that `make gpu` runs
 #   OPS          `make gpu-test`, `make gpu` and `make sanitize-gpu`: some ops only, for example OPS=layer_norm,attention
 #   PYTEST_ARGS  `make test` and `make bench`: passed on to pytest, for example PYTEST_ARGS="tests/ops -k odd"
-#   LOG          `make gpu-test`: the folder of its log
+#   LOG          `make gpu-test`, `make sanitize-gpu` and `make asan`: the folder of the log
 #   TIME_LIMIT   `make gpu-test`: seconds after which it stops and says what is left
 #   RUNNER_ARGS  `make gpu-test`: passed on to tools/run_tests.py, for example RUNNER_ARGS="-n 8 -k odd"
 
@@ -13,6 +13,7 @@ PYTEST_ARGS ?=
 LOG ?=
 TIME_LIMIT ?= 480
 RUNNER_ARGS ?=
+SANITIZER_ARGS ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -71,14 +72,19 @@ asan_environment = PYTHONPATH=$(CURDIR)/build/asan/lib PYTHONMALLOC=malloc \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
   LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)"
 
+asan_tests = $(wildcard tests/native/test_*.py) tests/native/under_sanitizers.py tests/ops/test_attention.py::test_random_packed_batches \
+  tests/ops/test_attention.py::test_nothing_leaks_from_beyond_a_sequence tests/ops/test_pack.py::test_wrong_boundaries_reach_nothing_outside \
+  tests/ops/test_embedding.py::test_a_kernel_notes_a_wrong_id_and_goes_on \
+  tests/ops/test_linear_cross_entropy.py::test_a_kernel_notes_a_wrong_label_and_goes_on \
+  tests/ops/test_masked_lm_loss.py::test_a_kernel_notes_a_wrong_position_and_goes_on
+
 .PHONY: asan
-asan: .venv/installed ## the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
+asan: .venv/installed ## every op's CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	@rm -rf build/asan/lib
 	PATH="$(CURDIR)/.venv/bin:$$PATH" FASTTFM_SANITIZE=ON FASTTFM_CUDA=OFF \
 	  .venv/bin/python setup.py --quiet build --build-base build/asan --build-lib build/asan/lib
 	$(asan_environment) .venv/bin/python -c 'from fasttfm import _C; assert "build/asan" in _C.__file__, _C.__file__'
-	$(asan_environment) .venv/bin/python -m pytest tests/native
-	$(asan_environment) .venv/bin/python -m pytest tests/ops -k "test_accuracy and cpu- and not gpu"
+	$(asan_environment) .venv/bin/python tools/run_tests.py --log $(or $(LOG),build/asan/log) -m "not gpu" -k "not triton" $(asan_tests)
 
 # No virtual environment, no network, no isolation: what the machine's own Python has (torch, Triton, pytest, setuptools, cmake, ninja,
 # pybind11) builds the package under build/gpu and runs it from there.
@@ -100,20 +106,14 @@ gpu-test: gpu-build ## on a GPU machine: build with its own Python, run all GPU 
 gpu: gpu-test ## the same, and the benchmarks
 	$(gpu_environment) $(PYTHON) -m fasttfm bench $(if $(OPS),--ops $(OPS))
 
-# A short list of cases: under the sanitizer a kernel runs up to a hundred times slower. racecheck follows a barrier from the thread
-# that arrives, not from its warp (benchmarks/lab/racecheck_patterns.cu): in this build every lane arrives.
-sanitized_cases := test_accuracy_gpu and bfloat16 and (typical or odd or packed or several_tiles)
-sanitized_environment = PYTHONPATH=$(CURDIR)/build/sanitized/lib:$(PYTHONPATH) PYTORCH_NO_CUDA_MEMORY_CACHING=1
-
+# racecheck follows a barrier from the thread that arrives, not from its warp (benchmarks/lab/racecheck_patterns.cu): in this build
+# every lane arrives. It shares its objects with gpu-build; those of Hopper's kernels are compiled anew whenever the two take turns.
 .PHONY: sanitize-gpu
-sanitize-gpu: ## on a GPU machine: some GPU tests under compute-sanitizer's four tools, in a build of their own (OPS=a,b)
+sanitize-gpu: ## on a GPU machine: the CUDA kernels under compute-sanitizer's four tools at once (OPS=a,b; SANITIZER_ARGS="--tools memcheck")
 	@rm -rf build/sanitized/lib
-	NVCC_APPEND_FLAGS=-DFASTTFM_EVERY_LANE_ARRIVES \
-	  $(PYTHON) setup.py --quiet build --build-base build/sanitized --build-lib build/sanitized/lib
-	for tool in memcheck racecheck initcheck synccheck; do \
-	  $(sanitized_environment) compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    $(PYTHON) -m pytest -q -m gpu -k "$(sanitized_cases)" $(op_tests); \
-	done
+	FASTTFM_EVERY_LANE_ARRIVES=ON $(PYTHON) setup.py --quiet build --build-base build/gpu --build-lib build/sanitized/lib
+	PYTHONPATH=$(CURDIR)/build/sanitized/lib:$(PYTHONPATH) TRITON_CACHE_DIR=$(CURDIR)/build/gpu/triton $(PYTHON) tools/sanitize_gpu.py \
+	  $(if $(LOG),--log $(LOG)) $(if $(ops),-k "$(subst $(comma), or ,$(OPS))") $(SANITIZER_ARGS)
 
 .PHONY: clean
 clean: ## remove what was built and cached, keep .venv

@@ -35,7 +35,8 @@ class CMakeBuild(build_ext):
             "Python_EXECUTABLE": sys.executable,
             "pybind11_DIR": pybind11.get_cmake_dir(),
         }
-        for option in ("FASTTFM_CUDA", "FASTTFM_NVCC", "FASTTFM_CUDA_ARCHS", "FASTTFM_SANITIZE"):
+        options = ("CUDA", "NVCC", "CUDA_ARCHS", "SANITIZE", "EVERY_LANE_ARRIVES")
+        for option in (f"FASTTFM_{name}" for name in options):
             if option in os.environ:
                 definitions[option] = os.environ[option]
         flags = [f"-D{name}={value}" for name, value in definitions.items()]

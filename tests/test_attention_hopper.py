@@ -168,7 +168,10 @@ def test_same_bits_under_load(case: str, head_dim: int) -> None:
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", HEADS)
-@pytest.mark.parametrize("case", LOAD)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.large_memory if max(LOAD[case][1]) > 2500 else ()) for case in LOAD],
+)
 def test_first_and_last_sequence_against_the_reference(case: str, head_dim: int, dtype: torch.dtype) -> None:
     """Under load; without dropout's mask, which depends on a sequence's number, the reference computes it alone."""
     lengths, lengths_k, options = LOAD[case]

@@ -1,0 +1,121 @@
+"""Every kernel, forward and backward, for sanitizers to watch; results are compared in tests/ops.
+
+pytest does not collect this file by its name: ``make asan`` and ``make sanitize-gpu`` run it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from fasttfm.ops import attention, cu_seqlens_from_lengths, gelu_product
+from fasttfm.ops.backends import BackendRefused, tables
+from fasttfm.ops.gelu_product import DERIVATIVE, PRODUCT
+from fasttfm.testing.harness import draw_inputs, run, with_backend
+from fasttfm.testing.spec import OpCase, OpSpec
+from fasttfm.testing.specs import all_specs
+
+SPECS = all_specs().values()
+
+
+def calls(specs: list[OpSpec]) -> list[Any]:
+    return [pytest.param(spec, case, id=f"{spec.name}-{case}") for spec in specs for case in spec.cases]
+
+
+def has_cuda_kernels(spec: OpSpec) -> bool:
+    return any(backend.name == "cuda" for backend in tables()[spec.name].backends)
+
+
+# ---- on the CPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("spec", "case"), calls(list(SPECS)))
+def test_on_the_cpu(spec: OpSpec, case: OpCase, isa: str) -> None:
+    threads = torch.get_num_threads()
+    try:
+        for dtype in case.dtypes:
+            inputs = draw_inputs(spec, case, dtype)
+            for count in (1, 3):
+                torch.set_num_threads(count)
+                run(spec, spec.function, inputs, case.options)
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- CUDA kernels ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("spec", "case"), calls([spec for spec in SPECS if has_cuda_kernels(spec)]))
+def test_on_a_gpu(spec: OpSpec, case: OpCase) -> None:
+    refusals = []
+    for dtype in case.dtypes:
+        try:
+            run(spec, with_backend(spec, "cuda"), draw_inputs(spec, case, dtype, "cuda"), case.options)
+        except BackendRefused as refusal:
+            refusals.append(str(refusal))
+    if len(refusals) == len(case.dtypes):
+        pytest.skip(refusals[0])
+
+
+# Lengths of queries and keys. Sums of dq are kept on chip up to 512 queries, and in memory beyond, where several blocks
+# share a head; where lengths differ, blocks take heads from a counter.
+LENGTHS = {
+    "equal": ([130, 130], [130, 130]),
+    "different": ([150, 0, 1, 270, 64], [64, 3, 200, 270, 0]),
+    "long": ([700, 5, 64], [600, 130, 1000]),
+}
+ATTENTION_CALLS = [
+    pytest.param(*call, id="attention-" + "-".join(map(str, call)))
+    for call in itertools.product(LENGTHS, (64, 128), (False, True), (0.0, 0.1))
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "head_dim", "causal", "p"), ATTENTION_CALLS)
+def test_attention(name: str, head_dim: int, causal: bool, p: float) -> None:
+    lengths, lengths_k = LENGTHS[name]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(sum(tokens), 2, head_dim, generator=generator).bfloat16().cuda()
+        for tokens in (lengths, lengths_k, lengths_k, lengths)
+    )
+    options: dict[str, Any] = {"causal": causal, "dropout_p": p, "seed": torch.tensor([7]).cuda(), "backend": "cuda"}
+    if name == "equal":
+        q, k, v, dout = (x.view(len(lengths), -1, 2, head_dim) for x in (q, k, v, dout))
+    else:
+        options["cu_seqlens"] = cu_seqlens_from_lengths(lengths, device="cuda")
+        options["cu_seqlens_k"] = cu_seqlens_from_lengths(lengths_k, device="cuda")
+        options |= {"max_seqlen": max(lengths), "max_seqlen_k": max(lengths_k)}
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    torch.autograd.grad(attention(*leaves, **options), leaves, dout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["attention-full", "attention-causal"])
+@pytest.mark.parametrize(("sequences", "tokens"), [(5, 256), (3, 300)])  # tiles of 256 and of 192 queries
+def test_attention_with_many_heads(sequences: int, tokens: int, causal: bool) -> None:
+    q = torch.randn(sequences, tokens, 16, 64).bfloat16().cuda()
+    attention(q, q, q, causal=causal, backend="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"),
+    [(300, 200, 392), (127, 72, 328), (4300, 64, 4096)],
+    ids=lambda size: f"gelu_product-{size}",
+)
+def test_gelu_product(rows: int, inner: int, columns: int) -> None:
+    """Of one tile, of tiles that reach past the end, and of several rounds of tiles on all multiprocessors."""
+    randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    x, weight, h = (randn(*shape).bfloat16().cuda() for shape in ((rows, inner), (columns, inner), (rows, columns)))
+    bias = randn(columns).cuda()
+    for kept in (PRODUCT, DERIVATIVE):
+        gelu_product.forward_op(x, weight, bias, "gelu", kept, "cuda")
+    transposed = weight.t().contiguous()
+    gelu_product.backward_op(x, transposed, h, bias, "gelu", True, True, "cuda")
+    gelu_product.scaled_op(x, transposed, h, bias, True, "cuda")

@@ -1,0 +1,77 @@
+"""tools/sanitize_gpu.py: which lines of compute-sanitizer's output are findings, and whose."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LOG = """========= COMPUTE-SANITIZER
+
+[test] tests/native/under_sanitizers.py::test_on_a_gpu[layer_norm-typical]
+.
+[test] tests/native/under_sanitizers.py::test_on_a_gpu[layer_norm-odd]
+========= Invalid __global__ write of size 4 bytes
+=========     at void fasttfm::cuda::forward_kernel<float>(Parameters)+0x10
+=========     by thread (0,0,0) in block (1,0,0)
+=========
+========= Invalid __global__ write of size 4 bytes
+=========     at void fasttfm::cuda::forward_kernel<float>(Parameters)+0x20
+.
+[test] tests/test_optim.py::test_a_gpus_step[None]
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at void at::native::vectorized_elementwise_kernel<4>(int)+0x20
+.
+========= ERROR SUMMARY: 3 errors
+"""
+
+
+@pytest.fixture(scope="module")
+def tool() -> Any:
+    path = Path(__file__).parents[2] / "tools" / "sanitize_gpu.py"
+    spec = importlib.util.spec_from_file_location("sanitize_gpu", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_findings_belong_to_the_test_that_was_running(tool: Any) -> None:
+    odd = "tests/native/under_sanitizers.py::test_on_a_gpu[layer_norm-odd]"
+    found = list(tool.findings(LOG, "memcheck"))
+    assert [each.test for each in found] == [odd, odd, "tests/test_optim.py::test_a_gpus_step[None]"]
+    assert "block (1,0,0)" in found[0].text
+    assert "+0x20" in found[1].text
+    assert [each.test for each in tool.findings(LOG, "initcheck")] == [odd, odd]
+    assert not list(tool.findings("========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors", "memcheck"))
+    race = "========= Error: Race reported between Write access at fasttfm::cuda::f()+0x5 and Read access\n"
+    assert len(list(tool.findings(race, "racecheck"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "op"),
+    [
+        ("tests/native/under_sanitizers.py::test_on_a_gpu[gelu_layer_norm-odd]", "gelu_layer_norm"),
+        ("tests/native/under_sanitizers.py::test_attention[attention-long-64-True-0.1]", "attention"),
+        ("tests/native/under_sanitizers.py::test_attention_with_many_heads[5-256-attention-causal]", "attention"),
+        ("tests/native/under_sanitizers.py::test_gelu_product[gelu_product-300-200]", "gelu_product"),
+        ("tests/test_optim.py::test_a_gpus_step[None]", "optim"),
+    ],
+)
+def test_ops(tool: Any, nodeid: str, op: str) -> None:
+    assert tool.op_of(nodeid) == op
+
+
+def test_the_table_counts_tests_and_findings(tool: Any, tmp_path: Path) -> None:
+    (tmp_path / "memcheck").mkdir()
+    (tmp_path / "memcheck" / "worker-0.log").write_text(LOG)
+    row = {"nodeid": "tests/native/under_sanitizers.py::test_on_a_gpu[layer_norm-odd]", "outcome": "passed"}
+    (tmp_path / "memcheck" / "results.jsonl").write_text(json.dumps(row) + "\n")
+    rows, texts = tool.table(tmp_path, ["memcheck"])
+    assert rows[1].split() == ["layer_norm", "memcheck", "1", "0", "0", "2"]
+    assert len(texts) == 3

@@ -1,0 +1,171 @@
+"""CUDA kernels under compute-sanitizer's four tools at once: ``python tools/sanitize_gpu.py [options]``.
+
+Each tool watches the same tests (tools/run_tests.py runs them, in some processes per tool). Before that, memcheck and
+initcheck must notice a kernel that is given a wrong buffer: a filter that matches no kernel would find no error either.
+The table at the end has one row per op and tool; the log folder holds every finding (findings.txt) and what the tools
+printed. The exit code is 0 if all tests were run, all passed, and nothing was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+RUNNER = Path(__file__).with_name("run_tests.py")
+TESTS = (
+    "tests/native/under_sanitizers.py",
+    "tests/test_optim.py",
+    "tests/test_attention_column_sums.py::test_types",
+    "tests/test_gelu_product.py::test_less_is_wanted",
+    "tests/test_gelu_product.py::test_rows_apart_and_odd_addresses",
+)
+OURS = "fasttfm"  # the namespace of all kernels, and so part of their names
+
+# initcheck has to watch torch's kernels too, or what they write would count as uninitialized; what it says of their own
+# reads is left out.
+COMMON = "--target-processes application-only --report-api-errors no --show-backtrace device --print-limit 100"
+TOOLS = {
+    "memcheck": f"--kernel-name kns={OURS}",
+    "racecheck": f"--kernel-name kns={OURS}",
+    "synccheck": f"--kernel-name kns={OURS}",
+    "initcheck": "",
+}
+
+CONTROL = """
+import torch
+from fasttfm import _C, _native
+
+rows, columns = 64, 256
+x = torch.{x}(rows, columns, device="cuda")
+y, statistics = torch.empty(rows * columns {missing}, device="cuda"), torch.empty(2, rows, device="cuda")
+_C.layer_norm_forward_cuda(
+    x=x.data_ptr(), weight=0, bias=0, y=y.data_ptr(), mean=statistics.data_ptr(), rstd=statistics[1].data_ptr(),
+    rows=rows, columns=columns, x_stride=columns, eps=1e-5, dtype=0, parameter_dtype=0, device=0,
+    stream=_native.stream(x),
+)
+torch.cuda.synchronize()
+"""
+CONTROLS = {
+    "memcheck": CONTROL.format(x="ones", missing="// 2"),
+    "initcheck": CONTROL.format(x="empty", missing=""),
+}
+
+# How lines begin that are no finding.
+NO_FINDING = (
+    *("COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY", "LEAK SUMMARY"),
+    *("Error: process didn't", "Target application"),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    test: str
+    text: str
+
+
+def findings(log: str, tool: str) -> Iterator[Finding]:
+    """The errors in what a tool printed, each with the test that was running: a line whose text begins right after the
+    tool's mark, and the indented ones that follow."""
+    test, block = "", []
+    for line in [*log.splitlines(), "[test] "]:
+        begins = line.startswith("[test] ")
+        error = re.match(r"========= (?! )(.+)", line)
+        if block and (begins or error):
+            text = "\n".join(block)
+            if tool != "initcheck" or OURS in text:
+                yield Finding(test, text)
+            block = []
+        if begins:
+            test = line.removeprefix("[test] ")
+        elif error and not error[1].startswith(NO_FINDING):
+            block = [line]
+        elif block and line.startswith("========="):
+            block.append(line)
+
+
+def op_of(nodeid: str) -> str:
+    """The first part of a test's parameters in under_sanitizers.py, elsewhere the file's name."""
+    found = re.search(r"under_sanitizers\.py::.*?\[(?:\d+-\d+-)?(\w+)-", nodeid)
+    return found[1] if found else Path(nodeid.split("::")[0]).stem.removeprefix("test_")
+
+
+def command_of(tool: str) -> str:
+    return f"compute-sanitizer --tool {tool} {COMMON} {TOOLS[tool]}".strip()
+
+
+def start(tool: str, options: argparse.Namespace, log: Path) -> subprocess.Popen[bytes]:
+    command = [
+        *(sys.executable, str(RUNNER), "-m", "gpu", "-n", str(options.processes), "--wrap", command_of(tool)),
+        *("--time-limit", str(options.time_limit), "--log", str(log / tool)),
+        *(("-k", options.keyword) if options.keyword else ()),
+        *TESTS,
+    ]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # an allocation of its own for each tensor
+    with (log / f"{tool}.txt").open("wb") as output:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+
+
+def control_notices(tool: str, log: Path) -> bool:
+    command = [*command_of(tool).split(), sys.executable, "-c", CONTROLS[tool]]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    (log / f"control-{tool}.txt").write_text(done.stdout + done.stderr)
+    return any(OURS in finding.text for finding in findings(done.stdout, tool))
+
+
+def table(log: Path, tools: list[str]) -> tuple[list[str], list[str]]:
+    """The rows of the table, and the text of all findings."""
+    rows, texts = [f"{'op':28} {'tool':10} {'passed':>7} {'failed':>7} {'skipped':>8} {'findings':>9}"], []
+    for tool in tools:
+        outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        results = log / tool / "results.jsonl"
+        for line in results.read_text().splitlines() if results.exists() else ():
+            row = json.loads(line)
+            outcomes[op_of(row["nodeid"])][row["outcome"]] += 1
+        for worker in sorted((log / tool).glob("worker-*.log")):
+            for finding in findings(worker.read_text(errors="replace"), tool):
+                outcomes[op_of(finding.test)]["finding"] += 1
+                texts.append(f"---- {tool}: {finding.test}\n{finding.text}\n")
+        for op, counts in sorted(outcomes.items()):
+            numbers = [counts[name] for name in ("passed", "failed", "skipped", "finding")]
+            rows.append(f"{op:28} {tool:10} {numbers[0]:7d} {numbers[1]:7d} {numbers[2]:8d} {numbers[3]:9d}")
+    return rows, texts
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="CUDA kernels under compute-sanitizer's tools.")
+    parser.add_argument("--tools", default=",".join(TOOLS), help="some tools only, separated by commas")
+    parser.add_argument("-k", "--keyword", default="", help="pytest's -k")
+    parser.add_argument("-n", "--processes", type=int, default=max((os.cpu_count() or 1) // 4, 1), help="per tool")
+    parser.add_argument("--time-limit", type=float, default=420.0, help="seconds")
+    parser.add_argument("--log", default="build/sanitized/log", help="folder for the log; emptied first")
+    options = parser.parse_args(arguments)
+    tools, log = options.tools.split(","), Path(options.log).resolve()
+    shutil.rmtree(log, ignore_errors=True)
+    log.mkdir(parents=True)
+    running = {tool: start(tool, options, log) for tool in tools}
+    blind = [tool for tool in tools if tool in CONTROLS and not control_notices(tool, log)]
+    codes = {tool: process.wait() for tool, process in running.items()}
+    rows, texts = table(log, tools)
+    (log / "findings.txt").write_text("\n".join(texts))
+    (log / "table.txt").write_text("\n".join(rows) + "\n")
+    for tool in tools:
+        print(f"\n======== {tool}", *(log / f"{tool}.txt").read_text(errors="replace").splitlines()[-40:], sep="\n")
+    print("\n======== findings", *texts[:40], "", *rows, "", sep="\n")
+    for tool in blind:
+        print(f"{tool} does not notice a wrong buffer: see control-{tool}.txt")
+    print(f"{len(texts)} findings; exit codes of the tests: {codes}")
+    return int(bool(texts or blind or any(codes.values())))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
