@@ -26,7 +26,7 @@ from fasttfm.ops.attention import qkv_backward_op as attention_qkv_backward_op
 from fasttfm.ops.dropout_add_layer_norm import backward_op as add_norm_backward_op
 from fasttfm.ops.dropout_add_layer_norm import forward_op as add_norm_forward_op
 from fasttfm.ops.layer_norm import forward_op as layer_norm_forward_op
-from fasttfm.ops.library import OpFunction, needs_gradient, straight
+from fasttfm.ops.library import OpFunction, needs_gradient, straight, unshared
 
 
 class Parameters(NamedTuple):
@@ -147,7 +147,7 @@ class _EncoderBlock(OpFunction):
         if options.keep_activation:
             kept = gelu_product.kept_beside(options.backend, x, own.up_weight, own.down_weight)
         y, z, saved = _forward(x, residual, cu_seqlens, separate, options, own, kept=kept)
-        ctx.save_for_backward(cu_seqlens, *separate, x, *saved, *own)
+        ctx.save_for_backward(*unshared(cu_seqlens), *separate, x, *saved, *own)
         ctx.options, ctx.kept = options, kept
         ctx.pre_norm = residual is not None
         ctx.types = [None if parameter is None else parameter.dtype for parameter in given]

@@ -27,7 +27,7 @@ from fasttfm.ops.backends import (
     triton_absent,
 )
 from fasttfm.ops.column_sum import column_sum_op
-from fasttfm.ops.library import OpFunction, needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
 from fasttfm.ops.linear import autocast
 
 OP = "attention"
@@ -179,7 +179,8 @@ class _Attention(OpFunction):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
         out, lse = forward_op(q, k, v, *options)
-        ctx.save_for_backward(q, k, v, out, lse, *options[:_TENSORS])
+        places, others = unshared(*options[:_PLACES]), options[_PLACES:_TENSORS]
+        ctx.save_for_backward(q, k, v, out, lse, *places, *others)
         ctx.numbers = options[_TENSORS:]
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # there is none of lse
@@ -198,6 +199,7 @@ class _Attention(OpFunction):
 # k and v are None where q is qkv. Its gradient comes in one piece as dq then, and dk and dv are empty.
 
 _TENSORS = 7  # cu_seqlens, cu_seqlens_k, lengths, lengths_k, bias, alibi_slopes, seed
+_PLACES = 4  # the first of them say where sequences are
 
 
 def _forward(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:

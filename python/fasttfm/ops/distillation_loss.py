@@ -24,7 +24,7 @@ from fasttfm.ops.backends import (
     requested,
     triton_absent,
 )
-from fasttfm.ops.library import OpFunction, needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
 from fasttfm.ops.linear_cross_entropy import scaled_gradients
 
 OP = "distillation_loss"
@@ -160,7 +160,7 @@ class _Distillation(OpFunction):
         now = ctx.wanted if reduction != "none" else [False] * 3
         losses, *gradients = forward_op(*tensors, counted, positions, None, temperature, now, backend)
         kept = tensors if reduction == "none" else (divisor, *gradients)
-        ctx.save_for_backward(counted, positions, *kept)
+        ctx.save_for_backward(counted, *unshared(positions), *kept)
         return cross_entropy.reduced(losses, reduction, divisor)
 
     @staticmethod

@@ -25,7 +25,7 @@ from fasttfm.ops.backends import (
     requested,
     triton_absent,
 )
-from fasttfm.ops.library import OpFunction, needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
 
 OP = "dropout_add_layer_norm"
 
@@ -134,7 +134,7 @@ class _DropoutAddLayerNorm(OpFunction):
     ) -> Tensor | tuple[Tensor, Tensor]:
         y: Tensor
         y, z, statistics = forward_op(x, residual, weight, bias, linear_bias, cu_seqlens, seed, p, eps, True, backend)
-        ctx.save_for_backward(z, statistics, weight, bias, linear_bias, cu_seqlens, seed)
+        ctx.save_for_backward(z, statistics, weight, bias, linear_bias, *unshared(cu_seqlens), seed)
         ctx.p = p
         ctx.backend = backend
         return (y, z) if prenorm else y

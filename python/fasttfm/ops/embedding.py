@@ -23,7 +23,7 @@ from fasttfm.ops.backends import (
     requested,
     triton_absent,
 )
-from fasttfm.ops.library import OpFunction, needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
 
 OP = "embedding"
 _TABLE_NAMES = ("word", "position", "segment")
@@ -200,7 +200,9 @@ class _Embedding(OpFunction):
         *tensors, layer_norm, eps, p, dtype, padding_idx, backend = arguments
         y: Tensor
         y, statistics = forward_op(*tensors, layer_norm, eps, p, dtype, backend)
-        ctx.save_for_backward(*tensors, statistics)
+        ids, *tables, position_ids, segment_ids, cu_seqlens, weight, bias, seed = tensors
+        ids, *indices = unshared(ids, position_ids, segment_ids, cu_seqlens)
+        ctx.save_for_backward(ids, *tables, *indices, weight, bias, seed, statistics)
         ctx.options = (layer_norm, p, padding_idx)
         ctx.backend = backend
         return y

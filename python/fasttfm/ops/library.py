@@ -135,6 +135,12 @@ def needs_gradient(*tensors: torch.Tensor | None) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+def unshared(*indices: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Index tensors to save for the backward: copies on the CPU. NumPy may write to memory that it shares with them,
+    which torch does not count as a change, and kernels trust the indices that the forward has checked."""
+    return [given if given is None or not given.is_cpu else given.clone() for given in indices]
+
+
 def _has_tangent(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
 

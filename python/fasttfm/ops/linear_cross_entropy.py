@@ -26,7 +26,7 @@ from fasttfm.ops.backends import (
     tables,
     triton_absent,
 )
-from fasttfm.ops.library import OpFunction, needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
 
 OP = "linear_cross_entropy"
 _errors = IndexErrors(OP, ("labels", "positions"))
@@ -201,9 +201,9 @@ class _VocabularyLoss(OpFunction):
             call.backend,
         )  # fmt: skip
         if call.reduction == "none":
-            ctx.save_for_backward(labels, positions, hidden, weight, bias)
+            ctx.save_for_backward(*unshared(labels, positions), hidden, weight, bias)
         else:
-            ctx.save_for_backward(labels, positions, divisor, *gradients)
+            ctx.save_for_backward(*unshared(labels, positions), divisor, *gradients)
         ctx.mark_non_differentiable(correct, samples)
         return cross_entropy.reduced(losses, call.reduction, divisor), correct, samples
 

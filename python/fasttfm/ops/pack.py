@@ -23,7 +23,7 @@ from fasttfm.ops.backends import (
     triton_absent,
     triton_interpreted,
 )
-from fasttfm.ops.library import OpFunction, needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
 
 OP = "pack"
 _UNPACK = "unpack"
@@ -171,7 +171,7 @@ class _Pack(OpFunction):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor, total: int, backend: str | None) -> Tensor:
-        ctx.save_for_backward(cu_seqlens)
+        ctx.save_for_backward(*unshared(cu_seqlens))
         ctx.max_seqlen, ctx.backend = x.shape[1], backend
         packed: Tensor = _pack_op(x, cu_seqlens, total, backend)
         return packed
@@ -188,7 +188,7 @@ class _Unpack(OpFunction):
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, cu_seqlens: Tensor, max_seqlen: int, backend: str | None) -> Tensor:
-        ctx.save_for_backward(cu_seqlens)
+        ctx.save_for_backward(*unshared(cu_seqlens))
         ctx.total, ctx.backend = packed.shape[0], backend
         x: Tensor = _unpack_op(packed, cu_seqlens, max_seqlen, backend)
         return x

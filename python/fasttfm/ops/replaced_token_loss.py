@@ -11,7 +11,7 @@ from fasttfm.kernels.common import cross_entropy
 from fasttfm.kernels.replaced_token_loss import reference
 from fasttfm.ops import checks, vocabulary
 from fasttfm.ops.backends import Backend, BackendTable, always, dtype_name, requested
-from fasttfm.ops.library import OpFunction, needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
 
 OP = "replaced_token_loss"
 
@@ -80,7 +80,7 @@ class _Losses(OpFunction):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, counted: Tensor, backend: str | None) -> Tensor:
-        ctx.save_for_backward(logits, labels, counted)
+        ctx.save_for_backward(logits, *unshared(labels), counted)
         ctx.backend = backend
         losses: Tensor = forward_op(logits, labels, counted, backend)
         return losses
