@@ -106,6 +106,20 @@ gpu-test: gpu-build ## on a GPU machine: build with its own Python, run all GPU 
 gpu: gpu-test ## the same, and the benchmarks
 	$(gpu_environment) $(PYTHON) -m fasttfm bench $(if $(OPS),--ops $(OPS))
 
+# The same without CUDA, for any CPU. What a test needs and this Python lacks is skipped, with its reason.
+host_environment = PYTHONPATH=$(CURDIR)/build/host/lib:$(PYTHONPATH)
+
+.PHONY: host-build
+host-build:
+	@rm -rf build/host/lib
+	FASTTFM_CUDA=OFF $(PYTHON) setup.py --quiet build --build-base build/host --build-lib build/host/lib
+	$(host_environment) $(PYTHON) -m fasttfm info
+
+.PHONY: host-test
+host-test: host-build ## build without CUDA with the machine's own Python, run the CPU tests in as many processes as there are cores (OPS=a,b FASTTFM_ISA=avx2)
+	$(host_environment) $(PYTHON) tools/run_tests.py -m "not gpu and not slow" \
+	  --log $(or $(LOG),build/host/log) $(RUNNER_ARGS) $(op_tests)
+
 # racecheck follows a barrier from the thread that arrives, not from its warp (benchmarks/lab/racecheck_patterns.cu): in this build
 # every lane arrives. It shares its objects with gpu-build; those of Hopper's kernels are compiled anew whenever the two take turns.
 .PHONY: sanitize-gpu

@@ -98,7 +98,7 @@ def linear_cross_entropy(
     call = Call(OP, loss, reduction, requested(backend))
     result = vocabulary_loss(hidden, weight, bias, labels.flatten(), call, total=total)
     found = result.loss.reshape(labels.shape) if reduction == "none" else result.loss
-    return result._replace(loss=found) if counts else found
+    return CountedLoss(found, result.predictions, result.correct) if counts else found
 
 
 def _check_shift(hidden: Tensor, shift: Any, cu_seqlens: Any) -> None:

@@ -93,7 +93,7 @@ def masked_lm_loss(
     if not counts and not sample:
         return found
     words = None if result.samples is None else result.samples.reshape(labels.shape)
-    return result._replace(loss=found, samples=words)
+    return CountedLoss(found, result.predictions, result.correct, words)
 
 
 def _found_loss(
@@ -118,7 +118,7 @@ def _found_loss(
         samples = above + ignore_index
     if missed is not None:
         loss = torch.where(missed, torch.nan, loss)
-    return result._replace(loss=loss, samples=samples)
+    return CountedLoss(loss, result.predictions, result.correct, samples)
 
 
 def _predicted(labels: Tensor, ignore_index: int, most: int | None) -> tuple[Tensor, Tensor, Tensor | None]:

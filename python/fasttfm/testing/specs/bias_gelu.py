@@ -159,7 +159,7 @@ SPEC = OpSpec(
     mutants={
         "the other form of gelu": _other_form,
         "bias dropped": _without_bias,
-        "a term of the derivative dropped": _DroppedTerm.apply,
+        "a term of the derivative dropped": lambda x, bias, activation: _DroppedTerm.apply(x, bias, activation),
     },
     triton_kernels=_triton_kernels,
     native_ops=_native_ops,

@@ -193,7 +193,9 @@ SPEC = OpSpec(
     mutants={
         "the other form of gelu": _other_form,
         "gelu after the norm": _norm_before_gelu,
-        "dlinear_bias without gelu'": _LinearBiasBeforeGelu.apply,
+        "dlinear_bias without gelu'": lambda x, linear_bias, weight, bias, approximate, eps: (
+            _LinearBiasBeforeGelu.apply(x, linear_bias, weight, bias, approximate, eps)
+        ),
     },
     triton_kernels=_triton_kernels,
     native_ops=_native_ops,

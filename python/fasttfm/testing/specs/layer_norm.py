@@ -191,7 +191,7 @@ SPEC = OpSpec(
     mutants={
         "without the mean": _without_mean,
         "variance over C - 1": _one_column_short,
-        "a term of dx dropped": _DroppedTerm.apply,
+        "a term of dx dropped": lambda x, weight, bias, eps: _DroppedTerm.apply(x, weight, bias, eps),
     },
     triton_kernels=_triton_kernels,
     native_ops=_native_ops,
