@@ -89,7 +89,7 @@ CASES = (
     _case("decoding", (1, 1, 1), 4, 64, lengths_k=(19, 1, 40), kv_heads=2, layout="padded", causal=True),
     _case("grouped_heads", (11, 6), 6, 16, kv_heads=2, layout="packed", dropout_p=0.1),
     _case("one_kv_head", (10, 10), 4, 24, kv_heads=1, causal=True),
-    _case("one_token", (1, 1), 2, 16, lengths_k=(1, 9), layout="padded", return_lse=True),
+    _case("one_token", (1,) * 8, 6, 16, lengths_k=(1, 9) * 4, layout="padded", return_lse=True),
     _case("no_tokens", (0, 0), 2, 16, layout="packed"),
     _case("no_sequences", (), 2, 16),
     _case("no_keys", (4,), 2, 16, lengths_k=(0,)),
