@@ -1,11 +1,11 @@
 # The commands of this project; `make help` lists them.
 #
-#   PYTHON       the interpreter that .venv is made with, and that `make gpu` runs
-#   OPS          `make gpu-test`, `make gpu` and `make sanitize-gpu`: some ops only, for example OPS=layer_norm,attention
+#   PYTHON       the interpreter that .venv is made with, and that `make gpu` and `make host-test` run
+#   OPS          `make gpu-test`, `make host-test`, `make gpu` and `make sanitize-gpu`: some ops only, for example OPS=layer_norm,attention
 #   PYTEST_ARGS  `make test` and `make bench`: passed on to pytest, for example PYTEST_ARGS="tests/ops -k odd"
-#   LOG          `make gpu-test`, `make sanitize-gpu` and `make asan`: the folder of the log
+#   LOG          `make gpu-test`, `make host-test`, `make sanitize-gpu` and `make asan`: the folder of the log
 #   TIME_LIMIT   `make gpu-test`: seconds after which it stops and says what is left
-#   RUNNER_ARGS  `make gpu-test`: passed on to tools/run_tests.py, for example RUNNER_ARGS="-n 8 -k odd"
+#   RUNNER_ARGS  `make gpu-test` and `make host-test`: passed on to tools/run_tests.py, for example RUNNER_ARGS="-n 8 -k odd"
 
 PYTHON ?= python3
 OPS ?=

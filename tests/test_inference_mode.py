@@ -16,6 +16,7 @@ from fasttfm import models
 from fasttfm.kernels.common import index_errors
 from fasttfm.kernels.common.index_errors import IndexErrors
 from fasttfm.ops import weight_copies
+from fasttfm.testing.pytest_ops import interpreted
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +71,7 @@ SIZES = {
 }
 
 
+@interpreted
 def test_ops_train_after_an_evaluation() -> None:
     """The Triton kernels that report bad indices, in Triton's interpreter."""
     table = torch.nn.Parameter(torch.randn(8, 16, generator=torch.Generator().manual_seed(0)))

@@ -18,7 +18,7 @@ from fasttfm.kernels.common import philox
 from fasttfm.ops import attention, attention_weights, backends, cu_seqlens_from_lengths, qkv_projection
 from fasttfm.ops.backends import BackendRefused
 from fasttfm.testing.harness import draw_inputs, run, same_bits, with_backend
-from fasttfm.testing.pytest_ops import op_tests
+from fasttfm.testing.pytest_ops import interpreted, op_tests
 from fasttfm.testing.saved import saved_bytes
 from fasttfm.testing.specs.attention import SPEC
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
@@ -31,7 +31,7 @@ HOPPER = pytest.mark.skipif(
 BACKENDS = [
     ("cpu", "cpu"),
     ("reference", "cpu"),
-    pytest.param("triton", "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")),
+    pytest.param("triton", "cpu", marks=interpreted),
     pytest.param("triton", "cuda", marks=pytest.mark.gpu),
     pytest.param("cuda", "cuda", marks=[pytest.mark.gpu, HOPPER]),
 ]

@@ -7,14 +7,12 @@ import torch
 from torch import Tensor
 
 from fasttfm.ops import distillation_loss, vocabulary
-from fasttfm.ops.backends import triton_interpreted
-from fasttfm.testing.pytest_ops import op_tests
+from fasttfm.testing.pytest_ops import interpreted, op_tests
 from fasttfm.testing.specs.distillation_loss import SPEC
 
 TestDistillationLoss = op_tests(SPEC)
 
 N, C, D, V = 11, 16, 24, 37
-interpreted = pytest.mark.skipif(not triton_interpreted(), reason="Triton takes CPU tensors in its interpreter only")
 BACKENDS = ["cpu", "reference", pytest.param("triton", marks=interpreted)]
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fasttfm.kernels.common import philox
 from fasttfm.ops import dropout_add_layer_norm, layer_norm
 from fasttfm.testing.harness import same_bits
-from fasttfm.testing.pytest_ops import op_tests
+from fasttfm.testing.pytest_ops import interpreted, op_tests
 from fasttfm.testing.specs.dropout_add_layer_norm import SPEC
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, compare
 
@@ -21,7 +21,7 @@ TestDropoutAddLayerNorm = op_tests(SPEC)
 BACKENDS = [
     ("cpu", "cpu"),
     ("reference", "cpu"),
-    pytest.param("triton", "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")),
+    pytest.param("triton", "cpu", marks=interpreted),
     pytest.param("triton", "cuda", marks=pytest.mark.gpu),
     pytest.param("cuda", "cuda", marks=pytest.mark.gpu),
 ]

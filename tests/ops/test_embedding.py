@@ -10,16 +10,14 @@ from torch import Tensor
 
 from fasttfm import ops
 from fasttfm.kernels.common.index_errors import IndexErrors
-from fasttfm.ops.backends import triton_interpreted
 from fasttfm.testing.harness import same_bits
-from fasttfm.testing.pytest_ops import op_tests
+from fasttfm.testing.pytest_ops import interpreted, op_tests
 from fasttfm.testing.specs.embedding import SPEC
 
 TestEmbedding = op_tests(SPEC)
 
 V, C = 40, 48
 SEED = torch.tensor([77])
-interpreted = pytest.mark.skipif(not triton_interpreted(), reason="Triton takes CPU tensors in its interpreter only")
 BACKENDS = ["cpu", "reference", pytest.param("triton", marks=interpreted)]
 
 

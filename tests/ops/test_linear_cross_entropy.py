@@ -12,9 +12,8 @@ from fasttfm import ops
 from fasttfm.kernels.common.index_errors import IndexErrors
 from fasttfm.kernels.linear_cross_entropy import reference
 from fasttfm.ops import linear_cross_entropy, vocabulary
-from fasttfm.ops.backends import triton_interpreted
 from fasttfm.testing.harness import same_bits
-from fasttfm.testing.pytest_ops import op_tests
+from fasttfm.testing.pytest_ops import interpreted, op_tests
 from fasttfm.testing.saved import saved_bytes
 from fasttfm.testing.specs.linear_cross_entropy import SPEC
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
@@ -22,7 +21,6 @@ from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 TestLinearCrossEntropy = op_tests(SPEC)
 
 N, C, V = 23, 16, 37
-interpreted = pytest.mark.skipif(not triton_interpreted(), reason="Triton takes CPU tensors in its interpreter only")
 BACKENDS = ["cpu", "reference", pytest.param("triton", marks=interpreted)]
 
 

@@ -10,16 +10,14 @@ from fasttfm import ops
 from fasttfm.kernels.common import cross_entropy
 from fasttfm.kernels.common.index_errors import IndexErrors
 from fasttfm.ops import masked_lm_loss
-from fasttfm.ops.backends import triton_interpreted
 from fasttfm.testing.harness import same_bits
-from fasttfm.testing.pytest_ops import op_tests
+from fasttfm.testing.pytest_ops import interpreted, op_tests
 from fasttfm.testing.specs.masked_lm_loss import SPEC
 
 TestMaskedLmLoss = op_tests(SPEC)
 
 B, S, C, V = 3, 9, 16, 37
 SEED = torch.tensor([2**40 + 11])
-interpreted = pytest.mark.skipif(not triton_interpreted(), reason="Triton takes CPU tensors in its interpreter only")
 BACKENDS = ["cpu", "reference", pytest.param("triton", marks=interpreted)]
 
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fasttfm import ops
-from fasttfm.ops.backends import triton_interpreted
-from fasttfm.testing.pytest_ops import op_tests
+from fasttfm.testing.pytest_ops import interpreted, op_tests
 from fasttfm.testing.specs.pack import SPEC, UNPACK_SPEC
 
 TestPack = op_tests(SPEC)
@@ -42,7 +41,7 @@ def test_round_trip(lengths: list[int], spare: int, more: int) -> None:
     assert torch.equal(ops.unpack(packed, cu_seqlens, longest), x)
 
 
-@pytest.mark.skipif(not triton_interpreted(), reason="Triton takes CPU tensors in its interpreter only")
+@interpreted
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=5), st.integers(0, 3))
 def test_backends_agree(lengths: list[int], spare: int) -> None:

@@ -14,6 +14,11 @@ from fasttfm.ops.backends import BackendRefused, tables, triton_interpreted
 from fasttfm.testing import harness
 from fasttfm.testing.spec import BadCall, OpCase, OpSpec
 
+# For tests that give Triton kernels CPU tensors (tests/conftest.py).
+interpreted = pytest.mark.skipif(
+    not triton_interpreted(), reason="needs Triton's interpreter: Triton, no CUDA device, and numpy older than 2.4"
+)
+
 
 def op_tests(spec: OpSpec) -> type:
     """A test class with every check that the harness derives from ``spec``."""
