@@ -58,9 +58,11 @@ void bind_launcher(Module& module, const char* name, Status (*launcher)(const Pa
                [launcher](const void* params) { return launcher(*static_cast<const Params*>(params)); });
 }
 
-// Adds `name(arguments...)`: how many elements a workspace takes.
+// Adds `name(arguments...)`: how many elements a workspace takes, or how many bytes a block.
 void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t),
                     std::array<const char*, 2> arguments = {"rows", "columns"});
+void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t),
+                    std::array<const char*, 3> arguments);
 void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t, int64_t),
                     std::array<const char*, 4> arguments);
 void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t, int64_t, int64_t),

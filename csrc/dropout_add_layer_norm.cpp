@@ -25,11 +25,14 @@ FASTTFM_BINDING(dropout_add_layer_norm) {
   bind_launcher(module, "dropout_add_layer_norm_backward_cpu", &cpu::dropout_add_layer_norm_backward, BACKWARD_FIELDS,
                 BACKWARD(threads));
 #ifdef FASTTFM_WITH_CUDA
+  bind_workspace(module, "dropout_add_layer_norm_backward_memory_cuda", &cuda::dropout_add_layer_norm_backward_memory,
+                 {"columns", "dtype", "residual_dtype", "linear_bias", "limit"});
   bind_launcher(module, "dropout_add_layer_norm_forward_cuda", &cuda::dropout_add_layer_norm_forward, FORWARD_FIELDS,
                 FORWARD(parameter_dtype), FORWARD(device), FORWARD(stream));
   bind_launcher(module, "dropout_add_layer_norm_backward_cuda", &cuda::dropout_add_layer_norm_backward, BACKWARD_FIELDS,
                 BACKWARD(weight_dtype), BACKWARD(bias_dtype), BACKWARD(linear_bias_dtype), BACKWARD(blocks),
-                BACKWARD(device), BACKWARD(stream));
+                BACKWARD(device), BACKWARD(stream),
+                FASTTFM_FIELD(WithBlockMemory<DropoutAddLayerNormBackward>, block_memory));
 #endif
 }
 

@@ -19,6 +19,8 @@ FASTTFM_BINDING(gelu_layer_norm) {
                 BACKWARD(dlinear_bias), BACKWARD(dweight), BACKWARD(dbias), BACKWARD(workspace), BACKWARD(rows),
                 BACKWARD(columns), BACKWARD(x_stride), BACKWARD(activation), BACKWARD(dtype), BACKWARD(threads));
 #ifdef FASTTFM_WITH_CUDA
+  bind_workspace(module, "gelu_layer_norm_backward_memory_cuda", &cuda::gelu_layer_norm_backward_memory,
+                 {"columns", "dtype", "limit"});
   bind_launcher(module, "gelu_layer_norm_forward_cuda", &cuda::gelu_layer_norm_forward, FORWARD(x),
                 FORWARD(linear_bias), FORWARD(weight), FORWARD(bias), FORWARD(y), FORWARD(mean), FORWARD(rstd),
                 FORWARD(rows), FORWARD(columns), FORWARD(x_stride), FORWARD(eps), FORWARD(activation), FORWARD(dtype),
@@ -28,7 +30,8 @@ FASTTFM_BINDING(gelu_layer_norm) {
                 BACKWARD(dlinear_bias), BACKWARD(dweight), BACKWARD(dbias), BACKWARD(workspace), BACKWARD(rows),
                 BACKWARD(columns), BACKWARD(x_stride), BACKWARD(activation), BACKWARD(dtype),
                 BACKWARD(linear_bias_dtype), BACKWARD(weight_dtype), BACKWARD(bias_dtype), BACKWARD(blocks),
-                BACKWARD(device), BACKWARD(stream));
+                BACKWARD(device), BACKWARD(stream),
+                FASTTFM_FIELD(WithBlockMemory<GeluLayerNormBackward>, block_memory));
 #endif
 }
 

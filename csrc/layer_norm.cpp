@@ -17,6 +17,8 @@ FASTTFM_BINDING(layer_norm) {
                 BACKWARD(workspace), BACKWARD(rows), BACKWARD(columns), BACKWARD(x_stride), BACKWARD(dtype),
                 BACKWARD(threads));
 #ifdef FASTTFM_WITH_CUDA
+  bind_workspace(module, "layer_norm_backward_memory_cuda", &cuda::layer_norm_backward_memory,
+                 {"columns", "dtype", "limit"});
   bind_launcher(module, "layer_norm_forward_cuda", &cuda::layer_norm_forward, FORWARD(x), FORWARD(weight),
                 FORWARD(bias), FORWARD(y), FORWARD(mean), FORWARD(rstd), FORWARD(rows), FORWARD(columns),
                 FORWARD(x_stride), FORWARD(eps), FORWARD(dtype), FORWARD(parameter_dtype), FORWARD(device),
@@ -24,7 +26,8 @@ FASTTFM_BINDING(layer_norm) {
   bind_launcher(module, "layer_norm_backward_cuda", &cuda::layer_norm_backward, BACKWARD(dy), BACKWARD(x),
                 BACKWARD(weight), BACKWARD(mean), BACKWARD(rstd), BACKWARD(dx), BACKWARD(dweight), BACKWARD(dbias),
                 BACKWARD(workspace), BACKWARD(rows), BACKWARD(columns), BACKWARD(x_stride), BACKWARD(dtype),
-                BACKWARD(weight_dtype), BACKWARD(bias_dtype), BACKWARD(blocks), BACKWARD(device), BACKWARD(stream));
+                BACKWARD(weight_dtype), BACKWARD(bias_dtype), BACKWARD(blocks), BACKWARD(device), BACKWARD(stream),
+                FASTTFM_FIELD(WithBlockMemory<LayerNormBackward>, block_memory));
 #endif
 }
 

@@ -126,6 +126,11 @@ void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, i
   module.python.def(name, size, py::arg(arguments[0]), py::arg(arguments[1]));
 }
 
+void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t),
+                    std::array<const char*, 3> arguments) {
+  module.python.def(name, size, py::arg(arguments[0]), py::arg(arguments[1]), py::arg(arguments[2]));
+}
+
 void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t, int64_t),
                     std::array<const char*, 4> arguments) {
   module.python.def(name, size, py::arg(arguments[0]), py::arg(arguments[1]), py::arg(arguments[2]),
@@ -149,6 +154,9 @@ PYBIND11_MODULE(_C, python) {
   python.attr("cuda_version") = cuda::compiled_version();
   python.attr("cuda_archs") = FASTTFM_CUDA_ARCHS_TEXT;
 
+  python.def("driver_version", &cuda::driver_version);
+  python.def("compute_capability", &cuda::compute_capability, py::arg("device"));
+  python.def("block_memory", &cuda::block_memory, py::arg("device"));
   python.def("active_isa", [] { return isa_name(active_isa()); });
   python.def("supported_isas", [] {
     py::list names;

@@ -15,7 +15,7 @@ from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem
 from fasttfm.kernels.attention.triton_backward import MAX_BLOCK_M, _bwd_kv_kernel, _bwd_q_kernel
 from fasttfm.kernels.attention.triton_forward import _fwd_kernel
 from fasttfm.kernels.attention.triton_short import _short_bwd_kernel, _short_fwd_kernel
-from fasttfm.kernels.common.launch import is_hopper, multiprocessors, on_device
+from fasttfm.kernels.common.launch import block_memory, is_hopper, multiprocessors, on_device
 
 _LOG2_E = math.log2(math.e)
 _AXES = {name: (f"{name}_batch", f"{name}_row", f"{name}_head") for name in ("q", "k", "v", "dout", "dq", "dk", "dv")}
@@ -89,7 +89,8 @@ def _added(q: Tensor, problem: AttentionProblem) -> dict[str, Any]:
 
 def _call(q: Tensor, problem: AttentionProblem) -> tuning.Call:
     keys, dropout = problem.max_seqlen_k, problem.seed is not None
-    return tuning.Call(is_hopper(q.device), q.shape[-1], q.element_size(), problem.max_seqlen, keys, dropout)
+    sizes = (q.shape[-1], q.element_size(), problem.max_seqlen, keys)
+    return tuning.Call(is_hopper(q.device), *sizes, dropout, block_memory(q))
 
 
 def _even(problem: AttentionProblem, tiles: tuning.Tiles) -> bool:

@@ -16,11 +16,14 @@ _FLOATS = ("lse", "statistics", "slopes")
 _TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias")
 
 
-def compile_signatures(head_dim: int, element: str, hopper: bool, dropout: bool) -> Iterator[dict[str, Any]]:
+def compile_signatures(
+    head_dim: int, element: str, hopper: bool, dropout: bool, block_memory: int
+) -> Iterator[dict[str, Any]]:
     """Every kernel with the tiles that tuning.py chooses. With dropout packed and causal, else dense and even."""
     element_bytes = 4 if element == "fp32" else 2
-    short = tuning.Call(hopper, head_dim, element_bytes, 128 if hopper else 64, 128 if hopper else 64, dropout)
-    long = tuning.Call(hopper, head_dim, element_bytes, 4096, 4096, dropout)
+    most = 128 if hopper else 64
+    short = tuning.Call(hopper, head_dim, element_bytes, most, most, dropout, block_memory)
+    long = tuning.Call(hopper, head_dim, element_bytes, 4096, 4096, dropout, block_memory)
     spills = element == "fp32" or head_dim > 128  # registers do not hold such tiles
     for kernel, tiles in (
         (_short_fwd_kernel, tuning.short_forward_tiles(short)),
@@ -32,7 +35,8 @@ def compile_signatures(head_dim: int, element: str, hopper: bool, dropout: bool)
         if tiles is not None:
             few = kernel is not _fwd_kernel and kernel is not _short_fwd_kernel  # backward is a few registers short
             description = _describe(kernel, tiles, head_dim, element, dropout)
-            yield {**description, "allow_spills": spills or few, "target": 90 if hopper else 80}
+            chosen_for = {"target": 90 if hopper else 80, "least_memory": block_memory}
+            yield {**description, "allow_spills": spills or few, **chosen_for}
 
 
 def _describe(kernel: Any, tiles: tuning.Tiles, head_dim: int, element: str, dropout: bool) -> dict[str, Any]:

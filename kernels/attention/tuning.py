@@ -1,7 +1,8 @@
 """Tile sizes of attention's Triton kernels, by what a call looks like: a table, nothing is timed at run time.
 
 The numbers for Hopper are measured (benchmarks/lab/attention_tiles.py) for 16-bit types and head dims of 64 and 128;
-those for other chips fit into 100 KB of shared memory up to a head dim of 128, and into 163 KB up to 256.
+those for other chips fit into the 99 KB of shared memory that the smallest have up to a head dim of 128. Above it,
+tiles depend on how much there is.
 """
 
 from __future__ import annotations
@@ -40,6 +41,14 @@ class Call(NamedTuple):
     queries: int  # of the longest sequence
     keys: int
     dropout: bool
+    block_memory: int  # bytes of shared memory that a program may have
+
+
+# What larger tiles take in 16-bit types with head dims above 128, 139264 bytes, and some room: GPUs have 163 KB or
+# more, or 99 KB.
+_LARGE_MEMORY = 144 * 1024
+# In fp32 keys and values of such head dims take 128 KB, and dropout draws for 64 keys at a time: no tiles are smaller.
+FLOAT_BACKWARD_MEMORY = 172032
 
 
 def short_forward_tiles(call: Call) -> Tiles | None:
@@ -69,9 +78,23 @@ def _short_stages(call: Call) -> int:
     return 1 if call.element_bytes == 4 else 3 if call.hopper else 2
 
 
+def _little_memory(call: Call, above: int) -> bool:
+    return call.head_dim > above and call.block_memory < _LARGE_MEMORY
+
+
+def refuse_backward(head_dim: int, element_bytes: int, block_memory: int) -> str | None:
+    """Why no tiles of the backward fit."""
+    if element_bytes < 4 or head_dim <= 128 or block_memory >= FLOAT_BACKWARD_MEMORY:
+        return None
+    needs = f"{FLOAT_BACKWARD_MEMORY} bytes of shared memory for a program, the GPU has {block_memory}"
+    return f"goes backward in float32 with head dims above 128 with {needs}"
+
+
 def _float_tiles(call: Call) -> Tiles:
     """For fp32, which has no matrix units that round like it."""
-    return Tiles(16, 64, 8, 1) if call.head_dim > 128 else Tiles(32, 64, 4, 1)
+    if call.head_dim > 128:
+        return Tiles(16, 64, 8, 1)
+    return Tiles(16 if _little_memory(call, above=64) else 32, 64, 4, 1)
 
 
 def forward_tiles(call: Call) -> Tiles:
@@ -86,7 +109,7 @@ def query_tiles(call: Call) -> Tiles:
     if call.element_bytes == 4:
         return _float_tiles(call)
     if not call.hopper:
-        return Tiles(64, 64, 4, 1)
+        return Tiles(32, 64, 4, 1) if _little_memory(call, above=128) else Tiles(64, 64, 4, 1)
     return Tiles(64, 64, 4, 3 if call.head_dim <= 64 else 2)
 
 
@@ -94,6 +117,8 @@ def key_tiles(call: Call) -> Tiles:
     first = not call.dropout
     if call.element_bytes == 4:
         return _float_tiles(call)
+    if _little_memory(call, above=128):
+        return Tiles(16, 64, 4, 1)
     if not call.hopper:
         return Tiles(64, 64, 8, 1) if call.head_dim > 64 else Tiles(32, 64, 4, 2)
     if call.head_dim > 128:

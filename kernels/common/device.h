@@ -1,11 +1,21 @@
-// What this build knows of CUDA. A core built without it still answers.
+// What this build knows of CUDA, and what the machine has. A core built without CUDA still answers.
 #pragma once
+
+#include <cstdint>
 
 namespace fasttfm {
 namespace cuda {
 
 // The toolkit the core was built with, as CUDART_VERSION (13000 for 13.0); 0 when built without CUDA.
 int compiled_version();
+
+// The newest CUDA that the GPU driver supports, in the same form; 0 where there is no driver. Creates no context.
+int driver_version();
+
+// A GPU's compute capability (90 for 9.0), and the bytes of shared memory that a block may have; 0 where CUDA does not
+// tell. Neither creates a context.
+int64_t compute_capability(int64_t device);
+int64_t block_memory(int64_t device);
 
 }  // namespace cuda
 }  // namespace fasttfm

@@ -11,8 +11,11 @@
 namespace fasttfm {
 namespace cuda {
 
+// What one call returned. CUDA also keeps an error until somebody asks for the last one: whoever launches next, here or
+// in another library, would take it for its own.
 inline Status status_of(cudaError_t error) {
   if (error == cudaSuccess) return {};
+  cudaGetLastError();
   return {StatusCode::cuda_error, cudaGetErrorString(error)};
 }
 
@@ -46,33 +49,41 @@ cudaError_t allow_memory(Kernel kernel, size_t memory) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(memory));
 }
 
+// Launches a kernel as `config` says. The status is this launch's own, whatever error another library left behind.
+template <class... Parameters, class... Arguments>
+Status launch_as(const cudaLaunchConfig_t& config, void (*kernel)(Parameters...), const Arguments&... arguments) {
+  const cudaError_t error = allow_memory(kernel, config.dynamicSmemBytes);
+  if (error != cudaSuccess) return status_of(error);
+  return status_of(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, size_t memory, void* stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = memory;
+  config.stream = static_cast<cudaStream_t>(stream);
+  return config;
+}
+
 // Launches a kernel with `memory` bytes of dynamic shared memory.
 template <class... Parameters, class... Arguments>
 Status launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memory, void* stream,
               const Arguments&... arguments) {
-  const cudaError_t error = allow_memory(kernel, memory);
-  if (error != cudaSuccess) return status_of(error);
-  kernel<<<grid, block, memory, static_cast<cudaStream_t>(stream)>>>(arguments...);
-  return status_of(cudaGetLastError());
+  return launch_as(launch_config(grid, block, memory, stream), kernel, arguments...);
 }
 
 // The same for blocks that wait for each other: all run at the same time, or the launch fails.
 template <class... Parameters, class... Arguments>
 Status launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memory, void* stream,
                        const Arguments&... arguments) {
-  const cudaError_t error = allow_memory(kernel, memory);
-  if (error != cudaSuccess) return status_of(error);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = memory;
-  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchConfig_t config = launch_config(grid, block, memory, stream);
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return status_of(cudaLaunchKernelEx(&config, kernel, arguments...));
+  return launch_as(config, kernel, arguments...);
 }
 
 }  // namespace cuda

@@ -27,6 +27,18 @@ def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
+def block_memory(tensor: Tensor) -> int:
+    """Bytes of shared memory that a Triton program may have on the tensor's GPU; without limit in the interpreter."""
+    return _block_memory(tensor.get_device()) if tensor.is_cuda else 2**31 - 1
+
+
+@functools.cache
+def _block_memory(index: int) -> int:
+    from triton.runtime import driver
+
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
 def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and _capability(device.index) == (9, 0)
 

@@ -51,6 +51,34 @@ Status for_row_shape(int64_t columns, Launch launch) {
   return launch(RowShape<256, 4, 256>{});
 }
 
+// The shared memory that a block may have on the GPUs that have least of it: compute capability 8.6, 8.9 and 12.0.
+constexpr int64_t kLeastBlockMemory = 99 * 1024;
+
+// Calls use(RowShape{}) for the smallest shape that holds a row and whose memory fits into `limit` bytes. `Plan` has
+// kBlock, the threads of a block on GPUs with plenty of shared memory, kSmallBlock, fewer, for the others, and
+// memory(S), the bytes that a block of a shape takes in all. Where neither fits, it is the smaller one.
+template <class Plan, class Use>
+Status for_row_shape_within(int64_t columns, int64_t limit, Use use) {
+  return for_row_shape<Plan::kBlock>(columns, [&](auto shape) {
+    using S = decltype(shape);
+    if constexpr (Plan::memory(S{}) > kLeastBlockMemory && S::kGroup <= Plan::kSmallBlock) {
+      if (Plan::memory(S{}) > limit) return use(RowShape<S::kGroup, S::kVectors, Plan::kSmallBlock>{});
+    }
+    return use(shape);
+  });
+}
+
+// How many bytes the blocks that it chooses take; 0 for columns that no shape holds.
+template <class Plan>
+int64_t row_memory(int64_t columns, int64_t limit) {
+  int64_t memory = 0;
+  for_row_shape_within<Plan>(columns, limit, [&](auto shape) {
+    memory = Plan::memory(shape);
+    return Status{};
+  });
+  return memory;
+}
+
 // The column of a thread's v-th vector: neighbouring threads read neighbouring vectors, and a thread's vectors lie
 // vector_offset<S>(v) from its first, which is known when compiling.
 template <class S>

@@ -88,10 +88,13 @@ struct RowStart {
   __device__ __forceinline__ void next() {}
 };
 
+template <class S>
+using BackwardScratch = float[2][3 * S::kBlock / 32];
+
 template <class T, class R, class S, bool LINEAR_BIAS>
 __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerNormBackward p) {
   extern __shared__ __align__(16) char dynamic_memory[];
-  __shared__ float scratch[2][3 * S::kBlock / 32];
+  __shared__ BackwardScratch<S> scratch;
   auto& memory = *reinterpret_cast<BackwardMemory<T, R, S>*>(dynamic_memory);
   auto& rings = memory.rings;
   const int columns = static_cast<int>(p.columns);
@@ -196,8 +199,15 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
 
 // Twelve warps leave each thread 168 registers. A third sum over rows takes more, and fp32 rows the shared memory of
 // twelve: eight warps then.
-template <class R, bool LINEAR_BIAS>
-constexpr int kBackwardBlock = sizeof(R) == 4 || LINEAR_BIAS ? 256 : 384;
+template <class T, class R, bool LINEAR_BIAS>
+struct BackwardPlan {
+  static constexpr int kBlock = sizeof(R) == 4 || LINEAR_BIAS ? 256 : 384;
+  static constexpr int kSmallBlock = sizeof(R) == 4 ? 128 : 256;
+  template <class S>
+  static constexpr int64_t memory(S) {
+    return sizeof(BackwardMemory<T, R, S>) + sizeof(BackwardScratch<S>);
+  }
+};
 
 template <class T, class R, class P>
 Status launch_forward(const DropoutAddLayerNormForward& p) {
@@ -209,8 +219,8 @@ Status launch_forward(const DropoutAddLayerNormForward& p) {
 }
 
 template <class T, class R, bool LINEAR_BIAS>
-Status launch_backward(const DropoutAddLayerNormBackward& p) {
-  return for_row_shape<kBackwardBlock<R, LINEAR_BIAS>>(p.columns, [&](auto shape) {
+Status launch_backward(const WithBlockMemory<DropoutAddLayerNormBackward>& p) {
+  return for_row_shape_within<BackwardPlan<T, R, LINEAR_BIAS>>(p.columns, p.block_memory, [&](auto shape) {
     using S = decltype(shape);
     const int64_t wanted = (p.rows + S::kGroups - 1) / S::kGroups;
     const int blocks = wanted < p.blocks ? static_cast<int>(wanted) : p.blocks;
@@ -227,6 +237,19 @@ constexpr int64_t kMaxRows = int64_t{1} << 30;  // the backward counts them in 3
 Status too_many_rows() { return bad_size("dropout_add_layer_norm: the CUDA kernels take at most 2^30 rows"); }
 
 }  // namespace
+
+int64_t dropout_add_layer_norm_backward_memory(int64_t columns, int64_t dtype, int64_t residual_dtype,
+                                               int64_t linear_bias, int64_t limit) {
+  int64_t memory = 0;
+  with_stream_types(static_cast<DType>(dtype), static_cast<DType>(residual_dtype), [&](auto element, auto stream) {
+    using T = decltype(element);
+    using R = decltype(stream);
+    memory = linear_bias == 0 ? row_memory<BackwardPlan<T, R, false>>(columns, limit)
+                              : row_memory<BackwardPlan<T, R, true>>(columns, limit);
+    return Status{};
+  });
+  return memory;
+}
 
 Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward& p) {
   if (!rows_aligned(p.x, p.x_stride) || !rows_aligned(p.residual, p.residual_stride) || !rows_aligned(p.weight, 0) ||
@@ -246,7 +269,7 @@ Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward& p) {
   });
 }
 
-Status dropout_add_layer_norm_backward(const DropoutAddLayerNormBackward& p) {
+Status dropout_add_layer_norm_backward(const WithBlockMemory<DropoutAddLayerNormBackward>& p) {
   if (!rows_aligned(p.dy, 0) || !rows_aligned(p.dz, 0) || !rows_aligned(p.z, 0) || !rows_aligned(p.weight, 0))
     return misaligned_rows();
   if (p.rows > kMaxRows) return too_many_rows();

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/block_memory.h"
 #include "common/dtype.h"
 #include "common/status.h"
 
@@ -79,7 +80,11 @@ int64_t dropout_add_layer_norm_workspace(int64_t rows, int64_t columns);  // in 
 namespace cuda {
 // Columns are a multiple of 8, up to 8192; x, residual, dy, dz, z and parameters start at multiples of 16 bytes.
 Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward&);
-Status dropout_add_layer_norm_backward(const DropoutAddLayerNormBackward&);
+Status dropout_add_layer_norm_backward(const WithBlockMemory<DropoutAddLayerNormBackward>&);
+// Bytes of shared memory that a block of the backward takes on a GPU whose blocks may have `limit`; more than that
+// where the kernels cannot run there. `linear_bias` is not 0 where its gradient is wanted.
+int64_t dropout_add_layer_norm_backward_memory(int64_t columns, int64_t dtype, int64_t residual_dtype,
+                                               int64_t linear_bias, int64_t limit);
 }  // namespace cuda
 
 // Calls body(T{}, R{}) with the C++ types of the branch and of the residual stream.

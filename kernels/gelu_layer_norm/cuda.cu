@@ -19,8 +19,6 @@ namespace {
 
 template <class T>
 constexpr bool kExact = sizeof(T) == 4;
-constexpr int kBackwardBlock = 256;
-
 // Two rows of a 16-bit type to a group: they share the parameters' loads and conversions.
 template <class T>
 constexpr int kForwardRows = kExact<T> ? 1 : 2;
@@ -100,10 +98,13 @@ __device__ __forceinline__ void center(float (&hhat)[S::kVectors][kVector], int 
     for (int i = 0; i < kVector; ++i) hhat[v][i] -= total[0] * inverse_c;
 }
 
+template <class S>
+using BackwardScratch = float[3][2 * S::kBlock / 32];
+
 template <class T, Activation A, class S>
 __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(GeluLayerNormBackward p) {
   extern __shared__ __align__(16) char dynamic_memory[];
-  __shared__ float scratch[3][2 * S::kBlock / 32];
+  __shared__ BackwardScratch<S> scratch;
   const int group = threadIdx.x / S::kGroup * (S::kGroup / 32);  // its first warp, where its scratch begins
   auto& memory = *reinterpret_cast<BackwardMemory<T, S>*>(dynamic_memory);
   const int columns = static_cast<int>(p.columns);
@@ -188,9 +189,19 @@ Status launch_forward(const GeluLayerNormForward& p) {
   });
 }
 
+template <class T>
+struct BackwardPlan {
+  static constexpr int kBlock = 256;
+  static constexpr int kSmallBlock = 128;
+  template <class S>
+  static constexpr int64_t memory(S) {
+    return sizeof(BackwardMemory<T, S>) + sizeof(BackwardScratch<S>);
+  }
+};
+
 template <class T, Activation A>
-Status launch_backward(const GeluLayerNormBackward& p) {
-  return for_row_shape<kBackwardBlock>(p.columns, [&](auto shape) {
+Status launch_backward(const WithBlockMemory<GeluLayerNormBackward>& p) {
+  return for_row_shape_within<BackwardPlan<T>>(p.columns, p.block_memory, [&](auto shape) {
     using S = decltype(shape);
     const int64_t wanted = (p.rows + S::kGroups - 1) / S::kGroups;
     const int blocks = wanted < p.blocks ? static_cast<int>(wanted) : p.blocks;
@@ -205,6 +216,15 @@ Status launch_backward(const GeluLayerNormBackward& p) {
 }
 
 }  // namespace
+
+int64_t gelu_layer_norm_backward_memory(int64_t columns, int64_t dtype, int64_t limit) {
+  int64_t memory = 0;
+  with_dtype(static_cast<DType>(dtype), unknown_dtype(), [&](auto element) {
+    memory = row_memory<BackwardPlan<decltype(element)>>(columns, limit);
+    return Status{};
+  });
+  return memory;
+}
 
 Status gelu_layer_norm_forward(const GeluLayerNormForward& p) {
   for (const void* parameter : {p.linear_bias, p.weight, p.bias})
@@ -223,7 +243,7 @@ Status gelu_layer_norm_forward(const GeluLayerNormForward& p) {
   });
 }
 
-Status gelu_layer_norm_backward(const GeluLayerNormBackward& p) {
+Status gelu_layer_norm_backward(const WithBlockMemory<GeluLayerNormBackward>& p) {
   for (const void* tensor : {p.dy, p.linear_bias, p.weight})
     if (!rows_aligned(tensor, 0)) return misaligned_rows();
   if (!rows_aligned(p.x, p.x_stride)) return misaligned_rows();

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/activation.h"
+#include "common/block_memory.h"
 #include "common/dtype.h"
 #include "common/status.h"
 
@@ -69,7 +70,10 @@ int64_t gelu_layer_norm_backward_workspace(int64_t rows, int64_t columns);  // i
 namespace cuda {
 // Columns are a multiple of 8, up to 8192 (4096 of fp32); x, dy and the parameters start at multiples of 16 bytes.
 Status gelu_layer_norm_forward(const GeluLayerNormForward&);
-Status gelu_layer_norm_backward(const GeluLayerNormBackward&);
+Status gelu_layer_norm_backward(const WithBlockMemory<GeluLayerNormBackward>&);
+// Bytes of shared memory that a block of the backward takes on a GPU whose blocks may have `limit`; more than that
+// where the kernels cannot run there.
+int64_t gelu_layer_norm_backward_memory(int64_t columns, int64_t dtype, int64_t limit);
 }  // namespace cuda
 
 }  // namespace fasttfm

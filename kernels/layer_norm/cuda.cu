@@ -38,10 +38,13 @@ struct BackwardMemory {
   float weight[S::kColumns];
 };
 
+template <class S>
+using BackwardScratch = float[2][3 * S::kBlock / 32];
+
 template <class T, class S>
 __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(LayerNormBackward p) {
   extern __shared__ __align__(16) char dynamic_memory[];
-  __shared__ float scratch[2][3 * S::kBlock / 32];
+  __shared__ BackwardScratch<S> scratch;
   auto& memory = *reinterpret_cast<BackwardMemory<T, S>*>(dynamic_memory);
   const int columns = static_cast<int>(p.columns);
   const float inverse_c = 1.0f / static_cast<float>(columns);
@@ -114,7 +117,14 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(LayerNormBackwar
 
 // Twelve warps leave each thread the 168 registers that four vectors need; the shared memory of fp32 rows allows eight.
 template <class T>
-constexpr int kBackwardBlock = sizeof(T) == 4 ? 256 : 384;
+struct BackwardPlan {
+  static constexpr int kBlock = sizeof(T) == 4 ? 256 : 384;
+  static constexpr int kSmallBlock = sizeof(T) == 4 ? 128 : 256;
+  template <class S>
+  static constexpr int64_t memory(S) {
+    return sizeof(BackwardMemory<T, S>) + sizeof(BackwardScratch<S>);
+  }
+};
 
 template <class T, class P>
 Status launch_forward(const LayerNormForward& p) {
@@ -126,8 +136,8 @@ Status launch_forward(const LayerNormForward& p) {
 }
 
 template <class T>
-Status launch_backward(const LayerNormBackward& p) {
-  return for_row_shape<kBackwardBlock<T>>(p.columns, [&](auto shape) {
+Status launch_backward(const WithBlockMemory<LayerNormBackward>& p) {
+  return for_row_shape_within<BackwardPlan<T>>(p.columns, p.block_memory, [&](auto shape) {
     using S = decltype(shape);
     const int64_t wanted = (p.rows + S::kGroups - 1) / S::kGroups;
     const int blocks = wanted < p.blocks ? static_cast<int>(wanted) : p.blocks;
@@ -140,6 +150,15 @@ Status launch_backward(const LayerNormBackward& p) {
 }
 
 }  // namespace
+
+int64_t layer_norm_backward_memory(int64_t columns, int64_t dtype, int64_t limit) {
+  int64_t memory = 0;
+  with_dtype(static_cast<DType>(dtype), unknown_dtype(), [&](auto element) {
+    memory = row_memory<BackwardPlan<decltype(element)>>(columns, limit);
+    return Status{};
+  });
+  return memory;
+}
 
 Status layer_norm_forward(const LayerNormForward& p) {
   if (!rows_aligned(p.x, p.x_stride) || !rows_aligned(p.weight, 0) || !rows_aligned(p.bias, 0))
@@ -154,7 +173,7 @@ Status layer_norm_forward(const LayerNormForward& p) {
   });
 }
 
-Status layer_norm_backward(const LayerNormBackward& p) {
+Status layer_norm_backward(const WithBlockMemory<LayerNormBackward>& p) {
   if (!rows_aligned(p.x, p.x_stride) || !rows_aligned(p.dy, 0) || !rows_aligned(p.weight, 0)) return misaligned_rows();
   DeviceGuard guard(p.device);
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) { return launch_backward<decltype(element)>(p); });

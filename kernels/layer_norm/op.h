@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/block_memory.h"
 #include "common/dtype.h"
 #include "common/status.h"
 
@@ -60,7 +61,10 @@ int64_t layer_norm_workspace(int64_t rows, int64_t columns);  // in floats
 namespace cuda {
 // Columns are a multiple of 8, up to 8192; x, dy, weight and bias start at multiples of 16 bytes.
 Status layer_norm_forward(const LayerNormForward&);
-Status layer_norm_backward(const LayerNormBackward&);
+Status layer_norm_backward(const WithBlockMemory<LayerNormBackward>&);
+// Bytes of shared memory that a block of the backward takes on a GPU whose blocks may have `limit`; more than that
+// where the kernels cannot run there.
+int64_t layer_norm_backward_memory(int64_t columns, int64_t dtype, int64_t limit);
 }  // namespace cuda
 
 }  // namespace fasttfm

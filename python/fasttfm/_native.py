@@ -9,6 +9,8 @@ from types import ModuleType
 
 import torch
 
+from fasttfm import _gpus
+
 # kernels/common/dtype.h
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -45,7 +47,26 @@ def missing_cuda() -> str | None:
         return _missing
     if _core.cuda_version == 0:
         return "the native core was built without CUDA (FASTTFM_CUDA=ON pip install . builds it)"
-    return None if torch.cuda.is_available() else "torch sees no CUDA device"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    reason = _gpus.refuse_driver(_core.driver_version(), _core.cuda_version)
+    if reason is not None:
+        return reason
+    reasons = [missing_on(index) for index in range(torch.cuda.device_count())]
+    return None if None in reasons else reasons[0]
+
+
+@functools.cache
+def missing_on(index: int) -> str | None:
+    """Why the native core has no CUDA kernels for one GPU, where it can launch them on some; None if it has."""
+    capability, driver = _core.compute_capability(index), _core.driver_version()
+    return _gpus.refuse_capability(capability, _core.cuda_archs, driver, _core.cuda_version)
+
+
+@functools.cache
+def block_memory(index: int) -> int:
+    """Bytes of shared memory that a block may have on a GPU."""
+    return int(_core.block_memory(index))
 
 
 @functools.cache
@@ -55,7 +76,7 @@ def missing_hopper() -> str | None:
         return missing_cuda()
     if "90a" not in _core.cuda_archs.split():
         return f"the native core was built without kernels for 90a (FASTTFM_CUDA_ARCHS), for {_core.cuda_archs}"
-    if not any(torch.cuda.get_device_capability(index) == (9, 0) for index in range(torch.cuda.device_count())):
+    if not any(_core.compute_capability(index) == 90 for index in range(torch.cuda.device_count())):
         return "torch sees no CUDA device of compute capability 9.0"
     return None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fasttfm import _native
+from fasttfm import _gpus, _native
 from fasttfm._version import __version__
 from fasttfm.ops.backends import BackendTable, tables
 from fasttfm.testing.bench_timing import device_name
@@ -71,7 +71,7 @@ def _core_version() -> str:
 def _cuda_text(version: int, archs: str) -> str:
     if version == 0:
         return "without CUDA"
-    return f"CUDA {version // 1000}.{version % 1000 // 10} for {archs}"
+    return f"CUDA {_gpus.version_text(version)} for {archs}"
 
 
 def _devices() -> Rows:

@@ -242,6 +242,8 @@ def refusal(parameters: Iterable[Tensor]) -> str | None:
     parameters = list(parameters)
     if not all(each.is_cuda for each in parameters) or len({each.get_device() for each in parameters}) > 1:
         return f"takes parameters on one GPU, got {', '.join(sorted({str(each.device) for each in parameters}))}"
+    if parameters and (reason := _native.missing_on(parameters[0].get_device())) is not None:
+        return reason
     for each in parameters:
         if type(each) not in PLAIN_TENSORS:
             return f"takes plain tensors, got {type(each).__name__}"

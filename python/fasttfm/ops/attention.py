@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fasttfm import _native
-from fasttfm.kernels.attention import reference
+from fasttfm.kernels.attention import reference, tuning
 from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem, window_bounds
 from fasttfm.kernels.common import philox
-from fasttfm.kernels.common.launch import is_hopper
+from fasttfm.kernels.common.launch import block_memory, is_hopper
 from fasttfm.kernels.common.rows import contiguous_like, unwanted
 from fasttfm.ops import attention_native, checks
 from fasttfm.ops.attention_checks import Window, bounds_of, check_call, check_values
@@ -496,6 +496,10 @@ def _refuse_triton(q: Tensor, *_: Any, **__: Any) -> str | None:
     return _refuse_head_dim(q) or refuse_triton(q)
 
 
+def _refuse_triton_backward(q: Tensor, *_: Any, **__: Any) -> str | None:
+    return tuning.refuse_backward(q.shape[-1], q.element_size(), block_memory(q))
+
+
 def _refuse_nothing(*_: Any, **__: Any) -> str | None:
     return None
 
@@ -515,7 +519,7 @@ TABLE = BackendTable(
             _refuse_cuda_backward,
             _yield_cuda_backward,
         ),
-        Backend("triton", triton_absent, _refuse_triton, _forward_triton, _backward_triton),
+        Backend("triton", triton_absent, _refuse_triton, _forward_triton, _backward_triton, _refuse_triton_backward),
         Backend("reference", always, _refuse_nothing, reference.attention_forward, reference.attention_backward),
     ),
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fasttfm import _native
+from fasttfm import _gpus, _native
 
 _tables: dict[str, BackendTable] = {}
 
@@ -251,7 +251,15 @@ def refuse_native_cpu(tensor: torch.Tensor) -> str | None:
 def refuse_cuda(tensor: torch.Tensor) -> str | None:
     if not tensor.is_cuda:
         return f"takes CUDA tensors, got {tensor.device.type}"
-    return _refuse_dtype(tensor)
+    return _native.missing_on(tensor.get_device()) or _refuse_dtype(tensor)
+
+
+@functools.cache
+def refuse_cuda_memory(index: int, memory: Callable[..., int], *arguments: int) -> str | None:
+    """For CUDA kernels whose blocks take ``memory(*arguments, limit)`` bytes of shared memory where they may have
+    ``limit``. Asked once for each GPU and shape."""
+    limit = _native.block_memory(index)
+    return _gpus.refuse_block_memory(memory(*arguments, limit), limit)
 
 
 # What CUDA kernels that go over rows read at a time: 16 bytes of a 16-bit type.

@@ -19,6 +19,7 @@ from fasttfm.ops.backends import (
     always,
     dtype_name,
     refuse_cuda,
+    refuse_cuda_memory,
     refuse_cuda_rows,
     refuse_native_cpu,
     refuse_triton,
@@ -361,6 +362,7 @@ def _backward_native(
             blocks=blocks,
             device=z.get_device(),
             stream=_native.stream(z),
+            block_memory=_native.block_memory(z.get_device()),
         )
         return dresidual, dx, *gradients
     core.dropout_add_layer_norm_backward_cpu(**fields, threads=torch.get_num_threads())
@@ -419,7 +421,14 @@ def _refuse_cuda(x: Tensor, residual: Tensor | None = None, *parameters: Tensor 
         return f"takes up to {_GPU_MAX_COLUMNS} columns, got {columns}"
     if x.numel() > _CUDA_MAX_ROWS * columns:
         return f"takes at most {_CUDA_MAX_ROWS} rows, got {x.numel() // columns}"
-    return refuse_cuda(x) or refuse_cuda_rows((x, residual), parameters)
+    reason = refuse_cuda(x) or refuse_cuda_rows((x, residual), parameters)
+    return reason or _refuse_memory(x, x if residual is None else residual, *parameters[2:])
+
+
+def _refuse_memory(x: Tensor, residual: Tensor, linear_bias: Tensor | None = None) -> str | None:
+    memory = _native.core().dropout_add_layer_norm_backward_memory_cuda
+    codes = (_native.DTYPE_CODES[x.dtype], _native.DTYPE_CODES[residual.dtype])
+    return refuse_cuda_memory(x.get_device(), memory, x.shape[-1], *codes, int(linear_bias is not None))
 
 
 def _refuse_triton(x: Tensor, *_: Any) -> str | None:

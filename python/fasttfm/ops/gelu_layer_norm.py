@@ -19,6 +19,7 @@ from fasttfm.ops.backends import (
     BackendTable,
     always,
     refuse_cuda,
+    refuse_cuda_memory,
     refuse_cuda_rows,
     refuse_native_cpu,
     refuse_triton,
@@ -281,6 +282,7 @@ def _backward_native(
             blocks=blocks,
             device=x.get_device(),
             stream=_native.stream(x),
+            block_memory=_native.block_memory(x.get_device()),
         )
         return dx, gradients[0], gradients[1], gradients[2]
     core.gelu_layer_norm_backward_cpu(**fields, threads=torch.get_num_threads())
@@ -321,7 +323,12 @@ def _refuse_cuda(x: Tensor, *parameters: Parameter) -> str | None:
     most = _CUDA_MAX_ROW_BYTES // x.element_size()
     if x.shape[-1] > most:
         return f"takes up to {most} columns of this type, got {x.shape[-1]}"
-    return refuse_cuda(x) or refuse_cuda_rows((x,), parameters)
+    return refuse_cuda(x) or refuse_cuda_rows((x,), parameters) or _refuse_memory(x)
+
+
+def _refuse_memory(x: Tensor) -> str | None:
+    memory = _native.core().gelu_layer_norm_backward_memory_cuda
+    return refuse_cuda_memory(x.get_device(), memory, x.shape[-1], _native.DTYPE_CODES[x.dtype])
 
 
 def _refuse_triton(x: Tensor, *_: Any) -> str | None:

@@ -17,6 +17,7 @@ from fasttfm.ops.backends import (
     BackendTable,
     always,
     refuse_cuda,
+    refuse_cuda_memory,
     refuse_cuda_rows,
     refuse_native_cpu,
     refuse_triton,
@@ -229,6 +230,7 @@ def _backward_native(
             blocks=blocks,
             device=x.get_device(),
             stream=_native.stream(x),
+            block_memory=_native.block_memory(x.get_device()),
         )
         return dx, dweight, dbias
     core.layer_norm_backward_cpu(**fields, threads=torch.get_num_threads())
@@ -266,7 +268,12 @@ _GPU_MAX_COLUMNS = 8192
 def _refuse_cuda(x: Tensor, *parameters: Tensor | None) -> str | None:
     if x.shape[-1] > _GPU_MAX_COLUMNS:
         return f"takes up to {_GPU_MAX_COLUMNS} columns, got {x.shape[-1]}"
-    return refuse_cuda(x) or refuse_cuda_rows((x,), parameters)
+    return refuse_cuda(x) or refuse_cuda_rows((x,), parameters) or _refuse_memory(x)
+
+
+def _refuse_memory(x: Tensor) -> str | None:
+    memory = _native.core().layer_norm_backward_memory_cuda
+    return refuse_cuda_memory(x.get_device(), memory, x.shape[-1], _native.DTYPE_CODES[x.dtype])
 
 
 def _refuse_triton(x: Tensor, *_: Any) -> str | None:

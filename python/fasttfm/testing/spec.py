@@ -89,6 +89,7 @@ class TritonKernel:
     num_stages: int = 3
     allow_spills: bool = False
     target: int | None = None  # compute capability, 90 for sm_90; None: every one
+    least_memory: int = 0  # bytes of shared memory that a block may have on the GPUs for which it is chosen
 
 
 @dataclass(frozen=True)

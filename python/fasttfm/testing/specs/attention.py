@@ -17,6 +17,7 @@ from fasttfm.kernels.attention.problem import window_bounds
 from fasttfm.kernels.common import philox
 from fasttfm.ops import attention
 from fasttfm.ops.linear import cpu_multiplies_bf16
+from fasttfm.testing.chips import BLOCK_MEMORY
 from fasttfm.testing.peers import peer_module
 from fasttfm.testing.row_cases import spoil
 from fasttfm.testing.spec import (
@@ -499,10 +500,11 @@ def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.attention.triton_signatures import compile_signatures
 
     found: list[dict[str, Any]] = []
-    for hopper in (False, True):
+    for chip in (86, 90):
         for head_dim, element in ((16, "bf16"), (64, "bf16"), (128, "fp16"), (256, "bf16"), (64, "fp32")):
-            found += compile_signatures(head_dim, element, hopper, dropout=False)
-            found += compile_signatures(head_dim, element, hopper, dropout=True)
+            for dropout in (False, True):
+                found += compile_signatures(head_dim, element, chip == 90, dropout, BLOCK_MEMORY[chip])
+    found += compile_signatures(256, "bf16", False, True, BLOCK_MEMORY[80])  # wide heads' tiles depend on the memory
     return [TritonKernel(**description) for description in found]
 
 

@@ -1,0 +1,48 @@
+"""The GPUs that kernels are held against without having them, by compute capability (90 for 9.0), and what compiled
+kernels take of a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+# Bytes of shared memory that a block may have (CUDA C++ programming guide, technical specifications).
+BLOCK_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+
+# Shared memory that a kernel may declare without asking for more, and registers of a block; the same on all of them.
+STATIC_MEMORY = 48 * 1024
+BLOCK_REGISTERS = 65536
+
+
+class Usage(NamedTuple):
+    """What one kernel takes, as ptxas compiled it."""
+
+    machine: str  # "sm_80"; empty where the file does not say
+    kernel: str  # mangled
+    registers: int  # for a thread
+    stack: int  # bytes of local memory: spills, and arrays that did not fit into registers
+    shared: int  # bytes that the kernel declares; what its launcher asks for comes on top
+
+    def block_registers(self, threads: int) -> int:
+        """Registers are given to warps in steps of 8 for a thread."""
+        return -(-self.registers // 8) * 8 * threads
+
+
+def resource_usage(file: Path) -> list[Usage]:
+    """Of every kernel in a cubin or in a library with machine code, by cuobjdump, which Triton's wheel carries."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [str(tool), "--dump-resource-usage", str(file)]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    machine, kernel, found = "", "", []
+    for line in report.splitlines():
+        if line.startswith("arch = "):
+            machine = line.removeprefix("arch = ").strip()
+        elif line.lstrip().startswith("Function "):
+            kernel = line.strip().removeprefix("Function ").removesuffix(":")
+        elif numbers := re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", line):
+            found.append(Usage(machine, kernel, *(int(number) for number in numbers.groups())))
+    return found
