@@ -86,7 +86,7 @@ COMMAND_LINE = {
     *("cli", "__main__", "info", "command_parts"),
     *("bench_command", "pretrain_command", "finetune_command", "embed_command", "distill_command", "generate_command"),
 }
-FOUNDATIONS = {"_version", "whole_files"}
+FOUNDATIONS = {"_gpus", "_version", "whole_files"}
 _WORK = {"ops", "nn", "models", "train", "data", "generate"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"kernels"},
