@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +45,41 @@ def test_wordpiece(wordpiece: Tokenizer) -> None:
     assert [name for name, start in zip(names, starts, strict=True) if not start] == [
         name for name in names if name.startswith("##")
     ]
+
+
+def ids_of(texts: list[str], size: int) -> list[str]:
+    tokenizer = train_tokenizer("wordpiece", texts, size)
+    return [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
+
+
+def test_the_same_texts_give_the_same_wordpiece_vocabulary() -> None:
+    """Hash tables of the library are different each time, and every pair of these letters is equally frequent."""
+    texts = [f"{a}{b}{c}" for a in "abcdefg" for b in "hijklmn" for c in "opqrstu"]
+    found = ids_of(texts, 60)
+    assert all(ids_of(texts, 60) == found for _ in range(4))
+    inside = [f"##{letter}" for letter in "hijklmnopqrstu"]
+    assert found[:26] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstu"]
+    assert found[26:40] == inside
+    assert len(set(found)) == len(found) == 60
+
+
+def test_every_process_trains_the_same_wordpiece_vocabulary(tmp_path: Path) -> None:
+    code = f"from fasttfm.data import train_tokenizer; train_tokenizer('wordpiece', {TEXTS!r}, 60).save('%s')"
+    names = ("0", "1")
+    started = [
+        subprocess.Popen([sys.executable, "-c", code % (tmp_path / name)], env={**os.environ, "PYTHONHASHSEED": name})
+        for name in names
+    ]
+    assert [process.wait() for process in started] == [0, 0]
+    first, second = ((tmp_path / name / "tokenizer.json").read_bytes() for name in names)
+    assert first == second
+
+
+def test_texts_of_an_iterator_are_read_once() -> None:
+    texts = ["a\rb c\u2028d", "f\x0bg e", "\n\n"]
+    tokenizer = train_tokenizer("wordpiece", iter(texts), 40)
+    assert tokenizer.fingerprint == train_tokenizer("wordpiece", texts, 40).fingerprint
+    assert tokenizer.encode("fg")
 
 
 def test_bpe(bpe: Tokenizer) -> None:

@@ -17,6 +17,7 @@ _HERE = Path(__file__).parent
 # begin one; not behind an initial or a title.
 _TITLES = "".join(rf"(?<!\b{title}\.)" for title in ("[A-Z]", "Mr", "Mrs", "Ms", "Dr", "St", "Gen", "Col", "Messrs"))
 _CLOSING, _OPENING = "[\"')\\]\u201d\u2019]*", "[\"'(\\[\u201c\u2018]*"
+_SURROGATE = re.compile("[\\ud800-\\udfff]")
 _SENTENCE_START = re.compile(rf"\n\s*(?=\S)|(?<=[.!?]){_TITLES}{_CLOSING}\s+(?={_OPENING}[A-Z0-9])")
 
 
@@ -156,6 +157,8 @@ def _read_json_documents(path: Path) -> Iterator[str]:
         if not isinstance(text, str):
             got = f"an object with {', '.join(map(repr, row))}" if isinstance(row, dict) else f"{line:.60}"
             raise data_error(path, "an object with a string 'text'", got, line=number)
+        if _SURROGATE.search(text):  # "\\ud800" is JSON, but no character
+            raise data_error(path, "UTF-8 text", "half of a surrogate pair", line=number)
         yield text
 
 

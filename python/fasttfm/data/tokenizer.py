@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fasttfm.data.texts import DataError, data_error
+from fasttfm.whole_files import json_text, whole_files
 
 Kind = Literal["wordpiece", "bpe"]
 
@@ -108,8 +111,6 @@ class Tokenizer:
     def save(self, directory: str | Path, *, model_max_length: int = 512) -> None:
         """Writes what ``load_tokenizer`` and ``transformers.AutoTokenizer`` open."""
         folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.backend.save(str(folder / "tokenizer.json"))
         names = {f"{name}_token": self.token(id) for name, id in asdict(self.special).items() if id is not None}
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -118,19 +119,26 @@ class Tokenizer:
             "clean_up_tokenization_spaces": False,
             **names,
         }
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (folder / "special_tokens_map.json").write_text(json.dumps(names, indent=2) + "\n")
+        contents = {
+            "tokenizer.json": self.backend.to_str(pretty=True),
+            "tokenizer_config.json": json_text(config),
+            "special_tokens_map.json": json_text(names),
+        }
+        with whole_files([folder / name for name in contents]) as partials:
+            for name, text in contents.items():
+                partials[folder / name].write_text(text, encoding="utf-8")
 
 
 def train_tokenizer(
     kind: Kind, documents: Iterable[str], vocab_size: int, *, lowercase: bool = True, progress: bool = False
 ) -> Tokenizer:
-    """A vocabulary of ``documents``.
+    """A vocabulary of ``documents``: the same texts in the same order give the same one, in every process.
 
     Args:
         kind: ``"wordpiece"`` (BERT's, with [PAD], [UNK], [CLS], [SEP], [MASK]) or ``"bpe"`` (bytes, as the GPTs' and
             RoBERTa's, with ``<s>``, ``<pad>``, ``</s>``, ``<unk>``, ``<mask>``).
-        documents: Texts; ``read_documents`` gives them.
+        documents: Texts; ``read_documents`` gives them. WordPiece goes over them twice, the second
+            time in a temporary file.
         vocab_size: At most so many entries, the special ones included; fewer if the texts have no more.
         lowercase: Words in lower case and without accents; WordPiece only.
         progress: Shows how far it is.
@@ -144,8 +152,8 @@ def train_tokenizer(
         raise ValueError(f"train_tokenizer: vocab_size: expected at least {least} for {kind}, got {vocab_size}")
     options = {"vocab_size": vocab_size, "special_tokens": list(special), "show_progress": progress}
     if kind == "wordpiece":
-        backend = _wordpiece(library, library.models.WordPiece(unk_token="[UNK]"), lowercase)
-        trainer = library.trainers.WordPieceTrainer(**options)
+        vocabulary = _wordpiece_vocabulary(library, documents, lowercase, options)
+        backend = _wordpiece(library, library.models.WordPiece(vocabulary, unk_token="[UNK]"), lowercase)
     else:
         lowercase = False
         backend = library.Tokenizer(library.models.BPE())
@@ -153,8 +161,52 @@ def train_tokenizer(
         backend.decoder = library.decoders.ByteLevel()
         alphabet = library.pre_tokenizers.ByteLevel.alphabet()
         trainer = library.trainers.BpeTrainer(initial_alphabet=sorted(alphabet), **options)
-    backend.train_from_iterator(_pieces(documents), trainer)
+        backend.train_from_iterator(_pieces(documents), trainer)
     return _finish(library, backend, _special_by_name(backend, {}), lowercase)
+
+
+def _wordpiece_vocabulary(
+    library: Any, documents: Iterable[str], lowercase: bool, options: dict[str, Any]
+) -> dict[str, int]:
+    """The ids of a WordPiece vocabulary: special tokens, letters, letters inside words (##a), then merges.
+
+    The library numbers letters inside words in the order of a hash table that differs from process to process, and of
+    two pairs that are equally frequent it merges the one with the smaller numbers. So a first pass over the texts, which
+    merges nothing, finds these letters, and the second one gets them in order, as if they were special tokens.
+    """
+
+    def trained(pieces: Iterable[str], vocab_size: int, first: list[str]) -> list[str]:
+        backend = _wordpiece(library, library.models.WordPiece(unk_token="[UNK]"), lowercase)
+        changes = {"vocab_size": vocab_size, "special_tokens": first}
+        backend.train_from_iterator(pieces, library.trainers.WordPieceTrainer(**{**options, **changes}))
+        ids = backend.get_vocab()
+        return sorted(ids, key=ids.__getitem__)
+
+    special: list[str] = options["special_tokens"]
+    with _repeated(_pieces(documents)) as pieces:
+        letters = trained(pieces(), 0, special)[len(special) :]
+        inside = sorted(name for name in letters if len(name) > 1)
+        found = trained(pieces(), options["vocab_size"], [*special, *inside])
+    rest = found[len(special) + len(inside) :]
+    alphabet, merges = rest[: len(letters) - len(inside)], rest[len(letters) - len(inside) :]
+    return {name: id for id, name in enumerate([*special, *alphabet, *inside, *merges])}
+
+
+@contextlib.contextmanager
+def _repeated(pieces: Iterable[str]) -> Iterator[Callable[[], Iterator[str]]]:
+    """What gives the pieces, which have no line's end in them, once and then again."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="surrogatepass", newline="\n") as file:
+
+        def give() -> Iterator[str]:
+            if file.tell():
+                file.seek(0)
+                yield from (line[:-1] for line in file)
+                return
+            for piece in pieces:
+                file.write(f"{piece}\n")
+                yield piece
+
+        yield give
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
