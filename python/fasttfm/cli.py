@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import sys
 from collections.abc import Sequence
 
 from fasttfm._version import __version__
+from fasttfm.command_parts import in_words
 
 # Command -> the module that adds its arguments (add_parser) and does its work (run).
 _COMMANDS = {
@@ -21,7 +24,8 @@ _COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status. A wrong argument exits with 2 and a sentence on stderr."""
+    """Runs the command line and returns the exit status. A wrong argument exits with 2 and a sentence on stderr; a file
+    or directory that cannot be read or written with 1, and an interruption with 130."""
     parser = argparse.ArgumentParser(prog="fasttfm", description="Fused transformer ops, modules and models.")
     parser.add_argument("--version", action="version", version=f"fasttfm {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
@@ -29,5 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for module in modules.values():
         module.add_parser(commands)
     parsed = parser.parse_args(arguments)
-    status: int = modules[parsed.command].run(parsed)
+    try:
+        status: int = modules[parsed.command].run(parsed)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"fasttfm {parsed.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # for example of head, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"fasttfm {parsed.command}: {in_words(error)}", file=sys.stderr)
+        return 1
     return status

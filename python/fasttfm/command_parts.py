@@ -31,12 +31,12 @@ def add_training_options(parser: argparse.ArgumentParser, *, rate: float | None,
         "--warmup-share", type=float, default=0.1, metavar="SHARE", help="of all steps, in which the rate rises"
     )
     group.add_argument("--weight-decay", type=float, default=0.01, metavar="RATE", help="not of biases and LayerNorms")
-    group.add_argument("--clip", type=float, default=1.0, metavar="NORM", help="the gradient's largest norm; 0: any")
+    group.add_argument("--clip", type=float, default=1.0, metavar="NORM", help="max gradient norm; 0: no clipping")
     group.add_argument("--accumulation", type=int, default=1, metavar="N", help="batches to a step")
     group.add_argument(
         "--precision", choices=("float32", "bfloat16"), help="by default bfloat16 on a GPU and float32 on a CPU"
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of everything random")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed")
     return group
 
 
@@ -44,6 +44,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Where a run writes and computes."""
     group = parser.add_argument_group("run")
     group.add_argument("--output", type=Path, metavar="DIR", help="by default a new one under fasttfm-runs")
+    group.add_argument("--overwrite", action="store_true", help="write to --output even if it has files")
     group.add_argument("--quiet", action="store_true", help="no progress")
     add_device_option(group)
 
@@ -65,11 +66,37 @@ def settings_of(arguments: argparse.Namespace, device: Any, rate: float, **chang
     )
 
 
+def check_output(arguments: argparse.Namespace, **sources: Any) -> None:
+    """Raises ValueError where ``--output`` is one of the directories that the command reads, or has files that nobody
+    allowed to be overwritten.
+
+    Args:
+        sources: Directories or files that are read, by their options' names; None for those that are not given.
+    """
+    output: Path | None = arguments.output
+    if output is None or not output.exists():
+        return
+    if not output.is_dir():
+        raise ValueError(f"--output: expected a directory, got the file {output}")
+    for name, source in sources.items():
+        if source is not None and Path(source).exists() and output.samefile(source):
+            raise ValueError(f"--output: expected another directory than --{name}, got {output}")
+    found = sorted(path.name for path in output.iterdir())
+    if found and not arguments.overwrite:
+        got = f"{output} with {found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''}"
+        raise ValueError(f"--output: expected a new or empty directory, got {got}; --overwrite writes to it")
+
+
 def output_of(arguments: argparse.Namespace, name: str) -> Path:
-    """The directory that was asked for, or a new one."""
-    directory: Path = arguments.output or new_directory(name)
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
+    """The directory that was asked for (``check_output`` comes first), or a new one."""
+    if arguments.output is not None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        return Path(arguments.output)
+    while True:
+        directory = new_directory(name)
+        with contextlib.suppress(FileExistsError):  # another process was quicker
+            directory.mkdir(parents=True)
+            return directory
 
 
 def new_directory(name: str) -> Path:
@@ -90,11 +117,12 @@ def precision_of(arguments: argparse.Namespace, device: Any) -> str:
 
 @contextlib.contextmanager
 def refusing(arguments: argparse.Namespace) -> Iterator[None]:
-    """Around a command's work: a wrong argument ends it with a sentence and status 2; data, a checkpoint or a package
-    that cannot be used with a sentence and status 1. Warnings become lines on stderr."""
+    """Around a command's work: a wrong argument ends it with a sentence and status 2; data, a checkpoint, a directory
+    or a package that cannot be used with a sentence and status 1. Warnings become lines on stderr."""
     from fasttfm.data.texts import DataError
     from fasttfm.models import CheckpointError
     from fasttfm.train import NonFiniteError
+    from fasttfm.train.pretrain import RunError
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
         print(f"note: {message}", file=sys.stderr)
@@ -103,11 +131,20 @@ def refusing(arguments: argparse.Namespace) -> Iterator[None]:
         warnings.showwarning = note
         try:
             yield
-        except (DataError, CheckpointError, NonFiniteError, ImportError, OSError) as error:
-            print(f"fasttfm {arguments.command}: {error}", file=sys.stderr)
+        except BrokenPipeError:  # nobody reads what is printed: cli.main
+            raise
+        except (DataError, CheckpointError, NonFiniteError, RunError, ImportError, OSError) as error:
+            print(f"fasttfm {arguments.command}: {in_words(error)}", file=sys.stderr)
             raise SystemExit(1) from None
         except ValueError as error:
             arguments.refuse(str(error))
+
+
+def in_words(error: BaseException) -> str:
+    """An error's sentence; of the system's errors the file and the reason, without their number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def draw_curves(log: Path, title: str) -> None:
@@ -116,7 +153,7 @@ def draw_curves(log: Path, title: str) -> None:
 
     try:
         write_curves(log, log.with_name(CURVES), title)
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         print(f"note: {error}", file=sys.stderr)
 
 

@@ -26,6 +26,7 @@ from fasttfm.command_parts import (
     Formatter,
     add_run_options,
     add_training_options,
+    check_output,
     device_of,
     draw_curves,
     output_of,
@@ -49,7 +50,9 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--max-length", type=int, default=128, metavar="N", help="tokens of a sequence")
     group.add_argument("--tokens-per-batch", type=int, default=4096, metavar="N", help="nothing is padded")
     group.add_argument("--masking", type=float, default=0.15, metavar="SHARE", help="of tokens that are masked")
-    group.add_argument("--held-out", type=float, default=0.02, metavar="SHARE", help="of documents, for evaluation")
+    group.add_argument(
+        "--held-out", type=float, default=0.02, metavar="SHARE", help="of documents in the validation set"
+    )
     group = parser.add_argument_group("student")
     group.add_argument("--layers", type=int, metavar="N", help="by default half as many as the teacher has")
     group.add_argument("--width", type=int, metavar="N", help="tinybert: by default half of the teacher's")
@@ -92,7 +95,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
+    from fasttfm.train.settings import random_seed
+
     with refusing(arguments):
+        check_output(arguments, teacher=arguments.teacher, student=arguments.student, prepared=arguments.prepared)
+        random_seed(arguments.seed)
         if arguments.task is None:
             if arguments.student is not None:
                 raise ValueError("--student: expected with --task; the first stage makes its own")

@@ -30,6 +30,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--output", required=True, type=Path, metavar="FILE", help="a name that ends in .npy or .safetensors"
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
     parser.add_argument("--lines", action="store_true", help="every line of a .txt file that is not empty is a text")
     parser.add_argument("--tokenizer", metavar="PATH", help="where it is, if not in the model's directory")
     parser.add_argument(
@@ -51,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     with refusing(arguments):
         if arguments.output.suffix not in _SUFFIXES:
             raise ValueError(f"--output: expected a name that ends in {' or '.join(_SUFFIXES)}, got {arguments.output}")
+        _check_output(arguments)
         import numpy as np
 
         from fasttfm.data.tokenizer import load_tokenizer
@@ -72,8 +74,19 @@ def run(arguments: argparse.Namespace) -> int:
         if not found:
             raise ValueError("--data: expected texts, got none")
         _write(arguments.output, np.stack(found))
-    print(f"{len(found)} vectors of {len(found[0])} numbers: {arguments.output}")
+        print(f"{len(found)} vectors of {len(found[0])} numbers: {arguments.output}")
     return 0
+
+
+def _check_output(arguments: argparse.Namespace) -> None:
+    output: Path = arguments.output
+    if output.is_dir():
+        raise ValueError(f"--output: expected a file, got the directory {output}")
+    if output.exists() and output.resolve().parent == Path(arguments.model).resolve():
+        raise ValueError(f"--output: expected a file that is not the model's, got {output}")
+    if output.exists() and not arguments.overwrite:
+        raise ValueError(f"--output: expected a new file, got {output}, which exists; --overwrite replaces it")
+    output.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _texts(arguments: argparse.Namespace) -> Iterator[str]:

@@ -25,6 +25,7 @@ from fasttfm.command_parts import (
     Formatter,
     add_run_options,
     add_training_options,
+    check_output,
     device_of,
     draw_curves,
     output_of,
@@ -86,8 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
         from fasttfm.tasks.finetuning import FineTuning
         from fasttfm.tasks.rates import default_rate, freeze
         from fasttfm.tasks.reading import READERS, read_examples
+        from fasttfm.train.settings import random_seed
 
+        check_output(arguments, model=arguments.model, tokenizer=arguments.tokenizer, data=arguments.data)
         device = device_of(arguments)
+        random_seed(arguments.seed)
         examples = read_examples(arguments.task, arguments.data, arguments.dev, seed=arguments.seed)
         test = None if arguments.test is None else READERS[arguments.task](arguments.test)
         model, task = _prepared(arguments, examples.train)
@@ -185,6 +189,8 @@ class Report:
 
     def write(self, test: list[Any] | None) -> None:
         """The checkpoint, the predictions and the metrics, and what they are in a few lines."""
+        from fasttfm.train.loop import check_finite
+
         train, dev = self.examples.train, self.examples.dev
         predictions = self.predicted(dev, tune=True)
         metrics: dict[str, Any] = {
@@ -198,6 +204,7 @@ class Report:
         }
         if getattr(self.task, "threshold", None) is not None:
             metrics["no_answer_threshold"] = self.task.threshold
+        check_finite(self.model)
         self.model.save_pretrained(self.output)
         self.task.language.tokenizer.save(self.output, model_max_length=self.task.language.format.max_length)
         files = self.task.files(dev, predictions)

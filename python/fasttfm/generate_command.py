@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
     )
     group.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest words")
     group.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest words that have P together")
-    group.add_argument("--seed", type=int, metavar="N", help="draw the same words again")
+    group.add_argument("--seed", type=int, metavar="N", help="random seed: draw the same words again")
     group.add_argument("--show-prompt", action="store_true", help="print the whole prompt first")
     add_device_option(parser)
     parser.set_defaults(refuse=parser.error)
@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         from fasttfm.generate import stream
         from fasttfm.tasks.families import open_model
         from fasttfm.tasks.prompts import text_pieces, until
+        from fasttfm.train.settings import random_seed
 
         device = device_of(arguments)
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
@@ -72,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not ids:
             raise ValueError("--prompt: expected a text with words, got none")
         if arguments.seed is not None:
+            random_seed(arguments.seed)
             torch.manual_seed(arguments.seed)
         options: dict[str, Any] = {"do_sample": False}
         if any(value is not None for value in (arguments.temperature, arguments.top_k, arguments.top_p)):
@@ -86,11 +88,11 @@ def run(arguments: argparse.Namespace) -> int:
             eos_token_id=end,
             **options,
         )
-    if arguments.show_prompt:
-        print(text, end="", flush=True)
-    for piece in until(text_pieces(tokenizer, tokens), stop):
-        print(piece, end="", flush=True)
-    print()
+        if arguments.show_prompt:
+            print(text, end="", flush=True)
+        for piece in until(text_pieces(tokenizer, tokens), stop):
+            print(piece, end="", flush=True)
+        print()
     return 0
 
 
@@ -98,6 +100,10 @@ def _prompt(arguments: argparse.Namespace, tokenizer: Any, positions: int) -> tu
     """The prompt, and the text that ends the answer."""
     from fasttfm.tasks.prompts import TEMPLATE, Prompt, read_shots
 
+    if arguments.count is not None and arguments.count < 0:
+        raise ValueError(f"--count: expected a number from 0 on, got {arguments.count}")
+    if arguments.max_new_tokens < 0:
+        raise ValueError(f"--max-new-tokens: expected a number from 0 on, got {arguments.max_new_tokens}")
     question = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     shots = [] if arguments.shots is None else read_shots(arguments.shots)[: arguments.count]
     separator = _unescaped(arguments.separator)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from fasttfm.command_parts import new_directory
+from fasttfm.command_parts import new_directory, refusing
 
 MODELS = ("bert", "roberta", "albert", "electra", "gpt", "gpt2")
 _DEFAULT_SIZES = {"bert": "tiny", "electra": "small", "gpt2": "small"}  # the others': base
@@ -56,7 +55,9 @@ def _add_data(group: Any) -> None:
     group.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json, vocab.txt or a folder; default: trained")
     group.add_argument("--vocabulary", type=int, default=4000, help="entries of a tokenizer that is trained (4000)")
     group.add_argument("--prepared", type=Path, metavar="FOLDER", help="token shards, kept for other runs")
-    group.add_argument("--held-out", type=float, default=0.02, help="share of the documents for evaluation (0.02)")
+    group.add_argument(
+        "--held-out", type=float, default=0.02, help="share of the documents in the validation set (0.02)"
+    )
     group.add_argument("--max-length", type=int, default=128, help="tokens of a sequence (128)")
     group.add_argument("--masking", type=float, default=0.15, help="share of tokens that are predicted (0.15)")
     group.add_argument("--whole-word", action="store_true", help="mask whole words")
@@ -74,19 +75,21 @@ def _add_training(group: Any) -> None:
     group.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="Adam's (0.9 0.999)")
     group.add_argument("--schedule", default="linear", help="linear (default), cosine or constant")
     group.add_argument("--warmup", type=int, help="steps; default: a tenth of all")
-    group.add_argument("--clip", type=float, default=1.0, help="the gradient's largest norm; 0: any (1.0)")
+    group.add_argument("--clip", type=float, default=1.0, help="max gradient norm; 0: no clipping (1.0)")
     group.add_argument("--dropout", type=float, help="default: the size's own")
     group.add_argument("--precision", help="bfloat16 (default on a GPU) or float32 (default on a CPU)")
     group.add_argument("--compile", action="store_true", help="compile the forward with torch.compile")
     group.add_argument("--cuda-graph", action="store_true", help="run the step as a CUDA graph: one GPU, fixed shapes")
     group.add_argument("--bad-steps", type=int, default=5, help="steps in a row without a finite loss end the run (5)")
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--seed", type=int, default=0, help="random seed (0)")
 
 
 def _add_run(group: Any) -> None:
     group.add_argument("--output", type=Path, help="the run's folder; default: a new one under fasttfm-runs")
     group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
-    group.add_argument("--overwrite", action="store_true", help="begin anew where --output has a run")
+    group.add_argument(
+        "--overwrite", action="store_true", help="replace the run in --output, or begin one beside other files"
+    )
     group.add_argument("--device", help="cpu, cuda or cuda:<number>; default: a GPU where there is one")
     group.add_argument("--parallel", help="under torchrun: ddp (default) or fsdp")
     group.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="default: five times, or every 1000")
@@ -110,22 +113,14 @@ def _field(text: str) -> tuple[str, Any]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
-    from fasttfm.data import DataError
-    from fasttfm.models import CheckpointError
-    from fasttfm.train.loop import NonFiniteError
-    from fasttfm.train.pretrain import RunError, pretrain
+    from fasttfm.train.pretrain import pretrain
 
     begun = time.perf_counter()
-    try:
+    with refusing(arguments):
         settings, where = _settings(arguments)
         summary = pretrain(settings, where)
-    except (RunError, NonFiniteError, DataError, CheckpointError, ImportError) as error:
-        print(f"fasttfm pretrain: {error}", file=sys.stderr)
-        return 1
-    except ValueError as error:
-        arguments.refuse(str(error))
-    if summary is not None and not arguments.quiet:
-        print(_report(summary, time.perf_counter() - begun))
+        if summary is not None and not arguments.quiet:
+            print(_report(summary, time.perf_counter() - begun))
     return 0
 
 
@@ -140,6 +135,8 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
         StepSettings,
     )
 
+    if arguments.resume and arguments.overwrite:
+        raise ValueError("--resume: expected without --overwrite, which begins anew")
     if arguments.resume and arguments.output is None:
         raise ValueError("--resume: expected --output, the folder of the run to go on with")
     size = arguments.size or _DEFAULT_SIZES.get(arguments.model, "base")

@@ -254,13 +254,51 @@ def test_checksums(tmp_path: Path, tokenizer: Tokenizer) -> None:
     [
         ("no json", r"shards\.json: expected what fasttfm wrote there, got no JSON"),
         ("[]", "got another JSON file"),
-        (json.dumps({"format": 99, "shards": []}), "expected format 1, got format 99"),
+        (json.dumps({"format": 99, "shards": []}), "expected format 2, got format 99"),
     ],
 )
 def test_foreign_folders(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "shards.json").write_text(content)
     with pytest.raises(DataError, match=message):
         TokenShards.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["00000.tokens.npy", "00000.sentences.npy", "00000.documents.npy", "starts_word.npy", "shards.json"]
+)
+def test_a_flipped_byte_anywhere_is_named_and_repaired(name: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n\n".join(TEXTS))
+    whole = prepare(texts, tokenizer, tmp_path / "shards", progress=False)
+    expected = [whole.document(number).tolist() for number in range(whole.documents)]
+    path = tmp_path / "shards" / name
+    content = path.read_bytes()
+    for place in range(0, len(content), max(1, len(content) // 40)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1  # a digit becomes another one
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=name):
+            TokenShards.open(tmp_path / "shards")
+    again = prepare(texts, tokenizer, tmp_path / "shards", progress=False)
+    assert [again.document(number).tolist() for number in range(again.documents)] == expected
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"digest": 1}', '{"digest": null, "files": 3}', "\xff"])
+def test_a_damaged_record_of_a_shard_is_made_again(content: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    whole = prepare(iter(TEXTS), tokenizer, tmp_path, progress=False)
+    (tmp_path / "00000.json").write_text(content, encoding="latin-1")
+    assert prepare(iter(TEXTS), tokenizer, tmp_path, progress=False).fingerprint == whole.fingerprint
+
+
+def test_files_of_others_stay(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "20240101.txt").write_text("a diary")
+    (tmp_path / "7.json").write_text("{}")
+    prepare(iter(TEXTS), tokenizer, tmp_path, progress=False, shard_characters=10)
+    prepare(iter(TEXTS[:1]), tokenizer, tmp_path, progress=False)
+    assert (tmp_path / "20240101.txt").read_text() == "a diary"
+    assert (tmp_path / "7.json").exists()
+    assert len(list(tmp_path.glob("*.tokens.npy"))) == 1
 
 
 def test_nothing_to_open(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import time
 from pathlib import Path
@@ -13,11 +14,12 @@ import torch
 import train_runs
 from train_runs import results, run_of, settings_of
 
+from fasttfm import data
 from fasttfm.testing.tolerance import OUTPUT_FACTOR, compare
 from fasttfm.train.logs import read_rows
 from fasttfm.train.loop import Trainer
 from fasttfm.train.objectives import FAMILIES
-from fasttfm.train.pretrain import RunError, pretrain
+from fasttfm.train.pretrain import RunError, pretrain, run_lock
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -197,3 +199,98 @@ def test_lamb_and_other_options(corpus: dict[str, Path], tmp_path: Path) -> None
     assert float(rows[-1]["loss"]) < float(rows[0]["loss"])
     assert summary.tokens == int(rows[-1]["tokens"])
     assert summary.skipped == 0
+
+
+# ---- what a run does to an earlier one -------------------------------------------------------------------------------
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"changes": {"hidden_size": "abc"}},
+        {"changes": {"hidden_size": 33}},
+        {"changes": {"vocab_size": 20}},
+        {"tokens_per_step": 32},
+        {"tokens_per_step": 10**8},
+        {"held_out": 0.01},
+        {"data": ("/nowhere",)},
+    ],
+    ids=str,
+)
+def test_overwriting_replaces_a_run_only_when_the_new_one_can_begin(
+    changes: dict[str, Any], corpus: dict[str, Path], tmp_path: Path
+) -> None:
+    run = run_of(tmp_path / "run", overwrite=True)
+    kept = {"checkpoint-000003/model.safetensors": b"weights", "tokenizer/tokenizer.json": b"words", "log.csv": b"rows"}
+    for name, content in kept.items():
+        (run.output / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.output / name).write_bytes(content)
+    settings = settings_of(corpus, steps=2)
+    if "changes" in changes:
+        changes = {"changes": {**settings.changes, **changes["changes"]}}
+    with pytest.raises((ValueError, RunError)):
+        pretrain(dataclasses.replace(settings, **{"tokenizer": None, "vocabulary": 300, **changes}), run)
+    assert kept.items() <= contents(run.output).items()
+
+
+def test_an_overwritten_run_leaves_nothing_behind(corpus: dict[str, Path], tmp_path: Path) -> None:
+    settings = dataclasses.replace(settings_of(corpus, steps=2), tokenizer=None, vocabulary=300)
+    pretrain(settings, run_of(tmp_path, checkpoint_every=1))
+    other = dataclasses.replace(settings, vocabulary=200, schedule=dataclasses.replace(settings.schedule, steps=3))
+    summary = pretrain(other, run_of(tmp_path, overwrite=True, checkpoint_every=3))
+    assert summary is not None
+    assert train_runs.Checkpoints(tmp_path).steps() == [3]
+    assert data.load_tokenizer(tmp_path / "tokenizer").vocab_size == 200
+    assert not (tmp_path / "tokenizer.new").exists()
+    assert pretrain(other, run_of(tmp_path, resume=True)) is not None
+
+
+def test_a_directory_with_other_files_is_refused(corpus: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    settings = settings_of(corpus, steps=2)
+    with pytest.raises(
+        RunError, match=r"expected a new or empty directory, got one with thesis\.txt: --overwrite begins"
+    ):
+        pretrain(settings, run_of(tmp_path))
+    assert pretrain(settings, run_of(tmp_path, overwrite=True)) is not None
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_validation_set_that_is_too_small_is_told_at_the_start(corpus: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"1 documents here: .*two documents or more for next sentences"):
+        pretrain(settings_of(corpus, steps=10**6, held_out=0.001), run_of(tmp_path))
+    assert not (tmp_path / "log.csv").exists()
+
+
+def test_two_runs_do_not_share_a_directory(corpus: dict[str, Path], tmp_path: Path) -> None:
+    settings = settings_of(corpus, steps=2)
+    with run_lock(tmp_path):
+        with pytest.raises(
+            RunError, match=rf"{tmp_path}: another run writes to this directory, process {os.getpid()}:"
+        ):
+            pretrain(settings, run_of(tmp_path, overwrite=True))
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert pretrain(settings, run_of(tmp_path)) is not None
+
+
+def hold(directory: Path) -> None:
+    with run_lock(directory):
+        (directory / "held").touch()
+        time.sleep(600)
+
+
+def test_a_process_that_is_killed_gives_its_lock_back(tmp_path: Path) -> None:
+    process = train_runs.start(hold, tmp_path)
+    while not (tmp_path / "held").exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    with pytest.raises(RunError, match=f"process {process.pid}:"), run_lock(tmp_path):
+        pass
+    process.kill()
+    process.join()
+    with run_lock(tmp_path):
+        pass

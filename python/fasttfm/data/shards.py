@@ -1,6 +1,7 @@
 """``TokenShards``: a corpus as ids in memory-mapped files; ``prepare`` writes them, once.
 
-A folder holds ``shards.json`` (of which texts, with which tokenizer, and a checksum of every file) and for each shard
+A folder holds ``shards.json`` (of which texts, with which tokenizer, and checksums of every file and of itself) and for
+each shard
 
     00000.tokens.npy     uint16 or uint32 [tokens]
     00000.sentences.npy  int64 [sentences + 1]   sentence i is the tokens from [i] to [i + 1]
@@ -16,6 +17,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,9 +33,11 @@ from fasttfm.data.texts import DataError, data_error, files_of, read_documents, 
 from fasttfm.data.tokenizer import SpecialIds, Tokenizer
 from fasttfm.whole_files import whole_file, write_json
 
-FORMAT = 1
+FORMAT = 2
 _MANIFEST = "shards.json"
 _PARTS = ("tokens", "sentences", "documents")
+_STARTS_WORD = "starts_word.npy"
+_OWN = re.compile(r"(\d{5,})\.(?:json|(?:tokens|sentences|documents)\.npy)")  # the files of a shard
 
 
 @dataclass(frozen=True)
@@ -54,13 +58,8 @@ class TokenShards:
             verify: Reads every file once and compares checksums (a gigabyte or more a second).
         """
         folder = Path(directory)
-        manifest = _read_json(folder / _MANIFEST)
-        if manifest is None:
-            raise data_error(
-                folder, "prepared shards (shards.json)", "a folder without" if folder.is_dir() else "nothing"
-            )
-        if manifest.get("format") != FORMAT:
-            raise data_error(folder / _MANIFEST, f"format {FORMAT}", f"format {manifest.get('format')!r}")
+        manifest = _read_manifest(folder)
+        _check_file(folder / _STARTS_WORD, manifest["starts_word"], checksum=verify)
         for record in manifest["shards"]:
             _check_files(folder, record, checksums=verify)
         arrays = tuple(
@@ -93,7 +92,7 @@ class TokenShards:
     @property
     def starts_word(self) -> np.ndarray:
         """bool [vocab_size]: whether a token begins a word."""
-        starts: np.ndarray = np.load(self.directory / "starts_word.npy")
+        starts: np.ndarray = np.load(self.directory / _STARTS_WORD)
         return starts
 
     @property
@@ -162,19 +161,20 @@ def prepare(
         if not sum(record["tokens"] for record in records):
             name = str(source) if isinstance(source, (str, Path)) else f"prepare: source ({type(source).__name__})"
             raise DataError(f"{name}: expected text, got no document with a token")
-        np.save(folder / "starts_word.npy", tokenizer.starts_word)
         facts = {"format": FORMAT, "vocab_size": tokenizer.vocab_size, "special": asdict(tokenizer.special)}
-        write_json(folder / _MANIFEST, {**facts, **identity, "shards": records}, indent=1)
+        facts["starts_word"] = _write_array(folder / _STARTS_WORD, tokenizer.starts_word)
+        manifest = {**facts, **identity, "shards": records}
+        write_json(folder / _MANIFEST, {**manifest, "crc32": _own_checksum(manifest)}, indent=1)
         _remove_stale(folder, len(records))
     return TokenShards.open(folder, verify=False)
 
 
 def _unchanged(folder: Path, identity: dict[str, Any]) -> TokenShards | None:
     """What lies in ``folder``, if it is whole and of the same files and tokenizer."""
-    manifest = _read_json(folder / _MANIFEST)
-    if manifest is None or any(manifest.get(key) != value for key, value in identity.items()):
-        return None
     try:
+        manifest = _read_manifest(folder)
+        if any(manifest[key] != value for key, value in identity.items()):
+            return None
         return TokenShards.open(folder)
     except DataError:
         return None  # damaged: those shards are made again
@@ -212,24 +212,21 @@ class _Writer:
     def shard(self, number: int, documents: list[str]) -> dict[str, Any]:
         record_path = self.folder / f"{number:05d}.json"
         digest = self._digest(documents)
-        record = _read_json(record_path)
-        if record is not None and record["digest"] == digest:
-            try:
-                _check_files(self.folder, record, checksums=True)
-                return record
-            except DataError:
-                pass  # half-written or damaged: made again
+        try:
+            found = _read_json(record_path)
+            if found["digest"] == digest:
+                _check_files(self.folder, found, checksums=True)
+                return found
+        except (DataError, LookupError, TypeError, AttributeError):
+            pass  # not there, half-written or damaged: made again
         record_path.unlink(missing_ok=True)
         # From here on the folder's content is not what its manifest says.
         (self.folder / _MANIFEST).unlink(missing_ok=True)
         arrays = self._tokenize(documents)
-        record = {"number": number, "digest": digest, "documents": len(arrays["documents"]) - 1}
+        record: dict[str, Any] = {"number": number, "digest": digest, "documents": len(arrays["documents"]) - 1}
         record |= {"tokens": len(arrays["tokens"]), "files": {}}
         for part, array in arrays.items():
-            path = self.folder / f"{number:05d}.{part}.npy"
-            with whole_file(path) as partial, partial.open("wb") as file:
-                np.save(file, array)
-            record["files"][part] = {"bytes": path.stat().st_size, "crc32": _checksum(path)}
+            record["files"][part] = _write_array(self.folder / f"{number:05d}.{part}.npy", array)
         write_json(record_path, record, indent=1)
         return record
 
@@ -306,9 +303,9 @@ def _files(source: Any) -> list[list[Any]]:
 
 
 def _remove_stale(folder: Path, shards: int) -> None:
-    for path in folder.glob("[0-9]*.*"):
-        number = path.name.split(".")[0]
-        if number.isdigit() and int(number) >= shards:
+    for path in folder.iterdir():
+        own = _OWN.fullmatch(path.name)
+        if own is not None and int(own[1]) >= shards:
             path.unlink()
 
 
@@ -326,16 +323,25 @@ def _index(arrays: Sequence[dict[str, np.ndarray]]) -> np.ndarray:
     return np.concatenate(rows)
 
 
+def _write_array(path: Path, array: np.ndarray) -> dict[str, Any]:
+    """What ``_check_file`` compares the file with."""
+    with whole_file(path) as partial:
+        with partial.open("wb") as file:
+            np.save(file, array)
+        return {"bytes": partial.stat().st_size, "crc32": _checksum(partial)}
+
+
 def _check_files(folder: Path, record: dict[str, Any], *, checksums: bool) -> None:
-    for part, facts in record["files"].items():
-        path = folder / f"{record['number']:05d}.{part}.npy"
-        size = path.stat().st_size if path.is_file() else None
-        if size != facts["bytes"]:
-            raise data_error(path, f"{facts['bytes']} bytes", "no file" if size is None else f"{size} bytes")
-        if checksums and (found := _checksum(path)) != facts["crc32"]:
-            raise data_error(
-                path, f"checksum {facts['crc32']}", f"{found}: the file is damaged; remove it, prepare again"
-            )
+    for part in _PARTS:
+        _check_file(folder / f"{record['number']:05d}.{part}.npy", record["files"][part], checksum=checksums)
+
+
+def _check_file(path: Path, facts: dict[str, Any], *, checksum: bool) -> None:
+    size = path.stat().st_size if path.is_file() else None
+    if size != facts["bytes"]:
+        raise data_error(path, f"{facts['bytes']} bytes", "no file" if size is None else f"{size} bytes")
+    if checksum and (found := _checksum(path)) != facts["crc32"]:
+        raise data_error(path, f"checksum {facts['crc32']}", f"{found}: the file is damaged; remove it, prepare again")
 
 
 def _checksum(path: Path) -> str:
@@ -346,15 +352,29 @@ def _checksum(path: Path) -> str:
     return f"{value:08x}"
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """A record that we wrote; None where there is none."""
+def _own_checksum(manifest: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / _MANIFEST
     if not path.is_file():
-        return None
+        raise data_error(folder, "prepared shards (shards.json)", "a folder without" if folder.is_dir() else "nothing")
+    manifest = _read_json(path)
+    if manifest.get("format") != FORMAT:
+        raise data_error(path, f"format {FORMAT}", f"format {manifest.get('format')!r}")
+    if manifest.pop("crc32", None) != _own_checksum(manifest):
+        raise data_error(path, "what fasttfm wrote there", "another content: the file is damaged; prepare again")
+    return manifest
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A record that we wrote."""
     try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise data_error(path, "what fasttfm wrote there", f"no JSON ({error})") from None
-    if not isinstance(value, dict) or not {"shards", "digest"} & value.keys():
+    if not isinstance(value, dict):
         raise data_error(path, "what fasttfm wrote there", "another JSON file")
     return value
 

@@ -154,6 +154,8 @@ def read_squad(path: str | Path) -> list[QuestionExample]:
         root = json.loads(text)
     except json.JSONDecodeError as error:
         raise data_error(path, "JSON", error.msg, line=error.lineno) from None
+    except RecursionError as error:
+        raise data_error(path, "JSON", str(error)) from None
     examples = []
     for place, paragraph in _squad_paragraphs(path, root):
         context = _field(path, place, paragraph, "context", str)

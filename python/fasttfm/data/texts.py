@@ -146,7 +146,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, str, Any]]:
             continue
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise data_error(path, "a JSON object", f"{line:.60} ({error})", line=number) from None
         yield number, line, value
 

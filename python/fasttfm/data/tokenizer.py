@@ -171,8 +171,8 @@ def _wordpiece_vocabulary(
     """The ids of a WordPiece vocabulary: special tokens, letters, letters inside words (##a), then merges.
 
     The library numbers letters inside words in the order of a hash table that differs from process to process, and of
-    two pairs that are equally frequent it merges the one with the smaller numbers. So a first pass over the texts, which
-    merges nothing, finds these letters, and the second one gets them in order, as if they were special tokens.
+    two pairs that are equally frequent it merges the one with the smaller numbers. So a first pass over the texts,
+    which merges nothing, finds these letters, and the second one gets them in order, as if they were special tokens.
     """
 
     def trained(pieces: Iterable[str], vocab_size: int, first: list[str]) -> list[str]:
@@ -308,8 +308,8 @@ def _settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        settings = json.loads(path.read_text())
-    except ValueError as error:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise data_error(path, "a JSON object", str(error)) from None
     if not isinstance(settings, dict):
         raise data_error(path, "a JSON object", type(settings).__name__)

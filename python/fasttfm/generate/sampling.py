@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, fits, expected in (
-            ("temperature", self.temperature > 0, "a number above 0"),
+            ("temperature", 0 < self.temperature < math.inf, "a number above 0"),
             ("top_k", self.top_k is None or self.top_k >= 1, "None or a number of words, at least 1"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "None or a probability in (0, 1]"),
         ):

@@ -22,6 +22,7 @@ from fasttfm.tasks.families import base_of
 from fasttfm.tasks.finetuning import FinetuneSettings, label_names, prepare, shuffled_steps, trainer_of
 from fasttfm.tasks.task import Task
 from fasttfm.train import Objective, StepResult, Trainer
+from fasttfm.train.loop import check_finite
 from fasttfm.whole_files import whole_file
 
 PROJECTIONS = "projections.safetensors"  # TinyBERT's, beside the student's own files
@@ -64,6 +65,7 @@ def tinybert_student(
 
 def save_student(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
     """The student as transformers opens it, and TinyBERT's projections beside it."""
+    check_finite(recipe.student)
     recipe.student.save_pretrained(directory)
     tokenizer.save(directory)
     projections = getattr(recipe, "projections", None)

@@ -45,6 +45,8 @@ def embed(
         raise ValueError(f"embed: layers: expected 1 to the model's {depth}, got {layers}")
     if max_length is not None and not 3 <= max_length <= longest:
         raise ValueError(f"embed: max_length: expected 3 to the model's {longest} positions, got {max_length}")
+    if tokens_per_batch < 1:
+        raise ValueError(f"embed: tokens_per_batch: expected a number from 1 on, got {tokens_per_batch}")
     form = _format(model, tokenizer, max_length or longest)
     groups = by_budget(_features(texts, tokenizer, form), tokens_per_batch)
     return _vectors(model.eval(), groups, form, pooling, layers)

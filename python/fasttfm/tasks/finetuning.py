@@ -30,6 +30,7 @@ from fasttfm.train import (
     Trainer,
     make_optimizer,
 )
+from fasttfm.train.settings import at_least, random_seed
 
 TASKS: dict[str, type[Task]] = {
     "classify": ClassifyTask,
@@ -79,7 +80,13 @@ def prepare(
     length = min(longest, LENGTHS[name]) if max_length is None else max_length
     if length > longest:
         raise ValueError(f"max_length: expected no more than the model's {longest} positions, got {length}")
-    language = Language(words, family, format_of(family, config, words, length))
+    form = format_of(family, config, words, length)
+    if form.room < 2:
+        least = length - form.room + 2
+        raise ValueError(
+            f"max_length: expected at least {least} tokens, for two texts and what is around, got {length}"
+        )
+    language = Language(words, family, form)
     known = label_names(config) if labels is None else labels
     task = (ValueTask if values else TASKS[name])(language, train, known=known, **options)
     model = made_of.from_pretrained(directory, dtype=torch.float32, **task.configuration())
@@ -127,8 +134,8 @@ class FinetuneSettings:
 
     def __post_init__(self) -> None:
         for name, least in (("epochs", 0), ("tokens_per_batch", 1), ("accumulation", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: expected a number from {least} on, got {getattr(self, name)}")
+            at_least(name, getattr(self, name), least)
+        random_seed(self.seed)
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"warmup: expected a share of all steps in [0, 1], got {self.warmup}")
 

@@ -14,6 +14,7 @@ from fasttfm.tasks.answers import Found, Offsets, Window, Windows, best_of_windo
 from fasttfm.tasks.inputs import Feature, TaskBatch
 from fasttfm.tasks.metrics import Scores, answer_scores, best_threshold, most_common
 from fasttfm.tasks.task import Language, Predictions, Task
+from fasttfm.train.settings import at_least
 
 
 class SpanTarget(NamedTuple):
@@ -53,6 +54,8 @@ class QuestionTask(Task):
         super().__init__(language, train, **options)
         form = language.format
         max_question = min(64, form.room // 4) if max_question is None else max_question
+        for name, value in (("max_question", max_question), ("max_answer", max_answer)):
+            at_least(name, value, 1)
         room = form.room - max_question
         self.windows = Windows(form, min(128, max(1, room // 2)) if stride is None else stride, max_question)
         self.max_answer = max_answer

@@ -3,6 +3,7 @@ is frozen."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,8 +33,10 @@ class Rates:
     def __post_init__(self) -> None:
         for name in ("rate", "head_rate"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"rates: {name}: expected a number above 0, got {value}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"rates: weight_decay: expected a number from 0 on, got {self.weight_decay}")
         if not 0 < self.layer_decay <= 1:
             raise ValueError(f"rates: layer_decay: expected a number above 0 and up to 1, got {self.layer_decay}")
 

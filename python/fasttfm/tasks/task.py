@@ -15,6 +15,7 @@ from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.families import CAUSAL
 from fasttfm.tasks.inputs import Feature, Format, TaskBatch, collate
 from fasttfm.tasks.metrics import Scores
+from fasttfm.train.settings import at_least
 
 Predictions = list[Any]  # one for each example, in their order
 
@@ -50,6 +51,7 @@ class Task(ABC):
     ) -> None:
         if not train:
             raise DataError(f"{self.head}: expected examples to learn from, got none")
+        at_least("auxiliary", auxiliary, 0)
         self.language = language
         self.auxiliary = auxiliary
         self.labels = self.labels_of(train, known)

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from fasttfm.models import CheckpointError
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.train.distributed import World, like, whole
-from fasttfm.whole_files import sync_file
+from fasttfm.whole_files import first_line, sync_file
 
 MANIFEST = "manifest.json"
 STATE = "training_state.pt"
@@ -101,8 +101,9 @@ class Checkpoints:
                 _remove(partial)
             steps = self.steps()
             kept = f"the last whole one is {self.path(steps[-1])}" if steps else "there is none before it"
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise CheckpointError(f"{final}: this checkpoint could not be written: {reason}; {kept}") from error
+            raise CheckpointError(
+                f"{final}: this checkpoint could not be written: {first_line(error)}; {kept}"
+            ) from error
         for old in self.steps()[: -self.keep]:
             self._discard(self.path(old))
         return final
@@ -282,8 +283,7 @@ def read_state(directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: there is no such file: nothing to go on from") from None
     except Exception as error:  # torch.load has its own idea of what it may raise
-        reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
+        raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected a dictionary, got {type(found).__name__}")
     return found

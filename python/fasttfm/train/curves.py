@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from fasttfm.train.logs import HELD_OUT, read_rows
+from fasttfm.whole_files import whole_file
 
 CURVES = "curves.png"
 
@@ -50,5 +51,6 @@ def write_curves(log: Path, path: Path, title: str) -> None:
         panel.set_visible(False)
     figure.suptitle(title)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with whole_file(path) as partial:
+        figure.savefig(partial, dpi=110, format="png")
     pyplot.close(figure)

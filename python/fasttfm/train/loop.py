@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fasttfm import optim
@@ -215,6 +216,25 @@ class Trainer:
         self.completed, self.skipped, self._bad_in_a_row = (
             state[name] for name in ("completed", "skipped", "bad_in_a_row")
         )
+
+
+@torch.no_grad()
+def check_finite(module: nn.Module, world: World | None = None) -> None:
+    """Raises ``NonFiniteError`` if a parameter is not finite, in all processes of ``world``: such a model is not worth
+    saving."""
+    found = [name for name, each in module.named_parameters() if not bool(_local(each).isfinite().all())]
+    bad = torch.tensor(float(bool(found)), device=next(module.parameters()).device)
+    if world is not None:
+        world.sum(bad)
+    if bad:
+        where = f"{found[0]} and {len(found) - 1} more" if found else "a parameter of another process"
+        raise NonFiniteError(
+            f"parameters are not finite after training: {where}; nothing was saved. A smaller learning rate may help"
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class LateValues:

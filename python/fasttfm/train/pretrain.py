@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import itertools
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -24,13 +26,18 @@ from fasttfm.train.checkpoints import Checkpoints, ModelFiles
 from fasttfm.train.curves import CURVES, write_curves
 from fasttfm.train.distributed import World, join, share_out
 from fasttfm.train.fixed_shapes import Shape, filled
-from fasttfm.train.logs import RunLog
-from fasttfm.train.loop import Trainer
+from fasttfm.train.logs import EVENTS, RunLog
+from fasttfm.train.loop import Trainer, check_finite
 from fasttfm.train.objectives import FAMILIES, Family, Pretraining
 from fasttfm.train.optimizers import make_optimizer
 from fasttfm.train.progress import Progress, peak_flops
 from fasttfm.train.schedule import Schedule
 from fasttfm.train.settings import PretrainSettings, RunSettings, one_of
+from fasttfm.whole_files import first_line
+
+_LOCK = ".lock"
+_TOKENIZER, _NEW_TOKENIZER = "tokenizer", "tokenizer.new"
+_LEFT = re.compile(r"\.lock|tokenizer|tokenizer\.new|shards|.*\.partial")  # what a run that never began leaves
 
 
 class RunError(RuntimeError):
@@ -55,17 +62,19 @@ def pretrain(settings: PretrainSettings, run: RunSettings) -> Summary | None:
     """Pre-trains a model and returns what it reached; None in other processes than the main one."""
     one_of("model", settings.family, tuple(FAMILIES))
     one_of(f"size of {settings.family}", settings.size, tuple(FAMILIES[settings.family].sizes))
+    check_model(settings)
     world = join(run.device, run.parallel)
     if settings.step.cuda_graph and (world.device.type != "cuda" or world.size > 1):
         raise ValueError("cuda_graph: expected one process with a GPU")
     try:
-        summary = _Run(settings, run, world).train()
+        with contextlib.ExitStack() as held:
+            summary = _Run(settings, run, world, held).train()
     except RuntimeError as error:
         if world.size == 1 or isinstance(error, RunError):
             raise
         steps = Checkpoints(run.output).steps()
         last = f"the last whole checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint yet"
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise RunError(
             f"rank {world.rank} of {world.size} cannot go on, most likely because another rank has ended: {reason}. "
             f"The run is over; {last}; --resume goes on from there"
@@ -84,21 +93,22 @@ class Corpus:
     held_out: data.TokenShards
 
 
-def open_corpus(settings: PretrainSettings, run: RunSettings) -> Corpus:
-    """The tokenizer, loaded or trained, and the shards, prepared if they are not there yet."""
+def open_corpus(settings: PretrainSettings, run: RunSettings, trained: Path, *, load: bool) -> Corpus:
+    """The tokenizer and the shards, prepared if they are not there yet.
+
+    Args:
+        trained: Where a tokenizer that is trained on the data lies.
+        load: It is there already.
+    """
     source: Any = list(settings.data) or data.shipped_corpus()
-    trained = run.output / "tokenizer"
     if settings.tokenizer is not None:
         tokenizer = data.load_tokenizer(settings.tokenizer)
-    elif trained.is_dir():
+    elif load:
         tokenizer = data.load_tokenizer(trained)
     else:
         kind: Any = FAMILIES[settings.family].tokenizer
         tokenizer = data.train_tokenizer(kind, data.read_documents(source), settings.vocabulary)
-        partial = trained.with_name("tokenizer.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        tokenizer.save(partial, model_max_length=settings.max_length)
-        os.rename(partial, trained)
+        tokenizer.save(trained, model_max_length=settings.max_length)
     shards = data.prepare(
         source, tokenizer, run.prepared or run.output / "shards", progress=run.progress and sys.stderr.isatty()
     )
@@ -110,21 +120,44 @@ def open_corpus(settings: PretrainSettings, run: RunSettings) -> Corpus:
     return Corpus(tokenizer, *shards.split(settings.held_out))
 
 
-def make_model(settings: PretrainSettings, tokenizer: data.Tokenizer) -> PretrainedModel:
-    """The model with parameters drawn from ``settings.seed``."""
+def check_model(settings: PretrainSettings) -> None:
+    """Raises ValueError where there is no such model, whatever its vocabulary."""
+    config = _config(settings)
+    try:
+        with torch.device("meta"):
+            FAMILIES[settings.family].model(config)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{settings.family}: expected sizes of a model that torch can make: {first_line(error)}"
+        ) from error
+
+
+def _config(settings: PretrainSettings) -> Any:
     family = FAMILIES[settings.family]
-    config: Any = family.config.named(settings.size, vocab_size=tokenizer.vocab_size)
+    config: Any = family.config.named(settings.size)
     longest = getattr(config, family.positions)
     setattr(config, family.positions, max(longest, settings.max_length + family.more_positions))
-    config.pad_token_id = tokenizer.special.pad
     if settings.dropout is not None:
         for name in vars(config):
             if name.endswith(("_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob")):
                 setattr(config, name, settings.dropout)
     for name, value in settings.changes.items():
-        if name not in vars(config):
+        if name not in vars(config) or name == "extra":
             raise ValueError(f"{name}: expected a field of {type(config).__name__}")
         setattr(config, name, value)
+    return config
+
+
+def make_model(settings: PretrainSettings, tokenizer: data.Tokenizer) -> PretrainedModel:
+    """The model with parameters drawn from ``settings.seed``."""
+    family, config = FAMILIES[settings.family], _config(settings)
+    if "vocab_size" not in settings.changes:
+        config.vocab_size = tokenizer.vocab_size
+    elif config.vocab_size < tokenizer.vocab_size:
+        got = f"{config.vocab_size}, where the tokenizer has {tokenizer.vocab_size} entries"
+        raise ValueError(f"vocab_size: expected no fewer than the tokenizer's, got {got}")
+    if "pad_token_id" not in settings.changes:
+        config.pad_token_id = tokenizer.special.pad
     if family.examples == "causal":
         config.bos_token_id, config.eos_token_id = tokenizer.special.bos, tokenizer.special.eos
     torch.manual_seed(settings.seed)
@@ -132,13 +165,14 @@ def make_model(settings: PretrainSettings, tokenizer: data.Tokenizer) -> Pretrai
 
 
 class _Run:
-    def __init__(self, settings: PretrainSettings, run: RunSettings, world: World) -> None:
-        self.settings, self.run, self.world = settings, run, world
+    def __init__(self, settings: PretrainSettings, run: RunSettings, world: World, held: contextlib.ExitStack) -> None:
+        """``held`` keeps the directory's lock."""
+        self.settings, self.run, self.world, self.held = settings, run, world, held
         self.family: Family = FAMILIES[settings.family]
         self.steps = settings.schedule.steps
         self.checkpoints = Checkpoints(run.output, run.keep)
         world.main_first(self._open_directory)
-        self.corpus = world.main_first(lambda: open_corpus(settings, run))
+        self.corpus = world.main_first(self._open_corpus)
         self.model = make_model(settings, self.corpus.tokenizer).to(world.device)
         self.files = ModelFiles(self.model, world)
         self.objective: Pretraining = self.family.objective(self.model)
@@ -147,23 +181,56 @@ class _Run:
         schedule = Schedule(optimizer, settings.schedule)
         self.trainer = Trainer(module, self.objective.objective(), optimizer, schedule, settings.step, world=world)
         self.batch_tokens = self._batch_tokens()
-        self.stream = self._stream(self.corpus.training, settings.seed, self._workers())
-        self.evaluation: list[data.Batch] = []
+        self.stream = self._stream(self.corpus.training, self._workers())
+        self.evaluation = self._evaluation_batches()
         torch.manual_seed(settings.seed + 1 + world.rank)
         self.start = self._resume() if run.resume else 0
 
     def _open_directory(self) -> None:
-        """The main process first: the others find a directory that is ready."""
+        """The main process first: the others find a directory that is ready. What an earlier run left stays until
+        everything is there for this one (``_replace_earlier_run``)."""
         if not self.world.main:
             return
         output = self.run.output
-        if self.run.overwrite and not self.run.resume:
-            for path in [*map(self.checkpoints.path, self.checkpoints.steps()), output / "tokenizer"]:
-                shutil.rmtree(path, ignore_errors=True)
-        if self.checkpoints.steps() and not self.run.resume:
-            raise RunError(f"{output} has checkpoints already: --resume goes on with that run, --overwrite begins anew")
-        output.mkdir(parents=True, exist_ok=True)
+        self.held.enter_context(run_lock(output))
+        given = self.settings.tokenizer
+        if given is not None and not self._continues() and output.resolve() in Path(given).resolve().parents:
+            raise ValueError(f"tokenizer: expected one outside of the run that is replaced, got {given}")
+        if not (self.run.resume or self.run.overwrite):
+            if self.checkpoints.steps():
+                raise RunError(
+                    f"{output} has checkpoints already: --resume goes on with that run, --overwrite begins anew"
+                )
+            if foreign := sorted(path.name for path in output.iterdir() if not _LEFT.fullmatch(path.name)):
+                raise RunError(
+                    f"{output}: expected a new or empty directory, got one with {foreign[0]}"
+                    f"{f' and {len(foreign) - 1} more' if len(foreign) > 1 else ''}: --overwrite begins a run there"
+                )
         self.checkpoints.clean()
+        shutil.rmtree(output / _NEW_TOKENIZER, ignore_errors=True)
+
+    def _continues(self) -> bool:
+        return self.run.resume and bool(self.checkpoints.steps())
+
+    def _tokenizer(self) -> Path:
+        """Of a tokenizer that is trained: an earlier run keeps its own while this one is prepared."""
+        return self.run.output / (_TOKENIZER if self._continues() else _NEW_TOKENIZER)
+
+    def _open_corpus(self) -> Corpus:
+        trained = self._tokenizer()
+        return open_corpus(self.settings, self.run, trained, load=trained.is_dir())
+
+    def _replace_earlier_run(self) -> None:
+        """Called by the main process when nothing is in the way of the first step."""
+        if self._continues():
+            return
+        output = self.run.output
+        for path in [*map(self.checkpoints.path, self.checkpoints.steps()), output / EVENTS, output / _TOKENIZER]:
+            shutil.rmtree(path, ignore_errors=True)
+        for path in (output / files.LATEST, output / CURVES):
+            path.unlink(missing_ok=True)
+        if (output / _NEW_TOKENIZER).is_dir():
+            os.rename(output / _NEW_TOKENIZER, output / _TOKENIZER)
 
     def _batch_tokens(self) -> int:
         settings, parts = self.settings, self.world.size * self.settings.accumulation
@@ -175,25 +242,23 @@ class _Run:
             )
         return tokens
 
-    def _stream(self, shards: data.TokenShards, seed: int, workers: int) -> data.BatchStream:
+    def _stream(self, shards: data.TokenShards, workers: int) -> data.BatchStream:
         settings, kind = self.settings, self.family.examples
         objective = data.Objective(kind, settings.max_length)  # type: ignore[arg-type]
         masking = None
         if objective.masked:
             masking = data.Masking(settings.masking, whole_word=settings.whole_word, ngram=settings.ngram)
-        try:
+        with _too_small(shards):
             return data.BatchStream(
                 shards,
                 objective,
                 masking,
                 tokens_per_batch=self.batch_tokens,
-                seed=seed,
+                seed=settings.seed,
                 rank=self.world.rank,
                 world_size=self.world.size,
                 workers=workers,
             )
-        except ValueError as error:
-            raise RunError(f"the data are too small, {shards.documents} documents here: {error}") from error
 
     def _workers(self) -> int:
         if self.run.workers is not None:
@@ -215,6 +280,7 @@ class _Run:
 
     def save(self) -> Path:
         """Called by all processes, behind a flush of results."""
+        check_finite(self.model, self.world)
         write_model = self.files.writer()
         collect = self.world.main or self.world.parallel == "fsdp"
         optimizer = files.optimizer_state(self.trainer.optimizer) if collect else {}
@@ -263,13 +329,16 @@ class _Run:
         if progress is not None:
             progress.note(self._description())
         terms = self.objective.terms
+        with _too_small(self.corpus.training):
+            batches = _begun(self._batches())
         log = None
+        self.world.gather(None)  # every process has read what is replaced now
         if main:
+            self._replace_earlier_run()
             log = RunLog(run.output, terms, steps=self.steps, every=run.log_every, start=self.start, progress=progress)
         evaluate_every = run.evaluate_every or max(1, math.ceil(self.steps / 10))
         checkpoint_every = run.checkpoint_every or min(1000, max(1, math.ceil(self.steps / 5)))
         checkpoint = self.checkpoints.path(self.start)
-        batches = self._batches()
         with _Stop() as stop:
             while trainer.completed < self.steps:
                 results = trainer.step(list(itertools.islice(batches, self.settings.accumulation)))
@@ -303,17 +372,18 @@ class _Run:
         held_out = None
         with _paused(log):
             if evaluates:
-                held_out = self.trainer.evaluate(self._held_out())
+                held_out = self.trainer.evaluate(self.evaluation)
             if log is not None:
                 log.write(held_out)
             return self.save() if saves else None
 
-    def _held_out(self) -> list[data.Batch]:
-        """The same batches each time."""
-        if not self.evaluation:
-            stream = self._stream(self.corpus.held_out, self.settings.seed, workers=0)
-            self.evaluation = list(itertools.islice(stream, self.run.evaluation_batches))
-        return self.evaluation
+    def _evaluation_batches(self) -> list[data.Batch]:
+        """The batches of the validation set, the same in each evaluation. They are made before the first step: a
+        validation set that is too small is told then."""
+        shards = self.corpus.held_out
+        stream = self._stream(shards, workers=0)
+        with _too_small(shards):
+            return list(itertools.islice(stream, self.run.evaluation_batches))
 
     def _stopped(self, checkpoint: Path, *, saved: bool) -> None:
         where = f"{checkpoint} was written" if saved else f"the last whole checkpoint is {checkpoint}"
@@ -351,6 +421,41 @@ class _Run:
 
 def _paused(log: RunLog | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if log is None else log.paused()
+
+
+def _begun(batches: Iterator[data.Batch]) -> Iterator[data.Batch]:
+    """The same batches, of which the first is made now."""
+    return itertools.chain([next(batches)], batches)
+
+
+@contextlib.contextmanager
+def _too_small(shards: data.TokenShards) -> Iterator[None]:
+    """Around what makes batches."""
+    try:
+        yield
+    except ValueError as error:
+        raise RunError(f"the data are too small, {shards.documents} documents here: {error}") from error
+
+
+@contextlib.contextmanager
+def run_lock(directory: Path) -> Iterator[None]:
+    """Makes a run's directory and keeps other runs out of it. The kernel gives the lock back when the process ends,
+    however it ends."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / _LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise RunError(
+                f"{directory}: another run writes to this directory, process {holder}: wait until it has ended, or "
+                "choose another --output"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
 
 
 class _Stop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,8 @@ class StepSettings:
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)
         at_least("bad_steps", self.bad_steps, 1)
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip: expected a number above 0 or None, got {self.clip}")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(f"clip: expected a max gradient norm above 0 or None, got {self.clip}")
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,13 @@ class PretrainSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("accumulation", "tokens_per_step", "max_length"):
+        for name in ("accumulation", "tokens_per_step", "max_length", "ngram", "vocabulary"):
             at_least(name, getattr(self, name), 1)
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out: expected the validation set's share, between 0 and 1, got {self.held_out}")
+        if not 0 < self.masking <= 1:
+            raise ValueError(f"masking: expected a share of the tokens above 0 and up to 1, got {self.masking}")
+        random_seed(self.seed)
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise ValueError(f"dropout: expected a number in [0, 1), got {self.dropout}")
 
@@ -117,6 +123,8 @@ class RunSettings:
         for name in ("checkpoint_every", "keep", "evaluate_every", "evaluation_batches", "log_every"):
             if (value := getattr(self, name)) is not None:
                 at_least(name, value, 1)
+        if self.workers is not None:
+            at_least("workers", self.workers, 0)
 
 
 def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -125,5 +133,10 @@ def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def at_least(name: str, value: float, least: float) -> None:
-    if not value >= least:
+    if not least <= value < math.inf:
         raise ValueError(f"{name}: expected a number from {least} on, got {value}")
+
+
+def random_seed(value: int) -> None:
+    if not 0 <= value < 1 << 63:
+        raise ValueError(f"seed: expected a random seed from 0 to 2**63 - 1, got {value}")
