@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,14 +12,13 @@ from torch.autograd import forward_ad
 _library = torch.library.Library("fasttfm", "FRAGMENT")
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
-# Argument types of a plain call: no tensor subclass, and no torch.SymInt or tensor in the place of a number.
-_PLAIN = frozenset((*PLAIN_TENSORS, type(None), bool, int, float, str, list, tuple, torch.Size, torch.dtype))
+_PLAIN_ARGUMENTS = frozenset((*PLAIN_TENSORS, type(None), torch.dtype))  # in the place of tensors and between them
 
 _compiler_traces = torch.compiler.is_dynamo_compiling  # other tracers are dispatch modes
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functions_transform = torch._C._are_functorch_transforms_active
 _jit_traces = torch._C._is_tracing
-_functorch = torch._C._functorch
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 # ---- registered ops --------------------------------------------------------------------------------------------------
@@ -36,9 +35,11 @@ class RegisteredOp:
     def __init__(self, overload: Any, implementation: Callable[..., Any]) -> None:
         self.overload = overload
         self.implementation = implementation
+        arguments = enumerate(overload._schema.arguments, start=1)
+        self.tensors = max(place for place, argument in arguments if "Tensor" in str(argument.type))  # come first
 
     def __call__(self, *args: Any) -> Any:
-        if is_plain(*args):
+        if is_plain(args[: self.tensors]):
             return self.implementation(*args)
         if not _compiler_traces() and _jit_traces() and list in map(type, args):  # torch records no list of bool
             raise _refusal(self.overload.name(), "torch.jit.trace", "torch.compile or torch.export")
@@ -55,22 +56,22 @@ class RegisteredOp:
             return self.overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
-def straight(args: tuple[Any, ...], *ops: RegisteredOp) -> list[Callable[..., Any]]:
+def straight(args: Sequence[Any], *ops: RegisteredOp) -> list[Callable[..., Any]]:
     """The ops for calls whose tensors are ``args`` and results of calls on them: it is decided once for all of them
     whether they skip the dispatcher."""
-    plain = is_plain(*args)
+    plain = is_plain(args)
     return [op.implementation if plain else op.overload for op in ops]
 
 
-def is_plain(*args: Any) -> bool:
-    """Whether a call with these arguments, the first of them a tensor, is a plain eager one: nothing traces or
-    transforms it, and no dispatch mode or tensor subclass in any argument wants to see ops. All tensors of a call are
-    on one device: the first tells whether they are meta tensors."""
+def is_plain(args: Sequence[Any]) -> bool:
+    """Whether a call with these tensors and Nones, a tensor first, is a plain eager one: nothing traces or transforms
+    it, and no dispatch mode or tensor subclass wants to see ops. All tensors of a call are on one device: the first
+    tells whether they are meta tensors."""
     return (
         not _compiler_traces()
         and _dispatch_modes() == 0
         and not _transformed()
-        and _PLAIN.issuperset(map(type, args))
+        and _PLAIN_ARGUMENTS.issuperset(map(type, args))
         and not args[0].is_meta
     )
 
@@ -120,8 +121,9 @@ def _once(function: type[OpFunction], backward: Callable[..., Any]) -> Callable[
         if not _compiler_traces():  # compiled functions refuse second derivatives by themselves
             if function.instead is not None and torch.is_grad_enabled():
                 raise _refusal(function.op, "second derivatives (create_graph=True)", function.instead)
-            if any(map(_is_batched, gradients)):
-                raise _refusal(function.op, "batched gradients (is_grads_batched=True)", "one call for each gradient")
+            for gradient in gradients:
+                if gradient is not None and _is_batched(gradient):
+                    raise _refusal(function.op, "batched gradients (is_grads_batched=True)", "one call for each")
         return backward(ctx, *gradients)
 
     return once
@@ -130,9 +132,11 @@ def _once(function: type[OpFunction], backward: Callable[..., Any]) -> Callable[
 def needs_gradient(*tensors: torch.Tensor | None) -> bool:
     """Whether a call goes through its autograd function; one that autograd need not see skips that and its cost. Where
     the autograd function cannot be used, registered ops refuse derivatives."""
-    if not torch.is_grad_enabled() or (not _compiler_traces() and _transformed()):
-        return False
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return _compiler_traces() or not _transformed()
+    return False
 
 
 def unshared(*indices: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -143,10 +147,6 @@ def unshared(*indices: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 def _has_tangent(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
-
-
-def _is_batched(gradient: Any) -> bool:
-    return gradient is not None and _functorch.is_legacy_batchedtensor(gradient)
 
 
 def _refusal(op: str, asked: str, instead: str) -> NotImplementedError:
