@@ -78,6 +78,20 @@ def test_info_with_a_gpu() -> None:
     assert line_of(text, "cuda:1").split(maxsplit=1)[1] == "A GPU, 80.0 GiB, compute capability 9.0"
 
 
+def test_info_with_a_gpu_that_the_build_has_no_code_for() -> None:
+    text = run_prepared(
+        "import torch, types",
+        "from fasttfm import _native",
+        "gpu = types.SimpleNamespace(name='A GPU', total_memory=16 * 2**30, major=7, minor=5)",
+        "torch.cuda.is_available = lambda: True",
+        "torch.cuda.device_count = lambda: 1",
+        "torch.cuda.get_device_properties = lambda index: gpu",
+        "_native.missing_cuda = lambda: None",
+        "_native.missing_on = lambda index: 'it is too old'",
+    )
+    assert line_of(text, "cuda:0").endswith("compute capability 7.5; no CUDA kernels: it is too old")
+
+
 def test_info_says_when_threads_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "shared_openmp", lambda: ("", "torch has no OpenMP"))
     assert line_of(info.report(), "threads").endswith("started per call: torch has no OpenMP")

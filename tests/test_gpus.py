@@ -221,6 +221,37 @@ def test_fp32_bert_base_on_99_kilobytes() -> None:
     assert _memory("layer_norm", 768, "float32", BLOCK_MEMORY[86]) < 99 * 1024
 
 
+PAGE = Path(__file__).parents[1] / "docs" / "gpus.md"
+
+
+def test_the_page_says_how_much_shared_memory_chips_have() -> None:
+    rows = [line.strip("|").split("|")[1:] for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    head, _, memory = rows[:3]
+    found = {
+        int(10 * float(capability)): 1024 * int(text.split()[0])
+        for column, text in zip(head, memory, strict=True)
+        for capability in column.split("(")[0].split(",")
+    }
+    assert found == BLOCK_MEMORY
+
+
+ROWS = {
+    "layer_norm": "yes; with fp32 in a row up to 4096 columns",
+    "dropout_add_layer_norm": "yes; with fp32 in a row up to 4096 columns",
+    "gelu_layer_norm": "yes; up to 4096 columns",
+}
+
+
+@with_cuda
+@pytest.mark.parametrize("op", ROWS)
+def test_the_page_says_which_rows_99_kilobytes_hold(op: str) -> None:
+    limit = BLOCK_MEMORY[86]
+    wide = [dtype for dtype in CODE if _memory(op, 8192, dtype, limit) <= limit]
+    assert wide == ([] if "fp32" not in ROWS[op] else ["bfloat16", "float16"])
+    (line,) = (line for line in PAGE.read_text().splitlines() if "| `cuda`" in line and f"`{op}`" in line)
+    assert line.split("|")[3].strip() == ROWS[op]
+
+
 # ---- tiles of Triton's attention -------------------------------------------------------------------------------------
 
 
@@ -237,6 +268,12 @@ def test_wide_fp32_heads_go_backward_where_their_tiles_fit() -> None:
     refused = [chip for chip, memory in BLOCK_MEMORY.items() if tuning.refuse_backward(256, 4, memory) is not None]
     assert refused == [80, 86, 89, 120]
     assert all(tuning.refuse_backward(*call, 99 * 1024) is None for call in ((128, 4), (256, 2)))
+
+
+def test_fp32_heads_of_128_take_smaller_tiles_where_memory_is_short() -> None:
+    calls = {chip: tuning.Call(chip == 90, 128, 4, 4096, 4096, True, BLOCK_MEMORY[chip]) for chip in (80, 86, 90)}
+    tiles = {chip: tuning.key_tiles(call) for chip, call in calls.items()}
+    assert tiles[86].queries < tiles[80].queries == tiles[90].queries
 
 
 def test_other_heads_take_the_same_tiles_on_all_chips_but_hopper() -> None:
@@ -257,6 +294,7 @@ def test_the_tiles_of_other_gpus(chip: int, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("head_dim_256", "typical", "packed_causal"):
         (case,) = (each for each in SPECS["attention"].cases if each.name == name)
         check_accuracy(SPECS["attention"], case, torch.bfloat16, "triton", "cuda")
+        check_accuracy(SPECS["attention"], case, torch.float32, "triton", "cuda")
 
 
 # ---- machine code ----------------------------------------------------------------------------------------------------

@@ -85,7 +85,9 @@ def _devices() -> Rows:
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         memory = gpu.total_memory / 2**30
-        rows.append((f"cuda:{index}", f"{gpu.name}, {memory:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"))
+        text = f"{gpu.name}, {memory:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"
+        reason = None if _native.missing_cuda() else _native.missing_on(index)  # what holds for all is said below
+        rows.append((f"cuda:{index}", f"{text}; no CUDA kernels: {reason}" if reason else text))
     return rows
 
 

@@ -504,7 +504,9 @@ def _triton_kernels() -> list[TritonKernel]:
         for head_dim, element in ((16, "bf16"), (64, "bf16"), (128, "fp16"), (256, "bf16"), (64, "fp32")):
             for dropout in (False, True):
                 found += compile_signatures(head_dim, element, chip == 90, dropout, BLOCK_MEMORY[chip])
-    found += compile_signatures(256, "bf16", False, True, BLOCK_MEMORY[80])  # wide heads' tiles depend on the memory
+    # Wide heads' tiles depend on the memory.
+    found += compile_signatures(256, "bf16", False, True, BLOCK_MEMORY[80])
+    found += compile_signatures(128, "fp32", False, True, BLOCK_MEMORY[86])
     return [TritonKernel(**description) for description in found]
 
 
