@@ -27,9 +27,8 @@ _C.layer_norm_forward_cpu(
 
 
 @pytest.mark.skipif("libasan" not in os.environ.get("LD_PRELOAD", ""), reason="needs the sanitizer build: make asan")
-@pytest.mark.parametrize("missing", [0, 1])
-@pytest.mark.parametrize("by_torch", [False, True], ids=["malloc", "torch"])
+@pytest.mark.parametrize(("by_torch", "missing"), [(False, 1), (True, 1), (True, 0)])
 def test_an_overflow_is_caught(by_torch: bool, missing: int) -> None:
     command = [sys.executable, "-c", OVERFLOW.format(by_torch=by_torch, missing=missing)]
     result = subprocess.run(command, capture_output=True, text=True)
-    assert ("heap-buffer-overflow" in result.stderr) is (missing > 0), result.stderr
+    assert ("ERROR: AddressSanitizer" in result.stderr) is (missing > 0), result.stderr
