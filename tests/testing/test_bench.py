@@ -382,11 +382,24 @@ def test_a_forward_alone_is_held_against_what_it_must_do() -> None:
 
 @pytest.mark.parametrize(
     ("name", "stem"),
-    [("Neoverse-N1", "cpu-neoverse-n1"), ("Intel(R) Xeon(R) Gold 6130 CPU @ 2.10GHz", "cpu-intel-xeon-gold-6130")],
+    [
+        ("Neoverse-N1", "cpu-neoverse-n1"),
+        ("Intel(R) Xeon(R) Gold 6130 CPU @ 2.10GHz", "cpu-intel-xeon-gold-6130"),
+        ("AMD EPYC 9654 96-Core Processor", "cpu-amd-epyc-9654-96-core"),
+        ("Intel(R) Xeon(R) Processor family 6 model 207", "cpu-intel-xeon-family-6-model-207"),
+    ],
 )
 def test_file_stem(monkeypatch: pytest.MonkeyPatch, name: str, stem: str) -> None:
     monkeypatch.setattr(bench_timing, "device_name", lambda device: name)
     assert bench_timing.file_stem(CPU) == stem
+
+
+def test_a_cpu_whose_name_has_no_number_is_named_by_its_model() -> None:
+    lscpu = "Vendor ID:  GenuineIntel\nModel name:  {}\nCPU family:  6\nModel:  207\nBIOS Model name:  pc-q35\n"
+    assert bench_timing._cpu_name(lscpu.format("Neoverse-N1")) == "Neoverse-N1"
+    named = bench_timing._cpu_name(lscpu.format("Intel(R) Xeon(R) Processor"))
+    assert named == "Intel(R) Xeon(R) Processor family 6 model 207"
+    assert bench_timing._cpu_name("") == ""
 
 
 # ---- pytest-benchmark and the command --------------------------------------------------------------------------------

@@ -256,12 +256,21 @@ def device_name(device: torch.device) -> str:
         described = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         described = ""
-    model = re.search(r"^Model name:\s*(.+)$", described, re.MULTILINE)
-    return model[1].strip() if model else platform.machine()
+    return _cpu_name(described) or platform.machine()
+
+
+def _cpu_name(lscpu: str) -> str:
+    """The CPU's name in lscpu's text; with its family and model where the name, as virtual machines give it, has no
+    number: ``Intel(R) Xeon(R) Processor``."""
+    found = dict(re.findall(r"^(Model name|CPU family|Model):\s*(.+?)\s*$", lscpu, re.MULTILINE))
+    name = found.get("Model name", "")
+    if name and not re.search(r"\d", name) and "Model" in found:
+        name += f" family {found.get('CPU family', '-')} model {found['Model']}"
+    return name
 
 
 def file_stem(device: torch.device) -> str:
     """The chip as a file name: ``nvidia-h200``, ``cpu-neoverse-n1``."""
-    name = re.sub(r"\((R|TM)\)|\bCPU\b|@.*", " ", device_name(device), flags=re.IGNORECASE)
+    name = re.sub(r"\((R|TM)\)|\b(CPU|Processor)\b|@.*", " ", device_name(device), flags=re.IGNORECASE)
     words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return words if device.type == "cuda" else f"cpu-{words}"
