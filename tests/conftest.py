@@ -1,11 +1,21 @@
 """Without a GPU, Triton kernels run in Triton's interpreter: the variable must be set before Triton is imported."""
 
+import importlib.util
 import os
+import re
 import warnings
+from collections.abc import Generator, Iterator
 
 import numpy
 import pytest
 import torch
+
+# What some tests need and a Python without the extras lacks: those tests are skipped.
+OPTIONAL = (
+    "accelerate", "datasets", "hypothesis", "matplotlib", "pyarrow", "scipy", "sklearn", "tokenizers", "tqdm",
+    "transformers",
+)  # fmt: skip
+ABSENT = frozenset(name for name in OPTIONAL if importlib.util.find_spec(name) is None)
 
 
 def numpy_refuses_the_interpreter() -> bool:
@@ -37,3 +47,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    found = re.search(r"No module named '(\w+)", str(report.longrepr)) if report.failed else None
+    if found is not None and found[1] in ABSENT:
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, f"Skipped: {found[1]} is not installed")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    absent = ABSENT.intersection(missing_modules(call.excinfo.value)) if call.excinfo is not None else ()
+    if report.failed and absent:
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: {', '.join(absent)} is not installed")
+    return report
+
+
+def missing_modules(error: BaseException | None) -> Iterator[str]:
+    """The packages whose absence led to an error."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            yield error.name.partition(".")[0]
+        error = error.__cause__ or error.__context__

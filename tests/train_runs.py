@@ -6,6 +6,7 @@ can be killed at any moment.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -15,9 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot  # noqa: F401 - slow to import: once, in the server
 import torch
-import torch._dynamo  # the same
+import torch._dynamo  # slow to import: once, in the server
 
 from fasttfm import data
 from fasttfm.train.checkpoints import Checkpoints  # noqa: F401 - for tests
@@ -31,6 +31,9 @@ from fasttfm.train.settings import (
     ScheduleSettings,
     StepSettings,
 )
+
+with contextlib.suppress(ModuleNotFoundError):
+    import matplotlib.pyplot  # noqa: F401 - the same
 
 _BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 2}

@@ -57,6 +57,8 @@ class Worker:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self.connection.send(("collection failed", report.nodeid, str(report.longrepr)))
+        elif report.skipped:
+            self.connection.send(("left out", report.nodeid, _reason(report)))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -99,8 +101,13 @@ class Worker:
             printed = "\n".join(f"--- {name}\n{content[-KEPT_OUTPUT:]}" for name, content in report.sections)
             text = f"{report.longreprtext}\n{printed}".rstrip()
         elif report.skipped:
-            text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            text = _reason(report)
         self.connection.send(("report", report.nodeid, outcome, report.duration, text))
+
+
+def _reason(report: pytest.CollectReport | pytest.TestReport) -> str:
+    """Why something was skipped."""
+    return report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
 
 
 def _gpu_problem() -> str:
@@ -267,6 +274,7 @@ class Slot(threading.Thread):
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "OPENBLAS_NUM_THREADS": threads,
+            "OMP_WAIT_POLICY": "passive",  # tests that ask for more threads would spin on the cores of other processes
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONHASHSEED": "0",
@@ -305,6 +313,10 @@ class Slot(threading.Thread):
                     self.schedule.collected(tests)
                     self.schedule.give_back(self.pending)
                     self.pending = []
+                elif kind == "left out":
+                    nodeid, reason = message
+                    with self.schedule.lock:
+                        self.schedule.results[nodeid] = Result(nodeid, "skipped", 0.0, reason)
                 elif kind == "collection failed":
                     self.schedule.error("\n".join(message))
                 elif kind == "ready":
@@ -401,7 +413,8 @@ def summary(schedule: Schedule, seconds: float, limit: str) -> Iterator[str]:
     counts = collections.Counter(result.outcome for result in results)
     counts["not run"] = len(left)
     counts["errors"] = len(schedule.errors)
-    parts = [f"{number} {name}" for name, number in counts.items() if number]
+    passed_first = sorted(counts.items(), key=lambda pair: pair[0] != "passed")
+    parts = [f"{number} {name}" for name, number in passed_first if number]
     yield f"==== {', '.join(parts) or 'no tests'} in {seconds:.0f} s"
 
 

@@ -60,6 +60,11 @@ SUITE = {
         def test_teardown_fails(broken):
             pass
     """,
+    "test_left_out.py": """
+        import pytest
+
+        pytest.skip("needs a sun", allow_module_level=True)
+    """,
     "test_hangs.py": """
         import time
 
@@ -85,7 +90,7 @@ def run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # other plugins take longer than the tests
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     rows = [json.loads(line) for line in (log / "results.jsonl").read_text().splitlines()]
-    return done, {row["nodeid"].split("::")[1]: row["outcome"] for row in rows}
+    return done, {row["nodeid"].split("::")[-1]: row["outcome"] for row in rows}
 
 
 def test_everything_is_told(tmp_path: Path) -> None:
@@ -95,7 +100,7 @@ def test_everything_is_told(tmp_path: Path) -> None:
     bad = {"test_fails", "test_crashes", "test_teardown_fails", "test_hangs"}
     assert {name for name, outcome in outcomes.items() if outcome == "failed"} == bad
     assert sum(outcome == "passed" for outcome in outcomes.values()) == 12 + 1 + 2 + 1
-    assert "1 skipped" in done.stdout
+    assert "2 skipped" in done.stdout
     assert "1 xfailed" in done.stdout
     for part in (
         "FAILED test_bad.py::test_fails",
@@ -106,6 +111,7 @@ def test_everything_is_told(tmp_path: Path) -> None:
         "line 5 in test_hangs",
         "ValueError: in teardown",
         "needs a moon",
+        "needs a sun",
         "==== 16 passed",
     ):
         assert part in done.stdout, f"{part!r} is missing in\n{done.stdout}"

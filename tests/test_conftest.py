@@ -1,0 +1,43 @@
+"""Tests whose packages are not installed are skipped with a reason; nothing else is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SUITE = {
+    "test_whole_file.py": "import no_such_package\n\ndef test_it(): pass\n",
+    "test_one.py": """
+def test_imports_it():
+    import no_such_package.part
+
+def test_is_told_that_it_is_needed():
+    try:
+        import no_such_package
+    except ModuleNotFoundError as error:
+        raise ImportError("pip install no_such_package") from error
+
+def test_fails():
+    assert 1 == 2
+
+def test_imports_another():
+    import no_other_package
+""",
+}
+
+
+def test_what_needs_an_absent_package_is_skipped(tmp_path: Path) -> None:
+    conftest = Path(__file__).with_name("conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text(conftest.replace('"accelerate"', '"no_such_package"'))
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    for name, text in SUITE.items():
+        (tmp_path / name).write_text(text)
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rsf"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "2 failed, 3 skipped" in done.stdout, done.stdout
+    assert done.stdout.count("no_such_package is not installed") == 3
+    for name in ("test_fails", "test_imports_another"):
+        assert f"FAILED test_one.py::{name}" in done.stdout
