@@ -92,9 +92,7 @@ def refuse_backward(head_dim: int, element_bytes: int, block_memory: int) -> str
 
 def _float_tiles(call: Call) -> Tiles:
     """For fp32, which has no matrix units that round like it."""
-    if call.head_dim > 128:
-        return Tiles(16, 64, 8, 1)
-    return Tiles(16 if _little_memory(call, above=64) else 32, 64, 4, 1)
+    return Tiles(16, 64, 8, 1) if call.head_dim > 128 else Tiles(32, 64, 4, 1)
 
 
 def forward_tiles(call: Call) -> Tiles:
@@ -115,10 +113,10 @@ def query_tiles(call: Call) -> Tiles:
 
 def key_tiles(call: Call) -> Tiles:
     first = not call.dropout
+    if _little_memory(call, above=64 if call.element_bytes == 4 else 128):
+        return Tiles(16, 64, 4, 1)
     if call.element_bytes == 4:
         return _float_tiles(call)
-    if _little_memory(call, above=128):
-        return Tiles(16, 64, 4, 1)
     if not call.hopper:
         return Tiles(64, 64, 8, 1) if call.head_dim > 64 else Tiles(32, 64, 4, 2)
     if call.head_dim > 128:
