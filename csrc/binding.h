@@ -58,15 +58,14 @@ void bind_launcher(Module& module, const char* name, Status (*launcher)(const Pa
                [launcher](const void* params) { return launcher(*static_cast<const Params*>(params)); });
 }
 
-// Adds `name(arguments...)`: how many elements a workspace takes, or how many bytes a block.
-void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t),
-                    std::array<const char*, 2> arguments = {"rows", "columns"});
-void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t),
-                    std::array<const char*, 3> arguments);
-void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t, int64_t),
-                    std::array<const char*, 4> arguments);
-void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t, int64_t, int64_t),
-                    std::array<const char*, 5> arguments);
+// Adds `name(arguments...)`: how many elements a workspace takes, or how many bytes a block. Numbers that no
+// machine holds so many of are refused.
+template <class... Numbers>
+void bind_workspace(Module& module, const char* name, int64_t (*size)(Numbers...),
+                    std::array<const char*, sizeof...(Numbers)> arguments);
+inline void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t)) {
+  bind_workspace(module, name, size, {"rows", "columns"});
+}
 
 void bind_constant(Module& module, const char* name, int64_t value);
 

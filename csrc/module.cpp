@@ -5,9 +5,11 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "binding.h"
+#include "common/count.h"
 #include "common/device.h"
 #include "common/isa.h"
 #include "common/parallel.h"
@@ -72,12 +74,27 @@ void fill(void* params, const std::string& launcher, const std::vector<KeyedFiel
   throw py::type_error(launcher + ": unknown arguments:" + unknown);
 }
 
+// StatusCode::does_not_fit.
+class DoesNotFit : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 void raise_unless_ok(const Status& status) {
   switch (status.code) {
     case StatusCode::ok: return;
     case StatusCode::cuda_error: throw std::runtime_error(status.detail);
+    case StatusCode::does_not_fit: throw DoesNotFit(status.detail);
     default: throw py::value_error(status.detail);
   }
+}
+
+// Far more of anything than a machine holds, and so few that sizes can be rounded up and multiplied by constants.
+constexpr int64_t kMostCounted = int64_t{1} << 40;
+
+void check_count(const std::string& function, const char* argument, int64_t number) {
+  if (number < 0 || number > kMostCounted)
+    throw py::value_error(function + ": " + argument + ": expected a number in [0, 2^40], got " +
+                          std::to_string(number));
 }
 
 Isa parse_isa(const std::string& name) {
@@ -121,27 +138,28 @@ void add_launcher(Module& module, const char* name, std::vector<Field> fields,
       doc.c_str());
 }
 
-void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t),
-                    std::array<const char*, 2> arguments) {
-  module.python.def(name, size, py::arg(arguments[0]), py::arg(arguments[1]));
+template <class... Numbers>
+void bind_workspace(Module& module, const char* name, int64_t (*size)(Numbers...),
+                    std::array<const char*, sizeof...(Numbers)> arguments) {
+  const auto checked = [name = std::string(name), size, arguments](Numbers... numbers) {
+    size_t place = 0;
+    for (int64_t number : {numbers...}) {
+      check_count(name, arguments[place], number);
+      ++place;
+    }
+    const int64_t elements = size(numbers...);
+    if (elements == kTooMany) throw py::value_error(name + ": expected a size that 64 bits count, got a larger one");
+    return elements;
+  };
+  std::apply([&](auto... argument) { module.python.def(name, checked, py::arg(argument)...); }, arguments);
 }
 
-void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t),
-                    std::array<const char*, 3> arguments) {
-  module.python.def(name, size, py::arg(arguments[0]), py::arg(arguments[1]), py::arg(arguments[2]));
-}
-
-void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t, int64_t),
-                    std::array<const char*, 4> arguments) {
-  module.python.def(name, size, py::arg(arguments[0]), py::arg(arguments[1]), py::arg(arguments[2]),
-                    py::arg(arguments[3]));
-}
-
-void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t, int64_t, int64_t, int64_t),
-                    std::array<const char*, 5> arguments) {
-  module.python.def(name, size, py::arg(arguments[0]), py::arg(arguments[1]), py::arg(arguments[2]),
-                    py::arg(arguments[3]), py::arg(arguments[4]));
-}
+template void bind_workspace(Module&, const char*, int64_t (*)(int64_t, int64_t), std::array<const char*, 2>);
+template void bind_workspace(Module&, const char*, int64_t (*)(int64_t, int64_t, int64_t), std::array<const char*, 3>);
+template void bind_workspace(Module&, const char*, int64_t (*)(int64_t, int64_t, int64_t, int64_t),
+                             std::array<const char*, 4>);
+template void bind_workspace(Module&, const char*, int64_t (*)(int64_t, int64_t, int64_t, int64_t, int64_t),
+                             std::array<const char*, 5>);
 
 void bind_constant(Module& module, const char* name, int64_t value) { module.python.attr(name) = value; }
 
@@ -154,6 +172,7 @@ PYBIND11_MODULE(_C, python) {
   python.attr("cuda_version") = cuda::compiled_version();
   python.attr("cuda_archs") = FASTTFM_CUDA_ARCHS_TEXT;
 
+  py::register_exception<DoesNotFit>(python, "DoesNotFit", PyExc_RuntimeError);
   python.def("driver_version", &cuda::driver_version);
   python.def("compute_capability", &cuda::compute_capability, py::arg("device"));
   python.def("block_memory", &cuda::block_memory, py::arg("device"));

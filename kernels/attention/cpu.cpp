@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "attention/cpu_tiles.h"
+#include "common/count.h"
 #include "common/parallel.h"
 
 namespace fasttfm {
@@ -79,8 +80,8 @@ void clear_rows(Rows<T> rows, Range range, int64_t columns) {
 
 // One thread's arrays; D is padded to a multiple of 16.
 struct ForwardArrays {
-  static int64_t floats(int64_t d) {
-    return 2 * (kQueryChunk + kKeyTile) * d + kQueryTile * kKeyTile + 2 * kQueryChunk;
+  static Count floats(int64_t d) {
+    return Count(2 * (kQueryChunk + kKeyTile)) * d + kQueryTile * kKeyTile + 2 * kQueryChunk;
   }
   ForwardArrays(float* workspace, int64_t d)
       : q(workspace),
@@ -160,9 +161,9 @@ void forward_chunk(const AttentionForward& p, const Sequence& s, int64_t head, R
 
 // One thread's arrays: what one tile needs, then sums of gradients for all queries and keys of a sequence.
 struct BackwardArrays {
-  static int64_t floats(int64_t queries, int64_t keys, int64_t d) {
-    return (2 * kQueryTile + 3 * kKeyTile + round_up(queries, kQueryTile) + 2 * round_up(keys, kKeyTile)) * d +
-           2 * kQueryTile * kKeyTile + 2 * kQueryTile;
+  static Count floats(int64_t queries, int64_t keys, int64_t d) {
+    const int64_t rows = 2 * kQueryTile + 3 * kKeyTile + round_up(queries, kQueryTile) + 2 * round_up(keys, kKeyTile);
+    return Count(rows) * d + 2 * kQueryTile * kKeyTile + 2 * kQueryTile;
   }
   BackwardArrays(float* workspace, int64_t keys, int64_t d)
       : q(workspace),
@@ -387,7 +388,7 @@ Status attention_forward(const AttentionForward& p) {
       }
     });
     const int64_t per_head = chunks(Longest(p).queries, kQueryChunk), per_sequence = p.heads * per_head;
-    const int64_t floats = ForwardArrays::floats(round_up(p.head_dim, kLanes));
+    const int64_t floats = ForwardArrays::floats(round_up(p.head_dim, kLanes)).value;
     for_items(p, p.sequences * per_sequence, floats, [&](int64_t item, float* workspace) {
       const Sequence s = find_sequence(p, item / per_sequence);
       const int64_t first = item % per_head * kQueryChunk;
@@ -409,7 +410,7 @@ Status attention_backward(const AttentionBackward& p) {
     clear_unused<T>(p);
     const int64_t d = round_up(p.head_dim, kLanes);
     const Longest longest(p);
-    const int64_t floats = BackwardArrays::floats(longest.queries, longest.keys, d);
+    const int64_t floats = BackwardArrays::floats(longest.queries, longest.keys, d).value;
     if (p.threads == 1 || p.sequences * p.kv_heads >= 2 * p.threads) {
       for_items(p, p.sequences * p.kv_heads, floats, [&](int64_t item, float* workspace) {
         const Sequence s = find_sequence(p, item / p.kv_heads);
@@ -440,11 +441,11 @@ Status attention_backward(const AttentionBackward& p) {
 
 #ifdef FASTTFM_ISA_BASELINE
 int64_t cpu::attention_forward_workspace(int64_t head_dim, int64_t threads) {
-  return baseline::ForwardArrays::floats(baseline::round_up(head_dim, baseline::kLanes)) * threads;
+  return (baseline::ForwardArrays::floats(baseline::round_up(head_dim, baseline::kLanes)) * threads).value;
 }
 int64_t cpu::attention_backward_workspace(int64_t max_seqlen, int64_t max_seqlen_k, int64_t head_dim, int64_t threads) {
   const int64_t d = baseline::round_up(head_dim, baseline::kLanes);
-  return baseline::BackwardArrays::floats(max_seqlen, max_seqlen_k, d) * threads;
+  return (baseline::BackwardArrays::floats(max_seqlen, max_seqlen_k, d) * threads).value;
 }
 #endif
 

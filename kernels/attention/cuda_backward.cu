@@ -107,8 +107,9 @@ Status launch_backward(const AttentionBackward& call, const Parameters& p, int p
   const dim3 grid(static_cast<unsigned>(groups * p.blocks)), block(kThreads);
   if (call.max_seqlen <= kOnChipQueries)
     return launch(backward_kernel<T, DROPOUT, CAUSAL, true>, grid, block, sizeof(Memory<true>), call.stream, p);
-  return launch_together(backward_kernel<T, DROPOUT, CAUSAL, false>, grid, block, sizeof(Memory<false>), call.stream,
-                         p);
+  auto* kernel = backward_kernel<T, DROPOUT, CAUSAL, false>;
+  return p.blocks > 1 ? launch_together(kernel, grid, block, sizeof(Memory<false>), call.stream, p)
+                      : launch(kernel, grid, block, sizeof(Memory<false>), call.stream, p);
 }
 
 template <class T>
@@ -141,12 +142,13 @@ int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t h
                                      int64_t longest) {
   if (head_dim == kWideDim) return attention_backward_wide_workspace(sequences, heads, tokens, longest);
   const int64_t tiles = tiles_of(sequences, tokens, true);  // not fewer than those of dense sequences
-  return kMostBlocks + order_floats(sequences) +
-         heads * tiles * (2 * kQueries + (longest > kOnChipQueries ? kSumFloats : 0));
+  const int64_t of_tile = 2 * kQueries + (longest > kOnChipQueries ? kSumFloats : 0);
+  return (Count(heads) * tiles * of_tile + kMostBlocks + order_floats(sequences)).value;
 }
 
 int64_t attention_column_parts(int64_t sequences, int64_t heads, int64_t head_dim, int64_t max_seqlen) {
-  return sequences * most_blocks(sequences * heads, max_seqlen) * kColumnPlaces * 3 * heads * head_dim;
+  const Count units = Count(sequences) * heads;
+  return (units * most_blocks(units.value, max_seqlen) * (3 * kColumnPlaces) * head_dim).value;
 }
 
 Status attention_backward(const AttentionBackward& call) {

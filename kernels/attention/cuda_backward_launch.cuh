@@ -8,6 +8,7 @@
 #include "attention/cuda_backward_tiles.cuh"
 #include "attention/cuda_column_sums.cuh"
 #include "attention/op.h"
+#include "common/count.h"
 #include "common/hopper.cuh"
 
 namespace fasttfm {
@@ -47,10 +48,25 @@ __device__ __forceinline__ void store_nothing(const Parameters& p, int sequence,
   zeros(p.dv, k);
 }
 
+// Zeros in the gradients of packed rows after the last sequence, whose blocks share them.
+template <class T, int HEAD_DIM>
+__device__ __forceinline__ void store_rows_after_last(const Parameters& p, int head) {
+  const auto zeros = [&](const Output& output, const int32_t* cu_seqlens, int size) {
+    int row = max(cu_seqlens[p.sequences], 0) + static_cast<int>(blockIdx.x) * kQueries;
+    for (; row < size; row += static_cast<int>(gridDim.x) * kQueries)
+      for (int column = 0; column < HEAD_DIM; column += kTileColumns)
+        store_zeros<kStatisticsThreads>(row_of<T>(output, p, 0, head, row) + column, output.token,
+                                        min(size - row, kQueries));
+  };
+  zeros(p.dq, p.cu_seqlens, p.queries);
+  zeros(p.dk, p.cu_seqlens_k, p.keys);
+  zeros(p.dv, p.cu_seqlens_k, p.keys);
+}
+
 // lse in units of log2, +infinity for rows that attend to nothing or are not there, and sum(out * dout) over dropout's
 // scale: a block for each tile of queries of each head, 8 elements a thread. Sets p.passed, the tile's number in
 // `turns` and, with a head's first tile, the places where its columns are summed, to 0, if they are there; and with a
-// sequence's first one, its place in p.order.
+// sequence's first one, its place in p.order. Writes the gradients of rows that are no sequence's.
 template <class T, int HEAD_DIM>
 __global__ void __launch_bounds__(kStatisticsThreads)
     statistics_kernel(Parameters p, const T* dout, const T* out, const float* lse, float* statistics, int* turns,
@@ -66,6 +82,7 @@ __global__ void __launch_bounds__(kStatisticsThreads)
     if (p.order != nullptr && head == 0) put_in_order(p, sequence);
     if constexpr (HEAD_DIM == kHeadDim) store_nothing<T>(p, sequence, head, q);  // the kernel for 128 does it by itself
   }
+  if (p.cu_seqlens != nullptr && sequence == p.sequences - 1) store_rows_after_last<T, HEAD_DIM>(p, head);
   if (first >= q.length) return;
   const int64_t token = (p.cu_seqlens == nullptr ? static_cast<int64_t>(sequence) * p.queries : q.first);
   const float* own_lse = lse + (p.cu_seqlens == nullptr ? (static_cast<int64_t>(sequence) * p.heads + head) * p.queries
@@ -92,6 +109,8 @@ __global__ void __launch_bounds__(kStatisticsThreads)
     }
   }
 }
+
+using baseline::Count;
 
 // Tiles of queries of all sequences: see first_tile().
 inline int64_t tiles_of(int64_t sequences, int64_t queries, bool packed) {
@@ -160,8 +179,8 @@ inline Status set_parameters(const AttentionBackward& call, Parameters* p) {
   p->heads = static_cast<int>(call.heads);
   p->queries = static_cast<int>(call.queries);
   p->keys = static_cast<int>(call.keys);
-  p->max_seqlen = static_cast<int>(call.max_seqlen);
-  p->max_seqlen_k = static_cast<int>(call.max_seqlen_k);
+  p->max_seqlen = static_cast<int>(std::min(call.max_seqlen, call.queries));
+  p->max_seqlen_k = static_cast<int>(std::min(call.max_seqlen_k, call.keys));
   p->tiles = static_cast<int>(tiles_of(call.sequences, call.queries, call.cu_seqlens != nullptr));
   p->threshold = call.threshold;
   p->score_scale = call.scale * 1.4426950408889634f;

@@ -13,7 +13,8 @@
 // is kept in 16 bits, and dK takes dS from shared memory: there are no registers for more.
 //
 // Blocks share a (sequence, head) where there are few, or where the second level cache profits; counters order their
-// additions to dQ. Every sum has one fixed order.
+// additions to dQ, so such blocks are launched to run at the same time (a cooperative launch). Every sum has one fixed
+// order.
 #include <algorithm>
 
 #include "attention/cuda_backward_launch.cuh"
@@ -128,7 +129,9 @@ Status launch_wide(const AttentionBackward& call, WideParameters& p) {
                      causal ? 0.5 : 1.0, processors);
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors / p.parts) * p.parts));
   const auto start = [&](auto* kernel) {
-    return launch(kernel, grid, dim3(kWideThreads), sizeof(WideMemory<false>), call.stream, p);
+    const dim3 block(kWideThreads);
+    return p.parts > 1 ? launch_together(kernel, grid, block, sizeof(WideMemory<false>), call.stream, p)
+                       : launch(kernel, grid, block, sizeof(WideMemory<false>), call.stream, p);
   };
   if (call.seed != nullptr)
     return causal ? start(wide_backward_kernel<T, true, true>) : start(wide_backward_kernel<T, true, false>);
@@ -139,7 +142,8 @@ Status launch_wide(const AttentionBackward& call, WideParameters& p) {
 
 int64_t attention_backward_wide_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen_k) {
   const int64_t tiles = tiles_of(sequences, tokens, true);  // not fewer than those of dense sequences
-  return order_floats(sequences) + heads * tiles * (2 * kQueries + 1 + (max_seqlen_k > kKeys ? kWideSumFloats : 0));
+  const int64_t of_tile = 2 * kQueries + 1 + (max_seqlen_k > kKeys ? kWideSumFloats : 0);
+  return (Count(heads) * tiles * of_tile + order_floats(sequences)).value;
 }
 
 Status attention_backward_wide(const AttentionBackward& call) {

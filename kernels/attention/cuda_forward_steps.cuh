@@ -117,7 +117,8 @@ __device__ __forceinline__ ResultRows<T> conclude(const ForwardParams& p, const 
   float* const lse = p.lse + (tile.lse_row + first + row);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const bool attends = first + row + 8 * half < tile.q_length && softmax.sum[half] > 0.0f;
+    // Not > 0: a sum that is NaN is passed on.
+    const bool attends = first + row + 8 * half < tile.q_length && softmax.sum[half] != 0.0f;
     const float factor = p.dropout_scale * reciprocal(softmax.sum[half]);
     const float sum = (softmax.reference[half] + logarithm(softmax.sum[half])) * 0.693147180559945f;
     rows.factor[half] = attends ? factor : 0.0f;
@@ -218,8 +219,8 @@ ForwardParams make_forward_params(const AttentionForward& call, const Deal& deal
   p.group = static_cast<int>(call.heads / call.kv_heads);
   p.queries = static_cast<int>(call.queries);
   p.keys = static_cast<int>(call.keys);
-  p.max_seqlen = static_cast<int>(call.max_seqlen);
-  p.max_seqlen_k = static_cast<int>(call.max_seqlen_k);
+  p.max_seqlen = static_cast<int>(std::min(call.max_seqlen, call.queries));
+  p.max_seqlen_k = static_cast<int>(std::min(call.max_seqlen_k, call.keys));
   p.tiles = (p.queries + S::kQueries - 1) / S::kQueries;
   p.batched = deal.batched;
   p.scale = call.scale * 1.44269504088896f;

@@ -8,7 +8,8 @@
 
 kept and c are dropout's: which weights stay is a function of the seed and of their place (common/philox.py); without a
 seed both are 1. Query i of a sequence with Lq queries and Lk keys stands at key position i + Lk - Lq; its window and
-its distances are measured from there. Where no key may be attended to, out and the gradients are 0 and lse is -inf.
+its distances are measured from there. Where no key may be attended to, or all scores are -inf, as with a bias of -inf,
+out and the gradients are 0 and lse is -inf.
 
 Every layout is computed as a padded batch [B, S, H, D]; what lies past a sequence's end is replaced by 0 first, so that
 no number there, not even a NaN, reaches a result. Arithmetic is fp32 (fp64 for fp64 input), but kept * c * P and ds are
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem, window_bounds
 from fasttfm.kernels.common import philox
-from fasttfm.kernels.common.linear import accumulate
+from fasttfm.kernels.common.linear import accumulate, without_autocast
 
 
 def attention(
@@ -86,9 +87,10 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem
     queries, keys = _sides(q, k, problem)
     weights, total, lse = _softmax(q, k, queries, keys, problem)
     values = _per_head(keys.padded(v), q)
-    with torch.autocast(q.device.type, enabled=False):  # it would narrow the operands
+    with without_autocast(q):
         out = torch.einsum("bhij,bjhd->bihd", _rounded(_dropout(weights, problem), q), values)
-    out = queries.restored(out / total.transpose(1, 2)[..., None]).to(q.dtype).contiguous()
+    out = _where_attending(lse, out / total.transpose(1, 2)[..., None])
+    out = queries.restored(out).to(q.dtype).contiguous()
     if problem.packed:
         lse = queries.restored(lse.transpose(1, 2), fill=-torch.inf).t()
     return out, lse.contiguous()
@@ -117,17 +119,17 @@ def attention_backward(
     if problem.packed:
         lse = queries.padded(lse.t()).transpose(1, 2)
     scores, attended = _scores(q, k, queries, keys, problem)
-    weights = torch.where(attended, (scores - lse[..., None]).exp(), 0.0)
+    weights = torch.where(attended, (scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None]).exp(), 0.0)
     dout, out, padded_q = (queries.padded(tensor) for tensor in (dout, out, q))
     padded_k, padded_v = (_per_head(keys.padded(tensor), q) for tensor in (k, v))
     delta = (dout * out).sum(dim=-1).transpose(1, 2)[..., None]
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         dweights = _dropout(torch.einsum("bihd,bjhd->bhij", dout, padded_v), problem)
         dscores = _rounded(weights * (dweights - delta), q)
         padded_dq = problem.scale * torch.einsum("bhij,bjhd->bihd", dscores, padded_k)
         padded_dk = problem.scale * torch.einsum("bhij,bihd->bjhd", dscores, padded_q)
         padded_dv = torch.einsum("bhij,bihd->bjhd", _rounded(_dropout(weights, problem), q), dout)
-    dq.copy_(queries.restored(padded_dq))
+    dq.copy_(queries.restored(_where_attending(lse, padded_dq)))
     dk.copy_(keys.restored(_sum_groups(padded_dk, k)))
     dv.copy_(keys.restored(_sum_groups(padded_dv, v)))
 
@@ -137,7 +139,7 @@ def attention_backward(
 
 def _scores(q: Tensor, k: Tensor, queries: _Side, keys: _Side, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     """Scaled and biased scores [B, H, Sq, Sk], -inf where ``attended`` [B, 1, Sq, Sk] is false; and ``attended``."""
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         scores = problem.scale * torch.einsum("bihd,bjhd->bhij", queries.padded(q), _per_head(keys.padded(k), q))
     i = torch.arange(queries.longest, device=q.device)[:, None]
     j = torch.arange(keys.longest, device=q.device)
@@ -163,11 +165,16 @@ def _softmax(
     The division by the sum comes after the product with v, as in kernels; so autograd takes delta from dout and out, as
     they do, and rounds as they do.
     """
-    scores, attended = _scores(q, k, queries, keys, problem)
+    scores, _ = _scores(q, k, queries, keys, problem)
     lse = scores.detach().logsumexp(dim=-1)
-    rows = attended.any(dim=-1)
-    weights = (scores - torch.where(rows, lse, 0.0)[..., None]).exp()
-    return weights, torch.where(rows, weights.sum(dim=-1), 1.0), lse
+    nothing = lse == -torch.inf
+    weights = (scores - torch.where(nothing, 0.0, lse)[..., None]).exp()
+    return weights, torch.where(nothing, 1.0, weights.sum(dim=-1)), lse
+
+
+def _where_attending(lse: Tensor, x: Tensor) -> Tensor:
+    """[B, Sq, H, D], 0 for queries that attend to nothing: a NaN among values or keys survives weights of 0."""
+    return torch.where((lse == -torch.inf).transpose(1, 2)[..., None], 0.0, x)
 
 
 def _dropout(weights: Tensor, problem: AttentionProblem) -> Tensor:
@@ -216,9 +223,10 @@ class _Side:
         return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[self.rows]
 
     def restored(self, padded: Tensor, fill: float = 0.0) -> Tensor:
-        """[B, S, ...] in the layout it has outside; a packed row that is no sequence's is ``fill``."""
+        """[B, S, ...] in the layout it has outside. A packed row that is no sequence's is ``fill``, a dense row past
+        the end of its sequence 0."""
         if self.rows is None:
-            return padded
+            return self.padded(padded)
         x = padded.new_full((self.total + 1, *padded.shape[2:]), fill)
         return x.index_put((self.rows,), padded)[: self.total]
 

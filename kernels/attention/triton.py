@@ -139,7 +139,7 @@ def attention_fwd_triton(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProb
             _short_fwd_kernel[(programs,)](**arguments, **options)
         else:
             chosen = tuning.forward_tiles(call)
-            tiles = triton.cdiv(problem.max_seqlen, chosen.queries)
+            tiles = max(triton.cdiv(problem.max_seqlen, chosen.queries), 1)
             _fwd_kernel[(tiles * heads * problem.sequences,)](
                 **arguments, **_added(q, problem), tiles=tiles, **_tile_options(problem, chosen)
             )
@@ -187,12 +187,12 @@ def _backward_by_tile(arguments: dict[str, Any], out: Tensor, problem: Attention
         size = problem.sequences * heads * rows
     arguments |= {"statistics": lse.new_empty(2 * size), "statistics_rows": rows, "statistics_size": size}
     chosen = tuning.query_tiles(call)
-    tiles = triton.cdiv(problem.max_seqlen, chosen.queries)
+    tiles = max(triton.cdiv(problem.max_seqlen, chosen.queries), 1)
     _bwd_q_kernel[(tiles * heads * problem.sequences,)](
         **_without(arguments, "dk", "dv"), out=out, tiles=tiles, **_tile_options(problem, chosen)
     )
     chosen = tuning.key_tiles(call)
-    tiles = triton.cdiv(problem.max_seqlen_k, chosen.keys)
+    tiles = max(triton.cdiv(problem.max_seqlen_k, chosen.keys), 1)
     prefetch = chosen.ahead > 0 and q.is_cuda
     _bwd_kv_kernel[(tiles * arguments["kv_heads"] * problem.sequences,)](
         **_without(arguments, "dq", "lse"),

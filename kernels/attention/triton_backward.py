@@ -21,6 +21,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     PLAIN,
     RIGHT,
     SLOPES,
+    clear_rows,
     head_rows,
     key_tiles,
     load_rows,
@@ -29,6 +30,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     output_offsets,
     prefetch_rows,
     query_tiles,
+    row_to_clear,
     sequence_span,
     store_rows,
 )
@@ -246,10 +248,16 @@ def _bwd_kv_kernel(
     q_first, q_length = sequence_span(q_bounds, sequence, q_size, Q_LAYOUT)
     k_first, k_length = sequence_span(k_bounds, sequence, k_size, K_LAYOUT)
     k_stored = k_size if K_LAYOUT == "lengths" else k_length
+    columns = tl.arange(0, BLOCK_D)
+    if K_LAYOUT == "packed":
+        row = row_to_clear(k_first + k_length + first, sequence, tl.num_programs(0) // (tiles * kv_heads), k_size)
+        dk_all = head_rows(dk, (dk_batch, dk_row, dk_head), sequence, 0, kv_head, UNIT)
+        clear_rows(dk_all, row, k_size, tiles * BLOCK_N, columns, D, BLOCK_N)
+        dv_all = head_rows(dv, (dv_batch, dv_row, dv_head), sequence, 0, kv_head, UNIT)
+        clear_rows(dv_all, row, k_size, tiles * BLOCK_N, columns, D, BLOCK_N)
     if first >= k_stored:
         return
     shape = (q_length, k_length, window_left, window_right)
-    columns = tl.arange(0, BLOCK_D)
     k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, kv_head, UNIT)
     v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, kv_head, UNIT)
     k_tile = load_rows(k_rows, first, k_length, columns, not EVEN, D, BLOCK_N)
@@ -307,6 +315,10 @@ def _bwd_kv_kernel(
         dv_tile = tl.trans(dv_tile)
     dk_rows = head_rows(dk, (dk_batch, dk_row, dk_head), sequence, k_first, kv_head, UNIT)
     dv_rows = head_rows(dv, (dv_batch, dv_row, dv_head), sequence, k_first, kv_head, UNIT)
+    if K_LAYOUT == "lengths":  # a NaN survives the zeros that it was multiplied by
+        real = (first + tl.arange(0, BLOCK_N) < k_length)[:, None]
+        dk_tile = tl.where(real, dk_tile, 0.0)
+        dv_tile = tl.where(real, dv_tile, 0.0)
     factor = scale * LN_2 * dropout_scale
     store_rows(dk_rows, first, k_stored, columns, dk_tile * factor, not EVEN, D, BLOCK_N)
     store_rows(dv_rows, first, k_stored, columns, dv_tile * dropout_scale, not EVEN, D, BLOCK_N)
@@ -420,9 +432,13 @@ def _bwd_q_kernel(
     q_first, q_length = sequence_span(q_bounds, sequence, q_size, Q_LAYOUT)
     k_first, k_length = sequence_span(k_bounds, sequence, k_size, K_LAYOUT)
     q_stored = q_size if Q_LAYOUT == "lengths" else q_length
+    columns = tl.arange(0, BLOCK_D)
+    if Q_LAYOUT == "packed":
+        row = row_to_clear(q_first + q_length + first, sequence, tl.num_programs(0) // (tiles * heads), q_size)
+        dq_all = head_rows(dq, (dq_batch, dq_row, dq_head), sequence, 0, head, UNIT)
+        clear_rows(dq_all, row, q_size, tiles * BLOCK_M, columns, D, BLOCK_M)
     if first >= q_stored:
         return
-    columns = tl.arange(0, BLOCK_D)
     queries = first + tl.arange(0, BLOCK_M)
     kv_head = head // (heads // kv_heads)
     lse_start, out_start = output_offsets(sequence, q_first, head, heads, q_size, Q_LAYOUT)
@@ -467,5 +483,7 @@ def _bwd_q_kernel(
             D,
             BLOCK_N,
         )
+    if Q_LAYOUT == "lengths":  # a NaN survives the zeros that it was multiplied by
+        dq_tile = tl.where((queries < q_length)[:, None], dq_tile, 0.0)
     dq_rows = head_rows(dq, (dq_batch, dq_row, dq_head), sequence, q_first, head, UNIT)
     store_rows(dq_rows, first, q_stored, columns, dq_tile * (scale * LN_2 * dropout_scale), not EVEN, D, BLOCK_M)

@@ -16,12 +16,14 @@ from fasttfm.kernels.attention.triton_tiles import (
     PLAIN,
     RIGHT,
     SLOPES,
+    clear_outputs,
     head_rows,
     key_tiles,
     load_rows,
     masked_scores,
     natural_lse,
     output_offsets,
+    row_to_clear,
     sequence_span,
     store_rows,
 )
@@ -127,9 +129,12 @@ def _fwd_kernel(
     q_first, q_length = sequence_span(q_bounds, sequence, q_size, Q_LAYOUT)
     k_first, k_length = sequence_span(k_bounds, sequence, k_size, K_LAYOUT)
     rows = q_size if Q_LAYOUT == "lengths" else q_length  # rows past a dense sequence's length are written as zeros
+    columns = tl.arange(0, BLOCK_D)
+    if Q_LAYOUT == "packed":
+        row = row_to_clear(q_first + q_length + first, sequence, tl.num_programs(0) // (tiles * heads), q_size)
+        clear_outputs((out, lse), row, tiles * BLOCK_M, head, heads, q_size, columns, D, BLOCK_M)
     if first >= rows:
         return
-    columns = tl.arange(0, BLOCK_D)
     queries = first + tl.arange(0, BLOCK_M)
     q_rows = head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT)
     k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, head // group, UNIT)
@@ -164,7 +169,7 @@ def _fwd_kernel(
         )
     if Q_LAYOUT == "lengths":
         l = tl.where(queries < q_length, l, 0.0)
-    accumulator *= tl.where(l == 0.0, 0.0, dropout_scale / l)[:, None]
+    accumulator = tl.where((l == 0.0)[:, None], 0.0, accumulator * (dropout_scale / l)[:, None])
     lse_start, out_start = output_offsets(sequence, q_first, head, heads, q_size, Q_LAYOUT)
     tl.store(lse + lse_start + queries, natural_lse(m, l), mask=queries < rows)
     store_rows((out + out_start * D, heads * D), first, rows, columns, accumulator, not EVEN, D, BLOCK_M)

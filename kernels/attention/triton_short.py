@@ -15,6 +15,9 @@ from fasttfm.kernels.attention.triton_tiles import (
     LN_2,
     PLAIN,
     RIGHT,
+    after_last,
+    clear_outputs,
+    clear_rows,
     head_rows,
     load_rows,
     lse_in_log2,
@@ -80,6 +83,7 @@ def _short_fwd_kernel(
     factor = scale if FEATURES[PLAIN] else 1.0
     terms = (scale, None, None, None)  # neither bias nor slope
     seed_value = tl.load(seed) if FEATURES[DROPOUT] else 0
+    q_end = after_last(q_bounds, items // heads, q_size) if Q_LAYOUT == "packed" else q_size
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=STAGES):
         sequence = item // heads
         head = item % heads
@@ -102,11 +106,15 @@ def _short_fwd_kernel(
         result = tl.dot(weights.to(v_tile.dtype), v_tile, input_precision=PRECISION)
         if Q_LAYOUT == "lengths":
             l = tl.where(queries < q_length, l, 0.0)
-        result *= tl.where(l == 0.0, 0.0, dropout_scale / l)[:, None]
+        result = tl.where((l == 0.0)[:, None], 0.0, result * (dropout_scale / l)[:, None])
         rows = q_size if Q_LAYOUT == "lengths" else q_length  # rows past a dense sequence's length are zeros
         lse_start, out_start = output_offsets(sequence, q_first, head, heads, q_size, Q_LAYOUT)
         tl.store(lse + lse_start + queries, natural_lse(m, l), mask=queries < rows)
         store_rows((out + out_start * D, heads * D), 0, rows, columns, result, not EVEN, D, BLOCK_M)
+    if Q_LAYOUT == "packed":
+        for part in range(tl.program_id(0), heads * tl.cdiv(q_size - q_end, BLOCK_M), tl.num_programs(0)):
+            row = q_end + part // heads * BLOCK_M
+            clear_outputs((out, lse), row, q_size, part % heads, heads, q_size, columns, D, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=[*_SIZES, *_STRIDES])
@@ -171,6 +179,8 @@ def _short_bwd_kernel(
     factor = scale if FEATURES[PLAIN] else 1.0
     terms = (scale, None, None, None)  # neither bias nor slope
     seed_value = tl.load(seed) if FEATURES[DROPOUT] else 0
+    q_end = after_last(q_bounds, items // heads, q_size) if Q_LAYOUT == "packed" else q_size
+    k_end = after_last(k_bounds, items // heads, k_size) if K_LAYOUT == "packed" else k_size
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=STAGES):
         sequence = item // heads
         head = item % heads
@@ -201,12 +211,31 @@ def _short_bwd_kernel(
         back = scale * LN_2 * dropout_scale
         # The order matters: weights and dscores go through the same shared memory, one after the other.
         gradient = tl.trans(tl.dot(tl.trans(dout_tile), dropped.to(q_tile.dtype), input_precision=PRECISION))
+        if K_LAYOUT == "lengths":  # a NaN survives the zeros that it was multiplied by
+            gradient = tl.where((keys < k_length)[:, None], gradient, 0.0)
         dv_rows = head_rows(dv, (dv_batch, dv_row, dv_head), sequence, k_first, head, UNIT)
         store_rows(dv_rows, 0, k_stored, columns, gradient * dropout_scale, not EVEN, D, BLOCK_N)
         dscores = dscores.to(q_tile.dtype)
         gradient = tl.trans(tl.dot(tl.trans(q_tile), dscores, input_precision=PRECISION))
         dq_tile = tl.dot(dscores, k_tile, input_precision=PRECISION)
+        if K_LAYOUT == "lengths":
+            gradient = tl.where((keys < k_length)[:, None], gradient, 0.0)
+        if Q_LAYOUT == "lengths":
+            dq_tile = tl.where((queries < q_length)[:, None], dq_tile, 0.0)
         dk_rows = head_rows(dk, (dk_batch, dk_row, dk_head), sequence, k_first, head, UNIT)
         store_rows(dk_rows, 0, k_stored, columns, gradient * back, not EVEN, D, BLOCK_N)
         dq_rows = head_rows(dq, (dq_batch, dq_row, dq_head), sequence, q_first, head, UNIT)
         store_rows(dq_rows, 0, q_stored, columns, dq_tile * back, not EVEN, D, BLOCK_M)
+    if Q_LAYOUT == "packed":
+        for part in range(tl.program_id(0), heads * tl.cdiv(q_size - q_end, BLOCK_M), tl.num_programs(0)):
+            head = part % heads
+            rows = head_rows(dq, (0, dq_row, dq_head), head, 0, head, UNIT)
+            clear_rows(rows, q_end + part // heads * BLOCK_M, q_size, q_size, columns, D, BLOCK_M)
+    if K_LAYOUT == "packed":
+        for part in range(tl.program_id(0), heads * tl.cdiv(k_size - k_end, BLOCK_N), tl.num_programs(0)):
+            head = part % heads
+            row = k_end + part // heads * BLOCK_N
+            rows = head_rows(dk, (0, dk_row, dk_head), head, 0, head, UNIT)
+            clear_rows(rows, row, k_size, k_size, columns, D, BLOCK_N)
+            rows = head_rows(dv, (0, dv_row, dv_head), head, 0, head, UNIT)
+            clear_rows(rows, row, k_size, k_size, columns, D, BLOCK_N)

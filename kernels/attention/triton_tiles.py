@@ -37,6 +37,18 @@ def sequence_span(bounds, sequence, size, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def after_last(bounds, sequences, size):
+    """The first packed row after all sequences."""
+    return tl.minimum(tl.maximum(tl.load(bounds + sequences), 0), size)
+
+
+@triton.jit
+def row_to_clear(first, sequence, sequences, size):
+    """``first`` in the programs of the last sequence, which clear the packed rows after it; else ``size``: none."""
+    return tl.where(sequence == sequences - 1, first, size)
+
+
+@triton.jit
 def head_rows(tensor, strides, sequence, first, head, UNIT: tl.constexpr):
     """One head of a sequence whose first row is ``first``: pointer to that row, and stride of rows in elements.
     ``strides`` of sequences, rows and heads are in units of UNIT elements."""
@@ -87,6 +99,25 @@ def store_rows(head, first, rows, columns, value, MASKED: tl.constexpr, D: tl.co
 
 
 @triton.jit
+def clear_rows(head, first, end, step, columns, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes zeros to BLOCK rows from ``first`` on, and again after every ``step`` rows, as far as they lie before
+    ``end``."""
+    zeros = tl.zeros((BLOCK, columns.shape[0]), tl.float32)
+    for row in range(first, end, step):
+        store_rows(head, row, end, columns, zeros, True, D, BLOCK)
+
+
+@triton.jit
+def clear_outputs(outputs, first, step, head, heads, size, columns, D: tl.constexpr, BLOCK: tl.constexpr):
+    """The same for a head of ``outputs``, packed out and lse of ``size`` rows, which have no key to attend to."""
+    out, lse = outputs
+    clear_rows((out + head.to(tl.int64) * D, heads * D), first, size, step, columns, D, BLOCK)
+    for row in range(first, size, step):
+        rows = row + tl.arange(0, BLOCK)
+        tl.store(lse + head.to(tl.int64) * size + rows, -float("inf"), mask=rows < size)
+
+
+@triton.jit
 def prefetch_rows(head, first, rows, D: tl.constexpr, BLOCK: tl.constexpr):
     """Asks for rows ``first`` to ``first + BLOCK`` of a head, as far as there are ``rows``, to be brought into the L2
     cache. Programs do so for those that will run after them: the memory then works while the chip computes."""
@@ -103,8 +134,9 @@ def prefetch_rows(head, first, rows, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def natural_lse(m, l):
-    """The logarithm of a sum of l * 2^m, rounded once: fp32 gradients show every rounding of it."""
-    return tl.fma(m, LN_2, tl.log2(l) * LN_2)
+    """The logarithm of a sum of l * 2^m, rounded once: fp32 gradients show every rounding of it. -inf where l is 0,
+    whatever m is."""
+    return tl.where(l == 0.0, -float("inf"), tl.fma(m, LN_2, tl.log2(l) * LN_2))
 
 
 @triton.jit

@@ -16,6 +16,7 @@ namespace cuda {
 inline Status status_of(cudaError_t error) {
   if (error == cudaSuccess) return {};
   cudaGetLastError();
+  if (error == cudaErrorCooperativeLaunchTooLarge) return {StatusCode::does_not_fit, cudaGetErrorString(error)};
   return {StatusCode::cuda_error, cudaGetErrorString(error)};
 }
 
@@ -73,7 +74,8 @@ Status launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memor
   return launch_as(launch_config(grid, block, memory, stream), kernel, arguments...);
 }
 
-// The same for blocks that wait for each other: all run at the same time, or the launch fails.
+// The same for blocks that wait for each other: all run at the same time (a cooperative launch). The status is
+// does_not_fit where they cannot: under MPS or in a green context a stream has a part of the GPU alone.
 template <class... Parameters, class... Arguments>
 Status launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memory, void* stream,
                        const Arguments&... arguments) {

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
+
+
+def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Autocast would narrow the operands of products. It knows no meta tensors."""
+    return contextlib.nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
 
 
 def accumulate(tensor: Tensor) -> Tensor:
@@ -29,5 +36,5 @@ def bias_gradient(dy: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    with torch.autocast(a.device.type, enabled=False):  # it would narrow the operands
+    with without_autocast(a):
         return a @ b

@@ -5,7 +5,9 @@
 
 namespace fasttfm {
 
-enum class StatusCode : int32_t { ok, unknown_dtype, bad_size, bad_value, bad_alignment, cuda_error };
+// does_not_fit: blocks that wait for each other do not all fit on the part of the GPU that the stream has. Nothing was
+// launched, and another kernel may serve the call.
+enum class StatusCode : int32_t { ok, unknown_dtype, bad_size, bad_value, bad_alignment, cuda_error, does_not_fit };
 
 struct Status {
   StatusCode code = StatusCode::ok;

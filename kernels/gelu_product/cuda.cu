@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "common/count.h"
 #include "common/hopper.cuh"
 #include "common/rows.cuh"
 #include "gelu_product/cuda_product.cuh"
@@ -93,7 +94,9 @@ Status gelu_product_backward(const GeluProductBackward& call) {
                    call.columns, call.stream);
 }
 
-int64_t gelu_product_workspace(int64_t rows, int64_t columns) { return row_tiles(rows) * columns; }
+int64_t gelu_product_workspace(int64_t rows, int64_t columns) {
+  return (baseline::Count(row_tiles(rows)) * columns).value;
+}
 
 }  // namespace cuda
 }  // namespace fasttfm

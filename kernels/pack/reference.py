@@ -17,6 +17,8 @@ from fasttfm.kernels.common import philox
 def pack(x: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
     """x [B, S, ...] as [T, ...]; ``total`` is T."""
     batch, longest = x.shape[:2]
+    if batch == 0:
+        return x.new_zeros(total, *x.shape[2:])
     sequences, tokens = philox.row_positions(torch.Size([total, 1]), cu_seqlens, x.device)
     present = (tokens >= 0) & (tokens < longest) & (tokens < cu_seqlens.diff()[sequences])
     return _take(x.flatten(0, 1), (sequences * longest + tokens).where(present, batch * longest))

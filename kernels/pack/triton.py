@@ -1,8 +1,9 @@
 """Removing and restoring padding in Triton: one kernel copies rows between [B, S, C] and [T, C], either way.
 
 A program takes BLOCK_S tokens of one sequence and BLOCK_C columns. When packing, the places of the padding, numbered in
-their order, fill what is left of the packed tensor behind the last sequence with zeros, so every row is written once.
-Whatever cu_seqlens holds, nothing outside the tensors is touched.
+their order, fill what is left of the packed tensor behind the last sequence with zeros; where the padded batch has too
+few of them, each sequence has places past its S tokens. So every row is written. Whatever cu_seqlens holds, nothing
+outside the tensors is touched.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def _copy_kernel(
     S,
     T,
     C,
+    places,  # of a sequence; S, or more when packing
     batch_stride,
     token_stride,
     packed_stride,
@@ -37,14 +39,23 @@ def _copy_kernel(
     begin = tl.load(cu_seqlens + sequence).to(tl.int64)
     end = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
     rows = begin + tokens
-    here = (tokens < S)[:, None] & (columns < C)[None, :]
+    inside = (columns < C)[None, :]
+    here = (tokens < S)[:, None] & inside
     present = here & ((rows >= 0) & (rows < T) & (rows < end))[:, None]
     place = padded + sequence * batch_stride + tokens[:, None] * token_stride + columns[None, :]
     if TO_PACKED:
-        padding = tl.load(cu_seqlens + B).to(tl.int64) + sequence * S + tokens - end
-        rows = tl.where(rows < end, rows, padding)
+        total = tl.load(cu_seqlens + B).to(tl.int64)
+        padding = total + sequence * places + tokens - end
+        padding = tl.where((tokens < places) & (padding >= total), padding, -1)
+        rows = tl.where(rows < end, rows, padding)  # a token past S is one that the padded batch has no room for: 0
         row = packed + rows[:, None] * packed_stride + columns[None, :]
-        tl.store(row, tl.load(place, mask=present, other=0), mask=here & ((rows >= 0) & (rows < T))[:, None])
+        tl.store(row, tl.load(place, mask=present, other=0), mask=inside & ((rows >= 0) & (rows < T))[:, None])
+        covered = tl.num_programs(1) * BLOCK_S
+        for later in range(covered, end - begin, covered):  # a sequence that is longer than the padded batch
+            rows = begin + later + tokens
+            row = packed + rows[:, None] * packed_stride + columns[None, :]
+            zeros = tl.zeros((BLOCK_S, BLOCK_C), packed.dtype.element_ty)
+            tl.store(row, zeros, mask=inside & ((rows >= 0) & (rows < T) & (rows < end))[:, None])
     else:
         row = packed + rows[:, None] * packed_stride + columns[None, :]
         tl.store(place, tl.load(row, mask=present, other=0), mask=here)
@@ -70,12 +81,15 @@ def unpack_triton(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor
 
 def _copy(padded: Tensor, packed: Tensor, cu_seqlens: Tensor, to_packed: bool) -> None:
     if padded.numel() == 0:
+        if to_packed:
+            packed.zero_()
         return
     batch, longest, columns = padded.shape[0], padded.shape[1], padded.shape[2:].numel()
+    places = max(longest, triton.cdiv(packed.shape[0], batch)) if to_packed else longest
     padded, packed = _columns(padded, 2), _columns(packed, 1)
     tile = _tile(columns)
     with on_device(padded):
-        _copy_kernel[(batch, triton.cdiv(longest, tile["BLOCK_S"]), triton.cdiv(columns, tile["BLOCK_C"]))](
+        _copy_kernel[(batch, triton.cdiv(places, tile["BLOCK_S"]), triton.cdiv(columns, tile["BLOCK_C"]))](
             padded,
             packed,
             cu_seqlens.contiguous(),
@@ -83,6 +97,7 @@ def _copy(padded: Tensor, packed: Tensor, cu_seqlens: Tensor, to_packed: bool) -
             longest,
             packed.shape[0],
             columns,
+            places,
             padded.stride(0),
             padded.stride(1),
             packed.stride(0),
@@ -105,7 +120,7 @@ def compile_signatures(columns: int, element: str) -> list[dict[str, object]]:
     tile = _tile(columns)
     num_warps = tile.pop("num_warps")
     pointers = {"padded": f"*{element}", "packed": f"*{element}", "cu_seqlens": "*i32"}
-    numbers = dict.fromkeys(("B", "S", "T", "C", "batch_stride", "token_stride", "packed_stride"), "i32")
+    numbers = dict.fromkeys(("B", "S", "T", "C", "places", "batch_stride", "token_stride", "packed_stride"), "i32")
     return [
         {
             "kernel": _copy_kernel,

@@ -13,6 +13,9 @@ adamw_chunk: int  # elements that a block of adamw_step_cuda takes
 adamw_tensor_bytes: int  # of a tensor's row in its table
 adamw_group_bytes: int
 
+class DoesNotFit(RuntimeError):
+    """Blocks that wait for each other do not all fit on the GPU at the same time: nothing was launched."""
+
 def driver_version() -> int: ...  # the newest CUDA of the GPU driver, as cuda_version; 0 without a driver
 def compute_capability(device: int) -> int: ...  # 90 for 9.0
 def block_memory(device: int) -> int: ...  # bytes of shared memory

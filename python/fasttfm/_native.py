@@ -35,6 +35,14 @@ def _set_isa(name: str | None) -> None:
 _set_isa(os.environ.get("FASTTFM_ISA"))
 
 
+class _NeverRaised(RuntimeError):
+    """Without a core there is no launch."""
+
+
+# Raised where blocks of a launch wait for each other and do not all fit on the GPU at the same time.
+DoesNotFit: type[RuntimeError] = _NeverRaised if _core is None else _core.DoesNotFit
+
+
 def missing() -> str | None:
     """Why there is no native core; None if there is one."""
     return _missing or None

@@ -48,7 +48,7 @@ def module_signatures() -> Signatures:
     signatures = {}
     for name in dir(_C):
         function = getattr(_C, name)
-        if name.startswith("_") or not callable(function):
+        if name.startswith("_") or not callable(function) or isinstance(function, type):
             continue
         fields = re.search(r"^fields:(.*)$", function.__doc__, re.MULTILINE)
         if fields is not None:
@@ -72,6 +72,16 @@ def test_attributes_agree() -> None:
     declared = {node.target.id: node.annotation.id for node in tree.body if isinstance(node, ast.AnnAssign)}
     found = {name: type(getattr(_C, name)).__name__ for name in dir(_C) if not name.startswith("_")}
     assert declared == {name: kind for name, kind in found.items() if kind in ("str", "int")}
+
+
+def test_exceptions_agree() -> None:
+    tree = ast.parse(STUB.read_text())
+    declared = {node.name: node.bases[0].id for node in tree.body if isinstance(node, ast.ClassDef)}
+    found = {name: value for name, value in vars(_C).items() if isinstance(value, type)}
+    assert found
+    assert {name: value.__base__.__name__ for name, value in found.items()} == {
+        name: base for name, base in declared.items() if not name.startswith("_")
+    }
 
 
 def test_a_forgotten_field_shows() -> None:

@@ -130,6 +130,25 @@ def test_a_wrong_mask_is_noticed() -> None:
     assert not all(comparison.ok for comparison in comparisons)
 
 
+@pytest.mark.parametrize("boolean", [True, False])
+def test_a_mask_may_exclude_every_key_of_a_query(boolean: bool) -> None:
+    """As in torch: the projection of nothing, and finite gradients everywhere."""
+    ours, theirs = (module.double() for module in pair(batch_first=True))
+    mask = causal_mask(S)
+    mask[2] = True
+    mask = mask if boolean else torch.zeros(S, S, dtype=torch.float64).masked_fill(mask, -torch.inf)
+    x = tokens(S, True).double()
+
+    def results(module: Any) -> list[Tensor]:
+        own = x.clone().requires_grad_()
+        out, _ = module(own, own, own, need_weights=False, attn_mask=mask)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), [own, *module.parameters()])]
+
+    for found, expected in zip(results(ours), results(theirs), strict=True):
+        assert expected.isfinite().all()
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_sequence_without_a_key_gives_the_projection_of_nothing() -> None:
     ours, _ = pair(batch_first=True)
     x, mask = tokens(S, True).requires_grad_(), padding_mask(S)

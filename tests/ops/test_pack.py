@@ -152,3 +152,28 @@ def test_position_ids() -> None:
 def test_bad_calls_of_helpers(call: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"\w+: \w+: expected .*, got "):
         call()
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize(
+    ("lengths", "longest", "total"),
+    [([2, 0, 3], 3, 40), ([2, 9, 3], 4, 14), ([600, 9, 3], 4, 700), ([1, 2], 0, 5), ([], 3, 5), ([7], 7, 7)],
+)
+def test_every_packed_row_is_written(lengths: list[int], longest: int, total: int, device: str) -> None:
+    """The gradient of unpack: also where T is more than B * S, and for tokens that the padded batch has no room for."""
+    from fasttfm.kernels.pack import reference, triton
+
+    x = torch.randn(len(lengths), longest, 5, device=device)
+    cu_seqlens = ops.cu_seqlens_from_lengths(lengths, device=device)
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    try:
+        packed = triton.pack_triton(x, cu_seqlens, total)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(packed, reference.pack(x, cu_seqlens, total))

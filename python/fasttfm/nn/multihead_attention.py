@@ -22,7 +22,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     With ``need_weights`` (torch's default) the call is torch's own, since it has to hold the weights in memory; pass
     ``need_weights=False`` for speed. What differs then:
 
-    - A query without a key to attend to gets the output projection's bias, where torch's result is NaN.
+    - A query without a key to attend to gets the output projection's bias. So it does in torch, except that torch's
+      fast path for inference gives NaN with a boolean mask.
     - ``out_proj`` is called where it is not a plain Linear (LoRA, hooks, pruning); torch reads its weight past it.
     - ``is_causal`` needs no ``attn_mask``. Beside a ``key_padding_mask`` it leaves rows of ignored tokens meaningless.
     - Not supported, and refused by name: ``add_bias_kv``, ``add_zero_attn``, nested tensors, a ``key_padding_mask`` of

@@ -18,6 +18,7 @@ from fasttfm.ops import attention_native, checks
 from fasttfm.ops.attention_checks import Window, bounds_of, check_call, check_values
 from fasttfm.ops.backends import (
     Backend,
+    BackendRefused,
     BackendTable,
     always,
     dtype_name,
@@ -67,12 +68,12 @@ def attention(
         dropout_p: Probability that a weight is set to zero, rounded to a multiple of 1/256; 0 in evaluation.
         cu_seqlens: int32 ``[sequences + 1]``, the first row of each packed sequence, and the row count.
         cu_seqlens_k: The same of k and v, where they are not ``cu_seqlens``.
-        max_seqlen, max_seqlen_k: No packed sequence has more queries or keys; T and Tk by default. Smaller bounds save
-            work. A GPU's kernels take them at their word: rows past them get no result.
+        max_seqlen, max_seqlen_k: No packed sequence has more queries or keys; T and Tk by default, and at most. Smaller
+            bounds save work. A GPU's kernels take them at their word: rows past them get no result.
         lengths: int32 ``[B]``, for dense tensors: how many tokens of each sequence are real. Rows past that are no
             keys, and give zeros and zero gradients.
         lengths_k: The same for k and v alone, where they are not ``lengths``.
-        bias: ``[H, Sq or more, Sk or more]``, added to the scaled scores. Has no gradient.
+        bias: ``[H, Sq or more, Sk or more]``, added to the scaled scores; -inf excludes a key. Has no gradient.
         alibi_slopes: fp32 ``[H]``: ``-slope * |i + Lk - Lq - j|`` is added for key j. Has no gradient.
         seed: int64 ``[1]``, decides what is dropped; by default drawn from torch's generator.
         return_lse: Returns ``(out, lse)``.
@@ -157,7 +158,8 @@ def attention_weights(
     )
     tensors = (cu_seqlens, cu_seqlens_k, lengths, lengths_k, bias, alibi_slopes, None)
     left, right = window_bounds(causal, window)
-    problem = _problem(q, *tensors, *bounds, left, right, _scale(q, scale), 0.0)
+    problem = _problem(q, k, *tensors, *bounds, left, right, _scale(q, scale), 0.0)
+    problem = problem._replace(max_seqlen=bounds[0], max_seqlen_k=bounds[1])  # the shape of the result
     _check_values(_WEIGHTS, q, k, problem)
     weights: Tensor = reference.attention_weights(q, k, problem)
     return weights
@@ -205,7 +207,7 @@ _PLACES = 4  # the first of them say where sequences are
 def _forward(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     *others, backend = options
     q, k, v = _separate(q, k, v)
-    problem = _problem(q, *others)
+    problem = _problem(q, k, *others)
     _check_values(OP, q, k, problem)
     chosen = TABLE.select(backend, q, k, v, **_choice(problem))
     outputs: tuple[Tensor, Tensor] = chosen.forward(q, k, v, problem)
@@ -223,10 +225,42 @@ def _backward(
     gradients = _backward_fake(dout, q, k, v)
     dq, dk, dv = gradients[0].unbind(-3) if k is None else gradients
     q, k, v = _separate(q, k, v)
-    problem = _problem(q, *others)
-    chosen = TABLE.select_backward(backend, q, k, v, **_choice(problem))
-    chosen.backward(dout.contiguous(), q, k, v, out, lse, problem, dq, dk, dv)
+    _write_gradients(backend, dout.contiguous(), q, k, v, out, lse, _problem(q, k, *others), dq, dk, dv)
     return gradients
+
+
+def _write_gradients(
+    requested: str | None,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: AttentionProblem,
+    *gradients: Tensor,
+    column_sums: Tensor | None = None,
+) -> bool:
+    """Writes dq, dk and dv, by the next backend if the kernel of the chosen one does not fit on the GPU.
+
+    Returns whether the backend has also written ``column_sums``, which not every one can.
+    """
+    call, choice = (q, k, v), _choice(problem)
+    arguments: tuple[Any, ...] = (dout, *call, out, lse, problem, *gradients)
+    chosen = TABLE.select_backward(requested, *call, **choice)
+    sums = column_sums is not None and chosen.backward is attention_native.backward_cuda
+    try:
+        if sums and attention_native.sums_columns(q, problem):
+            attention_native.backward_cuda(*arguments, column_sums=column_sums)
+            return True
+        chosen.backward(*arguments)
+    except _native.DoesNotFit as error:
+        following = TABLE.backward_after(chosen, *call, **choice) if requested is None else None
+        if following is None:
+            reason = f"backend {chosen.name!r} cannot serve the backward of this call: {error}"
+            raise BackendRefused(f"{OP}: {reason}") from error
+        following.backward(*arguments)
+    return False
 
 
 def _backward_fake(
@@ -240,16 +274,12 @@ def _qkv_backward(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, sums_dtype: torch.dtype, *options: Any
 ) -> tuple[Tensor, Tensor]:
     *others, backend = options
-    dqkv = contiguous_like(qkv)
+    dqkv, sums = contiguous_like(qkv), _column_sums_like(qkv, sums_dtype)
     q, k, v = _separate(qkv, None, None)
-    problem = _problem(q, *others)
-    chosen = TABLE.select_backward(backend, q, k, v, **_choice(problem))
-    arguments = (dout.contiguous(), q, k, v, out, lse, problem, *dqkv.unbind(-3))
-    if chosen.backward is attention_native.backward_cuda and attention_native.sums_columns(q, problem):
-        sums = _column_sums_like(qkv, sums_dtype)
-        attention_native.backward_cuda(*arguments, column_sums=sums)
+    gradients = dqkv.unbind(-3)
+    problem = _problem(q, k, *others)
+    if _write_gradients(backend, dout.contiguous(), q, k, v, out, lse, problem, *gradients, column_sums=sums):
         return dqkv, sums
-    chosen.backward(*arguments)
     return dqkv, column_sum_op(dqkv.flatten(-3), sums_dtype, None)
 
 
@@ -282,6 +312,7 @@ def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
 
 def _problem(
     q: Tensor,
+    k: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_k: Tensor | None,
     lengths: Tensor | None,
@@ -296,14 +327,15 @@ def _problem(
     scale: float,
     p: float,
 ) -> AttentionProblem:
-    threshold = philox.threshold(p)
+    threshold, queries, keys = philox.threshold(p), q.shape[-3], k.shape[-3]
     return AttentionProblem(
         sequences=_sequences(q, cu_seqlens),
-        max_seqlen=max_seqlen,
-        max_seqlen_k=max_seqlen_k,
+        # Bounds may be far above the tokens there are; from there on they change nothing, and would leave int32.
+        max_seqlen=min(max_seqlen, queries),
+        max_seqlen_k=min(max_seqlen_k, keys),
         scale=scale,
-        window_left=window_left,
-        window_right=window_right,
+        window_left=min(window_left, keys),
+        window_right=min(window_right, queries),
         cu_seqlens=cu_seqlens,
         cu_seqlens_k=cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
         lengths=lengths,
@@ -493,7 +525,10 @@ def _yield_cuda_backward(
 
 
 def _refuse_triton(q: Tensor, *_: Any, **__: Any) -> str | None:
-    return _refuse_head_dim(q) or refuse_triton(q)
+    reason = _refuse_head_dim(q) or refuse_triton(q)
+    if reason is None and q.is_cpu and q.dtype == torch.bfloat16:
+        return "takes no bfloat16 in Triton's interpreter, whose matrix products take its bits for integers"
+    return reason
 
 
 def _refuse_triton_backward(q: Tensor, *_: Any, **__: Any) -> str | None:

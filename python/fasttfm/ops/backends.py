@@ -85,13 +85,20 @@ class BackendTable:
         forward = self.select(requested, *args, **options)
         if forward.backward_reason(requested, *args, **options) is None:
             return forward
-        for backend in self.backends[self.names.index(forward.name) + 1 :]:
-            reason = backend.absent() or backend.refuse(*args, **options) or backend.refuse_backward(*args, **options)
-            if reason is None:
-                return backend
+        following = self.backward_after(forward, *args, **options)
+        if following is not None:
+            return following
         if forward.refuse_backward(*args, **options) is None:
             return forward
         raise BackendRefused(f"{self.op}: no backend after {forward.name!r} can serve the backward of this call")
+
+    def backward_after(self, passed: Backend, *args: Any, **options: Any) -> Backend | None:
+        """The first backend after ``passed`` that can serve a call's backward."""
+        for backend in self.backends[self.names.index(passed.name) + 1 :]:
+            reason = backend.absent() or backend.refuse(*args, **options) or backend.refuse_backward(*args, **options)
+            if reason is None:
+                return backend
+        return None
 
     def check_name(self, requested: str | None) -> None:
         if requested is not None and requested not in self.names:

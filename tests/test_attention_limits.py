@@ -1,0 +1,168 @@
+"""Calls at the edge of what attention serves: bounds of any size, kernels that do not fit, meta tensors."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fasttfm import _native
+from fasttfm.ops import attention, attention_weights, backends, cu_seqlens_from_lengths
+from fasttfm.ops.attention import qkv_backward_op
+from fasttfm.ops.backends import BackendRefused
+
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="for Hopper alone"
+)
+HUGE = 2**60
+
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+
+
+def gradients(backend: str, device: str, **options: Any) -> list[Tensor]:
+    generator = torch.Generator(device).manual_seed(1)
+    dtype, head_dim = (torch.float32, 16) if device == "cpu" else (torch.bfloat16, 64)
+    q, k, v, dout = torch.randn(4, 9, 2, head_dim, generator=generator, device=device).to(dtype)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    starts = cu_seqlens_from_lengths((4, 5), device=device)
+    out = attention(*leaves, cu_seqlens=starts, backend=backend, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@pytest.mark.parametrize("options", [{"max_seqlen": HUGE}, {"window": (HUGE, HUGE)}, {"window": (2**31 - 1,) * 2}])
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        ("cpu", "cpu"),
+        ("reference", "cpu"),
+        pytest.param("triton", "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")),
+        pytest.param("triton", "cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda", "cuda", marks=[pytest.mark.gpu, HOPPER]),
+    ],
+)
+def test_bounds_above_the_tokens_change_nothing(backend: str, device: str, options: dict[str, Any]) -> None:
+    if backend == "cuda" and "window" in options:
+        pytest.skip("Hopper's own kernels take no window")
+    for found, expected in zip(gradients(backend, device, **options), gradients(backend, device), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+WORKSPACES = sorted(name for name in dir(_native.core()) if "workspace" in name or "column_parts" in name)
+
+
+@pytest.mark.parametrize("name", WORKSPACES)
+def test_no_size_of_a_workspace_wraps(name: str) -> None:
+    """Whatever numbers come: a positive size that is large enough, or an error."""
+    function = getattr(_native.core(), name)
+    count = function.__doc__.partition("->")[0].count(": ")  # of arguments, as pybind11 writes them
+    for numbers in itertools.product((1, 128, 2**20, 2**31, 2**40, HUGE, 2**63 - 1), repeat=count):
+        try:
+            size = function(*numbers)
+        except ValueError:
+            continue
+        assert max(numbers) <= 2**40
+        assert 0 < size < 2**63 - 1
+    for negative in range(count):
+        with pytest.raises(ValueError, match=f"{name}: .* expected a number in"):
+            function(*(-1 if place == negative else 1 for place in range(count)))
+
+
+# ---- kernels whose blocks wait for each other ------------------------------------------------------------------------
+
+
+def test_a_kernel_that_does_not_fit_yields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no error, unless the backend was asked for by name."""
+    table = backends.tables()["attention"]
+
+    def too_large(*_: Any, **__: Any) -> None:
+        raise _native.DoesNotFit("too many blocks in cooperative launch")
+
+    first, *others = table.backends
+    monkeypatch.setitem(vars(table), "backends", (replace(first, backward=too_large), *others))
+
+    def dqkv(backend: str | None) -> Tensor:
+        qkv = torch.linspace(-1, 1, 2 * 5 * 3 * 2 * 16).view(2, 5, 3, 2, 16).requires_grad_()
+        out = attention(qkv, backend=backend)
+        (found,) = torch.autograd.grad(out, qkv, torch.ones_like(out))
+        return found
+
+    torch.testing.assert_close(dqkv(None), dqkv("reference"))
+    with pytest.raises(BackendRefused, match="'cpu' cannot serve the backward of this call: too many blocks"):
+        dqkv("cpu")
+    qkv = torch.randn(2, 5, 3, 2, 16)
+    out, lse = attention(qkv, return_lse=True)
+    options = (None,) * 7 + (5, 5, -1, -1, 0.25, 0.0, None)
+    found, sums = qkv_backward_op(torch.ones_like(out), qkv, out, lse, torch.float32, *options)
+    torch.testing.assert_close(sums, found.flatten(-3).sum((0, 1)))
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_green_context_is_served(head_dim: int) -> None:
+    """Where a stream has few multiprocessors, blocks that wait for each other would wait for ever."""
+    contexts = pytest.importorskip("torch.cuda.green_contexts", reason="this torch has no green contexts")
+    q, k, v, dout = torch.randn(4, 2, 2048, 8, head_dim, dtype=torch.bfloat16, device="cuda")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def results() -> list[Tensor]:
+        out = attention(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    expected = results()
+    torch.cuda.synchronize()
+    try:
+        context = contexts.GreenContext.create(num_sms=16, device_id=0)
+    except RuntimeError as error:
+        pytest.skip(f"no green context here: {error}")
+    context.set_context()
+    try:
+        found = results()
+        torch.cuda.synchronize()
+    finally:
+        context.pop_context()
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    torch.zeros(1, device="cuda").add_(1)  # no error was left behind
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_streams_of_different_priority_end(head_dim: int) -> None:
+    """Each launch has all its blocks on the chip or none: two of them do not keep each other from it."""
+    q, k, v, dout = torch.randn(4, 1, 4096, 8, head_dim, dtype=torch.bfloat16, device="cuda")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, backend="cuda")
+    expected = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1)]
+    found = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(torch.autograd.grad(out, leaves, dout, retain_graph=True))
+    torch.cuda.synchronize()
+    for gradient in found:
+        for ours, theirs in zip(gradient, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+# ---- tensors without numbers, and the interpreter --------------------------------------------------------------------
+
+
+def test_weights_of_meta_tensors() -> None:
+    q = torch.empty(2, 5, 4, 16, device="meta")
+    assert attention_weights(q, q).shape == (2, 4, 5, 5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")
+def test_the_interpreter_refuses_bfloat16() -> None:
+    q = torch.randn(1, 5, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises(BackendRefused, match="triton: takes no bfloat16 in Triton's interpreter"):
+        attention(q, q, q, backend="triton")
