@@ -13,7 +13,19 @@ from torch.nn import functional
 import fasttfm
 from fasttfm import ops
 from fasttfm.ops import gelu_product
-from fasttfm.testing.modules import check_modules, compare_modules
+from fasttfm.testing.alterations import (
+    alterations_of,
+    check_altered,
+    check_equal,
+    checkpointed,
+    compiled,
+    forward_hook,
+    full_backward_hook,
+    low_rank,
+    own_forward,
+    subclass,
+)
+from fasttfm.testing.modules import check_modules, compare_modules, run_module
 from fasttfm.testing.saved import saved_bytes
 
 C, H, I, LAYERS = 32, 2, 48, 2
@@ -227,6 +239,94 @@ def test_compiled_in_one_graph(norm_first: bool) -> None:
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     for a, b in zip(gradients(module, tokens(), 7), gradients(compiled, tokens(), 7), strict=True):
         assert torch.equal(a, b)
+
+
+# ---- layers with modules that are more than their parameters ---------------------------------------------------------
+
+ONE = (torch.tensor([0, T], dtype=torch.int32), T)  # a batch of one sequence
+PATHS = tuple(f"layers.1.{part}" for part in ("qkv", "out", "up", "down", "norm1", "norm2"))
+ALTERATIONS = alterations_of(encoder(norm_first=False), PATHS)
+
+
+def call_once(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"y": module(inputs["x"], *ONE)}
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+@pytest.mark.parametrize("name", ALTERATIONS)
+def test_alterations_have_the_effect_that_they_have_in_torch(name: str, norm_first: bool) -> None:
+    ours = encoder(norm_first)
+    check_altered(ours, Composed(copy.deepcopy(ours)), call_once, {"x": tokens()}, ALTERATIONS[name])
+
+
+@pytest.mark.parametrize("alter", [forward_hook, subclass, own_forward, full_backward_hook])
+def test_hooks_and_subclasses_of_a_layer(alter: Any) -> None:
+    ours = encoder(norm_first=False).double()
+    plain = copy.deepcopy(ours)
+    events = alter(ours, "layers.0")
+
+    def expected(_: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = inputs["x"]
+        if alter is full_backward_hook:  # doubles the gradient of the layer's input
+            x = 2 * x - x.detach()
+        y = plain.layers[0](x, *ONE)[0] * (1 if alter is full_backward_hook else 1.5)
+        return {"y": plain.layers[1](y, *ONE)[0]}
+
+    check_equal(run_module(ours, call_once, {"x": tokens()}), run_module(plain, expected, {"x": tokens()}))
+    assert len(events) == 1
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+@pytest.mark.parametrize("alter", [checkpointed, compiled])
+def test_wrapped_layers_are_called(alter: Any, norm_first: bool) -> None:
+    torch._dynamo.reset()
+    ours = encoder(norm_first, dropout=0.2).double()
+    expected = gradients(ours, tokens().double(), 5)
+    alter(ours, "layers.1")
+    for found, value in zip(gradients(ours, tokens().double(), 5), expected, strict=True):
+        torch.testing.assert_close(found, value)
+    assert [type(layer) for layer in ours.in_order()] == [fasttfm.nn.EncoderLayer] * LAYERS
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+def test_hooks_change_nothing_about_dropout(norm_first: bool) -> None:
+    ours = encoder(norm_first, dropout=0.2, attention_dropout=0.2).double()
+    expected = gradients(ours, tokens().double(), 5)
+    for part in ("qkv", "down", "norm1", "norm2"):
+        ours.layers[1].get_submodule(part).register_forward_hook(lambda *_: None)
+    for found, value in zip(gradients(ours, tokens().double(), 5), expected, strict=True):
+        torch.testing.assert_close(found, value)
+
+
+def test_layers_that_draw_are_run_again_alike() -> None:
+    """A replaced module may have dropout of its own, which checkpointing has to repeat."""
+    ours = encoder(norm_first=False, dropout=0.2).double()
+    ours.layers[0].up = nn.Sequential(nn.Dropout(0.5), ours.layers[0].up)
+    expected = gradients(ours, tokens().double(), 5)
+    ours.checkpointing = True
+    for found, value in zip(gradients(ours, tokens().double(), 5), expected, strict=True):
+        torch.testing.assert_close(found, value)
+
+
+def test_attention_weights_of_a_replaced_projection() -> None:
+    ours = encoder(norm_first=False).double()
+    layer, x = ours.layers[0], tokens().double()
+    merged = copy.deepcopy(layer)
+    low_rank(layer, "qkv")
+    with torch.no_grad():
+        merged.qkv.weight += layer.qkv.b @ layer.qkv.a
+    torch.testing.assert_close(layer.attention_weights(x, *ONE), merged.attention_weights(x, *ONE))
+
+
+def test_what_is_no_layer_is_refused() -> None:
+    ours = encoder(norm_first=False)
+    ours.layers[1] = nn.Identity()
+    with pytest.raises(TypeError, match="Encoder: layers: expected an EncoderLayer, or a module around one, got Ident"):
+        call_once(ours, {"x": tokens()})
+    ours = encoder(norm_first=False)
+    ours.layers[1].activation = torch.tanh
+    with pytest.raises(ValueError, match="EncoderLayer: activation: expected one of gelu"):
+        call_once(ours, {"x": tokens()})
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fasttfm
+from fasttfm.testing.alterations import alterations_of, check_altered, low_rank
 from fasttfm.testing.modules import check_modules
 
 C, E, V, T = 24, 16, 37, 11
@@ -93,3 +94,42 @@ def test_causal_loss() -> None:
 
     inputs = {"x": torch.randn(T, C)}
     check_modules(ours, theirs, call, inputs, translate=lambda found: {"decoder.weight": found.pop("weight"), **found})
+
+
+ALTERATIONS = alterations_of(fasttfm.nn.MaskedLMHead(C, V, embedding_width=E), ("dense", "norm", "decoder"))
+PREDICTED = (LABELS != -100).nonzero().squeeze(1)
+
+
+@pytest.mark.parametrize("name", ALTERATIONS)
+def test_alterations_have_the_effect_that_they_have_in_torch(name: str) -> None:
+    ours, theirs = heads()
+
+    def call(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        rows = inputs["x"][PREDICTED]
+        loss = module.loss(inputs["x"], LABELS) if module is ours else module.loss(rows, LABELS[PREDICTED])
+        return {"loss": loss, "logits": module(inputs["x"])}
+
+    check_altered(ours, theirs, call, {"x": torch.randn(T, C)}, ALTERATIONS[name])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_replaced_decoder_has_the_loss_of_its_logits(reduction: str) -> None:
+    """The fused loss of a decoder with the merged weight, with empty sequences too."""
+    torch.manual_seed(0)
+    ours, merged = (fasttfm.nn.CausalLMHead(C, V).double() for _ in range(2))
+    low_rank(ours, "decoder")
+    with torch.no_grad():
+        merged.decoder.weight.copy_(ours.decoder.weight + ours.decoder.b @ ours.decoder.a)
+    x, labels = torch.randn(T, C, dtype=torch.float64), torch.randint(V, (T,))
+    labels[6] = -100
+    for boundaries in ([0, 4, 5, T], [0, 0, 3, 3, T]):
+        cu_seqlens = torch.tensor(boundaries, dtype=torch.int32)
+        found, expected = (each.loss(x, labels, cu_seqlens, reduction=reduction) for each in (ours, merged))
+        torch.testing.assert_close(found, expected)
+
+
+def test_words_are_not_drawn_past_a_replaced_decoder() -> None:
+    ours, _ = heads()
+    low_rank(ours, "decoder")
+    with pytest.raises(ValueError, match=r"MaskedLMHead.sample: decoder: expected a head and a decoder without hooks"):
+        ours.sample(torch.randn(T, C), LABELS)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fasttfm import ops
 from fasttfm.models.text_model import TextModel
 from fasttfm.nn import EncoderLayer, PackedBatch
-from fasttfm.nn.residual import add_norm, add_then_norm, norm
+from fasttfm.nn.parts import layer_norm, linear_activation, packed_residual_norm, product
+from fasttfm.nn.plain import is_watched
 
 Attend = Callable[[int, EncoderLayer, Tensor], Tensor]  # of a layer's number, the layer and qkv [n, 3, H, D]
 
@@ -26,6 +26,7 @@ class CachedDecoder:
         """``room`` is for the tokens of the longest sequence, at the end."""
         self.model = model
         self.layers = model.encoder.in_order()
+        _check_calls(model)
         self.room = room
         self.keys: list[Tensor] = []  # of each layer, [B, room, H, D]
         self.values: list[Tensor] = []
@@ -77,25 +78,35 @@ class CachedDecoder:
         final_norm = self.model.encoder.final_norm
         if final_norm is None:
             for index, layer in enumerate(self.layers):
-                x = add_norm(layer.norm1, self._attention(index, x, attend), x, linear_bias=layer.out.bias)
-                x = add_norm(layer.norm2, _feed_forward(layer, x), x, linear_bias=layer.down.bias)
+                branch, bias = self._attention(index, x, attend)
+                x, _ = packed_residual_norm(layer.norm1, branch, x, linear_bias=bias)
+                branch, bias = _feed_forward(layer, x)
+                x, _ = packed_residual_norm(layer.norm2, branch, x, linear_bias=bias)
             return x
         stream = x
         following = [layer.norm1 for layer in self.layers[1:]] + [final_norm]
-        x = norm(self.layers[0].norm1, stream)
+        x = layer_norm(self.layers[0].norm1, stream)
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
-            branch = self._attention(index, x, attend)
-            x, stream = add_then_norm(layer.norm2, branch, stream, linear_bias=layer.out.bias)
-            x, stream = add_then_norm(next_norm, _feed_forward(layer, x), stream, linear_bias=layer.down.bias)
+            branch, bias = self._attention(index, x, attend)
+            x, stream = packed_residual_norm(layer.norm2, branch, stream, linear_bias=bias)
+            branch, bias = _feed_forward(layer, x)
+            x, stream = packed_residual_norm(next_norm, branch, stream, linear_bias=bias)
         return x
 
-    def _attention(self, index: int, x: Tensor, attend: Attend) -> Tensor:
+    def _attention(self, index: int, x: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
+        """What the block adds in two parts: the addition takes the last bias."""
         layer = self.layers[index]
-        qkv = ops.qkv_projection(x, layer.qkv.weight, layer.qkv.bias, layer.heads)
-        return functional.linear(attend(index, layer, qkv).reshape(x.shape), layer.out.weight)
+        return product(layer.out, attend(index, layer, layer.project(x)).reshape(x.shape))
 
 
-def _feed_forward(layer: EncoderLayer, x: Tensor) -> Tensor:
-    """Without the last bias, which belongs to the addition."""
-    hidden = ops.linear_gelu(x, layer.up.weight, layer.up.bias, activation=layer.activation)
-    return functional.linear(hidden, layer.down.weight)
+def _feed_forward(layer: EncoderLayer, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The same of the feed-forward block."""
+    return product(layer.down, linear_activation(layer.up, layer.activation, x))
+
+
+def _check_calls(model: TextModel) -> None:
+    """Decoding runs the parts of layers: what waits for a call of a layer, or of what holds the layers, is refused."""
+    for module in (model, model.encoder, *model.encoder.layers):
+        if is_watched(module) or not type(module).__module__.startswith("fasttfm."):
+            expected = "a model, an encoder and layers without hooks, wrappers or subclasses (their parts are called)"
+            raise ValueError(f"generate: model: expected {expected}, got such a {type(module).__name__}")

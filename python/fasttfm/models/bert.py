@@ -26,7 +26,7 @@ from fasttfm.models.outputs import (
     QuestionAnsweringOutput,
 )
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.models.text_model import Encoded, Layout, TextModel, flatten_choices
+from fasttfm.models.text_model import Encoded, Layout, TextModel, flatten_choices, text_model
 from fasttfm.nn import Embeddings, Encoder, EncoderLayer, MaskedLMHead
 from fasttfm.nn.losses import classification_loss, span_loss, token_loss
 
@@ -215,12 +215,14 @@ class BertModel(TextModel):
         position_ids: Tensor | None = None,
         **layout: Unpack[Layout],
     ) -> BaseModelOutput:
-        encoded = self.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
+        encoded = self.encode_packed(input_ids, attention_mask, token_type_ids, position_ids, **layout)
         pooled = None if self.pooler is None else self.pool(encoded)
         return BaseModelOutput(encoded.batch.unpack(encoded.x), pooled, **encoded.returned())
 
     def pool(self, encoded: Encoded) -> Tensor:
         """[sequences, C]"""
+        if encoded.pooled is not None:
+            return encoded.pooled
         assert self.pooler is not None
         return torch.tanh(self.pooler(encoded.batch.first_tokens(encoded.x)))
 
@@ -250,7 +252,7 @@ class BertHead(PretrainedModel):
 
     @property
     def encoder(self) -> BertModel:
-        model = getattr(self, self.names.prefix)
+        model = text_model(f"{type(self).__name__}.{self.names.prefix}", getattr(self, self.names.prefix))
         assert isinstance(model, BertModel)
         return model
 

@@ -40,6 +40,8 @@ from fasttfm.models.roberta import ClassificationHead
 from fasttfm.models.text_model import Encoded, Layout
 from fasttfm.nn import Embeddings, MaskedLMHead, PackedBatch
 from fasttfm.nn.lm_heads import IGNORED, Sampled
+from fasttfm.nn.parts import linear_activation
+from fasttfm.nn.plain import is_watched
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -153,13 +155,10 @@ class ElectraForSequenceClassification(ElectraHead, BertForSequenceClassificatio
     """Labels sequences by a head of two layers on the first token."""
 
     def head_of(self, config: EncoderConfig) -> nn.Module:
-        return ClassificationHead(config.hidden_size, config.num_labels)
+        return ClassificationHead(config.hidden_size, config.num_labels, functional.gelu)
 
     def classify(self, encoded: Encoded) -> Tensor:
-        head = self.classifier
-        assert isinstance(head, ClassificationHead)
-        first = self.dropout(encoded.batch.first_tokens(encoded.x))
-        logits: Tensor = head.out_proj(self.dropout(functional.gelu(head.dense(first))))
+        logits: Tensor = self.classifier(encoded.batch.first_tokens(encoded.x), self.dropout)
         return logits
 
 
@@ -187,7 +186,7 @@ class DiscriminatorHead(nn.Module):
         self.dense_prediction = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = ops.linear_gelu(x, self.dense.weight, self.dense.bias, activation=self.activation)
+        hidden = linear_activation(self.dense, self.activation, x)
         logits: Tensor = self.dense_prediction(hidden)
         return logits.squeeze(-1)
 
@@ -283,6 +282,10 @@ class ElectraForJointPreTraining(PretrainedModel):
             labels: The word that stood there for each masked one, -100 for the others; with ``positions`` one for each
                 of them. ``positions`` and ``max_predictions`` are those of ``nn.MaskedLMHead.loss``.
         """
+        for name in ("generator", "discriminator"):
+            if is_watched(self.get_submodule(name)):
+                expected = "a module without hooks (its parts are called, not itself)"
+                raise ValueError(f"ElectraForJointPreTraining: {name}: expected {expected}, got one with hooks")
         batch = PackedBatch.of(input_ids, attention_mask, lengths=lengths, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         ids = batch.pack(input_ids)
         segments = None if token_type_ids is None else batch.pack(token_type_ids.expand_as(input_ids))

@@ -21,7 +21,7 @@ from fasttfm.models.checkpoint_names import Names, Rule, rule
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.outputs import BaseModelOutput, ClassifierOutput, DoubleHeadsOutput, LMOutput
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.models.text_model import Encoded, Layout, TextModel, flatten_choices
+from fasttfm.models.text_model import Encoded, Layout, TextModel, flatten_choices, text_model
 from fasttfm.nn import CausalLMHead, Embeddings, Encoder, EncoderLayer
 from fasttfm.nn.losses import classification_loss, token_loss
 from fasttfm.ops.checks import IndexErrors
@@ -178,7 +178,7 @@ class GPT2Model(TextModel):
         position_ids: Tensor | None = None,
         **layout: Unpack[Layout],
     ) -> BaseModelOutput:
-        encoded = self.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
+        encoded = self.encode_packed(input_ids, attention_mask, token_type_ids, position_ids, **layout)
         return BaseModelOutput(encoded.batch.unpack(encoded.x), None, **encoded.returned())
 
 
@@ -195,6 +195,10 @@ class GPT2Head(PretrainedModel):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
         self.transformer = self.encoder_class(config)
+
+    @property
+    def encoder(self) -> TextModel:
+        return text_model(f"{type(self).__name__}.transformer", self.transformer)
 
 
 class GPT2LMHeadModel(GPT2Head):
@@ -216,7 +220,7 @@ class GPT2LMHeadModel(GPT2Head):
         output_logits: bool = False,
         **layout: Unpack[Layout],
     ) -> LMOutput:
-        encoded = self.transformer.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
+        encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
         loss, logits = predict(self.lm_head, encoded, labels, output_logits)
         return LMOutput(loss, logits, **encoded.returned())
 
@@ -254,7 +258,7 @@ class GPT2DoubleHeadsModel(GPT2Head):
             type(self).__name__, num_choices, input_ids, attention_mask, token_type_ids, position_ids, labels
         )
         *others, labels = others
-        encoded = self.transformer.encode(input_ids, *others, **layout)
+        encoded = self.encoder.encode(input_ids, *others, **layout)
         loss, logits = predict(self.lm_head, encoded, labels, output_logits)
         choice = self.choose(encoded, mc_token_ids).view(-1, choices)
         mc_loss = None if mc_labels is None else token_loss(choice, mc_labels.flatten())
@@ -295,7 +299,7 @@ class GPT2ForSequenceClassification(GPT2Head):
         labels: Tensor | None = None,
         **layout: Unpack[Layout],
     ) -> ClassifierOutput:
-        encoded = self.transformer.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
+        encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
         logits, loss = self.classify(encoded, input_ids, labels)
         return ClassifierOutput(loss, logits, **encoded.returned())
 

@@ -85,7 +85,7 @@ class OpenAIGPTForSequenceClassification(GPT2ForSequenceClassification):
         lm_labels: Tensor | None = None,
         **layout: Unpack[Layout],
     ) -> ClassifierOutput:
-        encoded = self.transformer.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
+        encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
         logits, loss = self.classify(encoded, input_ids, labels)
         if loss is not None and lm_labels is not None:
             batch, table = encoded.batch, self.transformer.embeddings.word.weight

@@ -3,6 +3,7 @@ and no sentence pairs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -105,20 +106,22 @@ class RobertaForSequenceClassification(BertForSequenceClassification):
     pooler = False
 
     def head_of(self, config: EncoderConfig) -> nn.Module:
-        return ClassificationHead(config.hidden_size, config.num_labels)
+        return ClassificationHead(config.hidden_size, config.num_labels, torch.tanh)
 
     def classify(self, encoded: Encoded) -> Tensor:
-        head = self.classifier
-        assert isinstance(head, ClassificationHead)
-        first = self.dropout(encoded.batch.first_tokens(encoded.x))
-        logits: Tensor = head.out_proj(self.dropout(torch.tanh(head.dense(first))))
+        logits: Tensor = self.classifier(encoded.batch.first_tokens(encoded.x), self.dropout)
         return logits
 
 
 class ClassificationHead(nn.Module):
-    """Parameters of two layers."""
+    """Two layers, with the model's dropout in front of each."""
 
-    def __init__(self, width: int, labels: int) -> None:
+    def __init__(self, width: int, labels: int, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
+        self.activation = activation
         self.dense = nn.Linear(width, width)
         self.out_proj = nn.Linear(width, labels)
+
+    def forward(self, x: Tensor, dropout: nn.Module) -> Tensor:
+        logits: Tensor = self.out_proj(dropout(self.activation(self.dense(dropout(x)))))
+        return logits

@@ -10,7 +10,8 @@ from torch import Tensor
 from fasttfm.models.outputs import States
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.nn import Embeddings, Encoder, PackedBatch
-from fasttfm.nn.residual import norm
+from fasttfm.nn.parts import layer_norm
+from fasttfm.nn.plain import is_watched
 
 
 class Layout(TypedDict, total=False):
@@ -30,6 +31,7 @@ class Encoded(NamedTuple):
     batch: PackedBatch
     hidden_states: States  # as the caller has them
     attentions: States
+    pooled: Tensor | None = None  # [sequences, C], where a call of the model has given it
 
     def returned(self) -> dict[str, States]:
         return {"hidden_states": self.hidden_states, "attentions": self.attentions}
@@ -52,12 +54,32 @@ class TextModel(PretrainedModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        **layout: Any,
+    ) -> Encoded:
+        """The packed states of the last layer, for a model around this one. Where a call of this module is more than
+        its forward (hooks, a subclass), that call is made and its result packed again."""
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids)
+        if type(self).__module__.startswith("fasttfm.models.") and not is_watched(self):
+            return self.encode_packed(*inputs, **layout)
+        output = self(*inputs, **layout)
+        for option in ("output_hidden_states", "output_attentions"):
+            layout.pop(option, None)
+        batch = PackedBatch.of(input_ids, attention_mask, **layout)
+        states = (output.hidden_states, output.attentions, output.pooler_output)
+        return Encoded(batch.pack(output.last_hidden_state), batch, *states)
+
+    def encode_packed(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
         *,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
         **layout: Any,
     ) -> Encoded:
-        """The packed states of the last layer."""
+        """The packed states of the last layer, for this module's own forward."""
         batch = PackedBatch.of(input_ids, attention_mask, **layout)
         ids = batch.pack(input_ids)
         x = self.embeddings(
@@ -82,9 +104,17 @@ class TextModel(PretrainedModel):
         """Every layer's weights [sequences, H, S, S], computed for show: a sequence's tokens stand in front."""
         longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
         return tuple(
-            layer.attention_weights(norm(layer.norm1, x) if layer.norm_first else x, batch.cu_seqlens, longest)
+            layer.attention_weights(layer_norm(layer.norm1, x) if layer.norm_first else x, batch.cu_seqlens, longest)
             for layer, x in zip(self.encoder.in_order(), states, strict=True)
         )
+
+
+def text_model(owner: str, module: Any) -> TextModel:
+    """The model without a head that a model holds, which heads do not call but run in parts."""
+    if not isinstance(module, TextModel):
+        expected = "a model without a head itself (compile or wrap the whole model, or layers of its encoder)"
+        raise TypeError(f"{owner}: expected {expected}, got {type(module).__name__}")
+    return module
 
 
 def flatten_choices(

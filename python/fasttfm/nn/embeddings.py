@@ -8,10 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from fasttfm import ops
+from fasttfm.nn.parts import layer_norm
+from fasttfm.nn.plain import is_plain
 
 
 class Embeddings(nn.Module):
-    """Word, position and segment rows added up, LayerNorm and dropout, in one pass.
+    """Word, position and segment rows added up, LayerNorm and dropout, in one pass; a table or a LayerNorm that is not
+    plain (plain.py) is called.
 
     Args:
         vocabulary: Rows of the word table.
@@ -66,10 +69,11 @@ class Embeddings(nn.Module):
 
         Positions are by default a token's number in its own sequence, segments 0; those that are words are left out.
         """
-        word, norm = self.word.weight, self.norm
         segment = self.word if self.word_segments and segment_ids is not None else self.segment
-        device = word.device.type
-        autocast = device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and word.dtype != torch.float64
+        if not self._is_fusable(segment):
+            x = self._call_modules(ids, cu_seqlens, segment, position_ids, segment_ids, seed)
+            return x if self.projection is None else self.projection(x)
+        word, norm = self.word.weight, self.norm
         x = ops.embedding(
             ids,
             word,
@@ -83,7 +87,47 @@ class Embeddings(nn.Module):
             p=self.dropout if self.training else 0.0,
             cu_seqlens=cu_seqlens,
             padding_idx=self.word.padding_idx,
-            dtype=torch.get_autocast_dtype(device) if autocast else None,
+            dtype=_autocast_type(word),
             seed=seed,
         )
         return x if self.projection is None else self.projection(x)
+
+    def _is_fusable(self, segment: nn.Embedding | None) -> bool:
+        """Whether the tables and the LayerNorm are plain, and only words have one that gets no gradient."""
+        others = [table for table in (self.position, segment) if table is not None and table is not self.word]
+        norms = () if self.norm is None else (self.norm,)
+        return is_plain(self.word, *others, *norms) and all(table.padding_idx is None for table in others)
+
+    def _call_modules(
+        self,
+        ids: Tensor,
+        cu_seqlens: Tensor | None,
+        segment: nn.Module | None,
+        position_ids: Tensor | None,
+        segment_ids: Tensor | None,
+        seed: Tensor | None,
+    ) -> Tensor:
+        """The sum of rows that modules give, LayerNorm and dropout."""
+        x: Tensor = self.word(ids)
+        if self.position is not None:
+            if position_ids is None and cu_seqlens is not None:
+                position_ids = ops.position_ids_from_cu_seqlens(cu_seqlens, total=ids.shape[0])
+            elif position_ids is None:
+                position_ids = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
+            x = x + self.position(position_ids)
+        if segment is not None:
+            x = x + segment(torch.zeros_like(ids) if segment_ids is None else segment_ids)
+        x = x if self.norm is None else layer_norm(self.norm, x)
+        dtype = _autocast_type(x)
+        x = x if dtype is None else x.to(dtype)
+        if not self.training or self.dropout == 0:
+            return x
+        options: dict[str, Any] = {"p": self.dropout, "cu_seqlens": cu_seqlens, "seed": seed}
+        _, dropped = ops.dropout_add_layer_norm(x, torch.zeros_like(x), prenorm=True, **options)
+        return dropped
+
+
+def _autocast_type(x: Tensor) -> torch.dtype | None:
+    device = x.device.type
+    autocast = device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if autocast else None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fasttfm.nn.encoder_layer import EncoderLayer, draw_seeds
-from fasttfm.nn.residual import norm
+from fasttfm.nn.parts import layer_norm
 
 
 class Encoder(nn.Module):
@@ -38,26 +38,41 @@ class Encoder(nn.Module):
         self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, hidden_states: list[Tensor] | None = None
     ) -> Tensor:
         """Runs the layers over ``x`` [T, C]; ``hidden_states`` collects the stream before each of them."""
-        layers = self.in_order()
+        modules, layers = self._modules_in_order(), self.in_order()
         drops = self.training and any(any(layer.probabilities()) for layer in layers)
         seeds = draw_seeds(x.device, len(layers)).unbind() if drops else [None] * len(layers)
         residual: Tensor | None = None
         if self.final_norm is not None and layers:
             residual = x
-            x = norm(layers[0].norm1, x)
-        for index, (layer, seed) in enumerate(zip(layers, seeds, strict=True)):
+            x = layer_norm(layers[0].norm1, x)
+        for index, (module, seed) in enumerate(zip(modules, seeds, strict=True)):
             if hidden_states is not None:
                 hidden_states.append(x if residual is None else residual)
             following = None
             if self.final_norm is not None:
                 following = self.final_norm if index + 1 == len(layers) else layers[index + 1].norm1
-            run: Callable[..., Any] = partial(layer, residual=residual, next_norm=following, seeds=seed)
-            if self.checkpointing and self.training:  # layers draw nothing: their seeds are given
-                run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+            run: Callable[..., Any] = partial(module, residual=residual, next_norm=following, seeds=seed)
+            if self.checkpointing and self.training:
+                # A fused layer draws nothing: its seeds are given. Modules in its place may draw.
+                draws = module is not layers[index] or not layers[index].is_fusable(following)
+                run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=draws)
             x, residual = run(x, cu_seqlens, max_seqlen)
         return x
 
     def in_order(self) -> list[EncoderLayer]:
-        """The layers as they follow each other."""
-        unique = [layer for layer in self.layers if isinstance(layer, EncoderLayer)]
-        return [unique[index] for index in self.order]
+        """The layers as they follow each other, without what is wrapped around them."""
+        return [_layer_in(module) for module in self._modules_in_order()]
+
+    def _modules_in_order(self) -> list[nn.Module]:
+        held = list(self.layers)
+        return [held[index] for index in self.order]
+
+
+def _layer_in(module: nn.Module) -> EncoderLayer:
+    """The layer itself, or the one that something (torch.compile, checkpoint_wrapper) is wrapped around."""
+    if isinstance(module, EncoderLayer):
+        return module
+    for each in module.modules():
+        if isinstance(each, EncoderLayer):
+            return each
+    raise TypeError(f"Encoder: layers: expected an EncoderLayer, or a module around one, got {type(module).__name__}")

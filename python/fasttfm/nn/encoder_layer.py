@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from fasttfm import ops
 from fasttfm.nn.encoder_block import Options, Parameters, encoder_block
+from fasttfm.nn.parts import linear_activation, packed_residual_norm, product
+from fasttfm.nn.plain import is_plain
 from fasttfm.ops import checks, linear
 from fasttfm.ops.attention import window_bounds
 from fasttfm.ops.backends import requested
@@ -20,6 +22,9 @@ SEEDS = 3  # of a layer: for attention's weights and for what its two blocks add
 
 class EncoderLayer(nn.Module):
     """Attention and feed-forward block, each with dropout, residual connection and LayerNorm.
+
+    One autograd node while its linear layers and LayerNorms are plain (plain.py); those with hooks, LoRA's and other
+    replaced ones are called. Dropout is numbers here and no modules: it follows the layer's own training flag.
 
     Args:
         width: C, the model's.
@@ -64,14 +69,13 @@ class EncoderLayer(nn.Module):
         super().__init__()
         if heads < 1 or width % heads:
             raise checks.bad_value(_NAME, "heads", f"a divisor of the width {width}", heads)
-        if activation not in ops.ACTIVATIONS:
-            raise checks.bad_value(_NAME, "activation", f"one of {', '.join(ops.ACTIVATIONS)}", repr(activation))
+        _check_activation(activation)
         self.dropout, self.attention_dropout = dropout, attention_dropout
         self.feed_forward_dropout = dropout if feed_forward_dropout is None else feed_forward_dropout
         for name in ("dropout", "feed_forward_dropout", "attention_dropout"):
             checks.check_number(_NAME, name, getattr(self, name), low=0.0, high=1.0)
         factory = {"device": device, "dtype": dtype}
-        self.heads, self.norm_first, self.activation = heads, norm_first, activation
+        self.width, self.heads, self.norm_first, self.activation = width, heads, norm_first, activation
         self.window = window_bounds(causal, window)
         self.recompute, self.keep_activation = recompute, keep_activation
         self.qkv = nn.Linear(width, 3 * width, bias=bias, **factory)
@@ -113,6 +117,9 @@ class EncoderLayer(nn.Module):
             seeds = draw_seeds(x.device)
         qkv, out, up, down = self.qkv, self.out, self.up, self.down  # a module takes its time to find its parts
         norm_a, norm_b = (self.norm1, self.norm2) if next_norm is None else (self.norm2, next_norm)
+        if not self.is_fusable(next_norm):
+            rates = (attention_p, p_a, p_b)
+            return self._call_modules(x, residual, cu_seqlens, max_seqlen, (norm_a, norm_b), rates, seeds)
         options = Options(
             heads=self.heads,
             max_seqlen=max_seqlen,
@@ -134,6 +141,45 @@ class EncoderLayer(nn.Module):
         )
         return encoder_block(x, residual, cu_seqlens, seeds, options, parameters)
 
+    def is_fusable(self, next_norm: nn.Module | None = None) -> bool:
+        """Whether ``forward`` calls none of the layer's modules: they are plain."""
+        own = self._modules
+        norm = own["norm1"] if next_norm is None else next_norm
+        return is_plain(own["qkv"], own["out"], own["up"], own["down"], own["norm2"], norm)
+
+    def _call_modules(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        norms: tuple[nn.Module, nn.Module],
+        rates: tuple[float, float, float],
+        seeds: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer where a module is more than its parameters: such modules are called, the others are fused."""
+        attention_p, p_a, p_b = rates
+        seed, seed_a, seed_b = (None, None, None) if seeds is None else seeds.split(1)
+        packed: dict[str, Any] = {"cu_seqlens": cu_seqlens}
+        context = ops.attention(
+            self.project(x), window=self.window, max_seqlen=max_seqlen, dropout_p=attention_p, seed=seed, **packed
+        )
+        assert isinstance(context, Tensor)
+        branch, bias = product(self.out, context.flatten(-2))
+        stream = x if residual is None else residual
+        y, z = packed_residual_norm(norms[0], branch, stream, linear_bias=bias, p=p_a, seed=seed_a, **packed)
+        branch, bias = product(self.down, linear_activation(self.up, self.activation, y))
+        stream = y if residual is None else z
+        y, z = packed_residual_norm(norms[1], branch, stream, linear_bias=bias, p=p_b, seed=seed_b, **packed)
+        return y, None if residual is None else z
+
+    def project(self, x: Tensor) -> Tensor:
+        """Queries, keys and values [T, 3, H, D] of ``x`` [T, C]."""
+        if is_plain(self.qkv):
+            return ops.qkv_projection(x, self.qkv.weight, self.qkv.bias, self.heads)
+        qkv: Tensor = self.qkv(x)
+        return qkv.unflatten(-1, (3, self.heads, self.width // self.heads))
+
     def probabilities(self) -> tuple[float, float, float]:
         """What is dropped in training: of the attention block, of the feed-forward block and of attention's weights."""
         return self.dropout, self.feed_forward_dropout, self.attention_dropout
@@ -142,16 +188,17 @@ class EncoderLayer(nn.Module):
         """Attention's weights for ``forward``'s ``x``, fp32 ``[sequences, H, max_seqlen, max_seqlen]``: for plots and
         distillation. Plain torch, all in memory."""
         left, right = self.window
-        q, k, _ = ops.qkv_projection(x, self.qkv.weight, self.qkv.bias, self.heads).unbind(-3)
+        q, k, _ = self.project(x).unbind(-3)
         return ops.attention_weights(q, k, window=(left, right), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
 
     def _check(self, x: Any, cu_seqlens: Any, residual: Any, next_norm: Any) -> None:
         checks.check_floating(_NAME, "x", x)
-        width = self.qkv.in_features
+        width = self.width
         if x.dim() != 2 or x.shape[1] != width or not x.is_contiguous():
             got = f"shape {tuple(x.shape)} with strides {x.stride()}"
             raise checks.bad_value(_NAME, "x", f"a contiguous [T, {width}]", got)
         checks.check_cu_seqlens(_NAME, cu_seqlens, like=x)
+        _check_activation(self.activation)
         for name, given in (("residual", residual), ("next_norm", next_norm)):
             if (given is None) == self.norm_first:
                 expected = "given in a pre-LN model" if self.norm_first else "None in a post-LN model"
@@ -160,6 +207,11 @@ class EncoderLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, activation={self.activation}, norm_first={self.norm_first}"
+
+
+def _check_activation(activation: Any) -> None:
+    if not isinstance(activation, str) or activation not in ops.ACTIVATIONS:
+        raise checks.bad_value(_NAME, "activation", f"one of {', '.join(ops.ACTIVATIONS)}", repr(activation))
 
 
 def draw_seeds(device: torch.device, layers: int | None = None) -> Tensor:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fasttfm import ops
+from fasttfm.nn.parts import masked_lm_transform
+from fasttfm.nn.plain import is_plain, register_plain_class
 from fasttfm.ops import checks
 
 IGNORED = -100  # the label of a token that nothing is predicted for
@@ -59,7 +61,8 @@ class MaskedLMHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The logits ``[..., V]`` of ``x`` [..., C]."""
-        return functional.linear(self.transform(x), self.decoder.weight, self.decoder.bias)
+        logits: Tensor = self.decoder(self.transform(x))
+        return logits
 
     def loss(
         self,
@@ -81,15 +84,24 @@ class MaskedLMHead(nn.Module):
             reduction: "mean" or "sum".
         """
         positions, labels, missed = _predicted(labels, positions, max_predictions)
-        rows = self.transform(x.index_select(0, positions))
-        loss = ops.linear_cross_entropy(rows, self.decoder.weight, labels, self.decoder.bias, reduction=reduction)
-        assert isinstance(loss, Tensor)
+        rows, decoder = x.index_select(0, positions), self.decoder
+        if is_plain(self):
+            found = ops.linear_cross_entropy(
+                self.transform(rows), decoder.weight, labels, decoder.bias, reduction=reduction
+            )
+            assert isinstance(found, Tensor)
+            loss = found
+        else:
+            loss = _loss_of_logits(self(rows), labels, reduction)
         return loss if missed is None else torch.where(missed, torch.nan, loss)
 
     def sample(
         self, x: Tensor, labels: Tensor, *, positions: Tensor | None = None, max_predictions: int | None = None
     ) -> Sampled:
         """``loss``, and the words that ELECTRA's generator puts in place of masked ones, drawn in the loss's sweep."""
+        if not is_plain(self):
+            expected = "a head and a decoder without hooks, wrappers or LoRA (words are drawn in the fused loss)"
+            raise checks.bad_value("MaskedLMHead.sample", "decoder", expected, repr(self.decoder))
         positions, labels, missed = _predicted(labels, positions, max_predictions)
         rows = self.transform(x.index_select(0, positions))
         everything = torch.arange(len(positions), device=x.device)
@@ -102,16 +114,7 @@ class MaskedLMHead(nn.Module):
 
     def transform(self, x: Tensor) -> Tensor:
         """Dense layer, activation and LayerNorm."""
-        dense, norm = self.dense, self.norm
-        kind = ops.ACTIVATIONS[self.activation]
-        if kind in ("gelu", "gelu_tanh"):
-            approximate = "tanh" if kind == "gelu_tanh" else "none"
-            hidden = functional.linear(x, dense.weight)
-            return ops.gelu_layer_norm(
-                hidden, dense.bias, norm.weight, norm.bias, approximate=approximate, eps=norm.eps
-            )
-        hidden = ops.linear_gelu(x, dense.weight, dense.bias, activation=self.activation)
-        return ops.layer_norm(hidden, norm.weight, norm.bias, eps=norm.eps)
+        return masked_lm_transform(self.dense, self.activation, self.norm, x)
 
 
 class CausalLMHead(nn.Module):
@@ -133,12 +136,36 @@ class CausalLMHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The logits ``[..., V]`` of ``x`` [..., C]."""
-        return functional.linear(x, self.decoder.weight, self.decoder.bias)
+        logits: Tensor = self.decoder(x)
+        return logits
 
     def loss(self, x: Tensor, labels: Tensor, cu_seqlens: Tensor, *, reduction: str = "mean") -> Tensor:
         """The mean cross entropy (or the sum) of each token's successor, for packed ``x`` [T, C]; a label of -100 does
         not count."""
-        return next_token_loss(x, self.decoder.weight, self.decoder.bias, labels, cu_seqlens, reduction=reduction)
+        if is_plain(self):
+            return next_token_loss(x, self.decoder.weight, self.decoder.bias, labels, cu_seqlens, reduction=reduction)
+        return _loss_of_logits(self(x), _next_labels(labels, cu_seqlens), reduction)
+
+
+def _next_labels(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The label of each token's successor; none for the last of a sequence."""
+    checks.check_cu_seqlens("CausalLMHead", cu_seqlens, like=labels)
+    checks.check_cu_seqlens_values("CausalLMHead", cu_seqlens, len(labels))
+    ends = torch.zeros(len(labels) + 1, dtype=torch.bool, device=labels.device)
+    ends = ends.index_fill(0, cu_seqlens[1:].long(), True)
+    return labels.roll(-1).masked_fill(ends[1:], IGNORED)
+
+
+def _loss_of_logits(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    """What the fused losses give, of logits that modules have computed."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"loss: reduction: expected mean or sum, got {reduction!r}")
+    total = functional.cross_entropy(logits.float() if logits.element_size() < 4 else logits, labels, reduction="sum")
+    return total if reduction == "sum" else total / (labels != IGNORED).sum().clamp(min=1)
+
+
+for _head in (MaskedLMHead, CausalLMHead):
+    register_plain_class(_head, lambda head: is_plain(head._modules["decoder"]))
 
 
 def next_token_loss(

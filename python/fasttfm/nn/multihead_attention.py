@@ -72,7 +72,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         context = self_attention(self, masks.enter(q), masks) if own else self._cross_attention(q, k, v, masks)
         if own or masks.causal:
             context = masks.leave(context)
-        out = _call(self.out_proj, context)
+        out = self.out_proj(context)
         if query.dim() == 2:
             return out[0], None
         return out if self.batch_first else out.transpose(0, 1), None
@@ -97,11 +97,6 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             for x, weight, bias in zip(inputs, weights, biases, strict=True)
         )
         return _attention(self, tuple(heads), masks)
-
-
-def _call(linear: Any, x: Tensor) -> Tensor:
-    y: Tensor = functional.linear(x, linear.weight, linear.bias) if is_plain(linear) else linear(x)
-    return y
 
 
 def _has_one_projection(module: torch.nn.MultiheadAttention) -> bool:

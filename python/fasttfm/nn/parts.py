@@ -13,19 +13,28 @@ from fasttfm import ops
 from fasttfm.nn.plain import activation_name, dropout_rate, is_plain
 from fasttfm.nn.residual import add_norm, add_then_norm
 
+Activation = str | Callable[[Tensor], Tensor]  # a name out of ops.ACTIVATIONS, a function or a module
+
 
 def product(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """``linear(x)`` in two parts, whose sum it is: a fused op adds the second."""
     return (functional.linear(x, linear.weight), linear.bias) if is_plain(linear) else (linear(x), None)
 
 
-def linear_activation(linear: Any, activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def linear_activation(linear: Any, activation: Activation, x: Tensor) -> Tensor:
     """``activation(linear(x))``"""
-    name = activation_name(activation)
-    if name is None or not is_plain(linear):
-        return activation(linear(x))
-    weight = linear.weight if isinstance(linear, nn.Linear) else linear.weight.t()  # transformers' Conv1D
-    return ops.linear_gelu(x, weight, linear.bias, activation=name)
+    name = activation if isinstance(activation, str) else activation_name(activation)
+    if name is not None and is_plain(linear):
+        weight = linear.weight if isinstance(linear, nn.Linear) else linear.weight.t()  # transformers' Conv1D
+        return ops.linear_gelu(x, weight, linear.bias, activation=name)
+    hidden: Tensor = linear(x)
+    return ops.bias_gelu(hidden, activation=activation) if isinstance(activation, str) else activation(hidden)
+
+
+def layer_norm(norm: Any, x: Tensor) -> Tensor:
+    """``norm(x)``"""
+    y: Tensor = ops.layer_norm(x, norm.weight, norm.bias, eps=norm.eps) if is_plain(norm) else norm(x)
+    return y
 
 
 def residual_norm(
@@ -42,6 +51,17 @@ def residual_norm(
     return y
 
 
+def packed_residual_norm(norm: Any, branch: Tensor, residual: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """``norm(residual + dropout(branch + linear_bias))`` and the sum, of packed tokens. ``options`` are those of
+    ``add_then_norm``: the same seed drops the same elements, whatever ``norm`` is."""
+    if residual.dtype not in (branch.dtype, torch.float32):
+        branch = branch.to(residual.dtype)
+    if is_plain(norm):
+        return add_then_norm(norm, branch, residual, **options)
+    _, stream = ops.dropout_add_layer_norm(branch, residual, prenorm=True, **options)
+    return norm(stream), stream
+
+
 def residual_then_norm(norm: Any, branch: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """``norm(residual + branch)``, and the sum, which pre-LN blocks carry on."""
     if is_plain(norm) and residual.dtype in (branch.dtype, torch.float32):
@@ -50,13 +70,12 @@ def residual_then_norm(norm: Any, branch: Tensor, residual: Tensor) -> tuple[Ten
     return norm(stream), stream
 
 
-def masked_lm_transform(dense: Any, activation: Callable[[Tensor], Tensor], norm: Any, x: Tensor) -> Tensor:
+def masked_lm_transform(dense: Any, activation: Activation, norm: Any, x: Tensor) -> Tensor:
     """``norm(activation(dense(x)))``, in front of the products with every word."""
-    name = activation_name(activation)
+    name = activation if isinstance(activation, str) else activation_name(activation)
     kind = None if name is None else ops.ACTIVATIONS[name]
     if kind in ("gelu", "gelu_tanh") and is_plain(norm):
         hidden, bias = product(dense, x)
         approximate = "tanh" if kind == "gelu_tanh" else "none"
         return ops.gelu_layer_norm(hidden, bias, norm.weight, norm.bias, approximate=approximate, eps=norm.eps)
-    y: Tensor = norm(linear_activation(dense, activation, x))
-    return y
+    return layer_norm(norm, linear_activation(dense, activation, x))

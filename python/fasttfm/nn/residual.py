@@ -45,6 +45,7 @@ def add_then_norm(
     linear_bias: Tensor | None = None,
     p: float = 0.0,
     cu_seqlens: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same, and the sum before LayerNorm, which pre-LN blocks carry on."""
     y, z = ops.dropout_add_layer_norm(
@@ -57,5 +58,6 @@ def add_then_norm(
         eps=layer_norm.eps,
         prenorm=True,
         cu_seqlens=cu_seqlens,
+        seed=seed,
     )
     return y, z

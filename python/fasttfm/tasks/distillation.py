@@ -17,6 +17,7 @@ from fasttfm import ops
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import Encoded
 from fasttfm.nn import EncoderLayer, MaskedLMHead, PackedBatch
+from fasttfm.nn.plain import is_plain
 from fasttfm.tasks.families import base_of
 
 ATTENTION = ("scores", "weights")
@@ -116,6 +117,9 @@ class DistilBertRecipe(Recipe):
 def _lm_head(model: PretrainedModel) -> MaskedLMHead:
     head = model.get_submodule("lm_head")
     assert isinstance(head, MaskedLMHead)
+    if not is_plain(head):
+        expected = "a head and a decoder without hooks, wrappers or LoRA (the loss reads their weights)"
+        raise ValueError(f"DistilBertRecipe: lm_head: expected {expected}, got {head!r}")
     return head
 
 
@@ -172,7 +176,7 @@ class TinyBertRecipe(Recipe):
         if attention not in ATTENTION:
             raise ValueError(f"TinyBertRecipe: attention: expected one of {', '.join(ATTENTION)}, got {attention!r}")
         self.attention = attention
-        narrow, wide = (each[0].qkv.in_features for each in (ours, theirs))
+        narrow, wide = (each[0].width for each in (ours, theirs))
         self.projections = nn.ModuleDict()
         if narrow != wide:
             for name in ("embeddings", "hidden"):
@@ -210,7 +214,7 @@ class TinyBertRecipe(Recipe):
         """[sequences, H, S, S], 0 where there are no tokens, of the layer that reads ``x``."""
         if self.attention == "weights":
             return layer.attention_weights(x, batch.cu_seqlens, batch.max_seqlen)
-        q, k, _ = ops.qkv_projection(x, layer.qkv.weight, layer.qkv.bias, layer.heads).unbind(-3)  # [T, H, D]
+        q, k, _ = layer.project(x).unbind(-3)  # [T, H, D]
         q, k = (batch.per_sequence(each, fill=0.0).transpose(1, 2).float() for each in (q, k))
         return q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
 

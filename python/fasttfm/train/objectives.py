@@ -59,7 +59,7 @@ class Pretraining(nn.Module):
 def _encoder_flops(encoder: Encoder, tokens: float, scores: float) -> float:
     layers = encoder.in_order()
     share = 0.5 if layers and layers[0].window[1] == 0 else 1.0  # causal: half of the scores
-    return sum(2.0 * tokens * _matrix_elements(each) + share * 4.0 * scores * each.qkv.in_features for each in layers)
+    return sum(2.0 * tokens * _matrix_elements(each) + share * 4.0 * scores * each.width for each in layers)
 
 
 def _matrix_elements(layer: EncoderLayer) -> int:
