@@ -289,13 +289,37 @@ def test_wrapped_layers_are_called(alter: Any, norm_first: bool) -> None:
 
 
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
-def test_hooks_change_nothing_about_dropout(norm_first: bool) -> None:
+@pytest.mark.parametrize("parts", [("qkv", "down", "norm1", "norm2"), ("",)], ids=["inside", "layer"])
+def test_hooks_change_nothing_about_dropout(parts: tuple[str, ...], norm_first: bool) -> None:
     ours = encoder(norm_first, dropout=0.2, attention_dropout=0.2).double()
     expected = gradients(ours, tokens().double(), 5)
-    for part in ("qkv", "down", "norm1", "norm2"):
+    for part in parts:
         ours.layers[1].get_submodule(part).register_forward_hook(lambda *_: None)
     for found, value in zip(gradients(ours, tokens().double(), 5), expected, strict=True):
         torch.testing.assert_close(found, value)
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+def test_sharded_layers(norm_first: bool) -> None:
+    """FSDP's parameters are whole in the call of their own layer only, so no other layer may read them."""
+    from torch.distributed.fsdp import fully_shard
+
+    ours = encoder(norm_first, dropout=0.2).double()
+    expected = gradients(ours, tokens().double(), 5)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for layer in ours.layers:
+            fully_shard(layer)
+        fully_shard(ours)
+        torch.manual_seed(5)
+        x = tokens().double().requires_grad_()
+        y = ours(x, CU_SEQLENS, max(LENGTHS))
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype))
+        found = [y, x.grad, *(parameter.grad.full_tensor() for parameter in ours.parameters())]
+    finally:
+        torch.distributed.destroy_process_group()
+    for value, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, other)
 
 
 def test_layers_that_draw_are_run_again_alike() -> None:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fasttfm.nn.encoder_layer import EncoderLayer, draw_seeds
 from fasttfm.nn.parts import layer_norm
+from fasttfm.nn.plain import is_watched
 
 
 class Encoder(nn.Module):
@@ -41,16 +42,14 @@ class Encoder(nn.Module):
         modules, layers = self._modules_in_order(), self.in_order()
         drops = self.training and any(any(layer.probabilities()) for layer in layers)
         seeds = draw_seeds(x.device, len(layers)).unbind() if drops else [None] * len(layers)
+        norms = self._norms_in_front(modules, layers)
         residual: Tensor | None = None
-        if self.final_norm is not None and layers:
-            residual = x
-            x = layer_norm(layers[0].norm1, x)
+        if layers and norms[0] is not None:
+            residual, x = x, layer_norm(norms[0], x)
         for index, (module, seed) in enumerate(zip(modules, seeds, strict=True)):
             if hidden_states is not None:
                 hidden_states.append(x if residual is None else residual)
-            following = None
-            if self.final_norm is not None:
-                following = self.final_norm if index + 1 == len(layers) else layers[index + 1].norm1
+            following = norms[index + 1]
             run: Callable[..., Any] = partial(module, residual=residual, next_norm=following, seeds=seed)
             if self.checkpointing and self.training:
                 # A fused layer draws nothing: its seeds are given. Modules in its place may draw.
@@ -62,6 +61,18 @@ class Encoder(nn.Module):
     def in_order(self) -> list[EncoderLayer]:
         """The layers as they follow each other, without what is wrapped around them."""
         return [_layer_in(module) for module in self._modules_in_order()]
+
+    def _norms_in_front(self, modules: list[nn.Module], layers: list[EncoderLayer]) -> list[nn.LayerNorm | None]:
+        """In a pre-LN model: the LayerNorm in front of each layer, which the layer before it applies, and the last one.
+
+        None for a layer that something is wrapped around, or that has hooks: its parameters are for its own call, as
+        FSDP's, which are whole only there.
+        """
+        if self.final_norm is None:
+            return [None] * (len(layers) + 1)
+        own = [type(module) is not EncoderLayer or is_watched(module) for module in modules]
+        norms = [None if each else layer.norm1 for each, layer in zip(own, layers, strict=True)]
+        return [*norms, self.final_norm]
 
     def _modules_in_order(self) -> list[nn.Module]:
         held = list(self.layers)

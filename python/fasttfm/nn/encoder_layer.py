@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from fasttfm import ops
 from fasttfm.nn.encoder_block import Options, Parameters, encoder_block
-from fasttfm.nn.parts import linear_activation, packed_residual_norm, product
+from fasttfm.nn.parts import layer_norm, linear_activation, packed_residual_norm, product
 from fasttfm.nn.plain import is_plain
 from fasttfm.ops import checks, linear
 from fasttfm.ops.attention import window_bounds
 from fasttfm.ops.backends import requested
 
 _NAME = "EncoderLayer"
+_NO_NORM = nn.LayerNorm(1, elementwise_affine=False)
 SEEDS = 3  # of a layer: for attention's weights and for what its two blocks add to the stream
 
 
@@ -98,16 +99,21 @@ class EncoderLayer(nn.Module):
         """Runs the layer.
 
         Args:
-            x: ``[T, C]``. In a pre-LN model ``norm1`` of the stream: LayerNorms belong to the addition before them.
+            x: ``[T, C]``. In a pre-LN model ``norm1`` of the stream, for LayerNorms belong to the addition before them;
+                the stream itself where there is no ``residual``.
             cu_seqlens: int32 ``[sequences + 1]``: sequence i is the rows from cu_seqlens[i] to cu_seqlens[i + 1].
             max_seqlen: No sequence is longer.
-            residual: A pre-LN model's stream ``[T, C]``, in x's type or fp32.
+            residual: A pre-LN model's stream ``[T, C]``, in x's type or fp32; None where the layer has to normalise it.
             next_norm: In a pre-LN model, the LayerNorm that follows: the next layer's ``norm1``, or the model's last.
+                None where the next layer normalises the stream itself.
             seeds: int64 ``[3]``; by default drawn from torch's generator. The same seeds drop the same elements.
 
         Returns:
-            ``(y, None)``; in a pre-LN model ``next_norm`` of the stream, and the stream.
+            ``(y, None)``; in a pre-LN model ``next_norm`` of the stream, and the stream, or ``(stream, None)`` without
+            a ``next_norm``.
         """
+        if self.norm_first and residual is None:
+            residual, x = x, layer_norm(self.norm1, x)
         (x,) = linear.autocast(x)
         self._check(x, cu_seqlens, residual, next_norm)
         p_a, p_b, attention_p = self.probabilities() if self.training else (0.0, 0.0, 0.0)
@@ -116,10 +122,12 @@ class EncoderLayer(nn.Module):
         elif seeds is None:
             seeds = draw_seeds(x.device)
         qkv, out, up, down = self.qkv, self.out, self.up, self.down  # a module takes its time to find its parts
-        norm_a, norm_b = (self.norm1, self.norm2) if next_norm is None else (self.norm2, next_norm)
+        norm_a, norm_b = (self.norm2, next_norm) if self.norm_first else (self.norm1, self.norm2)
         if not self.is_fusable(next_norm):
             rates = (attention_p, p_a, p_b)
             return self._call_modules(x, residual, cu_seqlens, max_seqlen, (norm_a, norm_b), rates, seeds)
+        if norm_b is None:
+            norm_b = _NO_NORM  # its result is left out
         options = Options(
             heads=self.heads,
             max_seqlen=max_seqlen,
@@ -139,13 +147,15 @@ class EncoderLayer(nn.Module):
             *(qkv.weight, qkv.bias, out.weight, out.bias, norm_a.weight, norm_a.bias),
             *(up.weight, up.bias, down.weight, down.bias, norm_b.weight, norm_b.bias),
         )
-        return encoder_block(x, residual, cu_seqlens, seeds, options, parameters)
+        y, z = encoder_block(x, residual, cu_seqlens, seeds, options, parameters)
+        return (z, None) if norm_b is _NO_NORM and z is not None else (y, z)
 
     def is_fusable(self, next_norm: nn.Module | None = None) -> bool:
         """Whether ``forward`` calls none of the layer's modules: they are plain."""
         own = self._modules
-        norm = own["norm1"] if next_norm is None else next_norm
-        return is_plain(own["qkv"], own["out"], own["up"], own["down"], own["norm2"], norm)
+        modules = [own["qkv"], own["out"], own["up"], own["down"], own["norm2"]]
+        norm = next_norm if self.norm_first else own["norm1"]
+        return is_plain(*modules) if norm is None else is_plain(*modules, norm)
 
     def _call_modules(
         self,
@@ -153,7 +163,7 @@ class EncoderLayer(nn.Module):
         residual: Tensor | None,
         cu_seqlens: Tensor,
         max_seqlen: int,
-        norms: tuple[nn.Module, nn.Module],
+        norms: tuple[nn.Module, nn.Module | None],
         rates: tuple[float, float, float],
         seeds: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -171,7 +181,7 @@ class EncoderLayer(nn.Module):
         branch, bias = product(self.down, linear_activation(self.up, self.activation, y))
         stream = y if residual is None else z
         y, z = packed_residual_norm(norms[1], branch, stream, linear_bias=bias, p=p_b, seed=seed_b, **packed)
-        return y, None if residual is None else z
+        return y, None if residual is None or norms[1] is None else z
 
     def project(self, x: Tensor) -> Tensor:
         """Queries, keys and values [T, 3, H, D] of ``x`` [T, C]."""
@@ -200,9 +210,8 @@ class EncoderLayer(nn.Module):
         checks.check_cu_seqlens(_NAME, cu_seqlens, like=x)
         _check_activation(self.activation)
         for name, given in (("residual", residual), ("next_norm", next_norm)):
-            if (given is None) == self.norm_first:
-                expected = "given in a pre-LN model" if self.norm_first else "None in a post-LN model"
-                raise checks.bad_value(_NAME, name, expected, "None" if given is None else type(given).__name__)
+            if given is not None and not self.norm_first:
+                raise checks.bad_value(_NAME, name, "None in a post-LN model", type(given).__name__)
         checks.check_shape(_NAME, "residual", residual, x.shape)
 
     def extra_repr(self) -> str:

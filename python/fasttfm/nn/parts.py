@@ -53,13 +53,13 @@ def residual_norm(
 
 def packed_residual_norm(norm: Any, branch: Tensor, residual: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """``norm(residual + dropout(branch + linear_bias))`` and the sum, of packed tokens. ``options`` are those of
-    ``add_then_norm``: the same seed drops the same elements, whatever ``norm`` is."""
+    ``add_then_norm``: the same seed drops the same elements, whatever ``norm`` is. Without one, the sum twice."""
     if residual.dtype not in (branch.dtype, torch.float32):
         branch = branch.to(residual.dtype)
-    if is_plain(norm):
+    if norm is not None and is_plain(norm):
         return add_then_norm(norm, branch, residual, **options)
     _, stream = ops.dropout_add_layer_norm(branch, residual, prenorm=True, **options)
-    return norm(stream), stream
+    return stream if norm is None else norm(stream), stream
 
 
 def residual_then_norm(norm: Any, branch: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
