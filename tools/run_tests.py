@@ -347,7 +347,7 @@ class Slot(threading.Thread):
     def _exit(self) -> str:
         assert self.process is not None
         try:
-            code = self.process.wait(10)
+            code = self.process.wait(60)  # a busy machine takes its time to end a process
         except subprocess.TimeoutExpired:
             return "it closed its connection and went on"
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
