@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fasttfm import _native
+from fasttfm.kernels.attention.problem import AttentionProblem
 from fasttfm.ops import attention, attention_weights, backends, cu_seqlens_from_lengths
-from fasttfm.ops.attention import qkv_backward_op
+from fasttfm.ops.attention import backward_op, qkv_backward_op
 from fasttfm.ops.backends import BackendRefused
 
 HOPPER = pytest.mark.skipif(
@@ -104,29 +105,29 @@ def test_a_kernel_that_does_not_fit_yields(monkeypatch: pytest.MonkeyPatch) -> N
 @HOPPER
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_green_context_is_served(head_dim: int) -> None:
-    """Where a stream has few multiprocessors, blocks that wait for each other would wait for ever."""
+    """Blocks that wait for each other do not fit on few multiprocessors: the backward is Triton's, to the bit."""
     contexts = pytest.importorskip("torch.cuda.green_contexts", reason="this torch has no green contexts")
-    q, k, v, dout = torch.randn(4, 2, 2048, 8, head_dim, dtype=torch.bfloat16, device="cuda")
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-
-    def results() -> list[Tensor]:
-        out = attention(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-    expected = results()
-    torch.cuda.synchronize()
+    q, k, v, dout = torch.randn(4, 1, 4096, 12, head_dim, dtype=torch.bfloat16, device="cuda")
+    assert backends.explain("attention", q, k, v).backward == "cuda"
+    out, lse = attention(q, k, v, return_lse=True)
+    options = (None,) * 7 + (4096, 4096, -1, -1, head_dim**-0.5, 0.0)
+    arguments = (dout, q, k, v, out, lse, *options)
+    (triton,) = (backend for backend in backends.tables()["attention"].backends if backend.name == "triton")
+    problem = AttentionProblem(1, 4096, 4096, head_dim**-0.5)
+    expected = [torch.empty_like(x) for x in (q, k, v)]
+    triton.backward(dout, q, k, v, out, lse, problem, *expected)
     try:
-        context = contexts.GreenContext.create(num_sms=16, device_id=0)
-    except RuntimeError as error:
+        stream = contexts.GreenContext.create(num_sms=16, device_id=0).Stream()
+    except (AttributeError, RuntimeError) as error:
         pytest.skip(f"no green context here: {error}")
-    context.set_context()
-    try:
-        found = results()
-        torch.cuda.synchronize()
-    finally:
-        context.pop_context()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        found = backward_op(*arguments, None)
+        with pytest.raises(BackendRefused, match="cooperative launch"):
+            backward_op(*arguments, "cuda")
+    torch.cuda.synchronize()
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+        assert torch.equal(ours, theirs)
     torch.zeros(1, device="cuda").add_(1)  # no error was left behind
     torch.cuda.synchronize()
 
@@ -137,28 +138,32 @@ def test_a_green_context_is_served(head_dim: int) -> None:
 def test_two_streams_of_different_priority_end(head_dim: int) -> None:
     """Each launch has all its blocks on the chip or none: two of them do not keep each other from it."""
     q, k, v, dout = torch.randn(4, 1, 4096, 8, head_dim, dtype=torch.bfloat16, device="cuda")
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = attention(*leaves, backend="cuda")
-    expected = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    out, lse = attention(q, k, v, return_lse=True, backend="cuda")
+    options = (None,) * 7 + (4096, 4096, -1, -1, head_dim**-0.5, 0.0, "cuda")
+    arguments = (dout, q, k, v, out, lse, *options)  # not by autograd, which takes the forward's stream
+    expected = backward_op(*arguments)
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1)]
     found = []
     for _ in range(10):
         for stream in streams:
             with torch.cuda.stream(stream):
-                found.append(torch.autograd.grad(out, leaves, dout, retain_graph=True))
+                found.append(backward_op(*arguments))
     torch.cuda.synchronize()
-    for gradient in found:
-        for ours, theirs in zip(gradient, expected, strict=True):
+    for gradients_found in found:
+        for ours, theirs in zip(gradients_found, expected, strict=True):
             assert torch.equal(ours, theirs)
 
 
 # ---- tensors without numbers, and the interpreter --------------------------------------------------------------------
 
 
-def test_weights_of_meta_tensors() -> None:
-    q = torch.empty(2, 5, 4, 16, device="meta")
-    assert attention_weights(q, q).shape == (2, 4, 5, 5)
+def test_meta_tensors_have_shapes() -> None:
+    q, k = (torch.empty(2, tokens, 4, 16, device="meta", requires_grad=True) for tokens in (5, 7))
+    out, lse = attention(q, k, k, dropout_p=0.1, return_lse=True)
+    assert (out.shape, lse.shape) == (q.shape, (2, 4, 5))
+    assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k))] == [q.shape, k.shape]
+    assert attention_weights(q, k).shape == (2, 4, 5, 7)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")
