@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from patched_models import CAUSAL, IDS, LANGUAGE_MODELS, MASKS, SEGMENTS, WORDS,
 from torch import Tensor
 
 import fasttfm
+from fasttfm.testing.alterations import alterations_of, check_altered
 from fasttfm.testing.modules import run_module
 
 transformers = pytest.importorskip("transformers")
@@ -337,3 +339,76 @@ def test_a_subclass_keeps_its_own_loss() -> None:
 def test_feed_forward_in_chunks(name: str) -> None:
     ours, theirs = (module.train() for module in pair(name, chunk_size_feed_forward=4))
     check_patched(ours, theirs, caller(batch(name, "full"), "loss"))
+
+
+LAYER = "encoder.layer.1."
+PATHS = tuple(
+    LAYER + part
+    for part in (
+        "attention.self.query",
+        "intermediate.intermediate_act_fn",
+        "output.dense",
+        "output.dropout",
+        "output.LayerNorm",
+    )
+)
+ALTERATIONS = alterations_of(theirs_of("BertModel"), PATHS)
+
+
+@pytest.mark.parametrize("name", ALTERATIONS)
+def test_alterations_have_the_effect_that_they_have_in_transformers(name: str) -> None:
+    ours, theirs = pair("BertModel")
+
+    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"states": module(IDS[:2]).last_hidden_state}
+
+    check_altered(ours, theirs, call, {}, ALTERATIONS[name])
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_hooks_of_every_module_are_called_in_training(name: str) -> None:
+    """Of those that transformers calls, in a model that computes its loss by itself."""
+    ours, theirs = (module.train().double() for module in pair(name))
+    given = {key: value[:2] for key, value in batch(name, "full").items()}
+    paths = [
+        path
+        for path, module in theirs.named_modules()
+        if path and not isinstance(module, torch.nn.ModuleList) and not re.search(r"\.(layer|h)\.0\b", path)
+    ]
+    called: set[str] = set()
+    for path in paths:
+        theirs.get_submodule(path).register_forward_hook(lambda *_, path=path: called.add(path))
+    expected = theirs(**given).loss
+    for path in paths:
+        seen: list[str] = []
+        handle = ours.get_submodule(path).register_forward_hook(lambda *_, seen=seen: seen.append("called"))
+        loss = ours(**given).loss  # transformers' may be in fp32
+        torch.testing.assert_close(loss.float(), expected.float(), msg=lambda text, path=path: f"{path}: {text}")
+        assert seen or path not in called, path
+        handle.remove()
+
+
+@pytest.mark.parametrize("part", ["attention.self", "attention.self.dropout", "attention.output.dropout"])
+def test_dropout_modules_decide_for_themselves_as_in_transformers(part: str) -> None:
+    """As in Monte Carlo dropout. transformers reads the rate of attention's dropout and not whether it trains."""
+    ours, theirs = (module.eval() for module in pair("BertModel"))
+    for module in (ours, theirs):
+        altered = module.encoder.layer[0].get_submodule(part)
+        getattr(altered, "dropout", altered).p = 1.0
+        altered.train()
+
+    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"states": module(IDS[:2]).last_hidden_state}
+
+    check_altered(ours, theirs, call, {})
+
+
+def test_tables_that_do_more_than_look_rows_up_are_called() -> None:
+    ours, theirs = pair("BertModel")
+    for module in (ours, theirs):
+        module.embeddings.word_embeddings.max_norm = 0.5
+
+    def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"states": module(IDS[:2]).last_hidden_state}
+
+    check_altered(ours, theirs, call, {})

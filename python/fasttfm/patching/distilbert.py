@@ -54,6 +54,9 @@ class Transformer(packing.PackedLayers, theirs.Transformer): ...
 class DistilBertForMaskedLM(heads.MaskedLMLoss, theirs.DistilBertForMaskedLM):
     forward = heads.loss_alone(theirs.DistilBertForMaskedLM)
 
+    def passed_by(self) -> tuple[Any, ...]:
+        return (self.mlm_loss_fct,)
+
     def vocabulary_layer(self) -> Any:
         return self.vocab_projector
 

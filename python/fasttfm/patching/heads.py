@@ -30,7 +30,7 @@ class LossHead(Patched):
         raise NotImplementedError
 
     def passed_by(self) -> tuple[nn.Module, ...]:
-        """Modules of transformers around the vocabulary layer that ``training_loss`` does not call."""
+        """Modules around the vocabulary layer that transformers calls and ``training_loss`` does not."""
         return ()
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -65,12 +65,12 @@ def loss_alone(theirs: type) -> Callable[..., Any]:
 
 
 def _fusable(head: LossHead) -> bool:
-    """Whether the modules of a head are transformers' own, and nothing waits for their calls."""
+    """Whether the modules of a head are those that transformers makes, and nothing waits for their calls."""
     own = all(type(each).__module__.startswith(_OWN) and not is_watched(each) for each in head.passed_by())
     return own and is_plain(head.vocabulary_layer())
 
 
-_OWN = ("transformers.models.", "fasttfm.patching.")
+_OWN = ("transformers.models.", "fasttfm.patching.", "torch.nn.modules.loss")
 
 
 class MaskedLMLoss(LossHead):
