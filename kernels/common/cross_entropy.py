@@ -56,20 +56,20 @@ def row_gradients(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
 
 
 def correct_rows(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
-    """Where the label has the largest logit, and among equal ones the lowest index: bool [N]."""
+    """Where the label has the largest logit, and among equal ones the lowest index: bool [N]. No row with a NaN is."""
     x = accumulate(logits)
     counted, known, index = _looked_up(x, labels, loss)
     at_label = x.gather(1, index)
     lower = torch.arange(x.shape[1], device=x.device) < index
-    return counted & known & ~((x > at_label) | ((x == at_label) & lower)).any(dim=-1)
+    return counted & known & ((x < at_label) | ((x == at_label) & ~lower)).all(dim=-1)
 
 
 def sampled_rows(logits: Tensor, labels: Tensor, loss: Loss, seed: Tensor) -> Tensor:
     """A word for every row, drawn from softmax(x / temperature): int64 [N], ignore_index where the label is.
 
     The distribution function is inverted: the word is the first at which the running sum of
-    exp((x - max) / temperature) exceeds u times its end. u comes from Philox, for the i-th row of the call: 23 bits of
-    the first word of
+    exp((x - max) / temperature) exceeds u times its end; the last word, where a NaN is among them. u comes from Philox,
+    for the i-th row of the call: 23 bits of the first word of
 
         philox(key=seed, counter=(i mod 2^32, i / 2^32, 0, 2^32 - 1))
     """
@@ -78,7 +78,7 @@ def sampled_rows(logits: Tensor, labels: Tensor, loss: Loss, seed: Tensor) -> Te
     scaled = (x - x.amax(dim=-1, keepdim=True)) / loss.temperature
     running = torch.exp(scaled).cumsum(dim=-1)
     target = uniform(seed, len(x)).to(x.dtype)[:, None] * running[:, -1:]
-    words = (running <= target).sum(dim=-1).clamp(max=x.shape[1] - 1)
+    words = (~(running > target)).sum(dim=-1).clamp(max=x.shape[1] - 1)
     return torch.where(counted, words, loss.ignore_index)
 
 

@@ -69,8 +69,9 @@ def distillation_loss_forward(
     dh, dweight, dbias = nothing.to(rows.dtype), nothing, nothing
     if any(wanted):
         difference = torch.softmax(s / temperature, dim=-1) - torch.softmax(t / temperature, dim=-1)
-        factors = (counted != 0) * temperature * (1 if coefficients is None else coefficients)
-        g = accumulate((difference * factors[:, None]).to(rows.dtype))
+        factors = temperature * (torch.ones_like(losses) if coefficients is None else coefficients)
+        g = torch.where((counted != 0)[:, None], difference * factors[:, None], 0.0)
+        g = accumulate(g.to(rows.dtype))
         dh = (g @ accumulate(student_weight)).to(rows.dtype) if wanted[0] else dh
         dweight = g.t() @ accumulate(rows) if wanted[1] else dweight
         dbias = g.sum(dim=0) if wanted[2] else dbias
@@ -81,7 +82,7 @@ def _row_losses(s: Tensor, t: Tensor, temperature: float) -> Tensor:
     """[N] of logits [N, V]."""
     log_p, log_q = torch.log_softmax(s / temperature, dim=-1), torch.log_softmax(t / temperature, dim=-1)
     q = torch.exp(log_q)
-    return temperature**2 * torch.where(q > 0, q * (log_q - log_p), 0.0).sum(dim=-1)
+    return temperature**2 * torch.where(q == 0, 0.0, q * (log_q - log_p)).sum(dim=-1)
 
 
 def _counted(like: Tensor, mask: Tensor | None) -> Tensor:

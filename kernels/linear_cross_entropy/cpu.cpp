@@ -19,12 +19,12 @@ FASTTFM_KERNEL float sum_of_logits(const LogitRow& row) {
   return sum(total);
 }
 
-// Whether no word has a larger logit, and none before the label an equal one.
+// Whether every word has a smaller logit or, from the label on, an equal one; not where there is a NaN.
 bool is_correct(const LogitRow& row, int64_t label) {
   const float at_label = row(label);
   for (int64_t v = 0; v < row.vocabulary; ++v) {
     const float x = row(v);
-    if (x > at_label || (x == at_label && v < label)) return false;
+    if (!(x < at_label || (x == at_label && v >= label))) return false;
   }
   return true;
 }

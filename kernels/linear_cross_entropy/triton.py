@@ -44,7 +44,7 @@ def _seen(
     tempered,
     tempered_largest,
     totals,  # sums of logits
-    beaten,  # whether a logit comes before the label's
+    beaten,  # whether a logit comes before the label's, or there is a NaN
     x,  # [groups, group]
     columns,
     label,
@@ -63,8 +63,8 @@ def _seen(
     if SMOOTHED:
         totals += tl.sum(tl.where(columns < V, x, 0.0), axis=1)
     if COUNT:
-        wins = (x > at_label) | ((x == at_label) & (columns < label))
-        beaten = beaten | tl.max(wins.to(tl.int32), axis=1)
+        loses = (x < at_label) | ((x == at_label) & (columns >= label))  # a NaN does not
+        beaten = beaten | tl.max((loses == 0).to(tl.int32), axis=1)
     return sums, largest, tempered, tempered_largest, totals, beaten
 
 

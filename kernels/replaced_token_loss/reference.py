@@ -5,7 +5,8 @@ For a token's logit x and label y (1: replaced):
 
     loss = max(x, 0) - x * y + log(1 + exp(-|x|))        dloss/dx = 1 / (1 + exp(-x)) - y
 
-in fp32 (fp64 for fp64). A token that does not count has loss 0 and gradient 0, whatever stands in its logit.
+in fp32 (fp64 for fp64). A token that does not count has loss 0 and gradient 0, whatever its logit and label are. One
+whose label is neither 0 nor 1 has loss NaN and gradient 0; on the CPU that raises before.
 """
 
 from __future__ import annotations
@@ -35,13 +36,18 @@ def replaced_token_loss(
 def replaced_token_loss_forward(logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
     """The loss of every token, in the logits' shape."""
     x = torch.where(counted, accumulate(logits), 0.0)
-    return torch.where(counted, x.clamp(min=0) - x * labels + torch.log1p(torch.exp(-x.abs())), 0.0)
+    losses = x.clamp(min=0) - x * labels + torch.log1p(torch.exp(-x.abs()))
+    return torch.where(counted, torch.where(_is_label(labels), losses, torch.nan), 0.0)
 
 
 def replaced_token_loss_backward(dlosses: Tensor, logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
     """The logits' gradient; ``dlosses`` has their shape or is one number for all."""
     difference = torch.sigmoid(accumulate(logits)) - labels.to(accumulate(logits).dtype)
-    return torch.where(counted, difference * dlosses, 0.0).to(logits.dtype)
+    return torch.where(counted & _is_label(labels), difference * dlosses, 0.0).to(logits.dtype)
+
+
+def _is_label(labels: Tensor) -> Tensor:
+    return (labels == 0) | (labels == 1)
 
 
 def counted_tokens(logits: Tensor, mask: Tensor | None, lengths: Tensor | None) -> Tensor:

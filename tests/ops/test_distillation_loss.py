@@ -73,6 +73,25 @@ def test_a_student_that_is_its_teacher(backend: str) -> None:
     assert all(found.count_nonzero() == 0 for found in gradients(loss, given))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("whose", ["student_hidden", "teacher"])
+def test_a_row_with_nan_spoils_itself_alone_and_only_where_it_counts(backend: str, whose: str) -> None:
+    given = {name: value.detach() for name, value in drawn().items()}
+    given[whose][2:4] = torch.nan
+    given["student_hidden"].requires_grad_()
+    mask = torch.arange(N) != 3
+    losses = distillation_loss(**given, mask=mask, reduction="none", backend=backend)
+    (gradient,) = torch.autograd.grad(losses.nansum(), given["student_hidden"])
+    assert losses.isnan().nonzero().tolist() == [[2]]
+    assert not gradient[torch.arange(N) != 2].isnan().any()
+    assert losses[3] == 0
+    (gradient,) = torch.autograd.grad(
+        distillation_loss(**given, mask=mask, reduction="sum", backend=backend), given["student_hidden"]
+    )
+    assert gradient.isnan().any(dim=1).nonzero().tolist() == [[2]]
+    assert (gradient[3] == 0).all()
+
+
 def test_the_teacher_gets_no_gradient() -> None:
     given = drawn()
     loss = distillation_loss(**given)

@@ -96,6 +96,36 @@ def test_rows_that_are_not_predicted_do_not_matter(backend: str) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("place", ["everywhere", "the label", "another word"])
+def test_rows_with_nan_are_not_correct(backend: str, place: str) -> None:
+    labels = torch.tensor([3, 0, V - 1, 17])
+    # The label has the largest logit of every row, were it not for a NaN in the bias.
+    hidden = torch.nn.functional.one_hot(torch.arange(len(labels)), C).float()
+    weight = torch.zeros(V, C)
+    weight[labels, torch.arange(len(labels))] = 9.0
+    options = {"counts": True, "sample": True, "seed": SEED, "reduction": "none", "backend": backend}
+    right = masked_lm_loss(hidden, weight, None, labels, **options)
+    assert isinstance(right, ops.CountedLoss)
+    assert right.correct == right.predictions == len(labels)
+    bias = torch.zeros(V)
+    if place == "everywhere":
+        bias.fill_(torch.nan)
+    else:
+        bias[labels if place == "the label" else 5] = torch.nan
+    found = masked_lm_loss(hidden, weight, bias, labels, **options)
+    assert isinstance(found, ops.CountedLoss)
+    assert found.loss.isnan().all()
+    assert found.correct == 0
+    assert found.samples is not None
+    assert (found.samples == V - 1).all()
+
+
+def test_meta_tensors_with_a_limit() -> None:
+    given = {name: value.detach().to("meta") for name, value in drawn().items()}
+    assert masked_lm_loss(**given, max_predictions=5).shape == ()
+
+
 def test_a_kernel_notes_a_wrong_position_and_goes_on() -> None:
     from fasttfm.kernels.common import pick_rows_triton
 

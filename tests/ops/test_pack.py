@@ -144,6 +144,9 @@ def test_position_ids() -> None:
     ("call", "error"),
     [
         (lambda: ops.cu_seqlens_from_lengths([1, -2]), ValueError),
+        (lambda: ops.cu_seqlens_from_lengths(torch.tensor([1, -2])), ValueError),
+        (lambda: ops.cu_seqlens_from_lengths([2**32 + 3]), ValueError),
+        (lambda: ops.cu_seqlens_from_lengths(torch.tensor([2**31, 2**31 + 3])), ValueError),
         (lambda: ops.cu_seqlens_from_lengths([1.0]), TypeError),
         (lambda: ops.cu_seqlens_from_lengths(torch.ones(3)), TypeError),
         (lambda: ops.cu_seqlens_from_lengths(torch.ones(3, 2, dtype=torch.int64)), ValueError),
@@ -151,7 +154,10 @@ def test_position_ids() -> None:
         (lambda: ops.cu_seqlens_from_mask([[1]]), TypeError),
         (lambda: ops.token_indices_from_mask(torch.ones(2, 2, 2)), ValueError),
         (lambda: ops.position_ids_from_cu_seqlens(torch.tensor([0, 1])), TypeError),
+        (lambda: ops.position_ids_from_cu_seqlens(torch.tensor([0, 3, 1, 5], dtype=torch.int32)), ValueError),
+        (lambda: ops.position_ids_from_cu_seqlens(torch.tensor([0, 5], dtype=torch.int32), total=4), ValueError),
         (lambda: ops.pack(torch.ones(2, 3), lengths=[1, 4]), ValueError),
+        (lambda: ops.pack(torch.ones(1, 3), lengths=torch.tensor([2**32 + 3])), ValueError),
         (lambda: ops.pack(torch.ones(2, 3), lengths=[1, 2, 3]), ValueError),
     ],
 )

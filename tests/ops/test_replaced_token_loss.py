@@ -37,6 +37,28 @@ def test_every_way_to_leave_padding_out_agrees() -> None:
         torch.testing.assert_close(torch.autograd.grad(one, logits)[0], expected)
 
 
+@pytest.mark.parametrize("wrong", [2, -1, -100])
+def test_labels_that_are_none(wrong: int) -> None:
+    logits, labels, real = batch()
+    labels = labels.long().masked_fill(~real, wrong)
+    assert replaced_token_loss(logits, labels, mask=real).isfinite()
+    labels[0, 3] = wrong
+    with pytest.raises(ValueError, match=rf"^replaced_token_loss: labels: expected .*, got {wrong} at \[0, 3\]"):
+        replaced_token_loss(logits, labels, mask=real)
+
+
+@pytest.mark.gpu
+def test_labels_that_are_none_give_nan_on_a_gpu() -> None:
+    logits, labels, real = (tensor.cuda() for tensor in batch())
+    labels = labels.long()
+    labels[0, 3] = 2
+    logits.requires_grad_()
+    losses = replaced_token_loss(logits, labels, mask=real, reduction="none")
+    assert losses.isnan().nonzero().tolist() == [[0, 3]]
+    (gradient,) = torch.autograd.grad(losses.sum(), logits)
+    assert gradient[0, 3] == 0
+
+
 @pytest.mark.parametrize("as_tensor", [True, False])
 def test_parts_of_a_batch_add_up(as_tensor: bool) -> None:
     logits, labels, real = batch()

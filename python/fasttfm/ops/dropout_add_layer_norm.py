@@ -26,7 +26,7 @@ from fasttfm.ops.backends import (
     requested,
     triton_absent,
 )
-from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
+from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, register, unshared
 
 OP = "dropout_add_layer_norm"
 
@@ -69,7 +69,7 @@ def dropout_add_layer_norm(
     _check(x, residual, weight, bias, linear_bias)
     checks.check_number(OP, "p", p, low=0.0, high=1.0)
     checks.check_number(OP, "eps", eps, low=0.0, high=float("inf"))
-    _check_dropout(x, cu_seqlens, seed)
+    _check_dropout(x, p, cu_seqlens, seed)
     TABLE.check_name(backend)
     if p == 0:
         cu_seqlens = seed = None  # from here on, a seed means dropout
@@ -102,7 +102,7 @@ def _check(x: Any, residual: Any, weight: Any, bias: Any, linear_bias: Any) -> N
         raise checks.bad_type(OP, "residual", expected, dtype_name(residual.dtype))
 
 
-def _check_dropout(x: Tensor, cu_seqlens: Any, seed: Any) -> None:
+def _check_dropout(x: Tensor, p: float, cu_seqlens: Any, seed: Any) -> None:
     checks.check_seed(OP, seed, like=x)
     if cu_seqlens is None:
         return
@@ -112,6 +112,8 @@ def _check_dropout(x: Tensor, cu_seqlens: Any, seed: Any) -> None:
     if len(cu_seqlens) < 2 or not cu_seqlens.is_contiguous():
         got = f"shape {tuple(cu_seqlens.shape)} with strides {cu_seqlens.stride()}"
         raise checks.bad_value(OP, "cu_seqlens", "a contiguous [sequences + 1], at least one sequence", got)
+    if p == 0 and is_plain((cu_seqlens,)):  # otherwise the registered op looks at them
+        checks.check_cu_seqlens_values(OP, cu_seqlens, x.shape[0])
 
 
 class _DropoutAddLayerNorm(OpFunction):
@@ -175,6 +177,8 @@ def _forward(
     want_z: bool,
     backend: str | None,
 ) -> Outputs:
+    if cu_seqlens is not None:
+        checks.check_cu_seqlens_values(OP, cu_seqlens, x.shape[0])
     chosen = TABLE.select(backend, x, residual, weight, bias, linear_bias)
     outputs: Outputs = chosen.forward(x, residual, weight, bias, linear_bias, cu_seqlens, seed, p, eps, want_z)
     return outputs

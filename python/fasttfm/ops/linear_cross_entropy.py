@@ -26,7 +26,7 @@ from fasttfm.ops.backends import (
     tables,
     triton_absent,
 )
-from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
+from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, register, unshared
 
 OP = "linear_cross_entropy"
 _errors = IndexErrors(OP, ("labels", "positions"))
@@ -110,7 +110,7 @@ def _check_shift(hidden: Tensor, shift: Any, cu_seqlens: Any) -> None:
             raise checks.bad_value(OP, "cu_seqlens", "None without shift", "a tensor")
         if hidden.dim() != 2:
             raise checks.bad_value(OP, "hidden", "shape (T, C) with cu_seqlens", f"shape {tuple(hidden.shape)}")
-        if not torch.compiler.is_compiling():
+        if is_plain((cu_seqlens,)):
             checks.check_cu_seqlens_values(OP, cu_seqlens, hidden.shape[0])
     if shift and hidden.dim() < 2:
         raise checks.bad_value(OP, "hidden", "at least two dimensions with shift", f"shape {tuple(hidden.shape)}")

@@ -11,6 +11,7 @@ from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.cross_entropy import Loss
 from fasttfm.ops import checks, linear, vocabulary
 from fasttfm.ops.backends import BackendTable, requested
+from fasttfm.ops.library import is_plain
 from fasttfm.ops.linear_cross_entropy import BACKENDS, Call, CountedLoss, vocabulary_loss
 
 OP = "masked_lm_loss"
@@ -128,7 +129,7 @@ def _predicted(labels: Tensor, ignore_index: int, most: int | None) -> tuple[Ten
     counted = labels != ignore_index
     places = torch.nonzero_static(counted, size=size, fill_value=max(0, len(labels) - 1)).squeeze(1)
     count = counted.sum()
-    if most is not None and not labels.is_cuda and not torch.compiler.is_compiling() and int(count) > size:
+    if most is not None and labels.is_cpu and is_plain((labels,)) and int(count) > size:
         raise checks.bad_value(OP, "max_predictions", f"at least the {int(count)} labels that count", most)
     present = torch.arange(size, device=labels.device) < count
     near = torch.where(present, labels[places], ignore_index)

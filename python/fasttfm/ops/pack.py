@@ -23,10 +23,11 @@ from fasttfm.ops.backends import (
     triton_absent,
     triton_interpreted,
 )
-from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
+from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, register, unshared
 
 OP = "pack"
 _UNPACK = "unpack"
+_LARGEST = 2**31 - 1  # number in cu_seqlens
 
 
 def pack(
@@ -93,7 +94,7 @@ def unpack(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, backend: str 
     if packed.dim() < 1:
         raise checks.bad_value(_UNPACK, "packed", "at least one dimension", "none")
     checks.check_cu_seqlens(_UNPACK, cu_seqlens, like=packed)
-    _check_count(_UNPACK, "max_seqlen", max_seqlen, most=2**31 - 1)
+    _check_count(_UNPACK, "max_seqlen", max_seqlen, most=_LARGEST)
     UNPACK_TABLE.check_name(backend)
     return _unpacked(packed, cu_seqlens, max_seqlen, requested(backend))
 
@@ -115,17 +116,26 @@ def cu_seqlens_from_lengths(lengths: Sequence[int] | Tensor, *, device: torch.de
         checks.check_index(op, "lengths", lengths)
         if lengths.dim() != 1:
             raise checks.bad_value(op, "lengths", "one dimension", f"shape {tuple(lengths.shape)}")
+        if lengths.is_cpu and is_plain((lengths,)):
+            _check_lengths(op, lengths.tolist())
         ends = lengths.cumsum(0, dtype=torch.int32)
         return torch.nn.functional.pad(ends, (1, 0)).to(device)
     for position, length in enumerate(lengths):
         if isinstance(length, bool) or not isinstance(length, int):
             raise checks.bad_type(op, "lengths", "integers", f"{type(length).__name__} at {position}")
-        if length < 0:
-            raise checks.bad_value(op, "lengths", "no negative number", f"{length} at {position}")
+    _check_lengths(op, lengths)
     boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     if device is None or torch.device(device).type != "cuda":
         return boundaries.to(device)
     return boundaries.pin_memory().to(device, non_blocking=True)
+
+
+def _check_lengths(op: str, lengths: Sequence[int]) -> None:
+    for position, length in enumerate(lengths):
+        if length < 0:
+            raise checks.bad_value(op, "lengths", "no negative number", f"{length} at {position}")
+    if sum(lengths) > _LARGEST:
+        raise checks.bad_value(op, "lengths", f"a sum of at most {_LARGEST}, as int32 holds", sum(lengths))
 
 
 def cu_seqlens_from_mask(mask: Tensor) -> Tensor:
@@ -159,6 +169,8 @@ def position_ids_from_cu_seqlens(cu_seqlens: Tensor, *, total: int | None = None
     checks.check_cu_seqlens(op, cu_seqlens, like=cu_seqlens)
     if total is None:
         total = int(cu_seqlens[-1])
+    if is_plain((cu_seqlens,)):
+        checks.check_cu_seqlens_values(op, cu_seqlens, total, exact=False)
     return philox.row_positions(torch.Size([total, 1]), cu_seqlens, cu_seqlens.device)[1]
 
 

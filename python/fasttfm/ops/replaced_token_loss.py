@@ -41,6 +41,10 @@ def replaced_token_loss(
 
     Returns:
         The loss in fp32 (fp64 for fp64), 0 where no token counts.
+
+    Raises:
+        ValueError: For a label other than 0 and 1 of a token that counts. On the CPU this call raises. On a GPU the
+            loss is NaN: a call never waits for the GPU.
     """
     _check(logits, labels, mask, lengths)
     vocabulary.check_reduction(OP, reduction, total, like=logits)
@@ -94,6 +98,8 @@ class _Losses(OpFunction):
 
 
 def _forward(logits: Tensor, labels: Tensor, counted: Tensor, backend: str | None) -> Tensor:
+    if labels.dtype != torch.bool:
+        vocabulary.check_values(OP, "labels", torch.where(counted, labels, 0), 2)
     losses: Tensor = TABLE.select(backend, logits).forward(logits, labels, counted)
     return losses
 
