@@ -369,7 +369,7 @@ def test_a_launch_that_fails_leaves_no_error_behind() -> None:
     core.layer_norm_forward_cuda(**fields, rows=4)
     expected = y.clone()
     y.zero_()
-    with pytest.raises(RuntimeError, match="invalid configuration argument"):
+    with pytest.raises(RuntimeError, match=r"invalid (configuration )?argument"):
         core.layer_norm_forward_cuda(**fields, rows=2**40)  # a grid of 0 blocks, in 32 bits
     core.layer_norm_forward_cuda(**fields, rows=4)
     assert torch.equal(y, expected)
