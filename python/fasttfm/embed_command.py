@@ -10,6 +10,7 @@ a directory of such files. The vectors are one array [texts, width], fp32, in th
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def _check_output(arguments: argparse.Namespace) -> None:
     output: Path = arguments.output
     if output.is_dir():
         raise ValueError(f"--output: expected a file, got the directory {output}")
-    if output.exists() and output.resolve().parent == Path(arguments.model).resolve():
+    if output.exists() and output.resolve().parent == Path(os.path.realpath(arguments.model)):
         raise ValueError(f"--output: expected a file that is not the model's, got {output}")
     if output.exists() and not arguments.overwrite:
         raise ValueError(f"--output: expected a new file, got {output}, which exists; --overwrite replaces it")

@@ -105,11 +105,18 @@ def _prompt(arguments: argparse.Namespace, tokenizer: Any, positions: int) -> tu
     if arguments.max_new_tokens < 0:
         raise ValueError(f"--max-new-tokens: expected a number from 0 on, got {arguments.max_new_tokens}")
     question = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    try:
+        question.encode()
+    except UnicodeEncodeError:
+        raise ValueError("--prompt: expected UTF-8 text, got other bytes") from None
     shots = [] if arguments.shots is None else read_shots(arguments.shots)[: arguments.count]
     separator = _unescaped(arguments.separator)
     template = TEMPLATE if arguments.template is None else _unescaped(arguments.template)
     prompt = Prompt(arguments.description, shots, template, separator)
     room = positions - arguments.max_new_tokens
+    if room < 1:
+        expected = f"fewer than the model's {positions} positions"
+        raise ValueError(f"--max-new-tokens: expected {expected}, got {arguments.max_new_tokens}")
     fitting = prompt.fitting(question, lambda text: len(tokenizer.encode(text)), room)
     if left_out := len(shots) - len(fitting.shots):
         print(f"note: {left_out} of {len(shots)} examples do not fit and are left out, the first ones", file=sys.stderr)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import train_runs
 from model_parity import config_of, same_tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -159,6 +162,36 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(
     with pytest.raises(OSError, match="No space left"):
         model(num_hidden_layers=3).save_pretrained(tmp_path, shard_bytes=shard_bytes)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def save_for_ever(directory: Path, shard_bytes: int) -> None:
+    made = model()
+    for number in itertools.count(1):
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.fill_(number)
+        made.save_pretrained(directory, shard_bytes=shard_bytes)
+
+
+@pytest.mark.parametrize("shard_bytes", [4000, 10**9])
+def test_a_process_that_is_killed_while_it_saves_leaves_no_mixture(shard_bytes: int, tmp_path: Path) -> None:
+    whole = 0
+    for moment in (0.01, 0.02, 0.05, 0.1):
+        process = train_runs.start(save_for_ever, tmp_path, shard_bytes)
+        while not (tmp_path / "config.json").exists():
+            assert process.is_alive()
+            time.sleep(0.005)
+        time.sleep(moment)
+        process.kill()
+        process.join()
+        try:
+            state = models.BertForMaskedLM.from_pretrained(tmp_path).state_dict()
+        except CheckpointError:  # between two renames, where there are several files
+            assert shard_bytes == 4000
+            continue
+        assert len({float(value.flatten()[0]) for value in state.values()}) == 1
+        whole += 1
+    assert whole >= (4 if shard_bytes > 4000 else 1)
 
 
 def test_a_single_file_beside_several_is_refused_unless_the_index_names_nothing(tmp_path: Path) -> None:
@@ -357,7 +390,8 @@ def test_missing_and_foreign_configurations_are_named(tmp_path: Path) -> None:
         ("hidden_act", 3, "expected a text, got 3"),
         ("tie_word_embeddings", "yes", "expected true or false, got 'yes'"),
         ("pad_token_id", 0.5, "expected a whole number or null, got 0.5"),
-        ("id2label", 5, "expected an object, got 5"),
+        ("id2label", 5, "expected an object with a label for each number, got 5"),
+        ("id2label", {"x": "good"}, "expected an object with a label for each number, got {'x': 'good'}"),
     ],
 )
 def test_wrong_values_of_a_configuration_are_named(field: str, value: Any, expected: str, tmp_path: Path) -> None:

@@ -91,6 +91,20 @@ def test_a_gpt_gives_vectors_too(gpt_directory: Path, tmp_path: Path) -> None:
     assert np.allclose(np.load(output)[2], expected, atol=1e-5)
 
 
+def test_vectors_are_not_overwritten_unless_asked_to(
+    bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts.txt").write_text("\n\n".join(TEXTS))
+    output = tmp_path / "vectors.npy"
+    output.write_bytes(b"others' vectors")
+    call = ("embed", "--model", bert_directory, "--data", tmp_path / "texts.txt", "--output", output, "--device", "cpu")
+    status, line = stopped(capsys, call)
+    assert (status, output.read_bytes()) == (2, b"others' vectors")
+    assert line.endswith(f"--output: expected a new file, got {output}, which exists; --overwrite replaces it")
+    assert run(*call, "--overwrite") == 0
+    assert np.load(output).shape == (3, 64)
+
+
 # ---- generate --------------------------------------------------------------------------------------------------------
 
 

@@ -49,8 +49,9 @@ class ModelConfig:
                 raise CheckpointError(
                     f"{path}: {name}: expected {expected} (others are not supported), got {found[name]!r}"
                 )
-        if not isinstance(found.get("id2label") or {}, dict):
-            raise CheckpointError(f"{path}: id2label: expected an object, got {found['id2label']!r}")
+        labels = found.get("id2label") or {}
+        if not isinstance(labels, dict) or not all(number.isdigit() for number in labels):
+            raise CheckpointError(f"{path}: id2label: expected an object with a label for each number, got {labels!r}")
         config = cls.from_dict(found)
         if (wrong := config._wrong()) is not None:
             raise CheckpointError(f"{path}: {wrong}")

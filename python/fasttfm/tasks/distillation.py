@@ -6,6 +6,7 @@ weights; ``counts`` says what their means divide by. The teacher is no part of i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from fasttfm.models.text_model import Encoded
 from fasttfm.nn import EncoderLayer, MaskedLMHead, PackedBatch
 from fasttfm.nn.plain import is_plain
 from fasttfm.tasks.families import base_of
+from fasttfm.train.settings import at_least
 
 ATTENTION = ("scores", "weights")
 
@@ -42,6 +44,11 @@ class Recipe(nn.Module):
         with torch.no_grad():
             theirs = encode(self.teacher, batch, hidden_states)
         return encode(self.student, batch, hidden_states), theirs
+
+
+def check_temperature(temperature: float) -> None:
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature: expected a number above 0, got {temperature}")
 
 
 def encode(model: PretrainedModel, batch: Any, hidden_states: bool = False) -> Encoded:
@@ -86,6 +93,11 @@ class DistilBertRecipe(Recipe):
             expected, got = getattr(teacher.config, name), getattr(student.config, name)
             if expected != got:
                 raise ValueError(f"DistilBertRecipe: student: expected the teacher's {name} {expected}, got {got}")
+        check_temperature(temperature)
+        for weight in weights:
+            at_least("weights", weight, 0)
+        if not any(weights):
+            raise ValueError(f"weights: expected at least one above 0, got {weights}")
         self.temperature, self.weights, self.all_words = temperature, weights, all_words
 
     def counts(self, batch: Any) -> tuple[float, ...]:
@@ -182,7 +194,10 @@ class TinyBertRecipe(Recipe):
             for name in ("embeddings", "hidden"):
                 self.projections[name] = nn.Linear(narrow, wide, bias=False)
         if projections is not None:
-            self.projections.load_state_dict(projections)
+            try:
+                self.projections.load_state_dict(projections)
+            except RuntimeError as error:
+                raise ValueError(f"TinyBertRecipe: projections: expected those of this student: {error}") from error
 
     def counts(self, batch: Any) -> tuple[float, ...]:
         return (batch.tokens,) * 3

@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
-from fasttfm.models import BertModel, DistilBertForMaskedLM
+from fasttfm.models import BertModel, CheckpointError, DistilBertForMaskedLM
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.tasks.distillation import Recipe, TinyBertRecipe, soft_cross_entropy
+from fasttfm.tasks.distillation import Recipe, TinyBertRecipe, check_temperature, soft_cross_entropy
 from fasttfm.tasks.families import base_of
 from fasttfm.tasks.finetuning import FinetuneSettings, label_names, prepare, shuffled_steps, trainer_of
 from fasttfm.tasks.task import Task
 from fasttfm.train import Objective, StepResult, Trainer
 from fasttfm.train.loop import check_finite
+from fasttfm.train.settings import at_least
 from fasttfm.whole_files import whole_file
 
 PROJECTIONS = "projections.safetensors"  # TinyBERT's, beside the student's own files
@@ -87,6 +89,7 @@ class CorpusRun:
     """
 
     def __init__(self, recipe: Any, batches: Iterable[Any], settings: FinetuneSettings, steps: int) -> None:
+        at_least("steps", steps, 1)
         self.recipe, self.batches, self.settings, self.steps = recipe, batches, settings, steps
         self.trainer = _trainer(recipe, settings, steps)
 
@@ -98,7 +101,7 @@ class CorpusRun:
             if not group:
                 raise DataError(f"distill: expected batches for {self.steps} steps, got {self.trainer.completed}")
             on_results(self.trainer.step(group))
-        on_results(self.trainer.flush())
+        on_results(self.trainer.finish())
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """The terms' means over batches that were not trained on."""
@@ -123,6 +126,7 @@ class PredictionRecipe(Recipe):
         self, student: PretrainedModel, teacher: PretrainedModel, task: Task, *, temperature: float = 1.0
     ) -> None:
         super().__init__(student, teacher)
+        check_temperature(temperature)
         self.task, self.temperature = task, temperature
 
     def counts(self, batch: Any) -> tuple[float, ...]:
@@ -152,7 +156,11 @@ def prepare_task(
     labels = label_names(fine_tuned.config)
     pupil, _ = prepare(name, student, train, labels=labels, **options)
     path = Path(student) / PROJECTIONS
-    return fine_tuned, pupil, task, load_file(path) if path.is_file() else None
+    try:
+        projections = load_file(path) if path.is_file() else None
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    return fine_tuned, pupil, task, projections
 
 
 class TaskPart:
@@ -168,7 +176,7 @@ class TaskPart:
         trainer = _trainer(self.recipe, self.settings, self.steps)
         for group in self._groups:
             on_results(trainer.step([self.task.batch(features) for features in group]))
-        on_results(trainer.flush())
+        on_results(trainer.finish())
         self.recipe.eval()
 
 
@@ -193,6 +201,7 @@ class TaskRun:
         prediction_epochs: int = 3,
         temperature: float = 1.0,
     ) -> None:
+        at_least("prediction_epochs", prediction_epochs, 0)
         features = task.features(train)
 
         def steps(first: int, epochs: int) -> list[Any]:

@@ -62,7 +62,15 @@ def open_model(directory: str | Path, task: str, **changes: Any) -> PretrainedMo
     with warnings.catch_warnings():
         if task == "vectors":
             warnings.simplefilter("ignore")
-        return made_of.from_pretrained(directory, **changes)
+        return checked(made_of.from_pretrained(directory, **changes), directory)
+
+
+def checked(model: PretrainedModel, directory: str | Path) -> PretrainedModel:
+    """The model, unless a parameter is not finite: everything computed with it would be worthless."""
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise CheckpointError(f"{directory}: {name}: expected finite numbers, got inf or NaN")
+    return model
 
 
 def base_of(model: PretrainedModel) -> TextModel:

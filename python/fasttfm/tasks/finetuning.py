@@ -13,7 +13,7 @@ from torch import nn
 from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.tasks.families import CAUSAL, family_of, longest_input, model_class
+from fasttfm.tasks.families import CAUSAL, checked, family_of, longest_input, model_class
 from fasttfm.tasks.gpt_inputs import WORDS, grow_vocabulary, with_task_words
 from fasttfm.tasks.inputs import Feature, Format, TaskBatch, by_budget
 from fasttfm.tasks.labels import ChoiceTask, ClassifyTask, PairTask, TagTask, ValueTask
@@ -89,7 +89,7 @@ def prepare(
     language = Language(words, family, form)
     known = label_names(config) if labels is None else labels
     task = (ValueTask if values else TASKS[name])(language, train, known=known, **options)
-    model = made_of.from_pretrained(directory, dtype=torch.float32, **task.configuration())
+    model = checked(made_of.from_pretrained(directory, dtype=torch.float32, **task.configuration()), directory)
     grow_vocabulary(model, words.vocab_size)
     task.adjust(model)
     if model.config.pad_token_id is None:
@@ -181,6 +181,7 @@ class FineTuning:
             on_results(trainer.flush())
             self.model.eval()
             on_epoch(number)
+        on_results(trainer.finish())
 
 
 def trainer_of(

@@ -28,6 +28,8 @@ def read_shots(path: str | Path) -> list[Shot]:
         if not isinstance(question, str) or not isinstance(answer, str):
             raise data_error(path, 'an object with two texts, "input" and "output"', f"{line:.60}", line=number)
         shots.append(Shot(question, answer))
+    if not shots:
+        raise data_error(path, "examples, one object a line", "none")
     return shots
 
 

@@ -57,6 +57,10 @@ class QuestionTask(Task):
         for name, value in (("max_question", max_question), ("max_answer", max_answer)):
             at_least(name, value, 1)
         room = form.room - max_question
+        if room < 1:
+            raise ValueError(
+                f"max_question: expected 1 to {form.room - 1} of {form.max_length} tokens, got {max_question}"
+            )
         self.windows = Windows(form, min(128, max(1, room // 2)) if stride is None else stride, max_question)
         self.max_answer = max_answer
         self.threshold = threshold

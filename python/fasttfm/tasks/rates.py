@@ -31,8 +31,7 @@ class Rates:
     weight_decay: float = 0.01
 
     def __post_init__(self) -> None:
-        for name in ("rate", "head_rate"):
-            value = getattr(self, name)
+        for name, value in (("learning_rate", self.rate), ("head_rate", self.head_rate)):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"rates: {name}: expected a number above 0, got {value}")
         if not 0 <= self.weight_decay < math.inf:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -120,6 +121,20 @@ class Trainer:
     def flush(self) -> list[StepResult]:
         """Waits for the results of all steps so far."""
         return self._arrived(self._late.take(everything=True))
+
+    def finish(self) -> list[StepResult]:
+        """``flush`` after the last step. A run in which nothing was learnt raises, one that skipped steps says so."""
+        results = self.flush()
+        if self.skipped and self.skipped == self.completed:
+            raise NonFiniteError(
+                f"the loss or the gradient was not finite in any of the {self.completed} steps; nothing was changed"
+            )
+        if self.skipped:
+            warnings.warn(
+                f"{self.skipped} of {self.completed} steps were skipped: their loss or gradient was not finite",
+                stacklevel=2,
+            )
+        return results
 
     def _set_totals(self, batches: Sequence[Any]) -> None:
         flops = self.objective.flops or (lambda _: 0.0)

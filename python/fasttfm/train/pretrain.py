@@ -191,23 +191,26 @@ class _Run:
         everything is there for this one (``_replace_earlier_run``)."""
         if not self.world.main:
             return
-        output = self.run.output
-        self.held.enter_context(run_lock(output))
-        given = self.settings.tokenizer
-        if given is not None and not self._continues() and output.resolve() in Path(given).resolve().parents:
-            raise ValueError(f"tokenizer: expected one outside of the run that is replaced, got {given}")
-        if not (self.run.resume or self.run.overwrite):
-            if self.checkpoints.steps():
-                raise RunError(
-                    f"{output} has checkpoints already: --resume goes on with that run, --overwrite begins anew"
-                )
-            if foreign := sorted(path.name for path in output.iterdir() if not _LEFT.fullmatch(path.name)):
-                raise RunError(
-                    f"{output}: expected a new or empty directory, got one with {foreign[0]}"
-                    f"{f' and {len(foreign) - 1} more' if len(foreign) > 1 else ''}: --overwrite begins a run there"
-                )
+        self._check_directory()
+        self.held.enter_context(run_lock(self.run.output))
+        self._check_directory()  # another run may have been quicker
         self.checkpoints.clean()
-        shutil.rmtree(output / _NEW_TOKENIZER, ignore_errors=True)
+        shutil.rmtree(self.run.output / _NEW_TOKENIZER, ignore_errors=True)
+
+    def _check_directory(self) -> None:
+        """Raises where this run would write over what nobody allowed it to."""
+        output, given = self.run.output, self.settings.tokenizer
+        inside = given is not None and Path(os.path.realpath(output)) in Path(os.path.realpath(given)).parents
+        if inside and not self._continues():
+            raise ValueError(f"tokenizer: expected one outside of the run that is replaced, got {given}")
+        if self.run.resume or self.run.overwrite or not output.is_dir():
+            return
+        if self.checkpoints.steps():
+            raise RunError(f"{output} has checkpoints already: --resume goes on with that run, --overwrite begins anew")
+        if foreign := sorted(path.name for path in output.iterdir() if not _LEFT.fullmatch(path.name)):
+            more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+            got = f"one with {foreign[0]}{more}"
+            raise RunError(f"{output}: expected a new or empty directory, got {got}: --overwrite begins a run there")
 
     def _continues(self) -> bool:
         return self.run.resume and bool(self.checkpoints.steps())

@@ -1,0 +1,335 @@
+"""Every command with arguments and files that cannot be right: a sentence and a status, no traceback, nothing trained
+and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fasttfm import cli
+from fasttfm.train import Trainer
+
+SQUAD = {
+    "context": "The state of the union.",
+    "qas": [{"id": "1", "question": "What?", "answers": [{"text": "union", "answer_start": 17}]}] * 3,
+}
+FILES: dict[str, bytes] = {
+    "empty.txt": b"",
+    "binary.txt": bytes(range(256)),
+    "binary.jsonl": bytes(reversed(range(256))),
+    "binary.parquet": bytes(range(256)),
+    "binary.txt.gz": bytes(range(256)),
+    "latin.txt": "caf\xe9".encode("latin-1"),
+    "column.jsonl": b'{"body": "a text"}\n',
+    "deep.jsonl": b"[" * 100_000,
+    "surrogate.jsonl": b'{"text": "\\ud800"}\n',
+    "texts.txt": b"one two three. Four five six.\n\n" * 30,
+    "column.tsv": b"a\tb\n1\t2\n",
+    "column.csv": b"a,b\n1,2\n",
+    "good.tsv": b"sentence\tlabel\n" + b"the state\t1\nthe union\t0\n" * 8,
+    "unlabelled.tsv": b"sentence\nthe state\nthe union\n",
+    "list.json": b"[1, 2]",
+    "squad.json": json.dumps({"data": [{"paragraphs": [SQUAD]}]}).encode(),
+    "squad-paragraphs.json": b'{"data": [{"paragraphs": 5}]}',
+    "squad-null.json": b'{"data": [{"paragraphs": [{"context": "a", "qas": [{"id": 3, "question": null}]}]}]}',
+    "full/thesis.txt": b"years of work",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, bert_directory: Path, gpt_directory: Path) -> Iterator[Path]:
+    """A directory of models and files, good and bad. None of them changes."""
+    root = tmp_path_factory.mktemp("hostile")
+    for name, content in FILES.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(content)
+    (root / "folder").mkdir()
+    (root / "loop").symlink_to("loop")
+    (root / "dangling").symlink_to("nowhere/at-all")
+    shutil.copytree(gpt_directory, root / "gpt")
+    shutil.copytree(bert_directory, root / "bert")
+    (root / "link").symlink_to("bert")
+    for name in ("truncated", "hollow", "wordless", "types", "nan", "labels"):
+        shutil.copytree(bert_directory, root / name)
+    weights = root / "truncated" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (root / "hollow" / "model.safetensors").write_bytes(b"")
+    (root / "wordless" / "tokenizer.json").write_text("{}")
+    change(root / "types", hidden_size="abc")
+    change(root / "labels", id2label={"good": "bad"})
+    for name in ("nan", "gpt"):
+        target = root / ("nan" if name == "nan" else "nan-gpt")
+        if name == "gpt":
+            shutil.copytree(root / "gpt", target)
+        tensors = load_file(target / "model.safetensors")
+        for tensor in tensors.values():
+            tensor.view(-1)[0] = torch.nan
+        save_file(tensors, target / "model.safetensors")
+    before = contents(root)
+    yield root
+    assert contents(root) == before
+
+
+def change(directory: Path, **fields: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(*_: Any) -> None:
+        raise AssertionError("a step of training")
+
+    monkeypatch.setattr(Trainer, "step", step)
+
+
+PRETRAIN = "pretrain bert --device cpu --data texts.txt --tokenizer bert --size tiny --max-length 32 --steps 3 "
+PRETRAIN += "--tokens-per-step 64 --held-out 0.1 --quiet --output OUT"
+FINETUNE = "finetune --task classify --device cpu --model bert --data good.tsv --quiet --output OUT"
+QUESTIONS = "finetune --task qa --device cpu --model bert --data squad.json --quiet --output OUT"
+DISTILL = "distill --recipe distilbert --device cpu --teacher bert --data texts.txt --steps 2 --quiet --output OUT "
+DISTILL += "--max-length 32 --tokens-per-batch 64 --held-out 0.1"
+TINYBERT = DISTILL.replace("distilbert", "tinybert")
+EMBED = "embed --device cpu --model bert --data texts.txt --output OUT.npy"
+GENERATE = "generate --device cpu --model gpt --prompt the --max-new-tokens 2"
+
+NUMBERS = {
+    PRETRAIN: {
+        "--steps": "-1 0 nan",
+        "--tokens-per-step": "-1 0 1e9",
+        "--accumulation": "-1 0",
+        "--learning-rate": "-1 nan inf abc",
+        "--weight-decay": "-1 nan inf",
+        "--clip": "-1 nan inf",
+        "--dropout": "-1 1 nan",
+        "--seed": "-1 99999999999999999999",
+        "--max-length": "-5 0",
+        "--held-out": "-1 0 1 nan",
+        "--masking": "-1 0 2 nan",
+        "--ngram": "-1 0",
+        "--vocabulary": "-1 0",
+        "--warmup": "-1 4",
+        "--keep": "-1 0",
+        "--log-every": "-1 0",
+        "--evaluate-every": "-1 0",
+        "--evaluation-batches": "-1 0",
+        "--checkpoint-every": "-1 0",
+        "--workers": "-1",
+        "--bad-steps": "-1 0",
+    },
+    FINETUNE: {
+        "--learning-rate": "-1 0 nan inf",
+        "--head-rate": "-1 nan inf",
+        "--warmup-share": "-1 2 nan",
+        "--weight-decay": "-1 nan inf",
+        "--clip": "-1 nan inf",
+        "--accumulation": "-1 0",
+        "--seed": "-1 99999999999999999999",
+        "--max-length": "-5 0 3 9999",
+        "--tokens-per-batch": "-1 0",
+        "--layer-decay": "-1 0 2 nan",
+        "--auxiliary": "-1 nan inf",
+        "--epochs": "-1",
+    },
+    QUESTIONS: {"--stride": "-1 0", "--max-question": "-1 0 9999", "--max-answer": "-1 0", "--max-length": "-5 4"},
+    DISTILL: {
+        "--steps": "-1 0",
+        "--learning-rate": "-1 nan inf",
+        "--temperature": "-1 0 nan inf",
+        "--weights": "-1 nan inf",
+        "--layers": "-1 0 99",
+        "--max-length": "-5 0",
+        "--tokens-per-batch": "-1 0",
+        "--masking": "-1 2 nan",
+        "--held-out": "-1 0 1 nan",
+        "--seed": "-1",
+    },
+    TINYBERT: {"--layers": "-1 0", "--width": "-1 0 7", "--intermediate": "-1 0", "--layer-map": "-1 0 9 x"},
+    EMBED: {"--layers": "-1 0 99", "--max-length": "-1 0 9999", "--tokens-per-batch": "-1 0"},
+    GENERATE: {
+        "--max-new-tokens": "-1 9999",
+        "--count": "-1",
+        "--temperature": "-1 0 nan inf",
+        "--top-k": "-1 0",
+        "--top-p": "-1 0 2 nan",
+        "--seed": "-1 99999999999999999999",
+    },
+}
+
+
+def numbers() -> list[Any]:
+    found = []
+    for command, options in NUMBERS.items():
+        for option, values in options.items():
+            for value in values.split():
+                given = [option, *[value] * (3 if option == "--weights" else 1)]
+                found.append(pytest.param(command, given, id=f"{command.split()[0]} {option} {value}"))
+    return found
+
+
+CASES: list[tuple[str, str, int, str]] = [
+    # ---- configurations
+    *((PRETRAIN, f"--set {field}", 2, sentence) for field, sentence in (
+        ("hidden_size=abc", "hidden_size: expected a whole number from 1 on, got 'abc'"),
+        ("num_hidden_layers=-1", "num_hidden_layers: expected a whole number from 1 on, got -1"),
+        ("hidden_size=7", "expected a divisor of the width 7"),
+        ("hidden_size=1000000000000", "expected sizes of a model that torch can make"),
+        ("vocab_size=5", "vocab_size: expected no fewer than the tokenizer's"),
+        ("extra={}", "extra: expected a field of BertConfig"),
+        ("hidden_act=swish9", "activation: expected one of"),
+    )),
+    (PRETRAIN, "--resume --overwrite", 2, "--resume: expected without --overwrite"),
+    # ---- outputs
+    *((command, f"--output {output}", status, sentence) for command in (PRETRAIN, FINETUNE, DISTILL)
+      for output, status, sentence in (
+        ("texts.txt/run", 1, "texts.txt"),
+        ("/proc/nowhere/run", 1, "/proc/nowhere"),
+        ("loop", 1, "loop"),
+    )),
+    (PRETRAIN, "--output texts.txt", 1, "texts.txt: File exists"),
+    (PRETRAIN, "--output full", 1, "full: expected a new or empty directory, got one with thesis.txt"),
+    (PRETRAIN, "--output bert --tokenizer bert/tokenizer.json --overwrite", 2, "tokenizer: expected one outside of"),
+    *((command, f"--output {output}", 2, sentence) for command in (FINETUNE, DISTILL) for output, sentence in (
+        ("texts.txt", "--output: expected a directory, got the file texts.txt"),
+        ("full", "expected a new or empty directory, got full with thesis.txt; --overwrite writes to it"),
+        ("bert", "--output: expected another directory than --"),
+        ("link --overwrite", "--output: expected another directory than --"),
+        ("full/../bert --overwrite", "--output: expected another directory than --"),
+    )),
+    (EMBED, "--output full", 2, "expected a name that ends in .npy or .safetensors"),
+    (EMBED, "--output texts.txt/x.npy", 1, "texts.txt"),
+    (EMBED, "--output /proc/nowhere/x.npy", 1, "/proc/nowhere"),
+    (EMBED, "--output bert/model.safetensors --overwrite", 2, "expected a file that is not the model's"),
+    # ---- models
+    *((command, f"{option} {model}", 1, sentence) for command, option in (
+        (FINETUNE, "--model"), (DISTILL, "--teacher"), (EMBED, "--model"), (GENERATE, "--model"))
+      for model, sentence in (
+        ("truncated", "model.safetensors: cannot be read"),
+        ("hollow", "model.safetensors: cannot be read"),
+        ("wordless", "tokenizer.json"),
+        ("types", "config.json: hidden_size: expected a whole number"),
+        ("labels", "id2label: expected an object with a label for each number"),
+        ("nan", "expected finite numbers, got inf or NaN"),
+        ("folder", "folder"),
+        ("texts.txt", "texts.txt"),
+        ("nowhere", "nowhere"),
+        ("loop", "loop"),
+    ) if not (command == GENERATE and model not in ("wordless", "folder", "texts.txt", "nowhere", "loop"))),
+    (GENERATE, "--model nan-gpt", 1, "expected finite numbers, got inf or NaN"),
+    # ---- data
+    *((command, f"--data {name}", 1, sentence) for command in (PRETRAIN, DISTILL, EMBED) for name, sentence in (
+        ("binary.txt", "binary.txt, line"),
+        ("binary.jsonl", "binary.jsonl, line 1: expected UTF-8 text"),
+        ("binary.parquet", "binary.parquet"),
+        ("binary.txt.gz", "binary.txt.gz: expected a whole gzip file"),
+        ("latin.txt", "latin.txt, line 1: expected UTF-8 text, got byte 0xe9"),
+        ("column.jsonl", "column.jsonl, line 1: expected an object with a string 'text'"),
+        ("deep.jsonl", "deep.jsonl, line 1: expected a JSON object"),
+        ("surrogate.jsonl", "surrogate.jsonl, line 1: expected UTF-8 text, got half of a surrogate pair"),
+        ("folder", "folder: expected files that end in"),
+        ("loop", "loop"),
+        ("dangling", "dangling"),
+    )),
+    (PRETRAIN, "--data empty.txt", 1, "expected text, got no document with a token"),
+    (PRETRAIN, "--prepared texts.txt", 1, "texts.txt: File exists"),
+    (DISTILL, "--data empty.txt", 1, "expected text, got no document with a token"),
+    (EMBED, "--data empty.txt", 2, "--data: expected texts, got none"),
+    *((FINETUNE, f"--task {task} --data {name}", 1, name.split(".")[0]) for task, names in (
+        ("classify", "empty.txt binary.txt latin.txt column.tsv folder loop dangling nowhere.tsv"),
+        ("tag", "empty.txt binary.txt folder"),
+        ("qa", "empty.txt binary.txt list.json squad-paragraphs.json squad-null.json deep.jsonl"),
+        ("choice", "empty.txt binary.txt column.csv"),
+    ) for name in names.split()),
+    (FINETUNE, "--dev empty.txt", 1, "empty.txt: expected a header line and examples, got an empty file"),
+    (FINETUNE, "--test column.tsv", 1, "column.tsv"),
+    (GENERATE, "--shots empty.txt", 1, "empty.txt: expected examples, one object a line, got none"),
+    (GENERATE, "--shots binary.jsonl", 1, "binary.jsonl, line 1: expected UTF-8 text"),
+    (GENERATE, "--shots folder", 1, "folder"),
+    (GENERATE, "--template x", 2, "template: expected {input} once"),
+    (GENERATE, "--prompt \udcff", 2, "--prompt: expected UTF-8 text, got other bytes"),
+    # ---- bench
+    ("bench --quick --ops column_sum --output texts.txt", "", 1, "texts.txt"),
+    ("bench --ops nothing", "", 2, "--ops: expected some of"),
+    ("bench --ops column_sum --cases nothing", "", 2, "the chosen ops have no such cases on this device"),
+]  # fmt: skip
+
+
+def answer(command: str, given: list[str], capsys: pytest.CaptureFixture[str], output: Path) -> tuple[Any, str]:
+    words = [word.replace("OUT", str(output)) for word in command.split()]
+    try:
+        status: Any = cli.main([*words, *given])
+    except SystemExit as stopped:
+        status = stopped.code
+    return status, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "given"), numbers())
+def test_numbers_outside_their_range(
+    command: str,
+    given: list[str],
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(place)
+    found, said = answer(command, given, capsys, tmp_path / "output")
+    assert found == 2, said
+    assert given[0].strip("-").split("-")[0] in said.splitlines()[-1].lower()
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "status", "sentence"),
+    [pytest.param(*case, id=f"{case[0].split()[0]} {case[1]}".encode(errors="replace").decode()) for case in CASES],
+)
+def test_what_cannot_be_used_is_named(
+    command: str,
+    given: str,
+    status: int,
+    sentence: str,
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(place)
+    found, said = answer(command, given.split(), capsys, tmp_path / "output")
+    assert sentence in said.splitlines()[-1]
+    assert found == status, said
+    assert "Traceback" not in said
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_for_what_is_printed(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert cli.main(["info"]) == 1
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space"):
+            full.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    assert "fasttfm info: [Errno 28] No space left on device" in capfd.readouterr().err
+
+
+def test_an_interruption_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fasttfm.info.run", interrupted)
+    assert cli.main(["info"]) == 130
+    assert capsys.readouterr().err == "fasttfm info: interrupted\n"
