@@ -1,7 +1,8 @@
 # The commands of this project; `make help` lists them.
 #
 #   PYTHON       the interpreter that .venv is made with, and that `make gpu` and `make host-test` run
-#   OPS          `make gpu-test`, `make host-test`, `make gpu` and `make sanitize-gpu`: some ops only, for example OPS=layer_norm,attention
+#   OPS          `make gpu-test`, `make host-test`, `make gpu`, `make sanitize-gpu` and `make fuzz`: some ops only, for example OPS=layer_norm,attention
+#   CALLS, SEED  `make fuzz`: how many random calls of each op, and which
 #   PYTEST_ARGS  `make test` and `make bench`: passed on to pytest, for example PYTEST_ARGS="tests/ops -k odd"
 #   LOG          `make gpu-test`, `make host-test`, `make sanitize-gpu` and `make asan`: the folder of the log
 #   TIME_LIMIT   `make gpu-test`: seconds after which it stops and says what is left
@@ -10,6 +11,8 @@
 PYTHON ?= python3
 OPS ?=
 PYTEST_ARGS ?=
+CALLS ?= 10000
+SEED ?= 0
 LOG ?=
 TIME_LIMIT ?= 480
 RUNNER_ARGS ?=
@@ -52,6 +55,12 @@ docs: .venv/installed ## build the documentation site into build/docs; fails on 
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'mkdocs-material' 'mkdocstrings[python]'
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet
 	@echo "build/docs/index.html"
+
+# Without a GPU, Triton's interpreter serves some of the calls.
+.PHONY: fuzz
+fuzz: .venv/installed ## random calls of every op against the reference in fp64 (OPS=a,b CALLS=10000 SEED=0)
+	TRITON_INTERPRET=$(if $(shell command -v nvidia-smi),0,1) .venv/bin/python -m fasttfm.testing.fuzz \
+	  $(ops:%=--op %) --calls $(CALLS) --seed $(SEED)
 
 .PHONY: lint
 lint: .venv/installed ## ruff, mypy and clang-format; changes nothing

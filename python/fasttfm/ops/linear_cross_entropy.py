@@ -244,9 +244,10 @@ def scaled_gradients(
     if torch.compiler.is_compiling() or not (wanted[0] and wanted[1]):
         gradients = scaled(wanted)
     else:
-        # The fp32 sum of dweight goes before hidden's gradient comes, unless a later backward needs it again.
+        # The fp32 sum of dweight goes before hidden's gradient comes, unless a later backward needs it again. A tensor
+        # subclass need not have memory of its own.
         parameters = scaled((False, *wanted[1:]))
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if type(totals[1]) is Tensor and not torch._C._autograd._get_current_graph_task_keep_graph():
             totals[1].untyped_storage().resize_(0)
         gradients = (scaled((True, False, False))[0], *parameters[1:])
     return tuple(found if want else None for found, want in zip(gradients, wanted, strict=True))

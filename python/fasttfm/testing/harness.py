@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -29,9 +29,11 @@ class Run:
         return {**self.outputs, **self.gradients}
 
 
-def draw_inputs(spec: OpSpec, case: OpCase, dtype: torch.dtype, device: torch.device | str = "cpu") -> Inputs:
+def draw_inputs(
+    spec: OpSpec, case: OpCase, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = SEED
+) -> Inputs:
     """The case's inputs: the same for every device and backend."""
-    return spec.inputs(case, dtype, torch.device(device), torch.Generator().manual_seed(SEED))
+    return spec.inputs(case, dtype, torch.device(device), torch.Generator().manual_seed(seed))
 
 
 def run(
@@ -40,9 +42,16 @@ def run(
     inputs: Inputs,
     options: Mapping[str, Any],
     wide: bool = False,
-    incoming: list[Tensor] | None = None,
+    incoming: Sequence[Tensor | None] | None = None,
+    wanted: Collection[str] | None = None,
 ) -> Run:
-    """Calls ``function`` forward and backward. ``wide`` turns floating inputs (and the incoming gradients) to fp64."""
+    """Calls ``function`` forward and backward. ``wide`` turns floating inputs (and the incoming gradients) to fp64.
+
+    ``incoming`` holds a gradient, or None, for each floating output; random numbers by default. ``wanted`` names the
+    inputs that require a gradient; all of ``spec.differentiable`` by default.
+    """
+    names = [name for name in spec.differentiable if inputs.get(name) is not None]
+    names = names if wanted is None else [name for name in names if name in wanted]
 
     def prepare(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -50,22 +59,40 @@ def run(
         value = value.detach()
         if wide:
             value = value.double()
-        return value.requires_grad_() if name in spec.differentiable else value
+        return value.requires_grad_() if name in names else value
 
     prepared = {name: prepare(name, value) for name, value in inputs.items()}
     outputs = outputs_of(function(**prepared, **options))
-    wanted = {name: prepared[name] for name in spec.differentiable if prepared.get(name) is not None}
-    floating = [output for output in outputs if output.is_floating_point() and output.requires_grad]
-    gradients: tuple[Tensor | None, ...] = ()
-    if floating:
-        if incoming is None:
-            incoming = [_incoming(index, output, wide, inputs) for index, output in enumerate(floating)]
-        gradients = torch.autograd.grad(floating, list(wanted.values()), incoming, allow_unused=True)
+    leaves = {name: prepared[name] for name in names}
+    gradients = _gradients(floating_of(outputs), list(leaves.values()), wide, incoming, inputs)
     named = {
-        f"d{name}": torch.zeros_like(value) if gradient is None else gradient
-        for (name, value), gradient in zip(wanted.items(), gradients, strict=True)
+        f"d{name}": torch.zeros_like(leaf) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
     }
     return Run({f"output{i}": output.detach() for i, output in enumerate(outputs)}, named)
+
+
+def floating_of(outputs: Iterable[Tensor]) -> list[Tensor]:
+    return [output for output in outputs if output.is_floating_point()]
+
+
+def _gradients(
+    outputs: list[Tensor], leaves: list[Tensor], wide: bool, incoming: Sequence[Tensor | None] | None, inputs: Inputs
+) -> Sequence[Tensor | None]:
+    if incoming is None:
+        incoming = incoming_gradients(outputs, inputs, wide)
+    elif wide:
+        incoming = [None if gradient is None else gradient.double() for gradient in incoming]
+    pairs = zip(outputs, incoming, strict=True)
+    given = [(output, gradient) for output, gradient in pairs if output.requires_grad and gradient is not None]
+    if not given or not leaves:
+        return [None] * len(leaves)
+    used, used_incoming = zip(*given, strict=True)
+    return torch.autograd.grad(used, leaves, used_incoming, allow_unused=True)
+
+
+def incoming_gradients(outputs: Sequence[Tensor], inputs: Inputs, wide: bool = False) -> list[Tensor]:
+    return [_incoming(index, output, wide, inputs) for index, output in enumerate(outputs)]
 
 
 def _incoming(index: int, output: Tensor, wide: bool, inputs: Inputs) -> Tensor:
@@ -93,16 +120,22 @@ def accuracy(
 ) -> list[Comparison]:
     """Every output and gradient of a backend (or of ``function``) held against the reference in fp64."""
     inputs = draw_inputs(spec, case, dtype, device)
-    exact = run(spec, spec.reference, inputs, case.options, wide=True).tensors()
-    naive = run(spec, spec.reference, inputs, case.options).tensors()
+    exact = run(spec, spec.reference, inputs, case.options, wide=True)
+    naive = run(spec, spec.reference, inputs, case.options)
     tested = run(spec, function or with_backend(spec, backend), inputs, case.options)
+    return comparisons_of(tested, naive, exact)
+
+
+def comparisons_of(tested: Run, naive: Run, exact: Run) -> list[Comparison]:
+    """A run held against the reference in its own type and in fp64. Integers must be equal."""
+    plain, true = naive.tensors(), exact.tensors()
     comparisons = []
     for name, out in tested.tensors().items():
         if not out.is_floating_point():
-            assert torch.equal(out, exact[name]), f"{name}: integers differ"
+            assert torch.equal(out, true[name]), f"{name}: integers differ"
             continue
         factor = GRADIENT_FACTOR if name in tested.gradients else OUTPUT_FACTOR
-        comparisons.append(compare(name, out, naive[name], exact[name], factor))
+        comparisons.append(compare(name, out, plain[name], true[name], factor))
     return comparisons
 
 
@@ -233,8 +266,7 @@ def check_cuda_graph(spec: OpSpec, case: OpCase, dtype: torch.dtype) -> None:
     static = draw_inputs(spec, case, dtype, "cuda")
     with torch.cuda.stream(torch.cuda.Stream()):  # warm-up: compilation and first allocations stay out of the capture
         outputs = run(spec, spec.function, static, case.options).outputs.values()
-        floating = [output for output in outputs if output.is_floating_point()]
-        incoming = [_incoming(index, output, False, static) for index, output in enumerate(floating)]
+        incoming = incoming_gradients(floating_of(outputs), static)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

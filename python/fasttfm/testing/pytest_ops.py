@@ -11,13 +11,16 @@ import torch
 
 from fasttfm import _native
 from fasttfm.ops.backends import BackendRefused, tables, triton_interpreted
-from fasttfm.testing import harness
+from fasttfm.testing import fuzz, harness
+from fasttfm.testing.call import Call, backends_on
+from fasttfm.testing.properties import KERNEL_PROPERTIES, PROPERTIES
 from fasttfm.testing.spec import BadCall, OpCase, OpSpec
 
 # For tests that give Triton kernels CPU tensors (tests/conftest.py).
 interpreted = pytest.mark.skipif(
     not triton_interpreted(), reason="needs Triton's interpreter: Triton, no CUDA device, and numpy older than 2.4"
 )
+FUZZ_CALLS = 24  # of an op; `make fuzz` makes thousands
 
 
 def op_tests(spec: OpSpec) -> type:
@@ -85,7 +88,38 @@ def op_tests(spec: OpSpec) -> type:
         def test_mutant_is_rejected(self, name: str) -> None:
             harness.check_mutant_rejected(spec, spec.mutants[name])
 
-    return OpTests
+    return type("OpTests", (OpTests, _property_tests(spec)), {})
+
+
+def _property_tests(spec: OpSpec) -> type:
+    """Tests of what every op keeps (properties.py), and of random calls (fuzz.py)."""
+
+    class PropertyTests:
+        @pytest.mark.parametrize(("name", "backend", "case"), _property_calls(spec))
+        def test_property(self, name: str, backend: str, case: OpCase) -> None:
+            with _refusal_skips(spec, case, torch.float32):
+                PROPERTIES[name](Call(spec, case, torch.float32, backend))
+
+        @pytest.mark.gpu
+        @pytest.mark.parametrize("name", PROPERTIES)
+        @pytest.mark.parametrize("backend", _gpu_backends(spec))
+        def test_property_gpu(self, name: str, backend: str) -> None:
+            case = spec.cases[0]
+            with _refusal_skips(spec, case, torch.bfloat16, backend):
+                PROPERTIES[name](Call(spec, case, torch.bfloat16, backend, device="cuda"))
+
+        @pytest.mark.skipif(spec.random_case is None, reason="the op's spec draws no random cases")
+        def test_random_calls(self) -> None:
+            result = fuzz.run_calls(spec, range(FUZZ_CALLS), seed=0, interpreter=False)
+            assert result.failures == [], "\n".join(result.failures)
+
+        @pytest.mark.gpu
+        @pytest.mark.skipif(spec.random_case is None, reason="the op's spec draws no random cases")
+        def test_random_calls_gpu(self) -> None:
+            result = fuzz.run_calls(spec, range(FUZZ_CALLS), seed=0, device="cuda")
+            assert result.failures == [], "\n".join(result.failures)
+
+    return PropertyTests
 
 
 @contextlib.contextmanager
@@ -111,24 +145,37 @@ def _cpu_calls(spec: OpSpec, one_dtype: bool = False) -> list[Any]:
     """CPU tensors go to the native core, the reference and, where there is no GPU, Triton's interpreter: small fp32
     cases only, because it truncates to bf16 where a GPU rounds."""
     calls = []
-    for backend in tables()[spec.name].backends:
-        if backend.absent() is not None or backend.name == "cuda":
-            continue
-        interpreted = backend.name == "triton" and triton_interpreted()
-        if backend.name == "triton" and not interpreted:
-            continue
+    for backend in backends_on(spec, "cpu"):
+        interpreted = backend == "triton"
         for case in spec.cases:
             dtypes = case.dtypes[:1] if one_dtype or interpreted else case.dtypes
             if not interpreted or case.interpret:
-                calls += [_call(backend.name, case, dtype) for dtype in dtypes]
+                calls += [_call(backend, case, dtype) for dtype in dtypes]
     return calls
 
 
+def _property_calls(spec: OpSpec) -> list[Any]:
+    """The op's ``property_cases``; of the reference and in Triton's interpreter the first, there what depends on the
+    kernels."""
+    named = {case.name: case for case in spec.cases}
+    cases = [named[name] for name in spec.property_cases] or spec.cases[:1]
+    found = []
+    for backend in backends_on(spec, "cpu"):
+        interpreted = backend == "triton"
+        names = KERNEL_PROPERTIES if interpreted else tuple(PROPERTIES)
+        for case in cases[:1] if backend in ("triton", "reference") else cases:
+            found += [pytest.param(name, backend, case, id=f"{name}-{backend}-{case}") for name in names]
+    return found
+
+
+def _gpu_backends(spec: OpSpec) -> list[str]:
+    return [backend.name for backend in tables()[spec.name].backends if backend.name != "cpu"]
+
+
 def _gpu_calls(spec: OpSpec, one_dtype: bool = False) -> list[Any]:
-    names = [backend.name for backend in tables()[spec.name].backends if backend.name != "cpu"]
     return [
         _call(name, case, dtype)
-        for name in names
+        for name in _gpu_backends(spec)
         for case in spec.cases
         for dtype in (case.dtypes[-1:] if one_dtype else case.dtypes)
     ]

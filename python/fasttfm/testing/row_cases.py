@@ -40,7 +40,7 @@ def draw_rows(
         x = wide[::2, :columns]
     elif layout == "strided columns":
         x = x.repeat_interleave(2, dim=-1)[..., ::2]
-    parameter_dtype = dtype if dtype == torch.float64 else case.sizes.get("parameter_dtype", dtype)
+    parameter_dtype = dtype if dtype == torch.float64 else case.sizes.get("parameter_dtype") or dtype
     present = case.sizes.get("parameters", parameters)
     drawn = {name: tensor(columns, dtype=parameter_dtype) if name in present else None for name in parameters}
     return {"x": x, **drawn}

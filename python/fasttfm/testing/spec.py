@@ -6,6 +6,7 @@ benchmarks (bench.py) are all derived from it.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,6 +118,9 @@ class OpSpec:
     curves: Mapping[str, Mapping[int, str]] = field(default_factory=dict)  # a chart's panels: size -> case, by title
     bad_calls: tuple[BadCall, ...] = ()
     mutants: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # broken copies of ``reference``
+    random_case: Callable[[random.Random], OpCase] | None = None  # for random calls (fuzz.py)
+    property_cases: tuple[str, ...] = ()  # cases that the properties hold for (properties.py); none: the first
+    infinity_masks: tuple[str, ...] = ()  # inputs whose infinities take elements out, instead of making NaN
     triton_kernels: Callable[[], list[TritonKernel]] | None = None
     native_ops: Callable[[Inputs, Mapping[str, Any]], list[tuple[Any, tuple[Any, ...]]]] | None = None  # for opcheck
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from fasttfm.kernels.attention.problem import window_bounds
 from fasttfm.kernels.common import philox
 from fasttfm.ops import attention
 from fasttfm.ops.linear import cpu_multiplies_bf16
+from fasttfm.testing.attention_random import random_arguments
 from fasttfm.testing.chips import BLOCK_MEMORY
 from fasttfm.testing.peers import peer_module
 from fasttfm.testing.row_cases import spoil
@@ -87,7 +89,7 @@ CASES = (
     _case("cross_packed", (3, 5, 0, 4), 2, 16, lengths_k=(7, 0, 6, 9), layout="packed", causal=True),
     _case("cross_padded", (13, 21), 2, 16, lengths_k=(27, 9), layout="padded", causal=True, dropout_p=0.1),
     _case("nothing_to_attend", (21,), 2, 16, lengths_k=(9,), causal=True),
-    _case("decoding", (1,) * 9, 4, 64, lengths_k=(19, 1, 40) * 3, kv_heads=2, layout="padded", causal=True),
+    _case("decoding", (1, 1, 1), 4, 64, lengths_k=(19, 1, 40), kv_heads=2, layout="padded", causal=True),
     _case("grouped_heads", (11, 6), 6, 16, kv_heads=2, layout="packed", dropout_p=0.1),
     _case("one_kv_head", (10, 10), 4, 24, kv_heads=1, causal=True),
     _case("one_token", (1,) * 8, 6, 16, lengths_k=(1, 9) * 4, layout="padded", return_lse=True),
@@ -124,6 +126,10 @@ CASES = (
     _case("long_128", (140,), 1, 128, layout="transposed", causal=True, dropout_p=0.1, interpret=False),
     _case("long_128_packed", (3, 0, 260), 1, 128, layout="sliced", interpret=False),
 )
+
+
+def _random_case(source: random.Random) -> OpCase:
+    return _case("random", **random_arguments(source))
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -541,6 +547,9 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("q", "k", "v"),
     cases=CASES,
+    random_case=_random_case,
+    property_cases=("packed", "causal", "fused"),
+    infinity_masks=("q", "k", "bias"),  # a score of -inf is that of a masked key
     bench_cases=BENCH_CASES,
     bench_cases_cpu=BENCH_CASES_CPU,
     forward_cost=_forward_cost,

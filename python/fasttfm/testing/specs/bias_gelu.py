@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn import functional
 from fasttfm.kernels.bias_gelu import reference
 from fasttfm.ops import ACTIVATIONS, bias_gelu
 from fasttfm.testing.peers import compiled
+from fasttfm.testing.random_sizes import random_scale, random_shape, some_of
 from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns, spoil
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel
 
@@ -47,6 +49,17 @@ CASES = (
     _case("sliced", 9, 32, layout="sliced"),
     _case("strided_columns", 9, 32, layout="strided columns"),
 )
+
+
+def _random_case(source: random.Random) -> OpCase:
+    return _case(
+        "random",
+        *random_shape(source),
+        activation=source.choice(sorted(ACTIVATIONS)),
+        parameters=some_of(source, ("bias",)),
+        parameter_dtype=source.choice((torch.float32, None)),
+        scale=random_scale(source),
+    )
 
 
 def _reference(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -145,6 +158,8 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("x", "bias"),
     cases=CASES,
+    property_cases=("typical", "gelu_new", "relu", "silu"),
+    random_case=_random_case,
     bench_cases=(
         _case("32768x4096", 32768, 4096),
         _case("32768x1024", 32768, 1024),

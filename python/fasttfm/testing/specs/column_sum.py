@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from fasttfm.kernels.column_sum import reference
 from fasttfm.ops import column_sum
 from fasttfm.testing.peers import compiled
+from fasttfm.testing.random_sizes import random_shape
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
 
 
@@ -43,6 +45,10 @@ CASES = (
     _case("transposed", 4, 6, 32, layout="transposed"),
     _case("sliced", 9, 32, layout="sliced"),
 )
+
+
+def _random_case(source: random.Random) -> OpCase:
+    return _case("random", *random_shape(source), dtype=source.choice((None, torch.float32)))
 
 
 def _forward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
@@ -105,6 +111,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("x",),
     cases=CASES,
+    random_case=_random_case,
     bench_cases=(
         _case("32768x3072", 32768, 3072),
         _case("32768x1024", 32768, 1024),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from fasttfm.kernels.distillation_loss import reference
 from fasttfm.ops import distillation_loss
 from fasttfm.testing.peers import compiled
+from fasttfm.testing.random_sizes import random_scale, random_shape, random_size
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
 from fasttfm.testing.vocabulary_cases import cost, spoil
 
@@ -63,6 +66,26 @@ CASES = (
     _case("large_logits", 6, 32, vocabulary=40, teacher=32, scale=100.0),
     _case("long_rows", 3, 16, vocabulary=4500),
 )
+
+
+def _random_case(source: random.Random) -> OpCase:
+    *leading, columns = random_shape(source, largest=96)
+    rows = math.prod(leading)
+    positions = tuple(source.randrange(rows) for _ in range(source.randint(0, rows))) if rows else ()
+    options = {"reduction": source.choice(("mean", "sum", "none")), "temperature": source.choice((0.5, 1.0, 3.0))}
+    masked = {"share": source.choice((0.0, 0.5, 1.0))} if source.random() < 0.5 else {}
+    return _case(
+        "random",
+        *leading,
+        columns,
+        vocabulary=random_size(source, 300),
+        options=options,
+        teacher=source.choice((None, random_size(source, 64))),
+        bias=source.random() < 0.6,
+        scale=random_scale(source),
+        positions=source.choice((None, positions)),
+        **masked,
+    )
 
 
 def _cost(case: OpCase, dtype: torch.dtype, backward: bool) -> Cost:
@@ -151,7 +174,9 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("student_hidden", "student_weight", "student_bias"),
     cases=CASES,
+    property_cases=("none", "masked", "typical"),
     torch_products=True,
+    random_case=_random_case,
     bench_cases=(_bench(8192, 768, 768, (torch.bfloat16,)),),
     bench_cases_cpu=(_bench(128, 768, 768, (torch.float32,)),),
     forward_cost=lambda case, dtype: _cost(case, dtype, backward=False),

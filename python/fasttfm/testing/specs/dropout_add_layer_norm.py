@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from fasttfm.kernels.dropout_add_layer_norm import reference
 from fasttfm.ops import dropout_add_layer_norm
 from fasttfm.testing.peers import compiled
+from fasttfm.testing.random_sizes import NORMALISED, random_lengths, random_scale, random_shape, some_of
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
 
 PARAMETERS = ("weight", "bias", "linear_bias")
@@ -22,7 +24,7 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
     columns = shape[-1]
 
     def type_of(name: str) -> torch.dtype:
-        wide: torch.dtype = case.sizes.get(name, dtype)
+        wide: torch.dtype = case.sizes.get(name) or dtype
         return dtype if dtype == torch.float64 else wide
 
     def tensor(*sizes: int, dtype: torch.dtype) -> Tensor:
@@ -84,6 +86,24 @@ CASES = (
     _case("transposed", 4, 6, 32, layout="transposed"),
     _case("sliced", 9, 32, layout="sliced"),
 )
+
+
+def _random_case(source: random.Random) -> OpCase:
+    packed = source.random() < 0.3
+    lengths = random_lengths(source)
+    shape = random_shape(source, smallest=NORMALISED)
+    return _case(
+        "random",
+        *((sum(lengths), shape[-1]) if packed else shape),
+        p=source.choice((0.0, 0.1, 0.5, 1.0)),
+        eps=source.choice((1e-12, 1e-5)),
+        prenorm=source.random() < 0.5,
+        parameters=some_of(source, PARAMETERS),
+        parameter_dtype=source.choice((torch.float32, None)),
+        residual_dtype=source.choice((torch.float32, None)),
+        scale=random_scale(source),
+        lengths=lengths if packed else None,
+    )
 
 
 def _tensor_bytes(case: OpCase, dtype: torch.dtype) -> float:
@@ -221,6 +241,8 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("x", "residual", *PARAMETERS),
     cases=CASES,
+    property_cases=("prenorm", "packed"),
+    random_case=_random_case,
     bench_cases=(
         _case("64x512x1024", 64, 512, 1024, parameters=("weight", "bias")),
         _case("64x512x4096", 64, 512, 4096, parameters=("weight", "bias")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from fasttfm.kernels.embedding import reference
 from fasttfm.ops import embedding
 from fasttfm.testing.peers import compiled
+from fasttfm.testing.random_sizes import NORMALISED, random_lengths, random_scale, random_size, some_of
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
 
 VOCABULARY = 30522
@@ -23,8 +25,8 @@ def cu_seqlens_of(lengths: tuple[int, ...], device: torch.device | str = "cpu") 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
     sizes = case.sizes
     columns, wide = sizes["columns"], dtype == torch.float64
-    table_dtype = dtype if wide else sizes.get("table_dtype", dtype)
-    parameter_dtype = dtype if wide else sizes.get("parameter_dtype", dtype)
+    table_dtype = dtype if wide else sizes.get("table_dtype") or dtype
+    parameter_dtype = dtype if wide else sizes.get("parameter_dtype") or dtype
     lengths = sizes.get("lengths")
     shape = sizes["shape"] if lengths is None else (sum(lengths),)
 
@@ -104,6 +106,28 @@ CASES = (
     _case("everything_dropped", 2, 3, p=1.0),
     OpCase("words_only", {"shape": (3, 5), "columns": 64, "given": (), "words": 11}),
 )
+
+
+def _random_case(source: random.Random) -> OpCase:
+    packed = source.random() < 0.4
+    lengths = random_lengths(source, longest=9)
+    sizes: dict[str, Any] = {"words": random_size(source, 60), "positions": 9, "segments": source.randint(1, 3)}
+    given = some_of(source, ("weight", "bias", "segment_ids", "position_ids"))
+    if packed:
+        sizes["lengths"] = lengths
+    shape = () if packed else (source.randint(0, 6), source.randint(0, 9))
+    return _case(
+        "random",
+        *shape,
+        columns=NORMALISED - 1 + random_size(source),
+        given=(*given, "seed"),
+        p=source.choice((0.0, 0.1, 0.5)),
+        layer_norm=source.random() < 0.7 or bool({"weight", "bias"} & set(given)),
+        table_dtype=source.choice((torch.float32, None)),
+        parameter_dtype=source.choice((torch.float32, None)),
+        scale=random_scale(source),
+        **sizes,
+    )
 
 
 def _tokens(case: OpCase) -> int:
@@ -333,6 +357,8 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("word_table", "position_table", "segment_table", "weight", "bias"),
     cases=CASES,
+    property_cases=("odd", "packed"),
+    random_case=_random_case,
     bench_cases=(
         _bench_case("64x512x768", 64, 512, columns=768),
         _bench_case("64x512x1024", 64, 512, columns=1024),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from fasttfm.kernels.common.activation import derivative
 from fasttfm.kernels.gelu_layer_norm import reference
 from fasttfm.ops import gelu_layer_norm
 from fasttfm.testing.peers import compiled, liger
+from fasttfm.testing.random_sizes import NORMALISED, random_scale, random_shape, some_of
 from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns, spoil
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel
 
@@ -51,6 +53,18 @@ CASES = (
     _case("sliced", 9, 32, layout="sliced"),
     _case("strided_columns", 9, 32, layout="strided columns"),
 )
+
+
+def _random_case(source: random.Random) -> OpCase:
+    return _case(
+        "random",
+        *random_shape(source, smallest=NORMALISED),
+        approximate=source.choice(("none", "tanh")),
+        eps=source.choice((1e-12, 1e-5)),
+        parameters=some_of(source, _PARAMETERS),
+        parameter_dtype=source.choice((torch.float32, None)),
+        scale=random_scale(source),
+    )
 
 
 def _reference(
@@ -176,6 +190,8 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("x", *_PARAMETERS),
     cases=CASES,
+    property_cases=("typical", "tanh"),
+    random_case=_random_case,
     bench_cases=(
         _case("32768x1024", 32768, 1024),
         _case("32768x4096", 32768, 4096),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,13 +12,14 @@ from torch import Tensor
 from fasttfm.kernels.layer_norm import reference
 from fasttfm.ops import layer_norm
 from fasttfm.testing.peers import compiled, liger
+from fasttfm.testing.random_sizes import NORMALISED, random_scale, random_shape, some_of
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
     shape = case.sizes["shape"]
     columns = shape[-1]
-    parameter_dtype = dtype if dtype == torch.float64 else case.sizes.get("parameter_dtype", dtype)
+    parameter_dtype = dtype if dtype == torch.float64 else case.sizes.get("parameter_dtype") or dtype
 
     def tensor(*sizes: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         return draw(generator, *sizes, dtype=dtype, device=device, scale=scale)
@@ -64,6 +66,18 @@ CASES = (
     _case("sliced", 9, 32, layout="sliced"),
     _case("strided_columns", 9, 32, layout="strided columns"),
 )
+
+
+def _random_case(source: random.Random) -> OpCase:
+    return _case(
+        "random",
+        *random_shape(source, smallest=NORMALISED),
+        eps=source.choice((1e-12, 1e-5, 0.1)),
+        parameters=some_of(source, ("weight", "bias")),
+        parameter_dtype=source.choice((torch.float32, None)),
+        scale=random_scale(source),
+        offset=source.choice((0.0, 0.0, 3.0)),
+    )
 
 
 def _rows(case: OpCase) -> tuple[int, int]:
@@ -173,6 +187,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("x", "weight", "bias"),
     cases=CASES,
+    random_case=_random_case,
     bench_cases=(
         _case("32768x1024", 32768, 1024),
         _case("32768x4096", 32768, 4096),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from fasttfm.kernels.common.cross_entropy import Loss
 from fasttfm.kernels.linear_cross_entropy import reference
 from fasttfm.ops import linear_cross_entropy
 from fasttfm.testing.peers import compiled, liger
+from fasttfm.testing.random_sizes import random_scale, random_shape, random_size
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel
 from fasttfm.testing.vocabulary_cases import IGNORED, cost, draw_hidden, draw_labels, spoil
 
@@ -50,6 +52,24 @@ CASES = (
     _case("total", 9, 32, vocabulary=24, options={"total": 64}, dtypes=(torch.float32,)),
     _case("word_0_ignored", 9, 32, vocabulary=4, options={"ignore_index": 0}, share=1.0, dtypes=(torch.float32,)),
 )
+
+
+def _random_case(source: random.Random) -> OpCase:
+    options = {
+        "reduction": source.choice(("mean", "sum", "none")),
+        "label_smoothing": source.choice((0.0, 0.1)),
+        "z_loss": source.choice((0.0, 1e-3)),
+    }
+    return _case(
+        "random",
+        *random_shape(source, largest=96),
+        vocabulary=random_size(source, 300),
+        options=options,
+        bias=source.random() < 0.6,
+        share=source.choice((0.0, 0.3, 1.0)),
+        scale=random_scale(source),
+        int32=source.random() < 0.3,
+    )
 
 
 def _cost(case: OpCase, dtype: torch.dtype, products: int) -> Cost:
@@ -176,7 +196,9 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("hidden", "weight", "bias"),
     cases=CASES,
+    property_cases=("no_bias", "typical", "none"),
     torch_products=True,
+    random_case=_random_case,
     bench_cases=(
         _case("32768x768x50257", 32768, 768, vocabulary=50257, bias=False, share=1.0, dtypes=_BF16),
         _case("8192x1024x50257", 8192, 1024, vocabulary=50257, bias=False, share=1.0, dtypes=_BF16),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from fasttfm.kernels.linear_gelu import reference
 from fasttfm.ops import ACTIVATIONS, linear_gelu
 from fasttfm.testing.peers import compiled
+from fasttfm.testing.random_sizes import random_scale, random_shape, random_size
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
 
 
@@ -48,6 +50,17 @@ CASES = (
     _case("large_values", 9, 32, outputs=48, scale=30.0),
     _case("transposed", 4, 6, 32, outputs=16, transposed=True),
 )
+
+
+def _random_case(source: random.Random) -> OpCase:
+    return _case(
+        "random",
+        *random_shape(source, largest=96),
+        outputs=random_size(source, 96),
+        activation=source.choice(sorted(ACTIVATIONS)),
+        bias=source.random() < 0.7,
+        scale=random_scale(source),
+    )
 
 
 def _cost(case: OpCase, dtype: torch.dtype, products: int) -> Cost:
@@ -147,7 +160,9 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("x", "weight", "bias"),
     cases=CASES,
+    property_cases=("typical", "tanh", "relu"),
     torch_products=True,
+    random_case=_random_case,
     bench_cases=(
         _case("32768x768x3072", 32768, 768, outputs=3072),
         _case("32768x1024x4096", 32768, 1024, outputs=4096),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from fasttfm.kernels.masked_lm_loss import reference
 from fasttfm.ops import masked_lm_loss
 from fasttfm.testing.peers import compiled, liger
+from fasttfm.testing.random_sizes import random_scale, random_shape, random_size
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer
 from fasttfm.testing.specs.linear_cross_entropy import native_ops
 from fasttfm.testing.vocabulary_cases import IGNORED, cost, draw_hidden, draw_labels, spoil
@@ -59,6 +62,28 @@ CASES = (
     _case("transposed", 4, 6, 32, vocabulary=24, positions=7, layout="transposed"),
     _case("strided", 4, 6, 32, vocabulary=24, layout="strided", dtypes=_SINGLE),
 )
+
+
+def _random_case(source: random.Random) -> OpCase:
+    *leading, columns = random_shape(source, largest=96)
+    rows = math.prod(leading)
+    positions = tuple(source.randrange(rows) for _ in range(source.randint(0, rows))) if rows else ()
+    options = {
+        "reduction": source.choice(("mean", "sum", "none")),
+        "label_smoothing": source.choice((0.0, 0.1)),
+        "z_loss": source.choice((0.0, 1e-3)),
+    }
+    return _case(
+        "random",
+        *leading,
+        columns,
+        vocabulary=random_size(source, 300),
+        options=options,
+        bias=source.random() < 0.6,
+        share=source.choice((0.0, 0.3, 1.0)),
+        scale=random_scale(source),
+        positions=source.choice((None, positions)),
+    )
 
 
 def _predicted(case: OpCase) -> int:
@@ -150,7 +175,9 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("hidden", "weight", "bias"),
     cases=CASES,
+    property_cases=("filled_up", "typical", "none"),
     torch_products=True,
+    random_case=_random_case,
     bench_cases=(_bench(32768, 1024), _bench(32768, 768), _bench(131072, 1024), _bench(131072, 768)),
     bench_cases_cpu=(_bench(1024, 768, dtypes=(torch.float32,)),),
     forward_cost=lambda case, dtype: _cost(case, dtype, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from fasttfm.kernels.mlp import reference
 from fasttfm.ops import ACTIVATIONS, mlp
 from fasttfm.ops.gelu_product import NOTHING, PRODUCT
 from fasttfm.testing.peers import compiled
+from fasttfm.testing.random_sizes import random_shape, random_size
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
 from fasttfm.testing.specs.linear_gelu import torch_activation
 
@@ -56,6 +58,18 @@ CASES = (
     _case("other_outputs", 9, 32, inner=48, outputs=20),
     _case("transposed", 4, 6, 32, inner=16, transposed=True),
 )
+
+
+def _random_case(source: random.Random) -> OpCase:
+    return _case(
+        "random",
+        *random_shape(source, largest=96),
+        inner=random_size(source, 96),
+        outputs=random_size(source, 96),
+        activation=source.choice(sorted(ACTIVATIONS)),
+        recompute=source.random() < 0.5,
+        bias=source.random() < 0.7,
+    )
 
 
 def _cost(case: OpCase, dtype: torch.dtype, products: int) -> Cost:
@@ -175,7 +189,9 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("x", "w1", "b1", "w2", "b2"),
     cases=CASES,
+    property_cases=("typical", "saved"),
     torch_products=True,
+    random_case=_random_case,
     bench_cases=(
         _case("32768x768x3072", 32768, 768, inner=3072),
         _case("32768x1024x4096", 32768, 1024, inner=4096),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from fasttfm.kernels.pack import reference
 from fasttfm.ops import cu_seqlens_from_lengths, pack, unpack
 from fasttfm.testing.peers import compiled
+from fasttfm.testing.random_sizes import random_lengths, random_size
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
 
 
@@ -55,6 +57,18 @@ CASES = (
     _case("long", 130, 1, 77, longest=140, token=(3,)),
     _case("transposed", 3, 2, longest=5, transposed=True),
 )
+
+
+def _random_case(source: random.Random) -> OpCase:
+    lengths = random_lengths(source)
+    longest = max(lengths, default=0) + source.randint(0, 3)
+    spare = source.randint(0, min(3, longest * len(lengths) - sum(lengths)))
+    token = tuple(random_size(source, 64) for _ in range(source.randint(0, 2)))
+    return _case("random", *lengths, longest=longest, token=token, spare=spare)
+
+
+def _random_unpack(source: random.Random) -> OpCase:
+    return _for_unpack(_random_case(source))
 
 
 def _bench_case(name: str, batch: int, longest: int, columns: int) -> OpCase:
@@ -181,6 +195,7 @@ SPEC = OpSpec(
     inputs=_pack_inputs,
     differentiable=("x",),
     cases=CASES,
+    random_case=_random_case,
     bench_cases=_BENCH,
     bench_cases_cpu=_BENCH_CPU,
     forward_cost=_pack_cost,
@@ -198,6 +213,7 @@ UNPACK_SPEC = OpSpec(
     inputs=_unpack_inputs,
     differentiable=("packed",),
     cases=tuple(_for_unpack(case) for case in CASES),
+    random_case=_random_unpack,
     bench_cases=tuple(_for_unpack(case) for case in _BENCH),
     bench_cases_cpu=tuple(_for_unpack(case) for case in _BENCH_CPU),
     forward_cost=_unpack_cost,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from fasttfm.kernels.layer_norm import reference as layer_norm_reference
 from fasttfm.kernels.qkv_projection import reference
 from fasttfm.ops import qkv_projection
 from fasttfm.testing.peers import compiled
+from fasttfm.testing.random_sizes import NORMALISED, random_shape, random_size
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
 
 # The harness passes tensors by name: the LayerNorm's two come as arguments of their own.
@@ -93,6 +95,20 @@ CASES = (
     _case("transposed_weight", 9, 32, num_heads=4, transposed_weight=True),
     _case("sliced", 9, 32, num_heads=4, layout="sliced"),
 )
+
+
+def _random_case(source: random.Random) -> OpCase:
+    heads = source.randint(1, 6)
+    *leading, _ = random_shape(source, largest=96)
+    return _case(
+        "random",
+        *leading,
+        heads * (NORMALISED - 1 + random_size(source, 16)),
+        num_heads=heads,
+        bias=source.random() < 0.7,
+        layer_norm=source.random() < 0.4,
+        transposed_weight=source.random() < 0.2,
+    )
 
 
 def _cost(case: OpCase, dtype: torch.dtype, products: int) -> Cost:
@@ -197,7 +213,9 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("x", "weight", "bias", "norm_weight", "norm_bias"),
     cases=CASES,
+    property_cases=("typical", "layer_norm"),
     torch_products=True,
+    random_case=_random_case,
     bench_cases=(
         _case("32768x768", 32768, 768, num_heads=12),
         _case("32768x1024", 32768, 1024, num_heads=16),

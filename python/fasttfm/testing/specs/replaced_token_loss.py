@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from fasttfm.kernels.replaced_token_loss import reference
 from fasttfm.ops import replaced_token_loss
 from fasttfm.testing.peers import compiled
+from fasttfm.testing.random_sizes import random_scale, random_shape
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
 from fasttfm.testing.vocabulary_cases import spoil
 
@@ -24,7 +26,7 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
         "logits": logits.t() if case.sizes.get("transposed") else logits,
         "labels": (labels.t() if case.sizes.get("transposed") else labels).to(device),
         "mask": None if share is None else (torch.rand(shape, generator=generator) < share).to(device),
-        "lengths": None if lengths is None else torch.tensor(lengths, device=device),
+        "lengths": None if lengths is None else torch.tensor(lengths, dtype=torch.int64, device=device),
     }
 
 
@@ -45,6 +47,19 @@ CASES = (
     _case("large", 3, 17, scale=300.0),
     _case("transposed", 6, 9, transposed=True),
 )
+
+
+def _random_case(source: random.Random) -> OpCase:
+    *shape, _ = random_shape(source, dimensions=3)
+    lengths = tuple(source.randint(0, shape[1]) for _ in range(shape[0]))
+    return _case(
+        "random",
+        *shape,
+        reduction=source.choice(("mean", "sum", "none")),
+        share=source.choice((None, 0.0, 0.3, 1.0)),
+        lengths=source.choice((None, lengths)),
+        scale=random_scale(source),
+    )
 
 
 def _cost(case: OpCase, dtype: torch.dtype) -> Cost:
@@ -104,6 +119,8 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("logits",),
     cases=CASES,
+    property_cases=("typical", "none"),
+    random_case=_random_case,
     bench_cases=(_case("64x512", 64, 512, share=0.6, dtypes=(torch.bfloat16,)),),
     bench_cases_cpu=(_case("8x128", 8, 128, share=0.6, dtypes=(torch.float32,)),),
     forward_cost=_cost,

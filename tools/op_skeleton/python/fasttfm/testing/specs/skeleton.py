@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from fasttfm.kernels.skeleton import reference
 from fasttfm.ops import skeleton
+from fasttfm.testing.random_sizes import random_shape
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
 
 
@@ -28,6 +30,10 @@ CASES = (
     _case("no_elements", 0, 16),
     _case("transposed", 6, 10, transposed=True),
 )
+
+
+def _random_case(source: random.Random) -> OpCase:
+    return _case("random", *random_shape(source), factor=source.choice((-1.7, 0.0, 0.3)))
 
 
 def _cost(case: OpCase, dtype: torch.dtype) -> Cost:
@@ -72,6 +78,7 @@ SPEC = OpSpec(
     inputs=_inputs,
     differentiable=("x",),
     cases=CASES,
+    random_case=_random_case,
     bench_cases=(_case("32768x1024", 32768, 1024),),
     bench_cases_cpu=(_case("2048x768", 2048, 768),),
     forward_cost=_cost,

@@ -1,0 +1,149 @@
+"""How a NaN or an infinity goes through an op.
+
+An element of a result depends on a number of the inputs if the reference in fp64 gives something else for another
+number in its place. With a NaN, or an infinity, in that place:
+
+- an element that depends on a NaN is non-finite wherever the reference's is; one that depends on an infinity is
+  non-finite, or what the reference gives for it or for a huge number: silu(-inf) is NaN by x / (1 + exp(-x)), and 0;
+- an element that does not depend on it keeps its value, unless the reference makes a NaN of it (0 * NaN);
+
+The reference has two forms, autograd's and the backward that is written out. They may make 0 * NaN in different places;
+of gradients, what only one of the two has is left open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fasttfm.testing.call import Call, floating_inputs, hold
+from fasttfm.testing.harness import Run, run, with_backend
+from fasttfm.testing.spec import Inputs
+from fasttfm.testing.tolerance import GRADIENT_FACTOR, compare
+
+NON_FINITE = (float("nan"), float("inf"), -float("inf"))
+HUGE = 1e30
+
+
+@dataclass(frozen=True)
+class Place:
+    """One element of an input, or of the incoming gradient of an output."""
+
+    owner: str | int
+    element: int
+
+    def put(self, value: float, inputs: Inputs, incoming: Sequence[Tensor]) -> tuple[Inputs, list[Tensor]]:
+        """The inputs and incoming gradients with ``value`` there."""
+        if isinstance(self.owner, str):
+            return {**inputs, self.owner: _with_element(inputs[self.owner], self.element, value)}, list(incoming)
+        changed = list(incoming)
+        changed[self.owner] = _with_element(changed[self.owner], self.element, value)
+        return inputs, changed
+
+    def __str__(self) -> str:
+        owner = self.owner if isinstance(self.owner, str) else f"the gradient of output {self.owner}"
+        return f"element {self.element} of {owner}"
+
+
+def places(inputs: Inputs, incoming: Sequence[Tensor]) -> Iterator[Place]:
+    """The middle element of each."""
+    tensors: dict[str | int, Tensor] = {name: inputs[name] for name in floating_inputs(inputs)}
+    tensors.update(enumerate(incoming))
+    for owner, tensor in tensors.items():
+        if tensor.numel() > 0:
+            yield Place(owner, tensor.numel() // 2)
+
+
+def _with_element(tensor: Tensor, element: int, value: float) -> Tensor:
+    """A copy, of the same strides, with ``value`` at one element; a finite one is kept within the type's range."""
+    if math.isfinite(value):
+        largest = torch.finfo(tensor.dtype).max
+        value = min(max(value, -largest), largest)
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    index = torch.unravel_index(torch.tensor(element), tensor.shape)
+    copy[tuple(int(i) for i in index)] = value
+    return copy
+
+
+def check_non_finite(call: Call) -> None:
+    """A NaN or an infinity in any floating input and in any incoming gradient goes where it goes in the reference."""
+    inputs = call.inputs()
+    incoming = call.incoming(inputs)
+    for place in places(inputs, incoming):
+        check_place(call, inputs, incoming, place, values_for(call, place))
+
+
+def values_for(call: Call, place: Place) -> tuple[float, ...]:
+    """What may be put there: NaN, and infinities into an input unless they have a meaning of their own."""
+    nan_only = isinstance(place.owner, int) or place.owner in call.spec.infinity_masks
+    return NON_FINITE[:1] if nan_only else NON_FINITE
+
+
+def check_place(call: Call, inputs: Inputs, incoming: Sequence[Tensor], place: Place, values: Sequence[float]) -> None:
+    clean = call.exact(inputs, incoming=incoming)
+    naive = call.naive(inputs, incoming=incoming)
+    depends = _dependence(call, inputs, incoming, place, clean)
+    for value in values:
+        _check_value(call, (inputs, incoming), place, value, depends, (naive, clean))
+
+
+def _dependence(call: Call, inputs: Inputs, incoming: Sequence[Tensor], place: Place, clean: Run) -> dict[str, Tensor]:
+    """By name of an output or a gradient: its elements that depend on the place."""
+    found = {name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in clean.tensors().items()}
+    for value in (1.25, HUGE, -HUGE):
+        changed, changed_incoming = place.put(value, inputs, incoming)
+        other = call.exact(changed, incoming=changed_incoming).tensors()
+        for name, tensor in clean.tensors().items():
+            found[name] |= other[name] != tensor
+    return found
+
+
+def _check_value(
+    call: Call,
+    arguments: tuple[Inputs, Sequence[Tensor]],
+    place: Place,
+    value: float,
+    depends: dict[str, Tensor],
+    unspoilt: tuple[Run, Run],
+) -> None:
+    what = f"{value} at {place}"
+    inputs, incoming = place.put(value, *arguments)
+    tested, naive = call.tested(inputs, incoming=incoming), call.naive(inputs, incoming=incoming)
+    written = run(call.spec, with_backend(call.spec, "reference"), inputs, call.case.options, incoming=incoming)
+    limits = []
+    if not math.isnan(value):
+        huge, huge_incoming = place.put(math.copysign(HUGE, value), *arguments)
+        limits = [naive, call.exact(huge, incoming=huge_incoming)]
+    keeps = {}
+    for name, tensor in tested.tensors().items():
+        forms = [naive.tensors()[name]] if name in naive.outputs else [naive.tensors()[name], written.tensors()[name]]
+        finite = torch.stack([form.isfinite() for form in forms])
+        lost = depends[name] & tensor.isfinite()
+        if math.isnan(value):
+            lost &= ~finite.any(dim=0)
+        for right in limits:
+            lost &= ~_near(tensor, right.tensors()[name], *(found.tensors()[name] for found in unspoilt))
+        assert not lost.any(), f"{what}: {name}: {int(lost.sum())} elements are finite that must not be"
+        made = ~tensor.isfinite() & finite.all(dim=0) & ~depends[name]
+        assert not made.any(), f"{what}: {name}: {int(made.sum())} elements are not finite that must be"
+        keeps[name] = ~depends[name] & tensor.isfinite()
+    hold(what, *(_only(found, keeps) for found in (tested, *unspoilt)))
+
+
+def _near(tensor: Tensor, limit: Tensor, naive: Tensor, exact: Tensor) -> Tensor:
+    """Which elements are as near to ``limit`` as the tensor's are to the exact ones where all is finite."""
+    bound = compare("", naive, naive, exact, GRADIENT_FACTOR).bound
+    step = torch.finfo(tensor.dtype).eps * limit.abs()
+    return (tensor.double() - limit).abs() <= bound + step
+
+
+def _only(found: Run, masks: dict[str, Tensor]) -> Run:
+    """The elements that the masks select."""
+    return Run(
+        {name: tensor[masks[name]] for name, tensor in found.outputs.items()},
+        {name: tensor[masks[name]] for name, tensor in found.gradients.items()},
+    )

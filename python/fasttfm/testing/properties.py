@@ -1,0 +1,277 @@
+"""What every op and every backend keeps, apart from its accuracy: each property is one function of a Call.
+
+The reference in the tested type says what to expect, the reference in fp64 how far from it a result may be. A property
+raises AssertionError where it does not hold; ``tests/testing/test_properties.py`` shows with broken ops that each can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
+
+from fasttfm.ops.backends import tables
+from fasttfm.testing.call import Call, floating_inputs, hold
+from fasttfm.testing.harness import Run, floating_of, incoming_gradients, same_bits
+from fasttfm.testing.memory_layouts import INCOMING_LAYOUTS
+from fasttfm.testing.non_finite import check_non_finite
+from fasttfm.testing.spec import Inputs, outputs_of
+
+# ---- incoming gradients ----------------------------------------------------------------------------------------------
+
+
+def check_gradient_layouts(call: Call) -> None:
+    """Incoming gradients may lie in memory in any way."""
+    inputs = call.inputs()
+    incoming = call.incoming(inputs)
+    for layout, change in INCOMING_LAYOUTS.items():
+        call.check(f"{layout} gradients", inputs, incoming=[change(gradient) for gradient in incoming])
+
+
+def check_absent_gradients(call: Call) -> None:
+    """Each input alone, and all but each, may require a gradient; and each output alone, and all but each, have one."""
+    inputs = call.inputs()
+    incoming = call.incoming(inputs)
+    names = [name for name in call.spec.differentiable if inputs.get(name) is not None]
+    for wanted in _singles_and_rests(names):
+        call.check(f"gradients of {', '.join(wanted)} only", inputs, wanted=wanted, incoming=incoming)
+    for given in _singles_and_rests(range(len(incoming))):
+        some = [gradient if index in given else None for index, gradient in enumerate(incoming)]
+        call.check(f"a gradient for outputs {given} only", inputs, incoming=some)
+
+
+def _singles_and_rests(items: Sequence[Any]) -> list[list[Any]]:
+    """Each item alone and, where that is something else, all items but one."""
+    if len(items) < 2:
+        return []
+    rests = [[other for other in items if other != item] for item in items]
+    return [[item] for item in items] + (rests if len(items) > 2 else [])
+
+
+# ---- tensor subclasses -----------------------------------------------------------------------------------------------
+
+
+class WrapperTensor(Tensor):
+    """A tensor subclass as quantized and distributed tensors are: its numbers are in another tensor, and its own
+    ``data_ptr()`` is 0. Every op on it is an op on what it wraps."""
+
+    wrapped: Tensor
+
+    @staticmethod
+    def __new__(cls, wrapped: Tensor) -> WrapperTensor:
+        wrapper: WrapperTensor = Tensor._make_wrapper_subclass(
+            cls, wrapped.shape, strides=wrapped.stride(), dtype=wrapped.dtype, device=wrapped.device
+        )
+        wrapper.wrapped = wrapped
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        plain_args, plain_kwargs = tree_map_only(WrapperTensor, lambda wrapper: wrapper.wrapped, (args, kwargs or {}))
+        return tree_map_only(Tensor, WrapperTensor, func(*plain_args, **plain_kwargs))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"WrapperTensor({self.wrapped!r})"
+
+
+def check_subclass(call: Call) -> None:
+    """A tensor subclass without memory of its own, in any position, gives the right numbers or an error that names the
+    op: it is never taken for an argument that is left out."""
+    inputs = call.inputs()
+    positions = [name for name, value in inputs.items() if isinstance(value, Tensor)]
+    incoming = call.incoming(inputs)
+    how = {"incoming": incoming}
+    naive, exact = call.naive(inputs, **how), call.exact(inputs, **how)
+    for wrapped in [*([name] for name in positions), positions]:
+        mixed = {name: WrapperTensor(value) if name in wrapped else value for name, value in inputs.items()}
+        with refusal_allowed():
+            hold(f"a subclass for {', '.join(wrapped)}", _unwrapped(call.tested(mixed, **how)), naive, exact)
+    with refusal_allowed():
+        how["incoming"] = [WrapperTensor(gradient) for gradient in incoming]
+        hold("a subclass for the gradients", _unwrapped(call.tested(inputs, **how)), naive, exact)
+
+
+def _unwrapped(found: Run) -> Run:
+    outputs, gradients = tree_map_only(WrapperTensor, lambda wrapper: wrapper.wrapped, (found.outputs, found.gradients))
+    return Run(outputs, gradients)
+
+
+@contextlib.contextmanager
+def refusal_allowed() -> Iterator[None]:
+    """An op may refuse with an error that names it; any other error is a defect."""
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+        names = "|".join(tables())
+        named = re.match(rf"(fasttfm::)?({names})(_forward|_backward)?\b.*: ", str(error))
+        assert named, f"expected an error that names the op, got {error!r}"
+
+
+# ---- other ways to differentiate -------------------------------------------------------------------------------------
+
+
+def check_second_order(call: Call) -> None:
+    """Second derivatives are right, or an error that names the op says that there are none."""
+    inputs = call.inputs()
+    naive, exact = (_second_order(call, call.spec.reference, inputs, wide) for wide in (False, True))
+    with refusal_allowed():
+        hold("second derivatives", _second_order(call, call.op(), inputs), naive, exact)
+
+
+def _second_order(call: Call, function: Callable[..., Any], inputs: Inputs, wide: bool = False) -> Run:
+    """The derivatives of a weighted sum of the first ones, by inputs and by incoming gradients."""
+    given, leaves = _leaves(call, inputs, wide)
+    floating = floating_of(outputs_of(function(**given, **call.case.options)))
+    outputs = [output for output in floating if output.requires_grad]
+    incoming = [gradient.requires_grad_() for gradient in incoming_gradients(outputs, inputs, wide)]
+    first = torch.autograd.grad(outputs, list(leaves.values()), incoming, create_graph=True, allow_unused=True)
+    found = [gradient for gradient in first if gradient is not None]
+    total = torch.stack(
+        [(x * weight).sum() for x, weight in zip(found, incoming_gradients(found, inputs, wide), strict=True)]
+    ).sum()
+    by = {**leaves, **{f"incoming{index}": gradient for index, gradient in enumerate(incoming)}}
+    second = torch.autograd.grad(total, list(by.values()), allow_unused=True)
+    pairs = zip(by.items(), second, strict=True)
+    return Run({}, {f"dd{name}": torch.zeros_like(x) if d is None else d for (name, x), d in pairs})
+
+
+def _leaves(call: Call, inputs: Inputs, wide: bool, requires_grad: bool = True) -> tuple[Inputs, dict[str, Tensor]]:
+    """The inputs, in fp64 if ``wide``, and those of them that have a gradient."""
+    given = dict(inputs)
+    for name in floating_inputs(inputs):
+        given[name] = (inputs[name].double() if wide else inputs[name]).detach()
+    names = [name for name in call.spec.differentiable if inputs.get(name) is not None]
+    return given, {name: given[name].requires_grad_(requires_grad) for name in names}
+
+
+def check_forward_mode(call: Call) -> None:
+    """A tangent of any input reaches the outputs as in the reference, or an error that names the op says that it does
+    not; with and without a backward to come."""
+    inputs = call.inputs()
+    names = [name for name in call.spec.differentiable if inputs.get(name) is not None]
+    for name in names:
+        naive, exact = (_tangents(call, call.spec.reference, inputs, name, wide, True) for wide in (False, True))
+        for requires_grad in (True, False):
+            with refusal_allowed():
+                tested = _tangents(call, call.op(), inputs, name, False, requires_grad)
+                hold(f"the tangent of {name}, requires_grad={requires_grad}", tested, naive, exact)
+
+
+def _tangents(
+    call: Call, function: Callable[..., Any], inputs: Inputs, name: str, wide: bool, requires_grad: bool
+) -> Run:
+    given, leaves = _leaves(call, inputs, wide, requires_grad)
+    (direction,) = incoming_gradients([leaves[name]], inputs, wide)
+    with forward_ad.dual_level():
+        given[name] = forward_ad.make_dual(given[name], direction)
+        outputs = outputs_of(function(**given, **call.case.options))
+        pairs = [forward_ad.unpack_dual(output) for output in outputs if output.is_floating_point()]
+        tangents = [torch.zeros_like(x) if tangent is None else tangent for x, tangent in pairs]
+        return Run({}, {f"tangent{index}": tangent.detach() for index, tangent in enumerate(tangents)})
+
+
+# ---- memory, tracing and threads -------------------------------------------------------------------------------------
+
+
+def check_poisoned_memory(call: Call) -> None:
+    """New memory that is full of NaN (and of the largest integers) changes no bit: what is read has been written."""
+    inputs = call.inputs()
+    incoming = call.incoming(inputs)
+    clean, poisoned = (_with_new_memory(fill, call, inputs, incoming).tensors() for fill in (False, True))
+    for name, tensor in clean.items():
+        assert same_bits(tensor, poisoned[name]), f"{name} depends on what was in new memory"
+
+
+def _with_new_memory(fill: bool, call: Call, inputs: Inputs, incoming: Sequence[Tensor]) -> Run:
+    memory: Any = torch.utils.deterministic
+    before = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = fill
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own ops on a GPU say that they are not deterministic
+            return call.tested(inputs, incoming=incoming)
+    finally:
+        memory.fill_uninitialized_memory = before
+        torch.use_deterministic_algorithms(False)
+
+
+def check_without_data(call: Call) -> None:
+    """Meta and fake tensors give the shapes, types and strides of the real call, or an error that names the op."""
+    inputs = call.inputs()
+    incoming = call.incoming(inputs)
+    real = call.tested(inputs, incoming=incoming).tensors()
+    mode = FakeTensorMode()
+    for kind, convert, context in (
+        ("meta", lambda tensor: tensor.to("meta"), contextlib.nullcontext()),
+        ("fake", mode.from_tensor, mode),
+    ):
+        converted, gradients = tree_map_only(Tensor, convert, (inputs, incoming))
+        with refusal_allowed(), context:
+            found = call.tested(converted, incoming=gradients).tensors()
+            for name, tensor in real.items():
+                expected, got = _description(tensor), _description(found[name])
+                assert got == expected, f"{kind} tensors: {name}: expected {expected}, got {got}"
+
+
+def _description(tensor: Tensor) -> str:
+    """Shape, type and those strides that matter."""
+    strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    return f"{tuple(tensor.shape)} of {tensor.dtype}, strides {strides if tensor.numel() > 0 else []}"
+
+
+def check_threads(call: Call, threads: int = 4, repeats: int = 3) -> None:
+    """Python threads that call the op forward and backward at the same time, each on inputs of its own, get the bits
+    that a single one gets."""
+    inputs = [call.inputs(seed) for seed in range(threads)]
+    expected = [call.tested(given).tensors() for given in inputs]
+    start = threading.Barrier(threads)
+
+    def repeat(given: Inputs) -> list[dict[str, Tensor]]:
+        start.wait()
+        return [call.tested(given).tensors() for _ in range(repeats)]
+
+    with ThreadPoolExecutor(threads) as pool:
+        results = list(pool.map(repeat, inputs))
+    for first, several in zip(expected, results, strict=True):
+        for name, found in itertools.product(first, several):
+            assert same_bits(first[name], found[name]), f"{name} differs in a thread"
+
+
+def check_inference_first(call: Call) -> None:
+    """A call under inference_mode, then one under no_grad, then training. What an op keeps between calls is made by the
+    first call of a process: ``python -m fasttfm.testing.inference_first`` checks every op in a process of its own."""
+    inputs = call.inputs()
+    with torch.inference_mode():
+        call.op()(**inputs, **call.case.options)
+    with torch.no_grad():
+        call.op()(**inputs, **call.case.options)
+    call.check("after inference", inputs)
+
+
+PROPERTIES: Mapping[str, Callable[[Call], None]] = {
+    "non_finite": check_non_finite,
+    "gradient_layouts": check_gradient_layouts,
+    "absent_gradients": check_absent_gradients,
+    "subclass": check_subclass,
+    "second_order": check_second_order,
+    "forward_mode": check_forward_mode,
+    "poisoned_memory": check_poisoned_memory,
+    "without_data": check_without_data,
+    "threads": check_threads,
+}
+# What Triton's interpreter is asked for, slow as it is: the others depend on what is around the kernels.
+KERNEL_PROPERTIES = ("non_finite", "poisoned_memory")
