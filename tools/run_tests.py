@@ -7,8 +7,9 @@ crashes, hangs or loses its CUDA context is reported with the test that it was i
 group is run by the new one.
 
 The log folder receives ``results.jsonl`` (one line per test), ``failures.txt``, ``durations.json`` (mean seconds of
-each test function, which ``--durations`` reads) and what each worker printed. The exit code is 0 if every test passed
-or was skipped, 1 if one failed, and 2 if tests were not run: the time limit, or an error of collection.
+each test function, and of each long test, which ``--durations`` reads) and what each worker printed. The exit code is
+0 if every test passed or was skipped, 1 if one failed, and 2 if tests were not run: the time limit, or an error of
+collection.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import pytest
 
 UNKNOWN_SECONDS = 0.3  # a test that no durations are known of
 UNKNOWN_SLOW_SECONDS = 20.0  # the same, marked slow
+OWN_DURATION = 5.0  # a test that takes longer has a duration of its own in the log
 LONGEST_GROUP = 64  # tests
 KEPT_OUTPUT = 6000  # characters of what a failing test or a crashed worker printed
 TEST_LINE = "\n[test] "  # begins the line in a worker's log that names the test which begins
@@ -154,7 +156,7 @@ class Schedule:
     """Which tests there are, which are done, and the groups still to be handed out; used by one thread per worker."""
 
     processes: int
-    known: dict[str, float]  # mean seconds of test functions
+    known: dict[str, float]  # mean seconds of test functions, and seconds of long tests
     tests: list[str] = field(default_factory=list)
     groups: collections.deque[list[str]] = field(default_factory=collections.deque)
     results: dict[str, Result] = field(default_factory=dict)
@@ -176,7 +178,7 @@ class Schedule:
 
     def _seconds(self, nodeid: str, marks: list[str]) -> float:
         unknown = UNKNOWN_SLOW_SECONDS if "slow" in marks else UNKNOWN_SECONDS
-        return self.known.get(function_of(nodeid), unknown)
+        return self.known.get(nodeid, self.known.get(function_of(nodeid), unknown))
 
     def take(self) -> list[str]:
         with self.lock:
@@ -378,7 +380,8 @@ def write_log(schedule: Schedule, log: Path) -> None:
     (log / "failures.txt").write_text("".join(failed))
     seconds = collections.defaultdict(list)
     for result in results:
-        seconds[function_of(result.nodeid)].append(result.seconds)
+        own = result.seconds > OWN_DURATION
+        seconds[result.nodeid if own else function_of(result.nodeid)].append(result.seconds)
     means = {name: round(sum(values) / len(values), 2) for name, values in sorted(seconds.items())}
     (log / "durations.json").write_text(json.dumps(means, indent=0) + "\n")
 
