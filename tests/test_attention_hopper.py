@@ -263,6 +263,7 @@ def test_the_order_of_sequences_changes_no_bit(head_dim: int, factor: int) -> No
 @pytest.mark.parametrize("head_dim", HEADS)
 def test_a_cuda_graph_gives_the_same_bits(head_dim: int, case: str) -> None:
     function, inputs, dout = packed_call(case, head_dim)
+    torch.cuda.synchronize()  # the other stream does not wait for the inputs
     with torch.cuda.stream(torch.cuda.Stream()):
         expected = gradients(function, inputs, dout)
     torch.cuda.synchronize()

@@ -249,6 +249,7 @@ def test_same_bits_under_load() -> None:
 def test_a_cuda_graph_gives_the_same_bits() -> None:
     case = Case(2000, 256, 1024)
     given = draw(case, torch.bfloat16)
+    torch.cuda.synchronize()  # the other stream does not wait for the inputs
     with torch.cuda.stream(torch.cuda.Stream()):
         expected = fused(given, case.kind)
     torch.cuda.synchronize()

@@ -118,7 +118,8 @@ def _short_options(q: Tensor, problem: AttentionProblem, tiles: tuning.Tiles) ->
     if bounded and problem.window_left == UNLIMITED and problem.window_right == UNLIMITED:
         # Where only loads and masks need the boundaries, the compiler loads them ahead too, and takes stages for that.
         options["STAGES"] = 2 * tiles.stages - 1
-    return min(items, tiles.programs * multiprocessors(q)), options
+    working = min(items, tiles.programs * multiprocessors(q))
+    return working + (q.shape[-2] if problem.packed else 0), options  # one for a head's rows after all sequences
 
 
 def attention_fwd_triton(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
@@ -140,7 +141,7 @@ def attention_fwd_triton(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProb
         else:
             chosen = tuning.forward_tiles(call)
             tiles = max(triton.cdiv(problem.max_seqlen, chosen.queries), 1)
-            _fwd_kernel[(tiles * heads * problem.sequences,)](
+            _fwd_kernel[(tiles * heads * (problem.sequences + problem.packed),)](
                 **arguments, **_added(q, problem), tiles=tiles, **_tile_options(problem, chosen)
             )
     return out, lse
@@ -188,13 +189,13 @@ def _backward_by_tile(arguments: dict[str, Any], out: Tensor, problem: Attention
     arguments |= {"statistics": lse.new_empty(2 * size), "statistics_rows": rows, "statistics_size": size}
     chosen = tuning.query_tiles(call)
     tiles = max(triton.cdiv(problem.max_seqlen, chosen.queries), 1)
-    _bwd_q_kernel[(tiles * heads * problem.sequences,)](
+    _bwd_q_kernel[(tiles * heads * (problem.sequences + problem.packed),)](
         **_without(arguments, "dk", "dv"), out=out, tiles=tiles, **_tile_options(problem, chosen)
     )
     chosen = tuning.key_tiles(call)
     tiles = max(triton.cdiv(problem.max_seqlen_k, chosen.keys), 1)
     prefetch = chosen.ahead > 0 and q.is_cuda
-    _bwd_kv_kernel[(tiles * arguments["kv_heads"] * problem.sequences,)](
+    _bwd_kv_kernel[(tiles * arguments["kv_heads"] * (problem.sequences + problem.packed),)](
         **_without(arguments, "dq", "lse"),
         tiles=tiles,
         ahead=chosen.ahead * multiprocessors(q) if prefetch else 0,

@@ -21,6 +21,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     PLAIN,
     RIGHT,
     SLOPES,
+    after_last,
     clear_rows,
     head_rows,
     key_tiles,
@@ -30,7 +31,6 @@ from fasttfm.kernels.attention.triton_tiles import (
     output_offsets,
     prefetch_rows,
     query_tiles,
-    row_to_clear,
     sequence_span,
     store_rows,
 )
@@ -245,16 +245,19 @@ def _bwd_kv_kernel(
     first = program % tiles * BLOCK_N
     kv_head = program // tiles % kv_heads
     sequence = program // tiles // kv_heads
+    if (
+        K_LAYOUT == "packed" and sequence == tl.num_programs(0) // (tiles * kv_heads) - 1
+    ):  # the rows after all sequences
+        row = after_last(k_bounds, sequence, k_size) + first
+        dk_all = head_rows(dk, (0, dk_row, dk_head), sequence, 0, kv_head, UNIT)
+        clear_rows(dk_all, row, k_size, tiles * BLOCK_N, tl.arange(0, BLOCK_D), D, BLOCK_N)
+        dv_all = head_rows(dv, (0, dv_row, dv_head), sequence, 0, kv_head, UNIT)
+        clear_rows(dv_all, row, k_size, tiles * BLOCK_N, tl.arange(0, BLOCK_D), D, BLOCK_N)
+        return
     q_first, q_length = sequence_span(q_bounds, sequence, q_size, Q_LAYOUT)
     k_first, k_length = sequence_span(k_bounds, sequence, k_size, K_LAYOUT)
     k_stored = k_size if K_LAYOUT == "lengths" else k_length
     columns = tl.arange(0, BLOCK_D)
-    if K_LAYOUT == "packed":
-        row = row_to_clear(k_first + k_length + first, sequence, tl.num_programs(0) // (tiles * kv_heads), k_size)
-        dk_all = head_rows(dk, (dk_batch, dk_row, dk_head), sequence, 0, kv_head, UNIT)
-        clear_rows(dk_all, row, k_size, tiles * BLOCK_N, columns, D, BLOCK_N)
-        dv_all = head_rows(dv, (dv_batch, dv_row, dv_head), sequence, 0, kv_head, UNIT)
-        clear_rows(dv_all, row, k_size, tiles * BLOCK_N, columns, D, BLOCK_N)
     if first >= k_stored:
         return
     shape = (q_length, k_length, window_left, window_right)
@@ -263,7 +266,10 @@ def _bwd_kv_kernel(
     k_tile = load_rows(k_rows, first, k_length, columns, not EVEN, D, BLOCK_N)
     v_tile = load_rows(v_rows, first, k_length, columns, not EVEN, D, BLOCK_N)
     if AHEAD:
-        later = tl.minimum(program + ahead, tl.num_programs(0) - 1)
+        programs = tl.num_programs(0)
+        if K_LAYOUT == "packed":
+            programs -= tiles * kv_heads  # those of the rows after all sequences
+        later = tl.minimum(program + ahead, programs - 1)
         _prefetch(
             later % tiles * BLOCK_N,
             later // tiles // kv_heads,
@@ -429,14 +435,15 @@ def _bwd_q_kernel(
     first = (tiles - 1 - program % tiles) * BLOCK_M  # the last queries have the most keys where attention is causal
     head = program // tiles % heads
     sequence = program // tiles // heads
+    if Q_LAYOUT == "packed" and sequence == tl.num_programs(0) // (tiles * heads) - 1:  # the rows after all sequences
+        row = after_last(q_bounds, sequence, q_size) + first
+        dq_all = head_rows(dq, (0, dq_row, dq_head), sequence, 0, head, UNIT)
+        clear_rows(dq_all, row, q_size, tiles * BLOCK_M, tl.arange(0, BLOCK_D), D, BLOCK_M)
+        return
     q_first, q_length = sequence_span(q_bounds, sequence, q_size, Q_LAYOUT)
     k_first, k_length = sequence_span(k_bounds, sequence, k_size, K_LAYOUT)
     q_stored = q_size if Q_LAYOUT == "lengths" else q_length
     columns = tl.arange(0, BLOCK_D)
-    if Q_LAYOUT == "packed":
-        row = row_to_clear(q_first + q_length + first, sequence, tl.num_programs(0) // (tiles * heads), q_size)
-        dq_all = head_rows(dq, (dq_batch, dq_row, dq_head), sequence, 0, head, UNIT)
-        clear_rows(dq_all, row, q_size, tiles * BLOCK_M, columns, D, BLOCK_M)
     if first >= q_stored:
         return
     queries = first + tl.arange(0, BLOCK_M)

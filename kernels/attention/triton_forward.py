@@ -16,6 +16,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     PLAIN,
     RIGHT,
     SLOPES,
+    after_last,
     clear_outputs,
     head_rows,
     key_tiles,
@@ -23,7 +24,6 @@ from fasttfm.kernels.attention.triton_tiles import (
     masked_scores,
     natural_lse,
     output_offsets,
-    row_to_clear,
     sequence_span,
     store_rows,
 )
@@ -126,13 +126,14 @@ def _fwd_kernel(
     first = (tiles - 1 - program % tiles) * BLOCK_M  # the last queries have the most keys where attention is causal
     head = program // tiles % heads
     sequence = program // tiles // heads
+    if Q_LAYOUT == "packed" and sequence == tl.num_programs(0) // (tiles * heads) - 1:  # the rows after all sequences
+        row = after_last(q_bounds, sequence, q_size) + first
+        clear_outputs((out, lse), row, tiles * BLOCK_M, head, heads, q_size, tl.arange(0, BLOCK_D), D, BLOCK_M)
+        return
     q_first, q_length = sequence_span(q_bounds, sequence, q_size, Q_LAYOUT)
     k_first, k_length = sequence_span(k_bounds, sequence, k_size, K_LAYOUT)
     rows = q_size if Q_LAYOUT == "lengths" else q_length  # rows past a dense sequence's length are written as zeros
     columns = tl.arange(0, BLOCK_D)
-    if Q_LAYOUT == "packed":
-        row = row_to_clear(q_first + q_length + first, sequence, tl.num_programs(0) // (tiles * heads), q_size)
-        clear_outputs((out, lse), row, tiles * BLOCK_M, head, heads, q_size, columns, D, BLOCK_M)
     if first >= rows:
         return
     queries = first + tl.arange(0, BLOCK_M)

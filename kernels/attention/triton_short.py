@@ -78,13 +78,20 @@ def _short_fwd_kernel(
 ):
     MASKED: tl.constexpr = not EVEN or FEATURES[LEFT] or FEATURES[RIGHT]
     columns = tl.arange(0, BLOCK_D)
+    programs = tl.num_programs(0)
+    if Q_LAYOUT == "packed":
+        programs -= heads
+    if Q_LAYOUT == "packed" and tl.program_id(0) >= programs:  # the rows after all sequences, of one head
+        head = tl.program_id(0) - programs
+        row = after_last(q_bounds, items // heads, q_size)
+        clear_outputs((out, lse), row, BLOCK_M, head, heads, q_size, columns, D, BLOCK_M)
+        return
     queries = tl.arange(0, BLOCK_M)
     keys = tl.arange(0, BLOCK_N)
     factor = scale if FEATURES[PLAIN] else 1.0
     terms = (scale, None, None, None)  # neither bias nor slope
     seed_value = tl.load(seed) if FEATURES[DROPOUT] else 0
-    q_end = after_last(q_bounds, items // heads, q_size) if Q_LAYOUT == "packed" else q_size
-    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=STAGES):
+    for item in tl.range(tl.program_id(0), items, programs, num_stages=STAGES):
         sequence = item // heads
         head = item % heads
         q_first, q_length = sequence_span(q_bounds, sequence, q_size, Q_LAYOUT)
@@ -111,10 +118,6 @@ def _short_fwd_kernel(
         lse_start, out_start = output_offsets(sequence, q_first, head, heads, q_size, Q_LAYOUT)
         tl.store(lse + lse_start + queries, natural_lse(m, l), mask=queries < rows)
         store_rows((out + out_start * D, heads * D), 0, rows, columns, result, not EVEN, D, BLOCK_M)
-    if Q_LAYOUT == "packed":
-        for part in range(tl.program_id(0), heads * tl.cdiv(q_size - q_end, BLOCK_M), tl.num_programs(0)):
-            row = q_end + part // heads * BLOCK_M
-            clear_outputs((out, lse), row, q_size, part % heads, heads, q_size, columns, D, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=[*_SIZES, *_STRIDES])
@@ -174,14 +177,23 @@ def _short_bwd_kernel(
 ):
     MASKED: tl.constexpr = not EVEN or FEATURES[LEFT] or FEATURES[RIGHT]
     columns = tl.arange(0, BLOCK_D)
+    programs = tl.num_programs(0)
+    if Q_LAYOUT == "packed":
+        programs -= heads
+    if Q_LAYOUT == "packed" and tl.program_id(0) >= programs:  # the rows after all sequences, of one head
+        head = tl.program_id(0) - programs
+        row = after_last(q_bounds, items // heads, q_size)
+        clear_rows(head_rows(dq, (0, dq_row, dq_head), head, 0, head, UNIT), row, q_size, BLOCK_M, columns, D, BLOCK_M)
+        row = after_last(k_bounds, items // heads, k_size)
+        clear_rows(head_rows(dk, (0, dk_row, dk_head), head, 0, head, UNIT), row, k_size, BLOCK_N, columns, D, BLOCK_N)
+        clear_rows(head_rows(dv, (0, dv_row, dv_head), head, 0, head, UNIT), row, k_size, BLOCK_N, columns, D, BLOCK_N)
+        return
     queries = tl.arange(0, BLOCK_M)
     keys = tl.arange(0, BLOCK_N)
     factor = scale if FEATURES[PLAIN] else 1.0
     terms = (scale, None, None, None)  # neither bias nor slope
     seed_value = tl.load(seed) if FEATURES[DROPOUT] else 0
-    q_end = after_last(q_bounds, items // heads, q_size) if Q_LAYOUT == "packed" else q_size
-    k_end = after_last(k_bounds, items // heads, k_size) if K_LAYOUT == "packed" else k_size
-    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=STAGES):
+    for item in tl.range(tl.program_id(0), items, programs, num_stages=STAGES):
         sequence = item // heads
         head = item % heads
         q_first, q_length = sequence_span(q_bounds, sequence, q_size, Q_LAYOUT)
@@ -231,16 +243,3 @@ def _short_bwd_kernel(
         store_rows(dk_rows, 0, k_stored, columns, gradient * back, not EVEN, D, BLOCK_N)
         dq_rows = head_rows(dq, (dq_batch, dq_row, dq_head), sequence, q_first, head, UNIT)
         store_rows(dq_rows, 0, q_stored, columns, dq_tile * back, not EVEN, D, BLOCK_M)
-    if Q_LAYOUT == "packed":
-        for part in range(tl.program_id(0), heads * tl.cdiv(q_size - q_end, BLOCK_M), tl.num_programs(0)):
-            head = part % heads
-            rows = head_rows(dq, (0, dq_row, dq_head), head, 0, head, UNIT)
-            clear_rows(rows, q_end + part // heads * BLOCK_M, q_size, q_size, columns, D, BLOCK_M)
-    if K_LAYOUT == "packed":
-        for part in range(tl.program_id(0), heads * tl.cdiv(k_size - k_end, BLOCK_N), tl.num_programs(0)):
-            head = part % heads
-            row = k_end + part // heads * BLOCK_N
-            rows = head_rows(dk, (0, dk_row, dk_head), head, 0, head, UNIT)
-            clear_rows(rows, row, k_size, k_size, columns, D, BLOCK_N)
-            rows = head_rows(dv, (0, dv_row, dv_head), head, 0, head, UNIT)
-            clear_rows(rows, row, k_size, k_size, columns, D, BLOCK_N)

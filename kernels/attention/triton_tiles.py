@@ -43,12 +43,6 @@ def after_last(bounds, sequences, size):
 
 
 @triton.jit
-def row_to_clear(first, sequence, sequences, size):
-    """``first`` in the programs of the last sequence, which clear the packed rows after it; else ``size``: none."""
-    return tl.where(sequence == sequences - 1, first, size)
-
-
-@triton.jit
 def head_rows(tensor, strides, sequence, first, head, UNIT: tl.constexpr):
     """One head of a sequence whose first row is ``first``: pointer to that row, and stride of rows in elements.
     ``strides`` of sequences, rows and heads are in units of UNIT elements."""

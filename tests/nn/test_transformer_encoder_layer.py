@@ -74,7 +74,7 @@ def test_same_numbers_as_torch(masks: dict[str, Any], batch_first: bool, norm_fi
         {"bias": False},
         {"layer_norm_eps": 1e-2, "norm_first": True},
     ],
-    ids=str,
+    ids=["gelu", "tanh", "silu", "relu", "no bias", "pre-LN"],
 )
 def test_constructor_arguments(options: dict[str, Any]) -> None:
     ours, theirs = pair(batch_first=True, **options)

@@ -19,6 +19,7 @@ from fasttfm.tasks.questions import QuestionTask
 from fasttfm.tasks.rates import Rates, freeze
 from fasttfm.tasks.reading import read_examples
 from fasttfm.tasks.task import Language
+from fasttfm.train.loop import NonFiniteError, check_finite
 
 TEXTS = ["peace and commerce", "war and the army", "the peace of nations", "an army in war"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*drawn anew, to be trained")
@@ -55,6 +56,23 @@ def test_a_seed_decides_everything(bert_directory: Path) -> None:
         states.append(model.state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert not all(torch.equal(states[0][name], states[2][name]) for name in states[0])
+
+
+def test_a_run_in_which_every_step_was_skipped_raises(bert_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, task = prepare("classify", bert_directory, PEACE)
+    work = FineTuning(model, task, PEACE, settings(epochs=1))
+    monkeypatch.setattr(task, "loss", lambda module, batch: module.classifier.weight.sum() * torch.nan)
+    with pytest.raises(NonFiniteError, match=r"was not finite in any of the 1 steps; nothing was changed"):
+        work.run(lambda results: None)
+
+
+def test_parameters_that_are_not_finite_are_told(bert_directory: Path) -> None:
+    model, _ = prepare("classify", bert_directory, PEACE)
+    check_finite(model)
+    with torch.no_grad():
+        model.classifier.bias[0] = torch.inf  # type: ignore[union-attr, operator, index]
+    with pytest.raises(NonFiniteError, match=r"not finite after training: classifier\.bias and 0 more"):
+        check_finite(model)
 
 
 def test_batches_of_a_step_are_one_batch(bert_directory: Path) -> None:
