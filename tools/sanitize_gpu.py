@@ -31,12 +31,18 @@ TESTS = (
 )
 # Without torch's caching allocator no graph can be captured: an allocation is a cudaMalloc.
 KEYWORD = "not graph"
+# Under racecheck a 16-bit cuBLAS GEMM ends with an illegal memory access that the tool cannot handle, although the
+# filter leaves it out: the kernels of linear_gelu and mlp are watched in test_gelu_product and bias_gelu's cases.
+KEYWORDS = {"racecheck": f"{KEYWORD} and not linear_gelu and not mlp"}
 CONTROL_SECONDS = 90
 OURS = "fasttfm"  # the namespace of all kernels, and so part of their names
 
 # initcheck has to watch torch's kernels too, or what they write would count as uninitialized; what it says of their own
 # reads is left out.
-COMMON = "--target-processes application-only --report-api-errors no --show-backtrace device --print-limit 100"
+COMMON = (
+    "--target-processes application-only --report-api-errors no --show-backtrace device --print-limit 100"
+    " --launch-timeout 300"  # seconds until a process has started: several tools start many at once
+)
 TOOLS = {
     "memcheck": f"--kernel-name kns={OURS}",
     "racecheck": f"--kernel-name kns={OURS}",
@@ -107,10 +113,11 @@ def command_of(tool: str) -> str:
 
 
 def start(tool: str, options: argparse.Namespace, log: Path) -> subprocess.Popen[bytes]:
+    keyword = KEYWORDS.get(tool, KEYWORD)
     command = [
         *(sys.executable, str(RUNNER), "-m", "gpu", "-n", str(options.processes), "--wrap", command_of(tool)),
         *("--time-limit", str(options.time_limit), "--log", str(log / tool)),
-        *("-k", f"({KEYWORD}) and ({options.keyword})" if options.keyword else KEYWORD),
+        *("-k", f"({keyword}) and ({options.keyword})" if options.keyword else keyword),
         *TESTS,
     ]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # an allocation of its own for each tensor

@@ -36,13 +36,15 @@ struct ProductShape {
   static constexpr int kThreads = 32 * (kConsumerWarps + 1 + EPILOGUES);
   static constexpr int kRowGroups = kRows / 4;  // a warp takes four rows of a part at a time
   static constexpr int kVectors = (kRowGroups + EPILOGUES - 1) / EPILOGUES;  // of 8 elements in a part, a thread's
+  // Below a part, that the last vectors of some warps reach: they are read, and not used.
+  static constexpr int kBytesBelow = 4 * (kVectors * EPILOGUES - kRowGroups) * kTileRowBytes;
 };
 
 template <class S>
 struct alignas(1024) ProductMemory {
   char a[S::kStages][S::kRows * kTileRowBytes];
   char b[S::kStages][S::kColumns * kTileRowBytes];
-  char result[S::kParts][S::kPartBytes];
+  char result[S::kParts * S::kPartBytes + S::kBytesBelow];  // below the last part nothing is written
   alignas(16) float sums[2][S::kEpilogueWarps][kTileColumns];
   Barrier full[S::kStages], empty[S::kStages], result_full, result_empty;
 
@@ -53,8 +55,8 @@ struct alignas(1024) ProductMemory {
       full[i].initialize(1);
       empty[i].initialize(S::kConsumerWarps * S::kCluster);
     }
-    result_full.initialize(S::kConsumerWarps);
-    result_empty.initialize(S::kEpilogueWarps);
+    result_full.initialize(S::kConsumerWarps * kWarpArrivals);
+    result_empty.initialize(S::kEpilogueWarps * kWarpArrivals);
     fence_barriers();
   }
 };
@@ -233,8 +235,7 @@ __device__ __forceinline__ void consume(const ProductParams& p, ProductMemory<S>
   float sums[S::kColumns / 2];
   for (TileTurns<S> tile(p); tile.valid(p); tile.next(p)) {
     multiply_tile<T, S, B>(p, memory, own, tile.parts(p), sums);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) memory.result_full.arrive();
+    arrive_warp(memory.result_full);
     own.parity ^= 1;
   }
 }
@@ -350,6 +351,13 @@ struct PartWalk {
   }
 };
 
+// arrive_warp() with the lane that the thread knows: threadIdx.x takes another register, and some kernels spill then.
+template <class S>
+__device__ __forceinline__ void release_result(ProductMemory<S>& memory, const EpilogueThread<S>& thread) {
+  __syncwarp();
+  if (kWarpArrivals > 1 || thread.lane == 0) memory.result_empty.arrive();
+}
+
 template <class T, class S, Activation A, Kept KEPT>
 __device__ __forceinline__ void finish_forward(const ProductParams& p, ProductMemory<S>& memory, int warp) {
   const EpilogueThread<S> thread(memory, warp);
@@ -391,8 +399,7 @@ __device__ __forceinline__ void finish_forward(const ProductParams& p, ProductMe
         }
       }
     }
-    __syncwarp();
-    if (thread.lane == 0) memory.result_empty.arrive();
+    release_result(memory, thread);
     parity ^= 1;
   }
 }
@@ -480,8 +487,7 @@ __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductM
       if (p.sums != nullptr) store_sums<S>(p, memory, thread, tile, part, buffer, sum);
       buffer ^= 1;
     }
-    __syncwarp();
-    if (thread.lane == 0) memory.result_empty.arrive();
+    release_result(memory, thread);
     parity ^= 1;
   }
 }

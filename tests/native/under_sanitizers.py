@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from fasttfm.kernels.common.activation import CODES
 from fasttfm.ops import attention, cu_seqlens_from_lengths, gelu_product
-from fasttfm.ops.backends import BackendRefused, tables
+from fasttfm.ops.backends import BackendRefused, dtype_name, tables
 from fasttfm.ops.gelu_product import DERIVATIVE, PRODUCT
 from fasttfm.testing.harness import draw_inputs, run, with_backend
 from fasttfm.testing.spec import OpCase, OpSpec
@@ -107,19 +108,25 @@ def test_attention_with_many_heads(sequences: int, tokens: int, causal: bool) ->
     attention(q, q, q, causal=causal, backend="cuda")
 
 
+# Of one tile, of tiles that reach past the end, and of several rounds of tiles on all multiprocessors.
+PRODUCT_SIZES = [(300, 200, 392), (127, 72, 328), (4300, 64, 4096)]
+PRODUCT_CALLS = [
+    pytest.param(*sizes, kind, dtype, id="gelu_product-" + "-".join(map(str, (*sizes, kind, dtype_name(dtype)))))
+    for sizes, kind, dtype in (
+        *((sizes, "gelu", torch.bfloat16) for sizes in PRODUCT_SIZES),
+        *itertools.product([(130, 72, 200)], CODES, (torch.bfloat16, torch.float16)),
+    )
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("rows", "inner", "columns"),
-    [(300, 200, 392), (127, 72, 328), (4300, 64, 4096)],
-    ids=lambda size: f"gelu_product-{size}",
-)
-def test_gelu_product(rows: int, inner: int, columns: int) -> None:
-    """Of one tile, of tiles that reach past the end, and of several rounds of tiles on all multiprocessors."""
+@pytest.mark.parametrize(("rows", "inner", "columns", "kind", "dtype"), PRODUCT_CALLS)
+def test_gelu_product(rows: int, inner: int, columns: int, kind: str, dtype: torch.dtype) -> None:
     randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
-    x, weight, h = (randn(*shape).bfloat16().cuda() for shape in ((rows, inner), (columns, inner), (rows, columns)))
+    x, weight, h = (randn(*shape).to(dtype).cuda() for shape in ((rows, inner), (columns, inner), (rows, columns)))
     bias = randn(columns).cuda()
     for kept in (PRODUCT, DERIVATIVE):
-        gelu_product.forward_op(x, weight, bias, "gelu", kept, "cuda")
+        gelu_product.forward_op(x, weight, bias, kind, kept, "cuda")
     transposed = weight.t().contiguous()
-    gelu_product.backward_op(x, transposed, h, bias, "gelu", True, True, "cuda")
+    gelu_product.backward_op(x, transposed, h, bias, kind, True, True, "cuda")
     gelu_product.scaled_op(x, transposed, h, bias, True, "cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -75,3 +76,16 @@ def test_the_table_counts_tests_and_findings(tool: Any, tmp_path: Path) -> None:
     rows, texts = tool.table(tmp_path, ["memcheck"])
     assert rows[1].split() == ["layer_norm", "memcheck", "1", "0", "0", "2"]
     assert len(texts) == 3
+
+
+def test_racecheck_leaves_out_the_ops_that_call_cublas(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(tool.subprocess, "Popen", lambda command, **_: commands.append(command))
+    for name in tool.TOOLS:
+        tool.start(name, argparse.Namespace(processes=1, time_limit=1.0, keyword="mlp or gelu_product"), tmp_path)
+    keywords = {name: command[command.index("-k") + 1] for name, command in zip(tool.TOOLS, commands, strict=True)}
+    assert keywords.pop("racecheck") == "(not graph and not linear_gelu and not mlp) and (mlp or gelu_product)"
+    assert set(keywords.values()) == {"(not graph) and (mlp or gelu_product)"}
+    assert all("--launch-timeout" in tool.command_of(name) for name in tool.TOOLS)
