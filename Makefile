@@ -129,8 +129,9 @@ host-test: host-build ## build without CUDA with the machine's own Python, run t
 	$(host_environment) $(PYTHON) tools/run_tests.py -m "not gpu and not slow" \
 	  --log $(or $(LOG),build/host/log) $(RUNNER_ARGS) $(op_tests)
 
-# racecheck follows a barrier from the thread that arrives, not from its warp (benchmarks/lab/racecheck_patterns.cu): in this build
-# every lane arrives. It shares its objects with gpu-build; those of Hopper's kernels are compiled anew whenever the two take turns.
+# racecheck follows a barrier from the thread that arrives, not from its warp, and is misled where warps have passed different
+# numbers of barriers (benchmarks/lab/racecheck_patterns.cu): in this build every lane and every group of a block arrives. It shares
+# its objects with gpu-build; those of Hopper's and of row-wise kernels are compiled anew whenever the two take turns.
 .PHONY: sanitize-gpu
 sanitize-gpu: ## on a GPU machine: the CUDA kernels under compute-sanitizer's four tools at once (OPS=a,b; SANITIZER_ARGS="--tools memcheck")
 	@rm -rf build/sanitized/lib

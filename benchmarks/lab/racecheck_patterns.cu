@@ -1,5 +1,6 @@
-// What racecheck makes of handing shared memory from one warp to another by mbarriers. Each kernel is right by the PTX
-// memory model; those that racecheck reports are patterns that it does not know.
+// What racecheck makes of handing shared memory from one warp to another by mbarriers, and of barriers that only some
+// of a block's warps pass. Each kernel is right by the PTX memory model; those that racecheck reports are patterns that
+// it does not know.
 //
 //   nvcc -std=c++17 -arch=sm_90a -Ikernels -o /tmp/patterns benchmarks/lab/racecheck_patterns.cu
 //   compute-sanitizer --tool racecheck /tmp/patterns
@@ -12,6 +13,7 @@ using namespace fasttfm::cuda;
 namespace {
 
 constexpr int kFloats = 128, kRounds = 4;
+constexpr int kGroup = 64;
 
 __device__ void copy_bytes(Barrier& full, void* to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -61,6 +63,31 @@ __global__ void hand_over(const float* from, float* to) {
   }
 }
 
+// Two groups of warps meet at barriers of their own (SAME: both equally often, else the first one only), then the whole
+// block exchanges values, kRounds times, between calls of __syncthreads().
+template <bool SAME>
+__global__ void meet_in_groups(const float* from, float* to) {
+  __shared__ float buffer[2 * kGroup];
+  const int group = threadIdx.x / kGroup;
+  if (SAME || group == 0)
+    for (int round = 0; round < 2; ++round) sync_named(group + 1, kGroup);
+  float sum = 0.0f;
+  for (int round = 0; round < kRounds; ++round) {
+    __syncthreads();
+    buffer[threadIdx.x] = from[threadIdx.x] + sum;
+    __syncthreads();
+    sum += buffer[threadIdx.x ^ kGroup];
+  }
+  to[threadIdx.x] = sum;
+}
+
+template <bool SAME>
+void run_groups(const char* name, const float* from, float* to) {
+  meet_in_groups<SAME><<<1, 2 * kGroup>>>(from, to);
+  std::printf("%s: %s\n", name, cudaGetErrorString(cudaDeviceSynchronize()));
+  std::fflush(stdout);
+}
+
 template <bool BULK, bool ALL_FILL, bool ALL_FREE>
 void run(const char* name, const float* from, float* to) {
   hand_over<BULK, ALL_FILL, ALL_FREE><<<1, 64>>>(from, to);
@@ -72,8 +99,8 @@ void run(const char* name, const float* from, float* to) {
 
 int main() {
   float* data = nullptr;
-  cudaMalloc(&data, (kRounds * kFloats + 32) * sizeof(float));
-  cudaMemset(data, 0, (kRounds * kFloats + 32) * sizeof(float));
+  cudaMalloc(&data, (kRounds * kFloats + 2 * kGroup) * sizeof(float));
+  cudaMemset(data, 0, (kRounds * kFloats + 2 * kGroup) * sizeof(float));
   float* to = data + kRounds * kFloats;
   run<false, true, true>("lanes write, all arrive, all free", data, to);
   run<false, false, true>("lanes write, one arrives, all free", data, to);
@@ -81,4 +108,6 @@ int main() {
   run<false, false, false>("lanes write, one arrives, one frees", data, to);
   run<true, false, true>("copy engine writes, all free", data, to);
   run<true, false, false>("copy engine writes, one frees", data, to);
+  run_groups<true>("groups pass equally many barriers", data, to);
+  run_groups<false>("groups pass different numbers of barriers", data, to);
 }

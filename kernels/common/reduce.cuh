@@ -9,12 +9,20 @@
 namespace fasttfm {
 namespace cuda {
 
+// Synchronizes the GROUP consecutive threads that share a row, of a block of BLOCK. A group that is the whole block
+// meets at barrier 0; several groups of a block meet at barriers of their own, all 16 of which the block then occupies:
+// an SM has room for four such blocks only.
+template <int GROUP, int BLOCK>
+__device__ __forceinline__ void sync_group() {
+  if constexpr (GROUP == BLOCK)
+    __syncthreads();
+  else
+    asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / GROUP + 1), "n"(GROUP) : "memory");
+}
+
 // Sums over the GROUP consecutive threads that share a row (a power of two, at least a warp), for COUNT values at once.
 // Every thread of the group gets the sums. `scratch` is the group's own: COUNT * GROUP / 32 floats, unused by a single
 // warp. One barrier per call: consecutive calls must alternate between two scratch buffers.
-//
-// A group that is the whole block meets at barrier 0; several groups of a block meet at barriers of their own, all 16
-// of which the block then occupies: an SM has room for four such blocks only.
 template <int GROUP, int BLOCK, int COUNT>
 __device__ __forceinline__ void group_sum(float (&value)[COUNT], float* scratch) {
 #pragma unroll
@@ -26,10 +34,7 @@ __device__ __forceinline__ void group_sum(float (&value)[COUNT], float* scratch)
     if (threadIdx.x % 32 == 0)
 #pragma unroll
       for (int i = 0; i < COUNT; ++i) scratch[i * kWarps + threadIdx.x % GROUP / 32] = value[i];
-    if constexpr (GROUP == BLOCK)
-      __syncthreads();
-    else
-      asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / GROUP + 1), "n"(GROUP) : "memory");
+    sync_group<GROUP, BLOCK>();
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
       value[i] = 0.0f;

@@ -114,6 +114,19 @@ struct GroupRows {
         rounds(first < rows ? static_cast<int>((rows - first + stride - 1) / stride) : 0) {}
 };
 
+// Follows a loop over a group's rows that calls group_sum SUMS times per row. Groups of one block may differ by a row,
+// and so by SUMS barriers. Where a block's warps have passed different numbers of barriers, compute-sanitizer's
+// racecheck reports races between accesses that a later __syncthreads() orders: a build for it lets all groups pass
+// equally many.
+template <int SUMS, class S>
+__device__ __forceinline__ void pass_missed_barriers(int64_t all_rows, const GroupRows<S>& rows) {
+#ifdef FASTTFM_EVERY_LANE_ARRIVES
+  const int64_t next_of_first_group = static_cast<int64_t>(blockIdx.x) * S::kGroups + rows.rounds * rows.stride;
+  if (S::kGroup > 32 && next_of_first_group < all_rows)
+    for (int sum = 0; sum < SUMS; ++sum) sync_group<S::kGroup, S::kBlock>();
+#endif
+}
+
 // A thread's first vector in one tensor's rows as its group walks over them: the pointer steps along, so that the loop
 // multiplies no 64-bit numbers.
 template <class T>

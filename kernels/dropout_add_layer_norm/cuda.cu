@@ -189,6 +189,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
     }
     row += stride;
   }
+  pass_missed_barriers<1>(p.rows, rows);
   wait_copies<0>();
   const int64_t parts = static_cast<int64_t>(gridDim.x) * columns;
   float* part = p.workspace + static_cast<int64_t>(blockIdx.x) * columns;

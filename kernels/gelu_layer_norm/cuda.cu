@@ -175,6 +175,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(GeluLayerNormBac
     dx_walk.next();
     row += rows.stride;
   }
+  pass_missed_barriers<kExact<T> ? 2 : 1>(p.rows, rows);
   wait_copies<0>();
   shares.store(p, memory.shares, columns);
 }

@@ -108,6 +108,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(LayerNormBackwar
     dx_walk.next();
     row += rows.stride;
   }
+  pass_missed_barriers<1>(p.rows, rows);
   wait_copies<0>();
   float* part = p.workspace + static_cast<int64_t>(blockIdx.x) * columns;
   if (p.dweight != nullptr) store_part<S>(dweight, memory.shares, part, columns);

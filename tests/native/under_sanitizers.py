@@ -6,6 +6,7 @@ pytest does not collect this file by its name: ``make asan`` and ``make sanitize
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -65,6 +66,24 @@ def test_on_a_gpu(spec: OpSpec, case: OpCase) -> None:
             refusals.append(str(refusal))
     if len(refusals) == len(case.dtypes):
         pytest.skip(refusals[0])
+
+
+ROW_OPS = [spec for spec in SPECS if spec.name in ("layer_norm", "dropout_add_layer_norm", "gelu_layer_norm")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(13, 512), (13, 768), (13, 1024), (13, 1544), (13, 2568), (13, 4104), (1601, 1544), (1601, 2568)],
+)
+@pytest.mark.parametrize("spec", [pytest.param(spec, id=f"{spec.name}-rows") for spec in ROW_OPS])
+def test_rows(spec: OpSpec, rows: int, columns: int) -> None:
+    """For each number of vectors and warps that share a row (common/rows.cuh). Of 13 rows some groups of the last
+    block get none, of 1601 every group gets several."""
+    typical = next(case for case in spec.cases if case.name == "typical")
+    case = replace(typical, sizes={**typical.sizes, "shape": (rows, columns)})
+    for dtype in case.dtypes:
+        run(spec, with_backend(spec, "cuda"), draw_inputs(spec, case, dtype, "cuda"), case.options)
 
 
 # Lengths of queries and keys. Sums of dq are kept on chip up to 512 queries, and in memory beyond, where several blocks
