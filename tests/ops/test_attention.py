@@ -452,7 +452,7 @@ def test_a_cuda_graph_follows_new_lengths(backend: str) -> None:
     tokens, longest = 300, 128
     qkv = torch.randn(tokens, 3, 4, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     dout = torch.randn(tokens, 4, 64, dtype=torch.bfloat16, device="cuda")
-    batches = [(100, 100, 100), (128, 44, 128), (0, 127, 128), (60, 120, 120)]
+    batches = [(100, 100, 100, 0), (128, 44, 0, 128), (0, 127, 128, 45), (60, 120, 60, 60)]
     starts = cu_seqlens_from_lengths(batches[0], device="cuda")
     function = partial(attention, cu_seqlens=starts, max_seqlen=longest, backend=backend)
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -464,8 +464,8 @@ def test_a_cuda_graph_follows_new_lengths(backend: str) -> None:
         dropped = function(qkv, dropout_p=0.5)
     previous = None
     for lengths in batches:
-        if sum(lengths) != tokens:
-            lengths = (*lengths[:2], tokens - sum(lengths[:2]))
+        assert sum(lengths) == tokens
+        assert max(lengths) <= longest  # rows past the bound have no result
         starts.copy_(cu_seqlens_from_lengths(lengths))
         graph.replay()
         for found, expected in zip(captured, with_gradients(function, (qkv,), dout), strict=True):
