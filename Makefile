@@ -130,12 +130,13 @@ host-test: host-build ## build without CUDA with the machine's own Python, run t
 	  --log $(or $(LOG),build/host/log) $(RUNNER_ARGS) $(op_tests)
 
 # racecheck follows a barrier from the thread that arrives, not from its warp, and is misled where warps have passed different
-# numbers of barriers (benchmarks/lab/racecheck_patterns.cu): in this build every lane and every group of a block arrives. It shares
-# its objects with gpu-build; those of Hopper's and of row-wise kernels are compiled anew whenever the two take turns.
+# numbers of barriers (benchmarks/lab/racecheck_patterns.cu): in this build every lane and every group of a block arrives. initcheck
+# does not see what TMA writes: in this build such memory is written before. It shares its objects with gpu-build; those of Hopper's
+# and of row-wise kernels are compiled again whenever the two take turns.
 .PHONY: sanitize-gpu
 sanitize-gpu: ## on a GPU machine: the CUDA kernels under compute-sanitizer's four tools at once (OPS=a,b; SANITIZER_ARGS="--tools memcheck")
 	@rm -rf build/sanitized/lib
-	FASTTFM_EVERY_LANE_ARRIVES=ON $(PYTHON) setup.py --quiet build --build-base build/gpu --build-lib build/sanitized/lib
+	FASTTFM_SANITIZE_GPU=ON $(PYTHON) setup.py --quiet build --build-base build/gpu --build-lib build/sanitized/lib
 	PYTHONPATH=$(CURDIR)/build/sanitized/lib:$(PYTHONPATH) TRITON_CACHE_DIR=$(CURDIR)/build/gpu/triton $(PYTHON) tools/sanitize_gpu.py \
 	  $(if $(LOG),--log $(LOG)) $(if $(ops),-k "$(subst $(comma), or ,$(OPS))") $(SANITIZER_ARGS)
 

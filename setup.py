@@ -35,7 +35,7 @@ class CMakeBuild(build_ext):
             "Python_EXECUTABLE": sys.executable,
             "pybind11_DIR": pybind11.get_cmake_dir(),
         }
-        options = ("CUDA", "NVCC", "CUDA_ARCHS", "SANITIZE", "EVERY_LANE_ARRIVES")
+        options = ("CUDA", "NVCC", "CUDA_ARCHS", "SANITIZE", "SANITIZE_GPU")
         for option in (f"FASTTFM_{name}" for name in options):
             if option in os.environ:
                 definitions[option] = os.environ[option]

@@ -157,7 +157,7 @@ def build(kinds: set[str]) -> str:
     if "checks" in kinds:
         started += [("half", compile_variant("half", [WITHOUT_BFLOAT]))]
     if "races" in kinds:
-        started += [("racecheck", compile_variant("racecheck", FORCED, " -DFASTTFM_EVERY_LANE_ARRIVES"))]
+        started += [("racecheck", compile_variant("racecheck", FORCED, " -DFASTTFM_SANITIZE_GPU"))]
     if "times" in kinds:
         started += [(name, compile_variant(name, [*changes, *ONLY_ALL_KEYS])) for name, changes in VARIANTS.items()]
         started += [(name, compile_source(name, Path(__file__).with_name("before") / f"{name}.cu")) for name in BEFORE]

@@ -76,7 +76,7 @@ def build() -> list[str]:
         started += [(f"wide {name}", hopper_backward.compile_source(f"wide_{name}", before / "wide" / f"{name}.cu"))]
     for name, changes in VARIANTS.items():
         started += [(name, hopper_backward.compile_variant(name, [*changes, *ONLY_ALL_KEYS]))]
-    flag = " -DFASTTFM_EVERY_LANE_ARRIVES"
+    flag = " -DFASTTFM_SANITIZE_GPU"
     started += [("racecheck", hopper_backward.compile_variant("racecheck", hopper_backward.FORCED, flag))]
     for name, process in started:
         log, _ = process.communicate()

@@ -143,7 +143,7 @@ def start_all(kinds: list[str], names: list[str]) -> dict[str, subprocess.Popen[
         started["rates"] = clocks.compile_rates(WORK)
     if "races" in kinds:
         for name, few in (("every_lane", WITHOUT_DROPOUT), ("every_lane_p", ONLY_DROPOUT)):
-            started[name] = compile_variant(name, [WITHOUT_HALF, few], "-DFASTTFM_EVERY_LANE_ARRIVES")
+            started[name] = compile_variant(name, [WITHOUT_HALF, few], "-DFASTTFM_SANITIZE_GPU")
     return started
 
 

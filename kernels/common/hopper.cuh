@@ -126,14 +126,16 @@ struct Barrier {
 // Makes initialized barriers known to the copy engine and to the cluster.
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// How often a warp arrives where it hands something over as a whole. Once is enough: __syncwarp() orders all its lanes
-// before the one that arrives. compute-sanitizer's racecheck does not follow that order, so that a build for it lets
-// every lane arrive.
-#ifdef FASTTFM_EVERY_LANE_ARRIVES
-constexpr int kWarpArrivals = 32;
+// Whether this is a build for compute-sanitizer, which does not follow everything that these kernels do.
+#ifdef FASTTFM_SANITIZE_GPU
+constexpr bool kSanitized = true;
 #else
-constexpr int kWarpArrivals = 1;
+constexpr bool kSanitized = false;
 #endif
+
+// How often a warp arrives where it hands something over as a whole. Once is enough: __syncwarp() orders all its lanes
+// before the one that arrives. racecheck does not follow that order, so that in a build for it every lane arrives.
+constexpr int kWarpArrivals = kSanitized ? 32 : 1;
 
 // A whole warp arrives at a barrier that counts kWarpArrivals for each of its warps.
 __device__ __forceinline__ void arrive_warp(Barrier& barrier) {

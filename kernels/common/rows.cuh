@@ -120,7 +120,7 @@ struct GroupRows {
 // equally many.
 template <int SUMS, class S>
 __device__ __forceinline__ void pass_missed_barriers(int64_t all_rows, const GroupRows<S>& rows) {
-#ifdef FASTTFM_EVERY_LANE_ARRIVES
+#ifdef FASTTFM_SANITIZE_GPU
   const int64_t next_of_first_group = static_cast<int64_t>(blockIdx.x) * S::kGroups + rows.rounds * rows.stride;
   if (S::kGroup > 32 && next_of_first_group < all_rows)
     for (int sum = 0; sum < SUMS; ++sum) sync_group<S::kGroup, S::kBlock>();
