@@ -167,7 +167,7 @@ def test_configurations_come_back(tmp_path: Path) -> None:
     [
         ({"sharing": "half"}, "parameter_sharing: expected all, attention, ffn, none, got 'half'"),
         ({"sharing": "all", "groups": 4}, "num_hidden_groups: expected 1 to 3, got 4"),
-        ({"sharing": "none", "groups": 0}, "num_hidden_groups: expected 1 to 3, got 0"),
+        ({"sharing": "none", "groups": 0}, "num_hidden_groups: expected a whole number from 1 on, got 0"),
     ],
 )
 def test_bad_sharing_is_named(changes: dict[str, Any], message: str) -> None:

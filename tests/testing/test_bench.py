@@ -482,8 +482,7 @@ def test_a_killed_run_leaves_the_rows_it_had(tmp_path: Path, monkeypatch: pytest
     left = tmp_path / "fasttfm-bench" / f"{bench_timing.file_stem(CPU)}-unfinished.csv"
     with monkeypatch.context() as during:
         during.setattr(bench, "bench_op", killed)
-        with pytest.raises(KeyboardInterrupt):
-            _command("--device", "cpu", "--quick")
+        assert _command("--device", "cpu", "--quick") == 130  # as a shell reports an interrupt
     assert "layer_norm" in left.read_text()
     assert _command("--device", "cpu", "--quick") == 0
     assert not left.exists()

@@ -117,7 +117,7 @@ def _rule(name: str, kind: Any) -> tuple[Callable[[Any], bool], str]:
         least = 0 if name == "type_vocab_size" else 1  # a model may have no segments
         return lambda value: _is_whole(value) and value >= least, f"a whole number from {least} on"
     if kind is float and "drop" in name:
-        return lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)"
+        return lambda value: _is_number(value) and 0 <= value <= 1, "a number in [0, 1]"
     if kind is float:
         return lambda value: _is_number(value) and 0 <= value < math.inf, "a number from 0 on"
     if kind is bool:
