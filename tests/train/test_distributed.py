@@ -24,7 +24,7 @@ from fasttfm.train.checkpoints import Checkpoints
 from fasttfm.train.distributed import World, join, share_out
 from fasttfm.train.logs import read_rows
 from fasttfm.train.objectives import NextSentence
-from fasttfm.train.pretrain import RunError, pretrain
+from fasttfm.train.pretrain import RunError, _Stop, pretrain
 
 STEPS = 5
 
@@ -135,3 +135,20 @@ def rank_process(launcher: int, rank: int) -> int:
         except OSError:
             continue
     raise AssertionError(f"there is no rank {rank}")
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_rank_with_an_error_outlives_the_launchers_sigterm(launched: bool) -> None:
+    """It has a message to print; a process by itself ends, as it would have without a run."""
+    ended: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    try:
+        with pytest.raises(RuntimeError, match="connection closed"), _Stop(launched=launched):
+            raise RuntimeError("connection closed")
+        signal.raise_signal(signal.SIGTERM)
+        assert ended == ([] if launched else [signal.SIGTERM])
+        with _Stop(launched=launched):
+            pass
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)

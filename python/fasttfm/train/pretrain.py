@@ -342,7 +342,7 @@ class _Run:
         evaluate_every = run.evaluate_every or max(1, math.ceil(self.steps / 10))
         checkpoint_every = run.checkpoint_every or min(1000, max(1, math.ceil(self.steps / 5)))
         checkpoint = self.checkpoints.path(self.start)
-        with _Stop() as stop:
+        with _Stop(launched=self.world.size > 1) as stop:
             while trainer.completed < self.steps:
                 results = trainer.step(list(itertools.islice(batches, self.settings.accumulation)))
                 if log is not None:
@@ -462,12 +462,19 @@ def run_lock(directory: Path) -> Iterator[None]:
 
 
 class _Stop:
-    """Notes SIGINT and SIGTERM while it is entered, so that a step ends before the run does."""
+    """Notes SIGINT and SIGTERM while it is entered, so that a step ends before the run does.
+
+    Args:
+        launched: A launcher started this process as one of several. When one of them ends, the others get an error, and
+            a moment later the launcher's SIGTERM. After an error, SIGTERM is therefore still only noted the first time:
+            the process lives until the error's message is printed.
+    """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self) -> None:
+    def __init__(self, *, launched: bool) -> None:
         self.asked = False
+        self.launched = launched
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Stop:
@@ -482,6 +489,8 @@ class _Stop:
             self._before = {}
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         for number, handler in self._before.items():
+            if number == signal.SIGTERM and self.launched and kind is not None:
+                continue
             signal.signal(number, handler)
