@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
+import itertools
 import statistics
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, Comparison, compare
+from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, Comparison, compare, summary
 
 Tensors = dict[str, Tensor]
 
@@ -31,10 +31,11 @@ Call = Callable[[Any, Tensors], Mapping[str, Tensor]]  # of a module and its inp
 # implementations, now one and now the other comes out several times better. So modules are compared in several runs,
 # with parameters of other sizes and other incoming gradients, and the medians of the errors are held to the rule. Where
 # there is but one number to compare, as in a loss, the draws are the rule's elements: of them it takes the largest.
-# Five runs tell most modules from broken ones. Where those do not keep the rule, which a rounding of a few numbers can
-# decide, more runs are made and all of them count.
+# Five runs tell modules from broken ones; where a tensor has few numbers, whose roundings can decide, there are more.
+# The sizes alone decide, and every run counts.
 _DRAWS = 5
-_MOST_DRAWS = 20
+_DRAWS_OF_FEW_NUMBERS = 10
+_FEW_NUMBERS = 8
 
 
 def run_module(module: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor], draw: int = 0) -> Results:
@@ -68,18 +69,16 @@ def compare_modules(
     inputs: Mapping[str, Tensor],
     *,
     translate: Callable[[Tensors], Tensors] | None = None,
-    draws: int = _DRAWS,
-    most_draws: int = _MOST_DRAWS,
+    draws: int | None = None,
 ) -> list[Comparison]:
     """Every output and gradient of ``ours`` against those of ``theirs`` in fp64, with ``theirs`` as the measure.
 
     ``translate`` turns tensors by their parameters' names into tensors by ours: gradients are compared as we keep them.
-    There are ``draws`` runs, and up to ``most_draws`` where those do not keep the rule.
+    There are ``draws`` runs; by default five, or ten where a compared tensor has fewer than eight elements.
     """
     comparisons: dict[str, list[Comparison]] = {}
-    single: set[str] = set()
-    summaries: list[Comparison] = []
-    for draw in range(most_draws):
+    sizes: dict[str, int] = {}
+    for draw in itertools.count():
         with _scaled(ours, draw), _scaled(theirs, draw):
             out = run_module(ours, call, inputs, draw)
             naive = run_module(theirs, call, inputs, draw)
@@ -89,14 +88,12 @@ def compare_modules(
             naive, exact = (Results(run.outputs, translate(run.gradients)) for run in (naive, exact))
         for comparison, elements in _compare_runs(out, naive, exact):
             comparisons.setdefault(comparison.name, []).append(comparison)
-            if elements == 1:
-                single.add(comparison.name)
-        summaries = [
-            _summary(found, max if name in single else statistics.median) for name, found in comparisons.items()
-        ]
-        if draw + 1 >= draws and all(summary.ok for summary in summaries):
+            sizes[comparison.name] = elements
+        if draws is None:
+            draws = _DRAWS_OF_FEW_NUMBERS if any(size < _FEW_NUMBERS for size in sizes.values()) else _DRAWS
+        if draw + 1 >= draws:
             break
-    return summaries
+    return [summary(found, max if sizes[name] == 1 else statistics.median) for name, found in comparisons.items()]
 
 
 def check_modules(*args: Any, **kwargs: Any) -> None:
@@ -115,20 +112,13 @@ def _compare_runs(out: Results, naive: Results, exact: Results) -> Iterator[tupl
             yield compare(shown, found[name], measure[name], expected[name], factor), expected[name].numel()
 
 
-def _summary(runs: list[Comparison], of: Callable[[list[float]], float]) -> Comparison:
-    errors = [run.error for run in runs]
-    error = of(errors) if all(map(math.isfinite, errors)) else math.nan
-    naive_error, bound = (of([getattr(run, name) for run in runs]) for name in ("naive_error", "bound"))
-    return Comparison(runs[0].name, error, naive_error, bound)
-
-
 @contextlib.contextmanager
 def _scaled(module: torch.nn.Module, draw: int) -> Iterator[None]:
     """The module with parameters that differ from draw to draw."""
     before = [parameter.detach().clone() for parameter in module.parameters()]
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.mul_(1 + (draw % _DRAWS + draw // _DRAWS * _DRAWS / _MOST_DRAWS) / 16)
+            parameter.mul_(1 + (draw % _DRAWS + draw // _DRAWS * _DRAWS / _DRAWS_OF_FEW_NUMBERS) / 16)
     yield
     with torch.no_grad():
         for parameter, value in zip(module.parameters(), before, strict=True):

@@ -6,11 +6,15 @@ inputs:
     max|out - exact| <= factor * max|naive - exact| + floor        factor 2 for outputs, 3 for gradients
 
 where ``floor`` is one rounding step of the output's type at max|exact|.
+
+Plain torch's error in a single number, such as a loss, is a matter of luck: it may be nothing. Where a tensor is one
+number, several draws of the inputs are compared, and the maxima are over all of them. The size alone decides this.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,3 +69,11 @@ def compare(name: str, out: Tensor, naive: Tensor, exact: Tensor, factor: float)
     naive_error = (naive.double() - exact).abs().max().item()
     floor = rounding_step(exact.abs().max().item(), out.dtype)
     return Comparison(name, error, naive_error, factor * naive_error + floor)
+
+
+def summary(draws: Sequence[Comparison], of: Callable[[list[float]], float] = max) -> Comparison:
+    """A tensor's comparisons in several draws as one: ``of`` their errors against ``of`` their bounds."""
+    errors = [draw.error for draw in draws]
+    error = of(errors) if all(map(math.isfinite, errors)) else math.nan
+    naive_error, bound = (of([getattr(draw, name) for draw in draws]) for name in ("naive_error", "bound"))
+    return Comparison(draws[0].name, error, naive_error, bound)
