@@ -121,7 +121,7 @@ Status launch_kernel(const AttentionBackward& call, const Parameters& p, bool ca
                 : launch_backward<T, false, false>(call, p, processors);
 }
 
-// initcheck does not see that the copy engine writes dQ's sums, and would report every read of them: in a build for it
+// initcheck does not see that TMA writes dQ's sums, and would report every read of them: in a build for it
 // they are written once before.
 Status initialize_sums(const AttentionBackward& call, const Parameters& p) {
   if (!kSanitized || call.max_seqlen <= kOnChipQueries) return {};

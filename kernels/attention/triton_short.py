@@ -213,9 +213,9 @@ def _short_bwd_kernel(
         dproducts = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
         scores = masked_scores(products, queries[:, None], keys[None, :], shape, terms, MASKED, FEATURES)
         weights = tl.exp2(scores * factor - lse_row[:, None])
-        if (
-            q_tile.dtype == tl.float32
-        ):  # the rounding of lse, which grows with the logits, is the same in a row: it cancels
+        # lse carries a rounding error that grows with the logits. All weights of a row share it, so dividing by their
+        # sum cancels it; 16-bit gradients do not show it.
+        if q_tile.dtype == tl.float32:
             total = tl.sum(weights, 1)[:, None]
             weights = weights / tl.where(total == 0.0, 1.0, total)
         dropped = weights
