@@ -1,4 +1,4 @@
-from fasttfm.testing.pytest_bench import bench_test
+from fasttfm.bench.pytest_bench import bench_test
 from fasttfm.testing.specs.mlp import SPEC
 
 test_mlp = bench_test(SPEC)

@@ -1,4 +1,4 @@
-from fasttfm.testing.pytest_bench import bench_test
+from fasttfm.bench.pytest_bench import bench_test
 from fasttfm.testing.specs.pack import SPEC, UNPACK_SPEC
 
 test_pack = bench_test(SPEC)

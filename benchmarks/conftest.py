@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fasttfm.testing.pytest_bench import session_rows
-from fasttfm.testing.report import table
+from fasttfm.bench.pytest_bench import session_rows
+from fasttfm.bench.report import table
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from fasttfm import __version__, data
-from fasttfm.testing.bench_timing import device_name, file_stem
+from fasttfm.bench.timing import device_name, file_stem
 
 CASES = {
     "nsp": (data.Objective("nsp", 128), data.Masking()),

@@ -31,6 +31,8 @@ SHARED = {
         *("library", "linear", "vocabulary", "weight_copies"),
     }
 }
+# Folders of kernels/ that belong to no op: what all share, and what the losses over a vocabulary share.
+SHARED_KERNELS = ("common", "vocabulary")
 # problem.py says what a call asks for, where that is much; tuning.py and triton_<part>.py are parts of triton.py.
 KERNEL_FILES = {"reference.py", "problem.py", "triton.py", "tuning.py", "op.h", "cpu.cpp", "cuda.cu"}
 PARTS = re.compile(r"triton_[a-z_]+\.py|cuda_[a-z_]+\.cu")
@@ -63,7 +65,7 @@ def stray_kernel_files(root: Path) -> list[str]:
     return [
         f"{path.relative_to(root)}: expected {', '.join(sorted(KERNEL_FILES))} or a header"
         for path in sorted(root.glob("kernels/*/*"))
-        if path.is_file() and path.parent.name not in ("common", "__pycache__")
+        if path.is_file() and path.parent.name not in SHARED_KERNELS
         if path.name not in KERNEL_FILES and path.suffix not in HEADERS and not PARTS.fullmatch(path.name)
     ]
 
@@ -80,12 +82,8 @@ def forbidden_includes(path: str, text: str) -> list[str]:
 
 # ---- which way the imports run ---------------------------------------------------------------------------------------
 
-# A room is a module or package directly under fasttfm. `cli` stands for the files that make up the command line,
-# `fasttfm` for the package's own __init__. Foundations import nothing of the house and are free for all.
-COMMAND_LINE = {
-    *("cli", "__main__", "info", "command_parts"),
-    *("bench_command", "pretrain_command", "finetune_command", "embed_command", "distill_command", "generate_command"),
-}
+# A room is a module or package directly under fasttfm; `fasttfm` is the package's own __init__, `peers` is
+# bench/peers.py, which specs build their peers with. Foundations import nothing of the house and are free for all.
 FOUNDATIONS = {"_gpus", "_version", "whole_files"}
 _WORK = {"ops", "nn", "models", "train", "data", "generate"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -100,8 +98,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": _WORK,
     "generate": _WORK,
     "tasks": {"tasks", *_WORK},
-    "testing": {"testing", "nn", "ops", "kernels", "_native"},
-    "cli": {"cli", "tasks", "testing", "_native", *_WORK},
+    "peers": set(),
+    "testing": {"testing", "peers", "nn", "ops", "kernels", "_native"},
+    "bench": {"bench", "peers", "testing", "ops"},
+    "cli": {"cli", "tasks", "testing", "bench", "_native", *_WORK},
+    "__main__": {"cli"},
     "fasttfm": {"patching", "optim", *_WORK},
     **{room: set() for room in FOUNDATIONS},
 }
@@ -125,11 +126,11 @@ def room_of(module: str) -> str:
     parts = module.split(".")
     if len(parts) == 1:
         return "fasttfm"
-    return "cli" if parts[1] in COMMAND_LINE else parts[1]
+    return "peers" if parts[1:] == ["bench", "peers"] else parts[1]
 
 
 def _crosses_implementations(module: str, imported: str) -> bool:
-    """Kernels know kernels/common and their own folder, but never a reference; an op, and where its calls of the native
+    """Kernels know the shared folders and their own, but never a reference; an op, and where its calls of the native
     core fill a file, that file, know only its own kernels."""
     parts, target = module.split("."), imported.split(".")
     if target[:2] != ["fasttfm", "kernels"] or room_of(module) == "testing":
@@ -137,7 +138,7 @@ def _crosses_implementations(module: str, imported: str) -> bool:
     if room_of(module) == "kernels" and target[-1] == "reference":
         return True
     own = parts[2].removesuffix("_native") if len(parts) > 2 else None
-    return target[2] not in ("common", own)
+    return target[2] not in (*SHARED_KERNELS, own)
 
 
 def fasttfm_imports(module: str, text: str) -> Iterator[str]:
@@ -155,8 +156,8 @@ def fasttfm_imports(module: str, text: str) -> Iterator[str]:
 
 
 def _is_package(module: str) -> bool:
-    """Whether ``from module import name`` names a module: true of fasttfm itself and of an op's folder of kernels."""
-    return module == "fasttfm" or re.fullmatch(r"fasttfm\.kernels(\.\w+)?", module) is not None
+    """Whether ``from module import name`` names a module: true of fasttfm itself and of folders of kernels."""
+    return module == "fasttfm" or re.fullmatch(r"fasttfm\.kernels(\.\w+|\.common\.triton)?", module) is not None
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------

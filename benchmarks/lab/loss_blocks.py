@@ -16,11 +16,11 @@ import torch
 import triton
 from torch import Tensor
 
+from fasttfm.bench import timing
 from fasttfm.kernels.common import last_words_triton, scale_triton
 from fasttfm.kernels.common.cross_entropy import Loss
 from fasttfm.kernels.linear_cross_entropy import triton as kernels
 from fasttfm.ops import column_sum, linear_cross_entropy, masked_lm_loss, vocabulary
-from fasttfm.testing import bench_timing as timing
 
 CALLS = 3
 Calls = dict[str, Callable[[], object]]

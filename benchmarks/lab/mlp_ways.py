@@ -14,8 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
+from fasttfm.bench import timing
 from fasttfm.ops import column_sum, mlp
-from fasttfm.testing import bench_timing as timing
 
 sys.path.insert(0, str(Path(__file__).parent))
 import linear_gelu_triton as kernels

@@ -1,3 +1,3 @@
-from fasttfm.cli import main
+from fasttfm.cli.main import main
 
 raise SystemExit(main())

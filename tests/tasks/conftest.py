@@ -1,30 +1,3 @@
-"""Tokenizers of the shipped texts, and small models."""
+from model_fixtures import bert_directory, bpe, gpt_directory, wordpiece
 
-from __future__ import annotations
-
-from pathlib import Path
-
-import pytest
-from small_models import addresses, save_bert, save_gpt
-
-from fasttfm.data import Tokenizer, train_tokenizer
-
-
-@pytest.fixture(scope="session")
-def wordpiece() -> Tokenizer:
-    return train_tokenizer("wordpiece", addresses(), 2000)
-
-
-@pytest.fixture(scope="session")
-def bpe() -> Tokenizer:
-    return train_tokenizer("bpe", addresses(20), 1000)
-
-
-@pytest.fixture(scope="session")
-def bert_directory(wordpiece: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bert(wordpiece, tmp_path_factory.mktemp("bert"))
-
-
-@pytest.fixture(scope="session")
-def gpt_directory(bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_gpt(bpe, tmp_path_factory.mktemp("gpt"))
+__all__ = ["bert_directory", "bpe", "gpt_directory", "wordpiece"]

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from small_models import save_bert
 
-from fasttfm import cli
+from fasttfm.cli.main import main
 from fasttfm.data import Tokenizer
 
 pytestmark = pytest.mark.gpu
 
 
 def run(*arguments: Any) -> None:
-    assert cli.main([str(argument) for argument in arguments]) == 0
+    assert main([str(argument) for argument in arguments]) == 0
 
 
 @pytest.mark.parametrize(

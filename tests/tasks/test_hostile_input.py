@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fasttfm import cli
+from fasttfm.cli.main import main
 from fasttfm.train import Trainer
 
 SQUAD = {
@@ -269,7 +269,7 @@ CASES: list[tuple[str, str, int, str]] = [
 def answer(command: str, given: list[str], capsys: pytest.CaptureFixture[str], output: Path) -> tuple[Any, str]:
     words = [word.replace("OUT", str(output)) for word in command.split()]
     try:
-        status: Any = cli.main([*words, *given])
+        status: Any = main([*words, *given])
     except SystemExit as stopped:
         status = stopped.code
     return status, capsys.readouterr().err
@@ -318,7 +318,7 @@ def test_what_cannot_be_used_is_named(
 def test_a_full_disk_for_what_is_printed(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stdout", full)
-        assert cli.main(["info"]) == 1
+        assert main(["info"]) == 1
         monkeypatch.undo()
         with pytest.raises(OSError, match="No space"):
             full.flush()
@@ -330,6 +330,6 @@ def test_an_interruption_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys
     def interrupted(*_: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fasttfm.info.run", interrupted)
-    assert cli.main(["info"]) == 130
+    monkeypatch.setattr("fasttfm.cli.info.run", interrupted)
+    assert main(["info"]) == 130
     assert capsys.readouterr().err == "fasttfm info: interrupted\n"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fasttfm import cli
+from fasttfm.cli.main import main
 from fasttfm.data.task_files import read_conll, read_squad
 from fasttfm.data.texts import shipped_task
 from fasttfm.tasks.families import open_model
@@ -30,7 +30,7 @@ def finetune(task: str, model: Path, output: Path, *options: str) -> dict[str, A
     epochs, rate, _, _ = RUNS[task]
     arguments = ["finetune", "--task", task, "--model", str(model), "--output", str(output), "--quiet"]
     arguments += ["--epochs", str(epochs), "--learning-rate", str(rate), "--tokens-per-batch", "1024"]
-    assert cli.main([*arguments, "--max-length", "64", "--device", "cpu", *options]) == 0
+    assert main([*arguments, "--max-length", "64", "--device", "cpu", *options]) == 0
     return json.loads((output / "metrics.json").read_text())
 
 

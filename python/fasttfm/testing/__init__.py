@@ -1,7 +1,8 @@
 """What tests and benchmarks are made of; installed with the package so that backends can be checked where they run."""
 
+from fasttfm.bench.peers import PeerUnavailable
 from fasttfm.testing.harness import check_accuracy as check_op
-from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, Peer, PeerUnavailable, TritonKernel
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, Peer, TritonKernel
 from fasttfm.testing.tolerance import compare, rounding_step
 
 __all__ = [

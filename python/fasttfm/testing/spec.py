@@ -1,7 +1,7 @@
 """What an op declares about itself, once: its cases, its costs, its peers, its bad inputs and its broken copies.
 
 ``fasttfm.testing.specs.<op>`` holds one OpSpec per op. Tests (harness.py), ahead-of-time compilation (aot.py) and
-benchmarks (bench.py) are all derived from it.
+benchmarks (fasttfm.bench) are all derived from it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Inputs = dict[str, Any]  # tensors by argument name; None for an optional argument that is left out
+from fasttfm.bench.peers import Inputs
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class PeerUnavailable(Exception):
-    """Raised by a peer's ``build`` when it cannot run here; the message is shown in the benchmark's table."""
 
 
 @dataclass(frozen=True)

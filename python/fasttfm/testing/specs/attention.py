@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from fasttfm.bench.peers import PeerUnavailable, peer_module
 from fasttfm.kernels.attention import reference
 from fasttfm.kernels.attention.problem import window_bounds
 from fasttfm.kernels.common import philox
@@ -20,7 +21,6 @@ from fasttfm.ops import attention
 from fasttfm.ops.linear import cpu_multiplies_bf16
 from fasttfm.testing.attention_random import random_arguments
 from fasttfm.testing.chips import BLOCK_MEMORY
-from fasttfm.testing.peers import peer_module
 from fasttfm.testing.row_cases import spoil
 from fasttfm.testing.spec import (
     BadCall,
@@ -30,7 +30,6 @@ from fasttfm.testing.spec import (
     OpSpec,
     Peer,
     PeerCall,
-    PeerUnavailable,
     TritonKernel,
     draw,
 )

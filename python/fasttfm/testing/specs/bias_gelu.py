@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fasttfm.bench.peers import compiled
 from fasttfm.kernels.bias_gelu import reference
 from fasttfm.ops import ACTIVATIONS, bias_gelu
-from fasttfm.testing.peers import compiled
 from fasttfm.testing.random_sizes import random_scale, random_shape, some_of
 from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns, spoil
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.bench.peers import compiled
 from fasttfm.kernels.column_sum import reference
 from fasttfm.ops import column_sum
-from fasttfm.testing.peers import compiled
 from fasttfm.testing.random_sizes import random_shape
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
 

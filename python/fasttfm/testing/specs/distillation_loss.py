@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.bench.peers import compiled
 from fasttfm.kernels.distillation_loss import reference
 from fasttfm.ops import distillation_loss
-from fasttfm.testing.peers import compiled
 from fasttfm.testing.random_sizes import random_scale, random_shape, random_size
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
 from fasttfm.testing.vocabulary_cases import cost, spoil

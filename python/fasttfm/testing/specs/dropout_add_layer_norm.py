@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.bench.peers import compiled
 from fasttfm.kernels.dropout_add_layer_norm import reference
 from fasttfm.ops import dropout_add_layer_norm
-from fasttfm.testing.peers import compiled
 from fasttfm.testing.random_sizes import NORMALISED, random_lengths, random_scale, random_shape, some_of
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fasttfm.bench.peers import compiled, liger
 from fasttfm.kernels.common.activation import derivative
 from fasttfm.kernels.gelu_layer_norm import reference
 from fasttfm.ops import gelu_layer_norm
-from fasttfm.testing.peers import compiled, liger
 from fasttfm.testing.random_sizes import NORMALISED, random_scale, random_shape, some_of
 from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns, spoil
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel

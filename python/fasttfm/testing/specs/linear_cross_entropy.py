@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.bench.peers import compiled, liger
 from fasttfm.kernels.common.cross_entropy import Loss
 from fasttfm.kernels.linear_cross_entropy import reference
 from fasttfm.ops import linear_cross_entropy
-from fasttfm.testing.peers import compiled, liger
 from fasttfm.testing.random_sizes import random_scale, random_shape, random_size
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel
 from fasttfm.testing.vocabulary_cases import IGNORED, cost, draw_hidden, draw_labels, spoil

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.bench.peers import compiled
 from fasttfm.kernels.linear_gelu import reference
 from fasttfm.ops import ACTIVATIONS, linear_gelu
-from fasttfm.testing.peers import compiled
 from fasttfm.testing.random_sizes import random_scale, random_shape, random_size
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.bench.peers import compiled, liger
 from fasttfm.kernels.masked_lm_loss import reference
 from fasttfm.ops import masked_lm_loss
-from fasttfm.testing.peers import compiled, liger
 from fasttfm.testing.random_sizes import random_scale, random_shape, random_size
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer
 from fasttfm.testing.specs.linear_cross_entropy import native_ops

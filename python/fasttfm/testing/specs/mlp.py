@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.bench.peers import compiled
 from fasttfm.kernels.mlp import reference
 from fasttfm.ops import ACTIVATIONS, mlp
 from fasttfm.ops.gelu_product import NOTHING, PRODUCT
-from fasttfm.testing.peers import compiled
 from fasttfm.testing.random_sizes import random_shape, random_size
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
 from fasttfm.testing.specs.linear_gelu import torch_activation

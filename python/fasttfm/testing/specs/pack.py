@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.bench.peers import compiled
 from fasttfm.kernels.pack import reference
 from fasttfm.ops import cu_seqlens_from_lengths, pack, unpack
-from fasttfm.testing.peers import compiled
 from fasttfm.testing.random_sizes import random_lengths, random_size
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.bench.peers import compiled
 from fasttfm.kernels.layer_norm import reference as layer_norm_reference
 from fasttfm.kernels.qkv_projection import reference
 from fasttfm.ops import qkv_projection
-from fasttfm.testing.peers import compiled
 from fasttfm.testing.random_sizes import NORMALISED, random_shape, random_size
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.bench.peers import compiled
 from fasttfm.kernels.replaced_token_loss import reference
 from fasttfm.ops import replaced_token_loss
-from fasttfm.testing.peers import compiled
 from fasttfm.testing.random_sizes import random_scale, random_shape
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
 from fasttfm.testing.vocabulary_cases import spoil

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fasttfm.testing.spec import Inputs, PeerUnavailable
-
+Inputs = dict[str, Any]  # tensors by argument name; None for an optional argument that is left out
 Build = Callable[[Inputs, Mapping[str, Any]], Callable[[], Any]]
+
+
+class PeerUnavailable(Exception):
+    """Raised by a peer's ``build`` when it cannot run here; the message is shown in the benchmark's table."""
 
 
 def peer_module(name: str) -> Any:

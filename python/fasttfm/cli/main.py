@@ -9,17 +9,17 @@ import sys
 from collections.abc import Sequence
 
 from fasttfm._version import __version__
-from fasttfm.command_parts import in_words
+from fasttfm.cli.options import in_words
 
 # Command -> the module that adds its arguments (add_parser) and does its work (run).
 _COMMANDS = {
-    "info": "fasttfm.info",
-    "bench": "fasttfm.bench_command",
-    "pretrain": "fasttfm.pretrain_command",
-    "finetune": "fasttfm.finetune_command",
-    "embed": "fasttfm.embed_command",
-    "distill": "fasttfm.distill_command",
-    "generate": "fasttfm.generate_command",
+    "info": "fasttfm.cli.info",
+    "bench": "fasttfm.cli.bench",
+    "pretrain": "fasttfm.cli.pretrain",
+    "finetune": "fasttfm.cli.finetune",
+    "embed": "fasttfm.cli.embed",
+    "distill": "fasttfm.cli.distill",
+    "generate": "fasttfm.cli.generate",
 }
 
 

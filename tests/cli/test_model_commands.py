@@ -15,7 +15,8 @@ import torch
 from safetensors.numpy import load_file
 from small_models import addresses, save_bert
 
-from fasttfm import cli, models
+from fasttfm import models
+from fasttfm.cli.main import main
 from fasttfm.data import Tokenizer, load_tokenizer
 from fasttfm.generate import generate
 from fasttfm.tasks.families import open_model
@@ -24,7 +25,7 @@ TEXTS = ["Peace and commerce with all nations.", "War.", "The army and the navy 
 
 
 def run(*arguments: Any) -> int:
-    return cli.main([str(argument) for argument in arguments])
+    return main([str(argument) for argument in arguments])
 
 
 def stopped(capsys: pytest.CaptureFixture[str], arguments: Sequence[Any]) -> tuple[int, str]:

@@ -13,8 +13,8 @@ import torch
 
 from fasttfm import _gpus, _native
 from fasttfm._version import __version__
+from fasttfm.bench.timing import device_name
 from fasttfm.ops.backends import BackendTable, tables
-from fasttfm.testing.bench_timing import device_name
 
 Rows = list[tuple[str, str]]
 

@@ -1,7 +1,7 @@
 """Turns an OpSpec into pytest-benchmark tests. A benchmark file is one line: ``test_<op> = bench_test(SPEC)``.
 
-pytest-benchmark times with a host clock and one contender after the other; bench.py times with the device's clock and
-lets contenders take turns. So each case is measured once, by bench.py, and pytest-benchmark's clock plays the samples
+pytest-benchmark times with a host clock and one contender after the other; measure.py times with the device's clock and
+lets contenders take turns. So each case is measured once, by measure.py, and pytest-benchmark's clock plays the samples
 back: its statistics, its JSON and its comparisons hold the same numbers as the table at the end.
 """
 
@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from fasttfm.bench import measure, timing
 from fasttfm.ops.backends import dtype_name
-from fasttfm.testing import bench, bench_timing
 from fasttfm.testing.spec import OpCase, OpSpec
 
 # Rows of the session, by op, case and dtype: the first test of a case measures all its contenders and directions.
-_measured: dict[tuple[str, str, torch.dtype], list[bench.Row]] = {}
+_measured: dict[tuple[str, str, torch.dtype], list[measure.Row]] = {}
 
 
-def session_rows() -> list[bench.Row]:
+def session_rows() -> list[measure.Row]:
     """Everything this session has measured."""
     return [row for rows in _measured.values() for row in rows]
 
@@ -31,8 +31,8 @@ def bench_test(spec: OpSpec) -> Callable[..., None]:
     """A test with one parameter set for each case, dtype, direction and contender on this machine's device.
 
     Every case but the op's first in its first dtype carries the mark ``further_case``."""
-    device, everything = bench.default_device(), bench.Selection()
-    contenders = bench.contender_names(spec, everything)
+    device, everything = measure.default_device(), measure.Selection()
+    contenders = measure.contender_names(spec, everything)
     parameters = [
         pytest.param(
             case,
@@ -42,8 +42,8 @@ def bench_test(spec: OpSpec) -> Callable[..., None]:
             id=f"{case}-{dtype_name(dtype)}-{direction}-{name}",
             marks=[pytest.mark.further_case] if index else [],
         )
-        for index, (case, dtype) in enumerate(bench.calls_of(spec, device, everything))
-        for direction in bench.directions_of(spec)
+        for index, (case, dtype) in enumerate(measure.calls_of(spec, device, everything))
+        for direction in measure.directions_of(spec)
         for name in contenders
     ]
 
@@ -54,8 +54,8 @@ def bench_test(spec: OpSpec) -> Callable[..., None]:
     ) -> None:
         key = (spec.name, case.name, dtype)
         if key not in _measured:
-            effort = bench_timing.effort_for(device, quick=request.config.getoption("--quick", default=False))
-            _measured[key] = bench.bench_case(spec, case, dtype, device, contenders=contenders, effort=effort)
+            effort = timing.effort_for(device, quick=request.config.getoption("--quick", default=False))
+            _measured[key] = measure.bench_case(spec, case, dtype, device, contenders=contenders, effort=effort)
         row = next(row for row in _measured[key] if (row.direction, row.contender) == (direction, contender))
         if row.ms_p50 is None:
             (pytest.fail if row.ours else pytest.skip)(f"{contender}: {row.note}")

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import fasttfm
-from fasttfm import _C, _native, cli, info
+from fasttfm import _C, _native
+from fasttfm.cli import info
+from fasttfm.cli.main import main
 from fasttfm.ops.backends import Backend, BackendTable
 
 
@@ -19,7 +21,9 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def run_prepared(*statements: str) -> str:
     """The output of ``fasttfm info`` in an interpreter that ran these first: backends cache what they say."""
-    code = "\n".join(["import sys", *statements, "from fasttfm.cli import main", "raise SystemExit(main(['info']))"])
+    code = "\n".join(
+        ["import sys", *statements, "from fasttfm.cli.main import main", "raise SystemExit(main(['info']))"]
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -128,7 +132,7 @@ def test_a_wrong_argument_exits_with_2_and_a_sentence(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        cli.main(arguments)
+        main(arguments)
     assert stopped.value.code == 2
     assert sentence in capsys.readouterr().err
 
@@ -136,6 +140,6 @@ def test_a_wrong_argument_exits_with_2_and_a_sentence(
 @pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"], ["bench", "--help"], ["--version"]])
 def test_help_and_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        cli.main(arguments)
+        main(arguments)
     assert stopped.value.code == 0
     assert "fasttfm" in capsys.readouterr().out

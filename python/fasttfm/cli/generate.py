@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fasttfm.command_parts import Formatter, add_device_option, device_of, refusing
+from fasttfm.cli.options import Formatter, add_device_option, device_of, refusing
 
 
 def add_parser(subparsers: Any) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from fasttfm.cli import main
+from fasttfm.bench import measure, report, timing
+from fasttfm.bench.peers import Inputs, PeerUnavailable
+from fasttfm.bench.timing import Ceilings, Effort, Work
+from fasttfm.cli.main import main
 from fasttfm.ops import backends
 from fasttfm.ops.backends import BackendTable
-from fasttfm.testing import bench, bench_timing, report, specs
-from fasttfm.testing.bench_timing import Ceilings, Effort, Work
-from fasttfm.testing.spec import Cost, Inputs, OpCase, OpSpec, Peer, PeerCall, PeerUnavailable
+from fasttfm.testing import specs
+from fasttfm.testing.spec import Cost, OpCase, OpSpec, Peer, PeerCall
 from fasttfm.testing.specs.layer_norm import SPEC
 
 pytest_plugins = ("pytester",)
@@ -36,11 +38,11 @@ def _spec(*peers: Peer) -> OpSpec:
 
 @pytest.fixture
 def _fixed_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_timing, "ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(timing, "ceilings", lambda device: CEILINGS)
 
 
-def _row(contender: str, milliseconds: float | None, **fields: Any) -> bench.Row:
-    row = bench.Row("layer_norm", "4x8", "float32", "forward", "a chip", contender, ms_p50=milliseconds)
+def _row(contender: str, milliseconds: float | None, **fields: Any) -> measure.Row:
+    row = measure.Row("layer_norm", "4x8", "float32", "forward", "a chip", contender, ms_p50=milliseconds)
     return replace(row, ms_p20=milliseconds, ms_p80=milliseconds, **fields)
 
 
@@ -48,12 +50,12 @@ def _row(contender: str, milliseconds: float | None, **fields: Any) -> bench.Row
 
 
 def test_percentiles() -> None:
-    assert bench_timing.percentiles([float(value) for value in range(100, -1, -1)]) == (20.0, 50.0, 80.0)
+    assert timing.percentiles([float(value) for value in range(100, -1, -1)]) == (20.0, 50.0, 80.0)
 
 
 @pytest.mark.parametrize(
     ("seconds", "rotation", "calls"),
-    [(1e-3, 1, 5), (1.0, 1, 1), (1.0, 3, 3), (1e-3, 4, 8), (1e-9, 1, bench_timing.MAX_CALLS)],
+    [(1e-3, 1, 5), (1.0, 1, 1), (1.0, 3, 3), (1e-3, 4, 8), (1e-9, 1, timing.MAX_CALLS)],
 )
 def test_calls_fill_a_round_with_whole_rotations(seconds: float, rotation: int, calls: int) -> None:
     assert Effort(round_seconds=5e-3, budget_seconds=1.0).calls(seconds, rotation) == calls
@@ -76,13 +78,13 @@ def test_rounds_fill_the_budget_within_bounds() -> None:
 def test_limit(direction: str, gpu_ms: float | None, unit: str, rate: float, fraction: float) -> None:
     spec = replace(SPEC, forward_cost=lambda *_: Cost(1e9), backward_cost=lambda *_: Cost(1e9, flops=4e11))
     row = replace(_row("fasttfm", 4.0, gpu_ms=gpu_ms), direction=direction)
-    found = bench.with_limit(row, spec, CASE, torch.float32, CEILINGS)
+    found = measure.with_limit(row, spec, CASE, torch.float32, CEILINGS)
     assert (found.rate_unit, found.rate, found.fraction) == (unit, pytest.approx(rate), pytest.approx(fraction))
 
 
 def test_a_spec_without_costs_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layer_norm: expected a forward_cost in its OpSpec, got None"):
-        bench.with_limit(_row("fasttfm", 1.0), replace(SPEC, forward_cost=None), CASE, torch.float32, CEILINGS)
+        measure.with_limit(_row("fasttfm", 1.0), replace(SPEC, forward_cost=None), CASE, torch.float32, CEILINGS)
 
 
 def test_ratio_is_to_the_best_peer() -> None:
@@ -93,7 +95,7 @@ def test_ratio_is_to_the_best_peer() -> None:
         _row("fast", 3.0),
         _row("absent", None),
     ]
-    found = bench.with_ratios(rows)
+    found = measure.with_ratios(rows)
     assert [row.ratio for row in found] == [1.5, 3.0, None, None, None]
     assert [row.gpu_ratio for row in found] == [0.5, None, None, None, None]
 
@@ -128,7 +130,7 @@ def test_contenders_take_turns_and_setup_is_not_timed() -> None:
         return run
 
     works = {"a": Work(spend("a", 2.0), calls=4, setup=spend("setup", 100.0)), "b": Work(spend("b", 3.0), calls=1)}
-    found = bench_timing.measure(works, clock, Effort(1.0, 0.0, min_rounds=3))
+    found = timing.measure(works, clock, Effort(1.0, 0.0, min_rounds=3))
     assert found.seconds == {"a": [0.5] * 3, "b": [3.0] * 3}
     assert order == ["setup", "a", "b"] * 5  # two passes to warm up and plan
 
@@ -141,9 +143,7 @@ def test_a_contender_that_raises_leaves_the_others_alone(good_calls: int) -> Non
         if next(count) >= good_calls:
             raise RuntimeError("out of luck\nwith details")
 
-    found = bench_timing.measure(
-        {"bad": Work(fail, 1), "good": Work(lambda: None, 1)}, FakeClock(), Effort(1.0, 0.0, 5)
-    )
+    found = timing.measure({"bad": Work(fail, 1), "good": Work(lambda: None, 1)}, FakeClock(), Effort(1.0, 0.0, 5))
     assert found.failures == {"bad": "RuntimeError: out of luck"}
     assert list(found.seconds) == ["good"]
     assert len(found.seconds["good"]) == 5
@@ -177,10 +177,10 @@ def _absent(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
 def test_every_contender_gets_a_row_in_every_direction() -> None:
     peers = (Peer("absent", _absent), Peer("failing", _failing), Peer("no backward", _failing_backward))
     spec = _spec(*peers)
-    names = bench.contender_names(spec, bench.Selection())
-    rows = bench.bench_case(spec, CASE, torch.float32, CPU, contenders=names, effort=BRIEF)
+    names = measure.contender_names(spec, measure.Selection())
+    rows = measure.bench_case(spec, CASE, torch.float32, CPU, contenders=names, effort=BRIEF)
     assert [(row.direction, row.contender) for row in rows] == [
-        (direction, name) for direction in bench.DIRECTIONS for name in names
+        (direction, name) for direction in measure.DIRECTIONS for name in names
     ]
     for row in rows:
         if row.contender in ("fasttfm", "torch") or (row.contender, row.direction) == ("no backward", "forward"):
@@ -199,7 +199,7 @@ def test_every_contender_gets_a_row_in_every_direction() -> None:
 @pytest.mark.usefixtures("_fixed_ceilings")
 def test_backend_that_served_is_observed() -> None:
     names = ("fasttfm", "fasttfm:reference", "fasttfm:nonsense")
-    rows = bench.bench_case(_spec(), CASE, torch.float32, CPU, contenders=names, effort=BRIEF)
+    rows = measure.bench_case(_spec(), CASE, torch.float32, CPU, contenders=names, effort=BRIEF)
     assert [row.backend for row in rows[:2]] == ["cpu", "reference"]
     assert "layer_norm: backend: expected one of" in rows[2].note
 
@@ -214,7 +214,7 @@ def test_backends_of_both_directions_are_observed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(op, "TABLE", BackendTable(op.TABLE.op, (forward_alone, by_name["reference"])))
     spec = specs.all_specs()["attention"]
     case = next(case for case in spec.cases if case.name == "typical")
-    rows = bench.bench_case(spec, case, torch.float32, CPU, contenders=("fasttfm",), effort=BRIEF)
+    rows = measure.bench_case(spec, case, torch.float32, CPU, contenders=("fasttfm",), effort=BRIEF)
     assert {row.direction: row.backend for row in rows} == {
         "forward": "cpu",
         "backward": "reference",
@@ -245,11 +245,11 @@ def test_a_failed_capture_costs_only_the_device_time(monkeypatch: pytest.MonkeyP
         def work(self, direction: str, calls: int) -> Work:
             return Work(lambda: None, self.calls)
 
-    monkeypatch.setattr(bench_timing, "CudaClock", bench_timing.HostClock)
-    monkeypatch.setattr(bench_timing, "captured", captured)
+    monkeypatch.setattr(timing, "CudaClock", timing.HostClock)
+    monkeypatch.setattr(timing, "captured", captured)
     ready: Any = {"good": Calls(1), "bad": Calls(2)}
     stream: Any = object()
-    measured = bench._measure_direction("forward", ready, stream, BRIEF)
+    measured = measure._measure_direction("forward", ready, stream, BRIEF)
     assert list(measured.seconds) == ["good", "bad"]
     assert list(measured.gpu_seconds) == ["good"]
     assert measured.failures == {}
@@ -260,8 +260,8 @@ def test_a_failed_capture_costs_only_the_device_time(monkeypatch: pytest.MonkeyP
 def test_device_time_and_memory_are_taken_on_a_gpu() -> None:
     device = torch.device("cuda")
     case = OpCase("256x512", {"shape": (256, 512)}, {"eps": 1e-5})
-    effort = bench_timing.effort_for(device, quick=True)
-    rows = bench.bench_case(SPEC, case, torch.bfloat16, device, contenders=("fasttfm", "torch"), effort=effort)
+    effort = timing.effort_for(device, quick=True)
+    rows = measure.bench_case(SPEC, case, torch.bfloat16, device, contenders=("fasttfm", "torch"), effort=effort)
     for row in rows:
         assert row.note == ""
         assert row.gpu_ms is not None
@@ -273,8 +273,8 @@ def test_device_time_and_memory_are_taken_on_a_gpu() -> None:
 
 
 def test_input_sets_exceed_twice_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_timing, "cache_bytes", lambda device: 1000)
-    sets = bench._input_sets(SPEC, CASE, torch.float32, CPU)
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: 1000)
+    sets = measure._input_sets(SPEC, CASE, torch.float32, CPU)
     size = sum(value.nbytes for value in sets[0].values())
     assert len(sets) * size > 2000 >= (len(sets) - 1) * size
     assert len({inputs["x"].data_ptr() for inputs in sets}) == len(sets)
@@ -284,7 +284,7 @@ def test_input_sets_exceed_twice_the_cache(monkeypatch: pytest.MonkeyPatch) -> N
 def test_copies_keep_strides_and_shared_storage() -> None:
     packed = torch.arange(24.0).reshape(4, 6)
     inputs = {"q": packed[:, :3], "k": packed[:, 3:], "none": None, "scale": 2.0}
-    copy = bench._copy(inputs)
+    copy = measure._copy(inputs)
     assert torch.equal(copy["q"], inputs["q"])
     assert copy["k"].stride() == (6, 1)
     assert copy["q"].untyped_storage().data_ptr() == copy["k"].untyped_storage().data_ptr() != packed.data_ptr()
@@ -292,9 +292,9 @@ def test_copies_keep_strides_and_shared_storage() -> None:
 
 
 def test_quick_is_one_case_in_one_dtype() -> None:
-    assert len(bench.calls_of(SPEC, CPU, bench.Selection())) > 1
-    assert bench.calls_of(SPEC, CPU, bench.Selection(quick=True)) == [(SPEC.bench_cases_cpu[0], torch.float32)]
-    gpu = bench.calls_of(SPEC, torch.device("cuda"), bench.Selection())
+    assert len(measure.calls_of(SPEC, CPU, measure.Selection())) > 1
+    assert measure.calls_of(SPEC, CPU, measure.Selection(quick=True)) == [(SPEC.bench_cases_cpu[0], torch.float32)]
+    gpu = measure.calls_of(SPEC, torch.device("cuda"), measure.Selection())
     assert gpu == [(case, torch.bfloat16) for case in SPEC.bench_cases]
 
 
@@ -361,7 +361,9 @@ def test_a_peer_may_be_differentiated_in_tensors_of_its_own() -> None:
         leaf.register_hook(lambda gradient: gradients.append(gradient.shape[0]))
         return PeerCall(lambda: 2 * leaf, [leaf])
 
-    rows = bench.bench_case(_spec(Peer("other", build)), CASE, torch.float32, CPU, contenders=("other",), effort=BRIEF)
+    rows = measure.bench_case(
+        _spec(Peer("other", build)), CASE, torch.float32, CPU, contenders=("other",), effort=BRIEF
+    )
     assert all(row.ms_p50 is not None for row in rows), rows
     assert set(gradients) == {8}
 
@@ -369,14 +371,14 @@ def test_a_peer_may_be_differentiated_in_tensors_of_its_own() -> None:
 @pytest.mark.usefixtures("_fixed_ceilings")
 def test_a_backward_with_nothing_to_do_is_not_measured_alone() -> None:
     spec = replace(_spec(), gradients_in_forward=True)
-    rows = bench.bench_case(spec, CASE, torch.float32, CPU, contenders=("fasttfm",), effort=BRIEF)
+    rows = measure.bench_case(spec, CASE, torch.float32, CPU, contenders=("fasttfm",), effort=BRIEF)
     assert [row.direction for row in rows] == ["forward", "forward+backward"]
 
 
 @pytest.mark.usefixtures("_fixed_ceilings")
 def test_a_forward_alone_is_held_against_what_it_must_do() -> None:
     spec = replace(_spec(), inference_cost=lambda case, dtype: Cost(bytes=7.0))
-    rows = bench.bench_case(spec, CASE, torch.float32, CPU, contenders=("fasttfm",), effort=BRIEF)
+    rows = measure.bench_case(spec, CASE, torch.float32, CPU, contenders=("fasttfm",), effort=BRIEF)
     alone, _, both = rows
     assert alone.bytes == 7.0
     assert both.bytes > 7.0
@@ -392,16 +394,16 @@ def test_a_forward_alone_is_held_against_what_it_must_do() -> None:
     ],
 )
 def test_file_stem(monkeypatch: pytest.MonkeyPatch, name: str, stem: str) -> None:
-    monkeypatch.setattr(bench_timing, "device_name", lambda device: name)
-    assert bench_timing.file_stem(CPU) == stem
+    monkeypatch.setattr(timing, "device_name", lambda device: name)
+    assert timing.file_stem(CPU) == stem
 
 
 def test_a_cpu_whose_name_has_no_number_is_named_by_its_model() -> None:
     lscpu = "Vendor ID:  GenuineIntel\nModel name:  {}\nCPU family:  6\nModel:  207\nBIOS Model name:  pc-q35\n"
-    assert bench_timing._cpu_name(lscpu.format("Neoverse-N1")) == "Neoverse-N1"
-    named = bench_timing._cpu_name(lscpu.format("Intel(R) Xeon(R) Processor"))
+    assert timing._cpu_name(lscpu.format("Neoverse-N1")) == "Neoverse-N1"
+    named = timing._cpu_name(lscpu.format("Intel(R) Xeon(R) Processor"))
     assert named == "Intel(R) Xeon(R) Processor family 6 model 207"
-    assert bench_timing._cpu_name("") == ""
+    assert timing._cpu_name("") == ""
 
 
 # ---- pytest-benchmark and the command --------------------------------------------------------------------------------
@@ -419,15 +421,15 @@ def test_pytest_benchmark_holds_the_same_numbers(
     """Without options the first case of each op runs, in its first dtype. Where the forward computes the gradients,
     there is no backward to measure."""
     pytest.importorskip("pytest_benchmark")
-    monkeypatch.setattr(bench, "default_device", lambda: CPU)
-    monkeypatch.setattr(bench_timing, "ceilings", lambda device: CEILINGS)
-    monkeypatch.setattr(bench_timing, "effort_for", lambda device, quick: BRIEF)
+    monkeypatch.setattr(measure, "default_device", lambda: CPU)
+    monkeypatch.setattr(timing, "ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(timing, "effort_for", lambda device, quick: BRIEF)
     benchmarks = Path(__file__).parents[2] / "benchmarks"
     pytester.makeconftest((benchmarks / "conftest.py").read_text())
     pytester.makepyfile(
         """
         from dataclasses import replace
-        from fasttfm.testing.pytest_bench import bench_test
+        from fasttfm.bench.pytest_bench import bench_test
         from fasttfm.testing.spec import OpCase
         from fasttfm.testing.specs.layer_norm import SPEC
 
@@ -461,7 +463,7 @@ def test_command_prints_the_table_and_writes_files(
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert _command("--device", "cpu", "--quick") == 0
-    stem = bench_timing.file_stem(CPU)
+    stem = timing.file_stem(CPU)
     text = capsys.readouterr().out
     for part in ("4x8", "needs another machine", f"fasttfm-bench/{stem}.csv", f"fasttfm-bench/{stem}-layer_norm.png"):
         assert part in text
@@ -473,7 +475,7 @@ def test_command_prints_the_table_and_writes_files(
 @pytest.mark.usefixtures("_fixed_ceilings")
 def test_a_killed_run_leaves_the_rows_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    whole = bench.bench_op
+    whole = measure.bench_op
 
     def killed(*arguments: Any) -> Iterator[Any]:
         yield next(iter(whole(*arguments)))
@@ -481,9 +483,9 @@ def test_a_killed_run_leaves_the_rows_it_had(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(specs, "all_specs", lambda: {"layer_norm": _spec(Peer("absent", _absent))})
     monkeypatch.chdir(tmp_path)
-    left = tmp_path / "fasttfm-bench" / f"{bench_timing.file_stem(CPU)}-unfinished.csv"
+    left = tmp_path / "fasttfm-bench" / f"{timing.file_stem(CPU)}-unfinished.csv"
     with monkeypatch.context() as during:
-        during.setattr(bench, "bench_op", killed)
+        during.setattr(measure, "bench_op", killed)
         assert _command("--device", "cpu", "--quick") == 130  # as a shell reports an interrupt
     assert "layer_norm" in left.read_text()
     assert _command("--device", "cpu", "--quick") == 0

@@ -40,8 +40,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; 0 if every op of ours was measured."""
-    from fasttfm.testing import bench, report
-    from fasttfm.testing.bench_timing import file_stem
+    from fasttfm.bench import measure, report
+    from fasttfm.bench.timing import file_stem
     from fasttfm.testing.specs import all_specs
 
     specs = all_specs()
@@ -50,8 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.refuse(f"{option}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         arguments.refuse("--device: expected a device that is here, got cuda, and torch sees none")
-    device = torch.device(arguments.device) if arguments.device else bench.default_device()
-    selection = bench.Selection(
+    device = torch.device(arguments.device) if arguments.device else measure.default_device()
+    selection = measure.Selection(
         cases=arguments.cases,
         dtypes=tuple(_DTYPES[name] for name in arguments.dtypes),
         contenders=arguments.contenders,
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = []
     for name in arguments.ops or specs:
         start = time.perf_counter()
-        for measured in bench.bench_op(specs[name], device, selection):
+        for measured in measure.bench_op(specs[name], device, selection):
             rows += measured
             report.write_csv(unfinished, rows)
             seconds, start = time.perf_counter() - start, time.perf_counter()

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fasttfm.command_parts import new_directory, refusing
+from fasttfm.cli.options import new_directory, refusing
 
 MODELS = ("bert", "roberta", "albert", "electra", "gpt", "gpt2")
 _DEFAULT_SIZES = {"bert": "tiny", "electra": "small", "gpt2": "small"}  # the others': base

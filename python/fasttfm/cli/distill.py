@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fasttfm.command_parts import (
+from fasttfm.cli.options import (
     Formatter,
     add_run_options,
     add_training_options,

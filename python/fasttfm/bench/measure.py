@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from fasttfm._version import __version__
+from fasttfm.bench import timing
+from fasttfm.bench.peers import Build, Inputs, PeerUnavailable, version_of
 from fasttfm.ops.backends import Backend, BackendTable, dtype_name
-from fasttfm.testing import bench_timing as timing
 from fasttfm.testing.harness import draw_inputs
-from fasttfm.testing.peers import Build, version_of
-from fasttfm.testing.spec import Cost, Inputs, OpCase, OpSpec, PeerCall, PeerUnavailable, outputs_of
+from fasttfm.testing.spec import Cost, OpCase, OpSpec, PeerCall, outputs_of
 
 OURS = "fasttfm"  # or "fasttfm:<backend>", which asks for one backend by name
 DIRECTIONS = ("forward", "backward", "forward+backward")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fasttfm.command_parts import Formatter, add_device_option, device_of, refusing
+from fasttfm.cli.options import Formatter, add_device_option, device_of, refusing
 from fasttfm.whole_files import whole_file
 
 _SUFFIXES = (".npy", ".safetensors")

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from fasttfm.testing.bench import DIRECTIONS, Row
+from fasttfm.bench.measure import DIRECTIONS, Row
 
 COLUMNS = tuple(field.name for field in fields(Row) if field.metadata.get("csv", True))
 

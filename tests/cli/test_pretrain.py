@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fasttfm import cli
+from fasttfm.cli.main import main
 from fasttfm.train.logs import read_rows
 
 
@@ -26,7 +26,7 @@ def arguments(corpus: dict[str, Path], output: Path, *more: str) -> list[str]:
 def test_a_run_says_what_it_reached(
     corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(arguments(corpus, tmp_path / "run")) == 0
+    assert main(arguments(corpus, tmp_path / "run")) == 0
     said = capsys.readouterr()
     assert re.search(r"bert tiny: 0.5 million parameters, vocabulary of 2\d\d; 36 documents", said.err)
     assert "step 2/2: loss" in said.err
@@ -42,7 +42,7 @@ def test_a_new_folder_for_every_run(corpus: dict[str, Path], tmp_path: Path, mon
     given = arguments(corpus, tmp_path / "unused", "--quiet")
     place = given.index("--output")
     for _ in range(2):
-        assert cli.main([*given[:place], *given[place + 2 :]]) == 0
+        assert main([*given[:place], *given[place + 2 :]]) == 0
     assert sorted(path.name for path in (tmp_path / "fasttfm-runs").iterdir()) == ["bert-tiny-1", "bert-tiny-2"]
 
 
@@ -77,7 +77,7 @@ def test_what_cannot_be_done_is_said(
     if more == ["--device", "cuda:7"] and torch.cuda.device_count() > 7:
         pytest.skip("there is such a device")
     try:
-        found: Any = cli.main(arguments(corpus, tmp_path / "run", *more))
+        found: Any = main(arguments(corpus, tmp_path / "run", *more))
     except SystemExit as stopped:
         found = stopped.code
     assert found == status
@@ -86,7 +86,7 @@ def test_what_cannot_be_done_is_said(
 
 def test_resume_needs_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["pretrain", "--resume"])
+        main(["pretrain", "--resume"])
     assert "--resume: expected --output, the folder of the run to go on with" in capsys.readouterr().err
 
 

@@ -21,7 +21,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fasttfm.command_parts import (
+from fasttfm.cli.options import (
     Formatter,
     add_run_options,
     add_training_options,

@@ -1,0 +1,1 @@
+"""Benchmarks: ``measure`` times ops and peers, ``timing`` has the clocks, ``report`` tables and charts."""
