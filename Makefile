@@ -25,7 +25,7 @@ SHELL := /bin/bash
 comma := ,
 ops := $(subst $(comma), ,$(OPS))
 op_tests := $(if $(ops),$(ops:%=tests/ops/test_%.py),tests)
-cpp_sources := $(wildcard kernels/*/*.h kernels/*/*.cuh kernels/*/*.cpp kernels/*/*.cu csrc/*.h csrc/*.cpp)
+cpp_sources := $(sort $(shell find kernels csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu'))
 build_inputs := pyproject.toml setup.py CMakeLists.txt constraints.txt tools/environment.py $(cpp_sources)
 
 # Everything installed and built; made again only when something that it depends on has changed.

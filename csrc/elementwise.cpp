@@ -1,4 +1,4 @@
-#include "common/elementwise.h"
+#include "elementwise/op.h"
 
 #include "binding.h"
 

@@ -10,9 +10,9 @@
 
 #include "binding.h"
 #include "common/count.h"
-#include "common/device.h"
-#include "common/isa.h"
-#include "common/parallel.h"
+#include "common/cpu/isa.h"
+#include "common/cpu/parallel.h"
+#include "common/cuda/device.h"
 
 namespace fasttfm {
 

@@ -13,7 +13,7 @@ if triton_absent() is not None:
 import triton
 import triton.language as tl
 
-from fasttfm.kernels.common.activation_triton import activated
+from fasttfm.kernels.common.triton.activation import activated
 
 COUNT = 4096
 

@@ -79,7 +79,13 @@ def test_the_sdist_holds_everything_needed_to_build_and_test(sdist: Path) -> Non
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"CMakeLists.txt", "LICENSE", "setup.py", "constraints.txt", "Makefile", "docs/ops/layer_norm.md"} <= names
     assert {"python/fasttfm/data/corpus/moby-dick.txt.gz", "python/fasttfm/data/corpus/tasks/qa-dev.json"} <= names
-    assert {"kernels/layer_norm/cpu.cpp", "csrc/binding.h", "python/fasttfm/_C.pyi", "tools/new_op.py"} <= names
+    assert {
+        "kernels/layer_norm/cpu.cpp",
+        "kernels/attention/hopper/forward.cu",
+        "csrc/binding.h",
+        "python/fasttfm/_C.pyi",
+        "tools/new_op.py",
+    } <= names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
 
 
@@ -87,7 +93,14 @@ def test_the_sdist_holds_everything_needed_to_build_and_test(sdist: Path) -> Non
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    expected = {"py.typed", "_C.pyi", "kernels/__init__.py", "kernels/common/rows.py", "testing/harness.py"}
+    expected = {
+        "py.typed",
+        "_C.pyi",
+        "kernels/__init__.py",
+        "kernels/common/rows.py",
+        "kernels/common/triton/philox.py",
+        "testing/harness.py",
+    }
     expected |= {f"kernels/layer_norm/{name}.py" for name in ("reference", "triton")}
     assert {f"fasttfm/{name}" for name in expected} <= names
     assert len([name for name in names if re.fullmatch(r"fasttfm/_C\.[\w.-]+\.so", name)]) == 1

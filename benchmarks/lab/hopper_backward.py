@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORK = Path(os.environ.get("HOPPER_LAB", "/tmp/hopper_lab"))
 
 WRAPPER = """
-#include "attention/cuda_backward.cu"
+#include "attention/hopper/backward_d64.cu"
 namespace fasttfm::cuda {  // head dim 128 is another script's
 Status attention_backward_wide(const AttentionBackward&) { return {}; }
 int64_t attention_backward_wide_workspace(int64_t, int64_t, int64_t, int64_t) { return 0; }
@@ -183,7 +183,7 @@ def inlined(name: str, seen: set[str]) -> str:
         return inlined(match[1], seen).replace("#pragma once\n", "")
 
     return re.sub(
-        r'#include "(attention/cuda_(?:backward_|ordered_|column_)\w+\.cuh)"\n',
+        r'#include "(attention/hopper/(?:backward|ordered|column)_\w+\.cuh)"\n',
         header,
         (ROOT / "kernels" / name).read_text(),
     )
@@ -192,12 +192,12 @@ def inlined(name: str, seen: set[str]) -> str:
 def compile_variant(name: str, changes: list[tuple[str, str]], options: str = "") -> subprocess.Popen[str]:
     source = WORK / f"{name}.cu"
     text = WRAPPER
-    kernel = inlined("attention/cuda_backward.cu", set())
+    kernel = inlined("attention/hopper/backward_d64.cu", set())
     for old, new in changes if WITHOUT_BFLOAT in changes else [*changes, WITHOUT_HALF]:
         if old not in kernel:
             print(f"{name}: the source has no {old!r}")
         kernel = kernel.replace(old, new, 1 if old.startswith("#include") else -1)
-    text = text.replace('#include "attention/cuda_backward.cu"', kernel)
+    text = text.replace('#include "attention/hopper/backward_d64.cu"', kernel)
     source.write_text(text)
     return compile_source(name, source, options)
 

@@ -85,7 +85,7 @@ ONLY_ALL_KEYS = (
     "  return causal ? start(wide_backward_kernel<T, false, true>) : start(wide_backward_kernel<T, false, false>);\n",
     "  (void)causal;\n  return start(wide_backward_kernel<T, false, false>);\n",
 )
-SOURCE = "attention/cuda_backward_wide.cu"
+SOURCE = "attention/hopper/backward_d128.cu"
 
 
 def inlined(name: str, seen: set[str]) -> str:
@@ -98,7 +98,7 @@ def inlined(name: str, seen: set[str]) -> str:
         return inlined(match[1], seen).replace("#pragma once\n", "")
 
     return re.sub(
-        r'#include "(attention/cuda_backward_wide_\w+\.cuh)"\n', header, (ROOT / "kernels" / name).read_text()
+        r'#include "(attention/hopper/backward_d128_\w+\.cuh)"\n', header, (ROOT / "kernels" / name).read_text()
     )
 
 

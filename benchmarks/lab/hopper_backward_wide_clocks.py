@@ -95,7 +95,7 @@ def report(library: Any) -> str:
 # ---- products --------------------------------------------------------------------------------------------------------
 
 RATES = """
-#include "common/hopper.cuh"
+#include "common/cuda/hopper.cuh"
 using namespace fasttfm;
 using namespace fasttfm::cuda;
 

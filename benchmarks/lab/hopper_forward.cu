@@ -1,6 +1,6 @@
 // One shape of Hopper's attention forward as a library of its own: hopper_forward.py compiles it for each that it
 // tries.
-#include "attention/cuda_forward.cuh"
+#include "attention/hopper/forward_kernel.cuh"
 
 using namespace fasttfm;
 using namespace fasttfm::cuda;

@@ -17,9 +17,9 @@ import triton
 from torch import Tensor
 
 from fasttfm.bench import timing
-from fasttfm.kernels.common import last_words_triton, scale_triton
-from fasttfm.kernels.common.cross_entropy import Loss
 from fasttfm.kernels.linear_cross_entropy import triton as kernels
+from fasttfm.kernels.vocabulary import triton_scale, triton_tail
+from fasttfm.kernels.vocabulary.cross_entropy import Loss
 from fasttfm.ops import column_sum, linear_cross_entropy, masked_lm_loss, vocabulary
 
 CALLS = 3
@@ -88,12 +88,12 @@ def small_kernels(columns: int = 1024, words: int = 30522, rows: int = 1024, cou
     half, one, dh = torch.empty_like(weight), torch.ones((), device="cuda"), torch.zeros_like(hidden)
     block = hidden[:rows]
     calls = {
-        "last words' logits": lambda: last_words_triton.logits(block, last, logits[:, even:words]),
+        "last words' logits": lambda: triton_tail.logits(block, last, logits[:, even:words]),
         "in torch": lambda: torch.mm(block, last.t(), out=logits[:, even:words]),
-        "last words' dh": lambda: last_words_triton.start(logits[:, even:words], last, dh[:rows], g[:rows]),
+        "last words' dh": lambda: triton_tail.start(logits[:, even:words], last, dh[:rows], g[:rows]),
         "their dweight, all rows": lambda: torch.mm(g.t(), hidden, out_dtype=torch.float32, out=found),
         "a block's rows": lambda: torch.mm(g[:rows].t(), block, out_dtype=torch.float32, out=found),
-        "dweight scaled": lambda: scale_triton.scale(total, one, half),
+        "dweight scaled": lambda: triton_scale.scale(total, one, half),
         "in torch, too": lambda: torch.mul(total, one, out=half),
         "column sum": lambda: column_sum(logits),
     }

@@ -6,7 +6,7 @@
 //   compute-sanitizer --tool racecheck /tmp/patterns
 #include <cstdio>
 
-#include "common/hopper.cuh"
+#include "common/cuda/hopper.cuh"
 
 using namespace fasttfm::cuda;
 

@@ -6,9 +6,9 @@
 #include <cmath>
 #include <cstdint>
 
-#include "common/convert.cuh"
-#include "common/launch.cuh"
-#include "common/reduce.cuh"
+#include "common/cuda/convert.cuh"
+#include "common/cuda/launch.cuh"
+#include "common/cuda/reduce.cuh"
 
 namespace fasttfm {
 namespace cuda {

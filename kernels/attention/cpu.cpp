@@ -1,4 +1,4 @@
-// attention on the CPU, in tiles of queries and keys; the products are common/simd_gemm.h's.
+// attention on the CPU, in tiles of queries and keys; the products are common/cpu/simd_gemm.h's.
 //
 // Tiles start at multiples of their size from a sequence's first token, sums run over tiles in order, and where rows
 // lie in memory plays no part: any number of threads gives the same bits, packed as padded. All arithmetic is fp32; q
@@ -9,7 +9,7 @@
 
 #include "attention/cpu_tiles.h"
 #include "common/count.h"
-#include "common/parallel.h"
+#include "common/cpu/parallel.h"
 
 namespace fasttfm {
 namespace FASTTFM_ISA {

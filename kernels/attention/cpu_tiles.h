@@ -9,11 +9,11 @@
 #include <limits>
 
 #include "attention/op.h"
-#include "common/dropout.h"
+#include "common/cpu/dropout.h"
+#include "common/cpu/simd.h"
+#include "common/cpu/simd_gemm.h"
+#include "common/cpu/simd_math.h"
 #include "common/philox.h"
-#include "common/simd.h"
-#include "common/simd_gemm.h"
-#include "common/simd_math.h"
 
 namespace fasttfm {
 namespace FASTTFM_ISA {

@@ -34,7 +34,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     sequence_span,
     store_rows,
 )
-from fasttfm.kernels.common.philox_triton import dropped_weights
+from fasttfm.kernels.common.triton.philox import dropped_weights
 
 MAX_BLOCK_M = tl.constexpr(128)
 

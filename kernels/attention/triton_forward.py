@@ -27,7 +27,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     sequence_span,
     store_rows,
 )
-from fasttfm.kernels.common.philox_triton import dropped_rounded
+from fasttfm.kernels.common.triton.philox import dropped_rounded
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     sequence_span,
     store_rows,
 )
-from fasttfm.kernels.common.philox_triton import dropped_rounded, dropped_weights
+from fasttfm.kernels.common.triton.philox import dropped_rounded, dropped_weights
 
 _SIZES = ["heads", "group", "items", "q_size", "k_size", "window_left", "window_right", "threshold"]
 _STRIDES = [

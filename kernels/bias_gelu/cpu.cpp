@@ -1,10 +1,10 @@
 // Activation of x + bias on the CPU: each element is read once and written once.
 #include "bias_gelu/op.h"
 
-#include "common/activation_simd.h"
-#include "common/parallel.h"
-#include "common/row_chunks.h"
-#include "common/simd.h"
+#include "common/cpu/activation.h"
+#include "common/cpu/parallel.h"
+#include "common/cpu/row_chunks.h"
+#include "common/cpu/simd.h"
 
 namespace fasttfm {
 namespace FASTTFM_ISA {

@@ -7,10 +7,10 @@
 #include <cstdint>
 
 #include "bias_gelu/op.h"
-#include "common/activation.cuh"
-#include "common/launch.cuh"
-#include "common/reduce.cuh"
-#include "common/rows.cuh"
+#include "common/cuda/activation.cuh"
+#include "common/cuda/launch.cuh"
+#include "common/cuda/reduce.cuh"
+#include "common/cuda/rows.cuh"
 
 namespace fasttfm {
 namespace cuda {

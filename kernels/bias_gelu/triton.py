@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.activation_triton import activated
 from fasttfm.kernels.common.launch import multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows, gradient_like
-from fasttfm.kernels.common.sum_parts_triton import compile_signature, sum_parts
+from fasttfm.kernels.common.triton.activation import activated
+from fasttfm.kernels.common.triton.sum_parts import compile_signature, sum_parts
 
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 

@@ -2,9 +2,9 @@
 // and written once for eight rows.
 #include "column_sum/op.h"
 
-#include "common/parallel.h"
-#include "common/row_chunks.h"
-#include "common/simd.h"
+#include "common/cpu/parallel.h"
+#include "common/cpu/row_chunks.h"
+#include "common/cpu/simd.h"
 
 namespace fasttfm {
 namespace FASTTFM_ISA {

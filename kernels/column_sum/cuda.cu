@@ -4,10 +4,10 @@
 #include <cstdint>
 
 #include "column_sum/op.h"
-#include "common/convert.cuh"
-#include "common/launch.cuh"
-#include "common/reduce.cuh"
-#include "common/rows.cuh"
+#include "common/cuda/convert.cuh"
+#include "common/cuda/launch.cuh"
+#include "common/cuda/reduce.cuh"
+#include "common/cuda/rows.cuh"
 
 namespace fasttfm {
 namespace cuda {

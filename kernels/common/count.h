@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "common/isa.h"
+#include "common/cpu/isa.h"
 
 namespace fasttfm {
 

@@ -3,8 +3,8 @@
 
 #include <cmath>
 
-#include "common/parallel.h"
-#include "common/vocabulary_row.h"
+#include "common/cpu/parallel.h"
+#include "vocabulary/cpu_row.h"
 
 namespace fasttfm {
 namespace FASTTFM_ISA {

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fasttfm.kernels.common.cross_entropy import divisor, reduced
 from fasttfm.kernels.common.linear import accumulate, linear
-from fasttfm.kernels.common.pick_rows import gather
+from fasttfm.kernels.vocabulary.cross_entropy import divisor, reduced
+from fasttfm.kernels.vocabulary.pick_rows import gather
 
 
 def distillation_loss(

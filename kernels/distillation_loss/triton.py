@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
-from fasttfm.kernels.common.softmax_triton import LOWEST, added, exponential, total
+from fasttfm.kernels.vocabulary.triton_softmax import LOWEST, added, exponential, total
 
 
 @triton.jit

@@ -4,11 +4,11 @@
 
 #include <cmath>
 
-#include "common/dropout.h"
-#include "common/moments.h"
-#include "common/parallel.h"
-#include "common/row_chunks.h"
-#include "common/simd.h"
+#include "common/cpu/dropout.h"
+#include "common/cpu/moments.h"
+#include "common/cpu/parallel.h"
+#include "common/cpu/row_chunks.h"
+#include "common/cpu/simd.h"
 
 namespace fasttfm {
 namespace FASTTFM_ISA {

@@ -1,4 +1,4 @@
-// dropout_add_layer_norm on NVIDIA GPUs, in the frame of common/rows.cuh. The formulas are in reference.py.
+// dropout_add_layer_norm on NVIDIA GPUs, in the frame of common/cuda/rows.cuh. The formulas are in reference.py.
 //
 // The forward maps rows, one for each group of threads. The backward is persistent: dy and z come through rings in
 // shared memory, and both passes over a row read them there, so that registers hold little but the sums over rows. dz,
@@ -7,10 +7,10 @@
 // Whether anything is dropped is decided at run time: one draw of random numbers for 16 elements is all that it adds.
 #include <cstdint>
 
-#include "common/dropout.cuh"
-#include "common/launch.cuh"
-#include "common/normalize.cuh"
-#include "common/rows.cuh"
+#include "common/cuda/dropout.cuh"
+#include "common/cuda/launch.cuh"
+#include "common/cuda/normalize.cuh"
+#include "common/cuda/rows.cuh"
 #include "dropout_add_layer_norm/op.h"
 
 namespace fasttfm {

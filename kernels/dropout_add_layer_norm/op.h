@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "common/block_memory.h"
+#include "common/cuda/block_memory.h"
 #include "common/dtype.h"
 #include "common/status.h"
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.launch import multiprocessors, on_device
-from fasttfm.kernels.common.normalize_triton import normalized, normalized_gradient, row_tile
-from fasttfm.kernels.common.philox_triton import kept, row_position
 from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like, unwanted
-from fasttfm.kernels.common.sum_parts_triton import compile_signature, sum_parts
+from fasttfm.kernels.common.triton.normalize import normalized, normalized_gradient, row_tile
+from fasttfm.kernels.common.triton.philox import kept, row_position
+from fasttfm.kernels.common.triton.sum_parts import compile_signature, sum_parts
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 

@@ -6,7 +6,7 @@ Forward: a program takes BLOCK_N whole rows. Backward, with dx the gradient of a
    tokens of one position: it sums dx into that row of dposition_table, and keeps dweight, dbias and up to two rows of
    dsegment_table in registers. It leaves behind five numbers per token, from which dx is one line of arithmetic.
 2. Tokens are sorted by id. _table_kernel walks through runs of sorted tokens, computes dx again from dy and adds it up
-   (common/sorted_sums_triton.py). dx itself is never in memory.
+   (common/triton/sorted_sums.py). dx itself is never in memory.
 
 Sums have a fixed order, which depends on the device and the sizes alone. Indices outside their tables are clamped
 before anything is read, give NaN, are noted in ``errors`` (common/index_errors.py) and are left out of the tables'
@@ -23,13 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common import philox
-from fasttfm.kernels.common.index_errors_triton import clamped, noted
 from fasttfm.kernels.common.launch import multiprocessors, on_device
-from fasttfm.kernels.common.normalize_triton import normalized, row_tile
-from fasttfm.kernels.common.philox_triton import kept, row_position
 from fasttfm.kernels.common.rows import gradient_like
-from fasttfm.kernels.common.sorted_sums_triton import RUN, join_runs
-from fasttfm.kernels.common.sum_parts_triton import sum_parts
+from fasttfm.kernels.common.triton.index_errors import clamped, noted
+from fasttfm.kernels.common.triton.normalize import normalized, row_tile
+from fasttfm.kernels.common.triton.philox import kept, row_position
+from fasttfm.kernels.common.triton.sorted_sums import RUN, join_runs
+from fasttfm.kernels.common.triton.sum_parts import sum_parts
 
 Triple = tuple[Tensor, Tensor | None, Tensor | None]
 

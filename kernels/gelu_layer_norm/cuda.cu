@@ -1,4 +1,5 @@
-// LayerNorm of GELU(x + linear_bias) on NVIDIA GPUs, in the frame of common/rows.cuh. The formulas are in reference.py.
+// LayerNorm of GELU(x + linear_bias) on NVIDIA GPUs, in the frame of common/cuda/rows.cuh. The formulas are in
+// reference.py.
 //
 // Both directions are near the issue limit as well as the memory's: what counts is instructions per element. So the
 // backward reads everything once and keeps hhat, gelu' and g of a row, with three sums over rows, in registers: eight
@@ -7,10 +8,10 @@
 // shows only where a row's deviation is far below the rounding of 16-bit elements; fp32 rows are centered once more.
 #include <cstdint>
 
-#include "common/activation.cuh"
-#include "common/launch.cuh"
-#include "common/normalize.cuh"
-#include "common/rows.cuh"
+#include "common/cuda/activation.cuh"
+#include "common/cuda/launch.cuh"
+#include "common/cuda/normalize.cuh"
+#include "common/cuda/rows.cuh"
 #include "gelu_layer_norm/op.h"
 
 namespace fasttfm {

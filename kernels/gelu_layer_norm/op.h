@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "common/activation.h"
-#include "common/block_memory.h"
+#include "common/cuda/block_memory.h"
 #include "common/dtype.h"
 #include "common/status.h"
 

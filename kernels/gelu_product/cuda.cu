@@ -3,8 +3,8 @@
 #include <initializer_list>
 
 #include "common/count.h"
-#include "common/hopper.cuh"
-#include "common/rows.cuh"
+#include "common/cuda/hopper.cuh"
+#include "common/cuda/rows.cuh"
 #include "gelu_product/cuda_product.cuh"
 #include "gelu_product/op.h"
 

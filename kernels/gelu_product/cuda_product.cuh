@@ -14,9 +14,9 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "common/activation.cuh"
-#include "common/hopper.cuh"
-#include "common/reduce.cuh"
+#include "common/cuda/activation.cuh"
+#include "common/cuda/hopper.cuh"
+#include "common/cuda/reduce.cuh"
 #include "gelu_product/op.h"
 
 namespace fasttfm {

@@ -1,13 +1,13 @@
-// LayerNorm on NVIDIA GPUs, in the frame of common/rows.cuh. The formulas are in reference.py.
+// LayerNorm on NVIDIA GPUs, in the frame of common/cuda/rows.cuh. The formulas are in reference.py.
 //
 // Both directions are near the issue limit as well as the memory's: what counts is instructions per element. So the
 // forward's parameter type P is known when compiling, and the backward computes xhat as one fused multiply-add, x *
 // rstd - mean * rstd, whose rounding is a constant of the row that the correction by mean(xhat) removes.
 #include <cstdint>
 
-#include "common/launch.cuh"
-#include "common/normalize.cuh"
-#include "common/rows.cuh"
+#include "common/cuda/launch.cuh"
+#include "common/cuda/normalize.cuh"
+#include "common/cuda/rows.cuh"
 #include "layer_norm/op.h"
 
 namespace fasttfm {

@@ -3,15 +3,15 @@
 
 #include <cmath>
 
-#include "common/parallel.h"
+#include "common/cpu/parallel.h"
 #include "common/philox.h"
-#include "common/vocabulary_row.h"
+#include "vocabulary/cpu_row.h"
 
 namespace fasttfm {
 namespace FASTTFM_ISA {
 namespace {
 
-constexpr uint32_t kSamplingCounter = 0xffffffffu;  // kernels/common/cross_entropy.py
+constexpr uint32_t kSamplingCounter = 0xffffffffu;  // kernels/vocabulary/cross_entropy.py
 
 FASTTFM_KERNEL float sum_of_logits(const LogitRow& row) {
   Lanes total = broadcast(0.0f);

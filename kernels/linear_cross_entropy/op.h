@@ -1,5 +1,5 @@
 // Cross entropy of a block of logits, its gradient written over them. n rows of V logits; the formulas are in
-// kernels/common/cross_entropy.py.
+// kernels/vocabulary/cross_entropy.py.
 //
 // Bytes per row: 4 V read and, with the gradient, 4 V written; a row stays in the second-level cache between the sweeps
 // over it. Labels name a word or are ignore_index: the caller has looked.

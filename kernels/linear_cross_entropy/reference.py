@@ -2,7 +2,7 @@
 
 With rows h [N, C], weight [V, C] and bias [V]:
 
-    x = h weight^T        loss_n = cross entropy of x_n + bias (kernels/common/cross_entropy.py)
+    x = h weight^T        loss_n = cross entropy of x_n + bias (kernels/vocabulary/cross_entropy.py)
 
     g = c_n * dloss_n/dx_n        dh = g weight        dweight = g^T h        dbias = sum over rows of g
 
@@ -17,11 +17,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fasttfm.kernels.common import cross_entropy
-from fasttfm.kernels.common.cross_entropy import Loss
 from fasttfm.kernels.common.linear import accumulate, linear
-from fasttfm.kernels.common.pick_rows import gather
 from fasttfm.kernels.common.rows import as_rows
+from fasttfm.kernels.vocabulary import cross_entropy
+from fasttfm.kernels.vocabulary.cross_entropy import Loss
+from fasttfm.kernels.vocabulary.pick_rows import gather
 
 
 def linear_cross_entropy(

@@ -1,5 +1,5 @@
 """Cross entropy of a block of logits in Triton, its gradient written over them; the formulas are in
-kernels/common/cross_entropy.py.
+kernels/vocabulary/cross_entropy.py.
 
 A program takes one row and sweeps over its V logits twice: for the softmax's denominator and all that needs no
 denominator, and for the gradient; a sample is drawn in between, up to the tile it lies in. Rows that are on their way
@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.cross_entropy import SAMPLING_COUNTER, Loss
 from fasttfm.kernels.common.launch import on_device
-from fasttfm.kernels.common.philox_triton import philox
-from fasttfm.kernels.common.softmax_triton import LOWEST, added, exponential, total
+from fasttfm.kernels.common.triton.philox import philox
+from fasttfm.kernels.vocabulary.cross_entropy import SAMPLING_COUNTER, Loss
+from fasttfm.kernels.vocabulary.triton_softmax import LOWEST, added, exponential, total
 
 _LABELS = 0  # of the arguments (labels, positions) that errors are noted for
 

@@ -1,6 +1,6 @@
 """The loss of a masked language model on the rows that are predicted, in plain torch: the specification.
 
-    rows = hidden[positions]        loss = cross entropy of rows weight^T + bias (kernels/common/cross_entropy.py)
+    rows = hidden[positions]        loss = cross entropy of rows weight^T + bias (kernels/vocabulary/cross_entropy.py)
 
 Without positions every row has a label, and those whose label is ignore_index are no predictions.
 """
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fasttfm.kernels.common import cross_entropy
-from fasttfm.kernels.common.cross_entropy import Loss
 from fasttfm.kernels.common.linear import accumulate, linear
+from fasttfm.kernels.vocabulary import cross_entropy
+from fasttfm.kernels.vocabulary.cross_entropy import Loss
 
 
 def masked_lm_loss(

@@ -3,8 +3,8 @@
 
 #include <cstring>
 
-#include "common/isa.h"
-#include "common/parallel.h"
+#include "common/cpu/isa.h"
+#include "common/cpu/parallel.h"
 
 namespace fasttfm {
 namespace FASTTFM_ISA {

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fasttfm.kernels.common.cross_entropy import divisor, reduced
 from fasttfm.kernels.common.linear import accumulate
+from fasttfm.kernels.vocabulary.cross_entropy import divisor, reduced
 
 
 def replaced_token_loss(

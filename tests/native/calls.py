@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fasttfm import _native
 
-FUNCTIONS = {"identity": 0, "exp": 1, "erf": 2, "tanh": 3, "exp2_in_range": 4}  # kernels/common/elementwise.h
+FUNCTIONS = {"identity": 0, "exp": 1, "erf": 2, "tanh": 3, "exp2_in_range": 4}  # kernels/elementwise/op.h
 
 
 def elementwise(

@@ -1,4 +1,4 @@
-"""exp, exp2, erf and tanh of kernels/common/simd_math.h against fp64: all magnitudes, both signs, special values."""
+"""exp, exp2, erf and tanh of common/cpu/simd_math.h against fp64: all magnitudes, both signs, special values."""
 
 from __future__ import annotations
 

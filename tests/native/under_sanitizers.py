@@ -78,7 +78,7 @@ ROW_OPS = [spec for spec in SPECS if spec.name in ("layer_norm", "dropout_add_la
 )
 @pytest.mark.parametrize("spec", [pytest.param(spec, id=f"{spec.name}-rows") for spec in ROW_OPS])
 def test_rows(spec: OpSpec, rows: int, columns: int) -> None:
-    """For each number of vectors and warps that share a row (common/rows.cuh). Of 13 rows some groups of the last
+    """For each number of vectors and warps that share a row (common/cuda/rows.cuh). Of 13 rows some groups of the last
     block get none, of 1601 every group gets several."""
     typical = next(case for case in spec.cases if case.name == "typical")
     case = replace(typical, sizes={**typical.sizes, "shape": (rows, columns)})

@@ -207,8 +207,8 @@ def test_a_wrong_label_raises_on_the_cpu(backend: str, at: tuple[int, int], bad:
 @interpreted
 @pytest.mark.parametrize("bad", [-1, V, 2**40, -(2**40)])
 def test_a_kernel_notes_a_wrong_label_and_goes_on(bad: int) -> None:
-    from fasttfm.kernels.common.cross_entropy import Loss
     from fasttfm.kernels.linear_cross_entropy import triton as kernels
+    from fasttfm.kernels.vocabulary.cross_entropy import Loss
 
     errors = IndexErrors("linear_cross_entropy", ("labels", "positions"))
     logits = torch.randn(3, 64)

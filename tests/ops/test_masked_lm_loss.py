@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fasttfm import ops
-from fasttfm.kernels.common import cross_entropy
 from fasttfm.kernels.common.index_errors import IndexErrors
+from fasttfm.kernels.vocabulary import cross_entropy
 from fasttfm.ops import masked_lm_loss
 from fasttfm.testing.harness import same_bits
 from fasttfm.testing.pytest_ops import interpreted, op_tests
@@ -127,11 +127,11 @@ def test_meta_tensors_with_a_limit() -> None:
 
 
 def test_a_kernel_notes_a_wrong_position_and_goes_on() -> None:
-    from fasttfm.kernels.common import pick_rows_triton
+    from fasttfm.kernels.vocabulary import triton_pick_rows
 
     errors = IndexErrors("masked_lm_loss", ("labels", "positions"))
     rows, out = torch.randn(5, C), torch.empty(3, C)
-    pick_rows_triton.gather(rows, torch.tensor([4, 5, 0]), out, errors.words(rows.device))
+    triton_pick_rows.gather(rows, torch.tensor([4, 5, 0]), out, errors.words(rows.device))
     assert out.isnan().any(dim=1).tolist() == [False, True, False]
     with pytest.raises(ValueError, match=r"positions: expected indices in \[0, 5\), got 5 at token 1"):
         errors.raise_if_any()

@@ -483,8 +483,8 @@ _PROCESSORS = 132  # of an H200
 def _hopper_efficiency(units: int, queries: int, keys: int) -> float:
     """Steps of a multiprocessor that has its share of the work, over those of the one that has most of it.
 
-    Blocks share a (sequence, head) by its tiles of 128 keys as kernels/attention/cuda_backward.cu's blocks_of() says,
-    and wait for one another.
+    Blocks share a (sequence, head) by its tiles of 128 keys, as blocks_of() in
+    kernels/attention/hopper/backward_d64.cu says, and wait for one another.
     """
     steps, tiles = queries / 64, -(-keys // 128)
     times = [

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fasttfm import _native
-from fasttfm.kernels.common import cross_entropy, pick_rows
 from fasttfm.kernels.common.index_errors import IndexErrors
 from fasttfm.kernels.common.rows import as_rows
 from fasttfm.kernels.distillation_loss import reference
+from fasttfm.kernels.vocabulary import cross_entropy, pick_rows
 from fasttfm.ops import checks, linear, vocabulary
 from fasttfm.ops.backends import (
     Backend,

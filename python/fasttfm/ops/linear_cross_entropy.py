@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fasttfm import _native
-from fasttfm.kernels.common import cross_entropy, pick_rows
-from fasttfm.kernels.common.cross_entropy import Loss
 from fasttfm.kernels.common.index_errors import IndexErrors
 from fasttfm.kernels.linear_cross_entropy import reference
+from fasttfm.kernels.vocabulary import cross_entropy, pick_rows
+from fasttfm.kernels.vocabulary.cross_entropy import Loss
 from fasttfm.ops import checks, linear, vocabulary
 from fasttfm.ops.backends import (
     Backend,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.kernels.common import philox
-from fasttfm.kernels.common.cross_entropy import Loss
+from fasttfm.kernels.vocabulary.cross_entropy import Loss
 from fasttfm.ops import checks, linear, vocabulary
 from fasttfm.ops.backends import BackendTable, requested
 from fasttfm.ops.library import is_plain

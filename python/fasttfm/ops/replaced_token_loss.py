@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.kernels.common import cross_entropy
 from fasttfm.kernels.replaced_token_loss import reference
+from fasttfm.kernels.vocabulary import cross_entropy
 from fasttfm.ops import checks, vocabulary
 from fasttfm.ops.backends import Backend, BackendTable, always, dtype_name, requested
 from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared

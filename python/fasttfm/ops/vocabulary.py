@@ -117,14 +117,14 @@ class _LastWords:
     """The words behind the last multiple of 8, whose logits and gradients stand in blocks beside the others'."""
 
     def __init__(self, weight: Tensor, count: int) -> None:
-        from fasttfm.kernels.common import last_words_triton
+        from fasttfm.kernels.vocabulary import triton_tail
 
-        self.kernels = last_words_triton
+        self.kernels = triton_tail
         self.first = len(weight) // _WORD_STEP * _WORD_STEP
         self.end = len(weight)
         self.weight = weight[self.first :].contiguous()
         # Their gradients of all rows. Products with a whole group of 8 columns are faster than with a few.
-        self.g = torch.empty(count, last_words_triton.GROUP, dtype=weight.dtype, device=weight.device)
+        self.g = torch.empty(count, triton_tail.GROUP, dtype=weight.dtype, device=weight.device)
 
     def logits(self, rows: Tensor, block: Tensor) -> None:
         self.kernels.logits(rows, self.weight, block[:, self.first : self.end])
@@ -158,9 +158,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def gather_triton(rows: Tensor, positions: Tensor, out: Tensor, errors: Tensor) -> None:
-    from fasttfm.kernels.common import pick_rows_triton
+    from fasttfm.kernels.vocabulary import triton_pick_rows
 
-    pick_rows_triton.gather(rows, positions, out, errors)
+    triton_pick_rows.gather(rows, positions, out, errors)
 
 
 def scale(total: Tensor, factor: Tensor, out: Tensor, triton: bool) -> None:
@@ -168,15 +168,15 @@ def scale(total: Tensor, factor: Tensor, out: Tensor, triton: bool) -> None:
     if not triton:
         torch.mul(total, factor, out=out)
         return
-    from fasttfm.kernels.common import scale_triton
+    from fasttfm.kernels.vocabulary import triton_scale
 
-    scale_triton.scale(total, factor, out)
+    triton_scale.scale(total, factor, out)
 
 
 def scatter_triton(*args: Any) -> None:
-    from fasttfm.kernels.common import pick_rows_triton
+    from fasttfm.kernels.vocabulary import triton_pick_rows
 
-    pick_rows_triton.scatter(*args)
+    triton_pick_rows.scatter(*args)
 
 
 def rows_triton(hidden: Tensor, positions: Tensor | None, errors: Tensor) -> Tensor:

@@ -286,7 +286,7 @@ def _triton_kernels() -> list[TritonKernel]:
 
 def _signatures(columns: int, table: str, element: str, parameter: str) -> list[TritonKernel]:
     """Every kernel as its launcher compiles it for packed training; tables, y and parameters of these types."""
-    from fasttfm.kernels.common import sorted_sums_triton, sum_parts_triton
+    from fasttfm.kernels.common.triton import sorted_sums, sum_parts
     from fasttfm.kernels.embedding import triton as kernels
 
     t, e, w, f, i, j = f"*{table}", f"*{element}", f"*{parameter}", "*fp32", "*i64", "*i32"
@@ -323,11 +323,11 @@ def _signatures(columns: int, table: str, element: str, parameter: str) -> list[
         kernel(
             kernels._table_kernel,
             {**table_backward, "N": "i32", "C": "i32", "table_rows": "i32", **dropout},
-            {"RUN": sorted_sums_triton.RUN},
+            {"RUN": sorted_sums.RUN},
             kernels._table_tile(columns),
         ),
-        TritonKernel(**sorted_sums_triton.compile_signature(columns, table)),
-        TritonKernel(**sum_parts_triton.compile_signature(parameter, 2)),
+        TritonKernel(**sorted_sums.compile_signature(columns, table)),
+        TritonKernel(**sum_parts.compile_signature(parameter, 2)),
     ]
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fasttfm.bench.peers import compiled, liger
-from fasttfm.kernels.common.cross_entropy import Loss
 from fasttfm.kernels.linear_cross_entropy import reference
+from fasttfm.kernels.vocabulary.cross_entropy import Loss
 from fasttfm.ops import linear_cross_entropy
 from fasttfm.testing.random_sizes import random_scale, random_shape, random_size
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel
@@ -154,16 +154,16 @@ def _dropped_target(**arguments: Any) -> Tensor:
 
 
 def _triton_kernels() -> list[TritonKernel]:
-    from fasttfm.kernels.common import last_words_triton, pick_rows_triton, scale_triton
     from fasttfm.kernels.linear_cross_entropy import triton as kernels
+    from fasttfm.kernels.vocabulary import triton_pick_rows, triton_scale, triton_tail
 
     found = []
     for element, everything in (("bf16", False), ("bf16", True), ("fp32", True)):
         found += kernels.compile_signatures(30528, element, everything=everything)
     for columns, element in ((64, "fp32"), (768, "bf16")):
-        found += pick_rows_triton.compile_signatures(columns, element)
-        found += last_words_triton.compile_signatures(columns, element, 2)
-        found += scale_triton.compile_signatures("fp32", element)
+        found += triton_pick_rows.compile_signatures(columns, element)
+        found += triton_tail.compile_signatures(columns, element, 2)
+        found += triton_scale.compile_signatures("fp32", element)
     return [TritonKernel(**description) for description in found]
 
 

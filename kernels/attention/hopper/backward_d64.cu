@@ -1,0 +1,189 @@
+// attention backward for Hopper, head dim 64: one pass with the five products. Formulas: reference.py.
+//
+// A block takes 128 keys of a (sequence, head) at a time, and for them it goes over all queries, 64 at a time. Four
+// warpgroups share the work:
+//
+//   0  producer: warp 0 brings tiles in by TMA, warps 1 to 3 draw dropout's random bits
+//   1, 2  64 keys each, keys by queries:  S^T = K Q^T, dP^T = V dO^T, then P^T and dS^T in registers, and from there
+//         dV += P^T dO and dK += dS^T Q; dS^T is left in shared memory
+//   3  dQ += dS K of all 128 keys.
+//
+// Up to kOnChipQueries queries, a block has one (sequence, head) after another, and dQ's sums over keys stand in shared
+// memory, each thread's own in its own place; where lengths differ, blocks come back for the next one when they are
+// through, and those with most work are handed out first. Beyond, they stand in the workspace, where the copy engine
+// adds to them, and a group of blocks shares a (sequence, head): they take tiles of keys by turns and add in the order
+// of the keys; who comes last takes the sum and writes dQ. As they meet the same queries at about the same time, the
+// second level cache has them and the sums: with a head for each block these are 134 MB at 2,048 queries.
+//
+// Every sum has one fixed order.
+#include <algorithm>
+
+#include "attention/hopper/backward_d128.h"
+#include "attention/hopper/backward_launch.cuh"
+#include "attention/hopper/backward_products.cuh"
+#include "attention/hopper/backward_tiles.cuh"
+#include "attention/hopper/call.h"
+#include "attention/op.h"
+#include "common/cuda/hopper.cuh"
+#include "common/cuda/reduce.cuh"
+
+namespace fasttfm {
+namespace cuda {
+namespace {
+
+// ---- the kernel ------------------------------------------------------------------------------------------------------
+
+// Of a thread, for warpgroup 0, for 1 and 2, and for 3; 512 for one thread of each.
+template <bool DROPOUT>
+struct Registers {
+  static constexpr int kProducer = DROPOUT ? 48 : 32, kKeys = DROPOUT ? 200 : 208, kSum = 64;
+};
+
+template <class T, bool DROPOUT, bool CAUSAL, bool ON_CHIP>
+__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ Parameters p) {
+  extern __shared__ __align__(1024) char bytes[];
+  auto& memory = *reinterpret_cast<Memory<ON_CHIP>*>(bytes);
+  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
+  if (threadIdx.x == 0) {
+    memory.initialize();
+    prefetch_map(&p.q);
+    prefetch_map(&p.k);
+    prefetch_map(&p.v);
+    prefetch_map(&p.dout);
+  }
+  __syncthreads();
+  if (warpgroup == 0) {
+    lower_registers<Registers<DROPOUT>::kProducer>();
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp == 0)
+      bring_tiles<DROPOUT, CAUSAL>(p, memory);
+    else if constexpr (DROPOUT)
+      draw_kept<CAUSAL>(p, memory, warp - 1);
+  } else if (warpgroup == 3) {
+    lower_registers<Registers<DROPOUT>::kSum>();
+    sum_dq<T, CAUSAL>(p, memory);
+  } else {
+    raise_registers<Registers<DROPOUT>::kKeys>();
+    KeyWarpgroup<T, DROPOUT, CAUSAL, ON_CHIP>(p, memory, warpgroup - 1).run();
+  }
+}
+
+// ---- launchers -------------------------------------------------------------------------------------------------------
+
+// No more blocks than this share one of `units` (sequence, head)s: attention_column_parts() has room for so many.
+int64_t most_blocks(int64_t units, int64_t max_seqlen) {
+  return max_seqlen > kOnChipQueries ? std::max<int64_t>(kMostBlocks / std::max<int64_t>(units, 1), 2) : 1;
+}
+
+// How many blocks share a (sequence, head), for more than kOnChipQueries queries: what takes the least steps of the
+// block that has most to do. Each further block of a group costs part of a step for every tile of keys, for they wait
+// for one another. One block alone reads what it goes over, queries, gradients and sums of 512 bytes a token, once for
+// each tile of keys: from the second level cache where it fits for all blocks, else from memory, which is slower.
+int blocks_of(const AttentionCall& call, bool causal, int processors) {
+  if (call.max_seqlen <= kOnChipQueries) return 1;
+  const int64_t units = call.sequences * call.heads, queries = std::min(call.max_seqlen, call.queries);
+  const int64_t key_tiles = (std::min(call.max_seqlen_k, call.keys) + kKeys - 1) / kKeys;
+  const double part = causal ? 0.5 : 1.0;  // of all tiles that are computed
+  int best = 1;
+  double least = 0;
+  const int64_t most = std::min(
+      {std::max<int64_t>(key_tiles, 1), most_blocks(units, call.max_seqlen), static_cast<int64_t>(processors)});
+  for (int blocks = 1; blocks <= most; ++blocks) {
+    const int64_t groups = processors / blocks;
+    const int64_t rounds = (units + groups - 1) / groups * ((key_tiles + blocks - 1) / blocks);
+    const bool fits = blocks > 1 || part * std::min(units, groups) * queries <= 90 * 1024;
+    const double time = rounds * (part * queries / kQueries + 0.65 * blocks) * (fits ? 1.0 : 1.15);
+    if (blocks == 1 || time < least) {
+      best = blocks;
+      least = time;
+    }
+  }
+  return best;
+}
+
+template <class T, bool DROPOUT, bool CAUSAL>
+Status launch_backward(const AttentionBackward& call, const Parameters& p, int processors) {
+  const int64_t groups = std::min<int64_t>(call.sequences * call.heads, processors / p.blocks);
+  const dim3 grid(static_cast<unsigned>(groups * p.blocks)), block(kThreads);
+  if (call.max_seqlen <= kOnChipQueries)
+    return launch(backward_kernel<T, DROPOUT, CAUSAL, true>, grid, block, sizeof(Memory<true>), call.stream, p);
+  auto* kernel = backward_kernel<T, DROPOUT, CAUSAL, false>;
+  return p.blocks > 1 ? launch_together(kernel, grid, block, sizeof(Memory<false>), call.stream, p)
+                      : launch(kernel, grid, block, sizeof(Memory<false>), call.stream, p);
+}
+
+template <class T>
+Status launch_kernel(const AttentionBackward& call, const Parameters& p, bool causal, int processors) {
+  if (call.seed != nullptr)
+    return causal ? launch_backward<T, true, true>(call, p, processors)
+                  : launch_backward<T, true, false>(call, p, processors);
+  return causal ? launch_backward<T, false, true>(call, p, processors)
+                : launch_backward<T, false, false>(call, p, processors);
+}
+
+// initcheck does not see that TMA writes dQ's sums, and would report every read of them: in a build for it
+// they are written once before.
+Status initialize_sums(const AttentionBackward& call, const Parameters& p) {
+  if (!kSanitized || call.max_seqlen <= kOnChipQueries) return {};
+  const size_t bytes = sizeof(float) * kSumFloats * p.tiles * call.heads;
+  return status_of(cudaMemsetAsync(p.sums, 0, bytes, static_cast<cudaStream_t>(call.stream)));
+}
+
+template <class T>
+Status launch_typed(const AttentionBackward& call, Parameters p) {
+  int processors = 0;
+  Status status = count_multiprocessors(call.device, &processors);
+  if (status.code != StatusCode::ok) return status;
+  processors = std::min(processors, kMostBlocks);
+  const bool causal = call.window_right == 0;
+  p.blocks = blocks_of(call, causal, processors);
+  status = initialize_sums(call, p);
+  if (status.code == StatusCode::ok)
+    status = launch_statistics<T, kHeadDim>(call, p, statistics_in(call, kMostBlocks), nullptr);
+  if (status.code == StatusCode::ok) status = launch_kernel<T>(call, p, causal, processors);
+  if (status.code != StatusCode::ok || call.column_sums == nullptr) return status;
+  return sum_parts(call.column_parts, {call.column_sums, call.column_sums_dtype}, {},
+                   static_cast<int>(call.sequences * p.blocks * kColumnPlaces), 3 * call.heads * kHeadDim, call.stream);
+}
+
+}  // namespace
+
+int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t head_dim, int64_t tokens,
+                                     int64_t longest) {
+  if (head_dim == kWideDim) return attention_backward_wide_workspace(sequences, heads, tokens, longest);
+  const int64_t tiles = tiles_of(sequences, tokens, true);  // not fewer than those of dense sequences
+  const int64_t of_tile = 2 * kQueries + (longest > kOnChipQueries ? kSumFloats : 0);
+  return (Count(heads) * tiles * of_tile + kMostBlocks + order_floats(sequences)).value;
+}
+
+int64_t attention_column_parts(int64_t sequences, int64_t heads, int64_t head_dim, int64_t max_seqlen) {
+  const Count units = Count(sequences) * heads;
+  return (units * most_blocks(units.value, max_seqlen) * (3 * kColumnPlaces) * head_dim).value;
+}
+
+Status attention_backward(const AttentionBackward& call) {
+  Status status = check_hopper_call(call);
+  if (status.code != StatusCode::ok) return status;
+  if (call.column_sums != nullptr && call.head_dim != kHeadDim)
+    return bad_size("attention: column sums come with a head dim of 64");
+  if (call.head_dim == kWideDim) return attention_backward_wide(call);
+  if (call.kv_heads != call.heads) return bad_size("kv_heads differs from heads");
+  if (call.sequences == 0 || call.heads == 0) return {};
+  if (call.sequences > 65535 || call.heads > 65535) return bad_size("more than 65535 sequences or heads");
+  const DeviceGuard guard(call.device);
+  Parameters p{};
+  status = set_parameters(call, &p);
+  if (status.code != StatusCode::ok) return status;
+  p.column_parts = call.column_sums == nullptr ? nullptr : call.column_parts;
+  p.passed = reinterpret_cast<uint32_t*>(call.workspace);
+  p.order = order_in(call, kMostBlocks);
+  p.taken = has_lengths(call) ? reinterpret_cast<int*>(call.workspace) : nullptr;
+  p.statistics = statistics_in(call, kMostBlocks);
+  p.sums = statistics_in(call, kMostBlocks) + call.heads * static_cast<int64_t>(p.tiles) * 2 * kQueries;
+  return call.dtype == DType::bf16  ? launch_typed<bf16_t>(call, p)
+         : call.dtype == DType::f16 ? launch_typed<f16_t>(call, p)
+                                    : unknown_dtype();
+}
+
+}  // namespace cuda
+}  // namespace fasttfm

@@ -1,0 +1,194 @@
+// attention backward for Hopper: what comes before its kernels, for every head dim.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/hopper/backward_products.cuh"
+#include "attention/hopper/backward_tiles.cuh"
+#include "attention/hopper/column_sums.cuh"
+#include "attention/op.h"
+#include "common/count.h"
+#include "common/cuda/hopper.cuh"
+
+namespace fasttfm {
+namespace cuda {
+namespace {
+
+constexpr int kStatisticsThreads = 256;
+constexpr int kMostOrdered = 4096;  // sequences; each looks at all others
+
+// Finds a sequence's place among all: those with most tiles come first, then those with the lower number. A whole
+// block.
+__device__ __forceinline__ void put_in_order(const Parameters& p, int sequence) {
+  const auto work = [&](int which) {
+    const Span q = span_of(p.cu_seqlens, p.lengths, which, p.queries, p.max_seqlen);
+    const Span k = span_of(p.cu_seqlens_k, p.lengths_k, which, p.keys, p.max_seqlen_k);
+    return divide_up(k.length, kKeys) * (divide_up(q.length, kQueries) + 1);
+  };
+  const int own = work(sequence);
+  int place = 0;
+  for (int first = 0; first < p.sequences; first += kStatisticsThreads) {
+    const int other = first + threadIdx.x, its = other < p.sequences ? work(other) : -1;
+    place += __syncthreads_count(its > own || (its == own && other < sequence));
+  }
+  if (threadIdx.x == 0) p.order[place] = sequence;
+}
+
+// Zeros in the gradients of a (sequence, head) that has no queries or no keys. A whole block.
+template <class T>
+__device__ __forceinline__ void store_nothing(const Parameters& p, int sequence, int head, const Span& q) {
+  const Span k = span_of(p.cu_seqlens_k, p.lengths_k, sequence, p.keys, p.max_seqlen_k);
+  if (q.length > 0 && k.length > 0) return;
+  const auto zeros = [&](const Output& output, const Span& span) {
+    store_zeros<kStatisticsThreads>(row_of<T>(output, p, sequence, head, span.first), output.token, span.stored);
+  };
+  zeros(p.dq, q);
+  zeros(p.dk, k);
+  zeros(p.dv, k);
+}
+
+// Zeros in the gradients of packed rows after the last sequence, whose blocks share them.
+template <class T, int HEAD_DIM>
+__device__ __forceinline__ void store_rows_after_last(const Parameters& p, int head) {
+  const auto zeros = [&](const Output& output, const int32_t* cu_seqlens, int size) {
+    int row = max(cu_seqlens[p.sequences], 0) + static_cast<int>(blockIdx.x) * kQueries;
+    for (; row < size; row += static_cast<int>(gridDim.x) * kQueries)
+      for (int column = 0; column < HEAD_DIM; column += kTileColumns)
+        store_zeros<kStatisticsThreads>(row_of<T>(output, p, 0, head, row) + column, output.token,
+                                        min(size - row, kQueries));
+  };
+  zeros(p.dq, p.cu_seqlens, p.queries);
+  zeros(p.dk, p.cu_seqlens_k, p.keys);
+  zeros(p.dv, p.cu_seqlens_k, p.keys);
+}
+
+// lse in units of log2, +infinity for rows that attend to nothing or are not there, and sum(out * dout) over dropout's
+// scale: a block for each tile of queries of each head, 8 elements a thread. Sets p.passed, the tile's number in
+// `turns` and, with a head's first tile, the places where its columns are summed, to 0, if they are there; and with a
+// sequence's first one, its place in p.order. Writes the gradients of rows that are no sequence's.
+template <class T, int HEAD_DIM>
+__global__ void __launch_bounds__(kStatisticsThreads)
+    statistics_kernel(Parameters p, const T* dout, const T* out, const float* lse, float* statistics, int* turns,
+                      float delta_scale) {
+  constexpr int kRow = HEAD_DIM / kVector;  // threads
+  const int head = blockIdx.y, sequence = blockIdx.z;
+  const Span q = span_of(p.cu_seqlens, p.lengths, sequence, p.queries, p.max_seqlen);
+  const int first = blockIdx.x * kQueries;
+  if (p.passed != nullptr && blockIdx.x + head + sequence == 0)
+    for (int i = threadIdx.x; i < kMostBlocks; i += kStatisticsThreads) p.passed[i] = 0;
+  if (first == 0) {
+    if (p.column_parts != nullptr) clear_column_places(p, sequence, head);
+    if (p.order != nullptr && head == 0) put_in_order(p, sequence);
+    if constexpr (HEAD_DIM == kHeadDim) store_nothing<T>(p, sequence, head, q);  // the kernel for 128 does it by itself
+  }
+  if (p.cu_seqlens != nullptr && sequence == p.sequences - 1) store_rows_after_last<T, HEAD_DIM>(p, head);
+  if (first >= q.length) return;
+  const int64_t token = (p.cu_seqlens == nullptr ? static_cast<int64_t>(sequence) * p.queries : q.first);
+  const float* own_lse = lse + (p.cu_seqlens == nullptr ? (static_cast<int64_t>(sequence) * p.heads + head) * p.queries
+                                                        : static_cast<int64_t>(head) * p.queries + q.first);
+  const int64_t tile = head * p.tiles + first_tile(p.cu_seqlens, sequence, q.first, p.queries) + blockIdx.x;
+  float* to = statistics + tile * 2 * kQueries;
+  if (turns != nullptr && threadIdx.x == 0) turns[tile] = 0;
+#pragma unroll
+  for (int part = 0; part < kQueries * kRow / kStatisticsThreads; ++part) {
+    const int i = part * kStatisticsThreads + threadIdx.x, row = i / kRow;
+    const bool there = first + row < q.length;
+    const int64_t at = ((token + first + row) * p.heads + head) * HEAD_DIM + i % kRow * kVector;
+    float a[kVector], b[kVector], sum = 0.0f;
+    widen(load_packed_if(there, out + at, 0u), a);
+    widen(load_packed_if(there, dout + at, 0u), b);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) sum += a[j] * b[j];
+#pragma unroll
+    for (int distance = 1; distance < kRow; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    if (i % kRow == 0) {
+      const float value = there ? own_lse[first + row] : -__int_as_float(0x7f800000);
+      to[row] = value == -__int_as_float(0x7f800000) ? __int_as_float(0x7f800000) : value * 1.4426950408889634f;
+      to[kQueries + row] = sum * delta_scale;
+    }
+  }
+}
+
+using baseline::Count;
+
+// Tiles of queries of all sequences: see first_tile().
+inline int64_t tiles_of(int64_t sequences, int64_t queries, bool packed) {
+  return packed ? queries / kQueries + sequences : sequences * ((queries + kQueries - 1) / kQueries);
+}
+
+// Lengths that are not all the same: known on the device alone.
+inline bool has_lengths(const AttentionCall& call) {
+  return call.cu_seqlens != nullptr || call.cu_seqlens_k != nullptr || call.lengths != nullptr ||
+         call.lengths_k != nullptr;
+}
+
+// In a workspace the order of sequences comes `before` floats from its start, and then statistics, which keep their
+// alignment.
+inline int64_t order_floats(int64_t sequences) { return (sequences + 31) / 32 * 32; }
+inline int* order_in(const AttentionCall& call, int64_t before) {
+  return has_lengths(call) && call.sequences <= kMostOrdered ? reinterpret_cast<int*>(call.workspace + before)
+                                                             : nullptr;
+}
+inline float* statistics_in(const AttentionCall& call, int64_t before) {
+  return call.workspace + before + order_floats(call.sequences);
+}
+
+template <class T, int HEAD_DIM>
+Status launch_statistics(const AttentionBackward& call, const Parameters& p, float* statistics, int* turns) {
+  const int64_t tiles = (std::min(call.max_seqlen, call.queries) + kQueries - 1) / kQueries;
+  const dim3 grid(static_cast<unsigned>(std::max<int64_t>(tiles, 1)), static_cast<unsigned>(call.heads),
+                  static_cast<unsigned>(call.sequences));
+  const float delta_scale = call.dropout_scale > 0 ? 1 / call.dropout_scale : 0.0f;
+  return launch(statistics_kernel<T, HEAD_DIM>, grid, dim3(kStatisticsThreads), 0, call.stream, p,
+                static_cast<const T*>(call.dout), static_cast<const T*>(call.out), call.lse, statistics, turns,
+                delta_scale);
+}
+
+inline Status map_of(CUtensorMap* map, const AttentionCall& call, const void* data, const int64_t (&strides)[3],
+                     int64_t tokens, int rows) {
+  if (tokens == 0) return {};
+  const bool packed = call.cu_seqlens != nullptr;
+  return make_tensor_map(map, {data,
+                               call.dtype,
+                               {call.head_dim, call.heads, tokens, packed ? 1 : call.sequences},
+                               {strides[2], strides[1], strides[0]},
+                               {kTileColumns, 1, rows, 1}});
+}
+
+// All but what points into the workspace.
+inline Status set_parameters(const AttentionBackward& call, Parameters* p) {
+  const int64_t dout_strides[3] = {call.queries * call.heads * call.head_dim, call.heads * call.head_dim,
+                                   call.head_dim};
+  const int64_t q_strides[3] = {call.q_sequence_stride, call.q_token_stride, call.q_head_stride};
+  const int64_t k_strides[3] = {call.k_sequence_stride, call.k_token_stride, call.k_head_stride};
+  const int64_t v_strides[3] = {call.v_sequence_stride, call.v_token_stride, call.v_head_stride};
+  Status status = map_of(&p->q, call, call.q, q_strides, call.queries, kQueries);
+  if (status.code == StatusCode::ok) status = map_of(&p->dout, call, call.dout, dout_strides, call.queries, kQueries);
+  if (status.code == StatusCode::ok) status = map_of(&p->k, call, call.k, k_strides, call.keys, kKeys);
+  if (status.code == StatusCode::ok) status = map_of(&p->v, call, call.v, v_strides, call.keys, kKeys);
+  p->dq = {call.dq, call.dq_sequence_stride, call.dq_token_stride, call.dq_head_stride};
+  p->dk = {call.dk, call.dk_sequence_stride, call.dk_token_stride, call.dk_head_stride};
+  p->dv = {call.dv, call.dv_sequence_stride, call.dv_token_stride, call.dv_head_stride};
+  p->cu_seqlens = call.cu_seqlens;
+  p->cu_seqlens_k = call.cu_seqlens_k;
+  p->lengths = call.lengths;
+  p->lengths_k = call.lengths_k;
+  p->seed = call.seed;
+  p->sequences = static_cast<int>(call.sequences);
+  p->heads = static_cast<int>(call.heads);
+  p->queries = static_cast<int>(call.queries);
+  p->keys = static_cast<int>(call.keys);
+  p->max_seqlen = static_cast<int>(std::min(call.max_seqlen, call.queries));
+  p->max_seqlen_k = static_cast<int>(std::min(call.max_seqlen_k, call.keys));
+  p->tiles = static_cast<int>(tiles_of(call.sequences, call.queries, call.cu_seqlens != nullptr));
+  p->threshold = call.threshold;
+  p->score_scale = call.scale * 1.4426950408889634f;
+  p->dq_scale = call.scale * call.dropout_scale;
+  p->dv_scale = call.dropout_scale;
+  return status;
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace fasttfm

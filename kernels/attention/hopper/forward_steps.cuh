@@ -1,0 +1,233 @@
+// What the forms of Hopper's attention forward have in common: loads of tiles, the products of a step, masks, results,
+// and what a kernel is launched with.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/hopper/forward_tiles.cuh"
+#include "attention/hopper/forward_weights.cuh"
+#include "common/cuda/approximations.cuh"
+#include "common/cuda/hopper.cuh"
+
+namespace fasttfm {
+namespace cuda {
+
+// ---- tiles in shared memory ------------------------------------------------------------------------------------------
+
+// One thread: starts copies of rows, of which each 64 columns take `part` bytes.
+template <class S>
+__device__ __forceinline__ void load_boxes(const CUtensorMap* map, Barrier& full, const char* to, uint32_t part,
+                                           int head, int row, int sequence) {
+#pragma unroll
+  for (int i = 0; i < S::kParts; ++i)
+    load_box(map, full, shared_address(to) + i * part, i * kTileColumns, head, row, sequence);
+}
+
+// Rows from `first` on of a tile of v become 0: a weight of 0 does not silence a NaN. All threads of a warpgroup.
+template <class S>
+__device__ __forceinline__ void clear_rows(char* v, int first, int group) {
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+#pragma unroll
+  for (int part = 0; part < S::kParts; ++part)
+    for (int i = 8 * first + thread; i < 8 * S::kKeys; i += kWarpgroup)
+      reinterpret_cast<uint4*>(v + part * S::kKeyPart)[i] = make_uint4(0, 0, 0, 0);
+  fence_async();
+  sync_named(8 + group, kWarpgroup);
+}
+
+// ---- products --------------------------------------------------------------------------------------------------------
+
+// wgmma takes tiles by descriptors, of which only the lower word changes from one to another, by their distance.
+__device__ __forceinline__ uint64_t tile_descriptor(uint32_t low) { return k_major(0) >> 32 << 32 | low; }
+
+// s = q k^T for this warpgroup's 64 queries; q and k are lower words of descriptors.
+template <class T, class S>
+__device__ __forceinline__ void issue_scores(float (&s)[S::kKeys / 2], uint32_t q, uint32_t k) {
+#pragma unroll
+  for (int step = 0; step < S::kHeadDim / 16; ++step) {
+    const uint32_t offset = step % 4 * kKMajorStep;
+    multiply<T>(s, tile_descriptor(q + ((step / 4 * S::kQueryPart + offset) >> 4)),
+                tile_descriptor(k + ((step / 4 * S::kKeyPart + offset) >> 4)), step > 0);
+  }
+  commit_products();
+}
+
+// o += weights v; v is the lower word of a descriptor.
+template <class T, class S>
+__device__ __forceinline__ void issue_values(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4],
+                                             uint32_t v) {
+#pragma unroll
+  for (int step = 0; step < S::kKeys / 16; ++step)
+    multiply<T, Major::mn>(o, weights + 4 * step, tile_descriptor(v + (step * kMnMajorStep >> 4)));
+  commit_products();
+}
+
+// ---- masks -----------------------------------------------------------------------------------------------------------
+
+// The number of the thread in its warpgroup, asked for anew each time: no register holds it in between.
+__device__ __forceinline__ int thread_in_group() { return static_cast<int>(thread_here() % kWarpgroup); }
+
+// The thread's first query of its warpgroup's 64; the other is 8 further.
+__device__ __forceinline__ int row_in_group() {
+  const int number = thread_in_group();
+  return number / 32 * 16 + number % 32 / 4;
+}
+
+// Scores of a step's keys that are not there, or that a query does not attend to, become -infinity. diagonal: how many
+// keys the warpgroup's first query attends to, if causal.
+template <class S, bool CAUSAL>
+__device__ __forceinline__ void mask_step(float (&s)[S::kKeys / 2], int block, int k_length, int diagonal) {
+  const int key = block * S::kKeys;
+  if (key + S::kKeys <= (CAUSAL ? min(k_length, diagonal) : k_length)) return;  // all queries attend to them
+  int limit[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    limit[half] =
+        (CAUSAL ? min(k_length, diagonal + row_in_group() + 8 * half) : k_length) - key - thread_in_group() % 4 * 2;
+  mask_scores(s, limit);
+}
+
+// ---- results ---------------------------------------------------------------------------------------------------------
+
+// Where the results of a tile's query stand. Rows of all heads are fewer than 2^31: they would not fit into memory.
+template <class T, class S>
+__device__ __forceinline__ T* out_of(const ForwardParams& p, const QueryTile& tile, int query) {
+  return static_cast<T*>(p.out) + static_cast<int64_t>(tile.out_row + query * p.heads) * S::kHeadDim;
+}
+
+// A warpgroup's rows of results, which are o times `factor`, in each thread that of its two.
+template <class T>
+struct ResultRows {
+  T* out;           // the first row
+  int present;      // rows that are there, from the first on
+  float factor[2];  // of o; 0: 0
+};
+
+// The warpgroup's rows from `first` on have gone over all keys: writes lse, and says what their results are. Rows that
+// attend to nothing get a factor of 0.
+template <class T, class S>
+__device__ __forceinline__ ResultRows<T> conclude(const ForwardParams& p, const QueryTile& tile, int first,
+                                                  RunningSoftmax& softmax) {
+  softmax.finish();
+  ResultRows<T> rows;
+  rows.out = out_of<T, S>(p, tile, first);
+  rows.present = tile.rows(p) - first;
+  const int row = row_in_group();
+  float* const lse = p.lse + (tile.lse_row + first + row);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    // Not > 0: a sum that is NaN is passed on.
+    const bool attends = first + row + 8 * half < tile.q_length && softmax.sum[half] != 0.0f;
+    const float factor = p.dropout_scale * reciprocal(softmax.sum[half]);
+    const float sum = (softmax.reference[half] + logarithm(softmax.sum[half])) * 0.693147180559945f;
+    rows.factor[half] = attends ? factor : 0.0f;
+    if (threadIdx.x % 4 == 0 && row + 8 * half < rows.present) lse[8 * half] = attends ? sum : kMinusInfinity;
+  }
+  return rows;
+}
+
+// A row's threads hold a word each of every 8 columns; neighbours exchange words, so that each writes two at once.
+template <class T, class S>
+__device__ __forceinline__ void store_results(const ForwardParams& p, const ResultRows<T>& rows,
+                                              const float (&o)[S::kHeadDim / 2]) {
+  const int row = row_in_group(), thread = threadIdx.x % 4;
+  const bool odd = thread % 2 != 0;
+  T* const out = rows.out + static_cast<int64_t>(row * p.heads) * S::kHeadDim + thread / 2 * 4 + thread % 2 * 8;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float factor = rows.factor[half];
+#pragma unroll
+    for (int chunk = 0; chunk < S::kHeadDim / 16; ++chunk) {
+      uint32_t word[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float* pair = o + 4 * (2 * chunk + i) + 2 * half;
+        word[i] = factor != 0.0f ? narrow_word(pair[0] * factor, pair[1] * factor, T{}) : 0;
+      }
+      const uint32_t received = __shfl_xor_sync(0xffffffffu, odd ? word[0] : word[1], 1);
+      if (row + 8 * half < rows.present)
+        *reinterpret_cast<uint2*>(out + 8 * half * p.heads * S::kHeadDim + 16 * chunk) =
+            make_uint2(odd ? received : word[0], odd ? word[1] : received);
+    }
+  }
+}
+
+// The results of a warpgroup's queries, from `first` on, that attend to nothing.
+template <class T, class S>
+__device__ __forceinline__ void store_nothing(const ForwardParams& p, const QueryTile& tile, int first) {
+  constexpr int vectors = S::kHeadDim / 8;  // of a row
+  for (int i = static_cast<int>(threadIdx.x) % kWarpgroup; i < 64 * vectors; i += kWarpgroup) {
+    const int row = first + i / vectors;
+    if (row >= tile.rows(p)) return;
+    if (i % vectors == 0) p.lse[tile.lse_row + row] = kMinusInfinity;
+    *reinterpret_cast<uint4*>(out_of<T, S>(p, tile, row) + 8 * (i % vectors)) = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// ---- launch ----------------------------------------------------------------------------------------------------------
+
+// A tensor of no rows is never read, but a map needs some.
+inline TensorView head_view(const void* data, const AttentionCall& call, int64_t heads, int64_t rows,
+                            const int64_t (&stride)[3], int box_rows) {
+  const int64_t sequences = call.cu_seqlens == nullptr ? call.sequences : 1;
+  return {rows > 0 ? data : call.q,
+          call.dtype,
+          {call.head_dim, heads, std::max<int64_t>(rows, 1), sequences},
+          {stride[0], stride[1], stride[2]},
+          {kTileColumns, 1, box_rows, 1}};
+}
+
+// The maps of q, which is copied by 64 rows, and of k and v, by `keys` rows.
+struct ForwardMaps {
+  CUtensorMap q, k, v;
+};
+inline Status make_forward_maps(ForwardMaps* maps, const AttentionForward& call, int keys) {
+  const TensorView views[3] = {head_view(call.q, call, call.heads, call.queries,
+                                         {call.q_head_stride, call.q_token_stride, call.q_sequence_stride}, 64),
+                               head_view(call.k, call, call.kv_heads, call.keys,
+                                         {call.k_head_stride, call.k_token_stride, call.k_sequence_stride}, keys),
+                               head_view(call.v, call, call.kv_heads, call.keys,
+                                         {call.v_head_stride, call.v_token_stride, call.v_sequence_stride}, keys)};
+  CUtensorMap* const targets[3] = {&maps->q, &maps->k, &maps->v};
+  for (int i = 0; i < 3; ++i) {
+    const Status status = make_tensor_map(targets[i], views[i]);
+    if (status.code != StatusCode::ok) return status;
+  }
+  return {};
+}
+
+// How tiles are handed out (ForwardParams).
+struct Deal {
+  int* next;
+  int batched;
+};
+
+template <class S>
+ForwardParams make_forward_params(const AttentionForward& call, const Deal& deal) {
+  ForwardParams p;
+  p.out = call.out;
+  p.lse = call.lse;
+  p.cu_seqlens = call.cu_seqlens;
+  p.cu_seqlens_k = call.cu_seqlens_k;
+  p.lengths = call.lengths;
+  p.lengths_k = call.lengths_k;
+  p.seed = call.seed;
+  p.next = deal.next;
+  p.sequences = static_cast<int>(call.sequences);
+  p.heads = static_cast<int>(call.heads);
+  p.group = static_cast<int>(call.heads / call.kv_heads);
+  p.queries = static_cast<int>(call.queries);
+  p.keys = static_cast<int>(call.keys);
+  p.max_seqlen = static_cast<int>(std::min(call.max_seqlen, call.queries));
+  p.max_seqlen_k = static_cast<int>(std::min(call.max_seqlen_k, call.keys));
+  p.tiles = (p.queries + S::kQueries - 1) / S::kQueries;
+  p.batched = deal.batched;
+  p.scale = call.scale * 1.44269504088896f;
+  p.dropout_scale = S::kDropout ? call.dropout_scale : 1.0f;
+  p.threshold = call.threshold;
+  return p;
+}
+
+}  // namespace cuda
+}  // namespace fasttfm

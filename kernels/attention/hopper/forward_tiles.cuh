@@ -1,0 +1,263 @@
+// What Hopper's attention forward works on: tiles of queries, how they are handed out to blocks, and the shared memory
+// between the warp that copies (the producer) and the warpgroups that compute (the consumers).
+#pragma once
+
+#include <cstdint>
+
+#include "attention/op.h"
+#include "common/cuda/hopper.cuh"
+
+namespace fasttfm {
+namespace cuda {
+
+// GROUPS warpgroups of 64 queries each go over the keys in steps of KEYS; STAGES steps of k and of v are on chip.
+template <int HEAD_DIM, int GROUPS, int KEYS, int STAGES, bool DROPOUT>
+struct ForwardShape {
+  static constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kKeys = KEYS, kStages = STAGES;
+  static constexpr bool kDropout = DROPOUT;
+  // Two stages are too few for v of a tile's last step to stay while the next tile's first is computed.
+  static constexpr bool kOverlaps = STAGES > 2;
+  // With many stages k and v of a step come and go together; with few, k goes as soon as its scores are there.
+  static constexpr bool kTogether = STAGES > 3;
+  // Whether the softmax stays beside the product with v: four warpgroups have each other's work beside a wait.
+  static constexpr bool kSettles = GROUPS < 4;
+  static constexpr int kQueries = 64 * GROUPS;
+  static constexpr int kThreads = kWarpgroup * (GROUPS + 1);
+  static constexpr int kParts = HEAD_DIM / kTileColumns;  // swizzled tiles side by side
+  static constexpr uint32_t kQueryPart = kQueries * kTileRowBytes, kQueryBytes = kParts * kQueryPart;
+  static constexpr uint32_t kKeyPart = KEYS * kTileRowBytes, kKeyBytes = kParts * kKeyPart;
+  static constexpr int kMostQuerySlots = (225 * 1024 - 2 * STAGES * kKeyBytes) / kQueryBytes;
+  static constexpr int kQuerySlots = kOverlaps && kMostQuerySlots > 2 ? 3 : kMostQuerySlots > 1 ? 2 : 1;
+  // Of a thread; 512 are there for each of the 128 of a warpgroup (480 where the block has five), and they start with
+  // an equal share.
+  static constexpr int kProducerRegisters = GROUPS > 2 ? 32 : 40;
+  static constexpr int kConsumerRegisters = GROUPS == 1 ? 216 : GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
+};
+
+struct ForwardParams {
+  void* out;
+  float* lse;
+  const int32_t* cu_seqlens;
+  const int32_t* cu_seqlens_k;
+  const int32_t* lengths;
+  const int32_t* lengths_k;
+  const int64_t* seed;
+  int* next;                    // the tile to hand out next, less the number of blocks; null: tiles are dealt out
+  int sequences, heads, group;  // group: query heads of a key head
+  int queries, keys, max_seqlen, max_seqlen_k;
+  int tiles;    // of queries in a dense sequence
+  int batched;  // as many heads go over their tiles of queries together; 0: a block has all tiles of a head
+  float scale;  // of scores, in units of log2
+  float dropout_scale;
+  int threshold;
+
+  __host__ __device__ bool packed() const { return cu_seqlens != nullptr; }
+};
+
+// One tile of queries of one head.
+struct alignas(16) QueryTile {
+  int sequence;  // -1: there is no tile any more
+  int head;
+  int first;     // query, counted in the sequence
+  int q_length;  // queries and keys that the sequence has
+  int k_length;
+  int out_row;  // of the head's first query among all rows of all heads
+  int lse_row;  // its place in lse
+  int blocks;   // steps of keys that some query of the tile attends to
+
+  // Key positions are aligned to the end: a causal query attends to this many keys.
+  __device__ __forceinline__ int causal_keys(int query) const { return query + 1 + k_length - q_length; }
+
+  // How many warpgroups it is for, with 64 queries each.
+  template <class S>
+  __device__ __forceinline__ int parts() const {
+    return max(min((q_length - first + 63) >> 6, S::kQueries / 64), 1);
+  }
+
+  // The steps of keys that the `count` queries from `query` on go over.
+  template <class S, bool CAUSAL>
+  __device__ __forceinline__ int steps(int query, int count) const {
+    int keys = query < q_length ? k_length : 0;
+    if (CAUSAL) keys = min(keys, causal_keys(min(query + count, q_length) - 1));
+    return static_cast<int>(static_cast<unsigned>(max(keys, 0) + S::kKeys - 1) / S::kKeys);
+  }
+
+  // Up to which results are written.
+  __device__ __forceinline__ int rows(const ForwardParams& p) const { return p.packed() ? q_length : p.queries; }
+};
+
+// A sequence's place in packed rows. Boundaries are taken as they come, but nothing outside the tensor is touched.
+struct Span {
+  int first, length;
+};
+__device__ __forceinline__ Span packed_span(const int32_t* bounds, int sequence, int size, int longest) {
+  const int first = min(max(bounds[sequence], 0), size);
+  return {first, min(max(min(bounds[sequence + 1], size) - first, 0), longest)};
+}
+__device__ __forceinline__ int dense_length(const int32_t* lengths, int sequence, int size) {
+  return lengths == nullptr ? size : min(max(lengths[sequence], 0), size);
+}
+
+// Hands out tiles to a block, in ascending order of their number: near ones share keys, so that the second level cache
+// has them. All lanes of a warp call it together.
+template <class S, bool CAUSAL>
+class TileWalk {
+ public:
+  explicit __device__ __forceinline__ TileWalk(const ForwardParams& params)
+      : p(params), number(static_cast<int>(blockIdx.x)) {
+    if (p.packed()) load_group();
+    if (p.batched == 0) number *= p.tiles;
+    draw_ticket();
+  }
+
+  // The tile that is this block's turn, of which sequence is -1 after the last.
+  __device__ __forceinline__ QueryTile take() {
+    const int current = number;
+    if (p.next != nullptr)
+      number = static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, ticket, 0);
+    else if (p.batched > 0)
+      number += static_cast<int>(gridDim.x);
+    else
+      number += (number + 1) % p.tiles != 0 ? 1 : static_cast<int>(gridDim.x - 1) * p.tiles + 1;
+    draw_ticket();
+    QueryTile tile = p.packed() ? packed_tile(current) : dense_tile(current);
+    if (tile.sequence < 0) return tile;
+    tile.blocks = tile.steps<S, CAUSAL>(tile.first, S::kQueries);
+    return tile;
+  }
+
+  int q_first = 0, k_first = 0;  // the rows of the tile's first query and key, in its sequence if dense
+
+ private:
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+  // For the tile after the next: nobody waits for the answer here.
+  __device__ __forceinline__ void draw_ticket() {
+    if (p.next != nullptr && lane() == 0) ticket = atomicAdd(p.next, 1);
+  }
+
+  __device__ __forceinline__ QueryTile dense_tile(int index) {
+    QueryTile tile;
+    // All heads of a batch at one step, then at the next; causal tiles from the longest on.
+    const int pairs = p.sequences * p.heads, batched = max(p.batched, 1);
+    const int batch = index / (batched * p.tiles), rest = index - batch * batched * p.tiles;
+    const int size = max(min(batched, pairs - batch * batched), 1);
+    const int step = CAUSAL ? p.tiles - 1 - rest / size : rest / size;
+    const int pair = batch * batched + rest % size;
+    if (index >= pairs * p.tiles) {
+      tile.sequence = -1;
+      return tile;
+    }
+    tile.sequence = pair / p.heads;
+    tile.head = pair - tile.sequence * p.heads;
+    tile.first = step * S::kQueries;
+    tile.q_length = dense_length(p.lengths, tile.sequence, p.queries);
+    tile.k_length = dense_length(p.lengths_k, tile.sequence, p.keys);
+    tile.out_row = tile.sequence * p.queries * p.heads + tile.head;
+    tile.lse_row = pair * p.queries;
+    q_first = tile.first;
+    return tile;
+  }
+
+  // Longer sequences come first, so that blocks come to an end together: those above half of the longest length, above
+  // a quarter, and all others.
+  static constexpr int kRounds = 3;
+  __device__ __forceinline__ int round_of(int length) const {
+    return length > p.max_seqlen / 2 ? 0 : length > p.max_seqlen / 4 ? 1 : 2;
+  }
+
+  // Lane i has the span of sequence 32 * group + i, and how many tiles there are up to its end. Rows after the last
+  // sequence are a sequence of their own, without keys.
+  __device__ __forceinline__ void load_group() {
+    const int sequence = 32 * group + lane();
+    span = {0, 0};
+    if (sequence < p.sequences) span = packed_span(p.cu_seqlens, sequence, p.queries, p.max_seqlen);
+    if (sequence == p.sequences) {
+      const int first = min(max(p.cu_seqlens[sequence], 0), p.queries);
+      span = {first, p.queries - first};
+    }
+    end = start + (round_of(span.length) == round ? (span.length + S::kQueries - 1) / S::kQueries * p.heads : 0);
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int before = __shfl_up_sync(0xffffffffu, end - start, distance);
+      if (lane() >= distance) end += before;
+    }
+  }
+
+  __device__ __forceinline__ QueryTile packed_tile(int index) {
+    QueryTile tile;
+    unsigned after = __ballot_sync(0xffffffffu, end > index);
+    while (after == 0) {
+      start = __shfl_sync(0xffffffffu, end, 31);
+      ++group;
+      if (32 * group > p.sequences) {
+        group = 0;
+        ++round;
+      }
+      if (round == kRounds) {
+        tile.sequence = -1;
+        return tile;
+      }
+      load_group();
+      after = __ballot_sync(0xffffffffu, end > index);
+    }
+    const int owner = __ffs(static_cast<int>(after)) - 1;
+    tile.sequence = 32 * group + owner;
+    const int origin = __shfl_sync(0xffffffffu, span.first, owner);
+    tile.q_length = __shfl_sync(0xffffffffu, span.length, owner);
+    const int tiles = (tile.q_length + S::kQueries - 1) / S::kQueries;
+    const int index_in_sequence = index - (__shfl_sync(0xffffffffu, end, owner) - tiles * p.heads);
+    tile.head = index_in_sequence / tiles;
+    const int step = index_in_sequence - tile.head * tiles;
+    tile.first = (CAUSAL ? tiles - 1 - step : step) * S::kQueries;
+    tile.out_row = origin * p.heads + tile.head;
+    tile.lse_row = tile.head * p.queries + origin;
+    q_first = origin + tile.first;
+    Span keys = {0, 0};
+    if (tile.sequence < p.sequences) keys = packed_span(p.cu_seqlens_k, tile.sequence, p.keys, p.max_seqlen_k);
+    k_first = keys.first;
+    tile.k_length = keys.length;
+    return tile;
+  }
+
+  const ForwardParams& p;
+  int number;
+  int ticket = 0;                                // the first lane's
+  int round = 0, group = 0, start = 0, end = 0;  // packed: see load_group()
+  Span span = {0, 0};
+};
+
+template <class S>
+struct ForwardMemory {
+  alignas(1024) char q[S::kQuerySlots][S::kQueryBytes];
+  alignas(1024) char k[S::kStages][S::kKeyBytes];
+  alignas(1024) char v[S::kStages][S::kKeyBytes];
+  QueryTile tile[S::kQuerySlots + 1];  // see tile_of()
+  Barrier q_full[S::kQuerySlots], q_empty[S::kQuerySlots];
+  Barrier k_full[S::kStages], v_empty[S::kStages];  // of both, where they are together
+  Barrier v_full[S::kStages], k_empty[S::kStages];
+
+  // The block's tile of that number. It stays while the next one's queries are in use.
+  __device__ __forceinline__ QueryTile& tile_of(uint32_t number) { return tile[number % (S::kQuerySlots + 1)]; }
+
+  static constexpr int kSlack = 1024;  // bytes of dynamic memory too many, to start at a multiple of that
+
+  // One thread.
+  __device__ __forceinline__ void initialize() {
+    constexpr int warps = 4 * S::kGroups;  // each says when it has done with something
+    for (int i = 0; i < S::kQuerySlots; ++i) {
+      q_full[i].initialize(1);
+      q_empty[i].initialize(warps);
+    }
+    for (int i = 0; i < S::kStages; ++i) {
+      k_full[i].initialize(1);
+      k_empty[i].initialize(warps);
+      v_full[i].initialize(1);
+      v_empty[i].initialize(warps);
+    }
+    fence_barriers();
+  }
+};
+
+}  // namespace cuda
+}  // namespace fasttfm

@@ -1,0 +1,75 @@
+// Rows cut into chunks whose number depends on the row count alone, never on the thread count: sums over rows
+// (gradients of weights and biases) are kept per chunk and added up in chunk order, so every thread count gives the
+// same bits.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "common/cpu/parallel.h"
+#include "common/cpu/simd.h"
+
+namespace fasttfm {
+
+constexpr int64_t kMaxRowChunks = 64;
+constexpr int64_t kMinRowsPerChunk = 8;
+
+inline int64_t row_chunk_count(int64_t rows) {
+  const int64_t chunks = (rows + kMinRowsPerChunk - 1) / kMinRowsPerChunk;
+  return chunks < kMaxRowChunks ? chunks : kMaxRowChunks;
+}
+
+namespace FASTTFM_ISA {
+
+struct RowChunks {
+  explicit RowChunks(int64_t n) : rows(n), count(row_chunk_count(n)) {}
+  int64_t begin(int64_t chunk) const { return rows * chunk / count; }
+  int64_t end(int64_t chunk) const { return rows * (chunk + 1) / count; }
+
+  int64_t rows, count;
+};
+
+// Calls body(row, count) for groups of R rows in [begin, end) with count = std::integral_constant<int, R>, and for the
+// rows left over one by one. Kernels that add up over rows keep a block of the sum in registers while they walk through
+// a group.
+template <int R, class Body>
+inline void for_row_groups(int64_t begin, int64_t end, Body body) {
+  int64_t row = begin;
+  for (; row + R <= end; row += R) body(row, std::integral_constant<int, R>{});
+  for (; row < end; ++row) body(row, std::integral_constant<int, 1>{});
+}
+
+// A sum over rows of [C] vectors: one partial vector per chunk in `parts` ([chunks, C] fp32), then their sum in `total`
+// ([C] fp32). With a null `total` nothing is computed.
+struct ColumnSums {
+  float* total;
+  float* parts;
+  int64_t columns;
+
+  // The chunk's partial sum, set to zero; null when the sum is not wanted.
+  float* start(int64_t chunk) const {
+    if (total == nullptr) return nullptr;
+    float* part = parts + chunk * columns;
+    std::memset(part, 0, static_cast<size_t>(columns) * sizeof(float));
+    return part;
+  }
+
+  void finish(int64_t chunks, int threads) const {
+    if (total == nullptr) return;
+    constexpr int64_t kSlice = 16 * kLanes;
+    const int64_t slices = (columns + kSlice - 1) / kSlice;
+    parallel_items(slices, chunks * columns < (1 << 16) ? 1 : threads, [&](int64_t slice) {
+      const int64_t first = slice * kSlice;
+      const int64_t width = columns - first < kSlice ? columns - first : kSlice;
+      for_columns(width, [&](int64_t c, auto n) {
+        Lanes sum = broadcast(0.0f);
+        for (int64_t chunk = 0; chunk < chunks; ++chunk) sum = sum + load(parts + chunk * columns + first + c, n);
+        store(total + first + c, sum, n);
+      });
+    });
+  }
+};
+
+}  // namespace FASTTFM_ISA
+}  // namespace fasttfm

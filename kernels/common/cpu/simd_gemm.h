@@ -1,0 +1,171 @@
+// Products of small fp32 matrices that lie in the first- and second-level caches.
+//
+// The unit of work is a tile of kTileRows x 16 sums that stays in registers for the whole depth of the product. Each
+// sum is one chain of multiply-adds in the order of the depth: results depend on neither the tile's place nor its
+// neighbours.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cpu/simd.h"
+
+namespace fasttfm {
+namespace FASTTFM_ISA {
+
+// Rows of a tile, a power of two: at least eight registers of sums, so that no multiply-add waits for the last one, and
+// few enough to leave registers for the factors.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 8;
+#elif defined(__AVX__) || defined(__ARM_NEON)
+constexpr int kTileRows = 4;
+#else
+constexpr int kTileRows = 2;
+#endif
+// Matrices have room for, and zeros in, rows up to the next multiple of this.
+constexpr int64_t kRowStep = 8;
+
+constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// The left factor [rows, depth], by rows or (`Across`) by columns: element (r, d) at data[r * stride + d] or
+// data[d * stride + r].
+struct Along {
+  const float* data;
+  int64_t stride;
+  Along operator+(int64_t row) const { return {data + row * stride, stride}; }
+};
+struct Across {
+  const float* data;
+  int64_t stride;
+  Across operator+(int64_t row) const { return {data + row, stride}; }
+};
+
+// The right factor [depth, 16 * panels]: element (d, 16 * p + c) at data[p * panel_stride + d * row_stride + c].
+struct Panels {
+  const float* data;
+  int64_t row_stride;
+  int64_t panel_stride;
+};
+
+#if defined(__ARM_NEON)
+
+// 4 x 16 sums, every register a name of its own: of arrays the compiler keeps some in memory.
+struct TileRow {
+  float32x4_t c0, c1, c2, c3;
+};
+struct Tile {
+  TileRow r0, r1, r2, r3;
+};
+
+inline TileRow load_row(const float* from) {
+  return {vld1q_f32(from), vld1q_f32(from + 4), vld1q_f32(from + 8), vld1q_f32(from + 12)};
+}
+template <bool ADD>
+inline void store_row(float* to, const TileRow& row) {
+  const TileRow old = ADD ? load_row(to) : TileRow{};
+  vst1q_f32(to, ADD ? old.c0 + row.c0 : row.c0);
+  vst1q_f32(to + 4, ADD ? old.c1 + row.c1 : row.c1);
+  vst1q_f32(to + 8, ADD ? old.c2 + row.c2 : row.c2);
+  vst1q_f32(to + 12, ADD ? old.c3 + row.c3 : row.c3);
+}
+template <int LANE>
+inline void add_product(TileRow& sum, const TileRow& b, float32x4_t a) {
+  sum.c0 = vfmaq_laneq_f32(sum.c0, b.c0, a, LANE);
+  sum.c1 = vfmaq_laneq_f32(sum.c1, b.c1, a, LANE);
+  sum.c2 = vfmaq_laneq_f32(sum.c2, b.c2, a, LANE);
+  sum.c3 = vfmaq_laneq_f32(sum.c3, b.c3, a, LANE);
+}
+// No multiply-add moves across the end of a step. Left to itself the compiler puts those of one sum close together,
+// where each waits for the last.
+inline void end_step(Tile& sum) {
+  asm volatile(""
+               : "+w"(sum.r0.c0), "+w"(sum.r0.c1), "+w"(sum.r0.c2), "+w"(sum.r0.c3), "+w"(sum.r1.c0), "+w"(sum.r1.c1),
+                 "+w"(sum.r1.c2), "+w"(sum.r1.c3));
+  asm volatile(""
+               : "+w"(sum.r2.c0), "+w"(sum.r2.c1), "+w"(sum.r2.c2), "+w"(sum.r2.c3), "+w"(sum.r3.c0), "+w"(sum.r3.c1),
+                 "+w"(sum.r3.c2), "+w"(sum.r3.c3));
+}
+// A multiply-add takes its left element from any lane of a register: the left factor is read four elements at a time.
+template <int LANE>
+inline void add_along(Tile& sum, const TileRow& left, const TileRow& right) {
+  add_product<LANE>(sum.r0, right, left.c0);
+  add_product<LANE>(sum.r1, right, left.c1);
+  add_product<LANE>(sum.r2, right, left.c2);
+  add_product<LANE>(sum.r3, right, left.c3);
+  end_step(sum);
+}
+inline void add_four_steps(Tile& sum, Along a, const float* b, int64_t b_stride) {
+  const TileRow left = {vld1q_f32(a.data), vld1q_f32(a.data + a.stride), vld1q_f32(a.data + 2 * a.stride),
+                        vld1q_f32(a.data + 3 * a.stride)};
+  add_along<0>(sum, left, load_row(b));
+  add_along<1>(sum, left, load_row(b + b_stride));
+  add_along<2>(sum, left, load_row(b + 2 * b_stride));
+  add_along<3>(sum, left, load_row(b + 3 * b_stride));
+}
+inline void add_across(Tile& sum, float32x4_t left, const TileRow& right) {
+  add_product<0>(sum.r0, right, left);
+  add_product<1>(sum.r1, right, left);
+  add_product<2>(sum.r2, right, left);
+  add_product<3>(sum.r3, right, left);
+  end_step(sum);
+}
+inline void add_four_steps(Tile& sum, Across a, const float* b, int64_t b_stride) {
+  add_across(sum, vld1q_f32(a.data), load_row(b));
+  add_across(sum, vld1q_f32(a.data + a.stride), load_row(b + b_stride));
+  add_across(sum, vld1q_f32(a.data + 2 * a.stride), load_row(b + 2 * b_stride));
+  add_across(sum, vld1q_f32(a.data + 3 * a.stride), load_row(b + 3 * b_stride));
+}
+template <bool ADD>
+inline void store_tile(float* c, int64_t stride, const Tile& sum) {
+  store_row<ADD>(c, sum.r0);
+  store_row<ADD>(c + stride, sum.r1);
+  store_row<ADD>(c + 2 * stride, sum.r2);
+  store_row<ADD>(c + 3 * stride, sum.r3);
+}
+
+#else
+
+struct Tile {
+  Lanes row[kTileRows];
+};
+
+inline float element(Along a, int row, int64_t d) { return a.data[row * a.stride + d]; }
+inline float element(Across a, int row, int64_t d) { return a.data[d * a.stride + row]; }
+template <class Left>
+inline void add_four_steps(Tile& sum, Left a, const float* b, int64_t b_stride) {
+  for (int d = 0; d < 4; ++d) {
+    const Lanes right = load(b + d * b_stride);
+    for (int r = 0; r < kTileRows; ++r) sum.row[r] = sum.row[r] + right * broadcast(element(a, r, d));
+  }
+}
+template <bool ADD>
+inline void store_tile(float* c, int64_t stride, const Tile& sum) {
+  for (int r = 0; r < kTileRows; ++r) store(c + r * stride, ADD ? load(c + r * stride) + sum.row[r] : sum.row[r]);
+}
+
+#endif
+
+inline Along after(Along a, int64_t steps) { return {a.data + steps, a.stride}; }
+inline Across after(Across a, int64_t steps) { return {a.data + steps * a.stride, a.stride}; }
+
+// c[rows, 16 * panels] = a * b, or with ADD c += a * b. Rows are computed in full tiles and the depth in steps of four:
+// a and c have round_up(rows, kRowStep) rows, and elements of a and b past the depth, up to the next step, are zeros.
+template <bool ADD, class Left>
+__attribute__((noinline)) FASTTFM_KERNEL void multiply(int64_t rows, int64_t panels, int64_t depth, Left a, Panels b,
+                                                       float* c, int64_t c_stride) {
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    for (int64_t row = 0; row < rows; row += kTileRows) {
+      Tile sum{};
+      Left left = a + row;
+      const float* right = b.data + panel * b.panel_stride;
+      for (int64_t d = 0; d < depth; d += 4) {
+        add_four_steps(sum, left, right, b.row_stride);
+        left = after(left, 4);
+        right += 4 * b.row_stride;
+      }
+      store_tile<ADD>(c + row * c_stride + panel * kLanes, c_stride, sum);
+    }
+  }
+}
+
+}  // namespace FASTTFM_ISA
+}  // namespace fasttfm

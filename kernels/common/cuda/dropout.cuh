@@ -1,0 +1,81 @@
+// Dropout in the frame of rows.cuh: which elements of a row its threads keep (philox.h).
+#pragma once
+
+#include <cstdint>
+
+#include "common/cuda/rows.cuh"
+#include "common/philox.h"
+
+namespace fasttfm {
+namespace cuda {
+
+// The random bytes of a thread's vectors for one row: byte i of word[v] decides element i of vector v.
+//
+// A draw decides 16 columns, the vectors of an even thread and its odd neighbour. So of two vectors the even thread
+// draws for the first and the odd one for the second, and they swap halves: one draw for each 16 elements of a thread.
+template <class S>
+struct RowDraws {
+  uint32_t word[S::kVectors][2];
+
+  // All threads of a warp call it together.
+  __device__ __forceinline__ void draw(uint64_t seed, RowPosition position) {
+    const uint32_t thread = threadIdx.x % S::kGroup;
+    const bool odd = thread % 2 == 1;
+#pragma unroll
+    for (int v = 0; v + 1 < S::kVectors; v += 2) {
+      const uint32_t vector = static_cast<uint32_t>(v) + (odd ? 1 : 0);
+      const Draw drawn = philox(seed, (vector * S::kGroup + thread) / 2, position.token, position.sequence, 0);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t low = drawn.word[half], high = drawn.word[2 + half];
+        const uint32_t mine = odd ? high : low;
+        const uint32_t received = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+        word[v][half] = odd ? received : mine;
+        word[v + 1][half] = odd ? mine : received;
+      }
+    }
+    if constexpr (S::kVectors % 2 == 1) {
+      constexpr int v = S::kVectors - 1;
+      const Draw drawn = philox(seed, (v * S::kGroup + thread) / 2, position.token, position.sequence, 0);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) word[v][half] = odd ? drawn.word[2 + half] : drawn.word[half];
+    }
+  }
+
+  __device__ __forceinline__ void keep_all() {
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) word[v][0] = word[v][1] = 0xffffffffu;
+  }
+
+  // Whether element i of vector v is kept: its byte, shifted to the top of the word, is compared there as it is, with
+  // lower bytes below it that cannot turn the answer.
+  __device__ __forceinline__ bool kept(int v, int i, uint32_t limit) const {
+    return (word[v][i / 4] << (24 - 8 * (i % 4))) > limit;
+  }
+};
+
+// Dropout as params structs carry it: a null seed keeps all.
+struct Dropout {
+  const int64_t* seed;
+  RowPositions positions;
+  uint32_t limit;  // the largest word that drops: one below the threshold in the word's top byte
+  float scale;
+
+  template <class Params>
+  explicit __device__ __forceinline__ Dropout(const Params& p)
+      : seed(p.seed),
+        positions{p.cu_seqlens, p.sequences, p.tokens_per_sequence},
+        limit(p.seed == nullptr ? 0 : (static_cast<uint32_t>(p.threshold) << 24) - 1),
+        scale(p.scale) {}
+
+  template <class S>
+  __device__ __forceinline__ void draw(int64_t row, RowDraws<S>& draws) const {
+    if (seed != nullptr)
+      draws.draw(static_cast<uint64_t>(*seed), positions(row));
+    else
+      draws.keep_all();
+  }
+};
+
+}  // namespace cuda
+}  // namespace fasttfm

@@ -1,0 +1,86 @@
+// The end of every LayerNorm forward in the frame of rows.cuh: rows in registers, their statistics, scaled rows out.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cuda/rows.cuh"
+
+namespace fasttfm {
+namespace cuda {
+
+// 1 / sqrt(x) for rows of type T: correctly rounded steps for fp32, whose error shows in the result; else the special
+// function unit's approximation and one step of Newton's method.
+template <class T>
+__device__ __forceinline__ float inverse_root(float x) {
+  if constexpr (sizeof(T) == 4) return 1.0f / sqrtf(x);
+  const float y = rsqrtf(x);
+  return fmaf(fmaf(-x * y, y, 1.0f), 0.5f * y, y);
+}
+
+// A group's ROWS rows `x`, zero past their end, become y = (x - mean) * rstd * weight + bias. `p` has the fields of a
+// forward: weight, bias (of type P, or null), y (of type T), mean, rstd, columns, eps; `row` are the rows' numbers.
+//
+// The variance is the mean square of the deviations from the mean. CORRECTED takes the sum of the deviations too, zero
+// but for the rounding of the mean, and takes that out again: what a mean far above the deviation needs.
+template <class T, class P, class S, bool CORRECTED, int ROWS, class Params>
+__device__ __forceinline__ void normalize_rows(const Params& p, const int64_t (&row)[ROWS],
+                                               float (&x)[ROWS][S::kVectors][kVector]) {
+  __shared__ float scratch[2][2 * ROWS * S::kBlock / 32];
+  const int columns = static_cast<int>(p.columns);
+  const float inverse_c = 1.0f / static_cast<float>(columns);
+  float mean[ROWS] = {};
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v)
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) mean[r] += x[r][v][i];
+  group_sum<S::kGroup, S::kBlock>(mean, scratch[0]);
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) mean[r] *= inverse_c;
+
+  float sums[CORRECTED ? 2 * ROWS : ROWS] = {};  // of the squares of the deviations, and of the deviations
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v)
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const float center = in_row<S>(v, columns) ? mean[r] : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        x[r][v][i] -= center;
+        sums[r] = fmaf(x[r][v][i], x[r][v][i], sums[r]);
+        if constexpr (CORRECTED) sums[ROWS + r] += x[r][v][i];
+      }
+    }
+  group_sum<S::kGroup, S::kBlock>(sums, scratch[1]);
+  float rstd[ROWS], shift[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    float correction = 0.0f;
+    if constexpr (CORRECTED) correction = sums[ROWS + r] * inverse_c;
+    rstd[r] = inverse_root<T>(fmaxf(sums[r] * inverse_c - correction * correction, 0.0f) + p.eps);
+    shift[r] = -correction * rstd[r];
+    if (threadIdx.x % S::kGroup == 0) {
+      p.mean[row[r]] = mean[r] + correction;
+      p.rstd[row[r]] = rstd[r];
+    }
+  }
+
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+    const bool inside = in_row<S>(v, columns);
+    float weight[kVector], bias[kVector];
+    load_parameter(inside, static_cast<const P*>(p.weight), column_of<S>(v), 1.0f, weight);
+    load_parameter(inside, static_cast<const P*>(p.bias), column_of<S>(v), 0.0f, bias);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      float out[kVector];
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) out[i] = fmaf(fmaf(x[r][v][i], rstd[r], shift[r]), weight[i], bias[i]);
+      store_packed_if(inside, static_cast<T*>(p.y) + row[r] * columns + column_of<S>(v), narrow<T>(out));
+    }
+  }
+}
+
+}  // namespace cuda
+}  // namespace fasttfm

@@ -1,0 +1,219 @@
+// The frame of row-wise kernels (layer_norm and its fused relatives). N rows of C columns, C a multiple of 8.
+//
+// A row belongs to a group of threads, each of which holds kVectors vectors of 8 elements: every element crosses the
+// memory bus once, 16 bytes at a time. Kernels that only map rows take one row per group: plenty of small blocks keep
+// the memory busy. Kernels that also sum over rows are persistent: their groups walk over the rows, the sums stay in
+// registers until the end, and the next row is copied to shared memory while the current one is computed. Each thread
+// reads back only what it copied itself, so the copies need no barrier. A second, small kernel adds up the blocks'
+// parts in a fixed order.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cuda/convert.cuh"
+#include "common/cuda/reduce.cuh"
+#include "common/status.h"
+
+namespace fasttfm {
+namespace cuda {
+
+// GROUP threads with VECTORS vectors each take a row; the BLOCK threads of a block take several.
+template <int GROUP, int VECTORS, int BLOCK>
+struct RowShape {
+  static constexpr int kGroup = GROUP;
+  static constexpr int kVectors = VECTORS;
+  static constexpr int kBlock = BLOCK;
+  static constexpr int kGroups = BLOCK / GROUP;
+  static constexpr int kColumns = GROUP * VECTORS * kVector;
+};
+
+constexpr int64_t kMaxRowColumns = 8192;
+
+// Whether rows of a tensor that starts here can be read 16 bytes at a time.
+inline bool rows_aligned(const void* tensor, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(tensor) % 16 == 0 && stride % kVector == 0;
+}
+inline Status misaligned_rows() { return {StatusCode::bad_alignment, "rows must start at multiples of 16 bytes"}; }
+
+// Calls launch(RowShape{}) for the smallest shape that holds a row. BLOCK threads to a block, or one group if BLOCK is
+// 0.
+template <int BLOCK, class Launch>
+Status for_row_shape(int64_t columns, Launch launch) {
+  constexpr int kWarpRows = BLOCK > 0 ? BLOCK : 128;
+  if (columns < kVector || columns % kVector != 0 || columns > kMaxRowColumns)
+    return bad_size("the CUDA kernels take columns that are a multiple of 8, from 8 to 8192");
+  if (columns <= 256) return launch(RowShape<32, 1, kWarpRows>{});
+  if (columns <= 512) return launch(RowShape<32, 2, kWarpRows>{});
+  if (columns <= 768) return launch(RowShape<32, 3, kWarpRows>{});
+  if (columns <= 1024) return launch(RowShape<32, 4, kWarpRows>{});
+  if (columns <= 2048) return launch(RowShape<64, 4, BLOCK == 0 ? 64 : BLOCK>{});
+  if (columns <= 4096) return launch(RowShape<128, 4, BLOCK == 0 ? 128 : BLOCK>{});
+  return launch(RowShape<256, 4, 256>{});
+}
+
+// The shared memory that a block may have on the GPUs that have least of it: compute capability 8.6, 8.9 and 12.0.
+constexpr int64_t kLeastBlockMemory = 99 * 1024;
+
+// Calls use(RowShape{}) for the smallest shape that holds a row and whose memory fits into `limit` bytes. `Plan` has
+// kBlock, the threads of a block on GPUs with plenty of shared memory, kSmallBlock, fewer, for the others, and
+// memory(S), the bytes that a block of a shape takes in all. Where neither fits, it is the smaller one.
+template <class Plan, class Use>
+Status for_row_shape_within(int64_t columns, int64_t limit, Use use) {
+  return for_row_shape<Plan::kBlock>(columns, [&](auto shape) {
+    using S = decltype(shape);
+    if constexpr (Plan::memory(S{}) > kLeastBlockMemory && S::kGroup <= Plan::kSmallBlock) {
+      if (Plan::memory(S{}) > limit) return use(RowShape<S::kGroup, S::kVectors, Plan::kSmallBlock>{});
+    }
+    return use(shape);
+  });
+}
+
+// How many bytes the blocks that it chooses take; 0 for columns that no shape holds.
+template <class Plan>
+int64_t row_memory(int64_t columns, int64_t limit) {
+  int64_t memory = 0;
+  for_row_shape_within<Plan>(columns, limit, [&](auto shape) {
+    memory = Plan::memory(shape);
+    return Status{};
+  });
+  return memory;
+}
+
+// The column of a thread's v-th vector: neighbouring threads read neighbouring vectors, and a thread's vectors lie
+// vector_offset<S>(v) from its first, which is known when compiling.
+template <class S>
+__device__ __forceinline__ constexpr int vector_offset(int v) {
+  return v * S::kGroup * kVector;
+}
+template <class S>
+__device__ __forceinline__ int column_of(int v) {
+  return vector_offset<S>(v) + threadIdx.x % S::kGroup * kVector;
+}
+// Whether the thread's v-th vector lies in a row of `columns`: compared with what is left from its first one on.
+template <class S>
+__device__ __forceinline__ bool in_row(int v, int columns) {
+  return vector_offset<S>(v) < columns - column_of<S>(0);
+}
+
+// The thread's group in its block. The shuffle tells the compiler that a warp's threads agree: loops over a group's
+// rows are then no divergence, which reductions inside of them would have to provide for.
+template <class S>
+__device__ __forceinline__ int group_of_thread() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x), 0) / S::kGroup;
+}
+
+// The rows of one group: `first`, `first + stride`, ...; `rounds` of them.
+template <class S>
+struct GroupRows {
+  int64_t first, stride;
+  int rounds;
+
+  __device__ __forceinline__ explicit GroupRows(int64_t rows)
+      : first(static_cast<int64_t>(blockIdx.x) * S::kGroups + group_of_thread<S>()),
+        stride(static_cast<int64_t>(gridDim.x) * S::kGroups),
+        rounds(first < rows ? static_cast<int>((rows - first + stride - 1) / stride) : 0) {}
+};
+
+// Follows a loop over a group's rows that calls group_sum SUMS times per row. Groups of one block may differ by a row,
+// and so by SUMS barriers. Where a block's warps have passed different numbers of barriers, compute-sanitizer's
+// racecheck reports races between accesses that a later __syncthreads() orders: a build for it lets all groups pass
+// equally many.
+template <int SUMS, class S>
+__device__ __forceinline__ void pass_missed_barriers(int64_t all_rows, const GroupRows<S>& rows) {
+#ifdef FASTTFM_SANITIZE_GPU
+  const int64_t next_of_first_group = static_cast<int64_t>(blockIdx.x) * S::kGroups + rows.rounds * rows.stride;
+  if (S::kGroup > 32 && next_of_first_group < all_rows)
+    for (int sum = 0; sum < SUMS; ++sum) sync_group<S::kGroup, S::kBlock>();
+#endif
+}
+
+// A thread's first vector in one tensor's rows as its group walks over them: the pointer steps along, so that the loop
+// multiplies no 64-bit numbers.
+template <class T>
+struct RowWalk {
+  T* vector;
+  int64_t step;
+
+  template <class S>
+  __device__ __forceinline__ RowWalk(T* tensor, const GroupRows<S>& rows, int64_t row_stride)
+      : vector(tensor + rows.first * row_stride + column_of<S>(0)), step(rows.stride * row_stride) {}
+  __device__ __forceinline__ void next() { vector += step; }
+};
+
+constexpr int kRowStages = 2;  // one row in use, one in flight; a third bought nothing on an H200
+
+// Rows of TENSORS tensors on their way from memory to registers.
+template <class T, class S, int TENSORS>
+struct RowRing {
+  Packed<T> vector[kRowStages][TENSORS][S::kVectors][S::kBlock];
+
+  // Vectors past the row's end are zero for good: most arithmetic then needs no guards.
+  __device__ __forceinline__ void clear_past_end(int columns) {
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {
+      if (in_row<S>(v, columns)) continue;
+#pragma unroll
+      for (int stage = 0; stage < kRowStages; ++stage)
+#pragma unroll
+        for (int tensor = 0; tensor < TENSORS; ++tensor) vector[stage][tensor][v][threadIdx.x] = Packed<T>{};
+    }
+  }
+
+  // Starts copying the walks' next rows into `slot` and steps the walks. Past the last row (`wanted` false) it closes
+  // an empty group of copies, so that groups always count rows.
+  template <class... Walks>
+  __device__ __forceinline__ void start(bool wanted, int columns, int slot, Walks&... walks) {
+    static_assert(sizeof...(Walks) == TENSORS, "one walk per tensor");
+    if (wanted) {
+      const uint32_t first = shared_address(&vector[slot][0][0][threadIdx.x]);
+#pragma unroll
+      for (int v = 0; v < S::kVectors; ++v) {
+        if (!in_row<S>(v, columns)) continue;
+        int tensor = 0;
+        (start_copy(first + static_cast<uint32_t>(sizeof(Packed<T>)) * S::kBlock * (tensor++ * S::kVectors + v),
+                    walks.vector + vector_offset<S>(v)),
+         ...);
+      }
+    }
+    commit_copies();
+    (walks.next(), ...);
+  }
+
+  __device__ __forceinline__ void wait() { wait_copies<kRowStages - 1>(); }
+
+  __device__ __forceinline__ const Packed<T>& at(int slot, int tensor, int v) const {
+    return vector[slot][tensor][v][threadIdx.x];
+  }
+};
+
+// A parameter [C] of any type into shared memory as fp32, `fallback` where there is none and zero past the end. A
+// barrier must follow.
+template <class S>
+__device__ __forceinline__ void stage_parameter(const void* from, DType dtype, float fallback, int columns,
+                                                float (&to)[S::kColumns]) {
+  for (int column = threadIdx.x * kVector; column < S::kColumns; column += S::kBlock * kVector) {
+    float value[kVector] = {};
+    if (column < columns) load_parameter(from, dtype, column, fallback, value);
+    store_packed(to + column, narrow<float>(value));
+  }
+}
+
+// The block's groups add up their shares of a sum over rows, in group order, and store the block's part ([C] fp32).
+template <class S>
+__device__ __forceinline__ void store_part(const float (&share)[S::kVectors][kVector],
+                                           float (&shares)[S::kGroups][S::kColumns], float* part, int columns) {
+  __syncthreads();  // the memory's previous use is over
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v)
+    store_packed(&shares[threadIdx.x / S::kGroup][column_of<S>(v)], narrow<float>(share[v]));
+  __syncthreads();
+  for (int column = threadIdx.x; column < columns; column += S::kBlock) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int group = 0; group < S::kGroups; ++group) sum += shares[group][column];
+    part[column] = sum;
+  }
+}
+
+}  // namespace cuda
+}  // namespace fasttfm
