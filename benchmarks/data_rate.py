@@ -23,13 +23,13 @@ from fasttfm import __version__, data
 from fasttfm.bench.timing import device_name, file_stem
 
 CASES = {
-    "nsp": (data.Objective("nsp", 128), data.Masking()),
-    "nsp 512": (data.Objective("nsp", 512), data.Masking()),
-    "sop, n-grams of words": (data.Objective("sop", 128), data.Masking(whole_word=True, ngram=3)),
-    "single": (data.Objective("single", 128), data.Masking()),
-    "single, whole words": (data.Objective("single", 128), data.Masking(whole_word=True)),
-    "electra": (data.Objective("electra", 128), data.Masking(mask_share=1, random_share=0)),
-    "causal": (data.Objective("causal", 128), None),
+    "nsp": (data.SequenceFormat("nsp", 128), data.Masking()),
+    "nsp 512": (data.SequenceFormat("nsp", 512), data.Masking()),
+    "sop, n-grams of words": (data.SequenceFormat("sop", 128), data.Masking(whole_word=True, ngram=3)),
+    "single": (data.SequenceFormat("single", 128), data.Masking()),
+    "single, whole words": (data.SequenceFormat("single", 128), data.Masking(whole_word=True)),
+    "electra": (data.SequenceFormat("electra", 128), data.Masking(mask_share=1, random_share=0)),
+    "causal": (data.SequenceFormat("causal", 128), None),
 }
 COLUMNS = (
     *("case", "max_length", "workers", "tokens_per_batch", "tokens_per_s_p20", "tokens_per_s_p50", "tokens_per_s_p80"),

@@ -24,12 +24,14 @@ ROOMS_OF_AN_OP = (
     "benchmarks/bench_{op}.py",
     "docs/ops/{op}.md",
 )
-# What the ops share: files in those rooms that belong to no op.
+# Files in those rooms that belong to no op: what the ops share, and the layer that is composed of them.
 SHARED = {
     "python/fasttfm/ops/": {
         *("__init__", "attention_checks", "attention_native", "backends", "checks", "gelu_product"),
-        *("library", "linear", "vocabulary", "weight_copies"),
-    }
+        *("library", "linear", "transformer_block", "vocabulary", "weight_copies"),
+    },
+    "kernels/": {"transformer_block"},
+    "tests/ops/test_": {"transformer_block"},
 }
 # Folders of kernels/ that belong to no op: what all share, and what the losses over a vocabulary share.
 SHARED_KERNELS = ("common", "vocabulary")

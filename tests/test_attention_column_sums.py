@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fasttfm.kernels.attention.problem import AttentionProblem, window_bounds
-from fasttfm.nn import EncoderLayer, encoder_block
-from fasttfm.ops import attention_native
+from fasttfm.nn import PackedLayer
+from fasttfm.ops import attention_native, transformer_block
 from fasttfm.ops.attention import backward_op, forward_op, qkv_backward_op
 from fasttfm.testing.harness import same_bits
 
@@ -132,7 +132,7 @@ def test_when_the_kernel_gives_them(head_dim: int, tokens: int, sequences: int, 
     assert attention_native.sums_columns(dense, problem) is expected
 
 
-def test_the_encoder_layer_asks_for_them_where_the_bias_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_packed_layer_asks_for_them_where_the_bias_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def spy(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -140,10 +140,10 @@ def test_the_encoder_layer_asks_for_them_where_the_bias_learns(monkeypatch: pyte
         dqkv, sums = qkv_backward_op.implementation(*arguments)
         return dqkv, sums
 
-    monkeypatch.setattr(encoder_block, "straight", lambda _, *ops: [
+    monkeypatch.setattr(transformer_block, "straight", lambda _, *ops: [
         spy if op is qkv_backward_op else op.implementation for op in ops
     ])  # fmt: skip
-    layer = EncoderLayer(32, 2, 64)
+    layer = PackedLayer(32, 2, 64)
     for learns in (True, False):
         layer.qkv.bias.requires_grad_(learns)
         y, _ = layer(torch.randn(12, 32), torch.tensor([0, 5, 12], dtype=torch.int32), 7)

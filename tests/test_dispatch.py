@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
 from fasttfm import _native, ops, use_backend
-from fasttfm.nn.encoder_block import Options, Parameters, encoder_block
+from fasttfm.ops.transformer_block import BlockOptions, BlockParameters, transformer_block
 from fasttfm.testing.harness import draw_inputs, same_bits
 from fasttfm.testing.spec import Inputs, OpSpec, outputs_of
 from fasttfm.testing.specs import all_specs
@@ -96,23 +96,23 @@ def test_gradients_of_a_subclass_reach_it() -> None:
     assert same_bits(unwrapped(wrapped.grad), plain.grad)
 
 
-def layer() -> tuple[Tensor, Tensor, Options, Parameters]:
+def layer() -> tuple[Tensor, Tensor, BlockOptions, BlockParameters]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((48, 16), (48,), (16, 16), (16,), (16,), (16,), (32, 16), (32,), (16, 32), (16,), (16,), (16,))
-    parameters = Parameters(*(torch.randn(shape, generator=generator) / 4 for shape in shapes))
-    options = Options(1, 5, -1, -1, "gelu", 0.0, 0.0, 0.0, 1e-5, 1e-5, False, False, None)
+    parameters = BlockParameters(*(torch.randn(shape, generator=generator) / 4 for shape in shapes))
+    options = BlockOptions(1, 5, -1, -1, "gelu", 0.0, 0.0, 0.0, 1e-5, 1e-5, False, False, None)
     cu_seqlens = torch.tensor([0, 5, 8], dtype=torch.int32)
     return torch.randn(8, 16, generator=generator), cu_seqlens, options, parameters
 
 
-@pytest.mark.parametrize("name", Parameters._fields)
+@pytest.mark.parametrize("name", BlockParameters._fields)
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 def test_a_subclass_in_any_parameter_of_a_layer_is_seen(name: str, train: bool) -> None:
     x, cu_seqlens, options, parameters = layer()
     x.requires_grad_(train)
-    plain, _ = encoder_block(x, None, cu_seqlens, None, options, parameters)
+    plain, _ = transformer_block(x, None, cu_seqlens, None, options, parameters)
     changed = parameters._replace(**{name: Wrapped(getattr(parameters, name))})
-    found, _ = encoder_block(x, None, cu_seqlens, None, options, changed)
+    found, _ = transformer_block(x, None, cu_seqlens, None, options, changed)
     assert same_bits(unwrapped(found.detach()), plain.detach())
     if train:
         gradients = [torch.autograd.grad(y.sum(), x)[0] for y in (plain, found)]
@@ -186,8 +186,10 @@ def test_second_derivatives_are_right_or_refused(spec: OpSpec, backend: str | No
 
 def test_second_derivatives_of_a_layer_are_refused() -> None:
     x, cu_seqlens, options, parameters = layer()
-    y, _ = encoder_block(x.requires_grad_(), None, cu_seqlens, None, options, parameters)
-    with pytest.raises(NotImplementedError, match=r"^encoder_block: second derivatives .* use torch.nn.Transformer"):
+    y, _ = transformer_block(x.requires_grad_(), None, cu_seqlens, None, options, parameters)
+    with pytest.raises(
+        NotImplementedError, match=r"^transformer_block: second derivatives .* use torch.nn.Transformer"
+    ):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fasttfm.nn import EncoderLayer
+from fasttfm.nn import PackedLayer
 from fasttfm.ops import linear, weight_copies
 from fasttfm.optim import AdamW
 
@@ -156,9 +156,9 @@ def test_casts_are_made_for_what_has_no_copy() -> None:
     assert torch.equal(cast, other.bfloat16())
 
 
-def layer(device: str) -> EncoderLayer:
+def layer(device: str) -> PackedLayer:
     torch.manual_seed(0)
-    return EncoderLayer(128, 2, 256, dropout=0.0, attention_dropout=0.0).to(device)
+    return PackedLayer(128, 2, 256, dropout=0.0, attention_dropout=0.0).to(device)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from traced_corpus import FIRST, Traced, trace
 
-from fasttfm.data import Batch, BatchStream, Masking, Objective, TokenShards
+from fasttfm.data import Batch, BatchStream, Masking, SequenceFormat, TokenShards
 from fasttfm.data.blocks import Blocks
 
 CLS, SEP, MASK, END = 2, 3, 4, 5
@@ -26,7 +26,7 @@ def stream(shards: TokenShards, kind: Any = "nsp", length: int = 64, **options: 
     short = options.pop("short_probability", 0.1)
     masking = options.pop("masking", None)
     options = {"tokens_per_batch": 1024, "seed": 1, "epochs": 1, "block_tokens": 8000, **options}
-    return BatchStream(shards, Objective(kind, length, short), masking, **options)
+    return BatchStream(shards, SequenceFormat(kind, length, short), masking, **options)
 
 
 def contents(batch: Batch) -> list[Any]:
@@ -244,7 +244,7 @@ def test_parts_of_long_documents(tmp_path: Path) -> None:
     lengths = [[7] * 1500 + [9000] + [7] * 100, [3, 3], [2000]]
     corpus = trace(tmp_path, lengths)
     most = 64 * 16
-    parts = Blocks(corpus.shards, Objective("single", 16), 4000, 0).parts
+    parts = Blocks(corpus.shards, SequenceFormat("single", 16), 4000, 0).parts
     owner, start, size = parts[:, 0], parts[:, 4], parts[:, 5]
     assert np.array_equal(np.bincount(owner, size), [sum(each) for each in lengths])
     assert np.array_equal(start[1:], (start + size)[:-1])
@@ -391,9 +391,9 @@ def test_other_texts_do_not_go_on(traced: Traced) -> None:
         ({"workers": -1}, "workers: expected 0 or more, got -1"),
         ({"epochs": 0}, "epochs: expected 1 or more, or None, got 0"),
         ({"seed": -1}, "seed: expected a number"),
-        ({"kind": "causal", "masking": Masking()}, "masking: expected None with a causal objective"),
-        ({"kind": "gpt"}, "Objective: kind: expected one of nsp, sop, single, electra, causal, got 'gpt'"),
-        ({"length": 4}, "Objective: max_length: expected 5 or more, got 4"),
+        ({"kind": "causal", "masking": Masking()}, "masking: expected None with a causal sequence_format"),
+        ({"kind": "gpt"}, "SequenceFormat: kind: expected one of nsp, sop, single, electra, causal, got 'gpt'"),
+        ({"length": 4}, "SequenceFormat: max_length: expected 5 or more, got 4"),
     ],
 )
 def test_bad_arguments(traced: Traced, options: dict[str, Any], message: str) -> None:

@@ -317,11 +317,11 @@ def test_no_text_at_all(tmp_path: Path, tokenizer: Tokenizer, texts: list[str]) 
 
 
 def test_a_tokenizer_without_what_an_objective_needs(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    from fasttfm.data import BatchStream, Objective
+    from fasttfm.data import BatchStream, SequenceFormat
 
     bare = Tokenizer(tokenizer.backend, SpecialIds(unk=1))
     shards = make(tmp_path, bare)
     with pytest.raises(ValueError, match="expected a tokenizer with a cls token for nsp, got one without"):
-        BatchStream(shards, Objective("nsp", 16), tokens_per_batch=64, seed=0)
-    (batch,) = BatchStream(shards, Objective("causal", 16), tokens_per_batch=4096, seed=0, epochs=1)
+        BatchStream(shards, SequenceFormat("nsp", 16), tokens_per_batch=64, seed=0)
+    (batch,) = BatchStream(shards, SequenceFormat("causal", 16), tokens_per_batch=4096, seed=0, epochs=1)
     assert batch.tokens == shards.tokens

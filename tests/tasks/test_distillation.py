@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fasttfm import models
-from fasttfm.tasks.distillation import DistilBertRecipe, TinyBertRecipe, layer_map, soft_cross_entropy
+from fasttfm.tasks.distillation_recipes import DistilBertRecipe, TinyBertRecipe, layer_map, soft_cross_entropy
 from fasttfm.train import Objective, OptimizerSettings, Schedule, ScheduleSettings, Trainer, make_optimizer
 
 V, LENGTHS = 71, [9, 4, 12]

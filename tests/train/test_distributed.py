@@ -32,7 +32,7 @@ STEPS = 5
 def streams(shards: Path, ranks: range) -> list[data.BatchStream]:
     """Of different sizes: the second rank has a third of the first one's tokens and predictions."""
     opened = data.TokenShards.open(shards)
-    objective = data.Objective("nsp", 64)
+    objective = data.SequenceFormat("nsp", 64)
     return [data.BatchStream(opened, objective, tokens_per_batch=(384, 128)[rank], seed=rank) for rank in ranks]
 
 

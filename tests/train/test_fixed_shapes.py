@@ -21,7 +21,7 @@ def test_fillers_change_no_sum(name: str, corpus: dict[str, Path], tmp_path: Pat
     family = FAMILIES[name]
     tokenizer = data.load_tokenizer(corpus[family.tokenizer])
     shards = data.prepare(corpus["data"], tokenizer, tmp_path / "shards", progress=False, workers=1)
-    objective = data.Objective(family.examples, 40)  # type: ignore[arg-type]
+    objective = data.SequenceFormat(family.examples, 40)  # type: ignore[arg-type]
     stream = data.BatchStream(shards, objective, tokens_per_batch=150, seed=0)
     shape = Shape(300, 20, stream.max_predictions or 0, tokenizer.special.pad or 0)
     module = family.objective(make_model(settings_of(corpus, name, dropout=0.0), tokenizer)).double().eval()

@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _on_corpus(arguments: argparse.Namespace) -> None:
     from fasttfm import data
-    from fasttfm.tasks.distilling import CorpusRun, save_student
+    from fasttfm.tasks.distillation_runs import CorpusRun, save_student
 
     device = device_of(arguments)
     tokenizer = data.load_tokenizer(arguments.teacher)
@@ -131,7 +131,7 @@ def _on_corpus(arguments: argparse.Namespace) -> None:
     streams = [
         data.BatchStream(
             part,
-            data.Objective("single", arguments.max_length),
+            data.SequenceFormat("single", arguments.max_length),
             data.Masking(arguments.masking),
             tokens_per_batch=arguments.tokens_per_batch,
             seed=arguments.seed,
@@ -154,8 +154,8 @@ def _on_corpus(arguments: argparse.Namespace) -> None:
 
 
 def _recipe(arguments: argparse.Namespace) -> Any:
-    from fasttfm.tasks.distillation import DistilBertRecipe, TinyBertRecipe
-    from fasttfm.tasks.distilling import distilbert_student, tinybert_student
+    from fasttfm.tasks.distillation_recipes import DistilBertRecipe, TinyBertRecipe
+    from fasttfm.tasks.distillation_runs import distilbert_student, tinybert_student
     from fasttfm.tasks.families import open_model
 
     if arguments.recipe == "distilbert":
@@ -195,8 +195,8 @@ def _logged(arguments: argparse.Namespace, output: Path, recipe: Any, steps: int
 
 
 def _on_task(arguments: argparse.Namespace) -> None:
-    from fasttfm.tasks.distillation import TinyBertRecipe
-    from fasttfm.tasks.distilling import TaskRun, prepare_task, save_student
+    from fasttfm.tasks.distillation_recipes import TinyBertRecipe
+    from fasttfm.tasks.distillation_runs import TaskRun, prepare_task, save_student
     from fasttfm.tasks.finetuning import predict
     from fasttfm.tasks.reading import read_examples
 

@@ -3,11 +3,11 @@
 >>> from fasttfm import data
 >>> tokenizer = data.train_tokenizer("wordpiece", data.read_documents("books/*.txt"), 8192)
 >>> shards = data.prepare("books/*.txt", tokenizer, "books.shards")
->>> for batch in data.BatchStream(shards, data.Objective("nsp", 128), tokens_per_batch=16384, seed=0): ...
+>>> for batch in data.BatchStream(shards, data.SequenceFormat("nsp", 128), tokens_per_batch=16384, seed=0): ...
 """
 
 from fasttfm.data.batches import Batch, BatchStream
-from fasttfm.data.examples import Objective
+from fasttfm.data.examples import SequenceFormat
 from fasttfm.data.masking import Masking
 from fasttfm.data.shards import TokenShards, prepare
 from fasttfm.data.texts import DataError, read_documents, shipped_corpus, shipped_task
@@ -18,7 +18,7 @@ __all__ = [
     "BatchStream",
     "DataError",
     "Masking",
-    "Objective",
+    "SequenceFormat",
     "SpecialIds",
     "TokenShards",
     "Tokenizer",

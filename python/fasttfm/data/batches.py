@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fasttfm.data.blocks import CUT, MASK, Blocks, generator
-from fasttfm.data.examples import Objective, Sequences, cut, pack, spread
+from fasttfm.data.examples import SequenceFormat, Sequences, cut, pack, spread
 from fasttfm.data.masking import Masking, Vocabulary
 from fasttfm.data.shards import TokenShards
 
@@ -64,9 +64,9 @@ class BatchStream:
 
     Args:
         shards: The corpus.
-        objective: What a sequence is.
+        sequence_format: What a sequence is.
         masking: What is predicted; ``Masking()`` by default, None for causal objectives.
-        tokens_per_batch: At least the objective's ``max_length``.
+        tokens_per_batch: At least the sequence_format's ``max_length``.
         seed: Of everything random.
         rank: Which batches of the stream.
         world_size: How many ranks there are.
@@ -79,7 +79,7 @@ class BatchStream:
     def __init__(
         self,
         shards: TokenShards,
-        objective: Objective,
+        sequence_format: SequenceFormat,
         masking: Masking | None = None,
         *,
         tokens_per_batch: int,
@@ -91,9 +91,9 @@ class BatchStream:
         pin_memory: bool = False,
         block_tokens: int = 1 << 22,
     ) -> None:
-        if masking is None and objective.masked:
+        if masking is None and sequence_format.masked:
             masking = Masking()
-        self._plans = _Plans(shards, objective, masking, tokens_per_batch, seed, block_tokens)
+        self._plans = _Plans(shards, sequence_format, masking, tokens_per_batch, seed, block_tokens)
         if not 0 <= rank < world_size:
             raise _bad("rank", f"one in [0, {world_size})", rank)
         if workers < 0:
@@ -191,37 +191,37 @@ class _Plans:
     def __init__(
         self,
         shards: TokenShards,
-        objective: Objective,
+        sequence_format: SequenceFormat,
         masking: Masking | None,
         tokens_per_batch: int,
         seed: int,
         block_tokens: int,
     ) -> None:
-        if masking is not None and not objective.masked:
-            raise _bad("masking", "None with a causal objective", masking)
-        if tokens_per_batch < objective.max_length:
-            raise _bad("tokens_per_batch", f"at least max_length, {objective.max_length}", tokens_per_batch)
+        if masking is not None and not sequence_format.masked:
+            raise _bad("masking", "None with a causal sequence_format", masking)
+        if tokens_per_batch < sequence_format.max_length:
+            raise _bad("tokens_per_batch", f"at least max_length, {sequence_format.max_length}", tokens_per_batch)
         if not 0 <= seed < 1 << 64:
             raise _bad("seed", "a number in [0, 2**64)", seed)
         if block_tokens < 1:
             raise _bad("block_tokens", "1 or more", block_tokens)
         if not shards.documents:
             raise _bad("shards", "documents", "none")
-        if objective.kind == "nsp" and shards.documents < 2:
+        if sequence_format.kind == "nsp" and shards.documents < 2:
             raise _bad("shards", "two documents or more for next sentences (nsp)", shards.documents)
-        self.objective, self.masking = objective, masking
+        self.sequence_format, self.masking = sequence_format, masking
         self.tokens_per_batch, self.seed = tokens_per_batch, seed
         self.special = shards.special
-        for name in ("cls", "sep", "mask") if objective.masked else ():
+        for name in ("cls", "sep", "mask") if sequence_format.masked else ():
             if getattr(self.special, name) is None:
-                raise _bad("shards", f"a tokenizer with a {name} token for {objective.kind}", "one without")
+                raise _bad("shards", f"a tokenizer with a {name} token for {sequence_format.kind}", "one without")
         block = max(block_tokens, 16 * tokens_per_batch)
-        self.blocks = Blocks(shards, objective, block, seed)
+        self.blocks = Blocks(shards, sequence_format, block, seed)
         ordinary = np.setdiff1d(np.arange(shards.vocab_size), self.special.all())
         self.vocabulary = Vocabulary(self.special.mask or 0, ordinary, shards.starts_word)
         self.identity = {
             "corpus": shards.fingerprint,
-            "objective": str(asdict(objective)),
+            "sequence_format": str(asdict(sequence_format)),
             "masking": str(masking and asdict(masking)),
             "tokens_per_batch": tokens_per_batch,
             "block_tokens": block,
@@ -230,7 +230,7 @@ class _Plans:
         self._made: tuple[tuple[int, int], _Plan] | None = None
 
     def nothing(self) -> str:
-        kind = self.objective.kind
+        kind = self.sequence_format.kind
         return f"BatchStream: shards: expected documents of two sentences or more for {kind}, got none in the corpus"
 
     def plan(self, epoch: int, number: int) -> _Plan:
@@ -242,7 +242,7 @@ class _Plans:
     def _plan_of(self, epoch: int, number: int) -> _Plan:
         block = self.blocks.load(epoch, number)
         random = generator(self.seed, CUT, epoch, number)
-        sequences = cut(self.objective, block.documents, random, end_token=self.special.eos is not None)
+        sequences = cut(self.sequence_format, block.documents, random, end_token=self.special.eos is not None)
         sequences = sequences.take(random.permutation(len(sequences.length)))
         return _Plan(block.tokens, sequences, *pack(sequences.length, self.tokens_per_batch))
 
@@ -259,7 +259,7 @@ class _Plans:
         ids[text] = plan.tokens[spread(parts[:, :2].ravel(), parts[:, 2:].ravel())]
         types = positions = labels = None
         predictions = len(ids) - len(rows.length)
-        if self.objective.pairs:
+        if self.sequence_format.pairs:
             types = np.zeros_like(ids)
             types[spread(boundaries[1:] - rows.second_length - 1, rows.second_length + 1)] = 1
         if self.masking is not None:
@@ -270,23 +270,23 @@ class _Plans:
             input_ids=torch.from_numpy(ids),
             token_type_ids=None if types is None else torch.from_numpy(types),
             cu_seqlens=torch.from_numpy(boundaries.astype(np.int32)),
-            max_seqlen=64 * math.ceil(self.objective.max_length / 64),
+            max_seqlen=64 * math.ceil(self.sequence_format.max_length / 64),
             positions=None if positions is None else torch.from_numpy(positions),
             labels=None if labels is None else torch.from_numpy(labels),
-            sentence_labels=torch.from_numpy(rows.label) if self.objective.pairs else None,
+            sentence_labels=torch.from_numpy(rows.label) if self.sequence_format.pairs else None,
             tokens=len(ids),
             predictions=predictions,
         )
 
     def _special_places(self, rows: Sequences, boundaries: np.ndarray) -> Iterator[tuple[np.ndarray, int | None]]:
         """Where special tokens are, and which."""
-        if not self.objective.masked:
+        if not self.sequence_format.masked:
             if self.special.eos is not None:
                 yield boundaries[1:][rows.label == 1] - 1, self.special.eos
             return
         yield boundaries[:-1], self.special.cls
         yield boundaries[1:] - 1, self.special.sep
-        if self.objective.pairs:
+        if self.sequence_format.pairs:
             yield boundaries[:-1] + 1 + rows.first_length, self.special.sep
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fasttfm.data.examples import Documents, Objective, limit, spread
+from fasttfm.data.examples import Documents, SequenceFormat, limit, spread
 from fasttfm.data.shards import TokenShards
 
 # What a random number is for; a part of its key.
@@ -33,18 +33,18 @@ class Blocks:
 
     Args:
         shards: The corpus.
-        objective: What its sequences are.
+        sequence_format: What its sequences are.
         size: Tokens of a block, about.
         seed: Of the order of documents.
     """
 
-    def __init__(self, shards: TokenShards, objective: Objective, size: int, seed: int) -> None:
-        self.shards, self.unit, self.seed = shards, limit(objective), seed
-        self.two_documents = objective.kind == "nsp"
+    def __init__(self, shards: TokenShards, sequence_format: SequenceFormat, size: int, seed: int) -> None:
+        self.shards, self.unit, self.seed = shards, limit(sequence_format), seed
+        self.two_documents = sequence_format.kind == "nsp"
         self.count = max(1, round(shards.tokens / size))
         self.size = -(-shards.tokens // self.count)
         # Sequences of a block's documents are made side by side: long documents would come alone at the end.
-        self.parts = _parts(shards, 64 * objective.max_length, at_sentences=objective.kind != "causal")
+        self.parts = _parts(shards, 64 * sequence_format.max_length, at_sentences=sequence_format.kind != "causal")
         self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def load(self, epoch: int, number: int) -> Block:

@@ -1,4 +1,4 @@
-"""``Objective``: what a training sequence is made of; ``cut`` makes the sequences of some documents.
+"""``SequenceFormat``: what a training sequence is made of; ``cut`` makes the sequences of some documents.
 
 nsp      [CLS] A [SEP] B [SEP]   BERT's: B follows A (label 0), or is from another document (label 1, half of them)
 sop      [CLS] A [SEP] B [SEP]   ALBERT's: A and B follow each other (label 0), or are swapped (label 1, half)
@@ -21,7 +21,7 @@ _ADDED = {"nsp": 3, "sop": 3, "single": 2, "electra": 2, "causal": 0}
 
 
 @dataclass(frozen=True)
-class Objective:
+class SequenceFormat:
     """What is learnt from.
 
     Args:
@@ -37,11 +37,13 @@ class Objective:
 
     def __post_init__(self) -> None:
         if self.kind not in _ADDED:
-            raise ValueError(f"Objective: kind: expected one of {', '.join(_ADDED)}, got {self.kind!r}")
+            raise ValueError(f"SequenceFormat: kind: expected one of {', '.join(_ADDED)}, got {self.kind!r}")
         if self.max_length < _ADDED[self.kind] + 2:
-            raise ValueError(f"Objective: max_length: expected {_ADDED[self.kind] + 2} or more, got {self.max_length}")
+            raise ValueError(
+                f"SequenceFormat: max_length: expected {_ADDED[self.kind] + 2} or more, got {self.max_length}"
+            )
         if not 0 <= self.short_probability <= 1:
-            raise ValueError(f"Objective: short_probability: expected one in [0, 1], got {self.short_probability}")
+            raise ValueError(f"SequenceFormat: short_probability: expected one in [0, 1], got {self.short_probability}")
 
     @property
     def room(self) -> int:
@@ -87,27 +89,29 @@ class Sequences(NamedTuple):
         return Sequences(*(column[chosen] for column in self))
 
 
-def limit(objective: Objective) -> int:
+def limit(sequence_format: SequenceFormat) -> int:
     """A longer sentence is cut: two of a pair have to fit."""
-    return objective.room // 2 if objective.pairs else objective.room
+    return sequence_format.room // 2 if sequence_format.pairs else sequence_format.room
 
 
-def cut(objective: Objective, documents: Documents, generator: np.random.Generator, *, end_token: bool) -> Sequences:
+def cut(
+    sequence_format: SequenceFormat, documents: Documents, generator: np.random.Generator, *, end_token: bool
+) -> Sequences:
     """Every sequence of the documents, in no order that means anything.
 
     single, electra and causal use every token once. A pair needs two sentences: one that is left over at a document's
     end is not used, this time.
     """
-    if objective.kind == "causal":
-        return _cut_causal(objective, documents, end_token)
-    function = _cut_pairs if objective.pairs else _cut_single
-    columns = function(objective, documents, generator)
-    return Sequences(*columns, columns[1] + columns[3] + objective.added)
+    if sequence_format.kind == "causal":
+        return _cut_causal(sequence_format, documents, end_token)
+    function = _cut_pairs if sequence_format.pairs else _cut_single
+    columns = function(sequence_format, documents, generator)
+    return Sequences(*columns, columns[1] + columns[3] + sequence_format.added)
 
 
-def _cut_causal(objective: Objective, documents: Documents, end_token: bool) -> Sequences:
+def _cut_causal(sequence_format: SequenceFormat, documents: Documents, end_token: bool) -> Sequences:
     starts = documents.bounds[documents.firsts]
-    size = objective.max_length
+    size = sequence_format.max_length
     pieces = -(-np.diff(starts) // size)
     first = spread(starts[:-1], pieces, step=size)
     length = np.minimum(size, np.repeat(starts[1:], pieces) - first)
@@ -121,13 +125,13 @@ def _cut_causal(objective: Objective, documents: Documents, end_token: bool) -> 
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # Sequences without length
 
 
-def _cut_single(objective: Objective, documents: Documents, generator: np.random.Generator) -> Columns:
+def _cut_single(sequence_format: SequenceFormat, documents: Documents, generator: np.random.Generator) -> Columns:
     """All documents at the same time: each step makes the next sequence of every one that has sentences left."""
     bounds = documents.bounds
     unit, end = documents.firsts[:-1], documents.firsts[1:]
     rows: list[tuple[np.ndarray, np.ndarray]] = []
     while len(unit):
-        last, _ = _last_units(objective, bounds, unit, end, generator)
+        last, _ = _last_units(sequence_format, bounds, unit, end, generator)
         rows.append((bounds[unit], bounds[last] - bounds[unit]))
         left = last < end
         unit, end = last[left], end[left]
@@ -136,7 +140,7 @@ def _cut_single(objective: Objective, documents: Documents, generator: np.random
     return first, length, nothing, nothing, nothing
 
 
-def _cut_pairs(objective: Objective, documents: Documents, generator: np.random.Generator) -> Columns:
+def _cut_pairs(sequence_format: SequenceFormat, documents: Documents, generator: np.random.Generator) -> Columns:
     """As ``_cut_single``. Where B comes from elsewhere, the sentences that it would have had are used again."""
     bounds, firsts = documents.bounds, documents.firsts
     ends_by_unit = np.repeat(firsts[1:], np.diff(firsts))
@@ -147,12 +151,12 @@ def _cut_pairs(objective: Objective, documents: Documents, generator: np.random.
         unit, end, own, own_end = state = state[:, state[1] - state[0] >= 2]
         if not len(unit):
             break
-        last, target = _last_units(objective, bounds, unit, end, generator, least=2)
+        last, target = _last_units(sequence_format, bounds, unit, end, generator, least=2)
         where, change, other = generator.random((3, len(unit)))
         middle = unit + 1 + (where * (last - unit - 1)).astype(np.int64)
         changed = change < 0.5
         first, second, stop = bounds[unit], bounds[middle], bounds[last]
-        if objective.kind == "sop":
+        if sequence_format.kind == "sop":
             a, b = np.where(changed, (second, first), (first, second))
             a_length, b_length = np.where(changed, (stop - second, second - first), (second - first, stop - second))
             state[0] = last
@@ -172,7 +176,7 @@ def _cut_pairs(objective: Objective, documents: Documents, generator: np.random.
 
 
 def _last_units(
-    objective: Objective,
+    sequence_format: SequenceFormat,
     bounds: np.ndarray,
     unit: np.ndarray,
     end: np.ndarray,
@@ -181,8 +185,8 @@ def _last_units(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Up to which unit the sequences go that begin with ``unit``, and the lengths that they aim at."""
     short, where = generator.random((2, len(unit)))
-    shorter = 2 + (where * (objective.room - 1)).astype(np.int64)
-    target = np.where(short < objective.short_probability, shorter, objective.room)
+    shorter = 2 + (where * (sequence_format.room - 1)).astype(np.int64)
+    target = np.where(short < sequence_format.short_probability, shorter, sequence_format.room)
     last = np.searchsorted(bounds, bounds[unit] + target, side="right") - 1
     return np.minimum(np.maximum(last, unit + least), end), target
 

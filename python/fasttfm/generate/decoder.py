@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fasttfm import ops
 from fasttfm.models.text_model import TextModel
-from fasttfm.nn import EncoderLayer, PackedBatch
+from fasttfm.nn import PackedBatch, PackedLayer
 from fasttfm.nn.parts import layer_norm, linear_activation, packed_residual_norm, product
 from fasttfm.nn.plain import is_watched
 
-Attend = Callable[[int, EncoderLayer, Tensor], Tensor]  # of a layer's number, the layer and qkv [n, 3, H, D]
+Attend = Callable[[int, PackedLayer, Tensor], Tensor]  # of a layer's number, the layer and qkv [n, 3, H, D]
 
 
 class CachedDecoder:
@@ -41,7 +41,7 @@ class CachedDecoder:
         owners = torch.searchsorted(cu_seqlens[1:], torch.arange(batch.tokens, device=ids.device), right=True)
         places = owners * self.room + numbers
 
-        def attend(index: int, layer: EncoderLayer, qkv: Tensor) -> Tensor:
+        def attend(index: int, layer: PackedLayer, qkv: Tensor) -> Tensor:
             shape = (sequences, self.room, *qkv.shape[2:])
             self.keys.append(qkv.new_zeros(shape))
             self.values.append(qkv.new_zeros(shape))
@@ -59,7 +59,7 @@ class CachedDecoder:
         places = torch.arange(len(ids), device=ids.device) * self.room + positions
         self.lengths = self.lengths + 1
 
-        def attend(index: int, layer: EncoderLayer, qkv: Tensor) -> Tensor:
+        def attend(index: int, layer: PackedLayer, qkv: Tensor) -> Tensor:
             self._store(index, places, qkv)
             keys, values = self.keys[index], self.values[index]
             out = ops.attention(qkv[:, :1], keys, values, window=layer.window, lengths_k=self.lengths)
@@ -74,7 +74,7 @@ class CachedDecoder:
         self.values[index].flatten(0, 1).index_copy_(0, places, v)
 
     def _run(self, x: Tensor, attend: Attend) -> Tensor:
-        """The layers over rows ``x`` [n, C], as ``nn.Encoder`` runs them."""
+        """The layers over rows ``x`` [n, C], as ``nn.PackedTransformer`` runs them."""
         final_norm = self.model.encoder.final_norm
         if final_norm is None:
             for index, layer in enumerate(self.layers):
@@ -99,7 +99,7 @@ class CachedDecoder:
         return product(layer.out, attend(index, layer, layer.project(x)).reshape(x.shape))
 
 
-def _feed_forward(layer: EncoderLayer, x: Tensor) -> tuple[Tensor, Tensor | None]:
+def _feed_forward(layer: PackedLayer, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """The same of the feed-forward block."""
     return product(layer.down, linear_activation(layer.up, layer.activation, x))
 

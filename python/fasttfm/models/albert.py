@@ -26,13 +26,13 @@ from fasttfm.models.bert import (
     BertModel,
     EncoderConfig,
     Predicted,
-    encoder_layer,
+    packed_layer,
     word_embeddings,
 )
 from fasttfm.models.checkpoint_names import Names, Rule, rule
 from fasttfm.models.outputs import ModelOutput, States
 from fasttfm.models.text_model import Layout
-from fasttfm.nn import Embeddings, EncoderLayer, MaskedLMHead
+from fasttfm.nn import Embeddings, MaskedLMHead, PackedLayer
 from fasttfm.nn.losses import token_loss
 
 if TYPE_CHECKING:
@@ -164,10 +164,10 @@ class AlbertModel(BertModel):
         assert isinstance(config, AlbertConfig)
         return word_embeddings(config, config.embedding_size, config.hidden_size)
 
-    def layer_of(self, config: EncoderConfig) -> EncoderLayer:
-        return encoder_layer(config, drop_feed_forward=False)
+    def layer_of(self, config: EncoderConfig) -> PackedLayer:
+        return packed_layer(config, drop_feed_forward=False)
 
-    def layers_of(self, config: EncoderConfig) -> list[EncoderLayer]:
+    def layers_of(self, config: EncoderConfig) -> list[PackedLayer]:
         """Layers that share everything are one module; those that share a part are several, tied to each other."""
         assert isinstance(config, AlbertConfig)
         groups, inner = config.groups(), range(config.inner_group_num)

@@ -27,7 +27,7 @@ from fasttfm.models.outputs import (
 )
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import Encoded, Layout, TextModel, flatten_choices, text_model
-from fasttfm.nn import Embeddings, Encoder, EncoderLayer, MaskedLMHead
+from fasttfm.nn import Embeddings, MaskedLMHead, PackedLayer, PackedTransformer
 from fasttfm.nn.losses import classification_loss, span_loss, token_loss
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class BertConfig(ModelConfig):
     layer_norm_eps: float = 1e-12
     pad_token_id: int | None = 0
     classifier_dropout: float | None = None  # hidden_dropout_prob by default
-    recompute: bool = False  # EncoderLayer's: less memory for a little time
-    keep_activation: bool = False  # EncoderLayer's: less time for more memory
+    recompute: bool = False  # PackedLayer's: less memory for a little time
+    keep_activation: bool = False  # PackedLayer's: less time for more memory
 
     def head_dropout(self) -> float:
         """In front of a classifier."""
@@ -165,12 +165,10 @@ def word_embeddings(config: EncoderConfig, width: int, output_width: int | None 
     )
 
 
-def encoder_layer(
-    config: EncoderConfig, *, drop_attention: bool = True, drop_feed_forward: bool = True
-) -> EncoderLayer:
+def packed_layer(config: EncoderConfig, *, drop_attention: bool = True, drop_feed_forward: bool = True) -> PackedLayer:
     """A layer, and which of its blocks' outputs have dropout."""
     dropout = config.hidden_dropout_prob
-    return EncoderLayer(
+    return PackedLayer(
         config.hidden_size,
         config.num_attention_heads,
         config.intermediate_size,
@@ -194,17 +192,17 @@ class BertModel(TextModel):
         super().__init__(config)
         width = config.hidden_size
         self.embeddings = self.embeddings_of(config)
-        self.encoder = Encoder(self.layers_of(config))
+        self.encoder = PackedTransformer(self.layers_of(config))
         self.pooler = nn.Linear(width, width) if add_pooling_layer else None
         self.finish()
 
     def embeddings_of(self, config: EncoderConfig) -> Embeddings:
         return word_embeddings(config, config.hidden_size)
 
-    def layer_of(self, config: EncoderConfig) -> EncoderLayer:
-        return encoder_layer(config)
+    def layer_of(self, config: EncoderConfig) -> PackedLayer:
+        return packed_layer(config)
 
-    def layers_of(self, config: EncoderConfig) -> list[EncoderLayer]:
+    def layers_of(self, config: EncoderConfig) -> list[PackedLayer]:
         return [self.layer_of(config) for _ in range(config.num_hidden_layers)]
 
     def forward(

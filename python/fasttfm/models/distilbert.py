@@ -23,12 +23,12 @@ from fasttfm.models.bert import (
     BertHead,
     BertModel,
     EncoderConfig,
-    encoder_layer,
+    packed_layer,
 )
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.text_model import Encoded
-from fasttfm.nn import EncoderLayer
+from fasttfm.nn import PackedLayer
 
 _EPS = 1e-12
 
@@ -54,8 +54,8 @@ class DistilBertConfig(ModelConfig):
     qa_dropout: float = 0.1
     seq_classif_dropout: float = 0.2
     pad_token_id: int | None = 0
-    recompute: bool = False  # EncoderLayer's: less memory for a little time
-    keep_activation: bool = False  # EncoderLayer's: less time for more memory
+    recompute: bool = False  # PackedLayer's: less memory for a little time
+    keep_activation: bool = False  # PackedLayer's: less time for more memory
 
     hidden_size = property(lambda self: self.dim)
     num_hidden_layers = property(lambda self: self.n_layers)
@@ -106,8 +106,8 @@ class DistilBertModel(BertModel):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, add_pooling_layer=False)
 
-    def layer_of(self, config: EncoderConfig) -> EncoderLayer:
-        return encoder_layer(config, drop_attention=False)
+    def layer_of(self, config: EncoderConfig) -> PackedLayer:
+        return packed_layer(config, drop_attention=False)
 
 
 class DistilBertHead(BertHead):

@@ -22,7 +22,7 @@ from fasttfm.models.config import ModelConfig
 from fasttfm.models.outputs import BaseModelOutput, ClassifierOutput, DoubleHeadsOutput, LMOutput
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import Encoded, Layout, TextModel, flatten_choices, text_model
-from fasttfm.nn import CausalLMHead, Embeddings, Encoder, EncoderLayer
+from fasttfm.nn import CausalLMHead, Embeddings, PackedLayer, PackedTransformer
 from fasttfm.nn.losses import classification_loss, token_loss
 from fasttfm.ops.checks import IndexErrors
 
@@ -57,8 +57,8 @@ class GPTConfig(ModelConfig):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-    recompute: bool = False  # EncoderLayer's: less memory for a little time
-    keep_activation: bool = False  # EncoderLayer's: less time for more memory
+    recompute: bool = False  # PackedLayer's: less memory for a little time
+    keep_activation: bool = False  # PackedLayer's: less time for more memory
 
     @property
     def inner_width(self) -> int:
@@ -144,9 +144,9 @@ class GPT2Model(TextModel):
         self.embeddings = Embeddings(
             config.vocab_size, width, config.n_positions, None, norm=False, dropout=config.embd_pdrop
         )
-        self.encoder = Encoder(
+        self.encoder = PackedTransformer(
             [
-                EncoderLayer(
+                PackedLayer(
                     width,
                     config.n_head,
                     config.inner_width,

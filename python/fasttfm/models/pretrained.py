@@ -20,7 +20,7 @@ from fasttfm.models.checkpoint_files import (
 )
 from fasttfm.models.checkpoint_names import Names, checkpoint_shapes, from_checkpoint, to_checkpoint
 from fasttfm.models.config import ModelConfig
-from fasttfm.nn import Encoder
+from fasttfm.nn import PackedTransformer
 
 Model = TypeVar("Model", bound="PretrainedModel")
 
@@ -59,7 +59,7 @@ class PretrainedModel(nn.Module):
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             with torch.no_grad():
                 module.weight[module.padding_idx].zero_()
-        if isinstance(module, Encoder) and module.final_norm is not None:
+        if isinstance(module, PackedTransformer) and module.final_norm is not None:
             layers = module.in_order()
             for product in (product for layer in layers for product in (layer.out, layer.down)):
                 nn.init.normal_(product.weight, std=self.config.initializer_range / math.sqrt(2 * len(layers)))
@@ -112,7 +112,7 @@ class PretrainedModel(nn.Module):
 
     def _checkpoint_layers(self, enabled: bool) -> None:
         for module in self.modules():
-            if isinstance(module, Encoder):
+            if isinstance(module, PackedTransformer):
                 module.checkpointing = enabled
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
@@ -234,7 +234,9 @@ class PretrainedModel(nn.Module):
             )
 
     def _layers(self) -> list[nn.Module]:
-        return [layer for module in self.modules() if isinstance(module, Encoder) for layer in module.in_order()]
+        return [
+            layer for module in self.modules() if isinstance(module, PackedTransformer) for layer in module.in_order()
+        ]
 
     def _check_repeated(self, reader: CheckpointReader, keys: dict[str, str]) -> None:
         """Copies in a checkpoint of what is one parameter here are equal."""

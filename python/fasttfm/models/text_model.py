@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fasttfm.models.outputs import States
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.nn import Embeddings, Encoder, PackedBatch
+from fasttfm.nn import Embeddings, PackedBatch, PackedTransformer
 from fasttfm.nn.parts import layer_norm
 from fasttfm.nn.plain import is_watched
 
@@ -46,7 +46,7 @@ class TextModel(PretrainedModel):
 
     base = True
     embeddings: Embeddings
-    encoder: Encoder
+    encoder: PackedTransformer
 
     def encode(
         self,

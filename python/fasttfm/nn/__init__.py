@@ -1,24 +1,24 @@
 """Modules with torch.nn's arguments and state_dict, and modules over packed tokens, served by fasttfm's ops."""
 
 from fasttfm.nn.embeddings import Embeddings
-from fasttfm.nn.encoder import Encoder
-from fasttfm.nn.encoder_layer import EncoderLayer
 from fasttfm.nn.layer_norm import LayerNorm
 from fasttfm.nn.lm_heads import CausalLMHead, MaskedLMHead
 from fasttfm.nn.multihead_attention import MultiheadAttention
 from fasttfm.nn.packed_batch import PackedBatch
+from fasttfm.nn.packed_layer import PackedLayer
+from fasttfm.nn.packed_transformer import PackedTransformer
 from fasttfm.nn.transformer_encoder import TransformerEncoder
 from fasttfm.nn.transformer_encoder_layer import TransformerEncoderLayer
 
 __all__ = [
     "CausalLMHead",
     "Embeddings",
-    "Encoder",
-    "EncoderLayer",
     "LayerNorm",
     "MaskedLMHead",
     "MultiheadAttention",
     "PackedBatch",
+    "PackedLayer",
+    "PackedTransformer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
 ]

@@ -1,7 +1,7 @@
 """Fine-tuning, distillation and prompting: what is done with a trained model."""
 
-from fasttfm.tasks.distillation import DistilBertRecipe, TinyBertRecipe
-from fasttfm.tasks.distilling import CorpusRun, TaskRun, distilbert_student, save_student, tinybert_student
+from fasttfm.tasks.distillation_recipes import DistilBertRecipe, TinyBertRecipe
+from fasttfm.tasks.distillation_runs import CorpusRun, TaskRun, distilbert_student, save_student, tinybert_student
 from fasttfm.tasks.embedding import embed
 from fasttfm.tasks.families import open_model
 from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare

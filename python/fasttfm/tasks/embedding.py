@@ -12,7 +12,7 @@ from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import Encoded
-from fasttfm.tasks.distillation import encode
+from fasttfm.tasks.distillation_recipes import encode
 from fasttfm.tasks.families import CAUSAL, base_of, longest_input
 from fasttfm.tasks.finetuning import format_of
 from fasttfm.tasks.inputs import Feature, Format, by_budget, collate

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fasttfm.nn import EncoderLayer
+from fasttfm.nn import PackedLayer
 from fasttfm.train.settings import one_of
 
 PARALLEL = ("ddp", "fsdp")
@@ -127,7 +127,7 @@ def share_out(module: nn.Module, world: World) -> nn.Module:
     if world.parallel == "ddp":
         devices = [world.device] if world.device.type == "cuda" else None
         return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
-    for layer in [each for each in module.modules() if isinstance(each, EncoderLayer)]:
+    for layer in [each for each in module.modules() if isinstance(each, PackedLayer)]:
         fully_shard(layer)
     fully_shard(module)
     return module

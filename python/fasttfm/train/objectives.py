@@ -21,7 +21,7 @@ from fasttfm import models, ops
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import Encoded, TextModel
-from fasttfm.nn import Encoder, EncoderLayer
+from fasttfm.nn import PackedLayer, PackedTransformer
 from fasttfm.train.loop import Objective
 
 IGNORED = -100
@@ -46,7 +46,7 @@ class Pretraining(nn.Module):
     def flops(self, batch: Any) -> float:
         """Of the matrix products that a step cannot do without: forward, and twice that backward."""
         lengths = batch.cu_seqlens.clamp(max=batch.tokens).diff().double()  # fillers stand behind the data
-        encoders = [each for each in self.modules() if isinstance(each, Encoder)]
+        encoders = [each for each in self.modules() if isinstance(each, PackedTransformer)]
         tokens, scores = float(lengths.sum()), float(lengths.square().sum())
         return 3.0 * (sum(_encoder_flops(each, tokens, scores) for each in encoders) + self.head_flops(batch))
 
@@ -56,13 +56,13 @@ class Pretraining(nn.Module):
         return 2.0 * products * batch.predictions
 
 
-def _encoder_flops(encoder: Encoder, tokens: float, scores: float) -> float:
+def _encoder_flops(encoder: PackedTransformer, tokens: float, scores: float) -> float:
     layers = encoder.in_order()
     share = 0.5 if layers and layers[0].window[1] == 0 else 1.0  # causal: half of the scores
     return sum(2.0 * tokens * _matrix_elements(each) + share * 4.0 * scores * each.width for each in layers)
 
 
-def _matrix_elements(layer: EncoderLayer) -> int:
+def _matrix_elements(layer: PackedLayer) -> int:
     return sum(each.weight.numel() for each in (layer.qkv, layer.out, layer.up, layer.down))
 
 
@@ -177,7 +177,7 @@ class Family:
     config: type[ModelConfig]
     model: type[PretrainedModel]
     objective: type[Pretraining]
-    examples: str  # data.Objective's kind
+    examples: str  # data.SequenceFormat's kind
     tokenizer: str  # data.train_tokenizer's kind
     positions: str = "max_position_embeddings"  # the configuration's field of the longest sequence
     more_positions: int = 0  # that the table has, and no sequence can use

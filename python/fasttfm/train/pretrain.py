@@ -247,7 +247,7 @@ class _Run:
 
     def _stream(self, shards: data.TokenShards, workers: int) -> data.BatchStream:
         settings, kind = self.settings, self.family.examples
-        objective = data.Objective(kind, settings.max_length)  # type: ignore[arg-type]
+        objective = data.SequenceFormat(kind, settings.max_length)  # type: ignore[arg-type]
         masking = None
         if objective.masked:
             masking = data.Masking(settings.masking, whole_word=settings.whole_word, ngram=settings.ngram)

@@ -1,4 +1,4 @@
-"""fasttfm.nn.EncoderLayer and Encoder: against torch.nn's layers, sequence by sequence, and against themselves."""
+"""fasttfm.nn.PackedLayer and PackedTransformer: against torch.nn's layers, sequence by sequence, and themselves."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ CU_SEQLENS = ops.cu_seqlens_from_lengths(LENGTHS)
 MEMORY = ({}, {"recompute": True}, {"keep_activation": True})  # how much is kept for the backward
 
 
-def encoder(norm_first: bool, layers: int = LAYERS, **options: Any) -> fasttfm.nn.Encoder:
+def encoder(norm_first: bool, layers: int = LAYERS, **options: Any) -> fasttfm.nn.PackedTransformer:
     torch.manual_seed(0)
     options = {"dropout": 0.0, "attention_dropout": 0.0, "eps": 1e-5, **options}
-    stack = [fasttfm.nn.EncoderLayer(C, H, I, norm_first=norm_first, **options) for _ in range(layers)]
-    module = fasttfm.nn.Encoder(stack, nn.LayerNorm(C) if norm_first else None)
+    stack = [fasttfm.nn.PackedLayer(C, H, I, norm_first=norm_first, **options) for _ in range(layers)]
+    module = fasttfm.nn.PackedTransformer(stack, nn.LayerNorm(C) if norm_first else None)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     return module
@@ -48,7 +48,7 @@ def encoder(norm_first: bool, layers: int = LAYERS, **options: Any) -> fasttfm.n
 class Plain(nn.Module):
     """The same model out of torch.nn's layers, run on one sequence at a time."""
 
-    def __init__(self, source: fasttfm.nn.Encoder, norm_first: bool, causal: bool) -> None:
+    def __init__(self, source: fasttfm.nn.PackedTransformer, norm_first: bool, causal: bool) -> None:
         super().__init__()
         options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": norm_first}
         self.layers = nn.ModuleList(nn.TransformerEncoderLayer(C, H, I, **options) for _ in range(LAYERS))
@@ -192,8 +192,8 @@ def test_frozen_parameters_get_no_gradient() -> None:
 
 
 def test_a_layer_that_stands_twice_is_one_set_of_parameters() -> None:
-    layer = fasttfm.nn.EncoderLayer(C, H, I, dropout=0.0, attention_dropout=0.0)
-    shared = fasttfm.nn.Encoder([layer, layer])
+    layer = fasttfm.nn.PackedLayer(C, H, I, dropout=0.0, attention_dropout=0.0)
+    shared = fasttfm.nn.PackedTransformer([layer, layer])
     assert len(list(shared.parameters())) == len(list(layer.parameters()))
     x = tokens()
     once = layer(x, CU_SEQLENS, 9)[0]
@@ -219,17 +219,17 @@ def test_no_tokens() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    layer = fasttfm.nn.EncoderLayer(C, H, I)
-    with pytest.raises(ValueError, match=r"EncoderLayer: x: expected a contiguous \[T, 32\], got shape \(15, 16\)"):
+    layer = fasttfm.nn.PackedLayer(C, H, I)
+    with pytest.raises(ValueError, match=r"PackedLayer: x: expected a contiguous \[T, 32\], got shape \(15, 16\)"):
         layer(torch.zeros(T, 16), CU_SEQLENS, 9)
-    with pytest.raises(ValueError, match="EncoderLayer: residual: expected None in a post-LN model, got Tensor"):
+    with pytest.raises(ValueError, match="PackedLayer: residual: expected None in a post-LN model, got Tensor"):
         layer(tokens(), CU_SEQLENS, 9, residual=tokens())
-    with pytest.raises(TypeError, match="EncoderLayer: cu_seqlens: expected a tensor of int32"):
+    with pytest.raises(TypeError, match="PackedLayer: cu_seqlens: expected a tensor of int32"):
         layer(tokens(), CU_SEQLENS.long(), 9)
-    with pytest.raises(ValueError, match="EncoderLayer: heads: expected a divisor of the width 32, got 3"):
-        fasttfm.nn.EncoderLayer(C, 3, I)
-    with pytest.raises(ValueError, match="Encoder: layers: expected all pre-LN"):
-        fasttfm.nn.Encoder([layer], nn.LayerNorm(C))
+    with pytest.raises(ValueError, match="PackedLayer: heads: expected a divisor of the width 32, got 3"):
+        fasttfm.nn.PackedLayer(C, 3, I)
+    with pytest.raises(ValueError, match="PackedTransformer: layers: expected all pre-LN"):
+        fasttfm.nn.PackedTransformer([layer], nn.LayerNorm(C))
 
 
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
@@ -285,7 +285,7 @@ def test_wrapped_layers_are_called(alter: Any, norm_first: bool) -> None:
     alter(ours, "layers.1")
     for found, value in zip(gradients(ours, tokens().double(), 5), expected, strict=True):
         torch.testing.assert_close(found, value)
-    assert [type(layer) for layer in ours.in_order()] == [fasttfm.nn.EncoderLayer] * LAYERS
+    assert [type(layer) for layer in ours.in_order()] == [fasttfm.nn.PackedLayer] * LAYERS
 
 
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
@@ -345,11 +345,13 @@ def test_attention_weights_of_a_replaced_projection() -> None:
 def test_what_is_no_layer_is_refused() -> None:
     ours = encoder(norm_first=False)
     ours.layers[1] = nn.Identity()
-    with pytest.raises(TypeError, match="Encoder: layers: expected an EncoderLayer, or a module around one, got Ident"):
+    with pytest.raises(
+        TypeError, match="PackedTransformer: layers: expected a PackedLayer, or a module around one, got Ident"
+    ):
         call_once(ours, {"x": tokens()})
     ours = encoder(norm_first=False)
     ours.layers[1].activation = torch.tanh
-    with pytest.raises(ValueError, match="EncoderLayer: activation: expected one of gelu"):
+    with pytest.raises(ValueError, match="PackedLayer: activation: expected one of gelu"):
         call_once(ours, {"x": tokens()})
 
 
@@ -361,7 +363,7 @@ WIDE = {"width": 256, "heads": 4, "intermediate": 512}
 class Composed(nn.Module):
     """A layer of plain torch for each of ours, on a padded batch: what a GPU's results are held against."""
 
-    def __init__(self, source: fasttfm.nn.Encoder) -> None:
+    def __init__(self, source: fasttfm.nn.PackedTransformer) -> None:
         super().__init__()
         self.layers, self.final_norm = source.layers, source.final_norm
 
@@ -382,11 +384,11 @@ class Composed(nn.Module):
         return x if self.final_norm is None else self.final_norm(x)
 
 
-def wide_encoder(norm_first: bool, **options: Any) -> fasttfm.nn.Encoder:
+def wide_encoder(norm_first: bool, **options: Any) -> fasttfm.nn.PackedTransformer:
     torch.manual_seed(0)
     options = {"dropout": 0.0, "attention_dropout": 0.0, "eps": 1e-5, "norm_first": norm_first, **options}
-    layers = [fasttfm.nn.EncoderLayer(*WIDE.values(), **options) for _ in range(LAYERS)]
-    return fasttfm.nn.Encoder(layers, nn.LayerNorm(WIDE["width"]) if norm_first else None).cuda()
+    layers = [fasttfm.nn.PackedLayer(*WIDE.values(), **options) for _ in range(LAYERS)]
+    return fasttfm.nn.PackedTransformer(layers, nn.LayerNorm(WIDE["width"]) if norm_first else None).cuda()
 
 
 def wide_batch(lengths: tuple[int, ...] = (150, 1, 64, 200)) -> tuple[Tensor, Tensor, int]:

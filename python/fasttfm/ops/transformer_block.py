@@ -29,7 +29,7 @@ from fasttfm.ops.layer_norm import forward_op as layer_norm_forward_op
 from fasttfm.ops.library import OpFunction, needs_gradient, straight, unshared
 
 
-class Parameters(NamedTuple):
+class BlockParameters(NamedTuple):
     """What a layer learns. Weights are [outputs, inputs]; q, k and v are one product. Any bias may be None."""
 
     qkv_weight: Tensor  # [3 C, C]
@@ -46,7 +46,7 @@ class Parameters(NamedTuple):
     norm_b_bias: Tensor | None
 
 
-class Options(NamedTuple):
+class BlockOptions(NamedTuple):
     heads: int
     max_seqlen: int
     window_left: int  # keys before a query that it attends to, -1 for all
@@ -62,13 +62,13 @@ class Options(NamedTuple):
     backend: str | None
 
 
-def encoder_block(
+def transformer_block(
     x: Tensor,
     residual: Tensor | None,
     cu_seqlens: Tensor,
     seeds: Tensor | None,
-    options: Options,
-    parameters: Parameters,
+    options: BlockOptions,
+    parameters: BlockParameters,
 ) -> tuple[Tensor, Tensor | None]:
     """Runs a layer over packed tokens.
 
@@ -82,7 +82,7 @@ def encoder_block(
         y, and z' in a pre-LN model.
     """
     if needs_gradient(x, residual, *parameters):
-        y, z = _EncoderBlock.apply(x, residual, cu_seqlens, seeds, options, *parameters)
+        y, z = _TransformerBlock.apply(x, residual, cu_seqlens, seeds, options, *parameters)
     else:
         own = _in_type(parameters, x.dtype)
         separate = _separate(seeds, options)
@@ -95,8 +95,8 @@ def _forward(
     residual: Tensor | None,
     cu_seqlens: Tensor,
     seeds: Seeds,
-    options: Options,
-    own: Parameters,
+    options: BlockOptions,
+    own: BlockParameters,
     *,
     kept: str,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
@@ -127,8 +127,8 @@ def _forward(
     return y, None if residual is None else z, saved
 
 
-class _EncoderBlock(OpFunction):
-    op = "encoder_block"
+class _TransformerBlock(OpFunction):
+    op = "transformer_block"
     instead = "torch.nn.TransformerEncoderLayer"
 
     @staticmethod
@@ -138,10 +138,10 @@ class _EncoderBlock(OpFunction):
         residual: Tensor | None,
         cu_seqlens: Tensor,
         seeds: Tensor | None,
-        options: Options,
+        options: BlockOptions,
         *parameters: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        given = Parameters(*parameters)
+        given = BlockParameters(*parameters)
         own, separate = _in_type(given, x.dtype, copies=True), _separate(seeds, options)
         kept = gelu_product.PRODUCT
         if options.keep_activation:
@@ -158,10 +158,10 @@ class _EncoderBlock(OpFunction):
     def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         (cu_seqlens, seed, seed_a, seed_b, x, qkv, out, lse, z1, statistics1, left, a, y1, z, statistics, *own) = saved
-        options: Options = ctx.options
+        options: BlockOptions = ctx.options
         inputs = len(ctx.needs_input_grad) - len(own)
-        wanted, types = Parameters(*ctx.needs_input_grad[inputs:]), Parameters(*ctx.types)
-        block = _Backward((*saved, dy, dz), Parameters(*own), wanted, types, options, ctx.pre_norm)
+        wanted, types = BlockParameters(*ctx.needs_input_grad[inputs:]), BlockParameters(*ctx.types)
+        block = _Backward((*saved, dy, dz), BlockParameters(*own), wanted, types, options, ctx.pre_norm)
         dy = torch.zeros_like(x) if dy is None else dy
 
         dropout = _dropout(cu_seqlens, seed_b, options.p_b)
@@ -175,7 +175,7 @@ class _EncoderBlock(OpFunction):
         attention = _attention_options(qkv, cu_seqlens, seed, options)
         dqkv = block.attention(dout, qkv, out, lse, attention)
         dx, dresidual = block.qkv(dqkv, x, dstream)
-        gradients = (block.gradients.get(name) for name in Parameters._fields)
+        gradients = (block.gradients.get(name) for name in BlockParameters._fields)
         return dx, dresidual, None, None, None, *gradients
 
 
@@ -193,10 +193,10 @@ class _Backward:
     def __init__(
         self,
         tensors: tuple[Tensor | None, ...],
-        own: Parameters,
-        wanted: Parameters,
-        types: Parameters,
-        options: Options,
+        own: BlockParameters,
+        wanted: BlockParameters,
+        types: BlockParameters,
+        options: BlockOptions,
         pre_norm: bool,
     ) -> None:
         self.own, self.wanted, self.types = own, wanted, types  # wanted: of each gradient; types: what it is given in
@@ -312,7 +312,7 @@ Seeds = tuple[Tensor | None, Tensor | None, Tensor | None]  # int64 [1] each: of
 Dropout = tuple[Tensor | None, Tensor | None, float]  # cu_seqlens, seed and p, as dropout_add_layer_norm passes them
 
 
-def _separate(seeds: Tensor | None, options: Options) -> Seeds:
+def _separate(seeds: Tensor | None, options: BlockOptions) -> Seeds:
     """A seed means dropout: there is none where nothing is dropped."""
     if seeds is None:
         return None, None, None
@@ -325,7 +325,7 @@ def _dropout(cu_seqlens: Tensor, seed: Tensor | None, p: float) -> Dropout:
     return (None, None, 0.0) if seed is None else (cu_seqlens, seed, p)
 
 
-def _attention_options(qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, options: Options) -> tuple[Any, ...]:
+def _attention_options(qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, options: BlockOptions) -> tuple[Any, ...]:
     """What attention's registered ops take behind q, k and v."""
     window = (options.window_left, options.window_right)
     scale, p = qkv.shape[-1] ** -0.5, 0.0 if seed is None else options.attention_p
@@ -333,7 +333,7 @@ def _attention_options(qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, opt
     return cu_seqlens, None, None, None, None, None, seed, *bounds, *window, scale, p, options.backend
 
 
-def _in_type(given: Parameters, dtype: torch.dtype, *, copies: bool = False) -> Parameters:
+def _in_type(given: BlockParameters, dtype: torch.dtype, *, copies: bool = False) -> BlockParameters:
     """What goes into matrix products in x's type; the other ops read parameters of any type. Training alone takes the
     optimizer's ``copies``: for evaluation parameters are often exchanged in ways that torch does not count."""
     multiplied = (given.qkv_weight, given.qkv_bias, given.out_weight, given.up_weight, given.down_weight)

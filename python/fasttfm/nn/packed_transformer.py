@@ -1,4 +1,4 @@
-"""``Encoder``: a stack of transformer layers over packed tokens."""
+"""``PackedTransformer``: a stack of transformer layers over packed tokens."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fasttfm.nn.encoder_layer import EncoderLayer, draw_seeds
+from fasttfm.nn.packed_layer import PackedLayer, draw_seeds
 from fasttfm.nn.parts import layer_norm
 from fasttfm.nn.plain import is_watched
 
 
-class Encoder(nn.Module):
+class PackedTransformer(nn.Module):
     """Layers in order, all post-LN or all pre-LN.
 
     Args:
@@ -22,12 +22,12 @@ class Encoder(nn.Module):
         final_norm: The LayerNorm that ends a pre-LN model.
     """
 
-    def __init__(self, layers: Sequence[EncoderLayer], final_norm: nn.LayerNorm | None = None) -> None:
+    def __init__(self, layers: Sequence[PackedLayer], final_norm: nn.LayerNorm | None = None) -> None:
         super().__init__()
         pre_norm = any(layer.norm_first for layer in layers)
         if pre_norm != (final_norm is not None) or any(layer.norm_first != pre_norm for layer in layers):
             raise ValueError(
-                "Encoder: layers: expected all pre-LN with a final_norm, or all post-LN without, got a mix"
+                "PackedTransformer: layers: expected all pre-LN with a final_norm, or all post-LN without, got a mix"
             )
         unique = list(dict.fromkeys(layers))
         self.layers = nn.ModuleList(unique)
@@ -58,11 +58,11 @@ class Encoder(nn.Module):
             x, residual = run(x, cu_seqlens, max_seqlen)
         return x
 
-    def in_order(self) -> list[EncoderLayer]:
+    def in_order(self) -> list[PackedLayer]:
         """The layers as they follow each other, without what is wrapped around them."""
         return [_layer_in(module) for module in self._modules_in_order()]
 
-    def _norms_in_front(self, modules: list[nn.Module], layers: list[EncoderLayer]) -> list[nn.LayerNorm | None]:
+    def _norms_in_front(self, modules: list[nn.Module], layers: list[PackedLayer]) -> list[nn.LayerNorm | None]:
         """In a pre-LN model: the LayerNorm in front of each layer, which the layer before it applies, and the last one.
 
         None for a layer that something is wrapped around, or that has hooks: its parameters are for its own call, as
@@ -70,7 +70,7 @@ class Encoder(nn.Module):
         """
         if self.final_norm is None:
             return [None] * (len(layers) + 1)
-        own = [type(module) is not EncoderLayer or is_watched(module) for module in modules]
+        own = [type(module) is not PackedLayer or is_watched(module) for module in modules]
         norms = [None if each else layer.norm1 for each, layer in zip(own, layers, strict=True)]
         return [*norms, self.final_norm]
 
@@ -79,11 +79,13 @@ class Encoder(nn.Module):
         return [held[index] for index in self.order]
 
 
-def _layer_in(module: nn.Module) -> EncoderLayer:
+def _layer_in(module: nn.Module) -> PackedLayer:
     """The layer itself, or the one that something (torch.compile, checkpoint_wrapper) is wrapped around."""
-    if isinstance(module, EncoderLayer):
+    if isinstance(module, PackedLayer):
         return module
     for each in module.modules():
-        if isinstance(each, EncoderLayer):
+        if isinstance(each, PackedLayer):
             return each
-    raise TypeError(f"Encoder: layers: expected an EncoderLayer, or a module around one, got {type(module).__name__}")
+    raise TypeError(
+        f"PackedTransformer: layers: expected a PackedLayer, or a module around one, got {type(module).__name__}"
+    )

@@ -18,7 +18,7 @@ from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
 from fasttfm.models import BertModel, CheckpointError, DistilBertForMaskedLM
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.tasks.distillation import Recipe, TinyBertRecipe, check_temperature, soft_cross_entropy
+from fasttfm.tasks.distillation_recipes import Recipe, TinyBertRecipe, check_temperature, soft_cross_entropy
 from fasttfm.tasks.families import base_of
 from fasttfm.tasks.finetuning import FinetuneSettings, label_names, prepare, shuffled_steps, trainer_of
 from fasttfm.tasks.task import Task

@@ -17,7 +17,7 @@ from torch.nn import functional
 from fasttfm import ops
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import Encoded
-from fasttfm.nn import EncoderLayer, MaskedLMHead, PackedBatch
+from fasttfm.nn import MaskedLMHead, PackedBatch, PackedLayer
 from fasttfm.nn.plain import is_plain
 from fasttfm.tasks.families import base_of
 from fasttfm.train.settings import at_least
@@ -225,7 +225,7 @@ class TinyBertRecipe(Recipe):
             x = self.projections[name](x)
         return (x.float() - target.float()).square().mean(-1).sum()
 
-    def _map(self, layer: EncoderLayer, x: Tensor, batch: PackedBatch) -> Tensor:
+    def _map(self, layer: PackedLayer, x: Tensor, batch: PackedBatch) -> Tensor:
         """[sequences, H, S, S], 0 where there are no tokens, of the layer that reads ``x``."""
         if self.attention == "weights":
             return layer.attention_weights(x, batch.cu_seqlens, batch.max_seqlen)

@@ -39,7 +39,7 @@ def trainer(**settings: Any) -> Trainer:
 
 
 def batches(shards: data.TokenShards, *, fixed: bool) -> Iterator[data.Batch]:
-    stream = data.BatchStream(shards, data.Objective("nsp", 64), tokens_per_batch=512, seed=0)
+    stream = data.BatchStream(shards, data.SequenceFormat("nsp", 64), tokens_per_batch=512, seed=0)
     shape = Shape(512, 24, stream.max_predictions or 0, 0)
     return (filled(batch, shape) if fixed else batch for batch in stream)
 

@@ -1,4 +1,4 @@
-"""``EncoderLayer``: a transformer layer over packed tokens, post-LN as in BERT or pre-LN as in GPT-2."""
+"""``PackedLayer``: a transformer layer over packed tokens, post-LN as in BERT or pre-LN as in GPT-2."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from fasttfm import ops
-from fasttfm.nn.encoder_block import Options, Parameters, encoder_block
 from fasttfm.nn.parts import layer_norm, linear_activation, packed_residual_norm, product
 from fasttfm.nn.plain import is_plain
 from fasttfm.ops import checks, linear
 from fasttfm.ops.attention import window_bounds
 from fasttfm.ops.backends import requested
+from fasttfm.ops.transformer_block import BlockOptions, BlockParameters, transformer_block
 
-_NAME = "EncoderLayer"
+_NAME = "PackedLayer"
 _NO_NORM = nn.LayerNorm(1, elementwise_affine=False)
 SEEDS = 3  # of a layer: for attention's weights and for what its two blocks add to the stream
 
 
-class EncoderLayer(nn.Module):
+class PackedLayer(nn.Module):
     """Attention and feed-forward block, each with dropout, residual connection and LayerNorm.
 
     One autograd node while its linear layers and LayerNorms are plain (plain.py); those with hooks, LoRA's and other
@@ -128,7 +128,7 @@ class EncoderLayer(nn.Module):
             return self._call_modules(x, residual, cu_seqlens, max_seqlen, (norm_a, norm_b), rates, seeds)
         if norm_b is None:
             norm_b = _NO_NORM  # its result is left out
-        options = Options(
+        options = BlockOptions(
             heads=self.heads,
             max_seqlen=max_seqlen,
             window_left=self.window[0],
@@ -143,11 +143,11 @@ class EncoderLayer(nn.Module):
             keep_activation=self.keep_activation,
             backend=requested(None),
         )
-        parameters = Parameters(
+        parameters = BlockParameters(
             *(qkv.weight, qkv.bias, out.weight, out.bias, norm_a.weight, norm_a.bias),
             *(up.weight, up.bias, down.weight, down.bias, norm_b.weight, norm_b.bias),
         )
-        y, z = encoder_block(x, residual, cu_seqlens, seeds, options, parameters)
+        y, z = transformer_block(x, residual, cu_seqlens, seeds, options, parameters)
         return (z, None) if norm_b is _NO_NORM and z is not None else (y, z)
 
     def is_fusable(self, next_norm: nn.Module | None = None) -> bool:
