@@ -16,6 +16,9 @@
 
 namespace fasttfm {
 
+// Inline as in philox.h, whichever of the two files is included first.
+inline namespace FASTTFM_ISA {}  // namespace FASTTFM_ISA
+
 enum class Isa { baseline, avx2, avx512 };
 
 // The widest set that this CPU has and this build contains, or the one forced with set_isa().
