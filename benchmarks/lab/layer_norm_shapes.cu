@@ -62,8 +62,8 @@ static void forward(int64_t rows, int64_t columns) {
     LayerNormForward p{};
     p.x = x[i % kSets], p.y = out[i % kSets], p.weight = weight, p.bias = weight, p.mean = mean, p.rstd = rstd;
     p.rows = rows, p.columns = columns, p.x_stride = columns, p.eps = 1e-5f, p.dtype = DType::bf16;
-    launch(forward_kernel<bf16_t, bf16_t, S>, static_cast<unsigned>((rows + S::kGroups - 1) / S::kGroups), S::kBlock, 0,
-           nullptr, p);
+    launch(norm_forward_kernel<bf16_t, bf16_t, S, LayerNormForward>,
+           static_cast<unsigned>((rows + S::kGroups - 1) / S::kGroups), S::kBlock, 0, nullptr, p);
   });
   check(cudaGetLastError());
   std::printf("forward  %5lld x %4lld group %3d vectors %d block %3d             %7.1f us  %.3f of copy\n",
@@ -79,7 +79,8 @@ static void backward(int64_t rows, int64_t columns, int per_sm) {
     p.x = x[i % kSets], p.dy = dy[i % kSets], p.dx = out[i % kSets], p.weight = weight, p.mean = mean, p.rstd = rstd;
     p.dweight = dweight, p.dbias = dbias, p.workspace = workspace;
     p.rows = rows, p.columns = columns, p.x_stride = columns, p.dtype = DType::bf16;
-    launch(backward_kernel<bf16_t, S>, blocks, S::kBlock, sizeof(BackwardMemory<bf16_t, S>), nullptr, p);
+    launch(norm_backward_kernel<bf16_t, S, LayerNormBackward>, blocks, S::kBlock, sizeof(NormBackwardMemory<bf16_t, S>),
+           nullptr, p);
     sum_parts(workspace, {dweight, DType::bf16}, {dbias, DType::bf16}, blocks, columns, nullptr);
   });
   check(cudaGetLastError());

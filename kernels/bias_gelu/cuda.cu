@@ -1,9 +1,4 @@
-// Activation of x + bias on NVIDIA GPUs. The formulas are in reference.py.
-//
-// A warp owns a stripe of 256 columns, 8 to a lane, whose bias it keeps in registers, and reads several rows before it
-// computes: enough 16-byte loads are in flight to keep the memory busy. Forward: one tile per block, many small blocks.
-// Backward: the blocks fill the GPU once and walk over the rows, with their part of dbias in registers; a second, small
-// kernel adds up the parts in a fixed order. Neighbouring blocks take neighbouring stripes of the same rows.
+// Activation of x + bias on NVIDIA GPUs, in the frame of common/cuda/stripes.cuh. The formulas are in reference.py.
 #include <cstdint>
 
 #include "bias_gelu/op.h"
@@ -11,14 +6,12 @@
 #include "common/cuda/launch.cuh"
 #include "common/cuda/reduce.cuh"
 #include "common/cuda/rows.cuh"
+#include "common/cuda/stripes.cuh"
 
 namespace fasttfm {
 namespace cuda {
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kBlock = 32 * kWarps;
-constexpr int kStripe = 32 * kVector;
 constexpr int kBackwardBlocks = 4;  // per multiprocessor: 32 warps of up to 64 registers a thread
 
 template <class T>
@@ -29,26 +22,26 @@ constexpr int kForwardRows = 16 / sizeof(T) / 2;
 template <class T>
 constexpr int kBackwardRows = 4 / sizeof(T);
 
-// Grid (tiles * stripes); a tile is kWarps * kForwardRows rows, which the warps take in turn.
+// Grid (tiles * stripes); a tile is kStripeWarps * kForwardRows rows, which the warps take in turn.
 template <class T, Activation A>
-__global__ void __launch_bounds__(kBlock) forward_kernel(BiasGeluForward p, unsigned stripes) {
+__global__ void __launch_bounds__(kStripeBlock) forward_kernel(BiasGeluForward p, unsigned stripes) {
   constexpr int kRows = kForwardRows<T>;
   const int column = static_cast<int>(blockIdx.x % stripes * kStripe + threadIdx.x % 32 * kVector);
-  const int64_t first = static_cast<int64_t>(blockIdx.x / stripes) * (kWarps * kRows) + threadIdx.x / 32;
+  const int64_t first = static_cast<int64_t>(blockIdx.x / stripes) * (kStripeWarps * kRows) + threadIdx.x / 32;
   if (column >= p.columns || first >= p.rows) return;
   const T* x = static_cast<const T*>(p.x) + first * p.x_stride + column;
   T* y = static_cast<T*>(p.y) + first * p.columns + column;
-  const int64_t x_step = kWarps * p.x_stride, y_step = kWarps * p.columns;
+  const int64_t x_step = kStripeWarps * p.x_stride, y_step = kStripeWarps * p.columns;
 
   Packed<T> packed[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r)
-    if (first + r * kWarps < p.rows) packed[r] = load_packed(x + r * x_step);
+    if (first + r * kStripeWarps < p.rows) packed[r] = load_packed(x + r * x_step);
   float bias[kVector];
   load_parameter(p.bias, p.bias_dtype, column, 0.0f, bias);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    if (first + r * kWarps >= p.rows) return;
+    if (first + r * kStripeWarps >= p.rows) return;
     float value[kVector];
     widen(packed[r], value);
 #pragma unroll
@@ -103,13 +96,12 @@ struct BackwardLane {
 
 // Grid (stripes, parts).
 template <class T, Activation A, bool WITH_Y>
-__global__ void __launch_bounds__(kBlock, kBackwardBlocks) backward_kernel(BiasGeluBackward p) {
-  __shared__ __align__(16) float shares[kWarps][kStripe];
+__global__ void __launch_bounds__(kStripeBlock, kBackwardBlocks) backward_kernel(BiasGeluBackward p) {
+  __shared__ __align__(16) float shares[kStripeWarps][kStripe];
   constexpr int kRows = kBackwardRows<T>;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int stripe = static_cast<int>(blockIdx.x) * kStripe, column = stripe + lane * kVector;
-  const int64_t first = static_cast<int64_t>(blockIdx.y) * kWarps + warp;
-  const int64_t stride = static_cast<int64_t>(gridDim.y) * kWarps;  // warps take rows in turn
+  const int column = column_of_lane();
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * kStripeWarps + threadIdx.x / 32;
+  const int64_t stride = static_cast<int64_t>(gridDim.y) * kStripeWarps;  // warps take rows in turn
   BackwardLane<T> at{static_cast<const T*>(p.x) + first * p.x_stride + column,
                      static_cast<const T*>(p.dy) + first * p.columns + column,
                      static_cast<T*>(p.dx) + first * p.columns + column,
@@ -125,43 +117,33 @@ __global__ void __launch_bounds__(kBlock, kBackwardBlocks) backward_kernel(BiasG
     for (; left > 0; --left) at.template take<A, WITH_Y, 1>();
   }
   if (p.dbias == nullptr) return;
-  store_packed(&shares[warp][lane * kVector], narrow<float>(at.dbias));
-  __syncthreads();
-  if (stripe + threadIdx.x < p.columns) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int share = 0; share < kWarps; ++share) sum += shares[share][threadIdx.x];
-    p.workspace[blockIdx.y * p.columns + stripe + threadIdx.x] = sum;
-  }
+  store_stripe_part(at.dbias, shares, p.workspace, p.columns);
 }
 
-unsigned stripes_of(int64_t columns) { return static_cast<unsigned>((columns + kStripe - 1) / kStripe); }
-
-bool columns_fit(int64_t columns) { return columns >= kVector && columns % kVector == 0 && columns < (1 << 30); }
 Status misfit_columns() { return bad_size("bias_gelu: the CUDA kernels take columns that are a multiple of 8"); }
 
 }  // namespace
 
 Status bias_gelu_forward(const BiasGeluForward& p) {
-  if (!columns_fit(p.columns)) return misfit_columns();
+  if (!columns_fit_stripes(p.columns)) return misfit_columns();
   if (!rows_aligned(p.x, p.x_stride) || !rows_aligned(p.bias, 0)) return misaligned_rows();
   if (p.rows == 0) return {};
   DeviceGuard guard(p.device);
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
     return with_activation(p.activation, [&](auto activation) {
       using T = decltype(element);
-      constexpr int64_t kTile = kWarps * kForwardRows<T>;
+      constexpr int64_t kTile = kStripeWarps * kForwardRows<T>;
       const unsigned stripes = stripes_of(p.columns);
       const int64_t blocks = (p.rows + kTile - 1) / kTile * stripes;
       if (blocks > INT32_MAX) return bad_size("bias_gelu: x is too large for one launch");
-      return launch(forward_kernel<T, decltype(activation)::value>, static_cast<unsigned>(blocks), kBlock, 0, p.stream,
-                    p, stripes);
+      return launch(forward_kernel<T, decltype(activation)::value>, static_cast<unsigned>(blocks), kStripeBlock, 0,
+                    p.stream, p, stripes);
     });
   });
 }
 
 Status bias_gelu_backward(const BiasGeluBackward& p) {
-  if (!columns_fit(p.columns)) return misfit_columns();
+  if (!columns_fit_stripes(p.columns)) return misfit_columns();
   if (!rows_aligned(p.x, p.x_stride) || !rows_aligned(p.dy, 0) || !rows_aligned(p.bias, 0)) return misaligned_rows();
   if (p.parts < 1 || p.parts > 65535) return bad_size("bias_gelu: parts must be from 1 to 65535");
   DeviceGuard guard(p.device);
@@ -171,7 +153,7 @@ Status bias_gelu_backward(const BiasGeluBackward& p) {
       constexpr Activation kActivation = decltype(activation)::value;
       const auto kernel = p.y == nullptr ? backward_kernel<decltype(element), kActivation, false>
                                          : backward_kernel<decltype(element), kActivation, true>;
-      const Status status = launch(kernel, grid, kBlock, 0, p.stream, p);
+      const Status status = launch(kernel, grid, kStripeBlock, 0, p.stream, p);
       if (status.code != StatusCode::ok || p.dbias == nullptr) return status;
       return sum_parts(p.workspace, {p.dbias, p.bias_dtype}, {}, p.parts, p.columns, p.stream);
     });

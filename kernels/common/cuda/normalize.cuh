@@ -1,4 +1,5 @@
-// The end of every LayerNorm forward in the frame of rows.cuh: rows in registers, their statistics, scaled rows out.
+// The end of every LayerNorm and RMSNorm forward in the frame of rows.cuh: rows in registers, their statistics, scaled
+// rows out.
 #pragma once
 
 #include <cstdint>
@@ -79,6 +80,34 @@ __device__ __forceinline__ void normalize_rows(const Params& p, const int64_t (&
       for (int i = 0; i < kVector; ++i) out[i] = fmaf(fmaf(x[r][v][i], rstd[r], shift[r]), weight[i], bias[i]);
       store_packed_if(inside, static_cast<T*>(p.y) + row[r] * columns + column_of<S>(v), narrow<T>(out));
     }
+  }
+}
+
+// A group's row `x`, zero past its end, becomes y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps). `p` has
+// the fields of a forward: weight (of type P, or null), y (of type T), rstd, columns, eps.
+template <class T, class P, class S, class Params>
+__device__ __forceinline__ void rms_normalize_row(const Params& p, int64_t row,
+                                                  const float (&x)[S::kVectors][kVector]) {
+  __shared__ float scratch[S::kBlock / 32];
+  const int columns = static_cast<int>(p.columns);
+  const float inverse_c = 1.0f / static_cast<float>(columns);
+  float squares[1] = {};
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v)
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) squares[0] = fmaf(x[v][i], x[v][i], squares[0]);
+  group_sum<S::kGroup, S::kBlock>(squares, scratch);
+  const float rstd = inverse_root<T>(squares[0] * inverse_c + p.eps);
+  if (threadIdx.x % S::kGroup == 0) p.rstd[row] = rstd;
+
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+    const bool inside = in_row<S>(v, columns);
+    float weight[kVector], out[kVector];
+    load_parameter(inside, static_cast<const P*>(p.weight), column_of<S>(v), 1.0f, weight);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) out[i] = x[v][i] * rstd * weight[i];
+    store_packed_if(inside, static_cast<T*>(p.y) + row * columns + column_of<S>(v), narrow<T>(out));
   }
 }
 

@@ -1,0 +1,203 @@
+// LayerNorm and RMSNorm of rows on NVIDIA GPUs, in the frame of rows.cuh. The formulas are in layer_norm/reference.py
+// and rms_norm/reference.py: RMSNorm is LayerNorm without the mean and the bias.
+//
+// Both directions are near the issue limit as well as the memory's: what counts is instructions per element. So the
+// forward's parameter type P is known when compiling, and the backward computes xhat as one fused multiply-add, x *
+// rstd - mean * rstd, whose rounding is a constant of the row that the correction by mean(xhat) removes.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/cuda/block_memory.h"
+#include "common/cuda/launch.cuh"
+#include "common/cuda/normalize.cuh"
+#include "common/cuda/rows.cuh"
+
+namespace fasttfm {
+namespace cuda {
+
+// Whether rows are centered: the params of LayerNorm have a mean and a bias, those of RMSNorm have neither.
+template <class Params, class = void>
+constexpr bool kCentered = false;
+template <class Params>
+constexpr bool kCentered<Params, std::void_t<decltype(Params::mean)>> = true;
+
+template <class T, class P, class S, class Params>
+__global__ void __launch_bounds__(S::kBlock) norm_forward_kernel(Params p) {
+  const int64_t row[1] = {static_cast<int64_t>(blockIdx.x) * S::kGroups + group_of_thread<S>()};
+  if (row[0] >= p.rows) return;  // whole groups leave together
+  const int columns = static_cast<int>(p.columns);
+  const T* from = static_cast<const T*>(p.x) + row[0] * p.x_stride;
+  Packed<T> packed[S::kVectors];
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) packed[v] = load_packed_if(in_row<S>(v, columns), from + column_of<S>(v));
+  float x[1][S::kVectors][kVector];
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) widen(packed[v], x[0][v]);
+  if constexpr (kCentered<Params>)
+    normalize_rows<T, P, S, true>(p, row, x);
+  else
+    rms_normalize_row<T, P, S>(p, row[0], x[0]);
+}
+
+template <class T, class S>
+struct NormBackwardMemory {
+  union {
+    RowRing<T, S, 2> ring;  // x, dy
+    float shares[S::kGroups][S::kColumns];
+  };
+  float weight[S::kColumns];
+};
+
+template <class S>
+using NormBackwardScratch = float[2][3 * S::kBlock / 32];
+
+template <class T, class S, class Params>
+__global__ void __launch_bounds__(S::kBlock, 1) norm_backward_kernel(Params p) {
+  constexpr bool kCenter = kCentered<Params>;
+  extern __shared__ __align__(16) char dynamic_memory[];
+  __shared__ NormBackwardScratch<S> scratch;
+  auto& memory = *reinterpret_cast<NormBackwardMemory<T, S>*>(dynamic_memory);
+  const int columns = static_cast<int>(p.columns);
+  const float inverse_c = 1.0f / static_cast<float>(columns);
+  float dweight[S::kVectors][kVector] = {}, dbias[S::kVectors][kVector] = {};
+  const GroupRows<S> rows(p.rows);
+  RowWalk<const T> x_walk(static_cast<const T*>(p.x), rows, p.x_stride);
+  RowWalk<const T> dy_walk(static_cast<const T*>(p.dy), rows, columns);
+  RowWalk<T> dx_walk(static_cast<T*>(p.dx), rows, columns);
+  int64_t row = rows.first;
+
+  memory.ring.clear_past_end(columns);
+  memory.ring.start(rows.rounds > 0, columns, 0, x_walk, dy_walk);
+  stage_parameter<S>(p.weight, p.weight_dtype, 1.0f, columns, memory.weight);
+  __syncthreads();
+  for (int round = 0; round < rows.rounds; ++round) {  // a group's threads share the row: they meet at its barriers
+    const int slot = round % kRowStages;
+    memory.ring.start(round + 1 < rows.rounds, columns, slot ^ 1, x_walk, dy_walk);
+    const float rstd = p.rstd[row];
+    float shift = 0.0f;
+    if constexpr (kCenter) shift = -p.mean[row] * rstd;
+    memory.ring.wait();
+
+    float xhat[S::kVectors][kVector];
+    float sums[kCenter ? 3 : 1] = {};  // of xhat (zero but for rounding) and of g where rows are centered; of g * xhat
+    float& sum_g_xhat = sums[kCenter ? 2 : 0];
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {
+      const bool inside = in_row<S>(v, columns);
+      float value[kVector], gradient[kVector], weight[kVector];
+      widen(memory.ring.at(slot, 0, v), value);
+      widen(memory.ring.at(slot, 1, v), gradient);
+      widen(load_packed(memory.weight + column_of<S>(v)), weight);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        xhat[v][i] = kCenter ? fmaf(value[i], rstd, shift) : value[i] * rstd;
+        const float g = gradient[i] * weight[i];
+        if constexpr (kCenter) {
+          if (inside) sums[0] += xhat[v][i];  // the others are sums of products with dy, zero past the end
+          sums[1] += g;
+        }
+        sum_g_xhat = fmaf(g, xhat[v][i], sum_g_xhat);
+      }
+    }
+    constexpr int kSums = sizeof(sums) / sizeof(float);
+    group_sum<S::kGroup, S::kBlock>(sums, scratch[slot] + kSums * (threadIdx.x / S::kGroup) * S::kGroup / 32);
+    // dx = rstd * (g - mean_g - (xhat - correction) * mean_g_xhat) = g * rstd + xhat * slope + offset, and without
+    // centering mean_g and correction are zero.
+    const float correction = kCenter ? sums[0] * inverse_c : 0.0f;
+    const float mean_g = kCenter ? sums[kCenter] * inverse_c : 0.0f;
+    const float mean_g_xhat = sum_g_xhat * inverse_c - correction * mean_g;
+    const float slope = -rstd * mean_g_xhat;
+    const float offset = -rstd * mean_g - correction * slope;
+
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {
+      float gradient[kVector], weight[kVector], out[kVector];
+      widen(reload_packed(&memory.ring.at(slot, 1, v)), gradient);
+      widen(reload_packed(reinterpret_cast<const Packed<float>*>(memory.weight + column_of<S>(v))), weight);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        out[i] = fmaf(gradient[i] * weight[i], rstd, kCenter ? fmaf(xhat[v][i], slope, offset) : xhat[v][i] * slope);
+        dweight[v][i] = fmaf(gradient[i], xhat[v][i] - correction, dweight[v][i]);
+        dbias[v][i] += gradient[i];
+      }
+      store_packed_if(in_row<S>(v, columns), dx_walk.vector + vector_offset<S>(v), narrow<T>(out));
+    }
+    dx_walk.next();
+    row += rows.stride;
+  }
+  pass_missed_barriers<1>(p.rows, rows);
+  wait_copies<0>();
+  float* part = p.workspace + static_cast<int64_t>(blockIdx.x) * columns;
+  if (p.dweight != nullptr) store_part<S>(dweight, memory.shares, part, columns);
+  if constexpr (kCenter)
+    if (p.dbias != nullptr)
+      store_part<S>(dbias, memory.shares, part + static_cast<int64_t>(gridDim.x) * columns, columns);
+}
+
+// Twelve warps leave each thread the 168 registers that four vectors need; the shared memory of fp32 rows allows eight.
+template <class T>
+struct NormBackwardPlan {
+  static constexpr int kBlock = sizeof(T) == 4 ? 256 : 384;
+  static constexpr int kSmallBlock = sizeof(T) == 4 ? 128 : 256;
+  template <class S>
+  static constexpr int64_t memory(S) {
+    return sizeof(NormBackwardMemory<T, S>) + sizeof(NormBackwardScratch<S>);
+  }
+};
+
+// What a launcher of either op does once its pointers are checked. P is the parameters' type.
+template <class T, class P, class Params>
+Status launch_norm_forward(const Params& p) {
+  return for_row_shape<0>(p.columns, [&](auto shape) {
+    using S = decltype(shape);
+    const auto blocks = static_cast<unsigned>((p.rows + S::kGroups - 1) / S::kGroups);
+    return launch(norm_forward_kernel<T, P, S, Params>, blocks, S::kBlock, 0, p.stream, p);
+  });
+}
+
+template <class Params>
+Status norm_forward(const Params& p, DType parameter_dtype) {
+  if (p.rows == 0) return {};
+  DeviceGuard guard(p.device);
+  return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
+    using T = decltype(element);
+    if (parameter_dtype == p.dtype) return launch_norm_forward<T, T>(p);
+    if (parameter_dtype == DType::f32) return launch_norm_forward<T, float>(p);
+    return bad_size("parameters are of x's type or fp32");
+  });
+}
+
+// `dbias` is where LayerNorm's second sum goes.
+template <class Params>
+Status norm_backward(const WithBlockMemory<Params>& p, SumOutput dbias) {
+  DeviceGuard guard(p.device);
+  return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
+    using T = decltype(element);
+    return for_row_shape_within<NormBackwardPlan<T>>(p.columns, p.block_memory, [&](auto shape) {
+      using S = decltype(shape);
+      const int64_t wanted = (p.rows + S::kGroups - 1) / S::kGroups;
+      const int blocks = wanted < p.blocks ? static_cast<int>(wanted) : p.blocks;
+      const Params& params = p;
+      const Status status = blocks == 0 ? Status{}
+                                        : launch(norm_backward_kernel<T, S, Params>, blocks, S::kBlock,
+                                                 sizeof(NormBackwardMemory<T, S>), p.stream, params);
+      if (status.code != StatusCode::ok || (p.dweight == nullptr && dbias.to == nullptr)) return status;
+      return sum_parts(p.workspace, {p.dweight, p.weight_dtype}, dbias, blocks, p.columns, p.stream);
+    });
+  });
+}
+
+// Bytes of shared memory that a block of the backward takes on a GPU whose blocks may have `limit`.
+inline int64_t norm_backward_memory(int64_t columns, int64_t dtype, int64_t limit) {
+  int64_t memory = 0;
+  with_dtype(static_cast<DType>(dtype), unknown_dtype(), [&](auto element) {
+    memory = row_memory<NormBackwardPlan<decltype(element)>>(columns, limit);
+    return Status{};
+  });
+  return memory;
+}
+
+}  // namespace cuda
+}  // namespace fasttfm
