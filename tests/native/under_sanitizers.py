@@ -58,6 +58,11 @@ def test_on_the_cpu(spec: OpSpec, case: OpCase, isa: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("spec", "case"), calls([spec for spec in SPECS if has_backend(spec, "cuda")]))
 def test_on_a_gpu(spec: OpSpec, case: OpCase) -> None:
+    run_cuda_kernels(spec, case)
+
+
+def run_cuda_kernels(spec: OpSpec, case: OpCase) -> None:
+    """In each of the case's types that the kernels take; skips where they take none."""
     refusals = []
     for dtype in case.dtypes:
         try:
@@ -82,8 +87,7 @@ def test_rows(spec: OpSpec, rows: int, columns: int) -> None:
     block get none, of 1601 every group gets several."""
     typical = next(case for case in spec.cases if case.name == "typical")
     case = replace(typical, sizes={**typical.sizes, "shape": (rows, columns)})
-    for dtype in case.dtypes:
-        run(spec, with_backend(spec, "cuda"), draw_inputs(spec, case, dtype, "cuda"), case.options)
+    run_cuda_kernels(spec, case)
 
 
 # Lengths of queries and keys. Sums of dq are kept on chip up to 512 queries, and in memory beyond, where several blocks

@@ -116,6 +116,11 @@ def test_bias_and_slopes_are_added_to_the_scaled_scores() -> None:
         torch.testing.assert_close(attention(q, k, v, scale=0.3, **options), expected)
 
 
+def one_key_bound(dout: Tensor, v: Tensor) -> Tensor:
+    """Where a query has one key, the gradient dP - delta of its score is 0 except for the rounding of two sums over D."""
+    return 4 * torch.finfo(torch.float32).eps * dout.abs().max() * v.abs().sum(-1).max()
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_packed_batches(seed: int) -> None:
     """Packed sequences of random lengths: each as the reference computes it alone, by the harness's rule."""
@@ -139,6 +144,10 @@ def test_random_packed_batches(seed: int) -> None:
     found = through(attention, torch.float32)
     naive, exact = (through(reference.attention, dtype) for dtype in (torch.float32, torch.float64))
     for name, out, plain, truth in zip(("out", "dq", "dk", "dv"), found, naive, exact, strict=True):
+        if name in ("dq", "dk") and truth.abs().max() == 0:  # every query has at most one key
+            bound = one_key_bound(dout, v) * (k if name == "dq" else q).abs().max() / (1 - p)
+            assert out.abs().max() <= bound, name
+            continue
         comparison = compare(name, out, plain, truth, OUTPUT_FACTOR if name == "out" else GRADIENT_FACTOR)
         assert comparison.ok, comparison
 
@@ -294,8 +303,7 @@ def test_one_token_attends_to_itself(backend: str, device: str) -> None:
     out, dq, dk, dv = with_gradients(partial(attention, causal=True, backend=backend), (q, k, v), dout)
     torch.testing.assert_close(out, v)
     torch.testing.assert_close(dv, dout)
-    # dP - delta cancels but for the rounding of two sums over D.
-    bound = 4 * torch.finfo(torch.float32).eps * (dout * v).abs().sum(-1).max()
+    bound = one_key_bound(dout, v)
     assert dq.abs().max() <= bound * k.abs().max()
     assert dk.abs().max() <= bound * q.abs().max()
 

@@ -126,6 +126,7 @@ def test_meta_tensors_with_a_limit() -> None:
     assert masked_lm_loss(**given, max_predictions=5).shape == ()
 
 
+@interpreted
 def test_a_kernel_notes_a_wrong_position_and_goes_on() -> None:
     from fasttfm.kernels.vocabulary import triton_pick_rows
 
