@@ -1,4 +1,4 @@
-"""What an attention call asks for, apart from its tensors q, k and v: shared by every Python backend.
+"""The options of an attention call, without its tensors q, k and v; shared by every Python backend.
 
 Letters, here and in the backends: B batch, S sequence, T packed tokens, H heads of q, Hk heads of k and v, D head dim;
 Lq and Lk are a sequence's own numbers of queries and keys.
@@ -14,7 +14,7 @@ UNLIMITED = -1
 
 
 class AttentionProblem(NamedTuple):
-    """Query i of a sequence stands at key position ``i + Lk - Lq``: both ends are aligned. It attends to the keys from
+    """Query i of a sequence is at key position ``i + Lk - Lq``: both ends are aligned. It attends to the keys from
     ``window_left`` before that position to ``window_right`` after it; causal attention has ``window_right`` 0.
 
     Dense tensors ([B, S, H, D]) may come with ``lengths``, packed ones ([T, H, D]) always come with ``cu_seqlens``.

@@ -6,14 +6,14 @@
     dv = (kept * c * P)^T dout        dP = kept * c * (dout v^T)        delta = sum over D of dout * out
     ds = P * (dP - delta)        dq = scale * ds k        dk = scale * ds^T q
 
-kept and c are dropout's: which weights stay is a function of the seed and of their place (common/philox.py); without a
-seed both are 1. Query i of a sequence with Lq queries and Lk keys stands at key position i + Lk - Lq; its window and
-its distances are measured from there. Where no key may be attended to, or all scores are -inf, as with a bias of -inf,
-out and the gradients are 0 and lse is -inf.
+kept and c are the mask and scale of dropout. The mask is a function of the seed and of the weights' positions
+(common/philox.py); without a seed both are 1. Query i of a sequence with Lq queries and Lk keys is at key position i +
+Lk - Lq; its window and its distances are measured from there. Where no key may be attended to, or all scores are -inf,
+as with a bias of -inf, out and the gradients are 0 and lse is -inf.
 
-Every layout is computed as a padded batch [B, S, H, D]; what lies past a sequence's end is replaced by 0 first, so that
-no number there, not even a NaN, reaches a result. Arithmetic is fp32 (fp64 for fp64 input), but kept * c * P and ds are
-rounded to the type of q before they are multiplied: matrix units take both operands in one type.
+Every layout is computed as a padded batch [B, S, H, D]; elements past a sequence's end are replaced by 0 first, so that
+nothing there, not even a NaN, affects a result. Arithmetic is fp32 (fp64 for fp64 input), but kept * c * P and ds are
+rounded to the type of q before they are multiplied, because tensor cores take both operands in one type.
 """
 
 from __future__ import annotations

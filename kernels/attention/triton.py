@@ -77,7 +77,7 @@ def _common(q: Tensor, k: Tensor, problem: AttentionProblem) -> dict[str, Any]:
 
 
 def _added(q: Tensor, problem: AttentionProblem) -> dict[str, Any]:
-    """What is added to scores, as arguments of the kernels that can; q stands for a tensor that is not there."""
+    """The kernels' arguments for terms that are added to the scores; q is passed in place of a missing tensor."""
     bias, slopes = problem.bias, problem.alibi_slopes
     return {
         "bias": q if bias is None else bias,

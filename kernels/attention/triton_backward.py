@@ -5,8 +5,8 @@
 
 P is computed again from q, k and lse. Sums have a fixed order: no atomics.
 
-_bwd_q_kernel: a program owns a tile of queries and leaves lse and delta behind, as the statistics that _bwd_kv_kernel
-reads, where a program owns a tile of keys. Short sequences have a kernel of their own in triton_short.py.
+In _bwd_q_kernel a program has a tile of queries. It stores their lse and delta, the statistics that _bwd_kv_kernel
+reads, where a program has a tile of keys. triton_short.py has a kernel for short sequences.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _STRIDES = [
 
 @triton.jit
 def _statistics_start(sequence, first, head, heads, rows, LAYOUT: tl.constexpr):
-    """Where a sequence's first row stands in the statistics. Tiles reach past a sequence's end."""
+    """The offset of a sequence's first row in the statistics. The last tile of a sequence may extend past its end."""
     if LAYOUT == "packed":
         return head.to(tl.int64) * rows + first + sequence * MAX_BLOCK_M
     return (sequence * heads + head).to(tl.int64) * rows

@@ -52,7 +52,7 @@ def head_rows(tensor, strides, sequence, first, head, UNIT: tl.constexpr):
 
 @triton.jit
 def output_offsets(sequence, first, head, heads, size, LAYOUT: tl.constexpr):
-    """Where a sequence's first row stands in lse, and in a contiguous out counted in rows of D."""
+    """The offset of a sequence's first row in lse, and in a contiguous out in rows of D."""
     if LAYOUT == "packed":
         return head.to(tl.int64) * size + first, first.to(tl.int64) * heads + head
     return (sequence * heads + head).to(tl.int64) * size, sequence.to(tl.int64) * size * heads + head
@@ -113,8 +113,8 @@ def clear_outputs(outputs, first, step, head, heads, size, columns, D: tl.conste
 
 @triton.jit
 def prefetch_rows(head, first, rows, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Asks for rows ``first`` to ``first + BLOCK`` of a head, as far as there are ``rows``, to be brought into the L2
-    cache. Programs do so for those that will run after them: the memory then works while the chip computes."""
+    """Prefetches rows ``first`` to ``first + BLOCK`` of a head, up to ``rows``, into L2. Programs prefetch for programs
+    that run later, so that memory accesses overlap with computation."""
     base, stride = head
     size: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
     row = tl.minimum(first + tl.arange(0, BLOCK), tl.maximum(rows - 1, 0))

@@ -1,4 +1,4 @@
-"""Tile sizes of attention's Triton kernels, by what a call looks like: a table, nothing is timed at run time.
+"""Tile sizes of attention's Triton kernels: a table by the properties of a call. Nothing is timed at run time.
 
 The numbers for Hopper are measured (benchmarks/lab/attention_tiles.py) for 16-bit types and head dims of 64 and 128;
 those for other chips fit into the 99 KB of shared memory that the smallest have up to a head dim of 128. Above it,
@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 
 class Tiles(NamedTuple):
-    """Queries and keys of a tile, and how a program is laid out."""
+    """The numbers of queries and keys of a tile, and the launch options of a program."""
 
     queries: int
     keys: int
     warps: int
     stages: int
-    registers: int | None = None  # at most so many for a thread
-    programs: int = 1  # for a multiprocessor, where programs go over heads
-    ahead: int = 0  # keys' programs prefetch for those that follow after so many for a multiprocessor; 0: not at all
-    keys_first: bool = False  # scores keys by queries: not with dropout, whose draws lie along keys
+    registers: int | None = None  # maxnreg
+    programs: int = 1  # per SM, where programs iterate over heads
+    ahead: int = 0  # programs of keys prefetch for the program that is this many per SM later; 0: no prefetch
+    keys_first: bool = False  # computes scores transposed, [keys, queries]; not with dropout, which draws along keys
 
     def options(self) -> dict[str, int | None]:
         return {
@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What tiles depend on."""
+    """The properties of a call on which tile sizes depend."""
 
     hopper: bool
     head_dim: int
@@ -41,18 +41,17 @@ class Call(NamedTuple):
     queries: int  # of the longest sequence
     keys: int
     dropout: bool
-    block_memory: int  # bytes of shared memory that a program may have
+    block_memory: int  # bytes of shared memory that a program may use
 
 
-# What larger tiles take in 16-bit types with head dims above 128, 139264 bytes, and some room: GPUs have 163 KB or
-# more, or 99 KB.
+# Larger tiles need 139264 bytes in 16-bit types with head dims above 128. GPUs have either 99 KB, or 163 KB and more.
 _LARGE_MEMORY = 144 * 1024
-# In fp32 keys and values of such head dims take 128 KB, and dropout draws for 64 keys at a time: no tiles are smaller.
+# In fp32, keys and values of such head dims take 128 KB. Dropout draws for 64 keys at a time, so no tile is smaller.
 FLOAT_BACKWARD_MEMORY = 172032
 
 
 def short_forward_tiles(call: Call) -> Tiles | None:
-    """For the kernel that holds a whole head in one tile; None where a head does not fit."""
+    """Tiles of the kernel that holds a whole head in one tile; None if a head does not fit."""
     if not _short(call):
         return None
     if max(call.queries, call.keys) <= 64:
@@ -91,7 +90,7 @@ def refuse_backward(head_dim: int, element_bytes: int, block_memory: int) -> str
 
 
 def _float_tiles(call: Call) -> Tiles:
-    """For fp32, which has no matrix units that round like it."""
+    """For fp32, which tensor cores would round to TF32."""
     return Tiles(16, 64, 8, 1) if call.head_dim > 128 else Tiles(32, 64, 4, 1)
 
 

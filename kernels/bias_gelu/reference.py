@@ -28,7 +28,8 @@ def bias_gelu_forward(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 def bias_gelu_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want_dbias: bool, want_y: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dx [..., C] and dbias [C], each in its tensor's type, and once more y; empty what is not wanted."""
+    """Returns dx [..., C] and dbias [C], each in its tensor's type, and y again; results that are not needed are
+    empty."""
     dx = _accumulate(dy) * derivative(_biased(x, bias), kind)
     dbias = x.new_empty(0)
     if bias is not None and want_dbias:

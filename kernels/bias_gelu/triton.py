@@ -1,8 +1,8 @@
 """Activation of x + bias in Triton. N rows of C columns; the formulas are in reference.py.
 
-A program owns a stripe of BLOCK_C columns. Forward: one tile of BLOCK_N rows. Backward: the programs of a stripe share
-its tiles, each with its part of dbias in registers; a second, small kernel adds the parts up in a fixed order. Their
-number depends on the shape and the device alone, so the same call gives the same bits.
+A program processes a stripe of BLOCK_C columns. In the forward it has one tile of BLOCK_N rows. In the backward the
+programs of a stripe share its tiles and keep partial sums of dbias in registers; a second, small kernel adds them in a
+fixed order. The number of programs depends only on the shape and the device, so the same call gives the same bits.
 """
 
 from __future__ import annotations

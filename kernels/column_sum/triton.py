@@ -1,8 +1,8 @@
 """The sum over rows in Triton: one kernel, run twice.
 
-A program takes a strip of columns and one part of the rows, adds up tiles of rows element by element and folds the tile
-at the end. The first run writes one sum for each part, the second adds the parts up. How rows are cut depends on the
-device and the shape alone, so the same call gives the same bits.
+A program takes a strip of columns and one part of the rows, adds tiles of rows elementwise and reduces the tile at the
+end. The first launch writes one sum for each part, the second adds the parts. The partition of the rows depends only on
+the device and the shape, so the same call gives the same bits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Indices outside their table, as kernels on a GPU report them: nothing raises in a kernel, and no call waits for one.
 
-A kernel that meets a bad index reads nothing with it, marks its output with NaN and notes the first such row in a few
-words on the device. Each call has the words copied to the host behind its kernels and never waits for the copy: a later
-call raises when a copy that arrived holds an error, ``check_errors()`` waits and raises now. CUDA graphs write the same
-words when they are replayed; after those, only ``check_errors()`` looks.
+A kernel that finds a bad index does not use it, writes NaN to its output and records the first such row in a few words
+on the device. Each call starts an asynchronous copy of these words to the host after its kernels and does not wait for
+it: a later call raises if a completed copy holds an error, and ``check_errors()`` synchronizes and raises. CUDA graphs
+write the same words when they are replayed; errors of replays are only found by ``check_errors()``.
 """
 
 from __future__ import annotations

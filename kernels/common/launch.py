@@ -1,4 +1,4 @@
-"""What launchers need to know about the tensors and the machine."""
+"""Properties of the device that launchers use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Launches inside go to the tensor's GPU, whichever is current. Free of cost where it is current already."""
+    """Makes the tensor's GPU the current device. It is a no-op if it already is."""
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)
 
 
 def multiprocessors(tensor: Tensor) -> int:
-    """How many multiprocessors the tensor's GPU has; 4 in Triton's interpreter, so that tests see several programs."""
+    """The number of SMs of the tensor's GPU; 4 in Triton's interpreter, so that tests run several programs."""
     return _multiprocessors(tensor.get_device()) if tensor.is_cuda else 4
 
 
@@ -28,7 +28,7 @@ def _multiprocessors(index: int) -> int:
 
 
 def block_memory(tensor: Tensor) -> int:
-    """Bytes of shared memory that a Triton program may have on the tensor's GPU; without limit in the interpreter."""
+    """Bytes of shared memory that a Triton program may use on the tensor's GPU; unlimited in the interpreter."""
     return _block_memory(tensor.get_device()) if tensor.is_cuda else 2**31 - 1
 
 

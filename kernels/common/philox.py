@@ -1,6 +1,6 @@
 """Counter-based random numbers and dropout, in plain torch: the specification that every backend follows bit for bit.
 
-Dropout is a function of a seed and of where an element stands, not of any state: forward and backward agree without a
+Dropout is a function of a seed and of an element's position, without any state: forward and backward agree without a
 stored mask, and a batch gives the same result packed or padded, on every backend. One 128-bit draw of Philox 4x32 with
 7 rounds decides 16 neighbouring features, a byte each:
 

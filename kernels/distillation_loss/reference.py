@@ -59,7 +59,7 @@ def distillation_loss_forward(
     temperature: float,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """losses [N]; dh [N, C], dweight [V, C] and dbias [V], each empty where it is not wanted, of the sum over rows of
+    """losses [N]; dh [N, C], dweight [V, C] and dbias [V], each empty if it is not needed, of the sum over rows of
     ``coefficients`` (1 without them) times losses. Row n counts where ``counted`` [N] is not 0."""
     rows = gather(student_hidden, positions)
     s = _logits(rows, student_weight, student_bias)

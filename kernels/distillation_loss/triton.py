@@ -27,7 +27,7 @@ def _logits_at(line, bias, columns, V, P, inverse_temperature, HAS_BIAS: tl.cons
 
 @triton.jit
 def _loss_kernel(
-    student,  # [n, P]; the gradient after the call, where it is wanted
+    student,  # [n, P]; overwritten by the gradient
     teacher,  # [n, P]
     student_bias,  # [P] or unused
     teacher_bias,  # [P] or unused

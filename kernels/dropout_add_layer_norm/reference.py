@@ -9,8 +9,8 @@
     dresidual = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dz        dx = kept * scale * dresidual
     dweight = sum over rows of dy * xhat        dbias = sum over rows of dy        dlinear_bias = sum over rows of dx
 
-dz is the gradient of z itself, where z is returned. Which elements dropout keeps is a function of the seed and of where
-they stand (common/philox.py); a dropped element leaves no trace, an infinity or NaN included.
+dz is the gradient of z, if z is returned. The dropout mask is a function of the seed and of the elements' positions
+(common/philox.py). A dropped element does not affect the result, even if it is infinite or NaN.
 
 z is rounded to the residual's type before it is normalised, so that y, z and the gradients are of the same numbers.
 Rows are all dimensions but the last; arithmetic is fp32 (fp64 for fp64 input). mean(xhat) is zero but for the rounding
@@ -55,7 +55,7 @@ def dropout_add_layer_norm_forward(
     eps: float,
     want_z: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns y [..., C] in x's type, z in the residual's (empty if not wanted), and statistics [2, N]: mean and rstd.
+    """Returns y [..., C] in x's type, z in the residual's (empty if not needed), and statistics [2, N]: mean and rstd.
     Without a seed nothing is dropped."""
     branch = _accumulate(x)
     if linear_bias is not None:
@@ -87,8 +87,8 @@ def dropout_add_layer_norm_backward(
     p: float,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns dresidual and dx [..., C], then dweight, dbias and dlinear_bias [C] as far as ``wanted`` says. What is
-    not wanted is empty, and so is dx where it equals dresidual: nothing dropped, and both of one type."""
+    """Returns dresidual and dx [..., C], then dweight, dbias and dlinear_bias [C], each empty if not ``wanted``. dx is
+    also empty if it equals dresidual: without dropout, and if both have the same dtype."""
     mean, rstd = statistics
     columns = z.shape[-1]
     dy_rows = _accumulate(dy).reshape(-1, columns)

@@ -1,8 +1,8 @@
 """dropout_add_layer_norm in Triton. N rows of C columns; the formulas are in reference.py.
 
-Forward: a program takes BLOCK_N whole rows. Backward: one program per slot of the machine walks over its share of the
-rows and keeps its part of the sums over rows in registers; a second, small kernel adds the parts up in a fixed order.
-Every element is read once. The number of programs depends on the device alone, so repeated calls give the same bits.
+Forward: a program takes BLOCK_N whole rows. Backward: persistent programs iterate over the rows and keep partial sums
+over rows in registers; a second, small kernel adds them in a fixed order. Every element is read once. The number of
+programs depends only on the device, so repeated calls give the same bits.
 """
 
 from __future__ import annotations

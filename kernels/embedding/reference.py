@@ -8,9 +8,9 @@
     dword_table[v] = sum of dx over the tokens whose id is v, in their order; the other two tables likewise
     dweight = sum over tokens of h * xhat        dbias = sum over tokens of h
 
-A position that is not given is the token's index in its own sequence, a segment that is not given is 0. Which elements
-dropout keeps is a function of the seed and of where they stand (common/philox.py). The row ``padding_idx`` of the word
-table gets no gradient. An index that names no row gives a row of NaN and leaves the table's gradient alone.
+A position that is not given is the token's index in its own sequence, a segment that is not given is 0. The dropout
+mask is a function of the seed and of the elements' positions (common/philox.py). The row ``padding_idx`` of the word
+table gets no gradient. An index outside of its table gives a row of NaN and does not change the table's gradient.
 
 Arithmetic is fp32 (fp64 for fp64 tables); only y and the gradients are rounded. mean(xhat) is zero but for the rounding
 of the mean: every implementation subtracts what is left of it.
@@ -112,7 +112,8 @@ def embedding_backward(
     padding_idx: int | None,
     wanted: list[bool],
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of the three tables, weight and bias, in their types; what is not wanted is empty."""
+    """Returns the gradients of the three tables, weight and bias, in their types; results that are not needed are
+    empty."""
     h = _dropout(_accumulate(dy).reshape(-1, dy.shape[-1]), indices[0], cu_seqlens, seed, p)
     dx, dweight, dbias = h, h.new_empty(0), h.new_empty(0)
     if layer_norm:

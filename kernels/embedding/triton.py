@@ -4,12 +4,12 @@ Forward: a program takes BLOCK_N whole rows. Backward, with dx the gradient of a
 
 1. _rows_kernel reads dy and looks the tables up again. Where positions are the tokens' own indices, a program takes all
    tokens of one position: it sums dx into that row of dposition_table, and keeps dweight, dbias and up to two rows of
-   dsegment_table in registers. It leaves behind five numbers per token, from which dx is one line of arithmetic.
+   dsegment_table in registers. It stores five numbers per token, from which dx is one line of arithmetic.
 2. Tokens are sorted by id. _table_kernel walks through runs of sorted tokens, computes dx again from dy and adds it up
    (common/triton/sorted_sums.py). dx itself is never in memory.
 
-Sums have a fixed order, which depends on the device and the sizes alone. Indices outside their tables are clamped
-before anything is read, give NaN, are noted in ``errors`` (common/index_errors.py) and are left out of the tables'
+Sums have a fixed order, which depends only on the device and the sizes. Indices outside of their tables are clamped
+before anything is read, give NaN, are recorded in ``errors`` (common/index_errors.py) and are left out of the tables'
 gradients.
 """
 

@@ -58,7 +58,8 @@ def gelu_layer_norm_backward(
     kind: str,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns dx [..., C] and dlinear_bias, dweight, dbias [C] in their tensors' types; what is not wanted is empty."""
+    """Returns dx [..., C] and dlinear_bias, dweight, dbias [C] in their tensors' types; results that are not needed are
+    empty."""
     mean, rstd = statistics
     dy_rows = _accumulate(dy).reshape(-1, x.shape[-1])
     u = _biased(x, linear_bias)

@@ -1,9 +1,8 @@
 """LayerNorm of GELU(x + linear_bias) in Triton. N rows of C columns; the formulas are in reference.py.
 
-Forward: a program takes BLOCK_N whole rows. Backward: one program per slot of the machine walks over its share of the
-rows and keeps its part of the three sums over rows in registers; a second, small kernel adds the parts up in a fixed
-order. Every element of x and dy is read once. The number of programs depends on the device alone, so the same call
-gives the same bits.
+Forward: a program takes BLOCK_N whole rows. Backward: persistent programs iterate over the rows and keep partial sums
+of the three gradients in registers; a second, small kernel adds them in a fixed order. Every element of x and dy is
+read once. The number of programs depends only on the device, so the same call gives the same bits.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ def layer_norm_backward(
     want_dweight: bool,
     want_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dx [..., C], dweight [C] and dbias [C], each in its tensor's type; what is not wanted is empty."""
+    """Returns dx [..., C], dweight [C] and dbias [C], each in its tensor's type; results that are not needed are
+    empty."""
     mean, rstd = statistics
     columns = x.shape[-1]
     dy_rows = _accumulate(dy).reshape(-1, columns)

@@ -55,8 +55,8 @@ def linear_cross_entropy_forward(
     loss: Loss,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """losses [N], correct [N] or empty, samples [N] or empty; dh [N, C], dweight [V, C] and dbias [V], each empty where
-    it is not wanted, of the sum over rows of ``coefficients`` (1 without them) times losses."""
+    """losses [N], correct [N] or empty, samples [N] or empty; dh [N, C], dweight [V, C] and dbias [V], each empty if it
+    is not needed, of the sum over rows of ``coefficients`` (1 without them) times losses."""
     rows = gather(hidden, positions)
     logits = _logits(rows, weight, bias)
     losses = cross_entropy.row_losses(logits, labels, loss)

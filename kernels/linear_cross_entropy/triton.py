@@ -1,11 +1,11 @@
 """Cross entropy of a block of logits in Triton, its gradient written over them; the formulas are in
 kernels/vocabulary/cross_entropy.py.
 
-A program takes one row and sweeps over its V logits twice: for the softmax's denominator and all that needs no
-denominator, and for the gradient; a sample is drawn in between, up to the tile it lies in. Rows that are on their way
-at one time fit into the second-level cache: main memory is read once and written once. Rows are P >= V columns apart, P
-a multiple of 64. Tiles that lie before V need no mask. In the last one, loads and stores reach to P: a mask that ended
-at any V would break them up into single elements. Columns from V on are read as minus infinity and written as zero.
+A program takes one row and makes two passes over its V logits: one for the softmax's denominator and everything that
+does not need it, and one for the gradient; a sample is drawn in between, up to the tile that contains it. The rows in
+flight fit into L2, so global memory is read once and written once. Rows are P >= V columns apart, P a multiple of 64.
+Tiles below V need no mask. In the last tile, loads and stores extend to P, because a mask that ends at V would split
+them into single elements. Columns from V on are read as minus infinity and written as zero.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _draw(
     PRECISE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Stores the first word at which the running sum of shares exceeds ``target``."""
+    """Stores the first token at which the running sum of shares exceeds ``target``."""
     word = V - 1
     before = 0.0
     for start in range(0, P, BLOCK_V):
@@ -112,7 +112,7 @@ def _draw(
 
 @triton.jit
 def _loss_kernel(
-    logits,  # [n, P]; the gradient after the call, where it is wanted
+    logits,  # [n, P]; overwritten by the gradient
     bias,  # [P] or unused
     labels,  # [N]
     coefficients,  # [N] or unused

@@ -33,7 +33,7 @@ def linear_gelu_forward(x: Tensor, weight: Tensor, bias: Tensor | None, kind: st
 def linear_gelu_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, kind: str, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dx [..., C], dweight [O, C] and dbias [O]; what is not wanted is empty."""
+    """Returns dx [..., C], dweight [O, C] and dbias [O]; results that are not needed are empty."""
     exact = accumulate(dy) * derivative(_biased(h, bias), kind)
     dh = exact.to(x.dtype)
     return (

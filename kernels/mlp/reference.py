@@ -45,7 +45,7 @@ def mlp_backward(
     kind: str,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """Returns dx, dw1, db1, dw2 and db2; what is not wanted is empty."""
+    """Returns dx, dw1, db1, dw2 and db2; results that are not needed are empty."""
     da = linear(dy, w2.t())
     exact = accumulate(da) * derivative(_biased(h, b1), kind)
     dh = exact.to(x.dtype)

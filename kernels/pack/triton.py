@@ -1,9 +1,9 @@
 """Removing and restoring padding in Triton: one kernel copies rows between [B, S, C] and [T, C], either way.
 
-A program takes BLOCK_S tokens of one sequence and BLOCK_C columns. When packing, the places of the padding, numbered in
-their order, fill what is left of the packed tensor behind the last sequence with zeros; where the padded batch has too
-few of them, each sequence has places past its S tokens. So every row is written. Whatever cu_seqlens holds, nothing
-outside the tensors is touched.
+A program takes BLOCK_S tokens of one sequence and BLOCK_C columns. When packing, the padding tokens, numbered in order,
+write zeros to the packed rows after the last sequence. If the padded batch has too few padding tokens, each sequence
+has additional ones past its S tokens. So every row is written. Whatever cu_seqlens contains, nothing outside of the
+tensors is accessed.
 """
 
 from __future__ import annotations

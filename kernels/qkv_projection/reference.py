@@ -25,7 +25,7 @@ def qkv_projection(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: in
 def qkv_projection_backward(
     dqkv: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dx [..., C], dweight [3C, C] and dbias [3C]; what is not wanted is empty."""
+    """Returns dx [..., C], dweight [3C, C] and dbias [3C]; results that are not needed are empty."""
     rows = dqkv.flatten(-3)
     return (
         linear(rows, weight.t()) if wanted[0] else x.new_empty(0),

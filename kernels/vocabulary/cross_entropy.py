@@ -5,8 +5,8 @@ For a row of logits x [V] with label y, s = label_smoothing, z = z_loss and lse 
     loss = lse - (1 - s) * x_y - s / V * (sum over v of x_v) + z * lse^2
     dloss/dx_v = exp(x_v - lse) * (1 + 2 * z * lse) - s / V - (1 - s) * [v = y]
 
-A row whose label is ignore_index has loss 0 and gradient 0. One whose label names no word has loss NaN and gradient 0;
-on the CPU that raises before. Everything is computed in fp32 (fp64 for fp64 logits), whatever the logits' type.
+A row whose label is ignore_index has loss 0 and gradient 0. A row whose label is no token id has loss NaN and gradient
+0; on the CPU that raises before. Everything is computed in fp32 (fp64 for fp64 logits), whatever the logits' type.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SAMPLING_COUNTER = 0xFFFFFFFF  # the fourth word of a draw's counter, which drop
 
 
 class Loss(NamedTuple):
-    """What a row's loss is made of, and what else is asked for in the same sweep over the vocabulary."""
+    """The terms of a row's loss, and the other outputs of the same pass over the vocabulary."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -65,11 +65,11 @@ def correct_rows(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
 
 
 def sampled_rows(logits: Tensor, labels: Tensor, loss: Loss, seed: Tensor) -> Tensor:
-    """A word for every row, drawn from softmax(x / temperature): int64 [N], ignore_index where the label is.
+    """A token for every row, sampled from softmax(x / temperature): int64 [N], ignore_index where the label is.
 
-    The distribution function is inverted: the word is the first at which the running sum of
-    exp((x - max) / temperature) exceeds u times its end; the last word, where a NaN is among them. u comes from Philox,
-    for the i-th row of the call: 23 bits of the first word of
+    The cumulative distribution function is inverted: the token is the first one at which the running sum of exp((x -
+    max) / temperature) exceeds u times the total, or the last token if there is a NaN. u comes from Philox, for the
+    i-th row of the call: 23 bits of the first word of
 
         philox(key=seed, counter=(i mod 2^32, i / 2^32, 0, 2^32 - 1))
     """
@@ -110,7 +110,7 @@ def divisor(labels: Tensor, total: Tensor | float | None, ignore_index: int) -> 
 
 
 def _looked_up(x: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
-    """Which labels count, which of them name a word, and an index [N, 1] that always does."""
+    """Which labels are not ignored, which of them are token ids, and an index [N, 1] that always is."""
     counted = labels != loss.ignore_index
     known = (labels >= 0) & (labels < x.shape[1])
     return counted, known, torch.where(known, labels, 0).long()[:, None]

@@ -1,8 +1,9 @@
-"""The last words of a vocabulary whose size is no multiple of 8, in Triton.
+"""The tail of a vocabulary whose size is not a multiple of 8, in Triton.
 
-The vendor's products run up to three times slower where a matrix has such a size. They take the words before; the few
-behind, fewer than 8, are left to two small kernels: one fills in their logits, the other starts a block's dh with what
-they add to it and copies their gradients to where one product for the whole call finds them.
+cuBLAS GEMMs with such a size run up to three times slower. So they compute the tokens up to a multiple of 8, and two
+small kernels compute the remaining tail of fewer than 8 tokens: one fills in their logits, the other initializes a
+block's dh with their contribution and copies their gradients to a buffer, from which one GEMM computes dweight for the
+whole call.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
 
-GROUP = 8  # columns of the copied gradients: zeros behind the last words'
+GROUP = 8  # columns of the copied gradients, padded with zeros
 
 
 @triton.jit
 def _logits_kernel(
     rows,  # [n, C], row_stride apart
-    weight,  # [WORDS, C]: of the last words
+    weight,  # [WORDS, C]: rows of the tail
     logits,  # [n, WORDS], logit_stride apart
     n,
     C,
@@ -87,7 +88,7 @@ def _tile(columns: int) -> dict[str, int]:
 
 
 def logits(rows: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out = rows weight^T for the last words' weight; out [n, words] may have any stride."""
+    """out = rows weight^T for the weight of the tail; out [n, tail] may have any stride."""
     tile = _tile(rows.shape[1])
     with on_device(rows):
         _logits_kernel[(triton.cdiv(len(rows), tile["BLOCK_N"]),)](
@@ -104,7 +105,7 @@ def logits(rows: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def start(g: Tensor, weight: Tensor, dh: Tensor | None, copied: Tensor) -> None:
-    """dh = g weight for the last words' g and weight, where it is wanted, and copied = g, with zeros behind."""
+    """dh = g weight for g and weight of the tail, unless dh is None, and copied = g, padded with zeros."""
     columns = weight.shape[1]
     tile = _tile(columns)
     with on_device(g):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # inline assembly is for GPUs alone
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # inline assembly works only on GPUs
 
 
 @triton.jit

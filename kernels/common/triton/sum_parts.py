@@ -17,7 +17,7 @@ def sum_parts_kernel(
     third,
     P,
     C,
-    WANTED: tl.constexpr,  # of each output, whether it is wanted
+    WANTED: tl.constexpr,  # whether each output is needed
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):

@@ -86,7 +86,7 @@ def backward_torch(
     want_a: bool,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dh [..., I], dbias and a; what is not wanted is empty."""
+    """dh [..., I], dbias and a; results that are not needed are empty."""
     da = linear.matmul(as_rows(dy), weight, shape=h.shape)
     found: tuple[Tensor, Tensor, Tensor] = bias_gelu_backward_op(da, h, bias, kind, want_dbias, want_a, backend)
     return found
