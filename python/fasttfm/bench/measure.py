@@ -26,7 +26,7 @@ from fasttfm.ops.backends import Backend, BackendTable, dtype_name
 from fasttfm.testing.harness import draw_inputs
 from fasttfm.testing.spec import Cost, OpCase, OpSpec, PeerCall, outputs_of
 
-OURS = "fasttfm"  # or "fasttfm:<backend>", which asks for one backend by name
+OURS = "fasttfm"  # or "fasttfm:<backend>", which names one backend
 DIRECTIONS = ("forward", "backward", "forward+backward")
 _WARM_UP_CALLS = 3
 
@@ -61,7 +61,7 @@ class Row:
     peer_version: str = ""
     fasttfm_version: str = __version__
     note: str = ""
-    samples: tuple[float, ...] = field(default=(), repr=False, metadata={"csv": False})  # seconds behind ms
+    samples: tuple[float, ...] = field(default=(), repr=False, metadata={"csv": False})  # timings in seconds
 
     @property
     def ours(self) -> bool:
@@ -406,7 +406,7 @@ def _observed(function: Callable[[], Any]) -> tuple[Any, str]:
         def chosen(table: BackendTable, *args: Any, **options: Any) -> Backend:
             before = len(served)
             backend = choose(table, *args, **options)
-            served[before:] = [backend.name]  # in the place of those that the choice itself asked for
+            served[before:] = [backend.name]  # replaces those that the selection itself called
             return backend
 
         return chosen

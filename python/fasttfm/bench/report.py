@@ -1,4 +1,4 @@
-"""What a benchmark run leaves behind: a table to read, a CSV to keep, and a chart for each op."""
+"""The outputs of a benchmark run: a table to read, a CSV to keep, and a chart for each op."""
 
 from __future__ import annotations
 

@@ -171,10 +171,11 @@ def reason(error: Exception) -> str:
 
 
 def captured(work: Work, stream: torch.cuda.Stream) -> Work:
-    """The same work as CUDA graphs: what the device alone needs. It must have run on ``stream`` before.
+    """The same work as CUDA graphs, which measure only device time. It must have run on ``stream`` before.
 
     Setup and run become two graphs on one memory pool, replayed in the order of capture: a backward finds what its
-    forward saved. Without a setup, the run is replayed in its place: the timed replay then queues behind a busy device.
+    forward saved. Without a setup, the run itself is replayed first, so that the timed replay is enqueued while the
+    device is busy.
     """
     setup = None if work.setup is None else _capture(work.setup, stream)
     run = _capture(work.run, stream, None if setup is None else setup.pool())

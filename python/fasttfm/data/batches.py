@@ -48,7 +48,7 @@ class Batch:
 
 
 class _Place(NamedTuple):
-    """Between two steps: the next batch is ``offset`` batches behind the beginning of a block."""
+    """The position between two steps: the next batch is ``offset`` batches after the beginning of a block."""
 
     epoch: int = 0
     block: int = 0
@@ -58,22 +58,22 @@ class _Place(NamedTuple):
 class BatchStream:
     """Batches of at most ``tokens_per_batch`` tokens, nearly full (each block's last one excepted).
 
-    Batch i is a function of the corpus, the settings and i. Of ``world_size`` ranks, rank r has the batches r,
-    r + world_size, ... of the stream of one rank; how many ``workers`` make them changes nothing. Iterating goes on
-    where it was left, also from a ``state_dict``; behind the last of a number of ``epochs`` it begins anew.
+    Batch i is a function of the corpus, the settings and i. Of ``world_size`` ranks, rank r has the batches r, r +
+    world_size, ... of the stream of one rank; the number of ``workers`` changes nothing. Iterating continues where it
+    stopped, also from a ``state_dict``; after the last of a number of ``epochs`` it starts again.
 
     Args:
         shards: The corpus.
         sequence_format: What a sequence is.
         masking: What is predicted; ``Masking()`` by default, None for causal objectives.
         tokens_per_batch: At least the sequence_format's ``max_length``.
-        seed: Of everything random.
+        seed: Random seed.
         rank: Which batches of the stream.
         world_size: How many ranks there are.
-        workers: So many processes make batches ahead; 0: they are made when asked for.
-        epochs: Ends after so many; ranks may then differ by one batch. None: never.
-        pin_memory: Batches in memory that a GPU reads while it computes.
-        block_tokens: Sequences are shuffled within so many tokens; documents, in the whole corpus.
+        workers: Number of processes that prepare batches in advance; 0 prepares them on demand.
+        epochs: Number of epochs; ranks may then differ by one batch. None: endless.
+        pin_memory: Whether batches are in pinned memory.
+        block_tokens: Sequences are shuffled within blocks of this many tokens; documents, in the whole corpus.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class BatchStream:
         return {**self._plans.identity, "batches": self._batches * self.world_size, **self._place._asdict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on behind the batch after which ``state_dict`` was called. Other data or settings are refused."""
+        """Continues after the batch at which ``state_dict`` was called. Other data or settings are refused."""
         for name, value in self._plans.identity.items():
             if state.get(name) != value:
                 raise _bad(f"state[{name!r}]", f"this stream's {value!r}", repr(state.get(name)))
@@ -145,7 +145,7 @@ class BatchStream:
 
 
 class _Numbered(IterableDataset[tuple[tuple[int, int, int], Batch]]):
-    """The batches of a rank, each with the place behind it. Of W workers, each makes every W-th."""
+    """The batches of a rank, each with the position after it. Of W workers, each makes every W-th."""
 
     def __init__(self, plans: _Plans, place: _Place, rank: int, world_size: int, epochs: int | None) -> None:
         self.plans, self.place, self.rank, self.world_size, self.epochs = plans, place, rank, world_size, epochs
@@ -162,7 +162,7 @@ class _Numbered(IterableDataset[tuple[tuple[int, int, int], Batch]]):
             if empty >= self.plans.blocks.count:
                 raise ValueError(self.plans.nothing())
             while offset < plan.batches:
-                # The next step of all ranks begins so many batches behind this block's first.
+                # The next step of all ranks begins this many batches after the block's first.
                 following = (epoch, block, offset - self.rank + self.world_size)
                 yield following, self.plans.batch(plan, epoch, block, offset)
                 offset += self.world_size * workers

@@ -1,7 +1,7 @@
 """``Blocks``: which documents are worked on together: an epoch is a sequence of blocks, each some millions of tokens.
 
 Documents come in a random order, another in each epoch; sequences are shuffled within a block. So no plan of a whole
-corpus is ever made, and every block is a function of (corpus, seed, epoch, its number) alone.
+corpus is ever made, and every block is a function of only (corpus, seed, epoch, its index).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Blocks:
         self.two_documents = sequence_format.kind == "nsp"
         self.count = max(1, round(shards.tokens / size))
         self.size = -(-shards.tokens // self.count)
-        # Sequences of a block's documents are made side by side: long documents would come alone at the end.
+        # The documents of a block are cut in an interleaved order; otherwise only long documents would be left at the
+        # end.
         self.parts = _parts(shards, 64 * sequence_format.max_length, at_sentences=sequence_format.kind != "causal")
         self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -76,7 +77,7 @@ class Blocks:
         before = np.append(0, np.cumsum(pieces))
         owners = rows[:, 0].copy()
         if donors:
-            owners[-1] = np.iinfo(np.int64).max  # behind the others, whichever its number
+            owners[-1] = np.iinfo(np.int64).max  # after the others, whatever its index
         return Documents(
             bounds=np.append(units, int(lengths.sum())),
             firsts=before[np.append(0, np.cumsum(sentences))],
@@ -101,7 +102,7 @@ def _parts(shards: TokenShards, most: int, *, at_sentences: bool) -> np.ndarray:
     """int64 [parts, 7]: document, shard, first sentence, sentences, first token, tokens, whether the document ends.
 
     Documents with more than ``most`` tokens are cut: into equal parts, each cut moved back to the end of a sentence,
-    unless that is far; or else exactly behind every ``most`` tokens.
+    unless that is far; or else exactly after every ``most`` tokens.
     """
     index, tokens = shards.index, shards.index[:, 4]
     count = -(-tokens // most)

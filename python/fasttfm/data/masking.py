@@ -1,4 +1,4 @@
-"""``Masking``: which tokens of a batch are predicted, and what stands in their place; a whole batch at a time."""
+"""``Masking``: which tokens of a batch are predicted, and what replaces them; a whole batch at a time."""
 
 from __future__ import annotations
 

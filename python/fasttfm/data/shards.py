@@ -145,10 +145,10 @@ def prepare(
     Args:
         source: As ``read_documents`` takes it. Files that are unchanged (size and time) are not even read again.
         tokenizer: Makes the ids.
-        directory: A folder for the result alone; other texts or another tokenizer replace what it has.
-        workers: So many shards at a time; the number of cores by default.
+        directory: A folder only for the result; other texts or another tokenizer replace its content.
+        workers: Number of shards that are written in parallel; the number of cores by default.
         progress: Shows a bar, where tqdm is installed.
-        shard_characters: A shard is full when its documents have so many.
+        shard_characters: Number of characters of documents after which a shard is full.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)

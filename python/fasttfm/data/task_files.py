@@ -93,7 +93,7 @@ def read_glue(path: str | Path, *, skip_broken: bool = False) -> list[TextExampl
         elif not skip_broken:
             raise data_error(path, f"{len(header)} columns", f"{len(row)}", line=number)
     if not examples:
-        raise data_error(path, "examples behind the header line", "none")
+        raise data_error(path, "examples after the header line", "none")
     return examples
 
 
@@ -225,7 +225,7 @@ def read_swag(path: str | Path) -> list[ChoiceExample]:
     except csv.Error as error:
         raise data_error(path, "a csv file", str(error), line=reader.line_num) from None
     if not examples:
-        raise data_error(path, "examples behind the header line", "none")
+        raise data_error(path, "examples after the header line", "none")
     return examples
 
 

@@ -13,8 +13,8 @@ from typing import IO, Any
 
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 _HERE = Path(__file__).parent
-# A sentence begins on a new line, and behind . ! or ? (and what closes a quotation) where something follows that can
-# begin one; not behind an initial or a title.
+# A sentence begins on a new line, and after . ! or ? (and closing quotation marks) if something follows that can begin
+# one; not after an initial or a title.
 _TITLES = "".join(rf"(?<!\b{title}\.)" for title in ("[A-Z]", "Mr", "Mrs", "Ms", "Dr", "St", "Gen", "Col", "Messrs"))
 _CLOSING, _OPENING = "[\"')\\]\u201d\u2019]*", "[\"'(\\[\u201c\u2018]*"
 _SURROGATE = re.compile("[\\ud800-\\udfff]")
@@ -36,8 +36,8 @@ def read_documents(source: Any) -> Iterator[str]:
     Args:
         source: A file, a folder (every file in and below it whose name ends in one of ``SUFFIXES``), a pattern such as
             ``"books/*.txt"``, or a list of these. ``.txt``: documents are separated by blank lines; ``.jsonl``: one
-            object a line, its ``"text"``; ``.parquet``: the column ``text``; ``.gz`` beside the first two.
-            Else a ``datasets`` data set with a column ``text``, or any other iterable of texts.
+            object a line, its ``"text"``; ``.parquet``: the column ``text``; the first two also with ``.gz``. Otherwise
+            a ``datasets`` data set with a column ``text``, or any other iterable of texts.
     """
     files = files_of(source)
     if files is not None:
@@ -83,7 +83,7 @@ def shipped_task(name: str) -> dict[str, Path]:
 
 
 def sentence_starts(text: str) -> list[int]:
-    """Where the sentences of a text begin, but the first: on a new line, or behind the end of another."""
+    """The offsets of the sentences of a text after the first: on a new line, or after the end of another sentence."""
     return [match.end() for match in _SENTENCE_START.finditer(text)]
 
 

@@ -21,7 +21,7 @@ Kind = Literal["wordpiece", "bpe"]
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """The ids of the tokens that stand for no text; None for those that a vocabulary does not have."""
+    """The ids of the special tokens; None for those that a vocabulary does not have."""
 
     pad: int | None = None
     unk: int | None = None
@@ -52,7 +52,7 @@ _BPE_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")  # RoBERTa's, with it
 class Tokenizer:
     """A ``tokenizers.Tokenizer`` with its special tokens. ``train_tokenizer`` and ``load_tokenizer`` make one.
 
-    Ids that ``encode`` returns are of the text alone: [CLS], [SEP] and the like are added where examples are made.
+    ``encode`` returns only the ids of the text; [CLS], [SEP] and the like are added when examples are built.
     """
 
     def __init__(self, backend: Any, special: SpecialIds, *, lowercase: bool = False) -> None:
@@ -69,7 +69,7 @@ class Tokenizer:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids, and for each the characters of ``text`` that it stands for: from, to."""
+        """The ids, and for each its range of characters of ``text``: from, to."""
         encoding = self.backend.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
@@ -94,7 +94,7 @@ class Tokenizer:
         marks = json.dumps([state.get("pre_tokenizer"), state.get("decoder")])
         if prefix and state["model"]["type"] == "WordPiece":
             starts = [not name.startswith(prefix) for name in names]
-        elif '"ByteLevel"' in marks:  # Ġ, Ċ and ĉ stand for space, new line and tabulator
+        elif '"ByteLevel"' in marks:  # Ġ, Ċ and ĉ represent space, newline and tab
             starts = [name[:1] in ("Ġ", "Ċ", "ĉ") or not name[:1].isalnum() for name in names]
         elif '"Metaspace"' in marks:
             starts = [name.startswith("▁") for name in names]

@@ -10,14 +10,14 @@ import numpy as np
 
 from fasttfm.tasks.inputs import Format, Tokens
 
-Offsets = Sequence[tuple[int, int]]  # the first character of each token, and the one behind its last
+Offsets = Sequence[tuple[int, int]]  # the first character of each token, and the one after its last
 
 
 @dataclass(frozen=True)
 class Windows:
     """How a context that is too long is split.
 
-    Windows begin ``stride`` tokens apart, so that most tokens stand in more than one. A question keeps no more than its
+    Windows begin ``stride`` tokens apart, so that most tokens are in more than one. A question is truncated to its
     first ``max_question`` tokens.
     """
 
@@ -53,8 +53,8 @@ class Window(NamedTuple):
     size: int
 
     def place(self, span: tuple[int, int] | None) -> tuple[int, int]:
-        """Where a span (first and last token of the context) stands in the sequence; the first token, twice, where
-        there is none or not all of it is in the window."""
+        """The position of a span (first and last token of the context) in the sequence; the first token, twice, if
+        there is no span or it is not entirely in the window."""
         if span is None or span[0] < self.start or span[1] >= self.start + self.size:
             return (0, 0)
         return (span[0] - self.start + self.first, span[1] - self.start + self.first)
@@ -92,7 +92,7 @@ def best_span(window: Window, start: np.ndarray, end: np.ndarray, max_answer: in
     inside = slice(window.first, window.first + window.size)
     start, end = start[inside], end[inside]
     best = None
-    for longer in range(min(max_answer, window.size)):  # the last token is this many behind the first
+    for longer in range(min(max_answer, window.size)):  # the last token is this many after the first
         scores = start[: window.size - longer] + end[longer:]
         index = int(scores.argmax())
         if best is None or scores[index] > best.score:
@@ -103,8 +103,8 @@ def best_span(window: Window, start: np.ndarray, end: np.ndarray, max_answer: in
 def best_of_windows(
     windows: Sequence[Window], logits: Sequence[tuple[np.ndarray, np.ndarray]], max_answer: int = 30
 ) -> Found:
-    """The best span of all windows of a question. That there is no answer is as likely as the window says in which it
-    is least likely: an answer stands in some windows and not in others."""
+    """The best span of all windows of a question. The score of "no answer" is its minimum over the windows, because an
+    answer is in some windows and not in others."""
     spans = [best_span(window, *each, max_answer) for window, each in zip(windows, logits, strict=True)]
     best = max((span for span in spans if span is not None), key=lambda span: span.score, default=None)
     return Found(best, min(float(start[0] + end[0]) for start, end in logits))

@@ -63,14 +63,15 @@ def encode(model: PretrainedModel, batch: Any, hidden_states: bool = False) -> E
 
 
 class DistilBertRecipe(Recipe):
-    """The teacher's words softened by a temperature, the masked words themselves, and the direction of the last states.
+    """The teacher's distribution softened by a temperature, the masked LM loss, and the direction of the last hidden
+    states.
 
         soft   = temperature^2 * KL(softmax(teacher / temperature) || softmax(student / temperature))
-        words  = cross entropy of the masked words
+        words  = cross entropy of the masked tokens
         cosine = 1 - cos(student's state, teacher's state)
 
     Args:
-        student: A model that predicts masked words, as wide as the teacher.
+        student: A masked-LM model, as wide as the teacher.
         teacher: One with the same vocabulary.
         weights: Of the three terms.
         all_words: Whether the soft targets are those of every token, as the paper's, or of masked ones only, which
@@ -155,9 +156,9 @@ class TinyBertRecipe(Recipe):
         attention  = sum over m of the mean over heads of MSE(A_student(m), A_teacher(g(m)))
         hidden     = sum over m of MSE(H_student(m) W_h, H_teacher(g(m)))
 
-    The projections W_e and W_h are learnt with the student, and absent where both are equally wide. A are the scores in
-    front of softmax, which the paper found to converge faster, or the weights behind it. Means over a sequence's pairs
-    of tokens are taken for each query, and then over queries, so that every token of a batch counts alike.
+    The projections W_e and W_h are learnt with the student, and absent if both have the same width. A are the scores
+    before the softmax, with which the paper found faster convergence, or the weights after it. Means over a sequence's
+    pairs of tokens are taken for each query, and then over queries, so that every token of a batch counts alike.
 
     Args:
         layers: g, by default evenly (``layer_map``).

@@ -27,7 +27,7 @@ from fasttfm.train.loop import check_finite
 from fasttfm.train.settings import at_least
 from fasttfm.whole_files import whole_file
 
-PROJECTIONS = "projections.safetensors"  # TinyBERT's, beside the student's own files
+PROJECTIONS = "projections.safetensors"  # TinyBERT's, in the student's directory
 
 OnResults = Callable[[list[StepResult]], Any]
 
@@ -66,7 +66,7 @@ def tinybert_student(
 
 
 def save_student(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
-    """The student as transformers opens it, and TinyBERT's projections beside it."""
+    """Saves the student as transformers opens it, and TinyBERT's projections in the same directory."""
     check_finite(recipe.student)
     recipe.student.save_pretrained(directory)
     tokenizer.save(directory)
@@ -84,7 +84,7 @@ class CorpusRun:
 
     Args:
         recipe: Student and teacher, on the device where they are to run.
-        batches: Packed batches with masked words; those of ``steps`` steps or more.
+        batches: Packed batches with masked tokens, for ``steps`` steps or more.
         settings: Epochs are not looked at; nor are rates but the first.
     """
 

@@ -35,7 +35,8 @@ def embed(
     Args:
         model: Where it is to run.
         pooling: The mean of a text's tokens, special ones included, or its first ([CLS]) or last token.
-        layers: The states of so many last layers, one behind the other: a vector has as many times the model's width.
+        layers: Number of last layers whose hidden states are concatenated: a vector is that many times as wide as the
+            model.
         max_length: Tokens; the rest of a text is left out. By default as many as the model has positions for.
     """
     if pooling not in POOLING:
@@ -77,7 +78,7 @@ def _features(texts: Iterable[str], tokenizer: Tokenizer, form: Format) -> Itera
     for index, text in enumerate(texts):
         feature = Feature(index, [form.one(tokenizer.encode(text))])
         if feature.tokens == 0:
-            raise DataError(f"embed: texts: expected words in every text, got none in number {index + 1}")
+            raise DataError(f"embed: texts: expected tokens in every text, got none in text {index + 1}")
         yield feature
 
 

@@ -84,7 +84,7 @@ def longest_input(config: Any) -> int:
     """The most tokens that the model has positions for."""
     if hasattr(config, "n_positions"):
         return int(config.n_positions)
-    unused = config.pad_token_id + 1 if config.model_type == "roberta" else 0  # RoBERTa counts from behind padding
+    unused = config.pad_token_id + 1 if config.model_type == "roberta" else 0  # its positions start after the padding's
     return int(config.max_position_embeddings) - unused
 
 

@@ -75,7 +75,7 @@ def prepare(
         words = with_task_words(words)
     elif words.vocab_size > config.vocab_size:
         got = f"a tokenizer with {words.vocab_size}"
-        raise DataError(f"{directory}: expected no more words than the model's {config.vocab_size}, got {got}")
+        raise DataError(f"{directory}: expected no more tokens than the model's {config.vocab_size}, got {got}")
     longest = longest_input(config)
     length = min(longest, LENGTHS[name]) if max_length is None else max_length
     if length > longest:
@@ -159,7 +159,7 @@ class FineTuning:
 
         Args:
             on_results: Called with steps' results as they come.
-            on_epoch: Called behind an epoch with its number, counted from 1; the model may be evaluated there.
+            on_epoch: Called after an epoch with its number, counted from 1; the model may be evaluated there.
         """
         if self.steps == 0:
             return

@@ -1,4 +1,4 @@
-"""GPT-1's way to write a task: three words of its own, ``start``, ``delimiter`` and ``extract``, which the vocabulary
+"""GPT-1's format of a task: three additional tokens, ``start``, ``delimiter`` and ``extract``, which the vocabulary
 does not have yet (Radford et al., 2018)."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WORDS = ("<start>", "<delimiter>", "<extract>")
 
 
 def with_task_words(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with the three words at the end of its vocabulary, where they are not in it yet."""
+    """The tokenizer with the three tokens at the end of its vocabulary, unless it already has them."""
     from tokenizers import AddedToken
 
     tokenizer.backend.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in WORDS])
@@ -26,7 +26,7 @@ def with_task_words(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def grow_vocabulary(model: PretrainedModel, size: int) -> None:
-    """Gives a model rows for words that its vocabulary did not have: drawn anew, to be trained. It never shrinks."""
+    """Adds rows for new tokens to a model's embedding, randomly initialized. It never shrinks."""
     embeddings = base_of(model).embeddings
     old = embeddings.word
     if size <= old.num_embeddings:

@@ -28,7 +28,7 @@ class Format:
     """How one text or two become a sequence: ``first`` text ``last``, or ``first`` text ``between`` text ``last``.
 
     BERT writes ``[CLS] a [SEP] b [SEP]``, RoBERTa ``<s> a </s></s> b </s>``, and GPT-1 start, delimiter and extract,
-    which are words of its own.
+    which are additional tokens.
     """
 
     first: Sequence[int]
@@ -38,7 +38,7 @@ class Format:
     segments: bool = True  # whether the second text is of another segment
 
     def one(self, text: Sequence[int]) -> Tokens:
-        """A text alone; its end is cut off where it is too long."""
+        """A single text, truncated if it is too long."""
         room = self.max_length - len(self.first) - len(self.last)
         ids = [*self.first, *text[: max(0, room)], *self.last]
         return Tokens(ids, [0] * len(ids))
@@ -57,7 +57,7 @@ class Format:
 
     @property
     def room(self) -> int:
-        """For the words of two texts."""
+        """For the tokens of two texts."""
         return self.max_length - len(self.first) - len(self.between) - len(self.last)
 
 
@@ -86,7 +86,7 @@ class TaskBatch:
     token_type_ids: Tensor | None  # int64 [T]
     cu_seqlens: Tensor  # int32 [sequences + 1]
     max_seqlen: int  # no sequence is longer
-    targets: dict[str, Tensor]  # what the model is called with besides, to compute a loss
+    targets: dict[str, Tensor]  # additional arguments of the model, to compute a loss
     count: float = 0.0  # what that loss is a mean of
 
     @property

@@ -34,7 +34,7 @@ class ClassifyTask(Task):
         return {"num_labels": len(self.labels), "problem_type": "single_label_classification", **self._words()}
 
     def _words(self) -> dict[str, Any]:
-        """GPT-1 predicts words beside a label; the models behind it have no such loss."""
+        """GPT-1 has an auxiliary causal LM loss in addition to that of the label; the later models do not."""
         return {"auxiliary_loss_weight": self.auxiliary} if self.language.family == "openai-gpt" else {}
 
     def features(self, examples: Sequence[Any]) -> list[Feature]:
@@ -222,7 +222,7 @@ class TagTarget:
 
 
 class ChoiceTask(Task):
-    """The right one of several endings (SWAG): each stands behind the context in a sequence of its own."""
+    """The right one of several endings (SWAG): each follows the context in a sequence of its own."""
 
     head = "choice"
     main_score = "accuracy"
@@ -248,7 +248,7 @@ class ChoiceTask(Task):
         return {"mc_labels" if self.language.causal else "labels": labels}
 
     def _called(self, model: Any, batch: TaskBatch, targets: dict[str, Tensor]) -> Any:
-        """With words to predict, causal models do not compute every token's logits."""
+        """With labels of the causal LM loss, causal models do not compute every token's logits."""
         words = {"labels": batch.input_ids} if self.language.causal else {}
         return model(**batch.inputs(), **targets, **words, num_choices=self.choices)
 

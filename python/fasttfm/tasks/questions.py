@@ -18,7 +18,7 @@ from fasttfm.train.settings import at_least
 
 
 class SpanTarget(NamedTuple):
-    """A feature's window, and where the answer stands in it: the first token, twice, where it does not."""
+    """A feature's window, and the position of the answer in it: the first token, twice, if it is not there."""
 
     window: Window
     offsets: Offsets  # of the whole context's tokens

@@ -25,18 +25,18 @@ _HELD_OUT = 0.1
 class Examples(NamedTuple):
     train: list[Any]
     dev: list[Any]
-    source: str  # in words
+    source: str  # for messages
 
 
 def read_examples(task: str, data: Path | None = None, dev: Path | None = None, *, seed: int = 0) -> Examples:
-    """The examples to learn from and those to be judged by.
+    """The training set and the dev set.
 
     Args:
         task: One of ``READERS``.
         data: A file to learn from, or a directory with one whose name has "train" in it and one with "dev" or "valid".
             By default the sample that is shipped.
-        dev: The file to be judged by. Where there is none, a tenth of the examples is held out.
-        seed: Of which ones.
+        dev: The file of the dev set. Without one, a tenth of the examples becomes the dev set.
+        seed: Random seed of that choice.
     """
     if data is None:
         parts = shipped_task(task)

@@ -38,9 +38,9 @@ class Task(ABC):
 
     Args:
         language: How the model is written to.
-        train: The examples to learn from, which say what labels there are.
+        train: The training examples, which define the labels.
         known: The labels of a model that has been trained on the task, in its order.
-        auxiliary: In causal models, the weight of predicting the words of the examples (GPT-1).
+        auxiliary: In causal models, the weight of the causal LM loss of the examples (GPT-1).
     """
 
     head: ClassVar[str]  # of families.model_class

@@ -1,4 +1,4 @@
-"""What people do to modules that stand in a model: hooks, wrappers, adapters, parametrizations.
+"""What people do to modules of a model: hooks, wrappers, adapters, parametrizations.
 
 Each alteration changes what the altered module computes, or records that it was called. Applied to a module and to the
 one whose place it takes, it has to have the same effect in both: same outputs, same gradients, same calls.
@@ -130,7 +130,8 @@ def global_forward_hook() -> Iterator[Events]:
 
 
 class LowRank(nn.Module):
-    """A module with a low-rank product beside it, as LoRA's are: it has the weight of what it wraps, too."""
+    """A module with an additional low-rank product, like LoRA's: it also exposes the weight of the module that it
+    wraps."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from fasttfm.testing.specs import all_specs
 
 # What every kernel is compiled for, and the chips that run it so: for 8.6, 8.9 and 12.0 Triton lowers as for 8.0.
 TARGETS = {80: (80, 86, 89, 120), 90: (90,)}
-# What one kernel of each op is compiled for besides: the one with most shared memory of those that do not spill.
+# Additional targets for one kernel of each op: the one with the most shared memory of those that do not spill.
 MORE_TARGETS = (100, 120)
 
 

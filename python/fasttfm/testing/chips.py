@@ -23,7 +23,7 @@ class Usage(NamedTuple):
     kernel: str  # mangled
     registers: int  # for a thread
     stack: int  # bytes of local memory: spills, and arrays that did not fit into registers
-    shared: int  # bytes that the kernel declares; what its launcher asks for comes on top
+    shared: int  # static bytes of the kernel; dynamic shared memory is added at launch
 
     def block_registers(self, threads: int) -> int:
         """Registers are given to warps in steps of 8 for a thread."""

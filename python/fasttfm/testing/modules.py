@@ -32,7 +32,7 @@ Call = Callable[[Any, Tensors], Mapping[str, Tensor]]  # of a module and its inp
 # with parameters of other sizes and other incoming gradients, and the medians of the errors are held to the rule. Where
 # there is but one number to compare, as in a loss, the draws are the rule's elements: of them it takes the largest.
 # Five runs tell modules from broken ones; where a tensor has few numbers, whose roundings can decide, there are more.
-# The sizes alone decide, and every run counts.
+# The number depends only on sizes, and every run counts.
 _DRAWS = 5
 _DRAWS_OF_FEW_NUMBERS = 10
 _FEW_NUMBERS = 8

@@ -40,7 +40,7 @@ def check_gradient_layouts(call: Call) -> None:
 
 
 def check_absent_gradients(call: Call) -> None:
-    """Each input alone, and all but each, may require a gradient; and each output alone, and all but each, have one."""
+    """Only one input, or all inputs but one, require a gradient; and only one output, or all but one, have one."""
     inputs = call.inputs()
     incoming = call.incoming(inputs)
     names = [name for name in call.spec.differentiable if inputs.get(name) is not None]
@@ -52,7 +52,7 @@ def check_absent_gradients(call: Call) -> None:
 
 
 def _singles_and_rests(items: Sequence[Any]) -> list[list[Any]]:
-    """Each item alone and, where that is something else, all items but one."""
+    """Each single item and, if that is something else, all items but one."""
     if len(items) < 2:
         return []
     rests = [[other for other in items if other != item] for item in items]
@@ -273,5 +273,5 @@ PROPERTIES: Mapping[str, Callable[[Call], None]] = {
     "without_data": check_without_data,
     "threads": check_threads,
 }
-# What Triton's interpreter is asked for, slow as it is: the others depend on what is around the kernels.
+# What runs in Triton's interpreter, which is slow: the others depend on the code around the kernels.
 KERNEL_PROPERTIES = ("non_finite", "poisoned_memory")

@@ -124,8 +124,8 @@ def _property_tests(spec: OpSpec) -> type:
 
 @contextlib.contextmanager
 def _refusal_skips(spec: OpSpec, case: OpCase, dtype: torch.dtype, backend: str = "") -> Iterator[None]:
-    """A backend may refuse a case, and says why; the op's first case, its typical one, every backend must serve. But
-    "cuda" may be for 16-bit types alone, and for one kind of GPU."""
+    """A backend may refuse a case with a reason, but every backend must support the op's first case, the typical one.
+    Only "cuda" may be limited to 16-bit types and to one kind of GPU."""
     try:
         yield
     except BackendRefused as refusal:

@@ -69,7 +69,8 @@ class PeerCall:
 
 @dataclass(frozen=True)
 class Cost:
-    """The least an implementation must do: bytes through memory, and floating-point operations of the matrix units."""
+    """The minimum cost of an implementation: bytes of memory traffic, and floating-point operations of the tensor
+    cores."""
 
     bytes: float
     flops: float = 0.0
@@ -107,9 +108,9 @@ class OpSpec:
     bench_cases_cpu: tuple[OpCase, ...] = ()
     forward_cost: Callable[[OpCase, torch.dtype], Cost] | None = None
     backward_cost: Callable[[OpCase, torch.dtype], Cost] | None = None
-    inference_cost: Callable[[OpCase, torch.dtype], Cost] | None = None  # of a forward alone, where that has less to do
+    inference_cost: Callable[[OpCase, torch.dtype], Cost] | None = None  # of a forward without gradients
     torch_products: bool = False  # matrix products inside are torch's, whose bits depend on the number of its threads
-    gradients_in_forward: bool = False  # the backward alone has next to nothing to do, and is not measured
+    gradients_in_forward: bool = False  # the backward does next to nothing and is not measured separately
     peers: tuple[Peer, ...] = ()
     curves: Mapping[str, Mapping[int, str]] = field(default_factory=dict)  # a chart's panels: size -> case, by title
     bad_calls: tuple[BadCall, ...] = ()

@@ -7,8 +7,8 @@ inputs:
 
 where ``floor`` is one rounding step of the output's type at max|exact|.
 
-Plain torch's error in a single number, such as a loss, is a matter of luck: it may be nothing. Where a tensor is one
-number, several draws of the inputs are compared, and the maxima are over all of them. The size alone decides this.
+Plain torch's error in a single number, such as a loss, is a matter of luck: it may be nothing. If a tensor is a single
+number, several draws of the inputs are compared, and the maxima are over all of them. Only the size decides this.
 """
 
 from __future__ import annotations

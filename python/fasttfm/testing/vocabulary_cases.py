@@ -14,7 +14,7 @@ IGNORED = -100
 
 
 def draw_hidden(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-    """hidden of the case's ``shape``, weight and, unless ``bias`` is false, bias over ``vocabulary`` words. ``scale``
+    """hidden of the case's ``shape``, weight and, unless ``bias`` is false, bias over ``vocabulary`` tokens. ``scale``
     is that of the logits."""
     shape, vocabulary = case.sizes["shape"], case.sizes["vocabulary"]
     scale = case.sizes.get("scale", 1.0)

@@ -1,8 +1,9 @@
 """Checkpoints of a run: directories that are whole or not there at all.
 
-``checkpoint-000200`` holds what ``save_pretrained`` of model and tokenizer write, so transformers opens it, and beside
-that ``training_state.pt`` (optimizer, random numbers, place in the data) and ``manifest.json`` (size and checksum of
-every file). It is written under another name, brought to the disk and renamed; ``latest`` is a link to the newest.
+``checkpoint-000200`` holds what ``save_pretrained`` of model and tokenizer write, so transformers opens it, and also
+``training_state.pt`` (optimizer, random number generators, position in the data) and ``manifest.json`` (size and
+checksum of every file). It is written under another name, synced to disk and renamed; ``latest`` is a link to the
+newest.
 """
 
 from __future__ import annotations

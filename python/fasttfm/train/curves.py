@@ -12,7 +12,8 @@ CURVES = "curves.png"
 
 
 def write_curves(log: Path, path: Path, title: str) -> None:
-    """Draws the rows of a log: a panel for each loss, training and held out, and one for rate and gradient norm."""
+    """Plots the rows of a log: a panel for each loss, training and validation, and one for learning rate and gradient
+    norm."""
     try:
         import matplotlib
     except ImportError:
@@ -27,7 +28,7 @@ def write_curves(log: Path, path: Path, title: str) -> None:
     figure, grid = pyplot.subplots(rows_of_panels, 2, figsize=(11, 3.8 * rows_of_panels), squeeze=False)
     panels = list(grid.flat)[: len(names) + 1]
     for panel, name in zip(panels, names, strict=False):
-        for column, label, marker in ((name, "training", ""), (HELD_OUT + name, "held out", "o")):
+        for column, label, marker in ((name, "training", ""), (HELD_OUT + name, "validation", "o")):
             points = [(int(row["step"]), float(row[column])) for row in rows if row[column] != ""]
             panel.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=label) if points else None
         panel.set_title(name.replace("_", " "))

@@ -74,7 +74,7 @@ class World:
 
 
 def join(device: str | None = None, parallel: str | None = None) -> World:
-    """Joins the processes that ``torchrun`` started, or stands alone without it.
+    """Joins the processes that ``torchrun`` started; without it, a world of one process.
 
     Args:
         device: ``cpu``, ``cuda`` or ``cuda:<number>``; by default a GPU where torch sees one. Under torchrun every
@@ -121,7 +121,7 @@ def device_named(name: str | None) -> torch.device:
 
 
 def share_out(module: nn.Module, world: World) -> nn.Module:
-    """The module as its processes train it together. FSDP shards every layer, and what stands around the layers."""
+    """The module wrapped for distributed training. FSDP shards every layer, and the modules around the layers."""
     if world.parallel is None:
         return module
     if world.parallel == "ddp":

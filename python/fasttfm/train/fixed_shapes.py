@@ -15,9 +15,9 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class FixedBatch(Batch):
-    """A batch with fillers: sequences of padding words behind the last, empty ones behind these, labels of -100."""
+    """A batch with fillers: sequences of padding tokens after the last, then empty sequences, with labels of -100."""
 
-    real_tokens: Tensor  # int64 [1]: how many tokens are the data's; the fillers stand behind them
+    real_tokens: Tensor  # int64 [1]: the number of tokens of the data; the fillers follow them
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Shape:
     tokens: int
     sequences: int
     predictions: int
-    padding: int  # the word that fills up
+    padding: int  # the id of the filler token
 
 
 def filled(batch: Batch, shape: Shape) -> Batch:

@@ -27,7 +27,7 @@ class RunLog:
         terms: The objective's.
         steps: The run's.
         every: Steps to a row; evaluations and checkpoints end a row too.
-        start: Steps that are done: rows behind them, of a run that was interrupted, are dropped.
+        start: Number of completed steps; later rows, of a run that was interrupted, are dropped.
         progress: Shown while rows are written.
     """
 
@@ -58,10 +58,10 @@ class RunLog:
         self._clock = Stopwatch(self._arrived)
         self._warm_step = start + min(10, (steps - start) // 3)
         self._warm: tuple[float, int] | None = None  # seconds and tokens when the first steps were over
-        self.held_out: dict[str, float] = {}  # the last evaluation's
+        self.held_out: dict[str, float] = {}  # of the last evaluation
 
     def _begin(self, rows: Sequence[Mapping[str, str]]) -> Any:
-        """The file with these rows and nothing behind them, open for more."""
+        """The file with only these rows, opened for appending."""
         with whole_file(self.path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self.columns, lineterminator="\n")
             writer.writeheader()
@@ -72,7 +72,7 @@ class RunLog:
         """Takes results that have arrived."""
         for result in results:
             if self._window and self._window[-1].step % self._every == 0:
-                self.write()  # not before: an evaluation behind that step would have been part of the row
+                self.write()  # not earlier: an evaluation after that step is part of the row
             self._window.append(result)
             self._arrived = self._clock.seconds()
             if result.step == self._warm_step:
@@ -81,7 +81,7 @@ class RunLog:
                 self._progress.advance(result.step)
 
     def write(self, held_out: Mapping[str, float] | None = None) -> None:
-        """Ends a row; ``held_out`` are an evaluation's numbers behind its last step."""
+        """Ends a row; ``held_out`` are the validation losses after its last step."""
         if not self._window and held_out is None:
             return
         if self._window:
@@ -95,7 +95,7 @@ class RunLog:
         if self._events is not None:
             for name, value in self._row.items():
                 if name != "step" and value != "":
-                    self._events.add_scalar(name.replace(HELD_OUT, "held out/"), float(value), int(self._row["step"]))
+                    self._events.add_scalar(name.replace(HELD_OUT, "validation/"), float(value), int(self._row["step"]))
 
     def _means(self) -> dict[str, float]:
         """Of losses and norms; those of the row before where every step was skipped."""
@@ -156,7 +156,7 @@ class Stopwatch:
 
     def __init__(self, before: float = 0.0) -> None:
         self._before = before
-        self._since: float | None = time.perf_counter()  # None: it stands still
+        self._since: float | None = time.perf_counter()  # None: it is stopped
 
     def seconds(self) -> float:
         return self._before + (0.0 if self._since is None else time.perf_counter() - self._since)

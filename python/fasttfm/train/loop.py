@@ -67,7 +67,7 @@ class Trainer:
         optimizer: Of ``optimizers.make_optimizer``.
         schedule: Its learning rates.
         settings: How a step is computed.
-        world: The processes; this one alone by default, on the module's device.
+        world: The processes; by default only this one, on the module's device.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Trainer:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, int]:
-        """Beside module and optimizer. Results must have been flushed."""
+        """The state in addition to that of module and optimizer. Results must have been flushed."""
         return {"completed": self.completed, "skipped": self.skipped, "bad_in_a_row": self._bad_in_a_row}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -1,8 +1,8 @@
 """What the families are pre-trained on: modules that give the sums of their losses over a packed batch.
 
-    bert      masked words + next sentence        albert    masked words + order of two sentences
-    roberta   masked words                        electra   the generator's masked words + 50 * replaced words
-    gpt(2)    next words
+    bert      masked LM + next sentence           albert    masked LM + sentence order
+    roberta   masked LM                           electra   the generator's masked LM + 50 * replaced token detection
+    gpt(2)    causal LM
 
 A batch may be filled up to a fixed shape (``fixed_shapes``): what fills it up has no part in any sum.
 """
@@ -45,7 +45,7 @@ class Pretraining(nn.Module):
 
     def flops(self, batch: Any) -> float:
         """Of the matrix products that a step cannot do without: forward, and twice that backward."""
-        lengths = batch.cu_seqlens.clamp(max=batch.tokens).diff().double()  # fillers stand behind the data
+        lengths = batch.cu_seqlens.clamp(max=batch.tokens).diff().double()  # fillers follow the data
         encoders = [each for each in self.modules() if isinstance(each, PackedTransformer)]
         tokens, scores = float(lengths.sum()), float(lengths.square().sum())
         return 3.0 * (sum(_encoder_flops(each, tokens, scores) for each in encoders) + self.head_flops(batch))

@@ -3,9 +3,9 @@
 AdamW is ``fasttfm.optim.AdamW`` where its kernel can take the parameters, with 16-bit copies of what forwards cast; on
 a CPU, and where FSDP has cut parameters up, it is torch's fused one.
 
-Both take two tensors from whoever calls ``step`` (torch's gradient scaler has the same convention): ``grad_scale``,
-which gradients are divided by, and ``found_inf``; where it is 1 the step changes nothing. So clipping costs no pass
-over the gradients, and nobody waits for a GPU to say whether a step is to be skipped.
+Both take two tensors from the caller of ``step`` (the convention of torch's gradient scaler): ``grad_scale``, by which
+gradients are divided, and ``found_inf``; if it is 1 the step changes nothing. So clipping costs no pass over the
+gradients, and skipping a step needs no synchronization with the GPU.
 """
 
 from __future__ import annotations

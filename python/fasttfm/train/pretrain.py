@@ -55,7 +55,7 @@ class Summary:
     skipped: int
     loss: float  # the last rows' mean
     held_out: dict[str, float]
-    tokens_per_second: float | None  # behind the first steps
+    tokens_per_second: float | None  # without the first steps
 
 
 def pretrain(settings: PretrainSettings, run: RunSettings) -> Summary | None:
@@ -198,7 +198,7 @@ class _Run:
         shutil.rmtree(self.run.output / _NEW_TOKENIZER, ignore_errors=True)
 
     def _check_directory(self) -> None:
-        """Raises where this run would write over what nobody allowed it to."""
+        """Raises if this run would overwrite files without permission."""
         output, given = self.run.output, self.settings.tokenizer
         inside = given is not None and Path(os.path.realpath(output)) in Path(os.path.realpath(given)).parents
         if inside and not self._continues():
@@ -282,7 +282,7 @@ class _Run:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
     def save(self) -> Path:
-        """Called by all processes, behind a flush of results."""
+        """Called by all processes, after a flush of results."""
         check_finite(self.model, self.world)
         write_model = self.files.writer()
         collect = self.world.main or self.world.parallel == "fsdp"
@@ -391,7 +391,7 @@ class _Run:
     def _stopped(self, checkpoint: Path, *, saved: bool) -> None:
         where = f"{checkpoint} was written" if saved else f"the last whole checkpoint is {checkpoint}"
         raise RunError(
-            f"stopped by a signal behind step {self.trainer.completed}; {where}; --resume goes on from there"
+            f"stopped by a signal after step {self.trainer.completed}; {where}; --resume continues from there"
         )
 
     def _description(self) -> str:
@@ -401,7 +401,7 @@ class _Run:
         return (
             f"{settings.family} {settings.size}: {files.count_parameters(self.model) / 1e6:.1f} million parameters, "
             f"vocabulary of {self.corpus.tokenizer.vocab_size:,}; {training.documents:,} documents, "
-            f"{training.tokens / 1e6:.2f} million tokens, {self.corpus.held_out.documents:,} documents held out; "
+            f"{training.tokens / 1e6:.2f} million tokens, {self.corpus.held_out.documents:,} documents for validation; "
             f"{self.world.device}{ranks}, {settings.step.precision}{begin}"
         )
 

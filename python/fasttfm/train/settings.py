@@ -78,7 +78,7 @@ class PretrainSettings:
     data: tuple[str, ...] = ()  # files, folders or patterns; the corpus that ships with the package by default
     tokenizer: str | None = None  # a file or folder; by default one is trained on the data
     vocabulary: int = 4000  # of a tokenizer that is trained: at most so many entries
-    held_out: float = 0.02  # the share of the documents that evaluation is for
+    held_out: float = 0.02  # the fraction of the documents in the validation set
     tokens_per_step: int = 2048  # of all ranks and of a step's batches together
     accumulation: int = 1  # batches of each rank to a step
     max_length: int = 128  # tokens of a sequence
@@ -116,7 +116,7 @@ class RunSettings:
     evaluate_every: int | None = None  # steps; ten times in a run by default
     evaluation_batches: int = 8
     log_every: int = 10
-    workers: int | None = None  # processes that make batches; by default 2 beside a GPU, none on a CPU
+    workers: int | None = None  # processes that prepare batches; by default 2 with a GPU, none on a CPU
     progress: bool = True
 
     def __post_init__(self) -> None:

@@ -392,7 +392,7 @@ BAD_CALLS = (
     BadCall("q of three dimensions", "q", ValueError, spoil("q", torch.ones(33, 2, 64))),
     BadCall("q without heads", "q", ValueError, spoil("q", torch.ones(2, 33, 0, 64))),
     BadCall("qkv of two", "q", ValueError, _add(q=torch.ones(2, 33, 2, 2, 64), k=None, v=None)),
-    BadCall("q alone", "q", ValueError, _add(k=None, v=None)),
+    BadCall("only q", "q", ValueError, _add(k=None, v=None)),
     BadCall("v left out", "v", TypeError, spoil("v", None)),
     BadCall("k elsewhere", "k", ValueError, spoil("k", torch.ones(2, 33, 2, 64, device="meta"))),
     BadCall("k of another type", "k", TypeError, spoil("k", torch.ones(2, 33, 2, 64).bfloat16())),
@@ -412,7 +412,7 @@ BAD_CALLS = (
     BadCall("seed is a number", "seed", TypeError, spoil("seed", 1)),
     BadCall("two seeds", "seed", ValueError, spoil("seed", torch.ones(2, dtype=torch.int64))),
     BadCall("cu_seqlens next to [B, S, H, D]", "q", ValueError, _add(cu_seqlens=_ints(0, 33, 66))),
-    BadCall("cu_seqlens_k alone", "cu_seqlens", ValueError, _packed(cu_seqlens=None, cu_seqlens_k=_ints(0, 33, 66))),
+    BadCall("only cu_seqlens_k", "cu_seqlens", ValueError, _packed(cu_seqlens=None, cu_seqlens_k=_ints(0, 33, 66))),
     BadCall("cu_seqlens of int64", "cu_seqlens", TypeError, _packed(cu_seqlens=_ints(0, 33, 66).long())),
     BadCall("cu_seqlens of no sequence", "cu_seqlens", ValueError, _packed(cu_seqlens=_ints(0))),
     BadCall("cu_seqlens too far", "cu_seqlens", ValueError, _packed(cu_seqlens=_ints(0, 33, 67))),
@@ -459,7 +459,7 @@ def _without_scale(*args: Tensor, scale: float | None = None, **options: Any) ->
 def _aligned_to_the_start(
     q: Tensor, k: Tensor | None = None, v: Tensor | None = None, causal: bool = False, **options: Any
 ) -> Any:
-    """Causal attention that sets query 0 beside key 0 instead of the last beside the last; of dense tensors."""
+    """Causal attention that aligns query 0 with key 0 instead of the last with the last; of dense tensors."""
     if not causal or k is None or q.dim() != 4 or options.get("window") or options.get("bias") is not None:
         return reference.attention(q, k, v, causal=causal, **options)
     ahead = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(1)

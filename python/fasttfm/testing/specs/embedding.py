@@ -140,12 +140,12 @@ def _table_size(case: OpCase, dtype: torch.dtype) -> int:
 
 
 def _forward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
-    """A word row is read and a row of y written for every token; the other tables fit into the cache."""
+    """A row of the word table is read and a row of y written for every token; the other tables fit into the cache."""
     return Cost(bytes=_tokens(case) * (case.sizes["columns"] * (_table_size(case, dtype) + dtype.itemsize) + 8))
 
 
 def _backward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
-    """dy and the word rows are read, and the whole gradient of the tables is written."""
+    """dy and the rows of the word table are read, and the whole gradient of the tables is written."""
     rows = sum(case.sizes.get(name, 0) for name in ("words", "positions", "segments"))
     gradient = rows * case.sizes["columns"] * _table_size(case, dtype)
     return Cost(bytes=_forward_cost(case, dtype).bytes + gradient)
@@ -304,7 +304,7 @@ def _signatures(columns: int, table: str, element: str, parameter: str) -> list[
 
     def kernel(function: Any, signature: dict[str, str], fixed: dict[str, Any], tile: dict[str, int]) -> TritonKernel:
         num_warps = tile.pop("num_warps")
-        # Past 4096 columns the sums over tokens do not fit into registers beside the row.
+        # Past 4096 columns the registers do not hold both the row and the sums over tokens.
         return TritonKernel(function, signature, {**constants, **fixed, **tile}, num_warps, allow_spills=columns > 4096)
 
     return [

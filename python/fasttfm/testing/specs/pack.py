@@ -87,7 +87,7 @@ def _unpack_cost(case: OpCase, dtype: torch.dtype) -> Cost:
 
 
 def _indices(inputs: Inputs, longest: int) -> Tensor:
-    """Where packed tokens stand in the padded batch, as users compute it once a step."""
+    """The indices of packed tokens in the padded batch, as users compute them once per step."""
     present = torch.arange(longest, device=inputs["cu_seqlens"].device) < inputs["cu_seqlens"].diff()[:, None]
     return present.flatten().nonzero().squeeze(1)
 
