@@ -79,7 +79,7 @@ def block_memory(index: int) -> int:
 
 @functools.cache
 def missing_hopper() -> str | None:
-    """Why the native core cannot launch the CUDA kernels that are written for Hopper alone; None if it can."""
+    """Why the native core cannot launch the Hopper kernels; None if it can."""
     if missing_cuda() is not None:
         return missing_cuda()
     if "90a" not in _core.cuda_archs.split():

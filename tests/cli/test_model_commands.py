@@ -259,7 +259,7 @@ def test_sentences_say_what_is_wrong(
             "ends in .npy or .safetensors",
         ),
         (("generate", "--model", bert_directory, "--prompt", "a"), 2, "bert has no head for it"),
-        (("generate", "--model", gpt_directory, "--prompt", ""), 2, "--prompt: expected a text with words, got none"),
+        (("generate", "--model", gpt_directory, "--prompt", ""), 2, "--prompt: expected a text with tokens, got none"),
         (("generate", "--model", gpt_directory, "--prompt", "a", "--top-p", "2"), 2, "top_p: expected"),
         (("distill", "--recipe", "distilbert", "--teacher", bert_directory, "--task", "tag"), 2, "fasttfm finetune"),
         (("distill", "--recipe", "tinybert", "--teacher", bert_directory, "--task", "tag"), 2, "--student: expected"),

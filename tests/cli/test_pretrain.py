@@ -31,7 +31,7 @@ def test_a_run_says_what_it_reached(
     assert re.search(r"bert tiny: 0.5 million parameters, vocabulary of 2\d\d; 36 documents", said.err)
     assert "step 2/2: loss" in said.err
     assert "2 steps, " in said.out
-    assert "held out: loss" in said.out
+    assert "validation: loss" in said.out
     for name in ("checkpoint-000002", "log.csv", "curves.png"):
         assert str(tmp_path / "run" / name) in said.out
         assert (tmp_path / "run" / name).exists()

@@ -128,7 +128,7 @@ def test_swag(tmp_path: Path) -> None:
     [
         (read_glue, "", "file: expected a header line and examples, got an empty file"),
         (read_glue, "words\tclass\na\tb\n", "line 1: expected a header with the columns 'sentence1' and 'sentence2'; "),
-        (read_glue, "sentence\tlabel\n", "expected examples behind the header line, got none"),
+        (read_glue, "sentence\tlabel\n", "expected examples after the header line, got none"),
         (read_glue, b"sentence\tlabel\n\xff\t1\n", "line 2: expected UTF-8 text, got byte 0xff"),
         (read_conll, "", "expected words with tags, one a line, got none"),
         (read_conll, "Ahab B-PER\nsails\n", "line 2: expected 2 columns, as in the lines before, got 'sails'"),

@@ -237,7 +237,7 @@ def test_report_says_what_was_done_in_words() -> None:
     assert "embeddings: GPT2Model adds them up in its own forward" in text
     other = fasttfm.patch(theirs_of("BertForMaskedLM", hidden_act="gelu_10"), logits_in_training=True)
     assert "ClippedGELUActivation" in " ".join(other.left)
-    assert other.left["language-modelling loss"] == "asked for"
+    assert other.left["language-modelling loss"] == "requested"
 
 
 def test_an_activation_without_a_kernel_is_transformers() -> None:

@@ -333,8 +333,8 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("model-9.safetensors", "expected the name of a file beside it"),
-        ("../elsewhere/model.safetensors", "expected the name of a file beside it"),
+        ("model-9.safetensors", "expected the name of a file in its directory"),
+        ("../elsewhere/model.safetensors", "expected the name of a file in its directory"),
         ("config.safetensors", "the index says that it is here"),
     ],
 )
@@ -408,7 +408,7 @@ def test_wrong_values_of_a_configuration_are_named(field: str, value: Any, expec
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("pad_token_id", 31, "padding_idx: expected a word below 31, got 31"),
+        ("pad_token_id", 31, "padding_idx: expected a token id below 31, got 31"),
         ("num_attention_heads", 5, "expected"),
         ("hidden_act", "swish9", "expected"),
     ],

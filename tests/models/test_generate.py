@@ -147,10 +147,10 @@ def test_a_generator_reproduces_samples() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 34}, r"max_new_tokens: expected no more than 40 tokens with the prompt, got 34 behind 7"),
+        ({"max_new_tokens": 34}, r"max_new_tokens: expected no more than 40 tokens with the prompt, got 34 after 7"),
         ({"max_new_tokens": -1}, "max_new_tokens: expected at least 0, got -1"),
         ({"temperature": 0.0}, "temperature: expected a number above 0, got 0.0"),
-        ({"top_k": 0}, "top_k: expected None or a number of words, at least 1, got 0"),
+        ({"top_k": 0}, "top_k: expected None or a number of tokens, at least 1, got 0"),
         ({"top_p": 1.5}, r"top_p: expected None or a probability in \(0, 1\], got 1.5"),
         ({"lengths": [7, 7, 0, 7]}, "input_ids: expected prompts of at least one token, got an empty one"),
     ],

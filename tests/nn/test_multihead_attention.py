@@ -203,7 +203,7 @@ def test_unsupported_options_are_named(option: str) -> None:
         (
             {"attn_mask": causal_mask(S), "key_padding_mask": padding_mask(S)},
             ValueError,
-            "attn_mask: expected None beside key_padding_mask",
+            "attn_mask: expected None together with key_padding_mask",
         ),
     ],
 )

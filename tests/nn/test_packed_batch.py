@@ -66,7 +66,7 @@ def test_packed_stays_packed() -> None:
         (IDS, {"max_seqlen": 3}, "max_seqlen: expected None without cu_seqlens, got 3"),
         (IDS, {"lengths": [1, 2]}, r"lengths: expected 3 numbers in \[0, 6\], got \[1, 2\]"),
         (IDS, {"lengths": [1, 2, 7]}, r"lengths: expected 3 numbers in \[0, 6\]"),
-        (IDS, {"lengths": [1, 2, 3], "attention_mask": BEHIND}, "attention_mask: expected None beside lengths"),
+        (IDS, {"lengths": [1, 2, 3], "attention_mask": BEHIND}, "attention_mask: expected None together with lengths"),
         (IDS, {"attention_mask": BEHIND[:2]}, r"attention_mask: expected shape \(3, 6\), got shape \(2, 6\)"),
     ],
 )

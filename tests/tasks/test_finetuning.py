@@ -356,6 +356,6 @@ def test_lengths_and_vocabularies_must_fit(bert_directory: Path, bpe: Tokenizer,
     models.BertModel(config).save_pretrained(tmp_path)
     bpe.save(tmp_path)
     with pytest.raises(
-        DataError, match=f"expected no more words than the model's 50, got a tokenizer with {bpe.vocab_size}"
+        DataError, match=f"expected no more tokens than the model's 50, got a tokenizer with {bpe.vocab_size}"
     ):
         prepare("classify", tmp_path, PEACE)

@@ -60,7 +60,7 @@ def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(each.step, each.value) for each in events.Scalars("loss")] == [(1, 9.0), (2, 8.0)]
-    assert [each.value for each in events.Scalars("held out/loss")] == [3.0]
+    assert [each.value for each in events.Scalars("validation/loss")] == [3.0]
 
 
 def test_time_that_is_paused_does_not_count() -> None:

@@ -4,7 +4,7 @@
   fasttfm distill --recipe tinybert --teacher DIR --layers 4 --width 312 --intermediate 1200 --output general
   fasttfm distill --recipe tinybert --task classify --teacher FINE_TUNED --student general
 
-distilbert  a student with every second layer of its teacher learns its softened words, the masked words themselves and
+distilbert  a student with every second layer of its teacher learns its soft targets, the masked LM loss and
             the direction of its last states.
 tinybert    a student of any size learns its teacher's embeddings, attention maps and states: first on a corpus; then
             (--task) those of a teacher that was fine-tuned on a task, and at the end its predictions.
@@ -40,55 +40,66 @@ from fasttfm.whole_files import write_json, write_text
 def add_parser(subparsers: Any) -> None:
     """Adds the ``distill`` command to a command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "distill", help="train a small model to do as a large one does", description=__doc__, formatter_class=Formatter
+        "distill", help="distill a model into a smaller one", description=__doc__, formatter_class=Formatter
     )
-    parser.add_argument("--recipe", required=True, choices=("distilbert", "tinybert"), help="what is learnt, see above")
-    parser.add_argument("--teacher", required=True, metavar="DIR", help="as transformers or fasttfm wrote it")
+    parser.add_argument(
+        "--recipe", required=True, choices=("distilbert", "tinybert"), help="losses of the student, see above"
+    )
+    parser.add_argument(
+        "--teacher", required=True, metavar="DIR", help="checkpoint directory of transformers or fasttfm"
+    )
     group = parser.add_argument_group("data")
     group.add_argument("--data", nargs="+", metavar="PATH", help="texts; with --task a file or directory of examples")
-    group.add_argument("--prepared", type=Path, metavar="DIR", help="token shards, kept for other runs")
-    group.add_argument("--max-length", type=int, default=128, metavar="N", help="tokens of a sequence")
-    group.add_argument("--tokens-per-batch", type=int, default=4096, metavar="N", help="nothing is padded")
-    group.add_argument("--masking", type=float, default=0.15, metavar="SHARE", help="of tokens that are masked")
+    group.add_argument("--prepared", type=Path, metavar="DIR", help="folder of token shards, reused by other runs")
+    group.add_argument("--max-length", type=int, default=128, metavar="N", help="max tokens per sequence")
+    group.add_argument("--tokens-per-batch", type=int, default=4096, metavar="N", help="tokens per packed batch")
     group.add_argument(
-        "--held-out", type=float, default=0.02, metavar="SHARE", help="of documents in the validation set"
+        "--masking", type=float, default=0.15, metavar="SHARE", help="fraction of tokens that are masked"
+    )
+    group.add_argument(
+        "--held-out", type=float, default=0.02, metavar="SHARE", help="fraction of documents in the validation set"
     )
     group = parser.add_argument_group("student")
-    group.add_argument("--layers", type=int, metavar="N", help="by default half as many as the teacher has")
+    group.add_argument("--layers", type=int, metavar="N", help="by default half of the teacher's")
     group.add_argument("--width", type=int, metavar="N", help="tinybert: by default half of the teacher's")
     group.add_argument("--intermediate", type=int, metavar="N", help="tinybert: by default four times the width")
-    group.add_argument("--student", metavar="DIR", help="tinybert with --task: what the first stage wrote")
-    group = parser.add_argument_group("terms")
-    group.add_argument("--temperature", type=float, metavar="T", help="by default 2, of a task's predictions 1")
+    group.add_argument("--student", metavar="DIR", help="tinybert with --task: output directory of the first stage")
+    group = parser.add_argument_group("loss")
+    group.add_argument("--temperature", type=float, metavar="T", help="by default 2, for a task's predictions 1")
     group.add_argument(
         "--weights",
         type=float,
         nargs=3,
         default=(5.0, 2.0, 1.0),
         metavar="W",
-        help="distilbert: of softened words, masked words and directions",
+        help="distilbert: weights of soft targets, masked LM and cosine",
     )
     group.add_argument(
         "--soft-targets",
         choices=("all", "masked"),
         default="all",
-        help="distilbert: of which words; masked ones are few",
+        help="distilbert: soft targets of all tokens or only of masked ones",
     )
     group.add_argument(
-        "--layer-map", type=_numbers, metavar="A,B", help="tinybert: the teacher's layer for each own one"
+        "--layer-map", type=_numbers, metavar="A,B", help="tinybert: the teacher's layer for each layer of the student"
     )
     group.add_argument(
-        "--attention", choices=("scores", "weights"), default="scores", help="tinybert: in front of softmax or behind"
+        "--attention",
+        choices=("scores", "weights"),
+        default="scores",
+        help="tinybert: attention before or after the softmax",
     )
-    training = add_training_options(parser, rate=5e-4, about_rate="the highest")
-    training.add_argument("--steps", type=int, default=1000, metavar="N", help="on a corpus")
+    training = add_training_options(parser, rate=5e-4, about_rate="peak learning rate")
+    training.add_argument("--steps", type=int, default=1000, metavar="N", help="optimizer steps on a corpus")
     group = parser.add_argument_group("task")
     group.add_argument("--task", choices=("classify", "pair", "tag", "qa", "choice"), help="tinybert's second stage")
     group.add_argument(
-        "--dev", type=Path, metavar="FILE", help="by default the directory's, or a tenth of the examples"
+        "--dev", type=Path, metavar="FILE", help="dev set; by default the directory's, or a tenth of the examples"
     )
-    group.add_argument("--epochs", type=int, default=10, metavar="N", help="over embeddings, attention maps and states")
-    group.add_argument("--prediction-epochs", type=int, default=3, metavar="N", help="over predictions")
+    group.add_argument(
+        "--epochs", type=int, default=10, metavar="N", help="epochs on embeddings, attention maps and hidden states"
+    )
+    group.add_argument("--prediction-epochs", type=int, default=3, metavar="N", help="epochs on predictions")
     add_run_options(parser)
     parser.set_defaults(refuse=parser.error)
 
@@ -148,7 +159,7 @@ def _on_corpus(arguments: argparse.Namespace) -> None:
     save_student(recipe, tokenizer, output)
     metrics = {"recipe": arguments.recipe, "teacher": str(arguments.teacher), "steps": work.steps}
     write_json(output / "metrics.json", {**metrics, "held_out_before": before, "held_out": after})
-    print(f"held out   {sentence(after)}")
+    print(f"validation {sentence(after)}")
     print(f"before     {sentence(before)}")
     print(f"output     {output}")
 
@@ -174,7 +185,7 @@ def _recipe(arguments: argparse.Namespace) -> Any:
 
 @contextmanager
 def _logged(arguments: argparse.Namespace, output: Path, recipe: Any, steps: int, name: str = "") -> Iterator[Any]:
-    """The log of a part of a run, its progress, and behind it the picture of its curves."""
+    """The log and progress bar of a part of a run; afterwards its curves are plotted."""
     from fasttfm.train.logs import RunLog
     from fasttfm.train.progress import Progress
 

@@ -24,26 +24,27 @@ _SUFFIXES = (".npy", ".safetensors")
 def add_parser(subparsers: Any) -> None:
     """Adds the ``embed`` command to a command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "embed", help="write vectors of texts", description=__doc__, formatter_class=Formatter
+        "embed", help="write embeddings of texts", description=__doc__, formatter_class=Formatter
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="as transformers or fasttfm wrote it")
+    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory of transformers or fasttfm")
     parser.add_argument("--data", required=True, nargs="+", metavar="PATH", help="files, directories or patterns")
     parser.add_argument(
         "--output", required=True, type=Path, metavar="FILE", help="a name that ends in .npy or .safetensors"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
-    parser.add_argument("--lines", action="store_true", help="every line of a .txt file that is not empty is a text")
-    parser.add_argument("--tokenizer", metavar="PATH", help="where it is, if not in the model's directory")
+    parser.add_argument("--lines", action="store_true", help="every non-empty line of a .txt file is a text")
+    parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
     parser.add_argument(
-        "--pooling", choices=("mean", "first", "last"), default="mean", help="of a text's tokens; the first is [CLS]"
+        "--pooling",
+        choices=("mean", "first", "last"),
+        default="mean",
+        help="pooling over a text's tokens; the first is [CLS]",
     )
-    parser.add_argument("--layers", type=int, default=1, metavar="N", help="the last N layers, one behind the other")
+    parser.add_argument("--layers", type=int, default=1, metavar="N", help="concatenate the last N layers")
     parser.add_argument(
-        "--max-length", type=int, metavar="N", help="tokens of a text; by default all that the model reads"
+        "--max-length", type=int, metavar="N", help="max tokens per text; by default as many as the model has positions"
     )
-    parser.add_argument(
-        "--tokens-per-batch", type=int, default=16384, metavar="N", help="how many are computed at once"
-    )
+    parser.add_argument("--tokens-per-batch", type=int, default=16384, metavar="N", help="tokens per batch")
     add_device_option(parser)
     parser.set_defaults(refuse=parser.error)
 

@@ -1,4 +1,4 @@
-"""``fasttfm finetune``: trains a model for a task, and says how good it is beside always giving the commonest answer.
+"""``fasttfm finetune``: trains a model for a task and reports its scores and those of the majority baseline.
 
   fasttfm finetune --task classify --model DIR                           the sample that is shipped
   fasttfm finetune --task pair --model DIR --data glue/RTE               a directory with train.tsv and dev.tsv
@@ -12,7 +12,8 @@ tasks:
   choice     the right one of some endings   SWAG's csv
 
 The output directory holds a checkpoint that transformers opens, the predictions for the dev set, metrics.json, log.csv
-and curves.png. GPTs read a task as GPT-1 does: start, delimiter and extract tokens, and the words are predicted too.
+and curves.png. GPTs read a task as GPT-1 does: with start, delimiter and extract tokens and an auxiliary causal LM
+loss.
 """
 
 from __future__ import annotations
@@ -43,27 +44,33 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "finetune", help="train a model for a task", description=__doc__, formatter_class=Formatter
     )
-    parser.add_argument("--task", required=True, choices=_TASKS, help="what is to be learnt")
-    parser.add_argument("--model", required=True, metavar="DIR", help="as transformers or fasttfm wrote it")
-    parser.add_argument("--tokenizer", metavar="PATH", help="where it is, if not in the model's directory")
+    parser.add_argument("--task", required=True, choices=_TASKS, help="the task, see above")
+    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory of transformers or fasttfm")
+    parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
     group = parser.add_argument_group("data")
+    group.add_argument("--data", type=Path, metavar="PATH", help="a file or a directory; by default the shipped sample")
     group.add_argument(
-        "--data", type=Path, metavar="PATH", help="a file, or a directory; by default the shipped sample"
+        "--dev", type=Path, metavar="FILE", help="dev set; by default the directory's, or a tenth of the examples"
     )
     group.add_argument(
-        "--dev", type=Path, metavar="FILE", help="by default the directory's, or a tenth of the examples"
+        "--test", type=Path, metavar="FILE", help="also write predictions for this file, which may have no labels"
     )
-    group.add_argument("--test", type=Path, metavar="FILE", help="predict this too; it may have no labels")
-    group.add_argument("--max-length", type=int, metavar="N", help="tokens of a sequence; by default 128, for qa 384")
-    group.add_argument("--tokens-per-batch", type=int, default=2048, metavar="N", help="nothing is padded")
-    group.add_argument("--values", action="store_true", help="classify, pair: labels are numbers to be estimated")
+    group.add_argument(
+        "--max-length", type=int, metavar="N", help="max tokens per sequence; by default 128, for qa 384"
+    )
+    group.add_argument("--tokens-per-batch", type=int, default=2048, metavar="N", help="tokens per packed batch")
+    group.add_argument("--values", action="store_true", help="classify, pair: regression, labels are numbers")
     training = add_training_options(
-        parser, rate=None, about_rate="the highest; by default 5e-5 for a width of 768, more for narrower models"
+        parser, rate=None, about_rate="peak learning rate; by default 5e-5 for a width of 768, more for narrower models"
     )
     training.add_argument("--epochs", type=int, metavar="N", help="by default 3, and 10 on the shipped sample")
-    training.add_argument("--head-rate", type=float, metavar="RATE", help="the head's own learning rate")
+    training.add_argument("--head-rate", type=float, metavar="RATE", help="learning rate of the head")
     training.add_argument(
-        "--layer-decay", type=float, default=1.0, metavar="FACTOR", help="of the rate, from a layer to the one below"
+        "--layer-decay",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="factor of the learning rate from a layer to the one below",
     )
     training.add_argument("--freeze-encoder", action="store_true", help="train the head only")
     training.add_argument(
@@ -71,12 +78,14 @@ def add_parser(subparsers: Any) -> None:
         type=float,
         default=0.5,
         metavar="WEIGHT",
-        help="GPTs: of predicting words beside (not classify and pair of gpt2)",
+        help="GPTs: weight of the auxiliary causal LM loss (not classify and pair of gpt2)",
     )
     group = parser.add_argument_group("questions")
-    group.add_argument("--stride", type=int, metavar="N", help="tokens from one window to the next; by default 128")
-    group.add_argument("--max-question", type=int, metavar="N", help="tokens of a question; by default 64")
-    group.add_argument("--max-answer", type=int, default=30, metavar="N", help="tokens of an answer")
+    group.add_argument(
+        "--stride", type=int, metavar="N", help="tokens between the starts of two windows; by default 128"
+    )
+    group.add_argument("--max-question", type=int, metavar="N", help="max tokens per question; by default 64")
+    group.add_argument("--max-answer", type=int, default=30, metavar="N", help="max tokens per answer")
     add_run_options(parser)
     parser.set_defaults(refuse=parser.error)
 
@@ -139,7 +148,7 @@ class Report:
     def __init__(self, arguments: argparse.Namespace, output: Path, work: Any, examples: Any) -> None:
         self.arguments, self.output, self.work, self.examples = arguments, output, work, examples
         self.model, self.task = work.model, work.task
-        # Before the training: where scikit-learn is missing, nobody should wait to hear it.
+        # Before the training, so that a missing scikit-learn is reported right away.
         self.majority = self.scores(examples.dev, self.task.majority(examples.train, examples.dev))
 
     def train(self) -> None:
@@ -147,7 +156,7 @@ class Report:
         from fasttfm.train.progress import Progress
 
         examples = self.examples
-        print(f"{len(examples.train)} examples to learn from, {len(examples.dev)} to be judged by: {examples.source}")
+        print(f"{len(examples.train)} training examples, {len(examples.dev)} in the dev set: {examples.source}")
         if self.work.steps == 0:
             return
         progress = None if self.arguments.quiet else Progress(self.work.steps)

@@ -1,4 +1,4 @@
-"""``fasttfm generate``: continues a prompt, word by word, or answers by a description and examples.
+"""``fasttfm generate``: continues a prompt token by token, or answers by a description and examples.
 
   fasttfm generate --model DIR --prompt "Once upon a time" --temperature 0.8
   fasttfm generate --model DIR --prompt "cheese" --description "Translate English to French:" --shots examples.jsonl
@@ -21,34 +21,38 @@ def add_parser(subparsers: Any) -> None:
     """Adds the ``generate`` command to a command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "generate",
-        help="continue a prompt, with examples if you like",
+        help="continue a prompt, optionally with examples",
         description=__doc__,
         formatter_class=Formatter,
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="a GPT, as transformers or fasttfm wrote it")
+    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory of a GPT")
     parser.add_argument(
-        "--prompt", required=True, metavar="TEXT", help="what to continue or to answer; - reads it from stdin"
+        "--prompt", required=True, metavar="TEXT", help="the text to continue or to answer; - reads it from stdin"
     )
-    parser.add_argument("--tokenizer", metavar="PATH", help="where it is, if not in the model's directory")
+    parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
     group = parser.add_argument_group("the task")
-    group.add_argument("--description", default="", metavar="TEXT", help="what is to be done, in front of everything")
-    group.add_argument("--shots", type=Path, metavar="FILE", help="examples, one JSON object a line")
+    group.add_argument("--description", default="", metavar="TEXT", help="instruction at the beginning of the prompt")
+    group.add_argument("--shots", type=Path, metavar="FILE", help="examples, one JSON object per line")
     group.add_argument("--count", type=int, metavar="N", help="use the first N examples only")
     group.add_argument(
-        "--template", metavar="TEXT", help=r"an example's form, by default 'Input: {input}\nOutput: {output}'"
+        "--template", metavar="TEXT", help=r"format of an example, by default 'Input: {input}\nOutput: {output}'"
     )
     group.add_argument("--separator", default=r"\n\n", metavar="TEXT", help="between examples")
     group.add_argument(
-        "--stop", metavar="TEXT", help="ends the answer; by default the separator, where there is a task"
+        "--stop",
+        metavar="TEXT",
+        help="ends the answer; by default the separator, if there is a description or examples",
     )
-    group = parser.add_argument_group("the words")
-    group.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="no more than these")
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="max number of tokens")
     group.add_argument(
-        "--temperature", type=float, metavar="T", help="draw words: below 1 the likely ones, above 1 any"
+        "--temperature", type=float, metavar="T", help="sample with this temperature; by default the most likely token"
     )
-    group.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest words")
-    group.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest words that have P together")
-    group.add_argument("--seed", type=int, metavar="N", help="random seed: draw the same words again")
+    group.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    group.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the most likely tokens with total probability P"
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="random seed of the samples")
     group.add_argument("--show-prompt", action="store_true", help="print the whole prompt first")
     add_device_option(parser)
     parser.set_defaults(refuse=parser.error)
@@ -71,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         text, stop = _prompt(arguments, tokenizer, model.config.n_positions)
         ids = tokenizer.encode(text)
         if not ids:
-            raise ValueError("--prompt: expected a text with words, got none")
+            raise ValueError("--prompt: expected a text with tokens, got none")
         if arguments.seed is not None:
             random_seed(arguments.seed)
             torch.manual_seed(arguments.seed)

@@ -1,4 +1,4 @@
-"""What the commands around trained models share: options, sentences for what is wrong, files that are whole."""
+"""Options, error messages and output files that the commands share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Descriptions as they are written, and every option's default where it has one."""
+    """Keeps the line breaks of descriptions, and shows the defaults of options."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, False, "") else super()._get_help_string(action)
@@ -24,15 +24,21 @@ def add_device_option(parser: Any) -> None:
 
 
 def add_training_options(parser: argparse.ArgumentParser, *, rate: float | None, about_rate: str) -> Any:
-    """How a model is trained, whatever it is trained for. Returns the group of options, for more of them."""
+    """Adds the training options that all commands share. Returns their group, so that a command can add more."""
     group = parser.add_argument_group("training")
     group.add_argument("--learning-rate", type=float, default=rate, metavar="RATE", help=about_rate)
     group.add_argument(
-        "--warmup-share", type=float, default=0.1, metavar="SHARE", help="of all steps, in which the rate rises"
+        "--warmup-share", type=float, default=0.1, metavar="SHARE", help="fraction of the steps for warmup"
     )
-    group.add_argument("--weight-decay", type=float, default=0.01, metavar="RATE", help="not of biases and LayerNorms")
-    group.add_argument("--clip", type=float, default=1.0, metavar="NORM", help="max gradient norm; 0: no clipping")
-    group.add_argument("--accumulation", type=int, default=1, metavar="N", help="batches to a step")
+    group.add_argument(
+        "--weight-decay",
+        type=float,
+        default=0.01,
+        metavar="RATE",
+        help="weight decay, except for biases and LayerNorms",
+    )
+    group.add_argument("--clip", type=float, default=1.0, metavar="NORM", help="max gradient norm; 0 disables clipping")
+    group.add_argument("--accumulation", type=int, default=1, metavar="N", help="gradient accumulation steps")
     group.add_argument(
         "--precision", choices=("float32", "bfloat16"), help="by default bfloat16 on a GPU and float32 on a CPU"
     )
@@ -41,11 +47,11 @@ def add_training_options(parser: argparse.ArgumentParser, *, rate: float | None,
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Where a run writes and computes."""
+    """Adds the options for output and device."""
     group = parser.add_argument_group("run")
     group.add_argument("--output", type=Path, metavar="DIR", help="by default a new one under fasttfm-runs")
     group.add_argument("--overwrite", action="store_true", help="write to --output even if it has files")
-    group.add_argument("--quiet", action="store_true", help="no progress")
+    group.add_argument("--quiet", action="store_true", help="no progress bar")
     add_device_option(group)
 
 
@@ -67,8 +73,8 @@ def settings_of(arguments: argparse.Namespace, device: Any, rate: float, **chang
 
 
 def check_output(arguments: argparse.Namespace, **sources: Any) -> None:
-    """Raises ValueError where ``--output`` is one of the directories that the command reads, or has files that nobody
-    allowed to be overwritten.
+    """Raises ValueError if ``--output`` is one of the directories that the command reads, or has files and there is no
+    ``--overwrite``.
 
     Args:
         sources: Directories or files that are read, by their options' names; None for those that are not given.
@@ -88,7 +94,7 @@ def check_output(arguments: argparse.Namespace, **sources: Any) -> None:
 
 
 def output_of(arguments: argparse.Namespace, name: str) -> Path:
-    """The directory that was asked for (``check_output`` comes first), or a new one."""
+    """The directory ``--output`` (after ``check_output``), or a new one."""
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         return Path(arguments.output)
@@ -131,7 +137,7 @@ def refusing(arguments: argparse.Namespace) -> Iterator[None]:
         warnings.showwarning = note
         try:
             yield
-        except BrokenPipeError:  # nobody reads what is printed: cli.main
+        except BrokenPipeError:  # the reader of stdout is gone; main handles it
             raise
         except (DataError, CheckpointError, NonFiniteError, RunError, ImportError, OSError) as error:
             print(f"fasttfm {arguments.command}: {in_words(error)}", file=sys.stderr)
@@ -148,7 +154,7 @@ def in_words(error: BaseException) -> str:
 
 
 def draw_curves(log: Path, title: str) -> None:
-    """The picture of a log's curves, beside it. It is not worth a run: without matplotlib there is a line on stderr."""
+    """Plots a log's curves into its directory. A failure does not end the run: without matplotlib it prints a note."""
     from fasttfm.train.curves import CURVES, write_curves
 
     try:

@@ -19,7 +19,7 @@ _EXAMPLES = """
 examples:
   fasttfm pretrain                                        a small BERT on the text that ships with the package
   fasttfm pretrain gpt2 --data 'books/*.txt' --size small --tokens-per-step 65536 --steps 20000
-  fasttfm pretrain bert --output run --resume             go on with a run that was interrupted
+  fasttfm pretrain bert --output run --resume             resume an interrupted run
   torchrun --nproc-per-node 8 -m fasttfm pretrain bert --size large --parallel fsdp --data corpus/ --output run
 """
 
@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("model", nargs="?", default="bert", choices=MODELS, help="the family; default: bert")
     parser.add_argument("--size", help="a named size of the family, for example base; default: a small one")
     parser.add_argument(
-        "--set", nargs="+", default=[], type=_field, metavar="FIELD=VALUE", help="what the size has otherwise"
+        "--set", nargs="+", default=[], type=_field, metavar="FIELD=VALUE", help="override config fields"
     )
     _add_data(parser.add_argument_group("data"))
     _add_training(parser.add_argument_group("training"))
@@ -53,51 +53,55 @@ def _add_data(group: Any) -> None:
         help=".txt, .jsonl or .parquet files, folders or patterns; default: the text that ships with the package",
     )
     group.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json, vocab.txt or a folder; default: trained")
-    group.add_argument("--vocabulary", type=int, default=4000, help="entries of a tokenizer that is trained (4000)")
-    group.add_argument("--prepared", type=Path, metavar="FOLDER", help="token shards, kept for other runs")
+    group.add_argument("--vocabulary", type=int, default=4000, help="vocabulary size of a trained tokenizer (4000)")
+    group.add_argument("--prepared", type=Path, metavar="FOLDER", help="folder of token shards, reused by other runs")
     group.add_argument(
-        "--held-out", type=float, default=0.02, help="share of the documents in the validation set (0.02)"
+        "--held-out", type=float, default=0.02, help="fraction of the documents in the validation set (0.02)"
     )
-    group.add_argument("--max-length", type=int, default=128, help="tokens of a sequence (128)")
-    group.add_argument("--masking", type=float, default=0.15, help="share of tokens that are predicted (0.15)")
+    group.add_argument("--max-length", type=int, default=128, help="max tokens per sequence (128)")
+    group.add_argument("--masking", type=float, default=0.15, help="fraction of tokens that are masked (0.15)")
     group.add_argument("--whole-word", action="store_true", help="mask whole words")
-    group.add_argument("--ngram", type=int, default=1, help="mask up to so many words in a row (1)")
-    group.add_argument("--workers", type=int, help="processes that make batches; default: 2 beside a GPU, else 0")
+    group.add_argument("--ngram", type=int, default=1, help="mask n-grams of up to this length (1)")
+    group.add_argument("--workers", type=int, help="data loading processes; default: 2 with a GPU, else 0")
 
 
 def _add_training(group: Any) -> None:
-    group.add_argument("--steps", type=int, default=400, help="400 by default")
-    group.add_argument("--tokens-per-step", type=int, default=2048, help="of all processes together (2048)")
-    group.add_argument("--accumulation", type=int, default=1, help="batches of a process to a step (1)")
+    group.add_argument("--steps", type=int, default=400, help="optimizer steps (400)")
+    group.add_argument("--tokens-per-step", type=int, default=2048, help="summed over all processes (2048)")
+    group.add_argument("--accumulation", type=int, default=1, help="gradient accumulation steps per process (1)")
     group.add_argument("--optimizer", default="adamw", help="adamw (default) or lamb")
-    group.add_argument("--learning-rate", type=float, help="the highest; default: by the size, 0.001 to 0.0001")
-    group.add_argument("--weight-decay", type=float, default=0.01, help="not of biases and LayerNorms (0.01)")
-    group.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="Adam's (0.9 0.999)")
+    group.add_argument("--learning-rate", type=float, help="peak learning rate; default by size: 0.001 to 0.0001")
+    group.add_argument(
+        "--weight-decay", type=float, default=0.01, help="weight decay, except for biases and LayerNorms (0.01)"
+    )
+    group.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="Adam betas (0.9 0.999)")
     group.add_argument("--schedule", default="linear", help="linear (default), cosine or constant")
-    group.add_argument("--warmup", type=int, help="steps; default: a tenth of all")
-    group.add_argument("--clip", type=float, default=1.0, help="max gradient norm; 0: no clipping (1.0)")
-    group.add_argument("--dropout", type=float, help="default: the size's own")
+    group.add_argument("--warmup", type=int, help="warmup steps; default: a tenth of all steps")
+    group.add_argument("--clip", type=float, default=1.0, help="max gradient norm; 0 disables clipping (1.0)")
+    group.add_argument("--dropout", type=float, help="dropout probability; default: that of the size")
     group.add_argument("--precision", help="bfloat16 (default on a GPU) or float32 (default on a CPU)")
     group.add_argument("--compile", action="store_true", help="compile the forward with torch.compile")
     group.add_argument("--cuda-graph", action="store_true", help="run the step as a CUDA graph: one GPU, fixed shapes")
-    group.add_argument("--bad-steps", type=int, default=5, help="steps in a row without a finite loss end the run (5)")
+    group.add_argument("--bad-steps", type=int, default=5, help="consecutive non-finite steps that end the run (5)")
     group.add_argument("--seed", type=int, default=0, help="random seed (0)")
 
 
 def _add_run(group: Any) -> None:
     group.add_argument("--output", type=Path, help="the run's folder; default: a new one under fasttfm-runs")
-    group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
+    group.add_argument("--resume", action="store_true", help="resume from the newest checkpoint in --output")
     group.add_argument(
-        "--overwrite", action="store_true", help="replace the run in --output, or begin one beside other files"
+        "--overwrite", action="store_true", help="replace the run in --output, or write to a folder that has files"
     )
     group.add_argument("--device", help="cpu, cuda or cuda:<number>; default: a GPU where there is one")
     group.add_argument("--parallel", help="under torchrun: ddp (default) or fsdp")
-    group.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="default: five times, or every 1000")
-    group.add_argument("--keep", type=int, default=3, help="checkpoints that stay (3)")
-    group.add_argument("--evaluate-every", type=int, metavar="STEPS", help="default: ten times")
-    group.add_argument("--evaluation-batches", type=int, default=8, help="of each process (8)")
-    group.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="steps to a row of the log (10)")
-    group.add_argument("--quiet", action="store_true", help="no progress")
+    group.add_argument(
+        "--checkpoint-every", type=int, metavar="STEPS", help="default: five times per run, at most every 1000"
+    )
+    group.add_argument("--keep", type=int, default=3, help="checkpoints to keep (3)")
+    group.add_argument("--evaluate-every", type=int, metavar="STEPS", help="default: ten times per run")
+    group.add_argument("--evaluation-batches", type=int, default=8, help="per process (8)")
+    group.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="steps per log row (10)")
+    group.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def _field(text: str) -> tuple[str, Any]:
@@ -196,12 +200,10 @@ def _report(summary: Any, seconds: float) -> str:
 
     held_out = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in summary.held_out.items())
     skipped = f"; {summary.skipped} were skipped, their loss or gradient was not finite" if summary.skipped else ""
-    rate = (
-        "" if summary.tokens_per_second is None else f"; {summary.tokens_per_second:,.0f} tokens/s behind the warm-up"
-    )
+    rate = "" if summary.tokens_per_second is None else f"; {summary.tokens_per_second:,.0f} tokens/s after warmup"
     return (
         f"{summary.steps} steps, {summary.tokens:,} tokens in {seconds:.0f} s{skipped}{rate}\n"
-        f"training loss {summary.loss:.3f}; held out: {held_out}\n"
+        f"training loss {summary.loss:.3f}; validation: {held_out}\n"
         f"checkpoint  {summary.checkpoint}\n"
         f"log         {summary.directory / CSV}\n"
         f"curves      {summary.directory / CURVES}"

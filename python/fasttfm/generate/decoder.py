@@ -19,7 +19,7 @@ Attend = Callable[[int, PackedLayer, Tensor], Tensor]  # of a layer's number, th
 class CachedDecoder:
     """Keys and values of all tokens so far, for every layer, and the model that adds to them.
 
-    Sequences may differ in length: each has its own count of tokens, and its tokens stand at the front of its rows.
+    Sequences may differ in length: each has its own count of tokens, which are at the front of its rows.
     """
 
     def __init__(self, model: TextModel, room: int) -> None:

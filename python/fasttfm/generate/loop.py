@@ -1,4 +1,4 @@
-"""``generate`` and ``stream``: continue prompts, word by word."""
+"""``generate`` and ``stream``: continue prompts token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STEPS_BETWEEN_LOOKS = 8  # a look at whether all sequences have ended waits for
 
 
 class CausalModel(Protocol):
-    """A model that predicts words: GPT2LMHeadModel and its relatives."""
+    """A causal LM: GPT2LMHeadModel and its variants."""
 
     config: Any
     training: bool
@@ -47,8 +47,8 @@ def generate(
         model: In evaluation mode.
         attention_mask: ``[B, S]``, not 0 for tokens: prompts of different lengths; padding may be anywhere. A token's
             position is its number in its own prompt.
-        lengths: ``B`` numbers of tokens instead of a mask, for padding behind them.
-        max_new_tokens: The most tokens that are added.
+        lengths: ``B`` numbers of tokens instead of a mask, for padding at the end.
+        max_new_tokens: The maximum number of new tokens.
         eos_token_id: One or several tokens, each of which ends a sequence; the configuration's by default, none for [].
         pad_token_id: What follows the end where other sequences go on; by default the configuration's, or else the
             first ``eos_token_id``.
@@ -119,7 +119,7 @@ def _steps(
 
 
 class _Ends(NamedTuple):
-    """The tokens that end a sequence, and the one behind the end."""
+    """The tokens that end a sequence, and the one after the end."""
 
     tokens: list[int]
     padding: int
@@ -141,7 +141,7 @@ def _check(model: CausalModel, batch: PackedBatch, new: int) -> None:
         raise ValueError(f"{_NAME}: input_ids: expected prompts of at least one token, got an empty one")
     positions = model.config.n_positions
     if batch.max_seqlen + new > positions:
-        got = f"{new} behind {batch.max_seqlen}"
+        got = f"{new} after {batch.max_seqlen}"
         raise ValueError(
             f"{_NAME}: max_new_tokens: expected no more than {positions} tokens with the prompt, got {got}"
         )

@@ -1,4 +1,4 @@
-"""``Sampling``: which word follows, of a model's logits."""
+"""``Sampling``: selects the next token from a model's logits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How words are drawn; with ``do_sample`` false the likeliest is taken.
+    """How tokens are sampled; if ``do_sample`` is false the most likely one is taken.
 
-    ``temperature`` divides the logits; then all but the ``top_k`` likeliest words are ruled out, then all that follow
-    where the likeliest, in order, have probability ``top_p`` together.
+    ``temperature`` divides the logits; then only the ``top_k`` most likely tokens are kept, and of these the smallest
+    set of the most likely ones whose total probability reaches ``top_p``.
     """
 
     do_sample: bool = False
@@ -26,21 +26,21 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, fits, expected in (
             ("temperature", 0 < self.temperature < math.inf, "a number above 0"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "None or a number of words, at least 1"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "None or a number of tokens, at least 1"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "None or a probability in (0, 1]"),
         ):
             if not fits:
                 raise ValueError(f"generate: {name}: expected {expected}, got {getattr(self, name)}")
 
     def choose(self, logits: Tensor) -> Tensor:
-        """A word for each row: int64 [B] for ``logits`` [B, V]."""
+        """A token for each row: int64 [B] for ``logits`` [B, V]."""
         if not self.do_sample:
             return logits.argmax(-1)
         probabilities = self.filter(logits.float()).softmax(-1)
         return torch.multinomial(probabilities, 1, generator=self.generator).squeeze(-1)
 
     def filter(self, logits: Tensor) -> Tensor:
-        """Logits at this temperature, -inf for words that are ruled out."""
+        """Logits at this temperature, -inf for excluded tokens."""
         logits = logits / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[..., -1:]
@@ -48,7 +48,7 @@ class Sampling:
         if self.top_p is not None and self.top_p < 1:
             ordered, words = logits.sort(descending=True, stable=True)
             probabilities = ordered.softmax(-1)
-            likelier = probabilities.cumsum(-1) - probabilities  # together, of the words in front
+            likelier = probabilities.cumsum(-1) - probabilities  # total probability of the tokens before
             ruled_out = likelier >= self.top_p  # never the first: nothing is in front of it
             logits = ordered.masked_fill(ruled_out, float("-inf")).gather(-1, words.argsort(-1))
         return logits

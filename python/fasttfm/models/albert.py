@@ -3,7 +3,7 @@
     x_0 = W_E LN(word + position + segment)        tables of width E, W_E [H, E]
     x_i = layer_g(i)(x_(i-1))                      BERT's layer, one for all layers of a group
 
-It is pre-trained on masked words and on the order of two sentences. What is shared is one tensor, in memory and in the
+It is pre-trained on masked LM and on the order of two sentences. Shared parameters are one tensor, in memory and in the
 optimiser.
 """
 
@@ -122,7 +122,7 @@ def names_of(config: AlbertConfig) -> Names:
         heads=(
             rule("lm_head.dense", "predictions.dense"),
             rule("lm_head.norm", "predictions.LayerNorm"),
-            # Where the decoder is not the word table, its bias is its own too, and the other belongs to nothing.
+            # If the decoder is not tied to the word table, it has its own bias, and the other one is unused.
             *([rule("lm_head.decoder.bias", "predictions.bias")] if config.tie_word_embeddings else []),
             rule("lm_head.decoder", "predictions.decoder"),
             rule("sentence_order", "sop_classifier.classifier"),
@@ -228,7 +228,7 @@ class AlbertHead(BertHead):
 
 
 class AlbertForMaskedLM(AlbertHead, BertForMaskedLM):
-    """Predicts masked words."""
+    """Predicts masked tokens."""
 
 
 class AlbertForSequenceClassification(AlbertHead, BertForSequenceClassification):
@@ -257,7 +257,7 @@ class AlbertForPreTrainingOutput(ModelOutput):
 
 
 class AlbertForPreTraining(AlbertHead):
-    """Predicts masked words, and whether two sentences stand in their order (label 0) or were swapped (label 1)."""
+    """Predicts masked tokens, and whether two sentences are in their order (label 0) or were swapped (label 1)."""
 
     def __init__(self, config: AlbertConfig) -> None:
         super().__init__(config, pooler=True)

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al., 2018): a bidirectional transformer encoder, pre-trained on masked words and sentence pairs.
+"""BERT (Devlin et al., 2018): a bidirectional transformer encoder, pre-trained on masked LM and sentence pairs.
 
     x_0 = LN(word + position + segment)
     x_i = LN(y + MLP(y)),    y = LN(x_(i-1) + Attention(x_(i-1)))        i = 1 ... layers
@@ -141,7 +141,7 @@ NAMES = Names(
     ),
     ignored=(r"bert\.embeddings\.position_ids",),
 )
-# Where the decoder is not the word table, its bias is its own too, and the one beside it belongs to nothing.
+# If the decoder is not tied to the word table, it has its own bias, and the head's bias is unused.
 UNTIED_NAMES = replace(
     NAMES,
     heads=[each for each in NAMES.heads if each.ours != "lm_head.decoder.bias"],
@@ -260,7 +260,7 @@ class BertHead(PretrainedModel):
 
 
 class Predicted(NamedTuple):
-    """What a masked-LM model is asked for."""
+    """The options of a masked-LM model's call."""
 
     labels: Tensor | None
     positions: Tensor | None
@@ -268,7 +268,7 @@ class Predicted(NamedTuple):
     output_logits: bool
 
     def run(self, head: MaskedLMHead, encoded: Encoded) -> tuple[Tensor | None, Tensor | None]:
-        """Loss and logits. The logits of all tokens are many: beside a loss they are computed only if asked for."""
+        """Loss and logits. Logits of all tokens take much memory: with a loss they are computed only if requested."""
         loss = None
         if self.labels is not None:
             labels = encoded.batch.pack(self.labels) if self.positions is None else self.labels
@@ -278,7 +278,7 @@ class Predicted(NamedTuple):
 
 
 class BertForMaskedLM(BertHead):
-    """Predicts masked words. ``positions`` and ``max_predictions`` are those of ``nn.MaskedLMHead.loss``."""
+    """Predicts masked tokens. ``positions`` and ``max_predictions`` are those of ``nn.MaskedLMHead.loss``."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=False)
@@ -305,7 +305,7 @@ class BertForMaskedLM(BertHead):
 
 
 class BertForPreTraining(BertHead):
-    """Predicts masked words, and whether the second sentence follows the first (label 0) or not (label 1)."""
+    """Predicts masked tokens, and whether the second sentence follows the first (label 0) or not (label 1)."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=True)

@@ -40,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class CheckpointReader:
-    """Tensors by name, wherever in the directory they are. Nothing is loaded before it is asked for."""
+    """Tensors by name, from all files of the directory. Tensors are loaded lazily."""
 
     def __init__(self, directory: Path) -> None:
         self._opened: dict[Path, Any] = {}
@@ -64,7 +64,7 @@ class CheckpointReader:
         for key, name in _weight_map(index).items():
             path = index.parent / str(name)
             if Path(str(name)).name != name or not path.is_file():
-                raise CheckpointError(f"{index}: {key}: expected the name of a file beside it, got {name!r}")
+                raise CheckpointError(f"{index}: {key}: expected the name of a file in its directory, got {name!r}")
             if key not in self._open(path).keys():  # noqa: SIM118 - safetensors' handle is no mapping
                 raise CheckpointError(f"{path}: {key}: the index says that it is here; it is not")
             files[key] = path

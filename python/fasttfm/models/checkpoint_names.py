@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rule:
-    """A module or parameter of ours and its names in a checkpoint. ``*`` stands for a number.
+    """A module or parameter of ours and its names in a checkpoint. ``*`` is a placeholder for a number.
 
     Of several names each has an equal share of our rows, as query, key and value have of ``qkv``. ``transpose`` is for
     checkpoints that keep matrices as [inputs, outputs].

@@ -120,7 +120,7 @@ class DistilBertHead(BertHead):
 
 
 class DistilBertForMaskedLM(DistilBertHead, BertForMaskedLM):
-    """Predicts masked words."""
+    """Predicts masked tokens."""
 
     @classmethod
     def from_teacher(

@@ -1,10 +1,10 @@
-"""ELECTRA (Clark et al., 2020): BERT's encoder, pre-trained to tell which words a small generator has replaced.
+"""ELECTRA (Clark et al., 2020): BERT's encoder, pre-trained to detect which tokens a small generator has replaced.
 
-    generator         loss_G = masked-LM loss; a word is drawn for every masked one
-    discriminator     loss_D = binary cross entropy over all tokens: was this one replaced by another word?
+    generator         loss_G = masked-LM loss; a token is sampled for every masked one
+    discriminator     loss_D = binary cross entropy over all tokens: was this one replaced by another?
     loss              loss_G + 50 loss_D
 
-Both have one set of embeddings. Tables may be narrower than the model, with a linear layer behind them.
+Both share the embeddings. Tables may be narrower than the model, followed by a linear layer.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class ElectraHead(BertHead):
 
 
 class ElectraForMaskedLM(ElectraHead, BertForMaskedLM):
-    """The generator: predicts masked words."""
+    """The generator: predicts masked tokens."""
 
 
 class ElectraForTokenClassification(ElectraHead, BertForTokenClassification):
@@ -192,7 +192,7 @@ class DiscriminatorHead(nn.Module):
 
 
 class ElectraForPreTraining(ElectraHead):
-    """The discriminator: tells replaced words (label 1) from those that stood there (label 0)."""
+    """The discriminator: tells replaced tokens (label 1) from original ones (label 0)."""
 
     def __init__(self, config: ElectraConfig) -> None:
         super().__init__(config, pooler=False)
@@ -228,8 +228,8 @@ class ElectraJointOutput(ModelOutput):
     generator_loss: Tensor | None = None
     discriminator_loss: Tensor | None = None
     logits: Tensor | None = None  # the discriminator's
-    sampled_ids: Tensor | None = None  # the input with the generator's words in the place of masked ones
-    replaced: Tensor | None = None  # bool: where that is not the word that stood there
+    sampled_ids: Tensor | None = None  # the input with the generator's samples at masked positions
+    replaced: Tensor | None = None  # bool: where that differs from the original token
 
 
 class ElectraForJointPreTraining(PretrainedModel):
@@ -278,9 +278,9 @@ class ElectraForJointPreTraining(PretrainedModel):
         """Both losses.
 
         Args:
-            input_ids: Words, some of them masked.
-            labels: The word that stood there for each masked one, -100 for the others; with ``positions`` one for each
-                of them. ``positions`` and ``max_predictions`` are those of ``nn.MaskedLMHead.loss``.
+            input_ids: Token ids, some of them masked.
+            labels: The original token for each masked one, -100 for the others; with ``positions`` one for each of
+                them. ``positions`` and ``max_predictions`` are those of ``nn.MaskedLMHead.loss``.
         """
         for name in ("generator", "discriminator"):
             if is_watched(self.get_submodule(name)):
@@ -333,9 +333,9 @@ class ElectraForJointPreTraining(PretrainedModel):
 
 
 def put_back(ids: Tensor, sampled: Sampled) -> tuple[Tensor, Tensor]:
-    """The words [T] with drawn ones at their places, and which of them differ from what stood there.
+    """The token ids [T] with samples at masked positions, and which of them differ from the originals.
 
-    A place that only fills up may be named beside a real one: so changes are added, 0 for those.
+    A position of a filler may coincide with a real one, so changes are added, with 0 for fillers.
     """
     counted = sampled.labels != IGNORED
     changes = torch.where(counted, sampled.words - ids.index_select(0, sampled.positions), 0)

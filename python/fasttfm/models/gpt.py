@@ -1,12 +1,12 @@
-"""GPT-2 (Radford et al., 2019): a causal transformer that predicts the next word, pre-LN.
+"""GPT-2 (Radford et al., 2019): a causal transformer LM, pre-LN.
 
     z_0 = word + position
     y   = z_(i-1) + Attention(LN(z_(i-1))),    z_i = y + MLP(LN(y))        i = 1 ... layers
     x   = LN(z_layers)
 
-Classes, arguments, outputs and checkpoints are HF's, whose matrices stand transposed. Inside, a batch is packed:
-padding is removed in front of the embeddings and comes back only in what is returned. GPT-1 (``openai_gpt.py``) and
-GPT-3 (``gpt3.py``) are made of the same parts.
+Classes, arguments, outputs and checkpoints are HF's, whose weights are transposed. Internally a batch is packed:
+padding is removed before the embeddings and restored only in outputs. GPT-1 (``openai_gpt.py``) and GPT-3 (``gpt3.py``)
+are built from the same parts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GPTConfig(ModelConfig):
     attn_pdrop: float = 0.1
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
-    summary_activation: str | None = None  # behind the multiple-choice head: tanh or nothing
+    summary_activation: str | None = None  # of the multiple-choice head: tanh or None
     summary_first_dropout: float = 0.1  # in front of it
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -132,7 +132,8 @@ NAMES = names_of(rule("embeddings.word", "wte"), rule("embeddings.position", "wp
 
 
 class GPT2Model(TextModel):
-    """Embeddings, causal layers and the last LayerNorm. Segments (``token_type_ids``) are words and are added."""
+    """Embeddings, causal layers and the last LayerNorm. Segments (``token_type_ids``) are token ids, whose embeddings
+    are added."""
 
     config_class: ClassVar[type[ModelConfig]] = GPT2Config
     names = NAMES
@@ -167,7 +168,7 @@ class GPT2Model(TextModel):
         self.finish()
 
     def window(self, layer: int) -> tuple[int, int] | None:
-        """How far before and behind itself a token attends in a layer; None for no limit but causality."""
+        """How far before and after itself a token attends in a layer; None for no limit except causality."""
         return None
 
     def forward(
@@ -313,7 +314,7 @@ class GPT2ForSequenceClassification(GPT2Head):
 def predict(
     head: CausalLMHead, encoded: Encoded, labels: Tensor | None, output_logits: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Loss and logits. The logits of all tokens are many: beside a loss they are computed only if asked for."""
+    """Loss and logits. Logits of all tokens take much memory: with a loss they are computed only if requested."""
     batch = encoded.batch
     loss = None if labels is None else head.loss(encoded.x, batch.pack(labels), batch.cu_seqlens)
     return loss, batch.unpack(head(encoded.x)) if labels is None or output_logits else None

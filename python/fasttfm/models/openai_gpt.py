@@ -1,13 +1,12 @@
-"""GPT-1 (Radford et al., 2018): a causal transformer that predicts the next word, post-LN, fine-tuned on tasks that are
-written as one sequence.
+"""GPT-1 (Radford et al., 2018): a causal transformer LM, post-LN, fine-tuned on tasks that are written as one sequence.
 
     x_0 = word + position
     x_i = LN(y + MLP(y)),    y = LN(x_(i-1) + Attention(x_(i-1)))        i = 1 ... layers
 
-A task's texts stand in one sequence with three words of their own, ``start``, ``delimiter`` and ``extract``, and the
-last of them is classified (``task_sequence``). While it is fine-tuned the model goes on predicting words:
+A task's texts are joined into one sequence with three additional tokens, ``start``, ``delimiter`` and ``extract``, and
+the last of them is classified (``task_sequence``). Fine-tuning adds an auxiliary causal LM loss:
 
-    loss = classification + ``auxiliary_loss_weight`` * next words
+    loss = classification + ``auxiliary_loss_weight`` * causal LM
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class OpenAIGPTConfig(GPTConfig):
     vocab_size: int = 40478
     n_positions: int = 512
     afn: str = "gelu"
-    auxiliary_loss_weight: float = 0.5  # of next words beside a classification, where they are labelled
+    auxiliary_loss_weight: float = 0.5  # of the causal LM loss in a classification, if there are lm_labels
 
     @property
     def activation(self) -> str:
@@ -55,7 +54,7 @@ NAMES = names_of(rule("embeddings.word", "tokens_embed"), rule("embeddings.posit
 
 
 class OpenAIGPTModel(GPT2Model):
-    """Embeddings and causal layers, LayerNorm behind the blocks."""
+    """Embeddings and causal layers, with LayerNorm after the blocks."""
 
     config_class, names, norm_first = OpenAIGPTConfig, NAMES, False
 
@@ -70,7 +69,7 @@ class OpenAIGPTDoubleHeadsModel(GPT2DoubleHeadsModel):
 
 class OpenAIGPTForSequenceClassification(GPT2ForSequenceClassification):
     """Labels sequences by their last token. With ``lm_labels``, which are ``input_ids`` or -100 where nothing is
-    predicted, the loss of next words is added; the word table predicts them."""
+    predicted, the causal LM loss is added, with the word table as the decoder."""
 
     config_class, names, encoder_class = OpenAIGPTConfig, NAMES, OpenAIGPTModel
 
@@ -96,7 +95,7 @@ class OpenAIGPTForSequenceClassification(GPT2ForSequenceClassification):
 
 def task_sequence(*texts: Sequence[int], start: int, delimiter: int, extract: int) -> list[int]:
     """A task's texts as the one sequence that GPT-1 is fine-tuned on: start, the texts with delimiters between them,
-    extract. Premise and hypothesis, a question's context and one of its answers, or one text alone."""
+    extract. Premise and hypothesis, a question's context and one of its answers, or a single text."""
     ids = [start]
     for index, text in enumerate(texts):
         ids += [delimiter, *text] if index else text

@@ -1,4 +1,4 @@
-"""What models return: HF's attributes, by name, by index or as a tuple; what was not asked for is None."""
+"""Model outputs with HF's attributes, by name, by index or as a tuple; outputs that were not requested are None."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LMOutput(ModelOutput):
 
 @dataclass
 class DoubleHeadsOutput(ModelOutput):
-    """Of next words, and of the choice between continuations."""
+    """Outputs of the causal LM and of the choice between continuations."""
 
     loss: Tensor | None = None
     mc_loss: Tensor | None = None

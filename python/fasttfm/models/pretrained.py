@@ -65,7 +65,7 @@ class PretrainedModel(nn.Module):
                 nn.init.normal_(product.weight, std=self.config.initializer_range / math.sqrt(2 * len(layers)))
 
     def tied(self) -> dict[str, str]:
-        """Parameters that are another one, by name; by default a decoder that is the word table."""
+        """Tied parameters by name; by default the decoder is tied to the word table."""
         if "lm_head" not in self._modules or not self.config.tie_word_embeddings:
             return {}
         return {"lm_head.decoder.weight": f"{self.names.prefix}.embeddings.word.weight"}
@@ -97,8 +97,8 @@ class PretrainedModel(nn.Module):
     ) -> None:
         """Layers keep only their inputs for the backward, and run again there: a third more work for little memory.
 
-        Arguments are transformers', and may say what is so in any case: ``use_reentrant=False``, ``every_n_layers=1``,
-        ``offload=False``.
+        Arguments are those of transformers; they may only state the supported values: ``use_reentrant=False``,
+        ``every_n_layers=1``, ``offload=False``.
         """
         so = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
         for name, value in {**options, **(gradient_checkpointing_kwargs or {})}.items():
@@ -250,7 +250,7 @@ class PretrainedModel(nn.Module):
                     raise CheckpointError(f"{where}: expected the values of {keys[original]}, which is shared")
 
     def _full_names(self, reader: CheckpointReader) -> Iterator[tuple[str, str]]:
-        """Every key of the checkpoint, behind its name in a model with a head. In old files LayerNorms have a gamma."""
+        """Every key of the checkpoint by its name in a model with a head. In old files LayerNorms have a gamma."""
         prefix = f"{self.names.prefix}."
         whole = any(key.startswith(prefix) for key in reader.files)
         for key in reader.files:

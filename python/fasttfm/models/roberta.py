@@ -1,5 +1,5 @@
-"""RoBERTa (Liu et al., 2019): BERT's encoder with other defaults, positions counted from behind the padding word's row,
-and no sentence pairs."""
+"""RoBERTa (Liu et al., 2019): BERT's encoder with other defaults, positions that start after ``pad_token_id``, and no
+sentence pairs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ UNTIED_NAMES = replace(
 
 
 class RobertaModel(BertModel):
-    """BERT's encoder; a word that is no padding stands at position ``pad_token_id`` + its number, counted from 1."""
+    """BERT's encoder; a token that is not padding has position ``pad_token_id`` + its index, counted from 1."""
 
     config_class = RobertaConfig
     names = NAMES

@@ -15,7 +15,7 @@ from fasttfm.nn.plain import is_watched
 
 
 class Layout(TypedDict, total=False):
-    """Where the tokens are, beside an ``attention_mask`` (nn.PackedBatch.of), and what else to return."""
+    """Alternatives to an ``attention_mask`` (nn.PackedBatch.of), and additional outputs."""
 
     lengths: Sequence[int] | Tensor | None
     cu_seqlens: Tensor | None
@@ -101,7 +101,7 @@ class TextModel(PretrainedModel):
         return batch.columns() if position_ids is None else batch.pack(position_ids.expand_as(input_ids))
 
     def attentions(self, states: list[Tensor], batch: PackedBatch) -> tuple[Tensor, ...]:
-        """Every layer's weights [sequences, H, S, S], computed for show: a sequence's tokens stand in front."""
+        """Every layer's attention weights [sequences, H, S, S], for inspection: a sequence's tokens come first."""
         longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
         return tuple(
             layer.attention_weights(layer_norm(layer.norm1, x) if layer.norm_first else x, batch.cu_seqlens, longest)

@@ -13,19 +13,19 @@ from fasttfm.nn.plain import is_plain
 
 
 class Embeddings(nn.Module):
-    """Word, position and segment rows added up, LayerNorm and dropout, in one pass; a table or a LayerNorm that is not
-    plain (plain.py) is called.
+    """Token, position and segment embeddings, LayerNorm and dropout in one pass; a table or a LayerNorm that is not
+    plain (plain.py) is called as a module.
 
     Args:
         vocabulary: Rows of the word table.
         width: C.
         positions: Rows of the position table; 0 for none.
-        segments: Rows of the segment table; 0 for none, None where segments are words (GPT).
+        segments: Rows of the segment table; 0 for none, None if segments are token ids (GPT).
         norm: Whether there is a LayerNorm (GPT has none here).
         eps: Added to its variance.
         dropout: Of the result.
-        padding_idx: A word that gets no gradient.
-        output_width: That of a linear layer behind it all, where tables are narrower than the model (ALBERT, ELECTRA).
+        padding_idx: A token whose embedding gets no gradient.
+        output_width: The width of a final linear layer, if tables are narrower than the model (ALBERT, ELECTRA).
         device, dtype: The parameters'.
     """
 
@@ -47,7 +47,7 @@ class Embeddings(nn.Module):
         super().__init__()
         factory = {"device": device, "dtype": dtype}
         if padding_idx is not None and not -vocabulary <= padding_idx < vocabulary:
-            raise ValueError(f"Embeddings: padding_idx: expected a word below {vocabulary}, got {padding_idx}")
+            raise ValueError(f"Embeddings: padding_idx: expected a token id below {vocabulary}, got {padding_idx}")
         self.word = nn.Embedding(vocabulary, width, padding_idx=padding_idx, **factory)
         self.position = nn.Embedding(positions, width, **factory) if positions else None
         self.segment = nn.Embedding(segments, width, **factory) if segments else None
@@ -67,7 +67,8 @@ class Embeddings(nn.Module):
     ) -> Tensor:
         """``[T, C]`` of packed ``ids`` [T] with ``cu_seqlens``, or ``[..., S, C]``; in autocast's type under autocast.
 
-        Positions are by default a token's number in its own sequence, segments 0; those that are words are left out.
+        Positions are by default a token's index in its own sequence, segments 0; segments that are token ids are left
+        out.
         """
         segment = self.word if self.word_segments and segment_ids is not None else self.segment
         if not self._is_fusable(segment):
@@ -93,7 +94,7 @@ class Embeddings(nn.Module):
         return x if self.projection is None else self.projection(x)
 
     def _is_fusable(self, segment: nn.Embedding | None) -> bool:
-        """Whether the tables and the LayerNorm are plain, and only words have one that gets no gradient."""
+        """Whether the tables and the LayerNorm are plain, and only the word table has a padding_idx."""
         others = [table for table in (self.position, segment) if table is not None and table is not self.word]
         norms = () if self.norm is None else (self.norm,)
         return is_plain(self.word, *others, *norms) and all(table.padding_idx is None for table in others)

@@ -1,4 +1,4 @@
-"""``MaskedLMHead`` and ``CausalLMHead``: from a model's last states to words, or straight to the loss."""
+"""``MaskedLMHead`` and ``CausalLMHead``: from a model's last hidden states to logits, or directly to the loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IGNORED = -100  # the label of a token that nothing is predicted for
 
 
 class Sampled(NamedTuple):
-    """A masked-LM loss, and a word drawn for each prediction from the model's distribution."""
+    """A masked-LM loss, and a token sampled for each prediction from the model's distribution."""
 
     loss: Tensor
     positions: Tensor  # [n]: the rows that are predicted; others, to fill up, have the label -100
@@ -26,10 +26,10 @@ class Sampled(NamedTuple):
 
 
 class MaskedLMHead(nn.Module):
-    """Dense layer, activation, LayerNorm and the products with every word: the head of BERT, ALBERT and ELECTRA.
+    """Dense layer, activation, LayerNorm and decoder: the head of BERT, ALBERT and ELECTRA.
 
-    The loss needs no logits: only rows that are predicted go through the head, and their logits stand in memory a block
-    at a time.
+    The loss needs no logits: only rows that are predicted go through the head, and only one block of their logits is in
+    memory at a time.
 
     Args:
         width: C, the model's.
@@ -98,9 +98,9 @@ class MaskedLMHead(nn.Module):
     def sample(
         self, x: Tensor, labels: Tensor, *, positions: Tensor | None = None, max_predictions: int | None = None
     ) -> Sampled:
-        """``loss``, and the words that ELECTRA's generator puts in place of masked ones, drawn in the loss's sweep."""
+        """``loss``, and the tokens that ELECTRA's generator puts at masked positions, sampled in the same pass."""
         if not is_plain(self):
-            expected = "a head and a decoder without hooks, wrappers or LoRA (words are drawn in the fused loss)"
+            expected = "a head and a decoder without hooks, wrappers or LoRA (tokens are sampled in the fused loss)"
             raise checks.bad_value("MaskedLMHead.sample", "decoder", expected, repr(self.decoder))
         positions, labels, missed = _predicted(labels, positions, max_predictions)
         rows = self.transform(x.index_select(0, positions))
@@ -118,7 +118,7 @@ class MaskedLMHead(nn.Module):
 
 
 class CausalLMHead(nn.Module):
-    """The products with every word, and the loss of predicting each sequence's next token: the head of GPT.
+    """The decoder, and the loss of predicting each sequence's next token: the head of GPT.
 
     Args:
         width: C.

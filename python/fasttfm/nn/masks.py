@@ -1,9 +1,9 @@
 """torch.nn's masks in the terms of ``ops.attention``. Nothing here waits for a GPU.
 
-Nobody can look at a mask on a GPU without waiting for it, so no mask is taken for padding at the end of sequences.
-Attention does not ask in which order keys stand: the tokens of every sequence are moved to its front, in their order,
-and their number is a length. That serves any mask, padding at the front and gaps included, by a running sum on the
-device and one pass over the rows there and back.
+A mask on a GPU cannot be inspected without a synchronization, so no mask is assumed to be padding at the end of
+sequences. Attention does not depend on the order of the keys: the tokens of every sequence are moved to its front, in
+their order, and their number is a length. That supports any mask, including padding at the front and gaps, with a
+cumulative sum on the device and one pass over the rows in each direction.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Compaction:
-    """Moves the tokens of each of B sequences to its front and what a mask ignores behind them, both in order."""
+    """Moves the tokens of each of B sequences to its front and those that a mask ignores after them, both in order."""
 
     places: Tensor  # int64 [B * S]: the row of [B * S] that each row moves to
     sources: Tensor  # int64 [B * S]: the row that comes to each place
@@ -87,7 +87,7 @@ class Arguments:
         bias = _bias(f"{self.module}: {self.attention}", mask, (heads, queries, keys), query.dtype)
         compaction = _compaction(f"{self.module}: {self.padding}", ignored, key)
         if bias is not None and compaction is not None:
-            expected = f"None beside {self.padding} (is_causal=True stands for a causal mask)"
+            expected = f"None together with {self.padding} (is_causal=True means a causal mask)"
             raise ValueError(f"{self.module}: {self.attention}: expected {expected}, got a tensor")
         return Masks(causal, compaction, bias)
 

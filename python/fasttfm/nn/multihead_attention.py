@@ -25,9 +25,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     - A query without a key to attend to gets the output projection's bias. So it does in torch, except that torch's
       fast path for inference gives NaN with a boolean mask.
     - ``out_proj`` is called where it is not a plain Linear (LoRA, hooks, pruning); torch reads its weight past it.
-    - ``is_causal`` needs no ``attn_mask``. Beside a ``key_padding_mask`` it leaves rows of ignored tokens meaningless.
+    - ``is_causal`` needs no ``attn_mask``. With a ``key_padding_mask`` it leaves rows of ignored tokens meaningless.
     - Not supported, and refused by name: ``add_bias_kv``, ``add_zero_attn``, nested tensors, a ``key_padding_mask`` of
-      numbers, an ``attn_mask`` for each sequence or head, or one beside a ``key_padding_mask`` unless it is causal.
+      numbers, an ``attn_mask`` for each sequence or head, or one together with a ``key_padding_mask`` unless it is
+      causal.
     """
 
     def __init__(

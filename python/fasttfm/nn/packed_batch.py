@@ -43,7 +43,7 @@ class PackedBatch:
             input_ids: ``[B, S]``, or packed ``[T]`` with ``cu_seqlens``.
             attention_mask: ``[B, S]``, true or not 0 for tokens; padding may be anywhere. How many tokens there are is
                 the one thing that a GPU is waited for; ``lengths`` avoid it.
-            lengths: ``B`` numbers of tokens, instead of a mask, for padding behind them. Python's integers or a tensor
+            lengths: ``B`` numbers of tokens, instead of a mask, for padding at the end. Python's integers or a tensor
                 on the CPU: no GPU is waited for.
             cu_seqlens: int32 ``[sequences + 1]``, of a packed batch.
             max_seqlen: Of a packed batch: no sequence is longer; T by default.
@@ -52,9 +52,11 @@ class PackedBatch:
         if cu_seqlens is not None:
             for name, value in (("attention_mask", attention_mask), ("lengths", lengths)):
                 if value is not None:
-                    raise checks.bad_value(_NAME, name, "None beside cu_seqlens", type(value).__name__)
+                    raise checks.bad_value(_NAME, name, "None together with cu_seqlens", type(value).__name__)
             if input_ids.dim() != 1:
-                raise checks.bad_value(_NAME, "input_ids", "shape [T] beside cu_seqlens", f"{tuple(input_ids.shape)}")
+                raise checks.bad_value(
+                    _NAME, "input_ids", "shape [T] together with cu_seqlens", f"{tuple(input_ids.shape)}"
+                )
             checks.check_cu_seqlens(_NAME, cu_seqlens, like=input_ids)
             tokens = input_ids.shape[0]
             return PackedBatch(cu_seqlens, tokens if max_seqlen is None else max_seqlen, tokens)
@@ -65,7 +67,9 @@ class PackedBatch:
         batch, sequence = input_ids.shape
         if lengths is not None:
             if attention_mask is not None:
-                raise checks.bad_value(_NAME, "attention_mask", "None beside lengths", type(attention_mask).__name__)
+                raise checks.bad_value(
+                    _NAME, "attention_mask", "None together with lengths", type(attention_mask).__name__
+                )
             return _from_lengths(input_ids, lengths)
         if attention_mask is not None:
             checks.check_shape(_NAME, "attention_mask", attention_mask, (batch, sequence))

@@ -30,20 +30,20 @@ class PackedLayer(nn.Module):
     Args:
         width: C, the model's.
         heads: They divide the width.
-        intermediate: Width between the feed-forward block's two products.
-        norm_first: Whether LayerNorm stands in front of the blocks (GPT-2) or behind them (BERT).
+        intermediate: Width between the feed-forward block's two linear layers.
+        norm_first: Whether LayerNorm comes before the blocks (GPT-2) or after them (BERT).
         activation: A name out of ``ops.ACTIVATIONS``.
-        dropout: Of what a block adds to the stream.
-        feed_forward_dropout: Of what the feed-forward block adds, where that is not ``dropout``.
-        attention_dropout: Of attention's weights.
+        dropout: Dropout probability of what a block adds to the residual stream.
+        feed_forward_dropout: The same for the feed-forward block; ``dropout`` by default.
+        attention_dropout: Dropout probability of the attention weights.
         eps: Added to variances.
         causal: Whether tokens attend only to those up to themselves.
-        window: ``(left, right)``: how far before and behind itself a token attends; None for no limit.
-        bias: Whether the products have one.
-        recompute: Whether the backward computes the inner LayerNorm again instead of keeping its result: 22 bytes in
-            the place of 24 for each of C elements of a token, in 16-bit training.
+        window: ``(left, right)``: how far before and after itself a token attends; None for no limit.
+        bias: Whether the linear layers have one.
+        recompute: Whether the backward computes the inner LayerNorm again instead of keeping its result: 22 bytes
+            instead of 24 for each of C elements of a token, in 16-bit training.
         keep_activation: Whether the feed-forward block's activation is kept for the backward instead of being computed
-            again: 32 bytes in the place of 24, and the fastest step.
+            again: 32 bytes instead of 24, and the fastest step.
         device, dtype: The parameters'.
     """
 

@@ -18,7 +18,7 @@ class PackedTransformer(nn.Module):
     """Layers in order, all post-LN or all pre-LN.
 
     Args:
-        layers: A layer that stands in the list more than once is one set of parameters (ALBERT).
+        layers: A layer that occurs in the list more than once is one set of parameters (ALBERT).
         final_norm: The LayerNorm that ends a pre-LN model.
     """
 

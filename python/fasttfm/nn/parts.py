@@ -71,7 +71,7 @@ def residual_then_norm(norm: Any, branch: Tensor, residual: Tensor) -> tuple[Ten
 
 
 def masked_lm_transform(dense: Any, activation: Activation, norm: Any, x: Tensor) -> Tensor:
-    """``norm(activation(dense(x)))``, in front of the products with every word."""
+    """``norm(activation(dense(x)))``, the input of the decoder."""
     name = activation if isinstance(activation, str) else activation_name(activation)
     kind = None if name is None else ops.ACTIVATIONS[name]
     if kind in ("gelu", "gelu_tanh") and is_plain(norm):

@@ -9,7 +9,7 @@ from fasttfm import ops
 
 
 def norm(layer_norm: torch.nn.LayerNorm, x: Tensor) -> Tensor:
-    """LayerNorm of ``x`` alone."""
+    """LayerNorm of ``x`` without a residual."""
     return ops.layer_norm(x, layer_norm.weight, layer_norm.bias, eps=layer_norm.eps)
 
 

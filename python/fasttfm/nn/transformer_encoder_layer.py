@@ -86,8 +86,8 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     def encode(self, x: Tensor, masks: Masks) -> Tensor:
         """The fused layer for ``x`` [B, S, C] in the masks' order.
 
-        The bias of a block's last product, the dropout behind it and the residual connection are done in the pass of
-        the LayerNorm that follows.
+        The bias of a block's last linear layer, the dropout after it and the residual connection are fused with the
+        LayerNorm that follows.
         """
         projection, p = self.self_attn.out_proj, dropout_rate(self.dropout1)
         if self.norm_first:

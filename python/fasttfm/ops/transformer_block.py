@@ -3,13 +3,13 @@
     post-LN    y1 = LN_a(x + dropout(attention(x)))                 y = LN_b(y1 + dropout(mlp(y1)))
     pre-LN     z1 = z + dropout(attention(x)),  y1 = LN_a(z1)       z' = z1 + dropout(mlp(y1)),  y = LN_b(z')
 
-In a pre-LN model x comes normalised, z is the stream that blocks add to, and LN_b is the next layer's first norm: every
-residual addition stands in front of a LayerNorm and is done in its pass, in either kind of model.
+In a pre-LN model x is already normalised, z is the residual stream, and LN_b is the next layer's first norm: in both
+kinds of models every residual addition directly precedes a LayerNorm and is fused with it.
 
-One node in the place of six: nothing is kept that can be had again in one cheap pass (dropout's masks; the activation,
-which the pass over its gradient writes once more, unless ``keep_activation`` asks for the fastest step; with
-``recompute`` also y1), and a gradient that reaches a tensor on two ways is added up where the second is made: in the
-epilogue of a matrix product (post-LN) or in LayerNorm's backward (pre-LN).
+One node replaces six. Nothing is saved that one cheap pass can recompute: dropout masks; the activation, which the pass
+over its gradient writes again, unless ``keep_activation`` is set for the fastest step; with ``recompute`` also y1. A
+gradient that reaches a tensor on two paths is accumulated where the second one is computed: in the epilogue of a GEMM
+(post-LN) or in LayerNorm's backward (pre-LN).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _forward(
     *,
     kept: str,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
-    """y, z' and, unless nothing is ``kept``, what the backward reads besides inputs and parameters."""
+    """y, z' and, if ``kept``, what the backward reads in addition to inputs and parameters."""
     tokens, columns = x.shape
     backend = options.backend
     attention, add_norm = straight((x, residual, cu_seqlens, *seeds, *own), attention_forward_op, add_norm_forward_op)
@@ -326,7 +326,7 @@ def _dropout(cu_seqlens: Tensor, seed: Tensor | None, p: float) -> Dropout:
 
 
 def _attention_options(qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, options: BlockOptions) -> tuple[Any, ...]:
-    """What attention's registered ops take behind q, k and v."""
+    """The arguments of attention's registered ops after q, k and v."""
     window = (options.window_left, options.window_right)
     scale, p = qkv.shape[-1] ** -0.5, 0.0 if seed is None else options.attention_p
     bounds = (options.max_seqlen, options.max_seqlen)
@@ -334,8 +334,9 @@ def _attention_options(qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, opt
 
 
 def _in_type(given: BlockParameters, dtype: torch.dtype, *, copies: bool = False) -> BlockParameters:
-    """What goes into matrix products in x's type; the other ops read parameters of any type. Training alone takes the
-    optimizer's ``copies``: for evaluation parameters are often exchanged in ways that torch does not count."""
+    """The operands of GEMMs in x's dtype; the other ops read parameters of any dtype. The optimizer's ``copies`` are
+    used only in training: for evaluation parameters are often replaced in ways that torch's version counter does not
+    see."""
     multiplied = (given.qkv_weight, given.qkv_bias, given.out_weight, given.up_weight, given.down_weight)
     qkv_weight, qkv_bias, out_weight, up_weight, down_weight = linear.in_type(multiplied, dtype, copies=copies)
     return given._replace(

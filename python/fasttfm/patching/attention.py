@@ -31,8 +31,8 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention interface: q, k and v are [B, H, S, D], the result is [B, Sq, H, D].
 
-    Masks that lengths do not describe, and position biases, are computed by transformers' sdpa; the weights, where they
-    are asked for, by plain torch.
+    Masks that lengths do not describe, and position biases, are computed by transformers' sdpa; attention weights, if
+    requested, by plain torch.
     """
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
@@ -62,7 +62,7 @@ def attend(
     p: float,
     **kwargs: Any,
 ) -> Tensor:
-    """``ops.attention`` of [B, S, H, D], or of [B, S, 3, H, D] alone, under a mask that is not explicit.
+    """``ops.attention`` of [B, S, H, D], or of a single [B, S, 3, H, D], under a mask that is not explicit.
 
     ``kwargs`` may hold transformers' ``cu_seq_lens_q`` and so on: a batch of one row that packs several sequences.
     """

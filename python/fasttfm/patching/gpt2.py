@@ -16,7 +16,8 @@ from fasttfm.patching.attention import attend
 
 
 class NoCache(theirs.DynamicCache):
-    """Stands where GPT2Model would make a cache, which training does not need and which would hold keys and values.
+    """Replaces the cache that GPT2Model would create, which training does not need and which would hold keys and
+    values.
 
     With none at all it looks for packed documents, in position ids that it may have made itself: that waits for a GPU,
     and makes an explicit mask in a compiled graph."""
@@ -65,7 +66,7 @@ class GPT2MLP(parts.Patched, theirs.GPT2MLP):
 
 
 class GPT2Block(parts.Patched, theirs.GPT2Block):
-    does = "residual connections: attention's addition and the LayerNorm behind it in one pass"
+    does = "residual connections: attention's addition and the following LayerNorm in one pass"
 
     def forward(
         self,
@@ -90,7 +91,7 @@ class GPT2Block(parts.Patched, theirs.GPT2Block):
 
 
 class GPT2LMHeadModel(heads.LossHead, theirs.GPT2LMHeadModel):
-    does = "loss of next words: logits a block at a time; in training, with labels, there are no logits and no cache"
+    does = "causal LM loss: logits a block at a time; in training, with labels, there are no logits and no cache"
     forward = heads.loss_alone(theirs.GPT2LMHeadModel)
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:

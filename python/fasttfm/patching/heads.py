@@ -74,10 +74,10 @@ _OWN = ("transformers.models.", "fasttfm.patching.", "torch.nn.modules.loss")
 
 
 class MaskedLMLoss(LossHead):
-    does = "masked-LM loss: of the predicted rows alone; in training, with labels, there are no logits"
+    does = "masked-LM loss: only of the predicted rows; in training, with labels, there are no logits"
 
     def before_vocabulary(self, x: Tensor) -> Tensor:
-        """What stands between the last layer and the decoder."""
+        """The modules between the last layer and the decoder."""
         raise NotImplementedError
 
     def masked_lm_loss(self, states: Tensor, labels: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class MaskedLMLoss(LossHead):
 
 
 class PreTrainingLoss(MaskedLMLoss):
-    """The masked-LM loss beside one of pairs of sentences."""
+    """The masked-LM loss and that of sentence pairs."""
 
     output_class: type
 
@@ -113,5 +113,5 @@ class PreTrainingLoss(MaskedLMLoss):
         words, pairs = labels
         logits = self.pair_logits(outputs.pooler_output)
         loss = self.masked_lm_loss(outputs[0], words) + nn.functional.cross_entropy(logits.view(-1, 2), pairs.view(-1))
-        # Its fields are loss, the words' logits, the pairs' logits, hidden states and attentions.
+        # Its fields are loss, the tokens' logits, the pairs' logits, hidden states and attentions.
         return self.output_class(loss, None, logits, outputs.hidden_states, outputs.attentions)

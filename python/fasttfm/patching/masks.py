@@ -1,7 +1,7 @@
 """Masks as transformers' models hand them to attention, in the three forms that fasttfm's attention reads.
 
     None                nothing is padding
-    int32 [B]           padding behind the tokens: how many tokens each sequence has
+    int32 [B]           padding after the tokens: how many tokens each sequence has
     bool [B, Sk]        padding anywhere
     [B, 1, Sq, Sk]      anything else (windows, packed documents, static caches): explicit, boolean or to be added
 

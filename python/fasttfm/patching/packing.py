@@ -1,4 +1,4 @@
-"""Layers over packed tokens: padding is removed in front of the first and comes back, as zeros, behind the last."""
+"""Layers over packed tokens: padding is removed before the first and restored, as zeros, after the last."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fasttfm.patching.parts import Patched
 class PackedLayers(Patched):
     """A stack of layers whose forward takes ``hidden_states`` and ``attention_mask``.
 
-    Layers see a batch of one row that holds all tokens, [1, T, C], and attention learns where sequences begin by the
-    arguments that transformers has for that. Not where the states of each layer are asked for, where a graph is
-    compiled (its shapes would depend on the mask's values), or where a mask is more than padding.
+    Layers see a batch of one row with all tokens, [1, T, C], and attention gets the sequence boundaries by the
+    arguments that transformers has for that. Padding stays if the hidden states of each layer are requested, if a graph
+    is compiled (its shapes would depend on the mask's values), or if a mask is more than padding.
     """
 
-    does = "padding: removed in front of the layers; its rows are 0 behind them"
+    does = "padding: removed before the layers; its rows are 0 after them"
 
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any

@@ -1,9 +1,8 @@
 """The parts of transformers' models, computed by fasttfm's ops.
 
-A model is patched by giving its modules another class: one that stands before transformers' own, has its name and
-replaces nothing but ``forward``. So parameters, hooks and names stay, copies and pickles work, and taking the class
-away again restores the model. A part that cannot serve a call (a cache, LoRA in the place of a linear layer, hooks
-inside) calls transformers' forward.
+A model is patched by replacing the classes of its modules by subclasses of the same name that override only
+``forward``. So parameters, hooks and names stay, copies and pickles work, and restoring the class restores the model. A
+part that does not support a call (a cache, LoRA in place of a linear layer, hooks inside) calls transformers' forward.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fasttfm.patching.masks import is_explicit
 
 
 class Patched:
-    """Stands before one of transformers' classes."""
+    """A base class of the patched modules, before transformers' class in the MRO."""
 
     does: ClassVar[str]  # as reports say it
 
@@ -35,7 +34,7 @@ class LayerNorm(Patched, fasttfm.nn.LayerNorm):
 
 register_plain_class(LayerNorm)
 register_plain_class(Conv1D)
-# Two of transformers' names may be one class: of those names, all stand for the same formula.
+# Two of transformers' names may be one class; all of these names have the same formula.
 for _name in ops.ACTIVATIONS:
     if _name in ACT2FN:
         register_activation(type(ACT2FN[_name]), _name)
@@ -51,9 +50,9 @@ def attention_rate(module: Any, dropout: Any) -> float:
 
 
 class Embeddings(Patched):
-    """Words, positions, segments where there are any, LayerNorm and dropout."""
+    """Token, position and (if present) segment embeddings, LayerNorm and dropout."""
 
-    does = "embeddings: words, positions, segments, LayerNorm and dropout in one pass"
+    does = "embeddings: tokens, positions, segments, LayerNorm and dropout in one pass"
 
     def forward(
         self: Any,
@@ -122,7 +121,7 @@ class SelfAttention(Patched):
 
 
 def fusable(mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
-    """Whether attention itself can be fused: no weights are asked for, and lengths describe the mask."""
+    """Whether attention itself can be fused: weights are not requested, and lengths describe the mask."""
     return not (is_explicit(mask) or kwargs.get("output_attentions") or captured("attentions"))
 
 

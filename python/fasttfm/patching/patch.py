@@ -25,21 +25,21 @@ _BEFORE = "_fasttfm_attention_before"  # a patched model's attribute: the attent
 
 
 def patch(model: nn.Module, *, remove_padding: bool | None = None, logits_in_training: bool = False) -> PatchReport:
-    """Lets fasttfm's ops compute a model of transformers, in place.
+    """Replaces the forwards of a transformers model by fasttfm's ops, in place.
 
     Parameters, their names, hooks and the classes' names stay: optimizers, checkpoints, Trainer and Accelerate see the
     same model. ``unpatch`` restores it.
 
     Args:
         model: A BERT, RoBERTa, ALBERT, ELECTRA, DistilBERT or GPT-2 of transformers, with or without a head.
-        remove_padding: Whether layers compute tokens alone: padding's rows are 0 behind them, where transformers has
-            numbers without meaning. By default yes, except in models for question answering, whose loss reads padding's
-            rows. Not for GPT-2.
-        logits_in_training: By default a model with a masked-LM or next-word loss returns, in training and with labels,
-            the loss alone. With True it computes logits as transformers does.
+        remove_padding: Whether layers skip padding tokens: their rows are 0 after the layers, where transformers has
+            meaningless numbers. By default yes, except in models for question answering, whose loss reads these rows.
+            Not for GPT-2.
+        logits_in_training: By default a model with a masked-LM or causal LM loss returns, in training and with labels,
+            only the loss. With True it computes logits as transformers does.
 
     Returns:
-        What was changed and what was left, in words: print it.
+        A report of what was changed and what was not, to be printed.
 
     Raises:
         TypeError: For a model that is none of these.
@@ -124,14 +124,14 @@ def _left(model: Any, family: ModuleType, *, remove_padding: bool, logits_in_tra
         if name in ("intermediate_act_fn", "transform_act_fn", "activation", "act") and activation_name(child) is None
     }
     for name in sorted(activations):
-        left[f"activation {name}"] = "ops have no such activation; the linear layer in front of it stays alone too"
+        left[f"activation {name}"] = "ops have no such activation; the linear layer before it is not fused either"
     if not remove_padding and any(issubclass(ours, packing.PackedLayers) for ours in family.CLASSES):
         left["padding"] = "its rows are computed, and attention is told the lengths"
     if getattr(model.config, "is_decoder", False) or getattr(model.config, "add_cross_attention", False):
         left["caches and cross-attention"] = "transformers' own code, around fasttfm's attention"
     vocabulary = model.get_output_embeddings() is not None
     if vocabulary and not isinstance(model, heads.LossHead):
-        why = "asked for" if logits_in_training else f"{type(model).__name__} computes it of its logits"
+        why = "requested" if logits_in_training else f"{type(model).__name__} computes it of its logits"
         left["language-modelling loss"] = why
     left["poolers and classifiers"] = "a row of each sequence or a few columns: nothing is to be gained"
     return left

@@ -1,4 +1,4 @@
-"""``PatchReport``: what ``fasttfm.patch`` did to a model, in words."""
+"""``PatchReport``: a readable summary of what ``fasttfm.patch`` did to a model."""
 
 from __future__ import annotations
 

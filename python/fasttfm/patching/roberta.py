@@ -13,7 +13,7 @@ from fasttfm.patching import heads, packing, parts
 
 class RobertaEmbeddings(parts.Embeddings, theirs.RobertaEmbeddings):
     def default_positions(self: Any, input_ids: Tensor, past_key_values_length: int = 0) -> Tensor:
-        """Counted from behind the padding word's number; padding stands at that number."""
+        """Positions start at pad_token_id + 1; padding has position pad_token_id."""
         return self.create_position_ids_from_input_ids(input_ids, self.padding_idx, past_key_values_length)
 
 
