@@ -105,6 +105,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": {"bench", "peers", "testing", "ops"},
     "cli": {"cli", "tasks", "testing", "bench", "_native", *_WORK},
     "__main__": {"cli"},
+    "selftest": {"ops", "testing"},
     "fasttfm": {"patching", "optim", *_WORK},
     **{room: set() for room in FOUNDATIONS},
 }

@@ -1,0 +1,63 @@
+"""``python -m fasttfm.selftest``: checks the installed package on this machine, in about half a minute.
+
+Each op's first case is run forward and backward by every backend that serves the device, in every type, and held to
+the reference by the rule of docs/numerics.md. One line per op and backend; the exit code is 1 if a result is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from fasttfm.ops.backends import BackendRefused, dtype_name
+from fasttfm.testing.call import Call, backends_on
+from fasttfm.testing.spec import OpSpec
+from fasttfm.testing.specs import all_specs
+
+WRONG = "WRONG"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    device_here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(prog="python -m fasttfm.selftest", description="Checks fasttfm on this machine.")
+    parser.add_argument("--device", default=device_here, choices=("cpu", "cuda"), help="default: %(default)s here")
+    device = parser.parse_args(arguments).device
+    if device == "cuda" and device_here != "cuda":
+        parser.error("--device: expected a device that torch sees, got cuda: torch.cuda.is_available() is False")
+    begin, wrong = time.perf_counter(), 0
+    for name, spec in all_specs().items():
+        for backend in kernels_on(spec, device):
+            results = {dtype_name(dtype): check(spec, backend, dtype, device) for dtype in spec.cases[0].dtypes}
+            verdicts = ", ".join(f"{dtype} {found}" for dtype, found in results.items())
+            print(f"{name:<24} {backend:<10} {verdicts}", flush=True)
+            wrong += sum(found.startswith(WRONG) for found in results.values())
+    print(f"{'passed' if wrong == 0 else f'{wrong} failed'} on {device} in {time.perf_counter() - begin:.0f} s")
+    return int(wrong > 0)
+
+
+def kernels_on(spec: OpSpec, device: str) -> list[str]:
+    """The op's backends on the device; the reference only where there is no other. Triton's interpreter is no
+    backend that users run."""
+    interpreter = "triton" if device == "cpu" else None
+    found = [name for name in backends_on(spec, device) if name not in ("reference", interpreter)]
+    return found or ["reference"]
+
+
+def check(spec: OpSpec, backend: str, dtype: torch.dtype, device: str) -> str:
+    """The verdict on the op's first case."""
+    call = Call(spec, spec.cases[0], dtype, backend, device)
+    try:
+        call.check("result", call.inputs())
+    except BackendRefused:  # another backend serves this type
+        return "not served"
+    except AssertionError as error:
+        return f"{WRONG}: {error}"
+    return "ok"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""python -m fasttfm.selftest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fasttfm import selftest
+from fasttfm.testing.specs import all_specs
+
+
+def test_every_op_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert selftest.main(["--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines[:-1]} == set(all_specs())
+    assert lines[-1].startswith("passed on cpu")
+
+
+def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = all_specs()["layer_norm"]
+
+    def off(*args: Any, **options: Any) -> torch.Tensor:
+        result: torch.Tensor = spec.function(*args, **options)
+        return result * 1.01
+
+    monkeypatch.setattr(selftest, "all_specs", lambda: {"layer_norm": replace(spec, function=off)})
+    assert selftest.main(["--device", "cpu"]) == 1
+    assert selftest.WRONG in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU here")
+def test_a_missing_device_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        selftest.main(["--device", "cuda"])
+    assert exit.value.code == 2
+    assert "torch.cuda.is_available() is False" in capsys.readouterr().err
