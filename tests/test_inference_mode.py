@@ -51,14 +51,14 @@ def test_copies_of_parameters_can_be_written_and_trained_with() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     (entry,) = weight_copies.enroll([parameter])
     assert weight_copies.copy_of(parameter, torch.bfloat16) is None
-    weight_copies.to_write(parameter)
+    entry.to_write(parameter)
     with torch.inference_mode():  # an evaluation in another type
         assert weight_copies.copy_of(parameter, torch.float16) is None
         weight_copies.refresh([entry], everything=True)
         copy = weight_copies.copy_of(parameter, torch.float16)
     assert copy is not None
     assert not copy.is_inference()
-    weight_copies.written([parameter])
+    weight_copies.written([parameter], [entry])
 
 
 SIZES = {

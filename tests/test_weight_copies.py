@@ -21,6 +21,12 @@ BF16 = torch.bfloat16
 HELD: list[Any] = []
 
 
+def to_write(parameter: Tensor, *, captured: bool = False) -> Tensor | None:
+    """What a step of an optimizer is given to write."""
+    (entry,) = weight_copies.entries_of([parameter])
+    return None if entry is None else entry.to_write(parameter, captured=captured)
+
+
 @pytest.fixture(autouse=True)
 def held() -> Iterator[list[Any]]:
     """What an optimizer would hold."""
@@ -33,7 +39,7 @@ def with_copy(dtype: torch.dtype = BF16) -> tuple[nn.Parameter, Tensor]:
     parameter = nn.Parameter(torch.randn(4, 6))
     HELD.extend(weight_copies.enroll([parameter]))
     assert weight_copies.copy_of(parameter, dtype) is None
-    found = weight_copies.to_write(parameter)
+    found = to_write(parameter)
     assert found is not None
     assert weight_copies.copy_of(parameter, dtype) is found
     return parameter, found
@@ -42,10 +48,10 @@ def with_copy(dtype: torch.dtype = BF16) -> tuple[nn.Parameter, Tensor]:
 def test_nobody_has_a_copy_unasked() -> None:
     parameter = nn.Parameter(torch.randn(4))
     assert weight_copies.copy_of(parameter, BF16) is None
-    assert weight_copies.to_write(parameter) is None
+    assert to_write(parameter) is None
     entries = weight_copies.enroll([parameter])
     assert len(entries) == 1
-    assert weight_copies.to_write(parameter) is None  # no forward wants one
+    assert to_write(parameter) is None  # no forward wants one
     with torch.inference_mode():
         uncounted = torch.randn(4)
     assert weight_copies.enroll([uncounted]) == []
@@ -88,7 +94,7 @@ def test_what_torch_does_not_count_must_be_told() -> None:
 def test_another_type_is_another_copy() -> None:
     parameter, _ = with_copy()
     assert weight_copies.copy_of(parameter, torch.float16) is None
-    found = weight_copies.to_write(parameter)
+    found = to_write(parameter)
     assert found is not None
     assert found.dtype == torch.float16
 
@@ -97,7 +103,7 @@ def test_copies_go_with_their_optimizer() -> None:
     parameter = nn.Parameter(torch.randn(4, 6))
     optimizer = AdamW([parameter], weight_copies=True)
     weight_copies.copy_of(parameter, BF16)
-    gone = weakref.ref(weight_copies.to_write(parameter))
+    gone = weakref.ref(to_write(parameter))
     optimizer.add_param_group({"params": [nn.Parameter(torch.randn(3))]})
     assert weight_copies.copy_of(parameter, BF16) is gone() is not None
     del optimizer
@@ -111,7 +117,7 @@ def test_another_tensor_at_the_same_place_has_none() -> None:
     key = id(parameter)
     del parameter
     gc.collect()
-    assert weight_copies._entries[key].reference() is None
+    assert weight_copies._entries[key]().reference() is None
 
 
 def test_copied_and_pickled_modules_have_none() -> None:
@@ -128,17 +134,17 @@ def test_a_captured_step_withdraws_what_it_does_not_write() -> None:
     kept, found = with_copy()
     stale, _ = with_copy()
     nn.init.zeros_(stale)
-    assert weight_copies.to_write(kept, captured=True) is found
-    assert weight_copies.to_write(stale, captured=True) is None
+    assert to_write(kept, captured=True) is found
+    assert to_write(stale, captured=True) is None
     weight_copies.enroll([stale])
     assert weight_copies.copy_of(stale, BF16) is None
-    assert weight_copies.to_write(stale) is None  # for good
+    assert to_write(stale) is None  # for good
 
 
 def test_a_backward_notices_that_a_copy_has_changed() -> None:
     parameter, found = with_copy()
     y = (torch.ones(3, 6, dtype=BF16, requires_grad=True) @ found.t()).sum()
-    weight_copies.written([parameter])
+    weight_copies.written([parameter], weight_copies.entries_of([parameter]))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
 
@@ -188,7 +194,7 @@ def test_training_with_copies_changes_no_bit(device: str, monkeypatch: pytest.Mo
             optimizer.zero_grad()
             if copies and device == "cpu":
                 for each in module.parameters():
-                    weight_copies.to_write(each)
+                    to_write(each)
         with torch.no_grad(), torch.autocast(device, dtype=BF16):
             module.eval()(x.to(BF16), cu_seqlens=cu_seqlens, max_seqlen=25)
         results.append([each.detach().clone() for each in module.parameters()])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,22 @@ GROUP = np.dtype(
     + [(name, "f8") for name in ("beta1", "beta2", "epsilon", "weight_decay")]
 )
 
-_Parts = list[tuple[dict[str, Any], list[Tensor]]]  # groups, and those of their parameters that have a gradient
+_PLAIN = frozenset(PLAIN_TENSORS)
+_STATES = ("exp_avg", "exp_avg_sq", "step")
+
+
+class _Given(NamedTuple):
+    """What a step works on: parameters that have a gradient, in the order of their groups."""
+
+    groups: list[dict[str, Any]]
+    counts: list[int]  # parameters of each group
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+
+    def split(self, tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """By group."""
+        ends = np.cumsum(self.counts).tolist()
+        return [tensors[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
 
 
 class AdamW(torch.optim.AdamW):
@@ -69,7 +85,7 @@ class AdamW(torch.optim.AdamW):
         self.max_norm = max_norm
         self.weight_copies = weight_copies
         self.last_norm: Tensor | None = None
-        self._checked: dict[str, list[int]] = {}
+        self._table: _Table | None = None
         self._entries: list[Entry] = []
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True, capturable=capturable
@@ -85,77 +101,85 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        parts = self._parts()
-        if parts:
-            (self._step_gpu if parts[0][1][0].is_cuda else self._step_cpu)(parts)
+        given = self._given()
+        if given.parameters:
+            (self._step_gpu if given.parameters[0].is_cuda else self._step_cpu)(given)
         return result
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         """The norm of all gradients together: one pass over them; the same bits each time."""
-        parts = self._parts()
-        if not parts:
+        given = self._given()
+        if not given.parameters:
             return torch.zeros(())
-        if parts[0][1][0].is_cuda:
+        if given.parameters[0].is_cuda:
             if (reason := _native.missing_cuda()) is not None:
                 raise ValueError(f"AdamW: {reason}")
-            call = _Call(parts, norm=True)
-            _native.core().adamw_norm_cuda(**call.fields())
-            assert call.norm is not None
-            return call.norm
-        gradients = [each.grad for _, parameters in parts for each in parameters if each.grad is not None]
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64))).float()
+            table = self._table_of(given)
+            memory = table.take_gradients(given.gradients, norm=True)
+            _native.core().adamw_norm_cuda(**table.fields(memory))
+            assert memory.norm is not None
+            return memory.norm
+        norms = torch._foreach_norm(given.gradients, 2, dtype=torch.float64)
+        return torch.linalg.vector_norm(torch.stack(norms)).float()
 
-    def _parts(self) -> _Parts:
-        found = [(group, [each for each in group["params"] if each.grad is not None]) for group in self.param_groups]
-        return [part for part in found if part[1]]
+    def _given(self) -> _Given:
+        given = _Given([], [], [], [])
+        for group in self.param_groups:
+            parameters = group["params"]
+            gradients = [each.grad for each in parameters]
+            found = [each for each in gradients if each is not None]
+            if len(found) < len(parameters):
+                parameters = [each for each, grad in zip(parameters, gradients, strict=True) if grad is not None]
+            if found:
+                given.groups.append(group)
+                given.counts.append(len(found))
+                given.parameters.extend(parameters)
+                given.gradients.extend(found)
+        return given
 
-    def _step_gpu(self, parts: _Parts) -> None:
-        addresses = self._addresses(parts)
-        call = _Call(parts, norm=self.max_norm is not None)
-        call.add_tensors(addresses)
-        call.add_groups([group for group, _ in parts])
+    def _step_gpu(self, given: _Given) -> None:
+        table = self._table_of(given)
+        states = self._states(given)
+        table.take_addresses(states)
+        memory = table.take_gradients(given.gradients, norm=self.max_norm is not None)
+        entries = table.take_copies(captured=torch.cuda.is_current_stream_capturing())
+        table.take_groups(given.groups)
         scale, found_inf = (
-            None if value is None else value.to(call.device, torch.float32, non_blocking=True)
+            None if value is None else value.to(table.device, torch.float32, non_blocking=True)
             for value in (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         )
-        _native.core().adamw_step_cuda(**call.fields(self.max_norm, scale, found_inf))
-        weight_copies.written(call.parameters)
-        self.last_norm = call.norm
+        _native.core().adamw_step_cuda(**table.fields(memory, self.max_norm, scale, found_inf))
+        weight_copies.written(table.parameters, entries)
+        self.last_norm = memory.norm
 
-    def _addresses(self, parts: _Parts) -> dict[str, list[int]]:
-        """Of parameters and state. They are checked where they are not those of the step before."""
-        parameters = [each for _, own in parts for each in own]
-        states = [state for group, own in parts for state in self._states(group, own)]
-        found = {"parameter": [each.data_ptr() for each in parameters]}
-        for name in ("exp_avg", "exp_avg_sq", "step"):
-            found[name] = [state[name].data_ptr() for state in states]
-        if found != self._checked:
-            if (reason := refusal(parameters)) is not None:
-                raise ValueError(f"AdamW: {reason}; torch.optim.AdamW takes others")
-            _check_states(parameters, states)
-            self._checked = found
-        return found
+    def _table_of(self, given: _Given) -> _Table:
+        """The table of the step before, if the same parameters have gradients."""
+        if self._table is None or not self._table.is_of(given):
+            self._table = _Table(given)
+        return self._table
 
-    def _step_cpu(self, parts: _Parts) -> None:
+    def _step_cpu(self, given: _Given) -> None:
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self.max_norm is not None:
             self.last_norm = self.gradient_norm()
             norm = self.last_norm if scale is None else self.last_norm / scale
             clipping = ((norm + 1e-6) / self.max_norm).clamp(min=1.0)
             scale = clipping if scale is None else clipping * scale
-        for group, parameters in parts:
-            if any(not each.is_cpu for each in parameters):
-                raise ValueError("AdamW: params: expected all on the CPU or all on one GPU")
-            states = self._states(group, parameters)
+        if not all(each.is_cpu for each in given.parameters):
+            raise ValueError("AdamW: params: expected all on the CPU or all on one GPU")
+        states = self._states(given)
+        columns = [[state[name] for state in states] for name in _STATES]
+        by_group = zip(*(given.split(each) for each in (given.parameters, given.gradients, *columns)), strict=True)
+        for group, (parameters, gradients, exp_avgs, exp_avg_sqs, steps) in zip(given.groups, by_group, strict=True):
             beta1, beta2 = group["betas"]
             torch_adamw(
                 parameters,
-                [each.grad for each in parameters if each.grad is not None],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
+                gradients,
+                exp_avgs,
+                exp_avg_sqs,
                 [],
-                [state["step"] for state in states],
+                steps,
                 fused=True,
                 grad_scale=scale,
                 found_inf=found_inf,
@@ -167,19 +191,21 @@ class AdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 maximize=False,
             )
-            weight_copies.forget(parameters)
+        weight_copies.forget(given.parameters)
 
-    def _states(self, group: dict[str, Any], parameters: list[Tensor]) -> list[dict[str, Tensor]]:
+    def _states(self, given: _Given) -> list[dict[str, Tensor]]:
         """As torch keeps them; made where there are none."""
-        for option in ("amsgrad", "maximize", "differentiable"):
-            if group.get(option):
-                raise ValueError(f"AdamW: {option}: expected False, got True: torch.optim.AdamW can do that")
-        found = [self.state[each] for each in parameters]
-        for each, state in zip(parameters, found, strict=True):
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=each.device)
-                state["exp_avg"] = torch.zeros_like(each, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(each, memory_format=torch.preserve_format)
+        for group in given.groups:
+            for option in ("amsgrad", "maximize", "differentiable"):
+                if group.get(option):
+                    raise ValueError(f"AdamW: {option}: expected False, got True: torch.optim.AdamW can do that")
+        found = [self.state[each] for each in given.parameters]
+        if not all(found):
+            for each, state in zip(given.parameters, found, strict=True):
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=each.device)
+                    state["exp_avg"] = torch.zeros_like(each, memory_format=torch.preserve_format)
+                    state["exp_avg_sq"] = torch.zeros_like(each, memory_format=torch.preserve_format)
         return found
 
     # ---- copies ------------------------------------------------------------------------------------------------------
@@ -213,7 +239,7 @@ class AdamW(torch.optim.AdamW):
             "max_norm": self.max_norm,
             "weight_copies": self.weight_copies,
             "last_norm": None,
-            "_checked": {},
+            "_table": None,
             "_entries": [],
         }
         return {**super().__getstate__(), **own}
@@ -267,61 +293,115 @@ def _check_states(parameters: list[Tensor], states: list[dict[str, Tensor]]) -> 
                 raise ValueError(f"AdamW: state: {name}: expected {size} numbers, got {given.numel()}")
 
 
-class _Call:
-    """One call of the kernel: its table, and the memory that it works in."""
+class _Memory(NamedTuple):
+    """What one call of the kernel works in."""
 
-    def __init__(self, parts: _Parts, *, norm: bool) -> None:
-        self.parameters = [each for _, parameters in parts for each in parameters]
+    workspace: Tensor
+    norm: Tensor | None
+    partial_norms: Tensor | None
+    gradients: list[Tensor]  # as the kernel reads them
+
+
+class _Table:
+    """The kernel's table of parameters, kept from step to step: what stays where it was is not written again."""
+
+    def __init__(self, given: _Given) -> None:
+        core, count, groups = _native.core(), len(given.parameters), len(given.groups)
+        self.parameters, self.counts = given.parameters, given.counts
         self.device, self.index = self.parameters[0].device, self.parameters[0].get_device()
-        self.gradients = [_dense(each.grad, self.index) for each in self.parameters]
-        core, count, groups = _native.core(), len(self.parameters), len(parts)
         starts, rows = (count + 1) // 2, count * TENSOR.itemsize // 8
         self.table = np.zeros(starts + rows + groups * GROUP.itemsize // 8, np.int64)
+        self.starts = self.table[:starts].view(np.int32)[:count]
         self.tensors = self.table[starts : starts + rows].view(TENSOR)
         self.groups = self.table[starts + rows :].view(GROUP)
+        self.tensors["group"] = np.repeat(np.arange(groups), self.counts)
+        self.chunk, self.chunks = core.adamw_chunk, 0
+        self.workspace = core.adamw_workspace_cuda(count, groups)
+        self.sizes: list[int] = []
+        self.addresses: list[list[int]] = []  # of parameters and states, which have been checked
+        self.dtypes: list[torch.dtype] = []  # the gradients'
+        self.copies: list[tuple[int, int]] = []  # addresses and dtype codes
 
-        self.tensors["gradient"] = [each.data_ptr() for each in self.gradients]
-        self.tensors["gradient_dtype"] = [_native.DTYPE_CODES[each.dtype] for each in self.gradients]
-        self.tensors["size"] = [each.numel() for each in self.parameters]
-        self.tensors["group"] = [index for index, (_, parameters) in enumerate(parts) for _ in parameters]
-        chunks = -(-self.tensors["size"] // core.adamw_chunk)
-        self.table[:starts].view(np.int32)[:count] = chunks.cumsum() - chunks
-        self.chunks = int(chunks.sum())
+    def is_of(self, given: _Given) -> bool:
+        return self.counts == given.counts and all(map(operator.is_, self.parameters, given.parameters))
 
-        workspace = core.adamw_workspace_cuda(count, groups)
-        self.workspace = torch.empty(workspace, dtype=torch.int64, device=self.device)
-        self.norm = torch.empty((), device=self.device) if norm else None
-        self.partial_norms = torch.empty(self.chunks, device=self.device) if norm else None
-
-    def add_tensors(self, addresses: dict[str, list[int]]) -> None:
-        """What a step changes: parameters, their state and their copies."""
-        for name, column in addresses.items():
+    def take_addresses(self, states: list[dict[str, Tensor]]) -> None:
+        """Parameters and states. They are checked where they are not where they were in the step before."""
+        columns = [self.parameters, *([state[name] for state in states] for name in _STATES)]
+        found = [[each.data_ptr() for each in column] for column in columns]
+        if found == self.addresses:
+            return
+        if (reason := refusal(self.parameters)) is not None:
+            raise ValueError(f"AdamW: {reason}; torch.optim.AdamW takes others")
+        _check_states(self.parameters, states)
+        for name, column in zip(("parameter", *_STATES), found, strict=True):
             self.tensors[name] = column
-        captured = torch.cuda.is_current_stream_capturing()
-        copies = [weight_copies.to_write(each, captured=captured) for each in self.parameters]
-        self.tensors["copy"] = [_native.address(each) for each in copies]
-        self.tensors["copy_dtype"] = [_native.dtype_code(each) for each in copies]
+        self.addresses = found
 
-    def add_groups(self, groups: list[dict[str, Any]]) -> None:
-        for row, group in zip(self.groups, groups, strict=True):
+    def take_gradients(self, gradients: list[Tensor], *, norm: bool) -> _Memory:
+        gradients = self._dense(gradients)
+        self.tensors["gradient"] = [each.data_ptr() for each in gradients]
+        dtypes, sizes = [each.dtype for each in gradients], [each.numel() for each in self.parameters]
+        if dtypes != self.dtypes:
+            self.tensors["gradient_dtype"] = [_native.DTYPE_CODES[each] for each in dtypes]
+            self.dtypes = dtypes
+        if sizes != self.sizes:
+            self.tensors["size"] = sizes
+            chunks = -(-self.tensors["size"] // self.chunk)
+            self.starts[:] = chunks.cumsum() - chunks
+            self.chunks, self.sizes = int(chunks.sum()), sizes
+        return _Memory(
+            torch.empty(self.workspace, dtype=torch.int64, device=self.device),
+            torch.empty((), device=self.device) if norm else None,
+            torch.empty(self.chunks, device=self.device) if norm else None,
+            gradients,
+        )
+
+    def _dense(self, gradients: list[Tensor]) -> list[Tensor]:
+        known = (
+            _PLAIN.issuperset(map(type, gradients))
+            and {each.layout for each in gradients} == {torch.strided}
+            and {each.get_device() for each in gradients} == {self.index}
+            and _native.DTYPE_CODES.keys() >= {each.dtype for each in gradients}
+        )
+        if not known:
+            for each in gradients:
+                _check_gradient(each, self.index)
+        return [each if each.is_contiguous() else each.contiguous() for each in gradients]
+
+    def take_copies(self, *, captured: bool) -> list[Entry | None]:
+        """The copies that the step writes, up to date before it."""
+        entries = weight_copies.entries_of(self.parameters)
+        copies = [
+            (0, 0) if entry is None or (copy := entry.to_write(parameter, captured=captured)) is None else _place(copy)
+            for entry, parameter in zip(entries, self.parameters, strict=True)
+        ]
+        if copies != self.copies:
+            self.tensors["copy"], self.tensors["copy_dtype"] = zip(*copies, strict=True)
+            self.copies = copies
+        return entries
+
+    def take_groups(self, groups: list[dict[str, Any]]) -> None:
+        for index, group in enumerate(groups):
             rate = group["lr"]
-            if isinstance(rate, Tensor) and rate.is_cuda:
-                if rate.dtype != torch.float32 or rate.device != self.device or rate.numel() != 1:
-                    raise ValueError(f"AdamW: lr: expected one fp32 number on {self.device}, got {rate!r}")
-                row["learning_rate_on_device"] = rate.data_ptr()
-            else:
-                row["learning_rate"] = float(rate)
-            row["beta1"], row["beta2"] = group["betas"]
-            row["epsilon"], row["weight_decay"] = group["eps"], group["weight_decay"]
+            on_device = isinstance(rate, Tensor) and rate.is_cuda
+            if on_device and (rate.dtype != torch.float32 or rate.device != self.device or rate.numel() != 1):
+                raise ValueError(f"AdamW: lr: expected one fp32 number on {self.device}, got {rate!r}")
+            rates = (0.0, rate.data_ptr()) if on_device else (float(rate), 0)
+            self.groups[index] = (*rates, *group["betas"], group["eps"], group["weight_decay"])
 
     def fields(
-        self, max_norm: float | None = None, scale: Tensor | None = None, found_inf: Tensor | None = None
+        self,
+        memory: _Memory,
+        max_norm: float | None = None,
+        scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
     ) -> dict[str, Any]:
         return {
             "table": self.table.ctypes.data,
-            "workspace": self.workspace.data_ptr(),
-            "partial_norms": _native.address(self.partial_norms),
-            "norm": _native.address(self.norm),
+            "workspace": memory.workspace.data_ptr(),
+            "partial_norms": _native.address(memory.partial_norms),
+            "norm": _native.address(memory.norm),
             "max_norm": max_norm or 0.0,
             "grad_scale": _native.address(scale),
             "found_inf": _native.address(found_inf),
@@ -329,17 +409,19 @@ class _Call:
             "groups": len(self.groups),
             "chunks": self.chunks,
             "device": self.index,
-            "stream": _native.stream(self.workspace),
+            "stream": _native.stream(memory.workspace),
         }
 
 
-def _dense(gradient: Tensor | None, index: int) -> Tensor:
-    assert gradient is not None
+def _place(copy: Tensor) -> tuple[int, int]:
+    return _native.address(copy), _native.DTYPE_CODES[copy.dtype]
+
+
+def _check_gradient(gradient: Tensor, index: int) -> None:
     if type(gradient) not in PLAIN_TENSORS or gradient.layout != torch.strided or gradient.get_device() != index:
         raise ValueError(f"AdamW: gradient: expected a dense tensor on the parameter's GPU, got {_described(gradient)}")
     if gradient.dtype not in _native.DTYPE_CODES:
         raise ValueError(f"AdamW: gradient: expected fp32, bf16 or fp16, got {_described(gradient)}")
-    return gradient if gradient.is_contiguous() else gradient.contiguous()
 
 
 def _described(tensor: Tensor) -> str:

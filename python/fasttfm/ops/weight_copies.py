@@ -10,8 +10,9 @@ parameters that nobody has enrolled. What torch does not count has to be told: i
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,12 +34,29 @@ class Entry:
     def note(self, parameter: Tensor) -> None:
         self.version, self.address = parameter._version, parameter.data_ptr()
 
+    def to_write(self, parameter: Tensor, *, captured: bool = False) -> Tensor | None:
+        """The copy that a step has to write, up to date before the step; None where no forward wants one.
 
-_entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()  # by the parameter's id
+        A step that is ``captured`` in a CUDA graph says for good which copies it writes: replays change parameters
+        uncounted, so a parameter whose copy they do not write can have none.
+        """
+        if self.wanted is None and not captured:
+            return None
+        ready = self.copy is not None and self.copy.dtype == self.wanted and self.is_fresh(parameter)
+        if captured and not ready:
+            self.barred, self.copy = True, None
+        elif self.wanted is not None and not ready:
+            _write(self, parameter)
+        return self.copy
+
+
+_entries: dict[int, weakref.ref[Entry]] = {}  # by the parameter's id
 
 
 def _entry(parameter: Tensor) -> Entry | None:
-    entry = _entries.get(id(parameter))
+    """The parameter's entry, if there is to be a copy."""
+    held = _entries.get(id(parameter))
+    entry = None if held is None else held()
     return entry if entry is not None and entry.reference() is parameter and not entry.barred else None
 
 
@@ -50,11 +68,25 @@ def enroll(parameters: Iterable[Tensor]) -> list[Entry]:
     found = []
     for each in parameters:
         if not each.is_inference():  # such tensors' changes are not counted
-            entry = _entries.get(id(each))
+            key = id(each)
+            held = _entries.get(key)
+            entry = None if held is None else held()
             if entry is None or entry.reference() is not each:
-                entry = _entries[id(each)] = Entry(each)
+                entry = Entry(each)
+                _entries[key] = weakref.ref(entry, functools.partial(_gone, key))
             found.append(entry)
     return found
+
+
+def _gone(key: int, held: weakref.ref[Entry]) -> None:
+    """Nobody holds an entry any more; another may have its place."""
+    if _entries.get(key) is held:
+        del _entries[key]
+
+
+def entries_of(parameters: Iterable[Tensor]) -> list[Entry | None]:
+    """The entries of those that are enrolled, for ``written``."""
+    return [_entry(each) for each in parameters] if _entries else [None for _ in parameters]
 
 
 def forget(parameters: Iterable[Tensor]) -> None:
@@ -64,30 +96,14 @@ def forget(parameters: Iterable[Tensor]) -> None:
             entry.version = -1
 
 
-def to_write(parameter: Tensor, *, captured: bool = False) -> Tensor | None:
-    """The copy that a step has to write, up to date before the step; None where no forward wants one.
-
-    A step that is ``captured`` in a CUDA graph says for good which copies it writes: replays change parameters
-    uncounted, so a parameter whose copy they do not write can have none.
-    """
-    entry = _entry(parameter)
-    if entry is None:
-        return None
-    ready = entry.copy is not None and entry.copy.dtype == entry.wanted and entry.is_fresh(parameter)
-    if captured and not ready:
-        entry.barred, entry.copy = True, None
-    elif entry.wanted is not None and not ready:
-        _write(entry, parameter)
-    return entry.copy
-
-
-def written(parameters: list[Tensor]) -> None:
-    """A step has changed the parameters, and written the copies that ``to_write`` gave."""
-    found = [(entry, each) for each in parameters if (entry := _entry(each)) is not None and entry.copy is not None]
+def written(parameters: Sequence[Tensor], entries: Sequence[Entry | None]) -> None:
+    """A step has changed the parameters, and written the copies that their ``entries`` gave to write."""
+    found = [(entry, each) for entry, each in zip(entries, parameters, strict=True) if entry is not None]
     copies = [entry.copy for entry, _ in found if entry.copy is not None]
     torch.autograd.graph.increment_version([*parameters, *copies])
     for entry, parameter in found:
-        entry.note(parameter)
+        if entry.copy is not None:
+            entry.note(parameter)
 
 
 def refresh(entries: Iterable[Entry], *, everything: bool = False) -> None:

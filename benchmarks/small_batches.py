@@ -1,0 +1,297 @@
+"""Times small work, where the host decides: fine-tuning steps, inference and single calls, as users' clocks see them.
+
+    python benchmarks/small_batches.py --out benchmarks/results
+    python benchmarks/small_batches.py --quick --parts training new-tokens --peers eager
+    OMP_NUM_THREADS=2 python benchmarks/small_batches.py --device cpu --out benchmarks/results
+
+On a GPU the model is BERT-base: fp32 weights under bf16 autocast in training, bf16 weights in inference ("autocast":
+fp32 weights). On a CPU it is a BERT of 4 layers of 256 columns in fp32. Batches are 56% full. Contenders of a case take
+turns. Training steps follow each other and a GPU is waited for after each round of them; each call of inference is
+waited for. Times are wall-clock medians. Parts:
+
+    training    a fine-tuning step, with torch's fused AdamW (transformers) or fasttfm.optim's
+    inference   a call of the encoder
+    grid        transformers' encoder, patched and not, for many shapes
+    new-tokens  steps of token counts that never came before, against the median of known ones
+    command     ``fasttfm finetune`` as a whole: its tokens a second against those of the bare step
+    ops         single calls, with and without gradients, against torch's op or chain of ops
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import gc
+import io
+import itertools
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_batch_contenders import (
+    INFERENCE,
+    TRAINING,
+    Batch,
+    Model,
+    encoder,
+    inference_call,
+    op_pairs,
+    step_of,
+    training_step,
+)
+
+import fasttfm
+from fasttfm import __version__
+from fasttfm.testing.bench_timing import device_name, file_stem, percentiles
+
+PARTS = ("training", "inference", "grid", "new-tokens", "command", "ops")
+PEERS = ("eager", "compile", "reduce-overhead")
+COLUMNS = (
+    *("part", "case", "contender", "ms_p20", "ms_p50", "ms_p80", "note"),
+    *("model", "device", "torch_version", "transformers_version", "fasttfm_version"),
+)
+Call = Callable[[], object]
+
+
+class Bench:
+    """The settings of a run, its clock and its rows."""
+
+    def __init__(self, settings: argparse.Namespace) -> None:
+        self.device = torch.device(settings.device)
+        self.on_gpu = self.device.type == "cuda"
+        self.quick: bool = settings.quick
+        self.peers: list[str] = settings.peers
+        self.model = Model("base", self.device) if self.on_gpu else Model("mini", self.device, vocabulary=8192)
+        self.rows: list[dict[str, Any]] = []
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def wanted(self, names: tuple[str, ...]) -> list[str]:
+        """Contenders, without the peers that were not asked for and what is only for GPUs."""
+        left_out = [peer for peer in PEERS if peer not in self.peers]
+        if not self.on_gpu:
+            left_out += ["autocast", "compile", "reduce-overhead"]
+        return [name for name in names if not name.endswith(tuple(left_out))]
+
+    def in_turns(
+        self, calls: Mapping[str, Call], *, rounds: int, calls_a_round: int, warmup: int = 3
+    ) -> dict[str, Any]:
+        """Seconds of a call, one for each round, by contender."""
+        for call in calls.values():
+            for _ in range(warmup):
+                call()
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(rounds):
+                for name, call in calls.items():
+                    self.synchronize()
+                    start = time.perf_counter()
+                    for _ in range(calls_a_round):
+                        call()
+                    self.synchronize()
+                    seconds[name].append((time.perf_counter() - start) / calls_a_round)
+        finally:
+            gc.enable()
+        return seconds
+
+    def add(self, part: str, case: str, seconds: Mapping[str, list[float]], note: str = "") -> None:
+        for name, samples in seconds.items():
+            p20, p50, p80 = (f"{1e3 * each:.4f}" for each in percentiles(samples))
+            row = {"part": part, "case": case, "contender": name, "ms_p20": p20, "ms_p50": p50, "ms_p80": p80}
+            self.rows.append(row | {"note": note, "model": f"bert-{self.model.size}"})
+        medians = (f"{name} {1e3 * statistics.median(samples):.3f}" for name, samples in seconds.items())
+        print(f"{part}, {case}: {' | '.join(medians)} ms{f' ({note})' if note else ''}", flush=True)
+
+    def free(self) -> None:
+        gc.collect()
+        torch._dynamo.reset()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def training(bench: Bench) -> None:
+    size, sequence = (32, 128) if bench.on_gpu else (8, 64)
+    batch = Batch.of(size, sequence, bench.model.vocabulary, bench.device)
+    steps = {name: training_step(name, bench.model, batch) for name in bench.wanted(TRAINING)}
+    rounds = 6 if bench.quick else 20
+    bench.add("training", f"{size}x{sequence}", bench.in_turns(steps, rounds=rounds, calls_a_round=5, warmup=5))
+
+
+def inference(bench: Bench) -> None:
+    shapes = [(1, 128), (32, 128), (32, 512)] if bench.on_gpu else [(1, 32), (8, 64)]
+    names = bench.wanted(INFERENCE)
+    encoders = {name: encoder(name, bench.model) for name in names}
+    for size, sequence in shapes:
+        batch = Batch.of(size, sequence, bench.model.vocabulary, bench.device)
+        calls = {name: inference_call(name, call, bench.model, batch) for name, call in encoders.items()}
+        rounds = 30 if bench.quick else 100
+        bench.add("inference", f"B{size} S{sequence}", bench.in_turns(calls, rounds=rounds, calls_a_round=1))
+
+
+def grid(bench: Bench) -> None:
+    """Patched and unpatched, padded and full."""
+    sizes, sequences = ((1, 4, 8, 32, 128), (16, 64, 128, 256, 512)) if bench.on_gpu else ((1, 2, 8), (16, 32, 64))
+    if bench.quick:
+        sizes, sequences = sizes[::2], sequences[::2]
+    encoders = {name: encoder(name, bench.model) for name in ("hf patched", "hf eager")}
+    worst: list[tuple[float, str]] = []
+    for padded, size, sequence in itertools.product((True, False), sizes, sequences):
+        if padded and size == 1:
+            continue
+        batch = Batch.of(size, sequence, bench.model.vocabulary, bench.device, padded=padded)
+        calls = {name: inference_call(name, call, bench.model, batch) for name, call in encoders.items()}
+        found = bench.in_turns(calls, rounds=8 if bench.quick else 20, calls_a_round=1)
+        patched, eager = (statistics.median(found[name]) for name in calls)
+        case = f"B{size} S{sequence}{', padded' if padded else ''}"
+        worst.append((eager / patched, case))
+        bench.add("grid", case, found, f"{eager / patched:.2f}x")
+    print("grid, worst: " + ", ".join(f"{case} {ratio:.2f}x" for ratio, case in sorted(worst)[:4]), flush=True)
+
+
+def new_tokens(bench: Bench) -> None:
+    """Packed batches of token counts that never came before, a step each."""
+    size, sequence = (32, 128) if bench.on_gpu else (8, 64)
+    known = Batch.of(size, sequence, bench.model.vocabulary, bench.device)
+    module = bench.model.ours("BertForSequenceClassification").train()
+    optimizer = fasttfm.optim.AdamW(module.parameters(), lr=2e-5, weight_copies=bench.on_gpu)
+
+    def step(batch: Batch) -> Call:
+        return step_of(module, optimizer, batch.arguments("packed") | {"labels": batch.labels}, bench.model)
+
+    seconds = bench.in_turns({"known": step(known)}, rounds=20, calls_a_round=1, warmup=5)
+    seconds["new"] = []
+    total = sum(known.lengths)
+    for count in range(8 if bench.quick else 30):
+        lengths = [max(1, length - (5 * count + place) % 13) for place, length in enumerate(known.lengths)]
+        assert sum(lengths) != total, "a token count that came before"
+        total = sum(lengths)
+        mask = (torch.arange(sequence) < torch.tensor(lengths)[:, None]).long().to(bench.device)
+        fresh = step(Batch(known.ids, mask, lengths, known.labels))
+        bench.synchronize()
+        start = time.perf_counter()
+        fresh()
+        bench.synchronize()
+        seconds["new"].append(time.perf_counter() - start)
+    ratio = max(seconds["new"]) / statistics.median(seconds["known"])
+    bench.add("new-tokens", f"{size}x{sequence}", seconds, f"the slowest new one {ratio:.2f}x of the known median")
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def command(bench: Bench) -> None:
+    """``fasttfm finetune`` over sentences of one length, and the bare step over as many tokens."""
+    from fasttfm import data
+    from fasttfm.__main__ import main as fasttfm_main
+
+    sentences, words, budget = (4000, 60, 2048) if bench.on_gpu else (400, 40, 512)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        documents = list(data.read_documents(data.shipped_corpus()))
+        tokenizer = data.train_tokenizer("wordpiece", documents, 4096)
+        bench.model.ours("BertModel").save_pretrained(root)
+        tokenizer.save(root, model_max_length=128)
+        text = itertools.islice(itertools.cycle(" ".join(documents).split()), sentences * words)
+        rows = [f"{' '.join(row)}\t{index % 2}\n" for index, row in enumerate(_groups(text, words))]
+        (root / "train.tsv").write_text("".join(["sentence\tlabel\n", *rows]))
+        (root / "dev.tsv").write_text("".join(["sentence\tlabel\n", *rows[:32]]))
+        given = {"task": "classify", "model": root, "data": root / "train.tsv", "dev": root / "dev.tsv", "epochs": 1}
+        given |= {"output": root / "run", "device": bench.device.type, "tokens-per-batch": budget}
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
+            code = fasttfm_main(
+                ["finetune", "--quiet", *itertools.chain(*((f"--{k}", str(v)) for k, v in given.items()))]
+            )
+        assert code == 0, f"fasttfm finetune: exit code {code}"
+        with (root / "run" / "log.csv").open(newline="") as file:
+            log = list(csv.DictReader(file))
+    warm = len(log) // 3
+    first, last = log[warm], log[-1]
+    tokens = (int(last["tokens"]) - int(first["tokens"])) // (steps := int(last["step"]) - int(first["step"]))
+    whole = (float(last["seconds"]) - float(first["seconds"])) / steps
+    module = bench.model.ours("BertForSequenceClassification").train()
+    optimizer = fasttfm.optim.AdamW(module.parameters(), lr=2e-5, max_norm=1.0, weight_copies=bench.on_gpu)
+    batch = Batch.of(budget // 100, tokens // (budget // 100), bench.model.vocabulary, bench.device, padded=False)
+    bare = step_of(module, optimizer, batch.arguments("packed") | {"labels": batch.labels}, bench.model)
+    found = bench.in_turns({"bare step": bare}, rounds=10, calls_a_round=5, warmup=5)
+    share = sum(batch.lengths) / statistics.median(found["bare step"]) / (tokens / whole)
+    bench.add(
+        "command",
+        f"finetune, {tokens} tokens",
+        {"fasttfm finetune": [whole], **found},
+        f"{1 / share:.0%} of the bare step's tokens a second",
+    )
+
+
+def _groups(words: Iterator[str], size: int) -> Iterator[list[str]]:
+    while group := list(itertools.islice(words, size)):
+        yield group
+
+
+# ---- single calls ----------------------------------------------------------------------------------------------------
+
+
+def single_ops(bench: Bench) -> None:
+    """Calls of 128 rows: what they cost the host."""
+    for with_gradient in (False, True):
+        for op, pair in op_pairs(bench.device, with_gradient=with_gradient).items():
+            found = bench.in_turns(pair, rounds=10 if bench.quick else 40, calls_a_round=100, warmup=20)
+            ratio = statistics.median(found["fasttfm"]) / statistics.median(found["torch"])
+            case = f"{op}, {'with' if with_gradient else 'no'} gradient"
+            bench.add("ops", case, found, f"{ratio:.2f}x of torch's time")
+
+
+# ---- all of it -------------------------------------------------------------------------------------------------------
+
+RUN = dict(zip(PARTS, (training, inference, grid, new_tokens, command, single_ops), strict=True))
+
+
+def write(folder: Path, bench: Bench) -> Path:
+    from importlib.metadata import version
+
+    same = {
+        "device": device_name(bench.device) + ("" if bench.on_gpu else f", {torch.get_num_threads()} threads"),
+        "torch_version": torch.__version__,
+        "transformers_version": version("transformers"),
+        "fasttfm_version": __version__,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{file_stem(bench.device)}-small_batches.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row | same for row in bench.rows)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="ways to run transformers")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and shapes")
+    parser.add_argument("--out", type=Path, help="folder for the CSV")
+    bench = Bench(settings := parser.parse_args())
+    for part in settings.parts:
+        start = time.perf_counter()
+        RUN[part](bench)
+        print(f"  ({part} took {time.perf_counter() - start:.0f} s)", flush=True)
+        bench.free()
+    if settings.out is not None:
+        print(write(settings.out, bench))
+
+
+if __name__ == "__main__":
+    main()
