@@ -68,7 +68,8 @@ class Model:
     def ours(self, kind: str) -> Any:
         config = models.BertConfig.named(self.size, vocab_size=self.vocabulary, num_labels=LABELS)
         torch.manual_seed(0)
-        return getattr(models, kind)(config).to(self.device)
+        with self.device:
+            return getattr(models, kind)(config)
 
     def theirs(self, kind: str) -> Any:
         import transformers
@@ -76,7 +77,8 @@ class Model:
         sizes = models.BertConfig.sizes[self.size]
         config = transformers.BertConfig(vocab_size=self.vocabulary, num_labels=LABELS, **sizes)
         torch.manual_seed(0)
-        return getattr(transformers, kind)(config).to(self.device)
+        with self.device:
+            return getattr(transformers, kind)(config)
 
     def autocast(self, enabled: bool = True) -> Any:
         """bf16 on a GPU; on a CPU people train in fp32."""

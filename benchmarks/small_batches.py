@@ -48,7 +48,7 @@ from small_batch_contenders import (
 
 import fasttfm
 from fasttfm import __version__
-from fasttfm.testing.bench_timing import device_name, file_stem, percentiles
+from fasttfm.bench.timing import device_name, file_stem, percentiles
 
 PARTS = ("training", "inference", "grid", "new-tokens", "command", "ops")
 PEERS = ("eager", "compile", "reduce-overhead")
@@ -195,7 +195,7 @@ def new_tokens(bench: Bench) -> None:
 def command(bench: Bench) -> None:
     """``fasttfm finetune`` over sentences of one length, and the bare step over as many tokens."""
     from fasttfm import data
-    from fasttfm.__main__ import main as fasttfm_main
+    from fasttfm.cli.main import main as fasttfm_main
 
     sentences, words, budget = (4000, 60, 2048) if bench.on_gpu else (400, 40, 512)
     with tempfile.TemporaryDirectory() as folder:
