@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fasttfm import ops
 from fasttfm.ops import checks
+from fasttfm.ops.library import is_plain
 
 _NAME = "PackedBatch"
 
@@ -73,13 +75,25 @@ class PackedBatch:
             return _from_lengths(input_ids, lengths)
         if attention_mask is not None:
             checks.check_shape(_NAME, "attention_mask", attention_mask, (batch, sequence))
-            tokens = int(attention_mask.bool().sum())
-            if tokens < batch * sequence:
-                boundaries = ops.cu_seqlens_from_mask(attention_mask)
-                indices = ops.token_indices_from_mask(attention_mask, total=tokens)
-                return PackedBatch(boundaries, sequence, tokens, (batch, sequence), indices)
-        boundaries = torch.arange(batch + 1, dtype=torch.int32, device=input_ids.device) * sequence
-        return PackedBatch(boundaries, sequence, batch * sequence, (batch, sequence))
+            return PackedBatch.from_mask(attention_mask)
+        return _full(input_ids)
+
+    @staticmethod
+    def from_mask(mask: Tensor) -> PackedBatch:
+        """The layout of a padded batch with a mask ``[B, S]``, true or not 0 for tokens. The mask is copied to the host
+        once and read there."""
+        shape, mask = (mask.shape[0], mask.shape[1]), mask if mask.dtype == torch.bool else mask.bool()
+        if not is_plain((mask,)):
+            return _from_traced_mask(mask)
+        there = mask.cpu().numpy()
+        lengths = there.sum(1)
+        tokens = int(lengths.sum())
+        if tokens == there.size:
+            return _full(mask)
+        boundaries = on_device(np.concatenate([[0], lengths.cumsum()]).astype(np.int32), mask.device)
+        if bool((there[:, 1:] <= there[:, :-1]).all()):  # padding follows the tokens
+            return PackedBatch(boundaries, shape[1], tokens, shape)
+        return PackedBatch(boundaries, shape[1], tokens, shape, on_device(np.flatnonzero(there), mask.device))
 
     def pack(self, x: Tensor) -> Tensor:
         """Something of every token, ``[B, S, ...]``, without padding: ``[T, ...]``. What is packed already stays."""
@@ -149,3 +163,26 @@ def _from_lengths(input_ids: Tensor, lengths: Any) -> PackedBatch:
         raise checks.bad_value(_NAME, "lengths", f"{batch} numbers in [0, {sequence}]", list(lengths))
     boundaries = ops.cu_seqlens_from_lengths(lengths, device=input_ids.device)
     return PackedBatch(boundaries, max(lengths, default=0), sum(lengths), (batch, sequence))
+
+
+def _from_traced_mask(mask: Tensor) -> PackedBatch:
+    """For a mask whose values cannot be read while a graph is traced."""
+    tokens = int(mask.sum())
+    if tokens == mask.numel():
+        return _full(mask)
+    indices = ops.token_indices_from_mask(mask, total=tokens)
+    shape = (mask.shape[0], mask.shape[1])
+    return PackedBatch(ops.cu_seqlens_from_mask(mask), shape[1], tokens, shape, indices)
+
+
+def _full(x: Tensor) -> PackedBatch:
+    """Of a batch ``[B, S]`` without padding."""
+    batch, sequence = x.shape
+    boundaries = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * sequence
+    return PackedBatch(boundaries, sequence, batch * sequence, (batch, sequence))
+
+
+def on_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """An array's values on a device, without waiting for it."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
