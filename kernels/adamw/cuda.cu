@@ -352,7 +352,8 @@ Status prepare(const AdamW& p, bool whole_step) {
 Status adamw_step(const AdamW& p) {
   Status status = check(p);
   if (status.code != StatusCode::ok) return status;
-  DeviceGuard guard(p.device);
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   status = prepare(p, true);
   if (status.code != StatusCode::ok || p.chunks == 0) return status;
   return launch(update_kernel, static_cast<unsigned>(p.chunks), kThreads, 0, p.stream, table_of(p),
@@ -362,7 +363,8 @@ Status adamw_step(const AdamW& p) {
 Status adamw_norm(const AdamW& p) {
   const Status status = check(p);
   if (status.code != StatusCode::ok) return status;
-  DeviceGuard guard(p.device);
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   return prepare(p, false);
 }
 

@@ -128,7 +128,8 @@ Status bias_gelu_forward(const BiasGeluForward& p) {
   if (!columns_fit_stripes(p.columns)) return misfit_columns();
   if (!rows_aligned(p.x, p.x_stride) || !rows_aligned(p.bias, 0)) return misaligned_rows();
   if (p.rows == 0) return {};
-  DeviceGuard guard(p.device);
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
     return with_activation(p.activation, [&](auto activation) {
       using T = decltype(element);
@@ -146,7 +147,8 @@ Status bias_gelu_backward(const BiasGeluBackward& p) {
   if (!columns_fit_stripes(p.columns)) return misfit_columns();
   if (!rows_aligned(p.x, p.x_stride) || !rows_aligned(p.dy, 0) || !rows_aligned(p.bias, 0)) return misaligned_rows();
   if (p.parts < 1 || p.parts > 65535) return bad_size("bias_gelu: parts must be from 1 to 65535");
-  DeviceGuard guard(p.device);
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
     return with_activation(p.activation, [&](auto activation) {
       const dim3 grid(stripes_of(p.columns), static_cast<unsigned>(p.parts));

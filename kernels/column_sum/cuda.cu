@@ -77,7 +77,8 @@ Status column_sum(const ColumnSum& p) {
   if (p.columns < kVector || p.columns % kVector != 0)
     return bad_size("column_sum: columns must be a multiple of 8, at least 8");
   if (p.parts < 1 || p.parts > 65535) return bad_size("column_sum: parts must be from 1 to 65535");
-  DeviceGuard guard(p.device);
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
     const auto strips = static_cast<unsigned>((p.columns + kColumnSumStrip - 1) / kColumnSumStrip);
     const dim3 grid(strips, static_cast<unsigned>(p.parts));

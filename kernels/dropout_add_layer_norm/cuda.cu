@@ -258,7 +258,8 @@ Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward& p) {
     return misaligned_rows();
   if (p.rows > kMaxRows) return too_many_rows();
   if (p.rows == 0) return {};
-  DeviceGuard guard(p.device);
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   return with_stream_types(p.dtype, p.residual_dtype, [&](auto element, auto stream) {
     using T = decltype(element);
     using R = decltype(stream);
@@ -274,7 +275,8 @@ Status dropout_add_layer_norm_backward(const WithBlockMemory<DropoutAddLayerNorm
   if (!rows_aligned(p.dy, 0) || !rows_aligned(p.dz, 0) || !rows_aligned(p.z, 0) || !rows_aligned(p.weight, 0))
     return misaligned_rows();
   if (p.rows > kMaxRows) return too_many_rows();
-  DeviceGuard guard(p.device);
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   return with_stream_types(p.dtype, p.residual_dtype, [&](auto element, auto stream) {
     using T = decltype(element);
     using R = decltype(stream);

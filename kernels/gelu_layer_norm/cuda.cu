@@ -233,7 +233,8 @@ Status gelu_layer_norm_forward(const GeluLayerNormForward& p) {
     if (!rows_aligned(parameter, 0)) return misaligned_rows();
   if (!rows_aligned(p.x, p.x_stride)) return misaligned_rows();
   if (p.rows == 0) return {};
-  DeviceGuard guard(p.device);
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
     return with_gelu(p.activation, [&](auto gelu) {
       using T = decltype(element);
@@ -249,7 +250,8 @@ Status gelu_layer_norm_backward(const WithBlockMemory<GeluLayerNormBackward>& p)
   for (const void* tensor : {p.dy, p.linear_bias, p.weight})
     if (!rows_aligned(tensor, 0)) return misaligned_rows();
   if (!rows_aligned(p.x, p.x_stride)) return misaligned_rows();
-  DeviceGuard guard(p.device);
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
     return with_gelu(p.activation,
                      [&](auto gelu) { return launch_backward<decltype(element), decltype(gelu)::value>(p); });

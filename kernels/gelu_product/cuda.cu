@@ -55,7 +55,8 @@ Status gelu_product_forward(const GeluProductForward& call) {
   const Status status = check_product(operands, call.rows, call.columns,
                                       {call.x, call.weight, call.bias, call.h, call.derivative, call.a});
   if (status.code != StatusCode::ok || call.rows == 0) return status;
-  DeviceGuard guard(call.device);
+  const DeviceGuard guard(call.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   ProductParams p = {};
   p.bias = call.bias;
   p.bias_dtype = call.bias_dtype;
@@ -73,7 +74,8 @@ Status gelu_product_backward(const GeluProductBackward& call) {
   Status status = check_product(operands, call.rows, call.columns,
                                 {call.dy, call.weight, call.bias, call.h, call.derivative, call.dh, call.a});
   if (status.code != StatusCode::ok) return status;
-  DeviceGuard guard(call.device);
+  const DeviceGuard guard(call.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   if (call.rows > 0) {
     ProductParams p = {};
     p.bias = call.bias;

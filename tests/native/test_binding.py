@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,3 +111,39 @@ def test_an_instruction_set_that_this_cpu_lacks_is_refused() -> None:
     expected = rf"^FASTTFM_ISA: expected one of {', '.join(_C.supported_isas())} on this CPU, got 'mmx'$"
     with pytest.raises(ValueError, match=expected):
         _native._set_isa("mmx")
+
+
+@pytest.mark.gpu
+def test_a_device_that_does_not_exist_is_an_error() -> None:
+    """The launch does not go to the current device instead."""
+    x, total = torch.ones(4, 8, device="cuda"), torch.zeros(8, device="cuda")
+    workspace = torch.empty(8, device="cuda")
+    fields = {
+        "x": x.data_ptr(),
+        "sum": total.data_ptr(),
+        "workspace": workspace.data_ptr(),
+        "rows": 4,
+        "columns": 8,
+        "x_stride": 8,
+        "dtype": 0,
+        "sum_dtype": 0,
+        "parts": 1,
+        "stream": 0,
+    }
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        _C.column_sum_cuda(**fields, device=torch.cuda.device_count())
+    assert total.tolist() == [0.0] * 8
+    _C.column_sum_cuda(**fields, device=0)
+    assert total.tolist() == [4.0] * 8
+
+
+def test_every_cuda_launcher_returns_the_status_of_its_device() -> None:
+    kernels = Path(__file__).parents[2] / "kernels"
+    guards = [
+        found
+        for path in kernels.rglob("*.cu*")
+        for found in re.findall(r"DeviceGuard (\w+)\(.*\n(.*)", path.read_text())
+    ]
+    assert len(guards) > 10
+    for name, following in guards:
+        assert following.strip() == f"if ({name}.status().code != StatusCode::ok) return {name}.status();"

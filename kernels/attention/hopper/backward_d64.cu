@@ -171,6 +171,7 @@ Status attention_backward(const AttentionBackward& call) {
   if (call.sequences == 0 || call.heads == 0) return {};
   if (call.sequences > 65535 || call.heads > 65535) return bad_size("more than 65535 sequences or heads");
   const DeviceGuard guard(call.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   Parameters p{};
   status = set_parameters(call, &p);
   if (status.code != StatusCode::ok) return status;

@@ -89,7 +89,8 @@ Status attention_forward(const AttentionForward& call) {
   Status status = check_hopper_call(call);
   if (status.code != StatusCode::ok || call.queries == 0 || call.sequences == 0 && call.cu_seqlens == nullptr)
     return status;
-  DeviceGuard guard(call.device);
+  const DeviceGuard guard(call.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   int blocks = 0;
   status = count_multiprocessors(call.device, &blocks);
   if (status.code != StatusCode::ok) return status;

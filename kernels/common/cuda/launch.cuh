@@ -24,14 +24,16 @@ inline Status count_multiprocessors(int device, int* count) {
   return status_of(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device));
 }
 
-// Makes `device` current for the lifetime of the guard.
+// Makes `device` current for the lifetime of the guard. Where the status is not ok it is not: a launch would go to
+// another device, and a launcher returns the status instead.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(int device) {
-    if (cudaGetDevice(&previous_) != cudaSuccess) previous_ = device;
-    cudaSetDevice(device);  // also where it is the one: on a new thread no context is current until it has been set
-    changed_ = previous_ != device;
+  explicit DeviceGuard(int device) : status_(status_of(cudaGetDevice(&previous_))) {
+    if (status_.code != StatusCode::ok) return;
+    status_ = status_of(cudaSetDevice(device));  // also for the current one: a new thread has no context until then
+    changed_ = status_.code == StatusCode::ok && previous_ != device;
   }
+  const Status& status() const { return status_; }
   ~DeviceGuard() {
     if (changed_) cudaSetDevice(previous_);
   }
@@ -41,6 +43,7 @@ class DeviceGuard {
  private:
   int previous_ = 0;
   bool changed_ = false;
+  Status status_;
 };
 
 // Lets a kernel have `memory` bytes of dynamic shared memory.

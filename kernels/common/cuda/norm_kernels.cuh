@@ -160,7 +160,8 @@ Status launch_norm_forward(const Params& p) {
 template <class Params>
 Status norm_forward(const Params& p, DType parameter_dtype) {
   if (p.rows == 0) return {};
-  DeviceGuard guard(p.device);
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
     using T = decltype(element);
     if (parameter_dtype == p.dtype) return launch_norm_forward<T, T>(p);
@@ -172,7 +173,8 @@ Status norm_forward(const Params& p, DType parameter_dtype) {
 // `dbias` is where LayerNorm's second sum goes.
 template <class Params>
 Status norm_backward(const WithBlockMemory<Params>& p, SumOutput dbias) {
-  DeviceGuard guard(p.device);
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
     using T = decltype(element);
     return for_row_shape_within<NormBackwardPlan<T>>(p.columns, p.block_memory, [&](auto shape) {
