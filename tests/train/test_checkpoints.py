@@ -19,7 +19,7 @@ from train_runs import run_of, settings_of
 from fasttfm.models import CheckpointError
 from fasttfm.train import checkpoints as files
 from fasttfm.train.checkpoints import Checkpoints
-from fasttfm.train.pretrain import RunError, pretrain
+from fasttfm.train.pretrain import RunError, _Stop, pretrain
 
 
 def write(directory: Path) -> None:
@@ -82,6 +82,50 @@ def test_a_failed_write_leaves_the_last_good_one(tmp_path: Path, error: Exceptio
     assert f"the last whole one is {kept.path(10)}" in str(raised.value)
     assert kept.newest() == kept.path(10)
     assert not list(tmp_path.glob("*.partial"))
+
+
+MOMENTS = ("write_state", "_write_manifest", "_sync", "_sync_directory", "sync_file", "os.rename", "os.replace")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("signals", [1, 2])
+def test_sigterm_while_a_checkpoint_is_written(
+    moment: str, signals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first signal lets the checkpoint be finished. A second one ends the run at once, and the checkpoint before
+    stays usable."""
+    kept = Checkpoints(tmp_path, keep=2)
+
+    def write_checkpoint(directory: Path) -> None:
+        write(directory)
+        files.write_state(directory, {"step": 2})
+
+    kept.save(1, write_checkpoint)
+    owner: Any = os if moment.startswith("os.") else files
+    original = getattr(owner, moment.removeprefix("os."))
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        for _ in range(0 if stop.asked else signals):
+            signal.raise_signal(signal.SIGTERM)
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(owner, moment.removeprefix("os."), interrupted)
+    with _Stop(launched=False) as stop:
+        if signals == 1:
+            kept.save(2, write_checkpoint)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                kept.save(2, write_checkpoint)
+    assert stop.asked
+    monkeypatch.undo()
+    newest = Checkpoints(tmp_path).newest()  # checks every file against the manifest
+    # The rename is what makes a checkpoint: what comes after it, the folder's sync and the link, finds it whole.
+    assert newest == kept.path(2 if signals == 1 or moment == "os.replace" else 1)
+    assert files.read_state(newest) == {"step": 2}
+    kept.clean()
+    assert not list(tmp_path.glob("*.partial"))
+    kept.save(3, write_checkpoint)
+    assert Checkpoints(tmp_path).newest() == kept.path(3)
 
 
 def small_files(settings: Any, run: Any) -> None:
