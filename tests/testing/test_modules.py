@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from fasttfm.testing.modules import compare_modules
+from fasttfm.testing.modules import check_other_derivatives, compare_modules
 
 
 class Scores(torch.nn.Module):
@@ -52,3 +53,54 @@ def test_sizes_alone_decide_how_many_runs_there_are(factor: float, rows: int) ->
     comparisons = compare_modules(ours, Scores(), counted, inputs)
     assert calls == (10 if rows < 8 else 5)
     assert all(comparison.ok for comparison in comparisons) == (factor == 1.0)
+
+
+class _Exponential(torch.autograd.Function):
+    """Its gradient is right, and taken for a constant by a second derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return dy * y.detach()
+
+
+class Exponential(torch.nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 7))
+        self.form = form
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x * self.weight
+        if self.form == "refuses" and (torch.is_grad_enabled() or forward_ad._current_level >= 0):
+            raise NotImplementedError("layer_norm: second derivatives: not implemented; use torch's")
+        if self.form == "constant gradient":
+            return _Exponential.apply(z) if forward_ad._current_level < 0 else z.exp()
+        return (forward_ad.unpack_dual(z).primal if self.form == "no tangent" else z).exp()
+
+
+@pytest.mark.parametrize("form", ["right", "refuses", "constant gradient", "no tangent"])
+def test_other_derivatives_that_are_silently_wrong_are_found(form: str) -> None:
+    arguments = (Exponential(form), Exponential("right"), call, {"x": torch.linspace(0, 1, 7)})
+    if form in ("right", "refuses"):
+        check_other_derivatives(*arguments)
+    else:
+        with pytest.raises(AssertionError, match="not close"):
+            check_other_derivatives(*arguments)
+
+
+def test_an_error_that_names_no_op_is_no_refusal() -> None:
+    def fails(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        if module is ours:
+            raise RuntimeError("something else")
+        return call(module, inputs)
+
+    ours = Exponential("right")
+    with pytest.raises(AssertionError, match="expected an error that names the op"):
+        check_other_derivatives(ours, Exponential("right"), fails, {"x": torch.linspace(0, 1, 7)})

@@ -1,4 +1,5 @@
-"""Holds a module against the one whose place it takes: outputs and every gradient, by the tolerance rule."""
+"""Holds a module against the one whose place it takes: outputs and every gradient, by the tolerance rule; second
+derivatives and forward mode, which it may refuse."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fasttfm.testing.properties import refusal_allowed
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, Comparison, compare, summary
 
 Tensors = dict[str, Tensor]
@@ -45,11 +50,7 @@ def run_module(module: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor]
     module.
     """
     parameters = dict(module.named_parameters())
-    first = next(iter(parameters.values()))
-    prepared = {
-        name: value.detach().to(first).requires_grad_() if value.is_floating_point() else value.to(first.device)
-        for name, value in inputs.items()
-    }
+    prepared = _prepared(module, inputs)
     outputs = call(module, prepared)
     wanted = {name: value for name, value in (prepared | parameters).items() if value.requires_grad}
     differentiable = {name: value for name, value in outputs.items() if value.requires_grad}
@@ -60,6 +61,14 @@ def run_module(module: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor]
         for (name, value), gradient in zip(wanted.items(), found, strict=True)
     }
     return Results({name: value.detach() for name, value in outputs.items()}, gradients)
+
+
+def _prepared(module: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Tensors:
+    first = next(module.parameters())
+    return {
+        name: value.detach().to(first).requires_grad_() if value.is_floating_point() else value.to(first.device)
+        for name, value in inputs.items()
+    }
 
 
 def compare_modules(
@@ -135,6 +144,77 @@ def _float_keeps_double() -> Iterator[None]:
 
     with mock.patch.object(Tensor, "float", at_least_float):
         yield
+
+
+# ---- other ways to differentiate -------------------------------------------------------------------------------------
+
+
+def check_other_derivatives(
+    ours: torch.nn.Module, theirs: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor]
+) -> None:
+    """Second derivatives, and tangents in forward mode, are those of ``theirs`` in fp64, or an error that names an op
+    says that there are none."""
+    for derivatives in (second_derivatives, tangents):
+        expected = list(derivatives(theirs.double(), call, inputs).values())
+        with refusal_allowed():
+            torch.testing.assert_close(list(derivatives(ours.double(), call, inputs).values()), expected)
+
+
+def second_derivatives(module: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor]) -> Tensors:
+    """By name of an input or parameter: the derivative of a weighted sum of all first derivatives."""
+    prepared = _prepared(module, inputs)
+    leaves = {
+        name: value
+        for name, value in {**prepared, **dict(module.named_parameters())}.items()
+        if value.is_floating_point()
+    }
+    with sdpa_kernel(SDPBackend.MATH):  # torch's other kernels have no second derivatives
+        outputs = call(module, prepared)
+        sums = [(value * _incoming(name, value, 0)).sum() for name, value in outputs.items()]
+        first = torch.autograd.grad(torch.stack(sums).sum(), list(leaves.values()), create_graph=True)
+        # Numbered weights: two modules may have other names for the same parameters.
+        weighted = [(value * _incoming(str(index), value, 1)).sum() for index, value in enumerate(first)]
+        second = torch.autograd.grad(
+            torch.stack(weighted).sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
+        )
+    return dict(zip(leaves, second, strict=True))
+
+
+def tangents(module: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor]) -> Tensors:
+    """By name of an output: its tangent, where every floating input and every parameter has one."""
+
+    def dual(index: int, value: Tensor) -> Tensor:
+        return forward_ad.make_dual(value.detach(), _incoming(str(index), value, 0))
+
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        prepared = {
+            name: dual(-1 - index, value) if value.is_floating_point() else value
+            for index, (name, value) in enumerate(_prepared(module, inputs).items())
+        }
+        parameters = {name: dual(index, value) for index, (name, value) in enumerate(module.named_parameters())}
+        outputs = _call_with(module, parameters, call, prepared)
+        pairs = {name: forward_ad.unpack_dual(value) for name, value in outputs.items()}
+        return {
+            name: torch.zeros_like(primal) if tangent is None else tangent.detach()
+            for name, (primal, tangent) in pairs.items()
+        }
+
+
+class _Called(torch.nn.Module):
+    """``call`` as a module's forward, so that ``functional_call`` can put other tensors in place of parameters."""
+
+    def __init__(self, module: torch.nn.Module, call: Call) -> None:
+        super().__init__()
+        self.module, self.call = module, call
+
+    def forward(self, inputs: Tensors) -> Mapping[str, Tensor]:
+        return self.call(self.module, inputs)
+
+
+def _call_with(module: torch.nn.Module, parameters: Tensors, call: Call, inputs: Tensors) -> Mapping[str, Tensor]:
+    renamed = {f"module.{name}": value for name, value in parameters.items()}
+    outputs: Mapping[str, Tensor] = functional_call(_Called(module, call), renamed, (inputs,))
+    return outputs
 
 
 def _incoming(name: str, output: Tensor, draw: int) -> Tensor:

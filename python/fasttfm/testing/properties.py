@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
 from fasttfm.ops.backends import tables
+from fasttfm.ops.library import OpFunction
 from fasttfm.testing.call import Call, floating_inputs, hold
 from fasttfm.testing.harness import Run, floating_of, incoming_gradients, same_bits
 from fasttfm.testing.memory_layouts import INCOMING_LAYOUTS
@@ -115,7 +116,7 @@ def refusal_allowed() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
-        names = "|".join(tables())
+        names = "|".join({*tables(), *(function.op.split()[0] for function in OpFunction.__subclasses__())})
         named = re.match(rf"(fasttfm::)?({names})(_forward|_backward)?\b.*: ", str(error))
         assert named, f"expected an error that names the op, got {error!r}"
 
