@@ -64,3 +64,22 @@ def test_products_in_autocasts_own_type() -> None:
         inside = linear.matmul(a, b)
     assert inside.dtype == torch.bfloat16
     assert torch.equal(inside, outside)
+
+
+@pytest.mark.parametrize("rows", [2, 17, 40])
+@pytest.mark.parametrize("columns", [3, 15, 16])
+def test_products_read_no_number_behind_a_row(rows: int, columns: int) -> None:
+    """With an odd number of columns torch's bf16 product on some CPUs does."""
+    wide = torch.full((rows, columns + 3), torch.nan, dtype=torch.bfloat16)
+    wide[:, :columns] = matrix(rows, columns)
+    weight, total = matrix(columns, 45, torch.bfloat16), torch.zeros(rows, 45, dtype=torch.bfloat16)
+    a = wide[:, :columns]
+    expected = (a.double() @ weight.double()).bfloat16()
+    for found in (linear.matmul(a, weight), linear.matmul(a, weight, shape=total.shape)):
+        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(linear.add_matmul(total, a, weight), expected)
+    contiguous = a.contiguous()
+    contiguous[1] = torch.nan  # no other row has it
+    found = linear.matmul(contiguous, weight)
+    assert found[1].isnan().all()
+    assert not found[torch.arange(rows) != 1].isnan().any()

@@ -88,6 +88,7 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, shape: Sequence[
     that autograd lets users change it in place; and autocast, which has dealt with the arguments, leaves calls with
     ``out`` alone. Where neither matters the product makes its own tensor, which costs the host less.
     """
+    a, b = _even_products(a, b)
     if shape is None and not _widened(a) and _autocast_leaves(a):
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
     out = torch.empty(*shape or (a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
@@ -105,9 +106,19 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, shape: Sequence[
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """``total + a @ b`` of matrices in total's place: the product's epilogue reads it. Rounded once."""
+    a, b = _even_products(a, b)
     if _widened(a):
         return total.copy_(torch.addmm(total.float(), a.float(), b.float()))
     return torch.addmm(total, a, b, out=total)
+
+
+def _even_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The matrices, in bf16 on a CPU with a zero behind each row of ``a`` where it has an odd number of columns: oneDNN
+    multiplies bf16 in pairs, and takes the number behind the end of a row, which is padding or the next row's first,
+    times 0. That is NaN if the number is NaN or infinite."""
+    if not a.is_cpu or a.dtype != torch.bfloat16 or a.shape[1] % 2 == 0:
+        return a, b
+    return torch.nn.functional.pad(a, (0, 1)), torch.nn.functional.pad(b, (0, 0, 0, 1))
 
 
 def _autocast_leaves(a: Tensor) -> bool:
