@@ -130,6 +130,32 @@ def test_a_second_backward(backend: str) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("retain_graph", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_on_a_cpu_the_sum_of_dweight_becomes_the_gradient(retain_graph: bool, factor: float) -> None:
+    """No second tensor of that size, unless a later backward needs the first."""
+    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
+    labels = torch.tensor([3, -100, 39, 0, 7])
+    saved: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape == weight.shape:
+            saved.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = factor * ops.linear_cross_entropy(hidden, weight, labels, backend="cpu")
+    gradients = torch.autograd.grad(loss, [hidden, weight], retain_graph=retain_graph)
+    assert (gradients[1].data_ptr() in saved) == (not retain_graph)
+    plain = factor * torch.nn.functional.cross_entropy(hidden @ weight.t(), labels)
+    torch.testing.assert_close(gradients, torch.autograd.grad(plain, [hidden, weight]))
+    if retain_graph:
+        gradients[1].zero_()
+        again = torch.autograd.grad(loss, [hidden, weight])
+        torch.testing.assert_close(again[0], gradients[0])
+        assert again[1].any()
+
+
 @pytest.mark.parametrize("words", [1, 7, 8, 9, 63, 64, 65, 129])
 def test_any_number_of_words_in_triton(words: int) -> None:
     """Products end at a multiple of 8 words, rows in memory at one of 64; kernels do the rest."""
@@ -315,12 +341,12 @@ def test_backward_twice() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_saved(dtype: torch.dtype) -> None:
-    """Gradients, no logits: dh in hidden's type, dweight and dbias in fp32; labels and a number."""
+    """Gradients, no logits: dh in hidden's type, dweight and dbias in fp32; labels."""
     given = {name: value.detach() for name, value in drawn(N).items()}
     given = {
         name: value.to(dtype).requires_grad_() if value.is_floating_point() else value for name, value in given.items()
     }
-    expected = N * C * dtype.itemsize + 4 * (V * C + V) + given["labels"].nbytes + 4
+    expected = N * C * dtype.itemsize + 4 * (V * C + V) + given["labels"].nbytes
     assert saved_bytes(lambda: linear_cross_entropy(**given)) == expected
 
 

@@ -196,14 +196,18 @@ class _VocabularyLoss(OpFunction):
         ctx.wanted = list(ctx.needs_input_grad[:3])
         ctx.call, ctx.shape, ctx.dtype = call, hidden.shape, hidden.dtype
         now = ctx.wanted if call.reduction != "none" else [False] * 3
+        # On a CPU rows have their share of a mean from the start: where the mean's gradient is 1, nothing is scaled.
+        shares = None
+        if divisor is not None and divisor.is_cpu:
+            shares = divisor.reciprocal().expand(labels.shape).contiguous()
         losses, correct, samples, *gradients = forward_op(
-            hidden, weight, bias, labels, positions, None, seed, *call.loss, call.counted_first, now, call.op,
+            hidden, weight, bias, labels, positions, shares, seed, *call.loss, call.counted_first, now, call.op,
             call.backend,
         )  # fmt: skip
         if call.reduction == "none":
             ctx.save_for_backward(*unshared(labels, positions), hidden, weight, bias)
         else:
-            ctx.save_for_backward(*unshared(labels, positions), divisor, *gradients)
+            ctx.save_for_backward(*unshared(labels, positions), divisor if shares is None else None, *gradients)
         ctx.mark_non_differentiable(correct, samples)
         return cross_entropy.reduced(losses, call.reduction, divisor), correct, samples
 
@@ -241,15 +245,21 @@ def scaled_gradients(
         found: tuple[Tensor, ...] = backward_op(*totals, scale, *place, now, op, backend)
         return found
 
-    if torch.compiler.is_compiling() or not (wanted[0] and wanted[1]):
+    if torch.compiler.is_compiling() or not wanted[1]:
         gradients = scaled(wanted)
     else:
-        # The fp32 sum of dweight goes before hidden's gradient comes, unless a later backward needs it again. A tensor
-        # subclass need not have memory of its own.
-        parameters = scaled((False, *wanted[1:]))
-        if type(totals[1]) is Tensor and not torch._C._autograd._get_current_graph_task_keep_graph():
-            totals[1].untyped_storage().resize_(0)
-        gradients = (scaled((True, False, False))[0], *parameters[1:])
+        # The fp32 sum of dweight, unless a later backward needs it again, becomes the gradient on a CPU, and elsewhere
+        # goes before hidden's gradient comes. A tensor subclass need not have memory of its own.
+        total, dtype = totals[1], place[3]
+        own = type(total) is Tensor and not torch._C._autograd._get_current_graph_task_keep_graph()
+        if own and total.is_cpu and total.dtype == dtype:
+            dhidden, _, dbias = scaled((wanted[0], False, wanted[2]))
+            gradients = (dhidden, total if scale.item() == 1 else total.mul_(scale), dbias)
+        else:
+            parameters = scaled((False, *wanted[1:]))
+            if own and wanted[0]:
+                total.untyped_storage().resize_(0)
+            gradients = (scaled((wanted[0], False, False))[0], *parameters[1:])
     return tuple(found if want else None for found, want in zip(gradients, wanted, strict=True))
 
 
