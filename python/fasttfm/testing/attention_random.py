@@ -1,10 +1,14 @@
-"""Random cases of attention: every layout with the options that it can have."""
+"""Random cases of attention: every layout with the options that it can have; and the terms of gradients that cancel."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
+from torch import Tensor
+
+from fasttfm.kernels.attention import reference
 from fasttfm.testing.random_sizes import random_lengths, random_size
 
 _ONE_LENGTH = ("dense", "transposed", "fused")  # all sequences are of one length
@@ -46,3 +50,15 @@ def random_arguments(source: random.Random) -> dict[str, Any]:
     if source.random() < 0.2:
         arguments["scale"] = source.choice((0.1, 1.0))
     return arguments
+
+
+def without_delta(*args: Tensor, **options: Any) -> Any:
+    """The softmax's sum as a constant: ds is P * dP, from which delta takes everything where a query has one key."""
+    softmax = reference._softmax
+
+    def constant_sum(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        weights, total, lse = softmax(*arguments)
+        return weights, total.detach(), lse
+
+    with mock.patch.object(reference, "_softmax", constant_sum):
+        return reference.attention(*args, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +49,18 @@ class Call:
     def exact(self, inputs: Inputs, **how: Any) -> Run:
         return self.naive(inputs, wide=True, **how)
 
-    def incoming(self, inputs: Inputs) -> list[Tensor]:
+    def terms(self, inputs: Inputs, incoming: Sequence[Tensor | None], **how: Any) -> Run:
+        """Magnitudes of what gradients are differences of (``OpSpec.terms``)."""
+        assert self.spec.terms is not None
+        positive = {**inputs, **{name: inputs[name].abs() for name in floating_inputs(inputs)}}
+        gradients = [None if gradient is None else gradient.abs() for gradient in incoming]
+        return run(self.spec, self.spec.terms, positive, self.case.options, wide=True, incoming=gradients, **how)
+
+    def incoming(self, inputs: Inputs, seed: int = SEED) -> list[Tensor]:
         """A gradient for each floating output."""
         with torch.no_grad():
             outputs = outputs_of(self.op()(**inputs, **self.case.options))
-        return incoming_gradients(floating_of(outputs), inputs)
+        return incoming_gradients(floating_of(outputs), inputs, seed=seed)
 
     def check(self, what: str, inputs: Inputs, **how: Any) -> None:
         """The tested run is as accurate as plain torch's."""

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from fasttfm.testing.spec import BadCall, Inputs, OpCase, OpSpec, outputs_of
-from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, Comparison, compare, summary
+from fasttfm.testing.tolerance import (
+    GRADIENT_FACTOR,
+    OUTPUT_FACTOR,
+    Comparison,
+    compare,
+    compare_with_terms,
+    summary,
+)
 
 SEED = 1234
 _GRADCHECK_ELEMENTS = 300
@@ -92,14 +99,14 @@ def _gradients(
     return torch.autograd.grad(used, leaves, used_incoming, allow_unused=True)
 
 
-def incoming_gradients(outputs: Sequence[Tensor], inputs: Inputs, wide: bool = False) -> list[Tensor]:
-    return [_incoming(index, output, wide, inputs) for index, output in enumerate(outputs)]
+def incoming_gradients(outputs: Sequence[Tensor], inputs: Inputs, wide: bool = False, seed: int = SEED) -> list[Tensor]:
+    return [_incoming(seed + 1 + index, output, wide, inputs) for index, output in enumerate(outputs)]
 
 
-def _incoming(index: int, output: Tensor, wide: bool, inputs: Inputs) -> Tensor:
+def _incoming(seed: int, output: Tensor, wide: bool, inputs: Inputs) -> Tensor:
     """An output's incoming gradient: random, rounded to the tested type, the same numbers in every precision."""
     tested = next(value.dtype for value in inputs.values() if isinstance(value, Tensor) and value.is_floating_point())
-    generator = torch.Generator().manual_seed(SEED + 1 + index)
+    generator = torch.Generator().manual_seed(seed)
     gradient = torch.randn(output.shape, generator=generator, dtype=torch.float64)
     return gradient.to(tested).to(torch.float64 if wide else output.dtype).to(output.device)
 
@@ -139,16 +146,22 @@ def accuracy(
     return [summary(found) for found in draws.values()]
 
 
-def comparisons_of(tested: Run, naive: Run, exact: Run) -> list[Comparison]:
-    """A run held against the reference in its own type and in fp64. Integers must be equal."""
+def comparisons_of(tested: Run, naive: Run, exact: Run, terms: Run | None = None) -> list[Comparison]:
+    """A run held against the reference in its own type and in fp64. Integers must be equal. ``terms``: magnitudes of
+    what gradients are differences of."""
     plain, true = naive.tensors(), exact.tensors()
+    cancelling = {} if terms is None else terms.gradients
     comparisons = []
     for name, out in tested.tensors().items():
         if not out.is_floating_point():
             assert torch.equal(out, true[name]), f"{name}: integers differ"
             continue
         factor = GRADIENT_FACTOR if name in tested.gradients else OUTPUT_FACTOR
-        comparisons.append(compare(name, out, plain[name], true[name], factor))
+        given = (name, out, plain[name], true[name], factor)
+        if name in cancelling:
+            comparisons.extend(compare_with_terms(*given, cancelling[name]))
+        else:
+            comparisons.append(compare(*given))
     return comparisons
 
 

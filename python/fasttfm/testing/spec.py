@@ -117,6 +117,9 @@ class OpSpec:
     mutants: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # broken copies of ``reference``
     random_case: Callable[[random.Random], OpCase] | None = None  # for random calls (fuzz.py)
     property_cases: tuple[str, ...] = ()  # cases that the properties hold for (properties.py); none: the first
+    # As ``reference``, for an op whose gradients may cancel to nothing (tolerance.py): of absolute inputs and incoming
+    # gradients its own are sums of the magnitudes of the terms.
+    terms: Callable[..., Any] | None = None
     infinity_masks: tuple[str, ...] = ()  # inputs whose infinities take elements out, instead of making NaN
     triton_kernels: Callable[[], list[TritonKernel]] | None = None
     native_ops: Callable[[Inputs, Mapping[str, Any]], list[tuple[Any, tuple[Any, ...]]]] | None = None  # for opcheck

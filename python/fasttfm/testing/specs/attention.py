@@ -19,7 +19,7 @@ from fasttfm.kernels.attention.problem import window_bounds
 from fasttfm.kernels.common import philox
 from fasttfm.ops import attention
 from fasttfm.ops.linear import cpu_multiplies_bf16
-from fasttfm.testing.attention_random import random_arguments
+from fasttfm.testing.attention_random import random_arguments, without_delta
 from fasttfm.testing.chips import BLOCK_MEMORY
 from fasttfm.testing.row_cases import spoil
 from fasttfm.testing.spec import (
@@ -551,6 +551,7 @@ SPEC = OpSpec(
     cases=CASES,
     random_case=_random_case,
     property_cases=("packed", "causal", "fused"),
+    terms=without_delta,
     infinity_masks=("q", "k", "bias"),  # a score of -inf is that of a masked key
     bench_cases=BENCH_CASES,
     bench_cases_cpu=BENCH_CASES_CPU,
