@@ -9,10 +9,10 @@ import pytest
 import torch
 from nn import (
     test_embeddings,
-    test_encoder_layer,
     test_layer_norm,
     test_lm_heads,
     test_multihead_attention,
+    test_packed_transformer,
     test_transformer_encoder,
     test_transformer_encoder_layer,
 )
@@ -52,7 +52,7 @@ def transformer_encoder() -> Case:
 
 
 def encoder() -> Case:
-    tested = test_encoder_layer
+    tested = test_packed_transformer
     ours = tested.encoder(norm_first=False)
 
     def call(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

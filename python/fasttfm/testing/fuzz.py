@@ -42,11 +42,11 @@ class RandomCall:
     call: Call
     number: int
     seed: int
-    inputs: Mapping[str, str]  # input -> layout
-    incoming: str  # layout of the incoming gradients
-    absent: int | None  # the output without a gradient
-    wanted: tuple[str, ...] | None  # inputs that require gradients; None: all
-    non_finite: bool  # whether a NaN or an infinity is put somewhere
+    inputs: Mapping[str, str] = field(default_factory=dict)  # input -> layout
+    incoming: str = "contiguous"  # layout of the incoming gradients
+    absent: int | None = None  # the output without a gradient
+    wanted: tuple[str, ...] | None = None  # inputs that require gradients; None: all
+    non_finite: bool = False  # whether a NaN or an infinity is put somewhere
 
     def check(self) -> None:
         """Raises AssertionError where a result is not as near to the truth as plain torch's."""
@@ -64,8 +64,8 @@ class RandomCall:
             self._check_non_finite(inputs, self.call.incoming(inputs))
             return []
         how: dict[str, Any] = {"incoming": self._drawn_incoming(inputs, seed), "wanted": self.wanted}
-        runs = [run(inputs, **how) for run in (self.call.tested, self.call.naive, self.call.exact)]
-        return comparisons_of(*runs, self.call.terms(inputs, **how) if with_terms else None)
+        tested, naive, exact = (run(inputs, **how) for run in (self.call.tested, self.call.naive, self.call.exact))
+        return comparisons_of(tested, naive, exact, self.call.terms(inputs, **how) if with_terms else None)
 
     def drawn(self, seed: int) -> Inputs:
         inputs = self.call.inputs(seed)

@@ -151,7 +151,7 @@ def comparisons_of(tested: Run, naive: Run, exact: Run, terms: Run | None = None
     what gradients are differences of."""
     plain, true = naive.tensors(), exact.tensors()
     cancelling = {} if terms is None else terms.gradients
-    comparisons = []
+    comparisons: list[Comparison] = []
     for name, out in tested.tensors().items():
         if not out.is_floating_point():
             assert torch.equal(out, true[name]), f"{name}: integers differ"
