@@ -34,8 +34,8 @@ WORK = Path(os.environ.get("HOPPER_LAB", "/tmp/hopper_lab"))
 WRAPPER = """
 #include "attention/hopper/backward_d64.cu"
 namespace fasttfm::cuda {  // head dim 128 is another script's
-Status attention_backward_wide(const AttentionBackward&) { return {}; }
-int64_t attention_backward_wide_workspace(int64_t, int64_t, int64_t, int64_t) { return 0; }
+Status attention_backward_d128(const AttentionBackward&) { return {}; }
+int64_t attention_backward_d128_workspace(int64_t, int64_t, int64_t, int64_t) { return 0; }
 }
 extern "C" int backward(const fasttfm::AttentionBackward* call, const char** detail) {
   const fasttfm::Status status = fasttfm::cuda::attention_backward(*call);
@@ -61,14 +61,14 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
         ("load = (last || ON_CHIP) && key_tile > 0", "load = last && key_tile > 0"),
     ],
     "without_exp": [
-        ("power_of_two(pair[0] * p.score_scale - own.x)", "(pair[0] * p.score_scale - own.x)"),
-        ("power_of_two(pair[1] * p.score_scale - own.y)", "(pair[1] * p.score_scale - own.y)"),
+        ("exp2_approx(pair[0] * p.score_scale - own.x)", "(pair[0] * p.score_scale - own.x)"),
+        ("exp2_approx(pair[1] * p.score_scale - own.y)", "(pair[1] * p.score_scale - own.y)"),
     ],
-    "without_adding": [("        add_bytes(tile,", "        if (place == 1u << 31) add_bytes(tile,")],
+    "without_adding": [("        bulk_reduce_add(tile,", "        if (place == 1u << 31) bulk_reduce_add(tile,")],
     "told_each": [("kInterval = 4;", "kInterval = 1;")],
     "without_turns": [
-        ("{ sync_named(kFirstTurn + number, 2 * kWarpgroup); }", "{}"),
-        ("{ arrive_named(kFirstTurn + 1 - number, 2 * kWarpgroup); }", "{}"),
+        ("{ named_barrier_sync(kFirstTurn + number, 2 * kWarpgroup); }", "{}"),
+        ("{ named_barrier_arrive(kFirstTurn + 1 - number, 2 * kWarpgroup); }", "{}"),
     ],
 }
 MEASURED: dict[str, tuple[str, ...]] = {

@@ -17,12 +17,12 @@ from hopper_backward import ONLY_ALL_KEYS, TIMES, WORK, Backward, compile_varian
 # One thread of each warpgroup of the first block writes the clock at these places.
 MARK = "    note(memory, %d);\n"
 MARKED = [
-    ("    wait_products<ON_CHIP ? 1 : 2>();\n    hold_registers(scores);\n", "scores"),
+    ("    wgmma_wait<ON_CHIP ? 1 : 2>();\n    fence_operand(scores);\n", "scores"),
     ("    give_turn();\n    float2 delta[8];", "weights"),
-    ("    commit_products();\n    wait_products<1>();\n    hold_registers(dweights);\n", "dv started, dp"),
-    ("    stay_behind(dweights[31]);\n", "dscores"),
-    ("    wait_products<0>();  // dV's operand gives its registers to dK's\n    hold_registers(operand);\n", "dv"),
-    ("      const uint32_t keys = uniform(k);\n", "rounded"),
+    ("    wgmma_commit();\n    wgmma_wait<1>();\n    fence_operand(dweights);\n", "dv started, dp"),
+    ("    prevent_hoist(dweights[31]);\n", "dscores"),
+    ("    wgmma_wait<0>();  // dV's operand gives its registers to dK's\n    fence_operand(operand);\n", "dv"),
+    ("      const uint32_t keys = warp_uniform(k);\n", "rounded"),
     ("    memory.dscores_empty[step.slot][number].wait(step.parity ^ 1);\n", "room"),
     ("    arrive_warp(memory.dscores_full[step.slot][number]);\n", "put"),
     ("      tile = last ? unit().begin(key_tile) : tile + 1;\n", "dk, scores, dp started"),
@@ -36,16 +36,16 @@ CLOCKS = [
 CLOCKS += [
     ("  Barrier stage_full[kStages],", "  uint32_t marked[3];\n  Barrier stage_full[kStages],"),
     (
-        "    for (Barrier& landed : raw)",
-        "    marked[0] = marked[1] = marked[2] = 0;\n    for (Barrier& landed : raw)",
+        "    for (Mbarrier& landed : raw)",
+        "    marked[0] = marked[1] = marked[2] = 0;\n    for (Mbarrier& landed : raw)",
     ),
     (
         "// ---- warpgroup 0: tiles",
         """__device__ uint32_t marks[3][1024];
 template <bool ON_CHIP>
 __device__ __forceinline__ void note(Memory<ON_CHIP>& memory, int place) {
-  if (blockIdx.x != 0 || thread_here() % 128 != 0) return;
-  const int group = thread_here() / 128 - 1;
+  if (blockIdx.x != 0 || reload_tid() % 128 != 0) return;
+  const int group = reload_tid() / 128 - 1;
   uint32_t now;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
   const uint32_t index = memory.marked[group]++;

@@ -35,12 +35,12 @@ DIM = 128
 
 WRAPPER = """
 extern "C" int backward(const fasttfm::AttentionBackward* call, const char** detail) {
-  const fasttfm::Status status = fasttfm::cuda::attention_backward_wide(*call);
+  const fasttfm::Status status = fasttfm::cuda::attention_backward_d128(*call);
   *detail = status.detail;
   return static_cast<int>(status.code);
 }
 extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen_k) {
-  return fasttfm::cuda::attention_backward_wide_workspace(sequences, heads, tokens, max_seqlen_k);
+  return fasttfm::cuda::attention_backward_d128_workspace(sequences, heads, tokens, max_seqlen_k);
 }
 """
 
@@ -49,8 +49,8 @@ extern "C" int64_t workspace(int64_t sequences, int64_t heads, int64_t tokens, i
 FORCED = ("  return best;\n", '  return std::min<int64_t>(key_tiles, atoi(getenv("PARTS")));\n')
 VARIANTS: dict[str, list[tuple[str, str]]] = {
     "no_turns": [
-        ("{ sync_named(kTurns + number, 2 * kWarpgroup); }", "{ sync_named(1 + number, kWarpgroup); }"),
-        ("{ arrive_named(kTurns + 1 - number, 2 * kWarpgroup); }", "{}"),
+        ("{ named_barrier_sync(kTurns + number, 2 * kWarpgroup); }", "{ named_barrier_sync(1 + number, kWarpgroup); }"),
+        ("{ named_barrier_arrive(kTurns + 1 - number, 2 * kWarpgroup); }", "{}"),
     ],
     "forced": [FORCED],
     "together": [("spread = !CAUSAL && parts", "spread = !CAUSAL && parts < 0 && parts")],
@@ -61,8 +61,8 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "without_exp": [
-        ("power_of_two(pair[0] * p.score_scale - lse.x)", "(pair[0] * p.score_scale - lse.x)"),
-        ("power_of_two(pair[1] * p.score_scale - lse.y)", "(pair[1] * p.score_scale - lse.y)"),
+        ("exp2_approx(pair[0] * p.score_scale - lse.x)", "(pair[0] * p.score_scale - lse.x)"),
+        ("exp2_approx(pair[1] * p.score_scale - lse.y)", "(pair[1] * p.score_scale - lse.y)"),
     ],
 }
 CAUSAL_TOO = ("forced",)
@@ -70,20 +70,20 @@ DROPOUT_ALONE = ("without_draws",)
 # Other sources whose times are compared, where they are there.
 BEFORE = Path(__file__).with_name("before")
 OTHERS = [path.stem.removeprefix("wide_") for path in sorted(BEFORE.glob("wide_*.cu"))]
-WITHOUT_HALF = (": call.dtype == DType::f16 ? launch_wide<f16_t>(call, p)", "")
-WITHOUT_BFLOAT = ("call.dtype == DType::bf16  ? launch_wide<bf16_t>(call, p)\n         : ", "")
+WITHOUT_HALF = (": call.dtype == DType::f16 ? launch_d128<f16_t>(call, p)", "")
+WITHOUT_BFLOAT = ("call.dtype == DType::bf16  ? launch_d128<bf16_t>(call, p)\n         : ", "")
 WITHOUT_DROPOUT = (
     "  if (call.seed != nullptr)\n"
-    "    return causal ? start(wide_backward_kernel<T, true, true>) : start(wide_backward_kernel<T, true, false>);\n",
+    "    return causal ? start(backward_kernel_d128<T, true, true>) : start(backward_kernel_d128<T, true, false>);\n",
     "",
 )
 ONLY_DROPOUT = (
-    "  return causal ? start(wide_backward_kernel<T, false, true>) : start(wide_backward_kernel<T, false, false>);\n",
+    "  return causal ? start(backward_kernel_d128<T, false, true>) : start(backward_kernel_d128<T, false, false>);\n",
     "  return {};\n",
 )
 ONLY_ALL_KEYS = (
-    "  return causal ? start(wide_backward_kernel<T, false, true>) : start(wide_backward_kernel<T, false, false>);\n",
-    "  (void)causal;\n  return start(wide_backward_kernel<T, false, false>);\n",
+    "  return causal ? start(backward_kernel_d128<T, false, true>) : start(backward_kernel_d128<T, false, false>);\n",
+    "  (void)causal;\n  return start(backward_kernel_d128<T, false, false>);\n",
 )
 SOURCE = "attention/hopper/backward_d128.cu"
 

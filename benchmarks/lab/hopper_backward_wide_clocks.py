@@ -13,15 +13,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # One thread of each warpgroup of the first block writes the clock before (-) or after (+) these texts of the kernel.
 MARKED = [
-    ("+", "    wait_products<LAST ? 0 : 1>();\n    hold_registers(dweights);\n", "dp, dv"),
-    ("+", "    differentiate(dweights, weights, left, dscores);\n", "ds"),
-    ("+", "    put(dscores);\n", "ds put"),
-    ("+", "      wait_products<0>();\n      hold_registers(scores);\n", "next s"),
-    ("+", "      weigh(scores, weights, left, key, unit.after(tile), step + 1);\n", "weights"),
+    ("+", "    wgmma_wait<LAST ? 0 : 1>();\n    fence_operand(dweights);\n", "dp, dv"),
+    ("+", "    compute_dscores(dweights, weights, left, dscores);\n", "ds"),
+    ("+", "    store_dscores(dscores);\n", "ds put"),
+    ("+", "      wgmma_wait<0>();\n      fence_operand(scores);\n", "next s"),
+    ("+", "      compute_weights(scores, weights, left, key, unit.after(tile), step + 1);\n", "weights"),
     ("+", "    take_turn();\n    begin_dk", "turn"),
     ("-", "    if constexpr (LAST) {\n      begin_dq(dweights, step);\n", "dk, dq started"),
     ("+", "      begin_dv(weights, left, step + 1, true);\n", "dp, dv started"),
-    ("-", "    hold_registers(dk);\n    hold_registers(scores);\n    arrive_warp(memory.q_empty", "dk, dq"),
+    ("-", "    fence_operand(dk);\n    fence_operand(scores);\n    arrive_warp(memory.q_empty", "dk, dq"),
     ("-", "    const int use = memory.staging_use;\n", "room for dq"),
     ("-", "      return;\n    }\n    if (use == kLast) {\n", "dq left"),
     ("-", "      give_turn();\n    }\n    ++step;\n", "s started"),
@@ -29,7 +29,7 @@ MARKED = [
 NOTE = """
 __device__ uint32_t marks[2][2048];
 template <bool CAUSAL>
-__device__ __forceinline__ void note(WideMemory<CAUSAL>& memory, uint32_t place) {
+__device__ __forceinline__ void note(MemoryD128<CAUSAL>& memory, uint32_t place) {
   uint32_t thread, now;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   if (blockIdx.x != 0 || thread % 128 != 0) return;
@@ -52,20 +52,20 @@ def changes() -> list[tuple[str, str]]:
     found += [
         ("  int staging_use;\n", "  int staging_use;\n  uint32_t marked[2];\n"),
         (
-            "      memory.staging_free[i].initialize(1);\n",
-            "      memory.staging_free[i].initialize(1);\n    memory.marked[i] = 0;\n",
+            "      memory.staging_free[i].init(1);\n",
+            "      memory.staging_free[i].init(1);\n    memory.marked[i] = 0;\n",
         ),
         (
             "template <class T, bool DROPOUT, bool CAUSAL>\nstruct WideKeyWarpgroup {",
             NOTE + "template <class T, bool DROPOUT, bool CAUSAL>\nstruct WideKeyWarpgroup {",
         ),
         (
-            "Status attention_backward_wide(const AttentionBackward& call) {\n",
+            "Status attention_backward_d128(const AttentionBackward& call) {\n",
             """extern "C" void read_marks(void* to) {
   cudaDeviceSynchronize();
   cudaMemcpyFromSymbol(to, marks, sizeof(marks));
 }
-Status attention_backward_wide(const AttentionBackward& call) {\n""",
+Status attention_backward_d128(const AttentionBackward& call) {\n""",
         ),
     ]
     return found
@@ -103,7 +103,7 @@ using namespace fasttfm::cuda;
 template <int KIND>
 __global__ void __launch_bounds__(256, 1) rate(uint32_t* cycles) {
   extern __shared__ __align__(1024) char memory[];
-  const int group = uniform(threadIdx.x / 128);
+  const int group = warp_uniform(threadIdx.x / 128);
   const uint32_t a = shared_address(memory) + group * 32768, b = shared_address(memory) + 65536;
   constexpr int kCount = KIND == 2 || KIND == 3 ? 64 : 32;
   float d[kCount];
@@ -111,25 +111,25 @@ __global__ void __launch_bounds__(256, 1) rate(uint32_t* cycles) {
   for (int i = 0; i < kCount; ++i) d[i] = 0;
   for (int i = 0; i < 16; ++i) operand[i] = threadIdx.x;
   for (int i = threadIdx.x; i < 131072 / 4; i += blockDim.x) reinterpret_cast<int*>(memory)[i] = 0;
-  fence_async();
+  fence_proxy_async();
   __syncthreads();
   const uint32_t begin = clock();
   for (int round = 0; round < 64; ++round) {
-    hold_registers(d);
-    begin_products();
+    fence_operand(d);
+    wgmma_fence();
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
       const uint32_t k = c % 4 * kKMajorStep, half = c / 4 * 16384, mn = c * kMnMajorStep;
-      if (KIND == 0 || KIND == 3) multiply<bf16_t>(d, advance(k_major(a + half), k), advance(k_major(b + half), k));
+      if (KIND == 0 || KIND == 3) wgmma<bf16_t>(d, advance(k_major(a + half), k), advance(k_major(b + half), k));
       if (KIND == 1)
-        multiply<bf16_t, Major::mn, Major::mn>(d, advance(mn_major(a, 0), mn), advance(mn_major(b, 0), mn));
-      if (KIND == 2) multiply<bf16_t, Major::mn>(d, operand + c % 4 * 4, advance(mn_major(b, 16384), mn));
-      if (KIND == 4) multiply<bf16_t>(d, operand + c % 4 * 4, advance(k_major(b + half), k));
+        wgmma<bf16_t, Major::mn, Major::mn>(d, advance(mn_major(a, 0), mn), advance(mn_major(b, 0), mn));
+      if (KIND == 2) wgmma<bf16_t, Major::mn>(d, operand + c % 4 * 4, advance(mn_major(b, 16384), mn));
+      if (KIND == 4) wgmma<bf16_t>(d, operand + c % 4 * 4, advance(k_major(b + half), k));
     }
-    commit_products();
-    wait_products<0>();
+    wgmma_commit();
+    wgmma_wait<0>();
   }
-  hold_registers(d);
+  fence_operand(d);
   if (threadIdx.x % 128 == 0) cycles[group] = clock() - begin;
   if (d[0] + d[kCount - 1] == 1.5f) cycles[2] = 0;
 }

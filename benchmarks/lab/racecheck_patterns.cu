@@ -15,7 +15,7 @@ namespace {
 constexpr int kFloats = 128, kRounds = 4;
 constexpr int kGroup = 64;
 
-__device__ void copy_bytes(Barrier& full, void* to, const void* from, uint32_t bytes) {
+__device__ void copy_bytes(Mbarrier& full, void* to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(to)),
                "l"(from), "r"(bytes), "r"(full.address())
@@ -29,12 +29,12 @@ __device__ void copy_bytes(Barrier& full, void* to, const void* from, uint32_t b
 template <bool BULK, bool ALL_FILL, bool ALL_FREE>
 __global__ void hand_over(const float* from, float* to) {
   __shared__ alignas(128) float buffer[kFloats];
-  __shared__ Barrier full, empty;
+  __shared__ Mbarrier full, empty;
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    full.initialize(!BULK && ALL_FILL ? 32 : 1);
-    empty.initialize(ALL_FREE ? 32 : 1);
-    fence_barriers();
+    full.init(!BULK && ALL_FILL ? 32 : 1);
+    empty.init(ALL_FREE ? 32 : 1);
+    fence_mbarrier_init();
   }
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -42,7 +42,7 @@ __global__ void hand_over(const float* from, float* to) {
       empty.wait(round % 2 ^ 1);
       if (BULK) {
         if (lane == 0) {
-          full.arrive_expect(kFloats * 4);
+          full.arrive_expect_tx(kFloats * 4);
           copy_bytes(full, buffer, from + round * kFloats, kFloats * 4);
         }
       } else {
@@ -70,7 +70,7 @@ __global__ void meet_in_groups(const float* from, float* to) {
   __shared__ float buffer[2 * kGroup];
   const int group = threadIdx.x / kGroup;
   if (SAME || group == 0)
-    for (int round = 0; round < 2; ++round) sync_named(group + 1, kGroup);
+    for (int round = 0; round < 2; ++round) named_barrier_sync(group + 1, kGroup);
   float sum = 0.0f;
   for (int round = 0; round < kRounds; ++round) {
     __syncthreads();

@@ -1,6 +1,7 @@
 // AdamW on NVIDIA GPUs. A block takes a chunk of one tensor: it finds the tensor by its number, then each thread loads
-// four elements of gradient, parameter and moments in several places at once. What is the same for a whole tensor is
-// computed in fp64 beforehand by a single block, which also adds up the chunks' shares of the norm in a fixed order.
+// four elements of gradient, parameter and moments in several places at once. The values that are the same for a whole
+// tensor are computed in fp64 beforehand by a single block, which also adds the partial norms of the chunks in a fixed
+// order.
 #include "adamw/op.h"
 
 #include <cmath>
@@ -15,12 +16,12 @@ namespace cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kDeep = 2;      // places that a thread has in flight
-constexpr int kNormDeep = 4;  // the same where gradients alone are read
+constexpr int kDeep = 2;      // vectors that a thread has in flight
+constexpr int kNormDeep = 4;  // the same where only gradients are read
 constexpr int kPrepareThreads = 1024;
-constexpr int kWords = 480;  // of 8 bytes in a kernel's arguments, which are 4 KB at most
+constexpr int kWords = 480;  // 8-byte words in a kernel's arguments, which are at most 4 KB
 
-// What a tensor's elements are updated with.
+// The coefficients of a tensor's update.
 struct alignas(16) Coefficients {
   float factor;
   float beta1;
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, 4) norm_kernel(Table table, int tens
   if (threadIdx.x == 0) partial_norms[blockIdx.x] = sum[0];
 }
 
-// The root of the sum of all partial norms, in every thread of the block.
+// The square root of the sum of all partial norms, in every thread of the block.
 __device__ __forceinline__ float whole_norm(const float* partial_norms, int64_t chunks) {
   __shared__ double shares[kPrepareThreads / 32];
   double sum = 0.0;
@@ -194,16 +195,16 @@ __device__ __forceinline__ float whole_norm(const float* partial_norms, int64_t 
   return static_cast<float>(sqrt(sum));
 }
 
-// ---- what is the same for a tensor -----------------------------------------------------------------------------------
+// ---- coefficients of a tensor ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float gradient_factor(const AdamW& p, float norm) {
   const float scale = p.grad_scale == nullptr ? 1.0f : *p.grad_scale;
   float clipping = 1.0f;
   if (p.norm != nullptr) clipping = p.max_norm / (norm / scale + 1e-6f);
-  return (clipping > 1.0f ? 1.0f : clipping) / scale;  // a norm that is no number makes none of the gradients
+  return (clipping > 1.0f ? 1.0f : clipping) / scale;  // a NaN norm makes all gradients NaN
 }
 
-// One block. Where `whole_step` is not set, it writes the norm alone.
+// Runs in one block. If `whole_step` is not set, it only writes the norm.
 __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(AdamW p, Table table, bool whole_step) {
   float norm = 0.0f;
   if (p.norm != nullptr) {
@@ -236,14 +237,14 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(AdamW p, Table
 
 // ---- the step --------------------------------------------------------------------------------------------------------
 
-// To 1 in 2^23, without the branch for numbers that have to be scaled first.
+// Relative error 2^-23, without the branch that scales subnormal numbers.
 __device__ __forceinline__ float square_root(float x) {
   float root;
   asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
   return root;
 }
 
-// The quotient is right to 2 units in the last place: the root of no fp32 number is subnormal or above 2^64.
+// The quotient is accurate to 2 ulp, because the square root of an fp32 number is neither subnormal nor above 2^64.
 __device__ __forceinline__ void update(const Coefficients& c, float g, float& p, float& m, float& v) {
   g *= c.factor;
   m = fmaf(c.beta1, m, c.rest1 * g);
@@ -252,7 +253,7 @@ __device__ __forceinline__ void update(const Coefficients& c, float g, float& p,
   p -= fmaf(c.decay, p, c.step_size * change);
 }
 
-// The first `count` elements of a chunk, a multiple of 4, at addresses that vectors can have.
+// Updates the first `count` elements of a chunk, a multiple of 4, whose addresses are aligned for vectors.
 template <class G, class C>
 __device__ __forceinline__ void update_vectors(const AdamWTensor& tensor, const Coefficients& c, int64_t begin,
                                                int count) {

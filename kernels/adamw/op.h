@@ -4,11 +4,11 @@
 //   m <- b1 m + (1 - b1) g'           v <- b2 v + (1 - b2) g'^2           t <- t + 1
 //   p <- p - lr (decay p + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))           copy <- p in 16 bits
 //
-// Where *found_inf is 1 nothing changes. Bytes per parameter: 28 (g, p, m, v read; p, m, v written), 2 less with 16-bit
+// If *found_inf is 1 nothing changes. Bytes per parameter: 28 (g, p, m, v read; p, m, v written), 2 less with 16-bit
 // gradients, 2 more with a copy; the norm reads the gradients once more, 4 or 2.
 //
-// Gradients lie elsewhere in every step, so a table of addresses goes along with each call. It travels in kernels'
-// arguments: nothing is waited for, and a CUDA graph that holds the call holds the table too.
+// Gradients have new addresses in every step, so each call passes a table of addresses. It is passed in kernel
+// arguments: nothing has to be synchronized, and a CUDA graph that captures the call captures the table too.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ struct AdamWTensor {
 };
 struct AdamWGroup {
   double learning_rate;
-  const float* learning_rate_on_device;  // read instead of the other, where it is not null
+  const float* learning_rate_on_device;  // used instead of learning_rate if it is not null
   double beta1;
   double beta2;
   double epsilon;
@@ -42,11 +42,11 @@ struct AdamWGroup {
 };
 
 struct AdamW {
-  const void* table;     // on the host: int32 [tensors], each tensor's first chunk, filled up to a whole 8 bytes;
+  const void* table;     // on the host: int32 [tensors], each tensor's first chunk, padded to a multiple of 8 bytes;
                          // AdamWTensor [tensors]; AdamWGroup [groups]
   void* workspace;       // adamw_workspace(tensors, groups) times 8 bytes on the device
   float* partial_norms;  // [chunks], or null where norm is
-  float* norm;           // [1]: what is written; null where it is not wanted, and nothing is clipped
+  float* norm;           // [1], output; null if it is not needed and nothing is clipped
   float max_norm;
   const float* grad_scale;  // [1] or null
   const float* found_inf;   // [1] or null
@@ -58,10 +58,10 @@ struct AdamW {
 };
 
 namespace cuda {
-constexpr int kAdamWChunk = 16384;  // elements of a block's work; a tensor begins a chunk of its own
+constexpr int kAdamWChunk = 16384;  // elements per block; every tensor starts a new chunk
 
 Status adamw_step(const AdamW&);
-Status adamw_norm(const AdamW&);                           // writes the norm alone
+Status adamw_norm(const AdamW&);                           // writes only the norm
 int64_t adamw_workspace(int64_t tensors, int64_t groups);  // in units of 8 bytes
 }  // namespace cuda
 

@@ -1,8 +1,8 @@
 // attention on the CPU, in tiles of queries and keys; the products are common/cpu/simd_gemm.h's.
 //
-// Tiles start at multiples of their size from a sequence's first token, sums run over tiles in order, and where rows
-// lie in memory plays no part: any number of threads gives the same bits, packed as padded. All arithmetic is fp32; q
-// is multiplied with the scale as it is read, so that scores and dk need no factor of their own.
+// Tiles start at multiples of their size from a sequence's first token, sums run over tiles in order, and results do
+// not depend on where rows are in memory: any number of threads gives the same bits, packed or padded. All arithmetic
+// is fp32; q is multiplied with the scale as it is read, so that scores and dk need no factor of their own.
 #include "attention/op.h"
 
 #include <cmath>
@@ -193,8 +193,7 @@ struct BackwardArrays {
   float* dq;        // [queries, D], without the scale
 };
 
-// Adds a tile's share to the gradients of its first query (dq; null: not wanted) and first key (dk, dv; null: the
-// same).
+// Adds a tile's contribution to the gradients, from its first query (dq) and first key (dk, dv) on; null if not needed.
 FASTTFM_KERNEL void backward_tile(const AttentionCall& p, const Sequence& s, WeightDropout& dropout,
                                   const TilePosition& tile, const BackwardArrays& a, float* dq, float* dk, float* dv) {
   const int64_t d = round_up(p.head_dim, kLanes), panels = d / kLanes;
@@ -216,7 +215,8 @@ FASTTFM_KERNEL void backward_tile(const AttentionCall& p, const Sequence& s, Wei
     mask_row(p, s, tile, i, 0.0f, scores);
     mask_row(p, s, tile, i, 0.0f, dscores);
   }
-  for (int64_t i = tile.queries; i < round_up(tile.queries, kRowStep); ++i) {  // depth of dk and dv comes in steps
+  for (int64_t i = tile.queries; i < round_up(tile.queries, kRowStep);
+       ++i) {  // the depth of dk and dv is a multiple of kRowStep
     std::memset(a.scores + i * kKeyTile + first, 0, static_cast<size_t>(width) * sizeof(float));
     std::memset(a.dscores + i * kKeyTile + first, 0, static_cast<size_t>(width) * sizeof(float));
   }
@@ -231,7 +231,7 @@ FASTTFM_KERNEL void backward_tile(const AttentionCall& p, const Sequence& s, Wei
                    dq, d);
 }
 
-// What the rows of a tile of queries bring along.
+// Loads the rows of a tile of queries and their statistics.
 template <class T>
 FASTTFM_KERNEL void load_queries(const AttentionBackward& p, const Sequence& s, int64_t head, Range queries,
                                  const BackwardArrays& a) {
@@ -242,15 +242,15 @@ FASTTFM_KERNEL void load_queries(const AttentionBackward& p, const Sequence& s, 
   load_rows(Rows<const T>{q[queries.first], q.stride}, count, p.head_dim, p.scale, a.q);
   const Rows<const T> dout_tile = {dout[queries.first], dout.stride}, out_tile = {out[queries.first], out.stride};
   load_rows(dout_tile, count, p.head_dim, 1.0f, a.dout);
-  row_products(dout_tile, out_tile, count, p.head_dim, a.scores, a.delta);  // no scores are there yet
+  row_products(dout_tile, out_tile, count, p.head_dim, a.scores, a.delta);  // a.scores is still free as scratch memory
   for (int64_t i = 0; i < count; ++i) {
     const float found = lse[queries.first + i];
-    a.lse[i] = found == -kInfinity ? 0.0f : found;  // nothing to attend to: all are masked
+    a.lse[i] = found == -kInfinity ? 0.0f : found;  // no keys to attend to: all are masked
   }
 }
 
-// Adds the share of queries x keys of one head to dq (of the first query; null: not wanted), dk and dv (of the first
-// key; null: not wanted). Keys start at a multiple of kKeyTile, queries at one of kQueryTile.
+// Adds the contribution of queries x keys of one head to dq (from the first query on), dk and dv (from the first key
+// on); null if not needed. Keys start at a multiple of kKeyTile, queries at one of kQueryTile.
 template <class T>
 void backward_block(const AttentionBackward& p, const Sequence& s, int64_t head, Range queries, Range keys,
                     const BackwardArrays& a, float* dq, float* dk, float* dv) {
@@ -288,7 +288,7 @@ void write_dq(const AttentionBackward& p, const Sequence& s, int64_t head, Range
     store_row(sums + (query - queries.first) * d, p.head_dim, p.scale, dq[query]);
 }
 
-// Gradients of the keys and values of one kv head, which collect those of its query heads; with WITH_DQ all of dq too.
+// Gradients of the keys and values of one kv head, summed over its query heads; with WITH_DQ also all of dq.
 template <class T, bool WITH_DQ>
 void backward_keys(const AttentionBackward& p, const Sequence& s, int64_t kv_head, Range keys,
                    const BackwardArrays& a) {
@@ -399,9 +399,9 @@ Status attention_forward(const AttentionForward& p) {
   });
 }
 
-// dq needs all keys of a sequence, dk and dv need all queries: a thread that does a whole (sequence, kv head) computes
-// scores once. Where those are too few for the threads, tiles of keys and chunks of queries go separate ways and each
-// computes the scores it needs. The sums are the same.
+// dq needs all keys of a sequence, dk and dv need all queries. A thread that processes a whole (sequence, kv head)
+// computes scores once. If there are too few of those for the threads, dk and dv of tiles of keys and dq of chunks of
+// queries are separate items of work, each of which computes the scores that it needs. The sums are the same.
 Status attention_backward(const AttentionBackward& p) {
   const Status status = check(p);
   if (status.code != StatusCode::ok) return status;

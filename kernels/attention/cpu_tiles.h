@@ -1,4 +1,4 @@
-// What attention does to one tile of queries and keys on the CPU: reading and writing rows, masks, dropout, softmax.
+// Attention on one tile of queries and keys on the CPU: loading and storing rows, masks, dropout, softmax.
 //
 // Scores are [queries, keys] matrices of fp32 with rows kKeyTile apart. q is multiplied with the scale as it is read,
 // so that they need no factor of their own.
@@ -22,7 +22,7 @@ constexpr int64_t kQueryTile = 64;
 constexpr int64_t kKeyTile = 128;  // a multiple of the 64 keys that dropout decides together
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// ---- where things are ------------------------------------------------------------------------------------------------
+// ---- rows and sequences ---------------------------------------------------------------------------------------------
 
 // Rows (tokens of one head) of a tensor.
 template <class T>
@@ -33,12 +33,12 @@ struct Rows {
 };
 
 struct Range {
-  int64_t first, last;  // last is not part of it
+  int64_t first, last;  // last is exclusive
 };
 
 struct Sequence {
   int64_t index;
-  int64_t first_query, first_key;  // packed: where it starts among all tokens; dense: 0
+  int64_t first_query, first_key;  // packed: its first rows among all tokens; dense: 0
   int64_t queries, keys;           // Lq and Lk
 };
 
@@ -67,7 +67,7 @@ inline Range intersection(Range a, Range b) {
 
 // ---- rows in and out -------------------------------------------------------------------------------------------------
 
-// Rows of one head lie far apart: they are asked for so many rows ahead.
+// Rows of one head are far apart in memory, so they are prefetched this many rows ahead.
 constexpr int64_t kRowsAhead = 8;
 
 // to[row] = from[row] * scale in fp32, `columns` padded with zeros to a multiple of 16, rows to one of kRowStep.
@@ -114,9 +114,9 @@ inline void transpose_block(const float* from, float* to) {
   }
 }
 
-// Rows turned into columns: panels [rows / 16][columns][16]; rows past the last are zeros. Columns are turned by
-// sixteens: what a panel's last block writes too far, the next panel overwrites, and `to` has room for it after the
-// last one.
+// Transposes rows into panels [rows / 16][columns][16]; rows past the last are zeros. Columns are processed in blocks
+// of 16: the last block of a panel may write past its end, which the next panel overwrites, and `to` has room for it
+// after the last panel.
 template <class T>
 FASTTFM_KERNEL void load_transposed(Rows<const T> from, int64_t rows, int64_t columns, float* to) {
   float block[kLanes * kLanes];
@@ -191,7 +191,7 @@ class WeightDropout {
 
   bool active() const { return active_; }
 
-  // Draws for the tile's keys. Not inlined: forward and backward share one copy.
+  // Draws for the tile's keys. It is not inlined, so that forward and backward share one copy.
   __attribute__((noinline)) void draw(const TilePosition& tile, int64_t row) {
     const auto query = static_cast<uint32_t>(tile.query + row), first = static_cast<uint32_t>(tile.key / kBlock);
     constexpr uint32_t draws = kKeyTile / 16;
@@ -206,7 +206,7 @@ class WeightDropout {
         for (uint32_t d = 0; d < 4; ++d) *out++ = pairs[4 * block + d][pair];
   }
 
-  // What is kept of the drawn row is scaled, the rest becomes 0.
+  // Scales the kept weights of the drawn row and zeros the others.
   void apply(const TilePosition& tile, float* row) const {
     for (int64_t c = tile.panels.first * kLanes; c < tile.panels.last * kLanes; c += kLanes)
       store(row + c, select(above(bytes_ + c, limit_), load(row + c) * broadcast(scale_), broadcast(0.0f)));
@@ -222,7 +222,7 @@ class WeightDropout {
   uint32_t sequence_, head_;
 };
 
-// What online softmax knows of a row: the largest score so far, and the sum of exp(score - largest).
+// The online softmax state of a row: the largest score so far, and the sum of exp(score - largest).
 struct SoftmaxRow {
   float largest, sum;
 };
@@ -234,15 +234,15 @@ inline Lanes weights(const Lanes& scores, float shift) {
   return exp2_in_range(at_least((scores - broadcast(shift)) * broadcast(log2_e), -126.0f));
 }
 
-// scores -> weights relative to the row's largest score, which may rise: returns what earlier weights of the row are to
-// be multiplied with. Masked scores are -infinity.
+// Turns scores into weights relative to the row's largest score, which may rise. Returns the factor by which earlier
+// weights of the row must be multiplied. Masked scores are -infinity.
 inline float softmax_row(const TilePosition& tile, float* scores, SoftmaxRow& state) {
   const int64_t begin = tile.panels.first * kLanes, end = tile.panels.last * kLanes;
   Lanes most = load(scores + begin);
   for (int64_t c = begin + kLanes; c < end; c += kLanes) most = larger(load(scores + c), most);
   const float here = largest(most), before = state.largest;
   if (here > before) state.largest = here;
-  const float shift = state.largest == -kInfinity ? 0.0f : state.largest;  // nothing to attend to: all are masked
+  const float shift = state.largest == -kInfinity ? 0.0f : state.largest;  // no keys to attend to: all are masked
   Lanes total = broadcast(0.0f);
   for (int64_t c = begin; c < end; c += kLanes) {
     const Lanes weight = weights(load(scores + c), shift);

@@ -1,9 +1,8 @@
-// attention in C++: what the launchers take. See reference.py for the formulas, problem.py for the letters.
+// attention in C++: the launchers' parameters. reference.py has the formulas, problem.py the letters.
 //
-// Dense tensors are [B, S, heads, D], packed ones [T, heads, D]: element (sequence b, token t, head h, d) of q stands
-// at q[b * q_sequence_stride + t * q_token_stride + h * q_head_stride + d]; packed, with t counted from the first token
-// of all and without b. The same goes for k, v and their gradients: slices of one qkv tensor are read and written in
-// place.
+// Dense tensors are [B, S, heads, D], packed ones [T, heads, D]: element (sequence b, token t, head h, d) of q is q[b *
+// q_sequence_stride + t * q_token_stride + h * q_head_stride + d]; packed, t counts all tokens and there is no b. The
+// same goes for k, v and their gradients, so slices of one qkv tensor are read and written in place.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +12,7 @@
 
 namespace fasttfm {
 
-// What both directions know.
+// The parameters of both directions.
 struct AttentionCall {
   const void* q;  // [B, queries, heads, D] or [queries, heads, D], dtype, strided
   const void* k;  // [B, keys, kv_heads, D] or [keys, kv_heads, D], dtype, strided
@@ -46,7 +45,8 @@ struct AttentionCall {
   void* stream;          // CUDA
 };
 
-// Every element of the results is written: rows that are no sequence's, or attend to nothing, get 0 and lse -infinity.
+// Every element of the results is written: rows that belong to no sequence, or attend to no keys, get 0 and lse =
+// -infinity.
 struct AttentionForward : AttentionCall {
   void* out;   // shape of q, contiguous
   float* lse;  // dense [B, heads, queries], packed [heads, queries]
@@ -62,7 +62,7 @@ struct AttentionBackward : AttentionCall {
   int64_t dq_sequence_stride, dq_token_stride, dq_head_stride;
   int64_t dk_sequence_stride, dk_token_stride, dk_head_stride;
   int64_t dv_sequence_stride, dv_token_stride, dv_head_stride;
-  // CUDA, head dim 64: the sums of dq, dk and dv over all tokens, taken before they are rounded, or null.
+  // CUDA, head dim 64: the sums of dq, dk and dv over all tokens, computed before they are rounded, or null.
   void* column_sums;  // [3, heads, D]
   DType column_sums_dtype;
   float* column_parts;  // attention_column_parts() floats, at a multiple of 16 bytes
@@ -76,11 +76,10 @@ int64_t attention_backward_workspace(int64_t max_seqlen, int64_t max_seqlen_k, i
 }  // namespace cpu
 
 namespace cuda {
-// Hopper's own kernels (compute capability 9.0): bf16 and fp16, head dims of 64 and 128, attention to all keys or
-// causal. q, k and v start at multiples of 16 bytes, their strides are multiples of 8 elements and not 0.
-// The forward's workspace is one int32. The backward is for as many heads of k and v as of q; what
-// is said of q, k and v holds for dout, out and the gradients, and its workspace is counted in floats,
-// from the queries of all sequences (tokens) and the longest sequence of queries or keys.
+// Hopper kernels (compute capability 9.0): bf16 and fp16, head dims 64 and 128, full or causal attention. q, k and v
+// are aligned to 16 bytes; their strides are multiples of 8 elements and not 0. The forward's workspace is one int32.
+// The backward requires kv_heads == heads, and the same alignment of dout, out and the gradients. Its workspace, in
+// floats, depends on the queries of all sequences (tokens) and on the longest sequence of queries or keys.
 Status attention_forward(const AttentionForward&);
 Status attention_backward(const AttentionBackward&);
 int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t head_dim, int64_t tokens,

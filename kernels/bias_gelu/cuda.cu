@@ -1,4 +1,4 @@
-// Activation of x + bias on NVIDIA GPUs, in the frame of common/cuda/stripes.cuh. The formulas are in reference.py.
+// Activation of x + bias on NVIDIA GPUs, built on stripes.cuh. The formulas are in reference.py.
 #include <cstdint>
 
 #include "bias_gelu/op.h"
@@ -12,11 +12,11 @@ namespace fasttfm {
 namespace cuda {
 namespace {
 
-constexpr int kBackwardBlocks = 4;  // per multiprocessor: 32 warps of up to 64 registers a thread
+constexpr int kBackwardBlocks = 4;  // per SM: 32 warps with up to 64 registers per thread
 
 template <class T>
 constexpr bool kExact = sizeof(T) == 4;
-// Rows that a lane reads at once: as many bytes of each tensor whatever the type.
+// Rows that a lane loads at once: the same number of bytes of each tensor for all types.
 template <class T>
 constexpr int kForwardRows = 16 / sizeof(T) / 2;
 template <class T>
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kStripeBlock) forward_kernel(BiasGeluForward p
   }
 }
 
-// What a lane of the backward carries along: its place in each tensor, bias and dbias of its columns.
+// The state of a lane of the backward: its position in each tensor, and bias and dbias of its columns.
 template <class T>
 struct BackwardLane {
   const T* x;

@@ -1,7 +1,7 @@
 // An activation of x + bias. N rows of C columns; see reference.py for the formula.
 //
 // Bytes per row (e = bytes of an element): forward reads x and writes y, 2*C*e; backward reads dy and x and writes dx,
-// 3*C*e, and y once more where it is wanted.
+// 3*C*e, and also writes y if it is needed.
 #pragma once
 
 #include <cstdint>
@@ -32,8 +32,8 @@ struct BiasGeluBackward {
   const void* x;     // [N, C], dtype; rows x_stride elements apart
   const void* bias;  // [C], bias_dtype, or null for 0
   void* dx;          // [N, C], dtype, contiguous
-  void* y;           // [N, C], dtype, contiguous: the activation once more, or null when not wanted
-  void* dbias;       // [C], bias_dtype, or null when not wanted
+  void* y;           // [N, C], dtype, contiguous: the activation, computed again, or null if not needed
+  void* dbias;       // [C], bias_dtype, or null if not needed
   float*
       workspace;  // CPU: bias_gelu_workspace(rows, columns) floats; CUDA: parts * columns floats; unused without dbias
   int64_t rows;
@@ -43,7 +43,7 @@ struct BiasGeluBackward {
   DType dtype;
   DType bias_dtype;  // f32 on the CPU
   int threads;       // CPU
-  int parts;         // CUDA: into so many shares the rows are cut, 1 to 65535
+  int parts;         // CUDA: number of parts into which the rows are split, 1 to 65535
   int device;        // CUDA
   void* stream;      // CUDA
 };

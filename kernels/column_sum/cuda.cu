@@ -1,6 +1,7 @@
-// The sum over rows on NVIDIA GPUs. A block takes a strip of 256 columns and one part of the rows. A warp reads a row's
-// strip 16 bytes a lane (fp32: 32), has several rows in flight and steps on by the block's warps; the warps' sums meet
-// in shared memory at the end. A second, small kernel adds up the parts in a fixed order.
+// The sum over rows on NVIDIA GPUs. A block processes a strip of 256 columns and one part of the rows. A warp reads 16
+// bytes per lane of a row's strip (fp32: 32), has several rows in flight and advances by the number of warps of the
+// block; the warps' sums are combined in shared memory at the end. A second, small kernel adds the parts in a fixed
+// order.
 #include <cstdint>
 
 #include "column_sum/op.h"

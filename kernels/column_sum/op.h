@@ -19,7 +19,7 @@ struct ColumnSum {
   DType dtype;
   DType sum_dtype;  // f32 on the CPU
   int threads;      // CPU
-  int parts;        // CUDA: into so many parts the rows are cut
+  int parts;        // CUDA: number of parts into which the rows are split
   int device;       // CUDA
   void* stream;     // CUDA
 };
@@ -30,7 +30,7 @@ int64_t column_sum_workspace(int64_t rows, int64_t columns);  // in floats
 }  // namespace cpu
 
 namespace cuda {
-constexpr int kColumnSumStrip = 256;  // columns of a block: the Python side counts blocks with it
+constexpr int kColumnSumStrip = 256;  // columns per block; Python computes the number of blocks from it
 
 // Columns are a multiple of 8; x starts at a multiple of 16 bytes and so does each row.
 Status column_sum(const ColumnSum&);

@@ -1,4 +1,4 @@
-// Which activation: the codes that Python passes (activation.py), and their formulas' home. Values and derivatives are
+// The activation codes that Python passes (activation.py, which has the formulas). Values and derivatives are computed
 // in activation_simd.h (CPU) and activation.cuh (CUDA).
 #pragma once
 
@@ -30,7 +30,7 @@ inline Status with_activation(Activation activation, Body body) {
   return unknown_activation();
 }
 
-// The two that are forms of GELU.
+// The same for the two forms of GELU only.
 template <class Body>
 inline Status with_gelu(Activation activation, Body body) {
   switch (activation) {
@@ -48,7 +48,8 @@ constexpr float kLog2E = 1.44269504f;
 // Phi, the normal distribution, for 16-bit types: Phi(u) = 1 / (1 + 2^-z), z = u * R(u^2), kLogit0 ... the coefficients
 // of R, fitted for the least absolute error. In fp32 arithmetic Phi is within 1.6e-7 and its derivatives' sum Phi(u) +
 // u * Phi'(u) within 2.1e-7: so gradients of fp32 parameters, sums over many rows of 16-bit elements, keep fp32's
-// precision, and the cost is half that of erf to the last place. R is positive everywhere: no u leaves the formula.
+// precision, at half the cost of an erf that is accurate to the last place. R is positive everywhere, so the formula
+// holds for every u.
 constexpr float kLogit0 = 2.30220795f, kLogit1 = 0.104837507f, kLogit2 = -9.50880494e-05f, kLogit3 = -1.59498188e-04f,
                 kLogit4 = 1.14639461e-05f, kLogit5 = -3.85620922e-07f, kLogit6 = 5.22065902e-09f;
 // Up to here 2^-z and 2^z, and the density, are in fp32's normal range; beyond, Phi is 0 or 1 and the density 0.

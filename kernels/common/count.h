@@ -1,5 +1,5 @@
-// Counts of elements that cannot wrap. Workspace sizes that are products of several numbers are computed with them: a
-// caller may pass any numbers.
+// Element counts with overflow checks. Workspace sizes, which are products of several arguments, are computed with
+// them, because a caller may pass any numbers.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace fasttfm {
 
-// A count that int64 does not hold. The binding turns it into an error.
+// Represents a count that does not fit int64. The binding raises an error for it.
 constexpr int64_t kTooMany = INT64_MAX;
 
 namespace FASTTFM_ISA {

@@ -15,7 +15,7 @@ struct f16_t {
   uint16_t bits;
 };
 
-// Calls `body(T{})` with the C++ type of `dtype`; returns whatever the body returns.
+// Calls `body(T{})` with the C++ type of `dtype` and returns its result.
 template <class Body, class Result>
 inline Result with_dtype(DType dtype, Result unknown, Body body) {
   switch (dtype) {

@@ -25,7 +25,7 @@ struct Draw {
   uint32_t word[4];
 };
 
-// nvcc would make two instructions of it, for the halves: less to wait for, but more to issue.
+// nvcc would use two instructions, one for each half: lower latency, but more instructions to issue.
 FASTTFM_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
   uint64_t product;
@@ -55,7 +55,7 @@ struct PhiloxKeys {
 FASTTFM_HOST_DEVICE uint32_t high_word(uint64_t product) { return static_cast<uint32_t>(product >> 32); }
 FASTTFM_HOST_DEVICE uint32_t low_word(uint64_t product) { return static_cast<uint32_t>(product); }
 
-// What the rounds from `round` on make of a counter.
+// Applies the rounds from `round` on to a counter.
 FASTTFM_HOST_DEVICE Draw philox_rounds(const PhiloxKeys& keys, int round, Draw counter) {
   uint32_t (&c)[4] = counter.word;
   for (; round < kPhiloxRounds; ++round) {
@@ -81,15 +81,15 @@ FASTTFM_HOST_DEVICE Draw draw_weights(uint64_t seed, uint32_t sequence, uint32_t
   return philox(seed, 4 * block + d, query, sequence, 1 + head);
 }
 
-// Which of four bytes are at least dropout's threshold, by their top bits: whether a byte's seven low bits reach the
-// threshold's, or its top bit is set; and, not or, if the threshold has a top bit itself. low: the threshold's seven
-// low bits in all four bytes; either: all bits if it has no top bit, else none.
+// The top bit of each of four bytes says whether the byte is at least dropout's threshold: its seven low bits reach the
+// threshold's, or its top bit is set; "and" instead of "or" if the threshold's top bit is set. low: the threshold's
+// seven low bits in all four bytes; either: all ones if its top bit is not set, otherwise 0.
 FASTTFM_HOST_DEVICE uint32_t reaching_bytes(uint32_t bytes, uint32_t low, uint32_t either) {
   const uint32_t rest = (bytes | 0x80808080u) - low;
   return (bytes & rest) | ((bytes | rest) & either);
 }
 
-// Where a row of activations stands in its batch.
+// The position of a row of activations in its batch.
 struct RowPosition {
   uint32_t sequence, token;
 };

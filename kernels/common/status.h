@@ -5,13 +5,13 @@
 
 namespace fasttfm {
 
-// does_not_fit: blocks that wait for each other do not all fit on the part of the GPU that the stream has. Nothing was
-// launched, and another kernel may serve the call.
+// does_not_fit: the blocks of a cooperative launch do not all fit on the part of the GPU that the stream has. Nothing
+// was launched, and another backend may serve the call.
 enum class StatusCode : int32_t { ok, unknown_dtype, bad_size, bad_value, bad_alignment, cuda_error, does_not_fit };
 
 struct Status {
   StatusCode code = StatusCode::ok;
-  const char* detail = "";  // a string with static lifetime: which size, or CUDA's own words
+  const char* detail = "";  // a string with static lifetime: which size, or CUDA's error string
 };
 
 inline Status bad_size(const char* detail) { return {StatusCode::bad_size, detail}; }

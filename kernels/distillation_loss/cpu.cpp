@@ -10,7 +10,7 @@ namespace fasttfm {
 namespace FASTTFM_ISA {
 namespace {
 
-// The sum of q * (log q - log p); and T * factor * (p - q) over the student's logits, where the gradient is wanted.
+// Returns the sum of q * (log q - log p), and writes T * factor * (p - q) over the student's logits if `gradient`.
 FASTTFM_KERNEL float divergence(const DistillationLoss& p, int64_t n, float* gradient, float factor) {
   const float inverse = 1.0f / p.temperature;
   const LogitRow student{p.student + n * p.stride, p.student_bias, p.vocabulary, inverse};

@@ -1,8 +1,7 @@
 // Divergence of a block of student logits from the teacher's, its gradient written over the student's. n rows of V
 // logits; the formulas are in reference.py.
 //
-// Bytes per row: 8 V read and, with the gradient, 4 V written; both rows stay in the second-level cache between the
-// sweeps over them.
+// Bytes per row: 8 V read and, with the gradient, 4 V written; both rows stay in L2 between the sweeps over them.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +11,16 @@
 namespace fasttfm {
 
 struct DistillationLoss {
-  float* student;             // [n, V], rows stride apart; the gradient after the call, where it is wanted
+  float* student;             // [n, V], rows stride apart; overwritten by the gradient if `gradient`
   const float* teacher;       // [n, V], rows stride apart
   const float* student_bias;  // [V], or null
   const float* teacher_bias;  // [V], or null
-  const int32_t* counted;     // [n]: 0 for a row that does not count
-  const float* coefficients;  // [n]: what rows' gradients are multiplied with; null for 1
+  const int32_t* counted;     // [n]: 0 for rows that are ignored
+  const float* coefficients;  // [n]: factors of the rows' gradients; null for 1
   float* losses;              // [n]
   int64_t rows;               // n
   int64_t vocabulary;         // V
-  int64_t stride;             // columns from V to it become 0 with the gradient
+  int64_t stride;             // columns from V to stride are set to 0 with the gradient
   float temperature;
   int gradient;  // 1 or 0
   int threads;

@@ -1,5 +1,5 @@
-// dropout_add_layer_norm on the CPU. Rows stay in the first-level cache between their passes, so each is read from
-// memory once. Dropout is drawn for a span of columns right before it is used.
+// dropout_add_layer_norm on the CPU. Rows stay in L1 between their passes, so each is read from memory once. Dropout is
+// drawn for a span of columns right before it is used.
 #include "dropout_add_layer_norm/op.h"
 
 #include <cmath>
@@ -59,8 +59,8 @@ FASTTFM_KERNEL void normalize_row(const DropoutAddLayerNormForward& p, int64_t r
   p.rstd[row] = rstd;
 }
 
-// A row of the backward pass and what its gradient needs of the whole row: with g = dy * weight and
-// d = z - mean - correction,
+// A row of the backward pass and the row statistics that its gradient needs: with g = dy * weight and d = z - mean -
+// correction,
 //   dresidual = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dz = rstd * (g - mean_g) - slope * d + dz
 template <class T, class R>
 struct BackwardRow {
@@ -110,7 +110,7 @@ FASTTFM_KERNEL BackwardRow<T, R> backward_row(const DropoutAddLayerNormBackward&
   return out;
 }
 
-// The chunk's share of the sums over rows: fp32 [C] each, null when not wanted.
+// The chunk's partial sums over rows: fp32 [C] each, null if not needed.
 struct Shares {
   float* dweight;
   float* dbias;
@@ -136,7 +136,7 @@ FASTTFM_KERNEL void backward_rows(const DropoutAddLayerNormBackward& p, const D&
       Lanes dw = shares.dweight != nullptr ? load(shares.dweight + c, n) : broadcast(0.0f);
       Lanes db = shares.dbias != nullptr ? load(shares.dbias + c, n) : broadcast(0.0f);
       Lanes dl = shares.dlinear_bias != nullptr ? load(shares.dlinear_bias + c, n) : broadcast(0.0f);
-      // Unrolled, the rows' constants would take the registers of the sums.
+      // If unrolled, the rows' constants would take the registers of the sums.
 #pragma GCC unroll 1
       for (int r = 0; r < COUNT; ++r) {
         const BackwardRow<T, R>& row = rows[r];

@@ -1,10 +1,10 @@
-// dropout_add_layer_norm on NVIDIA GPUs, in the frame of common/cuda/rows.cuh. The formulas are in reference.py.
+// dropout_add_layer_norm on NVIDIA GPUs, built on rows.cuh. The formulas are in reference.py.
 //
-// The forward maps rows, one for each group of threads. The backward is persistent: dy and z come through rings in
-// shared memory, and both passes over a row read them there, so that registers hold little but the sums over rows. dz,
-// needed in the second pass only, is loaded at the start of the first.
+// The forward processes one row per group of threads. The backward is persistent: dy and z are loaded through rings in
+// shared memory, and both passes over a row read them there, so that registers hold little except the sums over rows.
+// dz, which only the second pass needs, is loaded at the start of the first.
 //
-// Whether anything is dropped is decided at run time: one draw of random numbers for 16 elements is all that it adds.
+// Dropout is switched at run time, because it only adds one Philox draw per 16 elements.
 #include <cstdint>
 
 #include "common/cuda/dropout.cuh"
@@ -62,7 +62,7 @@ __device__ __forceinline__ void add_row(const DropoutAddLayerNormForward& p, int
 template <class T, class R, class P, class S>
 __global__ void __launch_bounds__(S::kBlock) forward_kernel(DropoutAddLayerNormForward p) {
   const int64_t row[1] = {static_cast<int64_t>(blockIdx.x) * S::kGroups + group_of_thread<S>()};
-  if (row[0] >= p.rows) return;  // whole groups leave together
+  if (row[0] >= p.rows) return;  // whole groups return together
   float z[1][S::kVectors][kVector];
   add_row<T, R, P, S>(p, row[0], z[0]);
   normalize_rows<T, P, S, true>(p, row, z);
@@ -81,7 +81,7 @@ struct BackwardMemory {
   float weight[S::kColumns];
 };
 
-// A thread's first vector of a row that RowRing copies, where the walk over the rows is the caller's.
+// A thread's first vector of a row that RowRing copies, for callers that iterate over the rows themselves.
 template <class T>
 struct RowStart {
   T* vector;
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
   start_copies(row, rows.rounds > 0, 0);
   stage_parameter<S>(p.weight, p.weight_dtype, 1.0f, columns, memory.weight);
   __syncthreads();
-  for (int round = 0; round < rows.rounds; ++round) {  // a group's threads share the row: they meet at its barriers
+  for (int round = 0; round < rows.rounds; ++round) {  // all threads of a group take part in its barriers
     const int slot = round % kRowStages;
     start_copies(row + stride, round + 1 < rows.rounds, slot ^ 1);
     const int64_t row_start = static_cast<int64_t>(row) * columns;
@@ -198,8 +198,8 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
   if constexpr (LINEAR_BIAS) store_part<S>(dlinear_bias, memory.shares, part + 2 * parts, columns);
 }
 
-// Twelve warps leave each thread 168 registers. A third sum over rows takes more, and fp32 rows the shared memory of
-// twelve: eight warps then.
+// With twelve warps each thread has 168 registers. A third sum over rows needs more registers, and fp32 rows need more
+// shared memory; then there are eight warps.
 template <class T, class R, bool LINEAR_BIAS>
 struct BackwardPlan {
   static constexpr int kBlock = sizeof(R) == 4 || LINEAR_BIAS ? 256 : 384;
@@ -267,7 +267,7 @@ Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward& p) {
     if constexpr (sizeof(R) == sizeof(T)) {
       if (p.parameter_dtype == p.dtype) return launch_forward<T, R, T>(p);
     }
-    return bad_size("dropout_add_layer_norm: parameters are fp32, or of the type that x and residual share");
+    return bad_size("dropout_add_layer_norm: parameters must be fp32, or of the dtype that x and residual share");
   });
 }
 

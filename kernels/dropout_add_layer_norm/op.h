@@ -1,5 +1,4 @@
-// dropout_add_layer_norm in C++: what the launchers take. N rows of C columns, row-major; see reference.py for the
-// formulas.
+// The parameters of dropout_add_layer_norm. N rows of C columns, row-major; reference.py has the formulas.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +16,7 @@ struct DropoutAddLayerNormForward {
   const void* bias;         // [C], parameter_dtype, or null for 0
   const void* linear_bias;  // [C], parameter_dtype, or null for 0
   void* y;                  // [N, C], dtype, contiguous
-  void* z;          // [N, C], residual_dtype, contiguous. Not wanted: null on CUDA; on the CPU y itself or scratch
+  void* z;          // [N, C], residual_dtype, contiguous. If not needed: null on CUDA; y or scratch memory on the CPU
   float* mean;      // [N]
   float* rstd;      // [N], 1 / sqrt(variance + eps)
   int64_t rows;     // N
@@ -30,7 +29,7 @@ struct DropoutAddLayerNormForward {
   int64_t sequences;            // when packed
   int64_t tokens_per_sequence;  // when dense
   int threshold;                // of 256: see common/philox.h
-  float scale;                  // of what is kept
+  float scale;                  // of the elements that are kept
   DType dtype;
   DType residual_dtype;   // dtype or f32
   DType parameter_dtype;  // CPU: f32; CUDA: f32, or dtype if the residual has it too
@@ -47,14 +46,14 @@ struct DropoutAddLayerNormBackward {
   const float* mean;   // [N]
   const float* rstd;   // [N]
   void* dresidual;     // [N, C], residual_dtype, contiguous
-  void* dx;            // [N, C], dtype, contiguous, or null where it equals dresidual
-  void* dweight;       // [C], weight_dtype, or null when not wanted
-  void* dbias;         // [C], bias_dtype, or null when not wanted
-  void* dlinear_bias;  // [C], linear_bias_dtype, or null when not wanted
+  void* dx;            // [N, C], dtype, contiguous, or null if it equals dresidual
+  void* dweight;       // [C], weight_dtype, or null if not needed
+  void* dbias;         // [C], bias_dtype, or null if not needed
+  void* dlinear_bias;  // [C], linear_bias_dtype, or null if not needed
   float* workspace;    // CPU: dropout_add_layer_norm_workspace(rows, columns) floats; CUDA: 3 * blocks * columns floats
   int64_t rows;
   int64_t columns;
-  const int64_t* seed;  // from here to scale: as in the forward
+  const int64_t* seed;  // from here to scale as in the forward
   const int32_t* cu_seqlens;
   int64_t sequences;
   int64_t tokens_per_sequence;
@@ -66,7 +65,7 @@ struct DropoutAddLayerNormBackward {
   DType bias_dtype;
   DType linear_bias_dtype;
   int threads;   // CPU
-  int blocks;    // CUDA: at most so many blocks share the rows
+  int blocks;    // CUDA: maximum number of blocks
   int device;    // CUDA
   void* stream;  // CUDA
 };
@@ -81,8 +80,8 @@ namespace cuda {
 // Columns are a multiple of 8, up to 8192; x, residual, dy, dz, z and parameters start at multiples of 16 bytes.
 Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward&);
 Status dropout_add_layer_norm_backward(const WithBlockMemory<DropoutAddLayerNormBackward>&);
-// Bytes of shared memory that a block of the backward takes on a GPU whose blocks may have `limit`; more than that
-// where the kernels cannot run there. `linear_bias` is not 0 where its gradient is wanted.
+// Bytes of shared memory of a block of the backward on a GPU with a limit of `limit` bytes per block; more than `limit`
+// if the kernels cannot run there. `linear_bias` is not 0 if its gradient is needed.
 int64_t dropout_add_layer_norm_backward_memory(int64_t columns, int64_t dtype, int64_t residual_dtype,
                                                int64_t linear_bias, int64_t limit);
 }  // namespace cuda
@@ -93,7 +92,7 @@ inline Status with_stream_types(DType dtype, DType residual_dtype, Body body) {
   return with_dtype(dtype, unknown_dtype(), [&](auto element) {
     if (residual_dtype == dtype) return body(element, element);
     if (residual_dtype == DType::f32) return body(element, float{});
-    return bad_size("dropout_add_layer_norm: the residual is of x's type or fp32");
+    return bad_size("dropout_add_layer_norm: the residual's dtype must be that of x or fp32");
   });
 }
 

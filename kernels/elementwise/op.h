@@ -1,5 +1,6 @@
-// A function of each element of an array. This is how tests reach what every CPU kernel is made of: identity from one
-// dtype to another is load() and store(), the others, for fp32 alone, are the functions of simd_math.h.
+// Applies a function to each element of an array. Tests use it to reach the building blocks of the CPU kernels:
+// identity from one dtype to another tests load() and store(); the others, for fp32 only, are the functions of
+// simd_math.h.
 #pragma once
 
 #include <cstdint>

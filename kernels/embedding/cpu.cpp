@@ -1,4 +1,4 @@
-// Embedding on the CPU. A token's rows stay in the first-level cache between the passes over them.
+// Embedding on the CPU. A token's rows stay in L1 between the passes over them.
 #include "embedding/op.h"
 
 #include <cmath>
@@ -46,7 +46,7 @@ Dropout dropout_of(const EmbeddingRows& p) {
   return {static_cast<uint64_t>(*p.seed), positions_of(p), p.threshold, p.scale};
 }
 
-// Calls body(column, lanes, value) for every block of `value(column, lanes)` as dropout leaves it.
+// Calls body(column, lanes, value) for every block of `value(column, lanes)` after dropout.
 template <class Value, class Body>
 inline void for_dropped_columns(const EmbeddingRows& p, RowPosition at, Value value, Body body) {
   if (p.seed == nullptr) {
@@ -94,7 +94,7 @@ FASTTFM_KERNEL void undropped_row(const EmbeddingBackward& p, int64_t row, RowPo
       [&](int64_t c, auto n, const Lanes& value) { store(h + c, value, n); });
 }
 
-// What dx needs of a whole row: with g = h * weight and d = x - mean - correction,
+// The row statistics that dx needs: with g = h * weight and d = x - mean - correction,
 //   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) = rstd * (g - mean_g) - slope * d
 template <class Table>
 struct BackwardRow {
@@ -122,7 +122,7 @@ struct BackwardRow {
   }
 };
 
-// Turns h into dx and adds the row's share to dweight and dbias (fp32 [C] each, null when not wanted).
+// Turns h into dx and adds the row's share to dweight and dbias (fp32 [C] each, null if not needed).
 template <class Table>
 FASTTFM_KERNEL void backward_row(const EmbeddingBackward& p, const BackwardRow<Table>& row, float* dweight,
                                  float* dbias) {
@@ -150,7 +150,7 @@ void backward_chunk(const EmbeddingBackward& p, int64_t begin, int64_t end, floa
 // ---- gradients of tables --------------------------------------------------------------------------------------------
 
 constexpr int64_t kRowsPerItem = 16;
-constexpr int64_t kColumnsPerItem = 128;  // of tables with few rows, whose lists are long
+constexpr int64_t kColumnsPerItem = 128;  // for tables with few rows, whose lists are long
 constexpr int64_t kFewRows = 1024;
 
 // The tokens of each table row as a list in ascending order: first[row], then next[token], until -1.

@@ -1,8 +1,8 @@
-// Word + position + segment embedding, LayerNorm, dropout. N tokens, C columns; see reference.py for the formula.
+// Token + position + segment embedding, LayerNorm, dropout. N tokens, C columns; reference.py has the formula.
 //
-// Bytes per token (t, e = bytes of an element of the tables and of y): forward reads a word row and writes y, C*(t +
-// e); backward reads both again and once writes the tables' whole gradients. Indices are inside their tables: the
-// caller has looked.
+// Bytes per token (t, e = bytes of an element of the tables and of y): forward reads a row of the token table and
+// writes y, C*(t + e); backward reads both again and writes the whole gradients of the tables once. The caller has
+// validated the indices.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace fasttfm {
 
-// What both directions know about the tokens.
+// The parameters of both directions.
 struct EmbeddingRows {
   const void* word_table;       // [V, C], table_dtype
   const void* position_table;   // [positions, C], table_dtype, or null
@@ -43,15 +43,15 @@ struct EmbeddingForward : EmbeddingRows {
   float eps;
 };
 
-// The gradient of every token's sum of rows; embedding_table_backward() adds it up.
+// The gradient of every token's sum of rows; embedding_table_backward() sums it into the tables.
 struct EmbeddingBackward : EmbeddingRows {
   const void* dy;      // [N, C], dtype
   const float* mean;   // [N]; unused without LayerNorm
   const float* rstd;   // [N]; unused without LayerNorm
   float* dx;           // [N, C]
-  int64_t* positions;  // [N]: the rows of the position table that were used; null when not wanted
-  float* dweight;      // [C], or null when not wanted
-  float* dbias;        // [C], or null when not wanted
+  int64_t* positions;  // [N]: the rows of the position table that were used; null if not needed
+  float* dweight;      // [C], or null if not needed
+  float* dbias;        // [C], or null if not needed
   float* workspace;    // embedding_workspace(rows, columns) floats
 };
 

@@ -1,5 +1,5 @@
 // LayerNorm of GELU(x + linear_bias) on the CPU. A row's GELU (and in backward its derivative) is computed once, into
-// fp32 buffers that stay in the first-level cache between the passes over the row.
+// fp32 buffers that stay in L1 between the passes over the row.
 #include "gelu_layer_norm/op.h"
 
 #include <cmath>
@@ -41,8 +41,8 @@ FASTTFM_KERNEL void forward_row(const GeluLayerNormForward& p, int64_t row, floa
   p.rstd[row] = rstd;
 }
 
-// A chunk's memory, fp32 [C] each: two buffers for the row at hand, three sums over the chunk's rows (null when not
-// wanted).
+// A chunk's memory, fp32 [C] each: two buffers for the row at hand, three sums over the chunk's rows (null if not
+// needed).
 struct ChunkMemory {
   float* deviation;
   float* derivative;

@@ -1,11 +1,10 @@
-// LayerNorm of GELU(x + linear_bias) on NVIDIA GPUs, in the frame of common/cuda/rows.cuh. The formulas are in
-// reference.py.
+// LayerNorm of GELU(x + linear_bias) on NVIDIA GPUs, built on rows.cuh. The formulas are in reference.py.
 //
-// Both directions are near the issue limit as well as the memory's: what counts is instructions per element. So the
-// backward reads everything once and keeps hhat, gelu' and g of a row, with three sums over rows, in registers: eight
-// warps of up to 255 registers a thread, where the eight independent elements of a vector hide the latencies. And hhat
-// is one fused multiply-add, h * rstd - mean * rstd, off by the rounding of the constant, 2^-24 * |mean| * rstd. That
-// shows only where a row's deviation is far below the rounding of 16-bit elements; fp32 rows are centered once more.
+// Both directions are close to the issue limit as well as the bandwidth limit, so instructions per element matter. The
+// backward therefore reads everything once and keeps hhat, gelu' and g of a row, with three sums over rows, in
+// registers: eight warps with up to 255 registers per thread, where the eight independent elements of a vector hide
+// latency. hhat is one FMA, h * rstd - mean * rstd, with an error from rounding the constant, 2^-24 * |mean| * rstd.
+// That is visible only if a row's deviation is far below the rounding of 16-bit elements; fp32 rows are centered again.
 #include <cstdint>
 
 #include "common/cuda/activation.cuh"
@@ -20,7 +19,7 @@ namespace {
 
 template <class T>
 constexpr bool kExact = sizeof(T) == 4;
-// Two rows of a 16-bit type to a group: they share the parameters' loads and conversions.
+// A group processes two rows of a 16-bit type, which share the loads and conversions of the parameters.
 template <class T>
 constexpr int kForwardRows = kExact<T> ? 1 : 2;
 
@@ -29,13 +28,14 @@ template <class T, class P, Activation A, class S>
 __global__ void __launch_bounds__(S::kBlock) forward_kernel(GeluLayerNormForward p) {
   constexpr int kRows = kForwardRows<T>;
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * S::kGroups + group_of_thread<S>()) * kRows;
-  if (first >= p.rows) return;  // whole groups leave together
+  if (first >= p.rows) return;  // whole groups return together
   const int columns = static_cast<int>(p.columns);
   int64_t row[kRows];
   Packed<T> packed[kRows][S::kVectors];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    row[r] = first + r < p.rows ? first + r : first;  // a missing row is the first once more, with the same result
+    row[r] = first + r < p.rows ? first + r
+                                : first;  // past the last row the first one is computed again, with the same result
     const T* from = static_cast<const T*>(p.x) + row[r] * p.x_stride;
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) packed[r][v] = load_packed_if(in_row<S>(v, columns), from + column_of<S>(v));
@@ -81,7 +81,7 @@ struct BackwardShares {
   }
 };
 
-// Subtracts from a row's hhat what the rounding of mean and rstd left of its mean.
+// Subtracts from a row's hhat its mean, which is zero except for the rounding of mean and rstd.
 template <class S>
 __device__ __forceinline__ void center(float (&hhat)[S::kVectors][kVector], int columns, float inverse_c,
                                        float* scratch) {
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(GeluLayerNormBac
   stage_parameter<S>(p.linear_bias, p.linear_bias_dtype, 0.0f, columns, memory.linear_bias);
   stage_parameter<S>(p.weight, p.weight_dtype, 1.0f, columns, memory.weight);
   __syncthreads();
-  for (int round = 0; round < rows.rounds; ++round) {  // a group's threads share the row: they meet at its barriers
+  for (int round = 0; round < rows.rounds; ++round) {  // all threads of a group take part in its barriers
     const int slot = round % kRowStages;
     memory.ring.start(round + 1 < rows.rounds, columns, slot ^ 1, x_walk, dy_walk);
     const float rstd = p.rstd[row];

@@ -42,9 +42,9 @@ struct GeluLayerNormBackward {
   const float* mean;        // [N]
   const float* rstd;        // [N]
   void* dx;                 // [N, C], dtype, contiguous
-  void* dlinear_bias;       // [C], linear_bias_dtype, or null when not wanted
-  void* dweight;            // [C], weight_dtype, or null when not wanted
-  void* dbias;              // [C], bias_dtype, or null when not wanted
+  void* dlinear_bias;       // [C], linear_bias_dtype, or null if not needed
+  void* dweight;            // [C], weight_dtype, or null if not needed
+  void* dbias;              // [C], bias_dtype, or null if not needed
   float* workspace;  // CPU: gelu_layer_norm_backward_workspace(rows, columns) floats; CUDA: 3 * blocks * columns floats
   int64_t rows;
   int64_t columns;
@@ -55,7 +55,7 @@ struct GeluLayerNormBackward {
   DType weight_dtype;
   DType bias_dtype;
   int threads;   // CPU
-  int blocks;    // CUDA: at most so many blocks share the rows
+  int blocks;    // CUDA: maximum number of blocks
   int device;    // CUDA
   void* stream;  // CUDA
 };
@@ -71,8 +71,8 @@ namespace cuda {
 // Columns are a multiple of 8, up to 8192 (4096 of fp32); x, dy and the parameters start at multiples of 16 bytes.
 Status gelu_layer_norm_forward(const GeluLayerNormForward&);
 Status gelu_layer_norm_backward(const WithBlockMemory<GeluLayerNormBackward>&);
-// Bytes of shared memory that a block of the backward takes on a GPU whose blocks may have `limit`; more than that
-// where the kernels cannot run there.
+// Bytes of shared memory of a block of the backward on a GPU with a limit of `limit` bytes per block; more than `limit`
+// if the kernels cannot run there.
 int64_t gelu_layer_norm_backward_memory(int64_t columns, int64_t dtype, int64_t limit);
 }  // namespace cuda
 

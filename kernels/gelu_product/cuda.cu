@@ -1,4 +1,4 @@
-// The launchers of Hopper's products with an activation (cuda_product.cuh has the kernel).
+// The launchers of the Hopper GEMM with an activation; the kernel is in cuda_product.cuh.
 #include <cstdint>
 #include <initializer_list>
 
@@ -21,14 +21,14 @@ Status check_product(const ProductOperands& operands, int64_t rows, int64_t colu
   if (operands.dtype != DType::bf16 && operands.dtype != DType::f16) return unknown_dtype();
   if (rows < 0 || rows > 0x7fffffff / 2 || operands.inner < kVector || operands.inner % kVector != 0 ||
       operands.inner > 0x7fffffff / 2 || columns < kVector || columns % kVector != 0 || columns > 0x7fffffff / 4)
-    return bad_size("gelu_product: inputs and columns are multiples of 8, and 32 bits count them and the rows");
+    return bad_size("gelu_product: inputs and columns must be multiples of 8, and sizes must fit 32-bit indices");
   if (operands.a_stride % kVector != 0) return misaligned_rows();
   for (const void* tensor : tensors)
     if (!rows_aligned(tensor, 0)) return misaligned_rows();
   int major = 0;
   const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, operands.device);
   if (error != cudaSuccess) return status_of(error);
-  if (major != 9) return {StatusCode::bad_value, "gelu_product: these kernels are for compute capability 9.0 alone"};
+  if (major != 9) return {StatusCode::bad_value, "gelu_product: these kernels require compute capability 9.0"};
   return {};
 }
 
@@ -88,7 +88,7 @@ Status gelu_product_backward(const GeluProductBackward& call) {
     p.columns = static_cast<int>(call.columns);
     if (call.derivative == nullptr)
       status = run_product<true, Kept::product>(operands, p, call.activation);
-    else  // whatever the activation is
+    else  // the kernel does not depend on the activation
       status = run_with<true, Kept::derivative, Activation::gelu>(operands, p);
   }
   if (status.code != StatusCode::ok || call.dbias == nullptr) return status;

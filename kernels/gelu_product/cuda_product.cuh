@@ -1,14 +1,15 @@
-// A matrix product on Hopper whose result meets an activation on its way to memory; the two directions are in op.h.
+// A Hopper GEMM with an activation in its epilogue; op.h describes the two directions.
 //
-// A block stays on the chip and takes tile after tile, 128 rows by kColumns columns of the result. One warp copies
-// operands, 64 elements of K a step, into a ring in shared memory; two warpgroups multiply, 64 rows each, and leave
-// their sums, rounded to 16 bits, in shared memory; other warpgroups take them from there, compute the activation and
-// write to memory, while the next tile is multiplied. Blocks of a cluster take tiles one below the other: each copies a
-// share of the operand b, which all of them need.
+// A block is persistent and computes one tile of 128 rows by kColumns columns of the result after another. One producer
+// warp loads the operands by TMA, 64 elements of K per step, into a ring in shared memory. Two consumer warpgroups
+// issue wgmma, 64 rows each, and store their accumulators, rounded to 16 bits, in shared memory. Epilogue warps read
+// them from there, compute the activation and write to global memory, while the next tile is computed. The blocks of a
+// cluster compute tiles one below the other, which share the operand b: each block loads a part of it and multicasts it
+// to all.
 //
-// Per tile of 128 x 192 at K = 1024 the matrix units need 12,288 cycles; the pass over the tile, 18 to 28 instructions
-// and two or three special functions per element, 3,500 to 5,500 issue slots of each scheduler. A backward that finds
-// the derivative in memory takes 8 instructions and no special function.
+// Per tile of 128 x 192 at K = 1024 the tensor cores need 12,288 cycles. The epilogue, 18 to 28 instructions and two or
+// three special functions per element, takes 3,500 to 5,500 issue slots of each warp scheduler. A backward that loads
+// the derivative takes 8 instructions and no special function.
 #pragma once
 
 #include <algorithm>
@@ -22,21 +23,21 @@
 namespace fasttfm {
 namespace cuda {
 
-// COLUMNS of a tile, STAGES of the ring, CLUSTER blocks, EPILOGUES warps that compute activations.
+// COLUMNS of a tile, STAGES of the ring, CLUSTER blocks, EPILOGUES epilogue warps.
 //
-// A product of 256 columns needs 154 registers, one of 192 needs 120, and the assembler allows no more than a thread
-// has at the start: that is EPILOGUES of up to 3, or 7.
+// A consumer needs 154 registers for 256 columns and 120 for 192, and ptxas allows no more than a thread has at launch.
+// So EPILOGUES is at most 3 for 256 columns and 7 for 192.
 template <int COLUMNS, int STAGES, int CLUSTER, int EPILOGUES>
 struct ProductShape {
   static constexpr int kRows = 128, kColumns = COLUMNS, kStages = STAGES, kCluster = CLUSTER;
-  static constexpr int kParts = COLUMNS / kTileColumns;  // of a tile of the result
+  static constexpr int kParts = COLUMNS / kTileColumns;  // 64-column parts of a tile of the result
   static constexpr int kPartBytes = kRows * kTileRowBytes;
   static constexpr int kStepBytes = (kRows + COLUMNS) * kTileRowBytes;
   static constexpr int kConsumerWarps = 8, kEpilogueWarps = EPILOGUES;
   static constexpr int kThreads = 32 * (kConsumerWarps + 1 + EPILOGUES);
-  static constexpr int kRowGroups = kRows / 4;  // a warp takes four rows of a part at a time
-  static constexpr int kVectors = (kRowGroups + EPILOGUES - 1) / EPILOGUES;  // of 8 elements in a part, a thread's
-  // Below a part, that the last vectors of some warps reach: they are read, and not used.
+  static constexpr int kRowGroups = kRows / 4;  // an epilogue warp processes four rows of a part at a time
+  static constexpr int kVectors = (kRowGroups + EPILOGUES - 1) / EPILOGUES;  // of 8 elements per thread and part
+  // Bytes below a part that the last vectors of some warps read without using them.
   static constexpr int kBytesBelow = 4 * (kVectors * EPILOGUES - kRowGroups) * kTileRowBytes;
 };
 
@@ -44,48 +45,50 @@ template <class S>
 struct alignas(1024) ProductMemory {
   char a[S::kStages][S::kRows * kTileRowBytes];
   char b[S::kStages][S::kColumns * kTileRowBytes];
-  char result[S::kParts * S::kPartBytes + S::kBytesBelow];  // below the last part nothing is written
+  char result[S::kParts * S::kPartBytes + S::kBytesBelow];  // nothing is written below the last part
   alignas(16) float sums[2][S::kEpilogueWarps][kTileColumns];
-  Barrier full[S::kStages], empty[S::kStages], result_full, result_empty;
+  Mbarrier full[S::kStages], empty[S::kStages], result_full, result_empty;
 
-  static constexpr int kSlack = 1024;  // dynamic shared memory is aligned to 16 bytes only
+  static constexpr int kSlack = 1024;  // dynamic shared memory is aligned only to 16 bytes
 
-  __device__ __forceinline__ void initialize() {
+  __device__ __forceinline__ void init() {
     for (int i = 0; i < S::kStages; ++i) {
-      full[i].initialize(1);
-      empty[i].initialize(S::kConsumerWarps * S::kCluster);
+      full[i].init(1);
+      empty[i].init(S::kConsumerWarps * S::kCluster);
     }
-    result_full.initialize(S::kConsumerWarps * kWarpArrivals);
-    result_empty.initialize(S::kEpilogueWarps * kWarpArrivals);
-    fence_barriers();
+    result_full.init(S::kConsumerWarps * kWarpArrivals);
+    result_empty.init(S::kEpilogueWarps * kWarpArrivals);
+    fence_mbarrier_init();
   }
 };
 
-// What the forward leaves for the backward: h, or the activation's derivative at h + bias.
+// What the forward stores for the backward: h, or the activation's derivative at h + bias.
 enum class Kept { product, derivative };
 
 struct ProductParams {
   const void* bias;         // or null
   const char* kept;         // backward
-  char* product;            // forward: what is kept, or null; backward: dh
+  char* product;            // forward: h or the derivative (Kept), or null; backward: dh
   char* activation;         // a, or null in the backward
   float* sums;              // backward: [row tiles, columns], or null
   int rows, columns;        // of the result
   int steps;                // of 64 elements of K
-  int column_tiles, turns;  // a cluster's tiles of one turn lie one below the other
-  int whole, split;         // the turns before the last round, and how many share a tile in that
+  int column_tiles, turns;  // turns: tiles of a cluster; its blocks' tiles are one below the other
+  int whole, split;         // turns before the last round, and the number of clusters per tile in the last round
   DType bias_dtype;
 };
 
-// The tiles of one block: neighbouring clusters take neighbouring columns of the same rows, in one round of turns after
-// another. From round to round a cluster moves on by one among them: the narrower tiles at the ends of rows might all
-// be one cluster's otherwise. In the last round, where few tiles are left, several clusters share the columns of one.
+constexpr int kEpilogueSums = 1;  // the named barrier of the epilogue warps
+
+// The tiles of one block. In each round neighbouring clusters take neighbouring columns of the same rows. From round to
+// round the assignment shifts by one cluster; otherwise one cluster might get all of the narrower tiles at the ends of
+// rows. In the last round, where few tiles are left, several clusters share the columns of a tile.
 template <class S>
-struct TileTurns {
-  int first, own;   // the round's first turn, and this cluster's behind it
+struct ProductTileScheduler {
+  int first, own;   // the round's first turn, and this cluster's offset from it
   int row, column;  // of the tile's first element
 
-  __device__ __forceinline__ explicit TileTurns(const ProductParams& p)
+  __device__ __forceinline__ explicit ProductTileScheduler(const ProductParams& p)
       : first(0), own(static_cast<int>(blockIdx.x) / S::kCluster) {
     place(p);
   }
@@ -96,7 +99,7 @@ struct TileTurns {
     own = own + 1 == clusters ? 0 : own + 1;
     place(p);
   }
-  // Of 64 columns, that are the block's and in the result; may be none in the last round.
+  // The number of 64-column parts that the block computes, which may be 0 in the last round.
   __device__ __forceinline__ int parts(const ProductParams& p) const {
     const int width = first < p.whole ? S::kParts : S::kParts / p.split;
     return min(width, (p.columns - column + kTileColumns - 1) / kTileColumns);
@@ -118,35 +121,37 @@ struct TileTurns {
 // ---- producer --------------------------------------------------------------------------------------------------------
 
 template <class S>
-__device__ __forceinline__ void load_shared(const CUtensorMap* map, Barrier& full, uint32_t to, int c0, int c1) {
+__device__ __forceinline__ void tma_load_to_cluster(const CUtensorMap* map, Mbarrier& full, uint32_t to, int c0,
+                                                    int c1) {
   if constexpr (S::kCluster == 1)
-    load_box(map, full, to, c0, c1, 0, 0);
+    tma_load(map, full, to, c0, c1, 0, 0);
   else
-    load_box_to((1 << S::kCluster) - 1, map, full, to, c0, c1, 0, 0);
+    tma_load_multicast((1 << S::kCluster) - 1, map, full, to, c0, c1, 0, 0);
 }
 
-// One thread. This block's share of b's tile: rows where K lies along them, and otherwise elements of K.
+// Runs in one thread. The block loads a part of b's tile: some of its rows if b is K-major, otherwise some elements of
+// K.
 template <class S, Major B>
 __device__ __forceinline__ void produce(const ProductParams& p, ProductMemory<S>& memory, const CUtensorMap* a_map,
                                         const CUtensorMap* b_map) {
   const int rank = static_cast<int>(blockIdx.x) % S::kCluster;
   RingPosition<S::kStages> at;
-  for (TileTurns<S> tile(p); tile.valid(p); tile.next(p)) {
+  for (ProductTileScheduler<S> tile(p); tile.valid(p); tile.next(p)) {
     for (int step = 0; step < p.steps; ++step) {
       memory.empty[at.slot].wait(at.parity ^ 1);
-      Barrier& full = memory.full[at.slot];
-      full.arrive_expect(S::kStepBytes);
-      load_box(a_map, full, shared_address(memory.a[at.slot]), step * kTileColumns, tile.row, 0, 0);
+      Mbarrier& full = memory.full[at.slot];
+      full.arrive_expect_tx(S::kStepBytes);
+      tma_load(a_map, full, shared_address(memory.a[at.slot]), step * kTileColumns, tile.row, 0, 0);
       const uint32_t b = shared_address(memory.b[at.slot]);
       if constexpr (B == Major::k) {
         const int first = rank * (S::kColumns / S::kCluster);
-        load_shared<S>(b_map, full, b + first * kTileRowBytes, step * kTileColumns, tile.column + first);
+        tma_load_to_cluster<S>(b_map, full, b + first * kTileRowBytes, step * kTileColumns, tile.column + first);
       } else {
         const int first = rank * (kTileColumns / S::kCluster);
 #pragma unroll
         for (int part = 0; part < S::kParts; ++part)
-          load_shared<S>(b_map, full, b + (part * kTileColumns + first) * kTileRowBytes,
-                         tile.column + part * kTileColumns, step * kTileColumns + first);
+          tma_load_to_cluster<S>(b_map, full, b + (part * kTileColumns + first) * kTileRowBytes,
+                                 tile.column + part * kTileColumns, step * kTileColumns + first);
       }
       at.next();
     }
@@ -155,14 +160,7 @@ __device__ __forceinline__ void produce(const ProductParams& p, ProductMemory<S>
 
 // ---- consumers -------------------------------------------------------------------------------------------------------
 
-// Four 8 x 8 matrices of 16-bit elements, one word of each a lane; lane l names row l % 8 of matrix l / 8.
-__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&word)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(word[0]),
-               "r"(word[1]), "r"(word[2]), "r"(word[3])
-               : "memory");
-}
-
-// Sums of a warpgroup's 64 rows, rounded, to its rows of the result's first PARTS.
+// Stores a warpgroup's accumulators, rounded, to its 64 rows of the first PARTS parts of the result.
 template <class T, class S, int PARTS>
 __device__ __forceinline__ void store_result(uint32_t parts, const float (&d)[PARTS * kTileColumns / 2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, row = 16 * (static_cast<int>(threadIdx.x) / 32 % 4) + lane % 16;
@@ -172,20 +170,21 @@ __device__ __forceinline__ void store_result(uint32_t parts, const float (&d)[PA
     uint32_t word[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) word[k] = narrow_word(d[4 * i + 2 * k], d[4 * i + 2 * k + 1], T{});
-    store_matrices((first ^ (i % 8 << 4)) + i / 8 * S::kPartBytes, word);
+    stmatrix_x4((first ^ (i % 8 << 4)) + i / 8 * S::kPartBytes, word);
   }
 }
 
-// Where a warpgroup stands: its half of a tile's rows, the ring, and whose turn it is with the result.
+// The state of a consumer warpgroup: its half of a tile's rows, its position in the ring, and the parity of the result
+// buffer.
 template <class S>
-struct Consumer {
+struct ProductConsumer {
   int group;
   RingPosition<S::kStages> at;
   uint32_t parity = 0, last = 0;
 };
 
 template <class S>
-__device__ __forceinline__ void release(Barrier& empty) {
+__device__ __forceinline__ void release(Mbarrier& empty) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   __syncwarp();
   if constexpr (S::kCluster == 1) {
@@ -195,10 +194,10 @@ __device__ __forceinline__ void release(Barrier& empty) {
   }
 }
 
-// A warpgroup: 64 rows of the tile's first PARTS, or of fewer if there are no more. The sums' registers are the same
-// for all widths: the assembler would keep room for each.
+// A warpgroup computes 64 rows of the tile's first PARTS parts, or of fewer if the tile is narrower. All widths share
+// the accumulators `sums`; otherwise ptxas would reserve registers for each.
 template <class T, class S, Major B, int PARTS = S::kParts>
-__device__ __forceinline__ void multiply_tile(const ProductParams& p, ProductMemory<S>& memory, Consumer<S>& own,
+__device__ __forceinline__ void multiply_tile(const ProductParams& p, ProductMemory<S>& memory, ProductConsumer<S>& own,
                                               int parts, float (&sums)[S::kColumns / 2]) {
   if constexpr (PARTS > 1) {
     if (parts < PARTS) return multiply_tile<T, S, B, PARTS - 1>(p, memory, own, parts, sums);
@@ -209,21 +208,21 @@ __device__ __forceinline__ void multiply_tile(const ProductParams& p, ProductMem
     const uint64_t a = k_major(shared_address(memory.a[own.at.slot]) + own.group * 64 * kTileRowBytes);
     const uint32_t b_tile = shared_address(memory.b[own.at.slot]);
     const uint64_t b = B == Major::k ? k_major(b_tile) : mn_major(b_tile, kTileColumns * kTileRowBytes);
-    begin_products();
+    wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kTileColumns / 16; ++i)
-      multiply<T, Major::k, B>(d, advance(a, i * kKMajorStep),
-                               advance(b, i * (B == Major::k ? kKMajorStep : kMnMajorStep)), step > 0 || i > 0);
-    commit_products();
+      wgmma<T, Major::k, B>(d, advance(a, i * kKMajorStep),
+                            advance(b, i * (B == Major::k ? kKMajorStep : kMnMajorStep)), step > 0 || i > 0);
+    wgmma_commit();
     if (step > 0) {
-      wait_products<1>();
+      wgmma_wait<1>();
       release<S>(memory.empty[own.last]);
     }
     own.last = own.at.slot;
     own.at.next();
   }
-  wait_products<0>();
-  hold_registers(d);
+  wgmma_wait<0>();
+  fence_operand(d);
   release<S>(memory.empty[own.last]);
   memory.result_empty.wait(own.parity ^ 1);
   store_result<T, S, PARTS>(shared_address(memory.result) + own.group * 64 * kTileRowBytes, d);
@@ -231,9 +230,9 @@ __device__ __forceinline__ void multiply_tile(const ProductParams& p, ProductMem
 
 template <class T, class S, Major B>
 __device__ __forceinline__ void consume(const ProductParams& p, ProductMemory<S>& memory, int group) {
-  Consumer<S> own = {group};
+  ProductConsumer<S> own = {group};
   float sums[S::kColumns / 2];
-  for (TileTurns<S> tile(p); tile.valid(p); tile.next(p)) {
+  for (ProductTileScheduler<S> tile(p); tile.valid(p); tile.next(p)) {
     multiply_tile<T, S, B>(p, memory, own, tile.parts(p), sums);
     arrive_warp(memory.result_full);
     own.parity ^= 1;
@@ -253,7 +252,7 @@ __device__ __forceinline__ void store_vector_if(bool wanted, void* to, uint4 v) 
                "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
-// Read once, and not kept near the multiprocessor.
+// Loads data that is read once, without allocating it in L1.
 __device__ __forceinline__ uint4 load_stream_if(bool wanted, const void* from) {
   uint4 v;
   asm volatile(
@@ -263,7 +262,7 @@ __device__ __forceinline__ uint4 load_stream_if(bool wanted, const void* from) {
       : "r"(static_cast<int>(wanted)), "l"(from));
   return v;
 }
-// Eight elements of the bias as they lie in memory, read before they are needed; zeros where there is no bias.
+// Eight elements of the bias in their storage type, loaded ahead of their use; zeros if there is no bias.
 struct BiasVector {
   uint4 words[2];
 
@@ -293,7 +292,7 @@ __device__ __forceinline__ uint4 narrow_vector(const float (&from)[kVector]) {
   return *reinterpret_cast<const uint4*>(&packed);
 }
 
-// Element by element, rounded once.
+// Elementwise product, rounded once.
 __device__ __forceinline__ uint32_t multiply_words(uint32_t one, uint32_t other, bf16_t) {
   uint32_t product;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(one), "r"(other));
@@ -310,40 +309,41 @@ __device__ __forceinline__ uint4 multiply_vectors(uint4 one, uint4 other) {
                     multiply_words(one.z, other.z, T{}), multiply_words(one.w, other.w, T{}));
 }
 
-// A thread's place in the parts of a tile, 64 columns each: eight threads take the 128 bytes of a row, a warp four
-// rows, the warps neighbouring ones; a thread's vectors of a part are kStep rows apart.
+// A thread's position in the 64-column parts of a tile: eight threads process the 128 bytes of a row, a warp four rows,
+// and neighbouring warps neighbouring rows. A thread's vectors of a part are kStep rows apart.
 template <class S>
 struct EpilogueThread {
   static constexpr int kStep = 4 * S::kEpilogueWarps;
   int warp, lane, row, column;
-  uint32_t result;  // its first vector of a part
+  uint32_t result;  // shared address of its first vector of a part
 
   __device__ __forceinline__ EpilogueThread(const ProductMemory<S>& memory, int number)
       : warp(number), lane(static_cast<int>(threadIdx.x) % 32), row(4 * number + lane / 8), column(8 * (lane % 8)) {
     result = shared_address(memory.result) + row * kTileRowBytes + (((lane % 8) ^ (row % 8)) << 4);
   }
-  // Rows of a tile that there are, from the thread's first on: those of a vector are there if it begins below.
+  // The number of valid rows of a tile from the thread's first row on.
   __device__ __forceinline__ int rows_left(int rows) const { return min(rows, S::kRows) - row; }
-  // Of a part; a step of 4 mod 8 rows swaps the places of the first and the last four chunks of a row.
+  // The thread's v-th vector of a part. In the swizzle, a step of 4 mod 8 rows swaps the first and the last four chunks
+  // of a row.
   __device__ __forceinline__ uint4 vector(int part, int v) const {
     const uint32_t swap = kStep % 8 != 0 && v % 2 != 0 ? 64 : 0;
     return load_vector((result ^ swap) + part * S::kPartBytes + v * kStep * kTileRowBytes);
   }
 };
 
-// Where a thread's vectors of one part of a tile lie in a tensor [rows, columns]; goes from one to the next.
+// Iterates over the positions of a thread's vectors of one part of a tile in a tensor [rows, columns].
 template <class S>
 struct PartWalk {
-  int column, rows;  // rows that there are, from the next vector's on
+  int column, rows;  // number of valid rows from the next vector's on
   int64_t offset;    // of the next vector, in bytes
 
-  __device__ __forceinline__ PartWalk(const ProductParams& p, const EpilogueThread<S>& thread, const TileTurns<S>& tile,
-                                      int part)
+  __device__ __forceinline__ PartWalk(const ProductParams& p, const EpilogueThread<S>& thread,
+                                      const ProductTileScheduler<S>& tile, int part)
       : column(tile.column + part * kTileColumns + thread.column),
         rows(column < p.columns ? thread.rows_left(p.rows - tile.row) : 0),
         offset(2 * (static_cast<int64_t>(tile.row + thread.row) * p.columns + column)) {}
   __device__ __forceinline__ bool there() const { return rows > 0; }
-  // The assembler would compute all of a part's places first, and has no registers for them.
+  // The asm keeps ptxas from computing all positions of a part first, for which there are no registers.
   __device__ __forceinline__ void next(const ProductParams& p) {
     rows -= EpilogueThread<S>::kStep;
     offset += static_cast<int64_t>(p.columns) * (2 * EpilogueThread<S>::kStep);
@@ -351,7 +351,7 @@ struct PartWalk {
   }
 };
 
-// arrive_warp() with the lane that the thread knows: threadIdx.x takes another register, and some kernels spill then.
+// arrive_warp() with thread.lane: reading threadIdx.x takes another register, and some kernels would spill.
 template <class S>
 __device__ __forceinline__ void release_result(ProductMemory<S>& memory, const EpilogueThread<S>& thread) {
   __syncwarp();
@@ -362,7 +362,7 @@ template <class T, class S, Activation A, Kept KEPT>
 __device__ __forceinline__ void finish_forward(const ProductParams& p, ProductMemory<S>& memory, int warp) {
   const EpilogueThread<S> thread(memory, warp);
   uint32_t parity = 0;
-  TileTurns<S> tile(p);
+  ProductTileScheduler<S> tile(p);
   BiasVector next_bias(p, tile.column + thread.column);
   for (; tile.valid(p); tile.next(p)) {
     memory.result_full.wait(parity);
@@ -373,10 +373,10 @@ __device__ __forceinline__ void finish_forward(const ProductParams& p, ProductMe
       PartWalk<S> at(p, thread, tile, part);
       float bias[kVector];
       next_bias.widen_to(bias, p.bias_dtype);
-      TileTurns<S> then = tile;
+      ProductTileScheduler<S> then = tile;
       if (ends) then.next(p);
       next_bias = BiasVector(p, then.column + (ends ? 0 : part + 1) * kTileColumns + thread.column);
-      constexpr int kBatch = 4;  // vectors under way together
+      constexpr int kBatch = 4;  // vectors in flight
 #pragma unroll
       for (int first = 0; first < S::kVectors; first += kBatch) {
         uint4 sums[kBatch];
@@ -404,12 +404,12 @@ __device__ __forceinline__ void finish_forward(const ProductParams& p, ProductMe
   }
 }
 
-// Adds the threads' sums of a part's columns up, in a fixed order, and writes them. All threads that compute
-// activations; calls take turns with two buffers.
+// Adds the threads' column sums of a part in a fixed order and writes them. Called by all epilogue threads; consecutive
+// calls alternate between two buffers.
 template <class S>
 __device__ __forceinline__ void store_sums(const ProductParams& p, ProductMemory<S>& memory,
-                                           const EpilogueThread<S>& thread, const TileTurns<S>& tile, int part,
-                                           int buffer, float (&sum)[kVector]) {
+                                           const EpilogueThread<S>& thread, const ProductTileScheduler<S>& tile,
+                                           int part, int buffer, float (&sum)[kVector]) {
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 8);
@@ -417,7 +417,7 @@ __device__ __forceinline__ void store_sums(const ProductParams& p, ProductMemory
   }
   auto& shares = memory.sums[buffer];
   if (thread.lane < 8) store_packed(&shares[thread.warp][thread.column], narrow<float>(sum));
-  sync_named(1, 32 * S::kEpilogueWarps);
+  named_barrier_sync(kEpilogueSums, 32 * S::kEpilogueWarps);
   const int own = 32 * thread.warp + thread.lane, column = tile.column + part * kTileColumns + own;
   if (own < kTileColumns && column < p.columns && tile.row < p.rows) {
     float total = 0.0f;
@@ -427,14 +427,14 @@ __device__ __forceinline__ void store_sums(const ProductParams& p, ProductMemory
   }
 }
 
-// What was kept is read a part ahead: a vector's registers take the next part's as soon as they are free.
+// The kept tensor is loaded one part ahead: the registers of a vector receive the next part's as soon as they are free.
 template <class T, class S, Activation A, Kept KEPT>
 __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductMemory<S>& memory, int warp) {
   const EpilogueThread<S> thread(memory, warp);
   uint32_t parity = 0;
   int buffer = 0;  // of the sums
   uint4 kept[S::kVectors];
-  TileTurns<S> tile(p);
+  ProductTileScheduler<S> tile(p);
   if (!tile.valid(p)) return;
   PartWalk<S> ahead(p, thread, tile, 0);
   BiasVector next_bias(p, ahead.column);
@@ -447,7 +447,7 @@ __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductM
     for (int part = 0; part < parts; ++part) {
       const bool ends = part == parts - 1;
       PartWalk<S> at(p, thread, tile, part);
-      TileTurns<S> then = tile;
+      ProductTileScheduler<S> then = tile;
       if (ends) then.next(p);
       ahead = PartWalk<S>(p, thread, then, ends ? 0 : part + 1);
       if (!then.valid(p)) ahead.rows = 0;
@@ -494,7 +494,7 @@ __device__ __forceinline__ void finish_backward(const ProductParams& p, ProductM
 
 // ---- kernel ----------------------------------------------------------------------------------------------------------
 
-// Forward: a is x, b the weight, both along K. Backward: a is dy, along K, b the weight, across.
+// Forward: a is x and b is the weight, both K-major. Backward: a is dy, K-major, and b is the weight, MN-major.
 template <class T, class S, Activation A, bool BACKWARD, Kept KEPT>
 __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThreads, 1)
     product_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
@@ -503,10 +503,10 @@ __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThread
   auto& memory =
       *reinterpret_cast<ProductMemory<S>*>(dynamic_memory + (1024 - shared_address(dynamic_memory) % 1024) % 1024);
   constexpr Major kB = BACKWARD ? Major::mn : Major::k;
-  const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
-  if (threadIdx.x == 0) memory.initialize();
+  const int warp = warp_uniform(static_cast<int>(threadIdx.x) / 32);
+  if (threadIdx.x == 0) memory.init();
   __syncthreads();
-  if constexpr (S::kCluster > 1) sync_cluster();
+  if constexpr (S::kCluster > 1) cluster_sync();
   if (warp < S::kConsumerWarps) {
     consume<T, S, kB>(p, memory, warp / 4);
   } else {
@@ -515,14 +515,14 @@ __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThread
         finish_backward<T, S, A, KEPT>(p, memory, warp - S::kConsumerWarps - 1);
       else
         finish_forward<T, S, A, KEPT>(p, memory, warp - S::kConsumerWarps - 1);
-    } else if (elected()) {
-      prefetch_map(&a_map);
-      prefetch_map(&b_map);
+    } else if (elect_one()) {
+      prefetch_tensormap(&a_map);
+      prefetch_tensormap(&b_map);
       produce<S, kB>(p, memory, &a_map, &b_map);
     }
     __syncwarp();
   }
-  if constexpr (S::kCluster > 1) sync_cluster();  // another block may still copy to this one's memory
+  if constexpr (S::kCluster > 1) cluster_sync();  // another block may still multicast into this block's shared memory
 }
 
 // ---- launch ----------------------------------------------------------------------------------------------------------
@@ -538,7 +538,7 @@ struct ProductOperands {
 template <class T, class S, Activation A, bool BACKWARD, Kept KEPT>
 Status launch_product(const ProductOperands& operands, ProductParams p, int multiprocessors) {
   constexpr size_t kMemory = sizeof(ProductMemory<S>) + ProductMemory<S>::kSlack;
-  static_assert(kMemory <= 227 * 1024, "more shared memory than a multiprocessor has");
+  static_assert(kMemory <= 227 * 1024, "more shared memory than an SM has");
   const int64_t inner = operands.inner, columns = p.columns;
   const TensorView a_view = {
       operands.a, operands.dtype, {inner, p.rows, 1, 1}, {operands.a_stride, 0, 0}, {kTileColumns, S::kRows, 1, 1}};

@@ -1,16 +1,16 @@
-// A matrix product and the activation of its result's neighbourhood in one kernel: the two products of a feed-forward
-// block that meet its activation. N rows.
+// A GEMM fused with an activation: the two GEMMs of a feed-forward block that are next to its activation. N rows.
 //
 //   forward    h = x weight^T     a = activation(h + bias)            x [N, C], weight [I, C]
 //   backward   da = dy weight     dh = da * activation'(h + bias)     dy [N, O], weight [O, I]
-//              a once more        dbias = sum over rows of dh
+//              a again            dbias = sum over rows of dh
 //
-// The forward leaves h for the backward, or, where a is kept too, activation'(h + bias) itself: the backward is then
-// one multiplication, and has no need of the bias.
+// The forward stores h for the backward or, if a is kept too, activation'(h + bias). Then the backward is one
+// multiplication and does not need the bias.
 //
-// h and da are rounded to the storage type before the activation, and so is a derivative that is kept; dbias sums up dh
-// before it is rounded, but after that where the derivative was kept. Bytes beside the operands, I elements a row each:
-// forward writes what is kept and a, backward reads what was kept and writes dh and, of h, a.
+// h and da are rounded to the storage type before the activation, and so is a derivative that is kept. dbias is the sum
+// of dh before rounding, or after rounding if the derivative was kept. Memory traffic in addition to the operands, I
+// elements per row each: the forward writes the kept tensor and a; the backward reads the kept tensor and writes dh
+// and, if h was kept, a.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ struct GeluProductForward {
   const void* x;       // [N, C], dtype; rows x_stride elements apart
   const void* weight;  // [I, C], dtype, contiguous
   const void* bias;    // [I], bias_dtype, or null for 0
-  void* h;             // [N, I], dtype, contiguous, or null when not wanted
-  void* derivative;    // [N, I], dtype, contiguous, or null when not wanted; at most one of the two
+  void* h;             // [N, I], dtype, contiguous, or null if not needed
+  void* derivative;    // [N, I], dtype, contiguous, or null if not needed; at most one of the two
   void* a;             // [N, I], dtype, contiguous
   int64_t rows;        // N
   int64_t inputs;      // C
@@ -44,10 +44,10 @@ struct GeluProductBackward {
   const void* weight;      // [O, I], dtype, contiguous
   const void* bias;        // [I], bias_dtype, or null for 0
   const void* h;           // [N, I], dtype, contiguous
-  const void* derivative;  // [N, I], dtype, contiguous, or null; in the place of bias, h and a, which are null then
+  const void* derivative;  // [N, I], dtype, contiguous, or null; replaces bias, h and a, which are null then
   void* dh;                // [N, I], dtype, contiguous
-  void* a;                 // [N, I], dtype, contiguous, or null when not wanted
-  void* dbias;             // [I], bias_dtype, or null when not wanted
+  void* a;                 // [N, I], dtype, contiguous, or null if not needed
+  void* dbias;             // [I], bias_dtype, or null if not needed
   float* workspace;        // gelu_product_workspace_cuda(rows, columns) floats; unused without dbias
   int64_t rows;            // N
   int64_t outputs;         // O
@@ -61,7 +61,7 @@ struct GeluProductBackward {
 };
 
 namespace cuda {
-// Compute capability 9.0; sizes and strides are multiples of 8, tensors start at multiples of 16 bytes.
+// Requires compute capability 9.0, sizes and strides that are multiples of 8, and tensors aligned to 16 bytes.
 Status gelu_product_forward(const GeluProductForward&);
 Status gelu_product_backward(const GeluProductBackward&);
 int64_t gelu_product_workspace(int64_t rows, int64_t columns);  // in floats

@@ -1,4 +1,4 @@
-// LayerNorm on the CPU. Rows stay in the first-level cache between their passes, so each is read from memory once.
+// LayerNorm on the CPU. Rows stay in L1 between their passes, so each is read from memory once.
 #include "layer_norm/op.h"
 
 #include <cmath>
@@ -34,7 +34,7 @@ FASTTFM_KERNEL void forward_row(const LayerNormForward& p, int64_t row) {
   p.rstd[row] = rstd;
 }
 
-// A row of the backward pass and what dx needs of the whole row: with g = dy * weight and d = x - mean - correction,
+// A row of the backward pass and the row statistics that dx needs: with g = dy * weight and d = x - mean - correction,
 //   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) = rstd * (g - mean_g) - slope * d
 template <class T>
 struct BackwardRow {
@@ -69,8 +69,8 @@ FASTTFM_KERNEL BackwardRow<T> backward_row(const LayerNormBackward& p, int64_t r
   return {x, dy, dx, mean, correction, rstd, mean_g, rstd * (rstd * (rstd * mean_g_d))};
 }
 
-// Writes dx of R rows and adds their shares to dweight and dbias (fp32 [C] each, null when not wanted). Several rows at
-// a time: a block of the two sums is read and written once for all of them.
+// Writes dx of R rows and adds their shares to dweight and dbias (fp32 [C] each, null if not needed). Several rows at a
+// time: a block of the two sums is read and written once for all of them.
 template <class T, int R>
 FASTTFM_KERNEL void backward_rows(const LayerNormBackward& p, int64_t first, float* dweight, float* dbias) {
   const auto* weight = static_cast<const float*>(p.weight);
@@ -82,7 +82,7 @@ FASTTFM_KERNEL void backward_rows(const LayerNormBackward& p, int64_t first, flo
     const Lanes w = weight != nullptr ? load(weight + c, n) : broadcast(1.0f);
     Lanes dw = dweight != nullptr ? load(dweight + c, n) : broadcast(0.0f);
     Lanes db = dbias != nullptr ? load(dbias + c, n) : broadcast(0.0f);
-    // Unrolled, the rows' constants would take the registers of the sums.
+    // If unrolled, the rows' constants would take the registers of the sums.
 #pragma GCC unroll 1
     for (const BackwardRow<T>& row : rows) {
       prefetch(row.x + ahead * p.x_stride + c);

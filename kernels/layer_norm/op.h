@@ -37,8 +37,8 @@ struct LayerNormBackward {
   const float* mean;   // [N]
   const float* rstd;   // [N]
   void* dx;            // [N, C], dtype, contiguous
-  void* dweight;       // [C], weight_dtype, or null when not wanted
-  void* dbias;         // [C], bias_dtype, or null when not wanted
+  void* dweight;       // [C], weight_dtype, or null if not needed
+  void* dbias;         // [C], bias_dtype, or null if not needed
   float* workspace;    // CPU: layer_norm_workspace(rows, columns) floats; CUDA: 2 * blocks * columns floats
   int64_t rows;
   int64_t columns;
@@ -47,7 +47,7 @@ struct LayerNormBackward {
   DType weight_dtype;  // f32 on the CPU
   DType bias_dtype;    // f32 on the CPU
   int threads;         // CPU
-  int blocks;          // CUDA: at most so many blocks share the rows
+  int blocks;          // CUDA: maximum number of blocks
   int device;          // CUDA
   void* stream;        // CUDA
 };
@@ -62,8 +62,8 @@ namespace cuda {
 // Columns are a multiple of 8, up to 8192; x, dy, weight and bias start at multiples of 16 bytes.
 Status layer_norm_forward(const LayerNormForward&);
 Status layer_norm_backward(const WithBlockMemory<LayerNormBackward>&);
-// Bytes of shared memory that a block of the backward takes on a GPU whose blocks may have `limit`; more than that
-// where the kernels cannot run there.
+// Bytes of shared memory of a block of the backward on a GPU with a limit of `limit` bytes per block; more than `limit`
+// if the kernels cannot run there.
 int64_t layer_norm_backward_memory(int64_t columns, int64_t dtype, int64_t limit);
 }  // namespace cuda
 

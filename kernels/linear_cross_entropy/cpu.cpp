@@ -1,4 +1,4 @@
-// Cross entropy of a block of logits on the CPU: one row after the other, three or four sweeps over each.
+// Cross entropy of a block of logits on the CPU: row by row, with three or four passes over each.
 #include "linear_cross_entropy/op.h"
 
 #include <cmath>
@@ -19,7 +19,8 @@ FASTTFM_KERNEL float sum_of_logits(const LogitRow& row) {
   return sum(total);
 }
 
-// Whether every word has a smaller logit or, from the label on, an equal one; not where there is a NaN.
+// Whether the label is the argmax: every other token has a smaller logit or, after the label, an equal one. False if
+// there is a NaN.
 bool is_correct(const LogitRow& row, int64_t label) {
   const float at_label = row(label);
   for (int64_t v = 0; v < row.vocabulary; ++v) {
@@ -29,9 +30,9 @@ bool is_correct(const LogitRow& row, int64_t label) {
   return true;
 }
 
-// The first word at which the running sum of exp(x - largest) exceeds the target.
+// The first token at which the running sum of exp(x - largest) exceeds the target.
 FASTTFM_KERNEL int64_t sample(const LogitRow& row, float largest, float target) {
-  int64_t word = row.vocabulary - 1;
+  int64_t token = row.vocabulary - 1;
   float before = 0.0f;
   bool found = false;
   for_columns(row.vocabulary, [&](int64_t v, auto n) {
@@ -43,12 +44,12 @@ FASTTFM_KERNEL int64_t sample(const LogitRow& row, float largest, float target) 
       store(lanes, shares);
       int lane = 0;
       for (float running = before + lanes[0]; lane < kLanes - 1 && running <= target; running += lanes[lane]) ++lane;
-      word = v + lane < row.vocabulary ? v + lane : row.vocabulary - 1;
+      token = v + lane < row.vocabulary ? v + lane : row.vocabulary - 1;
       found = true;
     }
     before = after;
   });
-  return word;
+  return token;
 }
 
 inline float uniform(uint64_t seed, int64_t row) {

@@ -1,4 +1,4 @@
-// Removing and restoring padding on the CPU: a sequence is one block of memory on either side.
+// Removes and restores padding on the CPU. A sequence is contiguous in both layouts.
 #include "pack/op.h"
 
 #include <cstring>
@@ -10,15 +10,15 @@ namespace fasttfm {
 namespace FASTTFM_ISA {
 namespace {
 
-constexpr int64_t kItemBytes = 1 << 16;  // about as much is copied by one item of work
+constexpr int64_t kItemBytes = 1 << 16;  // approximate bytes per item of work
 
 char* token(void* base, int64_t index, int64_t token_bytes) { return static_cast<char*>(base) + index * token_bytes; }
 const char* token(const void* base, int64_t index, int64_t token_bytes) {
   return static_cast<const char*>(base) + index * token_bytes;
 }
 
-// Cuts the padded batch into stretches, each within one sequence, and calls body(padded, packed, present, step) for
-// each, in parallel: it has `step` tokens from `padded` on, the first `present` of which are `packed` and following.
+// Splits the padded batch into ranges within one sequence and calls body(padded, packed, present, step) for each, in
+// parallel: the range has `step` tokens from `padded` on, the first `present` of which are stored from `packed` on.
 template <class Body>
 void for_stretches(const PackCopy& p, Body body) {
   const int64_t tokens = p.sequences * p.max_seqlen;

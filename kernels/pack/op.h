@@ -10,7 +10,7 @@ namespace fasttfm {
 struct PackCopy {
   const void* source;         // pack: [B, S] tokens; unpack: [T]
   void* target;               // pack: [T] tokens; unpack: [B, S]
-  const int32_t* cu_seqlens;  // [B + 1], rising from 0 to at most T in steps of at most S: the caller has looked
+  const int32_t* cu_seqlens;  // [B + 1], from 0 to at most T in steps of at most S; validated by the caller
   int64_t sequences;          // B
   int64_t max_seqlen;         // S
   int64_t total;              // T

@@ -1,4 +1,4 @@
-// A row of logits [V] on the CPU: what the losses over a vocabulary share.
+// A row of logits [V] on the CPU, shared by the losses over a vocabulary.
 #pragma once
 
 #include <limits>
@@ -10,8 +10,8 @@ namespace FASTTFM_ISA {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Logits with their bias, times a factor; minus infinity past the end, so that they change neither a maximum nor a sum
-// of exponentials.
+// Loads logits, adds their bias and multiplies by a factor. Lanes past the end are -infinity, so that they change
+// neither a maximum nor a sum of exponentials.
 struct LogitRow {
   const float* logits;
   const float* bias;  // or null

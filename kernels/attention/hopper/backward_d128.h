@@ -1,4 +1,4 @@
-// attention backward for Hopper, head dim 128: attention_backward() and its workspace go there.
+// attention backward for Hopper, head dim 128. attention_backward() and its workspace function forward to it.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 namespace fasttfm {
 namespace cuda {
 
-constexpr int kWideDim = 128;
+constexpr int kHeadDim128 = 128;
 
-Status attention_backward_wide(const AttentionBackward&);
-int64_t attention_backward_wide_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen_k);
+Status attention_backward_d128(const AttentionBackward&);
+int64_t attention_backward_d128_workspace(int64_t sequences, int64_t heads, int64_t tokens, int64_t max_seqlen_k);
 
 }  // namespace cuda
 }  // namespace fasttfm

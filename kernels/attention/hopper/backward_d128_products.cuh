@@ -1,41 +1,42 @@
-// attention backward for Hopper, head dim 128: warpgroups 1 and 2, which multiply. See backward_d128.cu.
+// attention backward for Hopper, head dim 128: warpgroups 1 and 2, which compute the gradients.
 #pragma once
 
 #include "attention/hopper/backward_d128_tiles.cuh"
 #include "attention/hopper/backward_products.cuh"
+#include "attention/hopper/named_barriers.h"
 
 namespace fasttfm {
 namespace cuda {
-namespace {
+namespace hopper_backward {
 
-// 64 of a product's 128 columns.
+// 64 of an accumulator's 128 columns.
 __device__ __forceinline__ const float (&columns_of(const float (&value)[64], int part))[32] {
   return *reinterpret_cast<const float (*)[32]>(value + 32 * part);
 }
 
 // Writes 64 rows of 128 columns.
 template <class T>
-__device__ __forceinline__ void store_wide_product(const float (&value)[64], float factor, T* to, int64_t stride,
+__device__ __forceinline__ void store_product_d128(const float (&value)[64], float factor, T* to, int64_t stride,
                                                    int rows) {
   store_product(columns_of(value, 0), factor, to, stride, rows);
   store_product(columns_of(value, 1), factor, to + kTileColumns, stride, rows);
 }
 
 template <class T>
-__device__ __forceinline__ void store_wide_zeros(T* to, int64_t stride, int rows) {
+__device__ __forceinline__ void store_zeros_d128(T* to, int64_t stride, int rows) {
   store_zeros(to, stride, rows);
   store_zeros(to + kTileColumns, stride, rows);
 }
 
-// The same number, of which the compiler knows nothing: what is computed from it is not kept in registers.
-__device__ __forceinline__ uint32_t anew(uint32_t value) {
+// Hides a value's origin from the compiler, so that it does not keep what is computed from it in registers.
+__device__ __forceinline__ uint32_t opaque(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// Keeps the assembler from moving the code that computes these words down: a branch that needs them all, and is taken
-// only if all are NaN.
-__device__ __forceinline__ void pin(const uint32_t (&word)[16]) {
+// Keeps ptxas from sinking the code that computes these words: the branch depends on all of them, and is taken only if
+// all are NaN.
+__device__ __forceinline__ void prevent_sink(const uint32_t (&word)[16]) {
   uint32_t all = 0xffffffffu;
 #pragma unroll
   for (int i = 0; i < 16; ++i) all &= word[i];
@@ -43,14 +44,14 @@ __device__ __forceinline__ void pin(const uint32_t (&word)[16]) {
 }
 
 template <class T, bool DROPOUT, bool CAUSAL>
-struct WideKeyWarpgroup {
-  const WideParameters& p;
-  WideMemory<CAUSAL>& memory;
-  const int number;       // 0 or 1: which 64 keys of a tile, and which 64 columns of dQ
-  uint32_t step, k_step;  // tiles of queries and of keys so far: where all rings stand
+struct KeyWarpgroupD128 {
+  const ParametersD128& p;
+  MemoryD128<CAUSAL>& memory;
+  const int number;       // 0 or 1: the warpgroup's half of a tile's keys and of dQ's columns
+  uint32_t step, k_step;  // tiles of queries and of keys so far, which give the positions in all rings
   float dk[64], dv[64];
 
-  __device__ __forceinline__ WideKeyWarpgroup(const WideParameters& p, WideMemory<CAUSAL>& memory, int number)
+  __device__ __forceinline__ KeyWarpgroupD128(const ParametersD128& p, MemoryD128<CAUSAL>& memory, int number)
       : p(p), memory(memory), number(number), step(0), k_step(0) {}
 
   static __device__ __forceinline__ uint32_t q_slot(uint32_t step) { return step % kQueryStages; }
@@ -58,9 +59,9 @@ struct WideKeyWarpgroup {
   static __device__ __forceinline__ uint32_t parity(uint32_t step) { return step / kGradientStages % 2; }
   __device__ __forceinline__ uint32_t k_slot() const { return k_step % kKeyStages; }
 
-  // The weights of P^T that dropout keeps. Bits of a word of kept bits are numbered i2 i1 (1 - half) i0 c (see
-  // draw_kept()); i1 and c change places first, so that the bits of a pair, c = 0 and 1, stand in neighbouring bytes at
-  // the same place, from where their sign is spread over 16 bits each.
+  // Zeros the dropped weights of P^T. The bits of a word of keep bits are numbered i2 i1 (1 - half) i0 c (see
+  // draw_keep_bits()). First i1 and c are swapped, so that the bits of a pair, c = 0 and 1, have the same position in
+  // neighbouring bytes; from there prmt replicates each over 16 bits.
   static __device__ __forceinline__ void drop(const uint32_t (&weights)[16], uint32_t kept, uint32_t (&left)[16]) {
     const uint32_t other = (kept ^ kept >> 7) & 0x00aa00aau;
     kept ^= other ^ other << 7;
@@ -75,57 +76,57 @@ struct WideKeyWarpgroup {
       }
   }
 
-  // product = keys queries^T, of 64 rows of a tile of keys and a tile of queries.
+  // product = keys queries^T for 64 rows of a tile of keys and a tile of queries.
   static __device__ __forceinline__ void multiply_rows(float (&product)[32], uint32_t keys, uint32_t queries) {
-    begin_products();
+    wgmma_fence();
 #pragma unroll
     for (int c = 0; c < 8; ++c)
-      multiply<T>(product, advance(k_major(keys + c / 4 * kKeyTileBytes), c % 4 * kKMajorStep),
-                  advance(k_major(queries + c / 4 * kQueryTileBytes), c % 4 * kKMajorStep), c > 0);
+      wgmma<T>(product, advance(k_major(keys + c / 4 * kKeyTileBytes), c % 4 * kKMajorStep),
+               advance(k_major(queries + c / 4 * kQueryTileBytes), c % 4 * kKMajorStep), c > 0);
   }
   // sum += operand rows, or sum = operand rows.
   static __device__ __forceinline__ void multiply_columns(float (&sum)[64], const uint32_t (&operand)[16],
                                                           uint32_t rows, bool add) {
-    begin_products();
+    wgmma_fence();
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      multiply<T, Major::mn>(sum, operand + 4 * c, advance(mn_major(rows, kQueryTileBytes), c * kMnMajorStep),
-                             c > 0 || add);
+      wgmma<T, Major::mn>(sum, operand + 4 * c, advance(mn_major(rows, kQueryTileBytes), c * kMnMajorStep),
+                          c > 0 || add);
   }
 
-  // Starts S^T = K Q^T of a tile of queries.
+  // Issues S^T = K Q^T of a tile of queries.
   __device__ __forceinline__ void begin_scores(float (&scores)[32], uint32_t step) {
     memory.q_full[q_slot(step)].wait(step / kQueryStages % 2);
-    multiply_rows(scores, anew(shared_address(memory.k[k_slot()]) + number * 64 * kTileRowBytes),
+    multiply_rows(scores, opaque(shared_address(memory.k[k_slot()]) + number * 64 * kTileRowBytes),
                   shared_address(memory.q[q_slot(step)]));
   }
 
-  // Starts dK += dS^T Q of a tile of queries: its own rows of dS^T, which all of the warpgroup have put.
+  // Issues dK += dS^T Q of a tile of queries, from the warpgroup's own rows of dS^T in shared memory.
   __device__ __forceinline__ void begin_dk(uint32_t step, bool add) {
-    const uint32_t dscores = anew(shared_address(memory.dscores[step % kScoreStages]) + number * 64 * kTileRowBytes);
+    const uint32_t dscores = opaque(shared_address(memory.dscores[step % kScoreStages]) + number * 64 * kTileRowBytes);
     const uint32_t q = shared_address(memory.q[q_slot(step)]);
-    begin_products();
+    wgmma_fence();
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      multiply<T, Major::k, Major::mn>(dk, advance(k_major(dscores), c * kKMajorStep),
-                                       advance(mn_major(q, kQueryTileBytes), c * kMnMajorStep), c > 0 || add);
+      wgmma<T, Major::k, Major::mn>(dk, advance(k_major(dscores), c * kKMajorStep),
+                                    advance(mn_major(q, kQueryTileBytes), c * kMnMajorStep), c > 0 || add);
   }
 
-  // Starts dQ = dS K of a tile of queries, 64 columns.
+  // Issues 64 columns of dQ = dS K of a tile of queries.
   __device__ __forceinline__ void begin_dq(float (&dq)[32], uint32_t step) {
     memory.dscores_full[step % kScoreStages].wait(step / kScoreStages % 2);
     const uint32_t dscores = shared_address(memory.dscores[step % kScoreStages]);
-    const uint32_t k = anew(shared_address(memory.k[k_slot()]) + number * kKeyTileBytes);
-    begin_products();
+    const uint32_t k = opaque(shared_address(memory.k[k_slot()]) + number * kKeyTileBytes);
+    wgmma_fence();
 #pragma unroll
     for (int c = 0; c < 8; ++c)
-      multiply<T, Major::mn, Major::mn>(dq, advance(mn_major(dscores, 0), c * kMnMajorStep),
-                                        advance(mn_major(k, 0), c * kMnMajorStep), c > 0);
+      wgmma<T, Major::mn, Major::mn>(dq, advance(mn_major(dscores, 0), c * kMnMajorStep),
+                                     advance(mn_major(k, 0), c * kMnMajorStep), c > 0);
   }
 
-  // Hands dQ of a tile of queries, which is there, over to the sums, or writes it if it is the last addition.
-  __device__ __forceinline__ void leave_dq(float (&dq)[32], int tile, uint32_t step) {
-    const WideUnit<CAUSAL>& unit = memory.unit[number];
+  // Hands the completed dQ of a tile of queries over to sum_dq_d128(), or writes it if it is the last addition.
+  __device__ __forceinline__ void accumulate_dq(float (&dq)[32], int tile, uint32_t step) {
+    const UnitD128<CAUSAL>& unit = memory.unit[number];
     arrive_warp(memory.dscores_empty[step % kScoreStages]);
     memory.staging_free[number].wait(step % 2);
     const int use = memory.staging_use;
@@ -134,7 +135,7 @@ struct WideKeyWarpgroup {
 #pragma unroll
       for (int i = 0; i < 8; ++i)
         staging[i * kWarpgroup] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-      fence_async();
+      fence_proxy_async();
       arrive_warp(memory.staging_done[number]);
       return;
     }
@@ -148,7 +149,7 @@ struct WideKeyWarpgroup {
         dq[4 * i + 3] += part.w;
       }
     }
-    hold_registers(dq);  // what was read is added; whether the assembler leaves it so, late_loads.py tells
+    fence_operand(dq);  // the loaded values are added by here; late_loads.py checks that ptxas keeps it so
     arrive_warp(memory.staging_done[number]);
     const int query = tile * kQueries;
     store_product(dq, p.dq_scale,
@@ -156,10 +157,10 @@ struct WideKeyWarpgroup {
                   p.dq.token, unit.q.stored - query);
   }
 
-  // P^T = exp(S^T - lse) of a tile of queries, in 16 bits, and what dropout leaves of it.
-  __device__ __forceinline__ void weigh(float (&scores)[32], uint32_t (&weights)[16], uint32_t (&left)[16], int key,
-                                        int tile, uint32_t step) {
-    const WideUnit<CAUSAL>& unit = memory.unit[number];
+  // Computes P^T = exp(S^T - lse) of a tile of queries in 16 bits, and `left`, the same after dropout.
+  __device__ __forceinline__ void compute_weights(float (&scores)[32], uint32_t (&weights)[16], uint32_t (&left)[16],
+                                                  int key, int tile, uint32_t step) {
+    const UnitD128<CAUSAL>& unit = memory.unit[number];
     mask_scores<CAUSAL>(scores, key, tile * kQueries, unit.k.length, unit.offset());
     const float2* statistics = reinterpret_cast<const float2*>(memory.lse[q_slot(step)]) + threadIdx.x % 4;
 #pragma unroll
@@ -168,21 +169,21 @@ struct WideKeyWarpgroup {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float* pair = scores + 4 * i + 2 * half;
-        weights[2 * i + half] = narrow_word(power_of_two(pair[0] * p.score_scale - lse.x),
-                                            power_of_two(pair[1] * p.score_scale - lse.y), T{});
+        weights[2 * i + half] = narrow_word(exp2_approx(pair[0] * p.score_scale - lse.x),
+                                            exp2_approx(pair[1] * p.score_scale - lse.y), T{});
       }
     }
     if constexpr (DROPOUT) {
       memory.kept_full[number].wait(step % 2);
       drop(weights, memory.kept[number][threadIdx.x % kWarpgroup], left);
     }
-    pin(DROPOUT ? left : weights);
-    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[number]);  // the word is here: it was used
+    prevent_sink(DROPOUT ? left : weights);
+    if constexpr (DROPOUT) arrive_warp(memory.kept_empty[number]);  // the word was used, so its load is complete
   }
 
-  // dS^T = P^T (dP^T - delta), in 16 bits; where dropout left less of P^T, dP^T counts there alone.
-  __device__ __forceinline__ void differentiate(const float (&dweights)[32], const uint32_t (&weights)[16],
-                                                const uint32_t (&left)[16], uint32_t (&dscores)[16]) {
+  // Computes dS^T = P^T (dP^T - delta) in 16 bits; with dropout, left * dP^T - P^T * delta.
+  __device__ __forceinline__ void compute_dscores(const float (&dweights)[32], const uint32_t (&weights)[16],
+                                                  const uint32_t (&left)[16], uint32_t (&dscores)[16]) {
     const float2* statistics = reinterpret_cast<const float2*>(memory.delta[slot(step)]) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -202,112 +203,116 @@ struct WideKeyWarpgroup {
     }
   }
 
-  // Starts dP^T = V dO^T of a tile of queries.
+  // Issues dP^T = V dO^T of a tile of queries.
   __device__ __forceinline__ void begin_dweights(float (&dweights)[32], uint32_t step) {
     memory.dout_full[slot(step)].wait(parity(step));
-    multiply_rows(dweights, anew(shared_address(memory.v) + number * 64 * kTileRowBytes),
+    multiply_rows(dweights, opaque(shared_address(memory.v) + number * 64 * kTileRowBytes),
                   shared_address(memory.dout[slot(step)]));
   }
 
-  // Starts dV += P^T dO of a tile of queries, of what dropout leaves of P^T.
+  // Issues dV += P^T dO of a tile of queries, with P^T after dropout.
   __device__ __forceinline__ void begin_dv(uint32_t (&weights)[16], uint32_t (&left)[16], uint32_t step, bool add) {
     multiply_columns(dv, DROPOUT ? left : weights, shared_address(memory.dout[slot(step)]), add);
   }
 
-  // The warpgroups multiply by turns: one computes meanwhile.
-  __device__ __forceinline__ void take_turn() const { sync_named(kTurns + number, 2 * kWarpgroup); }
-  __device__ __forceinline__ void give_turn() const { arrive_named(kTurns + 1 - number, 2 * kWarpgroup); }
+  // The warpgroups take turns at issuing wgmma, while the other one computes elementwise.
+  __device__ __forceinline__ void take_turn() const { named_barrier_sync(kBackwardD128Turn + number, 2 * kWarpgroup); }
+  __device__ __forceinline__ void give_turn() const {
+    named_barrier_arrive(kBackwardD128Turn + 1 - number, 2 * kWarpgroup);
+  }
 
-  // Puts dS^T where both warpgroups take it from.
-  __device__ __forceinline__ void put(const uint32_t (&dscores)[16]) {
+  // Stores dS^T in shared memory for both warpgroups.
+  __device__ __forceinline__ void store_dscores(const uint32_t (&dscores)[16]) {
     memory.dscores_empty[step % kScoreStages].wait(step / kScoreStages % 2 ^ 1);
     const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
     const uint32_t to =
-        anew(shared_address(memory.dscores[step % kScoreStages]) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16);
+        opaque(shared_address(memory.dscores[step % kScoreStages]) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) store_matrices(to ^ 32 * c, dscores + 4 * c);
-    fence_async();
+    for (int c = 0; c < 4; ++c) stmatrix_x4(to ^ 32 * c, dscores + 4 * c);
+    fence_proxy_async();
     arrive_warp(memory.dscores_full[step % kScoreStages]);
   }
 
-  // A tile of queries, the FIRST of the tile of keys or not, AFTER which so many others come (2: two or more). Its
-  // weights are there; its dP^T is under way in `dweights`, then dV, and S^T of the next one in `scores`. Computes dS
-  // and the next weights; then, at its turn, starts dK, dQ of the tile before, dP and dV of the next one and S of the
-  // one after that.
+  // Processes a tile of queries. FIRST: it is the first one of the tile of keys. AFTER: the number of tiles of queries
+  // that follow (2: two or more). On entry its weights are complete; its dP^T (in `dweights`), dV, and S^T of the next
+  // tile (in `scores`) are in flight. Computes dS and the next weights; then, at its turn, issues dK, dQ of the
+  // previous tile, dP and dV of the next tile and S of the one after that.
   template <bool FIRST, int AFTER>
-  __device__ __forceinline__ void over_tile(float (&dweights)[32], float (&scores)[32], uint32_t (&weights)[16],
-                                            uint32_t (&left)[16], int key, int tile) {
+  __device__ __forceinline__ void process_query_tile(float (&dweights)[32], float (&scores)[32],
+                                                     uint32_t (&weights)[16], uint32_t (&left)[16], int key, int tile) {
     constexpr bool LAST = AFTER == 0;
-    const WideUnit<CAUSAL>& unit = memory.unit[number];
+    const UnitD128<CAUSAL>& unit = memory.unit[number];
     uint32_t dscores[16];
-    wait_products<LAST ? 0 : 1>();
-    hold_registers(dweights);
-    hold_registers(dv);
+    wgmma_wait<LAST ? 0 : 1>();
+    fence_operand(dweights);
+    fence_operand(dv);
     if constexpr (LAST) arrive_warp(memory.v_empty);
-    differentiate(dweights, weights, left, dscores);
-    put(dscores);
-    arrive_warp(memory.dout_empty[slot(step)]);  // delta is here: what was put was computed from it
+    compute_dscores(dweights, weights, left, dscores);
+    store_dscores(dscores);
+    arrive_warp(memory.dout_empty[slot(step)]);  // delta was used, so its load is complete
     if constexpr (!LAST) {
-      wait_products<0>();
-      hold_registers(scores);
-      weigh(scores, weights, left, key, unit.after(tile), step + 1);
+      wgmma_wait<0>();
+      fence_operand(scores);
+      compute_weights(scores, weights, left, key, unit.after(tile), step + 1);
     }
     take_turn();
     begin_dk(step, !FIRST);
     if constexpr (!FIRST) begin_dq(scores, step - 1);
-    commit_products();
+    wgmma_commit();
     if constexpr (LAST) {
       begin_dq(dweights, step);
-      commit_products();
+      wgmma_commit();
       give_turn();
     } else {
       begin_dweights(dweights, step + 1);
       begin_dv(weights, left, step + 1, true);
-      commit_products();
+      wgmma_commit();
     }
-    wait_products<1>();
-    hold_registers(dk);
-    hold_registers(scores);
+    wgmma_wait<1>();
+    fence_operand(dk);
+    fence_operand(scores);
     arrive_warp(memory.q_empty[q_slot(step)]);
-    if constexpr (!FIRST) leave_dq(scores, unit.before(tile), step - 1);
+    if constexpr (!FIRST) accumulate_dq(scores, unit.before(tile), step - 1);
     if constexpr (LAST) {
-      wait_products<0>();
-      hold_registers(dweights);
+      wgmma_wait<0>();
+      fence_operand(dweights);
       arrive_warp(memory.k_empty[k_slot()]);
     } else {
       if constexpr (AFTER > 1) {
         begin_scores(scores, step + 2);
-        commit_products();
+        wgmma_commit();
       }
       give_turn();
     }
     ++step;
   }
 
-  // One tile of keys.
-  __device__ __forceinline__ void over_keys(int key_tile) {
-    const WideUnit<CAUSAL>& unit = memory.unit[number];
+  // Processes one tile of keys.
+  __device__ __forceinline__ void process_key_tile(int key_tile) {
+    const UnitD128<CAUSAL>& unit = memory.unit[number];
     const int key = key_tile * kKeys + number * 64;
-    int tile = unit.first(), after = uniform(unit.query_tiles - unit.begin(key_tile) - 1);  // so many come after it
+    int tile = unit.first(),
+        after = warp_uniform(unit.query_tiles - unit.begin(key_tile) - 1);  // number of tiles after it
     float dweights[32], scores[32];
     uint32_t weights[16], left[16];
     memory.k_full[k_slot()].wait(k_step / kKeyStages % 2);
     begin_scores(scores, step);
-    commit_products();
-    wait_products<0>();
-    hold_registers(scores);
-    weigh(scores, weights, left, key, tile, step);
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_operand(scores);
+    compute_weights(scores, weights, left, key, tile, step);
     memory.v_full.wait(k_step % 2);
     take_turn();
     begin_dweights(dweights, step);
     begin_dv(weights, left, step, false);
-    commit_products();
+    wgmma_commit();
     const auto over = [&](auto first, auto following) {
-      over_tile<decltype(first)::value, decltype(following)::value>(dweights, scores, weights, left, key, tile);
-      if (decltype(following)::value > 0) tile = uniform(unit.after(tile));
+      process_query_tile<decltype(first)::value, decltype(following)::value>(dweights, scores, weights, left, key,
+                                                                             tile);
+      if (decltype(following)::value > 0) tile = warp_uniform(unit.after(tile));
     };
     constexpr std::true_type first;
-    constexpr std::false_type further;
+    constexpr std::false_type not_first;
     constexpr std::integral_constant<int, 0> last;
     constexpr std::integral_constant<int, 1> one_after;
     constexpr std::integral_constant<int, 2> more_after;
@@ -316,51 +321,52 @@ struct WideKeyWarpgroup {
       over(first, last);
     } else {
       begin_scores(scores, step + 1);
-      commit_products();
+      wgmma_commit();
       give_turn();
       if (after == 1) {
         over(first, one_after);
       } else {
         over(first, more_after);
 #pragma unroll 1
-        for (; after > 2; --after) over(further, more_after);
-        over(further, one_after);
+        for (; after > 2; --after) over(not_first, more_after);
+        over(not_first, one_after);
       }
-      over(further, last);
+      over(not_first, last);
     }
     ++k_step;
     const int rows = unit.k.stored - key;
-    store_wide_product(dk, p.dq_scale, row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token,
+    store_product_d128(dk, p.dq_scale, row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token,
                        rows);
-    store_wide_product(dv, p.dv_scale, row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token,
+    store_product_d128(dv, p.dv_scale, row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token,
                        rows);
-    leave_dq(dweights, tile, step - 1);  // there is room when the other warpgroup has left its dQ of the tile before
+    accumulate_dq(dweights, tile,
+                  step - 1);  // the staging tile is free once the other warpgroup has handed over its previous dQ
   }
 
-  __device__ __forceinline__ void over_unit(int index) {
-    sync_named(1 + number, kWarpgroup);
-    if (threadIdx.x % kWarpgroup == 0) memory.unit[number] = WideUnit<CAUSAL>(p, index);
-    sync_named(1 + number, kWarpgroup);
-    const WideUnit<CAUSAL>& unit = memory.unit[number];
+  __device__ __forceinline__ void process_unit(int index) {
+    named_barrier_sync(kBackwardD128Unit + number, kWarpgroup);
+    if (threadIdx.x % kWarpgroup == 0) memory.unit[number] = UnitD128<CAUSAL>(p, index);
+    named_barrier_sync(kBackwardD128Unit + number, kWarpgroup);
+    const UnitD128<CAUSAL>& unit = memory.unit[number];
     for (int round = 0; round < unit.rounds(); ++round)
-      if (unit.key_tile(round) < unit.key_tiles) over_keys(unit.key_tile(round));
+      if (unit.key_tile(round) < unit.key_tiles) process_key_tile(unit.key_tile(round));
     if (unit.part > 0) return;
     for (int key = unit.key_tiles * kKeys + number * 64; key < unit.k.stored; key += kKeys) {
       const int rows = min(unit.k.stored - key, 64);
-      store_wide_zeros(row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token, rows);
-      store_wide_zeros(row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token, rows);
+      store_zeros_d128(row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token, rows);
+      store_zeros_d128(row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token, rows);
     }
     if (number > 0) return;
-    // Rows that attend to nothing: those before the first key's, and those past the sequence's end.
+    // Queries that attend to no keys, which are the first ones if causal, and rows past the sequence's end.
     const auto zeros = [&](int begin, int end) {
       if (begin < end)
-        store_wide_zeros(row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + begin), p.dq.token, end - begin);
+        store_zeros_d128(row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + begin), p.dq.token, end - begin);
     };
     if (CAUSAL && unit.key_tiles > 0) zeros(0, min(unit.begin(0) * kQueries, unit.q.stored));
     zeros(unit.query_tiles * kQueries, unit.q.stored);
   }
 };
 
-}  // namespace
+}  // namespace hopper_backward
 }  // namespace cuda
 }  // namespace fasttfm

@@ -1,5 +1,5 @@
-// attention backward for Hopper, head dim 128: what its warpgroups share, and warpgroup 0, which brings tiles in, adds
-// dQ up and draws dropout's bits. See backward_d128.cu.
+// attention backward for Hopper, head dim 128: what its warpgroups share, and warpgroup 0, which loads tiles, sums dQ
+// and draws the random bits of dropout.
 #pragma once
 
 #include "attention/hopper/backward_d128.h"
@@ -7,39 +7,37 @@
 
 namespace fasttfm {
 namespace cuda {
-namespace {
+namespace hopper_backward {
 
-constexpr int kWideThreads = 3 * kWarpgroup;
-constexpr int kWideSumFloats = kQueries * kWideDim;  // of dQ, per tile
-constexpr int kWideSumBytes = 4 * kWideSumFloats;
+constexpr int kThreadsD128 = 3 * kWarpgroup;
+constexpr int kSumFloatsD128 = kQueries * kHeadDim128;  // of dQ, per tile
+constexpr int kSumBytesD128 = 4 * kSumFloatsD128;
 constexpr int kLseBytes = 4 * kQueries;
 constexpr int kKeyStages = 2, kQueryStages = 3, kGradientStages = 2, kScoreStages = 2;  // of k, q, dout and dS
 
-constexpr int kTurns = 3;  // the first of two named barriers
-
-struct WideParameters : Parameters {
-  int* turns;  // [heads, tiles]: how many additions to a tile of dQ are done
+struct ParametersD128 : Parameters {
+  int* turns;  // [heads, tiles]: the number of completed additions to a tile of dQ
   int parts;   // blocks that share a (sequence, head)
 };
 
-// A (sequence, head), whose tiles of keys `parts` blocks take round by round, back and forth, so that all have as much
-// to do where attention is causal. For a tile of keys a block goes over the tiles of queries from the last one down:
-// the blocks meet the same queries at about the same time, and the second level cache has them. Where all have the same
-// tiles of queries to go over, each begins kSpread tiles further down than the one before it, and ends with those that
-// it left out: so they add to a tile one after the other without having to wait for that, and not all of the last
-// additions, after which dQ is written, are one block's.
+// A (sequence, head) whose tiles of keys are shared by `parts` blocks. They take tiles in rounds of alternating
+// direction, which balances causal work. For a tile of keys a block iterates over the tiles of queries from the last
+// one to the first, so the blocks reach the same queries at about the same time and find them in L2. If all blocks have
+// the same tiles of queries, each starts kSpread tiles below the previous block and ends with the tiles that it
+// skipped. So the blocks add to a tile of dQ one after the other without waiting, and the last additions, after which
+// dQ is written, are spread over the blocks.
 constexpr int kSpread = 4;
 template <bool CAUSAL>
-struct WideUnit : Unit<CAUSAL> {
+struct UnitD128 : Unit<CAUSAL> {
   int part, parts;
   bool spread;
 
-  __device__ __forceinline__ WideUnit(const WideParameters& p, int unit)
+  __device__ __forceinline__ UnitD128(const ParametersD128& p, int unit)
       : Unit<CAUSAL>(p, unit), part(blockIdx.x % p.parts), parts(p.parts) {
     spread = !CAUSAL && parts * kSpread <= this->query_tiles && this->key_tiles % parts == 0;
   }
 
-  // The tiles of queries in the order in which the block goes over them.
+  // The tiles of queries in the block's order.
   __device__ __forceinline__ int first() const { return this->query_tiles - 1 - (spread ? part * kSpread : 0); }
   __device__ __forceinline__ int after(int tile) const { return (CAUSAL || tile > 0 ? tile : this->query_tiles) - 1; }
   __device__ __forceinline__ int before(int tile) const {
@@ -47,12 +45,12 @@ struct WideUnit : Unit<CAUSAL> {
   }
 
   __device__ __forceinline__ int rounds() const { return divide_up(this->key_tiles, parts); }
-  // The block's tile of keys of a round; the last round may have none.
+  // The block's tile of keys in a round; the last round may have none.
   __device__ __forceinline__ int key_tile(int round) const {
     return round * parts + (round % 2 ? parts - 1 - part : part);
   }
-  // Which addition to a tile of dQ is this block's: round by round, from the last block to the first; if they are
-  // spread, first of those that come to it before they begin anew at the last tile.
+  // The index of this block's addition to a tile of dQ: round by round, from the last block to the first. If the blocks
+  // are spread, those that reach the tile before they wrap around to the last tile come first.
   __device__ __forceinline__ int turn(int round, int tile) const {
     const int before = round * parts;
     if (spread) {
@@ -63,34 +61,38 @@ struct WideUnit : Unit<CAUSAL> {
   }
 };
 
-enum StagingUse { kAdded, kLast, kAlone };  // dQ's addition is one of several, the last of several, the only one
+enum StagingUse {
+  kAdded,
+  kLast,
+  kAlone
+};  // the addition to dQ is one of several, the last of several, or the only one
 
 template <bool CAUSAL>
-struct WideMemory {
+struct MemoryD128 {
   alignas(1024) char q[kQueryStages][2 * kQueryTileBytes];
   char dout[kGradientStages][2 * kQueryTileBytes];
   char k[kKeyStages][2 * kKeyTileBytes];
   char v[2 * kKeyTileBytes];
   char dscores[kScoreStages][kKeyTileBytes];  // [keys, queries]
-  float4 staging[8][kWarpgroup];              // of dQ: the columns of warpgroup 1 or 2, each thread's own
+  float4 staging[8][kWarpgroup];              // of dQ: the columns of warpgroup 1 or 2, in their register layout
   float lse[kQueryStages][kQueries], delta[kGradientStages][kQueries];
   uint32_t kept[2][kWarpgroup];
-  Barrier q_full[kQueryStages], q_empty[kQueryStages], dout_full[kGradientStages], dout_empty[kGradientStages],
+  Mbarrier q_full[kQueryStages], q_empty[kQueryStages], dout_full[kGradientStages], dout_empty[kGradientStages],
       k_full[kKeyStages], k_empty[kKeyStages], v_full, v_empty, raw, dscores_full[kScoreStages],
       dscores_empty[kScoreStages], staging_free[2], staging_done[2], kept_full[2], kept_empty[2];
-  WideUnit<CAUSAL> unit[2];  // which warpgroups 1 and 2 are at: they have no registers for it
+  UnitD128<CAUSAL> unit[2];  // of warpgroups 1 and 2, which have no registers for it
   int staging_use;
 };
-static_assert(sizeof(WideMemory<true>) <= 227 * 1024);
+static_assert(sizeof(MemoryD128<true>) <= 227 * 1024);
 
-// Calls step(unit, round, tile of queries) for all that a block has to do, and start(unit, round) before the steps of a
+// Calls step(unit, round, tile of queries) for all of a block's steps, and start(unit, round) before the steps of a
 // round.
 template <bool CAUSAL, class Start, class Step>
-__device__ __forceinline__ void for_each_step(const WideParameters& p, Start start, Step step) {
+__device__ __forceinline__ void for_each_step(const ParametersD128& p, Start start, Step step) {
   for (int unit_round = 0;; ++unit_round) {
     const int index = unit_of_round(unit_round, blockIdx.x / p.parts, gridDim.x / p.parts);
     if (index >= p.sequences * p.heads) break;
-    const WideUnit<CAUSAL> unit(p, index);
+    const UnitD128<CAUSAL> unit(p, index);
     for (int round = 0; round < unit.rounds(); ++round) {
       if (unit.key_tile(round) >= unit.key_tiles) continue;
       start(unit, round);
@@ -103,65 +105,66 @@ __device__ __forceinline__ void for_each_step(const WideParameters& p, Start sta
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
-// Brings tiles to their places. Rows past a sequence's end that are others' numbers are replaced by zeros: they are
-// multiplied by zeros, which a NaN would survive.
+// The producer: loads tiles. Rows past a sequence's end may belong to another sequence and are replaced by zeros,
+// because 0 * NaN would be NaN.
 template <bool CAUSAL>
-__device__ __forceinline__ void bring_wide_tiles(const WideParameters& p, WideMemory<CAUSAL>& memory) {
+__device__ __forceinline__ void load_tiles_d128(const ParametersD128& p, MemoryD128<CAUSAL>& memory) {
   const bool first_lane = threadIdx.x % 32 == 0;
   const bool foreign = p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr;
   RingPosition<kQueryStages> q_stage;
   RingPosition<kGradientStages> dout_stage;
   RingPosition<kKeyStages> k_stage;
   RingPosition<1> v_stage, raw;
-  // Brings `rows` rows of 128, and statistics of theirs if there are any.
-  const auto bring = [&](const CUtensorMap& map, Barrier& full, char* tile, int head, int first, int batch, int valid,
-                         int rows, float* numbers, const float* statistics) {
+  // Loads `rows` rows of 128 columns, and their statistics unless that is null.
+  const auto start_loads = [&](const CUtensorMap& map, Mbarrier& full, char* tile, int head, int first, int batch,
+                               int valid, int rows, float* numbers, const float* statistics) {
     const bool direct = !foreign || valid >= rows;
-    Barrier& landed = direct ? full : memory.raw;
+    Mbarrier& landed = direct ? full : memory.raw;
     const int bytes = rows * kTileRowBytes;
     if (first_lane) {
-      load_box(&map, landed, shared_address(tile), 0, head, first, batch);
-      load_box(&map, landed, shared_address(tile) + bytes, kTileColumns, head, first, batch);
-      if (statistics != nullptr) load_bytes(landed, shared_address(numbers), statistics, kLseBytes);
-      landed.arrive_expect(2 * bytes + (statistics == nullptr ? 0 : kLseBytes));
+      tma_load(&map, landed, shared_address(tile), 0, head, first, batch);
+      tma_load(&map, landed, shared_address(tile) + bytes, kTileColumns, head, first, batch);
+      if (statistics != nullptr) bulk_load(landed, shared_address(numbers), statistics, kLseBytes);
+      landed.arrive_expect_tx(2 * bytes + (statistics == nullptr ? 0 : kLseBytes));
     }
     if (direct) return;
     landed.wait(raw.parity);
     raw.next();
     clear_rows(tile, valid, rows);
     clear_rows(tile + bytes, valid, rows);
-    fence_async();
+    fence_proxy_async();
     __syncwarp();
     if (first_lane) full.arrive();
   };
-  bool values_due = false;  // v comes after the first tile of queries, which has room before it has
+  bool values_due = false;  // v is loaded after the first tile of queries, whose slot is free earlier
   for_each_step<CAUSAL>(
       p,
-      [&](const WideUnit<CAUSAL>& unit, int round) {
+      [&](const UnitD128<CAUSAL>& unit, int round) {
         const int key_tile = unit.key_tile(round);
         memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
-        bring(p.k, memory.k_full[k_stage.slot], memory.k[k_stage.slot], unit.head, unit.k.first + key_tile * kKeys,
-              p.cu_seqlens == nullptr ? unit.sequence : 0, unit.k.length - key_tile * kKeys, kKeys, nullptr, nullptr);
+        start_loads(p.k, memory.k_full[k_stage.slot], memory.k[k_stage.slot], unit.head,
+                    unit.k.first + key_tile * kKeys, p.cu_seqlens == nullptr ? unit.sequence : 0,
+                    unit.k.length - key_tile * kKeys, kKeys, nullptr, nullptr);
         k_stage.next();
         values_due = true;
       },
-      [&](const WideUnit<CAUSAL>& unit, int round, int tile) {
+      [&](const UnitD128<CAUSAL>& unit, int round, int tile) {
         const int key_tile = unit.key_tile(round);
         const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
         const int valid = unit.q.length - tile * kQueries, first = unit.q.first + tile * kQueries;
         const float* statistics = p.statistics + static_cast<int64_t>(unit.tile + tile) * 2 * kQueries;
         memory.q_empty[q_stage.slot].wait(q_stage.parity ^ 1);
-        bring(p.q, memory.q_full[q_stage.slot], memory.q[q_stage.slot], unit.head, first, batch, valid, kQueries,
-              memory.lse[q_stage.slot], statistics);
+        start_loads(p.q, memory.q_full[q_stage.slot], memory.q[q_stage.slot], unit.head, first, batch, valid, kQueries,
+                    memory.lse[q_stage.slot], statistics);
         q_stage.next();
         memory.dout_empty[dout_stage.slot].wait(dout_stage.parity ^ 1);
-        bring(p.dout, memory.dout_full[dout_stage.slot], memory.dout[dout_stage.slot], unit.head, first, batch, valid,
-              kQueries, memory.delta[dout_stage.slot], statistics + kQueries);
+        start_loads(p.dout, memory.dout_full[dout_stage.slot], memory.dout[dout_stage.slot], unit.head, first, batch,
+                    valid, kQueries, memory.delta[dout_stage.slot], statistics + kQueries);
         dout_stage.next();
         if (!values_due) return;
         memory.v_empty.wait(v_stage.parity ^ 1);
-        bring(p.v, memory.v_full, memory.v, unit.head, unit.k.first + key_tile * kKeys, batch,
-              unit.k.length - key_tile * kKeys, kKeys, nullptr, nullptr);
+        start_loads(p.v, memory.v_full, memory.v, unit.head, unit.k.first + key_tile * kKeys, batch,
+                    unit.k.length - key_tile * kKeys, kKeys, nullptr, nullptr);
         v_stage.next();
         values_due = false;
       });
@@ -169,54 +172,54 @@ __device__ __forceinline__ void bring_wide_tiles(const WideParameters& p, WideMe
 
 // ---- sums of dQ -----------------------------------------------------------------------------------------------------
 
-// Takes the parts of dQ from the staging tile to the workspace, each in its turn: the first is stored, the others are
-// added. For the last the sum comes back into the staging tile, and warpgroups 1 and 2 write the result. One thread; it
-// asks for its turn before the part is there.
+// Moves partial sums of dQ from the staging tile to the workspace, in order: the first one is stored, the others are
+// added. For the last one the sum is loaded into the staging tile, and warpgroups 1 and 2 write the result. Runs in one
+// thread, which waits for its turn before the partial sum is complete.
 template <bool CAUSAL>
-__device__ __forceinline__ void sum_wide_dq(const WideParameters& p, WideMemory<CAUSAL>& memory) {
+__device__ __forceinline__ void sum_dq_d128(const ParametersD128& p, MemoryD128<CAUSAL>& memory) {
   const uint32_t staging = shared_address(memory.staging);
   RingPosition<1> step;
-  int *counter = nullptr, done = 0;  // what is to be said when the addition under way has ended
+  int *counter = nullptr, done = 0;  // published when the addition in flight is complete
   const auto finish = [&] {
     if (counter == nullptr) return;
-    wait_stores<0>();
-    if (p.parts > 1) send(counter, done);
+    bulk_wait<0>();
+    if (p.parts > 1) store_relaxed(counter, done);
     counter = nullptr;
   };
-  const auto await = [&](const int* turns, int turn) {
+  const auto wait_for = [&](const int* turns, int turn) {
     if (p.parts > 1) {
-      while (receive(turns) < turn) {
+      while (load_relaxed(turns) < turn) {
       }
     }
-    fence_async_global();
+    fence_proxy_async_global();
   };
   for_each_step<CAUSAL>(
-      p, [](const WideUnit<CAUSAL>&, int) {},
-      [&](const WideUnit<CAUSAL>& unit, int round, int tile) {
+      p, [](const UnitD128<CAUSAL>&, int) {},
+      [&](const UnitD128<CAUSAL>& unit, int round, int tile) {
         const int turn = unit.turn(round, tile);
         int* turns = p.turns + unit.tile + tile;
-        float* sums = p.sums + static_cast<int64_t>(unit.tile + tile) * kWideSumFloats;
+        float* sums = p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloatsD128;
         const bool last = turn == unit.last_key_tile(tile);
         for (int half = 0; half < 2; ++half) {
-          float* to = sums + half * (kWideSumFloats / 2);
+          float* to = sums + half * (kSumFloatsD128 / 2);
           memory.staging_use = !last ? kAdded : turn == 0 ? kAlone : kLast;
           if (!last || turn == 0) memory.staging_free[half].arrive();
           if (half == 0) {
             finish();
-            if (turn > 0) await(turns, turn);
+            if (turn > 0) wait_for(turns, turn);
           }
           if (last && turn > 0) {
-            load_bytes(memory.staging_free[half], staging, to, kWideSumBytes / 2);
-            memory.staging_free[half].arrive_expect(kWideSumBytes / 2);
+            bulk_load(memory.staging_free[half], staging, to, kSumBytesD128 / 2);
+            memory.staging_free[half].arrive_expect_tx(kSumBytesD128 / 2);
           }
           memory.staging_done[half].wait(step.parity);
           if (last) continue;
           if (turn == 0)
-            store_bytes(to, staging, kWideSumBytes / 2);
+            bulk_store(to, staging, kSumBytesD128 / 2);
           else
-            add_bytes(to, staging, kWideSumBytes / 2);
-          commit_stores();
-          wait_stores_read<0>();
+            bulk_reduce_add(to, staging, kSumBytesD128 / 2);
+          bulk_commit();
+          bulk_wait_read<0>();
         }
         if (!last) {
           counter = turns;
@@ -229,10 +232,10 @@ __device__ __forceinline__ void sum_wide_dq(const WideParameters& p, WideMemory<
 
 // ---- dropout --------------------------------------------------------------------------------------------------------
 
-// Keeps bits for 64 keys by 64 queries at a time, a word for each thread of warpgroup 1 or 2: their order is that of
-// draw_kept(), of whose tasks a warp takes the two of one warpgroup.
+// Draws dropout's keep bits for 64 keys by 64 queries at a time, one word for each thread of warpgroup 1 or 2, in the
+// layout of draw_keep_bits(). A warp does both tasks of one warpgroup.
 template <bool CAUSAL>
-__device__ __forceinline__ void draw_wide_kept(const WideParameters& p, WideMemory<CAUSAL>& memory, int number) {
+__device__ __forceinline__ void draw_keep_bits_d128(const ParametersD128& p, MemoryD128<CAUSAL>& memory, int number) {
   const int lane = threadIdx.x % 32;
   const uint64_t seed = static_cast<uint64_t>(*p.seed);
   const uint32_t low = (p.threshold & 127) * 0x01010101u;
@@ -240,10 +243,10 @@ __device__ __forceinline__ void draw_wide_kept(const WideParameters& p, WideMemo
   const uint32_t top = p.threshold < 256 ? 0x80808080u : 0u;
   const int t = lane / 4 % 4, part = lane % 4;
   auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[number]) + 4 * t + part;
-  uint32_t parity = 1;  // of the phase in which the words were taken
+  uint32_t parity = 1;  // of the phase in which the words were read
   for_each_step<CAUSAL>(
-      p, [](const WideUnit<CAUSAL>&, int) {},
-      [&](const WideUnit<CAUSAL>& unit, int round, int tile) {
+      p, [](const UnitD128<CAUSAL>&, int) {},
+      [&](const UnitD128<CAUSAL>& unit, int round, int tile) {
         const uint32_t block = unit.key_tile(round) * 2 + number, query = tile * kQueries + 16 * part + 2 * t;
 #pragma unroll 1
         for (int task = 0; task < 2; ++task) {
@@ -268,6 +271,6 @@ __device__ __forceinline__ void draw_wide_kept(const WideParameters& p, WideMemo
       });
 }
 
-}  // namespace
+}  // namespace hopper_backward
 }  // namespace cuda
 }  // namespace fasttfm

@@ -1,19 +1,19 @@
 // attention backward for Hopper, head dim 64: one pass with the five products. Formulas: reference.py.
 //
-// A block takes 128 keys of a (sequence, head) at a time, and for them it goes over all queries, 64 at a time. Four
+// A block processes tiles of 128 keys of a (sequence, head); for each it iterates over all queries, 64 at a time. Four
 // warpgroups share the work:
-//
-//   0  producer: warp 0 brings tiles in by TMA, warps 1 to 3 draw dropout's random bits
+//   0  producer: warp 0 loads tiles by TMA, warps 1 to 3 draw the random bits of dropout
 //   1, 2  64 keys each, keys by queries:  S^T = K Q^T, dP^T = V dO^T, then P^T and dS^T in registers, and from there
-//         dV += P^T dO and dK += dS^T Q; dS^T is left in shared memory
+//         dV += P^T dO and dK += dS^T Q; dS^T is stored in shared memory
 //   3  dQ += dS K of all 128 keys.
 //
-// Up to kOnChipQueries queries, a block has one (sequence, head) after another, and dQ's sums over keys stand in shared
-// memory, each thread's own in its own place; where lengths differ, blocks come back for the next one when they are
-// through, and those with most work are handed out first. Beyond, they stand in the workspace, where the copy engine
-// adds to them, and a group of blocks shares a (sequence, head): they take tiles of keys by turns and add in the order
-// of the keys; who comes last takes the sum and writes dQ. As they meet the same queries at about the same time, the
-// second level cache has them and the sums: with a head for each block these are 134 MB at 2,048 queries.
+// Up to kOnChipQueries queries, a block processes one (sequence, head) at a time and accumulates dQ over the keys in
+// shared memory, where each thread has its own elements. If lengths differ, blocks fetch the next (sequence, head) from
+// a counter, and those with the most work come first. For more queries, dQ is accumulated in the workspace by TMA
+// reductions, and a group of blocks shares a (sequence, head): the blocks take tiles of keys in a cycle and add in the
+// order of the keys; the last one loads the sum and writes dQ. The blocks of a group reach the same queries at about
+// the same time, so the queries and the sums are in L2. With one head per block the sums of 2,048 queries would take
+// 134 MB.
 //
 // Every sum has one fixed order.
 #include <algorithm>
@@ -29,11 +29,12 @@
 
 namespace fasttfm {
 namespace cuda {
+namespace hopper_backward {
 namespace {
 
 // ---- the kernel ------------------------------------------------------------------------------------------------------
 
-// Of a thread, for warpgroup 0, for 1 and 2, and for 3; 512 for one thread of each.
+// Registers per thread of warpgroup 0, of 1 and 2, and of 3. Over the four warpgroups they add up to 512.
 template <bool DROPOUT>
 struct Registers {
   static constexpr int kProducer = DROPOUT ? 48 : 32, kKeys = DROPOUT ? 200 : 208, kSum = 64;
@@ -43,47 +44,49 @@ template <class T, bool DROPOUT, bool CAUSAL, bool ON_CHIP>
 __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ Parameters p) {
   extern __shared__ __align__(1024) char bytes[];
   auto& memory = *reinterpret_cast<Memory<ON_CHIP>*>(bytes);
-  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
+  const int warpgroup = warp_uniform(threadIdx.x / kWarpgroup);
   if (threadIdx.x == 0) {
-    memory.initialize();
-    prefetch_map(&p.q);
-    prefetch_map(&p.k);
-    prefetch_map(&p.v);
-    prefetch_map(&p.dout);
+    memory.init();
+    prefetch_tensormap(&p.q);
+    prefetch_tensormap(&p.k);
+    prefetch_tensormap(&p.v);
+    prefetch_tensormap(&p.dout);
   }
   __syncthreads();
   if (warpgroup == 0) {
-    lower_registers<Registers<DROPOUT>::kProducer>();
-    const int warp = uniform(threadIdx.x / 32);
+    setmaxnreg_dec<Registers<DROPOUT>::kProducer>();
+    const int warp = warp_uniform(threadIdx.x / 32);
     if (warp == 0)
-      bring_tiles<DROPOUT, CAUSAL>(p, memory);
+      load_tiles<DROPOUT, CAUSAL>(p, memory);
     else if constexpr (DROPOUT)
-      draw_kept<CAUSAL>(p, memory, warp - 1);
+      draw_keep_bits<CAUSAL>(p, memory, warp - 1);
   } else if (warpgroup == 3) {
-    lower_registers<Registers<DROPOUT>::kSum>();
+    setmaxnreg_dec<Registers<DROPOUT>::kSum>();
     sum_dq<T, CAUSAL>(p, memory);
   } else {
-    raise_registers<Registers<DROPOUT>::kKeys>();
+    setmaxnreg_inc<Registers<DROPOUT>::kKeys>();
     KeyWarpgroup<T, DROPOUT, CAUSAL, ON_CHIP>(p, memory, warpgroup - 1).run();
   }
 }
 
 // ---- launchers -------------------------------------------------------------------------------------------------------
 
-// No more blocks than this share one of `units` (sequence, head)s: attention_column_parts() has room for so many.
+// The largest number of blocks that may share one of `units` (sequence, head)s; attention_column_parts() has room for
+// that many.
 int64_t most_blocks(int64_t units, int64_t max_seqlen) {
   return max_seqlen > kOnChipQueries ? std::max<int64_t>(kMostBlocks / std::max<int64_t>(units, 1), 2) : 1;
 }
 
-// How many blocks share a (sequence, head), for more than kOnChipQueries queries: what takes the least steps of the
-// block that has most to do. Each further block of a group costs part of a step for every tile of keys, for they wait
-// for one another. One block alone reads what it goes over, queries, gradients and sums of 512 bytes a token, once for
-// each tile of keys: from the second level cache where it fits for all blocks, else from memory, which is slower.
+// The number of blocks that share a (sequence, head) of more than kOnChipQueries queries: the number that minimizes the
+// steps of the block with the most work. Each additional block of a group costs part of a step per tile of keys,
+// because the blocks wait for one another. A block that shares with no other reads the queries, gradients and sums (512
+// bytes per token) once per tile of keys: from L2 if they fit for all blocks, otherwise from global memory, which is
+// slower.
 int blocks_of(const AttentionCall& call, bool causal, int processors) {
   if (call.max_seqlen <= kOnChipQueries) return 1;
   const int64_t units = call.sequences * call.heads, queries = std::min(call.max_seqlen, call.queries);
   const int64_t key_tiles = (std::min(call.max_seqlen_k, call.keys) + kKeys - 1) / kKeys;
-  const double part = causal ? 0.5 : 1.0;  // of all tiles that are computed
+  const double part = causal ? 0.5 : 1.0;  // fraction of all tiles that are computed
   int best = 1;
   double least = 0;
   const int64_t most = std::min(
@@ -121,8 +124,8 @@ Status launch_kernel(const AttentionBackward& call, const Parameters& p, bool ca
                 : launch_backward<T, false, false>(call, p, processors);
 }
 
-// initcheck does not see that TMA writes dQ's sums, and would report every read of them: in a build for it
-// they are written once before.
+// initcheck does not see that TMA writes the sums of dQ and would report every read of them, so a build for
+// compute-sanitizer initializes them first.
 Status initialize_sums(const AttentionBackward& call, const Parameters& p) {
   if (!kSanitized || call.max_seqlen <= kOnChipQueries) return {};
   const size_t bytes = sizeof(float) * kSumFloats * p.tiles * call.heads;
@@ -147,11 +150,14 @@ Status launch_typed(const AttentionBackward& call, Parameters p) {
 }
 
 }  // namespace
+}  // namespace hopper_backward
+
+using namespace hopper_backward;
 
 int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t head_dim, int64_t tokens,
                                      int64_t longest) {
-  if (head_dim == kWideDim) return attention_backward_wide_workspace(sequences, heads, tokens, longest);
-  const int64_t tiles = tiles_of(sequences, tokens, true);  // not fewer than those of dense sequences
+  if (head_dim == kHeadDim128) return attention_backward_d128_workspace(sequences, heads, tokens, longest);
+  const int64_t tiles = tiles_of(sequences, tokens, true);  // at least as many as for dense sequences
   const int64_t of_tile = 2 * kQueries + (longest > kOnChipQueries ? kSumFloats : 0);
   return (Count(heads) * tiles * of_tile + kMostBlocks + order_floats(sequences)).value;
 }
@@ -165,8 +171,8 @@ Status attention_backward(const AttentionBackward& call) {
   Status status = check_hopper_call(call);
   if (status.code != StatusCode::ok) return status;
   if (call.column_sums != nullptr && call.head_dim != kHeadDim)
-    return bad_size("attention: column sums come with a head dim of 64");
-  if (call.head_dim == kWideDim) return attention_backward_wide(call);
+    return bad_size("attention: column sums require head dim 64");
+  if (call.head_dim == kHeadDim128) return attention_backward_d128(call);
   if (call.kv_heads != call.heads) return bad_size("kv_heads differs from heads");
   if (call.sequences == 0 || call.heads == 0) return {};
   if (call.sequences > 65535 || call.heads > 65535) return bad_size("more than 65535 sequences or heads");
@@ -176,7 +182,7 @@ Status attention_backward(const AttentionBackward& call) {
   status = set_parameters(call, &p);
   if (status.code != StatusCode::ok) return status;
   p.column_parts = call.column_sums == nullptr ? nullptr : call.column_parts;
-  p.passed = reinterpret_cast<uint32_t*>(call.workspace);
+  p.progress = reinterpret_cast<uint32_t*>(call.workspace);
   p.order = order_in(call, kMostBlocks);
   p.taken = has_lengths(call) ? reinterpret_cast<int*>(call.workspace) : nullptr;
   p.statistics = statistics_in(call, kMostBlocks);

@@ -1,4 +1,4 @@
-// attention backward for Hopper: what comes before its kernels, for every head dim.
+// attention backward for Hopper: the statistics kernel and the launch parameters that all head dims share.
 #pragma once
 
 #include <algorithm>
@@ -13,14 +13,14 @@
 
 namespace fasttfm {
 namespace cuda {
-namespace {
+namespace hopper_backward {
 
 constexpr int kStatisticsThreads = 256;
-constexpr int kMostOrdered = 4096;  // sequences; each looks at all others
+constexpr int kMostOrdered = 4096;  // sequences; each is compared with all others
 
-// Finds a sequence's place among all: those with most tiles come first, then those with the lower number. A whole
+// Computes a sequence's rank: sequences with more tiles come first, then those with the lower index. Called by a whole
 // block.
-__device__ __forceinline__ void put_in_order(const Parameters& p, int sequence) {
+__device__ __forceinline__ void rank_sequence(const Parameters& p, int sequence) {
   const auto work = [&](int which) {
     const Span q = span_of(p.cu_seqlens, p.lengths, which, p.queries, p.max_seqlen);
     const Span k = span_of(p.cu_seqlens_k, p.lengths_k, which, p.keys, p.max_seqlen_k);
@@ -35,9 +35,9 @@ __device__ __forceinline__ void put_in_order(const Parameters& p, int sequence) 
   if (threadIdx.x == 0) p.order[place] = sequence;
 }
 
-// Zeros in the gradients of a (sequence, head) that has no queries or no keys. A whole block.
+// Writes zeros to the gradients of a (sequence, head) that has no queries or no keys. Called by a whole block.
 template <class T>
-__device__ __forceinline__ void store_nothing(const Parameters& p, int sequence, int head, const Span& q) {
+__device__ __forceinline__ void store_empty_rows(const Parameters& p, int sequence, int head, const Span& q) {
   const Span k = span_of(p.cu_seqlens_k, p.lengths_k, sequence, p.keys, p.max_seqlen_k);
   if (q.length > 0 && k.length > 0) return;
   const auto zeros = [&](const Output& output, const Span& span) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void store_nothing(const Parameters& p, int sequence,
   zeros(p.dv, k);
 }
 
-// Zeros in the gradients of packed rows after the last sequence, whose blocks share them.
+// Writes zeros to the gradients of packed rows after the last sequence. The last sequence's blocks share the rows.
 template <class T, int HEAD_DIM>
 __device__ __forceinline__ void store_rows_after_last(const Parameters& p, int head) {
   const auto zeros = [&](const Output& output, const int32_t* cu_seqlens, int size) {
@@ -63,10 +63,10 @@ __device__ __forceinline__ void store_rows_after_last(const Parameters& p, int h
   zeros(p.dv, p.cu_seqlens_k, p.keys);
 }
 
-// lse in units of log2, +infinity for rows that attend to nothing or are not there, and sum(out * dout) over dropout's
-// scale: a block for each tile of queries of each head, 8 elements a thread. Sets p.passed, the tile's number in
-// `turns` and, with a head's first tile, the places where its columns are summed, to 0, if they are there; and with a
-// sequence's first one, its place in p.order. Writes the gradients of rows that are no sequence's.
+// Computes lse in units of log2 (+infinity for rows that attend to no keys or are past the end) and delta = sum(out *
+// dout) / dropout_scale: one block per tile of queries of each head, 8 elements per thread. It also sets p.progress,
+// turns[tile] and the partial column sums of the head to 0 where they are used, ranks the sequences in p.order, and
+// writes the gradients of rows that belong to no sequence.
 template <class T, int HEAD_DIM>
 __global__ void __launch_bounds__(kStatisticsThreads)
     statistics_kernel(Parameters p, const T* dout, const T* out, const float* lse, float* statistics, int* turns,
@@ -75,12 +75,13 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   const int head = blockIdx.y, sequence = blockIdx.z;
   const Span q = span_of(p.cu_seqlens, p.lengths, sequence, p.queries, p.max_seqlen);
   const int first = blockIdx.x * kQueries;
-  if (p.passed != nullptr && blockIdx.x + head + sequence == 0)
-    for (int i = threadIdx.x; i < kMostBlocks; i += kStatisticsThreads) p.passed[i] = 0;
+  if (p.progress != nullptr && blockIdx.x + head + sequence == 0)
+    for (int i = threadIdx.x; i < kMostBlocks; i += kStatisticsThreads) p.progress[i] = 0;
   if (first == 0) {
     if (p.column_parts != nullptr) clear_column_places(p, sequence, head);
-    if (p.order != nullptr && head == 0) put_in_order(p, sequence);
-    if constexpr (HEAD_DIM == kHeadDim) store_nothing<T>(p, sequence, head, q);  // the kernel for 128 does it by itself
+    if (p.order != nullptr && head == 0) rank_sequence(p, sequence);
+    if constexpr (HEAD_DIM == kHeadDim)
+      store_empty_rows<T>(p, sequence, head, q);  // backward_kernel_d128 writes them itself
   }
   if (p.cu_seqlens != nullptr && sequence == p.sequences - 1) store_rows_after_last<T, HEAD_DIM>(p, head);
   if (first >= q.length) return;
@@ -112,19 +113,19 @@ __global__ void __launch_bounds__(kStatisticsThreads)
 
 using baseline::Count;
 
-// Tiles of queries of all sequences: see first_tile().
+// The number of tiles of queries of all sequences: see first_tile().
 inline int64_t tiles_of(int64_t sequences, int64_t queries, bool packed) {
   return packed ? queries / kQueries + sequences : sequences * ((queries + kQueries - 1) / kQueries);
 }
 
-// Lengths that are not all the same: known on the device alone.
+// Whether sequences have their own lengths, which are known only on the device.
 inline bool has_lengths(const AttentionCall& call) {
   return call.cu_seqlens != nullptr || call.cu_seqlens_k != nullptr || call.lengths != nullptr ||
          call.lengths_k != nullptr;
 }
 
-// In a workspace the order of sequences comes `before` floats from its start, and then statistics, which keep their
-// alignment.
+// In a workspace the order of sequences is at an offset of `before` floats. It is padded, so that the statistics after
+// it are aligned.
 inline int64_t order_floats(int64_t sequences) { return (sequences + 31) / 32 * 32; }
 inline int* order_in(const AttentionCall& call, int64_t before) {
   return has_lengths(call) && call.sequences <= kMostOrdered ? reinterpret_cast<int*>(call.workspace + before)
@@ -156,7 +157,7 @@ inline Status map_of(CUtensorMap* map, const AttentionCall& call, const void* da
                                {kTileColumns, 1, rows, 1}});
 }
 
-// All but what points into the workspace.
+// Sets all parameters except the pointers into the workspace.
 inline Status set_parameters(const AttentionBackward& call, Parameters* p) {
   const int64_t dout_strides[3] = {call.queries * call.heads * call.head_dim, call.heads * call.head_dim,
                                    call.head_dim};
@@ -189,6 +190,6 @@ inline Status set_parameters(const AttentionBackward& call, Parameters* p) {
   return status;
 }
 
-}  // namespace
+}  // namespace hopper_backward
 }  // namespace cuda
 }  // namespace fasttfm

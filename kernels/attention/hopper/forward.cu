@@ -1,4 +1,4 @@
-// The launcher of Hopper's attention forward: which tile sizes serve which call (forward_kernel.cuh has the kernel).
+// The launcher of the Hopper attention forward, which selects tile sizes and the tile schedule for a call.
 #include "attention/hopper/forward_kernel.cuh"
 
 #include <algorithm>
@@ -12,8 +12,9 @@ namespace fasttfm {
 namespace cuda {
 namespace {
 
-// Heads of 64: four warpgroups of small steps hide each other's waits best. Without dropout, tiles of 128 queries are
-// for calls that one round of them serves; steps of 128 keys, in tiles of 192 queries, pay where there are many.
+// Head dim 64: four warpgroups with small steps hide each other's latency best. Without dropout, tiles of 128 queries
+// are faster for calls whose tiles fit on the GPU in one wave, and steps of 128 keys with tiles of 192 queries for long
+// sequences.
 template <bool DROPOUT>
 using Shape64 = ForwardShape<64, 4, 64, 8, DROPOUT>;
 using SmallShape64 = ForwardShape<64, 2, 128, 3, false>;
@@ -25,7 +26,7 @@ int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step
 
 int64_t longest_of(const AttentionForward& call) { return call.cu_seqlens == nullptr ? call.queries : call.max_seqlen; }
 
-// Whether the blocks have equal numbers of keys and queries to go over.
+// Whether all sequences have the same numbers of queries and keys.
 bool is_even(const AttentionForward& call) {
   return call.cu_seqlens == nullptr && call.lengths == nullptr && call.lengths_k == nullptr;
 }
@@ -34,7 +35,8 @@ bool is_small(const AttentionForward& call, int blocks) {
   return call.seed == nullptr && call.sequences * call.heads * (round_up(longest_of(call), 128) / 128) <= blocks;
 }
 
-// From 2048 queries on, or where tiles of 192 reach less far past the ends of sequences: a twentieth is their gain.
+// LongShape64 is faster from 2048 queries on. It is also faster if its tiles of 192 queries waste at least 5% fewer
+// rows past the ends of sequences than tiles of 256.
 bool is_long(const AttentionForward& call) {
   const int64_t longest = longest_of(call);
   if (call.seed != nullptr) return false;
@@ -43,7 +45,7 @@ bool is_long(const AttentionForward& call) {
          19 * round_up(longest, 192) < 20 * round_up(longest, 256);
 }
 
-// Whether a counter gives tiles of unequal work to whichever block is free; else they are dealt out.
+// counted: blocks fetch tiles from a counter as they become free; otherwise the assignment is static.
 struct Order {
   bool counted;
   int batched;  // see ForwardParams
@@ -51,36 +53,38 @@ struct Order {
 
 Order order_of(const AttentionForward& call, int blocks) {
   const int64_t heads = call.sequences * call.heads, rounds = (heads + blocks - 1) / blocks;
-  // Where a tile is a whole sequence and a block has many, they come out even by themselves. Setting the counter takes
-  // a launch of its own.
+  // Where a tile is a whole sequence and a block has many of them, the load balances by itself. Resetting the counter
+  // costs a launch.
   if (!is_even(call)) return {call.head_dim != 64 || longest_of(call) > Shape64<false>::kQueries || rounds < 8, 1};
-  // Few heads go together, but more than one: blocks that all read the same keys at the same time wait for each other.
+  // A few heads are processed together, but more than one: blocks that all read the same keys at the same time wait for
+  // each other.
   if (call.window_right != 0) return {false, 4};
-  constexpr int64_t kCached = 16 << 20;  // bytes of k and v whose heads go together
+  constexpr int64_t kCached = 16 << 20;  // bytes of k and v of the heads that are processed together
   const int64_t bytes = std::max<int64_t>(4 * call.head_dim * call.keys, 1);
   const int batched = static_cast<int>(std::max<int64_t>(kCached / bytes, 1));
-  // Causal tiles are unequal, but heads are not.
+  // Causal tiles have unequal work, but all heads have the same.
   return {rounds <= 3 || 20 * heads < 19 * rounds * blocks, batched};
 }
 
 template <class T, class S>
-Status forward_of(const AttentionForward& call, int blocks, const Deal& deal) {
-  // Four warpgroups are better off without turns; causal, three have too unequal work for it.
-  return call.window_right == 0 ? launch_forward<T, S, true, S::kGroups == 2>(call, blocks, deal)
-                                : launch_forward<T, S, false, (S::kGroups < 4)>(call, blocks, deal);
+Status forward_of(const AttentionForward& call, int blocks, const TileSchedule& schedule) {
+  // WarpSchedulerBarrier does not help four warpgroups, nor three if causal, whose work is too unequal.
+  return call.window_right == 0 ? launch_forward<T, S, true, S::kGroups == 2>(call, blocks, schedule)
+                                : launch_forward<T, S, false, (S::kGroups < 4)>(call, blocks, schedule);
 }
 
 template <class T, template <bool> class SHAPE>
-Status forward_of(const AttentionForward& call, int blocks, const Deal& deal) {
-  return call.seed != nullptr ? forward_of<T, SHAPE<true>>(call, blocks, deal)
-                              : forward_of<T, SHAPE<false>>(call, blocks, deal);
+Status forward_of(const AttentionForward& call, int blocks, const TileSchedule& schedule) {
+  return call.seed != nullptr ? forward_of<T, SHAPE<true>>(call, blocks, schedule)
+                              : forward_of<T, SHAPE<false>>(call, blocks, schedule);
 }
 
 template <class T>
-Status forward_of(const AttentionForward& call, int blocks, const Deal& deal) {
-  if (call.head_dim == 128) return forward_of<T, Shape128>(call, blocks, deal);
-  if (is_small(call, blocks)) return forward_of<T, SmallShape64>(call, blocks, deal);
-  return is_long(call) ? forward_of<T, LongShape64>(call, blocks, deal) : forward_of<T, Shape64>(call, blocks, deal);
+Status forward_of(const AttentionForward& call, int blocks, const TileSchedule& schedule) {
+  if (call.head_dim == 128) return forward_of<T, Shape128>(call, blocks, schedule);
+  if (is_small(call, blocks)) return forward_of<T, SmallShape64>(call, blocks, schedule);
+  return is_long(call) ? forward_of<T, LongShape64>(call, blocks, schedule)
+                       : forward_of<T, Shape64>(call, blocks, schedule);
 }
 
 }  // namespace
@@ -95,11 +99,12 @@ Status attention_forward(const AttentionForward& call) {
   status = count_multiprocessors(call.device, &blocks);
   if (status.code != StatusCode::ok) return status;
   const Order order = order_of(call, blocks);
-  const Deal deal = {order.counted ? reinterpret_cast<int*>(call.workspace) : nullptr, order.batched};
+  const TileSchedule schedule = {order.counted ? reinterpret_cast<int*>(call.workspace) : nullptr, order.batched};
   if (order.counted)
-    status = status_of(cudaMemsetAsync(deal.next, 0, sizeof(int), static_cast<cudaStream_t>(call.stream)));
+    status = status_of(cudaMemsetAsync(schedule.next, 0, sizeof(int), static_cast<cudaStream_t>(call.stream)));
   if (status.code != StatusCode::ok) return status;
-  return call.dtype == DType::bf16 ? forward_of<bf16_t>(call, blocks, deal) : forward_of<f16_t>(call, blocks, deal);
+  return call.dtype == DType::bf16 ? forward_of<bf16_t>(call, blocks, schedule)
+                                   : forward_of<f16_t>(call, blocks, schedule);
 }
 
 }  // namespace cuda

@@ -1,14 +1,16 @@
 // Attention forward on Hopper: out = softmax(scale * q k^T) v, with dropout on the weights.
 //
-// A block is one producer warp, which copies tiles of q, k and v into shared memory, and warpgroups of 64 queries each,
-// which go over the keys from the last to the first: with a running reference r and sum l (online softmax), scores and
-// weights in registers. A step's scores are computed before the weights of the step before are multiplied with v, so
-// that the matrix units work while the softmax is computed; and two or three warpgroups take turns at issuing products,
-// so that one's softmax runs beside another's products, which four do by themselves. Blocks stay on the chip and take
-// tile after tile; a warpgroup that has no queries in a tile, or none that attend to a step's keys, passes on.
+// A block has one producer warp, which loads tiles of q, k and v into shared memory by TMA, and consumer warpgroups of
+// 64 queries each, which iterate over the keys from the last to the first with an online softmax (running reference r
+// and sum l); scores and weights stay in registers. A step issues the wgmma of its scores before the wgmma of the
+// previous step's weights with v, so that the tensor cores work while the softmax is computed. Two or three warpgroups
+// also take turns at issuing wgmma (WarpSchedulerBarrier), so that the softmax of one overlaps with the wgmma of
+// another; four warpgroups overlap without that. Blocks are persistent and process tile after tile. A warpgroup skips a
+// tile in which it has no queries, and the steps whose keys none of its queries attends to.
 //
-// Per step of 64 queries and n keys a warpgroup does 2 * 2 * 64 * n * D operations and 64 * n exponentials: with D = 64
-// the unit for exponentials (16 per clock) takes as long as the matrix units (4096 operations per clock).
+// Per step of 64 queries and n keys a warpgroup executes 2 * 2 * 64 * n * D operations and 64 * n exponentials. With D
+// = 64 the special function unit (16 exponentials per clock) takes as long as the tensor cores (4096 operations per
+// clock).
 #pragma once
 
 #include <cstddef>
@@ -17,6 +19,7 @@
 #include "attention/hopper/forward_steps.cuh"
 #include "attention/hopper/forward_tiles.cuh"
 #include "attention/hopper/forward_weights.cuh"
+#include "attention/hopper/named_barriers.h"
 #include "common/cuda/hopper.cuh"
 
 namespace fasttfm {
@@ -24,36 +27,37 @@ namespace cuda {
 
 // ---- producer --------------------------------------------------------------------------------------------------------
 
-// One thread's copies of k and v, step after step.
+// The producer thread's TMA loads of k and v, step by step.
 template <class S>
 struct KeyCopies {
   ForwardMemory<S>& memory;
   const CUtensorMap *k_map, *v_map;
   RingPosition<S::kStages> k_at, v_at;
 
-  // Of a tile's keys, the first of which is `row`.
+  // Loads a tile's keys and values; `row` is the row of the first key.
   __device__ __forceinline__ void copy(const QueryTile& tile, int head, int row, int sequence) {
-    const auto load = [&](const CUtensorMap* map, Barrier& full, const char* to, int block) {
-      load_boxes<S>(map, full, to, S::kKeyPart, head, row + block * S::kKeys, sequence);
+    const auto load = [&](const CUtensorMap* map, Mbarrier& full, const char* to, int block) {
+      tma_load_tile<S>(map, full, to, S::kKeyPart, head, row + block * S::kKeys, sequence);
     };
-    for (int block = tile.blocks - 1; S::kTogether && block >= 0; --block) {
-      Barrier& full = memory.k_full[k_at.slot];
+    for (int block = tile.blocks - 1; S::kSharedStages && block >= 0; --block) {
+      Mbarrier& full = memory.k_full[k_at.slot];
       memory.v_empty[k_at.slot].wait(k_at.parity ^ 1);
-      full.arrive_expect(2 * S::kKeyBytes);
+      full.arrive_expect_tx(2 * S::kKeyBytes);
       load(k_map, full, memory.k[k_at.slot], block);
       load(v_map, full, memory.v[k_at.slot], block);
       k_at.next();
     }
-    for (int block = tile.blocks; !S::kTogether && block >= 0; --block) {  // k comes before v of the step before
+    for (int block = tile.blocks; !S::kSharedStages && block >= 0;
+         --block) {  // k of a step is loaded before v of the previous step
       if (block > 0) {
         memory.k_empty[k_at.slot].wait(k_at.parity ^ 1);
-        memory.k_full[k_at.slot].arrive_expect(S::kKeyBytes);
+        memory.k_full[k_at.slot].arrive_expect_tx(S::kKeyBytes);
         load(k_map, memory.k_full[k_at.slot], memory.k[k_at.slot], block - 1);
         k_at.next();
       }
       if (block < tile.blocks) {
         memory.v_empty[v_at.slot].wait(v_at.parity ^ 1);
-        memory.v_full[v_at.slot].arrive_expect(S::kKeyBytes);
+        memory.v_full[v_at.slot].arrive_expect_tx(S::kKeyBytes);
         load(v_map, memory.v_full[v_at.slot], memory.v[v_at.slot], block);
         v_at.next();
       }
@@ -61,14 +65,14 @@ struct KeyCopies {
   }
 };
 
-// One warp; its first lane issues the copies.
+// Runs in one warp, whose first lane issues the loads.
 template <class S, bool CAUSAL>
 __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>& memory, const CUtensorMap* q_map,
                                         const CUtensorMap* k_map, const CUtensorMap* v_map) {
   const bool issues = threadIdx.x % 32 == 0;
   RingPosition<S::kQuerySlots> at;
   KeyCopies<S> keys{memory, k_map, v_map};
-  TileWalk<S, CAUSAL> walk(p);
+  TileScheduler<S, CAUSAL> walk(p);
   for (uint32_t number = 0;; ++number) {
     const QueryTile tile = walk.take();
     if (issues) {
@@ -78,11 +82,11 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
         memory.q_full[at.slot].arrive();
       } else {
         const int sequence = p.packed() ? 0 : tile.sequence;
-        memory.q_full[at.slot].arrive_expect(tile.parts<S>() * S::kParts * 64 * kTileRowBytes);
+        memory.q_full[at.slot].arrive_expect_tx(tile.parts<S>() * S::kParts * 64 * kTileRowBytes);
 #pragma unroll 1
         for (int part = 0; part < tile.parts<S>(); ++part)
-          load_boxes<S>(q_map, memory.q_full[at.slot], memory.q[at.slot] + part * 64 * kTileRowBytes, S::kQueryPart,
-                        tile.head, walk.q_first + 64 * part, sequence);
+          tma_load_tile<S>(q_map, memory.q_full[at.slot], memory.q[at.slot] + part * 64 * kTileRowBytes, S::kQueryPart,
+                           tile.head, walk.q_first + 64 * part, sequence);
         keys.copy(tile, tile.head / p.group, walk.k_first, sequence);
       }
     }
@@ -94,19 +98,18 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
 
 // ---- consumers -------------------------------------------------------------------------------------------------------
 
-// Turns at issuing products go round the warpgroups.
+// Makes the warpgroups issue wgmma one after the other, in a cycle.
 template <class S, bool TURNS>
-struct Turns {
-  static constexpr int kFirst = 1;  // named barriers
+struct WarpSchedulerBarrier {
   int group;
   __device__ __forceinline__ void start() const {
-    if (TURNS && group == S::kGroups - 1) arrive_named(kFirst, 2 * kWarpgroup);
+    if (TURNS && group == S::kGroups - 1) named_barrier_arrive(kForwardTurn, 2 * kWarpgroup);
   }
   __device__ __forceinline__ void take() const {
-    if (TURNS) sync_named(kFirst + group, 2 * kWarpgroup);
+    if (TURNS) named_barrier_sync(kForwardTurn + group, 2 * kWarpgroup);
   }
   __device__ __forceinline__ void pass() const {
-    if (TURNS) arrive_named(kFirst + (group + 1) % S::kGroups, 2 * kWarpgroup);
+    if (TURNS) named_barrier_arrive(kForwardTurn + (group + 1) % S::kGroups, 2 * kWarpgroup);
   }
 };
 
@@ -125,9 +128,9 @@ class Consumer {
     if (S::kDropout) dropout = WeightDropout(static_cast<uint64_t>(*p.seed), p.threshold);
   }
 
-  // A tile's last product with v comes beside the first softmax of the next tile. Tiles change outside of the loop over
-  // keys, although a step is the same there: in one loop for both the compiler no longer sees that its variables are
-  // the same in all threads, and descriptors are made by each thread instead of once a warp.
+  // A tile's last wgmma with v overlaps with the first softmax of the next tile. The step that changes tiles is outside
+  // of the loop over keys, although it does the same: with one loop for both, the compiler no longer sees that its
+  // variables are warp-uniform, and every thread computes the descriptors instead of one per warp.
   __device__ __forceinline__ void run() {
     float s[S::kKeys / 2], o[S::kHeadDim / 2];
     uint32_t weights[S::kKeys / 4], kept[S::kKeys / 8];
@@ -147,13 +150,13 @@ class Consumer {
         results = finish(softmax);
         leave_tile();
         if (!find_near_tile()) break;
-        pass_steps(absent);
+        skip_steps(absent);
         softmax = RunningSoftmax();
         step<true>(s, o, weights, kept, softmax);
         store_results<T, S>(p, results, o);
         clear(o);
         make_operand(s, weights, kept);
-        clear_absent();
+        zero_missing_values();
       }
       end_tile(o, weights);
       store_results<T, S>(p, results, o);
@@ -161,13 +164,13 @@ class Consumer {
     }
   }
 
-  // The same, one tile after the other (ForwardShape::kOverlaps).
-  __device__ __forceinline__ void run_apart() {
+  // The same without overlap between tiles (see ForwardShape::kOverlapTiles).
+  __device__ __forceinline__ void run_sequential() {
     turns.start();
     while (true) {
       memory.q_full[q_at.slot].wait(q_at.parity);
       if (memory.tile_of(number).sequence < 0) return;
-      if (meet_tile()) {
+      if (wait_for_tile()) {
         float s[S::kKeys / 2], o[S::kHeadDim / 2];
         uint32_t weights[S::kKeys / 4], kept[S::kKeys / 8];
         RunningSoftmax softmax;
@@ -184,33 +187,35 @@ class Consumer {
         count_tile();
         store_results<T, S>(p, results, o);
       } else {
-        pass_tile();
+        skip_tile();
       }
     }
   }
 
  private:
-  // Which 64 of the tile's queries are the warpgroup's, if there are so many. Tiles go round the warpgroups: the first
-  // queries of one are for the warpgroup after the one that has the last queries of the tile before. After a tile for
-  // all of them it is the next one's turn, too: causal, their work is unequal.
+  // The index of the warpgroup's 64 queries within the tile, which may lie past its end. Warpgroups take their queries
+  // in a cycle across tiles: the first queries of a tile go to the warpgroup after the one that had the last queries of
+  // the previous tile. After a tile that occupies all warpgroups the cycle also moves on by one, because causal tiles
+  // give them unequal work.
   __device__ __forceinline__ int part() const {
     return static_cast<int>((static_cast<uint32_t>(group) + S::kGroups - turn) % S::kGroups);
   }
 
-  static __device__ __forceinline__ void release(Barrier& empty) {
+  static __device__ __forceinline__ void release(Mbarrier& empty) {
     __syncwarp();
-    if (elected()) empty.arrive();
+    if (elect_one()) empty.arrive();
   }
 
-  // Steps of k and v in shared memory, as q_tile.
+  // The low words of the descriptors of k and v in a slot.
   __device__ __forceinline__ uint32_t k_tile(uint32_t slot) const { return k_tiles + slot * (S::kKeyBytes >> 4); }
   __device__ __forceinline__ uint32_t v_tile(uint32_t slot) const {
     constexpr uint64_t distance = offsetof(ForwardMemory<S>, v) - offsetof(ForwardMemory<S>, k);
     return k_tile(slot) + static_cast<uint32_t>(mn_major(distance, S::kKeyPart) - k_major(0));
   }
 
-  // Waits for the tile whose turn it is; false: there is none, or none of its keys is for this warpgroup.
-  __device__ __forceinline__ bool meet_tile() {
+  // Waits for the current tile. Returns false if there is none, or if this warpgroup's queries attend to none of its
+  // keys.
+  __device__ __forceinline__ bool wait_for_tile() {
     memory.q_full[q_at.slot].wait(q_at.parity);
     const QueryTile tile = memory.tile_of(number);
     first = tile.first + 64 * part();
@@ -235,119 +240,120 @@ class Consumer {
     q_at.next();
   }
 
-  // The same as meet_tile() for the next tile that has keys; writes the results of those that have none.
+  // Waits for the next tile that has keys for this warpgroup. Writes the results of the tiles that have none.
   __device__ __forceinline__ bool find_tile() {
-    while (!meet_tile()) {
+    while (!wait_for_tile()) {
       if (memory.tile_of(number).sequence < 0) return false;
-      pass_tile();
+      skip_tile();
     }
     return true;
   }
-  // The same while a product with v is to come, whose step has to stay one of the last kStages, also when k of the next
-  // one is there: false, too, if the tile is further away.
-  static constexpr int kNear = S::kStages - S::kTogether;
+  // The same while a wgmma with v is still to be issued. Its slot must not be reused before then, so it has to be one
+  // of the last kStages steps. Returns false also if the tile is further away than that.
+  static constexpr int kNear = S::kStages - S::kSharedStages;
   __device__ __forceinline__ bool find_near_tile() {
     int passed = 0;
-    while (!meet_tile()) {
+    while (!wait_for_tile()) {
       const QueryTile& tile = memory.tile_of(number);
       if (tile.sequence < 0) return false;
       passed += tile.blocks;
       if (passed >= kNear) return false;
-      pass_tile();
+      skip_tile();
     }
     return passed + absent < kNear;
   }
-  __device__ __forceinline__ void pass_tile() {
+  __device__ __forceinline__ void skip_tile() {
     const QueryTile tile = memory.tile_of(number);
-    pass_steps(tile.blocks);
-    store_nothing<T, S>(p, tile, tile.first + 64 * part());
+    skip_steps(tile.blocks);
+    store_empty_rows<T, S>(p, tile, tile.first + 64 * part());
     leave_tile();
   }
 
-  // The last product of a tile.
+  // The last wgmma with v of a tile.
   __device__ __forceinline__ void end_tile(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4]) {
     wait_values(v_slot);
-    hold_registers(o);
-    hold_registers(weights);
-    begin_products();
+    fence_operand(o);
+    fence_operand(weights);
+    wgmma_fence();
     issue_values<T, S>(o, weights, v_tile(v_slot));
     finish_values(o, weights, v_slot);
   }
 
-  // The first step after a tile that was not the warpgroup's.
+  // The first step of a tile that does not directly follow another tile of this warpgroup.
   __device__ __forceinline__ void begin_tile(float (&s)[S::kKeys / 2], uint32_t (&weights)[S::kKeys / 4],
                                              uint32_t (&kept)[S::kKeys / 8], RunningSoftmax& softmax) {
-    pass_steps(absent);
+    skip_steps(absent);
     memory.k_full[at.slot].wait(at.parity);
     turns.take();
-    begin_products();
+    wgmma_fence();
     issue_scores<T, S>(s, q_tile, k_tile(at.slot));
     turns.pass();
     draw(kept);
     softmax = RunningSoftmax();
-    wait_products<0>();
-    take_scores<true>(s);
+    wgmma_wait<0>();
+    finish_scores<true>(s);
     softmax.template step<true>(s, p.scale);
     make_operand(s, weights, kept);
-    clear_absent();
+    zero_missing_values();
   }
 
-  // A step: its scores become weights, and beside that the weights of the step before are multiplied with v. FIRST: of
-  // its tile, after the last one of another.
+  // One step: turns its scores into weights, while the wgmma of the previous step's weights with v is in flight. FIRST:
+  // it is the first step of its tile, and the previous step is the last one of another tile.
   template <bool FIRST>
   __device__ __forceinline__ void step(float (&s)[S::kKeys / 2], float (&o)[S::kHeadDim / 2],
                                        uint32_t (&weights)[S::kKeys / 4], uint32_t (&kept)[S::kKeys / 8],
                                        RunningSoftmax& softmax) {
     memory.k_full[at.slot].wait(at.parity);
     turns.take();
-    hold_registers(o);
-    hold_registers(weights);
-    begin_products();
+    fence_operand(o);
+    fence_operand(weights);
+    wgmma_fence();
     issue_scores<T, S>(s, q_tile, k_tile(at.slot));
     const uint32_t v_used = v_slot;
     wait_values(v_used);
-    if (!S::kTogether) begin_products();
+    if (!S::kSharedStages) wgmma_fence();
     issue_values<T, S>(o, weights, v_tile(v_used));
     turns.pass();
     draw(kept);
-    wait_products<1>();
-    take_scores<FIRST>(s);
+    wgmma_wait<1>();
+    finish_scores<FIRST>(s);
     softmax.template step<FIRST>(s, p.scale);
-    if (S::kSettles) softmax.settle();
+    if (S::kPreventHoist) softmax.prevent_hoist();
     finish_values(o, weights, v_used);
   }
 
-  // Steps of keys that are for other warpgroups alone. While a product with v is to come, at most kStages - 1 of them.
-  __device__ __forceinline__ void pass_steps(int count) {
+  // Skips `count` steps whose keys only other warpgroups use: at most kStages - 1 while a wgmma with v is still to be
+  // issued.
+  __device__ __forceinline__ void skip_steps(int count) {
     for (; count > 0; --count) {
       turns.take();
       turns.pass();
       memory.k_full[at.slot].wait(at.parity);
       release_keys();
-      if (!S::kTogether) memory.v_full[at.slot].wait(at.parity);
+      if (!S::kSharedStages) memory.v_full[at.slot].wait(at.parity);
       release(memory.v_empty[at.slot]);
       at.next();
     }
   }
 
-  // Of the product that is to come: its step is one of the last kStages.
+  // Waits for v in `slot`, whose step is one of the last kStages.
   __device__ __forceinline__ void wait_values(uint32_t slot) const {
-    if (!S::kTogether) memory.v_full[slot].wait(at.parity ^ (slot >= at.slot ? 1 : 0));
+    if (!S::kSharedStages) memory.v_full[slot].wait(at.parity ^ (slot >= at.slot ? 1 : 0));
   }
   __device__ __forceinline__ void release_keys() const {
-    if (!S::kTogether) release(memory.k_empty[at.slot]);
+    if (!S::kSharedStages) release(memory.k_empty[at.slot]);
   }
 
   __device__ __forceinline__ void finish_values(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4],
                                                 uint32_t slot) {
-    wait_products<0>();
-    hold_registers(o);
-    hold_registers(weights);
+    wgmma_wait<0>();
+    fence_operand(o);
+    fence_operand(weights);
     release(memory.v_empty[slot]);
   }
 
   __device__ __forceinline__ ResultRows<T> finish(RunningSoftmax& softmax) const {
-    return conclude<T, S>(p, memory.tile_of(number), first, softmax);
+    return finalize_rows<T, S>(p, memory.tile_of(number), first, softmax);
   }
 
   static __device__ __forceinline__ void clear(float (&o)[S::kHeadDim / 2]) {
@@ -355,10 +361,10 @@ class Consumer {
     for (int i = 0; i < S::kHeadDim / 2; ++i) o[i] = 0.0f;
   }
 
-  // Of a step, which are there now. All keys are there but for a tile's first step.
+  // Called when the scores of a step are complete. Only the first step of a tile can have keys past the sequence's end.
   template <bool FIRST>
-  __device__ __forceinline__ void take_scores(float (&s)[S::kKeys / 2]) {
-    hold_registers(s);
+  __device__ __forceinline__ void finish_scores(float (&s)[S::kKeys / 2]) {
+    fence_operand(s);
     release_keys();
     v_slot = at.slot;
     at.next();
@@ -369,15 +375,15 @@ class Consumer {
     if (S::kDropout) dropout.draw(kept, block * (S::kKeys / 64));
   }
 
-  // 16-bit weights; those that dropout does not keep are 0.
+  // Rounds the weights to 16 bits, as the operand of the next wgmma, and sets dropped ones to 0.
   __device__ __forceinline__ void make_operand(const float (&s)[S::kKeys / 2], uint32_t (&weights)[S::kKeys / 4],
                                                const uint32_t (&kept)[S::kKeys / 8]) const {
     pack_weights<T>(s, weights);
     if (S::kDropout) keep_weights(weights, kept);
   }
 
-  // Before the first product with v: rows of other sequences, or of none, are no values.
-  __device__ __forceinline__ void clear_absent() {
+  // Before a tile's first wgmma with v: zeros the rows of v past the sequence's end, which may hold anything.
+  __device__ __forceinline__ void zero_missing_values() {
     const int present = k_length - block * S::kKeys;
     if (present >= S::kKeys || (!p.packed() && p.lengths_k == nullptr)) return;
     wait_values(v_slot);
@@ -387,18 +393,18 @@ class Consumer {
   const ForwardParams& p;
   ForwardMemory<S>& memory;
   const int group;
-  const Turns<S, TURNS> turns;
-  const uint32_t k_tiles;  // the first of them, as q_tile
+  const WarpSchedulerBarrier<S, TURNS> turns;
+  const uint32_t k_tiles;  // low word of the descriptor of k in slot 0
   WeightDropout dropout;
-  RingPosition<S::kStages> at;        // the step's
-  uint32_t v_slot;                    // where v of the product to come is
-  uint32_t number = 0;                // the tile's, counted from the block's first
-  RingPosition<S::kQuerySlots> q_at;  // where its queries are
-  uint32_t turn = 0;                  // the warpgroup that has its first queries
-  uint32_t q_tile;                    // the warpgroup's queries of it, a descriptor's lower word
-  int block;                          // of keys, the step's
+  RingPosition<S::kStages> at;        // of the step
+  uint32_t v_slot;                    // of v for the next wgmma with v
+  uint32_t number = 0;                // of the tile, counted from the block's first
+  RingPosition<S::kQuerySlots> q_at;  // of its queries
+  uint32_t turn = 0;                  // the warpgroup that has the tile's first queries
+  uint32_t q_tile;                    // low word of the descriptor of the warpgroup's queries
+  int block;                          // the step's block of keys
   int first;                          // the warpgroup's first query of the tile
-  int absent;                         // causal: steps of the tile before the warpgroup's first
+  int absent;                         // causal: steps of the tile that the warpgroup skips first
   int k_length;                       // of the tile's sequence
   int diagonal;                       // causal: how many keys the warpgroup's first query attends to
 };
@@ -408,41 +414,41 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map, const __grid_constant__ ForwardParams p) {
   extern __shared__ char dynamic_memory[];
-  // In a uniform register: nvcc may compute it again in every step.
-  const int address = uniform(static_cast<int>((shared_address(dynamic_memory) + 1023) / 1024 * 1024));
+  // Keeps the address in a uniform register; otherwise nvcc recomputes it in every step.
+  const int address = warp_uniform(static_cast<int>((shared_address(dynamic_memory) + 1023) / 1024 * 1024));
   auto& memory = *static_cast<ForwardMemory<S>*>(__cvta_shared_to_generic(static_cast<size_t>(address)));
-  const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
-  if (threadIdx.x == 0) memory.initialize();
+  const int warp = warp_uniform(static_cast<int>(threadIdx.x) / 32);
+  if (threadIdx.x == 0) memory.init();
   if (threadIdx.x == 32) {
-    prefetch_map(&q_map);
-    prefetch_map(&k_map);
-    prefetch_map(&v_map);
+    prefetch_tensormap(&q_map);
+    prefetch_tensormap(&k_map);
+    prefetch_tensormap(&v_map);
   }
   __syncthreads();
   if (warp < 4) {
-    lower_registers<S::kProducerRegisters>();
+    setmaxnreg_dec<S::kProducerRegisters>();
     if (warp == 0) produce<S, CAUSAL>(p, memory, &q_map, &k_map, &v_map);
   } else {
-    raise_registers<S::kConsumerRegisters>();
+    setmaxnreg_inc<S::kConsumerRegisters>();
     Consumer<T, S, CAUSAL, TURNS> consumer(p, memory, warp / 4 - 1);
-    if (S::kOverlaps)
+    if (S::kOverlapTiles)
       consumer.run();
     else
-      consumer.run_apart();
+      consumer.run_sequential();
   }
 }
 
 // ---- launch ----------------------------------------------------------------------------------------------------------
 
 template <class T, class S, bool CAUSAL, bool TURNS>
-Status launch_forward(const AttentionForward& call, int multiprocessors, const Deal& deal) {
+Status launch_forward(const AttentionForward& call, int multiprocessors, const TileSchedule& schedule) {
   ForwardMaps maps;
   const Status status = make_forward_maps(&maps, call, S::kKeys);
   if (status.code != StatusCode::ok) return status;
   constexpr size_t memory = sizeof(ForwardMemory<S>) + ForwardMemory<S>::kSlack;
-  static_assert(memory <= 227 * 1024, "more shared memory than a multiprocessor has");
+  static_assert(memory <= 227 * 1024, "more shared memory than an SM has");
   return launch(forward_kernel<T, S, CAUSAL, TURNS>, dim3(multiprocessors), dim3(S::kThreads), memory, call.stream,
-                maps.q, maps.k, maps.v, make_forward_params<S>(call, deal));
+                maps.q, maps.k, maps.v, make_forward_params<S>(call, schedule));
 }
 
 }  // namespace cuda

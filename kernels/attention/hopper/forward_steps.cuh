@@ -1,5 +1,5 @@
-// What the forms of Hopper's attention forward have in common: loads of tiles, the products of a step, masks, results,
-// and what a kernel is launched with.
+// Parts of the Hopper attention forward: TMA loads of tiles, the wgmma of a step, masks, results, and the kernel's
+// parameters.
 #pragma once
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 
 #include "attention/hopper/forward_tiles.cuh"
 #include "attention/hopper/forward_weights.cuh"
+#include "attention/hopper/named_barriers.h"
 #include "common/cuda/approximations.cuh"
 #include "common/cuda/hopper.cuh"
 
@@ -15,16 +16,18 @@ namespace cuda {
 
 // ---- tiles in shared memory ------------------------------------------------------------------------------------------
 
-// One thread: starts copies of rows, of which each 64 columns take `part` bytes.
+// Starts the TMA loads of a tile's rows, one for each 64 columns, `part` bytes apart in shared memory. Called by one
+// thread.
 template <class S>
-__device__ __forceinline__ void load_boxes(const CUtensorMap* map, Barrier& full, const char* to, uint32_t part,
-                                           int head, int row, int sequence) {
+__device__ __forceinline__ void tma_load_tile(const CUtensorMap* map, Mbarrier& full, const char* to, uint32_t part,
+                                              int head, int row, int sequence) {
 #pragma unroll
   for (int i = 0; i < S::kParts; ++i)
-    load_box(map, full, shared_address(to) + i * part, i * kTileColumns, head, row, sequence);
+    tma_load(map, full, shared_address(to) + i * part, i * kTileColumns, head, row, sequence);
 }
 
-// Rows from `first` on of a tile of v become 0: a weight of 0 does not silence a NaN. All threads of a warpgroup.
+// Zeros the rows of a tile of v from `first` on, because a weight of 0 times NaN would be NaN. Called by all threads of
+// a warpgroup.
 template <class S>
 __device__ __forceinline__ void clear_rows(char* v, int first, int group) {
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
@@ -32,54 +35,56 @@ __device__ __forceinline__ void clear_rows(char* v, int first, int group) {
   for (int part = 0; part < S::kParts; ++part)
     for (int i = 8 * first + thread; i < 8 * S::kKeys; i += kWarpgroup)
       reinterpret_cast<uint4*>(v + part * S::kKeyPart)[i] = make_uint4(0, 0, 0, 0);
-  fence_async();
-  sync_named(8 + group, kWarpgroup);
+  fence_proxy_async();
+  named_barrier_sync(kForwardZeroed + group, kWarpgroup);
 }
 
-// ---- products --------------------------------------------------------------------------------------------------------
+// ---- wgmma ----------------------------------------------------------------------------------------------------------
 
-// wgmma takes tiles by descriptors, of which only the lower word changes from one to another, by their distance.
+// Descriptors of different tiles differ only in their low word, which is proportional to the tile's address.
 __device__ __forceinline__ uint64_t tile_descriptor(uint32_t low) { return k_major(0) >> 32 << 32 | low; }
 
-// s = q k^T for this warpgroup's 64 queries; q and k are lower words of descriptors.
+// s = q k^T for the warpgroup's 64 queries; q and k are the low words of descriptors.
 template <class T, class S>
 __device__ __forceinline__ void issue_scores(float (&s)[S::kKeys / 2], uint32_t q, uint32_t k) {
 #pragma unroll
   for (int step = 0; step < S::kHeadDim / 16; ++step) {
     const uint32_t offset = step % 4 * kKMajorStep;
-    multiply<T>(s, tile_descriptor(q + ((step / 4 * S::kQueryPart + offset) >> 4)),
-                tile_descriptor(k + ((step / 4 * S::kKeyPart + offset) >> 4)), step > 0);
+    wgmma<T>(s, tile_descriptor(q + ((step / 4 * S::kQueryPart + offset) >> 4)),
+             tile_descriptor(k + ((step / 4 * S::kKeyPart + offset) >> 4)), step > 0);
   }
-  commit_products();
+  wgmma_commit();
 }
 
-// o += weights v; v is the lower word of a descriptor.
+// o += weights v; v is the low word of a descriptor.
 template <class T, class S>
 __device__ __forceinline__ void issue_values(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4],
                                              uint32_t v) {
 #pragma unroll
   for (int step = 0; step < S::kKeys / 16; ++step)
-    multiply<T, Major::mn>(o, weights + 4 * step, tile_descriptor(v + (step * kMnMajorStep >> 4)));
-  commit_products();
+    wgmma<T, Major::mn>(o, weights + 4 * step, tile_descriptor(v + (step * kMnMajorStep >> 4)));
+  wgmma_commit();
 }
 
 // ---- masks -----------------------------------------------------------------------------------------------------------
 
-// The number of the thread in its warpgroup, asked for anew each time: no register holds it in between.
-__device__ __forceinline__ int thread_in_group() { return static_cast<int>(thread_here() % kWarpgroup); }
+// The thread's index in its warpgroup. Reads threadIdx.x again at each call, so that it occupies no register in
+// between.
+__device__ __forceinline__ int thread_in_group() { return static_cast<int>(reload_tid() % kWarpgroup); }
 
-// The thread's first query of its warpgroup's 64; the other is 8 further.
+// The first of the thread's two rows among the warpgroup's 64 queries; the other one is 8 further.
 __device__ __forceinline__ int row_in_group() {
   const int number = thread_in_group();
   return number / 32 * 16 + number % 32 / 4;
 }
 
-// Scores of a step's keys that are not there, or that a query does not attend to, become -infinity. diagonal: how many
-// keys the warpgroup's first query attends to, if causal.
+// Sets the scores of keys past the end, and of keys that a query does not attend to, to -infinity. diagonal: the number
+// of keys that the warpgroup's first query attends to, if causal.
 template <class S, bool CAUSAL>
 __device__ __forceinline__ void mask_step(float (&s)[S::kKeys / 2], int block, int k_length, int diagonal) {
   const int key = block * S::kKeys;
-  if (key + S::kKeys <= (CAUSAL ? min(k_length, diagonal) : k_length)) return;  // all queries attend to them
+  if (key + S::kKeys <= (CAUSAL ? min(k_length, diagonal) : k_length))
+    return;  // all queries attend to all of the step's keys
   int limit[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half)
@@ -90,13 +95,14 @@ __device__ __forceinline__ void mask_step(float (&s)[S::kKeys / 2], int block, i
 
 // ---- results ---------------------------------------------------------------------------------------------------------
 
-// Where the results of a tile's query stand. Rows of all heads are fewer than 2^31: they would not fit into memory.
+// The address of the output of one of the tile's queries. The rows of all heads are fewer than 2^31, because more would
+// not fit into memory.
 template <class T, class S>
 __device__ __forceinline__ T* out_of(const ForwardParams& p, const QueryTile& tile, int query) {
   return static_cast<T*>(p.out) + static_cast<int64_t>(tile.out_row + query * p.heads) * S::kHeadDim;
 }
 
-// A warpgroup's rows of results, which are o times `factor`, in each thread that of its two.
+// A warpgroup's output rows, which are o * factor; each thread has the factors of its two rows.
 template <class T>
 struct ResultRows {
   T* out;           // the first row
@@ -107,8 +113,8 @@ struct ResultRows {
 // The warpgroup's rows from `first` on have gone over all keys: writes lse, and says what their results are. Rows that
 // attend to nothing get a factor of 0.
 template <class T, class S>
-__device__ __forceinline__ ResultRows<T> conclude(const ForwardParams& p, const QueryTile& tile, int first,
-                                                  RunningSoftmax& softmax) {
+__device__ __forceinline__ ResultRows<T> finalize_rows(const ForwardParams& p, const QueryTile& tile, int first,
+                                                       RunningSoftmax& softmax) {
   softmax.finish();
   ResultRows<T> rows;
   rows.out = out_of<T, S>(p, tile, first);
@@ -117,17 +123,18 @@ __device__ __forceinline__ ResultRows<T> conclude(const ForwardParams& p, const 
   float* const lse = p.lse + (tile.lse_row + first + row);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    // Not > 0: a sum that is NaN is passed on.
+    // Not > 0, so that a NaN in the sum propagates.
     const bool attends = first + row + 8 * half < tile.q_length && softmax.sum[half] != 0.0f;
-    const float factor = p.dropout_scale * reciprocal(softmax.sum[half]);
-    const float sum = (softmax.reference[half] + logarithm(softmax.sum[half])) * 0.693147180559945f;
+    const float factor = p.dropout_scale * rcp_approx(softmax.sum[half]);
+    const float sum = (softmax.reference[half] + log2_approx(softmax.sum[half])) * 0.693147180559945f;
     rows.factor[half] = attends ? factor : 0.0f;
     if (threadIdx.x % 4 == 0 && row + 8 * half < rows.present) lse[8 * half] = attends ? sum : kMinusInfinity;
   }
   return rows;
 }
 
-// A row's threads hold a word each of every 8 columns; neighbours exchange words, so that each writes two at once.
+// The four threads of a row hold one 32-bit word each of every 8 columns. Neighbours exchange words, so that each
+// thread stores 8 bytes at once.
 template <class T, class S>
 __device__ __forceinline__ void store_results(const ForwardParams& p, const ResultRows<T>& rows,
                                               const float (&o)[S::kHeadDim / 2]) {
@@ -153,9 +160,10 @@ __device__ __forceinline__ void store_results(const ForwardParams& p, const Resu
   }
 }
 
-// The results of a warpgroup's queries, from `first` on, that attend to nothing.
+// Writes the results of the warpgroup's queries, from `first` on, if they attend to no keys: zeros, and lse =
+// -infinity.
 template <class T, class S>
-__device__ __forceinline__ void store_nothing(const ForwardParams& p, const QueryTile& tile, int first) {
+__device__ __forceinline__ void store_empty_rows(const ForwardParams& p, const QueryTile& tile, int first) {
   constexpr int vectors = S::kHeadDim / 8;  // of a row
   for (int i = static_cast<int>(threadIdx.x) % kWarpgroup; i < 64 * vectors; i += kWarpgroup) {
     const int row = first + i / vectors;
@@ -167,7 +175,7 @@ __device__ __forceinline__ void store_nothing(const ForwardParams& p, const Quer
 
 // ---- launch ----------------------------------------------------------------------------------------------------------
 
-// A tensor of no rows is never read, but a map needs some.
+// A tensor without rows is never read, but a tensor map needs a valid address and at least one row.
 inline TensorView head_view(const void* data, const AttentionCall& call, int64_t heads, int64_t rows,
                             const int64_t (&stride)[3], int box_rows) {
   const int64_t sequences = call.cu_seqlens == nullptr ? call.sequences : 1;
@@ -178,7 +186,7 @@ inline TensorView head_view(const void* data, const AttentionCall& call, int64_t
           {kTileColumns, 1, box_rows, 1}};
 }
 
-// The maps of q, which is copied by 64 rows, and of k and v, by `keys` rows.
+// The tensor maps of q, with boxes of 64 rows, and of k and v, with boxes of `keys` rows.
 struct ForwardMaps {
   CUtensorMap q, k, v;
 };
@@ -197,14 +205,14 @@ inline Status make_forward_maps(ForwardMaps* maps, const AttentionForward& call,
   return {};
 }
 
-// How tiles are handed out (ForwardParams).
-struct Deal {
+// How tiles are assigned to blocks; see ForwardParams.
+struct TileSchedule {
   int* next;
   int batched;
 };
 
 template <class S>
-ForwardParams make_forward_params(const AttentionForward& call, const Deal& deal) {
+ForwardParams make_forward_params(const AttentionForward& call, const TileSchedule& schedule) {
   ForwardParams p;
   p.out = call.out;
   p.lse = call.lse;
@@ -213,7 +221,7 @@ ForwardParams make_forward_params(const AttentionForward& call, const Deal& deal
   p.lengths = call.lengths;
   p.lengths_k = call.lengths_k;
   p.seed = call.seed;
-  p.next = deal.next;
+  p.next = schedule.next;
   p.sequences = static_cast<int>(call.sequences);
   p.heads = static_cast<int>(call.heads);
   p.group = static_cast<int>(call.heads / call.kv_heads);
@@ -222,7 +230,7 @@ ForwardParams make_forward_params(const AttentionForward& call, const Deal& deal
   p.max_seqlen = static_cast<int>(std::min(call.max_seqlen, call.queries));
   p.max_seqlen_k = static_cast<int>(std::min(call.max_seqlen_k, call.keys));
   p.tiles = (p.queries + S::kQueries - 1) / S::kQueries;
-  p.batched = deal.batched;
+  p.batched = schedule.batched;
   p.scale = call.scale * 1.44269504088896f;
   p.dropout_scale = S::kDropout ? call.dropout_scale : 1.0f;
   p.threshold = call.threshold;

@@ -1,5 +1,5 @@
-// What Hopper's attention forward works on: tiles of queries, how they are handed out to blocks, and the shared memory
-// between the warp that copies (the producer) and the warpgroups that compute (the consumers).
+// The Hopper attention forward's tiles of queries, the scheduler that assigns them to blocks, and the shared memory
+// between the producer warp and the consumer warpgroups.
 #pragma once
 
 #include <cstdint>
@@ -10,26 +10,29 @@
 namespace fasttfm {
 namespace cuda {
 
-// GROUPS warpgroups of 64 queries each go over the keys in steps of KEYS; STAGES steps of k and of v are on chip.
+// GROUPS warpgroups of 64 queries each iterate over the keys in steps of KEYS; shared memory has STAGES stages of k and
+// v.
 template <int HEAD_DIM, int GROUPS, int KEYS, int STAGES, bool DROPOUT>
 struct ForwardShape {
   static constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kKeys = KEYS, kStages = STAGES;
   static constexpr bool kDropout = DROPOUT;
-  // Two stages are too few for v of a tile's last step to stay while the next tile's first is computed.
-  static constexpr bool kOverlaps = STAGES > 2;
-  // With many stages k and v of a step come and go together; with few, k goes as soon as its scores are there.
-  static constexpr bool kTogether = STAGES > 3;
-  // Whether the softmax stays beside the product with v: four warpgroups have each other's work beside a wait.
-  static constexpr bool kSettles = GROUPS < 4;
+  // Whether a tile's last step overlaps with the first one of the next tile. Two stages are too few for that.
+  static constexpr bool kOverlapTiles = STAGES > 2;
+  // With many stages, k and v of a step share a stage's mbarriers. With few, k is released as soon as its scores are
+  // computed.
+  static constexpr bool kSharedStages = STAGES > 3;
+  // Whether to call prevent_hoist(). Four warpgroups do not need it: a wait of one overlaps with the work of the
+  // others.
+  static constexpr bool kPreventHoist = GROUPS < 4;
   static constexpr int kQueries = 64 * GROUPS;
   static constexpr int kThreads = kWarpgroup * (GROUPS + 1);
   static constexpr int kParts = HEAD_DIM / kTileColumns;  // swizzled tiles side by side
   static constexpr uint32_t kQueryPart = kQueries * kTileRowBytes, kQueryBytes = kParts * kQueryPart;
   static constexpr uint32_t kKeyPart = KEYS * kTileRowBytes, kKeyBytes = kParts * kKeyPart;
   static constexpr int kMostQuerySlots = (225 * 1024 - 2 * STAGES * kKeyBytes) / kQueryBytes;
-  static constexpr int kQuerySlots = kOverlaps && kMostQuerySlots > 2 ? 3 : kMostQuerySlots > 1 ? 2 : 1;
-  // Of a thread; 512 are there for each of the 128 of a warpgroup (480 where the block has five), and they start with
-  // an equal share.
+  static constexpr int kQuerySlots = kOverlapTiles && kMostQuerySlots > 2 ? 3 : kMostQuerySlots > 1 ? 2 : 1;
+  // Registers per thread, set by setmaxnreg. Summed over the warpgroups they are at most 512 (480 for five warpgroups);
+  // all warpgroups start with an equal share.
   static constexpr int kProducerRegisters = GROUPS > 2 ? 32 : 40;
   static constexpr int kConsumerRegisters = GROUPS == 1 ? 216 : GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
 };
@@ -42,11 +45,11 @@ struct ForwardParams {
   const int32_t* lengths;
   const int32_t* lengths_k;
   const int64_t* seed;
-  int* next;                    // the tile to hand out next, less the number of blocks; null: tiles are dealt out
-  int sequences, heads, group;  // group: query heads of a key head
+  int* next;                    // the next tile, minus the number of blocks; null: static assignment
+  int sequences, heads, group;  // group: query heads per key head
   int queries, keys, max_seqlen, max_seqlen_k;
   int tiles;    // of queries in a dense sequence
-  int batched;  // as many heads go over their tiles of queries together; 0: a block has all tiles of a head
+  int batched;  // number of heads whose tiles of queries are processed together; 0: a block has all tiles of a head
   float scale;  // of scores, in units of log2
   float dropout_scale;
   int threshold;
@@ -56,25 +59,25 @@ struct ForwardParams {
 
 // One tile of queries of one head.
 struct alignas(16) QueryTile {
-  int sequence;  // -1: there is no tile any more
+  int sequence;  // -1: there are no more tiles
   int head;
-  int first;     // query, counted in the sequence
-  int q_length;  // queries and keys that the sequence has
+  int first;     // its first query, counted from the sequence's first
+  int q_length;  // number of queries and keys of the sequence
   int k_length;
-  int out_row;  // of the head's first query among all rows of all heads
-  int lse_row;  // its place in lse
-  int blocks;   // steps of keys that some query of the tile attends to
+  int out_row;  // row of the head's first query in [tokens * heads, D]
+  int lse_row;  // index of the head's first query in lse
+  int blocks;   // number of steps of keys that some query of the tile attends to
 
-  // Key positions are aligned to the end: a causal query attends to this many keys.
+  // The number of keys that a causal query attends to: the last query is aligned with the last key.
   __device__ __forceinline__ int causal_keys(int query) const { return query + 1 + k_length - q_length; }
 
-  // How many warpgroups it is for, with 64 queries each.
+  // The number of warpgroups that have queries in it, 64 each.
   template <class S>
   __device__ __forceinline__ int parts() const {
     return max(min((q_length - first + 63) >> 6, S::kQueries / 64), 1);
   }
 
-  // The steps of keys that the `count` queries from `query` on go over.
+  // The number of steps of keys for the `count` queries from `query` on.
   template <class S, bool CAUSAL>
   __device__ __forceinline__ int steps(int query, int count) const {
     int keys = query < q_length ? k_length : 0;
@@ -82,11 +85,12 @@ struct alignas(16) QueryTile {
     return static_cast<int>(static_cast<unsigned>(max(keys, 0) + S::kKeys - 1) / S::kKeys);
   }
 
-  // Up to which results are written.
+  // The end of the rows of results that are written.
   __device__ __forceinline__ int rows(const ForwardParams& p) const { return p.packed() ? q_length : p.queries; }
 };
 
-// A sequence's place in packed rows. Boundaries are taken as they come, but nothing outside the tensor is touched.
+// A sequence's rows in a packed tensor. cu_seqlens is not validated on the GPU; it is clamped, so that nothing outside
+// of the tensor is accessed.
 struct Span {
   int first, length;
 };
@@ -98,47 +102,47 @@ __device__ __forceinline__ int dense_length(const int32_t* lengths, int sequence
   return lengths == nullptr ? size : min(max(lengths[sequence], 0), size);
 }
 
-// Hands out tiles to a block, in ascending order of their number: near ones share keys, so that the second level cache
-// has them. All lanes of a warp call it together.
+// Assigns tiles to a block, in ascending order of their index: neighbouring tiles share keys, which are then in L2. All
+// lanes of a warp call it together.
 template <class S, bool CAUSAL>
-class TileWalk {
+class TileScheduler {
  public:
-  explicit __device__ __forceinline__ TileWalk(const ForwardParams& params)
+  explicit __device__ __forceinline__ TileScheduler(const ForwardParams& params)
       : p(params), number(static_cast<int>(blockIdx.x)) {
     if (p.packed()) load_group();
     if (p.batched == 0) number *= p.tiles;
-    draw_ticket();
+    fetch_next_tile();
   }
 
-  // The tile that is this block's turn, of which sequence is -1 after the last.
+  // Returns the block's next tile; after the last one its sequence is -1.
   __device__ __forceinline__ QueryTile take() {
     const int current = number;
     if (p.next != nullptr)
-      number = static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, ticket, 0);
+      number = static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, fetched, 0);
     else if (p.batched > 0)
       number += static_cast<int>(gridDim.x);
     else
       number += (number + 1) % p.tiles != 0 ? 1 : static_cast<int>(gridDim.x - 1) * p.tiles + 1;
-    draw_ticket();
+    fetch_next_tile();
     QueryTile tile = p.packed() ? packed_tile(current) : dense_tile(current);
     if (tile.sequence < 0) return tile;
     tile.blocks = tile.steps<S, CAUSAL>(tile.first, S::kQueries);
     return tile;
   }
 
-  int q_first = 0, k_first = 0;  // the rows of the tile's first query and key, in its sequence if dense
+  int q_first = 0, k_first = 0;  // rows of the tile's first query and key; within its sequence if dense
 
  private:
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
-  // For the tile after the next: nobody waits for the answer here.
-  __device__ __forceinline__ void draw_ticket() {
-    if (p.next != nullptr && lane() == 0) ticket = atomicAdd(p.next, 1);
+  // Prefetches the index of the tile after the next one, so that nothing waits for the atomic here.
+  __device__ __forceinline__ void fetch_next_tile() {
+    if (p.next != nullptr && lane() == 0) fetched = atomicAdd(p.next, 1);
   }
 
   __device__ __forceinline__ QueryTile dense_tile(int index) {
     QueryTile tile;
-    // All heads of a batch at one step, then at the next; causal tiles from the longest on.
+    // The order is: step by step, all heads of a batch; causal tiles with the most keys come first.
     const int pairs = p.sequences * p.heads, batched = max(p.batched, 1);
     const int batch = index / (batched * p.tiles), rest = index - batch * batched * p.tiles;
     const int size = max(min(batched, pairs - batch * batched), 1);
@@ -159,15 +163,15 @@ class TileWalk {
     return tile;
   }
 
-  // Longer sequences come first, so that blocks come to an end together: those above half of the longest length, above
-  // a quarter, and all others.
+  // Longer sequences come first, so that blocks finish at about the same time: round 0 has those above half of the
+  // longest length, round 1 those above a quarter, round 2 all others.
   static constexpr int kRounds = 3;
   __device__ __forceinline__ int round_of(int length) const {
     return length > p.max_seqlen / 2 ? 0 : length > p.max_seqlen / 4 ? 1 : 2;
   }
 
-  // Lane i has the span of sequence 32 * group + i, and how many tiles there are up to its end. Rows after the last
-  // sequence are a sequence of their own, without keys.
+  // Lane i loads the span of sequence 32 * group + i and computes the number of tiles up to its end. Rows after the
+  // last sequence are treated as one more sequence, without keys.
   __device__ __forceinline__ void load_group() {
     const int sequence = 32 * group + lane();
     span = {0, 0};
@@ -222,7 +226,7 @@ class TileWalk {
 
   const ForwardParams& p;
   int number;
-  int ticket = 0;                                // the first lane's
+  int fetched = 0;                               // in lane 0
   int round = 0, group = 0, start = 0, end = 0;  // packed: see load_group()
   Span span = {0, 0};
 };
@@ -233,29 +237,29 @@ struct ForwardMemory {
   alignas(1024) char k[S::kStages][S::kKeyBytes];
   alignas(1024) char v[S::kStages][S::kKeyBytes];
   QueryTile tile[S::kQuerySlots + 1];  // see tile_of()
-  Barrier q_full[S::kQuerySlots], q_empty[S::kQuerySlots];
-  Barrier k_full[S::kStages], v_empty[S::kStages];  // of both, where they are together
-  Barrier v_full[S::kStages], k_empty[S::kStages];
+  Mbarrier q_full[S::kQuerySlots], q_empty[S::kQuerySlots];
+  Mbarrier k_full[S::kStages], v_empty[S::kStages];  // of k and v if S::kSharedStages
+  Mbarrier v_full[S::kStages], k_empty[S::kStages];
 
-  // The block's tile of that number. It stays while the next one's queries are in use.
+  // The block's tile with that index. It remains valid while the next tile's queries are in use.
   __device__ __forceinline__ QueryTile& tile_of(uint32_t number) { return tile[number % (S::kQuerySlots + 1)]; }
 
-  static constexpr int kSlack = 1024;  // bytes of dynamic memory too many, to start at a multiple of that
+  static constexpr int kSlack = 1024;  // extra bytes of dynamic memory, to align it to 1024 bytes
 
-  // One thread.
-  __device__ __forceinline__ void initialize() {
-    constexpr int warps = 4 * S::kGroups;  // each says when it has done with something
+  // Called by one thread.
+  __device__ __forceinline__ void init() {
+    constexpr int warps = 4 * S::kGroups;  // each arrives once when it releases a slot
     for (int i = 0; i < S::kQuerySlots; ++i) {
-      q_full[i].initialize(1);
-      q_empty[i].initialize(warps);
+      q_full[i].init(1);
+      q_empty[i].init(warps);
     }
     for (int i = 0; i < S::kStages; ++i) {
-      k_full[i].initialize(1);
-      k_empty[i].initialize(warps);
-      v_full[i].initialize(1);
-      v_empty[i].initialize(warps);
+      k_full[i].init(1);
+      k_empty[i].init(warps);
+      v_full[i].init(1);
+      v_empty[i].init(warps);
     }
-    fence_barriers();
+    fence_mbarrier_init();
   }
 };
 

@@ -1,5 +1,5 @@
-// The weights of Hopper's attention forward, in registers as wgmma leaves scores (common/cuda/hopper.cuh): online
-// softmax, dropout, and the 16-bit operand of the product with v.
+// The attention weights of the Hopper forward, in the register layout of wgmma's accumulator (hopper.cuh): online
+// softmax, dropout, and rounding to the 16-bit operand of the wgmma with v.
 #pragma once
 
 #include <cfloat>
@@ -18,13 +18,13 @@ namespace cuda {
 // ---- softmax ---------------------------------------------------------------------------------------------------------
 
 constexpr float kMinusInfinity = -INFINITY;
-// r stays until a score is above it by this much, in units of log2: weights are <= 256.
+// r is raised only when a score exceeds it by this much, in units of log2. So weights are at most 256.
 constexpr float kHeadroom = 8.0f;
 // r before the first score.
 constexpr float kLowest = -FLT_MAX;
 
-// The largest of an integer and the bits of two numbers, which is one instruction. (As __vimax3_s32() of bits it costs
-// copies of scores.)
+// The maximum of an integer and the bits of two floats, in one instruction. (__vimax3_s32() of the bits would cost
+// copies of the scores.)
 __device__ __forceinline__ int largest_bits(int top, float a, float b) {
   asm("{ .reg .b32 x, y; mov.b32 x, %1; mov.b32 y, %2; max.s32 x, x, y; max.s32 %0, %0, x; }"
       : "+r"(top)
@@ -32,29 +32,29 @@ __device__ __forceinline__ int largest_bits(int top, float a, float b) {
   return top;
 }
 
-// Of a thread's two rows; registers of scores are laid out as wgmma leaves them (common/cuda/hopper.cuh).
+// The state of a thread's two rows. Scores are in the layout of wgmma's accumulator (hopper.cuh).
 struct RunningSoftmax {
   float reference[2] = {kLowest, kLowest};  // r, in units of log2
-  float sum[2] = {0.0f, 0.0f};              // this thread's share
-  float correction[2];                      // of what was summed up before the last step
-  bool corrects;                            // whether that is to be applied in this warp
+  float sum[2] = {0.0f, 0.0f};              // over this thread's columns
+  float correction[2];                      // factor for what was summed before the last step
+  bool corrects;                            // whether any row of the warp needs it
   int limit;                                // bits of a score, see is_near()
 
-  // Turns scores into weights, exp(scale * score - r). FIRST: a tile's first ones.
+  // Turns scores into weights, exp(scale * score - r). FIRST: they are the first of a tile.
   template <bool FIRST, int COUNT>
   __device__ __forceinline__ void step(float (&s)[COUNT], float scale) {
     corrects = FIRST || !is_near(s, scale);
     if (corrects) raise(s, scale);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-      s[i] = power_of_two(fmaf(s[i], scale, -reference[i / 2 % 2]));
+      s[i] = exp2_approx(fmaf(s[i], scale, -reference[i / 2 % 2]));
       sum[i / 2 % 2] += s[i];
     }
   }
 
-  // Whether no score of the warp can be above its row's r by the headroom. Numbers from 0 on are ordered as their bits
-  // are, of which one instruction takes the largest of three, and above all negative ones: so that a limit from 0 on is
-  // compared with. For a lower one the answer is no.
+  // Whether no score in the warp can exceed its row's r by kHeadroom. The bits of floats >= 0 are ordered like the
+  // floats, and above the bits of negative floats read as integers; one integer instruction takes the maximum of three.
+  // So the comparison works for limits >= 0. For lower limits the answer is always false.
   template <int COUNT>
   __device__ __forceinline__ bool is_near(const float (&s)[COUNT], float scale) const {
     int top[2] = {__float_as_int(s[0]), __float_as_int(s[2])};
@@ -64,7 +64,7 @@ struct RunningSoftmax {
     return !__any_sync(0xffffffffu, __float_as_int(highest) >= limit);
   }
 
-  // r follows the rows' maxima where they are above it by the headroom.
+  // Raises r to the row's maximum where that exceeds it by kHeadroom.
   template <int COUNT>
   __device__ __forceinline__ void raise(const float (&s)[COUNT], float scale) {
     float top[2] = {s[0], s[2]};
@@ -75,7 +75,7 @@ struct RunningSoftmax {
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 1));
       top[half] = scale * fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 2));
       const bool higher = top[half] > reference[half] + kHeadroom;
-      correction[half] = higher ? power_of_two(reference[half] - top[half]) : 1.0f;
+      correction[half] = higher ? exp2_approx(reference[half] - top[half]) : 1.0f;
       reference[half] = higher ? top[half] : reference[half];
       sum[half] *= correction[half];
     }
@@ -83,10 +83,9 @@ struct RunningSoftmax {
     limit = lower >= 0.0f ? __float_as_int(lower) : INT_MIN;
   }
 
-  // The assembler moves waits for products up to where nothing depends on them; it does not move them over a branch,
-  // and this one, never taken, needs all weights: the softmax stays beside the product with v instead of coming after
-  // it.
-  __device__ __forceinline__ void settle() const {
+  // ptxas hoists a wgmma wait above computations that do not depend on it, but not across a branch. This branch is
+  // never taken and depends on all weights. So the softmax overlaps with the wgmma with v instead of following it.
+  __device__ __forceinline__ void prevent_hoist() const {
     if (__any_sync(0xffffffffu, sum[0] + sum[1] < 0.0f)) __nanosleep(100);
   }
 
@@ -97,7 +96,7 @@ struct RunningSoftmax {
     for (int i = 0; i < COUNT; ++i) o[i] *= correction[i / 2 % 2];
   }
 
-  // Sums of whole rows: the four threads of a row add up their shares.
+  // Completes the row sums: adds the partial sums of the four threads of a row.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -107,7 +106,7 @@ struct RunningSoftmax {
   }
 };
 
-// Scores of keys from limit[half] on, counted from the thread's first key of the step, become -infinity.
+// Sets the scores of keys from limit[half] on, counted from the thread's first key of the step, to -infinity.
 template <int COUNT>
 __device__ __forceinline__ void mask_scores(float (&s)[COUNT], const int (&limit)[2]) {
 #pragma unroll
@@ -123,29 +122,29 @@ __device__ __forceinline__ void pack_weights(const float (&s)[2 * COUNT], uint32
 
 // ---- dropout ---------------------------------------------------------------------------------------------------------
 
-// Which weights stay (common/philox.h). A thread's 16 weights of a row and 64 keys are the bytes of one draw, in order.
-// Of Philox's first three rounds, what depends on the row is computed once a tile, and what depends on the keys once
-// for both rows of the thread.
+// Dropout of the weights (philox.h). The 16 weights that a thread has in a row and 64 keys are decided by the bytes of
+// one draw, in order. Of Philox's first three rounds, the part that depends on the row is computed once per tile, and
+// the part that depends on the keys once for both rows of the thread.
 struct WeightDropout {
   PhiloxKeys keys;
   uint32_t low, either;               // see reaching_bytes()
-  uint32_t head_part, sequence_part;  // of the first and second round
-  uint32_t row_high[2], row_low[2];   // the second round's product, of both rows
+  uint32_t head_part, sequence_part;  // of rounds 1 and 2
+  uint32_t row_high[2], row_low[2];   // the product in round 2, for both rows
 
   WeightDropout() = default;
   __device__ __forceinline__ WeightDropout(uint64_t seed, int threshold)
       : keys(seed), either(threshold < 128 ? 0xffffffffu : 0u) {
-    // In uniform registers: nvcc would add them up again for every draw.
+    // Keeps the round keys in uniform registers; otherwise nvcc recomputes them for every draw.
 #pragma unroll
     for (int round = 0; round < kPhiloxRounds; ++round) {
-      keys.first[round] = uniform(keys.first[round]);
-      keys.second[round] = uniform(keys.second[round]);
+      keys.first[round] = warp_uniform(keys.first[round]);
+      keys.second[round] = warp_uniform(keys.second[round]);
     }
-    // In all four bytes: a product by 0x01010101 would be multiplied out again for every word.
+    // Replicates the byte. nvcc would recompute a multiplication by 0x01010101 for every word.
     asm("prmt.b32 %0, %1, 0, 0;" : "=r"(low) : "r"(threshold < 128 ? threshold : threshold - 128));
   }
 
-  // A tile's: the thread's rows are `query` and 8 further.
+  // Starts a tile: the thread's rows are `query` and `query` + 8.
   __device__ __forceinline__ void begin(int sequence, int head, int query) {
     const uint64_t product = wide_product(kPhiloxFactor1, static_cast<uint32_t>(sequence));
     head_part = static_cast<uint32_t>(1 + head) ^ keys.second[0];
@@ -159,8 +158,8 @@ struct WeightDropout {
     }
   }
 
-  // For the keys from 64 * block on: a word for four weights of one row, whose top bits say which are kept. The draws
-  // are those of draw_weights().
+  // Draws for the keys from 64 * block on. Each word of `kept` is for four weights of one row; the top bits of its
+  // bytes say which are kept. The draws are those of draw_weights().
   template <int COUNT>
   __device__ __forceinline__ void draw(uint32_t (&kept)[COUNT], int block) const {
 #pragma unroll
@@ -179,11 +178,11 @@ struct WeightDropout {
         for (int word = 0; word < 4; ++word) kept[i + 4 * half + word] = reaching_bytes(drawn.word[word], low, either);
       }
     }
-    hold_registers(kept);
+    fence_operand(kept);
   }
 };
 
-// Two bytes' top bits as masks of 16 bits.
+// Expands the top bits of two bytes to two 16-bit masks.
 template <int PAIR>
 __device__ __forceinline__ uint32_t widen(uint32_t bits) {
   uint32_t mask;
@@ -191,8 +190,8 @@ __device__ __forceinline__ uint32_t widen(uint32_t bits) {
   return mask;
 }
 
-// Packed weights, the operand a of the product with v, that are not kept become 0: words 4 * i + half and 4 * i + 2 +
-// half are of one draw.
+// Zeros the dropped weights in the packed operand a of the wgmma with v. Words 4 * i + half and 4 * i + 2 + half are
+// decided by one draw.
 template <int COUNT>
 __device__ __forceinline__ void keep_weights(uint32_t (&weights)[2 * COUNT], const uint32_t (&kept)[COUNT]) {
 #pragma unroll

@@ -21,7 +21,7 @@ inline Logistic logistic(const Lanes& w) {
   return {s, e * s};
 }
 
-// EXACT asks for fp32's precision, relative to the result; without it, for 16-bit types, absolute.
+// With EXACT the error is relative to the result, at fp32's precision; without it, for 16-bit types, it is absolute.
 template <Activation A, bool EXACT>
 inline Activated activated(const Lanes& u) {
   if constexpr (A == Activation::gelu && EXACT) {

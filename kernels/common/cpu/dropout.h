@@ -40,7 +40,7 @@ inline Mask above(const uint8_t* bytes, uint8_t limit) {
   return mask;
 }
 
-// What is the same for all rows. Threshold (1 to 256) and scale are philox.py's.
+// The part that all rows share. Threshold (1 to 256) and scale are defined in philox.py.
 struct Dropout {
   uint64_t seed;
   RowPositions positions;
@@ -59,13 +59,13 @@ struct Dropout {
         draws_[i] = philox(dropout.seed, block + i, position.token, position.sequence, 0);
     }
 
-    // The 16 elements from column first + offset on: the kept ones scaled, zero instead of the others.
+    // Applies dropout to the 16 elements from column first + offset on: scales the kept ones and zeros the others.
     Lanes operator()(const Lanes& value, int64_t offset) const {
       return select(kept(offset), value * broadcast(scale_), broadcast(0.0f));
     }
 
    private:
-    // Words lie in memory lowest byte first, so the span's bytes are in the order of its columns.
+    // Words are little-endian, so the span's bytes are in the order of its columns.
     Mask kept(int64_t offset) const { return above(reinterpret_cast<const uint8_t*>(draws_) + offset, limit_); }
 
     Draw draws_[kDropoutSpan / 16];
@@ -74,7 +74,7 @@ struct Dropout {
   };
 };
 
-// In place of Dropout where nothing is dropped.
+// Replaces Dropout if nothing is dropped.
 struct NoDropout {
   struct Positions {
     RowPosition operator()(int64_t) const { return {}; }
@@ -86,7 +86,7 @@ struct NoDropout {
   };
 };
 
-// Calls body(Dropout) or body(NoDropout) with what a params struct says: no seed, no dropout.
+// Calls body(Dropout), or body(NoDropout) if the params struct has no seed.
 template <class Params, class Body>
 inline Status with_dropout(const Params& p, Body body) {
   if (p.seed == nullptr) return body(NoDropout{});

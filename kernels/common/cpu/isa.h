@@ -1,10 +1,10 @@
-// Run-time choice of instruction set.
+// Selects the instruction set at run time.
 //
 // Every kernels/<op>/cpu.cpp is compiled once per instruction set (CMakeLists.txt), each time with another FASTTFM_ISA:
 // `baseline` (what the compiler targets by default: SSE2 or NEON), and on x86-64 also `avx2` and `avx512`. All code in
-// those files, and every helper in simd.h, stands in namespace fasttfm::FASTTFM_ISA. That namespace is what keeps the
-// linker from merging an inline function built for AVX-512 into the path of an older CPU; for the same reason cpu.cpp
-// files use nothing from the standard library that could be emitted out of line.
+// those files, and every helper in simd.h, is in namespace fasttfm::FASTTFM_ISA. That namespace keeps the linker from
+// merging an inline function built for AVX-512 into the code path of an older CPU. For the same reason cpu.cpp files
+// use nothing from the standard library that could be emitted out of line.
 #pragma once
 
 #include "common/status.h"

@@ -8,17 +8,17 @@
 namespace fasttfm {
 namespace FASTTFM_ISA {
 
-// The mean is mean + correction: the second is what rounding the first cut off, and what a large mean with a small
-// variance needs (x - mean is exact there, and (x - mean) - correction has the row's own precision).
+// The mean is mean + correction, where correction is the rounding error of mean. A large mean with a small variance
+// needs it: there, x - mean is exact, and (x - mean) - correction has the precision of the row.
 struct Moments {
   float mean, correction, variance;
 };
 
 // `row(column, lanes)` gives a block of the row with zeros past its end, as load() does.
 //
-// Deviations d are taken from a pivot: mean = pivot + mean(d), variance = mean(d^2) - mean(d)^2. The difference loses
-// nothing that matters while mean(d)^2 is at most the variance itself. The mean of the row's first block is such a
-// pivot for all but odd rows; for those a second pass takes the mean that the first one found.
+// Deviations d are taken from a pivot: mean = pivot + mean(d), variance = mean(d^2) - mean(d)^2. The cancellation is
+// harmless as long as mean(d)^2 is at most the variance itself. The mean of the row's first block is such a pivot for
+// all but unusual rows; for those a second pass uses the mean of the first pass as the pivot.
 template <class Row>
 inline Moments moments(int64_t columns, Row row) {
   const float inverse_columns = 1.0f / static_cast<float>(columns);

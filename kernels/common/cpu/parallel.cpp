@@ -14,7 +14,7 @@ namespace {
 using GompParallel = void (*)(void (*body)(void*), void* context, unsigned threads, unsigned flags);
 std::atomic<GompParallel> gomp_parallel{nullptr};
 
-// A forked child has none of its parent's threads, but the runtime's copy in it would wait for them forever.
+// A forked child has none of its parent's threads, and its copy of the OpenMP runtime would wait for them forever.
 std::atomic<bool> forked{false};
 [[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] {
   forked.store(true);
@@ -54,7 +54,7 @@ void parallel_items(int64_t items, int threads, void (*body)(void*, int64_t), vo
   try {
     helpers.reserve(static_cast<size_t>(threads - 1));
     for (int i = 1; i < threads; ++i) helpers.emplace_back(work, &region);
-  } catch (...) {  // no memory or no thread to be had: those that started, and this one, do the work
+  } catch (...) {  // out of memory or threads: the threads that started, and this one, do the work
   }
   work(&region);
   for (std::thread& helper : helpers) helper.join();

@@ -1,4 +1,5 @@
-// Threads for CPU kernels: the OpenMP runtime that the host program already runs, never a second pool beside it.
+// Threads for CPU kernels: they run on the OpenMP runtime that the host process has already loaded, never on a second
+// pool.
 //
 // Two pools whose idle threads spin fight for the cores (docs/threads.md has the measurement). So the core links no
 // OpenMP: at start-up Python hands over the path of torch's CPU library, and the parallel region of *its* OpenMP
@@ -29,7 +30,7 @@ inline void parallel_items(int64_t items, int threads, Body&& body) {
 const char* share_openmp(const char* library_path, const char** reason);
 // "openmp" or "threads": what parallel_items() uses now.
 const char* parallel_runtime();
-// Goes back to plain threads: benchmarks compare the two, and a forked child has no other choice.
+// Switches to plain threads. Benchmarks compare the two, and a forked child needs it.
 void use_plain_threads();
 
 }  // namespace fasttfm

@@ -1,4 +1,4 @@
-// Rows cut into chunks whose number depends on the row count alone, never on the thread count: sums over rows
+// Cuts rows into chunks whose number depends only on the row count, never on the thread count: sums over rows
 // (gradients of weights and biases) are kept per chunk and added up in chunk order, so every thread count gives the
 // same bits.
 #pragma once
@@ -47,7 +47,7 @@ struct ColumnSums {
   float* parts;
   int64_t columns;
 
-  // The chunk's partial sum, set to zero; null when the sum is not wanted.
+  // The chunk's partial sum, set to zero; null if the sum is not needed.
   float* start(int64_t chunk) const {
     if (total == nullptr) return nullptr;
     float* part = parts + chunk * columns;

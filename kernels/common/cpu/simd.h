@@ -44,7 +44,7 @@ typedef uint16_t RegH __attribute__((vector_size(kRegisterLanes * 2)));
 struct Lanes {
   RegF r[kRegisters];
 };
-// The answer to a comparison: all bits of a lane, or none.
+// The result of a comparison: all bits of a lane are set, or none.
 struct Mask {
   RegU r[kRegisters];
 };
@@ -127,7 +127,7 @@ template <class Combine>
 inline float fold(const Lanes& a, Combine combine) {
   typedef float Quad __attribute__((vector_size(16)));
   Quad all;
-  if constexpr (kRegisters == 4) {  // not by way of memory
+  if constexpr (kRegisters == 4) {  // avoids a round trip through memory
     all = combine(combine(a.r[0], a.r[2]), combine(a.r[1], a.r[3]));
   } else {
     Quad quad[4];
@@ -139,7 +139,7 @@ inline float fold(const Lanes& a, Combine combine) {
 inline float sum(const Lanes& a) {
   return fold(a, [](auto x, auto y) { return x + y; });
 }
-// With a NaN among the lanes, any lane may be the answer.
+// If one of the lanes is NaN, the result may be any lane.
 inline float largest(const Lanes& a) {
   return fold(a, [](auto x, auto y) { return x > y ? x : y; });
 }
@@ -204,7 +204,7 @@ inline RegH narrow(RegF x, bf16_t) {
   return __builtin_convertvector(rounded | ~number, RegH);
 }
 
-#if defined(__AVX512F__)  // with masks: GCC 12 warns of the plain forms' own undefined operand
+#if defined(__AVX512F__)  // masked forms, because GCC 12 warns about the undefined operand of the plain ones
 
 inline RegF widen(RegH h, f16_t) {
   return reinterpret_cast<RegF>(_mm512_maskz_cvtph_ps(0xffff, reinterpret_cast<__m256i>(h)));
@@ -269,7 +269,7 @@ inline void store(T* to, const Lanes& value) {
 
 #endif
 
-// Asks for memory that the next row will read.
+// Prefetches memory that the next row reads.
 template <class T>
 inline void prefetch(const T* from) {
   __builtin_prefetch(from);

@@ -1,4 +1,4 @@
-// Products of small fp32 matrices that lie in the first- and second-level caches.
+// GEMM of small fp32 matrices that fit into L1 and L2.
 //
 // The unit of work is a tile of kTileRows x 16 sums that stays in registers for the whole depth of the product. Each
 // sum is one chain of multiply-adds in the order of the depth: results depend on neither the tile's place nor its
@@ -48,7 +48,7 @@ struct Panels {
 
 #if defined(__ARM_NEON)
 
-// 4 x 16 sums, every register a name of its own: of arrays the compiler keeps some in memory.
+// 4 x 16 sums, each register has its own name: of arrays the compiler keeps some in memory.
 struct TileRow {
   float32x4_t c0, c1, c2, c3;
 };

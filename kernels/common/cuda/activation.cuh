@@ -1,9 +1,9 @@
 // Values and derivatives of the activations in CUDA; the formulas are in activation.py.
 //
-// Kernels that use them have few instructions to spare per element, so everything rests on the two approximations that
-// the special function unit computes, 2^x and 1/x, both good to about 2^-22. That is fp32's precision for all but erf's
-// form of GELU: there, fp32 takes erff (EXACT), and 16-bit types the logistic form of Phi (activation.h), which needs
-// no clamp, no comparison and no sign, because 2^x may overflow to infinity and 1/x takes that to zero.
+// Kernels that use them have few instructions to spare per element, so everything is built on exp2_approx() and
+// rcp_approx(), whose relative errors are about 2^-22. That is fp32's precision for everything except the erf form of
+// GELU. There, fp32 uses erff (EXACT), and 16-bit types use the logistic form of Phi (activation.h). It needs no clamp,
+// comparison or sign, because 2^x may overflow to infinity, whose reciprocal is zero.
 //
 // Every finite u has a finite value and derivative; a NaN stays one.
 #pragma once
@@ -40,31 +40,31 @@ __device__ __forceinline__ float normal_logit(float square) {
   return fmaf(r, square, kLogit0);
 }
 
-// What a caller does not use of the result, the compiler removes.
+// The compiler removes the parts of the result that a caller does not use.
 template <Activation A, bool EXACT>
 __device__ __forceinline__ Activated activated(float u) {
   if constexpr (A == Activation::gelu) {
     const float square = u * u;
-    const float density = power_of_two(fmaf(square, -0.5f * kLog2E, kLogDensity));
+    const float density = exp2_approx(fmaf(square, -0.5f * kLog2E, kLogDensity));
     float below;  // Phi(u)
     if constexpr (EXACT)
       below = fmaf(erff(u * kHalfRoot), 0.5f, 0.5f);
     else
-      below = reciprocal(1.0f + power_of_two(-u * normal_logit(square)));
+      below = rcp_approx(1.0f + exp2_approx(-u * normal_logit(square)));
     return {u * below, fmaf(u, density, below)};
   } else if constexpr (A == Activation::gelu_tanh) {
     const float v = at_least(u, kTanhLowest);
     const float square = at_most(v * v, kTanhSquare);
-    const float e = power_of_two(v * fmaf(square, -kTanhSlope * kTanhCubic * kLog2E, -kTanhSlope * kLog2E));
-    const float s = reciprocal(1.0f + e);
+    const float e = exp2_approx(v * fmaf(square, -kTanhSlope * kTanhCubic * kLog2E, -kTanhSlope * kLog2E));
+    const float s = rcp_approx(1.0f + e);
     const float value = v * s;
     return {value, fmaf(value * (e * s), fmaf(square, 3.0f * kTanhSlope * kTanhCubic, kTanhSlope), s)};
   } else if constexpr (A == Activation::relu) {
     return {at_least(u, 0.0f), u > 0.0f ? 1.0f : 0.0f};
   } else {
     const float v = at_least(u, kSiluLowest);
-    const float e = power_of_two(v * -kLog2E);
-    const float s = reciprocal(1.0f + e);
+    const float e = exp2_approx(v * -kLog2E);
+    const float s = rcp_approx(1.0f + e);
     const float value = v * s;
     return {value, fmaf(value, e * s, s)};
   }

@@ -1,21 +1,21 @@
-// What the special function unit computes in one instruction, good to about 2^-22; denormal numbers are zeros.
+// Approximations that the special function unit computes in one instruction, with a relative error of about 2^-22.
+// Subnormal inputs and results are flushed to zero.
 #pragma once
 
 namespace fasttfm {
 namespace cuda {
 
-__device__ __forceinline__ float power_of_two(float x) {
+__device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-__device__ __forceinline__ float reciprocal(float x) {
+__device__ __forceinline__ float rcp_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// Of base 2.
-__device__ __forceinline__ float logarithm(float x) {
+__device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;

@@ -1,14 +1,14 @@
-// What a launcher of a GPU with little shared memory needs to know besides the params.
+// An additional launcher argument for GPUs with little shared memory.
 #pragma once
 
 #include <cstdint>
 
 namespace fasttfm {
 
-// The kernels take the Params, the launcher alone the rest.
+// Kernels take the Params; block_memory is for the launcher only.
 template <class Params>
 struct WithBlockMemory : Params {
-  int64_t block_memory;  // bytes of shared memory that a block may have on the GPU
+  int64_t block_memory;  // bytes of shared memory that a block may use on the GPU
 };
 
 }  // namespace fasttfm

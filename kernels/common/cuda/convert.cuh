@@ -13,7 +13,7 @@ namespace cuda {
 
 constexpr int kVector = 8;  // elements per vector, and what sizes and strides must be multiples of
 
-// A vector as it lies in memory: kept packed while it waits, to save registers.
+// A vector in its storage type, which takes fewer registers than fp32 until it is used.
 template <class T>
 struct alignas(16) Packed {
   T element[kVector];
@@ -28,8 +28,8 @@ __device__ __forceinline__ void store_packed(T* to, const Packed<T>& value) {
   *reinterpret_cast<Packed<T>*>(to) = value;
 }
 
-// Global memory if `wanted`, as predicated instructions, and otherwise vectors of the words `otherwise`: branches
-// around each of a row's vectors would cost about as much as the conversion of its elements.
+// Loads from global memory with predicated instructions; if not `wanted`, every word is `otherwise`. A branch around
+// each vector of a row would cost about as much as the conversion of its elements.
 template <class T>
 __device__ __forceinline__ Packed<T> load_packed_if(bool wanted, const T* from, uint32_t otherwise = 0) {
   Packed<T> value;
@@ -54,8 +54,8 @@ __device__ __forceinline__ void store_packed_if(bool wanted, T* to, const Packed
                  : "memory");
 }
 
-// A load from shared memory that the compiler may not merge with an earlier one of the same address: it frees the
-// registers in between.
+// A load from shared memory that the compiler must not merge with an earlier one of the same address, so that the
+// registers are free in between.
 template <class T>
 __device__ __forceinline__ Packed<T> reload_packed(const Packed<T>* shared) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -73,7 +73,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Starts a copy of one vector to an address in shared memory; it is there after wait_copies<N>() by the same thread.
+// Starts a cp.async copy of one vector to shared memory, which is complete after wait_copies<N>() in the same thread.
 template <class T>
 __device__ __forceinline__ void start_copy(uint32_t shared, const T* global) {
 #pragma unroll
@@ -82,16 +82,16 @@ __device__ __forceinline__ void start_copy(uint32_t shared, const T* global) {
                  "l"(reinterpret_cast<const char*>(global) + offset)
                  : "memory");
 }
-// Closes the group of copies started since the last call.
+// cp.async.commit_group: the copies since the last call form a group.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most PENDING of the thread's latest groups are still under way.
+// Waits until at most PENDING of the thread's latest groups are in flight.
 template <int PENDING>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// The two elements of a 32-bit word, the lower address first. Written out per word: element by element the compiler
-// extracts each half twice.
+// The two elements of a 32-bit word, the lower address first. Conversions are written per word, because element by
+// element the compiler extracts each half twice.
 __device__ __forceinline__ float2 widen_word(uint32_t word, bf16_t) {
   return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
 }
@@ -145,14 +145,14 @@ __device__ __forceinline__ uint32_t word_of(float value, T type) {
   return narrow_word(value, value, type);
 }
 
-// A parameter vector, or `fallback` if the pointer is null or the vector not wanted.
+// Loads a parameter vector; `fallback` if the pointer is null or the vector is not `wanted`.
 template <class P>
 __device__ __forceinline__ void load_parameter(bool wanted, const P* from, int offset, float fallback,
                                                float (&to)[kVector]) {
   widen(load_packed_if(wanted && from != nullptr, from + offset, word_of(fallback, P{})), to);
 }
 
-// A parameter vector whose type is known at run time only.
+// Loads a parameter vector whose type is only known at run time.
 __device__ __forceinline__ void load_parameter(const void* from, DType dtype, int offset, float fallback,
                                                float (&to)[kVector]) {
   if (dtype == DType::f32)
@@ -163,7 +163,7 @@ __device__ __forceinline__ void load_parameter(const void* from, DType dtype, in
     load_parameter(true, static_cast<const f16_t*>(from), offset, fallback, to);
 }
 
-// One element of a tensor whose type is known at run time only.
+// One element of a tensor whose type is only known at run time.
 __device__ __forceinline__ void store_as(DType dtype, void* to, int64_t index, float value) {
   if (dtype == DType::f32)
     static_cast<float*>(to)[index] = value;

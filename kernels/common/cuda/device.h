@@ -1,4 +1,5 @@
-// What this build knows of CUDA, and what the machine has. A core built without CUDA still answers.
+// CUDA versions of the build and of the driver, and properties of the GPU. The functions exist in builds without CUDA
+// too.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +10,11 @@ namespace cuda {
 // The toolkit the core was built with, as CUDART_VERSION (13000 for 13.0); 0 when built without CUDA.
 int compiled_version();
 
-// The newest CUDA that the GPU driver supports, in the same form; 0 where there is no driver. Creates no context.
+// The newest CUDA version that the GPU driver supports, in the same form; 0 without a driver. Creates no context.
 int driver_version();
 
-// A GPU's compute capability (90 for 9.0), and the bytes of shared memory that a block may have; 0 where CUDA does not
-// tell. Neither creates a context.
+// A GPU's compute capability (90 for 9.0), and the bytes of shared memory that a block may use; 0 on an error. Neither
+// function creates a context.
 int64_t compute_capability(int64_t device);
 int64_t block_memory(int64_t device);
 

@@ -1,4 +1,4 @@
-// Dropout in the frame of rows.cuh: which elements of a row its threads keep (philox.h).
+// Dropout for the row-wise kernels of rows.cuh: decides which elements of a row are kept (philox.h).
 #pragma once
 
 #include <cstdint>
@@ -47,18 +47,18 @@ struct RowDraws {
     for (int v = 0; v < S::kVectors; ++v) word[v][0] = word[v][1] = 0xffffffffu;
   }
 
-  // Whether element i of vector v is kept: its byte, shifted to the top of the word, is compared there as it is, with
-  // lower bytes below it that cannot turn the answer.
+  // Whether element i of vector v is kept. Its byte is shifted to the top of the word and compared there; the bytes
+  // below it cannot change the result.
   __device__ __forceinline__ bool kept(int v, int i, uint32_t limit) const {
     return (word[v][i / 4] << (24 - 8 * (i % 4))) > limit;
   }
 };
 
-// Dropout as params structs carry it: a null seed keeps all.
+// The dropout parameters of a params struct; with a null seed everything is kept.
 struct Dropout {
   const int64_t* seed;
   RowPositions positions;
-  uint32_t limit;  // the largest word that drops: one below the threshold in the word's top byte
+  uint32_t limit;  // the largest word that is dropped: (threshold << 24) - 1
   float scale;
 
   template <class Params>

@@ -1,9 +1,9 @@
-// What only Hopper (sm_90a) has: the tensor copy engine (TMA) and its barriers, warpgroup products (wgmma), registers
-// that move between warpgroups. A .cu file that includes this is compiled for 90a alone.
+// Wrappers of the PTX instructions that only Hopper (sm_90a) has: TMA copies and mbarriers, wgmma, setmaxnreg,
+// clusters. Names follow PTX. A .cu file that includes this header is compiled for sm_90a only.
 //
-// Tiles in shared memory are rows of 64 16-bit elements, 128 bytes, in the swizzle that TMA writes and wgmma reads: the
-// 16-byte chunk c of row r stands in place c ^ (r % 8). They start at multiples of 1024 bytes. A wider matrix is
-// several such tiles, 64 columns each.
+// Tiles in shared memory have rows of 64 16-bit elements (128 bytes) in the 128-byte swizzle that TMA writes and wgmma
+// reads: the 16-byte chunk c of row r is stored in chunk c ^ (r % 8). Tiles are aligned to 1024 bytes. A wider matrix
+// is stored as several tiles of 64 columns.
 #pragma once
 
 #include <cuda.h>
@@ -26,21 +26,22 @@ constexpr int kWarpgroup = 128;     // threads
 
 // ---- host: tensor maps -----------------------------------------------------------------------------------------------
 
-// A view of up to four dimensions for TMA, the innermost contiguous: what lies past its sizes reads as 0 and is never
-// written.
+// A tensor of up to four dimensions as TMA sees it. The innermost dimension is contiguous. TMA reads elements outside
+// of the sizes as 0 and does not write them.
 struct TensorView {
-  const void* data;   // at a multiple of 16 bytes
-  DType dtype;        // of 16 bits
+  const void* data;   // aligned to 16 bytes
+  DType dtype;        // bf16 or f16
   int64_t size[4];    // innermost first; trailing ones 1
-  int64_t stride[3];  // of dimensions 1 to 3 in elements: multiples of 8
-  int box[4];         // what one copy moves; box[0] is kTileColumns
+  int64_t stride[3];  // of dimensions 1 to 3, in elements; multiples of 8
+  int box[4];         // the sizes that one copy moves; box[0] is kTileColumns
 };
 
 using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                                      const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                                      CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// cuTensorMapEncodeTiled, found at run time: the library does not link the driver. Null where the driver lacks it.
+// Looks up cuTensorMapEncodeTiled at run time, because the library does not link against the driver. Returns null if
+// the driver does not have it.
 inline EncodeTensorMap encode_tensor_map() {
   static const EncodeTensorMap function = [] {
     void* found = nullptr;
@@ -57,7 +58,7 @@ inline EncodeTensorMap encode_tensor_map() {
   return function;
 }
 
-// The map that kernels take as a __grid_constant__ parameter.
+// Encodes the tensor map that kernels take as a __grid_constant__ parameter.
 inline Status make_tensor_map(CUtensorMap* map, const TensorView& view) {
   const EncodeTensorMap encode = encode_tensor_map();
   if (encode == nullptr) return {StatusCode::cuda_error, "the CUDA driver has no cuTensorMapEncodeTiled"};
@@ -68,7 +69,7 @@ inline Status make_tensor_map(CUtensorMap* map, const TensorView& view) {
     box[i] = static_cast<cuuint32_t>(view.box[i]);
     step[i] = 1;
   }
-  for (int i = 0; i < 3; ++i) {  // a dimension of size 1 may come with any stride: it is never taken
+  for (int i = 0; i < 3; ++i) {  // a dimension of size 1 may have any stride, because it is never used
     const cuuint64_t natural = i == 0 ? 2 * size[0] : size[i] * stride[i - 1];
     stride[i] = view.size[i + 1] == 1 ? natural : 2 * static_cast<cuuint64_t>(view.stride[i]);
   }
@@ -83,21 +84,22 @@ inline Status make_tensor_map(CUtensorMap* map, const TensorView& view) {
 
 // ---- barriers in shared memory ---------------------------------------------------------------------------------------
 
-// A phase ends when all arrivals have come and all announced bytes are there; the phase that is waited for is named by
-// its parity. The first phase has parity 0, so waiting for parity 1 on a new barrier returns at once.
-struct Barrier {
+// An mbarrier in shared memory. A phase completes when all expected arrivals and all expected transaction bytes have
+// come. wait() names a phase by its parity. The first phase has parity 0, so waiting for parity 1 on a new mbarrier
+// returns immediately.
+struct Mbarrier {
   uint64_t state;
 
   __device__ __forceinline__ uint32_t address() const { return shared_address(&state); }
-  // One thread; then fence_barriers() and a barrier of the block.
-  __device__ __forceinline__ void initialize(uint32_t arrivals) {
+  // Called by one thread, before fence_mbarrier_init() and __syncthreads().
+  __device__ __forceinline__ void init(uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
   }
   __device__ __forceinline__ void arrive() {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
   }
-  // Arrives, and announces bytes that copies will bring.
-  __device__ __forceinline__ void arrive_expect(uint32_t bytes) {
+  // Arrives and adds `bytes` to the transaction bytes that the phase expects.
+  __device__ __forceinline__ void arrive_expect_tx(uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
   }
   __device__ __forceinline__ bool test(uint32_t parity) const {
@@ -112,8 +114,9 @@ struct Barrier {
     while (!test(parity)) {
     }
   }
-  // Of the barrier of the same name in another block of the cluster. It orders nothing but what products have read (a
-  // release to the cluster would be a fence of all memory); who waits copies to where they read.
+  // Arrives at the same mbarrier in another block of the cluster. It has CTA scope, because a release at cluster scope
+  // would fence all memory. That suffices to hand back a buffer that wgmma has read: the waiting thread only starts a
+  // TMA copy into it.
   __device__ __forceinline__ void arrive_remote(uint32_t block) {
     asm volatile(
         "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
@@ -123,28 +126,30 @@ struct Barrier {
   }
 };
 
-// Makes initialized barriers known to the copy engine and to the cluster.
-__device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Makes initialized mbarriers visible to TMA and to the cluster.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
-// Whether this is a build for compute-sanitizer, which does not follow everything that these kernels do.
+// Whether this is a build for compute-sanitizer, which does not understand every synchronization in these kernels.
 #ifdef FASTTFM_SANITIZE_GPU
 constexpr bool kSanitized = true;
 #else
 constexpr bool kSanitized = false;
 #endif
 
-// How often a warp arrives where it hands something over as a whole. Once is enough: __syncwarp() orders all its lanes
-// before the one that arrives. racecheck does not follow that order, so that in a build for it every lane arrives.
+// The number of arrivals of a warp in arrive_warp(). One is enough, because __syncwarp() orders all lanes before the
+// one that arrives. racecheck does not track that order, so in a build for compute-sanitizer every lane arrives.
 constexpr int kWarpArrivals = kSanitized ? 32 : 1;
 
-// A whole warp arrives at a barrier that counts kWarpArrivals for each of its warps.
-__device__ __forceinline__ void arrive_warp(Barrier& barrier) {
+// A whole warp arrives at an mbarrier that expects kWarpArrivals arrivals per warp.
+__device__ __forceinline__ void arrive_warp(Mbarrier& barrier) {
   __syncwarp();
   if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) barrier.arrive();
 }
 
-// Where a ring of STAGES slots stands: the slot, and the parity of the phase that fills it (wait for full: parity;
-// wait for empty: parity ^ 1).
+// The position in a ring buffer of STAGES slots: the slot, and the parity of the phase that fills it. Consumers wait
+// for `full` with parity, the producer waits for `empty` with parity ^ 1.
 template <int STAGES>
 struct RingPosition {
   uint32_t slot = 0, parity = 0;
@@ -156,38 +161,39 @@ struct RingPosition {
   }
 };
 
-// Barriers of the hardware for whole warps: `threads` in all sync or arrive. Number 0 is __syncthreads().
-__device__ __forceinline__ void sync_named(int number, int threads) {
+// Named barriers (PTX bar.sync and bar.arrive) for whole warps: `threads` is the total number of threads that sync or
+// arrive. Barrier 0 is __syncthreads().
+__device__ __forceinline__ void named_barrier_sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void arrive_named(int number, int threads) {
+__device__ __forceinline__ void named_barrier_arrive(int number, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 // ---- roles -----------------------------------------------------------------------------------------------------------
 
-// Registers of a warpgroup's threads from here on: whole warpgroups, a multiple of 8.
+// setmaxnreg: the number of registers per thread from here on, a multiple of 8. All warps of a warpgroup execute it.
 template <int REGISTERS>
-__device__ __forceinline__ void lower_registers() {
+__device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 template <int REGISTERS>
-__device__ __forceinline__ void raise_registers() {
+__device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// True in one thread of a whole warp.
-__device__ __forceinline__ bool elected() {
+// elect.sync: true in exactly one thread of a converged warp.
+__device__ __forceinline__ bool elect_one() {
   uint32_t chosen;
   asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(chosen));
   return chosen != 0;
 }
 
-// A number that is the same in all threads of a warp, made so for the compiler.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+// Tells the compiler that a value is the same in all threads of a warp, so that it can use uniform registers.
+__device__ __forceinline__ int warp_uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-// threadIdx.x, read anew wherever it stands: what is computed from it takes registers only there.
-__device__ __forceinline__ uint32_t thread_here() {
+// Reads threadIdx.x again at each call, so that values computed from it do not occupy registers between the calls.
+__device__ __forceinline__ uint32_t reload_tid() {
   uint32_t thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
@@ -200,93 +206,113 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-__device__ __forceinline__ uint32_t cluster_blocks() {
+__device__ __forceinline__ uint32_t cluster_size() {
   uint32_t blocks;
   asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
   return blocks;
 }
-__device__ __forceinline__ void sync_cluster() {
+__device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // ---- copies ----------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+__device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Starts a copy of the map's box, from the place (c0, c1, c2, c3) on, into shared memory; its bytes arrive at `full`.
-// One thread.
-__device__ __forceinline__ void load_box(const CUtensorMap* map, Barrier& full, uint32_t shared, int c0, int c1, int c2,
-                                         int c3) {
+// Starts a TMA copy of the map's box at coordinates (c0, c1, c2, c3) into shared memory, which completes on `full`.
+// Called by one thread.
+__device__ __forceinline__ void tma_load(const CUtensorMap* map, Mbarrier& full, uint32_t shared, int c0, int c1,
+                                         int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
       "[%2];" ::"r"(shared),
       "l"(map), "r"(full.address()), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-// The same into the same place of every block of the cluster whose bit is set in `blocks`.
-__device__ __forceinline__ void load_box_to(uint16_t blocks, const CUtensorMap* map, Barrier& full, uint32_t shared,
-                                            int c0, int c1, int c2, int c3) {
+// The same with multicast: into the same shared address of every block of the cluster whose bit is set in `blocks`.
+__device__ __forceinline__ void tma_load_multicast(uint16_t blocks, const CUtensorMap* map, Mbarrier& full,
+                                                   uint32_t shared, int c0, int c1, int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
       "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
       "l"(map), "r"(full.address()), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
       : "memory");
 }
-// Starts a copy of shared memory to the map's box; fence_async() and a barrier of its writers come before it.
-__device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t shared, int c0, int c1, int c2, int c3) {
+// Starts a TMA copy from shared memory to the map's box. The threads that wrote shared memory execute
+// fence_proxy_async() and a barrier before it.
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
 }
-// Start a copy, or an addition, of fp32 in shared memory to global memory: a multiple of 16 bytes. fence_async() of
-// those who wrote them, and a barrier, come before it; commit_stores() after it.
-__device__ __forceinline__ void store_bytes(float* global, uint32_t shared, uint32_t bytes) {
+// Start a bulk copy, or a bulk reduction (add), of fp32 values from shared to global memory; `bytes` is a multiple of
+// 16. The threads that wrote shared memory execute fence_proxy_async() and a barrier before it; bulk_commit() follows.
+__device__ __forceinline__ void bulk_store(float* global, uint32_t shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void add_bytes(float* global, uint32_t shared, uint32_t bytes) {
+__device__ __forceinline__ void bulk_reduce_add(float* global, uint32_t shared, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
                "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until at most PENDING of the thread's groups of stores still read shared memory.
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until at most PENDING of the thread's bulk groups still read shared memory.
 template <int PENDING>
-__device__ __forceinline__ void wait_stores_read() {
+__device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
-// Waits until at most PENDING of the thread's groups of stores have not ended.
+// Waits until at most PENDING of the thread's bulk groups are incomplete.
 template <int PENDING>
-__device__ __forceinline__ void wait_stores() {
+__device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Orders a thread's own accesses of shared memory before those of TMA and wgmma that follow a barrier.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// The same for global memory, of what a thread has seen done.
-__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+// Orders the thread's accesses to shared memory before accesses by TMA and wgmma (the async proxy) that follow a
+// barrier.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The same for global memory.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// ---- products of a warpgroup -----------------------------------------------------------------------------------------
+// ---- matrices in shared memory --------------------------------------------------------------------------------------
+
+// Load and store four 8 x 8 matrices of 16-bit elements, of which each lane holds one 32-bit word; lane l gives the
+// address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t* words, uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t* words) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+// ---- wgmma ----------------------------------------------------------------------------------------------------------
 //
-// d [64, N] += a [64, 16] b [16, N] with d in registers: warp w of the warpgroup holds the rows from 16 * w on, and its
-// lane l of them l / 4 and l / 4 + 8: element 4 * i + 2 * half + c of d is row l / 4 + 8 * half, column 8 * i + 2 * (l
-// % 4) + c. An operand a in registers is of the same layout: words {row l / 4, columns 2 * (l % 4) + {0, 1}}, {row +
-// 8}, {columns + 8}, {row + 8, columns + 8}; so two neighbouring i of one product are an a of the next.
+// wgmma computes d [64, N] += a [64, 16] b [16, N] with the accumulator d in registers. Warp w of the warpgroup holds
+// rows 16 * w to 16 * w + 15, of which lane l holds rows l / 4 and l / 4 + 8: element 4 * i + 2 * half + c of d is row
+// l / 4 + 8 * half, column 8 * i + 2 * (l % 4) + c. An operand a in registers has the same layout, in 32-bit words {row
+// l / 4, columns 2 * (l % 4) + {0, 1}}, {row + 8}, {columns + 8}, {row + 8, columns + 8}. So two neighbouring i of one
+// result, rounded to 16 bits, are an operand a of the next wgmma.
 
-// A matrix in shared memory as wgmma takes it, 128-byte swizzle: `address` of its first element, `stride` bytes between
-// groups of 8 rows of a tile, `leading` bytes between tiles of 64 columns where columns are M or N.
+// The wgmma matrix descriptor of an operand in shared memory with 128-byte swizzle: `address` of its first element,
+// `stride` bytes between groups of 8 rows of a tile, and `leading` bytes between tiles of 64 columns if columns are the
+// M or N dimension.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
   return static_cast<uint64_t>((address & 0x3ffffu) >> 4) | static_cast<uint64_t>(leading >> 4) << 16 |
          static_cast<uint64_t>(stride >> 4) << 32 | 1ull << 62;
 }
-// K along the row (Q, and K in Q K^T): the rows are M or N. 16 elements of K further is kKMajorStep bytes further, up
-// to the end of the tile; the next 64 are in the next tile.
+// K-major: the K dimension runs along the rows of the tile (as for q and k in q k^T). The next 16 elements of K are
+// kKMajorStep bytes further, up to the end of the tile; the next 64 are in the next tile.
 __device__ __forceinline__ uint64_t k_major(uint32_t tile) { return matrix_descriptor(tile, 16, 8 * kTileRowBytes); }
 constexpr uint32_t kKMajorStep = 32;
-// K along the column (V in P V): the columns are M or N, and past 64 in tiles `leading` bytes apart. 16 elements of K
-// further is kMnMajorStep bytes further.
+// MN-major: the K dimension runs down the columns of the tile (as for v in P v). Columns past 64 are in tiles `leading`
+// bytes apart. The next 16 elements of K are kMnMajorStep bytes further.
 __device__ __forceinline__ uint64_t mn_major(uint32_t tile, uint32_t leading) {
   return matrix_descriptor(tile, leading, 8 * kTileRowBytes);
 }
@@ -295,22 +321,24 @@ __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes)
 
 enum class Major { k, mn };
 
-// Before the first product, and after registers of d or a were touched otherwise.
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits until at most PENDING groups are under way; then hold_registers() on what they wrote or read.
+// Required before the first wgmma, and after any other access to the registers of d or a.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most PENDING wgmma groups are in flight. fence_operand() follows, on the registers that they read or
+// wrote.
 template <int PENDING>
-__device__ __forceinline__ void wait_products() {
+__device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// No access of these registers is moved across it: products under way are nothing that the compiler sees.
+// Keeps the compiler from moving accesses to these registers across it, because it does not know that a wgmma in flight
+// still uses them.
 template <int COUNT>
-__device__ __forceinline__ void hold_registers(float (&value)[COUNT]) {
+__device__ __forceinline__ void fence_operand(float (&value)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(value[i])::"memory");
 }
 template <int COUNT>
-__device__ __forceinline__ void hold_registers(uint32_t (&value)[COUNT]) {
+__device__ __forceinline__ void fence_operand(uint32_t (&value)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(value[i])::"memory");
 }
@@ -352,12 +380,12 @@ __device__ __forceinline__ void hold_registers(uint32_t (&value)[COUNT]) {
       "+f"(d[I + 7])
 
 template <int N>
-struct Products;
+struct Wgmma;
 
-// COUNT = N / 2 registers of d come first among the operands; X0 to X6 are the numbers after them.
-#define FASTTFM_PRODUCTS(N, COUNT, X0, X1, X2, X3, X4, X5, X6)                                                         \
+// The asm operands begin with the COUNT = N / 2 registers of d; X0 to X6 are the numbers of the operands after them.
+#define FASTTFM_WGMMA(N, COUNT, X0, X1, X2, X3, X4, X5, X6)                                                            \
   template <>                                                                                                          \
-  struct Products<N> {                                                                                                 \
+  struct Wgmma<N> {                                                                                                    \
     template <class T, Major A, Major B>                                                                               \
     static __device__ __forceinline__ void shared(float (&d)[COUNT], uint64_t a, uint64_t b, bool add) {               \
       if constexpr (std::is_same_v<T, bf16_t>)                                                                         \
@@ -392,28 +420,28 @@ struct Products;
     }                                                                                                                  \
   };
 
-FASTTFM_PRODUCTS(64, 32, 32, 33, 34, 35, 36, 37, 38)
-FASTTFM_PRODUCTS(80, 40, 40, 41, 42, 43, 44, 45, 46)
-FASTTFM_PRODUCTS(96, 48, 48, 49, 50, 51, 52, 53, 54)
-FASTTFM_PRODUCTS(112, 56, 56, 57, 58, 59, 60, 61, 62)
-FASTTFM_PRODUCTS(128, 64, 64, 65, 66, 67, 68, 69, 70)
-FASTTFM_PRODUCTS(160, 80, 80, 81, 82, 83, 84, 85, 86)
-FASTTFM_PRODUCTS(176, 88, 88, 89, 90, 91, 92, 93, 94)
-FASTTFM_PRODUCTS(192, 96, 96, 97, 98, 99, 100, 101, 102)
-FASTTFM_PRODUCTS(256, 128, 128, 129, 130, 131, 132, 133, 134)
+FASTTFM_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
+FASTTFM_WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46)
+FASTTFM_WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
+FASTTFM_WGMMA(112, 56, 56, 57, 58, 59, 60, 61, 62)
+FASTTFM_WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
+FASTTFM_WGMMA(160, 80, 80, 81, 82, 83, 84, 85, 86)
+FASTTFM_WGMMA(176, 88, 88, 89, 90, 91, 92, 93, 94)
+FASTTFM_WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
+FASTTFM_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
-#undef FASTTFM_PRODUCTS
+#undef FASTTFM_WGMMA
 #undef FASTTFM_RESULTS_AT
 
-// d = a b, or d += a b where `add`, over 16 elements of K: both operands in shared memory, as descriptors.
+// d = a b, or d += a b if `add`, over 16 elements of K. Both operands are in shared memory, given by descriptors.
 template <class T, Major A = Major::k, Major B = Major::k, int COUNT>
-__device__ __forceinline__ void multiply(float (&d)[COUNT], uint64_t a, uint64_t b, bool add = true) {
-  Products<2 * COUNT>::template shared<T, A, B>(d, a, b, add);
+__device__ __forceinline__ void wgmma(float (&d)[COUNT], uint64_t a, uint64_t b, bool add = true) {
+  Wgmma<2 * COUNT>::template shared<T, A, B>(d, a, b, add);
 }
-// The same with the four registers from `a` on as the operand a.
+// The same with operand a in four registers.
 template <class T, Major B = Major::k, int COUNT>
-__device__ __forceinline__ void multiply(float (&d)[COUNT], const uint32_t* a, uint64_t b, bool add = true) {
-  Products<2 * COUNT>::template registers<T, B>(d, a, b, add);
+__device__ __forceinline__ void wgmma(float (&d)[COUNT], const uint32_t* a, uint64_t b, bool add = true) {
+  Wgmma<2 * COUNT>::template registers<T, B>(d, a, b, add);
 }
 
 }  // namespace cuda

@@ -1,5 +1,4 @@
-// What every CUDA launcher does around its kernel: be on the right device, launch, and turn CUDA's answer into a
-// status.
+// What every CUDA launcher does: set the device, launch the kernel, and turn CUDA's error code into a Status.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,8 +10,8 @@
 namespace fasttfm {
 namespace cuda {
 
-// What one call returned. CUDA also keeps an error until somebody asks for the last one: whoever launches next, here or
-// in another library, would take it for its own.
+// Turns a CUDA call's error into a Status. CUDA also stores the error until cudaGetLastError() is called; without that,
+// the next launch, here or in another library, would report it as its own.
 inline Status status_of(cudaError_t error) {
   if (error == cudaSuccess) return {};
   cudaGetLastError();
@@ -46,14 +45,14 @@ class DeviceGuard {
   Status status_;
 };
 
-// Lets a kernel have `memory` bytes of dynamic shared memory.
+// Allows a kernel `memory` bytes of dynamic shared memory.
 template <class Kernel>
 cudaError_t allow_memory(Kernel kernel, size_t memory) {
-  if (memory <= 48 * 1024) return cudaSuccess;  // above this a kernel has to ask
+  if (memory <= 48 * 1024) return cudaSuccess;  // more than this requires the attribute
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(memory));
 }
 
-// Launches a kernel as `config` says. The status is this launch's own, whatever error another library left behind.
+// Launches a kernel with `config`. The status is that of this launch, even if another library left an error pending.
 template <class... Parameters, class... Arguments>
 Status launch_as(const cudaLaunchConfig_t& config, void (*kernel)(Parameters...), const Arguments&... arguments) {
   const cudaError_t error = allow_memory(kernel, config.dynamicSmemBytes);
@@ -77,8 +76,9 @@ Status launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memor
   return launch_as(launch_config(grid, block, memory, stream), kernel, arguments...);
 }
 
-// The same for blocks that wait for each other: all run at the same time (a cooperative launch). The status is
-// does_not_fit where they cannot: under MPS or in a green context a stream has a part of the GPU alone.
+// The same as a cooperative launch, for blocks that wait for each other: all of them are resident at the same time. The
+// status is does_not_fit if they cannot be, e.g. under MPS or in a green context, where a stream has only a part of the
+// GPU.
 template <class... Parameters, class... Arguments>
 Status launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memory, void* stream,
                        const Arguments&... arguments) {

@@ -1,9 +1,9 @@
 // LayerNorm and RMSNorm of rows on NVIDIA GPUs, in the frame of rows.cuh. The formulas are in layer_norm/reference.py
 // and rms_norm/reference.py: RMSNorm is LayerNorm without the mean and the bias.
 //
-// Both directions are near the issue limit as well as the memory's: what counts is instructions per element. So the
-// forward's parameter type P is known when compiling, and the backward computes xhat as one fused multiply-add, x *
-// rstd - mean * rstd, whose rounding is a constant of the row that the correction by mean(xhat) removes.
+// Both directions are close to the issue limit as well as the bandwidth limit, so instructions per element matter. The
+// forward's parameter type P is a template parameter, and the backward computes xhat as one FMA, x * rstd - mean *
+// rstd, whose rounding error is a constant of the row that the correction by mean(xhat) removes.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ constexpr bool kCentered<Params, std::void_t<decltype(Params::mean)>> = true;
 template <class T, class P, class S, class Params>
 __global__ void __launch_bounds__(S::kBlock) norm_forward_kernel(Params p) {
   const int64_t row[1] = {static_cast<int64_t>(blockIdx.x) * S::kGroups + group_of_thread<S>()};
-  if (row[0] >= p.rows) return;  // whole groups leave together
+  if (row[0] >= p.rows) return;  // whole groups return together
   const int columns = static_cast<int>(p.columns);
   const T* from = static_cast<const T*>(p.x) + row[0] * p.x_stride;
   Packed<T> packed[S::kVectors];
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) norm_backward_kernel(Params p) {
   memory.ring.start(rows.rounds > 0, columns, 0, x_walk, dy_walk);
   stage_parameter<S>(p.weight, p.weight_dtype, 1.0f, columns, memory.weight);
   __syncthreads();
-  for (int round = 0; round < rows.rounds; ++round) {  // a group's threads share the row: they meet at its barriers
+  for (int round = 0; round < rows.rounds; ++round) {  // all threads of a group take part in its barriers
     const int slot = round % kRowStages;
     memory.ring.start(round + 1 < rows.rounds, columns, slot ^ 1, x_walk, dy_walk);
     const float rstd = p.rstd[row];
@@ -136,7 +136,8 @@ __global__ void __launch_bounds__(S::kBlock, 1) norm_backward_kernel(Params p) {
       store_part<S>(dbias, memory.shares, part + static_cast<int64_t>(gridDim.x) * columns, columns);
 }
 
-// Twelve warps leave each thread the 168 registers that four vectors need; the shared memory of fp32 rows allows eight.
+// With twelve warps each thread has the 168 registers that four vectors need. The shared memory of fp32 rows allows
+// eight warps.
 template <class T>
 struct NormBackwardPlan {
   static constexpr int kBlock = sizeof(T) == 4 ? 256 : 384;

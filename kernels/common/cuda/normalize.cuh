@@ -1,5 +1,5 @@
-// The end of every LayerNorm and RMSNorm forward in the frame of rows.cuh: rows in registers, their statistics, scaled
-// rows out.
+// The last part of every LayerNorm and RMSNorm forward built on rows.cuh: computes statistics of rows in registers and
+// writes the normalized rows.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 namespace fasttfm {
 namespace cuda {
 
-// 1 / sqrt(x) for rows of type T: correctly rounded steps for fp32, whose error shows in the result; else the special
-// function unit's approximation and one step of Newton's method.
+// 1 / sqrt(x) for rows of type T: correctly rounded operations for fp32, where the error is visible in the result;
+// otherwise the special function unit's approximation and one Newton step.
 template <class T>
 __device__ __forceinline__ float inverse_root(float x) {
   if constexpr (sizeof(T) == 4) return 1.0f / sqrtf(x);
@@ -21,8 +21,9 @@ __device__ __forceinline__ float inverse_root(float x) {
 // A group's ROWS rows `x`, zero past their end, become y = (x - mean) * rstd * weight + bias. `p` has the fields of a
 // forward: weight, bias (of type P, or null), y (of type T), mean, rstd, columns, eps; `row` are the rows' numbers.
 //
-// The variance is the mean square of the deviations from the mean. CORRECTED takes the sum of the deviations too, zero
-// but for the rounding of the mean, and takes that out again: what a mean far above the deviation needs.
+// The variance is the mean square of the deviations from the mean. CORRECTED also computes the sum of the deviations,
+// which is zero except for the rounding of the mean, and subtracts it. Rows whose mean is far larger than their
+// deviation need that.
 template <class T, class P, class S, bool CORRECTED, int ROWS, class Params>
 __device__ __forceinline__ void normalize_rows(const Params& p, const int64_t (&row)[ROWS],
                                                float (&x)[ROWS][S::kVectors][kVector]) {

@@ -9,9 +9,9 @@
 namespace fasttfm {
 namespace cuda {
 
-// Synchronizes the GROUP consecutive threads that share a row, of a block of BLOCK. A group that is the whole block
-// meets at barrier 0; several groups of a block meet at barriers of their own, all 16 of which the block then occupies:
-// an SM has room for four such blocks only.
+// Synchronizes the GROUP consecutive threads of a block of BLOCK threads that share a row. A group that is the whole
+// block uses __syncthreads(). Several groups of a block use one named barrier each; such a block occupies all 16 of its
+// named barriers, so that an SM has room for only four blocks.
 template <int GROUP, int BLOCK>
 __device__ __forceinline__ void sync_group() {
   if constexpr (GROUP == BLOCK)
@@ -47,7 +47,7 @@ __device__ __forceinline__ void group_sum(float (&value)[COUNT], float* scratch)
 constexpr int kSumColumns = 32;
 constexpr int kSumRows = 16;
 
-// Where a sum goes: [C] of any type, or null when it is not wanted.
+// The destination of a sum: [C] of any type, or null if it is not needed.
 struct SumOutput {
   void* to;
   DType dtype;
@@ -70,7 +70,7 @@ static __global__ void __launch_bounds__(kSumColumns* kSumRows)
   partial[threadIdx.y][threadIdx.x] = total;
   __syncthreads();
   if (threadIdx.y == 0 && column < columns) {
-    float sum[kSumRows];  // pairwise: fewer roundings than one after the other
+    float sum[kSumRows];  // pairwise summation rounds less than sequential summation
 #pragma unroll
     for (int row = 0; row < kSumRows; ++row) sum[row] = partial[row][threadIdx.x];
 #pragma unroll

@@ -1,4 +1,4 @@
-// The frame of row-wise kernels (layer_norm and its fused relatives). N rows of C columns, C a multiple of 8.
+// Building blocks of row-wise kernels (layer_norm and its fused variants). N rows of C columns, C a multiple of 8.
 //
 // A row belongs to a group of threads, each of which holds kVectors vectors of 8 elements: every element crosses the
 // memory bus once, 16 bytes at a time. Kernels that only map rows take one row per group: plenty of small blocks keep
@@ -51,7 +51,7 @@ Status for_row_shape(int64_t columns, Launch launch) {
   return launch(RowShape<256, 4, 256>{});
 }
 
-// The shared memory that a block may have on the GPUs that have least of it: compute capability 8.6, 8.9 and 12.0.
+// The shared memory per block on the GPUs that have the least: compute capability 8.6, 8.9 and 12.0.
 constexpr int64_t kLeastBlockMemory = 99 * 1024;
 
 // Calls use(RowShape{}) for the smallest shape that holds a row and whose memory fits into `limit` bytes. `Plan` has
@@ -68,7 +68,7 @@ Status for_row_shape_within(int64_t columns, int64_t limit, Use use) {
   });
 }
 
-// How many bytes the blocks that it chooses take; 0 for columns that no shape holds.
+// The bytes of shared memory of the shape that it selects; 0 if no shape holds the columns.
 template <class Plan>
 int64_t row_memory(int64_t columns, int64_t limit) {
   int64_t memory = 0;
@@ -79,8 +79,8 @@ int64_t row_memory(int64_t columns, int64_t limit) {
   return memory;
 }
 
-// The column of a thread's v-th vector: neighbouring threads read neighbouring vectors, and a thread's vectors lie
-// vector_offset<S>(v) from its first, which is known when compiling.
+// The column of a thread's v-th vector: neighbouring threads read neighbouring vectors. The v-th vector is at the
+// compile-time offset vector_offset<S>(v) from the thread's first one.
 template <class S>
 __device__ __forceinline__ constexpr int vector_offset(int v) {
   return v * S::kGroup * kVector;
@@ -95,8 +95,8 @@ __device__ __forceinline__ bool in_row(int v, int columns) {
   return vector_offset<S>(v) < columns - column_of<S>(0);
 }
 
-// The thread's group in its block. The shuffle tells the compiler that a warp's threads agree: loops over a group's
-// rows are then no divergence, which reductions inside of them would have to provide for.
+// The thread's group in its block. The shuffle tells the compiler that the value is warp-uniform: otherwise it assumes
+// that loops over a group's rows diverge, and reductions inside of them become slower.
 template <class S>
 __device__ __forceinline__ int group_of_thread() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x), 0) / S::kGroup;
@@ -114,10 +114,10 @@ struct GroupRows {
         rounds(first < rows ? static_cast<int>((rows - first + stride - 1) / stride) : 0) {}
 };
 
-// Follows a loop over a group's rows that calls group_sum SUMS times per row. Groups of one block may differ by a row,
-// and so by SUMS barriers. Where a block's warps have passed different numbers of barriers, compute-sanitizer's
-// racecheck reports races between accesses that a later __syncthreads() orders: a build for it lets all groups pass
-// equally many.
+// Called after a loop over a group's rows that calls group_sum SUMS times per row. Groups of one block may differ by a
+// row, and so by SUMS barriers. If the warps of a block have passed different numbers of barriers, racecheck reports
+// races between accesses that a later __syncthreads() orders. So in a build for compute-sanitizer this makes all groups
+// pass the same number.
 template <int SUMS, class S>
 __device__ __forceinline__ void pass_missed_barriers(int64_t all_rows, const GroupRows<S>& rows) {
 #ifdef FASTTFM_SANITIZE_GPU
@@ -140,14 +140,14 @@ struct RowWalk {
   __device__ __forceinline__ void next() { vector += step; }
 };
 
-constexpr int kRowStages = 2;  // one row in use, one in flight; a third bought nothing on an H200
+constexpr int kRowStages = 2;  // one row in use, one in flight; a third stage is not faster on an H200
 
-// Rows of TENSORS tensors on their way from memory to registers.
+// A ring buffer in shared memory for rows of TENSORS tensors, filled by cp.async.
 template <class T, class S, int TENSORS>
 struct RowRing {
   Packed<T> vector[kRowStages][TENSORS][S::kVectors][S::kBlock];
 
-  // Vectors past the row's end are zero for good: most arithmetic then needs no guards.
+  // Vectors past the row's end are zeroed once, so that most arithmetic needs no guards.
   __device__ __forceinline__ void clear_past_end(int columns) {
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
@@ -159,8 +159,8 @@ struct RowRing {
     }
   }
 
-  // Starts copying the walks' next rows into `slot` and steps the walks. Past the last row (`wanted` false) it closes
-  // an empty group of copies, so that groups always count rows.
+  // Starts copying the walks' next rows into `slot` and advances the walks. Past the last row (`wanted` is false) it
+  // commits an empty cp.async group, so that there is one group per row.
   template <class... Walks>
   __device__ __forceinline__ void start(bool wanted, int columns, int slot, Walks&... walks) {
     static_assert(sizeof...(Walks) == TENSORS, "one walk per tensor");
@@ -186,7 +186,7 @@ struct RowRing {
   }
 };
 
-// A parameter [C] of any type into shared memory as fp32, `fallback` where there is none and zero past the end. A
+// Loads a parameter [C] of any type into shared memory as fp32: `fallback` if it is null, and zero past the end. A
 // barrier must follow.
 template <class S>
 __device__ __forceinline__ void stage_parameter(const void* from, DType dtype, float fallback, int columns,
@@ -198,11 +198,11 @@ __device__ __forceinline__ void stage_parameter(const void* from, DType dtype, f
   }
 }
 
-// The block's groups add up their shares of a sum over rows, in group order, and store the block's part ([C] fp32).
+// Adds the partial sums over rows of the block's groups, in group order, and stores the block's partial sum ([C] fp32).
 template <class S>
 __device__ __forceinline__ void store_part(const float (&share)[S::kVectors][kVector],
                                            float (&shares)[S::kGroups][S::kColumns], float* part, int columns) {
-  __syncthreads();  // the memory's previous use is over
+  __syncthreads();  // the memory may still be in use
 #pragma unroll
   for (int v = 0; v < S::kVectors; ++v)
     store_packed(&shares[threadIdx.x / S::kGroup][column_of<S>(v)], narrow<float>(share[v]));

@@ -27,7 +27,7 @@ def _logit(square):
 def activated(u, KIND: tl.constexpr, EXACT: tl.constexpr):
     """The activation of fp32 ``u`` and its derivative; what is not used is not computed.
 
-    EXACT asks for fp32's precision, relative to the result; without it, for 16-bit types, absolute.
+    With EXACT the error is relative to the result, at fp32's precision; without it, for 16-bit types, it is absolute.
     """
     if KIND == "gelu":
         density = tl.exp2(u * u * (-0.5 * _LOG2_E)) * _DENSITY

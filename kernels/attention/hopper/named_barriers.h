@@ -1,0 +1,24 @@
+// The named barriers of the Hopper attention kernels. Barrier 0 is __syncthreads(). Entries marked "+ i" are the first
+// of several barriers, one for each of the warpgroups.
+#pragma once
+
+namespace fasttfm {
+namespace cuda {
+
+enum ForwardBarrier : int {
+  kForwardTurn = 1,    // + i: warpgroup i may issue wgmma (WarpSchedulerBarrier)
+  kForwardZeroed = 8,  // + i: warpgroup i has zeroed rows of v
+};
+
+enum BackwardBarrier : int {
+  kBackwardSums = 1,  // warpgroup 3 has written its sums to shared memory (OrderedSums)
+  kBackwardTurn = 2,  // + i: warpgroup 1 + i may compute weights
+};
+
+enum BackwardD128Barrier : int {
+  kBackwardD128Unit = 1,  // + i: warpgroup 1 + i has written its unit to shared memory
+  kBackwardD128Turn = 3,  // + i: warpgroup 1 + i may issue wgmma
+};
+
+}  // namespace cuda
+}  // namespace fasttfm
