@@ -75,8 +75,8 @@ format: .venv/installed ## lay out Python and C++ as `make lint` wants them
 	.venv/bin/ruff format .
 	.venv/bin/clang-format -i $(cpp_sources)
 
-# A build of its own, laid out as a package that stands before the installed one on the path. Python itself is not sanitized, so
-# the runtimes are preloaded and Python allocates with malloc; what it keeps to the end would count as leaks.
+# A separate build, laid out as a package that precedes the installed one on the path. Python itself is not sanitized,
+# so the runtimes are preloaded and Python allocates with malloc; what it keeps to the end would count as leaks.
 asan_environment = PYTHONPATH=$(CURDIR)/build/asan/lib PYTHONMALLOC=malloc \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
   LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)"

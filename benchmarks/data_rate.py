@@ -42,11 +42,11 @@ def main() -> int:
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES, metavar="case", help=", ".join(CASES))
     parser.add_argument("--workers", nargs="*", type=int, default=[0, 4])
     parser.add_argument("--tokens-per-batch", type=int, default=32768)
-    parser.add_argument("--seconds", type=float, default=4, help="of a run, behind one of warming up")
+    parser.add_argument("--seconds", type=float, default=4, help="duration of a run, after one of warmup")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--out", type=Path, help="folder for the CSV")
     settings = parser.parse_args()
-    warnings.filterwarnings("ignore", message="This DataLoader will create")  # four workers on two cores are asked for
+    warnings.filterwarnings("ignore", message="This DataLoader will create")  # four workers on two cores are intended
 
     keys = [(case, workers) for case in settings.cases for workers in settings.workers]
     rates: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in keys}

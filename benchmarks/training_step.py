@@ -67,7 +67,7 @@ def graphed(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     with torch.cuda.graph(graph):
         loss = step()
 
-    def replay(held: Any = step) -> Tensor:  # the graph knows addresses alone: the step holds model and batch
+    def replay(held: Any = step) -> Tensor:  # the graph only has addresses: the step keeps model and batch alive
         graph.replay()
         return loss.clone()
 
@@ -148,8 +148,8 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
 
 
 def write_chart(path: Path) -> Path:
-    """Bars of a step's time beside the rows: a panel for each case that several contenders have run. A row with a note
-    was not measured beside the others, and is not drawn."""
+    """A bar chart of step times: a panel for each case that several contenders have run. A row with a note was not
+    measured in the same run as the others, and is not drawn."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -15,7 +15,7 @@ namespace fasttfm {
 
 class Module;  // the extension module, while it is set up
 
-// What crosses the bridge: addresses and sizes as integers, enumerations as their codes.
+// The value types that Python passes: addresses and sizes as integers, enumerations as their codes.
 enum class FieldType { pointer, int64, int32, float32 };
 
 // One member of a params struct and the keyword that fills it.
@@ -32,7 +32,7 @@ constexpr FieldType field_type() {
   if constexpr (std::is_integral_v<Member> && sizeof(Member) == 8) return FieldType::int64;
   static_assert(std::is_pointer_v<Member> || std::is_same_v<Member, float> ||
                     ((std::is_integral_v<Member> || std::is_enum_v<Member>) && sizeof(Member) >= 4),
-                "a type that the bridge does not know");
+                "a type that the binding does not support");
   return FieldType::int32;
 }
 
@@ -58,8 +58,8 @@ void bind_launcher(Module& module, const char* name, Status (*launcher)(const Pa
                [launcher](const void* params) { return launcher(*static_cast<const Params*>(params)); });
 }
 
-// Adds `name(arguments...)`: how many elements a workspace takes, or how many bytes a block. Numbers that no
-// machine holds so many of are refused.
+// Adds `name(arguments...)`, which returns the number of elements of a workspace or of bytes of a block. Arguments
+// outside of [0, 2^40] raise an error.
 template <class... Numbers>
 void bind_workspace(Module& module, const char* name, int64_t (*size)(Numbers...),
                     std::array<const char*, sizeof...(Numbers)> arguments);

@@ -41,7 +41,7 @@ void put(void* params, std::ptrdiff_t offset, Member value) {
   std::memcpy(static_cast<char*>(params) + offset, &value, sizeof(value));
 }
 
-// Where an integer is due, nothing else is taken, though it might convert: a tensor of one element is not an address.
+// Accepts only integers, not objects that convert to one: a tensor with one element is not an address.
 void put_number(void* params, const Field& field, py::handle value) {
   if (field.type != FieldType::float32 && !PyLong_Check(value.ptr())) throw py::cast_error();
   switch (field.type) {
@@ -88,7 +88,7 @@ void raise_unless_ok(const Status& status) {
   }
 }
 
-// Far more of anything than a machine holds, and so few that sizes can be rounded up and multiplied by constants.
+// Larger than any real size, and small enough that sizes can be rounded up and multiplied by constants.
 constexpr int64_t kMostCounted = int64_t{1} << 40;
 
 void check_count(const std::string& function, const char* argument, int64_t number) {
@@ -148,7 +148,7 @@ void bind_workspace(Module& module, const char* name, int64_t (*size)(Numbers...
       ++place;
     }
     const int64_t elements = size(numbers...);
-    if (elements == kTooMany) throw py::value_error(name + ": expected a size that 64 bits count, got a larger one");
+    if (elements == kTooMany) throw py::value_error(name + ": expected a size that fits 64 bits, got a larger one");
     return elements;
   };
   std::apply([&](auto... argument) { module.python.def(name, checked, py::arg(argument)...); }, arguments);

@@ -2,8 +2,8 @@
 
 A cell is max|out - exact| / max|naive - exact|, the median over the op's cases and, in brackets, the largest: 1.0 means
 as far from the fp64 result as the same formula in plain torch and in the same type. Cases where plain torch is exact
-give no ratio. Measures the GPU backends if there is a GPU, the native core otherwise, and
-the ops that the vendor's matrix products serve (backend torch) on either.
+give no ratio. Measures the GPU backends if there is a GPU, the native core otherwise, and the ops of backend torch
+(cuBLAS or MKL GEMMs) on either.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ BODIES = [
     "Government",
 ]
 
-# What an answer of each kind looks like. A passage with exactly one of exactly one kind is asked for.
+# The pattern of each kind of answer. A question is made of a passage with exactly one answer of exactly one kind.
 _COUNTRIES = "Great Britain|England|France|Spain|Mexico|Cuba|Russia|Germany|China|Japan|Canada|Texas|California|Iraq"
 _CREW = "Ahab|Starbuck|Stubb|Flask|Queequeg|Tashtego|Daggoo|Peleg|Bildad|Fedallah|Pip"
 ANSWERS = {

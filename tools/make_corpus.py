@@ -1,7 +1,7 @@
 """Makes the texts and labelled sets that ship with fasttfm: ``python tools/make_corpus.py FOLDER``.
 
 FOLDER holds ``sotu.jsonl.gz`` (one address a line: ``id``, such as 1790_george_washington_n, and ``text``) and
-``moby-dick.txt.gz``; where they come from stands in python/fasttfm/data/corpus/README.md. The same input gives the same
+``moby-dick.txt.gz``; python/fasttfm/data/corpus/README.md says where they come from. The same input gives the same
 files.
 """
 

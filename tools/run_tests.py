@@ -1,4 +1,4 @@
-"""Runs pytest's tests in several processes: ``python tools/run_tests.py [options] [paths]``; needs pytest alone.
+"""Runs pytest's tests in several processes: ``python tools/run_tests.py [options] [paths]``; needs only pytest.
 
 Each worker is one long-lived pytest session: it imports and collects everything once, and then takes group after group
 of tests from a queue. A group is a run of consecutive tests of one file; those that are expected to take longest are
@@ -170,9 +170,9 @@ class Schedule:
                 return
             self.tests = [nodeid for nodeid, _ in tests]
             seconds = {nodeid: self._seconds(nodeid, marks) for nodeid, marks in tests}
-            alone = [nodeid for nodeid, marks in tests if "large_memory" in marks]
-            others = [nodeid for nodeid in self.tests if nodeid not in set(alone)]
-            groups = [*([alone] if alone else []), *_cut(others, seconds, self.processes)]
+            single = [nodeid for nodeid, marks in tests if "large_memory" in marks]
+            others = [nodeid for nodeid in self.tests if nodeid not in set(single)]
+            groups = [*([single] if single else []), *_cut(others, seconds, self.processes)]
             groups.sort(key=lambda group: sum(seconds[nodeid] for nodeid in group), reverse=True)
             self.groups.extend(groups)
 

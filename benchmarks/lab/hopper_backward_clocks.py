@@ -21,7 +21,7 @@ MARKED = [
     ("    give_turn();\n    float2 delta[8];", "weights"),
     ("    wgmma_commit();\n    wgmma_wait<1>();\n    fence_operand(dweights);\n", "dv started, dp"),
     ("    prevent_hoist(dweights[31]);\n", "dscores"),
-    ("    wgmma_wait<0>();  // dV's operand gives its registers to dK's\n    fence_operand(operand);\n", "dv"),
+    ("    wgmma_wait<0>();  // dK's operand reuses the registers of dV's\n    fence_operand(operand);\n", "dv"),
     ("      const uint32_t keys = warp_uniform(k);\n", "rounded"),
     ("    memory.dscores_empty[step.slot][number].wait(step.parity ^ 1);\n", "room"),
     ("    arrive_warp(memory.dscores_full[step.slot][number]);\n", "put"),
