@@ -22,6 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fasttfm.atomic_files import write_json, write_text
 from fasttfm.cli.options import (
     Formatter,
     add_run_options,
@@ -29,12 +30,11 @@ from fasttfm.cli.options import (
     check_output,
     device_of,
     draw_curves,
+    exit_on_user_error,
     output_of,
-    refusing,
     sentence,
     settings_of,
 )
-from fasttfm.whole_files import write_json, write_text
 
 
 def add_parser(subparsers: Any) -> None:
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     from fasttfm.train.settings import random_seed
 
-    with refusing(arguments):
+    with exit_on_user_error(arguments):
         check_output(arguments, teacher=arguments.teacher, student=arguments.student, prepared=arguments.prepared)
         random_seed(arguments.seed)
         if arguments.task is None:

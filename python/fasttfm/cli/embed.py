@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fasttfm.cli.options import Formatter, add_device_option, device_of, refusing
-from fasttfm.whole_files import whole_file
+from fasttfm.atomic_files import atomic_write
+from fasttfm.cli.options import Formatter, add_device_option, device_of, exit_on_user_error
 
 _SUFFIXES = (".npy", ".safetensors")
 
@@ -51,7 +51,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
-    with refusing(arguments):
+    with exit_on_user_error(arguments):
         if arguments.output.suffix not in _SUFFIXES:
             raise ValueError(f"--output: expected a name that ends in {' or '.join(_SUFFIXES)}, got {arguments.output}")
         _check_output(arguments)
@@ -105,7 +105,7 @@ def _write(path: Path, vectors: Any) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
-    with whole_file(path) as partial:
+    with atomic_write(path) as partial:
         if path.suffix == ".safetensors":
             save_file({"vectors": vectors}, partial)
         else:

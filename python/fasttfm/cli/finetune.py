@@ -22,6 +22,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from fasttfm.atomic_files import write_json, write_text
 from fasttfm.cli.options import (
     Formatter,
     add_run_options,
@@ -29,12 +30,11 @@ from fasttfm.cli.options import (
     check_output,
     device_of,
     draw_curves,
+    exit_on_user_error,
     output_of,
-    refusing,
     sentence,
     settings_of,
 )
-from fasttfm.whole_files import write_json, write_text
 
 _TASKS = ("classify", "pair", "tag", "qa", "choice")
 
@@ -92,7 +92,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
-    with refusing(arguments):
+    with exit_on_user_error(arguments):
         from fasttfm.tasks.finetuning import FineTuning
         from fasttfm.tasks.rates import default_rate, freeze
         from fasttfm.tasks.reading import READERS, read_examples

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fasttfm.cli.options import Formatter, add_device_option, device_of, refusing
+from fasttfm.cli.options import Formatter, add_device_option, device_of, exit_on_user_error
 
 
 def add_parser(subparsers: Any) -> None:
@@ -60,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
-    with refusing(arguments):
+    with exit_on_user_error(arguments):
         import torch
 
         from fasttfm.data.tokenizer import load_tokenizer

@@ -122,9 +122,9 @@ def precision_of(arguments: argparse.Namespace, device: Any) -> str:
 
 
 @contextlib.contextmanager
-def refusing(arguments: argparse.Namespace) -> Iterator[None]:
-    """Around a command's work: a wrong argument ends it with a sentence and status 2; data, a checkpoint, a directory
-    or a package that cannot be used with a sentence and status 1. Warnings become lines on stderr."""
+def exit_on_user_error(arguments: argparse.Namespace) -> Iterator[None]:
+    """Wraps a command's work: a wrong argument exits with a message and status 2; data, a checkpoint, a directory or a
+    package that cannot be used exits with a message and status 1. Warnings become lines on stderr."""
     from fasttfm.data.texts import DataError
     from fasttfm.models import CheckpointError
     from fasttfm.train import NonFiniteError

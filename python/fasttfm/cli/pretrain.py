@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fasttfm.cli.options import new_directory, refusing
+from fasttfm.cli.options import exit_on_user_error, new_directory
 
 MODELS = ("bert", "roberta", "albert", "electra", "gpt", "gpt2")
 _DEFAULT_SIZES = {"bert": "tiny", "electra": "small", "gpt2": "small"}  # the others': base
@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fasttfm.train.pretrain import pretrain
 
     begun = time.perf_counter()
-    with refusing(arguments):
+    with exit_on_user_error(arguments):
         settings, where = _settings(arguments)
         summary = pretrain(settings, where)
         if summary is not None and not arguments.quiet:

@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 
+from fasttfm.atomic_files import atomic_write, write_json
 from fasttfm.data.texts import DataError, data_error, files_of, read_documents, sentence_starts
 from fasttfm.data.tokenizer import SpecialIds, Tokenizer
-from fasttfm.whole_files import whole_file, write_json
 
 FORMAT = 2
 _MANIFEST = "shards.json"
@@ -325,7 +325,7 @@ def _index(arrays: Sequence[dict[str, np.ndarray]]) -> np.ndarray:
 
 def _write_array(path: Path, array: np.ndarray) -> dict[str, Any]:
     """What ``_check_file`` compares the file with."""
-    with whole_file(path) as partial:
+    with atomic_write(path) as partial:
         with partial.open("wb") as file:
             np.save(file, array)
         return {"bytes": partial.stat().st_size, "crc32": _checksum(partial)}

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fasttfm.atomic_files import atomic_writes, json_text
 from fasttfm.data.texts import DataError, data_error
-from fasttfm.whole_files import json_text, whole_files
 
 Kind = Literal["wordpiece", "bpe"]
 
@@ -124,7 +124,7 @@ class Tokenizer:
             "tokenizer_config.json": json_text(config),
             "special_tokens_map.json": json_text(names),
         }
-        with whole_files([folder / name for name in contents]) as partials:
+        with atomic_writes([folder / name for name in contents]) as partials:
             for name, text in contents.items():
                 partials[folder / name].write_text(text, encoding="utf-8")
 

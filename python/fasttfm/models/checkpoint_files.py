@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fasttfm.whole_files import first_line, json_text, whole_files
+from fasttfm.atomic_files import atomic_writes, first_line, json_text
 
 CONFIG = "config.json"
 SAFETENSORS = "model.safetensors"
@@ -157,7 +157,7 @@ def write_tensors(
     targets = [directory / name for name in (*names, CONFIG)] + [index] * sharded
     old = [path for path in directory.glob("*.safetensors") if _SHARD.fullmatch(path.name)]
     stale = [path for path in (index, whole, *old) if path not in targets]
-    with whole_files(targets, first=[index] * sharded, stale=stale) as partials:
+    with atomic_writes(targets, first=[index] * sharded, stale=stale) as partials:
         for name, shard in zip(names, shards, strict=True):
             _write_file(partials[directory / name], shard)
         partials[directory / CONFIG].write_text(json_text(config, sort_keys=True), encoding="utf-8")

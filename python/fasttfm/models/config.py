@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
+from fasttfm.atomic_files import write_json
 from fasttfm.models.checkpoint_files import CONFIG, CheckpointError, read_json
-from fasttfm.whole_files import write_json
 
 Config = TypeVar("Config", bound="ModelConfig")
 

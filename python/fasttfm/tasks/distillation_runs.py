@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fasttfm.atomic_files import atomic_write
 from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
 from fasttfm.models import BertModel, CheckpointError, DistilBertForMaskedLM
@@ -25,7 +26,6 @@ from fasttfm.tasks.task import Task
 from fasttfm.train import Objective, StepResult, Trainer
 from fasttfm.train.loop import check_finite
 from fasttfm.train.settings import at_least
-from fasttfm.whole_files import whole_file
 
 PROJECTIONS = "projections.safetensors"  # TinyBERT's, in the student's directory
 
@@ -72,7 +72,7 @@ def save_student(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
     tokenizer.save(directory)
     projections = getattr(recipe, "projections", None)
     if projections is not None and len(projections):
-        with whole_file(directory / PROJECTIONS) as partial:
+        with atomic_write(directory / PROJECTIONS) as partial:
             save_file({name: value.cpu() for name, value in projections.state_dict().items()}, partial)
 
 

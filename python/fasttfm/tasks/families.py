@@ -58,11 +58,11 @@ def model_class(family: str, task: str) -> type[PretrainedModel]:
 def open_model(directory: str | Path, task: str, **changes: Any) -> PretrainedModel:
     """The checkpoint with the task's head, which is drawn anew where the checkpoint has none, with a warning. Vectors
     need no pooler, which is all that a model without a head may lack."""
-    made_of = model_class(family_of(directory), task)
+    model_cls = model_class(family_of(directory), task)
     with warnings.catch_warnings():
         if task == "vectors":
             warnings.simplefilter("ignore")
-        return checked(made_of.from_pretrained(directory, **changes), directory)
+        return checked(model_cls.from_pretrained(directory, **changes), directory)
 
 
 def checked(model: PretrainedModel, directory: str | Path) -> PretrainedModel:

@@ -68,8 +68,8 @@ def prepare(
         options: The task's own, such as ``stride`` of ``QuestionTask``.
     """
     family = family_of(directory)
-    made_of = model_class(family, name)
-    config: Any = made_of.config_class.from_pretrained(directory)
+    model_cls = model_class(family, name)
+    config: Any = model_cls.config_class.from_pretrained(directory)
     words = load_tokenizer(directory if tokenizer is None else tokenizer)
     if family in CAUSAL:
         words = with_task_words(words)
@@ -89,7 +89,7 @@ def prepare(
     language = Language(words, family, form)
     known = label_names(config) if labels is None else labels
     task = (ValueTask if values else TASKS[name])(language, train, known=known, **options)
-    model = checked(made_of.from_pretrained(directory, dtype=torch.float32, **task.configuration()), directory)
+    model = checked(model_cls.from_pretrained(directory, dtype=torch.float32, **task.configuration()), directory)
     grow_vocabulary(model, words.vocab_size)
     task.adjust(model)
     if model.config.pad_token_id is None:

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fasttfm.atomic_files import first_line, sync_file
 from fasttfm.models import CheckpointError
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.train.distributed import World, like, whole
-from fasttfm.whole_files import first_line, sync_file
 
 MANIFEST = "manifest.json"
 STATE = "training_state.pt"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from fasttfm.atomic_files import atomic_write
 from fasttfm.train.logs import HELD_OUT, read_rows
-from fasttfm.whole_files import whole_file
 
 CURVES = "curves.png"
 
@@ -52,6 +52,6 @@ def write_curves(log: Path, path: Path, title: str) -> None:
         panel.set_visible(False)
     figure.suptitle(title)
     figure.tight_layout()
-    with whole_file(path) as partial:
+    with atomic_write(path) as partial:
         figure.savefig(partial, dpi=110, format="png")
     pyplot.close(figure)

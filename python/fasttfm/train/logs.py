@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fasttfm.atomic_files import atomic_write
 from fasttfm.train.loop import StepResult
 from fasttfm.train.progress import Progress
-from fasttfm.whole_files import whole_file
 
 CSV = "log.csv"
 EVENTS = "tensorboard"
@@ -62,7 +62,7 @@ class RunLog:
 
     def _begin(self, rows: Sequence[Mapping[str, str]]) -> Any:
         """The file with only these rows, opened for appending."""
-        with whole_file(self.path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        with atomic_write(self.path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self.columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)

@@ -21,7 +21,7 @@ from fasttfm.train.schedule import Schedule
 from fasttfm.train.settings import StepSettings
 
 _PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_BEHIND = 8  # a GPU's numbers are waited for this many steps later at the latest
+_MAX_PENDING = 8  # a GPU's numbers are waited for this many steps later at the latest
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Trainer:
         self._totals = torch.zeros(terms + 2, dtype=torch.float64, device=device)  # counts, tokens, flops
         self._sums = torch.zeros(terms, dtype=torch.float64, device=device)
         self._report = torch.zeros(terms + 5, dtype=torch.float64, device=device)
-        self._late: LateValues = LateValues(device)
+        self._metrics: AsyncMetrics = AsyncMetrics(device)
         self._graphs = Graphs(self._accumulate, self._update) if self.settings.cuda_graph else None
 
     # ---- a step ------------------------------------------------------------------------------------------------------
@@ -115,12 +115,12 @@ class Trainer:
         self.world.sum(self._sums)
         (self._update if self._graphs is None else self._graphs.update)()
         self.completed += 1
-        self._late.put((self.completed, rate), self._report)
-        return self._arrived(self._late.take())
+        self._metrics.put((self.completed, rate), self._report)
+        return self._arrived(self._metrics.take())
 
     def flush(self) -> list[StepResult]:
         """Waits for the results of all steps so far."""
-        return self._arrived(self._late.take(everything=True))
+        return self._arrived(self._metrics.take(everything=True))
 
     def finish(self) -> list[StepResult]:
         """``flush`` after the last step. A run in which nothing was learnt raises, one that skipped steps says so."""
@@ -252,9 +252,9 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class LateValues:
-    """Numbers of a device on their way to the host: read when they are there, in order, and never waited for unless
-    they are ``_BEHIND`` steps old. That wait also keeps the host from running far ahead of the device."""
+class AsyncMetrics:
+    """Copies metrics from the device to the host asynchronously. They are read in order when they have arrived; only if
+    more than ``_MAX_PENDING`` are in flight it synchronizes, which also keeps the host from running far ahead."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
@@ -275,7 +275,7 @@ class LateValues:
         while self._waiting:
             tag, values, event = self._waiting[0]
             if event is not None and not event.query():
-                if not everything and len(self._waiting) <= _BEHIND:
+                if not everything and len(self._waiting) <= _MAX_PENDING:
                     return
                 event.synchronize()
             self._waiting.popleft()
@@ -284,7 +284,7 @@ class LateValues:
 
 @contextlib.contextmanager
 def _own_random_numbers(device: torch.device) -> Iterator[None]:
-    """What happens inside draws the same numbers each time, and leaves no trace in those that follow."""
+    """Code inside draws the same random numbers each time and does not change the state of the generators."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)

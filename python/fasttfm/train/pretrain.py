@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fasttfm import data
+from fasttfm.atomic_files import first_line
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.train import checkpoints as files
 from fasttfm.train.checkpoints import Checkpoints, ModelFiles
@@ -33,7 +34,6 @@ from fasttfm.train.optimizers import make_optimizer
 from fasttfm.train.progress import Progress, peak_flops
 from fasttfm.train.schedule import Schedule
 from fasttfm.train.settings import PretrainSettings, RunSettings, one_of
-from fasttfm.whole_files import first_line
 
 _LOCK = ".lock"
 _TOKENIZER, _NEW_TOKENIZER = "tokenizer", "tokenizer.new"

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written under another name in the same directory, synced to the disk, renamed."""
+"""Atomic writes: a file is written under another name in the same directory, synced to disk and renamed."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Gives another path to write to. The file takes the name ``path`` when the block ends; if the block fails, the
-    file is removed and an earlier one stays."""
-    with whole_files([path]) as partials:
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yields a temporary path to write to, which is renamed to ``path`` when the block ends. If the block fails, the
+    temporary file is removed and an existing ``path`` stays."""
+    with atomic_writes([path]) as partials:
         yield partials[path]
 
 
 @contextlib.contextmanager
-def whole_files(
+def atomic_writes(
     paths: Iterable[Path], *, first: Iterable[Path] = (), stale: Iterable[Path] = ()
 ) -> Iterator[dict[Path, Path]]:
-    """``whole_file`` for several files that belong together: gives the path to write to for each of ``paths``, and no
-    file takes its name before all of them are on the disk.
+    """``atomic_write`` for several files that belong together: yields a temporary path for each of ``paths``, and no
+    file is renamed before all of them are on disk.
 
     Args:
-        paths: They take their names in this order.
+        paths: They are renamed in this order.
         first: Files that are removed before.
         stale: Files that are removed after.
     """
@@ -57,14 +57,14 @@ def whole_files(
 
     try:
         take_names()
-    except KeyboardInterrupt:  # half of the names would be worse than all of them
+    except KeyboardInterrupt:  # a half-renamed set would be worse than a complete one
         first = ()
         take_names()
         raise
 
 
 def write_text(path: Path, text: str) -> None:
-    with whole_file(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
@@ -83,5 +83,5 @@ def sync_file(path: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the paragraphs that some libraries add."""
+    """The first line of an error's message, without the paragraphs that some libraries add."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
