@@ -35,7 +35,7 @@ SHARED = {
 }
 # Folders of kernels/ that belong to no op: what all share, and what the losses over a vocabulary share.
 SHARED_KERNELS = ("common", "vocabulary")
-# problem.py says what a call asks for, where that is much; tuning.py and triton_<part>.py are parts of triton.py.
+# problem.py has the options of a call, if there are many; tuning.py and triton_<part>.py are parts of triton.py.
 KERNEL_FILES = {"reference.py", "problem.py", "triton.py", "tuning.py", "op.h", "cpu.cpp", "cuda.cu"}
 PARTS = re.compile(r"triton_[a-z_]+\.py|cuda_[a-z_]+\.cu")
 HEADERS = {".h", ".cuh"}

@@ -84,7 +84,7 @@ def pair(name: str, directory: Path, **changes: Any) -> tuple[Any, Any]:
 
 
 def arguments(name: str) -> dict[str, Tensor]:
-    """What a model is called with beside ids and mask, of which it makes a loss."""
+    """The arguments of a model in addition to ids and mask, from which it computes a loss."""
     if name == "ElectraForPreTraining":
         return {"labels": IDS % 2}
     if name.endswith("PreTraining"):
@@ -133,7 +133,7 @@ def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def positions_of(name: str) -> Tensor:
-    """Where the tokens of ``IDS`` stand; of packed ones whose mask had gaps it cannot be known."""
+    """The positions of the tokens of ``IDS``; for packed ones whose mask had gaps they are unknown."""
     return (IDS != 1).cumsum(1) + 1 if name.startswith("Roberta") else torch.arange(S).expand(B, S)
 
 

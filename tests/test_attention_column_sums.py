@@ -16,7 +16,7 @@ from fasttfm.ops.attention import backward_op, forward_op, qkv_backward_op
 from fasttfm.testing.harness import same_bits
 
 on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="for Hopper alone"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="requires Hopper"
 )
 
 # Lengths of packed sequences, or (batch, tokens) and, where given, the lengths of dense ones.

@@ -17,7 +17,7 @@ from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 
 (HOPPER,) = (backend for backend in backends.tables()["attention"].backends if backend.name == "cuda")
 on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="for Hopper alone"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="requires Hopper"
 )
 
 
@@ -173,7 +173,7 @@ def test_same_bits_under_load(case: str, head_dim: int) -> None:
     [pytest.param(case, marks=pytest.mark.large_memory if max(LOAD[case][1]) > 2500 else ()) for case in LOAD],
 )
 def test_first_and_last_sequence_against_the_reference(case: str, head_dim: int, dtype: torch.dtype) -> None:
-    """Under load; without dropout's mask, which depends on a sequence's number, the reference computes it alone."""
+    """Under load; without dropout, whose mask depends on a sequence's index, the reference computes each by itself."""
     lengths, lengths_k, options = LOAD[case]
     function, inputs, dout = packed_call(case, head_dim, dtype)
     function = partial(function, dropout_p=0.0)

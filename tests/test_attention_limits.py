@@ -20,7 +20,7 @@ from fasttfm.ops.attention import backward_op, qkv_backward_op
 from fasttfm.ops.backends import BackendRefused
 
 HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="for Hopper alone"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="requires Hopper"
 )
 HUGE = 2**60
 
@@ -79,7 +79,7 @@ def test_no_size_of_a_workspace_wraps(name: str) -> None:
 
 
 def test_a_kernel_that_does_not_fit_yields(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no error, unless the backend was asked for by name."""
+    """It is not an error, unless the backend was requested by name."""
     table = backends.tables()["attention"]
 
     def too_large(*_: Any, **__: Any) -> None:

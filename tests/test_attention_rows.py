@@ -14,7 +14,7 @@ from fasttfm.kernels.attention.problem import AttentionProblem
 from fasttfm.ops import attention, attention_weights, backends, cu_seqlens_from_lengths
 
 HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="for Hopper alone"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="requires Hopper"
 )
 INTERPRETER = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")
 # Backend, device, head dim.
@@ -105,7 +105,7 @@ def test_a_nan_reaches_what_depends_on_it(
             if options == "dropout" and (name in ("v", "dout") or result == "dv"):
                 continue  # a weight that is dropped may silence it
             if number == float("inf") and result.startswith("d"):
-                continue  # as a score it may leave weights of 0 behind
+                continue  # as a score it may result in weights of 0
             found = results[result][sequence, :real, HEAD][rows][:, columns]
             wrong = found.isfinite() if number == float("inf") else ~found.isnan()
             assert found.numel() > 0

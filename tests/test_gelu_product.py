@@ -1,4 +1,4 @@
-"""The products of a feed-forward block with its activation behind them: the registered ops, and Hopper's kernels."""
+"""The GEMMs of a feed-forward block with its activation in the epilogue: the registered ops, and the Hopper kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fasttfm.testing.harness import same_bits
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 
 on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="for Hopper alone"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="requires Hopper"
 )
 
 

@@ -132,7 +132,7 @@ def test_a_machine_with_an_old_gpu_beside_a_new_one(on: Any) -> None:
 
 
 class OnGpu:
-    """As much of a tensor on a GPU as the choice of a backend asks for."""
+    """The attributes of a tensor on a GPU that the selection of a backend reads."""
 
     is_cuda, dtype = True, torch.bfloat16
 
@@ -201,7 +201,7 @@ def test_row_kernels_fit_every_chip(op: str, dtype: str, residual: str | None, l
 @with_cuda
 @pytest.mark.parametrize(("op", "dtype", "residual", "linear_bias"), CALLS)
 def test_a_hopper_takes_its_own_shapes(op: str, dtype: str, residual: str | None, linear_bias: bool) -> None:
-    """The smaller blocks are for GPUs with less shared memory alone."""
+    """The smaller blocks are only for GPUs with less shared memory."""
     for columns in COLUMNS:
         needed = [_memory(op, columns, dtype, limit, residual, linear_bias) for limit in (BLOCK_MEMORY[90], 10**9)]
         assert needed[0] == needed[1]

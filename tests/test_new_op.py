@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree that can be imported as it stands, with the installed core in it."""
+    """A copy of the tree that can be imported as it is, with the installed core in it."""
     root = tmp_path_factory.mktemp("tree")
     ignore = shutil.ignore_patterns("__pycache__", "results", "*.egg-info", "*.so")
     for folder in ("kernels", "csrc", "python", "tests", "benchmarks", "docs", "tools"):

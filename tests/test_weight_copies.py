@@ -154,7 +154,7 @@ def test_casts_are_made_for_what_has_no_copy() -> None:
     other = nn.Parameter(torch.randn(5))
     given = [other, None, parameter]
     with torch.no_grad():
-        assert linear.in_type(given, BF16)[2] is not found  # unless they are asked for
+        assert linear.in_type(given, BF16)[2] is not found  # unless they are requested
         cast, nothing, kept = linear.in_type(given, BF16, copies=True)
         assert linear.in_type([parameter], BF16, copies=True)[0] is found
     assert nothing is None
@@ -169,7 +169,7 @@ def layer(device: str) -> PackedLayer:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_training_with_copies_changes_no_bit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU the copies are brought up to date beside torch's step."""
+    """On a CPU the copies are updated together with torch's step."""
     given: list[list[bool]] = []
     in_type = linear.in_type
 

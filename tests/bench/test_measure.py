@@ -209,7 +209,7 @@ def test_backends_of_both_directions_are_observed(monkeypatch: pytest.MonkeyPatc
     """Attention chooses with named options, and may leave its backward to another backend."""
     op = importlib.import_module("fasttfm.ops.attention")
     by_name = {backend.name: backend for backend in op.TABLE.backends}
-    forward_alone = replace(by_name["cpu"], refuse_backward=lambda *args, **options: "forward alone, for this test")
+    forward_alone = replace(by_name["cpu"], refuse_backward=lambda *args, **options: "forward only, for this test")
     monkeypatch.setitem(backends._tables, op.TABLE.op, op.TABLE)  # a new table takes the op's place: it comes back
     monkeypatch.setattr(op, "TABLE", BackendTable(op.TABLE.op, (forward_alone, by_name["reference"])))
     spec = specs.all_specs()["attention"]
@@ -298,7 +298,7 @@ def test_quick_is_one_case_in_one_dtype() -> None:
     assert gpu == [(case, torch.bfloat16) for case in SPEC.bench_cases]
 
 
-# ---- what is left behind ---------------------------------------------------------------------------------------------
+# ---- outputs ---------------------------------------------------------------------------------------------------------
 
 
 def test_csv_replaces_the_ops_that_ran_and_keeps_the_others(tmp_path: Path) -> None:
@@ -468,7 +468,7 @@ def test_command_prints_the_table_and_writes_files(
     for part in ("4x8", "needs another machine", f"fasttfm-bench/{stem}.csv", f"fasttfm-bench/{stem}-layer_norm.png"):
         assert part in text
     assert (tmp_path / "fasttfm-bench" / f"{stem}.csv").exists()
-    assert not list((tmp_path / "benchmarks" / "results").iterdir())  # a quick run leaves committed results alone
+    assert not list((tmp_path / "benchmarks" / "results").iterdir())  # a quick run does not touch committed results
     assert _command("--device", "cpu", "--contenders", "fasttfm:nonsense") == 1
 
 

@@ -240,7 +240,7 @@ def test_long_documents_are_cut_without_loss(tmp_path: Path) -> None:
 
 
 def test_parts_of_long_documents(tmp_path: Path) -> None:
-    """Cuts are behind sentences, unless one is longer than a part."""
+    """Documents are cut after sentences, unless one is longer than a part."""
     lengths = [[7] * 1500 + [9000] + [7] * 100, [3, 3], [2000]]
     corpus = trace(tmp_path, lengths)
     most = 64 * 16

@@ -50,7 +50,7 @@ def test_labels_are_balanced() -> None:
 
 
 def naive_bayes(train: list[tuple[str, str]], dev: list[tuple[str, str]]) -> float:
-    """How often words alone tell the label."""
+    """How often the words of a text determine the label."""
     counts: dict[str, Counter[str]] = {}
     for text, label in train:
         counts.setdefault(label, Counter()).update(set(re.findall(r"\w+", text.lower())))

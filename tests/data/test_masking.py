@@ -20,7 +20,7 @@ def generator(seed: int = 0) -> np.random.Generator:
 
 
 def sequences(lengths: list[int], seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of sequences with a special token in front of and behind each, and where the others are."""
+    """Ids of sequences with a special token before and after each, and the positions of the others."""
     parts = [np.concatenate([[2], generator(seed + i).integers(FIRST, SIZE, n), [3]]) for i, n in enumerate(lengths)]
     ids = np.concatenate(parts)
     return ids, np.flatnonzero(ids >= FIRST)

@@ -262,7 +262,7 @@ def test_refusals_name_what_was_given() -> None:
 
 
 class Adapted(torch.nn.Linear):
-    """A linear layer with something beside it, as LoRA's."""
+    """A linear layer with an additional branch, like LoRA's."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 1.5 + 0.25

@@ -69,7 +69,7 @@ def test_transformers_reads_ours_and_we_read_theirs(name: str, tied: bool, tmp_p
     ours = model(name, tie_word_embeddings=tied, **labels)
     ours.save_pretrained(tmp_path / "ours")
     theirs, info = getattr(transformers, name).from_pretrained(tmp_path / "ours", output_loading_info=True)
-    # An untied decoder does not use the bias beside it.
+    # An untied decoder does not use the head's bias.
     beside_decoder = {"cls.predictions.bias", "lm_head.bias", "predictions.bias"}
     assert set(info["missing_keys"]) <= (set() if tied else beside_decoder)
     assert not info["unexpected_keys"]

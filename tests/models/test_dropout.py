@@ -1,4 +1,4 @@
-"""Dropout stands where transformers has it: with a probability of 1 it leaves nothing to chance."""
+"""Dropout is applied where transformers applies it: with a probability of 1 the comparison is deterministic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ELECTRA against transformers: each model alone, and generator and discriminator together."""
+"""ELECTRA against transformers: each model by itself, and generator and discriminator together."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ B, S, V, PAD = 4, 7, 61, 60
 LENGTHS = [4, 7, 1, 6]
 SIZES = {"vocab_size": V, "n_embd": 48, "n_layer": 3, "n_head": 3, "n_positions": 40, "pad_token_id": PAD}
 FAMILIES = {"GPT2": {}, "OpenAIGPT": {}, "GPT3": {"local_window": 4}}
-BEFORE = torch.arange(S) >= S - torch.tensor(LENGTHS)[:, None]  # padding stands before the prompts
+BEFORE = torch.arange(S) >= S - torch.tensor(LENGTHS)[:, None]  # padding before the prompts
 BEHIND = torch.arange(S) < torch.tensor(LENGTHS)[:, None]
 PROMPTS = torch.randint(5, PAD, (B, S), generator=torch.Generator().manual_seed(0))
 

@@ -166,7 +166,7 @@ def test_gpt2(tmp_path: Path) -> None:
 
 
 def test_electra(tmp_path: Path) -> None:
-    """Both models together, and then the discriminator alone on the words that the generator has drawn."""
+    """Both models together, and then only the discriminator on the tokens that the generator has sampled."""
     torch.manual_seed(0)
     batches = masked_words(0.15, kept=0.0)
     joint = models.ElectraForJointPreTraining(models.ElectraConfig(**CONFIGS["Electra"], generator_size=0.5))

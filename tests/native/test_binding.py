@@ -20,7 +20,7 @@ LAUNCHER = "layer_norm_forward_cpu"
 
 def call(**changes: Any) -> None:
     x = torch.ones(4, 8)
-    fields, _outputs = layer_norm_fields(x)  # both are kept: the fields hold addresses alone
+    fields, _outputs = layer_norm_fields(x)  # both are kept alive: the fields only hold addresses
     fields.update(changes)
     getattr(_C, LAUNCHER)(**fields)
 

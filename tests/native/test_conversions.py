@@ -29,7 +29,7 @@ def neighbours(x: Tensor) -> Tensor:
 
 
 def rounding_boundaries(dtype: torch.dtype) -> Tensor:
-    """fp32 numbers at and beside every number of ``dtype`` and every middle between two, infinity included."""
+    """fp32 numbers at and next to every number of ``dtype`` and every midpoint of two, including infinity."""
     positive = all_patterns(dtype)[: 2**15]
     finite = positive[positive.isfinite()].double()
     past_largest = finite[-1] + (

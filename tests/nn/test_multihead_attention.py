@@ -34,7 +34,7 @@ def tokens(length: int, batch_first: bool, columns: int = C) -> Tensor:
 
 
 def padding_mask(length: int) -> Tensor:
-    """Padding behind, in front and in the middle."""
+    """Padding at the end, at the front and in the middle."""
     mask = torch.zeros(B, length, dtype=torch.bool)
     mask[0, -2:] = mask[1, 0] = mask[2, 1:3] = True
     return mask

@@ -38,7 +38,7 @@ def pair(norm_first: bool) -> tuple[fasttfm.nn.TransformerEncoder, torch.nn.Tran
 
 
 def padding_mask() -> Tensor:
-    """Padding behind, in front and in the middle."""
+    """Padding at the end, at the front and in the middle."""
     mask = torch.zeros(B, S, dtype=torch.bool)
     mask[0, -2:] = mask[1, 0] = mask[2, 1:3] = True
     return mask

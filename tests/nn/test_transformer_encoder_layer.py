@@ -42,7 +42,7 @@ def tokens(batch_first: bool) -> Tensor:
 
 
 def padding_mask() -> Tensor:
-    """Padding behind, in front and in the middle."""
+    """Padding at the end, at the front and in the middle."""
     mask = torch.zeros(B, S, dtype=torch.bool)
     mask[0, -2:] = mask[1, 0] = mask[2, 1:3] = True
     return mask

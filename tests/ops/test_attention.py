@@ -25,7 +25,7 @@ from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 TestAttention = op_tests(SPEC)
 
 HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="for Hopper alone"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="requires Hopper"
 )
 BACKENDS = [
     ("cpu", "cpu"),
@@ -123,7 +123,7 @@ def one_key_bound(dout: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_packed_batches(seed: int) -> None:
-    """Packed sequences of random lengths: each as the reference computes it alone, by the harness's rule."""
+    """Packed sequences of random lengths: each as the reference computes it by itself, by the harness's rule."""
     random = Random(seed)
     lengths = [random.choice([0, 1, random.randint(2, 40)]) for _ in range(random.randint(1, 6))]
     lengths_k = [length + random.choice([0, random.randint(1, 40)]) for length in lengths]
@@ -486,7 +486,7 @@ def test_a_cuda_graph_follows_new_lengths(backend: str) -> None:
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 @pytest.mark.parametrize("values", [(0, 10**6, 30), (-(10**6), 5, 30), (20, 10, 30), (0, 31, 2**31 - 1)])
 def test_wrong_boundaries_stay_inside_the_tensors(values: tuple[int, ...], backend: str) -> None:
-    """Nobody looks at values on a GPU; whatever they are, nothing outside of the tensors is touched."""
+    """Values are not validated on the GPU; whatever they are, nothing outside of the tensors is accessed."""
     q, k, v, dout = torch.randn(4, 30, 2, 64, device="cuda", dtype=torch.bfloat16)
     function = partial(attention, cu_seqlens=int32(values, "cuda"), max_seqlen=64, backend=backend)
     with_gradients(function, (q, k, v), dout)

@@ -1,4 +1,4 @@
-"""replaced_token_loss: the harness; what stands in the padding; batches in parts."""
+"""replaced_token_loss: the harness; arbitrary values in the padding; batches in parts."""
 
 import pytest
 import torch
