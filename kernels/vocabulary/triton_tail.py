@@ -20,20 +20,20 @@ GROUP = 8  # columns of the copied gradients, padded with zeros
 @triton.jit
 def _logits_kernel(
     rows,  # [n, C], row_stride apart
-    weight,  # [WORDS, C]: rows of the tail
-    logits,  # [n, WORDS], logit_stride apart
+    weight,  # [TAIL, C]: rows of the tail
+    logits,  # [n, TAIL], logit_stride apart
     n,
     C,
     row_stride,
     weight_stride,
     logit_stride,
-    WORDS: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = row < n
-    for word in tl.static_range(WORDS):
+    for token in tl.static_range(TAIL):
         sums = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
         for start in range(0, C, BLOCK_C):
             columns = start + tl.arange(0, BLOCK_C)
@@ -41,23 +41,23 @@ def _logits_kernel(
             h = tl.load(
                 rows + row[:, None] * row_stride + columns[None, :], mask=here[:, None] & inside[None, :], other=0.0
             )
-            w = tl.load(weight + word * weight_stride + columns, mask=inside, other=0.0)
+            w = tl.load(weight + token * weight_stride + columns, mask=inside, other=0.0)
             sums += h.to(tl.float32) * w.to(tl.float32)[None, :]
         found = tl.sum(sums, axis=1).to(logits.dtype.element_ty)
-        tl.store(logits + row * logit_stride + word, found, mask=here)
+        tl.store(logits + row * logit_stride + token, found, mask=here)
 
 
 @triton.jit
 def _start_kernel(
-    g,  # [n, WORDS], g_stride apart
-    weight,  # [WORDS, C]
+    g,  # [n, TAIL], g_stride apart
+    weight,  # [TAIL, C]
     dh,  # [n, C] or unused
     copied,  # [n, GROUP]
     n,
     C,
     g_stride,
     weight_stride,
-    WORDS: tl.constexpr,
+    TAIL: tl.constexpr,
     GROUP: tl.constexpr,
     WANT_DH: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -70,16 +70,16 @@ def _start_kernel(
             columns = start + tl.arange(0, BLOCK_C)
             inside = columns < C
             total = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-            for word in tl.static_range(WORDS):
-                w = tl.load(weight + word * weight_stride + columns, mask=inside, other=0.0).to(tl.float32)
-                share = tl.load(g + row * g_stride + word, mask=here, other=0.0).to(tl.float32)
+            for token in tl.static_range(TAIL):
+                w = tl.load(weight + token * weight_stride + columns, mask=inside, other=0.0).to(tl.float32)
+                share = tl.load(g + row * g_stride + token, mask=here, other=0.0).to(tl.float32)
                 total += share[:, None] * w[None, :]
             mask = here[:, None] & inside[None, :]
             tl.store(dh + row[:, None] * C + columns[None, :], total.to(dh.dtype.element_ty), mask=mask)
-    word = tl.arange(0, GROUP)
-    mask = here[:, None] & (word < WORDS)[None, :]
-    found = tl.load(g + row[:, None] * g_stride + word[None, :], mask=mask, other=0.0)
-    tl.store(copied + row[:, None] * GROUP + word[None, :], found, mask=here[:, None])
+    column = tl.arange(0, GROUP)
+    mask = here[:, None] & (column < TAIL)[None, :]
+    found = tl.load(g + row[:, None] * g_stride + column[None, :], mask=mask, other=0.0)
+    tl.store(copied + row[:, None] * GROUP + column[None, :], found, mask=here[:, None])
 
 
 def _tile(columns: int) -> dict[str, int]:
@@ -99,7 +99,7 @@ def logits(rows: Tensor, weight: Tensor, out: Tensor) -> None:
             rows.stride(0),
             weight.stride(0),
             out.stride(0),
-            WORDS=len(weight),
+            TAIL=len(weight),
             **tile,
         )
 
@@ -118,14 +118,14 @@ def start(g: Tensor, weight: Tensor, dh: Tensor | None, copied: Tensor) -> None:
             columns,
             g.stride(0),
             weight.stride(0),
-            WORDS=len(weight),
+            TAIL=len(weight),
             GROUP=GROUP,
             WANT_DH=dh is not None,
             **tile,
         )
 
 
-def compile_signatures(columns: int, element: str, words: int) -> list[dict[str, object]]:
+def compile_signatures(columns: int, element: str, tail: int) -> list[dict[str, object]]:
     """Both kernels as they are compiled for rows of ``columns`` elements."""
     tile, e = _tile(columns), f"*{element}"
     first = dict.fromkeys(("n", "C", "row_stride", "weight_stride", "logit_stride"), "i32")
@@ -134,11 +134,11 @@ def compile_signatures(columns: int, element: str, words: int) -> list[dict[str,
         {
             "kernel": _logits_kernel,
             "signature": {"rows": e, "weight": e, "logits": e, **first},
-            "constants": {"WORDS": words, **tile},
+            "constants": {"TAIL": tail, **tile},
         },
         {
             "kernel": _start_kernel,
             "signature": {"g": e, "weight": e, "dh": e, "copied": e, **second},
-            "constants": {"WORDS": words, "GROUP": GROUP, "WANT_DH": True, **tile},
+            "constants": {"TAIL": tail, "GROUP": GROUP, "WANT_DH": True, **tile},
         },
     ]
