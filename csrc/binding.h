@@ -67,6 +67,9 @@ inline void bind_workspace(Module& module, const char* name, int64_t (*size)(int
   bind_workspace(module, name, size, {"rows", "columns"});
 }
 
+// Adds `name()`: a number that is looked up at each call.
+void bind_number(Module& module, const char* name, int64_t (*number)());
+
 void bind_constant(Module& module, const char* name, int64_t value);
 
 using Binder = void (*)(Module&);

@@ -10,6 +10,7 @@
 
 #include "binding.h"
 #include "common/count.h"
+#include "common/cpu/blas.h"
 #include "common/cpu/isa.h"
 #include "common/cpu/parallel.h"
 #include "common/cuda/device.h"
@@ -161,6 +162,8 @@ template void bind_workspace(Module&, const char*, int64_t (*)(int64_t, int64_t,
 template void bind_workspace(Module&, const char*, int64_t (*)(int64_t, int64_t, int64_t, int64_t, int64_t),
                              std::array<const char*, 5>);
 
+void bind_number(Module& module, const char* name, int64_t (*number)()) { module.python.def(name, number); }
+
 void bind_constant(Module& module, const char* name, int64_t value) { module.python.attr(name) = value; }
 
 BinderRegistration::BinderRegistration(Binder binder) { binders().push_back(binder); }
@@ -197,6 +200,9 @@ PYBIND11_MODULE(_C, python) {
         const std::string runtime = share_openmp(library_path.c_str(), &reason);
         return std::make_pair(runtime, std::string(reason));
       },
+      py::arg("library_path"));
+  python.def(
+      "find_blas", [](const std::string& library_path) { return std::string(find_blas(library_path.c_str())); },
       py::arg("library_path"));
   python.def("parallel_runtime", &parallel_runtime);
   python.def("use_plain_threads", &use_plain_threads);

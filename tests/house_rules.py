@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILE_LINES = 600
+LISTS = {"python/fasttfm/_C.pyi": 700}  # a file that lists one field a line may be longer
 MAX_FUNCTION_LINES = 80
 MAX_KERNEL_LINES = 150
 MAX_ARGUMENTS = 8
@@ -28,10 +29,11 @@ ROOMS_OF_AN_OP = (
 SHARED = {
     "python/fasttfm/ops/": {
         *("__init__", "attention_checks", "attention_native", "backends", "checks", "gelu_product"),
-        *("library", "linear", "transformer_block", "vocabulary", "weight_copies"),
+        *("library", "linear", "transformer_block", "transformer_native", "transformer_stack"),
+        *("vocabulary", "weight_copies"),
     },
     "kernels/": {"transformer_block"},
-    "tests/ops/test_": {"transformer_block"},
+    "tests/ops/test_": {"transformer_block", "transformer_stack"},
 }
 # Folders of kernels/ that belong to no op: what all share, and what the losses over a vocabulary share.
 SHARED_KERNELS = ("common", "vocabulary")
@@ -167,8 +169,8 @@ def _is_package(module: str) -> bool:
 
 
 def long_file(path: str, text: str) -> list[str]:
-    lines = len(text.splitlines())
-    return [f"{path}: {lines} lines, at most {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
+    lines, limit = len(text.splitlines()), LISTS.get(path, MAX_FILE_LINES)
+    return [f"{path}: {lines} lines, at most {limit}"] if lines > limit else []
 
 
 def long_python_functions(path: str, text: str) -> list[str]:

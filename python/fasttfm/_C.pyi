@@ -23,6 +23,7 @@ def active_isa() -> str: ...
 def supported_isas() -> list[str]: ...
 def set_isa(name: str) -> None: ...
 def share_openmp(library_path: str) -> tuple[str, str]: ...
+def find_blas(library_path: str) -> str: ...  # the file that has sgemm_; "" where there is none
 def parallel_runtime() -> str: ...
 def use_plain_threads() -> None: ...
 
@@ -558,3 +559,97 @@ class _AdamW(TypedDict):
 def adamw_workspace_cuda(tensors: int, groups: int) -> int: ...
 def adamw_step_cuda(**fields: Unpack[_AdamW]) -> None: ...
 def adamw_norm_cuda(**fields: Unpack[_AdamW]) -> None: ...
+
+# ---- gemm ------------------------------------------------------------------------------------------------------------
+
+class _Gemm(TypedDict):
+    a: int
+    b: int
+    bias: int
+    c: int
+    d: int
+    workspace: int
+    rows: int
+    columns: int
+    inner: int
+    transposed_a: int
+    transposed_b: int
+    dtype: int
+    out_dtype: int
+    device: int
+    stream: int
+
+def gemm_workspace_bytes_cuda() -> int: ...
+def gemm_library_version_cuda() -> int: ...  # of the cuBLASLt in the process; 0 where there is none
+def gemm_cuda(**fields: Unpack[_Gemm]) -> None: ...
+
+# ---- transformer_block -----------------------------------------------------------------------------------------------
+
+class _TransformerShape(TypedDict):
+    layers: int
+    tokens: int
+    width: int
+    intermediate: int
+    heads: int
+    sequences: int
+    max_seqlen: int
+    processors: int
+    pre_norm: int
+    training: int
+    recompute: int
+    keep_activation: int
+    dtype: int
+    residual_dtype: int
+
+class _TransformerRegions(_TransformerShape):
+    workspace_bytes: int
+    fused_activation: int
+    table: int
+    kind: int
+
+class _TransformerSizes(_TransformerShape):
+    sizes: int
+
+class _TransformerCall(_TransformerShape):
+    parameters: int
+    x: int
+    cu_seqlens: int
+    seeds: int
+    kept: int
+    scratch: int
+    window_left: int
+    window_right: int
+    activation: int
+    attention_threshold: int
+    attention_scale: float
+    threshold_a: int
+    scale_a: float
+    threshold_b: int
+    scale_b: float
+    eps_a: float
+    eps_b: float
+    parameter_dtype: int
+    device: int
+    stream: int
+
+class _TransformerForward(_TransformerCall):
+    residual: int
+    y: int
+    z: int
+
+class _TransformerBackward(_TransformerCall):
+    z: int
+    dy: int
+    dz: int
+    dx: int
+    dresidual: int
+    gradients: int
+    block_memory: int
+
+def transformer_block_regions(**fields: Unpack[_TransformerRegions]) -> None: ...
+def transformer_block_sizes_cpu(**fields: Unpack[_TransformerSizes]) -> None: ...
+def transformer_block_forward_cpu(**fields: Unpack[_TransformerForward]) -> None: ...
+def transformer_block_backward_cpu(**fields: Unpack[_TransformerBackward]) -> None: ...
+def transformer_block_sizes_cuda(**fields: Unpack[_TransformerSizes]) -> None: ...
+def transformer_block_forward_cuda(**fields: Unpack[_TransformerForward]) -> None: ...
+def transformer_block_backward_cuda(**fields: Unpack[_TransformerBackward]) -> None: ...

@@ -99,10 +99,19 @@ def core() -> ModuleType:
 
 
 @functools.cache
+def blas() -> str:
+    """The file of the BLAS that torch's CPU library contains or depends on; "" where the core finds none."""
+    return core().find_blas(str(_torch_library()))
+
+
+def _torch_library() -> Path:
+    return Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+
+
+@functools.cache
 def shared_openmp() -> tuple[str, str]:
     """The file of torch's OpenMP runtime, on whose threads the core runs; or "" and why it starts its own threads."""
-    torch_library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    return _core.share_openmp(str(torch_library))
+    return _core.share_openmp(str(_torch_library()))
 
 
 def address(tensor: torch.Tensor | None) -> int:

@@ -20,6 +20,9 @@ HOPPER_ALONE = (
     "gelu_product_workspace_cuda",
     "gelu_product_forward_cuda",
     "gelu_product_backward_cuda",
+    "transformer_block_sizes_cuda",
+    "transformer_block_forward_cuda",
+    "transformer_block_backward_cuda",
 )
 
 Signatures = dict[str, list[str]]

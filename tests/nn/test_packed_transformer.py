@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import fasttfm
 from fasttfm import ops
+from fasttfm.nn import packed_transformer
 from fasttfm.ops import gelu_product
 from fasttfm.testing.alterations import (
     alterations_of,
@@ -189,6 +190,24 @@ def test_frozen_parameters_get_no_gradient() -> None:
     for (name, parameter), gradient in zip(module.named_parameters(), expected[2:], strict=True):
         assert (parameter.grad is None) == (name in frozen), name
         assert parameter.grad is None or torch.equal(parameter.grad, gradient), name
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+def test_all_layers_by_one_op_are_the_layers_one_by_one(norm_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks: list[int] = []
+    run = packed_transformer.transformer_stack
+    monkeypatch.setattr(
+        packed_transformer, "transformer_stack", lambda *call: (stacks.append(len(call[-1])), run(*call))[1]
+    )
+    module = encoder(norm_first, layers=3, dropout=0.1)
+    found = gradients(module, tokens(), 5)
+    assert stacks == [3]
+    module.layers[1].dropout = 0.2  # layers that differ are several calls
+    gradients(module, tokens(), 5)
+    assert stacks == [3, 1, 1, 1]
+    module.layers[1].dropout = 0.1
+    monkeypatch.setattr(type(module), "_is_whole", lambda *_: False)
+    assert all(map(torch.equal, found, gradients(module, tokens(), 5)))
 
 
 def test_a_layer_that_stands_twice_is_one_set_of_parameters() -> None:

@@ -14,6 +14,7 @@ import torch
 from fasttfm import _gpus, _native
 from fasttfm._version import __version__
 from fasttfm.bench.timing import device_name
+from fasttfm.ops import transformer_native
 from fasttfm.ops.backends import BackendTable, tables
 
 Rows = list[tuple[str, str]]
@@ -79,6 +80,7 @@ def _devices() -> Rows:
         ("cpu", f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores"),
         ("instructions", _instruction_sets()),
         ("threads", _threads()),
+        ("layers", _layers("CPU", transformer_native.missing_cpu(), _blas)),
     ]
     if not torch.cuda.is_available():
         return [*rows, ("cuda", "torch sees no CUDA device")]
@@ -88,7 +90,24 @@ def _devices() -> Rows:
         text = f"{gpu.name}, {memory:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"
         reason = None if _native.missing_cuda() else _native.missing_on(index)  # what holds for all is said below
         rows.append((f"cuda:{index}", f"{text}; no CUDA kernels: {reason}" if reason else text))
+        missing = transformer_native.missing_cuda(torch.device("cuda", index))
+        rows.append(("layers", _layers(f"cuda:{index}", missing, _cublaslt)))
     return rows
+
+
+def _layers(device: str, missing: str | None, library: Callable[[], str]) -> str:
+    """How transformer layers are run on a device."""
+    if missing is not None:
+        return f"on {device} op by op: {missing}"
+    return f"on {device} in one native call, products by {library()}"
+
+
+def _blas() -> str:
+    return f"the BLAS of {os.path.basename(_native.blas())}"
+
+
+def _cublaslt() -> str:
+    return f"cuBLASLt {_native.core().gemm_library_version_cuda()}"
 
 
 def _instruction_sets() -> str:

@@ -14,10 +14,12 @@ from fasttfm.nn.plain import is_plain
 from fasttfm.ops import checks, linear
 from fasttfm.ops.attention import window_bounds
 from fasttfm.ops.backends import requested
-from fasttfm.ops.transformer_block import BlockOptions, BlockParameters, transformer_block
+from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
+from fasttfm.ops.transformer_stack import transformer_stack
 
 _NAME = "PackedLayer"
 _NO_NORM = nn.LayerNorm(1, elementwise_affine=False)
+_PARAMETERS = ("weight", "bias")
 SEEDS = 3  # of a layer: for attention's weights and for what its two blocks add to the stream
 
 
@@ -115,19 +117,27 @@ class PackedLayer(nn.Module):
         if self.norm_first and residual is None:
             residual, x = x, layer_norm(self.norm1, x)
         (x,) = linear.autocast(x)
-        self._check(x, cu_seqlens, residual, next_norm)
-        p_a, p_b, attention_p = self.probabilities() if self.training else (0.0, 0.0, 0.0)
-        if p_a == p_b == attention_p == 0:
+        self.check(x, cu_seqlens, residual, next_norm)
+        rates = self.rates()
+        if not any(rates):
             seeds = None
         elif seeds is None:
             seeds = draw_seeds(x.device)
-        qkv, out, up, down = self.qkv, self.out, self.up, self.down  # a module takes its time to find its parts
         norm_a, norm_b = (self.norm2, next_norm) if self.norm_first else (self.norm1, self.norm2)
         if not self.is_fusable(next_norm):
-            rates = (attention_p, p_a, p_b)
             return self._call_modules(x, residual, cu_seqlens, max_seqlen, (norm_a, norm_b), rates, seeds)
-        if norm_b is None:
-            norm_b = _NO_NORM  # its result is left out
+        seeds = None if seeds is None else seeds.view(1, SEEDS)
+        options, parameters = self.block(max_seqlen, next_norm)
+        y, z = transformer_stack(x, residual, cu_seqlens, seeds, options, [parameters])
+        return (z, None) if norm_b is None and z is not None else (y, z)
+
+    def block(self, max_seqlen: int, next_norm: nn.LayerNorm | None) -> tuple[BlockOptions, BlockParameters]:
+        """The layer as the op takes it. Without a ``next_norm``, a pre-LN layer's y is to be left out."""
+        own: dict[str, Any] = self._modules  # a module takes its time to find its parts
+        norm_a, norm_b = own["norm1"], own["norm2"]
+        if self.norm_first:
+            norm_a, norm_b = norm_b, _NO_NORM if next_norm is None else next_norm
+        attention_p, p_a, p_b = self.rates()
         options = BlockOptions(
             heads=self.heads,
             max_seqlen=max_seqlen,
@@ -143,12 +153,15 @@ class PackedLayer(nn.Module):
             keep_activation=self.keep_activation,
             backend=requested(None),
         )
-        parameters = BlockParameters(
-            *(qkv.weight, qkv.bias, out.weight, out.bias, norm_a.weight, norm_a.bias),
-            *(up.weight, up.bias, down.weight, down.bias, norm_b.weight, norm_b.bias),
-        )
-        y, z = transformer_block(x, residual, cu_seqlens, seeds, options, parameters)
-        return (z, None) if norm_b is _NO_NORM and z is not None else (y, z)
+        modules = (own["qkv"], own["out"], norm_a, own["up"], own["down"], norm_b)
+        return options, BlockParameters(*(module._parameters[name] for module in modules for name in _PARAMETERS))
+
+    def rates(self) -> tuple[float, float, float]:
+        """What is dropped now: of attention's weights, of the attention block and of the feed-forward block."""
+        if not self.training:
+            return 0.0, 0.0, 0.0
+        p_a, p_b, attention_p = self.probabilities()
+        return attention_p, p_a, p_b
 
     def is_fusable(self, next_norm: nn.Module | None = None) -> bool:
         """Whether ``forward`` calls none of the layer's modules: they are plain."""
@@ -201,7 +214,7 @@ class PackedLayer(nn.Module):
         q, k, _ = self.project(x).unbind(-3)
         return ops.attention_weights(q, k, window=(left, right), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
 
-    def _check(self, x: Any, cu_seqlens: Any, residual: Any, next_norm: Any) -> None:
+    def check(self, x: Any, cu_seqlens: Any, residual: Any, next_norm: Any) -> None:
         checks.check_floating(_NAME, "x", x)
         width = self.width
         if x.dim() != 2 or x.shape[1] != width or not x.is_contiguous():

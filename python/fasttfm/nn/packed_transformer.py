@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fasttfm.nn.packed_layer import PackedLayer, draw_seeds
 from fasttfm.nn.parts import layer_norm
 from fasttfm.nn.plain import is_watched
+from fasttfm.ops import linear
+from fasttfm.ops.transformer_stack import transformer_stack
 
 
 class PackedTransformer(nn.Module):
@@ -39,7 +44,10 @@ class PackedTransformer(nn.Module):
         self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, hidden_states: list[Tensor] | None = None
     ) -> Tensor:
         """Runs the layers over ``x`` [T, C]; ``hidden_states`` collects the stream before each of them."""
-        modules, layers = self._modules_in_order(), self.in_order()
+        modules = self._modules_in_order()
+        if hidden_states is None and self._is_whole(modules):
+            return self._run_whole(x, cu_seqlens, max_seqlen, modules)
+        layers = self.in_order()
         drops = self.training and any(any(layer.probabilities()) for layer in layers)
         seeds = draw_seeds(x.device, len(layers)).unbind() if drops else [None] * len(layers)
         norms = self._norms_in_front(modules, layers)
@@ -56,6 +64,41 @@ class PackedTransformer(nn.Module):
                 draws = module is not layers[index] or not layers[index].is_fusable(following)
                 run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=draws)
             x, residual = run(x, cu_seqlens, max_seqlen)
+        return x
+
+    def _is_whole(self, modules: Sequence[Any]) -> bool:
+        """Whether nothing sees where one layer ends: layers and their modules are plain, and keep what the backward
+        needs. Compilers see the layers one by one."""
+        if not modules or (self.checkpointing and self.training) or torch.compiler.is_dynamo_compiling():
+            return False
+        if any(type(module) is not PackedLayer or is_watched(module) for module in modules):
+            return False
+        return all(layer.is_fusable(norm) for layer, norm in self._with_next_norms(modules))
+
+    def _with_next_norms(self, layers: Sequence[PackedLayer]) -> list[tuple[PackedLayer, nn.LayerNorm | None]]:
+        """In a pre-LN model a layer applies the next one's first norm."""
+        following: list[Any] = [None] * len(layers)
+        if self.final_norm is not None:
+            following = [*(layer._modules["norm1"] for layer in layers[1:]), self.final_norm]
+        return list(zip(layers, following, strict=True))
+
+    def _run_whole(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, layers: Sequence[Any]) -> Tensor:
+        """The layers by one op: layers that differ in their options are several."""
+        first = layers[0]
+        residual: Tensor | None = None
+        if self.final_norm is not None:
+            residual, x = x, layer_norm(first.norm1, x)
+        (x,) = linear.autocast(x)
+        first.check(x, cu_seqlens, residual, None)
+        blocks = [layer.block(max_seqlen, norm) for layer, norm in self._with_next_norms(layers)]
+        drops = any(options.attention_p or options.p_a or options.p_b for options, _ in blocks)
+        seeds = draw_seeds(x.device, len(layers)) if drops else None
+        start = 0
+        for options, group in itertools.groupby(blocks, key=operator.itemgetter(0)):
+            parameters = [each for _, each in group]
+            own = None if seeds is None else seeds[start : start + len(parameters)]
+            x, residual = transformer_stack(x, residual, cu_seqlens, own, options, parameters)
+            start += len(parameters)
         return x
 
     def in_order(self) -> list[PackedLayer]:

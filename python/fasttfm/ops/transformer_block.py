@@ -46,6 +46,21 @@ class BlockParameters(NamedTuple):
     norm_b_bias: Tensor | None
 
 
+class Saved(NamedTuple):
+    """What a layer leaves for its backward besides its input and parameters."""
+
+    qkv: Tensor  # [T, 3, H, D]
+    out: Tensor  # [T, H, D]
+    lse: Tensor
+    z1: Tensor
+    statistics1: Tensor
+    left: Tensor  # of the activation: gelu_product's PRODUCT or DERIVATIVE
+    a: Tensor | None
+    y1: Tensor | None
+    z: Tensor
+    statistics: Tensor
+
+
 class BlockOptions(NamedTuple):
     heads: int
     max_seqlen: int
@@ -85,7 +100,7 @@ def transformer_block(
         y, z = _TransformerBlock.apply(x, residual, cu_seqlens, seeds, options, *parameters)
     else:
         own = _in_type(parameters, x.dtype)
-        separate = _separate(seeds, options)
+        separate = separate_seeds(seeds, options)
         y, z, _ = _forward(x, residual, cu_seqlens, separate, options, own, kept=gelu_product.NOTHING)
     return y, z
 
@@ -99,7 +114,7 @@ def _forward(
     own: BlockParameters,
     *,
     kept: str,
-) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+) -> tuple[Tensor, Tensor | None, Saved | None]:
     """y, z' and, if ``kept``, what the backward reads in addition to inputs and parameters."""
     tokens, columns = x.shape
     backend = options.backend
@@ -123,8 +138,15 @@ def _forward(
 
     y1 = None if options.recompute else y1
     a = a if options.keep_activation else None
-    saved = (qkv, out, lse, z1, statistics1, left, a, y1, z, statistics) if keep else ()
+    saved = Saved(qkv, out, lse, z1, statistics1, left, a, y1, z, statistics) if keep else None
     return y, None if residual is None else z, saved
+
+
+def kept_of(x: Tensor, own: BlockParameters, options: BlockOptions) -> str:
+    """What is left of the activation for the backward."""
+    if not options.keep_activation:
+        return gelu_product.PRODUCT
+    return gelu_product.kept_beside(options.backend, x, own.up_weight, own.down_weight)
 
 
 class _TransformerBlock(OpFunction):
@@ -142,11 +164,10 @@ class _TransformerBlock(OpFunction):
         *parameters: Any,
     ) -> tuple[Tensor, Tensor | None]:
         given = BlockParameters(*parameters)
-        own, separate = _in_type(given, x.dtype, copies=True), _separate(seeds, options)
-        kept = gelu_product.PRODUCT
-        if options.keep_activation:
-            kept = gelu_product.kept_beside(options.backend, x, own.up_weight, own.down_weight)
+        own, separate = _in_type(given, x.dtype, copies=True), separate_seeds(seeds, options)
+        kept = kept_of(x, own, options)
         y, z, saved = _forward(x, residual, cu_seqlens, separate, options, own, kept=kept)
+        assert saved is not None
         ctx.save_for_backward(*unshared(cu_seqlens), *separate, x, *saved, *own)
         ctx.options, ctx.kept = options, kept
         ctx.pre_norm = residual is not None
@@ -156,25 +177,13 @@ class _TransformerBlock(OpFunction):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        (cu_seqlens, seed, seed_a, seed_b, x, qkv, out, lse, z1, statistics1, left, a, y1, z, statistics, *own) = saved
-        options: BlockOptions = ctx.options
+        tensors, count = ctx.saved_tensors, len(Saved._fields)
+        cu_seqlens, seed, seed_a, seed_b, x = tensors[:5]
+        saved, own = Saved(*tensors[5 : 5 + count]), BlockParameters(*tensors[5 + count :])
         inputs = len(ctx.needs_input_grad) - len(own)
         wanted, types = BlockParameters(*ctx.needs_input_grad[inputs:]), BlockParameters(*ctx.types)
-        block = _Backward((*saved, dy, dz), BlockParameters(*own), wanted, types, options, ctx.pre_norm)
-        dy = torch.zeros_like(x) if dy is None else dy
-
-        dropout = _dropout(cu_seqlens, seed_b, options.p_b)
-        if y1 is None:
-            y1 = block.norm_a(z1).to(x.dtype)
-        dy1, dz1 = block.feed_forward(dy, dz, y1, Inner(ctx.kept, left, a), z, statistics, dropout)
-        del y1
-
-        dropout = _dropout(cu_seqlens, seed_a, options.p_a)
-        dout, dstream = block.projection(dy1, dz1, out, z1, statistics1, dropout)
-        attention = _attention_options(qkv, cu_seqlens, seed, options)
-        dqkv = block.attention(dout, qkv, out, lse, attention)
-        dx, dresidual = block.qkv(dqkv, x, dstream)
+        block = BlockBackward((*tensors, dy, dz), own, wanted, types, ctx.options, ctx.pre_norm)
+        dx, dresidual = block.run(x, cu_seqlens, (seed, seed_a, seed_b), ctx.kept, saved, dy, dz)
         gradients = (block.gradients.get(name) for name in BlockParameters._fields)
         return dx, dresidual, None, None, None, *gradients
 
@@ -187,7 +196,7 @@ class Inner(NamedTuple):
     activation: Tensor | None
 
 
-class _Backward:
+class BlockBackward:
     """The backward pass, a step at a time; collects the parameters' gradients."""
 
     def __init__(
@@ -204,6 +213,33 @@ class _Backward:
         self.gradients: dict[str, Tensor] = {}
         ops = (attention_backward_op, attention_qkv_backward_op, add_norm_backward_op)
         self.attention_op, self.attention_qkv_op, self.add_norm_op = straight(tensors, *ops)
+
+    def run(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor,
+        seeds: Seeds,
+        kept: str,
+        saved: Saved,
+        dy: Tensor | None,
+        dz: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradients of x and, in a pre-LN model, of the stream. ``kept`` says what is left of the activation."""
+        seed, seed_a, seed_b = seeds
+        options = self.options
+        dy = torch.zeros_like(x) if dy is None else dy
+
+        dropout = _dropout(cu_seqlens, seed_b, options.p_b)
+        y1 = self.norm_a(saved.z1).to(x.dtype) if saved.y1 is None else saved.y1
+        inner = Inner(kept, saved.left, saved.a)
+        dy1, dz1 = self.feed_forward(dy, dz, y1, inner, saved.z, saved.statistics, dropout)
+        del y1
+
+        dropout = _dropout(cu_seqlens, seed_a, options.p_a)
+        dout, dstream = self.projection(dy1, dz1, saved.out, saved.z1, saved.statistics1, dropout)
+        attention = _attention_options(saved.qkv, cu_seqlens, seed, options)
+        dqkv = self.attention(dout, saved.qkv, saved.out, saved.lse, attention)
+        return self.qkv(dqkv, x, dstream)
 
     def norm_a(self, z1: Tensor) -> Tensor:
         """y1, computed again."""
@@ -312,7 +348,7 @@ Seeds = tuple[Tensor | None, Tensor | None, Tensor | None]  # int64 [1] each: of
 Dropout = tuple[Tensor | None, Tensor | None, float]  # cu_seqlens, seed and p, as dropout_add_layer_norm passes them
 
 
-def _separate(seeds: Tensor | None, options: BlockOptions) -> Seeds:
+def separate_seeds(seeds: Tensor | None, options: BlockOptions) -> Seeds:
     """A seed means dropout: there is none where nothing is dropped."""
     if seeds is None:
         return None, None, None

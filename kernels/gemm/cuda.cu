@@ -1,0 +1,202 @@
+// The launcher of cuBLASLt's products: descriptors and algorithm of each kind of product are made once and kept.
+#include <cstring>
+#include <mutex>
+#include <unordered_map>
+
+#include "common/cuda/launch.cuh"
+#include "gemm/cublaslt.h"
+#include "gemm/op.h"
+
+namespace fasttfm {
+namespace cuda {
+namespace {
+
+using cublaslt::Descriptor;
+
+// What descriptors and the choice of an algorithm depend on.
+struct Kind {
+  int64_t rows, columns, inner;
+  int32_t device;
+  DType dtype, out_dtype;
+  int8_t transposed_a, transposed_b, has_bias, adds;
+
+  bool operator==(const Kind& other) const { return std::memcmp(this, &other, sizeof(Kind)) == 0; }
+};
+static_assert(sizeof(Kind) == 40, "no padding: kinds are compared and hashed as bytes");
+
+struct KindHash {
+  size_t operator()(const Kind& kind) const {
+    uint64_t words[sizeof(Kind) / 8], hash = 0;
+    std::memcpy(words, &kind, sizeof(kind));
+    for (uint64_t word : words) {
+      hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
+      hash ^= hash >> 32;
+    }
+    return hash;
+  }
+};
+
+struct Prepared {
+  Descriptor product, a, b, d;
+  cublaslt::Algorithm algorithm;
+  size_t workspace_bytes;
+};
+
+constexpr size_t kMostPrepared = 4096;  // token counts may be without end
+constexpr int kMostDevices = 64;
+
+Status of_library(const cublaslt::Library& library, int status) {
+  if (status == cublaslt::kSuccess) return {};
+  return {StatusCode::cuda_error, library.status_text(status)};
+}
+
+int type_code(DType dtype) {
+  return dtype == DType::f32 ? cublaslt::kReal32F : dtype == DType::bf16 ? cublaslt::kReal16BF : cublaslt::kReal16F;
+}
+
+// One for each device, which is current; they live as long as the process.
+Status handle_of(const cublaslt::Library& library, int device, cublaslt::Handle* handle) {
+  static std::mutex mutex;
+  static cublaslt::Handle handles[kMostDevices] = {};
+  if (device < 0 || device >= kMostDevices) return {StatusCode::bad_value, "gemm: device: expected 0 to 63"};
+  const std::lock_guard<std::mutex> lock(mutex);
+  Status status;
+  if (handles[device] == nullptr) status = of_library(library, library.create(&handles[device]));
+  *handle = handles[device];
+  return status;
+}
+
+// The library's matrices are column-major: it computes d^T [N, M] = b^T a^T, and its first factor is b.
+int describe(const cublaslt::Library& library, const Kind& kind, Prepared* prepared) {
+  const int type = type_code(kind.dtype), transposed = cublaslt::kTransposed;
+  const auto rows = static_cast<uint64_t>(kind.rows), columns = static_cast<uint64_t>(kind.columns),
+             inner = static_cast<uint64_t>(kind.inner);
+  const auto layout = [&](Descriptor* to, int code, bool across, uint64_t of_rows, uint64_t of_columns) {
+    if (across) std::swap(of_rows, of_columns);
+    return library.layout_init(to, sizeof(Descriptor), code, of_rows, of_columns, static_cast<int64_t>(of_rows));
+  };
+  int status = layout(&prepared->b, type, kind.transposed_b, columns, inner);
+  if (status == 0) status = layout(&prepared->a, type, kind.transposed_a, inner, rows);
+  if (status == 0) status = layout(&prepared->d, type_code(kind.out_dtype), false, columns, rows);
+  if (status == 0)
+    status = library.product_init(&prepared->product, sizeof(Descriptor), cublaslt::kCompute32F, cublaslt::kReal32F);
+  const auto set = [&](int attribute, const void* value, size_t size) {
+    if (status == 0) status = library.product_set(&prepared->product, attribute, value, size);
+  };
+  if (kind.transposed_b) set(cublaslt::kTransposeA, &transposed, sizeof(transposed));
+  if (kind.transposed_a) set(cublaslt::kTransposeB, &transposed, sizeof(transposed));
+  if (kind.has_bias) set(cublaslt::kEpilogue, &cublaslt::kEpilogueBias, sizeof(cublaslt::kEpilogueBias));
+  return status;
+}
+
+Status choose(const cublaslt::Library& library, cublaslt::Handle handle, Prepared* prepared) {
+  Descriptor preference;
+  const uint64_t bytes = kGemmWorkspace;
+  const uint32_t alignment = 16;
+  int status = library.preference_init(&preference, sizeof(preference));
+  const auto set = [&](int attribute, const auto& value) {
+    if (status == 0) status = library.preference_set(&preference, attribute, &value, sizeof(value));
+  };
+  set(cublaslt::kMaxWorkspace, bytes);
+  set(cublaslt::kReductionMask, cublaslt::kReduceInComputeType);
+  for (int attribute : {cublaslt::kAlignmentA, cublaslt::kAlignmentB, cublaslt::kAlignmentC, cublaslt::kAlignmentD})
+    set(attribute, alignment);
+  cublaslt::HeuristicResult result{};
+  int found = 0;
+  if (status == 0)
+    status = library.heuristic(handle, &prepared->product, &prepared->b, &prepared->a, &prepared->d, &prepared->d,
+                               &preference, 1, &result, &found);
+  if (status != 0) return of_library(library, status);
+  if (found == 0 || result.state != 0) return bad_size("gemm: cuBLASLt has no algorithm for these sizes");
+  prepared->algorithm = result.algorithm;
+  prepared->workspace_bytes = result.workspace_bytes;
+  return {};
+}
+
+class Cache {
+ public:
+  Status get(const cublaslt::Library& library, cublaslt::Handle handle, const Kind& kind, const Gemm& call,
+             Prepared* prepared) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = prepared_.find(kind);
+    if (known != prepared_.end()) {
+      *prepared = known->second;
+      return {};
+    }
+    int code = describe(library, kind, prepared);
+    // The choice depends on the bias's alignment alone.
+    if (code == 0 && kind.has_bias)
+      code = library.product_set(&prepared->product, cublaslt::kBiasPointer, &call.bias, sizeof(call.bias));
+    if (code != 0) return of_library(library, code);
+    const Status status = choose(library, handle, prepared);
+    if (status.code != StatusCode::ok) return status;
+    if (prepared_.size() >= kMostPrepared) prepared_.clear();
+    prepared_.emplace(kind, *prepared);
+    return {};
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<Kind, Prepared, KindHash> prepared_;
+};
+
+Status check(const Gemm& call) {
+  if (call.dtype != DType::bf16 && call.dtype != DType::f16) return unknown_dtype();
+  if (call.out_dtype != call.dtype && call.out_dtype != DType::f32)
+    return {StatusCode::bad_value, "gemm: out_dtype is dtype or fp32"};
+  for (int64_t size : {call.rows, call.columns, call.inner})
+    if (size < 1 || size > 0x7fffffff) return bad_size("gemm: sizes are 1 to 2^31 - 1");
+  const int64_t a_row = call.transposed_a ? call.rows : call.inner,
+                b_row = call.transposed_b ? call.inner : call.columns;
+  if (a_row % 8 != 0 || b_row % 8 != 0 || call.columns % 8 != 0) return bad_size("gemm: rows start at 16 bytes");
+  for (const void* tensor : {call.a, call.b, call.bias, call.c, static_cast<const void*>(call.d)})
+    if (reinterpret_cast<uintptr_t>(tensor) % 16 != 0)
+      return {StatusCode::bad_alignment, "gemm: tensors start at multiples of 16 bytes"};
+  return {};
+}
+
+}  // namespace
+
+Status gemm(const Gemm& call) {
+  static Cache cache;
+  Status status = check(call);
+  if (status.code != StatusCode::ok) return status;
+  const cublaslt::Library* library = cublaslt::library();
+  if (library == nullptr) return {StatusCode::cuda_error, "gemm: the process has loaded no libcublasLt"};
+  const DeviceGuard guard(call.device);
+  cublaslt::Handle handle = nullptr;
+  status = handle_of(*library, call.device, &handle);
+  if (status.code != StatusCode::ok) return status;
+  Kind kind;
+  std::memset(&kind, 0, sizeof(kind));
+  kind.rows = call.rows;
+  kind.columns = call.columns;
+  kind.inner = call.inner;
+  kind.device = call.device;
+  kind.dtype = call.dtype;
+  kind.out_dtype = call.out_dtype;
+  kind.transposed_a = call.transposed_a != 0;
+  kind.transposed_b = call.transposed_b != 0;
+  kind.has_bias = call.bias != nullptr;
+  kind.adds = call.c != nullptr;
+  Prepared prepared;  // this thread's own: the bias is written into it
+  status = cache.get(*library, handle, kind, call, &prepared);
+  if (status.code != StatusCode::ok) return status;
+  if (kind.has_bias) {
+    const int code = library->product_set(&prepared.product, cublaslt::kBiasPointer, &call.bias, sizeof(call.bias));
+    if (code != 0) return of_library(*library, code);
+  }
+  const float one = 1.0f, beta = kind.adds ? 1.0f : 0.0f;
+  const void* c = kind.adds ? call.c : call.d;
+  return of_library(*library, library->matmul(handle, &prepared.product, &one, call.b, &prepared.b, call.a, &prepared.a,
+                                              &beta, c, &prepared.d, call.d, &prepared.d, &prepared.algorithm,
+                                              call.workspace, prepared.workspace_bytes, call.stream));
+}
+
+int64_t gemm_library_version() {
+  const cublaslt::Library* library = cublaslt::library();
+  return library == nullptr ? 0 : static_cast<int64_t>(library->version());
+}
+
+}  // namespace cuda
+}  // namespace fasttfm

@@ -1,0 +1,132 @@
+// A stack of transformer layers, forward: kernels of other ops in order, on memory that is laid out in regions.h.
+#pragma once
+
+#include "attention/op.h"
+#include "dropout_add_layer_norm/op.h"
+#include "transformer_block/layer.h"
+
+namespace fasttfm {
+namespace FASTTFM_ISA {
+namespace transformer {
+
+// Where one layer's tensors are.
+struct ForwardTensors {
+  const void* x;         // normalised, in a pre-LN model
+  const void* residual;  // what the attention block is added to
+  void *qkv, *out, *branch_a, *y1, *z1, *left, *a, *branch_b, *y, *z, *workspace;
+  float *lse, *statistics_a, *statistics_b;
+};
+
+template <class Device>
+class Forward {
+ public:
+  explicit Forward(const TransformerForward& call)
+      : call_(call), kept_(kept_plan(call)), scratch_(forward_plan(call, Device::forward_workspace(call))) {}
+
+  Status run() {
+    const void *x = call_.x, *residual = call_.residual;
+    for (int64_t layer = 0; layer < call_.layers && !steps_.failed(); ++layer) {
+      const typename Device::Range range("forward", layer);
+      ForwardTensors tensors = tensors_of(layer);
+      tensors.x = x;
+      tensors.residual = call_.pre_norm ? residual : x;
+      attention_block(layer, tensors);
+      feed_forward_block(layer, tensors);
+      x = tensors.y;
+      residual = tensors.z;
+    }
+    return steps_.status();
+  }
+
+ private:
+  void* scratch(ForwardRegion region) const { return at(call_.scratch, scratch_.regions[region].offset); }
+  void* kept(int64_t layer, KeptRegion region) const { return in_layer(call_, kept_, layer, region); }
+  const void* parameter(int64_t layer, TransformerParameter which) const {
+    return address_in(call_.parameters, layer, which);
+  }
+
+  ForwardTensors tensors_of(int64_t layer) const {
+    const bool last = layer + 1 == call_.layers, training = call_.training != 0, pre = call_.pre_norm != 0;
+    const auto place = [&](bool is_kept, KeptRegion kept_region, ForwardRegion region) {
+      return is_kept ? kept(layer, kept_region) : scratch(region);
+    };
+    const auto next = [&](BetweenRegion between, ForwardRegion region) {
+      return training ? between_layers(call_, kept_, layer, between) : scratch(region);
+    };
+    ForwardTensors tensors{};
+    tensors.qkv = place(training, kKeptQkv, kQkv);
+    tensors.out = place(training, kKeptOut, kOut);
+    tensors.lse = static_cast<float*>(place(training, kKeptLse, kLse));
+    tensors.branch_a = scratch(kBranchA);
+    tensors.y1 = place(training && !call_.recompute, kKeptY1, kY1);
+    tensors.z1 = training || pre ? place(training, kKeptZ1, kZ1) : nullptr;
+    tensors.statistics_a = static_cast<float*>(place(training, kKeptStatistics1, kStatisticsA));
+    tensors.left = training ? kept(layer, kKeptLeft) : nullptr;
+    tensors.a = place(training && call_.keep_activation, kKeptA, kA);
+    tensors.branch_b = scratch(kBranchB);
+    tensors.statistics_b = static_cast<float*>(place(training, kKeptStatistics, kStatisticsB));
+    tensors.workspace = scratch(kForwardWorkspace);
+    tensors.y = last ? call_.y : next(kBetweenY, kY);
+    if (pre)
+      tensors.z = last ? call_.z : next(kBetweenZ, kZ);
+    else
+      tensors.z = training ? kept(layer, kKeptZ) : nullptr;
+    return tensors;
+  }
+
+  void attention_block(int64_t layer, const ForwardTensors& tensors) {
+    const int64_t width = call_.width;
+    Gemm qkv = product_of(call_, tensors.x, parameter(layer, kQkvWeight), true, tensors.qkv, 3 * width, width,
+                          tensors.workspace);
+    qkv.bias = parameter(layer, kQkvBias);
+    steps_(Device::gemm, qkv);
+    auto attention = attention_of<AttentionForward>(call_, layer, tensors.qkv, tensors.workspace);
+    attention.out = tensors.out;
+    attention.lse = tensors.lse;
+    steps_(Device::attention_forward, attention);
+    steps_(Device::gemm, product_of(call_, tensors.out, parameter(layer, kOutWeight), true, tensors.branch_a, width,
+                                    width, tensors.workspace));
+    auto norm = add_norm(layer, 1, tensors.branch_a, tensors.residual, tensors.y1, tensors.z1, tensors.statistics_a);
+    norm.weight = parameter(layer, kNormAWeight);
+    norm.bias = parameter(layer, kNormABias);
+    norm.linear_bias = parameter(layer, kOutBias);
+    norm.eps = call_.eps_a;
+    steps_(Device::add_norm_forward, norm);
+  }
+
+  void feed_forward_block(int64_t layer, const ForwardTensors& tensors) {
+    Device::activation_forward(&steps_, call_, parameter(layer, kUpWeight), parameter(layer, kUpBias), tensors);
+    steps_(Device::gemm, product_of(call_, tensors.a, parameter(layer, kDownWeight), true, tensors.branch_b,
+                                    call_.width, call_.intermediate, tensors.workspace));
+    const void* residual = call_.pre_norm ? tensors.z1 : tensors.y1;
+    auto norm = add_norm(layer, 2, tensors.branch_b, residual, tensors.y, tensors.z, tensors.statistics_b);
+    norm.weight = parameter(layer, kNormBWeight);
+    norm.bias = parameter(layer, kNormBBias);
+    norm.linear_bias = parameter(layer, kDownBias);
+    norm.eps = call_.eps_b;
+    steps_(Device::add_norm_forward, norm);
+  }
+
+  DropoutAddLayerNormForward add_norm(int64_t layer, int place, const void* branch, const void* residual, void* y,
+                                      void* z, float* statistics) const {
+    auto norm = add_norm_of<DropoutAddLayerNormForward>(call_, layer, place);
+    norm.x = branch;
+    norm.residual = residual;
+    norm.y = y;
+    norm.z = z;
+    norm.mean = statistics;
+    norm.rstd = statistics + call_.tokens;
+    norm.x_stride = norm.residual_stride = call_.width;
+    norm.parameter_dtype = call_.parameter_dtype;
+    return norm;
+  }
+
+  const TransformerForward& call_;
+  const KeptPlan kept_;
+  const ScratchPlan<kForwardRegions> scratch_;
+  Steps steps_;
+};
+
+}  // namespace transformer
+}  // namespace FASTTFM_ISA
+}  // namespace fasttfm

@@ -1,0 +1,112 @@
+// A stack of transformer layers in one call, forward and backward: the formulas are in
+// python/fasttfm/ops/transformer_block.py, whose op-by-op path launches the same kernels. T packed tokens, C columns,
+// I columns between the feed-forward block's products, H heads of D.
+//
+// Nothing is allocated here, and nothing waits for the GPU: the caller gives two pieces of memory, `kept` for what the
+// backward reads and `scratch` for what a call needs while it runs, of the sizes that transformer_block_sizes() says.
+#pragma once
+
+#include <cstdint>
+
+#include "common/activation.h"
+#include "common/dtype.h"
+#include "common/status.h"
+
+namespace fasttfm {
+
+// A layer's row of the tables of parameters and gradients: addresses, null for a bias that is not there or a gradient
+// that is not wanted. Weights are [outputs, inputs].
+enum TransformerParameter {
+  kQkvWeight,  // [3 C, C], dtype, as every weight and qkv_bias; the others are of parameter_dtype
+  kQkvBias,
+  kOutWeight,  // [C, C]
+  kOutBias,
+  kNormAWeight,
+  kNormABias,
+  kUpWeight,  // [I, C]
+  kUpBias,
+  kDownWeight,  // [C, I]
+  kDownBias,
+  kNormBWeight,
+  kNormBBias,
+  kTransformerParameters,
+};
+
+// What sizes depend on.
+struct TransformerShape {
+  int64_t layers;
+  int64_t tokens;        // T
+  int64_t width;         // C
+  int64_t intermediate;  // I
+  int64_t heads;         // H
+  int64_t sequences;
+  int64_t max_seqlen;  // at most T
+  int64_t processors;  // multiprocessors of the GPU; on the CPU threads
+  int pre_norm;        // 1 or 0, as the flags below
+  int training;        // whether there will be a backward
+  int recompute;       // the backward computes y1 again
+  int keep_activation;
+  DType dtype;           // CUDA: bf16 or f16; CPU: f32
+  DType residual_dtype;  // of a pre-LN model's stream: dtype or f32; dtype in a post-LN model
+};
+
+// Sizes in bytes.
+struct TransformerSizes : TransformerShape {
+  int64_t* sizes;  // [3]: kept, scratch of the forward, scratch of the backward
+};
+
+struct TransformerCall : TransformerShape {
+  const int64_t* parameters;  // [layers, kTransformerParameters] addresses
+  const void* x;              // [T, C], dtype
+  const int32_t* cu_seqlens;  // [sequences + 1]
+  const int64_t* seeds;       // [layers, 3]: for attention and the two blocks; null where nothing is dropped
+  void* kept;                 // at a multiple of 256 bytes, as scratch; unused unless training
+  void* scratch;
+  int64_t window_left;  // as in attention/op.h
+  int64_t window_right;
+  Activation activation;
+  int attention_threshold;  // of 256, 0 for no dropout: see common/philox.h
+  float attention_scale;
+  int threshold_a;
+  float scale_a;
+  int threshold_b;
+  float scale_b;
+  float eps_a;
+  float eps_b;
+  DType parameter_dtype;  // f32, or dtype if the stream is of it too; also that of all gradients of parameters
+  int device;             // CUDA
+  void* stream;           // CUDA
+};
+
+struct TransformerForward : TransformerCall {
+  const void* residual;  // [T, C], residual_dtype, in a pre-LN model; else null
+  void* y;               // [T, C], dtype
+  void* z;               // [T, C], residual_dtype, in a pre-LN model; else null
+};
+
+struct TransformerBackward : TransformerCall {
+  const void* z;             // the forward's, in a pre-LN model; else null
+  const void* dy;            // [T, C], dtype
+  const void* dz;            // [T, C], residual_dtype, or null for 0; null in a post-LN model
+  void* dx;                  // [T, C], dtype
+  void* dresidual;           // [T, C], residual_dtype, in a pre-LN model; else null
+  const int64_t* gradients;  // [layers, kTransformerParameters] addresses
+  int64_t block_memory;      // CUDA: bytes of shared memory that a block may have
+};
+
+namespace cpu {
+// With a BLAS in the process: common/cpu/blas.h.
+Status transformer_block_sizes(const TransformerSizes&);
+Status transformer_block_forward(const TransformerForward&);
+Status transformer_block_backward(const TransformerBackward&);
+}  // namespace cpu
+
+namespace cuda {
+// With a cuBLASLt in the process: gemm/op.h. Compute capability 9.0; C and I are multiples of 8, D is 64 or 128,
+// queries attend to all keys or causally; tensors are contiguous and start at multiples of 16 bytes.
+Status transformer_block_sizes(const TransformerSizes&);
+Status transformer_block_forward(const TransformerForward&);
+Status transformer_block_backward(const TransformerBackward&);
+}  // namespace cuda
+
+}  // namespace fasttfm

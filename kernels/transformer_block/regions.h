@@ -1,0 +1,299 @@
+// Where the tensors of a transformer layer lie: sizes, lifetimes and offsets of the regions of its two pieces of
+// memory.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/count.h"
+#include "transformer_block/op.h"
+
+namespace fasttfm {
+namespace FASTTFM_ISA {
+namespace transformer {
+
+// A tensor of one layer, in use from step `first` to step `last` of the layer.
+struct Region {
+  int64_t bytes = 0;
+  int first = 0, last = 0;
+  int64_t offset = 0;
+};
+
+constexpr int64_t kRegionAlignment = 256;
+
+inline bool lifetimes_meet(const Region& a, const Region& b) { return a.first <= b.last && b.first <= a.last; }
+
+// Gives the regions, the largest first, the lowest offsets at which none overlaps another that is in use at the same
+// time. Returns the bytes of all; kTooMany where 64 bits do not count them.
+inline int64_t place_regions(Region* regions, int count) {
+  constexpr int kMost = 32;
+  constexpr int64_t kBelow = kRegionAlignment - 1;
+  int order[kMost], placed = 0;
+  Count total = 0;
+  for (int i = 0; i < count; ++i) {
+    order[i] = i;
+    // Rounded up; a sum that int64 does not hold stays too large.
+    const int64_t padded = (Count(regions[i].bytes) + kBelow).value;
+    regions[i].bytes = padded == kTooMany ? kTooMany : padded / kRegionAlignment * kRegionAlignment;
+    total = total + regions[i].bytes;
+  }
+  if (total.value == kTooMany) return kTooMany;
+  std::stable_sort(order, order + count, [&](int a, int b) { return regions[a].bytes > regions[b].bytes; });
+  int64_t end = 0;
+  for (; placed < count; ++placed) {
+    Region& own = regions[order[placed]];
+    own.offset = 0;
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (int i = 0; i < placed; ++i) {
+        const Region& other = regions[order[i]];
+        if (!lifetimes_meet(own, other) || own.bytes == 0 || other.bytes == 0) continue;
+        if (own.offset < other.offset + other.bytes && other.offset < own.offset + own.bytes) {
+          own.offset = other.offset + other.bytes;
+          moved = true;
+        }
+      }
+    }
+    end = std::max(end, own.offset + own.bytes);
+  }
+  return end;
+}
+
+// ---- what the backward reads -----------------------------------------------------------------------------------------
+
+enum KeptRegion {
+  kKeptQkv,
+  kKeptOut,
+  kKeptLse,
+  kKeptZ1,
+  kKeptStatistics1,
+  kKeptLeft,
+  kKeptA,
+  kKeptY1,
+  kKeptZ,
+  kKeptStatistics,
+  kKeptRegions
+};
+
+struct ByteCounts {
+  Count columns;     // [T, C], dtype
+  Count inner;       // [T, I], dtype
+  Count stream;      // [T, C], residual_dtype
+  Count lse;         // [H, T], fp32
+  Count statistics;  // [2, T], fp32
+};
+
+inline int64_t size_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+inline ByteCounts byte_counts(const TransformerShape& shape) {
+  const Count tokens = shape.tokens, wide = tokens * shape.width;
+  return {wide * size_of(shape.dtype), tokens * shape.intermediate * size_of(shape.dtype),
+          wide * size_of(shape.residual_dtype), tokens * shape.heads * 4, tokens * 8};
+}
+
+// What a layer gives to the next one: y and, in a pre-LN model, the stream z. The last layer's are the caller's.
+enum BetweenRegion { kBetweenY, kBetweenZ, kBetweenRegions };
+
+// Layers lie one after the other, and after them what is between two of them.
+struct KeptPlan {
+  Region regions[kKeptRegions];
+  Region between[kBetweenRegions];
+  int64_t layer_bytes;
+  int64_t between_bytes;
+  int64_t bytes;
+};
+
+inline KeptPlan kept_plan(const TransformerShape& shape) {
+  KeptPlan plan{};
+  if (!shape.training) return plan;
+  const ByteCounts counts = byte_counts(shape);
+  const auto keep = [&](KeptRegion region, Count bytes) { plan.regions[region].bytes = bytes.value; };
+  keep(kKeptQkv, counts.columns * 3);
+  keep(kKeptOut, counts.columns);
+  keep(kKeptLse, counts.lse);
+  keep(kKeptZ1, counts.stream);
+  keep(kKeptStatistics1, counts.statistics);
+  keep(kKeptLeft, counts.inner);
+  keep(kKeptA, shape.keep_activation ? counts.inner : 0);
+  keep(kKeptY1, shape.recompute ? 0 : counts.columns);
+  keep(kKeptZ, shape.pre_norm ? 0 : counts.stream);
+  keep(kKeptStatistics, counts.statistics);
+  plan.layer_bytes = place_regions(plan.regions, kKeptRegions);
+  plan.between[kBetweenY].bytes = counts.columns.value;
+  plan.between[kBetweenZ].bytes = shape.pre_norm ? counts.stream.value : 0;
+  plan.between_bytes = place_regions(plan.between, kBetweenRegions);
+  const Count layers = shape.layers;
+  plan.bytes = plan.layer_bytes == kTooMany || plan.between_bytes == kTooMany
+                   ? kTooMany
+                   : (layers * plan.layer_bytes + (layers + (-1)) * plan.between_bytes).value;
+  return plan;
+}
+
+// ---- what a call needs while it runs ---------------------------------------------------------------------------------
+
+enum ForwardStep { kProjectQkv, kAttend, kProjectOut, kAddNormA, kProjectUp, kProjectDown, kAddNormB, kForwardSteps };
+
+// Those that are kept in training are not here then.
+enum ForwardRegion {
+  kQkv,
+  kOut,
+  kLse,
+  kBranchA,
+  kY1,
+  kZ1,
+  kStatisticsA,
+  kA,
+  kBranchB,
+  kStatisticsB,
+  kY,
+  kZ,
+  kForwardWorkspace,
+  kForwardRegions
+};
+
+template <int COUNT>
+struct ScratchPlan {
+  Region regions[COUNT];
+  int64_t bytes;
+};
+
+inline ScratchPlan<kForwardRegions> forward_plan(const TransformerShape& shape, int64_t workspace_bytes) {
+  ScratchPlan<kForwardRegions> plan{};
+  const ByteCounts counts = byte_counts(shape);
+  const auto use = [&](ForwardRegion region, Count bytes, int first, int last) {
+    plan.regions[region] = {bytes.value, first, last};
+  };
+  const bool pre = shape.pre_norm != 0, more = shape.layers > 1;
+  if (!shape.training) {
+    use(kQkv, counts.columns * 3, kProjectQkv, kAttend);
+    use(kOut, counts.columns, kAttend, kProjectOut);
+    use(kLse, counts.lse, kAttend, kAttend);
+    if (pre) use(kZ1, counts.stream, kAddNormA, kAddNormB);
+    use(kStatisticsA, counts.statistics, kAddNormA, kAddNormA);
+    use(kStatisticsB, counts.statistics, kAddNormB, kAddNormB);
+    // A layer's output is the next one's input, in the place of the input before it.
+    if (more) use(kY, counts.columns, kProjectQkv, kAddNormB);
+    if (more && pre) use(kZ, counts.stream, kProjectQkv, kAddNormB);
+  }
+  if (!shape.training || shape.recompute) use(kY1, counts.columns, kAddNormA, pre ? kProjectUp : kAddNormB);
+  if (!shape.training || !shape.keep_activation) use(kA, counts.inner, kProjectUp, kProjectDown);
+  use(kBranchA, counts.columns, kProjectOut, kAddNormA);
+  use(kBranchB, counts.columns, kProjectDown, kAddNormB);
+  use(kForwardWorkspace, workspace_bytes, kProjectQkv, kAddNormB);
+  plan.bytes = place_regions(plan.regions, kForwardRegions);
+  return plan;
+}
+
+enum BackwardStep {
+  kNormB,
+  kActivation,
+  kDownGradient,
+  kUpGradient,
+  kMeetUp,
+  kNormA,
+  kOutGradient,
+  kOutInput,
+  kAttention,
+  kQkvSums,
+  kQkvGradient,
+  kMeetQkv,
+  kBackwardSteps
+};
+
+enum BackwardRegion {
+  kStreamB,
+  kDBranchB,
+  kDa,
+  kDh,
+  kAAgain,
+  kY1Again,
+  kStatisticsAgain,
+  kDy1,
+  kStreamA,
+  kDBranchA,
+  kDout,
+  kDqkv,
+  kDx,
+  kBackwardWorkspace,
+  kBackwardRegions
+};
+
+inline bool separate_branch(const TransformerShape& shape, int threshold) {
+  return threshold > 0 || shape.dtype != shape.residual_dtype;
+}
+
+// `fused_activation`: the activation's derivative comes with the product in front of it.
+inline ScratchPlan<kBackwardRegions> backward_plan(const TransformerShape& shape, int64_t workspace_bytes,
+                                                   bool fused_activation) {
+  ScratchPlan<kBackwardRegions> plan{};
+  const ByteCounts counts = byte_counts(shape);
+  const auto use = [&](BackwardRegion region, Count bytes, int first, int last) {
+    plan.regions[region] = {bytes.value, first, last};
+  };
+  const bool pre = shape.pre_norm != 0, more = shape.layers > 1;
+  use(kStreamB, counts.stream, kNormB, kNormA);
+  use(kDBranchB, counts.columns, kNormB, kDownGradient);
+  if (!fused_activation) use(kDa, counts.inner, kActivation, kActivation);
+  use(kDh, counts.inner, kActivation, kMeetUp);
+  if (!shape.keep_activation) use(kAAgain, counts.inner, kActivation, kDownGradient);
+  if (shape.recompute) use(kY1Again, counts.columns, kUpGradient, kUpGradient);
+  if (shape.recompute) use(kStatisticsAgain, counts.statistics, kUpGradient, kUpGradient);
+  if (pre) use(kDy1, counts.columns, kMeetUp, kNormA);
+  // A layer's gradients of its inputs are read by the first step of the layer before it. The first layer's are the
+  // caller's.
+  if (more) use(kStreamA, counts.stream, kNormB, kMeetQkv);
+  if (more && pre) use(kDx, counts.columns, kNormB, kMeetQkv);
+  use(kDBranchA, counts.columns, kNormA, kOutInput);
+  use(kDout, counts.columns, kOutInput, kAttention);
+  use(kDqkv, counts.columns * 3, kAttention, kMeetQkv);
+  use(kBackwardWorkspace, workspace_bytes, kNormB, kMeetQkv);
+  plan.bytes = place_regions(plan.regions, kBackwardRegions);
+  return plan;
+}
+
+// ---- for the caller and for tests ------------------------------------------------------------------------------------
+
+enum class RegionsOf : int32_t { kept = 0, between = 1, forward = 2, backward = 3 };
+
+struct RegionsCall : TransformerShape {
+  int64_t workspace_bytes;  // of the forward's or the backward's launchers
+  int fused_activation;
+  int64_t* table;  // [33, 4]: in the first row the number of regions and the bytes of all, then of each region its
+                   // bytes, first and last step and offset
+  RegionsOf kind;
+};
+
+inline Status list_regions(const RegionsCall& call) {
+  const auto list = [&](const Region* regions, int count, int64_t bytes) -> Status {
+    if (bytes == kTooMany) return bad_size("transformer_block: expected sizes that 64 bits count, got larger ones");
+    int64_t* to = call.table;
+    to[0] = count;
+    to[1] = bytes;
+    for (int i = 0; i < count; ++i) {
+      to += 4;
+      to[0] = regions[i].bytes;
+      to[1] = regions[i].first;
+      to[2] = regions[i].last;
+      to[3] = regions[i].offset;
+    }
+    return {};
+  };
+  const KeptPlan kept = kept_plan(call);
+  switch (call.kind) {
+    case RegionsOf::kept: return list(kept.regions, kKeptRegions, kept.layer_bytes);
+    case RegionsOf::between: return list(kept.between, kBetweenRegions, kept.between_bytes);
+    case RegionsOf::forward: {
+      const auto plan = forward_plan(call, call.workspace_bytes);
+      return list(plan.regions, kForwardRegions, plan.bytes);
+    }
+    case RegionsOf::backward: {
+      const auto plan = backward_plan(call, call.workspace_bytes, call.fused_activation != 0);
+      return list(plan.regions, kBackwardRegions, plan.bytes);
+    }
+  }
+  return {StatusCode::bad_value, "transformer_block_regions: kind: expected 0 to 3"};
+}
+
+}  // namespace transformer
+}  // namespace FASTTFM_ISA
+}  // namespace fasttfm

@@ -1,0 +1,377 @@
+"""Layers of transformer_block in one call of the native core: CUDA (Hopper, 16 bits) and CPU (fp32).
+
+The core lays everything that layers keep or need out in two pieces of memory, and runs the kernels that the op-by-op
+path runs, in the same order. Matrix products are those of the vendor's library that torch has loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import platform
+from array import array
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasttfm import _native
+from fasttfm.kernels.common import philox
+from fasttfm.kernels.common.activation import CODES
+from fasttfm.kernels.common.launch import is_hopper, multiprocessors
+from fasttfm.ops.attention_checks import check_values
+from fasttfm.ops.backends import dtype_name
+from fasttfm.ops.transformer_block import BlockOptions, BlockParameters, Saved
+
+PARAMETERS = len(BlockParameters._fields)
+_ALIGNMENT = 16
+_dtype_of, _numel, _is_contiguous = operator.attrgetter("dtype"), Tensor.numel, Tensor.is_contiguous
+_address_of = Tensor.data_ptr
+
+
+class Layers(NamedTuple):
+    """The parameters of layers that follow each other, as the core takes them."""
+
+    given: list[Tensor | None]  # of all layers, in the order of BlockParameters
+    depth: int  # how many layers
+    dtype: torch.dtype  # of all parameters
+    intermediate: int
+
+
+# ---- which calls the core takes --------------------------------------------------------------------------------------
+
+
+def layers_of(parameters: Sequence[BlockParameters]) -> Layers | str:
+    """The layers in one list, or why the core does not take them: they are of one type and of the same sizes, in
+    memory as they are meant."""
+    first, given = parameters[0], list(chain.from_iterable(parameters))
+    present = [each for each in given if each is not None]
+    dtype = first.qkv_weight.dtype
+    if set(map(_dtype_of, present)) != {dtype}:
+        return "takes parameters of one type"
+    if len(present) != len(given) and _differ_in_absent(given):
+        return "takes layers with the same biases"
+    sizes = [each.numel() for each in first if each is not None]
+    if list(map(_numel, present)) != sizes * len(parameters):
+        return "takes layers of the same sizes"
+    if not all(map(_is_contiguous, present)):
+        return "takes contiguous parameters"
+    return Layers(given, len(parameters), dtype, first.up_weight.shape[0])
+
+
+def _differ_in_absent(given: list[Tensor | None]) -> bool:
+    absent = [each is None for each in given]
+    return absent != absent[:PARAMETERS] * (len(given) // PARAMETERS)
+
+
+def refuse(x: Tensor, residual: Tensor | None, layers: Layers, options: BlockOptions) -> str | None:
+    """Why the core does not take a call; None if it does."""
+    tokens, width = x.shape
+    if tokens == 0 or not x.is_contiguous() or (residual is not None and not residual.is_contiguous()):
+        return "takes contiguous rows, at least one"
+    stream = x.dtype if residual is None else residual.dtype
+    pointers = x.data_ptr() | (0 if residual is None else residual.data_ptr())
+    if x.is_cuda and pointers % _ALIGNMENT:
+        return f"takes tensors that start at a multiple of {_ALIGNMENT} bytes"
+    window = (options.window_left, options.window_right)
+    types = (x.dtype, stream, layers.dtype)
+    refused = _refuse_cuda if x.is_cuda else _refuse_cpu
+    sizes = (width, options.heads, layers.intermediate)
+    return refused(x.device, options.backend, types, sizes, window, options.recompute)
+
+
+Types = tuple[torch.dtype, torch.dtype, torch.dtype]  # of x, of the stream, of parameters
+Sizes = tuple[int, int, int]  # width, heads, intermediate
+
+
+@functools.lru_cache(maxsize=256)
+def _refuse_cuda(
+    device: torch.device, backend: str | None, types: Types, sizes: Sizes, window: tuple[int, int], recompute: bool
+) -> str | None:
+    dtype, stream, parameters = types
+    width, heads, intermediate = sizes
+    if backend not in (None, "cuda"):
+        return f"takes calls without a backend or for cuda, got {backend}"
+    if (reason := missing_cuda(device)) is not None:
+        return reason
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {dtype_name(dtype)}"
+    if parameters not in (dtype, torch.float32) or (parameters != torch.float32 and stream != dtype):
+        return "takes parameters in x's type or float32, and float32 ones where the stream is float32"
+    if width // heads not in (64, 128) or width % 8 or intermediate % 8 or width > 8192:
+        return f"takes head dims of 64 and 128, up to 8192 columns, in multiples of 8, got {width // heads} and {width}"
+    if window not in ((-1, -1), (-1, 0)):
+        return f"attends to all keys or causally, got a window of {window}"
+    if recompute and stream != dtype:
+        return "takes no recompute with a float32 stream"
+    memory, limit = _native.core().dropout_add_layer_norm_backward_memory_cuda, _native.block_memory(device.index)
+    codes = (_native.DTYPE_CODES[dtype], _native.DTYPE_CODES[stream])
+    if memory(width, *codes, 1, limit) > limit:
+        return "takes GPUs with more shared memory"
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _refuse_cpu(
+    device: torch.device, backend: str | None, types: Types, sizes: Sizes, window: tuple[int, int], recompute: bool
+) -> str | None:
+    width, heads, _ = sizes
+    if backend not in (None, "cpu"):
+        return f"takes calls without a backend or for cpu, got {backend}"
+    if (reason := missing_cpu()) is not None:
+        return reason
+    if device.type != "cpu" or set(types) != {torch.float32}:
+        return f"takes float32 on the CPU, got {dtype_name(types[0])} on {device.type}"
+    if width // heads not in range(16, 257, 8):
+        return f"takes head dims of 16 to 256 in steps of 8, got {width // heads}"
+    return None
+
+
+@functools.cache
+def missing_cuda(device: torch.device) -> str | None:
+    """Why layers are not run in one native call on a GPU; None if they are."""
+    reason = _native.missing_hopper()
+    if reason is not None:
+        return reason
+    if not is_hopper(device):
+        return "takes tensors on a GPU of compute capability 9.0"
+    return None if _native.core().gemm_library_version_cuda() else "found no libcublasLt in the process"
+
+
+@functools.cache
+def missing_cpu() -> str | None:
+    """Why layers are not run in one native call on the CPU; None if they are."""
+    if _native.missing() is not None:
+        return _native.missing()
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"takes x86-64's BLAS: on {platform.machine()} torch multiplies with another library"
+    return None if _native.blas() else "found no BLAS in torch's CPU library"
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+class Memory(NamedTuple):
+    """Bytes that a call needs: what the backward reads, and what each direction needs while it runs."""
+
+    kept: int
+    forward: int
+    backward: int
+
+
+class Batch(NamedTuple):
+    """The input of a forward, and of its backward."""
+
+    x: Tensor
+    residual_dtype: torch.dtype | None  # of a pre-LN model's stream
+    cu_seqlens: Tensor
+    seeds: Tensor | None  # [layers, 3]
+
+
+def forward(
+    batch: Batch,
+    residual: Tensor | None,
+    layers: Layers,
+    own: Sequence[Tensor | None],
+    options: BlockOptions,
+    *,
+    training: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """y, z of a pre-LN model, and what is kept for the backward. ``own``: the parameters, weights in x's type."""
+    x = batch.x
+    check_values("attention", x.shape[0], options.max_seqlen, batch.cu_seqlens, None)
+    shape = _shape(batch, layers, options, training=training)
+    memory = _memory(x.is_cuda, tuple(shape.values()))
+    kept, scratch = _bytes(memory.kept, x), _bytes(memory.forward, x)
+    y, z = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
+    table = _table(own)
+    run = _native.core().transformer_block_forward_cuda if x.is_cuda else _native.core().transformer_block_forward_cpu
+    run(
+        **shape,
+        **_call_fields(batch, layers, options, kept, scratch),
+        parameters=table.buffer_info()[0],
+        residual=_native.address(residual),
+        y=y.data_ptr(),
+        z=_native.address(z),
+    )
+    return y, z, kept
+
+
+def backward(
+    batch: Batch,
+    layers: Layers,
+    own: Sequence[Tensor | None],
+    options: BlockOptions,
+    kept: Tensor,
+    z: Tensor | None,
+    *,
+    dy: Tensor,
+    dz: Tensor | None,
+    gradients: Sequence[Tensor | None],
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of x and of the stream; writes the parameters' ``gradients``, of those that are not None."""
+    x = batch.x
+    shape = _shape(batch, layers, options, training=True)
+    scratch = _bytes(_memory(x.is_cuda, tuple(shape.values())).backward, x)
+    dx, dresidual = torch.empty_like(x), None if z is None else torch.empty_like(z)
+    table, targets = _table(own), _table(gradients)
+    run = _native.core().transformer_block_backward_cuda if x.is_cuda else _native.core().transformer_block_backward_cpu
+    run(
+        **shape,
+        **_call_fields(batch, layers, options, kept, scratch),
+        parameters=table.buffer_info()[0],
+        z=_native.address(z),
+        dy=dy.data_ptr(),
+        dz=_native.address(dz),
+        dx=dx.data_ptr(),
+        dresidual=_native.address(dresidual),
+        gradients=targets.buffer_info()[0],
+        block_memory=_native.block_memory(x.get_device()) if x.is_cuda else 0,
+    )
+    return dx, dresidual
+
+
+def _bytes(count: int, x: Tensor) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8, device=x.device)
+
+
+def _table(tensors: Sequence[Tensor | None]) -> array[int]:
+    """Addresses as the core reads them, 0 for None."""
+    return array("q", [0 if each is None else each.data_ptr() for each in tensors])
+
+
+_SHAPE = (
+    *("layers", "tokens", "width", "intermediate", "heads", "sequences", "max_seqlen", "processors"),
+    *("pre_norm", "training", "recompute", "keep_activation", "dtype", "residual_dtype"),
+)
+
+
+def _shape(batch: Batch, layers: Layers, options: BlockOptions, *, training: bool) -> dict[str, int]:
+    """What sizes depend on."""
+    x = batch.x
+    tokens, width = x.shape
+    stream = x.dtype if batch.residual_dtype is None else batch.residual_dtype
+    sizes = (layers.depth, tokens, width, layers.intermediate, options.heads, batch.cu_seqlens.shape[0] - 1)
+    processors = multiprocessors(x) if x.is_cuda else torch.get_num_threads()
+    flags = (batch.residual_dtype is not None, training, options.recompute, options.keep_activation)
+    types = (_native.DTYPE_CODES[x.dtype], _native.DTYPE_CODES[stream])
+    values = (*sizes, min(options.max_seqlen, tokens), processors, *map(int, flags), *types)
+    return dict(zip(_SHAPE, values, strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def _memory(cuda: bool, shape: tuple[int, ...]) -> Memory:
+    core, sizes = _native.core(), array("q", (0, 0, 0))
+    write = core.transformer_block_sizes_cuda if cuda else core.transformer_block_sizes_cpu
+    write(**dict(zip(_SHAPE, shape, strict=True)), sizes=sizes.buffer_info()[0])
+    return Memory(*sizes)
+
+
+def _call_fields(
+    batch: Batch, layers: Layers, options: BlockOptions, kept: Tensor, scratch: Tensor
+) -> dict[str, int | float]:
+    x = batch.x
+    return {
+        "x": x.data_ptr(),
+        "cu_seqlens": batch.cu_seqlens.data_ptr(),
+        "seeds": _native.address(batch.seeds),
+        "kept": kept.data_ptr(),
+        "scratch": scratch.data_ptr(),
+        "window_left": min(options.window_left, x.shape[0]),
+        "window_right": min(options.window_right, x.shape[0]),
+        "parameter_dtype": _native.DTYPE_CODES[layers.dtype],
+        "device": x.get_device() if x.is_cuda else 0,
+        "stream": _native.stream(x) if x.is_cuda else 0,
+        **_numbers(options.activation, options.eps_a, options.eps_b, _rates(batch, options)),
+    }
+
+
+def _rates(batch: Batch, options: BlockOptions) -> tuple[float, float, float]:
+    return (0.0, 0.0, 0.0) if batch.seeds is None else (options.attention_p, options.p_a, options.p_b)
+
+
+@functools.lru_cache(maxsize=256)
+def _numbers(activation: str, eps_a: float, eps_b: float, rates: tuple[float, float, float]) -> dict[str, int | float]:
+    attention, a, b = map(philox.threshold, rates)
+    return {
+        "activation": CODES[activation],
+        "eps_a": eps_a,
+        "eps_b": eps_b,
+        "attention_threshold": attention,
+        "attention_scale": philox.scale(attention),
+        "threshold_a": a,
+        "scale_a": philox.scale(a),
+        "threshold_b": b,
+        "scale_b": philox.scale(b),
+    }
+
+
+# ---- what a call keeps, tensor by tensor -----------------------------------------------------------------------------
+
+KEPT, BETWEEN, FORWARD, BACKWARD = range(4)  # kernels/transformer_block/regions.h: RegionsOf
+_REGION_ROWS = 33
+
+
+class Region(NamedTuple):
+    bytes: int
+    first: int  # step of a layer from which the region is in use
+    last: int
+    offset: int
+
+
+def regions(
+    kind: int, shape: dict[str, int], *, workspace_bytes: int = 0, fused_activation: bool = True
+) -> tuple[list[Region], int]:
+    """The regions of one kind, and the bytes of all."""
+    table = array("q", bytes(8 * 4 * _REGION_ROWS))
+    _native.core().transformer_block_regions(
+        **shape,
+        workspace_bytes=workspace_bytes,
+        fused_activation=int(fused_activation),
+        table=table.buffer_info()[0],
+        kind=kind,
+    )
+    count, total, *_ = table
+    return [Region(*table[4 * row : 4 * row + 4]) for row in range(1, count + 1)], total
+
+
+def kept_tensors(
+    batch: Batch, layers: Layers, options: BlockOptions, kept: Tensor, z: Tensor | None, index: int
+) -> tuple[Tensor, Saved]:
+    """A layer's input and what it has left for its backward: views of ``kept``."""
+    x, pre_norm = batch.x, batch.residual_dtype is not None
+    tokens, width = x.shape
+    shape = _shape(batch, layers, options, training=True)
+    of_layer, layer_bytes = regions(KEPT, shape)
+    between, between_bytes = regions(BETWEEN, shape)
+    start = layers.depth * layer_bytes
+
+    def view(region: Region, base: int, dtype: torch.dtype, *sizes: int) -> Tensor:
+        first = base + region.offset
+        return kept[first : first + math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
+
+    stream, heads = batch.residual_dtype or x.dtype, options.heads
+    sizes: tuple[tuple[torch.dtype, ...] | tuple[Any, ...], ...] = (
+        (x.dtype, tokens, 3, heads, width // heads),  # qkv
+        (x.dtype, tokens, heads, width // heads),  # out
+        (torch.float32, heads, tokens),  # lse
+        (stream, tokens, width),  # z1
+        (torch.float32, 2, tokens),  # statistics1
+        (x.dtype, tokens, layers.intermediate),  # left
+        (x.dtype, tokens, layers.intermediate),  # a
+        (x.dtype, tokens, width),  # y1
+        (stream, tokens, width),  # z
+        (torch.float32, 2, tokens),  # statistics
+    )
+    base = index * layer_bytes
+    found = [view(region, base, *each) if region.bytes else None for region, each in zip(of_layer, sizes, strict=True)]
+    saved = Saved(*found)  # type: ignore[arg-type]
+    if pre_norm:
+        own = z if index + 1 == layers.depth else view(between[1], start + index * between_bytes, stream, tokens, width)
+        assert own is not None
+        saved = saved._replace(z=own)
+    before = start + (index - 1) * between_bytes
+    return x if index == 0 else view(between[0], before, x.dtype, tokens, width), saved

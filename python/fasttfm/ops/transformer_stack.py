@@ -1,0 +1,233 @@
+"""Transformer layers one after the other: in one native call, forward and backward, where the core takes them
+(transformer_native.py), otherwise layer by layer (transformer_block.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm import _native
+from fasttfm.kernels.common.rows import contiguous_rows
+from fasttfm.ops import linear, transformer_native
+from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, unshared
+from fasttfm.ops.transformer_block import (
+    BlockBackward,
+    BlockOptions,
+    BlockParameters,
+    kept_of,
+    separate_seeds,
+    transformer_block,
+)
+from fasttfm.ops.transformer_native import PARAMETERS, Batch, Layers
+
+# Of a layer, those that go into matrix products: in x's type.
+_MULTIPLIED = tuple(
+    BlockParameters._fields.index(name) for name in ("qkv_weight", "qkv_bias", "out_weight", "up_weight", "down_weight")
+)
+# Multiply-adds of a layer's [C, C] product from which on the GPU takes longer for a layer than the host: each layer is
+# an autograd node of its own then, whose memory is free as soon as its backward has run.
+_LARGE = 2**33
+
+
+def transformer_stack(
+    x: Tensor,
+    residual: Tensor | None,
+    cu_seqlens: Tensor,
+    seeds: Tensor | None,
+    options: BlockOptions,
+    layers: Sequence[BlockParameters],
+) -> tuple[Tensor, Tensor | None]:
+    """Runs layers over packed tokens: as ``transformer_block`` after ``transformer_block``, with ``seeds``
+    int64 ``[layers, 3]``. In a pre-LN model a layer's LayerNorm b is the next one's first."""
+    if is_plain((x, residual, cu_seqlens, seeds, *layers[0])):
+        found = transformer_native.layers_of(layers)
+        if isinstance(found, Layers) and transformer_native.refuse(x, residual, found, options) is None:
+            return _run_native(x, residual, cu_seqlens, seeds, options, found)
+    for index, parameters in enumerate(layers):
+        own = None if seeds is None else seeds[index]
+        x, residual = transformer_block(x, residual, cu_seqlens, own, options, parameters)
+    return x, residual
+
+
+def refused(x: Tensor, residual: Tensor | None, options: BlockOptions, layers: Sequence[BlockParameters]) -> str | None:
+    """Why layers are run op by op; None where they are run in one native call."""
+    if not is_plain((x, residual, *layers[0])):
+        return "takes plain tensors in eager calls"
+    found = transformer_native.layers_of(layers)
+    return found if isinstance(found, str) else transformer_native.refuse(x, residual, found, options)
+
+
+def _run_native(
+    x: Tensor,
+    residual: Tensor | None,
+    cu_seqlens: Tensor,
+    seeds: Tensor | None,
+    options: BlockOptions,
+    layers: Layers,
+) -> tuple[Tensor, Tensor | None]:
+    if not needs_gradient(x, residual, *layers.given):
+        batch = Batch(x, None if residual is None else residual.dtype, cu_seqlens, seeds)
+        own = _in_type(layers, x.dtype, copies=False)
+        y, z, _ = transformer_native.forward(batch, residual, layers, own, options, training=False)
+        return y, z
+    for part, own_seeds in _parts(x, seeds, layers):
+        unique = {id(each): each for each in part.given if each is not None}  # layers may share parameters
+        x, residual = _TransformerStack.apply(x, residual, cu_seqlens, own_seeds, options, part, *unique.values())
+    return x, residual
+
+
+def _parts(x: Tensor, seeds: Tensor | None, layers: Layers) -> list[tuple[Layers, Tensor | None]]:
+    """The layers of each autograd node, and their seeds: all in one, unless layers are large, some gradients are not
+    wanted, or gradients are used layer by layer: by processes that exchange them, or by hooks."""
+    tokens, width = x.shape
+    single = (
+        layers.depth == 1
+        or tokens * width * width >= _LARGE
+        or (torch.distributed.is_available() and torch.distributed.is_initialized())
+        or any(each is not None and _wants_its_own(each) for each in layers.given)
+    )
+    if not single:
+        return [(layers, seeds)]
+    ranges = [(index, layers.given[index * PARAMETERS : (index + 1) * PARAMETERS]) for index in range(layers.depth)]
+    own = [None if seeds is None else seeds[index : index + 1] for index, _ in ranges]
+    return [(layers._replace(given=given, depth=1), seed) for (_, given), seed in zip(ranges, own, strict=True)]
+
+
+def _wants_its_own(parameter: Tensor) -> bool:
+    return not parameter.requires_grad or bool(parameter._post_accumulate_grad_hooks)
+
+
+def _in_type(layers: Layers, dtype: torch.dtype, *, copies: bool) -> list[Tensor | None]:
+    """The parameters with those that go into matrix products in x's type, by one launch for all layers."""
+    if layers.dtype == dtype:
+        return layers.given
+    own = list(layers.given)
+    places = [first + place for first in range(0, len(own), PARAMETERS) for place in _MULTIPLIED]
+    cast = linear.in_type([own[place] for place in places], dtype, copies=copies)
+    for place, tensor in zip(places, cast, strict=True):
+        own[place] = tensor
+    return own
+
+
+class _TransformerStack(OpFunction):
+    op = "transformer_stack"
+    instead = "torch.nn.TransformerEncoder"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        cu_seqlens: Tensor,
+        seeds: Tensor | None,
+        options: BlockOptions,
+        layers: Layers,
+        *_: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        batch = Batch(x, None if residual is None else residual.dtype, cu_seqlens, seeds)
+        own = _in_type(layers, x.dtype, copies=True)
+        y, z, kept = transformer_native.forward(batch, residual, layers, own, options, training=True)
+        ctx.save_for_backward(x, *unshared(cu_seqlens), seeds, kept, z)
+        # Not among the saved tensors, which torch would wrap one by one: their versions are compared here.
+        ctx.own, ctx.versions = own, _versions(own)
+        ctx.layers = layers
+        ctx.options, ctx.residual_dtype = options, batch.residual_dtype
+        ctx.set_materialize_grads(False)
+        return y, z
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
+        x, cu_seqlens, seeds, kept, z = ctx.saved_tensors
+        if ctx.versions != _versions(ctx.own):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                " a parameter of a transformer layer has changed between forward and backward"
+            )
+        batch = Batch(x, ctx.residual_dtype, cu_seqlens, seeds)
+        dy = torch.zeros_like(x) if dy is None else contiguous_rows(dy)
+        dz = None if dz is None else contiguous_rows(dz)
+        places = _places_of(ctx.layers.given)
+        wanted = [False] * len(ctx.own)
+        for group, want in zip(places, ctx.needs_input_grad[-len(places) :], strict=True):
+            for place in group:
+                wanted[place] = want
+        gradients = _gradients_like(ctx.own, wanted, ctx.layers)
+        arguments = (batch, ctx.layers, ctx.own, ctx.options, kept, z)
+        try:
+            dx, dresidual = transformer_native.backward(*arguments, dy=dy, dz=dz, gradients=gradients)
+        except _native.DoesNotFit:  # a part of the GPU is too small for blocks that wait for each other
+            dx, dresidual, gradients = _backward_op_by_op(*arguments, dy, dz, wanted)
+        return dx, dresidual, None, None, None, None, *_summed(gradients, places)
+
+
+def _places_of(given: Sequence[Tensor | None]) -> list[list[int]]:
+    """The places of each parameter among those of all layers, the last first: several where layers share it."""
+    found: dict[int, list[int]] = {}
+    for place, each in enumerate(given):
+        if each is not None:
+            found.setdefault(id(each), []).insert(0, place)
+    return list(found.values())
+
+
+def _summed(gradients: Sequence[Tensor | None], places: list[list[int]]) -> list[Tensor | None]:
+    """The gradient of each parameter: in the order of the backward, as autograd adds up those of several nodes."""
+    totals = [gradients[group[0]] for group in places]
+    for place in range(1, max(map(len, places))):
+        pairs = [(total, gradients[group[place]]) for total, group in zip(totals, places, strict=True) if group[place:]]
+        shared = [(total, term) for total, term in pairs if total is not None and term is not None]
+        torch._foreach_add_([total for total, _ in shared], [term for _, term in shared])
+    return totals
+
+
+def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [0 if each is None or each.is_inference() else each._version for each in tensors]
+
+
+def _gradients_like(own: Sequence[Tensor | None], wanted: Sequence[bool], layers: Layers) -> list[Tensor | None]:
+    """Room for the gradients, in the parameters' type: one tensor for all layers' parameters of one kind."""
+    if layers.depth == 1:
+        return [
+            torch.empty_like(each, dtype=layers.dtype) if each is not None and want else None
+            for each, want in zip(own, wanted, strict=True)
+        ]
+    first = own[:PARAMETERS]
+    kinds = [
+        [None] * layers.depth
+        if each is None
+        else each.new_empty((layers.depth, *each.shape), dtype=layers.dtype).unbind()
+        for each in first
+    ]
+    return list(chain.from_iterable(zip(*kinds, strict=True)))
+
+
+def _backward_op_by_op(
+    batch: Batch,
+    layers: Layers,
+    own: Sequence[Tensor | None],
+    options: BlockOptions,
+    kept: Tensor,
+    z: Tensor | None,
+    dy: Tensor | None,
+    dz: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    """The backward of a native forward by the ops, of what that has kept."""
+    found: list[list[Tensor | None]] = []
+    types = BlockParameters(*([layers.dtype] * PARAMETERS))  # type: ignore[arg-type]
+    for index in reversed(range(layers.depth)):
+        part = slice(index * PARAMETERS, (index + 1) * PARAMETERS)
+        x, saved = transformer_native.kept_tensors(batch, layers, options, kept, z, index)
+        parameters: Any = BlockParameters(*own[part])  # type: ignore[arg-type]
+        needed: Any = BlockParameters(*wanted[part])  # type: ignore[arg-type]
+        seeds = None if batch.seeds is None else batch.seeds[index]
+        tensors = (x, batch.cu_seqlens, *saved, *parameters, dy, dz)
+        block = BlockBackward(tensors, parameters, needed, types, options, batch.residual_dtype is not None)
+        kind = kept_of(x, parameters, options)
+        dy, dz = block.run(x, batch.cu_seqlens, separate_seeds(seeds, options), kind, saved, dy, dz)
+        found.append([block.gradients.get(name) for name in BlockParameters._fields])
+    assert dy is not None
+    return dy, dz, list(chain.from_iterable(reversed(found)))
