@@ -1,7 +1,4 @@
-// The extension module fasttfm._C: build information, thread and instruction-set control, and the ops' bindings. The
-// only file that knows Python.
-#include <pybind11/pybind11.h>
-
+// The extension module fasttfm._C: build information, thread and instruction-set control, and the ops' bindings.
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -14,15 +11,11 @@
 #include "common/cpu/isa.h"
 #include "common/cpu/parallel.h"
 #include "common/cuda/device.h"
+#include "python.h"
 
 namespace fasttfm {
 
 namespace py = pybind11;
-
-class Module {
- public:
-  py::module_& python;
-};
 
 namespace {
 
@@ -80,15 +73,6 @@ class DoesNotFit : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-void raise_unless_ok(const Status& status) {
-  switch (status.code) {
-    case StatusCode::ok: return;
-    case StatusCode::cuda_error: throw std::runtime_error(status.detail);
-    case StatusCode::does_not_fit: throw DoesNotFit(status.detail);
-    default: throw py::value_error(status.detail);
-  }
-}
-
 // Larger than any real size, and small enough that sizes can be rounded up and multiplied by constants.
 constexpr int64_t kMostCounted = int64_t{1} << 40;
 
@@ -115,6 +99,15 @@ const char* isa_name(Isa isa) {
 }
 
 }  // namespace
+
+void raise_unless_ok(const Status& status) {
+  switch (status.code) {
+    case StatusCode::ok: return;
+    case StatusCode::cuda_error: throw std::runtime_error(status.detail);
+    case StatusCode::does_not_fit: throw DoesNotFit(status.detail);
+    default: throw py::value_error(status.detail);
+  }
+}
 
 void add_launcher(Module& module, const char* name, std::vector<Field> fields,
                   std::function<Status(const void* params)> launcher) {
@@ -207,6 +200,7 @@ PYBIND11_MODULE(_C, python) {
   python.def("parallel_runtime", &parallel_runtime);
   python.def("use_plain_threads", &use_plain_threads);
 
+  bind_tensors(python);
   Module module{python};
   for (Binder bind : binders()) bind(module);
 }

@@ -28,7 +28,7 @@ ROOMS_OF_AN_OP = (
 # Files in those rooms that belong to no op: what the ops share, and the layer that is composed of them.
 SHARED = {
     "python/fasttfm/ops/": {
-        *("__init__", "attention_checks", "attention_native", "backends", "checks", "gelu_product"),
+        *("__init__", "attention_checks", "attention_native", "backends", "checks", "declare", "gelu_product"),
         *("library", "linear", "transformer_block", "transformer_native", "transformer_stack"),
         *("vocabulary", "weight_copies"),
     },

@@ -350,28 +350,14 @@ def test_the_kernels_of_smaller_gpus(
 def test_a_launch_that_fails_leaves_no_error_behind() -> None:
     x = torch.randn(4, 64, device="cuda")
     y, statistics = torch.empty_like(x), torch.empty(2, 4, device="cuda")
-    fields = {
-        "x": x.data_ptr(),
-        "weight": 0,
-        "bias": 0,
-        "y": y.data_ptr(),
-        "mean": statistics[0].data_ptr(),
-        "rstd": statistics[1].data_ptr(),
-        "columns": 64,
-        "x_stride": 64,
-        "eps": 1e-5,
-        "dtype": 0,
-        "parameter_dtype": 0,
-        "device": x.get_device(),
-        "stream": _native.stream(x),
-    }
     core = _native.core()
-    core.layer_norm_forward_cuda(**fields, rows=4)
+    core.layer_norm_forward(x, None, None, y, statistics, 1e-5)
     expected = y.clone()
     y.zero_()
+    many = x[:1].expand(2**40, 64)
     with pytest.raises(RuntimeError, match=r"invalid (configuration )?argument"):
-        core.layer_norm_forward_cuda(**fields, rows=2**40)  # a grid of 0 blocks, in 32 bits
-    core.layer_norm_forward_cuda(**fields, rows=4)
+        core.layer_norm_forward(many, None, None, y, statistics, 1e-5)  # a grid of 0 blocks, in 32 bits
+    core.layer_norm_forward(x, None, None, y, statistics, 1e-5)
     assert torch.equal(y, expected)
 
 

@@ -52,16 +52,12 @@ TOOLS = {
 
 CONTROL = """
 import torch
-from fasttfm import _C, _native
+from fasttfm import _native
 
 rows, columns = 64, 256
 x = torch.{x}(rows, columns, device="cuda")
 y, statistics = torch.empty(rows * columns {missing}, device="cuda"), torch.empty(2, rows, device="cuda")
-_C.layer_norm_forward_cuda(
-    x=x.data_ptr(), weight=0, bias=0, y=y.data_ptr(), mean=statistics.data_ptr(), rstd=statistics[1].data_ptr(),
-    rows=rows, columns=columns, x_stride=columns, eps=1e-5, dtype=0, parameter_dtype=0, device=0,
-    stream=_native.stream(x),
-)
+_native.core().layer_norm_forward(x, None, None, y, statistics, 1e-5)
 torch.cuda.synchronize()
 """
 CONTROLS = {

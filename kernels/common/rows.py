@@ -13,6 +13,11 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
+def readable_rows(x: Tensor) -> Tensor:
+    """``[..., C]`` as the native core reads it: x itself where one row stride describes it, else a copy."""
+    return x if x.is_contiguous() else as_rows(x)
+
+
 def aligned(x: Tensor) -> Tensor:
     """x, or a copy if x is not aligned to 16 bytes, which CUDA kernels require. Gradients from autograd can be views
     into larger tensors, for example those of ``torch.cat``, with any alignment."""
@@ -27,6 +32,8 @@ def contiguous_rows(gradient: Tensor) -> Tensor:
 def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialized contiguous tensor of x's shape, in its own or another dtype. ``torch.empty`` takes three times
     as long on the host, because it parses the shape."""
+    if x.is_contiguous() and dtype is None:
+        return torch.empty_like(x)
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 

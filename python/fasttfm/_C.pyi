@@ -1,7 +1,10 @@
-"""The native core. Launchers take every field by keyword: addresses and dtype codes are integers (see _native.py)."""
+"""The native core. Functions of tensors take their arguments by position. Launchers take every field by keyword:
+addresses and dtype codes are integers (see _native.py)."""
 
+from types import ModuleType
 from typing import TypedDict
 
+from torch import Tensor
 from typing_extensions import Unpack
 
 version: str
@@ -26,6 +29,8 @@ def share_openmp(library_path: str) -> tuple[str, str]: ...
 def find_blas(library_path: str) -> str: ...  # the file that has sgemm_; "" where there is none
 def parallel_runtime() -> str: ...
 def use_plain_threads() -> None: ...
+def use_torch(torch: ModuleType) -> None: ...
+def signature(kinds: str, *tensors: Tensor | None) -> bytes | None: ...
 
 class _Elementwise(TypedDict):
     x: int
@@ -40,59 +45,22 @@ def elementwise_cpu(**fields: Unpack[_Elementwise]) -> None: ...
 
 # ---- layer_norm ------------------------------------------------------------------------------------------------------
 
-class _LayerNormForward(TypedDict):
-    x: int
-    weight: int
-    bias: int
-    y: int
-    mean: int
-    rstd: int
-    rows: int
-    columns: int
-    x_stride: int
-    eps: float
-    dtype: int
-
-class _LayerNormForwardCpu(_LayerNormForward):
-    threads: int
-
-class _LayerNormForwardCuda(_LayerNormForward):
-    parameter_dtype: int
-    device: int
-    stream: int
-
-class _LayerNormBackward(TypedDict):
-    dy: int
-    x: int
-    weight: int
-    mean: int
-    rstd: int
-    dx: int
-    dweight: int
-    dbias: int
-    workspace: int
-    rows: int
-    columns: int
-    x_stride: int
-    dtype: int
-
-class _LayerNormBackwardCpu(_LayerNormBackward):
-    threads: int
-
-class _LayerNormBackwardCuda(_LayerNormBackward):
-    weight_dtype: int
-    bias_dtype: int
-    blocks: int
-    device: int
-    stream: int
-    block_memory: int
-
-def layer_norm_workspace(rows: int, columns: int) -> int: ...
-def layer_norm_forward_cpu(**fields: Unpack[_LayerNormForwardCpu]) -> None: ...
-def layer_norm_forward_cuda(**fields: Unpack[_LayerNormForwardCuda]) -> None: ...
-def layer_norm_backward_cpu(**fields: Unpack[_LayerNormBackwardCpu]) -> None: ...
+def layer_norm_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, statistics: Tensor, eps: float, /
+) -> None: ...
+def layer_norm_backward_workspace(x: Tensor, /) -> int: ...
+def layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    statistics: Tensor,
+    dx: Tensor,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    workspace: Tensor,
+    /,
+) -> None: ...
 def layer_norm_backward_memory_cuda(columns: int, dtype: int, limit: int) -> int: ...
-def layer_norm_backward_cuda(**fields: Unpack[_LayerNormBackwardCuda]) -> None: ...
 
 # ---- bias_gelu -------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -33,6 +34,17 @@ def _set_isa(name: str | None) -> None:
 
 
 _set_isa(os.environ.get("FASTTFM_ISA"))
+
+
+def _no_signature(*_: object) -> None:
+    return None
+
+
+# What a call's checks and choice of a backend depend on, as bytes, where all tensors are plain; None for other calls.
+signature: Callable[..., bytes | None] = _no_signature
+if _core is not None:
+    _core.use_torch(torch)
+    signature = _core.signature
 
 
 class _NeverRaised(RuntimeError):

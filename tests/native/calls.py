@@ -34,19 +34,7 @@ def elementwise(
     return y
 
 
-def layer_norm_fields(x: Tensor, threads: int = 1) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The fields of ``layer_norm_forward_cpu`` for ``x`` [N, C] without parameters, and the outputs they point to."""
-    outputs = {"y": torch.empty_like(x), "mean": torch.empty(x.shape[0]), "rstd": torch.empty(x.shape[0])}
-    fields = {
-        "x": x.data_ptr(),
-        "weight": 0,
-        "bias": 0,
-        **{name: tensor.data_ptr() for name, tensor in outputs.items()},
-        "rows": x.shape[0],
-        "columns": x.shape[1],
-        "x_stride": x.stride(0),
-        "eps": 1e-5,
-        "dtype": _native.DTYPE_CODES[x.dtype],
-        "threads": threads,
-    }
-    return fields, outputs
+def layer_norm_arguments(x: Tensor) -> tuple[list[Any], dict[str, Tensor]]:
+    """What ``layer_norm_forward`` takes for ``x`` [N, C] without parameters, and the outputs among them."""
+    outputs = {"y": torch.empty_like(x), "statistics": torch.empty(2, x.shape[0])}
+    return [x, None, None, *outputs.values(), 1e-5], outputs

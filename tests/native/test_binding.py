@@ -11,35 +11,47 @@ from typing import Any
 
 import pytest
 import torch
-from native.calls import layer_norm_fields
+from native.calls import layer_norm_arguments
 
 from fasttfm import _C, _native
 
-LAUNCHER = "layer_norm_forward_cpu"
+LAUNCHER, CALL = "elementwise_cpu", "layer_norm_forward"
 
 
-def call(**changes: Any) -> None:
-    x = torch.ones(4, 8)
-    fields, _outputs = layer_norm_fields(x)  # both are kept alive: the fields only hold addresses
+def launch(**changes: Any) -> None:
+    x = torch.ones(4)
+    fields = {"x": x.data_ptr(), "y": x.data_ptr(), "count": 4, "x_dtype": 0, "y_dtype": 0, "function": 0, "threads": 1}
     fields.update(changes)
-    getattr(_C, LAUNCHER)(**fields)
+    getattr(_C, LAUNCHER)(**{name: value for name, value in fields.items() if value is not MISSING})
+
+
+MISSING = object()
+NAMES = ("x", "weight", "bias", "y", "statistics", "eps")
+
+
+def call(rows: torch.Tensor | None = None, **changes: Any) -> None:
+    given, outputs = layer_norm_arguments(torch.ones(4, 8) if rows is None else rows)
+    getattr(_C, CALL)(*{**dict(zip(NAMES, given, strict=True)), **changes}.values())
+    assert outputs
+
+
+# ---- launchers: fields by keyword ------------------------------------------------------------------------------------
 
 
 def test_the_unchanged_call_is_good() -> None:
+    launch()
     call()
 
 
-@pytest.mark.parametrize("name", ["x", "eps", "threads"])
+@pytest.mark.parametrize("name", ["x", "count", "threads"])
 def test_missing_argument(name: str) -> None:
-    fields, _ = layer_norm_fields(torch.ones(4, 8))
-    del fields[name]
     with pytest.raises(TypeError, match=f"^{LAUNCHER}: missing argument '{name}'$"):
-        getattr(_C, LAUNCHER)(**fields)
+        launch(**{name: MISSING})
 
 
 def test_unknown_argument() -> None:
     with pytest.raises(TypeError, match=f"^{LAUNCHER}: unknown arguments: 'colour' 'taste'$"):
-        call(colour=1, taste=2)
+        launch(colour=1, taste=2)
 
 
 def test_positional_argument() -> None:
@@ -50,34 +62,62 @@ def test_positional_argument() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("rows", "many"),
-        ("rows", 1.5),
-        ("rows", None),
-        ("rows", 2**63),
+        ("count", "many"),
+        ("count", 1.5),
+        ("count", None),
+        ("count", 2**63),
         ("x", -1),
         ("x", 2**64),
         ("x", torch.ones(1)),
-        ("eps", "small"),
-        ("dtype", 2**31),
-        ("dtype", "bf16"),
+        ("function", "small"),
+        ("x_dtype", 2**31),
+        ("x_dtype", "bf16"),
         ("threads", [2]),
     ],
 )
 def test_argument_of_a_wrong_type(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"^{LAUNCHER}: {name}: expected a number that fits its field, got "):
+        launch(**{name: value})
+
+
+# ---- functions of tensors --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("x", None, "a tensor, got None"),
+        ("x", 2**40, "a tensor, got 1099511627776"),
+        ("weight", [1.0], r"a tensor, got \[1.0\]"),
+        ("y", torch.empty(4, 8, device="meta"), "a CPU or CUDA tensor with memory of its own, got Tensor"),
+        ("eps", "small", "a number, got 'small'"),
+        ("eps", None, "a number, got None"),
+    ],
+)
+def test_an_argument_that_a_function_of_tensors_cannot_take(name: str, value: Any, expected: str) -> None:
+    with pytest.raises(TypeError, match=f"^{CALL}: {name}: expected {expected}"):
         call(**{name: value})
 
 
-@pytest.mark.parametrize("code", [-1, 3, 2**31 - 1])
-def test_unknown_dtype_code(code: int) -> None:
+def test_a_wrong_number_of_arguments() -> None:
+    with pytest.raises(TypeError, match=f"^{CALL}: expected 6 arguments, got 1$"):
+        getattr(_C, CALL)(torch.ones(4, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32, torch.bool])
+def test_unknown_dtype_code(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=r"^dtype code is not 0 \(fp32\), 1 \(bf16\) or 2 \(fp16\)$"):
-        call(dtype=code)
+        call(torch.ones(4, 8).to(dtype))
 
 
-@pytest.mark.parametrize("columns", [0, -1])
-def test_no_columns(columns: int) -> None:
+def test_no_columns() -> None:
     with pytest.raises(ValueError, match=r"^layer_norm: columns must be at least 1$"):
-        call(columns=columns)
+        call(torch.ones(4, 0))
+
+
+def test_rows_without_a_stride() -> None:
+    with pytest.raises(ValueError, match=r"^layer_norm: x must have adjacent columns and one stride between rows$"):
+        call(torch.ones(8, 4).t())
 
 
 @pytest.mark.parametrize(("field", "code"), [("x_dtype", 3), ("y_dtype", -1), ("function", 5), ("function", -1)])

@@ -15,14 +15,10 @@ from fasttfm import _C
 
 allocate = ctypes.CDLL(None).malloc
 allocate.restype, allocate.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-rows, columns = 4, 64
-count = rows * columns - {missing}
-x, statistics, tensor = allocate(4 * rows * columns), allocate(8 * rows), torch.empty(count)
-y = tensor.data_ptr() if {by_torch} else allocate(4 * count)
-_C.layer_norm_forward_cpu(
-    x=x, weight=0, bias=0, y=y, mean=statistics, rstd=statistics + 4 * rows, rows=rows, columns=columns,
-    x_stride=columns, eps=1e-5, dtype=0, threads=1,
-)
+count = 256
+x, tensor = allocate(4 * count), torch.empty(count - {missing})
+y = tensor.data_ptr() if {by_torch} else allocate(4 * (count - {missing}))
+_C.elementwise_cpu(x=x, y=y, count=count, x_dtype=0, y_dtype=0, function=0, threads=1)
 """
 
 

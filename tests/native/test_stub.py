@@ -42,7 +42,8 @@ def stub_signatures(text: str) -> Signatures:
         if isinstance(node, ast.FunctionDef) and node.args.kwarg is not None:
             signatures[node.name] = sorted(fields(node.args.kwarg.annotation.slice.id))
         elif isinstance(node, ast.FunctionDef):
-            signatures[node.name] = [argument.arg for argument in node.args.args]
+            arguments = [*node.args.posonlyargs, *node.args.args, *filter(None, [node.args.vararg])]
+            signatures[node.name] = [argument.arg for argument in arguments]
     return signatures
 
 
@@ -89,4 +90,4 @@ def test_exceptions_agree() -> None:
 
 def test_a_forgotten_field_shows() -> None:
     text = STUB.read_text()
-    assert stub_signatures(text.replace("    rstd: int\n", "", 1)) != stub_signatures(text)
+    assert stub_signatures(text.replace("    rows: int\n", "", 1)) != stub_signatures(text)

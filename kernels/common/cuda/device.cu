@@ -8,6 +8,7 @@ namespace {
 
 int64_t attribute(cudaDeviceAttr name, int64_t device) {
   int value = 0;
+  if (device < 0) return 0;  // the CPU
   return status_of(cudaDeviceGetAttribute(&value, name, static_cast<int>(device))).code == StatusCode::ok ? value : 0;
 }
 
@@ -26,6 +27,8 @@ int64_t compute_capability(int64_t device) {
 }
 
 int64_t block_memory(int64_t device) { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); }
+
+int64_t multiprocessors(int64_t device) { return attribute(cudaDevAttrMultiProcessorCount, device); }
 
 }  // namespace cuda
 }  // namespace fasttfm

@@ -13,10 +13,11 @@ int compiled_version();
 // The newest CUDA version that the GPU driver supports, in the same form; 0 without a driver. Creates no context.
 int driver_version();
 
-// A GPU's compute capability (90 for 9.0), and the bytes of shared memory that a block may use; 0 on an error. Neither
-// function creates a context.
+// A GPU's compute capability (90 for 9.0), the bytes of shared memory that a block may use, and the number of
+// multiprocessors; 0 on an error and for the CPU (-1). None of them creates a context.
 int64_t compute_capability(int64_t device);
 int64_t block_memory(int64_t device);
+int64_t multiprocessors(int64_t device);
 
 }  // namespace cuda
 }  // namespace fasttfm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -291,6 +292,15 @@ def refuse_cuda_rows(rows: Sequence[torch.Tensor | None], parameters: Sequence[t
     return None
 
 
+def refuse_columns(most: int) -> Callable[..., str | None]:
+    """For kernels that take rows of at most so many columns."""
+
+    def refuse(x: torch.Tensor, *_: Any) -> str | None:
+        return f"takes up to {most} columns, got {x.shape[-1]}" if x.shape[-1] > most else None
+
+    return refuse
+
+
 def refuse_triton(tensor: torch.Tensor) -> str | None:
     expected = "cpu" if triton_interpreted() else "cuda"
     if tensor.device.type != expected:
@@ -306,3 +316,56 @@ def _refuse_dtype(tensor: torch.Tensor) -> str | None:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# ---- the backends that ops over rows have, in this order -------------------------------------------------------------
+# ``refuse`` functions get the op's tensors, rows first, before anything else is looked at.
+
+
+def native_cpu(forward: Callable[..., Any], backward: Callable[..., Any]) -> Backend:
+    """The CPU core comes before Triton: Triton's interpreter serves a CPU tensor only when it is asked for by name."""
+    return Backend("cpu", _native.missing, lambda x, *_: refuse_native_cpu(x), forward, backward)
+
+
+def native_cuda(
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    *,
+    rows: int = 1,
+    refuse: Callable[..., str | None] = _nothing,
+    refuse_on_gpu: Callable[..., str | None] = _nothing,
+) -> Backend:
+    """CUDA kernels that read whole vectors of the first ``rows`` tensors, and of the parameters that follow.
+    ``refuse_on_gpu`` is called when the tensors are on a GPU and can be read like that."""
+
+    def refuse_call(*tensors: torch.Tensor | None) -> str | None:
+        x = tensors[0]
+        assert x is not None
+        return (
+            refuse(*tensors)
+            or refuse_cuda(x)
+            or refuse_cuda_rows(tensors[:rows], tensors[rows:])
+            or refuse_on_gpu(*tensors)
+        )
+
+    return Backend("cuda", _native.missing_cuda, refuse_call, forward, backward)
+
+
+def triton_kernels(op: str, *, refuse: Callable[..., str | None] = _nothing) -> Backend:
+    """``<op>_forward_triton`` and ``<op>_backward_triton`` of kernels/<op>/triton.py, which is imported when needed."""
+
+    def run(direction: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            module = importlib.import_module(f"fasttfm.kernels.{op}.triton")
+            return getattr(module, f"{op}_{direction}_triton")(*args)
+
+        return call
+
+    def refuse_call(x: torch.Tensor, *others: torch.Tensor | None) -> str | None:
+        return refuse(x, *others) or refuse_triton(x)
+
+    return Backend("triton", triton_absent, refuse_call, run("forward"), run("backward"))
+
+
+def torch_reference(forward: Callable[..., Any], backward: Callable[..., Any]) -> Backend:
+    return Backend("reference", always, _nothing, forward, backward)

@@ -14,10 +14,11 @@ PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 _PLAIN_ARGUMENTS = frozenset((*PLAIN_TENSORS, type(None), torch.dtype))  # in the place of tensors and between them
 
-_compiler_traces = torch.compiler.is_dynamo_compiling  # other tracers are dispatch modes
+is_compiling = torch.compiler.is_dynamo_compiling  # other tracers are dispatch modes
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functions_transform = torch._C._are_functorch_transforms_active
 _jit_traces = torch._C._is_tracing
+any_requires_grad = torch._C._any_requires_grad
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
@@ -41,14 +42,14 @@ class RegisteredOp:
     def __call__(self, *args: Any) -> Any:
         if is_plain(args[: self.tensors]):
             return self.implementation(*args)
-        if not _compiler_traces() and _jit_traces() and list in map(type, args):  # torch records no list of bool
+        if not is_compiling() and _jit_traces() and list in map(type, args):  # torch records no list of bool
             raise _refusal(self.overload.name(), "torch.jit.trace", "torch.compile or torch.export")
         return self.overload(*args)
 
     def without_derivatives(self, keys: Any, *args: Any) -> Any:
         """What the dispatcher calls for autograd. Gradients come from an ``OpFunction``, which calls the op where
         autograd is off: a derivative that is still asked for would be lost."""
-        differentiated = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+        differentiated = torch.is_grad_enabled() and any_requires_grad(*args)
         if differentiated or (forward_ad._current_level >= 0 and any(map(_has_tangent, args))):
             asked = "derivatives in forward mode, by torch.func or in torch.jit.trace"
             raise _refusal(self.overload.name(), asked, "first derivatives by torch.autograd, or plain torch functions")
@@ -68,7 +69,7 @@ def is_plain(args: Sequence[Any]) -> bool:
     it, and no dispatch mode or tensor subclass wants to see ops. All tensors of a call are on one device: the first
     tells whether they are meta tensors."""
     return (
-        not _compiler_traces()
+        not is_compiling()
         and _dispatch_modes() == 0
         and not _transformed()
         and _PLAIN_ARGUMENTS.issuperset(map(type, args))
@@ -108,9 +109,12 @@ class OpFunction(torch.autograd.Function):
 
     op: ClassVar[str]
     instead: ClassVar[str | None]  # what has second derivatives; None where the op's own are right: it is linear
+    # As apply(), for plain tensors where no function transform is at work: apply() spends half of its time on them.
+    apply_plain: ClassVar[Callable[..., Any]]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        cls.apply_plain = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
         cls.backward = staticmethod(_once(cls, cls.backward))  # type: ignore[method-assign]
 
 
@@ -118,7 +122,7 @@ def _once(function: type[OpFunction], backward: Callable[..., Any]) -> Callable[
     """The backward for one gradient at a time, which autograd does not differentiate."""
 
     def once(ctx: Any, *gradients: Any) -> Any:
-        if not _compiler_traces():  # compiled functions refuse second derivatives by themselves
+        if not is_compiling():  # compiled functions refuse second derivatives by themselves
             if function.instead is not None and torch.is_grad_enabled():
                 raise _refusal(function.op, "second derivatives (create_graph=True)", function.instead)
             for gradient in gradients:
@@ -135,7 +139,7 @@ def needs_gradient(*tensors: torch.Tensor | None) -> bool:
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
-                return _compiler_traces() or not _transformed()
+                return is_compiling() or not _transformed()
     return False
 
 

@@ -1,0 +1,371 @@
+// Functions of tensors: how they read torch's tensors, find torch's stream, and are called from Python.
+//
+// torch 2.10 and later publish a table of C functions for that (dlpack.h); tensors of earlier ones are read by their
+// attributes, which takes longer.
+#include <array>
+#include <cstring>
+#include <memory>
+
+#include "binding.h"
+#include "dlpack.h"
+#include "python.h"
+
+namespace fasttfm {
+
+namespace py = pybind11;
+
+namespace {
+
+constexpr int32_t kMaxDimensions = 8;
+
+// What the core asks torch for. Objects are held for the lifetime of the process.
+struct Torch {
+  PyObject* tensor = nullptr;  // types
+  PyObject* parameter = nullptr;
+  PyObject* threads = nullptr;  // functions
+  PyObject* stream = nullptr;
+  std::array<PyObject*, 3> watchers = {};  // count what else wants to see ops: not 0 or False where something does
+  std::array<PyObject*, 7> dtypes = {};    // in the order of ElementType
+  const dlpack::ExchangeApi* exchange = nullptr;
+};
+Torch torch;
+
+// Shape and strides of tensors that were read by their attributes.
+struct Shapes {
+  std::array<std::array<int64_t, 2 * kMaxDimensions>, kMaxArguments> numbers;
+};
+
+// An exception that is set already.
+[[noreturn]] void rethrow() { throw py::error_already_set(); }
+
+int64_t as_integer(PyObject* object) {
+  const long long value = PyLong_AsLongLong(object);
+  if (value == -1 && PyErr_Occurred() != nullptr) rethrow();
+  return value;
+}
+
+int64_t number_of(PyObject* function, PyObject* argument = nullptr) {
+  PyObject* arguments[] = {nullptr, argument};
+  const size_t count = (argument == nullptr ? 0 : 1) | PY_VECTORCALL_ARGUMENTS_OFFSET;
+  const auto found = py::reinterpret_steal<py::object>(PyObject_Vectorcall(function, arguments + 1, count, nullptr));
+  if (!found) rethrow();
+  return as_integer(found.ptr());
+}
+
+ElementType element_type(dlpack::DataType type) {
+  switch (type.code << 8 | type.bits) {
+    case dlpack::kFloat << 8 | 32: return ElementType::f32;
+    case dlpack::kBfloat << 8 | 16: return ElementType::bf16;
+    case dlpack::kFloat << 8 | 16: return ElementType::f16;
+    case dlpack::kFloat << 8 | 64: return ElementType::f64;
+    case dlpack::kInt << 8 | 64: return ElementType::int64;
+    case dlpack::kInt << 8 | 32: return ElementType::int32;
+    case dlpack::kBool << 8 | 8: return ElementType::boolean;
+    default: return ElementType::other;
+  }
+}
+
+// Both readers return false where kernels cannot read the tensor, with or without a Python exception.
+bool read_exchanged(PyObject* object, Tensor& tensor) {
+  dlpack::Tensor found;
+  if (torch.exchange->tensor_from_py_object_no_sync(object, &found) != 0) return false;
+  if (found.device.type != dlpack::kCpu && found.device.type != dlpack::kCuda) return false;
+  tensor.data = static_cast<char*>(found.data) + found.byte_offset;
+  tensor.shape = found.shape;
+  tensor.strides = found.strides;
+  tensor.dimensions = found.ndim;
+  tensor.type = element_type(found.dtype);
+  tensor.device = found.device.type == dlpack::kCuda ? found.device.index : -1;
+  return true;
+}
+
+bool read_attributes(PyObject* object, Tensor& tensor, int64_t* numbers) {
+  const py::handle given(object);
+  const py::object device = given.attr("device");
+  const auto kind = device.attr("type").cast<std::string>();
+  const py::tuple shape = given.attr("shape"), strides = given.attr("stride")();
+  if ((kind != "cpu" && kind != "cuda") || shape.size() > kMaxDimensions) return false;
+  tensor.device = kind == "cuda" ? device.attr("index").cast<int32_t>() : -1;
+  tensor.data = reinterpret_cast<void*>(given.attr("data_ptr")().cast<uintptr_t>());
+  tensor.dimensions = static_cast<int32_t>(shape.size());
+  for (size_t i = 0; i < shape.size(); ++i) {
+    numbers[i] = shape[i].cast<int64_t>();
+    numbers[kMaxDimensions + i] = strides[i].cast<int64_t>();
+  }
+  tensor.shape = numbers;
+  tensor.strides = numbers + kMaxDimensions;
+  const py::object dtype = given.attr("dtype");
+  size_t code = 0;
+  while (code < torch.dtypes.size() && torch.dtypes[code] != dtype.ptr()) ++code;
+  tensor.type = static_cast<ElementType>(code);
+  return true;
+}
+
+bool read_tensor(PyObject* object, Tensor& tensor, int64_t* numbers) {
+  tensor.given = true;
+  return torch.exchange != nullptr ? read_exchanged(object, tensor) : read_attributes(object, tensor, numbers);
+}
+
+bool is_tensor(PyObject* object) {
+  return torch.tensor != nullptr && PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(torch.tensor));
+}
+
+int64_t elements(const Tensor& tensor) {
+  int64_t count = 1;
+  for (int32_t i = 0; i < tensor.dimensions; ++i) count *= tensor.shape[i];
+  return count;
+}
+
+// ---- calls -----------------------------------------------------------------------------------------------------------
+
+[[noreturn]] void wrong_argument(const Call& call, size_t place, const char* expected, PyObject* got) {
+  throw py::type_error(call.name + ": " + call.arguments[place] + ": expected " + expected + ", got " +
+                       py::repr(py::handle(got)).cast<std::string>());
+}
+
+void read_argument_tensor(const Call& call, size_t place, PyObject* given, Tensor& tensor, int64_t* numbers) {
+  if (!is_tensor(given)) wrong_argument(call, place, "a tensor", given);
+  if (!read_tensor(given, tensor, numbers)) {
+    PyErr_Clear();
+    throw py::type_error(call.name + ": " + call.arguments[place] +
+                         ": expected a CPU or CUDA tensor with memory of its own, got " +
+                         py::str(py::type::handle_of(given).attr("__name__")).cast<std::string>());
+  }
+  if (tensor.data == nullptr && elements(tensor) != 0)  // a subclass: it must not pass for None
+    throw py::type_error(call.name + ": " + call.arguments[place] + ": expected a tensor with memory of its own");
+}
+
+void read_argument(const Call& call, size_t place, PyObject* given, Value& value, int64_t* numbers) {
+  switch (call.types[place]) {
+    case ArgumentType::optional_tensor:
+      if (given == Py_None) return;
+      [[fallthrough]];
+    case ArgumentType::tensor: return read_argument_tensor(call, place, given, value.tensor, numbers);
+    case ArgumentType::integer:
+      if (!PyLong_Check(given)) wrong_argument(call, place, "an integer", given);
+      value.integer = as_integer(given);
+      return;
+    case ArgumentType::number:
+      value.number = PyFloat_AsDouble(given);
+      if (value.number == -1.0 && PyErr_Occurred() != nullptr) {
+        PyErr_Clear();
+        wrong_argument(call, place, "a number", given);
+      }
+      return;
+  }
+}
+
+// Where the tensors of a call are.
+Place place_of(const Call& call, const Value* values) {
+  const Tensor* first = nullptr;
+  for (size_t i = 0; i < call.types.size(); ++i) {
+    const Tensor& tensor = values[i].tensor;
+    if (!tensor.given) continue;
+    if (first == nullptr) first = &tensor;
+    if (tensor.device != first->device)
+      throw py::value_error(call.name + ": " + call.arguments[i] + ": expected a tensor where the first one is");
+  }
+  Place place{first == nullptr ? -1 : first->device, nullptr, 1};
+  if (!place.is_cuda()) {
+    place.threads = static_cast<int>(number_of(torch.threads));
+  } else if (torch.exchange != nullptr) {
+    if (torch.exchange->current_work_stream(dlpack::kCuda, place.device, &place.stream) != 0) rethrow();
+  } else {
+    const py::int_ index(place.device);
+    place.stream = reinterpret_cast<void*>(number_of(torch.stream, index.ptr()));
+  }
+  return place;
+}
+
+PyObject* run(const Call& call, PyObject* const* given, Py_ssize_t count) {
+  if (static_cast<size_t>(count) != call.types.size())
+    throw py::type_error(call.name + ": expected " + std::to_string(call.types.size()) + " arguments, got " +
+                         std::to_string(count));
+  std::array<Value, kMaxArguments> values;
+  Shapes shapes;
+  for (size_t i = 0; i < call.types.size(); ++i) read_argument(call, i, given[i], values[i], shapes.numbers[i].data());
+  const Place place = place_of(call, values.data());
+  Outcome outcome;
+  {
+    py::gil_scoped_release unlocked;
+    outcome = call.function(place, values.data());
+  }
+  raise_unless_ok(outcome.status);
+  if (call.returns_number) return PyLong_FromLongLong(outcome.number);
+  Py_RETURN_NONE;
+}
+
+// The signature in the words of _C.pyi.
+std::string signature_of(const Call& call) {
+  std::string text = call.name + "(";
+  for (size_t i = 0; i < call.types.size(); ++i) {
+    static const char* const names[] = {"Tensor", "Tensor | None", "int", "float"};
+    text += (i == 0 ? "" : ", ") + call.arguments[i] + ": " + names[static_cast<size_t>(call.types[i])];
+  }
+  return text + (text.back() == '(' ? "" : ", /") + ") -> " + (call.returns_number ? "int" : "None");
+}
+
+// A Call as a Python function; lives as long as the process.
+struct Bound {
+  Call call;
+  std::string doc;
+  PyMethodDef definition;
+};
+
+PyObject* entry(PyObject* self, PyObject* const* given, Py_ssize_t count) noexcept {
+  try {
+    return run(static_cast<const Bound*>(PyCapsule_GetPointer(self, nullptr))->call, given, count);
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+// ---- signatures ------------------------------------------------------------------------------------------------------
+
+// Gathers what a call's checks and its choice of a backend depend on; as a key of a Python dictionary.
+class Key {
+ public:
+  void add(int64_t number) {
+    if (size_ < numbers_.size()) numbers_[size_++] = number;
+  }
+  PyObject* bytes() const {
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(numbers_.data()), size_ * sizeof(int64_t));
+  }
+
+ private:
+  std::array<int64_t, 8 * kMaxArguments> numbers_;
+  size_t size_ = 0;
+};
+
+bool is_aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0; }
+
+bool same_shape(const Tensor& a, const Tensor& b) {
+  return a.dimensions == b.dimensions && std::memcmp(a.shape, b.shape, a.dimensions * sizeof(int64_t)) == 0;
+}
+
+// Each adds what matters of one tensor, or returns false: the call is then for the path that takes anything.
+bool add_rows(Key& key, const Tensor& tensor) {
+  if (!tensor.has_rows() || elements(tensor) == 0 || elements(tensor) >= int64_t{1} << 31) return false;
+  bool whole_vectors = true;
+  for (int32_t i = 0; i + 1 < tensor.dimensions; ++i) whole_vectors = whole_vectors && tensor.strides[i] % 8 == 0;
+  key.add(static_cast<int64_t>(tensor.type) << 2 | whole_vectors << 1 | is_aligned(tensor));
+  return true;
+}
+
+bool add_parameter(Key& key, const Tensor& tensor, int64_t columns) {
+  if (tensor.dimensions != 1 || tensor.shape[0] != columns || (tensor.strides[0] != 1 && columns != 1)) return false;
+  key.add(static_cast<int64_t>(tensor.type) << 2 | is_aligned(tensor));
+  return true;
+}
+
+bool is_floating(const Tensor& tensor) { return tensor.type <= ElementType::f16; }
+
+bool add_tensor(Key& key, char kind, const Tensor& tensor, const Tensor& first) {
+  switch (kind) {
+    case 'r': key.add(tensor.columns()); return is_floating(tensor) && add_rows(key, tensor);
+    case 'l': return is_floating(tensor) && same_shape(tensor, first) && add_rows(key, tensor);
+    case 'p': return is_floating(tensor) && add_parameter(key, tensor, first.columns());
+    default: return false;
+  }
+}
+
+bool is_plain_type(PyObject* object) {
+  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  return type == torch.tensor || type == torch.parameter;
+}
+
+bool is_watched() {
+  for (PyObject* watcher : torch.watchers)
+    if (number_of(watcher) != 0) return true;
+  return false;
+}
+
+// One letter of `kinds` per tensor; None is taken for all but the first.
+py::object find_signature(const char* kinds, PyObject* const* given) {
+  if (torch.exchange == nullptr || is_watched()) return py::none();
+  Key key;
+  Tensor first;
+  for (size_t i = 0; kinds[i] != '\0'; ++i) {
+    if (given[i] == Py_None && i > 0) {
+      key.add(-1);
+      continue;
+    }
+    Tensor tensor;
+    if (!is_plain_type(given[i])) return py::none();
+    if (!read_exchanged(given[i], tensor)) {
+      PyErr_Clear();
+      return py::none();
+    }
+    if (i == 0) {
+      first = tensor;
+      if (tensor.dimensions == 0) return py::none();
+      key.add(tensor.device);
+    }
+    if (tensor.device != first.device || tensor.data == nullptr || !add_tensor(key, kinds[i], tensor, first))
+      return py::none();
+  }
+  return py::reinterpret_steal<py::object>(key.bytes());
+}
+
+PyObject* signature(PyObject*, PyObject* const* given, Py_ssize_t count) noexcept {
+  const char* kinds = count == 0 ? nullptr : PyUnicode_AsUTF8(given[0]);
+  if (kinds == nullptr || std::strlen(kinds) > static_cast<size_t>(count - 1)) {
+    PyErr_SetString(PyExc_TypeError, "signature: expected kinds and as many tensors or Nones");
+    return nullptr;
+  }
+  try {
+    return find_signature(kinds, given + 1).release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  }
+  return nullptr;
+}
+
+PyMethodDef signature_definition = {"signature", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(signature)),
+                                    METH_FASTCALL, "signature(kinds: str, *tensors: Tensor | None) -> bytes | None"};
+
+// ---- torch -----------------------------------------------------------------------------------------------------------
+
+PyObject* held(const py::object& from, const char* name) { return py::getattr(from, name, py::none()).release().ptr(); }
+
+void use_torch(const py::module_& module) {
+  const py::object core = module.attr("_C");
+  torch.tensor = held(module, "Tensor");
+  torch.parameter = held(module.attr("nn"), "Parameter");
+  torch.threads = held(module, "get_num_threads");
+  torch.stream = held(core, "_cuda_getCurrentRawStream");
+  torch.watchers = {held(core, "_len_torch_dispatch_stack"), held(core, "_are_functorch_transforms_active"),
+                    held(core, "_is_tracing")};
+  const char* const dtypes[] = {"float32", "bfloat16", "float16", "float64", "int64", "int32", "bool"};
+  for (size_t i = 0; i < torch.dtypes.size(); ++i) torch.dtypes[i] = held(module, dtypes[i]);
+  const py::object capsule = py::getattr(module.attr("Tensor"), "__dlpack_c_exchange_api__", py::none());
+  if (!PyCapsule_IsValid(capsule.ptr(), dlpack::kExchangeCapsule)) return;
+  const void* found = PyCapsule_GetPointer(capsule.ptr(), dlpack::kExchangeCapsule);
+  const auto* exchange = static_cast<const dlpack::ExchangeApi*>(found);
+  if (exchange->header.version.major == dlpack::kMajorVersion && exchange->tensor_from_py_object_no_sync != nullptr)
+    torch.exchange = exchange;
+}
+
+}  // namespace
+
+void add_call(Module& module, Call call) {
+  auto* bound = new Bound{std::move(call), {}, {}};
+  bound->doc = signature_of(bound->call);
+  bound->definition = {bound->call.name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(entry)),
+                       METH_FASTCALL, bound->doc.c_str()};
+  const py::capsule self(bound);
+  module.python.attr(bound->call.name.c_str()) =
+      py::reinterpret_steal<py::object>(PyCFunction_New(&bound->definition, self.ptr()));
+}
+
+void bind_tensors(py::module_& python) {
+  python.def("use_torch", &use_torch, py::arg("torch"));
+  python.attr("signature") = py::reinterpret_steal<py::object>(PyCFunction_New(&signature_definition, nullptr));
+}
+
+}  // namespace fasttfm

@@ -1,0 +1,20 @@
+// Shared by the files that know Python: module.cpp and calls.cpp.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "common/status.h"
+
+namespace fasttfm {
+
+class Module {
+ public:
+  pybind11::module_& python;
+};
+
+void raise_unless_ok(const Status& status);
+
+// Adds what calls of tensors need: use_torch() and signature().
+void bind_tensors(pybind11::module_& python);
+
+}  // namespace fasttfm
