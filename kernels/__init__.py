@@ -1,1 +1,1 @@
-"""What computes: one folder per op, one file per language. Installed as ``fasttfm.kernels``."""
+"""The kernels: one folder per op, one file per language. Installed as ``fasttfm.kernels``."""

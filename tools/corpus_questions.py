@@ -1,4 +1,4 @@
-"""What corpus_tasks.py knows of the texts: names, how answers look, and questions, all written by hand."""
+"""The data of corpus_tasks.py about the texts: names, patterns of answers, and questions, all written by hand."""
 
 from __future__ import annotations
 

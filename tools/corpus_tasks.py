@@ -26,7 +26,7 @@ class Passage(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a training or a dev set is made of, shuffled."""
+    """The examples of a training or a dev set, shuffled."""
 
     name: str
     addresses: list[Passage]

@@ -1,4 +1,4 @@
-"""What mkdocs.yml adds to docs/: the pages of the repository's root, the charts of benchmarks/results, and their links.
+"""Additions of mkdocs.yml to docs/: the pages of the repository's root, the charts of benchmarks/results, their links.
 
 Pages are written for readers of the repository, so their links are paths in it. Here each becomes a link of the site;
 one to a file that the site does not show keeps its text only. One to a file that does not exist stays as it is, and

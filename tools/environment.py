@@ -48,7 +48,8 @@ def sees_gpu(python: str) -> bool:
 
 
 def works(python: Path) -> bool:
-    """Whether there is an environment and its interpreter still exists: one whose base was upgraded is made anew."""
+    """Whether there is an environment and its interpreter still exists: one whose base was upgraded is created
+    again."""
     command = [str(python), "-m", "pip", "--version"]
     return python.exists() and subprocess.run(command, capture_output=True).returncode == 0
 

@@ -20,7 +20,7 @@ import corpus_tasks
 from fasttfm.data.texts import sentence_starts
 
 OUTPUT = Path(__file__).resolve().parent.parent / "python" / "fasttfm" / "data" / "corpus"
-# Of the addresses of at most so many characters, two of three; of the book, the beginning and the end.
+# Of the addresses of at most this many characters, two of three; of the book, the beginning and the end.
 LONGEST = 45_000
 CHAPTERS = {*range(1, 61), 133, 134, 135}
 

@@ -2,7 +2,7 @@
 
 The files under tools/op_skeleton/ make up a small op called "skeleton", with the reference as its only backend. They
 are copied to the same places in the tree with the new name in it, and the op is exported from fasttfm.ops. All its
-tests pass as written; CONTRIBUTING.md says how to go on from there.
+tests pass as written; CONTRIBUTING.md describes the next steps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def refuse_name(name: str, root: Path) -> str | None:
 
 
 def targets(name: str, root: Path) -> list[Path]:
-    """Where the op's files go, in the order of the skeleton's."""
+    """The paths of the op's files, in the order of the skeleton's."""
     return [root / renamed(path.relative_to(SKELETON).as_posix(), name) for path in skeleton_files()]
 
 

@@ -113,7 +113,7 @@ def _reason(report: pytest.CollectReport | pytest.TestReport) -> str:
 
 
 def _gpu_problem() -> str:
-    """What CUDA says once the test's kernels have ended, if torch has used it; frees memory that torch keeps."""
+    """CUDA's error after the test's kernels have ended, if torch has used it; also frees torch's cached memory."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return ""
@@ -355,7 +355,7 @@ class Slot(threading.Thread):
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def _printed(self) -> str:
-        """What the worker printed since its last test began, or before its first."""
+        """The worker's output since its last test began, or before its first."""
         text = self.log_file.read_text(errors="replace")
         return text[text.rfind(TEST_LINE) :][:KEPT_OUTPUT] if TEST_LINE in text else text[-KEPT_OUTPUT:]
 
@@ -387,7 +387,7 @@ def write_log(schedule: Schedule, log: Path) -> None:
 
 
 def summary(schedule: Schedule, seconds: float, limit: str) -> Iterator[str]:
-    """What is printed at the end, line by line."""
+    """The lines that are printed at the end."""
     results = list(schedule.results.values())
     reasons = collections.Counter(result.text for result in results if result.outcome == "skipped")
     if reasons:

@@ -94,7 +94,7 @@ def _call(q: Tensor, problem: AttentionProblem) -> tuning.Call:
 
 
 def _even(problem: AttentionProblem, tiles: tuning.Tiles) -> bool:
-    """Whether sequences are made of whole tiles, as far as the host knows."""
+    """Whether all sequences consist of whole tiles, as far as the host knows."""
     dense = not problem.packed and problem.lengths is None and problem.lengths_k is None
     return dense and problem.max_seqlen % tiles.queries == 0 and problem.max_seqlen_k % tiles.keys == 0
 

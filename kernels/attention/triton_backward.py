@@ -233,7 +233,7 @@ def _bwd_kv_kernel(
     UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
     KEYS_FIRST: tl.constexpr,  # scores are computed keys by queries
-    EVEN: tl.constexpr,  # every sequence is made of whole tiles
+    EVEN: tl.constexpr,  # every sequence consists of whole tiles
     AHEAD: tl.constexpr,  # whether to prefetch for the program ``ahead`` of this one
     PRECISION: tl.constexpr,
     D: tl.constexpr,
@@ -424,7 +424,7 @@ def _bwd_q_kernel(
     K_LAYOUT: tl.constexpr,
     UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
-    EVEN: tl.constexpr,  # every sequence is made of whole tiles
+    EVEN: tl.constexpr,  # every sequence consists of whole tiles
     PRECISION: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,

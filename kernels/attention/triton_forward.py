@@ -115,7 +115,7 @@ def _fwd_kernel(
     K_LAYOUT: tl.constexpr,
     UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
-    EVEN: tl.constexpr,  # every sequence is made of whole tiles
+    EVEN: tl.constexpr,  # every sequence consists of whole tiles
     PRECISION: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,

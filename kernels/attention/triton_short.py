@@ -1,7 +1,7 @@
 """Attention of short sequences in Triton: one tile holds all queries and keys of a head.
 
-Programs stay on the chip and go over (sequence, head) pairs; while one is computed, the next one's tiles are on their
-way. Backward reads neither out nor statistics apart from lse: with all keys at hand, delta = sum(P * dP).
+Programs are persistent and iterate over (sequence, head) pairs; while one is computed, the next one's tiles are being
+loaded. The backward reads neither out nor statistics apart from lse: with all keys in the tile, delta = sum(P * dP).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What attention's Triton kernels are compiled to ahead of time, for fasttfm.testing.aot."""
+"""The signatures with which attention's Triton kernels are compiled ahead of time, for fasttfm.testing.aot."""
 
 from __future__ import annotations
 

@@ -31,12 +31,12 @@ class IndexErrors:
         _all.append(self)
 
     def words(self, device: torch.device) -> Tensor:
-        """What kernels on this device write to."""
+        """The tensor to which kernels on this device write."""
         return self._state(device).words
 
     def note(self, argument: str, given: Tensor, known: Tensor, limits: Tensor) -> None:
-        """What a kernel does with indices ``given`` [N], for callers without one: those that are not ``known`` are
-        noted on a GPU and raise on the CPU. ``limits`` [N] is how many rows each may choose from."""
+        """Checks indices ``given`` [N] as a kernel does, for callers without one: those that are not ``known`` are
+        recorded on a GPU and raise on the CPU. ``limits`` [N] is the number of rows of each index's table."""
         if given.device.type != "cuda":
             for row in (~known).nonzero().flatten().tolist():
                 raise ValueError(self._message(argument, row, int(given[row]), int(limits[row]), "this call"))

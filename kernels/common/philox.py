@@ -29,12 +29,13 @@ def threshold(p: float) -> int:
 
 
 def scale(threshold: int) -> float:
-    """What kept elements are multiplied with: one over the probability that the threshold really keeps."""
+    """The factor of kept elements: one over the probability with which the threshold keeps them."""
     return 256 / (256 - threshold) if threshold < 256 else 0.0
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed of the device's torch generator: [1] int64. ``torch.manual_seed`` reproduces it; CUDA graphs draw anew."""
+    """A seed of the device's torch generator: [1] int64. ``torch.manual_seed`` reproduces it; each replay of a CUDA
+    graph draws a new one."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 

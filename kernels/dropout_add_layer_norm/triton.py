@@ -195,7 +195,7 @@ def _backward_tile(columns: int) -> dict[str, int]:
 def _dropout_arguments(
     x: Tensor, cu_seqlens: Tensor | None, seed: Tensor | None, p: float
 ) -> tuple[dict[str, Any], dict[str, bool]]:
-    """What both kernels are told about dropout: arguments, and compile-time flags."""
+    """The dropout arguments of both kernels, and their compile-time flags."""
     threshold = philox.threshold(p)
     arguments = {
         "seed": x if seed is None else seed,

@@ -407,7 +407,7 @@ def _table_tile(columns: int) -> dict[str, int]:
 
 
 def _modes(tables: Triple, indices: Triple) -> dict[str, str]:
-    """How positions and segments come about, as the kernels' constants name it."""
+    """The kernels' constants for the kinds of positions and segments."""
     position = "none" if tables[1] is None else "own" if indices[1] is None else "given"
     segment = "none" if tables[2] is None else "zero" if indices[2] is None else "given"
     return {"POSITIONS": position, "SEGMENTS": segment}

@@ -56,7 +56,7 @@ def _seen(
     TEMPERED: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
-    """What the first sweep knows, with logits x at these columns."""
+    """Updates the state of the first pass with logits x at these columns."""
     sums, largest = added(sums, largest, x, PRECISE)
     if TEMPERED:
         tempered, tempered_largest = added(tempered, tempered_largest, x * inverse_temperature, PRECISE)

@@ -56,7 +56,8 @@ def row_gradients(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
 
 
 def correct_rows(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
-    """Where the label has the largest logit, and among equal ones the lowest index: bool [N]. No row with a NaN is."""
+    """Whether the label has the largest logit and, among equal ones, the lowest index: bool [N]. False for rows with a
+    NaN."""
     x = accumulate(logits)
     counted, known, index = _looked_up(x, labels, loss)
     at_label = x.gather(1, index)
@@ -100,7 +101,7 @@ def reduced(losses: Tensor, reduction: str, divisor: Tensor | None) -> Tensor:
 
 
 def divisor(labels: Tensor, total: Tensor | float | None, ignore_index: int) -> Tensor:
-    """What a mean divides by: ``total``, else the number of labels that count; 1 for 0, so that nothing is 0 / 0."""
+    """The divisor of a mean: ``total``, otherwise the number of labels that count; 1 instead of 0, to avoid 0 / 0."""
     if total is None:
         return (labels != ignore_index).sum().clamp(min=1)
     if isinstance(total, Tensor):

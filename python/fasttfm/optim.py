@@ -34,7 +34,7 @@ _STATES = ("exp_avg", "exp_avg_sq", "step")
 
 
 class _Given(NamedTuple):
-    """What a step works on: parameters that have a gradient, in the order of their groups."""
+    """The parameters of a step: those that have a gradient, in the order of their groups."""
 
     groups: list[dict[str, Any]]
     counts: list[int]  # parameters of each group
@@ -48,7 +48,7 @@ class _Given(NamedTuple):
 
 
 class AdamW(torch.optim.AdamW):
-    """``torch.optim.AdamW``, with the same state: checkpoints of either go on with the other.
+    """``torch.optim.AdamW``, with the same state: each loads checkpoints of the other.
 
     On a GPU a step is one CUDA kernel over all parameters, whose gradients may be in fp32 or 16 bits; nothing waits for
     the GPU, and a CUDA graph can hold the step. Parameters there are fp32 and contiguous. On a CPU it is torch's fused
@@ -56,16 +56,16 @@ class AdamW(torch.optim.AdamW):
 
     Args:
         params: Parameters or groups of them, all on one device.
-        lr: A number, or a tensor of one, which a CUDA graph that holds the step reads anew in each replay.
+        lr: A number, or a tensor of one, which a CUDA graph of the step reads in each replay.
         max_norm: Gradients whose norm, of all together, is greater are scaled down to it, as
             ``torch.nn.utils.clip_grad_norm_`` does, but inside the step: they themselves stay as they are.
         weight_copies: Keep copies of parameters in the type that forwards under autocast cast them to, written by the
             step itself, on a GPU. Whoever then changes parameters in a way that torch does not count (through
             ``parameter.data``) must call ``refresh_copies(everything=True)``.
-        capturable: As in torch; the step here can always be captured.
+        capturable: Accepted for compatibility with torch; the step can always be captured.
 
     Attributes:
-        last_norm: Of the gradients of the last step, before they were clipped; None without ``max_norm``.
+        last_norm: The norm of the gradients of the last step before clipping; None without ``max_norm``.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ def _check_states(parameters: list[Tensor], states: list[dict[str, Tensor]]) -> 
 
 
 class _Memory(NamedTuple):
-    """What one call of the kernel works in."""
+    """The buffers of one call of the kernel."""
 
     workspace: Tensor
     norm: Tensor | None

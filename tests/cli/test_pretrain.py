@@ -87,7 +87,7 @@ def test_what_cannot_be_done_is_said(
 def test_resume_needs_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["pretrain", "--resume"])
-    assert "--resume: expected --output, the folder of the run to go on with" in capsys.readouterr().err
+    assert "--resume: expected --output, the folder of the run to resume" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -259,7 +259,7 @@ def test_torch_files_run_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_new_head_is_drawn_and_named(tmp_path: Path) -> None:
     pretrained = model("BertForPreTraining")
     pretrained.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=r"has no classifier\.weight, classifier\.bias: drawn anew"):
+    with pytest.warns(UserWarning, match=r"has no classifier\.weight, classifier\.bias: randomly initialized"):
         made = models.BertForSequenceClassification.from_pretrained(tmp_path, num_labels=7)
     assert made.classifier.weight.shape == (7, 24)
     assert 0.01 < made.classifier.weight.std() < 0.03

@@ -22,7 +22,7 @@ from fasttfm.tasks.task import Language
 from fasttfm.train.loop import NonFiniteError, check_finite
 
 TEXTS = ["peace and commerce", "war and the army", "the peace of nations", "an army in war"]
-pytestmark = pytest.mark.filterwarnings("ignore:.*drawn anew, to be trained")
+pytestmark = pytest.mark.filterwarnings("ignore:.*randomly initialized, to be trained")
 PEACE = [TextExample(text, None, "peace" if "peace" in text else "war") for text in TEXTS]
 
 

@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, name: str, dama
     with pytest.raises(CheckpointError) as raised:
         kept.newest()
     assert sentence in str(raised.value)
-    assert f"{kept.path(10)} is whole: remove the damaged one to go on from there" in str(raised.value)
+    assert f"{kept.path(10)} is complete: remove the damaged one to resume from there" in str(raised.value)
     damaged = kept.path(10) / "inner" / "weights"
     damaged.unlink()
     with pytest.raises(CheckpointError, match="there is no other that is whole"):

@@ -118,8 +118,8 @@ def test_a_rank_that_dies_ends_the_run_with_a_message(corpus: dict[str, Path], t
         os.kill(rank_process(process.pid, 1), signal.SIGKILL)
         assert process.wait() != 0
     text = (tmp_path / "said").read_text()
-    assert re.search(r"rank 0 of 2 cannot go on, most likely because another rank has ended: .*", text), text
-    assert "--resume goes on from there" in text
+    assert re.search(r"rank 0 of 2 cannot continue, most likely because another rank has ended: .*", text), text
+    assert "--resume continues from there" in text
     newest = Checkpoints(output).newest()
     assert newest is not None
     assert models.BertForPreTraining.from_pretrained(newest).config.num_hidden_layers == 2

@@ -153,7 +153,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(corpus: dict[str, Path], tmp_path
 def test_resuming_with_other_settings_says_which(corpus: dict[str, Path], tmp_path: Path) -> None:
     settings = settings_of(corpus, steps=2)
     pretrain(settings, run_of(tmp_path))
-    with pytest.raises(RunError, match="--resume goes on with that run, --overwrite begins anew"):
+    with pytest.raises(RunError, match="--resume continues that run, --overwrite starts a new one"):
         pretrain(settings, run_of(tmp_path))
     other = settings_of(corpus, steps=4, tokens_per_step=512, accumulation=2)
     other = dataclasses.replace(other, optimizer=dataclasses.replace(other.optimizer, learning_rate=0.5))

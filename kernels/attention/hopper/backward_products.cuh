@@ -164,7 +164,7 @@ class KeyWarpgroup {
     const int start = warp_uniform(stage.slot);
     wgmma_fence();
     start_scores(start, warp_uniform(k));
-    wgmma_commit();  // an empty group in the place of dK
+    wgmma_commit();  // an empty group instead of dK
     start_dweights(start);
     for (;;) {
       __syncwarp();  // otherwise the compiler assumes diverged warps here

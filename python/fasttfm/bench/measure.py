@@ -71,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Selection:
-    """What to run. Empty means all there is for the device."""
+    """The selected cases. Empty means all that the device has."""
 
     cases: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
@@ -260,7 +260,7 @@ def with_ratios(rows: list[Row]) -> list[Row]:
 
 
 def _build(spec: OpSpec, name: str) -> Build:
-    """How a contender of this name is built for one set of inputs."""
+    """Builds the contender of this name for one set of inputs."""
     own, _, backend = name.partition(":")
     if own == OURS:
 
@@ -462,7 +462,7 @@ def _measure_direction(
         try:
             graphs[name] = timing.captured(works[name], stream)
         except Exception as error:
-            # The end of a failed capture raises once more; the first error is the one that tells.
+            # Ending a failed capture raises again; the first error is the informative one.
             root = error.__context__ if isinstance(error.__context__, Exception) else error
             capture_failures[name] = f"no CUDA graph: {timing.reason(root)}"
             timing.after_failed_capture(stream)

@@ -1,4 +1,4 @@
-"""How benchmarks reach the libraries users would pick instead. What cannot run here raises PeerUnavailable."""
+"""The peers of the benchmarks: libraries that users would pick instead. Those that cannot run raise PeerUnavailable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How benchmarks take time: clocks, rounds in which contenders take turns, CUDA graphs, and a device's ceilings."""
+"""Timing of benchmarks: clocks, rounds in which contenders alternate, CUDA graphs, and a device's peak rates."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Samples:
 def measure(works: Mapping[str, Work], clock: Clock, effort: Effort) -> Samples:
     """Times all contenders in turns (A B A B ...), so that a change of clock rate or a busy neighbour meets all.
 
-    One that raises is left out of the further rounds, with the reason; the others go on.
+    One that raises is left out of the other rounds, with the reason; the others continue.
     """
     failures: dict[str, str] = {}
 
@@ -207,7 +207,7 @@ def percentiles(samples: list[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches at best, measured in the same run."""
+    """The device's peak rates, measured in the same run."""
 
     copy_bytes_per_second: float  # bytes read plus bytes written
     gemm_flops_per_second: float  # bf16 on a GPU; fp32 on a CPU, where bf16 may have no instructions of its own

@@ -140,9 +140,9 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
     )
 
     if arguments.resume and arguments.overwrite:
-        raise ValueError("--resume: expected without --overwrite, which begins anew")
+        raise ValueError("--resume: expected without --overwrite, which starts a new run")
     if arguments.resume and arguments.output is None:
-        raise ValueError("--resume: expected --output, the folder of the run to go on with")
+        raise ValueError("--resume: expected --output, the folder of the run to resume")
     size = arguments.size or _DEFAULT_SIZES.get(arguments.model, "base")
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     warmup = arguments.steps // 10 if arguments.warmup is None else arguments.warmup

@@ -130,7 +130,8 @@ class BatchStream:
         return None if masking is None else masking.most(self._plans.tokens_per_batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, as plain values, the same for all ranks; another number of them may go on from it."""
+        """The position in the stream, as plain values, the same for all ranks; another number of ranks may resume from
+        it."""
         return {**self._plans.identity, "batches": self._batches * self.world_size, **self._place._asdict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -279,7 +280,7 @@ class _Plans:
         )
 
     def _special_places(self, rows: Sequences, boundaries: np.ndarray) -> Iterator[tuple[np.ndarray, int | None]]:
-        """Where special tokens are, and which."""
+        """The positions of special tokens, and their ids."""
         if not self.sequence_format.masked:
             if self.special.eos is not None:
                 yield boundaries[1:][rows.label == 1] - 1, self.special.eos

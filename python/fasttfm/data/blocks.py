@@ -35,7 +35,7 @@ class Blocks:
         shards: The corpus.
         sequence_format: What its sequences are.
         size: Tokens of a block, about.
-        seed: Of the order of documents.
+        seed: Random seed of the order of documents.
     """
 
     def __init__(self, shards: TokenShards, sequence_format: SequenceFormat, size: int, seed: int) -> None:

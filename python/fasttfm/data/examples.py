@@ -22,13 +22,13 @@ _ADDED = {"nsp": 3, "sop": 3, "single": 2, "electra": 2, "causal": 0}
 
 @dataclass(frozen=True)
 class SequenceFormat:
-    """What is learnt from.
+    """The format of training sequences.
 
     Args:
         kind: ``"nsp"``, ``"sop"``, ``"single"``, ``"electra"`` or ``"causal"``.
         max_length: No sequence has more tokens, special ones included.
-        short_probability: So many sequences aim at a random shorter length, so that a model meets those too; not with
-            ``"causal"``.
+        short_probability: Fraction of sequences that have a random shorter length, so that a model sees those too; not
+            with ``"causal"``.
     """
 
     kind: Kind
@@ -47,7 +47,7 @@ class SequenceFormat:
 
     @property
     def room(self) -> int:
-        """How many tokens of the texts a sequence takes."""
+        """The number of text tokens of a sequence."""
         return self.max_length - _ADDED[self.kind]
 
     @property
@@ -70,13 +70,13 @@ class Documents(NamedTuple):
         np.ndarray
     )  # int64 [units + 1]: unit i is the tokens from [i] to [i + 1]; a sentence, or a piece of a long one
     firsts: np.ndarray  # int64 [documents + 1]: document i is the units from [i] to [i + 1]
-    ends: np.ndarray  # bool [documents]: whether the document ends here, or goes on elsewhere
+    ends: np.ndarray  # bool [documents]: whether the document ends here, or continues elsewhere
     owners: np.ndarray  # int64 [documents], ascending: parts of the same document have the same number
-    donors: int = 0  # so many documents at the end are there to take second sentences from only
+    donors: int = 0  # number of documents at the end that only provide second sentences
 
 
 class Sequences(NamedTuple):
-    """Where the parts of n sequences lie; all int64 [n]."""
+    """The positions of the parts of n sequences; all int64 [n]."""
 
     first: np.ndarray  # token that A begins with
     first_length: np.ndarray

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Vocabulary(NamedTuple):
-    """What masking knows of a vocabulary."""
+    """The properties of a vocabulary that masking needs."""
 
     mask: int  # the id of [MASK]
     ordinary: np.ndarray  # int64: every id that is not special
@@ -46,7 +46,7 @@ class Masking:
             raise ValueError(f"Masking: ngram: expected 1 or more, got {self.ngram}")
 
     def most(self, tokens: int) -> int:
-        """No batch of so many tokens has more predictions."""
+        """The largest number of predictions of a batch of that many tokens."""
         return round(self.probability * tokens)
 
     def apply(
@@ -58,7 +58,7 @@ class Masking:
             ids: int64 [T].
             text: int64 [n], ascending: where the tokens of the texts are. Between two parts of texts is a special
                 token, so that neighbours in ``text`` that are no neighbours in ``ids`` belong to different parts.
-            vocabulary: Of the ids.
+            vocabulary: The vocabulary of the ids.
             generator: Everything random comes from it.
 
         Returns: positions, int64 [predictions], ascending, and the ids that were there.

@@ -143,7 +143,7 @@ def prepare(
     interruption goes on. Several processes may call it for the same folder: one works, the others wait for it.
 
     Args:
-        source: As ``read_documents`` takes it. Files that are unchanged (size and time) are not even read again.
+        source: The argument of ``read_documents``. Files that are unchanged (size and time) are not read again.
         tokenizer: Makes the ids.
         directory: A folder only for the result; other texts or another tokenizer replace its content.
         workers: Number of shards that are written in parallel; the number of cores by default.
@@ -170,7 +170,7 @@ def prepare(
 
 
 def _unchanged(folder: Path, identity: dict[str, Any]) -> TokenShards | None:
-    """What lies in ``folder``, if it is whole and of the same files and tokenizer."""
+    """The content of ``folder``, if it is complete and from the same files and tokenizer."""
     try:
         manifest = _read_manifest(folder)
         if any(manifest[key] != value for key, value in identity.items()):
@@ -324,7 +324,7 @@ def _index(arrays: Sequence[dict[str, np.ndarray]]) -> np.ndarray:
 
 
 def _write_array(path: Path, array: np.ndarray) -> dict[str, Any]:
-    """What ``_check_file`` compares the file with."""
+    """The facts with which ``_check_file`` compares the file."""
     with atomic_write(path) as partial:
         with partial.open("wb") as file:
             np.save(file, array)

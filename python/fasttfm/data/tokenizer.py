@@ -139,7 +139,7 @@ def train_tokenizer(
             RoBERTa's, with ``<s>``, ``<pad>``, ``</s>``, ``<unk>``, ``<mask>``).
         documents: Texts; ``read_documents`` gives them. WordPiece goes over them twice, the second
             time in a temporary file.
-        vocab_size: At most so many entries, the special ones included; fewer if the texts have no more.
+        vocab_size: The maximum number of entries, including special ones; fewer if the texts have no more.
         lowercase: Words in lower case and without accents; WordPiece only.
         progress: Shows how far it is.
     """
@@ -194,7 +194,7 @@ def _wordpiece_vocabulary(
 
 @contextlib.contextmanager
 def _repeated(pieces: Iterable[str]) -> Iterator[Callable[[], Iterator[str]]]:
-    """What gives the pieces, which have no line's end in them, once and then again."""
+    """An iterable of the pieces, which contain no newline, that can be iterated repeatedly."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="surrogatepass", newline="\n") as file:
 
         def give() -> Iterator[str]:

@@ -94,7 +94,7 @@ class CachedDecoder:
         return x
 
     def _attention(self, index: int, x: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
-        """What the block adds in two parts: the addition takes the last bias."""
+        """The block's output and its last bias, which the residual addition adds."""
         layer = self.layers[index]
         return product(layer.out, attend(index, layer, layer.project(x)).reshape(x.shape))
 

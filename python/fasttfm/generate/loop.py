@@ -50,8 +50,8 @@ def generate(
         lengths: ``B`` numbers of tokens instead of a mask, for padding at the end.
         max_new_tokens: The maximum number of new tokens.
         eos_token_id: One or several tokens, each of which ends a sequence; the configuration's by default, none for [].
-        pad_token_id: What follows the end where other sequences go on; by default the configuration's, or else the
-            first ``eos_token_id``.
+        pad_token_id: The token after the end where other sequences continue; by default the configuration's, or else
+            the first ``eos_token_id``.
         sampling: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``generator``: see ``Sampling``.
 
     Returns:

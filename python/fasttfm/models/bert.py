@@ -74,7 +74,8 @@ class BertConfig(ModelConfig):
 
 
 class EncoderConfig(Protocol):
-    """What the encoder and its heads read of a configuration: ``BertConfig``'s names, whatever a family's are."""
+    """The fields of a configuration that the encoder and its heads read, under ``BertConfig``'s names for every
+    family."""
 
     @property
     def vocab_size(self) -> int: ...

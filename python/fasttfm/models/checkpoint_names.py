@@ -1,4 +1,4 @@
-"""What a checkpoint calls the parameters that we call otherwise, keep in one piece or the other way round."""
+"""The names of parameters in checkpoints, where they differ from ours, and where tensors are joined or transposed."""
 
 from __future__ import annotations
 

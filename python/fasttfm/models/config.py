@@ -1,4 +1,4 @@
-"""What configurations of all families share: HF's field names, and the way from and to ``config.json``."""
+"""The common part of all configurations: HF's field names, loading and saving of ``config.json``."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class DistilBertForQuestionAnswering(DistilBertHead, BertForQuestionAnswering):
 
 
 class FirstTokenHead(DistilBertHead):
-    """A model with a layer on the first token, in the place of a pooler."""
+    """A model with a layer on the first token, instead of a pooler."""
 
     def __init__(self, config: DistilBertConfig) -> None:
         super().__init__(config)

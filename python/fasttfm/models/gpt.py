@@ -34,7 +34,7 @@ _errors = IndexErrors("DoubleHeadsModel", ("mc_token_ids",), rows="sequence")
 
 @dataclass
 class GPTConfig(ModelConfig):
-    """What the configurations of all GPTs have."""
+    """The common fields of all GPT configurations."""
 
     required: ClassVar[dict[str, tuple[Any, ...]]] = {
         "summary_type": ("cls_index",),

@@ -128,13 +128,13 @@ class PretrainedModel(nn.Module):
     ) -> Model:
         """Reads an HF directory: ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``, sharded or not.
 
-        The weights of another model of the family serve too: a head that the checkpoint does not have is drawn anew,
+        The weights of another model of the family work too: a head that the checkpoint lacks is randomly initialized,
         with a warning that names its parameters; heads that only the checkpoint has are left out. Anything else that is
         missing, of another shape or of an unknown name raises ``CheckpointError`` with key and file.
 
         Args:
-            dtype: Of the parameters; as stored by default.
-            device: Of the parameters; the CPU by default.
+            dtype: The dtype of the parameters; as stored by default.
+            device: The device of the parameters; the CPU by default.
             changes: Fields of the configuration to set otherwise, for example ``num_labels``.
 
         Returns:
@@ -275,7 +275,7 @@ class PretrainedModel(nn.Module):
                 raise CheckpointError(f"{directory}: {', '.join(sorted(absent))}: missing")
         new = [name for name in wanted if self._head(name) in missing]
         if new:
-            warnings.warn(f"{directory} has no {', '.join(new)}: drawn anew, to be trained", stacklevel=4)
+            warnings.warn(f"{directory} has no {', '.join(new)}: randomly initialized, to be trained", stacklevel=4)
         return new
 
     def _head(self, name: str) -> str:

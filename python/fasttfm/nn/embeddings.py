@@ -23,7 +23,7 @@ class Embeddings(nn.Module):
         segments: Rows of the segment table; 0 for none, None if segments are token ids (GPT).
         norm: Whether there is a LayerNorm (GPT has none here).
         eps: Added to its variance.
-        dropout: Of the result.
+        dropout: Dropout probability of the result.
         padding_idx: A token whose embedding gets no gradient.
         output_width: The width of a final linear layer, if tables are narrower than the model (ALBERT, ELECTRA).
         device, dtype: The parameters'.

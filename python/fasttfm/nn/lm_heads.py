@@ -157,7 +157,7 @@ def _next_labels(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _loss_of_logits(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
-    """What the fused losses give, of logits that modules have computed."""
+    """The results of the fused losses, computed from logits of modules."""
     if reduction not in ("mean", "sum"):
         raise ValueError(f"loss: reduction: expected mean or sum, got {reduction!r}")
     total = functional.cross_entropy(logits.float() if logits.element_size() < 4 else logits, labels, reduction="sum")

@@ -46,7 +46,7 @@ class Compaction:
 
 @dataclass(frozen=True)
 class Masks:
-    """What a call's masks ask of attention."""
+    """A call's masks, as arguments of attention."""
 
     causal: bool = False
     compaction: Compaction | None = None
@@ -69,7 +69,7 @@ class Masks:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the module calls its masks: errors speak of those."""
+    """The module's names of its masks, for error messages."""
 
     module: str
     attention: str

@@ -48,7 +48,7 @@ class PackedBatch:
             lengths: ``B`` numbers of tokens, instead of a mask, for padding at the end. Python's integers or a tensor
                 on the CPU: no GPU is waited for.
             cu_seqlens: int32 ``[sequences + 1]``, of a packed batch.
-            max_seqlen: Of a packed batch: no sequence is longer; T by default.
+            max_seqlen: An upper bound of the lengths of a packed batch; T by default.
         """
         checks.check_index(_NAME, "input_ids", input_ids)
         if cu_seqlens is not None:
@@ -176,7 +176,7 @@ def _from_traced_mask(mask: Tensor) -> PackedBatch:
 
 
 def _full(x: Tensor) -> PackedBatch:
-    """Of a batch ``[B, S]`` without padding."""
+    """Boundaries of a batch ``[B, S]`` without padding."""
     batch, sequence = x.shape
     boundaries = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * sequence
     return PackedBatch(boundaries, sequence, batch * sequence, (batch, sequence))

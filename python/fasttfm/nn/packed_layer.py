@@ -31,7 +31,7 @@ class PackedLayer(nn.Module):
 
     Args:
         width: C, the model's.
-        heads: They divide the width.
+        heads: The number of attention heads, a divisor of the width.
         intermediate: Width between the feed-forward block's two linear layers.
         norm_first: Whether LayerNorm comes before the blocks (GPT-2) or after them (BERT).
         activation: A name out of ``ops.ACTIVATIONS``.
@@ -204,7 +204,8 @@ class PackedLayer(nn.Module):
         return qkv.unflatten(-1, (3, self.heads, self.width // self.heads))
 
     def probabilities(self) -> tuple[float, float, float]:
-        """What is dropped in training: of the attention block, of the feed-forward block and of attention's weights."""
+        """The dropout probabilities in training: of the attention block, the feed-forward block and the attention
+        weights."""
         return self.dropout, self.feed_forward_dropout, self.attention_dropout
 
     def attention_weights(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:

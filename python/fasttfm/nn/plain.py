@@ -126,5 +126,5 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
 
 
 def dropout_rate(dropout: nn.Dropout | nn.Identity) -> float:
-    """The share that a plain module drops; people put an Identity in the place of a Dropout."""
+    """The dropout probability of a plain module; an Identity may replace a Dropout."""
     return float(getattr(dropout, "p", 0.0)) if dropout.training else 0.0

@@ -34,7 +34,7 @@ class LossHead(Patched):
         return ()
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What the base model is called with, of what the caller has ``given``."""
+        """The arguments of the base model among those that the caller has ``given``."""
         return given
 
     def training_loss(self, outputs: Any, *labels: Tensor, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ class LossHead(Patched):
 
 
 def loss_alone(theirs: type) -> Callable[..., Any]:
-    """The forward of a ``LossHead`` in the place of ``theirs``. Its signature is theirs, which Trainer reads."""
+    """The forward of a ``LossHead``, which replaces ``theirs`` and has its signature, which Trainer reads."""
     original: Any = theirs.forward  # type: ignore[attr-defined]
     names = list(inspect.signature(original).parameters)[1:]
 

@@ -42,7 +42,7 @@ for _name in ops.ACTIVATIONS:
 
 def attention_rate(module: Any, dropout: Any) -> float:
     """The share of weights that attention drops. transformers reads the rate of ``dropout`` and never calls it, so the
-    module's training flag counts; people put an Identity in the place of a Dropout."""
+    module's training flag counts; an Identity may replace a Dropout."""
     return getattr(dropout, "p", 0.0) if module.training else 0.0
 
 

@@ -114,7 +114,7 @@ def _table(
 
 
 def _left(model: Any, family: ModuleType, *, remove_padding: bool, logits_in_training: bool) -> dict[str, str]:
-    """What stays transformers' own in this model, and why."""
+    """The parts of this model that are not patched, and why."""
     heads, packing = load("heads"), load("packing")
     left: dict[str, str] = dict(family.LEFT)
     activations = {

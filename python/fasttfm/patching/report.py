@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class PatchReport:
-    """What was changed, with the number of modules, and what was left, with the reason. Printed, it reads as text."""
+    """The changes, with the number of modules, and the parts that were left, with the reason. It prints as text."""
 
     model: str
     changed: dict[str, int] = field(default_factory=dict)

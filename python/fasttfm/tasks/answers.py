@@ -15,7 +15,7 @@ Offsets = Sequence[tuple[int, int]]  # the first character of each token, and th
 
 @dataclass(frozen=True)
 class Windows:
-    """How a context that is too long is split.
+    """The windows into which a long context is split.
 
     Windows begin ``stride`` tokens apart, so that most tokens are in more than one. A question is truncated to its
     first ``max_question`` tokens.
@@ -82,7 +82,7 @@ class Found(NamedTuple):
 
     @property
     def no_answer(self) -> float:
-        """How much more likely it is that there is no answer."""
+        """The score of "no answer" minus that of the best answer."""
         return float("inf") if self.span is None else self.none - self.span.score
 
 

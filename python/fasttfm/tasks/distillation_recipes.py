@@ -1,4 +1,4 @@
-"""What a student learns from a teacher: DistilBERT's terms (Sanh et al., 2019) and TinyBERT's (Jiao et al., 2020).
+"""Distillation losses: DistilBERT's (Sanh et al., 2019) and TinyBERT's (Jiao et al., 2020).
 
 Each recipe is a module around the student. It is called with a batch and returns its terms as sums, times their
 weights; ``counts`` says what their means divide by. The teacher is no part of it: it is neither trained nor saved.
@@ -73,7 +73,7 @@ class DistilBertRecipe(Recipe):
     Args:
         student: A masked-LM model, as wide as the teacher.
         teacher: One with the same vocabulary.
-        weights: Of the three terms.
+        weights: The weights of the three terms.
         all_words: Whether the soft targets are those of every token, as the paper's, or of masked ones only, which
             are about a seventh.
     """

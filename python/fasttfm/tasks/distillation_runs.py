@@ -49,7 +49,7 @@ def distilbert_student(teacher: PretrainedModel, layers: int | None = None) -> P
 def tinybert_student(
     teacher: PretrainedModel, layers: int | None = None, width: int | None = None, intermediate: int | None = None
 ) -> PretrainedModel:
-    """A BERT of other sizes, by default half of the teacher's, with as many attention heads; drawn anew."""
+    """A BERT of other sizes, by default half of the teacher's, with as many attention heads; randomly initialized."""
     config = teacher.config
     if config.model_type != "bert":
         raise ValueError(f"tinybert: teacher: expected a BERT, got {config.model_type!r}")
@@ -118,7 +118,7 @@ def _trainer(recipe: Any, settings: FinetuneSettings, steps: int) -> Trainer:
 
 
 class PredictionRecipe(Recipe):
-    """What a fine-tuned teacher predicts: soft cross entropy of a task's logits."""
+    """The loss of a fine-tuned teacher's predictions: soft cross entropy of a task's logits."""
 
     terms = ("predictions",)
 
@@ -147,7 +147,7 @@ def prepare_task(
         name: One of ``finetuning.TASKS``.
         teacher: The directory of a model that was fine-tuned on the task.
         student: The directory that the first stage wrote.
-        options: Those of ``finetuning.prepare``.
+        options: Options of ``finetuning.prepare``.
     """
     words = [load_tokenizer(directory) for directory in (teacher, student)]
     if words[0].fingerprint != words[1].fingerprint:
@@ -187,8 +187,8 @@ class TaskRun:
     Args:
         recipe: Student and teacher, both with the task's head, on the device where they are to run.
         settings: ``epochs`` of the first part.
-        prediction_epochs: Of the second part.
-        temperature: Of the predictions.
+        prediction_epochs: The number of epochs of the second part.
+        temperature: The temperature of the predictions.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ def prepare(
 
     Args:
         name: One of ``TASKS``.
-        directory: Of the model, as transformers writes it.
+        directory: The model's directory, as transformers writes it.
         tokenizer: Where it is, if not in ``directory``.
         max_length: Tokens of a sequence; ``LENGTHS`` by default.
         values: Whether the labels of texts are numbers to be estimated.
@@ -104,7 +104,7 @@ def label_names(config: Any) -> list[str]:
 
 
 def format_of(family: str, config: Any, tokenizer: Tokenizer, max_length: int) -> Format:
-    """How the family writes one text or two."""
+    """The family's sequence format of one text or two."""
     if family in CAUSAL:
         start, delimiter, extract = (tokenizer.backend.token_to_id(word) for word in WORDS)
         return Format([start], [delimiter], [extract], max_length, segments=False)
@@ -121,7 +121,7 @@ def format_of(family: str, config: Any, tokenizer: Tokenizer, max_length: int) -
 
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """How a model is fine-tuned."""
+    """The settings of fine-tuning."""
 
     rates: Rates = field(default_factory=lambda: Rates(5e-5))
     epochs: int = 3
@@ -191,7 +191,7 @@ def trainer_of(
     settings: FinetuneSettings,
     steps: int,
 ) -> Trainer:
-    """The loop of so many steps."""
+    """The training loop of that many steps."""
     optimizer = make_optimizer(groups, settings.optimizer)
     schedule = Schedule(optimizer, ScheduleSettings(steps, warmup=round(settings.warmup * steps)))
     return Trainer(module, objective, optimizer, schedule, settings.step)
@@ -217,7 +217,7 @@ def shuffled_steps(
 def predict(
     model: PretrainedModel, task: Task, examples: Sequence[Any], *, tokens: int = 4096, precision: str = "float32"
 ) -> Predictions:
-    """What the model says to each example."""
+    """The model's prediction for each example."""
     device = next(model.parameters()).device
     model.eval()
     features = task.features(examples)

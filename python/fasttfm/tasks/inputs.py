@@ -25,7 +25,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """How one text or two become a sequence: ``first`` text ``last``, or ``first`` text ``between`` text ``last``.
+    """The sequence format of one text or two: ``first`` text ``last``, or ``first`` text ``between`` text ``last``.
 
     BERT writes ``[CLS] a [SEP] b [SEP]``, RoBERTa ``<s> a </s></s> b </s>``, and GPT-1 start, delimiter and extract,
     which are additional tokens.
@@ -66,7 +66,7 @@ class Format:
 
 @dataclass
 class Feature:
-    """What a model is asked in one go: a sequence, or one for each choice; ``target`` is the task's."""
+    """The unit of a model's input: a sequence, or one for each choice; ``target`` belongs to the task."""
 
     example: int  # the number of the example that it is of
     sequences: list[Tokens]

@@ -212,7 +212,7 @@ class TagTask(Task):
 
 
 class TagTarget:
-    """Where the words' first tokens are, and the words' tags."""
+    """The positions of the words' first tokens, and the words' tags."""
 
     def __init__(self, places: dict[int, int], tags: Sequence[str]) -> None:
         self.places, self.tags = places, tags

@@ -1,5 +1,5 @@
-"""What predictions are worth: scores of labels and values by scikit-learn and SciPy, entities and answers by the
-definitions of their shared tasks. Every score is a number from 0 to 1 (correlations from -1), larger is better."""
+"""Scores of predictions: of labels and values by scikit-learn and SciPy, of entities and answers by the definitions of
+their shared tasks. Every score is a number from 0 to 1 (correlations from -1), larger is better."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class QuestionTask(Task):
 
     Args:
         stride: Tokens between the beginnings of two windows over a long context.
-        max_question: A question's tokens beyond so many are left out.
+        max_question: The maximum number of tokens of a question; it is truncated.
         max_answer: No answer has more tokens.
         threshold: What a question's score of having no answer may be above that of its best span before none is given.
             Tuned by ``tune``; without one every question is answered, as in SQuAD 1.1.
@@ -101,7 +101,7 @@ class QuestionTask(Task):
         return list(zip(starts, ends, strict=True))
 
     def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
-        """Of each example its ``Answer``."""
+        """The ``Answer`` of each example."""
         windows: list[list[tuple[SpanTarget, Any]]] = [[] for _ in examples]
         for feature, logits in zip(features, read, strict=True):
             windows[feature.example].append((feature.target, logits))

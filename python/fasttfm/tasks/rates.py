@@ -60,7 +60,7 @@ class Rates:
 
 
 def default_rate(model: PretrainedModel) -> float:
-    """What BERT-base is fine-tuned with, more for narrower models and less for wider ones."""
+    """The learning rate of BERT-base, more for narrower models and less for wider ones."""
     return 5e-5 * 768 / base_of(model).encoder.in_order()[0].width
 
 

@@ -1,4 +1,4 @@
-"""Where a task's examples come from: files of its format, a directory of them, or the sample that is shipped."""
+"""Reads a task's examples: from files of its format, a directory of them, or the sample that is shipped."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Predictions = list[Any]  # one for each example, in their order
 
 @dataclass(frozen=True)
 class Language:
-    """How a model is written to: its tokenizer, its family and the form of its sequences."""
+    """A model's input language: its tokenizer, its family and the format of its sequences."""
 
     tokenizer: Tokenizer
     family: str
@@ -68,7 +68,7 @@ class Task(ABC):
 
     @abstractmethod
     def features(self, examples: Sequence[Any]) -> list[Feature]:
-        """What the model is asked about these examples."""
+        """The features of these examples, which are the model's inputs."""
 
     @abstractmethod
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ class Task(ABC):
         return batch
 
     def count(self, batch: TaskBatch) -> float:
-        """What the mean loss of a batch with targets is a mean of."""
+        """The number of elements over which the loss of a batch with targets is a mean."""
         return len(batch.features)
 
     def loss(self, model: Any, batch: TaskBatch) -> Tensor:
@@ -93,12 +93,12 @@ class Task(ABC):
     # ---- answers out -------------------------------------------------------------------------------------------------
 
     def logits(self, model: Any, batch: TaskBatch) -> Tensor:
-        """What the model says, one row for everything it is asked: [features, classes] in most tasks."""
+        """The model's logits, one row for every feature: [features, classes] in most tasks."""
         logits: Tensor = model(**batch.inputs()).logits
         return logits
 
     def rows(self, batch: TaskBatch) -> int:
-        """How many rows ``logits`` has."""
+        """The number of rows of ``logits``."""
         return len(batch.features)
 
     @abstractmethod
@@ -107,11 +107,11 @@ class Task(ABC):
 
     @abstractmethod
     def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
-        """What the model says to each example, of what was read for its features."""
+        """The model's prediction for each example, from the logits of its features."""
 
     @abstractmethod
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
-        """What that is worth."""
+        """The scores of predictions."""
 
     def labelled(self, examples: Sequence[Any]) -> bool:
         """Whether examples can be scored."""
@@ -119,7 +119,7 @@ class Task(ABC):
 
     @abstractmethod
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
-        """What is right most often in ``train``, said to every example: a model must be better than this."""
+        """The majority baseline: predicts the most frequent answer of ``train`` for every example."""
 
     @abstractmethod
     def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:

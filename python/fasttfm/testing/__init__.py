@@ -1,4 +1,5 @@
-"""What tests and benchmarks are made of; installed with the package so that backends can be checked where they run."""
+"""Building blocks of tests and benchmarks; installed with the package so that backends can be checked where they
+run."""
 
 from fasttfm.bench.peers import PeerUnavailable
 from fasttfm.testing.harness import check_accuracy as check_op

@@ -1,4 +1,4 @@
-"""What people do to modules of a model: hooks, wrappers, adapters, parametrizations.
+"""Alterations of a model's modules: hooks, wrappers, adapters, parametrizations.
 
 Each alteration changes what the altered module computes, or records that it was called. Applied to a module and to the
 one whose place it takes, it has to have the same effect in both: same outputs, same gradients, same calls.
@@ -126,7 +126,7 @@ def global_forward_hook() -> Iterator[Events]:
         handle.remove()
 
 
-# ---- other modules in the place of one -------------------------------------------------------------------------------
+# ---- replaced modules ------------------------------------------------------------------------------------------------
 
 
 class LowRank(nn.Module):

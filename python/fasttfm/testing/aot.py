@@ -25,7 +25,7 @@ MORE_TARGETS = (100, 120)
 
 @dataclass(frozen=True)
 class Compiled:
-    """What ptxas made of one kernel for one target."""
+    """The result of compiling one kernel for one target."""
 
     name: str
     target: int

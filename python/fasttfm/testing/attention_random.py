@@ -17,7 +17,7 @@ _PACKED = ("packed", "sliced", "fused packed")
 
 
 def random_arguments(source: random.Random) -> dict[str, Any]:
-    """What the spec makes a case of: lengths, heads, head_dim, layout and options."""
+    """The parameters of a random case: lengths, heads, head_dim, layout and options."""
     layout = source.choice(("dense", "padded", "packed", "packed", "transposed", "sliced", "fused", "fused packed"))
     lengths = random_lengths(source, longest=source.choice((12, 40, 150)))
     lengths_k = tuple(random_size(source, 40) if source.random() < 0.8 else 0 for _ in lengths)

@@ -25,7 +25,7 @@ from fasttfm.testing.spec import Inputs, OpCase, OpSpec, outputs_of
 
 @dataclass(frozen=True)
 class Call:
-    """An op's case in one type on one backend, or by ``function`` in the place of the op."""
+    """An op's case in one dtype on one backend, or computed by ``function`` instead of the op."""
 
     spec: OpSpec
     case: OpCase

@@ -17,7 +17,7 @@ BLOCK_REGISTERS = 65536
 
 
 class Usage(NamedTuple):
-    """What one kernel takes, as ptxas compiled it."""
+    """The resources of one kernel, as ptxas compiled it."""
 
     machine: str  # "sm_80"; empty where the file does not say
     kernel: str  # mangled
@@ -31,7 +31,7 @@ class Usage(NamedTuple):
 
 
 def resource_usage(file: Path) -> list[Usage]:
-    """Of every kernel in a cubin or in a library with machine code, by cuobjdump, which Triton's wheel carries."""
+    """The resources of every kernel in a cubin or a library, by cuobjdump, which is part of Triton's wheel."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

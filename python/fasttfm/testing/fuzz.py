@@ -37,7 +37,7 @@ _INTERPRETED_SHARE = 0.02  # of calls: one takes as long as hundreds of others
 
 @dataclass(frozen=True)
 class RandomCall:
-    """What call number ``number`` of a seed is; all of it follows from op, seed, number and device."""
+    """The call with index ``number`` of a seed; everything follows from op, seed, number and device."""
 
     call: Call
     number: int
@@ -137,7 +137,7 @@ def draw_call(spec: OpSpec, seed: int, number: int, device: str = "cpu", interpr
 
 @dataclass
 class Result:
-    """How many calls were right, refused by their backend with a reason, and wrong."""
+    """The numbers of calls that were right, refused by their backend with a reason, and wrong."""
 
     right: int = 0
     refused: int = 0

@@ -1,4 +1,4 @@
-"""How a NaN or an infinity goes through an op.
+"""The propagation of NaN and infinities through an op.
 
 An element of a result depends on a number of the inputs if the reference in fp64 gives something else for another
 number in its place. With a NaN, or an infinity, in that place:
@@ -78,7 +78,7 @@ def check_non_finite(call: Call) -> None:
 
 
 def values_for(call: Call, place: Place) -> tuple[float, ...]:
-    """What may be put there: NaN, and infinities into an input unless they have a meaning of their own."""
+    """The values to insert: NaN, and infinities into an input unless they have a meaning of their own."""
     nan_only = isinstance(place.owner, int) or place.owner in call.spec.infinity_masks
     return NON_FINITE[:1] if nan_only else NON_FINITE
 

@@ -1,4 +1,4 @@
-"""What every op and every backend keeps, apart from its accuracy: each property is one function of a Call.
+"""The properties of every op and every backend, apart from accuracy: each is one function of a Call.
 
 The reference in the tested type says what to expect, the reference in fp64 how far from it a result may be. A property
 raises AssertionError where it does not hold; ``tests/testing/test_properties.py`` shows with broken ops that each can.

@@ -27,7 +27,7 @@ def random_shape(
 
 
 def random_lengths(source: random.Random, longest: int = 40) -> tuple[int, ...]:
-    """Of sequences; some are empty."""
+    """Lengths of sequences; some are 0."""
     count = source.randint(1, 5)
     return tuple(0 if source.random() < 0.2 else random_size(source, longest) for _ in range(count))
 

@@ -1,4 +1,4 @@
-"""What specs of ops on rows share: x in several layouts, parameters of [C], and the ways to spoil a call."""
+"""The common part of specs of row-wise ops: x in several layouts, parameters of [C], and the ways to spoil a call."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def rows_and_columns(case: OpCase) -> tuple[int, int]:
 
 
 def spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
-    """Puts ``value`` in the place of a good call's input or option."""
+    """Replaces a good call's input or option by ``value``."""
 
     def change(inputs: Inputs, options: dict[str, Any]) -> None:
         (options if argument in options else inputs)[argument] = value

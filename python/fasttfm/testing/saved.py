@@ -1,4 +1,4 @@
-"""What a call keeps for its backward, in bytes: memory that a training step holds until then."""
+"""The bytes that a call saves for its backward, which a training step holds until then."""
 
 from __future__ import annotations
 

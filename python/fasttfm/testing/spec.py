@@ -1,4 +1,4 @@
-"""What an op declares about itself, once: its cases, its costs, its peers, its bad inputs and its broken copies.
+"""The specification of an op for tests and benchmarks: cases, costs, peers, bad inputs and broken copies.
 
 ``fasttfm.testing.specs.<op>`` holds one OpSpec per op. Tests (harness.py), ahead-of-time compilation (aot.py) and
 benchmarks (fasttfm.bench) are all derived from it.
@@ -45,7 +45,7 @@ class BadCall:
 
 @dataclass(frozen=True)
 class Peer:
-    """What users would pick instead.
+    """An implementation that users would pick instead.
 
     ``build(inputs, options)`` returns a function of no arguments that runs the forward and returns its output,
     differentiable in the same inputs; it raises PeerUnavailable where it cannot run.

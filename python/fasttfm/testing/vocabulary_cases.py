@@ -1,4 +1,4 @@
-"""What the specs of losses over a vocabulary share: hidden rows, a weight, labels of which some do not count, costs."""
+"""The common part of specs of losses over a vocabulary: hidden rows, a weight, labels (some ignored), costs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def cost(rows: int, columns: int, vocabulary: int, dtype: torch.dtype, products:
 
 
 def spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
-    """Puts ``value`` in the place of a good call's input or option."""
+    """Replaces a good call's input or option by ``value``."""
 
     def change(inputs: Inputs, options: dict[str, Any]) -> None:
         (options if argument in options else inputs)[argument] = value

@@ -40,7 +40,7 @@ class Checkpoints:
 
     Args:
         directory: The run's.
-        keep: So many of the newest stay.
+        keep: The number of the newest checkpoints to keep.
     """
 
     def __init__(self, directory: Path, keep: int = 3) -> None:
@@ -75,7 +75,7 @@ class Checkpoints:
         for step in reversed(earlier):
             with contextlib.suppress(CheckpointError):
                 check(self.path(step))
-                return f"{self.path(step)} is whole: remove the damaged one to go on from there"
+                return f"{self.path(step)} is complete: remove the damaged one to resume from there"
         return "there is no other that is whole"
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
@@ -215,7 +215,8 @@ class ModelFiles:
         self._blank = copy.deepcopy(model).to("meta") if world.parallel == "fsdp" else None
 
     def writer(self) -> Callable[[Path], None]:
-        """What writes the model; called in every process, for it may have to be put together from all of them."""
+        """A function that writes the model; called in every process, because the model may have to be gathered from
+        all."""
         if self._blank is None:
             return self.model.save_pretrained
         blank = self._blank
@@ -268,7 +269,7 @@ def set_random_state(state: Mapping[str, torch.Tensor], device: torch.device) ->
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda":
         if "cuda" not in state:
-            raise CheckpointError("this checkpoint was written by a run on a CPU; go on with --device cpu")
+            raise CheckpointError("this checkpoint was written by a run on a CPU; resume with --device cpu")
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
@@ -282,7 +283,7 @@ def read_state(directory: Path) -> dict[str, Any]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: there is no such file: nothing to go on from") from None
+        raise CheckpointError(f"{path}: there is no such file: nothing to resume from") from None
     except Exception as error:  # torch.load has its own idea of what it may raise
         raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
     if not isinstance(found, dict):

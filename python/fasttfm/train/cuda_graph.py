@@ -61,7 +61,7 @@ def tensors(batch: Any) -> dict[str, Tensor]:
 
 
 def shapes(batch: Any) -> tuple[Any, ...]:
-    """What must agree for a graph: the tensors' shapes, and the bound of the sequences' lengths."""
+    """The key of a graph: the tensors' shapes, and the bound of the sequences' lengths."""
     return (getattr(batch, "max_seqlen", None), *((name, value.shape) for name, value in tensors(batch).items()))
 
 

@@ -22,7 +22,7 @@ class FixedBatch(Batch):
 
 @dataclass(frozen=True)
 class Shape:
-    """What batches are filled up to."""
+    """The fixed shape to which batches are padded."""
 
     tokens: int
     sequences: int

@@ -98,7 +98,7 @@ class RunLog:
                     self._events.add_scalar(name.replace(HELD_OUT, "validation/"), float(value), int(self._row["step"]))
 
     def _means(self) -> dict[str, float]:
-        """Of losses and norms; those of the row before where every step was skipped."""
+        """Means of losses and norms; those of the previous row if every step was skipped."""
         good = [result for result in self._window if not result.skipped]
         if not good:
             return {}

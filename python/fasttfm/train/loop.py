@@ -26,7 +26,7 @@ _MAX_PENDING = 8  # a GPU's numbers are waited for this many steps later at the 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: the sum of some terms, each a mean over whatever it counts.
+    """A loss: the sum of some terms, each a mean over its own count.
 
     A step's batch is in parts, on several ranks and in several batches of each. So a part's loss is given as sums, and
     divided by the counts of all parts:
@@ -62,9 +62,9 @@ class Trainer:
     """Trains a module.
 
     Args:
-        module: As ``distributed.share_out`` gives it.
+        module: The module, as ``distributed.share_out`` returns it.
         objective: What is minimised.
-        optimizer: Of ``optimizers.make_optimizer``.
+        optimizer: The result of ``optimizers.make_optimizer``.
         schedule: Its learning rates.
         settings: How a step is computed.
         world: The processes; by default only this one, on the module's device.
@@ -183,7 +183,8 @@ class Trainer:
             torch._foreach_zero_(gradients)
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
-        """Of all gradients together. On the CPU torch adds up a tensor's squares one after the other: in fp64, then."""
+        """The norm of all gradients. On the CPU torch adds a tensor's squares sequentially, so it is computed in
+        fp64."""
         if isinstance(self.optimizer, optim.AdamW):
             return self.optimizer.gradient_norm()
         dtype = torch.float64 if self.world.device.type == "cpu" else None

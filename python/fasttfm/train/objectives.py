@@ -37,14 +37,14 @@ class Pretraining(nn.Module):
         self.model = model
 
     def counts(self, batch: Any) -> tuple[int, ...]:
-        """What each term's mean divides by."""
+        """The divisors of the terms' means."""
         raise NotImplementedError
 
     def objective(self) -> Objective:
         return Objective(self.terms, self.counts, lambda module, batch: module(batch), self.flops)
 
     def flops(self, batch: Any) -> float:
-        """Of the matrix products that a step cannot do without: forward, and twice that backward."""
+        """The operations of the GEMMs that a step needs: forward, and twice that backward."""
         lengths = batch.cu_seqlens.clamp(max=batch.tokens).diff().double()  # fillers follow the data
         encoders = [each for each in self.modules() if isinstance(each, PackedTransformer)]
         tokens, scores = float(lengths.sum()), float(lengths.square().sum())
@@ -172,7 +172,7 @@ def _real(batch: Any) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Family:
-    """How a kind of model is pre-trained."""
+    """The pre-training of a kind of model."""
 
     config: type[ModelConfig]
     model: type[PretrainedModel]

@@ -41,12 +41,12 @@ _LEFT = re.compile(r"\.lock|tokenizer|tokenizer\.new|shards|.*\.partial")  # wha
 
 
 class RunError(RuntimeError):
-    """A run that cannot begin or go on; the message is for the person who started it."""
+    """A run that cannot start or continue; the message is for the user."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run has reached."""
+    """The results of a run."""
 
     directory: Path
     checkpoint: Path
@@ -76,8 +76,8 @@ def pretrain(settings: PretrainSettings, run: RunSettings) -> Summary | None:
         last = f"the last whole checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint yet"
         reason = first_line(error)
         raise RunError(
-            f"rank {world.rank} of {world.size} cannot go on, most likely because another rank has ended: {reason}. "
-            f"The run is over; {last}; --resume goes on from there"
+            f"rank {world.rank} of {world.size} cannot continue, most likely because another rank has ended: {reason}. "
+            f"The run is over; {last}; --resume continues from there"
         ) from error
     world.leave()
     return summary
@@ -206,7 +206,9 @@ class _Run:
         if self.run.resume or self.run.overwrite or not output.is_dir():
             return
         if self.checkpoints.steps():
-            raise RunError(f"{output} has checkpoints already: --resume goes on with that run, --overwrite begins anew")
+            raise RunError(
+                f"{output} has checkpoints: --resume continues that run, --overwrite starts a new one"
+            )
         if foreign := sorted(path.name for path in output.iterdir() if not _LEFT.fullmatch(path.name)):
             more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
             got = f"one with {foreign[0]}{more}"
@@ -216,7 +218,7 @@ class _Run:
         return self.run.resume and bool(self.checkpoints.steps())
 
     def _tokenizer(self) -> Path:
-        """Of a tokenizer that is trained: an earlier run keeps its own while this one is prepared."""
+        """The folder of a trained tokenizer: an earlier run keeps its own while this one is prepared."""
         return self.run.output / (_TOKENIZER if self._continues() else _NEW_TOKENIZER)
 
     def _open_corpus(self) -> Corpus:
@@ -271,7 +273,7 @@ class _Run:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def _facts(self) -> dict[str, Any]:
-        """What must be the same in a run that goes on."""
+        """The settings that must be the same in a resumed run."""
         nested = dataclasses.asdict(self.settings)
         flat = {name: value for name, value in nested.items() if not isinstance(value, dict)}
         for part in ("optimizer", "schedule", "step", "changes"):

@@ -36,7 +36,7 @@ class Progress:
 
     Args:
         steps: The run's.
-        start: Those that are done.
+        start: The number of completed steps.
         peak: Operations a second of all devices, where they are known.
     """
 

@@ -44,5 +44,5 @@ class Schedule:
 
 
 def _as_fp32(rate: Any) -> float:
-    """What a tensor on the device holds of it: steps with a CUDA graph and without have the same rates."""
+    """The rate as a tensor on the device holds it, so that steps with and without a CUDA graph have the same rates."""
     return float(np.float32(float(rate)))

@@ -1,4 +1,4 @@
-"""What a training run is made of, as dataclasses: the command line fills them, checkpoints keep them."""
+"""The settings of a training run, as dataclasses: the command line fills them, checkpoints store them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRECISIONS = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """How parameters are changed. Biases and LayerNorms do not decay."""
+    """The optimizer's settings. Biases and LayerNorms have no weight decay."""
 
     name: str = "adamw"
     learning_rate: float = 1e-4
@@ -51,13 +51,13 @@ class ScheduleSettings:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """How one step is computed."""
+    """The settings of one step."""
 
     clip: float | None = 1.0  # the gradient's largest norm
     precision: str = "float32"  # of the products; parameters and optimizer keep float32
     compile: bool = False  # the forward, with torch.compile
     cuda_graph: bool = False  # the whole step: batches must have fixed shapes
-    bad_steps: int = 5  # so many steps in a row without a finite loss and gradient end the run
+    bad_steps: int = 5  # consecutive steps without a finite loss and gradient that end the run
 
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)
@@ -68,7 +68,7 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class PretrainSettings:
-    """What decides the result of a pre-training run: a checkpoint goes on under the same ones only."""
+    """The settings that determine the result of a pre-training run; a resumed run must have the same ones."""
 
     family: str
     size: str
@@ -77,7 +77,7 @@ class PretrainSettings:
     step: StepSettings = field(default_factory=StepSettings)
     data: tuple[str, ...] = ()  # files, folders or patterns; the corpus that ships with the package by default
     tokenizer: str | None = None  # a file or folder; by default one is trained on the data
-    vocabulary: int = 4000  # of a tokenizer that is trained: at most so many entries
+    vocabulary: int = 4000  # maximum number of entries of a trained tokenizer
     held_out: float = 0.02  # the fraction of the documents in the validation set
     tokens_per_step: int = 2048  # of all ranks and of a step's batches together
     accumulation: int = 1  # batches of each rank to a step
@@ -103,7 +103,7 @@ class PretrainSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Where a run takes place, and what it leaves."""
+    """The settings of a run that do not change its result: device, output, logging."""
 
     output: Path
     prepared: Path | None = None  # token shards; in the output folder by default

@@ -214,7 +214,7 @@ def _forward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
 
 
 def _backward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
-    """Reads q, k, v, out, dout and lse, writes dq, dk and dv. Five products, one of them the scores once more."""
+    """Reads q, k, v, out, dout and lse, writes dq, dk and dv. Five products, one of which recomputes the scores."""
     query, key, lse = _sides(case, dtype)
     return Cost(bytes=4 * query + 4 * key + lse, flops=2.5 * _forward_cost(case, dtype).flops)
 
@@ -283,7 +283,7 @@ def _sdpa_cpu(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def _sdpa_widened(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
-    """What helps SDPA on such a CPU."""
+    """A workaround that makes SDPA fast on such a CPU."""
     dtype = inputs["q"].dtype
     if inputs["q"].is_cuda or dtype == torch.float32:
         raise PeerUnavailable("for 16-bit types on a CPU")
