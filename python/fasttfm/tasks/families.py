@@ -56,7 +56,7 @@ def model_class(family: str, task: str) -> type[PretrainedModel]:
 
 
 def open_model(directory: str | Path, task: str, **changes: Any) -> PretrainedModel:
-    """The checkpoint with the task's head, which is drawn anew where the checkpoint has none, with a warning. Vectors
+    """The checkpoint with the task's head, which is randomly initialized with a warning if the checkpoint has none. Vectors
     need no pooler, which is all that a model without a head may lack."""
     model_cls = model_class(family_of(directory), task)
     with warnings.catch_warnings():

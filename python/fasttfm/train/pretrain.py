@@ -206,9 +206,7 @@ class _Run:
         if self.run.resume or self.run.overwrite or not output.is_dir():
             return
         if self.checkpoints.steps():
-            raise RunError(
-                f"{output} has checkpoints: --resume continues that run, --overwrite starts a new one"
-            )
+            raise RunError(f"{output} has checkpoints: --resume continues that run, --overwrite starts a new one")
         if foreign := sorted(path.name for path in output.iterdir() if not _LEFT.fullmatch(path.name)):
             more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
             got = f"one with {foreign[0]}{more}"
