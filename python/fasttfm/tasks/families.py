@@ -56,8 +56,8 @@ def model_class(family: str, task: str) -> type[PretrainedModel]:
 
 
 def open_model(directory: str | Path, task: str, **changes: Any) -> PretrainedModel:
-    """The checkpoint with the task's head, which is randomly initialized with a warning if the checkpoint has none. Vectors
-    need no pooler, which is all that a model without a head may lack."""
+    """The checkpoint with the task's head, which is randomly initialized, with a warning, if the checkpoint has none.
+    Vectors need no pooler, which is all that a model without a head may lack."""
     model_cls = model_class(family_of(directory), task)
     with warnings.catch_warnings():
         if task == "vectors":
