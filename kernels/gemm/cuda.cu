@@ -124,7 +124,7 @@ class Cache {
       return {};
     }
     int code = describe(library, kind, prepared);
-    // The choice depends on the bias's alignment alone.
+    // The heuristic depends only on the bias's alignment.
     if (code == 0 && kind.has_bias)
       code = library.product_set(&prepared->product, cublaslt::kBiasPointer, &call.bias, sizeof(call.bias));
     if (code != 0) return of_library(library, code);

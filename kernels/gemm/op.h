@@ -1,5 +1,5 @@
-// A matrix product by the vendor's library that the process has loaded with torch, found at run time: cuBLASLt, on the
-// CPU a BLAS (MKL, OpenBLAS). The core neither links one nor needs its header.
+// A GEMM of the library that torch has loaded into the process, found at run time: cuBLASLt, or on the CPU a BLAS (MKL,
+// OpenBLAS). The core neither links against it nor needs its header.
 //
 //   d = a b + bias + c        a [M, K], b [K, N], row-major; sums in fp32, rounded once
 #pragma once

@@ -1,5 +1,5 @@
-// What both directions of a stack of layers share, on every device: steps that end with the first that fails, and where
-// a layer's tensors are.
+// The common part of both directions of a stack of layers, on every device: a sequence of steps that ends at the first
+// failure, and the addresses of a layer's tensors.
 //
 // DEVICE, a struct of static functions, has the launchers: see cpu.cpp and cuda_layers.cu.
 #pragma once
@@ -32,7 +32,7 @@ class Steps {
 inline void* at(void* memory, int64_t offset) { return static_cast<char*>(memory) + offset; }
 inline const void* at(const void* memory, int64_t offset) { return static_cast<const char*>(memory) + offset; }
 
-// Where the tensors lie that a layer keeps, and those that it gives to the next one.
+// The addresses of the tensors that a layer keeps, and of those that it passes to the next one.
 inline void* in_layer(const TransformerCall& call, const KeptPlan& plan, int64_t layer, KeptRegion region) {
   return at(call.kept, layer * plan.layer_bytes + plan.regions[region].offset);
 }
@@ -51,7 +51,7 @@ inline const int64_t* seed_of(const TransformerCall& call, int64_t layer, int pl
   return threshold > 0 ? call.seeds + 3 * layer + place : nullptr;
 }
 
-// What params structs of all launchers have.
+// Sets the common fields of the launchers' params structs.
 template <class Params>
 void set_device(const TransformerCall& call, Params* params) {
   params->device = call.device;
@@ -104,7 +104,8 @@ Attention attention_of(const TransformerCall& call, int64_t layer, const void* q
   return attention;
 }
 
-// What one of a layer's two dropout_add_layer_norm calls has in either direction; `place` is that of its seed.
+// Sets the fields of one of a layer's two dropout_add_layer_norm calls in either direction; `place` is the index of its
+// seed.
 template <class Norm>
 Norm add_norm_of(const TransformerCall& call, int64_t layer, int place) {
   Norm norm{};
@@ -123,7 +124,7 @@ Norm add_norm_of(const TransformerCall& call, int64_t layer, int place) {
   return norm;
 }
 
-// What calls of either direction are refused for on every device.
+// Checks calls of either direction, on every device.
 inline Status check_shape(const TransformerShape& shape) {
   if (shape.layers < 1 || shape.tokens < 1 || shape.sequences < 1 || shape.heads < 1 || shape.processors < 1)
     return bad_size("transformer_block: layers, tokens, sequences, heads and processors are at least 1");

@@ -18,7 +18,7 @@ struct NormTensors {
   void *dstream, *dbranch;  // dbranch is null where it equals dstream
 };
 
-// Which of a layer's parameters are a LayerNorm's, and the bias of what is added before it.
+// The indices of a LayerNorm's parameters, and of the bias that is added before it.
 struct NormParameters {
   TransformerParameter weight, bias, linear_bias;
   int place;  // of its seed
@@ -26,10 +26,10 @@ struct NormParameters {
 constexpr NormParameters kParametersA = {kNormAWeight, kNormABias, kOutBias, 1};
 constexpr NormParameters kParametersB = {kNormBWeight, kNormBBias, kDownBias, 2};
 
-// What the gradient in front of the activation is computed from and where it goes.
+// The inputs and outputs of the gradient before the activation.
 struct ActivationTensors {
   const void *dy, *weight, *bias, *left;
-  void *da, *dh, *a, *dbias, *workspace;  // a and dbias are null when not wanted
+  void *da, *dh, *a, *dbias, *workspace;  // a and dbias are null if not needed
 };
 
 template <class Device>
@@ -71,7 +71,7 @@ class Backward {
   const void* input_of(int64_t layer) const {
     return layer == 0 ? call_.x : between_layers(call_, kept_, layer - 1, kBetweenY);
   }
-  // What LayerNorm b normalises.
+  // The input of LayerNorm b.
   const void* sum_of(int64_t layer) const {
     if (!call_.pre_norm) return kept(layer, kKeptZ);
     return layer + 1 == call_.layers ? call_.z : between_layers(call_, kept_, layer, kBetweenZ);

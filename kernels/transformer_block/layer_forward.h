@@ -9,7 +9,7 @@ namespace fasttfm {
 namespace FASTTFM_ISA {
 namespace transformer {
 
-// Where one layer's tensors are.
+// The addresses of one layer's tensors.
 struct ForwardTensors {
   const void* x;         // normalised, in a pre-LN model
   const void* residual;  // what the attention block is added to

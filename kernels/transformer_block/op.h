@@ -2,8 +2,8 @@
 // python/fasttfm/ops/transformer_block.py, whose op-by-op path launches the same kernels. T packed tokens, C columns,
 // I columns between the feed-forward block's products, H heads of D.
 //
-// Nothing is allocated here, and nothing waits for the GPU: the caller gives two pieces of memory, `kept` for what the
-// backward reads and `scratch` for what a call needs while it runs, of the sizes that transformer_block_sizes() says.
+// Nothing is allocated here, and nothing synchronizes with the GPU: the caller provides two buffers, `kept` for what
+// the backward reads and `scratch` for the duration of a call, of the sizes that transformer_block_sizes() returns.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace fasttfm {
 
-// A layer's row of the tables of parameters and gradients: addresses, null for a bias that is not there or a gradient
-// that is not wanted. Weights are [outputs, inputs].
+// A layer's row of the tables of parameters and gradients: addresses, null for a missing bias or a gradient that is not
+// needed. Weights are [outputs, inputs].
 enum TransformerParameter {
   kQkvWeight,  // [3 C, C], dtype, as every weight and qkv_bias; the others are of parameter_dtype
   kQkvBias,
@@ -32,7 +32,7 @@ enum TransformerParameter {
   kTransformerParameters,
 };
 
-// What sizes depend on.
+// The parameters that determine the sizes.
 struct TransformerShape {
   int64_t layers;
   int64_t tokens;        // T
@@ -41,7 +41,7 @@ struct TransformerShape {
   int64_t heads;         // H
   int64_t sequences;
   int64_t max_seqlen;  // at most T
-  int64_t processors;  // multiprocessors of the GPU; on the CPU threads
+  int64_t processors;  // SMs of the GPU; threads on the CPU
   int pre_norm;        // 1 or 0, as the flags below
   int training;        // whether there will be a backward
   int recompute;       // the backward computes y1 again
@@ -59,8 +59,8 @@ struct TransformerCall : TransformerShape {
   const int64_t* parameters;  // [layers, kTransformerParameters] addresses
   const void* x;              // [T, C], dtype
   const int32_t* cu_seqlens;  // [sequences + 1]
-  const int64_t* seeds;       // [layers, 3]: for attention and the two blocks; null where nothing is dropped
-  void* kept;                 // at a multiple of 256 bytes, as scratch; unused unless training
+  const int64_t* seeds;       // [layers, 3]: for attention and the two blocks; null without dropout
+  void* kept;                 // aligned to 256 bytes, like scratch; unused unless training
   void* scratch;
   int64_t window_left;  // as in attention/op.h
   int64_t window_right;
@@ -91,7 +91,7 @@ struct TransformerBackward : TransformerCall {
   void* dx;                  // [T, C], dtype
   void* dresidual;           // [T, C], residual_dtype, in a pre-LN model; else null
   const int64_t* gradients;  // [layers, kTransformerParameters] addresses
-  int64_t block_memory;      // CUDA: bytes of shared memory that a block may have
+  int64_t block_memory;      // CUDA: bytes of shared memory that a block may use
 };
 
 namespace cpu {
@@ -103,7 +103,7 @@ Status transformer_block_backward(const TransformerBackward&);
 
 namespace cuda {
 // With a cuBLASLt in the process: gemm/op.h. Compute capability 9.0; C and I are multiples of 8, D is 64 or 128,
-// queries attend to all keys or causally; tensors are contiguous and start at multiples of 16 bytes.
+// full or causal attention; tensors are contiguous and aligned to 16 bytes.
 Status transformer_block_sizes(const TransformerSizes&);
 Status transformer_block_forward(const TransformerForward&);
 Status transformer_block_backward(const TransformerBackward&);

@@ -63,7 +63,7 @@ def test_evaluation_gives_logits(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel"])
 def test_a_step_without_mask_waits_for_nothing(name: str) -> None:
-    """A masked-LM loss waits for the number of its labels; the loss of next words has no such number."""
+    """A masked-LM loss synchronizes for the number of its labels; a causal LM loss has no such number."""
     ours, _, given = on_gpu(name, "full")
     ours.config.pad_token_id = None  # transformers itself looks for it, on the host, where there is no mask
     if name != CAUSAL:

@@ -1,5 +1,5 @@
-// LayerNorm and RMSNorm of rows on NVIDIA GPUs, in the frame of rows.cuh. The formulas are in layer_norm/reference.py
-// and rms_norm/reference.py: RMSNorm is LayerNorm without the mean and the bias.
+// LayerNorm and RMSNorm of rows on NVIDIA GPUs, built on rows.cuh. The formulas are in layer_norm/reference.py and
+// rms_norm/reference.py: RMSNorm is LayerNorm without the mean and the bias.
 //
 // Both directions are close to the issue limit as well as the bandwidth limit, so instructions per element matter. The
 // forward's parameter type P is a template parameter, and the backward computes xhat as one FMA, x * rstd - mean *
@@ -148,7 +148,7 @@ struct NormBackwardPlan {
   }
 };
 
-// What a launcher of either op does once its pointers are checked. P is the parameters' type.
+// Launches either op after its pointers are checked. P is the parameters' type.
 template <class T, class P, class Params>
 Status launch_norm_forward(const Params& p) {
   return for_row_shape<0>(p.columns, [&](auto shape) {

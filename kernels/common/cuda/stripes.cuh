@@ -1,9 +1,11 @@
-// The frame of elementwise kernels over rows (bias_gelu, gated_activation). N rows of C columns, C a multiple of 8.
+// Building blocks of elementwise kernels over rows (bias_gelu, gated_activation). N rows of C columns, C a multiple of
+// 8.
 //
-// A warp owns a stripe of 256 columns, 8 to a lane, whose parameters it keeps in registers, and reads several rows
-// before it computes: enough 16-byte loads are in flight to keep the memory busy. Forward: one tile per block, many
-// small blocks. Backward: the blocks walk over the rows, with their part of a sum over rows in registers; a second,
-// small kernel adds up the parts in a fixed order. Neighbouring blocks take neighbouring stripes of the same rows.
+// A warp processes a stripe of 256 columns, 8 per lane, whose parameters it keeps in registers. It loads several rows
+// before it computes, so that enough 16-byte loads are in flight to saturate the memory bandwidth. The forward has one
+// tile per block and many small blocks. In the backward the blocks iterate over the rows with their partial sums over
+// rows in registers; a second, small kernel adds them in a fixed order. Neighbouring blocks process neighbouring
+// stripes of the same rows.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +31,8 @@ inline bool columns_fit_stripes(int64_t columns) {
 __device__ __forceinline__ int stripe_of_block() { return static_cast<int>(blockIdx.x) * kStripe; }
 __device__ __forceinline__ int column_of_lane() { return stripe_of_block() + threadIdx.x % 32 * kVector; }
 
-// The block's warps add up their shares of a sum over rows, in warp order, and store the block's part: row blockIdx.y
-// of `parts` ([gridDim.y, C] fp32). A barrier must come between calls with the same `shares`.
+// Adds the partial sums over rows of the block's warps, in warp order, and stores the block's partial sum: row
+// blockIdx.y of `parts` ([gridDim.y, C] fp32). A barrier must come between calls with the same `shares`.
 __device__ __forceinline__ void store_stripe_part(const float (&share)[kVector], float (&shares)[kStripeWarps][kStripe],
                                                   float* parts, int64_t columns) {
   store_packed(&shares[threadIdx.x / 32][threadIdx.x % 32 * kVector], narrow<float>(share));

@@ -6,9 +6,9 @@ each shard
     00000.tokens.npy     uint16 or uint32 [tokens]
     00000.sentences.npy  int64 [sentences + 1]   sentence i is the tokens from [i] to [i + 1]
     00000.documents.npy  int64 [documents + 1]   document i is the sentences from [i] to [i + 1]
-    00000.json           the shard's own record, written last: what makes an interrupted preparation go on where it was
+    00000.json           the shard's own record, written last, from which an interrupted preparation resumes
 
-beside ``starts_word.npy``, bool [vocabulary].
+and also ``starts_word.npy``, bool [vocabulary].
 """
 
 from __future__ import annotations

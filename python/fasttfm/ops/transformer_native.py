@@ -1,7 +1,7 @@
-"""Layers of transformer_block in one call of the native core: CUDA (Hopper, 16 bits) and CPU (fp32).
+"""Layers of transformer_block in one call of the native core: CUDA (Hopper, 16-bit types) and CPU (fp32).
 
-The core lays everything that layers keep or need out in two pieces of memory, and runs the kernels that the op-by-op
-path runs, in the same order. Matrix products are those of the vendor's library that torch has loaded.
+The core places all tensors that layers keep or need in two buffers, and runs the kernels of the op-by-op path in the
+same order. GEMMs are those of cuBLASLt or of the BLAS that torch has loaded.
 """
 
 from __future__ import annotations
