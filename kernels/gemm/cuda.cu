@@ -164,6 +164,7 @@ Status gemm(const Gemm& call) {
   const cublaslt::Library* library = cublaslt::library();
   if (library == nullptr) return {StatusCode::cuda_error, "gemm: the process has loaded no libcublasLt"};
   const DeviceGuard guard(call.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   cublaslt::Handle handle = nullptr;
   status = handle_of(*library, call.device, &handle);
   if (status.code != StatusCode::ok) return status;

@@ -136,6 +136,7 @@ Status transformer_block_forward(const TransformerForward& call) {
   const Status status = check_call(call);
   if (status.code != StatusCode::ok) return status;
   const DeviceGuard guard(call.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   return Forward<Hopper>(call).run();
 }
 
@@ -143,6 +144,7 @@ Status transformer_block_backward(const TransformerBackward& call) {
   const Status status = check_call(call);
   if (status.code != StatusCode::ok) return status;
   const DeviceGuard guard(call.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   return Backward<Hopper>(call).run();
 }
 

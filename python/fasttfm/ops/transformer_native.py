@@ -12,7 +12,6 @@ import operator
 import platform
 from array import array
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +26,16 @@ from fasttfm.ops.backends import dtype_name
 from fasttfm.ops.transformer_block import BlockOptions, BlockParameters, Saved
 
 PARAMETERS = len(BlockParameters._fields)
+_UP_WEIGHT = BlockParameters._fields.index("up_weight")
 _ALIGNMENT = 16
 _dtype_of, _numel, _is_contiguous = operator.attrgetter("dtype"), Tensor.numel, Tensor.is_contiguous
-_address_of = Tensor.data_ptr
 
 
 class Layers(NamedTuple):
     """The parameters of layers that follow each other, as the core takes them."""
 
     given: list[Tensor | None]  # of all layers, in the order of BlockParameters
+    present: list[Tensor]  # those that are not None
     depth: int  # how many layers
     dtype: torch.dtype  # of all parameters
     intermediate: int
@@ -44,22 +44,23 @@ class Layers(NamedTuple):
 # ---- which calls the core takes --------------------------------------------------------------------------------------
 
 
-def layers_of(parameters: Sequence[BlockParameters]) -> Layers | str:
-    """The layers in one list, or why the core does not take them: they are of one type and of the same sizes, in
-    memory as they are meant."""
-    first, given = parameters[0], list(chain.from_iterable(parameters))
+def layers_of(given: list[Tensor | None]) -> Layers | str:
+    """The layers of a list of parameters, or why the core does not take them: they are of one type and of the same
+    sizes, in memory as they are meant."""
+    first, depth = given[:PARAMETERS], len(given) // PARAMETERS
     present = [each for each in given if each is not None]
-    dtype = first.qkv_weight.dtype
+    dtype = present[0].dtype
     if set(map(_dtype_of, present)) != {dtype}:
         return "takes parameters of one type"
     if len(present) != len(given) and _differ_in_absent(given):
         return "takes layers with the same biases"
-    sizes = [each.numel() for each in first if each is not None]
-    if list(map(_numel, present)) != sizes * len(parameters):
+    if list(map(_numel, present)) != [each.numel() for each in first if each is not None] * depth:
         return "takes layers of the same sizes"
     if not all(map(_is_contiguous, present)):
         return "takes contiguous parameters"
-    return Layers(given, len(parameters), dtype, first.up_weight.shape[0])
+    up_weight = first[_UP_WEIGHT]
+    assert up_weight is not None
+    return Layers(given, present, depth, dtype, up_weight.shape[0])
 
 
 def _differ_in_absent(given: list[Tensor | None]) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -32,6 +33,9 @@ _MULTIPLIED = tuple(
 # an autograd node of its own then, whose memory is free as soon as its backward has run.
 _LARGE = 2**33
 
+_requires_grad, _version_of = operator.attrgetter("requires_grad"), operator.attrgetter("_version")
+_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
+
 
 def transformer_stack(
     x: Tensor,
@@ -43,8 +47,9 @@ def transformer_stack(
 ) -> tuple[Tensor, Tensor | None]:
     """Runs layers over packed tokens: as ``transformer_block`` after ``transformer_block``, with ``seeds``
     int64 ``[layers, 3]``. In a pre-LN model a layer's LayerNorm b is the next one's first."""
-    if is_plain((x, residual, cu_seqlens, seeds, *layers[0])):
-        found = transformer_native.layers_of(layers)
+    given = list(chain.from_iterable(layers))
+    if is_plain((x, residual, cu_seqlens, seeds, *given)):
+        found = transformer_native.layers_of(given)
         if isinstance(found, Layers) and transformer_native.refuse(x, residual, found, options) is None:
             return _run_native(x, residual, cu_seqlens, seeds, options, found)
     for index, parameters in enumerate(layers):
@@ -55,9 +60,10 @@ def transformer_stack(
 
 def refused(x: Tensor, residual: Tensor | None, options: BlockOptions, layers: Sequence[BlockParameters]) -> str | None:
     """Why layers are run op by op; None where they are run in one native call."""
-    if not is_plain((x, residual, *layers[0])):
+    given = list(chain.from_iterable(layers))
+    if not is_plain((x, residual, *given)):
         return "takes plain tensors in eager calls"
-    found = transformer_native.layers_of(layers)
+    found = transformer_native.layers_of(given)
     return found if isinstance(found, str) else transformer_native.refuse(x, residual, found, options)
 
 
@@ -75,7 +81,7 @@ def _run_native(
         y, z, _ = transformer_native.forward(batch, residual, layers, own, options, training=False)
         return y, z
     for part, own_seeds in _parts(x, seeds, layers):
-        unique = {id(each): each for each in part.given if each is not None}  # layers may share parameters
+        unique = {id(each): each for each in part.present}  # layers may share parameters
         x, residual = _TransformerStack.apply(x, residual, cu_seqlens, own_seeds, options, part, *unique.values())
     return x, residual
 
@@ -88,17 +94,18 @@ def _parts(x: Tensor, seeds: Tensor | None, layers: Layers) -> list[tuple[Layers
         layers.depth == 1
         or tokens * width * width >= _LARGE
         or (torch.distributed.is_available() and torch.distributed.is_initialized())
-        or any(each is not None and _wants_its_own(each) for each in layers.given)
+        or not all(map(_requires_grad, layers.present))
+        or any(map(_hooks_of, layers.present))
     )
     if not single:
         return [(layers, seeds)]
-    ranges = [(index, layers.given[index * PARAMETERS : (index + 1) * PARAMETERS]) for index in range(layers.depth)]
-    own = [None if seeds is None else seeds[index : index + 1] for index, _ in ranges]
-    return [(layers._replace(given=given, depth=1), seed) for (_, given), seed in zip(ranges, own, strict=True)]
-
-
-def _wants_its_own(parameter: Tensor) -> bool:
-    return not parameter.requires_grad or bool(parameter._post_accumulate_grad_hooks)
+    parts = []
+    for index in range(layers.depth):
+        given = layers.given[index * PARAMETERS : (index + 1) * PARAMETERS]
+        present = [each for each in given if each is not None]
+        own = None if seeds is None else seeds[index : index + 1]
+        parts.append((layers._replace(given=given, present=present, depth=1), own))
+    return parts
 
 
 def _in_type(layers: Layers, dtype: torch.dtype, *, copies: bool) -> list[Tensor | None]:
@@ -134,14 +141,14 @@ class _TransformerStack(OpFunction):
         ctx.save_for_backward(x, *unshared(cu_seqlens), seeds, kept, z)
         # Not among the saved tensors, which torch would wrap one by one: their versions are compared here.
         ctx.own, ctx.versions = own, _versions(own)
-        ctx.layers = layers
-        ctx.options, ctx.residual_dtype = options, batch.residual_dtype
+        ctx.layers, ctx.options, ctx.residual_dtype = layers, options, batch.residual_dtype
         ctx.set_materialize_grads(False)
         return y, z
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
         x, cu_seqlens, seeds, kept, z = ctx.saved_tensors
+        layers: Layers = ctx.layers
         if ctx.versions != _versions(ctx.own):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"
@@ -150,41 +157,48 @@ class _TransformerStack(OpFunction):
         batch = Batch(x, ctx.residual_dtype, cu_seqlens, seeds)
         dy = torch.zeros_like(x) if dy is None else contiguous_rows(dy)
         dz = None if dz is None else contiguous_rows(dz)
-        places = _places_of(ctx.layers.given)
-        wanted = [False] * len(ctx.own)
-        for group, want in zip(places, ctx.needs_input_grad[-len(places) :], strict=True):
-            for place in group:
-                wanted[place] = want
-        gradients = _gradients_like(ctx.own, wanted, ctx.layers)
-        arguments = (batch, ctx.layers, ctx.own, ctx.options, kept, z)
+        wanted = _wanted(layers, ctx.needs_input_grad[_INPUTS:])
+        gradients = _gradients_like(ctx.own, wanted, layers)
+        arguments = (batch, layers, ctx.own, ctx.options, kept, z)
         try:
             dx, dresidual = transformer_native.backward(*arguments, dy=dy, dz=dz, gradients=gradients)
         except _native.DoesNotFit:  # a part of the GPU is too small for blocks that wait for each other
             dx, dresidual, gradients = _backward_op_by_op(*arguments, dy, dz, wanted)
-        return dx, dresidual, None, None, None, None, *_summed(gradients, places)
+        return dx, dresidual, None, None, None, None, *_summed(gradients, layers)
 
 
-def _places_of(given: Sequence[Tensor | None]) -> list[list[int]]:
-    """The places of each parameter among those of all layers, the last first: several where layers share it."""
-    found: dict[int, list[int]] = {}
-    for place, each in enumerate(given):
-        if each is not None:
-            found.setdefault(id(each), []).insert(0, place)
-    return list(found.values())
-
-
-def _summed(gradients: Sequence[Tensor | None], places: list[list[int]]) -> list[Tensor | None]:
-    """The gradient of each parameter: in the order of the backward, as autograd adds up those of several nodes."""
-    totals = [gradients[group[0]] for group in places]
-    for place in range(1, max(map(len, places))):
-        pairs = [(total, gradients[group[place]]) for total, group in zip(totals, places, strict=True) if group[place:]]
-        shared = [(total, term) for total, term in pairs if total is not None and term is not None]
-        torch._foreach_add_([total for total, _ in shared], [term for _, term in shared])
-    return totals
+_INPUTS = 6  # of the node before the parameters
 
 
 def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
-    return [0 if each is None or each.is_inference() else each._version for each in tensors]
+    return list(map(_version_of, (each for each in tensors if each is not None)))
+
+
+def _wanted(layers: Layers, of_unique: Sequence[bool]) -> Sequence[bool]:
+    """Whether the gradient of each parameter of each layer is wanted."""
+    if len(of_unique) == len(layers.given):
+        return of_unique
+    unique = {id(each): None for each in layers.present}
+    by_id = dict(zip(unique, of_unique, strict=True))
+    return [each is not None and by_id[id(each)] for each in layers.given]
+
+
+def _summed(gradients: Sequence[Tensor | None], layers: Layers) -> Sequence[Tensor | None]:
+    """The gradient of each parameter. Those of one that layers share are added in the order of the backward, as
+    autograd adds up those of several nodes."""
+    places: dict[int, list[int]] = {}
+    for place, each in enumerate(layers.given):
+        if each is not None:
+            places.setdefault(id(each), []).append(place)
+    if len(places) == len(layers.given):
+        return gradients
+    totals = [gradients[group[-1]] for group in places.values()]
+    for step in range(2, 1 + max(map(len, places.values()))):
+        pairs = zip(totals, places.values(), strict=True)
+        shared = [(total, group[-step]) for total, group in pairs if total is not None and len(group) >= step]
+        terms: Any = [gradients[place] for _, place in shared]
+        torch._foreach_add_([total for total, _ in shared], terms)
+    return totals
 
 
 def _gradients_like(own: Sequence[Tensor | None], wanted: Sequence[bool], layers: Layers) -> list[Tensor | None]:
