@@ -175,7 +175,7 @@ def _memory(
 
 
 CALLS: list[tuple[Any, ...]] = [
-    (op, dtype, None, False) for op in ("layer_norm", "gelu_layer_norm") for dtype in CODE
+    (op, dtype, None, False) for op in ("layer_norm", "rms_norm", "gelu_layer_norm") for dtype in CODE
 ] + [
     ("dropout_add_layer_norm", dtype, residual, linear_bias)
     for dtype in CODE
@@ -237,6 +237,7 @@ def test_the_page_says_how_much_shared_memory_chips_have() -> None:
 
 ROWS = {
     "layer_norm": "yes; with fp32 in a row up to 4096 columns",
+    "rms_norm": "yes; with fp32 in a row up to 4096 columns",
     "dropout_add_layer_norm": "yes; with fp32 in a row up to 4096 columns",
     "gelu_layer_norm": "yes; up to 4096 columns",
 }
@@ -326,7 +327,7 @@ def test_row_kernels_have_registers_for_their_blocks(machine_code: list[Usage]) 
 
 SIMILAR = [
     (op, case.name)
-    for op in ("layer_norm", "gelu_layer_norm", "dropout_add_layer_norm")
+    for op in ("layer_norm", "rms_norm", "gelu_layer_norm", "dropout_add_layer_norm")
     for case in SPECS[op].cases
     if case.name in ("typical", "plain", "no_dropout", "fp32_residual", "linear_bias_alone", "large_mean")
 ]

@@ -28,7 +28,9 @@ def _added(x: Tensor, weight: Tensor) -> Tensor:
 # Ops with CUDA kernels that read gradients: of x [8, C] and a parameter [C].
 OPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "layer_norm": lambda x, weight: ops.layer_norm(x, weight, weight),
+    "rms_norm": lambda x, weight: ops.rms_norm(x, weight),
     "bias_gelu": lambda x, bias: ops.bias_gelu(x, bias),
+    "gated_activation": lambda x, bias: ops.gated_activation(x, bias),
     "gelu_layer_norm": lambda x, weight: ops.gelu_layer_norm(x, weight, weight, weight),
     "dropout_add_layer_norm": lambda x, weight: ops.dropout_add_layer_norm(x, x * 2, weight, weight),
     "dropout_add_layer_norm, two gradients": _added,
@@ -74,7 +76,7 @@ def test_the_copy_starts_where_kernels_can_read_it() -> None:
     assert contiguous_rows(copied) is copied
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if "layer_norm" in name or "bias" in name])
+@pytest.mark.parametrize("name", [name for name in OPS if any(word in name for word in ("norm", "bias", "gated"))])
 def test_launchers_get_aligned_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the CPU's launchers are called with: the CUDA kernels' get the same addresses."""
     core, seen = _native.core(), []

@@ -62,6 +62,40 @@ def layer_norm_backward(
 ) -> None: ...
 def layer_norm_backward_memory_cuda(columns: int, dtype: int, limit: int) -> int: ...
 
+# ---- rms_norm --------------------------------------------------------------------------------------------------------
+
+def rms_norm_forward(x: Tensor, weight: Tensor | None, y: Tensor, rstd: Tensor, eps: float, /) -> None: ...
+def rms_norm_backward_workspace(x: Tensor, /) -> int: ...
+def rms_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    dx: Tensor,
+    dweight: Tensor | None,
+    workspace: Tensor,
+    /,
+) -> None: ...
+def rms_norm_backward_memory_cuda(columns: int, dtype: int, limit: int) -> int: ...
+
+# ---- gated_activation ------------------------------------------------------------------------------------------------
+
+def gated_activation_forward(
+    x: Tensor, bias: Tensor | None, y: Tensor, activation: int, gate_first: int, /
+) -> None: ...
+def gated_activation_backward_workspace(x: Tensor, /) -> int: ...
+def gated_activation_backward(
+    dy: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    dx: Tensor,
+    dbias: Tensor | None,
+    workspace: Tensor | None,
+    activation: int,
+    gate_first: int,
+    /,
+) -> None: ...
+
 # ---- bias_gelu -------------------------------------------------------------------------------------------------------
 
 class _BiasGeluForward(TypedDict):

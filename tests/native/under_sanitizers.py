@@ -73,7 +73,8 @@ def run_cuda_kernels(spec: OpSpec, case: OpCase) -> None:
         pytest.skip(refusals[0])
 
 
-ROW_OPS = [spec for spec in SPECS if spec.name in ("layer_norm", "dropout_add_layer_norm", "gelu_layer_norm")]
+ROW_NAMES = ("layer_norm", "rms_norm", "dropout_add_layer_norm", "gelu_layer_norm")
+ROW_OPS = [spec for spec in SPECS if spec.name in ROW_NAMES]
 
 
 @pytest.mark.gpu

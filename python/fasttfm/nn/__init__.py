@@ -1,7 +1,8 @@
 """Modules with torch.nn's arguments and state_dict, and modules over packed tokens, served by fasttfm's ops."""
 
 from fasttfm.nn.embeddings import Embeddings
-from fasttfm.nn.layer_norm import LayerNorm
+from fasttfm.nn.gated import GatedActivation, GatedMLP
+from fasttfm.nn.layer_norm import LayerNorm, RMSNorm
 from fasttfm.nn.lm_heads import CausalLMHead, MaskedLMHead
 from fasttfm.nn.multihead_attention import MultiheadAttention
 from fasttfm.nn.packed_batch import PackedBatch
@@ -13,12 +14,15 @@ from fasttfm.nn.transformer_encoder_layer import TransformerEncoderLayer
 __all__ = [
     "CausalLMHead",
     "Embeddings",
+    "GatedActivation",
+    "GatedMLP",
     "LayerNorm",
     "MaskedLMHead",
     "MultiheadAttention",
     "PackedBatch",
     "PackedLayer",
     "PackedTransformer",
+    "RMSNorm",
     "TransformerEncoder",
     "TransformerEncoderLayer",
 ]

@@ -1,6 +1,8 @@
-"""``LayerNorm``: torch.nn's module on top of the fused op."""
+"""``LayerNorm`` and ``RMSNorm``: torch.nn's modules on top of the fused ops."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,15 +17,37 @@ class LayerNorm(torch.nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        normalized = tuple(self.normalized_shape)
-        leading = input.shape[: input.dim() - len(normalized)]
-        if tuple(input.shape[len(leading) :]) != normalized:
-            raise ValueError(f"LayerNorm: input: expected shape (..., {normalized}), got {tuple(input.shape)}")
-        x = input
+        x = _flat_input("LayerNorm", "input", input, self.normalized_shape)
         weight: Tensor | None = self.weight
         bias: Tensor | None = self.bias
-        if len(normalized) > 1:  # the op normalises one dimension
-            x = input.reshape(*leading, -1)
+        if len(self.normalized_shape) > 1:  # the op normalises one dimension
             weight = None if weight is None else weight.reshape(-1)
             bias = None if bias is None else bias.reshape(-1)
         return ops.layer_norm(x, weight, bias, eps=self.eps).reshape(input.shape)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Drop-in for ``torch.nn.RMSNorm``: same arguments, same state_dict, same numbers.
+
+    Where ``eps`` is None it is the machine epsilon of the statistics' type, as in torch: that of fp32, or of fp64 for
+    fp64 inputs. Under autocast the output keeps the input's type.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = _flat_input("RMSNorm", "x", x, self.normalized_shape)
+        weight: Tensor | None = self.weight
+        if weight is not None and len(self.normalized_shape) > 1:
+            weight = weight.reshape(-1)
+        eps = self.eps
+        if eps is None:
+            eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+        return ops.rms_norm(rows, weight, eps=eps).reshape(x.shape)
+
+
+def _flat_input(module: str, argument: str, input: Tensor, normalized_shape: Sequence[int]) -> Tensor:
+    """``input`` with the dimensions that are normalised as one."""
+    normalized = tuple(normalized_shape)
+    leading = input.shape[: input.dim() - len(normalized)]
+    if tuple(input.shape[len(leading) :]) != normalized:
+        raise ValueError(f"{module}: {argument}: expected shape (..., {normalized}), got {tuple(input.shape)}")
+    return input if len(normalized) == 1 else input.reshape(*leading, -1)

@@ -7,6 +7,7 @@ from fasttfm.ops.column_sum import column_sum
 from fasttfm.ops.distillation_loss import distillation_loss
 from fasttfm.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from fasttfm.ops.embedding import embedding
+from fasttfm.ops.gated_activation import gated_activation
 from fasttfm.ops.gelu_layer_norm import gelu_layer_norm
 from fasttfm.ops.layer_norm import layer_norm
 from fasttfm.ops.linear_cross_entropy import CountedLoss, linear_cross_entropy
@@ -23,6 +24,7 @@ from fasttfm.ops.pack import (
 )
 from fasttfm.ops.qkv_projection import fuse_qkv, qkv_projection
 from fasttfm.ops.replaced_token_loss import replaced_token_loss
+from fasttfm.ops.rms_norm import rms_norm
 
 __all__ = [
     "ACTIVATIONS",
@@ -38,6 +40,7 @@ __all__ = [
     "dropout_add_layer_norm",
     "embedding",
     "fuse_qkv",
+    "gated_activation",
     "gelu_layer_norm",
     "layer_norm",
     "linear_cross_entropy",
@@ -48,6 +51,7 @@ __all__ = [
     "position_ids_from_cu_seqlens",
     "qkv_projection",
     "replaced_token_loss",
+    "rms_norm",
     "token_indices_from_mask",
     "unpack",
 ]

@@ -292,6 +292,16 @@ def refuse_cuda_rows(rows: Sequence[torch.Tensor | None], parameters: Sequence[t
     return None
 
 
+def refuse_backward_memory(op: str) -> Callable[..., str | None]:
+    """For CUDA kernels whose shared memory is bound as ``<op>_backward_memory_cuda(columns, dtype, limit)``."""
+
+    def refuse(x: torch.Tensor, *_: Any) -> str | None:
+        memory = getattr(_native.core(), f"{op}_backward_memory_cuda")
+        return refuse_cuda_memory(x.get_device(), memory, x.shape[-1], _native.DTYPE_CODES[x.dtype])
+
+    return refuse
+
+
 def refuse_columns(most: int) -> Callable[..., str | None]:
     """For kernels that take rows of at most so many columns."""
 

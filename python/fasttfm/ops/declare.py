@@ -75,6 +75,18 @@ def rows(name: str) -> Input:
     return Input(name, "r", check)
 
 
+def paired_rows(name: str) -> Input:
+    """Floating-point rows [..., 2 C], of two halves; the first input."""
+
+    def check(op: str, tensor: Any, _: Any) -> None:
+        checks.check_floating(op, name, tensor)
+        if tensor.dim() == 0 or tensor.shape[-1] == 0 or tensor.shape[-1] % 2:
+            expected = "at least one dimension and an even number of columns"
+            raise checks.bad_value(op, name, expected, f"shape {tuple(tensor.shape)}")
+
+    return Input(name, "r", check)
+
+
 def rows_like_first(name: str) -> Input:
     """Floating-point rows of the first input's shape."""
 
@@ -129,6 +141,15 @@ def choice(name: str, kinds: Mapping[str, str], *, passed_as: str) -> Option:
     return Option(name, f"str {passed_as}", convert)
 
 
+def flag(name: str) -> Option:
+    def convert(op: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise checks.bad_type(op, name, "a bool", type(value).__name__)
+        return value
+
+    return Option(name, f"bool {name}", convert)
+
+
 # ---- what an op returns ----------------------------------------------------------------------------------------------
 
 
@@ -149,12 +170,22 @@ def like_first(name: str) -> Output:
     return Output(name, contiguous_like)
 
 
-def row_statistics(name: str, count: int) -> Output:
-    """[count, N] numbers of the accumulation type, for N rows."""
+def half_of_first(name: str) -> Output:
+    """Contiguous [..., C] of the first input's type, for rows [..., 2 C]."""
+
+    def make(x: Tensor) -> Tensor:
+        return torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
+
+    return Output(name, make)
+
+
+def row_statistics(name: str, count: int | None = None) -> Output:
+    """[N] or [count, N] numbers of the accumulation type, for N rows."""
+    leading = () if count is None else (count,)
 
     def make(x: Tensor) -> Tensor:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return torch.empty(count, x.numel() // x.shape[-1], dtype=dtype, device=x.device)
+        return torch.empty((*leading, x.numel() // x.shape[-1]), dtype=dtype, device=x.device)
 
     return Output(name, make)
 

@@ -11,8 +11,8 @@ from fasttfm.kernels.layer_norm import reference
 from fasttfm.ops.backends import (
     native_cpu,
     native_cuda,
+    refuse_backward_memory,
     refuse_columns,
-    refuse_cuda_memory,
     torch_reference,
     triton_kernels,
 )
@@ -85,11 +85,6 @@ def _parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[
 # ---- the declaration -------------------------------------------------------------------------------------------------
 
 
-def _refuse_memory(x: Tensor, *_: Tensor | None) -> str | None:
-    memory = _native.core().layer_norm_backward_memory_cuda
-    return refuse_cuda_memory(x.get_device(), memory, x.shape[-1], _native.DTYPE_CODES[x.dtype])
-
-
 _refuse_columns = refuse_columns(8192)  # both GPU backends keep whole rows in registers
 
 OP = Op(
@@ -102,7 +97,12 @@ OP = Op(
     instead="torch.nn.functional.layer_norm",
     backends=(
         native_cpu(_forward_native, _backward_native),
-        native_cuda(_forward_native, _backward_native, refuse=_refuse_columns, refuse_on_gpu=_refuse_memory),
+        native_cuda(
+            _forward_native,
+            _backward_native,
+            refuse=_refuse_columns,
+            refuse_on_gpu=refuse_backward_memory("layer_norm"),
+        ),
         triton_kernels("layer_norm", refuse=_refuse_columns),
         torch_reference(reference.layer_norm_forward, reference.layer_norm_backward),
     ),

@@ -1,0 +1,125 @@
+// RMSNorm on the CPU. Rows stay in the first-level cache between their passes, so each is read from memory once.
+#include "rms_norm/op.h"
+
+#include <cmath>
+
+#include "common/cpu/parallel.h"
+#include "common/cpu/row_chunks.h"
+#include "common/cpu/simd.h"
+
+namespace fasttfm {
+namespace FASTTFM_ISA {
+namespace {
+
+template <class T>
+FASTTFM_KERNEL void forward_row(const RmsNormForward& p, int64_t row) {
+  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+  const T* next = row + 1 < p.rows ? x + p.x_stride : x;
+  T* y = static_cast<T*>(p.y) + row * p.columns;
+  const auto* weight = static_cast<const float*>(p.weight);
+
+  Lanes squares = broadcast(0.0f);
+  for_columns(p.columns, [&](int64_t c, auto n) {
+    const Lanes value = load(x + c, n);
+    squares = squares + value * value;
+  });
+  const float rstd = 1.0f / std::sqrt(sum(squares) / static_cast<float>(p.columns) + p.eps);
+  for_columns(p.columns, [&](int64_t c, auto n) {
+    prefetch(next + c);
+    Lanes out = load(x + c, n) * broadcast(rstd);
+    if (weight != nullptr) out = out * load(weight + c, n);
+    store(y + c, out, n);
+  });
+  p.rstd[row] = rstd;
+}
+
+// A row of the backward pass and what dx needs of the whole row: with g = dy * weight,
+//   dx = rstd * (g - xhat * mean(g * xhat)) = rstd * g - slope * x
+template <class T>
+struct BackwardRow {
+  const T* x;
+  const T* dy;
+  T* dx;
+  float rstd, slope;
+};
+
+template <class T>
+FASTTFM_KERNEL BackwardRow<T> backward_row(const RmsNormBackward& p, int64_t row) {
+  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+  const T* dy = static_cast<const T*>(p.dy) + row * p.columns;
+  const auto* weight = static_cast<const float*>(p.weight);
+  const float rstd = p.rstd[row];
+  Lanes sum_g_x = broadcast(0.0f);
+  for_columns(p.columns, [&](int64_t c, auto n) {
+    Lanes g = load(dy + c, n);
+    if (weight != nullptr) g = g * load(weight + c, n);
+    sum_g_x = sum_g_x + g * load(x + c, n);
+  });
+  const float mean_g_x = sum(sum_g_x) / static_cast<float>(p.columns);
+  return {x, dy, static_cast<T*>(p.dx) + row * p.columns, rstd, rstd * (rstd * (rstd * mean_g_x))};
+}
+
+// Writes dx of R rows and adds their share to dweight (fp32 [C], null when not wanted). Several rows at a time: a block
+// of the sum is read and written once for all of them.
+template <class T, int R>
+FASTTFM_KERNEL void backward_rows(const RmsNormBackward& p, int64_t first, float* dweight) {
+  const auto* weight = static_cast<const float*>(p.weight);
+  BackwardRow<T> rows[R];
+  for (int r = 0; r < R; ++r) rows[r] = backward_row<T>(p, first + r);
+
+  const int64_t ahead = first + 2 * R <= p.rows ? R : 0;  // the next group's rows, to be prefetched
+  for_columns(p.columns, [&](int64_t c, auto n) {
+    const Lanes w = weight != nullptr ? load(weight + c, n) : broadcast(1.0f);
+    Lanes dw = dweight != nullptr ? load(dweight + c, n) : broadcast(0.0f);
+    // Unrolled, the rows' constants would take the registers of the sum.
+#pragma GCC unroll 1
+    for (const BackwardRow<T>& row : rows) {
+      prefetch(row.x + ahead * p.x_stride + c);
+      prefetch(row.dy + ahead * p.columns + c);
+      const Lanes dy = load(row.dy + c, n), x = load(row.x + c, n), scaled = dy * broadcast(row.rstd);
+      store(row.dx + c, scaled * w - broadcast(row.slope) * x, n);
+      dw = dw + scaled * x;
+    }
+    if (dweight != nullptr) store(dweight + c, dw, n);
+  });
+}
+
+}  // namespace
+
+Status rms_norm_forward(const RmsNormForward& p) {
+  if (p.columns < 1) return bad_size("rms_norm: columns must be at least 1");
+  return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
+    const RowChunks chunks(p.rows);
+    parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
+      for (int64_t row = chunks.begin(chunk); row < chunks.end(chunk); ++row) forward_row<decltype(element)>(p, row);
+    });
+    return Status{};
+  });
+}
+
+Status rms_norm_backward(const RmsNormBackward& p) {
+  if (p.columns < 1) return bad_size("rms_norm: columns must be at least 1");
+  return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
+    const RowChunks chunks(p.rows);
+    const ColumnSums dweight{static_cast<float*>(p.dweight), p.workspace, p.columns};
+    parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
+      float* part = dweight.start(chunk);
+      for_row_groups<4>(chunks.begin(chunk), chunks.end(chunk), [&](int64_t row, auto count) {
+        backward_rows<decltype(element), decltype(count)::value>(p, row, part);
+      });
+    });
+    dweight.finish(chunks.count, p.threads);
+    return Status{};
+  });
+}
+
+}  // namespace FASTTFM_ISA
+
+#ifdef FASTTFM_ISA_BASELINE
+int64_t cpu::rms_norm_workspace(int64_t rows, int64_t columns) { return row_chunk_count(rows) * columns; }
+#endif
+
+}  // namespace fasttfm
+
+FASTTFM_CPU_LAUNCHER(rms_norm_forward, RmsNormForward)
+FASTTFM_CPU_LAUNCHER(rms_norm_backward, RmsNormBackward)
