@@ -14,7 +14,7 @@ from fasttfm.models.text_model import TextModel
 from fasttfm.nn import CausalLMHead, PackedBatch
 
 _NAME = "generate"
-_STEPS_BETWEEN_LOOKS = 8  # a look at whether all sequences have ended waits for the GPU
+_STEPS_BETWEEN_CHECKS = 8  # checking whether all sequences have ended synchronizes with the GPU
 
 
 class CausalModel(Protocol):
@@ -60,7 +60,7 @@ def generate(
     ends = _Ends.of(model.config, eos_token_id, pad_token_id)
     batch = PackedBatch.of(input_ids, attention_mask, lengths=lengths)
     _check(model, batch, max_new_tokens)
-    steps = _steps(model, input_ids, batch, max_new_tokens, ends, Sampling(**sampling), looks=_STEPS_BETWEEN_LOOKS)
+    steps = _steps(model, input_ids, batch, max_new_tokens, ends, Sampling(**sampling), looks=_STEPS_BETWEEN_CHECKS)
     columns = list(steps)
     if not columns:
         return input_ids

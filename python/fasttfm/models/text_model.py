@@ -40,8 +40,8 @@ class Encoded(NamedTuple):
 class TextModel(PretrainedModel):
     """Embeddings and a stack of layers over packed tokens; a subclass makes both.
 
-    Called with ``input_ids`` [B, S] and an ``attention_mask`` (or ``lengths``, which no GPU is waited for), or packed
-    with ``input_ids`` [T], ``cu_seqlens`` and ``max_seqlen``. Results are padded where the input is.
+    Called with ``input_ids`` [B, S] and an ``attention_mask`` (or ``lengths``, which need no synchronization), or
+    packed with ``input_ids`` [T], ``cu_seqlens`` and ``max_seqlen``. Results are padded where the input is.
     """
 
     base = True

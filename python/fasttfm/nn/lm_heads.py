@@ -77,10 +77,10 @@ class MaskedLMHead(nn.Module):
 
         Args:
             labels: ``[T]`` with -100 where nothing is predicted; with ``positions``, one label for each of them.
-            positions: int ``[n]``: the rows that are predicted. Nothing waits for a GPU then. To keep n the same from
-                step to step, fill up with any row and the label -100.
-            max_predictions: Without ``positions``, the most rows that have a label: they are found without a wait. If
-                there are more the loss is NaN. With neither, a GPU is waited for.
+            positions: int ``[n]``: the rows that are predicted, which avoids a synchronization with the GPU. To keep n
+            the same from step to step, pad with any row and the label -100.
+            max_predictions: Without ``positions``, the maximum number of rows that have a label; it also avoids the
+                synchronization. If there are more the loss is NaN.
             reduction: "mean" or "sum".
         """
         positions, labels, missed = _predicted(labels, positions, max_predictions)

@@ -1,4 +1,4 @@
-"""torch.nn's masks in the terms of ``ops.attention``. Nothing here waits for a GPU.
+"""torch.nn's masks as arguments of ``ops.attention``. Nothing here synchronizes with the GPU.
 
 A mask on a GPU cannot be inspected without a synchronization, so no mask is assumed to be padding at the end of
 sequences. Attention does not depend on the order of the keys: the tokens of every sequence are moved to its front, in

@@ -43,10 +43,10 @@ class PackedBatch:
 
         Args:
             input_ids: ``[B, S]``, or packed ``[T]`` with ``cu_seqlens``.
-            attention_mask: ``[B, S]``, true or not 0 for tokens; padding may be anywhere. How many tokens there are is
-                the one thing that a GPU is waited for; ``lengths`` avoid it.
-            lengths: ``B`` numbers of tokens, instead of a mask, for padding at the end. Python's integers or a tensor
-                on the CPU: no GPU is waited for.
+            attention_mask: ``[B, S]``, true or not 0 for tokens; padding may be anywhere. Counting the tokens
+                synchronizes with the GPU; pass ``lengths`` to avoid it.
+            lengths: ``B`` numbers of tokens, instead of a mask, for padding at the end: Python integers or a tensor on
+                the CPU, so that nothing synchronizes with the GPU.
             cu_seqlens: int32 ``[sequences + 1]``, of a packed batch.
             max_seqlen: An upper bound of the lengths of a packed batch; T by default.
         """

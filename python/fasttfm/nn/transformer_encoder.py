@@ -18,10 +18,11 @@ _ARGUMENTS = Arguments(_NAME, "mask", "src_key_padding_mask")
 class TransformerEncoder(torch.nn.TransformerEncoder):
     """Drop-in for ``torch.nn.TransformerEncoder`` over ``fasttfm.nn.TransformerEncoderLayer``.
 
-    Masks are those of ``fasttfm.nn.MultiheadAttention``, dealt with once for all layers. ``is_causal=None`` does not
-    look for a causal mask, for that would wait for a GPU: say ``True`` where ``mask`` is one. There are no nested
-    tensors: ``enable_nested_tensor`` and ``mask_check`` change nothing. Where a layer is not plain (a subclass, hooks,
-    torch.compile or checkpoint_wrapper around it, LoRA in it), layers are called one by one, as torch calls them.
+    Masks are those of ``fasttfm.nn.MultiheadAttention``, processed once for all layers. ``is_causal=None`` does not
+    detect a causal mask, because that would synchronize with the GPU: pass ``True`` if ``mask`` is one. There are no
+    nested tensors: ``enable_nested_tensor`` and ``mask_check`` change nothing. If a layer is not plain (a subclass,
+    hooks, torch.compile or checkpoint_wrapper around it, LoRA in it), layers are called one by one, as torch calls
+    them.
     """
 
     def __init__(

@@ -19,8 +19,8 @@ class NoCache(theirs.DynamicCache):
     """Replaces the cache that GPT2Model would create, which training does not need and which would hold keys and
     values.
 
-    With none at all it looks for packed documents, in position ids that it may have made itself: that waits for a GPU,
-    and makes an explicit mask in a compiled graph."""
+    Without any cache it looks for packed documents in the position ids, even if it has created them itself: that
+    synchronizes with the GPU, and creates an explicit mask in a compiled graph."""
 
 
 class GPT2Attention(parts.Patched, theirs.GPT2Attention):

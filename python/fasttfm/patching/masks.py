@@ -31,8 +31,8 @@ def create_mask(
 ) -> Tensor | None:
     """transformers' mask interface, called once for all layers.
 
-    It looks at the mask: where it is on a GPU that waits for it, once a forward pass, as transformers' sdpa does.
-    Without a mask, and while a graph is traced or captured, nothing is waited for.
+    It inspects the mask, which synchronizes with the GPU once per forward pass, as transformers' sdpa does. Without a
+    mask, and while a graph is traced or captured, nothing is synchronized.
     """
     causal = mask_function is masking_utils.causal_mask_function
     known = causal or mask_function is masking_utils.bidirectional_mask_function

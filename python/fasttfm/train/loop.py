@@ -1,4 +1,4 @@
-"""``Trainer``: steps of an optimizer over batches in parts; the means are right, and nothing waits for a GPU."""
+"""``Trainer``: optimizer steps over batches in parts, with correct means and without synchronization with the GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fasttfm.train.schedule import Schedule
 from fasttfm.train.settings import StepSettings
 
 _PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_MAX_PENDING = 8  # a GPU's numbers are waited for this many steps later at the latest
+_MAX_PENDING = 8  # metrics in flight before the host synchronizes
 
 
 @dataclass(frozen=True)

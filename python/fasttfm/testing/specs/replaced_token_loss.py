@@ -68,7 +68,7 @@ def _cost(case: OpCase, dtype: torch.dtype) -> Cost:
 
 
 def _torch_loss(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
-    """As transformers' discriminator does it: the tokens that count are picked out, which waits for the GPU."""
+    """As transformers' discriminator does it: the tokens that count are selected, which synchronizes with the GPU."""
     loss = torch.nn.functional.binary_cross_entropy_with_logits
     logits, labels, mask = inputs["logits"], inputs["labels"], inputs["mask"]
     return lambda: loss(logits[mask].float(), labels[mask].float())
