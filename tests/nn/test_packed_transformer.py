@@ -13,7 +13,7 @@ from torch.nn import functional
 import fasttfm
 from fasttfm import ops
 from fasttfm.nn import packed_transformer
-from fasttfm.ops import gelu_product
+from fasttfm.ops import gelu_product, transformer_native
 from fasttfm.testing.alterations import (
     alterations_of,
     check_altered,
@@ -208,6 +208,15 @@ def test_all_layers_by_one_op_are_the_layers_one_by_one(norm_first: bool, monkey
     module.layers[1].dropout = 0.1
     monkeypatch.setattr(type(module), "_is_whole", lambda *_: False)
     assert all(map(torch.equal, found, gradients(module, tokens(), 5)))
+
+
+def test_explain_says_how_layers_are_run() -> None:
+    module = encoder(norm_first=True)
+    reason = transformer_native.missing_cpu()
+    assert module.explain(tokens(), 9).chosen == ("cpu" if reason is None else "ops")
+    assert module.double().explain(tokens().double(), 9).chosen == "ops"
+    module.layers[0].register_forward_hook(lambda *_: None)
+    assert "hooks" in str(module.float().explain(tokens(), 9))
 
 
 def test_a_layer_that_stands_twice_is_one_set_of_parameters() -> None:

@@ -16,7 +16,10 @@ from fasttfm.nn.packed_layer import PackedLayer, draw_seeds
 from fasttfm.nn.parts import layer_norm
 from fasttfm.nn.plain import is_watched
 from fasttfm.ops import linear
+from fasttfm.ops.backends import Explanation, explain
 from fasttfm.ops.transformer_stack import transformer_stack
+
+_NOT_WHOLE = "takes layers that are plain, without hooks, wrappers or checkpointing"
 
 
 class PackedTransformer(nn.Module):
@@ -100,6 +103,19 @@ class PackedTransformer(nn.Module):
             x, residual = transformer_stack(x, residual, cu_seqlens, own, options, parameters)
             start += len(parameters)
         return x
+
+    def explain(self, x: Tensor, max_seqlen: int) -> Explanation:
+        """How ``forward`` runs the layers over ``x`` [T, C], and why not in another way: "cpu" or "cuda" is one native
+        call, "ops" a layer's ops one by one. Nothing is computed."""
+        modules: list[Any] = self._modules_in_order()
+        if not self._is_whole(modules):
+            reasons = {"cpu": _NOT_WHOLE, "cuda": _NOT_WHOLE, "ops": None}
+            return Explanation("transformer_stack", "ops", reasons, "ops")
+        residual = None if self.final_norm is None else x
+        (normalised,) = linear.autocast(x)
+        blocks = [layer.block(max_seqlen, norm) for layer, norm in self._with_next_norms(modules)]
+        parameters = [each for _, each in blocks]
+        return explain("transformer_stack", normalised, residual, blocks[0][0], parameters)
 
     def in_order(self) -> list[PackedLayer]:
         """The layers as they follow each other, without what is wrapped around them."""

@@ -132,14 +132,19 @@ def _refuse_cpu(
 
 
 @functools.cache
-def missing_cuda(device: torch.device) -> str | None:
-    """Why layers are not run in one native call on a GPU; None if they are."""
+def missing_hopper() -> str | None:
+    """Why layers are not run in one native call on GPUs of compute capability 9.0; None if they are."""
     reason = _native.missing_hopper()
     if reason is not None:
         return reason
-    if not is_hopper(device):
-        return "takes tensors on a GPU of compute capability 9.0"
     return None if _native.core().gemm_library_version_cuda() else "found no libcublasLt in the process"
+
+
+@functools.cache
+def missing_cuda(device: torch.device) -> str | None:
+    """Why layers are not run in one native call on a GPU; None if they are."""
+    reason = missing_hopper()
+    return reason if reason or is_hopper(device) else "takes tensors on a GPU of compute capability 9.0"
 
 
 @functools.cache

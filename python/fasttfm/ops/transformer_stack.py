@@ -14,6 +14,7 @@ from torch import Tensor
 from fasttfm import _native
 from fasttfm.kernels.common.rows import contiguous_rows
 from fasttfm.ops import linear, transformer_native
+from fasttfm.ops.backends import Backend, BackendTable, always
 from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, unshared
 from fasttfm.ops.transformer_block import (
     BlockBackward,
@@ -52,6 +53,17 @@ def transformer_stack(
         found = transformer_native.layers_of(given)
         if isinstance(found, Layers) and transformer_native.refuse(x, residual, found, options) is None:
             return _run_native(x, residual, cu_seqlens, seeds, options, found)
+    return _run_op_by_op(x, residual, cu_seqlens, seeds, options, layers)
+
+
+def _run_op_by_op(
+    x: Tensor,
+    residual: Tensor | None,
+    cu_seqlens: Tensor,
+    seeds: Tensor | None,
+    options: BlockOptions,
+    layers: Sequence[BlockParameters],
+) -> tuple[Tensor, Tensor | None]:
     for index, parameters in enumerate(layers):
         own = None if seeds is None else seeds[index]
         x, residual = transformer_block(x, residual, cu_seqlens, own, options, parameters)
@@ -245,3 +257,25 @@ def _backward_op_by_op(
         found.append([block.gradients.get(name) for name in BlockParameters._fields])
     assert dy is not None
     return dy, dz, list(chain.from_iterable(reversed(found)))
+
+
+# ---- for explain and info --------------------------------------------------------------------------------------------
+
+
+def _refuse_cpu(x: Tensor, *call: Any) -> str | None:
+    return refused(x, *call) if x.is_cpu else f"takes CPU tensors, got {x.device.type}"
+
+
+def _refuse_cuda(x: Tensor, *call: Any) -> str | None:
+    return refused(x, *call) if x.is_cuda else f"takes CUDA tensors, got {x.device.type}"
+
+
+# ``explain("transformer_stack", x, residual, options, layers)``. "cpu" and "cuda" are one native call.
+TABLE = BackendTable(
+    "transformer_stack",
+    (
+        Backend("cpu", transformer_native.missing_cpu, _refuse_cpu, _run_native),
+        Backend("cuda", transformer_native.missing_hopper, _refuse_cuda, _run_native),
+        Backend("ops", always, lambda *_: None, _run_op_by_op),
+    ),
+)
