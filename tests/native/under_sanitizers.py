@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from fasttfm import nn
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.ops import attention, cu_seqlens_from_lengths, gelu_product
 from fasttfm.ops.backends import BackendRefused, dtype_name, tables
@@ -52,7 +53,29 @@ def test_on_the_cpu(spec: OpSpec, case: OpCase, isa: str) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"keep_activation": True}, {"norm_first": True}], ids=str)
+def test_layers_in_one_call(options: dict[str, bool], isa: str) -> None:
+    run_layers(options, torch.device("cpu"), torch.float32)
+
+
+def run_layers(options: dict[str, bool], device: torch.device, dtype: torch.dtype) -> None:
+    """Three layers, forward and backward, over packed tokens."""
+    layers = [nn.PackedLayer(64, 1, 136, device=device, **options) for _ in range(3)]
+    final_norm = torch.nn.LayerNorm(64, device=device) if options.get("norm_first") else None
+    module, cu_seqlens = nn.PackedTransformer(layers, final_norm), cu_seqlens_from_lengths((5, 0, 130), device=device)
+    x = torch.randn(135, 64, device=device, requires_grad=True)
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype != torch.float32):
+        assert module.explain(x, 130).chosen in (device.type, "ops")
+        module(x, cu_seqlens, 130).float().square().sum().backward()
+
+
 # ---- CUDA kernels ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"keep_activation": True}, {"norm_first": True}], ids=str)
+def test_layers_in_one_call_on_a_gpu(options: dict[str, bool]) -> None:
+    run_layers(options, torch.device("cuda"), torch.bfloat16)
 
 
 @pytest.mark.gpu

@@ -118,7 +118,7 @@ def multiply(a: Tensor, b: Tensor, *, bias: Tensor | None, total: Tensor | None,
     """``a @ b`` by the product that the native layers run."""
 
     def stored(matrix: Tensor) -> tuple[Tensor, bool]:
-        transposed = not matrix.is_contiguous()
+        transposed = matrix.stride(0) == 1 and matrix.stride(1) != 1
         return (matrix.t() if transposed else matrix), transposed
 
     (a, transposed_a), (b, transposed_b) = stored(a), stored(b)
