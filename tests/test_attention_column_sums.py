@@ -140,7 +140,7 @@ def test_the_packed_layer_asks_for_them_where_the_bias_learns(monkeypatch: pytes
         dqkv, sums = qkv_backward_op.implementation(*arguments)
         return dqkv, sums
 
-    monkeypatch.setattr(transformer_block, "straight", lambda _, *ops: [
+    monkeypatch.setattr(transformer_block, "bypass_dispatcher", lambda _, *ops: [
         spy if op is qkv_backward_op else op.implementation for op in ops
     ])  # fmt: skip
     layer = PackedLayer(32, 2, 64)

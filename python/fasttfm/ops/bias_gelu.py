@@ -30,7 +30,7 @@ from fasttfm.ops.library import OpFunction, needs_gradient, register
 
 OP = "bias_gelu"
 
-# The names of activations in model configurations, and the formula that each stands for (kernels/common/activation.py).
+# The names of activations in model configurations, and the formula of each (kernels/common/activation.py).
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {
         "gelu": "gelu",
@@ -50,8 +50,8 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, activation: str = "gelu", backend: str | None = None) -> Tensor:
     """Adds a bias to each row of ``x`` and applies an activation: what follows the first linear of an MLP.
 
-    Saved for the backward are ``x`` and ``bias`` alone; the activation is recomputed, and the bias gradient comes out
-    of the same pass as ``x``'s.
+    Only ``x`` and ``bias`` are saved for the backward; the activation is recomputed, and the bias gradient is computed
+    in the same pass as that of ``x``.
 
     Args:
         x: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend). Strided rows are read in place.
@@ -61,7 +61,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, activation: str = "gelu"
         backend: Requests one backend; by default the first that can serve the call does.
 
     Returns:
-        ``[..., C]`` in ``x``'s type, contiguous. Arithmetic is fp32 whatever the type, so autocast leaves the op alone.
+        ``[..., C]`` in ``x``'s type, contiguous. Arithmetic is fp32 for all types, so autocast does not affect the op.
     """
     _check(x, bias, activation)
     TABLE.check_name(backend)
@@ -249,7 +249,7 @@ def _refuse_cuda(x: Tensor, bias: Tensor | None = None) -> str | None:
     return refuse_cuda(x) or refuse_cuda_rows((x,), (bias,))
 
 
-# The CPU core stands before Triton so that Triton's interpreter serves a CPU tensor only when it is asked for by name.
+# The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
 TABLE = BackendTable(
     OP,
     (

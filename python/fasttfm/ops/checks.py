@@ -46,7 +46,7 @@ def check_device(op: str, argument: str, tensor: torch.Tensor | None, like: torc
 
 
 def check_double(op: str, **tensors: torch.Tensor | None) -> None:
-    """Double precision is all or nothing: mixing it with lower types would silently lose what it is asked for."""
+    """Double precision is all or nothing: mixing it with lower types would silently lose its precision."""
     dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
     doubles = [name for name, dtype in dtypes.items() if dtype == torch.float64]
     if doubles and len(doubles) < len(dtypes):

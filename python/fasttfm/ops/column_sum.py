@@ -82,7 +82,7 @@ def _forward_fake(x: Tensor, dtype: torch.dtype, backend: str | None) -> Tensor:
     return x.new_empty(x.shape[-1], dtype=dtype)
 
 
-# Other ops call this inside their backward; no autograd stands around it.
+# Other ops call this inside their backward, without autograd.
 column_sum_op = register("column_sum(Tensor x, ScalarType dtype, str? backend) -> Tensor", _forward, _forward_fake)
 
 
@@ -140,7 +140,7 @@ def _refuse_cuda(x: Tensor, *_: Any) -> str | None:
     return refuse_cuda(x) or refuse_cuda_rows((x,))
 
 
-# The CPU core stands before Triton so that Triton's interpreter serves a CPU tensor only when it is asked for by name.
+# The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
 # The gradient is a view, which no backend could do better.
 _backward = reference.column_sum_backward
 TABLE = BackendTable(

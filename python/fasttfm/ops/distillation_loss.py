@@ -1,5 +1,5 @@
-"""``distillation_loss``: how far a student's words are from a teacher's, over a vocabulary whose logits never stand in
-memory whole."""
+"""``distillation_loss``: the divergence of a student's distribution from a teacher's, over a vocabulary whose logits
+are never all in memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def distillation_loss(
         temperature: Above 0; above 1 the teacher's small probabilities weigh more.
         reduction: "mean" over the rows that count, "sum", or "none" for a loss in the mask's shape.
         total: What a mean divides by in the place of the number of rows that count: a number, or a tensor of one
-            element that nobody waits for.
+            element, which is not read on the host.
         backend: Requests one backend; by default the first that can serve the call does.
 
     Returns:
@@ -241,8 +241,8 @@ class _TeacherLogits:
     """A block of the teacher's logits after the other, in one buffer: products, or copies of given ones, whose rows may
     start anywhere."""
 
-    def __init__(self, teacher: Tensor, weight: Tensor | None, positions: Tensor | None, words: int) -> None:
-        self.rows, self.positions, self.words = as_rows(teacher), positions, words
+    def __init__(self, teacher: Tensor, weight: Tensor | None, positions: Tensor | None, tokens: int) -> None:
+        self.rows, self.positions, self.tokens = as_rows(teacher), positions, tokens
         self.dtype = vocabulary.product_type(teacher)
         self.weight = None if weight is None else weight.to(self.dtype)
         self.buffer: Tensor | None = None
@@ -253,7 +253,7 @@ class _TeacherLogits:
         if self.buffer is None:  # the first block is the largest
             self.buffer = torch.empty(like.shape, dtype=self.dtype, device=like.device)
         block = self.buffer[:count]
-        logits = block[:, : self.words]
+        logits = block[:, : self.tokens]
         chosen = slice(first, first + count)
         if self.weight is not None:
             rows = self._picked(chosen, errors).to(self.dtype)
@@ -363,7 +363,7 @@ def _forward_triton(
     return losses, *gradients
 
 
-# The CPU core stands before Triton: Triton's interpreter serves a CPU tensor only when it is asked for by name.
+# The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
 TABLE = BackendTable(
     OP,
     (

@@ -441,7 +441,7 @@ def _refuse_triton(x: Tensor, *_: Any) -> str | None:
     return refuse_triton(x)
 
 
-# The CPU core stands before Triton: Triton's interpreter serves a CPU tensor only when it is asked for by name.
+# The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
 TABLE = BackendTable(
     OP,
     (

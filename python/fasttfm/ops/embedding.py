@@ -483,7 +483,7 @@ def _refuse_triton(ids: Tensor, word_table: Tensor, *_: Any) -> str | None:
     return refuse_triton(word_table)
 
 
-# The CPU core stands before Triton so that Triton's interpreter serves a CPU tensor only when it is asked for by name.
+# The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
 TABLE = BackendTable(
     OP,
     (

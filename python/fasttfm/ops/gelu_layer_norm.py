@@ -59,7 +59,7 @@ def gelu_layer_norm(
         backend: Requests one backend; by default the first that can serve the call does.
 
     Returns:
-        ``[..., C]`` in ``x``'s type, contiguous. Arithmetic is fp32 whatever the type, so autocast leaves the op alone.
+        ``[..., C]`` in ``x``'s type, contiguous. Arithmetic is fp32 for all types, so autocast does not affect the op.
     """
     _check(x, {"linear_bias": linear_bias, "weight": weight, "bias": bias}, approximate, eps)
     TABLE.check_name(backend)
@@ -337,7 +337,7 @@ def _refuse_triton(x: Tensor, *_: Any) -> str | None:
     return refuse_triton(x)
 
 
-# The CPU core stands before Triton so that Triton's interpreter serves a CPU tensor only when it is asked for by name.
+# The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
 TABLE = BackendTable(
     OP,
     (

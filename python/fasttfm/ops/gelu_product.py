@@ -1,10 +1,10 @@
-"""The two products of a feed-forward block that meet its activation, with the activation behind them.
+"""The two GEMMs of a feed-forward block next to its activation, with the activation in their epilogues.
 
     forward    h = x weight^T     a = activation(h + bias)
     backward   da = dy weight     dh = da * activation'(h + bias)     dbias = sum over rows of dh     a once more
 
-In 16-bit types on Hopper each is one kernel (kernels/gelu_product); otherwise the vendor's product and a pass of
-bias_gelu follow one another. h and da are rounded to the storage type in between, either way.
+In 16-bit types on Hopper each is one kernel (kernels/gelu_product); otherwise a cuBLAS GEMM is followed by a pass of
+bias_gelu. In both cases h and da are rounded to the storage type in between.
 
 What the forward keeps for the backward is h (``PRODUCT``) or, where the caller keeps a too, the derivative
 activation'(h + bias), rounded to the storage type (``DERIVATIVE``): Hopper's backward is then lighter by the special
@@ -62,7 +62,7 @@ def _is_fused(backend: str | None, x: Tensor, weight: Tensor, bias: Tensor | Non
     return free and refuse_cuda(x, weight, bias, *others) is None
 
 
-# ---- the vendor's product and a pass ---------------------------------------------------------------------------------
+# ---- a GEMM of torch and a pass --------------------------------------------------------------------------------------
 
 
 def forward_torch(

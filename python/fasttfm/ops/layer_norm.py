@@ -37,7 +37,7 @@ def layer_norm(
         backend: Requests one backend; by default the first that can serve the call does.
 
     Returns:
-        ``[..., C]`` in ``x``'s type, contiguous. Statistics are fp32 in any case, so autocast leaves the op alone.
+        ``[..., C]`` in ``x``'s type, contiguous. Statistics are always fp32, so autocast does not affect the op.
     """
     y: Tensor = OP(x, weight, bias, eps, backend=backend)
     return y

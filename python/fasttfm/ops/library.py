@@ -47,8 +47,8 @@ class RegisteredOp:
         return self.overload(*args)
 
     def without_derivatives(self, keys: Any, *args: Any) -> Any:
-        """What the dispatcher calls for autograd. Gradients come from an ``OpFunction``, which calls the op where
-        autograd is off: a derivative that is still asked for would be lost."""
+        """What the dispatcher calls for autograd. Gradients come from an ``OpFunction``, which calls the op with
+        autograd disabled: a derivative that is still required would be lost."""
         differentiated = torch.is_grad_enabled() and any_requires_grad(*args)
         if differentiated or (forward_ad._current_level >= 0 and any(map(_has_tangent, args))):
             asked = "derivatives in forward mode, by torch.func or in torch.jit.trace"
@@ -57,7 +57,7 @@ class RegisteredOp:
             return self.overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
-def straight(args: Sequence[Any], *ops: RegisteredOp) -> list[Callable[..., Any]]:
+def bypass_dispatcher(args: Sequence[Any], *ops: RegisteredOp) -> list[Callable[..., Any]]:
     """The ops for calls whose tensors are ``args`` and results of calls on them: it is decided once for all of them
     whether they skip the dispatcher."""
     plain = is_plain(args)

@@ -1,4 +1,4 @@
-"""What the ops around linear layers share: autocast, checks, and matrix products by the vendor's library."""
+"""What the ops around linear layers share: autocast, checks, and GEMMs of torch."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def _check_like(op: str, argument: str, tensor: Tensor, x: Tensor, like: str) ->
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, shape: Sequence[int] | None = None) -> Tensor:
     """``a @ b + bias`` of matrices, summed in fp32, rounded once: a new tensor of ``shape``, else [rows, columns].
 
-    The bias goes into the product's epilogue. Writing into the tensor of the final shape makes the result no view, so
-    that autograd lets users change it in place; and autocast, which has dealt with the arguments, leaves calls with
-    ``out`` alone. Where neither matters the product makes its own tensor, which costs the host less.
+    The bias goes into the GEMM's epilogue. Writing into a tensor of the final shape means that the result is not a
+    view, so that autograd lets users change it in place; and autocast, which was already applied to the arguments,
+    ignores calls with ``out``. If neither matters the GEMM allocates its own result, which costs less host time.
     """
     a, b = _even_products(a, b)
     if shape is None and not _widened(a) and _autocast_leaves(a):
@@ -113,8 +113,8 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _even_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The matrices, in bf16 on a CPU with a zero behind each row of ``a`` where it has an odd number of columns: oneDNN
-    multiplies bf16 in pairs, and takes the number behind the end of a row, which is padding or the next row's first,
+    """The matrices; in bf16 on a CPU with a zero after each row of ``a`` if it has an odd number of columns: oneDNN
+    multiplies bf16 in pairs, and reads the number after the end of a row, which is padding or the next row's first,
     times 0. That is NaN if the number is NaN or infinite."""
     if not a.is_cpu or a.dtype != torch.bfloat16 or a.shape[1] % 2 == 0:
         return a, b

@@ -1,5 +1,5 @@
-"""``linear_cross_entropy``: a linear layer onto a vocabulary and the cross entropy of its logits, which never stand in
-memory whole; and the engine that ``masked_lm_loss`` shares."""
+"""``linear_cross_entropy``: a linear layer onto a vocabulary and the cross entropy of its logits, which are never all
+in memory; and the engine that ``masked_lm_loss`` shares."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _errors = IndexErrors(OP, ("labels", "positions"))
 
 
 class CountedLoss(NamedTuple):
-    """A loss, and what was asked for beside it."""
+    """A loss, and the other outputs that were requested."""
 
     loss: Tensor
     predictions: Tensor | None = None  # how many labels count: int64 []
@@ -74,7 +74,8 @@ def linear_cross_entropy(
         z_loss: Weight of the squared logarithm of the softmax's denominator.
         ignore_index: A label that does not count.
         total: What a mean divides by in the place of the number of labels that count: a number, or a tensor of one
-            element that nobody waits for. For batches in parts: the sum of the parts' losses is the whole's mean.
+            element, which is not read on the host. For batches in parts: the sum of the parts' losses is the whole's
+            mean.
         counts: Whether to return a ``CountedLoss`` with the numbers of predictions and of correct ones.
         backend: Requests one backend; by default the first that can serve the call does.
 
@@ -122,7 +123,7 @@ def _next_labels(labels: Tensor, cu_seqlens: Tensor | None, ignore_index: int) -
     if cu_seqlens is None or labels.numel() == 0:
         return following[..., : labels.shape[-1]]
     end = labels.shape[0]
-    # Where the first sequences are empty there is no token before their end: any sequence's last stands for it.
+    # If the first sequences are empty there is no token before their end: the last one of any sequence replaces it.
     ends = torch.where(cu_seqlens[1:] > 0, cu_seqlens[1:], end).clamp(max=end).long()
     return following.index_fill(0, ends - 1, ignore_index)
 
@@ -138,7 +139,7 @@ class Call:
     loss: Loss
     reduction: str
     backend: str | None
-    counted_first: bool = False  # labels that count stand before the others: the rest need not be computed
+    counted_first: bool = False  # labels that count come before the others, which need not be computed
 
 
 def vocabulary_loss(
@@ -306,8 +307,8 @@ def _forward(
 
 
 def _used(labels: Tensor, ignore_index: int) -> int:
-    """How many rows come before the labels that do not count. A GPU is waited for; while a CUDA graph is captured
-    nobody can, and every row is computed."""
+    """How many rows come before the labels that do not count. It synchronizes with the GPU, except while a CUDA graph
+    is captured: then every row is computed."""
     if labels.is_cuda and torch.cuda.is_current_stream_capturing():
         return len(labels)
     return int((labels != ignore_index).sum())
@@ -471,7 +472,7 @@ def _forward_triton(
 
 
 def _outputs(labels: Tensor, seed: Tensor | None, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for losses, correct and samples; empty what is not asked for."""
+    """Uninitialized losses, correct and samples; outputs that are not requested are empty."""
     count, device = len(labels), labels.device
     return (
         torch.empty(count, dtype=torch.float32, device=device),
@@ -480,7 +481,7 @@ def _outputs(labels: Tensor, seed: Tensor | None, loss: Loss) -> tuple[Tensor, T
     )
 
 
-# The CPU core stands before Triton: Triton's interpreter serves a CPU tensor only when it is asked for by name.
+# The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
 BACKENDS = (
     Backend("cpu", _native.missing, lambda hidden, *_: refuse_native_cpu(hidden), _forward_native, pick_rows.scatter),
     Backend(

@@ -22,8 +22,8 @@ OP = "linear_gelu"
 def linear_gelu(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "gelu", backend: str | None = None
 ) -> Tensor:
-    """``activation(x weight^T + bias)``: the vendor's matrix product, then one pass for bias and activation; in 16-bit
-    types on Hopper one kernel for all of it.
+    """``activation(x weight^T + bias)``: a GEMM of torch, then one pass for bias and activation; in 16-bit types on
+    Hopper one kernel for all of it.
 
     Saved for the backward are ``x``, the parameters and the product without the bias; the activation is recomputed, and
     the bias gradient comes out of the pass that computes its derivative.
@@ -51,7 +51,7 @@ def linear_gelu(
 
 
 def activation_kind(op: str, name: Any) -> str:
-    """The formula that an activation's name stands for."""
+    """The formula of an activation's name."""
     if not isinstance(name, str):
         raise checks.bad_type(op, "activation", "a name", type(name).__name__)
     if name not in ACTIVATIONS:

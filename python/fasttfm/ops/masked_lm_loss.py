@@ -55,7 +55,8 @@ def masked_lm_loss(
         z_loss: Weight of the squared logarithm of the softmax's denominator.
         ignore_index: A label that does not count.
         total: What a mean divides by in the place of the number of labels that count: a number, or a tensor of one
-            element that nobody waits for. For batches in parts: the sum of the parts' losses is the whole's mean.
+            element, which is not read on the host. For batches in parts: the sum of the parts' losses is the whole's
+            mean.
         counts: Whether to return a ``CountedLoss`` with the numbers of predictions and of correct ones.
         sample: Whether to return a ``CountedLoss`` with a word drawn from ``softmax(logits / temperature)`` for each
             prediction, as ELECTRA's generator does.
@@ -93,8 +94,8 @@ def masked_lm_loss(
     found = result.loss.reshape(labels.shape) if reduction == "none" else result.loss
     if not counts and not sample:
         return found
-    words = None if result.samples is None else result.samples.reshape(labels.shape)
-    return CountedLoss(found, result.predictions, result.correct, words)
+    samples = None if result.samples is None else result.samples.reshape(labels.shape)
+    return CountedLoss(found, result.predictions, result.correct, samples)
 
 
 def _found_loss(

@@ -32,8 +32,8 @@ def mlp(
     recompute: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """``activation(x w1^T + b1) w2^T + b2``: the vendor's matrix products, and one pass for bias and activation; in
-    16-bit types on Hopper the activation comes with the products beside it, without a pass.
+    """``activation(x w1^T + b1) w2^T + b2``: GEMMs of torch, and one pass for bias and activation; in 16-bit types on
+    Hopper the activation is computed in the epilogues of the GEMMs next to it, without a pass.
 
     Saved for the backward are ``x``, the parameters, the activation, and the first product without its bias or, on
     Hopper, the activation's derivative in its place.
@@ -291,7 +291,8 @@ TABLE = BackendTable(
             functools.partial(_forward_products, _TORCH),
             functools.partial(_backward_products, _TORCH),
         ),
-        # Keeps the first product whatever is asked for: kept_beside asks a requested backend for nothing else.
+        # Keeps the result of the first GEMM whatever is requested: kept_beside expects nothing else of a requested
+        # backend.
         Backend("reference", always, lambda *_, **__: None, _forward_reference, _backward_reference),
     ),
 )

@@ -38,7 +38,7 @@ def pack(
     total: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Removes the padding behind each sequence.
+    """Removes the padding at the end of each sequence.
 
     Args:
         x: ``[B, S, ...]``, of any type.
@@ -82,8 +82,8 @@ def unpack(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, backend: str 
     Args:
         packed: ``[T, ...]``, of any type.
         cu_seqlens: int32 ``[B + 1]``, as for ``pack``.
-        max_seqlen: Tokens of each sequence in the result: at least the longest's. On a GPU nobody looks, and tokens
-            past it are lost.
+        max_seqlen: Tokens of each sequence in the result: at least the longest's. Not validated on the GPU, where
+            tokens past it are lost.
         backend: Requests one backend; by default the first that can serve the call does.
 
     Returns:
@@ -139,7 +139,7 @@ def _check_lengths(op: str, lengths: Sequence[int]) -> None:
 
 
 def cu_seqlens_from_mask(mask: Tensor) -> Tensor:
-    """``cu_seqlens`` of a mask ``[B, S]`` that is true (or not 0) for tokens and false for the padding behind them.
+    """``cu_seqlens`` of a mask ``[B, S]`` that is true (or not 0) for tokens and false for the padding after them.
 
     A mask with gaps has sequences that no ``cu_seqlens`` describes: ``token_indices_from_mask`` is for those.
     """
@@ -308,7 +308,7 @@ def _refuse_triton(tensor: Tensor, *_: Any) -> str | None:
     return f"takes real numbers, got {dtype_name(tensor.dtype)}" if tensor.dtype.is_complex else None
 
 
-# The CPU core stands before Triton so that Triton's interpreter serves a CPU tensor only when it is asked for by name.
+# The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
 TABLE = BackendTable(
     OP,
     (

@@ -68,7 +68,7 @@ def fuse_qkv(
     k_bias: Tensor | None = None,
     v_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """One weight ``[3C, C]`` and one bias ``[3C]`` out of three; a bias that is missing beside others counts as zero.
+    """One weight ``[3C, C]`` and one bias ``[3C]`` out of three; a missing bias counts as zero if others are given.
 
     Autograd carries gradients back to the three.
     """

@@ -36,7 +36,7 @@ def replaced_token_loss(
         lengths: ``[...]``, int64 or int32: of each sequence the first tokens count, this many; by default all do.
         reduction: "mean" over the tokens that count, "sum", or "none" for a loss in the logits' shape.
         total: What a mean divides by in the place of the number of tokens that count: a number, or a tensor of one
-            element that nobody waits for.
+            element, which is not read on the host.
         backend: Requests one backend; by default the first that can serve the call does.
 
     Returns:

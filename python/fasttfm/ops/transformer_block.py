@@ -26,7 +26,7 @@ from fasttfm.ops.attention import qkv_backward_op as attention_qkv_backward_op
 from fasttfm.ops.dropout_add_layer_norm import backward_op as add_norm_backward_op
 from fasttfm.ops.dropout_add_layer_norm import forward_op as add_norm_forward_op
 from fasttfm.ops.layer_norm import forward_op as layer_norm_forward_op
-from fasttfm.ops.library import OpFunction, needs_gradient, straight, unshared
+from fasttfm.ops.library import OpFunction, bypass_dispatcher, needs_gradient, unshared
 
 
 class BlockParameters(NamedTuple):
@@ -47,7 +47,7 @@ class BlockParameters(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a layer leaves for its backward besides its input and parameters."""
+    """What a layer saves for its backward in addition to its input and parameters."""
 
     qkv: Tensor  # [T, 3, H, D]
     out: Tensor  # [T, H, D]
@@ -118,7 +118,9 @@ def _forward(
     """y, z' and, if ``kept``, what the backward reads in addition to inputs and parameters."""
     tokens, columns = x.shape
     backend = options.backend
-    attention, add_norm = straight((x, residual, cu_seqlens, *seeds, *own), attention_forward_op, add_norm_forward_op)
+    attention, add_norm = bypass_dispatcher(
+        (x, residual, cu_seqlens, *seeds, *own), attention_forward_op, add_norm_forward_op
+    )
     keep = kept != gelu_product.NOTHING
     want_z = keep or residual is not None
 
@@ -212,7 +214,7 @@ class BlockBackward:
         self.options, self.pre_norm = options, pre_norm
         self.gradients: dict[str, Tensor] = {}
         ops = (attention_backward_op, attention_qkv_backward_op, add_norm_backward_op)
-        self.attention_op, self.attention_qkv_op, self.add_norm_op = straight(tensors, *ops)
+        self.attention_op, self.attention_qkv_op, self.add_norm_op = bypass_dispatcher(tensors, *ops)
 
     def run(
         self,
@@ -325,7 +327,7 @@ class BlockBackward:
         return dstream, dbranch if seed is not None or dy.dtype != z.dtype else dstream
 
     def _weight(self, name: str, dy: Tensor, x: Tensor) -> None:
-        """dy^T x, in fp32 straight from the product where a GPU's library can do that."""
+        """dy^T x, in fp32 directly from the GEMM if cuBLAS supports it."""
         if not getattr(self.wanted, name):
             return
         dtype: torch.dtype = getattr(self.types, name)

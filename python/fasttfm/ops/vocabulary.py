@@ -1,5 +1,5 @@
-"""What the losses over a vocabulary share: logits that stand in memory a block of rows at a time, rows picked out of
-all, and the checks of common arguments."""
+"""What the losses over a vocabulary share: logits of which only a block of rows is in memory at a time, gathered rows,
+and the checks of common arguments."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fasttfm.ops.column_sum import column_sum_op
 
 REDUCTIONS = ("none", "mean", "sum")
 
-# A block of rows is large enough that adding its share to dweight (8 V C bytes) is small beside its products, and small
-# enough that the logits are: at most 8 blocks, of at least 960 rows each, unless that takes more than 512 MiB.
+# A block of rows is so large that adding to dweight (8 V C bytes) is cheap compared to its GEMMs, and so small that its
+# logits take little memory: at most 8 blocks, of at least 960 rows each, unless that takes more than 512 MiB.
 _BLOCKS = 8
 _ROWS = 960
 _BYTES = 512 * 2**20
 _ROW_STEP = 128  # rows of a product's tile
 _COLUMN_STEP = 64
-_WORD_STEP = 8  # the vendor's products are slow for sizes that are no multiple of 16 bytes
+_GEMM_MULTIPLE = 8  # cuBLAS GEMMs are slow for sizes that are not a multiple of 16 bytes
 
 
 def padded(vocabulary: int) -> int:
@@ -33,7 +33,7 @@ def padded(vocabulary: int) -> int:
 
 
 def rows_of_block(count: int, row_bytes: int) -> int:
-    """How many rows of logits stand in memory at a time, of ``count`` in all."""
+    """How many rows of logits are in memory at a time, of ``count`` in all."""
     blocks = min(_BLOCKS, max(1, count // _ROWS))
     steps = -(-count // (blocks * _ROW_STEP))
     most = max(1, _BYTES // (row_bytes * _ROW_STEP))
@@ -59,8 +59,8 @@ def stream(
     """Walks over blocks of rows [N, C]: their logits, ``turn(first, logits)``, and the products of what it leaves.
 
     ``turn`` gets the index of the block's first row and the logits, [n, columns], of which the first V columns are
-    filled. If any gradient is wanted it overwrites all columns: by their gradients, and by zeros behind them. With
-    ``split`` the vendor's products end at a multiple of 8 words, and Triton kernels do the rest.
+    filled. If any gradient is needed it overwrites all columns: by their gradients, and by zeros after them. With
+    ``split`` the GEMMs end at a multiple of 8 tokens, and Triton kernels compute the tail.
 
     Returns dh [N, C] in the rows' type, dweight [V, C] and dbias [V] in fp32, empty where they are not wanted. With
     ``into_rows`` dh may take the rows' own place: they are this call's to overwrite.
@@ -69,7 +69,7 @@ def stream(
     dtype, device = product_type(rows), rows.device
     want_dh, want_dweight, want_dbias = wanted
     factor = weight.to(dtype)
-    last = _LastWords(factor, count) if split and vocabulary % _WORD_STEP else None
+    last = _VocabTail(factor, count) if split and vocabulary % _GEMM_MULTIPLE else None
     even = vocabulary if last is None else last.first
     dh = linear.unwanted(rows)
     if want_dh:
@@ -107,20 +107,20 @@ def stream(
 
 def logits_split(rows: Tensor, weight: Tensor, out: Tensor) -> None:
     """Fills the first V columns of out with rows weight^T, as ``stream`` with ``split`` does."""
-    even = len(weight) // _WORD_STEP * _WORD_STEP
+    even = len(weight) // _GEMM_MULTIPLE * _GEMM_MULTIPLE
     torch.mm(rows, weight[:even].t(), out=out[:, :even])
     if even < len(weight):
-        _LastWords(weight, 0).logits(rows, out)
+        _VocabTail(weight, 0).logits(rows, out)
 
 
-class _LastWords:
-    """The words behind the last multiple of 8, whose logits and gradients stand in blocks beside the others'."""
+class _VocabTail:
+    """The tail of the vocabulary after the last multiple of 8, whose logits and gradients are in the same blocks."""
 
     def __init__(self, weight: Tensor, count: int) -> None:
         from fasttfm.kernels.vocabulary import triton_tail
 
         self.kernels = triton_tail
-        self.first = len(weight) // _WORD_STEP * _WORD_STEP
+        self.first = len(weight) // _GEMM_MULTIPLE * _GEMM_MULTIPLE
         self.end = len(weight)
         self.weight = weight[self.first :].contiguous()
         # Their gradients of all rows. Products with a whole group of 8 columns are faster than with a few.
@@ -130,7 +130,7 @@ class _LastWords:
         self.kernels.logits(rows, self.weight, block[:, self.first : self.end])
 
     def start(self, first: int, block: Tensor, dh: Tensor | None) -> None:
-        """dh of a block begins with what these words add to it."""
+        """Initializes dh of a block with the contribution of the tail."""
         g = block[:, self.first : self.end]
         self.kernels.start(g, self.weight, dh, self.g[first : first + len(block)])
 

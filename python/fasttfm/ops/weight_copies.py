@@ -1,11 +1,11 @@
 """16-bit copies of fp32 parameters, which an optimizer writes in the pass that changes the parameters: forwards under
 autocast then read them and need not cast.
 
-An optimizer enrolls its parameters, and holds the entries: copies go when it does. A forward that asks for a copy notes
-which type it wants, and gets the copy if it is that of the parameter as it stands: torch counts a tensor's changes in
-place, and the count and the address must be those of the copy's writing. Otherwise the forward casts, as it does for
-parameters that nobody has enrolled. What torch does not count has to be told: its own fused optimizers
-(``forget``), changes through ``parameter.data``, other libraries' kernels (``refresh``).
+An optimizer enrolls its parameters, and holds the entries: copies go when it does. A forward that requests a copy
+records the dtype, and gets the copy if it is up to date: torch counts a tensor's in-place changes, and the version and
+the address must be those at which the copy was written. Otherwise the forward casts, as it does for parameters that are
+not enrolled. Changes that torch does not count have to be reported: its own fused optimizers (``forget``), changes
+through ``parameter.data``, other libraries' kernels (``refresh``).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def enroll(parameters: Iterable[Tensor]) -> list[Entry]:
 
 
 def _gone(key: int, held: weakref.ref[Entry]) -> None:
-    """Nobody holds an entry any more; another may have its place."""
+    """The entry was released, and its slot may be reused."""
     if _entries.get(key) is held:
         del _entries[key]
 
@@ -130,7 +130,7 @@ def _write(entry: Entry, parameter: Tensor) -> None:
 
 
 def copy_of(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The parameter's copy of that type; None where there is none of the parameter as it stands."""
+    """The parameter's copy of that dtype; None if there is none that is up to date."""
     entry = _entry(parameter)
     if entry is None:
         return None
