@@ -73,7 +73,7 @@ struct ProductParams {
   float* sums;              // backward: [row tiles, columns], or null
   int rows, columns;        // of the result
   int steps;                // of 64 elements of K
-  int column_tiles, turns;  // turns: tiles of a cluster; its blocks' tiles are one below the other
+  int column_tiles, turns;  // turns: tiles of clusters; the tiles of a cluster's blocks are one below the other
   int whole, split;         // turns before the last round, and the number of clusters per tile in the last round
   DType bias_dtype;
 };

@@ -35,8 +35,8 @@ bool is_small(const AttentionForward& call, int blocks) {
   return call.seed == nullptr && call.sequences * call.heads * (round_up(longest_of(call), 128) / 128) <= blocks;
 }
 
-// LongShape64 is faster from 2048 queries on. It is also faster if its tiles of 192 queries waste at least 5% fewer
-// rows past the ends of sequences than tiles of 256.
+// LongShape64 is faster from 2048 queries on. Below that its tiles of 192 queries are 5% faster per row, so they are
+// used unless they round sequences up to over 5% more rows than tiles of 256.
 bool is_long(const AttentionForward& call) {
   const int64_t longest = longest_of(call);
   if (call.seed != nullptr) return false;
