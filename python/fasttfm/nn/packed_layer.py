@@ -137,6 +137,7 @@ class PackedLayer(nn.Module):
         norm_a, norm_b = own["norm1"], own["norm2"]
         if self.norm_first:
             norm_a, norm_b = norm_b, _NO_NORM if next_norm is None else next_norm
+        _check_activation(self.activation)
         attention_p, p_a, p_b = self.rates()
         options = BlockOptions(
             heads=self.heads,
