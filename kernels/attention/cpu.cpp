@@ -86,17 +86,17 @@ struct ForwardArrays {
   ForwardArrays(float* workspace, int64_t d)
       : q(workspace),
         out(q + kQueryChunk * d),
-        k_turned(out + kQueryChunk * d),
-        v(k_turned + kKeyTile * d),
+        k_transposed(out + kQueryChunk * d),
+        v(k_transposed + kKeyTile * d),
         scores(v + kKeyTile * d),
         rows(reinterpret_cast<SoftmaxRow*>(scores + kQueryTile * kKeyTile)) {}
 
-  float* q;          // [kQueryChunk, D]
-  float* out;        // [kQueryChunk, D], not yet divided by the sums
-  float* k_turned;   // [D, kKeyTile] in panels
-  float* v;          // [kKeyTile, D]
-  float* scores;     // [kQueryTile, kKeyTile]
-  SoftmaxRow* rows;  // [kQueryChunk]
+  float* q;             // [kQueryChunk, D]
+  float* out;           // [kQueryChunk, D], not yet divided by the sums
+  float* k_transposed;  // [D, kKeyTile] in panels
+  float* v;             // [kKeyTile, D]
+  float* scores;        // [kQueryTile, kKeyTile]
+  SoftmaxRow* rows;     // [kQueryChunk]
 };
 
 // out[queries of the tile] += weights * v; `row` is the tile's first row of the chunk.
@@ -105,7 +105,7 @@ FASTTFM_KERNEL void forward_tile(const AttentionCall& p, const Sequence& s, Weig
   const int64_t d = round_up(p.head_dim, kLanes), first = tile.panels.first * kLanes;
   const int64_t keys = (tile.panels.last * kLanes < tile.keys ? tile.panels.last * kLanes : tile.keys) - first;
   multiply<false>(tile.queries, tile.panels.last - tile.panels.first, p.head_dim, Along{a.q + row * d, d},
-                  Panels{a.k_turned + first * p.head_dim, kLanes, kLanes * p.head_dim}, a.scores + first, kKeyTile);
+                  Panels{a.k_transposed + first * p.head_dim, kLanes, kLanes * p.head_dim}, a.scores + first, kKeyTile);
   for (int64_t i = 0; i < tile.queries; ++i) {
     float* scores = a.scores + i * kKeyTile;
     mask_row(p, s, tile, i, -kInfinity, scores);
@@ -139,7 +139,7 @@ void forward_chunk(const AttentionForward& p, const Sequence& s, int64_t head, R
   const Range keys = attended_keys(p, s, queries);
   for (int64_t key = keys.first / kKeyTile * kKeyTile; key < keys.last; key += kKeyTile) {
     const Range tile_keys = intersection({key, key + kKeyTile}, {0, s.keys});
-    load_transposed(Rows<const T>{k[key], k.stride}, tile_keys.last - key, p.head_dim, a.k_turned);
+    load_transposed(Rows<const T>{k[key], k.stride}, tile_keys.last - key, p.head_dim, a.k_transposed);
     load_rows(Rows<const T>{v[key], v.stride}, tile_keys.last - key, p.head_dim, 1.0f, a.v);
     for (int64_t query = queries.first; query < queries.last; query += kQueryTile) {
       const TilePosition tile = find_tile(p, s, intersection({query, query + kQueryTile}, queries), tile_keys);
@@ -168,9 +168,9 @@ struct BackwardArrays {
   BackwardArrays(float* workspace, int64_t keys, int64_t d)
       : q(workspace),
         dout(q + kQueryTile * d),
-        k_turned(dout + kQueryTile * d),
-        v_turned(k_turned + kKeyTile * d),
-        k(v_turned + kKeyTile * d),
+        k_transposed(dout + kQueryTile * d),
+        v_transposed(k_transposed + kKeyTile * d),
+        k(v_transposed + kKeyTile * d),
         scores(k + kKeyTile * d),
         dscores(scores + kQueryTile * kKeyTile),
         lse(dscores + kQueryTile * kKeyTile),
@@ -179,18 +179,18 @@ struct BackwardArrays {
         dv(dk + round_up(keys, kKeyTile) * d),
         dq(dv + round_up(keys, kKeyTile) * d) {}
 
-  float* q;         // [kQueryTile, D]
-  float* dout;      // [kQueryTile, D]
-  float* k_turned;  // [D, kKeyTile] in panels
-  float* v_turned;  // [D, kKeyTile] in panels
-  float* k;         // [kKeyTile, D]
-  float* scores;    // [kQueryTile, kKeyTile]; then weights
-  float* dscores;   // [kQueryTile, kKeyTile]
-  float* lse;       // [kQueryTile]
-  float* delta;     // [kQueryTile]: sum of dout * out
-  float* dk;        // [keys, D]
-  float* dv;        // [keys, D]
-  float* dq;        // [queries, D], without the scale
+  float* q;             // [kQueryTile, D]
+  float* dout;          // [kQueryTile, D]
+  float* k_transposed;  // [D, kKeyTile] in panels
+  float* v_transposed;  // [D, kKeyTile] in panels
+  float* k;             // [kKeyTile, D]
+  float* scores;        // [kQueryTile, kKeyTile]; then weights
+  float* dscores;       // [kQueryTile, kKeyTile]
+  float* lse;           // [kQueryTile]
+  float* delta;         // [kQueryTile]: sum of dout * out
+  float* dk;            // [keys, D]
+  float* dv;            // [keys, D]
+  float* dq;            // [queries, D], without the scale
 };
 
 // Adds a tile's contribution to the gradients, from its first query (dq) and first key (dk, dv) on; null if not needed.
@@ -199,11 +199,11 @@ FASTTFM_KERNEL void backward_tile(const AttentionCall& p, const Sequence& s, Wei
   const int64_t d = round_up(p.head_dim, kLanes), panels = d / kLanes;
   const int64_t first = tile.panels.first * kLanes, width = (tile.panels.last - tile.panels.first) * kLanes;
   const int64_t keys = first + width < tile.keys ? width : tile.keys - first;
-  const int64_t turned = first * p.head_dim;
+  const int64_t offset = first * p.head_dim;
   multiply<false>(tile.queries, width / kLanes, p.head_dim, Along{a.q, d},
-                  Panels{a.k_turned + turned, kLanes, kLanes * p.head_dim}, a.scores + first, kKeyTile);
+                  Panels{a.k_transposed + offset, kLanes, kLanes * p.head_dim}, a.scores + first, kKeyTile);
   multiply<false>(tile.queries, width / kLanes, p.head_dim, Along{a.dout, d},
-                  Panels{a.v_turned + turned, kLanes, kLanes * p.head_dim}, a.dscores + first, kKeyTile);
+                  Panels{a.v_transposed + offset, kLanes, kLanes * p.head_dim}, a.dscores + first, kKeyTile);
   for (int64_t i = 0; i < tile.queries; ++i) {
     float *scores = a.scores + i * kKeyTile, *dscores = a.dscores + i * kKeyTile;
     if (dropout.active()) {
@@ -261,8 +261,8 @@ void backward_block(const AttentionBackward& p, const Sequence& s, int64_t head,
   for (int64_t key = keys.first; key < keys.last; key += kKeyTile) {
     const Range tile_keys = intersection({key, key + kKeyTile}, keys);
     const int64_t count = tile_keys.last - key, done = (key - keys.first) * d;
-    load_transposed(Rows<const T>{k[key], k.stride}, count, p.head_dim, a.k_turned);
-    load_transposed(Rows<const T>{v[key], v.stride}, count, p.head_dim, a.v_turned);
+    load_transposed(Rows<const T>{k[key], k.stride}, count, p.head_dim, a.k_transposed);
+    load_transposed(Rows<const T>{v[key], v.stride}, count, p.head_dim, a.v_transposed);
     load_rows(Rows<const T>{k[key], k.stride}, count, p.head_dim, 1.0f, a.k);
     for (int64_t query = queries.first; query < queries.last; query += kQueryTile) {
       const Range tile_queries = intersection({query, query + kQueryTile}, queries);

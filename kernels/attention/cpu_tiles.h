@@ -136,13 +136,14 @@ FASTTFM_KERNEL void load_transposed(Rows<const T> from, int64_t rows, int64_t co
 template <class T>
 FASTTFM_KERNEL void row_products(Rows<const T> a, Rows<const T> b, int64_t rows, int64_t columns, float* scratch,
                                  float* to) {
-  float *a_turned = scratch, *b_turned = scratch + kLanes * round_up(columns, kLanes);
+  float *a_transposed = scratch, *b_transposed = scratch + kLanes * round_up(columns, kLanes);
   for (int64_t row = 0; row < rows; row += kLanes) {
     const int64_t count = rows - row < kLanes ? rows - row : kLanes;
-    load_transposed(Rows<const T>{a[row], a.stride}, count, columns, a_turned);
-    load_transposed(Rows<const T>{b[row], b.stride}, count, columns, b_turned);
+    load_transposed(Rows<const T>{a[row], a.stride}, count, columns, a_transposed);
+    load_transposed(Rows<const T>{b[row], b.stride}, count, columns, b_transposed);
     Lanes total = broadcast(0.0f);
-    for (int64_t c = 0; c < columns * kLanes; c += kLanes) total = total + load(a_turned + c) * load(b_turned + c);
+    for (int64_t c = 0; c < columns * kLanes; c += kLanes)
+      total = total + load(a_transposed + c) * load(b_transposed + c);
     store(to + row, total);
   }
 }
