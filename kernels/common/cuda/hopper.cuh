@@ -40,27 +40,9 @@ using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32
                                      const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                                      CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// Looks up cuTensorMapEncodeTiled at run time, because the library does not link against the driver. Returns null if
-// the driver does not have it.
-inline EncodeTensorMap encode_tensor_map() {
-  static const EncodeTensorMap function = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-#else
-    const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
-#endif
-    if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) found = nullptr;
-    return reinterpret_cast<EncodeTensorMap>(found);
-  }();
-  return function;
-}
-
 // Encodes the tensor map that kernels take as a __grid_constant__ parameter.
 inline Status make_tensor_map(CUtensorMap* map, const TensorView& view) {
-  const EncodeTensorMap encode = encode_tensor_map();
+  static const auto encode = driver_function<EncodeTensorMap>("cuTensorMapEncodeTiled");
   if (encode == nullptr) return {StatusCode::cuda_error, "the CUDA driver has no cuTensorMapEncodeTiled"};
   cuuint64_t size[4], stride[3];
   cuuint32_t box[4], step[4];

@@ -1,9 +1,11 @@
 // What every CUDA launcher does: set the device, launch the kernel, and turn CUDA's error code into a Status.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <vector>
 
 #include "common/status.h"
 
@@ -23,13 +25,38 @@ inline Status count_multiprocessors(int device, int* count) {
   return status_of(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device));
 }
 
+// Looks up a function of the CUDA driver at run time, because the library does not link against the driver. Returns
+// null if the driver does not have it.
+template <class Function>
+Function driver_function(const char* name) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
+#endif
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) found = nullptr;
+  return reinterpret_cast<Function>(found);
+}
+
+// The calling thread's CUDA context; null if it has none.
+inline CUcontext current_context() {
+  static const auto get = driver_function<CUresult (*)(CUcontext*)>("cuCtxGetCurrent");
+  CUcontext context = nullptr;
+  if (get == nullptr || get(&context) != CUDA_SUCCESS) return nullptr;
+  return context;
+}
+
 // Makes `device` current for the lifetime of the guard. Where the status is not ok it is not: a launch would go to
 // another device, and a launcher returns the status instead.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) : status_(status_of(cudaGetDevice(&previous_))) {
     if (status_.code != StatusCode::ok) return;
-    status_ = status_of(cudaSetDevice(device));  // also for the current one: a new thread has no context until then
+    // A new thread has no context until cudaSetDevice() is called, even for the device that is current.
+    if (previous_ == device && current_context() != nullptr) return;
+    status_ = status_of(cudaSetDevice(device));
     changed_ = status_.code == StatusCode::ok && previous_ != device;
   }
   const Status& status() const { return status_; }
@@ -45,17 +72,35 @@ class DeviceGuard {
   Status status_;
 };
 
-// Allows a kernel `memory` bytes of dynamic shared memory.
-template <class Kernel>
-cudaError_t allow_memory(Kernel kernel, size_t memory) {
+// Allows a kernel `memory` bytes of dynamic shared memory. The attribute holds for a context, and setting it takes
+// about as long as a launch: each thread sets it once for each kernel and context.
+inline cudaError_t allow_memory(const void* kernel, size_t memory) {
   if (memory <= 48 * 1024) return cudaSuccess;  // more than this requires the attribute
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(memory));
+  struct Allowed {
+    const void* kernel;
+    CUcontext context;
+    size_t memory;
+  };
+  thread_local std::vector<Allowed> allowed;
+  const CUcontext context = current_context();
+  Allowed* known = nullptr;
+  for (Allowed& each : allowed)
+    if (each.kernel == kernel && each.context == context) known = &each;
+  if (known != nullptr && known->memory >= memory) return cudaSuccess;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(memory));
+  if (error != cudaSuccess || context == nullptr) return error;
+  if (known != nullptr)
+    known->memory = memory;
+  else
+    allowed.push_back({kernel, context, memory});
+  return cudaSuccess;
 }
 
 // Launches a kernel with `config`. The status is that of this launch, even if another library left an error pending.
 template <class... Parameters, class... Arguments>
 Status launch_as(const cudaLaunchConfig_t& config, void (*kernel)(Parameters...), const Arguments&... arguments) {
-  const cudaError_t error = allow_memory(kernel, config.dynamicSmemBytes);
+  const cudaError_t error = allow_memory(reinterpret_cast<const void*>(kernel), config.dynamicSmemBytes);
   if (error != cudaSuccess) return status_of(error);
   return status_of(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
