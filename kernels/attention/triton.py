@@ -46,7 +46,7 @@ def _common(q: Tensor, k: Tensor, problem: AttentionProblem) -> dict[str, Any]:
         k_bounds = q_bounds if problem.lengths_k is None else problem.lengths_k
         q_layout = "dense" if q_bounds is None else "lengths"
         k_layout = "dense" if k_bounds is None else "lengths"
-    instead = q  # of a tensor that is not there and is not read
+    instead = q  # for missing tensors, which are not read
     head_dim = q.shape[-1]
     return {
         "q_bounds": instead if q_bounds is None else q_bounds,
@@ -100,7 +100,7 @@ def _even(problem: AttentionProblem, tiles: tuning.Tiles) -> bool:
 
 
 def _plain(problem: AttentionProblem) -> bool:
-    """Whether nothing is added to scores: the kernels for short sequences have no room for it on the chip."""
+    """Whether nothing is added to scores: the kernels for short sequences do not support it."""
     return problem.bias is None and problem.alibi_slopes is None
 
 
@@ -206,6 +206,6 @@ def _backward_by_tile(arguments: dict[str, Any], out: Tensor, problem: Attention
 
 
 def _without(arguments: dict[str, Any], *tensors: str) -> dict[str, Any]:
-    """The arguments less some tensors and their strides."""
+    """The arguments without some tensors and their strides."""
     left_out = {f"{tensor}{axis}" for tensor in tensors for axis in ("", "_batch", "_row", "_head")}
     return {name: value for name, value in arguments.items() if name not in left_out}

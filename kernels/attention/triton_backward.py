@@ -67,7 +67,7 @@ def _prefetch(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Brings BLOCK rows of each tensor into the cache."""
+    """Prefetches BLOCK rows of each tensor into L2."""
     q_first, q_length = sequence_span(sizes[0], sequence, sizes[2], Q_LAYOUT)
     k_first, k_length = sequence_span(sizes[1], sequence, sizes[3], K_LAYOUT)
     if first < q_length:
@@ -321,7 +321,7 @@ def _bwd_kv_kernel(
         dv_tile = tl.trans(dv_tile)
     dk_rows = head_rows(dk, (dk_batch, dk_row, dk_head), sequence, k_first, kv_head, UNIT)
     dv_rows = head_rows(dv, (dv_batch, dv_row, dv_head), sequence, k_first, kv_head, UNIT)
-    if K_LAYOUT == "lengths":  # a NaN survives the zeros that it was multiplied by
+    if K_LAYOUT == "lengths":  # 0 * NaN is NaN
         real = (first + tl.arange(0, BLOCK_N) < k_length)[:, None]
         dk_tile = tl.where(real, dk_tile, 0.0)
         dv_tile = tl.where(real, dv_tile, 0.0)
@@ -490,7 +490,7 @@ def _bwd_q_kernel(
             D,
             BLOCK_N,
         )
-    if Q_LAYOUT == "lengths":  # a NaN survives the zeros that it was multiplied by
+    if Q_LAYOUT == "lengths":  # 0 * NaN is NaN
         dq_tile = tl.where((queries < q_length)[:, None], dq_tile, 0.0)
     dq_rows = head_rows(dq, (dq_batch, dq_row, dq_head), sequence, q_first, head, UNIT)
     store_rows(dq_rows, first, q_stored, columns, dq_tile * (scale * LN_2 * dropout_scale), not EVEN, D, BLOCK_M)

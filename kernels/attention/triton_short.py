@@ -228,7 +228,7 @@ def _short_bwd_kernel(
         back = scale * LN_2 * dropout_scale
         # The order matters: weights and dscores go through the same shared memory, one after the other.
         gradient = tl.trans(tl.dot(tl.trans(dout_tile), dropped.to(q_tile.dtype), input_precision=PRECISION))
-        if K_LAYOUT == "lengths":  # a NaN survives the zeros that it was multiplied by
+        if K_LAYOUT == "lengths":  # 0 * NaN is NaN
             gradient = tl.where((keys < k_length)[:, None], gradient, 0.0)
         dv_rows = head_rows(dv, (dv_batch, dv_row, dv_head), sequence, k_first, head, UNIT)
         store_rows(dv_rows, 0, k_stored, columns, gradient * dropout_scale, not EVEN, D, BLOCK_N)

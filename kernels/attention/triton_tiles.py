@@ -135,7 +135,8 @@ def natural_lse(m, l):
 
 @triton.jit
 def lse_in_log2(lse, queries, q_length):
-    """lse in units of log2, and +inf for rows that attend to nothing or are not there: their weights come out as 0."""
+    """lse in units of log2, and +inf for rows that attend to no keys or are past the end, so that their weights are
+    0."""
     value = tl.load(lse + queries, mask=queries < q_length, other=float("inf"))
     return tl.where(value == -float("inf"), float("inf"), value * LOG2_E)
 

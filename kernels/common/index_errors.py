@@ -1,4 +1,5 @@
-"""Indices outside their table, as kernels on a GPU report them: nothing raises in a kernel, and no call waits for one.
+"""Reports of indices outside of their table from kernels on a GPU, which cannot raise and with which no call
+synchronizes.
 
 A kernel that finds a bad index does not use it, writes NaN to its output and records the first such row in a few words
 on the device. Each call starts an asynchronous copy of these words to the host after its kernels and does not wait for
@@ -51,18 +52,18 @@ class IndexErrors:
         self.watch(given.device)
 
     def watch(self, device: torch.device) -> None:
-        """Queues the copy that a later call looks at. Called after the kernels."""
+        """Starts the copy that a later call checks. Called after the kernels."""
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             self._state(device).copy()
 
     def raise_if_seen(self, device: torch.device) -> None:
-        """Raises if a copy that has arrived holds an error. Waits for nothing."""
+        """Raises if a completed copy holds an error. Does not synchronize."""
         state = self._devices.get(device)
         if state is not None and state.arrived():
             self._raise(state, "an earlier call")
 
     def raise_if_any(self) -> None:
-        """Waits for every GPU's kernels and raises if one of them met an error."""
+        """Synchronizes with every GPU and raises if a kernel has recorded an error."""
         for device, state in self._devices.items():
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -111,6 +112,6 @@ class _DeviceState:
 
 
 def check_errors() -> None:
-    """Waits for the GPUs and raises ValueError if a kernel has met an index outside its table since the last report."""
+    """Synchronizes with the GPUs and raises ValueError if a kernel has recorded an index outside of its table."""
     for errors in _all:
         errors.raise_if_any()

@@ -1,9 +1,10 @@
 """Divergence of a block of student logits from the teacher's in Triton, its gradient written over the student's; the
 formulas are in reference.py.
 
-A program takes one row and sweeps over both rows of logits twice: for the two denominators, and for loss and gradient.
-Both buffers have rows P >= V columns apart, P a multiple of 64, and loads and stores reach to P: a mask that ended at
-any V would break them up into single elements. Columns from V on are read as minus infinity and written as zero.
+A program takes one row and makes two passes over both rows of logits: for the two denominators, and for loss and
+gradient. Both buffers have rows P >= V columns apart, P a multiple of 64, and loads and stores reach to P: a mask that
+ended at any V would break them up into single elements. Columns from V on are read as minus infinity and written as
+zero.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _loss_kernel(
 
 
 def _tile(columns: int, element_bytes: int) -> dict[str, int]:
-    """16 bytes of each of the two rows at a time for a thread; few rows on their way together fit into the cache."""
+    """16 bytes of each of the two rows per thread and load; the few rows in flight fit into L2."""
     group = 16 // element_bytes
     block_v = min(512 * group, triton.next_power_of_2(columns))
     return {"BLOCK_V": block_v, "GROUP": group, "num_warps": max(1, block_v // (32 * group))}

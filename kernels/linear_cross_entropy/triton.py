@@ -223,13 +223,13 @@ def _loss_kernel(
                 g = exponential(x - largest, PRECISE) * slope - spread
                 g = tl.where(columns < V, g, 0.0).to(logits.dtype.element_ty)
                 tl.store(line + columns, g, mask=columns < P)
-            tl.debug_barrier()  # the label's column last, over what its thread has stored
+            tl.debug_barrier()  # the label's column is stored last, over what its thread has stored
             g = exponential(at_label - largest, PRECISE) * slope - spread - factor * (1.0 - label_smoothing)
             tl.store(line + label, g.to(logits.dtype.element_ty))
 
 
 def _tile(columns: int, element_bytes: int, *, more: bool) -> dict[str, int]:
-    """16 bytes at a time for a thread, twice in a tile; once with counts, samples or smoothing: they take registers."""
+    """16 bytes per thread and load, two loads per tile; one with counts, samples or smoothing, which take registers."""
     group = 16 // element_bytes
     block_v = min((512 if more else 1024) * group, triton.next_power_of_2(columns))
     threads = min(512, block_v // group)

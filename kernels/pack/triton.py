@@ -1,4 +1,4 @@
-"""Removing and restoring padding in Triton: one kernel copies rows between [B, S, C] and [T, C], either way.
+"""Removes and restores padding in Triton: one kernel copies rows between [B, S, C] and [T, C], in both directions.
 
 A program takes BLOCK_S tokens of one sequence and BLOCK_C columns. When packing, the padding tokens, numbered in order,
 write zeros to the packed rows after the last sequence. If the padded batch has too few padding tokens, each sequence
@@ -62,7 +62,7 @@ def _copy_kernel(
 
 
 def _tile(columns: int) -> dict[str, int]:
-    """About 4096 elements for a program, 32 for each thread; less where rows are short and their addresses many."""
+    """About 4096 elements per program, 32 per thread; fewer for short rows, which have many addresses."""
     block_c = min(1024, triton.next_power_of_2(columns))
     return {"BLOCK_S": min(512, 4096 // block_c), "BLOCK_C": block_c, "num_warps": 4}
 

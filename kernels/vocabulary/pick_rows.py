@@ -1,4 +1,4 @@
-"""Rows picked out of a matrix by their numbers, and their gradient put back, in plain torch."""
+"""Gathers rows of a matrix by index, and scatters their gradient, in plain torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fasttfm.kernels.common.rows import as_rows
 
 
 def gather(x: Tensor, positions: Tensor | None) -> Tensor:
-    """The rows of x [..., C] at ``positions`` [N], or all; NaN for a position that is none."""
+    """The rows of x [..., C] at ``positions`` [N], or all; NaN for an invalid position."""
     rows = as_rows(x)
     if positions is None:
         return rows

@@ -1,4 +1,4 @@
-"""Rows picked out of a matrix by their numbers, and their gradient put back, in Triton.
+"""Gathers rows of a matrix by index, and scatters their gradient, in Triton.
 
 The numbers come in any order, and one may come more than once. Going back, every row of the result is written once, by
 one program, zeros included: integer atomics first note for each row how many picks it has and the last of them, so that
@@ -115,7 +115,7 @@ def _tile(columns: int) -> tuple[int, int]:
 
 
 def gather(rows: Tensor, positions: Tensor, out: Tensor, errors: Tensor) -> None:
-    """out[i] = rows[positions[i]]; NaN, and a note in ``errors``, for a number that is no row's."""
+    """out[i] = rows[positions[i]]; NaN, and a record in ``errors``, for an index outside of the rows."""
     if out.numel() == 0:
         return
     block_n, block_c = _tile(rows.shape[1])

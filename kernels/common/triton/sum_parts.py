@@ -1,4 +1,4 @@
-"""The second step of sums over rows: programs leave their parts, this adds them up in a fixed order."""
+"""The second step of sums over rows: adds the programs' partial sums in a fixed order."""
 
 from __future__ import annotations
 
