@@ -11,7 +11,8 @@ from handmade_bert import HandmadeBert
 from torch import Tensor, nn
 
 import fasttfm
-from fasttfm import models
+from fasttfm.models.families import FAMILIES
+from fasttfm.models.family import Family, Head
 from fasttfm.ops import cu_seqlens_from_lengths
 
 CONTENDERS = (
@@ -29,21 +30,7 @@ CONTENDERS = (
 )
 _OURS_ALONE = ("recompute", "keep_activation", "model_type", "architectures")  # of a configuration's fields
 PREDICTED = 0.15  # of the tokens, in masked language models; replaced ones for a discriminator
-
-
-@dataclass(frozen=True)
-class Family:
-    config: str  # of fasttfm.models and of transformers
-    model: str
-    task: str  # "masked": some tokens are predicted; "causal": each one's successor; "replaced": which are others'
-
-
-FAMILIES = {
-    "bert": Family("BertConfig", "BertForMaskedLM", "masked"),
-    "albert": Family("AlbertConfig", "AlbertForMaskedLM", "masked"),
-    "electra": Family("ElectraConfig", "ElectraForPreTraining", "replaced"),
-    "gpt2": Family("GPT2Config", "GPT2LMHeadModel", "causal"),
-}
+MEASURED = {name: family for name, family in FAMILIES.items() if family.benchmark is not None}
 
 
 @dataclass(frozen=True)
@@ -58,13 +45,23 @@ class Case:
 
     @property
     def family(self) -> Family:
-        return FAMILIES[self.name.split("-")[0]]
+        return MEASURED[self.name.split("-")[0]]
+
+    @property
+    def head(self) -> Head:
+        assert self.family.benchmark is not None
+        return self.family.benchmark
+
+    @property
+    def model(self) -> type[Any]:
+        """Ours; that of transformers has the same name."""
+        return self.family.models[self.head]
 
     def config(self, **changes: Any) -> Any:
         size = self.name.partition("-")[2]
         if self.vocabulary is not None:
             changes["vocab_size"] = self.vocabulary
-        return getattr(models, self.family.config).named(size, **changes)
+        return self.family.config.named(size, **changes)
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ def make_batch(case: Case, vocabulary: int, device: torch.device) -> Batch:
 def necessary_flops(case: Case, config: Any, lengths: Sequence[int], predicted: int) -> float:
     """Of a step's matrix products over real tokens, and over predicted ones in a masked-LM head: forward, and twice
     that backward."""
-    gpt = case.family.task == "causal"
+    gpt = case.head is Head.CAUSAL_LM
     layers, width = (config.n_layer, config.n_embd) if gpt else (config.num_hidden_layers, config.hidden_size)
     inner = 4 * width if gpt else config.intermediate_size
     tokens = sum(lengths)
@@ -106,11 +103,11 @@ def necessary_flops(case: Case, config: Any, lengths: Sequence[int], predicted: 
     embedding = getattr(config, "embedding_size", width)
     factor = 2 * tokens * embedding * width if embedding != width else 0
     heads = {
-        "masked": 2 * predicted * embedding * (width + config.vocab_size),
-        "causal": 2 * tokens * width * config.vocab_size,
-        "replaced": 2 * tokens * width * width,
+        Head.MASKED_LM: 2 * predicted * embedding * (width + config.vocab_size),
+        Head.CAUSAL_LM: 2 * tokens * width * config.vocab_size,
+        Head.REPLACED_TOKENS: 2 * tokens * width * width,
     }
-    return 3.0 * (body + factor + heads[case.family.task])
+    return 3.0 * (body + factor + heads[case.head])
 
 
 def build(name: str, case: Case, batch: Batch, device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -130,13 +127,13 @@ def build(name: str, case: Case, batch: Batch, device: torch.device) -> tuple[nn
 
 
 def _ours(case: Case, batch: Batch, device: torch.device, **memory: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
-    model = getattr(models, case.family.model)(case.config(**memory)).to(device).train()
+    model = case.model(case.config(**memory)).to(device).train()
     options = layout(batch)
     ids, chosen = (each if batch.mask is None else each[batch.mask] for each in (batch.ids, batch.chosen))
-    if case.family.task == "masked":
+    if case.head is Head.MASKED_LM:
         options |= {"labels": batch.ids.flatten()[batch.places], "positions": batch.packed_places}
     else:
-        options["labels"] = chosen.long() if case.family.task == "replaced" else ids
+        options["labels"] = chosen.long() if case.head is Head.REPLACED_TOKENS else ids
     return model, lambda: model(ids, **options).loss
 
 
@@ -157,13 +154,13 @@ def _transformers(
 
     ours = case.config().to_dict()
     fields = {key: value for key, value in ours.items() if key not in _OURS_ALONE}
-    config = getattr(transformers, case.family.config)(**fields)
-    model = getattr(transformers, case.family.model)(config).to(device).train()
+    config = getattr(transformers, case.family.config.__name__)(**fields)
+    model = getattr(transformers, case.model.__name__)(config).to(device).train()
     labels = {
-        "masked": torch.where(batch.chosen, batch.ids, -100),
-        "causal": batch.ids if batch.mask is None else torch.where(batch.mask, batch.ids, -100),
-        "replaced": batch.chosen.long(),
-    }[case.family.task]
+        Head.MASKED_LM: torch.where(batch.chosen, batch.ids, -100),
+        Head.CAUSAL_LM: batch.ids if batch.mask is None else torch.where(batch.mask, batch.ids, -100),
+        Head.REPLACED_TOKENS: batch.chosen.long(),
+    }[case.head]
     # Tokenizers give a mask, and Trainer passes it on, where there is no padding too.
     mask = torch.ones_like(batch.ids) if batch.mask is None else batch.mask.long()
     if patched:

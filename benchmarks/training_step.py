@@ -28,7 +28,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from training_contenders import CONTENDERS, FAMILIES, Batch, Case, build, layout, make_batch, necessary_flops
+from training_contenders import CONTENDERS, MEASURED, Batch, Case, build, layout, make_batch, necessary_flops
 
 import fasttfm
 
@@ -184,7 +184,7 @@ def write_chart(path: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bert-base", help=f"family and size: {', '.join(FAMILIES)}, for example")
+    parser.add_argument("--model", default="bert-base", help=f"family and size: {', '.join(MEASURED)}, for example")
     parser.add_argument("--batch", default="64x512", help="sequences x tokens")
     parser.add_argument("--vocabulary", type=int, help="words; the model's own by default")
     parser.add_argument("--padded", action="store_true")

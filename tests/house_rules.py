@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 MAX_FILE_LINES = 600
@@ -97,7 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": {"ops", "_native"},
     "nn": {"nn", "ops"},
     "models": {"models", "nn", "ops"},
-    "patching": {"patching", "nn", "ops"},
+    "patching": {"patching", "models", "nn", "ops"},
     "train": {"optim", *_WORK},
     "data": _WORK,
     "generate": _WORK,
@@ -163,6 +163,23 @@ def fasttfm_imports(module: str, text: str) -> Iterator[str]:
 def _is_package(module: str) -> bool:
     """Whether ``from module import name`` names a module: true of fasttfm itself and of folders of kernels."""
     return module == "fasttfm" or re.fullmatch(r"fasttfm\.kernels(\.\w+|\.common\.triton)?", module) is not None
+
+
+# ---- registries ------------------------------------------------------------------------------------------------------
+
+MOST_LISTED = 2  # names of a registry in one literal: two may be a special case, more are a second list
+
+
+def second_lists(path: str, text: str, names: Collection[str]) -> list[str]:
+    """Tuples, lists, sets and dictionaries that list names of a registry again."""
+    violations = []
+    for node in ast.walk(ast.parse(text)):
+        elements = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+        found = {each.value for each in elements if isinstance(each, ast.Constant)} & set(names)
+        if len(found) > MOST_LISTED:
+            listed = ", ".join(sorted(map(str, found)))
+            violations.append(f"{path}:{node.lineno}: lists {listed}, which FAMILIES or TASKS has")
+    return violations
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------

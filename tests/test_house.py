@@ -9,6 +9,9 @@ from pathlib import Path
 import house_rules as rules
 import pytest
 
+from fasttfm.models.families import FAMILIES
+from fasttfm.tasks.registry import TASKS
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("kernels", "csrc", "python", "tests", "benchmarks", "tools", "docs")
 CPP = (".h", ".cuh", ".cpp", ".cu")
@@ -71,6 +74,13 @@ def test_no_function_is_long() -> None:
 def test_no_public_function_has_many_arguments() -> None:
     found = sources(".py", folders=("python", "kernels"))
     assert [violation for path, text in found for violation in rules.many_arguments(path, text)] == []
+
+
+def test_families_and_tasks_are_listed_once() -> None:
+    names = [family.config.model_type for family in FAMILIES.values()]
+    found = list(sources(".py", folders=("python", "benchmarks")))
+    for registry in ({*names, *FAMILIES}, TASKS):
+        assert [violation for path, text in found for violation in rules.second_lists(path, text, registry)] == []
 
 
 # ---- the rules can fail ----------------------------------------------------------------------------------------------
@@ -215,3 +225,16 @@ def test_many_arguments_are_found() -> None:
     assert count("kernels/scale/triton.py", f"def f({nine}): ...") == 0
     assert count("kernels/scale/triton.py", f"def f({thirteen}): ...") == 1
     assert count("kernels/scale/triton.py", f"@triton.jit\ndef f({thirteen}): ...") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ('MODELS = ("bert", "gpt2", "albert")', 1),
+        ('def f():\n    return {"bert": 1, "gpt2": 2, "albert": 3}', 1),
+        ('SPECIAL = ("bert", "gpt2")', 0),
+        ('names = ("bert", "anna", "otto")', 0),
+    ],
+)
+def test_a_second_list_is_found(text: str, count: int) -> None:
+    assert len(rules.second_lists("f.py", text, ("bert", "albert", "gpt2"))) == count

@@ -20,9 +20,9 @@ import torch
 import torch._dynamo  # slow to import: once, in the server
 
 from fasttfm import data
+from fasttfm.models.families import FAMILIES
 from fasttfm.train.checkpoints import Checkpoints  # noqa: F401 - for tests
 from fasttfm.train.logs import MEASURED, read_rows
-from fasttfm.train.objectives import FAMILIES
 from fasttfm.train.pretrain import Summary, pretrain
 from fasttfm.train.settings import (
     OptimizerSettings,

@@ -89,7 +89,7 @@ def _bwd_kernel(
         tl.store(parts + programs.to(tl.int64) * C + part, dbias, mask=in_row)
 
 
-# Measured on an H200 (benchmarks/lab/layer_norm_tiles.py): two rows per program, four where they are short.
+# Measured on an H200: two rows per program, four where they are short.
 def _forward_tile(columns: int) -> dict[str, int]:
     return row_tile(columns, elements=8192 if columns > 2048 else 4096, per_thread=32)
 

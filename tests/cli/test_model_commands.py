@@ -19,6 +19,7 @@ from fasttfm import models
 from fasttfm.cli.main import main
 from fasttfm.data import Tokenizer, load_tokenizer
 from fasttfm.generate import generate
+from fasttfm.models.family import Head
 from fasttfm.tasks.families import open_model
 
 TEXTS = ["Peace and commerce with all nations.", "War.", "The army and the navy of the United States."]
@@ -61,7 +62,7 @@ def test_vectors_are_the_models_states(
     )
     assert "note:" not in capsys.readouterr().err
     found = np.load(output)
-    tokenizer, model = load_tokenizer(bert_directory), open_model(bert_directory, "vectors")
+    tokenizer, model = load_tokenizer(bert_directory), open_model(bert_directory, Head.NONE)
     special = tokenizer.special
     for vector, text in zip(found, TEXTS, strict=True):
         with torch.no_grad():
@@ -111,7 +112,7 @@ def test_vectors_are_not_overwritten_unless_asked_to(
 
 def continued(directory: Path, prompt: str, **options: Any) -> str:
     """What ``generate`` adds to a prompt."""
-    tokenizer, model = load_tokenizer(directory), open_model(directory, "next words")
+    tokenizer, model = load_tokenizer(directory), open_model(directory, Head.CAUSAL_LM)
     ids = torch.tensor([tokenizer.encode(prompt)])
     found = generate(model, ids, eos_token_id=tokenizer.special.eos, **options)[0, ids.shape[1] :]
     return tokenizer.decode(found)
@@ -243,7 +244,7 @@ def test_sentences_say_what_is_wrong(
         (("finetune", "--task", "tag", "--model", tmp_path / "none"), 1, "none: expected a directory with a model"),
         (("finetune", "--task", "tag", "--model", gpt_directory), 2, "openai-gpt has no head for it"),
         ((*finetune, "pair", "--data", tmp_path / "none.tsv"), 1, "none.tsv"),
-        ((*finetune, "tag", "--values"), 2, "--values: expected with the tasks classify and pair, got tag"),
+        ((*finetune, "tag", "--values"), 2, "values: expected with the tasks classify and pair, got tag"),
         ((*finetune, "classify", "--epochs", "-1"), 2, "epochs: expected a number from 0 on, got -1"),
         (
             (*finetune, "classify", "--layer-decay", "2"),

@@ -13,6 +13,7 @@ import torch
 from fasttfm import models
 from fasttfm.data import DataError, Tokenizer
 from fasttfm.data.task_files import Answer, ChoiceExample, QuestionExample, TagExample, TextExample
+from fasttfm.models import bert
 from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, format_of, predict, prepare
 from fasttfm.tasks.labels import TagTask
 from fasttfm.tasks.questions import QuestionTask
@@ -28,7 +29,7 @@ PEACE = [TextExample(text, None, "peace" if "peace" in text else "war") for text
 
 def language(tokenizer: Tokenizer, length: int = 32) -> Language:
     config = SimpleNamespace(type_vocab_size=2)
-    return Language(tokenizer, "bert", format_of("bert", config, tokenizer, length))
+    return Language(tokenizer, bert.FAMILY, format_of(bert.FAMILY, config, tokenizer, length))
 
 
 def settings(rate: float = 3e-3, **changes: Any) -> FinetuneSettings:

@@ -9,12 +9,15 @@ import torch
 
 from fasttfm import models
 from fasttfm.data.tokenizer import train_tokenizer
+from fasttfm.models.families import FAMILIES
+from fasttfm.models.family import Head
 from fasttfm.models.openai_gpt import task_sequence
 from fasttfm.tasks.families import base_of, family_of, longest_input, model_class
 from fasttfm.tasks.finetuning import format_of
 from fasttfm.tasks.gpt_inputs import WORDS, grow_vocabulary, with_task_words
 from fasttfm.tasks.inputs import Feature, Format, Tokens, by_budget, collate
 from fasttfm.tasks.rates import Rates, default_rate, freeze
+from fasttfm.tasks.registry import TASKS
 
 BERT = Format([1], [2], [2], max_length=10)
 SIZES = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 40}
@@ -71,12 +74,14 @@ def test_a_budget_of_tokens_is_kept() -> None:
 
 
 def test_every_encoder_has_every_head() -> None:
-    for family in ("bert", "roberta", "albert", "electra", "distilbert"):
-        for task in ("classify", "pair", "tag", "qa", "choice", "masked words", "vectors"):
-            assert model_class(family, task).config_class.model_type == family
-    assert model_class("openai-gpt", "choice") is models.OpenAIGPTDoubleHeadsModel
+    encoders = [family for family in FAMILIES.values() if not family.causal]
+    assert len(encoders) == 5
+    for family in encoders:
+        for head in (*(task.head for task in TASKS.values()), Head.MASKED_LM, Head.NONE):
+            assert model_class(family, head).config_class is family.config
+    assert model_class(FAMILIES["gpt"], Head.MULTIPLE_CHOICE) is models.OpenAIGPTDoubleHeadsModel
     with pytest.raises(ValueError, match=r"tag: expected a model of bert, .*; gpt2 has no head for it"):
-        model_class("gpt2", "tag")
+        model_class(FAMILIES["gpt2"], TASKS["tag"].head, "tag")
 
 
 def test_a_directory_without_a_model_is_named(tmp_path: Any) -> None:
@@ -102,7 +107,7 @@ def test_gpt_writes_tasks_with_three_new_words() -> None:
     tokenizer = with_task_words(tokenizer)
     assert tokenizer.vocab_size == before + 3
     assert with_task_words(tokenizer).vocab_size == before + 3
-    form = format_of("openai-gpt", None, tokenizer, 20)
+    form = format_of(FAMILIES["gpt"], None, tokenizer, 20)
     start, delimiter, extract = (tokenizer.backend.token_to_id(word) for word in WORDS)
     assert sorted([start, delimiter, extract]) == [before, before + 1, before + 2]
     marks = {"start": start, "delimiter": delimiter, "extract": extract}

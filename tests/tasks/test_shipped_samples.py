@@ -14,6 +14,7 @@ from fasttfm.cli.main import main
 from fasttfm.data.task_files import read_conll, read_squad
 from fasttfm.data.texts import shipped_task
 from fasttfm.tasks.families import open_model
+from fasttfm.tasks.registry import TASKS
 
 # Epochs, learning rate, the score to look at, and by how much it must be above the majority's.
 RUNS = {
@@ -80,7 +81,7 @@ def check_with_transformers(task: str, directory: Path) -> None:
         "choice": "AutoModelForMultipleChoice",
     }
     theirs = getattr(transformers, classes[task]).from_pretrained(directory).eval()
-    ours = open_model(directory, task)
+    ours = open_model(directory, TASKS[task].head)
     ids = torch.arange(5, 17).view(1, 4, 3) if task == "choice" else torch.arange(5, 17).view(2, 6)
     with torch.no_grad():
         for mine, other in zip(ours(ids).to_tuple(), theirs(ids).to_tuple(), strict=True):

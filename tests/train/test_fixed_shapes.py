@@ -10,21 +10,21 @@ from train_runs import settings_of
 
 import fasttfm
 from fasttfm import data
+from fasttfm.models.families import trained_on_text
 from fasttfm.train.cuda_graph import shapes
 from fasttfm.train.fixed_shapes import FixedBatch, Shape, filled
-from fasttfm.train.objectives import FAMILIES
 from fasttfm.train.pretrain import make_model
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", trained_on_text())
 def test_fillers_change_no_sum(name: str, corpus: dict[str, Path], tmp_path: Path) -> None:
-    family = FAMILIES[name]
+    family = trained_on_text()[name]
     tokenizer = data.load_tokenizer(corpus[family.tokenizer])
     shards = data.prepare(corpus["data"], tokenizer, tmp_path / "shards", progress=False, workers=1)
-    objective = data.SequenceFormat(family.examples, 40)  # type: ignore[arg-type]
+    objective = data.SequenceFormat(family.sequences, 40)  # type: ignore[arg-type]
     stream = data.BatchStream(shards, objective, tokens_per_batch=150, seed=0)
     shape = Shape(300, 20, stream.max_predictions or 0, tokenizer.special.pad or 0)
-    module = family.objective(make_model(settings_of(corpus, name, dropout=0.0), tokenizer)).double().eval()
+    module = family.pretraining(make_model(settings_of(corpus, name, dropout=0.0), tokenizer)).double().eval()
     found = set()
     for _, batch in zip(range(3), stream, strict=False):
         full = filled(batch, shape)

@@ -15,14 +15,15 @@ import train_runs
 from train_runs import results, run_of, settings_of
 
 from fasttfm import data
+from fasttfm.models.families import trained_on_text
+from fasttfm.models.family import Head
 from fasttfm.testing.tolerance import OUTPUT_FACTOR, compare
 from fasttfm.train.logs import read_rows
 from fasttfm.train.loop import Trainer
-from fasttfm.train.objectives import FAMILIES
 from fasttfm.train.pretrain import RunError, pretrain, run_lock
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", trained_on_text())
 def test_a_family_learns_and_goes_on_with_the_same_bits(
     family: str, corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +83,7 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", trained_on_text())
 def test_transformers_opens_a_checkpoint_with_equal_outputs(
     family: str, corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +98,7 @@ def test_transformers_opens_a_checkpoint_with_equal_outputs(
     text = corpus["data"].read_text().split("\n")[0]
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
     assert tokenizer.decode(ids[0]).replace(" ", "").lower() == text.replace(" ", "").lower()
-    ours: Any = FAMILIES[family].model.from_pretrained(latest)
+    ours: Any = trained_on_text()[family].models[Head.PRETRAINING].from_pretrained(latest)
     ours = ours.discriminator if family == "electra" else ours
     with torch.no_grad():
         found = getattr(ours(ids), name)

@@ -13,11 +13,11 @@ import train_runs
 from train_runs import run_of, settings_of
 
 from fasttfm import data, models, optim
+from fasttfm.models.objectives import NextSentence
 from fasttfm.train import OptimizerSettings, Schedule, ScheduleSettings, StepSettings, Trainer, make_optimizer
 from fasttfm.train.fixed_shapes import FixedBatch, Shape, filled
 from fasttfm.train.logs import read_rows
-from fasttfm.train.objectives import NextSentence
-from fasttfm.train.pretrain import pretrain
+from fasttfm.train.pretrain import objective_of, pretrain
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +35,7 @@ def trainer(**settings: Any) -> Trainer:
     optimizer = make_optimizer(module, OptimizerSettings(), capturable=settings.get("cuda_graph", False))
     schedule = Schedule(optimizer, ScheduleSettings(40, 4))
     torch.manual_seed(1)
-    return Trainer(module, module.objective(), optimizer, schedule, StepSettings(precision="bfloat16", **settings))
+    return Trainer(module, objective_of(module), optimizer, schedule, StepSettings(precision="bfloat16", **settings))
 
 
 def batches(shards: data.TokenShards, *, fixed: bool) -> Iterator[data.Batch]:

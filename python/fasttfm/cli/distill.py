@@ -35,6 +35,7 @@ from fasttfm.cli.options import (
     sentence,
     settings_of,
 )
+from fasttfm.tasks.registry import TASKS
 
 
 def add_parser(subparsers: Any) -> None:
@@ -92,7 +93,7 @@ def add_parser(subparsers: Any) -> None:
     training = add_training_options(parser, rate=5e-4, about_rate="peak learning rate")
     training.add_argument("--steps", type=int, default=1000, metavar="N", help="optimizer steps on a corpus")
     group = parser.add_argument_group("task")
-    group.add_argument("--task", choices=("classify", "pair", "tag", "qa", "choice"), help="tinybert's second stage")
+    group.add_argument("--task", choices=tuple(TASKS), help="tinybert's second stage")
     group.add_argument(
         "--dev", type=Path, metavar="FILE", help="dev set; by default the directory's, or a tenth of the examples"
     )
@@ -165,12 +166,13 @@ def _on_corpus(arguments: argparse.Namespace) -> None:
 
 
 def _recipe(arguments: argparse.Namespace) -> Any:
+    from fasttfm.models.family import Head
     from fasttfm.tasks.distillation_recipes import DistilBertRecipe, TinyBertRecipe
     from fasttfm.tasks.distillation_runs import distilbert_student, tinybert_student
     from fasttfm.tasks.families import open_model
 
     if arguments.recipe == "distilbert":
-        teacher = open_model(arguments.teacher, "masked words")
+        teacher = open_model(arguments.teacher, Head.MASKED_LM)
         return DistilBertRecipe(
             distilbert_student(teacher, arguments.layers),
             teacher,
@@ -178,7 +180,7 @@ def _recipe(arguments: argparse.Namespace) -> Any:
             weights=tuple(arguments.weights),
             all_words=arguments.soft_targets == "all",
         )
-    teacher = open_model(arguments.teacher, "vectors")
+    teacher = open_model(arguments.teacher, Head.NONE)
     student = tinybert_student(teacher, arguments.layers, arguments.width, arguments.intermediate)
     return TinyBertRecipe(student, teacher, layers=arguments.layer_map, attention=arguments.attention)
 

@@ -58,11 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
         import numpy as np
 
         from fasttfm.data.tokenizer import load_tokenizer
+        from fasttfm.models.family import Head
         from fasttfm.tasks.embedding import embed
         from fasttfm.tasks.families import open_model
 
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-        model = open_model(arguments.model, "vectors").to(device_of(arguments))
+        model = open_model(arguments.model, Head.NONE).to(device_of(arguments))
         vectors = embed(
             model,
             tokenizer,

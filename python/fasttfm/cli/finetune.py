@@ -5,11 +5,7 @@
   fasttfm finetune --task qa --model DIR --data train-v2.0.json --dev dev-v2.0.json --max-length 384 --stride 128
 
 tasks:
-  classify   a label for each text           GLUE's tsv with one text
-  pair       a label for each pair of texts  GLUE's tsv with two texts
-  tag        a tag for each word             CoNLL's columns, the word first and its tag last
-  qa         the span that answers           SQuAD's json, 1.1 or 2.0
-  choice     the right one of some endings   SWAG's csv
+{tasks}
 
 The output directory holds a checkpoint that transformers opens, the predictions for the dev set, metrics.json, log.csv
 and curves.png. GPTs read a task as GPT-1 does: with start, delimiter and extract tokens and an auxiliary causal LM
@@ -35,16 +31,19 @@ from fasttfm.cli.options import (
     sentence,
     settings_of,
 )
-
-_TASKS = ("classify", "pair", "tag", "qa", "choice")
+from fasttfm.tasks.registry import TASKS
 
 
 def add_parser(subparsers: Any) -> None:
     """Adds the ``finetune`` command to a command line."""
+    tasks = "\n".join(f"  {name:10} {task.about:31} {task.file_format}" for name, task in TASKS.items())
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "finetune", help="train a model for a task", description=__doc__, formatter_class=Formatter
+        "finetune",
+        help="train a model for a task",
+        description=str(__doc__).format(tasks=tasks),
+        formatter_class=Formatter,
     )
-    parser.add_argument("--task", required=True, choices=_TASKS, help="the task, see above")
+    parser.add_argument("--task", required=True, choices=tuple(TASKS), help="the task, see above")
     parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory of transformers or fasttfm")
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
     group = parser.add_argument_group("data")
@@ -95,14 +94,14 @@ def run(arguments: argparse.Namespace) -> int:
     with exit_on_user_error(arguments):
         from fasttfm.tasks.finetuning import FineTuning
         from fasttfm.tasks.rates import default_rate, freeze
-        from fasttfm.tasks.reading import READERS, read_examples
+        from fasttfm.tasks.reading import read_examples
         from fasttfm.train.settings import random_seed
 
         check_output(arguments, model=arguments.model, tokenizer=arguments.tokenizer, data=arguments.data)
         device = device_of(arguments)
         random_seed(arguments.seed)
         examples = read_examples(arguments.task, arguments.data, arguments.dev, seed=arguments.seed)
-        test = None if arguments.test is None else READERS[arguments.task](arguments.test)
+        test = None if arguments.test is None else TASKS[arguments.task].read_file(arguments.test)
         model, task = _prepared(arguments, examples.train)
         if arguments.freeze_encoder:
             freeze(model)
@@ -125,11 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _prepared(arguments: argparse.Namespace, train: list[Any]) -> Any:
     from fasttfm.tasks.finetuning import prepare
 
-    options = {}
-    if arguments.task == "qa":
-        options = {name: getattr(arguments, name) for name in ("stride", "max_question", "max_answer")}
-    if arguments.values and arguments.task not in ("classify", "pair"):
-        raise ValueError(f"--values: expected with the tasks classify and pair, got {arguments.task}")
+    options = {name: getattr(arguments, name) for name in TASKS[arguments.task].options}
     return prepare(
         arguments.task,
         arguments.model,
@@ -160,7 +155,7 @@ class Report:
         if self.work.steps == 0:
             return
         progress = None if self.arguments.quiet else Progress(self.work.steps)
-        log = RunLog(self.output, (self.task.head,), steps=self.work.steps, progress=progress)
+        log = RunLog(self.output, (self.task.name,), steps=self.work.steps, progress=progress)
 
         def on_epoch(number: int) -> None:
             with log.paused():

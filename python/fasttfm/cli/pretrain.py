@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fasttfm.cli.options import exit_on_user_error, new_directory
+from fasttfm.models.families import FAMILIES, trained_on_text
 
-MODELS = ("bert", "roberta", "albert", "electra", "gpt", "gpt2")
-_DEFAULT_SIZES = {"bert": "tiny", "electra": "small", "gpt2": "small"}  # the others': base
 _DEFAULT_RATES = {"tiny": 1e-3, "mini": 1e-3, "small": 5e-4, "medium": 5e-4}  # the others': 1e-4
 
 _EXAMPLES = """
@@ -33,7 +32,9 @@ def add_parser(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", nargs="?", default="bert", choices=MODELS, help="the family; default: bert")
+    parser.add_argument(
+        "model", nargs="?", default="bert", choices=tuple(trained_on_text()), help="the family; default: bert"
+    )
     parser.add_argument("--size", help="a named size of the family, for example base; default: a small one")
     parser.add_argument(
         "--set", nargs="+", default=[], type=_field, metavar="FIELD=VALUE", help="override config fields"
@@ -143,7 +144,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
         raise ValueError("--resume: expected without --overwrite, which starts a new run")
     if arguments.resume and arguments.output is None:
         raise ValueError("--resume: expected --output, the folder of the run to resume")
-    size = arguments.size or _DEFAULT_SIZES.get(arguments.model, "base")
+    size = arguments.size or FAMILIES[arguments.model].default_size
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     warmup = arguments.steps // 10 if arguments.warmup is None else arguments.warmup
     settings = PretrainSettings(

@@ -30,6 +30,8 @@ from fasttfm.models.bert import (
     word_embeddings,
 )
 from fasttfm.models.checkpoint_names import Names, Rule, rule
+from fasttfm.models.family import Family, Head
+from fasttfm.models.objectives import SentenceOrder
 from fasttfm.models.outputs import ModelOutput, States
 from fasttfm.models.text_model import Layout
 from fasttfm.nn import Embeddings, MaskedLMHead, PackedLayer
@@ -288,3 +290,23 @@ class AlbertForPreTraining(AlbertHead):
         elif sentence_order_label is None:
             loss = None  # HF's: a loss of both or none
         return AlbertForPreTrainingOutput(loss, logits, order, **encoded.returned())
+
+
+FAMILY = Family(
+    "ALBERT",
+    AlbertConfig,
+    {
+        Head.NONE: AlbertModel,
+        Head.MASKED_LM: AlbertForMaskedLM,
+        Head.SEQUENCE_CLASSIFICATION: AlbertForSequenceClassification,
+        Head.TOKEN_CLASSIFICATION: AlbertForTokenClassification,
+        Head.QUESTION_ANSWERING: AlbertForQuestionAnswering,
+        Head.MULTIPLE_CHOICE: AlbertForMultipleChoice,
+        Head.PRETRAINING: AlbertForPreTraining,
+    },
+    pretraining=SentenceOrder,
+    sequences="sop",
+    tokenizer="wordpiece",
+    patching="albert",
+    benchmark=Head.MASKED_LM,
+)

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.config import ModelConfig
+from fasttfm.models.family import Family, Head
+from fasttfm.models.objectives import NextSentence
 from fasttfm.models.outputs import (
     BaseModelOutput,
     ClassifierOutput,
@@ -486,3 +488,24 @@ class BertForQuestionAnswering(BertHead):
         """[T, 2]"""
         logits: Tensor = self.qa_outputs(encoded.x)
         return logits
+
+
+FAMILY = Family(
+    "BERT",
+    BertConfig,
+    {
+        Head.NONE: BertModel,
+        Head.MASKED_LM: BertForMaskedLM,
+        Head.SEQUENCE_CLASSIFICATION: BertForSequenceClassification,
+        Head.TOKEN_CLASSIFICATION: BertForTokenClassification,
+        Head.QUESTION_ANSWERING: BertForQuestionAnswering,
+        Head.MULTIPLE_CHOICE: BertForMultipleChoice,
+        Head.PRETRAINING: BertForPreTraining,
+    },
+    default_size="tiny",
+    pretraining=NextSentence,
+    sequences="nsp",
+    tokenizer="wordpiece",
+    patching="bert",
+    benchmark=Head.MASKED_LM,
+)

@@ -27,6 +27,7 @@ from fasttfm.models.bert import (
 )
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.config import ModelConfig
+from fasttfm.models.family import Family, Head
 from fasttfm.models.text_model import Encoded
 from fasttfm.nn import PackedLayer
 
@@ -216,3 +217,19 @@ class DistilBertForSequenceClassification(FirstTokenHead, BertForSequenceClassif
     def classify(self, encoded: Encoded) -> Tensor:
         logits: Tensor = self.classifier(self.summarise(encoded))
         return logits
+
+
+FAMILY = Family(
+    "DistilBERT",
+    DistilBertConfig,
+    {
+        Head.NONE: DistilBertModel,
+        Head.MASKED_LM: DistilBertForMaskedLM,
+        Head.SEQUENCE_CLASSIFICATION: DistilBertForSequenceClassification,
+        Head.TOKEN_CLASSIFICATION: DistilBertForTokenClassification,
+        Head.QUESTION_ANSWERING: DistilBertForQuestionAnswering,
+        Head.MULTIPLE_CHOICE: DistilBertForMultipleChoice,
+    },
+    tokenizer="wordpiece",
+    patching="distilbert",
+)

@@ -34,6 +34,8 @@ from fasttfm.models.bert import (
 )
 from fasttfm.models.checkpoint_files import CheckpointError
 from fasttfm.models.checkpoint_names import Names, rule
+from fasttfm.models.family import Family, Head
+from fasttfm.models.objectives import ReplacedWords
 from fasttfm.models.outputs import LMOutput, ModelOutput
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.roberta import ClassificationHead
@@ -342,3 +344,25 @@ def put_back(ids: Tensor, sampled: Sampled) -> tuple[Tensor, Tensor]:
     differs = (counted & (sampled.words != sampled.labels)).to(ids.dtype)
     replaced = torch.zeros_like(ids).index_add(0, sampled.positions, differs)
     return ids.index_add(0, sampled.positions, changes.to(ids.dtype)), replaced.bool()
+
+
+FAMILY = Family(
+    "ELECTRA",
+    ElectraConfig,
+    {
+        Head.NONE: ElectraModel,
+        Head.MASKED_LM: ElectraForMaskedLM,
+        Head.SEQUENCE_CLASSIFICATION: ElectraForSequenceClassification,
+        Head.TOKEN_CLASSIFICATION: ElectraForTokenClassification,
+        Head.QUESTION_ANSWERING: ElectraForQuestionAnswering,
+        Head.MULTIPLE_CHOICE: ElectraForMultipleChoice,
+        Head.PRETRAINING: ElectraForJointPreTraining,
+        Head.REPLACED_TOKENS: ElectraForPreTraining,
+    },
+    default_size="small",
+    pretraining=ReplacedWords,
+    sequences="electra",
+    tokenizer="wordpiece",
+    patching="electra",
+    benchmark=Head.REPLACED_TOKENS,
+)

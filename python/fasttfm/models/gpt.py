@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from fasttfm.models.checkpoint_names import Names, Rule, rule
 from fasttfm.models.config import ModelConfig
+from fasttfm.models.family import Family, Head
+from fasttfm.models.objectives import NextWords
 from fasttfm.models.outputs import BaseModelOutput, ClassifierOutput, DoubleHeadsOutput, LMOutput
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import Encoded, Layout, TextModel, flatten_choices, text_model
@@ -328,3 +330,23 @@ def last_words(encoded: Encoded, input_ids: Tensor, padding: int | None) -> Tens
     ids = batch.pack(input_ids)
     rows = torch.arange(batch.tokens, device=ids.device).where(ids != padding, -1)
     return torch.maximum(batch.per_sequence(rows, fill=-1).amax(1), batch.cu_seqlens[:-1])
+
+
+FAMILY = Family(
+    "GPT-2",
+    GPT2Config,
+    {
+        Head.NONE: GPT2Model,
+        Head.PRETRAINING: GPT2LMHeadModel,
+        Head.CAUSAL_LM: GPT2LMHeadModel,
+        Head.SEQUENCE_CLASSIFICATION: GPT2ForSequenceClassification,
+        Head.MULTIPLE_CHOICE: GPT2DoubleHeadsModel,
+    },
+    default_size="small",
+    pretraining=NextWords,
+    sequences="causal",
+    tokenizer="bpe",
+    positions="n_positions",
+    patching="gpt2",
+    benchmark=Head.CAUSAL_LM,
+)

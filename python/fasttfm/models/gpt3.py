@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fasttfm.models.family import Family, Head
 from fasttfm.models.gpt import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 
@@ -42,3 +43,13 @@ class GPT3Model(GPT2Model):
 
 class GPT3LMHeadModel(GPT2LMHeadModel):
     config_class, encoder_class = GPT3Config, GPT3Model
+
+
+FAMILY = Family(
+    "GPT-3",
+    GPT3Config,
+    {Head.NONE: GPT3Model, Head.CAUSAL_LM: GPT3LMHeadModel},
+    default_size="small",
+    tokenizer="bpe",
+    positions="n_positions",
+)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from fasttfm.models.checkpoint_names import rule
+from fasttfm.models.family import Family, Head
 from fasttfm.models.gpt import (
     GPT2DoubleHeadsModel,
     GPT2ForSequenceClassification,
@@ -26,6 +27,7 @@ from fasttfm.models.gpt import (
     GPTConfig,
     names_of,
 )
+from fasttfm.models.objectives import NextWords
 from fasttfm.models.outputs import ClassifierOutput
 from fasttfm.nn.lm_heads import next_token_loss
 
@@ -100,3 +102,21 @@ def task_sequence(*texts: Sequence[int], start: int, delimiter: int, extract: in
     for index, text in enumerate(texts):
         ids += [delimiter, *text] if index else text
     return [*ids, extract]
+
+
+FAMILY = Family(
+    "GPT",
+    OpenAIGPTConfig,
+    {
+        Head.NONE: OpenAIGPTModel,
+        Head.PRETRAINING: OpenAIGPTLMHeadModel,
+        Head.CAUSAL_LM: OpenAIGPTLMHeadModel,
+        Head.SEQUENCE_CLASSIFICATION: OpenAIGPTForSequenceClassification,
+        Head.MULTIPLE_CHOICE: OpenAIGPTDoubleHeadsModel,
+    },
+    command="gpt",
+    pretraining=NextWords,
+    sequences="causal",
+    tokenizer="bpe",
+    positions="n_positions",
+)

@@ -23,6 +23,8 @@ from fasttfm.models.bert import (
     EncoderConfig,
 )
 from fasttfm.models.checkpoint_names import Names, rule
+from fasttfm.models.family import Family, Head
+from fasttfm.models.objectives import MaskedWords
 from fasttfm.models.text_model import Encoded
 from fasttfm.nn import MaskedLMHead, PackedBatch
 
@@ -125,3 +127,24 @@ class ClassificationHead(nn.Module):
     def forward(self, x: Tensor, dropout: nn.Module) -> Tensor:
         logits: Tensor = self.out_proj(dropout(self.activation(self.dense(dropout(x)))))
         return logits
+
+
+FAMILY = Family(
+    "RoBERTa",
+    RobertaConfig,
+    {
+        Head.NONE: RobertaModel,
+        Head.MASKED_LM: RobertaForMaskedLM,
+        Head.SEQUENCE_CLASSIFICATION: RobertaForSequenceClassification,
+        Head.TOKEN_CLASSIFICATION: RobertaForTokenClassification,
+        Head.QUESTION_ANSWERING: RobertaForQuestionAnswering,
+        Head.MULTIPLE_CHOICE: RobertaForMultipleChoice,
+        Head.PRETRAINING: RobertaForMaskedLM,
+    },
+    pretraining=MaskedWords,
+    sequences="single",
+    tokenizer="bpe",
+    separators=2,
+    unused_positions=2,
+    patching="roberta",
+)

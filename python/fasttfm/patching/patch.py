@@ -7,20 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from fasttfm.models.families import FAMILIES, family_of_type
 from fasttfm.nn.plain import activation_name, has_own_forward
 from fasttfm.patching.register import load
 from fasttfm.patching.report import PatchReport
 
-# A model_type of transformers -> the module here that has its classes.
-FAMILIES = {
-    "bert": "bert",
-    "roberta": "roberta",
-    "albert": "albert",
-    "electra": "electra",
-    "distilbert": "distilbert",
-    "gpt2": "gpt2",
-}
-_NAMES = "BERT, RoBERTa, ALBERT, ELECTRA, DistilBERT or GPT-2"
 _BEFORE = "_fasttfm_attention_before"  # a patched model's attribute: the attention that unpatch gives back
 
 
@@ -93,10 +84,12 @@ def is_patched(model: nn.Module) -> bool:
 
 def _family(model: Any) -> ModuleType:
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    family = load(FAMILIES[kind]) if kind in FAMILIES else None
+    known = family_of_type(kind)
+    family = load(known.patching) if known is not None and known.patching is not None else None
     if family is None or not isinstance(model, family.MODEL):
+        *titles, last = (each.title for each in FAMILIES.values() if each.patching is not None)
         got = f"{type(model).__module__}.{type(model).__qualname__}"
-        raise TypeError(f"patch: model: expected a {_NAMES} of transformers, got {got}")
+        raise TypeError(f"patch: model: expected a {', '.join(titles)} or {last} of transformers, got {got}")
     return family
 
 

@@ -144,7 +144,7 @@ def prepare_task(
     """Teacher, student, their task, and the projections that the student's first stage left.
 
     Args:
-        name: One of ``finetuning.TASKS``.
+        name: One of ``TASKS``.
         teacher: The directory of a model that was fine-tuned on the task.
         student: The directory that the first stage wrote.
         options: Options of ``finetuning.prepare``.

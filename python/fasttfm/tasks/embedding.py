@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.models.families import family_of_type
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import Encoded
 from fasttfm.tasks.distillation_recipes import encode
-from fasttfm.tasks.families import CAUSAL, base_of, longest_input
+from fasttfm.tasks.families import base_of, longest_input
 from fasttfm.tasks.finetuning import format_of
 from fasttfm.tasks.inputs import Feature, Format, by_budget, collate
 
@@ -83,7 +84,8 @@ def _features(texts: Iterable[str], tokenizer: Tokenizer, form: Format) -> Itera
 
 
 def _format(model: PretrainedModel, tokenizer: Tokenizer, max_length: int) -> Format:
-    family = model.config.model_type
-    if family in CAUSAL:
+    family = family_of_type(model.config.model_type)
+    assert family is not None
+    if family.causal:
         return Format([], [], [], max_length, segments=False)
     return format_of(family, model.config, tokenizer, max_length)

@@ -12,13 +12,13 @@ from torch import nn
 
 from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
+from fasttfm.models.family import Family
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.tasks.families import CAUSAL, checked, family_of, longest_input, model_class
+from fasttfm.tasks.families import checked, family_of, longest_input, model_class
 from fasttfm.tasks.gpt_inputs import WORDS, grow_vocabulary, with_task_words
 from fasttfm.tasks.inputs import Feature, Format, TaskBatch, by_budget
-from fasttfm.tasks.labels import ChoiceTask, ClassifyTask, PairTask, TagTask, ValueTask
-from fasttfm.tasks.questions import QuestionTask
 from fasttfm.tasks.rates import Rates
+from fasttfm.tasks.registry import TASKS
 from fasttfm.tasks.task import Language, Predictions, Task
 from fasttfm.train import (
     Objective,
@@ -31,16 +31,6 @@ from fasttfm.train import (
     make_optimizer,
 )
 from fasttfm.train.settings import at_least, random_seed
-
-TASKS: dict[str, type[Task]] = {
-    "classify": ClassifyTask,
-    "pair": PairTask,
-    "tag": TagTask,
-    "qa": QuestionTask,
-    "choice": ChoiceTask,
-}
-LENGTHS = {"classify": 128, "pair": 128, "tag": 128, "qa": 384, "choice": 128}  # by default, where a model has as many
-
 
 # ---- a model and its task --------------------------------------------------------------------------------------------
 
@@ -62,22 +52,28 @@ def prepare(
         name: One of ``TASKS``.
         directory: The model's directory, as transformers writes it.
         tokenizer: Where it is, if not in ``directory``.
-        max_length: Tokens of a sequence; ``LENGTHS`` by default.
+        max_length: Tokens of a sequence; the task's ``max_length`` by default.
         values: Whether the labels of texts are numbers to be estimated.
         labels: The order of the labels; by default the checkpoint's, if it has the same ones, or else the alphabet's.
         options: The task's own, such as ``stride`` of ``QuestionTask``.
     """
     family = family_of(directory)
-    model_cls = model_class(family, name)
+    kind: type[Task] | None = TASKS[name].for_values() if values else TASKS[name]
+    if kind is None:
+        able = " and ".join(each.name for each in TASKS.values() if each.for_values() is not None)
+        raise ValueError(f"values: expected with the tasks {able}, got {name}")
+    if family.tokenizer is None:
+        raise ValueError(f"{name}: expected a model that reads text, got {family.title}, which has no tokenizer")
+    model_cls = model_class(family, kind.head, name)
     config: Any = model_cls.config_class.from_pretrained(directory)
     words = load_tokenizer(directory if tokenizer is None else tokenizer)
-    if family in CAUSAL:
+    if family.causal:
         words = with_task_words(words)
     elif words.vocab_size > config.vocab_size:
         got = f"a tokenizer with {words.vocab_size}"
         raise DataError(f"{directory}: expected no more tokens than the model's {config.vocab_size}, got {got}")
     longest = longest_input(config)
-    length = min(longest, LENGTHS[name]) if max_length is None else max_length
+    length = min(longest, kind.max_length) if max_length is None else max_length
     if length > longest:
         raise ValueError(f"max_length: expected no more than the model's {longest} positions, got {length}")
     form = format_of(family, config, words, length)
@@ -88,7 +84,7 @@ def prepare(
         )
     language = Language(words, family, form)
     known = label_names(config) if labels is None else labels
-    task = (ValueTask if values else TASKS[name])(language, train, known=known, **options)
+    task = kind(language, train, known=known, **options)
     model = checked(model_cls.from_pretrained(directory, dtype=torch.float32, **task.configuration()), directory)
     grow_vocabulary(model, words.vocab_size)
     task.adjust(model)
@@ -103,17 +99,16 @@ def label_names(config: Any) -> list[str]:
     return [str(names[key]) for key in sorted(names, key=int)]
 
 
-def format_of(family: str, config: Any, tokenizer: Tokenizer, max_length: int) -> Format:
+def format_of(family: Family, config: Any, tokenizer: Tokenizer, max_length: int) -> Format:
     """The family's sequence format of one text or two."""
-    if family in CAUSAL:
+    if family.causal:
         start, delimiter, extract = (tokenizer.backend.token_to_id(word) for word in WORDS)
         return Format([start], [delimiter], [extract], max_length, segments=False)
     first, last = tokenizer.special.cls, tokenizer.special.sep
     if first is None or last is None:
-        expected = f"[CLS] and [SEP], or <s> and </s>, which {family} reads"
+        expected = f"[CLS] and [SEP], or <s> and </s>, which {family.title} reads"
         raise DataError(f"tokenizer: expected {expected}, got {tokenizer.special}")
-    between = [last, last] if family == "roberta" else [last]
-    return Format([first], between, [last], max_length, segments=config.type_vocab_size > 1)
+    return Format([first], [last] * family.separators, [last], max_length, segments=config.type_vocab_size > 1)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -167,7 +162,7 @@ class FineTuning:
         trainer = trainer_of(
             self.model,
             Objective(
-                (self.task.head,),
+                (self.task.name,),
                 lambda batch: (batch.count,),
                 lambda module, batch: (self.task.loss(module, batch) * batch.count,),
             ),

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.data.task_files import read_conll, read_glue, read_swag
 from fasttfm.data.texts import DataError
+from fasttfm.models.family import Head
 from fasttfm.tasks.inputs import Feature, TaskBatch
 from fasttfm.tasks.metrics import Scores, label_scores, most_common, tag_scores, value_scores
 from fasttfm.tasks.task import Language, Predictions, Task, in_known_order
@@ -24,8 +26,16 @@ IGNORED = -100
 class ClassifyTask(Task):
     """A label for each text, or for each pair of texts (GLUE)."""
 
-    head = "classify"
+    name = "classify"
+    about = "a label for each text"
+    file_format = "GLUE's tsv with one text"
+    read_file = staticmethod(read_glue)
+    head = Head.SEQUENCE_CLASSIFICATION
     main_score = "accuracy"
+
+    @classmethod
+    def for_values(cls) -> type[Task]:
+        return ValueTask
 
     def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
         return in_known_order({_labelled(example) for example in train}, known)
@@ -35,7 +45,8 @@ class ClassifyTask(Task):
 
     def _words(self) -> dict[str, Any]:
         """GPT-1 has an auxiliary causal LM loss in addition to that of the label; the later models do not."""
-        return {"auxiliary_loss_weight": self.auxiliary} if self.language.family == "openai-gpt" else {}
+        known = hasattr(self.language.family.config, "auxiliary_loss_weight")
+        return {"auxiliary_loss_weight": self.auxiliary} if known else {}
 
     def features(self, examples: Sequence[Any]) -> list[Feature]:
         encode, form = self.language.tokenizer.encode, self.language.format
@@ -75,7 +86,9 @@ class ClassifyTask(Task):
 class PairTask(ClassifyTask):
     """A label for each pair of texts."""
 
-    head = "pair"
+    name = "pair"
+    about = "a label for each pair of texts"
+    file_format = "GLUE's tsv with two texts"
 
 
 class ValueTask(ClassifyTask):
@@ -125,7 +138,11 @@ class TagTask(Task):
     """A tag for each word of a sentence (CoNLL). A word is tagged by its first token; a sentence that is too long is
     tagged in pieces."""
 
-    head = "tag"
+    name = "tag"
+    about = "a tag for each word"
+    file_format = "CoNLL's columns, the word first and its tag last"
+    read_file = staticmethod(read_conll)
+    head = Head.TOKEN_CLASSIFICATION
     main_score = "f1"
 
     def __init__(self, language: Language, train: Sequence[Any], **options: Any) -> None:
@@ -224,7 +241,11 @@ class TagTarget:
 class ChoiceTask(Task):
     """The right one of several endings (SWAG): each follows the context in a sequence of its own."""
 
-    head = "choice"
+    name = "choice"
+    about = "the right one of some endings"
+    file_format = "SWAG's csv"
+    read_file = staticmethod(read_swag)
+    head = Head.MULTIPLE_CHOICE
     main_score = "accuracy"
 
     def __init__(self, language: Language, train: Sequence[Any], **options: Any) -> None:
@@ -245,21 +266,21 @@ class ChoiceTask(Task):
 
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
         labels = torch.tensor([feature.target for feature in batch.features])
-        return {"mc_labels" if self.language.causal else "labels": labels}
+        return {"mc_labels" if self.language.family.causal else "labels": labels}
 
     def _called(self, model: Any, batch: TaskBatch, targets: dict[str, Tensor]) -> Any:
         """With labels of the causal LM loss, causal models do not compute every token's logits."""
-        words = {"labels": batch.input_ids} if self.language.causal else {}
+        words = {"labels": batch.input_ids} if self.language.family.causal else {}
         return model(**batch.inputs(), **targets, **words, num_choices=self.choices)
 
     def loss(self, model: Any, batch: TaskBatch) -> Tensor:
         output = self._called(model, batch, batch.targets)
-        loss: Tensor = output.mc_loss + self.auxiliary * output.loss if self.language.causal else output.loss
+        loss: Tensor = output.mc_loss + self.auxiliary * output.loss if self.language.family.causal else output.loss
         return loss
 
     def logits(self, model: Any, batch: TaskBatch) -> Tensor:
         output = self._called(model, batch, {})
-        logits: Tensor = output.mc_logits if self.language.causal else output.logits
+        logits: Tensor = output.mc_logits if self.language.family.causal else output.logits
         return logits
 
     def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fasttfm.data.task_files import read_squad
+from fasttfm.models.family import Head
 from fasttfm.nn import PackedBatch
 from fasttfm.tasks.answers import Found, Offsets, Window, Windows, best_of_windows, span_of_characters
 from fasttfm.tasks.inputs import Feature, TaskBatch
@@ -37,7 +39,13 @@ class QuestionTask(Task):
             Tuned by ``tune``; without one every question is answered, as in SQuAD 1.1.
     """
 
-    head = "qa"
+    name = "qa"
+    about = "the span that answers"
+    file_format = "SQuAD's json, 1.1 or 2.0"
+    read_file = staticmethod(read_squad)
+    head = Head.QUESTION_ANSWERING
+    max_length = 384
+    options = ("stride", "max_question", "max_answer")
     main_score = "f1"
 
     def __init__(

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from fasttfm.data.task_files import read_conll, read_glue, read_squad, read_swag
 from fasttfm.data.texts import data_error, shipped_task
+from fasttfm.tasks.registry import TASKS
 
-READERS: dict[str, Callable[[Path], list[Any]]] = {
-    "classify": read_glue,
-    "pair": read_glue,
-    "tag": read_conll,
-    "qa": read_squad,
-    "choice": read_swag,
-}
 _PARTS = {"train": ("train",), "dev": ("dev", "valid")}
 _HELD_OUT = 0.1
 
@@ -32,7 +24,7 @@ def read_examples(task: str, data: Path | None = None, dev: Path | None = None, 
     """The training set and the dev set.
 
     Args:
-        task: One of ``READERS``.
+        task: One of ``TASKS``.
         data: A file to learn from, or a directory with one whose name has "train" in it and one with "dev" or "valid".
             By default the sample that is shipped.
         dev: The file of the dev set. Without one, a tenth of the examples becomes the dev set.
@@ -51,7 +43,7 @@ def read_examples(task: str, data: Path | None = None, dev: Path | None = None, 
         parts, source = {"train": data}, str(data)
     if dev is not None:
         parts["dev"] = dev
-    read = READERS[task]
+    read = TASKS[task].read_file
     train = read(parts["train"])
     if "dev" in parts:
         return Examples(train, read(parts["dev"]), source)

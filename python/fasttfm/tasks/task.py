@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.models.family import Family, Head
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.tasks.families import CAUSAL
 from fasttfm.tasks.inputs import Feature, Format, TaskBatch, collate
 from fasttfm.tasks.metrics import Scores
 from fasttfm.train.settings import at_least
@@ -25,12 +25,8 @@ class Language:
     """A model's input language: its tokenizer, its family and the format of its sequences."""
 
     tokenizer: Tokenizer
-    family: str
+    family: Family
     format: Format
-
-    @property
-    def causal(self) -> bool:
-        return self.family in CAUSAL
 
 
 class Task(ABC):
@@ -43,18 +39,29 @@ class Task(ABC):
         auxiliary: In causal models, the weight of the causal LM loss of the examples (GPT-1).
     """
 
-    head: ClassVar[str]  # of families.model_class
+    name: ClassVar[str]
+    about: ClassVar[str]  # what is learnt, in a few words
+    file_format: ClassVar[str]  # of its examples
+    read_file: ClassVar[Any]  # a function: the examples of a file, by its path
+    head: ClassVar[Head]
+    max_length: ClassVar[int] = 128  # tokens of a sequence by default, where a model has as many
+    options: ClassVar[tuple[str, ...]] = ()  # arguments of its own
     main_score: ClassVar[str]  # the one to look at first
 
     def __init__(
         self, language: Language, train: Sequence[Any], *, known: Sequence[str] = (), auxiliary: float = 0.5
     ) -> None:
         if not train:
-            raise DataError(f"{self.head}: expected examples to learn from, got none")
+            raise DataError(f"{self.name}: expected examples to learn from, got none")
         at_least("auxiliary", auxiliary, 0)
         self.language = language
         self.auxiliary = auxiliary
         self.labels = self.labels_of(train, known)
+
+    @classmethod
+    def for_values(cls) -> type[Task] | None:
+        """The same task where labels are numbers to be estimated; None where there is none."""
+        return None
 
     def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
         """The names of the labels, by their numbers; empty where a task has none."""

@@ -21,6 +21,9 @@ import torch
 
 from fasttfm import data
 from fasttfm.atomic_files import first_line
+from fasttfm.models.families import FAMILIES, trained_on_text
+from fasttfm.models.family import Family, Head
+from fasttfm.models.objectives import Pretraining
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.train import checkpoints as files
 from fasttfm.train.checkpoints import Checkpoints, ModelFiles
@@ -28,8 +31,7 @@ from fasttfm.train.curves import CURVES, write_curves
 from fasttfm.train.distributed import World, join, share_out
 from fasttfm.train.fixed_shapes import Shape, filled
 from fasttfm.train.logs import EVENTS, RunLog
-from fasttfm.train.loop import Trainer, check_finite
-from fasttfm.train.objectives import FAMILIES, Family, Pretraining
+from fasttfm.train.loop import Objective, Trainer, check_finite
 from fasttfm.train.optimizers import make_optimizer
 from fasttfm.train.progress import Progress, peak_flops
 from fasttfm.train.schedule import Schedule
@@ -60,8 +62,10 @@ class Summary:
 
 def pretrain(settings: PretrainSettings, run: RunSettings) -> Summary | None:
     """Pre-trains a model and returns what it reached; None in other processes than the main one."""
-    one_of("model", settings.family, tuple(FAMILIES))
-    one_of(f"size of {settings.family}", settings.size, tuple(FAMILIES[settings.family].sizes))
+    if settings.family in FAMILIES and not FAMILIES[settings.family].trains_on_text:
+        raise ValueError(f"model: {FAMILIES[settings.family].title} has no pre-training objective on text")
+    one_of("model", settings.family, tuple(trained_on_text()))
+    one_of(f"size of {settings.family}", settings.size, FAMILIES[settings.family].sizes)
     check_model(settings)
     world = join(run.device, run.parallel)
     if settings.step.cuda_graph and (world.device.type != "cuda" or world.size > 1):
@@ -125,7 +129,7 @@ def check_model(settings: PretrainSettings) -> None:
     config = _config(settings)
     try:
         with torch.device("meta"):
-            FAMILIES[settings.family].model(config)
+            FAMILIES[settings.family].models[Head.PRETRAINING](config)
     except RuntimeError as error:
         raise ValueError(
             f"{settings.family}: expected sizes of a model that torch can make: {first_line(error)}"
@@ -136,7 +140,7 @@ def _config(settings: PretrainSettings) -> Any:
     family = FAMILIES[settings.family]
     config: Any = family.config.named(settings.size)
     longest = getattr(config, family.positions)
-    setattr(config, family.positions, max(longest, settings.max_length + family.more_positions))
+    setattr(config, family.positions, max(longest, settings.max_length + family.unused_positions))
     if settings.dropout is not None:
         for name in vars(config):
             if name.endswith(("_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob")):
@@ -158,10 +162,15 @@ def make_model(settings: PretrainSettings, tokenizer: data.Tokenizer) -> Pretrai
         raise ValueError(f"vocab_size: expected no fewer than the tokenizer's, got {got}")
     if "pad_token_id" not in settings.changes:
         config.pad_token_id = tokenizer.special.pad
-    if family.examples == "causal":
+    if family.causal:
         config.bos_token_id, config.eos_token_id = tokenizer.special.bos, tokenizer.special.eos
     torch.manual_seed(settings.seed)
-    return family.model(config)
+    return family.models[Head.PRETRAINING](config)
+
+
+def objective_of(module: Pretraining) -> Objective:
+    """What the training loop minimises: the losses that the module's forward gives."""
+    return Objective(module.terms, module.counts, lambda call, batch: call(batch), module.flops)
 
 
 class _Run:
@@ -175,11 +184,12 @@ class _Run:
         self.corpus = world.main_first(self._open_corpus)
         self.model = make_model(settings, self.corpus.tokenizer).to(world.device)
         self.files = ModelFiles(self.model, world)
-        self.objective: Pretraining = self.family.objective(self.model)
+        assert self.family.pretraining is not None
+        self.objective = self.family.pretraining(self.model)
         module = share_out(self.objective, world)
         optimizer = make_optimizer(module, settings.optimizer, capturable=settings.step.cuda_graph)
         schedule = Schedule(optimizer, settings.schedule)
-        self.trainer = Trainer(module, self.objective.objective(), optimizer, schedule, settings.step, world=world)
+        self.trainer = Trainer(module, objective_of(self.objective), optimizer, schedule, settings.step, world=world)
         self.batch_tokens = self._batch_tokens()
         self.stream = self._stream(self.corpus.training, self._workers())
         self.evaluation = self._evaluation_batches()
@@ -246,15 +256,15 @@ class _Run:
         return tokens
 
     def _stream(self, shards: data.TokenShards, workers: int) -> data.BatchStream:
-        settings, kind = self.settings, self.family.examples
-        objective = data.SequenceFormat(kind, settings.max_length)  # type: ignore[arg-type]
+        settings, kind = self.settings, self.family.sequences
+        sequence_format = data.SequenceFormat(kind, settings.max_length)  # type: ignore[arg-type]
         masking = None
-        if objective.masked:
+        if sequence_format.masked:
             masking = data.Masking(settings.masking, whole_word=settings.whole_word, ngram=settings.ngram)
         with _too_small(shards):
             return data.BatchStream(
                 shards,
-                objective,
+                sequence_format,
                 masking,
                 tokens_per_batch=self.batch_tokens,
                 seed=settings.seed,

@@ -9,20 +9,15 @@ A batch may be filled up to a fixed shape (``fixed_shapes``): what fills it up h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fasttfm import models, ops
-from fasttfm.models.config import ModelConfig
-from fasttfm.models.pretrained import PretrainedModel
+from fasttfm import ops
 from fasttfm.models.text_model import Encoded, TextModel
 from fasttfm.nn import PackedLayer, PackedTransformer
-from fasttfm.train.loop import Objective
 
 IGNORED = -100
 
@@ -39,9 +34,6 @@ class Pretraining(nn.Module):
     def counts(self, batch: Any) -> tuple[int, ...]:
         """The divisors of the terms' means."""
         raise NotImplementedError
-
-    def objective(self) -> Objective:
-        return Objective(self.terms, self.counts, lambda module, batch: module(batch), self.flops)
 
     def flops(self, batch: Any) -> float:
         """The operations of the GEMMs that a step needs: forward, and twice that backward."""
@@ -165,35 +157,3 @@ def _real(batch: Any) -> Tensor | None:
     """Which tokens of a batch that was filled up are the data's; None for all."""
     count = getattr(batch, "real_tokens", None)
     return None if count is None else torch.arange(len(batch.input_ids), device=count.device) < count
-
-
-# ---- families --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Family:
-    """The pre-training of a kind of model."""
-
-    config: type[ModelConfig]
-    model: type[PretrainedModel]
-    objective: type[Pretraining]
-    examples: str  # data.SequenceFormat's kind
-    tokenizer: str  # data.train_tokenizer's kind
-    positions: str = "max_position_embeddings"  # the configuration's field of the longest sequence
-    more_positions: int = 0  # that the table has, and no sequence can use
-
-    @property
-    def sizes(self) -> Sequence[str]:
-        return list(self.config.sizes)
-
-
-FAMILIES = {
-    "bert": Family(models.BertConfig, models.BertForPreTraining, NextSentence, "nsp", "wordpiece"),
-    "roberta": Family(models.RobertaConfig, models.RobertaForMaskedLM, MaskedWords, "single", "bpe", more_positions=2),
-    "albert": Family(models.AlbertConfig, models.AlbertForPreTraining, SentenceOrder, "sop", "wordpiece"),
-    "electra": Family(models.ElectraConfig, models.ElectraForJointPreTraining, ReplacedWords, "electra", "wordpiece"),
-    "gpt": Family(
-        models.OpenAIGPTConfig, models.OpenAIGPTLMHeadModel, NextWords, "causal", "bpe", positions="n_positions"
-    ),
-    "gpt2": Family(models.GPT2Config, models.GPT2LMHeadModel, NextWords, "causal", "bpe", positions="n_positions"),
-}

@@ -1,0 +1,78 @@
+"""``Family``: what the rest of the package knows about a kind of model. Each model file has one, its ``FAMILY``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from fasttfm.models.config import ModelConfig
+from fasttfm.models.objectives import Pretraining
+from fasttfm.models.pretrained import PretrainedModel
+
+
+class Head(Enum):
+    """What a model ends in. The value is what it computes, in words."""
+
+    NONE = "hidden states"
+    PRETRAINING = "pre-training"
+    MASKED_LM = "masked tokens"
+    CAUSAL_LM = "next tokens"
+    REPLACED_TOKENS = "replaced tokens"
+    SEQUENCE_CLASSIFICATION = "labels of sequences"
+    TOKEN_CLASSIFICATION = "labels of tokens"
+    QUESTION_ANSWERING = "spans that answer"
+    MULTIPLE_CHOICE = "the choice of an ending"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model. What a family does not have is None; the commands that need it then leave the family out.
+
+    Args:
+        title: Its name in texts.
+        config: Its configuration, whose ``model_type`` checkpoints state.
+        models: Its model classes by their heads; a family without a head for a task is refused there.
+        command: Its name on the command line; ``model_type`` by default.
+        default_size: The size that ``fasttfm pretrain`` trains by default.
+        pretraining: The losses that it is pre-trained on, over ``models[Head.PRETRAINING]``.
+        sequences: What it is pre-trained on: a kind of ``data.SequenceFormat``.
+        tokenizer: The kind of ``data.train_tokenizer``; None where it reads no text.
+        separators: How many separators it writes between two texts.
+        positions: The configuration's field of the longest sequence.
+        unused_positions: Rows of the position table that no sequence uses.
+        patching: The module of ``fasttfm.patching`` that patches transformers' models of the family.
+        benchmark: The head of the model whose training step ``benchmarks/training_step.py`` measures.
+    """
+
+    title: str
+    config: type[ModelConfig]
+    models: Mapping[Head, type[PretrainedModel]]
+    command: str = ""
+    default_size: str = "base"
+    pretraining: type[Pretraining] | None = None
+    sequences: str | None = None
+    tokenizer: str | None = None
+    separators: int = 1
+    positions: str = "max_position_embeddings"
+    unused_positions: int = 0
+    patching: str | None = None
+    benchmark: Head | None = None
+
+    @property
+    def name(self) -> str:
+        return self.command or self.config.model_type
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        return tuple(self.config.sizes)
+
+    @property
+    def causal(self) -> bool:
+        """Whether tokens attend only to those before them."""
+        return Head.CAUSAL_LM in self.models
+
+    @property
+    def trains_on_text(self) -> bool:
+        """Whether ``fasttfm pretrain`` can train it."""
+        return None not in (self.pretraining, self.sequences, self.tokenizer)

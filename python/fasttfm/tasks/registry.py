@@ -1,0 +1,9 @@
+"""``TASKS``: every task, by its name. Everything that offers tasks reads this."""
+
+from __future__ import annotations
+
+from fasttfm.tasks.labels import ChoiceTask, ClassifyTask, PairTask, TagTask
+from fasttfm.tasks.questions import QuestionTask
+from fasttfm.tasks.task import Task
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (ClassifyTask, PairTask, TagTask, QuestionTask, ChoiceTask)}
