@@ -19,7 +19,8 @@ LAB = Path(__file__).parents[1] / "benchmarks" / "lab"
 @pytest.fixture(scope="module")
 def variants() -> ModuleType:
     spec = importlib.util.spec_from_file_location("variants", LAB / "variants.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
