@@ -29,9 +29,7 @@ def variant(text: str) -> tuple[str, str]:
     """The name and the macros of NAME=-DMACRO."""
     name, sign, macros = text.partition("=")
     if not sign or not name.isidentifier():
-        raise argparse.ArgumentTypeError(
-            f"expected NAME=MACROS, for example base= or faster=-DLAB_FASTER, got {text!r}"
-        )
+        raise argparse.ArgumentTypeError(f"expected NAME=MACROS, as in base= or faster=-DLAB_FASTER, got {text!r}")
     return name, macros
 
 
