@@ -170,15 +170,17 @@ def _is_package(module: str) -> bool:
 MOST_LISTED = 2  # names of a registry in one literal: two may be a special case, more are a second list
 
 
-def second_lists(path: str, text: str, names: Collection[str]) -> list[str]:
+def second_lists(path: str, text: str, *registries: Collection[str]) -> list[str]:
     """Tuples, lists, sets and dictionaries that list names of a registry again."""
     violations = []
     for node in ast.walk(ast.parse(text)):
-        elements = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
-        found = {each.value for each in elements if isinstance(each, ast.Constant)} & set(names)
-        if len(found) > MOST_LISTED:
-            listed = ", ".join(sorted(map(str, found)))
-            violations.append(f"{path}:{node.lineno}: lists {listed}, which FAMILIES or TASKS has")
+        elements = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", ())
+        constants = {each.value for each in elements if isinstance(each, ast.Constant)}
+        for names in registries:
+            found = constants & set(names)
+            if len(found) > MOST_LISTED:
+                listed = ", ".join(sorted(map(str, found)))
+                violations.append(f"{path}:{node.lineno}: lists {listed}, which FAMILIES or TASKS has")
     return violations
 
 
