@@ -1,8 +1,8 @@
 """Reads the hardware counters of the Hopper kernels and of their peers: ``python benchmarks/lab/counters.py`` on a GPU.
 
 Runs itself under Nsight Compute, which must be allowed to read counters, and prints a line a kernel: its time, and for
-how much of it the matrix units, the schedulers, shared memory, L2 and DRAM were busy. Under the profiler kernels run
-alone and are repeated for groups of counters: times are longer than in a benchmark, the shares are what counts.
+how much of it the tensor cores, the warp schedulers, shared memory, L2 and DRAM were busy. Under the profiler kernels
+are serialized and replayed for groups of counters: times are longer than in a benchmark, but the ratios are meaningful.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def run() -> None:
 
 
 def tensor_counters() -> list[str]:
-    """The busy cycles of the matrix units, under whatever names this chip has them."""
+    """The busy cycles of the tensor cores, under the names that this chip has for them."""
     listed = subprocess.run(["ncu", "--query-metrics", "--chip", "gh100"], capture_output=True, text=True).stdout
     names = re.findall(r"^(sm__pipe_tensor\w*cycles_active)\b", listed, re.MULTILINE)
     return [f"{name}.avg.pct_of_peak_sustained_elapsed" for name in dict.fromkeys(names)]

@@ -3,9 +3,9 @@
     nvcc -arch=sm_90a -cubin ... && nvdisasm -c KERNEL.cubin > KERNEL.sass
     python benchmarks/lab/late_loads.py KERNEL.sass ...
 
-An arrival does not wait for loads before it: if it gives a place free, the copy engine may overwrite what has not been
-read yet. So some instruction must have used what was loaded. Looks at straight code alone; what is listed is to be
-judged: loads of what nobody overwrites are harmless.
+An arrival does not wait for earlier loads: if it releases a buffer, TMA may overwrite what has not been read yet. So
+some instruction must have used the loaded value. It only looks at straight-line code, and its list has to be reviewed:
+loads from memory that is not overwritten are harmless.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ __device__ void copy_bytes(Mbarrier& full, void* to, const void* from, uint32_t 
 }
 
 // The first warp fills a buffer, the second adds it up, kRounds times.
-//   BULK      the copy engine writes, else the warp's lanes do
-//   ALL_FILL  every lane of the writing warp arrives, else one behind __syncwarp
-//   ALL_FREE  every lane of the reading warp arrives, else one behind __syncwarp
+//   BULK      TMA writes, otherwise the warp's lanes do
+//   ALL_FILL  every lane of the writing warp arrives, otherwise one after __syncwarp
+//   ALL_FREE  every lane of the reading warp arrives, otherwise one after __syncwarp
 template <bool BULK, bool ALL_FILL, bool ALL_FREE>
 __global__ void hand_over(const float* from, float* to) {
   __shared__ alignas(128) float buffer[kFloats];
@@ -106,8 +106,8 @@ int main() {
   run<false, false, true>("lanes write, one arrives, all free", data, to);
   run<false, true, false>("lanes write, all arrive, one frees", data, to);
   run<false, false, false>("lanes write, one arrives, one frees", data, to);
-  run<true, false, true>("copy engine writes, all free", data, to);
-  run<true, false, false>("copy engine writes, one frees", data, to);
+  run<true, false, true>("TMA writes, all free", data, to);
+  run<true, false, false>("TMA writes, one frees", data, to);
   run_groups<true>("groups pass equally many barriers", data, to);
   run_groups<false>("groups pass different numbers of barriers", data, to);
 }

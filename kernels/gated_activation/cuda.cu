@@ -18,7 +18,7 @@ namespace {
 
 template <class T>
 constexpr bool kExact = sizeof(T) == 4;
-// Rows that a lane reads at once: as many bytes of each tensor whatever the type.
+// Rows that a lane loads at once: the same number of bytes of each tensor for all types.
 template <class T>
 constexpr int kRows = 4 / sizeof(T);
 // Blocks of the backward on a multiprocessor: up to 64 registers a thread, and up to 128 with a bias.

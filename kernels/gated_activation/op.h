@@ -34,7 +34,7 @@ struct GatedActivationBackward {
   const void* x;     // [N, 2 C], dtype; rows x_stride elements apart
   const void* bias;  // [2 C], bias_dtype, or null for 0
   void* dx;          // [N, 2 C], dtype, contiguous
-  void* dbias;       // [2 C], bias_dtype, or null when not wanted
+  void* dbias;       // [2 C], bias_dtype, or null if not needed
   float* workspace;  // CPU: gated_activation_workspace(rows, columns) floats; CUDA: 2 * parts * columns floats; unused
                      // without dbias
   int64_t rows;
@@ -45,7 +45,7 @@ struct GatedActivationBackward {
   DType dtype;
   DType bias_dtype;  // f32 on the CPU
   int threads;       // CPU
-  int parts;         // CUDA: into so many shares the rows are cut, 1 to 65535
+  int parts;         // CUDA: number of parts into which the rows are split, 1 to 65535
   int device;        // CUDA
   void* stream;      // CUDA
 };

@@ -1,4 +1,4 @@
-// RMSNorm on the CPU. Rows stay in the first-level cache between their passes, so each is read from memory once.
+// RMSNorm on the CPU. Rows stay in L1 between their passes, so each is read from memory once.
 #include "rms_norm/op.h"
 
 #include <cmath>

@@ -34,7 +34,7 @@ struct RmsNormBackward {
   const void* weight;  // [C], weight_dtype, or null for 1
   const float* rstd;   // [N]
   void* dx;            // [N, C], dtype, contiguous
-  void* dweight;       // [C], weight_dtype, or null when not wanted
+  void* dweight;       // [C], weight_dtype, or null if not needed
   float* workspace;    // CPU: rms_norm_workspace(rows, columns) floats; CUDA: blocks * columns floats
   int64_t rows;
   int64_t columns;
@@ -42,7 +42,7 @@ struct RmsNormBackward {
   DType dtype;
   DType weight_dtype;  // f32 on the CPU
   int threads;         // CPU
-  int blocks;          // CUDA: at most so many blocks share the rows
+  int blocks;          // CUDA: maximum number of blocks
   int device;          // CUDA
   void* stream;        // CUDA
 };
@@ -57,8 +57,8 @@ namespace cuda {
 // Columns are a multiple of 8, up to 8192; x, dy and weight start at multiples of 16 bytes.
 Status rms_norm_forward(const RmsNormForward&);
 Status rms_norm_backward(const WithBlockMemory<RmsNormBackward>&);
-// Bytes of shared memory that a block of the backward takes on a GPU whose blocks may have `limit`; more than that
-// where the kernels cannot run there.
+// Bytes of shared memory of a block of the backward on a GPU with a limit of `limit` bytes per block; more than `limit`
+// if the kernels cannot run there.
 int64_t rms_norm_backward_memory(int64_t columns, int64_t dtype, int64_t limit);
 }  // namespace cuda
 

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"fasttfm {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     arguments = sys.argv[1:] if arguments is None else arguments
-    named = [name for name in arguments[:1] if name in _COMMANDS]  # its module alone is imported
+    named = [name for name in arguments[:1] if name in _COMMANDS]  # only its module is imported
     modules = {name: importlib.import_module(_COMMANDS[name]) for name in named or _COMMANDS}
     for module in modules.values():
         module.add_parser(commands)

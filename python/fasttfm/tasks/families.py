@@ -65,5 +65,5 @@ def longest_input(config: Any) -> int:
     """The most tokens that the model has positions for."""
     family = family_of_type(config.model_type)
     assert family is not None
-    unused = config.pad_token_id + 1 if family.unused_positions else 0  # RoBERTa counts from behind padding
+    unused = config.pad_token_id + 1 if family.unused_positions else 0  # its positions start after the padding's
     return int(getattr(config, family.positions)) - unused
