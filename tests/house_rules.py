@@ -271,3 +271,39 @@ _BLANKED = re.compile(
 def _without_comments(text: str) -> str:
     """Comments, literals and preprocessor lines as empty lines, so that line numbers stay."""
     return _BLANKED.sub(lambda found: "\n" * found[0].count("\n"), text)
+
+
+# ---- the field's terms -----------------------------------------------------------------------------------------------
+
+# Phrases that a reader of the PTX, CUDA, PyTorch and Hugging Face documentation would have to translate, and the term.
+PHRASES = {
+    r"copy engine": "TMA",
+    r"matrix units?": "tensor cores",
+    r"second[- ]level cache": "L2",
+    r"vendor's": "cuBLAS, or torch's",
+    r"at (its|their) word": "not validated",
+    r"(masked|next|padding) words?": "tokens",
+    r"(?<!--)held[- ]out": "validation",
+    r"(to be )?judged by": "dev set",
+    r"nobody": "the passive: not requested, not validated",
+    r"of (before|now)": "the present tense, without history",
+    r"what is so": "what it is",
+}
+# Words that had become tics. Tests may use them as names.
+TICS = {
+    r"alone": "only",
+    r"behind": "after, or at the end of",
+    r"besides?": "next to, in addition to, or with",
+    r"stands?": "is, is stored, or comes",
+}
+
+
+def private_phrases(path: str, text: str) -> list[str]:
+    """Uses of ``PHRASES`` and, outside of tests, of ``TICS``. The glossary of CONTRIBUTING.md may name them."""
+    text = text.partition("\n## Vocabulary\n")[0] if path == "CONTRIBUTING.md" else text
+    terms = PHRASES if path.startswith("tests/") else {**PHRASES, **TICS}
+    return [
+        f"{path}:{text.count(chr(10), 0, found.start()) + 1}: {found[0]!r}: expected {term}"
+        for phrase, term in terms.items()
+        for found in re.finditer(rf"\b(?:{phrase})\b", text, re.IGNORECASE)
+    ]
