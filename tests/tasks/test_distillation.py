@@ -99,18 +99,18 @@ def test_a_student_begins_with_every_second_layer() -> None:
         assert not torch.equal(mine.qkv.weight, theirs[1].qkv.weight)
 
 
-@pytest.mark.parametrize("all_words", [True, False])
-def test_distilberts_terms(all_words: bool) -> None:
+@pytest.mark.parametrize("all_tokens", [True, False])
+def test_distilberts_terms(all_tokens: bool) -> None:
     given, teacher, temperature = batch(), bert(0), 2.0
     student = models.DistilBertForMaskedLM.from_teacher(bert(1)).eval()
     weights = (5.0, 2.0, 1.0)
-    recipe = DistilBertRecipe(student, teacher, temperature=temperature, weights=weights, all_words=all_words).eval()
+    recipe = DistilBertRecipe(student, teacher, temperature=temperature, weights=weights, all_tokens=all_tokens).eval()
     found = means(recipe, given)
 
     ours, theirs = (whole(model, given, output_hidden_states=True) for model in (student, teacher))
     own, other = real(ours.logits), real(theirs.logits)
     words = functional.cross_entropy(own[given.positions], given.labels)
-    rows = torch.arange(given.tokens) if all_words else given.positions
+    rows = torch.arange(given.tokens) if all_tokens else given.positions
     soft = functional.kl_div(
         (own[rows] / temperature).log_softmax(-1), (other[rows] / temperature).softmax(-1), reduction="batchmean"
     )

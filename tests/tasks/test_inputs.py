@@ -14,7 +14,7 @@ from fasttfm.models.family import Head
 from fasttfm.models.openai_gpt import task_sequence
 from fasttfm.tasks.families import base_of, family_of, longest_input, model_class
 from fasttfm.tasks.finetuning import format_of
-from fasttfm.tasks.gpt_inputs import WORDS, grow_vocabulary, with_task_words
+from fasttfm.tasks.gpt_inputs import TASK_TOKENS, grow_vocabulary, with_task_tokens
 from fasttfm.tasks.inputs import Feature, Format, Tokens, by_budget, collate
 from fasttfm.tasks.rates import Rates, default_rate, freeze
 from fasttfm.tasks.registry import TASKS
@@ -104,11 +104,11 @@ def test_positions_that_are_free() -> None:
 def test_gpt_writes_tasks_with_three_new_words() -> None:
     tokenizer = train_tokenizer("bpe", ["to be or not to be, that is the question"], 280)
     before = tokenizer.vocab_size
-    tokenizer = with_task_words(tokenizer)
+    tokenizer = with_task_tokens(tokenizer)
     assert tokenizer.vocab_size == before + 3
-    assert with_task_words(tokenizer).vocab_size == before + 3
+    assert with_task_tokens(tokenizer).vocab_size == before + 3
     form = format_of(FAMILIES["gpt"], None, tokenizer, 20)
-    start, delimiter, extract = (tokenizer.backend.token_to_id(word) for word in WORDS)
+    start, delimiter, extract = (tokenizer.backend.token_to_id(token) for token in TASK_TOKENS)
     assert sorted([start, delimiter, extract]) == [before, before + 1, before + 2]
     marks = {"start": start, "delimiter": delimiter, "extract": extract}
     assert form.two([5, 6], [7]).ids == task_sequence([5, 6], [7], **marks)

@@ -178,7 +178,7 @@ def _recipe(arguments: argparse.Namespace) -> Any:
             teacher,
             temperature=2.0 if arguments.temperature is None else arguments.temperature,
             weights=tuple(arguments.weights),
-            all_words=arguments.soft_targets == "all",
+            all_tokens=arguments.soft_targets == "all",
         )
     teacher = open_model(arguments.teacher, Head.NONE)
     student = tinybert_student(teacher, arguments.layers, arguments.width, arguments.intermediate)

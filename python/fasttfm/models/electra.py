@@ -35,7 +35,7 @@ from fasttfm.models.bert import (
 from fasttfm.models.checkpoint_files import CheckpointError
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.family import Family, Head
-from fasttfm.models.objectives import ReplacedWords
+from fasttfm.models.objectives import ReplacedTokenDetection
 from fasttfm.models.outputs import LMOutput, ModelOutput
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.roberta import ClassificationHead
@@ -360,7 +360,7 @@ FAMILY = Family(
         Head.REPLACED_TOKENS: ElectraForPreTraining,
     },
     default_size="small",
-    pretraining=ReplacedWords,
+    pretraining=ReplacedTokenDetection,
     sequences="electra",
     tokenizer="wordpiece",
     patching="electra",

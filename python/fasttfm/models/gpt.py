@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fasttfm.models.checkpoint_names import Names, Rule, rule
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.family import Family, Head
-from fasttfm.models.objectives import NextWords
+from fasttfm.models.objectives import CausalLM
 from fasttfm.models.outputs import BaseModelOutput, ClassifierOutput, DoubleHeadsOutput, LMOutput
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import Encoded, Layout, TextModel, flatten_choices, text_model
@@ -343,7 +343,7 @@ FAMILY = Family(
         Head.MULTIPLE_CHOICE: GPT2DoubleHeadsModel,
     },
     default_size="small",
-    pretraining=NextWords,
+    pretraining=CausalLM,
     sequences="causal",
     tokenizer="bpe",
     positions="n_positions",

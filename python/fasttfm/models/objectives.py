@@ -58,7 +58,7 @@ def _matrix_elements(layer: PackedLayer) -> int:
     return sum(each.weight.numel() for each in (layer.qkv, layer.out, layer.up, layer.down))
 
 
-class MaskedWords(Pretraining):
+class MaskedLM(Pretraining):
     """RoBERTa's."""
 
     terms: ClassVar[tuple[str, ...]] = ("masked_words",)
@@ -67,14 +67,14 @@ class MaskedWords(Pretraining):
         return (batch.predictions,)
 
     def forward(self, batch: Any) -> tuple[Tensor, ...]:
-        return (self.words(_encoded(self.model.encoder, batch), batch),)
+        return (self.masked_lm(_encoded(self.model.encoder, batch), batch),)
 
-    def words(self, encoded: Encoded, batch: Any) -> Tensor:
+    def masked_lm(self, encoded: Encoded, batch: Any) -> Tensor:
         loss: Tensor = self.model.lm_head.loss(encoded.x, batch.labels, positions=batch.positions, reduction="sum")
         return loss
 
 
-class WordsAndSentences(MaskedWords):
+class MaskedLMWithSentences(MaskedLM):
     """BERT's and ALBERT's."""
 
     def counts(self, batch: Any) -> tuple[int, ...]:
@@ -84,13 +84,13 @@ class WordsAndSentences(MaskedWords):
         encoded = _encoded(self.model.encoder, batch)
         logits = self.sentences(self.model.encoder.pool(encoded)).float()
         sentences = functional.cross_entropy(logits, batch.sentence_labels, reduction="sum", ignore_index=IGNORED)
-        return self.words(encoded, batch), sentences
+        return self.masked_lm(encoded, batch), sentences
 
     def sentences(self, pooled: Tensor) -> Tensor:
         raise NotImplementedError
 
 
-class NextSentence(WordsAndSentences):
+class NextSentence(MaskedLMWithSentences):
     terms = ("masked_words", "next_sentence")
 
     def sentences(self, pooled: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class NextSentence(WordsAndSentences):
         return logits
 
 
-class SentenceOrder(WordsAndSentences):
+class SentenceOrder(MaskedLMWithSentences):
     terms = ("masked_words", "sentence_order")
 
     def sentences(self, pooled: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class SentenceOrder(WordsAndSentences):
         return logits
 
 
-class ReplacedWords(Pretraining):
+class ReplacedTokenDetection(Pretraining):
     """ELECTRA's. The second term has its weight."""
 
     terms = ("masked_words", "replaced_words")
@@ -122,9 +122,9 @@ class ReplacedWords(Pretraining):
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
         )
-        words = output.generator_loss * (batch.labels != IGNORED).sum()
+        masked_lm = output.generator_loss * (batch.labels != IGNORED).sum()
         replaced = ops.replaced_token_loss(output.logits, output.replaced, mask=_real(batch), reduction="sum")
-        return words, self.model.config.discriminator_weight * replaced
+        return masked_lm, self.model.config.discriminator_weight * replaced
 
     def head_flops(self, batch: Any) -> float:
         head = self.model.generator.lm_head
@@ -133,7 +133,7 @@ class ReplacedWords(Pretraining):
         return 2.0 * (products * batch.predictions + dense * batch.tokens)
 
 
-class NextWords(Pretraining):
+class CausalLM(Pretraining):
     """The GPTs'."""
 
     terms = ("next_words",)

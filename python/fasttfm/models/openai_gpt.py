@@ -27,7 +27,7 @@ from fasttfm.models.gpt import (
     GPTConfig,
     names_of,
 )
-from fasttfm.models.objectives import NextWords
+from fasttfm.models.objectives import CausalLM
 from fasttfm.models.outputs import ClassifierOutput
 from fasttfm.nn.lm_heads import next_token_loss
 
@@ -115,7 +115,7 @@ FAMILY = Family(
         Head.MULTIPLE_CHOICE: OpenAIGPTDoubleHeadsModel,
     },
     command="gpt",
-    pretraining=NextWords,
+    pretraining=CausalLM,
     sequences="causal",
     tokenizer="bpe",
     positions="n_positions",

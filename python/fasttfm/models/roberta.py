@@ -24,7 +24,7 @@ from fasttfm.models.bert import (
 )
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.family import Family, Head
-from fasttfm.models.objectives import MaskedWords
+from fasttfm.models.objectives import MaskedLM
 from fasttfm.models.text_model import Encoded
 from fasttfm.nn import MaskedLMHead, PackedBatch
 
@@ -141,7 +141,7 @@ FAMILY = Family(
         Head.MULTIPLE_CHOICE: RobertaForMultipleChoice,
         Head.PRETRAINING: RobertaForMaskedLM,
     },
-    pretraining=MaskedWords,
+    pretraining=MaskedLM,
     sequences="single",
     tokenizer="bpe",
     separators=2,

@@ -74,7 +74,7 @@ class DistilBertRecipe(Recipe):
         student: A masked-LM model, as wide as the teacher.
         teacher: One with the same vocabulary.
         weights: The weights of the three terms.
-        all_words: Whether the soft targets are those of every token, as the paper's, or of masked ones only, which
+        all_tokens: Whether the soft targets are those of every token, as the paper's, or of masked ones only, which
             are about a seventh.
     """
 
@@ -87,7 +87,7 @@ class DistilBertRecipe(Recipe):
         *,
         temperature: float = 2.0,
         weights: tuple[float, float, float] = (5.0, 2.0, 1.0),
-        all_words: bool = True,
+        all_tokens: bool = True,
     ) -> None:
         super().__init__(student, teacher)
         for name in ("vocab_size", "hidden_size"):
@@ -99,10 +99,10 @@ class DistilBertRecipe(Recipe):
             at_least("weights", weight, 0)
         if not any(weights):
             raise ValueError(f"weights: expected at least one above 0, got {weights}")
-        self.temperature, self.weights, self.all_words = temperature, weights, all_words
+        self.temperature, self.weights, self.all_tokens = temperature, weights, all_tokens
 
     def counts(self, batch: Any) -> tuple[float, ...]:
-        return (batch.tokens if self.all_words else batch.predictions, batch.predictions, batch.tokens)
+        return (batch.tokens if self.all_tokens else batch.predictions, batch.predictions, batch.tokens)
 
     def forward(self, batch: Any) -> tuple[Tensor, ...]:
         student, teacher = self.both(batch)
@@ -110,7 +110,7 @@ class DistilBertRecipe(Recipe):
         words = head.loss(student.x, batch.labels, positions=batch.positions) * batch.predictions
         cosine = (1 - functional.cosine_similarity(student.x.float(), teacher.x.float(), dim=-1)).sum()
         x, y = student.x, teacher.x
-        if not self.all_words:
+        if not self.all_tokens:
             x, y = (rows.index_select(0, batch.positions) for rows in (x, y))
         with torch.no_grad():
             y = theirs.transform(y)

@@ -15,7 +15,7 @@ from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
 from fasttfm.models.family import Family
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.families import checked, family_of, longest_input, model_class
-from fasttfm.tasks.gpt_inputs import WORDS, grow_vocabulary, with_task_words
+from fasttfm.tasks.gpt_inputs import TASK_TOKENS, grow_vocabulary, with_task_tokens
 from fasttfm.tasks.inputs import Feature, Format, TaskBatch, by_budget
 from fasttfm.tasks.rates import Rates
 from fasttfm.tasks.registry import TASKS
@@ -66,30 +66,30 @@ def prepare(
         raise ValueError(f"{name}: expected a model that reads text, got {family.title}, which has no tokenizer")
     model_cls = model_class(family, kind.head, name)
     config: Any = model_cls.config_class.from_pretrained(directory)
-    words = load_tokenizer(directory if tokenizer is None else tokenizer)
+    text_tokenizer = load_tokenizer(directory if tokenizer is None else tokenizer)
     if family.causal:
-        words = with_task_words(words)
-    elif words.vocab_size > config.vocab_size:
-        got = f"a tokenizer with {words.vocab_size}"
+        text_tokenizer = with_task_tokens(text_tokenizer)
+    elif text_tokenizer.vocab_size > config.vocab_size:
+        got = f"a tokenizer with {text_tokenizer.vocab_size}"
         raise DataError(f"{directory}: expected no more tokens than the model's {config.vocab_size}, got {got}")
     longest = longest_input(config)
     length = min(longest, kind.max_length) if max_length is None else max_length
     if length > longest:
         raise ValueError(f"max_length: expected no more than the model's {longest} positions, got {length}")
-    form = format_of(family, config, words, length)
+    form = format_of(family, config, text_tokenizer, length)
     if form.room < 2:
         least = length - form.room + 2
         raise ValueError(
             f"max_length: expected at least {least} tokens, for two texts and what is around, got {length}"
         )
-    language = Language(words, family, form)
+    language = Language(text_tokenizer, family, form)
     known = label_names(config) if labels is None else labels
     task = kind(language, train, known=known, **options)
     model = checked(model_cls.from_pretrained(directory, dtype=torch.float32, **task.configuration()), directory)
-    grow_vocabulary(model, words.vocab_size)
+    grow_vocabulary(model, text_tokenizer.vocab_size)
     task.adjust(model)
     if model.config.pad_token_id is None:
-        model.config.pad_token_id = words.special.pad
+        model.config.pad_token_id = text_tokenizer.special.pad
     return model, task
 
 
@@ -102,7 +102,7 @@ def label_names(config: Any) -> list[str]:
 def format_of(family: Family, config: Any, tokenizer: Tokenizer, max_length: int) -> Format:
     """The family's sequence format of one text or two."""
     if family.causal:
-        start, delimiter, extract = (tokenizer.backend.token_to_id(word) for word in WORDS)
+        start, delimiter, extract = (tokenizer.backend.token_to_id(token) for token in TASK_TOKENS)
         return Format([start], [delimiter], [extract], max_length, segments=False)
     first, last = tokenizer.special.cls, tokenizer.special.sep
     if first is None or last is None:

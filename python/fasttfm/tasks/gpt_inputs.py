@@ -14,14 +14,14 @@ from fasttfm.tasks.families import base_of
 
 Module = TypeVar("Module", bound=nn.Module)
 
-WORDS = ("<start>", "<delimiter>", "<extract>")
+TASK_TOKENS = ("<start>", "<delimiter>", "<extract>")
 
 
-def with_task_words(tokenizer: Tokenizer) -> Tokenizer:
+def with_task_tokens(tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer with the three tokens at the end of its vocabulary, unless it already has them."""
     from tokenizers import AddedToken
 
-    tokenizer.backend.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in WORDS])
+    tokenizer.backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in TASK_TOKENS])
     return Tokenizer(tokenizer.backend, tokenizer.special, lowercase=tokenizer.lowercase)
 
 
