@@ -329,6 +329,51 @@ PyObject* signature(PyObject*, PyObject* const* given, Py_ssize_t count) noexcep
 PyMethodDef signature_definition = {"signature", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(signature)),
                                     METH_FASTCALL, "signature(kinds: str, *tensors: Tensor | None) -> bytes | None"};
 
+// ---- tables ----------------------------------------------------------------------------------------------------------
+
+bool is_contiguous(const Tensor& tensor) {
+  int64_t next = 1;
+  for (int32_t i = tensor.dimensions - 1; i >= 0; next *= tensor.shape[i--])
+    if (tensor.shape[i] != 1 && tensor.strides[i] != next) return false;
+  return true;
+}
+
+bool is_alike(const Tensor& a, const Tensor& b) {
+  return a.given == b.given && (!a.given || (a.type == b.type && a.device == b.device && same_shape(a, b)));
+}
+
+// Writes the addresses of tensors, 0 for None, to `target`. Returns the code of their type, if all are contiguous, of
+// one type and on one device, and of the shapes of the first `period` of them again and again; kMixed otherwise, and
+// kUnread where some are no plain tensors or torch does not say how to read them.
+int64_t tensor_table(const py::list& tensors, uintptr_t target, size_t period) {
+  constexpr int64_t kMixed = -1, kUnread = -2;
+  if (torch.exchange == nullptr || period == 0) return kUnread;
+  auto* addresses = reinterpret_cast<int64_t*>(target);
+  std::vector<Tensor> first;
+  const Tensor* some = nullptr;
+  bool mixed = false;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    PyObject* object = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
+    Tensor tensor;
+    if (object != Py_None) {
+      tensor.given = true;
+      if (!is_plain_type(object) || !read_exchanged(object, tensor) || tensor.data == nullptr) {
+        PyErr_Clear();
+        return kUnread;
+      }
+    }
+    addresses[i] = reinterpret_cast<int64_t>(tensor.data);
+    if (i < period) first.push_back(tensor);
+    mixed = mixed || !is_alike(tensor, first[i % period]) || (tensor.given && !is_contiguous(tensor));
+  }
+  for (const Tensor& tensor : first) {
+    if (!tensor.given) continue;
+    if (some == nullptr) some = &tensor;
+    mixed = mixed || tensor.type != some->type || tensor.device != some->device;
+  }
+  return mixed || some == nullptr ? kMixed : static_cast<int64_t>(some->type);
+}
+
 // ---- torch -----------------------------------------------------------------------------------------------------------
 
 PyObject* held(const py::object& from, const char* name) { return py::getattr(from, name, py::none()).release().ptr(); }
@@ -365,6 +410,7 @@ void add_call(Module& module, Call call) {
 
 void bind_tensors(py::module_& python) {
   python.def("use_torch", &use_torch, py::arg("torch"));
+  python.def("tensor_table", &tensor_table, py::arg("tensors"), py::arg("target"), py::arg("period"));
   python.attr("signature") = py::reinterpret_steal<py::object>(PyCFunction_New(&signature_definition, nullptr));
 }
 

@@ -14,7 +14,7 @@ class Module {
 
 void raise_unless_ok(const Status& status);
 
-// Adds what calls of tensors need: use_torch() and signature().
+// Adds what calls of tensors need: use_torch(), signature() and tensor_table().
 void bind_tensors(pybind11::module_& python);
 
 }  // namespace fasttfm

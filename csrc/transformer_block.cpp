@@ -31,7 +31,7 @@ FASTTFM_BINDING(transformer_block) {
                 FORWARD(residual), FORWARD(y), FORWARD(z));                                                         \
   bind_launcher(module, "transformer_block_backward_" #DEVICE, &DEVICE::transformer_block_backward, CALL(BACKWARD), \
                 BACKWARD(z), BACKWARD(dy), BACKWARD(dz), BACKWARD(dx), BACKWARD(dresidual), BACKWARD(gradients),    \
-                BACKWARD(block_memory))
+                BACKWARD(block_memory), BACKWARD(part), BACKWARD(dout), BACKWARD(dqkv))
   BIND(cpu);
 #ifdef FASTTFM_WITH_HOPPER
   BIND(cuda);

@@ -102,7 +102,7 @@ Status transformer_block_forward(const TransformerForward& call) {
 }
 
 Status transformer_block_backward(const TransformerBackward& call) {
-  const Status status = check_types(call);
+  const Status status = check_part(call, check_types(call));
   return status.code == StatusCode::ok ? Backward<Cpu>(call).run() : status;
 }
 

@@ -141,7 +141,7 @@ Status transformer_block_forward(const TransformerForward& call) {
 }
 
 Status transformer_block_backward(const TransformerBackward& call) {
-  const Status status = check_call(call);
+  const Status status = check_part(call, check_call(call));
   if (status.code != StatusCode::ok) return status;
   const DeviceGuard guard(call.device);
   if (guard.status().code != StatusCode::ok) return guard.status();

@@ -137,6 +137,13 @@ inline Status check_shape(const TransformerShape& shape) {
   return {};
 }
 
+// The same for a backward, after what was `found` of its shape.
+inline Status check_part(const TransformerBackward& call, const Status& found) {
+  if (found.code == StatusCode::ok && call.part != BackwardPart::whole && call.layers != 1)
+    return bad_size("transformer_block: parts are of one layer");
+  return found;
+}
+
 template <class Device>
 Status write_sizes(const TransformerSizes& call) {
   const Status status = check_shape(call);

@@ -48,8 +48,12 @@ class Backward {
       // In a post-LN model the gradients of x and of the stream are one sum.
       void* stream = layer > 0 ? scratch(kStreamA) : pre ? call_.dresidual : call_.dx;
       void* dx = !pre ? stream : layer > 0 ? scratch(kDx) : call_.dx;
-      feed_forward_block(layer, dy, dz);
-      attention_block(layer, stream, dx);
+      if (call_.part != BackwardPart::after_attention) {
+        feed_forward_block(layer, dy, dz);
+        projection(layer, stream);
+      }
+      if (call_.part == BackwardPart::whole) attention(layer);
+      if (call_.part != BackwardPart::before_attention) input(layer, stream, dx);
       dy = dx;
       dz = pre ? stream : nullptr;
     }
@@ -94,18 +98,24 @@ class Backward {
     meet(scratch(kDh), parameter(layer, kUpWeight), call_.intermediate, stream, scratch(kDy1));
   }
 
-  void attention_block(int64_t layer, void* stream, void* dx) {
+  void* dout() const { return call_.part == BackwardPart::whole ? scratch(kDout) : call_.dout; }
+  const void* dqkv() const { return call_.part == BackwardPart::whole ? scratch(kDqkv) : call_.dqkv; }
+
+  void projection(int64_t layer, void* stream) {
     const bool separate = separate_branch(call_, call_.threshold_a), pre = call_.pre_norm != 0;
     void* dbranch = separate ? scratch(kDBranchA) : stream;
     add_norm(layer, kParametersA,
              {pre ? scratch(kDy1) : scratch(kStreamB), pre ? scratch(kStreamB) : nullptr, kept(layer, kKeptZ1),
               statistics(layer, kKeptStatistics1), stream, separate ? dbranch : nullptr});
     weight_gradient(layer, kOutWeight, dbranch, kept(layer, kKeptOut), call_.width, call_.width);
-    steps_(Device::gemm, product_of(call_, dbranch, parameter(layer, kOutWeight), false, scratch(kDout), call_.width,
+    steps_(Device::gemm, product_of(call_, dbranch, parameter(layer, kOutWeight), false, dout(), call_.width,
                                     call_.width, workspace()));
-    attention(layer);
-    weight_gradient(layer, kQkvWeight, scratch(kDqkv), input_of(layer), 3 * call_.width, call_.width);
-    meet(scratch(kDqkv), parameter(layer, kQkvWeight), 3 * call_.width, stream, dx);
+  }
+
+  void input(int64_t layer, void* stream, void* dx) {
+    if (gradient(layer, kQkvBias) != nullptr && !sums_come_along()) column_sums(layer);
+    weight_gradient(layer, kQkvWeight, dqkv(), input_of(layer), 3 * call_.width, call_.width);
+    meet(dqkv(), parameter(layer, kQkvWeight), 3 * call_.width, stream, dx);
   }
 
   // The gradient dy weight of a block's input: added to that of the stream in a post-LN model, else dx.
@@ -175,26 +185,30 @@ class Backward {
     return y1;
   }
 
-  // The gradient of qkv, and its sum over all tokens, which is that of the bias.
+  // Whether attention gives the sums of dqkv over all tokens, the gradient of its bias.
+  bool sums_come_along() const { return call_.part == BackwardPart::whole && Device::sums_columns(call_); }
+
   void attention(int64_t layer) {
-    void *dqkv = scratch(kDqkv), *sums = gradient(layer, kQkvBias);
+    void* to = scratch(kDqkv);
     auto own = attention_of<AttentionBackward>(call_, layer, kept(layer, kKeptQkv), workspace());
     const int64_t part = call_.width * size_of(call_.dtype);
     own.dout = scratch(kDout);
     own.out = kept(layer, kKeptOut);
     own.lse = statistics(layer, kKeptLse);
-    own.dq = dqkv;
-    own.dk = at(dqkv, part);
-    own.dv = at(dqkv, 2 * part);
+    own.dq = to;
+    own.dk = at(to, part);
+    own.dv = at(to, 2 * part);
     own.dq_token_stride = own.dk_token_stride = own.dv_token_stride = 3 * call_.width;
     own.dq_head_stride = own.dk_head_stride = own.dv_head_stride = own.head_dim;
-    const bool with_sums = sums != nullptr && Device::sums_columns(call_);
-    if (with_sums) Device::set_column_sums(call_, sums, &own);
+    void* sums = gradient(layer, kQkvBias);
+    if (sums != nullptr && sums_come_along()) Device::set_column_sums(call_, sums, &own);
     steps_(Device::attention_backward, own);
-    if (sums == nullptr || with_sums) return;
+  }
+
+  void column_sums(int64_t layer) {
     ColumnSum columns{};
-    columns.x = dqkv;
-    columns.sum = sums;
+    columns.x = dqkv();
+    columns.sum = gradient(layer, kQkvBias);
     columns.workspace = static_cast<float*>(workspace());
     columns.rows = call_.tokens;
     columns.columns = columns.x_stride = 3 * call_.width;

@@ -84,6 +84,10 @@ struct TransformerForward : TransformerCall {
   void* z;               // [T, C], residual_dtype, in a pre-LN model; else null
 };
 
+// A backward of one layer can be cut in two where attention's is another's: the first part ends with the gradient of
+// attention's output, the second starts with that of qkv.
+enum class BackwardPart : int32_t { whole = 0, before_attention = 1, after_attention = 2 };
+
 struct TransformerBackward : TransformerCall {
   const void* z;             // the forward's, in a pre-LN model; else null
   const void* dy;            // [T, C], dtype
@@ -92,6 +96,9 @@ struct TransformerBackward : TransformerCall {
   void* dresidual;           // [T, C], residual_dtype, in a pre-LN model; else null
   const int64_t* gradients;  // [layers, kTransformerParameters] addresses
   int64_t block_memory;      // CUDA: bytes of shared memory that a block may use
+  BackwardPart part;
+  void* dout;        // [T, C], dtype: written before attention; unused for the whole
+  const void* dqkv;  // [T, 3 C], dtype: read after attention; unused for the whole
 };
 
 namespace cpu {

@@ -93,9 +93,10 @@ class Problem:
     def leaves(self) -> list[Tensor]:
         return [each for each in (self.x, self.residual, *self.parameters()) if each is not None]
 
-    def op_by_op(self) -> tuple[Tensor, Tensor | None]:
+    def op_by_op(self, backend: str | None = "own") -> tuple[Tensor, Tensor | None]:
+        """By default with the kernels that the native layers run."""
         x, residual = self.x, self.residual
-        options = self.options._replace(backend="cuda") if x.is_cuda else self.options
+        options = self.options._replace(backend=x.device.type if backend == "own" else backend)
         for index, layer in enumerate(self.layers):
             seeds = None if self.seeds is None else self.seeds[index]
             x, residual = transformer_block(x, residual, self.cu_seqlens, seeds, options, layer)
@@ -252,6 +253,36 @@ def test_a_backward_that_does_not_fit_is_run_by_the_ops(
 
     monkeypatch.setattr(transformer_native, "backward", refused)
     assert different(problem.results(problem.in_one_call), expected) == []
+
+
+@pytest.mark.parametrize(("device", "dtype", "parameter_dtype"), DEVICES)
+@pytest.mark.parametrize("pre_norm", [False, True], ids=["post-LN", "pre-LN"])
+def test_attention_s_backward_by_another_backend(
+    device: str,
+    dtype: torch.dtype,
+    parameter_dtype: torch.dtype,
+    pre_norm: bool,
+    same_products: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large layers of short sequences: on a GPU Triton's kernels are the faster ones."""
+    problem = Problem(device, dtype, parameter_dtype, pre_norm=pre_norm, options=OPTIONS._replace(**RATES))
+    monkeypatch.setattr(transformer_stack, "_LARGE", 1)
+    calls: list[Tensor] = []
+    backward = transformer_stack._attention_backward
+    monkeypatch.setattr(
+        transformer_stack, "_attention_backward", lambda *call: (calls.append(call[-1]), backward(*call))[1]
+    )
+    if device == "cpu":  # as if there were another one
+
+        def other(batch: Any, layers: Any, own: Any, options: Any, kept: Tensor, z: Any) -> Any:
+            _, saved = transformer_native.kept_tensors(batch, layers, options, kept, z, 0)
+            return lambda dout: transformer_stack._attention_backward(batch, options, saved, dout)
+
+        monkeypatch.setattr(transformer_stack, "_faster_attention", other)
+    found = problem.results(problem.in_one_call)
+    assert len(calls) == len(problem.layers)
+    assert different(found, problem.results(lambda: problem.op_by_op(backend=None))) == []
 
 
 @takes_cpu

@@ -126,7 +126,7 @@ def _forward(
 
     product = linear.matmul(x, own.qkv_weight.t(), own.qkv_bias)
     qkv = product.view(tokens, 3, options.heads, columns // options.heads)
-    out, lse = attention(qkv, None, None, *_attention_options(qkv, cu_seqlens, seeds[0], options))
+    out, lse = attention(qkv, None, None, *attention_options(qkv, cu_seqlens, seeds[0], options))
     branch = linear.matmul(out.view(tokens, columns), own.out_weight.t())
     norm_a = (own.norm_a_weight, own.norm_a_bias, own.out_bias, *_dropout(cu_seqlens, seeds[1], options.p_a))
     stream = x if residual is None else residual
@@ -239,7 +239,7 @@ class BlockBackward:
 
         dropout = _dropout(cu_seqlens, seed_a, options.p_a)
         dout, dstream = self.projection(dy1, dz1, saved.out, saved.z1, saved.statistics1, dropout)
-        attention = _attention_options(saved.qkv, cu_seqlens, seed, options)
+        attention = attention_options(saved.qkv, cu_seqlens, seed, options)
         dqkv = self.attention(dout, saved.qkv, saved.out, saved.lse, attention)
         return self.qkv(dqkv, x, dstream)
 
@@ -363,7 +363,7 @@ def _dropout(cu_seqlens: Tensor, seed: Tensor | None, p: float) -> Dropout:
     return (None, None, 0.0) if seed is None else (cu_seqlens, seed, p)
 
 
-def _attention_options(qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, options: BlockOptions) -> tuple[Any, ...]:
+def attention_options(qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, options: BlockOptions) -> tuple[Any, ...]:
     """The arguments of attention's registered ops after q, k and v."""
     window = (options.window_left, options.window_right)
     scale, p = qkv.shape[-1] ** -0.5, 0.0 if seed is None else options.attention_p

@@ -11,7 +11,7 @@ import math
 import operator
 import platform
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -181,7 +181,7 @@ def forward(
     batch: Batch,
     residual: Tensor | None,
     layers: Layers,
-    own: Sequence[Tensor | None],
+    own: list[Tensor | None],
     options: BlockOptions,
     *,
     training: bool,
@@ -209,44 +209,65 @@ def forward(
 def backward(
     batch: Batch,
     layers: Layers,
-    own: Sequence[Tensor | None],
+    own: list[Tensor | None],
     options: BlockOptions,
     kept: Tensor,
     z: Tensor | None,
     *,
     dy: Tensor,
     dz: Tensor | None,
-    gradients: Sequence[Tensor | None],
+    gradients: list[Tensor | None],
+    attention: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of x and of the stream; writes the parameters' ``gradients``, of those that are not None."""
+    """The gradients of x and of the stream; writes the parameters' ``gradients``, of those that are not None.
+
+    ``attention`` returns the gradient of qkv for that of attention's output, in the place of the core's own kernels:
+    for one layer.
+    """
     x = batch.x
     shape = _shape(batch, layers, options, training=True)
     scratch = _bytes(_memory(x.is_cuda, tuple(shape.values())).backward, x)
     dx, dresidual = torch.empty_like(x), None if z is None else torch.empty_like(z)
     table, targets = _table(own), _table(gradients)
-    run = _native.core().transformer_block_backward_cuda if x.is_cuda else _native.core().transformer_block_backward_cpu
-    run(
+    fields = {
         **shape,
         **_call_fields(batch, layers, options, kept, scratch),
-        parameters=table.buffer_info()[0],
-        z=_native.address(z),
-        dy=dy.data_ptr(),
-        dz=_native.address(dz),
-        dx=dx.data_ptr(),
-        dresidual=_native.address(dresidual),
-        gradients=targets.buffer_info()[0],
-        block_memory=_native.block_memory(x.get_device()) if x.is_cuda else 0,
-    )
+        "parameters": table.buffer_info()[0],
+        "z": _native.address(z),
+        "dy": dy.data_ptr(),
+        "dz": _native.address(dz),
+        "dx": dx.data_ptr(),
+        "dresidual": _native.address(dresidual),
+        "gradients": targets.buffer_info()[0],
+        "block_memory": _native.block_memory(x.get_device()) if x.is_cuda else 0,
+    }
+    run = _native.core().transformer_block_backward_cuda if x.is_cuda else _native.core().transformer_block_backward_cpu
+    if attention is None:
+        run(**fields, part=_WHOLE, dout=0, dqkv=0)
+        return dx, dresidual
+    dout = torch.empty_like(x)
+    run(**fields, part=_BEFORE_ATTENTION, dout=dout.data_ptr(), dqkv=0)
+    dqkv = attention(dout)
+    run(**fields, part=_AFTER_ATTENTION, dout=0, dqkv=dqkv.data_ptr())
     return dx, dresidual
+
+
+_WHOLE, _BEFORE_ATTENTION, _AFTER_ATTENTION = range(3)  # kernels/transformer_block/op.h: BackwardPart
 
 
 def _bytes(count: int, x: Tensor) -> Tensor:
     return torch.empty(count, dtype=torch.uint8, device=x.device)
 
 
-def _table(tensors: Sequence[Tensor | None]) -> array[int]:
+def _table(tensors: list[Tensor | None]) -> array[int]:
     """Addresses as the core reads them, 0 for None."""
+    table = array("q", bytes(8 * len(tensors)))
+    if _native.core().tensor_table(tensors, table.buffer_info()[0], PARAMETERS) != _UNREAD:
+        return table
     return array("q", [0 if each is None else each.data_ptr() for each in tensors])
+
+
+_UNREAD = -2  # torch before 2.10 does not say how its tensors are read
 
 
 _SHAPE = (

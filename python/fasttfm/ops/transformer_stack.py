@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,12 +15,16 @@ from torch import Tensor
 from fasttfm import _native
 from fasttfm.kernels.common.rows import contiguous_rows
 from fasttfm.ops import linear, transformer_native
+from fasttfm.ops.attention import TABLE as ATTENTION
+from fasttfm.ops.attention import backward_op as attention_backward_op
 from fasttfm.ops.backends import Backend, BackendTable, always
 from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, unshared
 from fasttfm.ops.transformer_block import (
     BlockBackward,
     BlockOptions,
     BlockParameters,
+    Saved,
+    attention_options,
     kept_of,
     separate_seeds,
     transformer_block,
@@ -101,10 +106,9 @@ def _run_native(
 def _parts(x: Tensor, seeds: Tensor | None, layers: Layers) -> list[tuple[Layers, Tensor | None]]:
     """The layers of each autograd node, and their seeds: all in one, unless layers are large, some gradients are not
     wanted, or gradients are used layer by layer: by processes that exchange them, or by hooks."""
-    tokens, width = x.shape
     single = (
         layers.depth == 1
-        or tokens * width * width >= _LARGE
+        or _is_large(x)
         or (torch.distributed.is_available() and torch.distributed.is_initialized())
         or not all(map(_requires_grad, layers.present))
         or any(map(_hooks_of, layers.present))
@@ -118,6 +122,11 @@ def _parts(x: Tensor, seeds: Tensor | None, layers: Layers) -> list[tuple[Layers
         own = None if seeds is None else seeds[index : index + 1]
         parts.append((layers._replace(given=given, present=present, depth=1), own))
     return parts
+
+
+def _is_large(x: Tensor) -> bool:
+    tokens, width = x.shape
+    return tokens * width * width >= _LARGE
 
 
 def _in_type(layers: Layers, dtype: torch.dtype, *, copies: bool) -> list[Tensor | None]:
@@ -173,13 +182,41 @@ class _TransformerStack(OpFunction):
         gradients = _gradients_like(ctx.own, wanted, layers)
         arguments = (batch, layers, ctx.own, ctx.options, kept, z)
         try:
-            dx, dresidual = transformer_native.backward(*arguments, dy=dy, dz=dz, gradients=gradients)
+            dx, dresidual = transformer_native.backward(
+                *arguments, dy=dy, dz=dz, gradients=gradients, attention=_faster_attention(*arguments)
+            )
         except _native.DoesNotFit:  # a part of the GPU is too small for blocks that wait for each other
             dx, dresidual, gradients = _backward_op_by_op(*arguments, dy, dz, wanted)
         return dx, dresidual, None, None, None, None, *_summed(gradients, layers)
 
 
 _INPUTS = 6  # of the node before the parameters
+
+
+def _faster_attention(
+    batch: Batch, layers: Layers, own: list[Tensor | None], options: BlockOptions, kept: Tensor, z: Tensor | None
+) -> Callable[[Tensor], Tensor] | None:
+    """Attention's backward by the op, where a layer is large and another backend than CUDA's is the faster one."""
+    x = batch.x
+    if not x.is_cuda or layers.depth > 1 or not _is_large(x) or options.backend is not None:
+        return None
+    _, saved = transformer_native.kept_tensors(batch, layers, options, kept, z, 0)
+    bounds = {"max_seqlen": options.max_seqlen, "max_seqlen_k": options.max_seqlen}
+    window = (options.window_left, options.window_right)
+    q, k, v = saved.qkv.unbind(-3)
+    chosen = ATTENTION.select_backward(None, q, k, v, window=window, cu_seqlens=batch.cu_seqlens, **bounds)
+    return None if chosen.name == "cuda" else functools.partial(_attention_backward, batch, options, saved)
+
+
+def _attention_backward(batch: Batch, options: BlockOptions, saved: Saved, dout: Tensor) -> Tensor:
+    """The gradient of qkv."""
+    seed, _, _ = separate_seeds(None if batch.seeds is None else batch.seeds[0], options)
+    call = attention_options(saved.qkv, batch.cu_seqlens, seed, options)
+    out = saved.out
+    dqkv: Tensor = attention_backward_op.implementation(
+        dout.view_as(out), saved.qkv, None, None, out, saved.lse, *call
+    )[0]
+    return dqkv
 
 
 def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
@@ -213,7 +250,7 @@ def _summed(gradients: Sequence[Tensor | None], layers: Layers) -> Sequence[Tens
     return totals
 
 
-def _gradients_like(own: Sequence[Tensor | None], wanted: Sequence[bool], layers: Layers) -> list[Tensor | None]:
+def _gradients_like(own: list[Tensor | None], wanted: Sequence[bool], layers: Layers) -> list[Tensor | None]:
     """Room for the gradients, in the parameters' type: one tensor for all layers' parameters of one kind."""
     if layers.depth == 1:
         return [
@@ -233,7 +270,7 @@ def _gradients_like(own: Sequence[Tensor | None], wanted: Sequence[bool], layers
 def _backward_op_by_op(
     batch: Batch,
     layers: Layers,
-    own: Sequence[Tensor | None],
+    own: list[Tensor | None],
     options: BlockOptions,
     kept: Tensor,
     z: Tensor | None,
