@@ -22,8 +22,8 @@ constexpr int kMostOrdered = 4096;  // sequences; each is compared with all othe
 // block.
 __device__ __forceinline__ void rank_sequence(const Parameters& p, int sequence) {
   const auto work = [&](int which) {
-    const Span q = span_of(p.cu_seqlens, p.lengths, which, p.queries, p.max_seqlen);
-    const Span k = span_of(p.cu_seqlens_k, p.lengths_k, which, p.keys, p.max_seqlen_k);
+    const StoredSpan q = span_of(p.cu_seqlens, p.lengths, which, p.queries, p.max_seqlen);
+    const StoredSpan k = span_of(p.cu_seqlens_k, p.lengths_k, which, p.keys, p.max_seqlen_k);
     return divide_up(k.length, kKeys) * (divide_up(q.length, kQueries) + 1);
   };
   const int own = work(sequence);
@@ -37,10 +37,10 @@ __device__ __forceinline__ void rank_sequence(const Parameters& p, int sequence)
 
 // Writes zeros to the gradients of a (sequence, head) that has no queries or no keys. Called by a whole block.
 template <class T>
-__device__ __forceinline__ void store_empty_rows(const Parameters& p, int sequence, int head, const Span& q) {
-  const Span k = span_of(p.cu_seqlens_k, p.lengths_k, sequence, p.keys, p.max_seqlen_k);
+__device__ __forceinline__ void store_empty_rows(const Parameters& p, int sequence, int head, const StoredSpan& q) {
+  const StoredSpan k = span_of(p.cu_seqlens_k, p.lengths_k, sequence, p.keys, p.max_seqlen_k);
   if (q.length > 0 && k.length > 0) return;
-  const auto zeros = [&](const Output& output, const Span& span) {
+  const auto zeros = [&](const Output& output, const StoredSpan& span) {
     store_zeros<kStatisticsThreads>(row_of<T>(output, p, sequence, head, span.first), output.token, span.stored);
   };
   zeros(p.dq, q);
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kStatisticsThreads)
                       float delta_scale) {
   constexpr int kRow = HEAD_DIM / kVector;  // threads
   const int head = blockIdx.y, sequence = blockIdx.z;
-  const Span q = span_of(p.cu_seqlens, p.lengths, sequence, p.queries, p.max_seqlen);
+  const StoredSpan q = span_of(p.cu_seqlens, p.lengths, sequence, p.queries, p.max_seqlen);
   const int first = blockIdx.x * kQueries;
   if (p.progress != nullptr && blockIdx.x + head + sequence == 0)
     for (int i = threadIdx.x; i < kMostBlocks; i += kStatisticsThreads) p.progress[i] = 0;

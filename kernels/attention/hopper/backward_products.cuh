@@ -401,7 +401,7 @@ class KeyWarpgroup {
 // end. This is for a (sequence, head) that has queries and keys; statistics_kernel() writes the zeros of the others.
 template <class T, bool CAUSAL>
 __device__ __forceinline__ void store_zero_rows(const Parameters& p, const Unit<CAUSAL>& unit) {
-  const auto zeros = [&](const Output& output, const Span& span, int begin, int end) {
+  const auto zeros = [&](const Output& output, const StoredSpan& span, int begin, int end) {
     if (begin < end)
       store_zeros(row_of<T>(output, p, unit.sequence, unit.head, span.first + begin), output.token, end - begin);
   };

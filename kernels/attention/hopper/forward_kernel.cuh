@@ -16,6 +16,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention/hopper/dropout.cuh"
+#include "attention/hopper/forward_schedule.cuh"
 #include "attention/hopper/forward_steps.cuh"
 #include "attention/hopper/forward_tiles.cuh"
 #include "attention/hopper/forward_weights.cuh"
@@ -201,9 +203,10 @@ class Consumer {
     return static_cast<int>((static_cast<uint32_t>(group) + S::kGroups - turn) % S::kGroups);
   }
 
+  // arrive_warp() with elect.sync.
   static __device__ __forceinline__ void release(Mbarrier& empty) {
     __syncwarp();
-    if (elect_one()) empty.arrive();
+    if (kWarpArrivals > 1 || elect_one()) empty.arrive();
   }
 
   // The low words of the descriptors of k and v in a slot.

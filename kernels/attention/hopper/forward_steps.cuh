@@ -7,6 +7,7 @@
 
 #include "attention/hopper/forward_tiles.cuh"
 #include "attention/hopper/forward_weights.cuh"
+#include "attention/hopper/mask.cuh"
 #include "attention/hopper/named_barriers.h"
 #include "common/cuda/approximations.cuh"
 #include "common/cuda/hopper.cuh"
@@ -64,33 +65,6 @@ __device__ __forceinline__ void issue_values(float (&o)[S::kHeadDim / 2], uint32
   for (int step = 0; step < S::kKeys / 16; ++step)
     wgmma<T, Major::mn>(o, weights + 4 * step, tile_descriptor(v + (step * kMnMajorStep >> 4)));
   wgmma_commit();
-}
-
-// ---- masks -----------------------------------------------------------------------------------------------------------
-
-// The thread's index in its warpgroup. Reads threadIdx.x again at each call, so that it occupies no register in
-// between.
-__device__ __forceinline__ int thread_in_group() { return static_cast<int>(reload_tid() % kWarpgroup); }
-
-// The first of the thread's two rows among the warpgroup's 64 queries; the other one is 8 further.
-__device__ __forceinline__ int row_in_group() {
-  const int number = thread_in_group();
-  return number / 32 * 16 + number % 32 / 4;
-}
-
-// Sets the scores of keys past the end, and of keys that a query does not attend to, to -infinity. diagonal: the number
-// of keys that the warpgroup's first query attends to, if causal.
-template <class S, bool CAUSAL>
-__device__ __forceinline__ void mask_step(float (&s)[S::kKeys / 2], int block, int k_length, int diagonal) {
-  const int key = block * S::kKeys;
-  if (key + S::kKeys <= (CAUSAL ? min(k_length, diagonal) : k_length))
-    return;  // all queries attend to all of the step's keys
-  int limit[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-    limit[half] =
-        (CAUSAL ? min(k_length, diagonal + row_in_group() + 8 * half) : k_length) - key - thread_in_group() % 4 * 2;
-  mask_scores(s, limit);
 }
 
 // ---- results ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,174 @@
+// The Hopper attention forward's tiles of queries, and the scheduler that assigns them to blocks.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/hopper/forward_shape.cuh"
+#include "attention/hopper/seqlen.cuh"
+
+namespace fasttfm {
+namespace cuda {
+
+// One tile of queries of one head.
+struct alignas(16) QueryTile {
+  int sequence;  // -1: there are no more tiles
+  int head;
+  int first;     // its first query, counted from the sequence's first
+  int q_length;  // number of queries and keys of the sequence
+  int k_length;
+  int out_row;  // row of the head's first query in [tokens * heads, D]
+  int lse_row;  // index of the head's first query in lse
+  int blocks;   // number of steps of keys that some query of the tile attends to
+
+  // The number of keys that a causal query attends to: the last query is aligned with the last key.
+  __device__ __forceinline__ int causal_keys(int query) const { return query + 1 + k_length - q_length; }
+
+  // The number of warpgroups that have queries in it, 64 each.
+  template <class S>
+  __device__ __forceinline__ int parts() const {
+    return max(min((q_length - first + 63) >> 6, S::kQueries / 64), 1);
+  }
+
+  // The number of steps of keys for the `count` queries from `query` on.
+  template <class S, bool CAUSAL>
+  __device__ __forceinline__ int steps(int query, int count) const {
+    int keys = query < q_length ? k_length : 0;
+    if (CAUSAL) keys = min(keys, causal_keys(min(query + count, q_length) - 1));
+    return static_cast<int>(static_cast<unsigned>(max(keys, 0) + S::kKeys - 1) / S::kKeys);
+  }
+
+  // The end of the rows of results that are written.
+  __device__ __forceinline__ int rows(const ForwardParams& p) const { return p.packed() ? q_length : p.queries; }
+};
+
+// Assigns tiles to a block, in ascending order of their index: neighbouring tiles share keys, which are then in L2. All
+// lanes of a warp call it together.
+template <class S, bool CAUSAL>
+class TileScheduler {
+ public:
+  explicit __device__ __forceinline__ TileScheduler(const ForwardParams& params)
+      : p(params), number(static_cast<int>(blockIdx.x)) {
+    if (p.packed()) load_group();
+    if (p.batched == 0) number *= p.tiles;
+    fetch_next_tile();
+  }
+
+  // Returns the block's next tile; after the last one its sequence is -1.
+  __device__ __forceinline__ QueryTile take() {
+    const int current = number;
+    if (p.next != nullptr)
+      number = static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, fetched, 0);
+    else if (p.batched > 0)
+      number += static_cast<int>(gridDim.x);
+    else
+      number += (number + 1) % p.tiles != 0 ? 1 : static_cast<int>(gridDim.x - 1) * p.tiles + 1;
+    fetch_next_tile();
+    QueryTile tile = p.packed() ? packed_tile(current) : dense_tile(current);
+    if (tile.sequence < 0) return tile;
+    tile.blocks = tile.steps<S, CAUSAL>(tile.first, S::kQueries);
+    return tile;
+  }
+
+  int q_first = 0, k_first = 0;  // rows of the tile's first query and key; within its sequence if dense
+
+ private:
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+  // Prefetches the index of the tile after the next one, so that nothing waits for the atomic here.
+  __device__ __forceinline__ void fetch_next_tile() {
+    if (p.next != nullptr && lane() == 0) fetched = atomicAdd(p.next, 1);
+  }
+
+  __device__ __forceinline__ QueryTile dense_tile(int index) {
+    QueryTile tile;
+    // The order is: step by step, all heads of a batch; causal tiles with the most keys come first.
+    const int pairs = p.sequences * p.heads, batched = max(p.batched, 1);
+    const int batch = index / (batched * p.tiles), rest = index - batch * batched * p.tiles;
+    const int size = max(min(batched, pairs - batch * batched), 1);
+    const int step = CAUSAL ? p.tiles - 1 - rest / size : rest / size;
+    const int pair = batch * batched + rest % size;
+    if (index >= pairs * p.tiles) {
+      tile.sequence = -1;
+      return tile;
+    }
+    tile.sequence = pair / p.heads;
+    tile.head = pair - tile.sequence * p.heads;
+    tile.first = step * S::kQueries;
+    tile.q_length = dense_length(p.lengths, tile.sequence, p.queries);
+    tile.k_length = dense_length(p.lengths_k, tile.sequence, p.keys);
+    tile.out_row = tile.sequence * p.queries * p.heads + tile.head;
+    tile.lse_row = pair * p.queries;
+    q_first = tile.first;
+    return tile;
+  }
+
+  // Longer sequences come first, so that blocks finish at about the same time: round 0 has those above half of the
+  // longest length, round 1 those above a quarter, round 2 all others.
+  static constexpr int kRounds = 3;
+  __device__ __forceinline__ int round_of(int length) const {
+    return length > p.max_seqlen / 2 ? 0 : length > p.max_seqlen / 4 ? 1 : 2;
+  }
+
+  // Lane i loads the span of sequence 32 * group + i and computes the number of tiles up to its end. Rows after the
+  // last sequence are treated as one more sequence, without keys.
+  __device__ __forceinline__ void load_group() {
+    const int sequence = 32 * group + lane();
+    span = {0, 0};
+    if (sequence < p.sequences) span = packed_span(p.cu_seqlens, sequence, p.queries, p.max_seqlen);
+    if (sequence == p.sequences) {
+      const int first = min(max(p.cu_seqlens[sequence], 0), p.queries);
+      span = {first, p.queries - first};
+    }
+    end = start + (round_of(span.length) == round ? (span.length + S::kQueries - 1) / S::kQueries * p.heads : 0);
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int before = __shfl_up_sync(0xffffffffu, end - start, distance);
+      if (lane() >= distance) end += before;
+    }
+  }
+
+  __device__ __forceinline__ QueryTile packed_tile(int index) {
+    QueryTile tile;
+    unsigned after = __ballot_sync(0xffffffffu, end > index);
+    while (after == 0) {
+      start = __shfl_sync(0xffffffffu, end, 31);
+      ++group;
+      if (32 * group > p.sequences) {
+        group = 0;
+        ++round;
+      }
+      if (round == kRounds) {
+        tile.sequence = -1;
+        return tile;
+      }
+      load_group();
+      after = __ballot_sync(0xffffffffu, end > index);
+    }
+    const int owner = __ffs(static_cast<int>(after)) - 1;
+    tile.sequence = 32 * group + owner;
+    const int origin = __shfl_sync(0xffffffffu, span.first, owner);
+    tile.q_length = __shfl_sync(0xffffffffu, span.length, owner);
+    const int tiles = (tile.q_length + S::kQueries - 1) / S::kQueries;
+    const int index_in_sequence = index - (__shfl_sync(0xffffffffu, end, owner) - tiles * p.heads);
+    tile.head = index_in_sequence / tiles;
+    const int step = index_in_sequence - tile.head * tiles;
+    tile.first = (CAUSAL ? tiles - 1 - step : step) * S::kQueries;
+    tile.out_row = origin * p.heads + tile.head;
+    tile.lse_row = tile.head * p.queries + origin;
+    q_first = origin + tile.first;
+    Span keys = {0, 0};
+    if (tile.sequence < p.sequences) keys = packed_span(p.cu_seqlens_k, tile.sequence, p.keys, p.max_seqlen_k);
+    k_first = keys.first;
+    tile.k_length = keys.length;
+    return tile;
+  }
+
+  const ForwardParams& p;
+  int number;
+  int fetched = 0;                               // in lane 0
+  int round = 0, group = 0, start = 0, end = 0;  // packed: see load_group()
+  Span span = {0, 0};
+};
+
+}  // namespace cuda
+}  // namespace fasttfm

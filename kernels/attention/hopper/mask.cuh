@@ -1,0 +1,47 @@
+// Masks of scores in the register layout of wgmma's accumulator (hopper.cuh).
+#pragma once
+
+#include <cmath>
+
+#include "common/cuda/hopper.cuh"
+
+namespace fasttfm {
+namespace cuda {
+
+constexpr float kMinusInfinity = -INFINITY;
+
+// Sets the scores of keys from limit[half] on, counted from the thread's first key of the step, to -infinity.
+template <int COUNT>
+__device__ __forceinline__ void mask_scores(float (&s)[COUNT], const int (&limit)[2]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i)
+    if (i / 4 * 8 + i % 2 >= limit[i / 2 % 2]) s[i] = kMinusInfinity;
+}
+
+// The thread's index in its warpgroup. Reads threadIdx.x again at each call, so that it occupies no register in
+// between.
+__device__ __forceinline__ int thread_in_group() { return static_cast<int>(reload_tid() % kWarpgroup); }
+
+// The first of the thread's two rows among the warpgroup's 64 queries; the other one is 8 further.
+__device__ __forceinline__ int row_in_group() {
+  const int number = thread_in_group();
+  return number / 32 * 16 + number % 32 / 4;
+}
+
+// Sets the scores of keys past the end, and of keys that a query does not attend to, to -infinity. diagonal: the number
+// of keys that the warpgroup's first query attends to, if causal.
+template <class S, bool CAUSAL>
+__device__ __forceinline__ void mask_step(float (&s)[S::kKeys / 2], int block, int k_length, int diagonal) {
+  const int key = block * S::kKeys;
+  if (key + S::kKeys <= (CAUSAL ? min(k_length, diagonal) : k_length))
+    return;  // all queries attend to all of the step's keys
+  int limit[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    limit[half] =
+        (CAUSAL ? min(k_length, diagonal + row_in_group() + 8 * half) : k_length) - key - thread_in_group() % 4 * 2;
+  mask_scores(s, limit);
+}
+
+}  // namespace cuda
+}  // namespace fasttfm
