@@ -17,9 +17,9 @@
 #include <cstdint>
 
 #include "attention/hopper/dropout.cuh"
+#include "attention/hopper/forward_memory.cuh"
 #include "attention/hopper/forward_schedule.cuh"
 #include "attention/hopper/forward_steps.cuh"
-#include "attention/hopper/forward_tiles.cuh"
 #include "attention/hopper/forward_weights.cuh"
 #include "attention/hopper/named_barriers.h"
 #include "common/cuda/hopper.cuh"

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "attention/hopper/forward_tiles.cuh"
+#include "attention/hopper/forward_memory.cuh"
 #include "attention/hopper/forward_weights.cuh"
 #include "attention/hopper/mask.cuh"
 #include "attention/hopper/named_barriers.h"
