@@ -84,6 +84,13 @@ def forbidden_includes(path: str, text: str) -> list[str]:
     return [f"{path}: {found.strip()}" for found in pattern.findall(text)]
 
 
+def anonymous_namespaces(path: str, text: str) -> list[str]:
+    """A header has no anonymous namespace: every file that includes it would get its own copy of the types in it."""
+    if not path.endswith((".h", ".cuh")):
+        return []
+    return [f"{path}: anonymous namespace in a header"] * len(re.findall(r"^\s*namespace\s*\{", text, re.MULTILINE))
+
+
 # ---- which way the imports run ---------------------------------------------------------------------------------------
 
 # A room is a module or package directly under fasttfm; `fasttfm` is the package's own __init__, `peers` is

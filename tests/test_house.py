@@ -54,6 +54,11 @@ def test_includes() -> None:
     assert [violation for path, text in found for violation in rules.forbidden_includes(path, text)] == []
 
 
+def test_no_header_has_an_anonymous_namespace() -> None:
+    found = list(sources(*CPP, folders=("kernels", "csrc")))
+    assert [violation for path, text in found for violation in rules.anonymous_namespaces(path, text)] == []
+
+
 def test_imports_run_one_way() -> None:
     found = dict(modules())
     assert {"fasttfm", "fasttfm.ops.layer_norm", "fasttfm.kernels.layer_norm.triton"} <= found.keys()
@@ -133,6 +138,13 @@ def test_a_stray_kernel_file_is_found(tmp_path: Path) -> None:
 )
 def test_forbidden_includes_are_found(path: str, line: str, allowed: bool) -> None:
     assert (rules.forbidden_includes(path, f"#pragma once\n{line}\n") == []) is allowed
+
+
+def test_anonymous_namespaces_are_found() -> None:
+    text = "namespace fasttfm {\nnamespace {\n}  // namespace\n}\n"
+    assert len(rules.anonymous_namespaces("kernels/scale/tiles.cuh", text)) == 1
+    assert rules.anonymous_namespaces("kernels/scale/cuda.cu", text) == []
+    assert rules.anonymous_namespaces("kernels/scale/op.h", text.replace("namespace {", "namespace scale {")) == []
 
 
 @pytest.mark.parametrize(
