@@ -76,7 +76,7 @@ class PackedBatch:
         if attention_mask is not None:
             checks.check_shape(_NAME, "attention_mask", attention_mask, (batch, sequence))
             return PackedBatch.from_mask(attention_mask)
-        return _full(input_ids)
+        return PackedBatch.full(input_ids)
 
     @staticmethod
     def from_mask(mask: Tensor) -> PackedBatch:
@@ -89,11 +89,18 @@ class PackedBatch:
         lengths = there.sum(1)
         tokens = int(lengths.sum())
         if tokens == there.size:
-            return _full(mask)
+            return PackedBatch.full(mask)
         boundaries = on_device(np.concatenate([[0], lengths.cumsum()]).astype(np.int32), mask.device)
         if bool((there[:, 1:] <= there[:, :-1]).all()):  # padding follows the tokens
             return PackedBatch(boundaries, shape[1], tokens, shape)
         return PackedBatch(boundaries, shape[1], tokens, shape, on_device(np.flatnonzero(there), mask.device))
+
+    @staticmethod
+    def full(x: Tensor) -> PackedBatch:
+        """Boundaries of a batch ``[B, S]`` without padding."""
+        batch, sequence = x.shape
+        boundaries = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * sequence
+        return PackedBatch(boundaries, sequence, batch * sequence, (batch, sequence))
 
     def pack(self, x: Tensor) -> Tensor:
         """Something of every token, ``[B, S, ...]``, without padding: ``[T, ...]``. What is packed already stays."""
@@ -103,7 +110,7 @@ class PackedBatch:
             raise checks.bad_value(_NAME, "x", f"shape {self.shape} and more", f"shape {tuple(x.shape)}")
         if self.indices is not None:
             return x.flatten(0, 1).index_select(0, self.indices)
-        if self._full():
+        if self.is_full:
             return x.flatten(0, 1)
         return ops.pack(x, self.cu_seqlens, total=self.tokens)
 
@@ -114,13 +121,13 @@ class PackedBatch:
         if self.indices is not None:
             rows = self.shape[0] * self.shape[1]
             return x.new_zeros(rows, *x.shape[1:]).index_copy(0, self.indices, x).unflatten(0, self.shape)
-        if self._full():
+        if self.is_full:
             return x.unflatten(0, self.shape)
         return ops.unpack(x, self.cu_seqlens, self.shape[1])
 
     def per_sequence(self, x: Tensor, *, fill: float) -> Tensor:
         """``[T, ...]`` as ``[sequences, S, ...]``, for packed batches too; ``fill`` where there is no token."""
-        if self._full():
+        if self.is_full:
             return self.unpack(x)
         padded = ops.unpack(x, self.cu_seqlens, self.max_seqlen) if self.shape is None else self.unpack(x)
         ones = torch.ones(self.tokens, dtype=torch.bool, device=x.device)
@@ -151,7 +158,9 @@ class PackedBatch:
         """Each token's column in the padded batch, where that is not its number in its own sequence."""
         return None if self.indices is None or self.shape is None else self.indices % self.shape[1]
 
-    def _full(self) -> bool:
+    @property
+    def is_full(self) -> bool:
+        """Whether the batch has no padding."""
         return self.shape is not None and self.tokens == self.shape[0] * self.shape[1]
 
 
@@ -169,17 +178,10 @@ def _from_traced_mask(mask: Tensor) -> PackedBatch:
     """For a mask whose values cannot be read while a graph is traced."""
     tokens = int(mask.sum())
     if tokens == mask.numel():
-        return _full(mask)
+        return PackedBatch.full(mask)
     indices = ops.token_indices_from_mask(mask, total=tokens)
     shape = (mask.shape[0], mask.shape[1])
     return PackedBatch(ops.cu_seqlens_from_mask(mask), shape[1], tokens, shape, indices)
-
-
-def _full(x: Tensor) -> PackedBatch:
-    """Boundaries of a batch ``[B, S]`` without padding."""
-    batch, sequence = x.shape
-    boundaries = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * sequence
-    return PackedBatch(boundaries, sequence, batch * sequence, (batch, sequence))
 
 
 def on_device(values: np.ndarray, device: torch.device) -> Tensor:

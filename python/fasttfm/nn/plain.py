@@ -88,6 +88,41 @@ def is_watched(module: nn.Module) -> bool:
     )
 
 
+class Tree:
+    """A module and all modules below it, as they are now: what follows from the tree has to be worked out again only if
+    it ``is_unchanged`` no longer. A copy or a pickle of a tree is None: it would describe other modules.
+
+    Args:
+        root: The module.
+        is_idle: Says of a module's forward hooks whether they do nothing now.
+    """
+
+    def __init__(self, root: nn.Module, is_idle: Callable[[dict[int, Any]], bool] = lambda hooks: False) -> None:
+        self.root, self._is_idle = root, is_idle
+        self._nodes = [(each, each.__dict__, type(each), dict(each._modules)) for each in root.modules()]
+
+    def is_unchanged(self) -> bool:
+        """Whether the tree has the same modules, of the same classes, and no module is watched."""
+        if _has_any_global_hook():
+            return False
+        for module, own, kind, children in self._nodes:  # a loop without calls: it runs before every forward
+            if (
+                module.__class__ is not kind
+                or (own["_forward_hooks"] and not self._is_idle(own["_forward_hooks"]))
+                or own["_forward_pre_hooks"]
+                or own["_backward_hooks"]
+                or own["_backward_pre_hooks"]
+                or own["_modules"] != children
+                or "forward" in own
+                or "_compiled_call_impl" in own
+            ):
+                return False
+        return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
 def has_own_forward(module: nn.Module) -> bool:
     """Whether something has put a forward before that of the module's class, as Accelerate does to offload modules."""
     return "forward" in module.__dict__

@@ -9,6 +9,7 @@ from transformers.models.albert import modeling_albert as theirs
 from transformers.pytorch_utils import apply_chunking_to_forward
 
 from fasttfm.patching import heads, packing, parts
+from fasttfm.patching.stack import LayerModules
 
 
 class AlbertEmbeddings(parts.Embeddings, theirs.AlbertEmbeddings): ...
@@ -45,7 +46,29 @@ class AlbertLayer(parts.Patched, theirs.AlbertLayer):
         return parts.product(self.ffn_output, hidden)[0]
 
 
-class AlbertTransformer(packing.PackedLayers, theirs.AlbertTransformer): ...
+class AlbertTransformer(packing.PackedLayers, theirs.AlbertTransformer):
+    def before_layers(self, x: Tensor) -> Tensor:
+        y: Tensor = self.embedding_hidden_mapping_in(x)
+        return y
+
+    def layer_modules(self) -> list[LayerModules]:
+        count = self.config.num_hidden_layers
+        groups = [int(index / (count / self.config.num_hidden_groups)) for index in range(count)]
+        return [_modules_of(layer) for group in groups for layer in self.albert_layer_groups[group].albert_layers]
+
+
+def _modules_of(layer: Any) -> LayerModules:
+    attention = layer.attention
+    return LayerModules(
+        layer,
+        attention,
+        attention.num_attention_heads,
+        attention.attention_dropout,
+        *(attention.query, attention.key, attention.value),
+        *(attention.dense, attention.output_dropout, attention.LayerNorm),
+        *(layer.ffn, layer.activation),
+        *(layer.ffn_output, None, layer.full_layer_layer_norm),
+    )
 
 
 class AlbertMLMHead(parts.Patched, theirs.AlbertMLMHead):

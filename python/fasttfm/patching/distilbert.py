@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.models.distilbert import modeling_distilbert as theirs
 
 from fasttfm.patching import heads, packing, parts
+from fasttfm.patching.stack import LayerModules
 
 
 class Embeddings(parts.Embeddings, theirs.Embeddings):
@@ -48,7 +49,23 @@ class TransformerBlock(parts.Patched, theirs.TransformerBlock):
         return parts.residual_norm(self.output_layer_norm, self.ffn(x), x)
 
 
-class Transformer(packing.PackedLayers, theirs.Transformer): ...
+class Transformer(packing.PackedLayers, theirs.Transformer):
+    def layer_modules(self) -> list[LayerModules]:
+        return [_modules_of(layer) for layer in self.layer]
+
+
+def _modules_of(layer: Any) -> LayerModules:
+    attention, mlp = layer.attention, layer.ffn
+    return LayerModules(
+        layer,
+        attention,
+        attention.n_heads,
+        attention.dropout,
+        *(attention.q_lin, attention.k_lin, attention.v_lin),
+        *(attention.out_lin, None, layer.sa_layer_norm),
+        *(mlp.lin1, mlp.activation),
+        *(mlp.lin2, mlp.dropout, layer.output_layer_norm),
+    )
 
 
 class DistilBertForMaskedLM(heads.MaskedLMLoss, theirs.DistilBertForMaskedLM):

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from fasttfm.nn import PackedBatch
+
 
 def create_mask(
     batch_size: int,
@@ -47,11 +49,28 @@ def create_mask(
         return explicit
     if attention_mask is None or masking_utils.is_tracing(attention_mask):  # its values cannot be looked at
         return attention_mask
-    gaps = attention_mask[:, 1:] & ~attention_mask[:, :-1]
-    full, in_front = torch.stack([attention_mask.all(), ~gaps.any()]).tolist()
-    if full:
+    batch = PackedBatch.from_mask(attention_mask)
+    if batch.is_full:
         return None
-    return attention_mask.sum(1).int() if in_front and (not causal or q_length == kv_length) else attention_mask
+    in_front = batch.indices is None and (not causal or q_length == kv_length)
+    mask = batch.cu_seqlens.diff() if in_front else attention_mask
+    setattr(mask, _LAYOUT, batch)  # the mask's values are known now, and need not be waited for again
+    return mask
+
+
+_LAYOUT = "_fasttfm_layout"
+
+
+def layout_of(mask: Tensor | None, x: Tensor) -> PackedBatch:
+    """The tokens of a batch ``x`` [B, S, ...], from ``create_mask``'s lengths [B] or mask [B, S]."""
+    if mask is None:
+        return PackedBatch.full(x[..., 0])
+    known: PackedBatch | None = getattr(mask, _LAYOUT, None)
+    if known is not None:
+        return known
+    if mask.dim() == 1:
+        mask = torch.arange(x.shape[1], device=mask.device) < mask[:, None]
+    return PackedBatch.from_mask(mask)
 
 
 def is_explicit(mask: Tensor | None) -> bool:

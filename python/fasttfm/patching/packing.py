@@ -1,4 +1,4 @@
-"""Layers over packed tokens: padding is removed before the first and restored, as zeros, after the last."""
+"""Encoders over packed tokens: padding is removed before the first layer and restored, as zeros, after the last."""
 
 from __future__ import annotations
 
@@ -6,54 +6,94 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
 
-from fasttfm import ops
 from fasttfm.nn import PackedBatch
 from fasttfm.patching.attention import captured
+from fasttfm.patching.masks import layout_of
 from fasttfm.patching.parts import Patched
+from fasttfm.patching.stack import LayerModules, stack_of
 
 
 class PackedLayers(Patched):
     """A stack of layers whose forward takes ``hidden_states`` and ``attention_mask``.
 
-    Layers see a batch of one row with all tokens, [1, T, C], and attention gets the sequence boundaries by the
-    arguments that transformers has for that. Padding stays if the hidden states of each layer are requested, if a graph
-    is compiled (its shapes would depend on the mask's values), or if a mask is more than padding.
+    If nothing watches the modules in it, the layers run as one stack, and none of them is called (stack.py). Otherwise
+    they are called with a batch of one row with all tokens, [1, T, C], and attention gets the sequence boundaries by
+    the arguments that transformers has for that. Padding stays if the hidden states of each layer are requested, if a
+    graph is compiled (its shapes would depend on the mask's values), or if a mask is more than padding.
     """
 
-    does = "padding: removed before the layers; its rows are 0 after them"
+    does = "layers: one call for all of them, without padding, whose rows are 0 after them"
+    keeps_padding = False  # whether padding's rows are computed
+    output_class: type = BaseModelOutput
+
+    def layer_modules(self) -> list[LayerModules]:
+        """The layers in order."""
+        raise NotImplementedError
+
+    def before_layers(self, x: Tensor) -> Tensor:
+        """What is computed before the first layer."""
+        return x
 
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         forward = super().forward  # type: ignore[misc]
-        if _as_it_comes(hidden_states, attention_mask, args, kwargs):
+        if _is_special(hidden_states, attention_mask, args, kwargs) or (
+            self.keeps_padding and attention_mask is not None
+        ):
             return forward(hidden_states, attention_mask, *args, **kwargs)
-        batch = _layout(attention_mask, hidden_states)
-        boundaries = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
-        bounds = {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}
-        output = forward(batch.pack(hidden_states)[None], None, **kwargs, **boundaries, **bounds)
-        output.last_hidden_state = batch.unpack(output.last_hidden_state[0])
-        return output
+        batch = layout_of(attention_mask, hidden_states)
+        stack = stack_of(self)
+        if stack is not None:
+            y = stack.run(self.before_layers(batch.pack(hidden_states)), batch.cu_seqlens, batch.max_seqlen)
+            if y is not None:
+                return self.output_class(last_hidden_state=batch.unpack(y))
+        if attention_mask is None:
+            return forward(hidden_states, attention_mask, *args, **kwargs)
+        return _called(forward, hidden_states, batch, kwargs)
 
 
-_DECODERS = ("encoder_hidden_states", "past_key_values", "use_cache", "cu_seq_lens_q")
+class BertLayers(PackedLayers):
+    """With the names that BERT's family gives the modules of a layer."""
+
+    output_class = BaseModelOutputWithPastAndCrossAttentions
+
+    def layer_modules(self: Any) -> list[LayerModules]:
+        return [_of_bert(layer) for layer in self.layer]
 
 
-def _as_it_comes(x: Tensor, mask: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether there is no padding to remove, or none can be removed."""
-    if mask is None or mask.dim() > 2 or mask.shape[0] != x.shape[0] or torch.compiler.is_compiling():
+def _of_bert(layer: Any) -> LayerModules:
+    attention, after, output = layer.attention.self, layer.attention.output, layer.output
+    return LayerModules(
+        layer,
+        attention,
+        attention.num_attention_heads,
+        attention.dropout,
+        *(attention.query, attention.key, attention.value),
+        *(after.dense, after.dropout, after.LayerNorm),
+        *(layer.intermediate.dense, layer.intermediate.intermediate_act_fn),
+        *(output.dense, output.dropout, output.LayerNorm),
+    )
+
+
+def _called(forward: Any, x: Tensor, batch: PackedBatch, kwargs: dict[str, Any]) -> Any:
+    """The layers' own calls, over packed tokens."""
+    boundaries = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
+    bounds = {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}
+    output = forward(batch.pack(x)[None], None, **kwargs, **boundaries, **bounds)
+    output.last_hidden_state = batch.unpack(output.last_hidden_state[0])
+    return output
+
+
+# Arguments that change nothing about an encoder's layers.
+_HARMLESS = frozenset(("position_ids", "num_items_in_batch", "return_dict", "encoder_attention_mask"))
+
+
+def _is_special(x: Tensor, mask: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call asks for more than the last layer's states of tokens."""
+    if torch.compiler.is_compiling() or (mask is not None and (mask.dim() > 2 or mask.shape[0] != x.shape[0])):
         return True
-    if any(each is not None for each in args) or any(kwargs.get(name) not in (None, False) for name in _DECODERS):
-        return True
-    return captured("hidden_states") or captured("attentions")
-
-
-def _layout(mask: Any, x: Tensor) -> PackedBatch:
-    """The tokens of a batch [B, S], from their numbers [B] or a mask [B, S]."""
-    batch, sequence = x.shape[:2]
-    if mask.dim() == 2:
-        tokens = int(mask.sum())
-        indices = ops.token_indices_from_mask(mask, total=tokens)
-        return PackedBatch(ops.cu_seqlens_from_mask(mask), sequence, tokens, (batch, sequence), indices)
-    return PackedBatch(ops.cu_seqlens_from_lengths(mask), sequence, int(mask.sum()), (batch, sequence))
+    asked = any(value is not None and value is not False and name not in _HARMLESS for name, value in kwargs.items())
+    return asked or any(each is not None for each in args) or captured("hidden_states") or captured("attentions")

@@ -45,7 +45,8 @@ def patch(model: nn.Module, *, remove_padding: bool | None = None, logits_in_tra
     before = model.config._attn_implementation  # type: ignore[union-attr]
     model.set_attn_implementation("fasttfm")  # type: ignore[operator]
     setattr(model, _BEFORE, before)
-    table = _table(family, remove_padding=remove_padding, logits_in_training=logits_in_training)
+    table = _table(family, logits_in_training=logits_in_training)
+    packed_layers = load("packing").PackedLayers
     report = PatchReport(type(model).__name__)
     for name, module in model.named_modules():
         ours = table.get(type(module))
@@ -54,6 +55,8 @@ def patch(model: nn.Module, *, remove_padding: bool | None = None, logits_in_tra
         elif ours is not None:
             module.__class__ = ours
             report.changed[ours.does] = report.changed.get(ours.does, 0) + 1
+            if isinstance(module, packed_layers):
+                module.keeps_padding = not remove_padding
     report.left |= _left(model, family, remove_padding=remove_padding, logits_in_training=logits_in_training)
     return report
 
@@ -70,7 +73,11 @@ def unpatch(model: nn.Module) -> None:
     if wrapped:
         got = ", ".join(sorted(each.__name__ for each in wrapped))
         raise ValueError(f"unpatch: model: expected patched modules without wrappers around them, got {got}")
+    packed_layers, forget = load("packing").PackedLayers, load("stack").forget
     for module in model.modules():
+        if isinstance(module, packed_layers):
+            del module.keeps_padding
+            forget(module)
         module.__class__ = originals.get(type(module), type(module))
     model.set_attn_implementation(getattr(model, _BEFORE))  # type: ignore[operator]
     delattr(model, _BEFORE)
@@ -93,15 +100,12 @@ def _family(model: Any) -> ModuleType:
     return family
 
 
-def _table(
-    family: ModuleType, *, remove_padding: bool = True, logits_in_training: bool = False
-) -> dict[type, type[Any]]:
-    """transformers' classes and ours in their place."""
-    parts, heads, packing = load("parts"), load("heads"), load("packing")
+def _table(family: ModuleType, *, logits_in_training: bool = False) -> dict[type, type[Any]]:
+    """transformers' classes, and the ones that replace them."""
+    parts, heads = load("parts"), load("heads")
     table: dict[type, type[Any]] = {nn.LayerNorm: parts.LayerNorm}
     for ours in family.CLASSES:
-        wanted = remove_padding or not issubclass(ours, packing.PackedLayers)
-        if wanted and not (logits_in_training and issubclass(ours, heads.LossHead)):
+        if not (logits_in_training and issubclass(ours, heads.LossHead)):
             table[next(base for base in ours.__mro__ if not issubclass(base, parts.Patched))] = ours
     return table
 

@@ -1,0 +1,200 @@
+"""An encoder of transformers as one stack of post-LN layers, which calls none of the modules in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fasttfm import ops
+from fasttfm.nn.packed_layer import draw_seeds
+from fasttfm.nn.plain import Tree, activation_name, dropout_rate, is_plain
+from fasttfm.ops import linear
+from fasttfm.ops.backends import requested
+from fasttfm.ops.library import PLAIN_TENSORS, needs_gradient
+from fasttfm.ops.transformer_block import BlockOptions, BlockParameters, transformer_block
+
+_PLAIN = frozenset((*PLAIN_TENSORS, type(None)))
+# Containers whose forward is known: transformers' own, patched or not.
+_KNOWN = ("transformers.models.", "fasttfm.patching.", "torch.nn.modules.container")
+
+
+class LayerModules(NamedTuple):
+    """The modules of a layer by what they do; those of another name in each family."""
+
+    layer: Any  # may recompute itself in the backward (gradient checkpointing)
+    attention: Any  # has scaling and the training flag
+    heads: int
+    attention_dropout: Any
+    query: Any
+    key: Any
+    value: Any
+    out: Any
+    dropout_a: Any  # of attention's output; None if nothing is dropped
+    norm_a: Any
+    up: Any
+    activation: Any
+    down: Any
+    dropout_b: Any
+    norm_b: Any
+
+    def linears(self) -> tuple[Any, ...]:
+        return self.query, self.key, self.value, self.out, self.up, self.down
+
+    def leaves(self) -> list[Any]:
+        others = (self.norm_a, self.norm_b, self.dropout_a, self.dropout_b)
+        return [*self.linears(), *(each for each in others if each is not None)]
+
+
+class Stack:
+    """The layers of an encoder, read once for a tree of modules."""
+
+    def __init__(self, encoder: nn.Module, layers: Sequence[LayerModules]) -> None:
+        self.tree = Tree(encoder, _collect_outputs)
+        unique = {id(each.layer): each for each in layers}  # ALBERT's are one layer again and again
+        self.order = [list(unique).index(id(each.layer)) for each in layers]
+        self.layers = layers = list(unique.values())
+        self.width = layers[0].query.in_features if layers and isinstance(layers[0].query, nn.Linear) else 0
+        known = {id(leaf) for layer in layers for leaf in (*layer.leaves(), layer.activation, layer.attention_dropout)}
+        containers = [each for each in encoder.modules() if id(each) not in known]
+        self.fusable = (
+            bool(layers)
+            and all(
+                type(each).__module__.startswith(_KNOWN)
+                for each in containers
+                if next(each.children(), None) is not None
+            )
+            and all(self._is_fusable(layer) for layer in layers)
+        )
+        rows = [(*layer.linears(), layer.norm_a, layer.norm_b) for layer in layers]
+        # In the order of _parameters().
+        self._owners = [(each._parameters, name) for row in rows for each in row for name in ("weight", "bias")]
+
+    def _is_fusable(self, layer: LayerModules) -> bool:
+        square = (self.width, self.width)
+        return (
+            is_plain(*layer.leaves())
+            and activation_name(layer.activation) is not None
+            and all(tuple(each.weight.shape) == square for each in (layer.query, layer.key, layer.value, layer.out))
+        )
+
+    def options(self, max_seqlen: int) -> BlockOptions | None:
+        """What all layers have in common; None if they differ, or ask for what a stack does not do."""
+        found = {self._options(layer, max_seqlen) for layer in self.layers}
+        return found.pop() if len(found) == 1 else None
+
+    def _options(self, layer: LayerModules, max_seqlen: int) -> BlockOptions | None:
+        attention, dropout_a, dropout_b = layer.attention, layer.dropout_a, layer.dropout_b
+        checkpointed = layer.layer.training and getattr(layer.layer, "gradient_checkpointing", False)
+        if checkpointed or attention.is_causal or attention.scaling != (self.width // layer.heads) ** -0.5:
+            return None
+        name = activation_name(layer.activation)
+        assert name is not None
+        return BlockOptions(
+            heads=layer.heads,
+            max_seqlen=max_seqlen,
+            window_left=-1,
+            window_right=-1,
+            activation=ops.ACTIVATIONS[name],
+            attention_p=getattr(layer.attention_dropout, "p", 0.0) if attention.training else 0.0,
+            p_a=0.0 if dropout_a is None else dropout_rate(dropout_a),
+            p_b=0.0 if dropout_b is None else dropout_rate(dropout_b),
+            eps_a=layer.norm_a.eps,
+            eps_b=layer.norm_b.eps,
+            recompute=False,
+            keep_activation=False,
+            backend=requested(None),
+        )
+
+    def run(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor | None:
+        """The last layer's output for packed ``x`` [T, C]; None if the layers have to be called."""
+        values: list[Any] = [owner.get(name) for owner, name in self._owners]
+        options = self.options(max_seqlen)
+        (x,) = linear.autocast(x)
+        dtypes = {each.dtype for each in values if each is not None}
+        # Autocast casts fp32 weights; without it torch's linear layers take tensors of one type only.
+        typed = len(dtypes) == 1 and (dtypes == {x.dtype} or torch.is_autocast_enabled(x.device.type))
+        if options is None or not typed or not _PLAIN.issuperset(map(type, values)) or not x.is_contiguous():
+            return None
+        drops = options.attention_p > 0 or options.p_a > 0 or options.p_b > 0
+        seeds = draw_seeds(x.device, len(self.order)) if drops else None
+        layers = self._parameters(values)
+        for index, place in enumerate(self.order):
+            own = None if seeds is None else seeds[index]
+            x, _ = transformer_block(x, None, cu_seqlens, own, options, layers[place])
+        return x
+
+    def _parameters(self, values: list[Any]) -> list[BlockParameters]:
+        size, count = 16, len(self.layers)
+        rows = [values[first : first + size] for first in range(0, size * count, size)]
+        weights = join([row[place] for row in rows for place in (0, 2, 4)])
+        biases = join([row[place] for row in rows for place in (1, 3, 5)])
+        return [
+            BlockParameters(weight, bias, *row[6:8], *row[12:14], *row[8:12], *row[14:])
+            for weight, bias, row in zip(weights, biases, rows, strict=True)
+        ]
+
+
+def _collect_outputs(hooks: dict[int, Any]) -> bool:
+    """Whether hooks are those that transformers leaves in a model after its layers' outputs were once requested: they
+    do nothing unless they are requested again."""
+    return all(getattr(hook, "__module__", "") == "transformers.utils.output_capturing" for hook in hooks.values())
+
+
+# ---- queries, keys and values ----------------------------------------------------------------------------------------
+
+
+def join(tensors: list[Tensor | None]) -> Sequence[Tensor | None]:
+    """Every three tensors, a layer's of queries, keys and values, as one; those that are None stay None."""
+    given = [each for each in tensors if each is not None]
+    if not given:
+        return [None] * (len(tensors) // 3)
+    if len(given) < len(tensors):  # a bias that is missing beside others is 0
+        given = [torch.zeros_like(given[0]) if each is None else each for each in tensors]
+    if needs_gradient(*given):
+        joined: tuple[Tensor, ...] = _Join.apply(*given)
+        return joined
+    return _joined(given)
+
+
+def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """By one launch for all of them."""
+    rows, *others = tensors[0].shape
+    memory = tensors[0].new_empty((len(tensors), rows, *others))
+    torch._foreach_copy_(memory.unbind(), tensors)
+    return memory.view(-1, 3 * rows, *others).unbind()
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return _joined(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        parts = [(None, None, None) if each is None else each.chunk(3) for each in gradients]
+        return tuple(part for each in parts for part in each)
+
+
+# ---- encoders --------------------------------------------------------------------------------------------------------
+
+_ATTRIBUTE = "_fasttfm_stack"
+
+
+def stack_of(encoder: Any) -> Stack | None:
+    """The encoder's stack, if its layers need not be called one by one."""
+    stack: Stack | None = encoder.__dict__.get(_ATTRIBUTE)
+    if stack is None or stack.tree.root is not encoder or not stack.tree.is_unchanged():
+        stack = Stack(encoder, encoder.layer_modules())
+        if not stack.tree.is_unchanged():  # something watches a module
+            return None
+        encoder.__dict__[_ATTRIBUTE] = stack
+    return stack if stack.fusable else None
+
+
+def forget(module: nn.Module) -> None:
+    """Removes what ``stack_of`` keeps in a module."""
+    module.__dict__.pop(_ATTRIBUTE, None)
