@@ -371,14 +371,14 @@ class _Table:
 
     def take_copies(self, *, captured: bool) -> list[Entry | None]:
         """The copies that the step writes, up to date before it."""
-        entries = weight_copies.entries_of(self.parameters)
-        copies = [
-            (0, 0) if entry is None or (copy := entry.to_write(parameter, captured=captured)) is None else _place(copy)
-            for entry, parameter in zip(entries, self.parameters, strict=True)
-        ]
-        if copies != self.copies:
-            self.tensors["copy"], self.tensors["copy_dtype"] = zip(*copies, strict=True)
-            self.copies = copies
+        entries = weight_copies.entries_of(self.parameters, unwanted=captured)
+        places = [(0, 0)] * len(entries)
+        for index, entry in enumerate(entries):
+            if entry is not None and (copy := entry.to_write(self.parameters[index], captured=captured)) is not None:
+                places[index] = _native.address(copy), _native.DTYPE_CODES[copy.dtype]
+        if places != self.copies:
+            self.tensors["copy"], self.tensors["copy_dtype"] = zip(*places, strict=True)
+            self.copies = places
         return entries
 
     def take_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -411,10 +411,6 @@ class _Table:
             "device": self.index,
             "stream": _native.stream(memory.workspace),
         }
-
-
-def _place(copy: Tensor) -> tuple[int, int]:
-    return _native.address(copy), _native.DTYPE_CODES[copy.dtype]
 
 
 def _check_gradient(gradient: Tensor, index: int) -> None:

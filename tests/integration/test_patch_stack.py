@@ -172,6 +172,22 @@ def test_padding_that_is_kept_is_computed(stacks: list[bool]) -> None:
     assert stacks == [True]  # without padding
 
 
+class Wrapper(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.inner = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def test_a_layer_with_something_around_it(stacks: list[bool]) -> None:
+    ours, theirs = pair("BertModel")
+    ours.encoder.layer[0] = Wrapper(ours.encoder.layer[0])
+    torch.testing.assert_close(states(ours), states(theirs), rtol=1e-4, atol=1e-4)
+    assert stacks == [False]
+
+
 def test_gradient_checkpointing_calls_the_layers(stacks: list[bool]) -> None:
     ours, _ = pair("BertModel")
     ours.train().gradient_checkpointing_enable()

@@ -56,8 +56,10 @@ _entries: dict[int, weakref.ref[Entry]] = {}  # by the parameter's id
 def _entry(parameter: Tensor) -> Entry | None:
     """The parameter's entry, if there is to be a copy."""
     held = _entries.get(id(parameter))
-    entry = None if held is None else held()
-    return entry if entry is not None and entry.reference() is parameter and not entry.barred else None
+    if held is None:
+        return None
+    entry = held()
+    return None if entry is None or entry.barred or entry.reference() is not parameter else entry
 
 
 # ---- for optimizers --------------------------------------------------------------------------------------------------
@@ -84,9 +86,14 @@ def _gone(key: int, held: weakref.ref[Entry]) -> None:
         del _entries[key]
 
 
-def entries_of(parameters: Iterable[Tensor]) -> list[Entry | None]:
-    """The entries of those that are enrolled, for ``written``."""
-    return [_entry(each) for each in parameters] if _entries else [None for _ in parameters]
+def entries_of(parameters: Iterable[Tensor], *, unwanted: bool = True) -> list[Entry | None]:
+    """The entries of those that are enrolled, for ``written``.
+
+    Args:
+        unwanted: Whether to include those of which no forward has asked for a copy.
+    """
+    found = [_entry(each) for each in parameters] if _entries else [None for _ in parameters]
+    return found if unwanted else [None if each is None or each.wanted is None else each for each in found]
 
 
 def forget(parameters: Iterable[Tensor]) -> None:

@@ -51,14 +51,14 @@ class LayerModules(NamedTuple):
 class Stack:
     """The layers of an encoder, read once for a tree of modules."""
 
-    def __init__(self, encoder: nn.Module, layers: Sequence[LayerModules]) -> None:
-        self.tree = Tree(encoder, _collect_outputs)
+    def __init__(self, tree: Tree, layers: Sequence[LayerModules]) -> None:
+        self.tree = tree
         unique = {id(each.layer): each for each in layers}  # ALBERT's are one layer again and again
         self.order = [list(unique).index(id(each.layer)) for each in layers]
         self.layers = layers = list(unique.values())
         self.width = layers[0].query.in_features if layers and isinstance(layers[0].query, nn.Linear) else 0
         known = {id(leaf) for layer in layers for leaf in (*layer.leaves(), layer.activation, layer.attention_dropout)}
-        containers = [each for each in encoder.modules() if id(each) not in known]
+        containers = [each for each in tree.root.modules() if id(each) not in known]
         self.fusable = (
             bool(layers)
             and all(
@@ -188,9 +188,13 @@ def stack_of(encoder: Any) -> Stack | None:
     """The encoder's stack, if its layers need not be called one by one."""
     stack: Stack | None = encoder.__dict__.get(_ATTRIBUTE)
     if stack is None or stack.tree.root is not encoder or not stack.tree.is_unchanged():
-        stack = Stack(encoder, encoder.layer_modules())
-        if not stack.tree.is_unchanged():  # something watches a module
+        tree = Tree(encoder, _collect_outputs)
+        if not tree.is_unchanged():  # something watches a module
             return None
+        try:
+            stack = Stack(tree, encoder.layer_modules())
+        except AttributeError:  # a module that has replaced a layer has other parts
+            stack = Stack(tree, [])
         encoder.__dict__[_ATTRIBUTE] = stack
     return stack if stack.fusable else None
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,17 +100,18 @@ class TaskBatch:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> TaskBatch:
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=non_blocking)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-        return TaskBatch(
-            self.features,
-            moved(self.input_ids),
-            None if self.token_type_ids is None else moved(self.token_type_ids),
-            moved(self.cu_seqlens),
-            self.max_seqlen,
-            {name: moved(target) for name, target in self.targets.items()},
-            self.count,
+    def pin_memory(self) -> TaskBatch:
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> TaskBatch:
+        return replace(
+            self,
+            input_ids=change(self.input_ids),
+            token_type_ids=None if self.token_type_ids is None else change(self.token_type_ids),
+            cu_seqlens=change(self.cu_seqlens),
+            targets={name: change(target) for name, target in self.targets.items()},
         )
 
 
@@ -117,16 +119,20 @@ def collate(features: Sequence[Feature], segments: bool = True) -> TaskBatch:
     """A batch of these features, without targets."""
     sequences = [sequence for feature in features for sequence in feature.sequences]
     lengths = [len(sequence.ids) for sequence in sequences]
-    longest = max(lengths, default=0)
-    types = torch.tensor([segment for each in sequences for segment in each.segments]) if segments else None
+    longest, total = max(lengths, default=0), sum(lengths)
     return TaskBatch(
         list(features),
-        torch.tensor([token for each in sequences for token in each.ids], dtype=torch.int64),
-        types,
-        torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32),
+        _concatenated((sequence.ids for sequence in sequences), total),
+        _concatenated((sequence.segments for sequence in sequences), total) if segments else None,
+        torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
         -(-longest // LENGTH_STEP) * LENGTH_STEP,
         {},
     )
+
+
+def _concatenated(lists: Iterable[list[int]], total: int) -> Tensor:
+    """int64 [total]; torch takes several times as long to read a list."""
+    return torch.from_numpy(np.fromiter(itertools.chain.from_iterable(lists), np.int64, total))
 
 
 def by_budget(features: Iterable[Feature], tokens: int) -> Iterator[list[Feature]]:
