@@ -89,21 +89,23 @@ def is_watched(module: nn.Module) -> bool:
 
 
 class Tree:
-    """A module and all modules below it, as they are now: what follows from the tree has to be worked out again only if
-    it ``is_unchanged`` no longer. A copy or a pickle of a tree is None: it would describe other modules.
+    """The modules below a module, as they are now: what follows from them has to be worked out again only if the tree
+    ``is_unchanged`` no longer. A copy or a pickle of a tree is None: it would describe other modules.
 
     Args:
-        root: The module.
+        root: The module. Its own hooks do not matter: whoever calls it runs them.
         is_idle: Says of a module's forward hooks whether they do nothing now.
     """
 
     def __init__(self, root: nn.Module, is_idle: Callable[[dict[int, Any]], bool] = lambda hooks: False) -> None:
         self.root, self._is_idle = root, is_idle
-        self._nodes = [(each, each.__dict__, type(each), dict(each._modules)) for each in root.modules()]
+        self._children = dict(root._modules)
+        modules = [each for each in root.modules() if each is not root]
+        self._nodes = [(each, each.__dict__, type(each), dict(each._modules)) for each in modules]
 
     def is_unchanged(self) -> bool:
         """Whether the tree has the same modules, of the same classes, and no module is watched."""
-        if _has_any_global_hook():
+        if _has_any_global_hook() or self.root._modules != self._children:
             return False
         for module, own, kind, children in self._nodes:  # a loop without calls: it runs before every forward
             if (
