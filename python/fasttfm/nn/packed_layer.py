@@ -127,19 +127,26 @@ class PackedLayer(nn.Module):
         if not self.is_fusable(next_norm):
             return self._call_modules(x, residual, cu_seqlens, max_seqlen, (norm_a, norm_b), rates, seeds)
         seeds = None if seeds is None else seeds.view(1, SEEDS)
-        options, parameters = self.block(max_seqlen, next_norm)
+        options, modules = self.block_options(max_seqlen, next_norm), self.block_modules(next_norm)
+        parameters = BlockParameters(*(module._parameters[name] for module in modules for name in _PARAMETERS))
         y, z = transformer_stack(x, residual, cu_seqlens, seeds, options, [parameters])
         return (z, None) if norm_b is None and z is not None else (y, z)
 
-    def block(self, max_seqlen: int, next_norm: nn.LayerNorm | None) -> tuple[BlockOptions, BlockParameters]:
-        """The layer as the op takes it. Without a ``next_norm``, a pre-LN layer's y is to be left out."""
+    def block_modules(self, next_norm: nn.LayerNorm | None) -> tuple[Any, ...]:
+        """The modules of qkv, out, norm a, up, down and norm b, in the order of ``BlockParameters``. Without a
+        ``next_norm``, a pre-LN layer's y is to be left out."""
         own: dict[str, Any] = self._modules  # a module takes its time to find its parts
         norm_a, norm_b = own["norm1"], own["norm2"]
         if self.norm_first:
             norm_a, norm_b = norm_b, _NO_NORM if next_norm is None else next_norm
+        return own["qkv"], own["out"], norm_a, own["up"], own["down"], norm_b
+
+    def block_options(self, max_seqlen: int, next_norm: nn.LayerNorm | None) -> BlockOptions:
+        """The options of the layer as the op takes it."""
+        _, _, norm_a, _, _, norm_b = self.block_modules(next_norm)
         _check_activation(self.activation)
         attention_p, p_a, p_b = self.rates()
-        options = BlockOptions(
+        return BlockOptions(
             heads=self.heads,
             max_seqlen=max_seqlen,
             window_left=self.window[0],
@@ -154,8 +161,6 @@ class PackedLayer(nn.Module):
             keep_activation=self.keep_activation,
             backend=requested(None),
         )
-        modules = (own["qkv"], own["out"], norm_a, own["up"], own["down"], norm_b)
-        return options, BlockParameters(*(module._parameters[name] for module in modules for name in _PARAMETERS))
 
     def rates(self) -> tuple[float, float, float]:
         """What is dropped now: of attention's weights, of the attention block and of the feed-forward block."""

@@ -14,10 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from fasttfm.nn.packed_layer import PackedLayer, draw_seeds
 from fasttfm.nn.parts import layer_norm
-from fasttfm.nn.plain import is_watched
+from fasttfm.nn.plain import Tree, Uncopied, is_watched
 from fasttfm.ops import linear
 from fasttfm.ops.backends import Explanation, explain
+from fasttfm.ops.library import PLAIN_TENSORS
+from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
 from fasttfm.ops.transformer_stack import transformer_stack
+
+Block = tuple[BlockOptions, BlockParameters]
+_PLAIN = frozenset((*PLAIN_TENSORS, type(None)))
 
 _NOT_WHOLE = "takes layers that are plain, without hooks, wrappers or checkpointing"
 
@@ -47,9 +52,10 @@ class PackedTransformer(nn.Module):
         self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, hidden_states: list[Tensor] | None = None
     ) -> Tensor:
         """Runs the layers over ``x`` [T, C]; ``hidden_states`` collects the stream before each of them."""
+        blocks = self._blocks(max_seqlen) if hidden_states is None else None
+        if blocks is not None:
+            return self._run_whole(x, cu_seqlens, blocks)
         modules = self._modules_in_order()
-        if hidden_states is None and self._is_whole(modules):
-            return self._run_whole(x, cu_seqlens, max_seqlen, modules)
         layers = self.in_order()
         drops = self.training and any(any(layer.probabilities()) for layer in layers)
         seeds = draw_seeds(x.device, len(layers)).unbind() if drops else [None] * len(layers)
@@ -69,33 +75,29 @@ class PackedTransformer(nn.Module):
             x, residual = run(x, cu_seqlens, max_seqlen)
         return x
 
-    def _is_whole(self, modules: Sequence[Any]) -> bool:
-        """Whether nothing sees where one layer ends: layers and their modules are plain, and keep what the backward
-        needs. Compilers see the layers one by one."""
-        if not modules or (self.checkpointing and self.training) or torch.compiler.is_dynamo_compiling():
-            return False
-        if any(type(module) is not PackedLayer or is_watched(module) for module in modules):
-            return False
-        return all(layer.is_fusable(norm) for layer, norm in self._with_next_norms(modules))
+    def _blocks(self, max_seqlen: int) -> list[Block] | None:
+        """The layers as the op takes them; None if something sees where one layer ends: a layer or one of its modules
+        is not plain, or layers run again in the backward. Compilers see the layers one by one."""
+        if (self.checkpointing and self.training) or torch.compiler.is_dynamo_compiling():
+            return None
+        plan: _Plan | None = self.__dict__.get("_plan")
+        if plan is None or plan.tree.root is not self or not plan.tree.is_unchanged():
+            tree = Tree(self)
+            if not tree.is_unchanged():  # something watches a module
+                return None
+            plan = self.__dict__["_plan"] = _Plan(tree, self._modules_in_order(), self.final_norm)
+        return plan.blocks(max_seqlen) if plan.fusable else None
 
-    def _with_next_norms(self, layers: Sequence[PackedLayer]) -> list[tuple[PackedLayer, nn.LayerNorm | None]]:
-        """In a pre-LN model a layer applies the next one's first norm."""
-        following: list[Any] = [None] * len(layers)
-        if self.final_norm is not None:
-            following = [*(layer._modules["norm1"] for layer in layers[1:]), self.final_norm]
-        return list(zip(layers, following, strict=True))
-
-    def _run_whole(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, layers: Sequence[Any]) -> Tensor:
+    def _run_whole(self, x: Tensor, cu_seqlens: Tensor, blocks: list[Block]) -> Tensor:
         """The layers by one op: layers that differ in their options are several."""
-        first = layers[0]
+        first: Any = next(iter(self.layers))
         residual: Tensor | None = None
         if self.final_norm is not None:
             residual, x = x, layer_norm(first.norm1, x)
         (x,) = linear.autocast(x)
         first.check(x, cu_seqlens, residual, None)
-        blocks = [layer.block(max_seqlen, norm) for layer, norm in self._with_next_norms(layers)]
         drops = any(options.attention_p or options.p_a or options.p_b for options, _ in blocks)
-        seeds = draw_seeds(x.device, len(layers)) if drops else None
+        seeds = draw_seeds(x.device, len(blocks)) if drops else None
         start = 0
         for options, group in itertools.groupby(blocks, key=operator.itemgetter(0)):
             parameters = [each for _, each in group]
@@ -107,13 +109,12 @@ class PackedTransformer(nn.Module):
     def explain(self, x: Tensor, max_seqlen: int) -> Explanation:
         """How ``forward`` runs the layers over ``x`` [T, C], and why not in another way: "cpu" or "cuda" is one native
         call, "ops" a layer's ops one by one. Nothing is computed."""
-        modules: list[Any] = self._modules_in_order()
-        if not self._is_whole(modules):
+        blocks = self._blocks(max_seqlen)
+        if blocks is None:
             reasons = {"cpu": _NOT_WHOLE, "cuda": _NOT_WHOLE, "ops": None}
             return Explanation("transformer_stack", "ops", reasons, "ops")
         residual = None if self.final_norm is None else x
         (normalised,) = linear.autocast(x)
-        blocks = [layer.block(max_seqlen, norm) for layer, norm in self._with_next_norms(modules)]
         parameters = [each for _, each in blocks]
         return explain("transformer_stack", normalised, residual, blocks[0][0], parameters)
 
@@ -136,6 +137,48 @@ class PackedTransformer(nn.Module):
     def _modules_in_order(self) -> list[nn.Module]:
         held = list(self.layers)
         return [held[index] for index in self.order]
+
+
+# What a layer's options are made of, besides the epsilons of its norms.
+_settings_of = operator.itemgetter(
+    *("training", "dropout", "feed_forward_dropout", "attention_dropout"),
+    *("heads", "window", "activation", "recompute", "keep_activation"),
+)
+
+
+class _Plan(Uncopied):
+    """What has to be known of a tree of modules to run it as one stack: worked out once, as long as it is unchanged."""
+
+    def __init__(self, tree: Tree, layers: Sequence[Any], final_norm: nn.LayerNorm | None) -> None:
+        self.tree = tree
+        following: list[Any] = [None] * len(layers)
+        known = all(type(layer) is PackedLayer for layer in layers)
+        if known and layers and final_norm is not None:  # in a pre-LN model a layer applies the next one's first norm
+            following = [*(layer.norm1 for layer in layers[1:]), final_norm]
+        self.layers = list(zip(layers, following, strict=True))
+        self.fusable = known and bool(layers) and all(layer.is_fusable(norm) for layer, norm in self.layers)
+        modules = [layer.block_modules(norm) for layer, norm in self.layers] if self.fusable else []
+        self._owners = [(each._parameters, name) for own in modules for each in own for name in ("weight", "bias")]
+        self._settings = [
+            (layer.__dict__, norm_a.__dict__, norm_b.__dict__)
+            for (layer, _), (_, _, norm_a, _, _, norm_b) in zip(self.layers, modules, strict=False)
+        ]
+
+    def blocks(self, max_seqlen: int) -> list[Block] | None:
+        """The layers' options and parameters now; None if parameters are not plain tensors."""
+        values: list[Any] = [owner[name] for owner, name in self._owners]
+        if not _PLAIN.issuperset(map(type, values)):
+            return None
+        found: list[Block] = []
+        known: Any = None
+        size = len(BlockParameters._fields)
+        for index, (own, norm_a, norm_b) in enumerate(self._settings):
+            settings = (_settings_of(own), norm_a["eps"], norm_b["eps"])
+            if settings != known:
+                layer, norm = self.layers[index]
+                options, known = layer.block_options(max_seqlen, norm), settings
+            found.append((options, BlockParameters(*values[index * size : (index + 1) * size])))
+        return found
 
 
 def _layer_in(module: nn.Module) -> PackedLayer:

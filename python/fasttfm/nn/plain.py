@@ -88,9 +88,16 @@ def is_watched(module: nn.Module) -> bool:
     )
 
 
-class Tree:
+class Uncopied:
+    """What a module keeps about modules as they are: in a copy or a pickle it is None, as it describes others."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class Tree(Uncopied):
     """The modules below a module, as they are now: what follows from them has to be worked out again only if the tree
-    ``is_unchanged`` no longer. A copy or a pickle of a tree is None: it would describe other modules.
+    ``is_unchanged`` no longer.
 
     Args:
         root: The module. Its own hooks do not matter: whoever calls it runs them.
@@ -120,9 +127,6 @@ class Tree:
             ):
                 return False
         return True
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
 
 
 def has_own_forward(module: nn.Module) -> bool:

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from fasttfm import ops
 from fasttfm.nn.packed_layer import draw_seeds
-from fasttfm.nn.plain import Tree, activation_name, dropout_rate, is_plain
+from fasttfm.nn.plain import Tree, Uncopied, activation_name, dropout_rate, is_plain
 from fasttfm.ops import linear
 from fasttfm.ops.backends import requested
 from fasttfm.ops.library import PLAIN_TENSORS, needs_gradient
-from fasttfm.ops.transformer_block import BlockOptions, BlockParameters, transformer_block
+from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
+from fasttfm.ops.transformer_stack import transformer_stack
 
 _PLAIN = frozenset((*PLAIN_TENSORS, type(None)))
 # Containers whose forward is known: transformers' own, patched or not.
@@ -48,7 +49,7 @@ class LayerModules(NamedTuple):
         return [*self.linears(), *(each for each in others if each is not None)]
 
 
-class Stack:
+class Stack(Uncopied):
     """The layers of an encoder, read once for a tree of modules."""
 
     def __init__(self, tree: Tree, layers: Sequence[LayerModules]) -> None:
@@ -121,10 +122,8 @@ class Stack:
         drops = options.attention_p > 0 or options.p_a > 0 or options.p_b > 0
         seeds = draw_seeds(x.device, len(self.order)) if drops else None
         layers = self._parameters(values)
-        for index, place in enumerate(self.order):
-            own = None if seeds is None else seeds[index]
-            x, _ = transformer_block(x, None, cu_seqlens, own, options, layers[place])
-        return x
+        y, _ = transformer_stack(x, None, cu_seqlens, seeds, options, [layers[place] for place in self.order])
+        return y
 
     def _parameters(self, values: list[Any]) -> list[BlockParameters]:
         size, count = 16, len(self.layers)
