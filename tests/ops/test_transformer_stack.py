@@ -330,6 +330,10 @@ def test_what_the_core_does_not_take() -> None:
     assert "one type" in str(reason(layers=[layer._replace(norm_a_bias=torch.zeros(128, dtype=torch.bfloat16))]))
     assert "same sizes" in str(reason(layers=[layer, layer._replace(up_weight=torch.zeros(8, 128))]))
     assert "contiguous" in str(reason(layers=[layer._replace(out_weight=wide[:, ::2])]))
+    elsewhere = [BlockParameters(*(each.to("meta") for each in layer))]
+    assert "x's device" in str(reason(layers=elsewhere))
+    assert "one device" in str(reason(layers=[layer, *elsewhere]))
+    assert "fit x" in str(reason(layers=[layer._replace(out_weight=torch.zeros(64, 256))]))
     assert "same biases" in str(reason(layers=[layer, layer._replace(up_bias=None, qkv_bias=None)]))
     assert "backend" in str(reason(options=OPTIONS._replace(backend="reference")))
     assert reason(x=problem.x.detach().to(torch.bfloat16)) is not None

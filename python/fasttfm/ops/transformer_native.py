@@ -29,6 +29,7 @@ PARAMETERS = len(BlockParameters._fields)
 _UP_WEIGHT = BlockParameters._fields.index("up_weight")
 _ALIGNMENT = 16
 _dtype_of, _numel, _is_contiguous = operator.attrgetter("dtype"), Tensor.numel, Tensor.is_contiguous
+_device_of = operator.attrgetter("device")
 
 
 class Layers(NamedTuple):
@@ -39,6 +40,8 @@ class Layers(NamedTuple):
     depth: int  # how many layers
     dtype: torch.dtype  # of all parameters
     intermediate: int
+    device: torch.device  # of all parameters
+    shapes: tuple[torch.Size | None, ...]  # a layer's
 
 
 # ---- which calls the core takes --------------------------------------------------------------------------------------
@@ -52,6 +55,8 @@ def layers_of(given: list[Tensor | None]) -> Layers | str:
     dtype = present[0].dtype
     if set(map(_dtype_of, present)) != {dtype}:
         return "takes parameters of one type"
+    if len(devices := set(map(_device_of, present))) > 1:
+        return "takes parameters on one device"
     if len(present) != len(given) and _differ_in_absent(given):
         return "takes layers with the same biases"
     if list(map(_numel, present)) != [each.numel() for each in first if each is not None] * depth:
@@ -60,7 +65,8 @@ def layers_of(given: list[Tensor | None]) -> Layers | str:
         return "takes contiguous parameters"
     up_weight = first[_UP_WEIGHT]
     assert up_weight is not None
-    return Layers(given, present, depth, dtype, up_weight.shape[0])
+    shapes = tuple(None if each is None else each.shape for each in first)
+    return Layers(given, present, depth, dtype, up_weight.shape[0], devices.pop(), shapes)
 
 
 def _differ_in_absent(given: list[Tensor | None]) -> bool:
@@ -73,6 +79,8 @@ def refuse(x: Tensor, residual: Tensor | None, layers: Layers, options: BlockOpt
     tokens, width = x.shape
     if tokens == 0 or not x.is_contiguous() or (residual is not None and not residual.is_contiguous()):
         return "takes contiguous rows, at least one"
+    if layers.device != x.device or not _fit(layers.shapes, width):
+        return "takes parameters on x's device, in shapes that fit x"
     stream = x.dtype if residual is None else residual.dtype
     pointers = x.data_ptr() | (0 if residual is None else residual.data_ptr())
     if x.is_cuda and pointers % _ALIGNMENT:
@@ -82,6 +90,24 @@ def refuse(x: Tensor, residual: Tensor | None, layers: Layers, options: BlockOpt
     refused = _refuse_cuda if x.is_cuda else _refuse_cpu
     sizes = (width, options.heads, layers.intermediate)
     return refused(x.device, options.backend, types, sizes, window, options.recompute)
+
+
+@functools.lru_cache(maxsize=256)
+def _fit(shapes: tuple[torch.Size | None, ...], width: int) -> bool:
+    inner = shapes[_UP_WEIGHT][0]  # type: ignore[index]
+    projections = ((3 * width, width), (3 * width,), (width, width), (width,))
+    expected = (
+        *projections,
+        (width,),
+        (width,),
+        (inner, width),
+        (inner,),
+        (width, inner),
+        (width,),
+        (width,),
+        (width,),
+    )
+    return all(found is None or found == wanted for found, wanted in zip(shapes, expected, strict=True))
 
 
 Types = tuple[torch.dtype, torch.dtype, torch.dtype]  # of x, of the stream, of parameters
