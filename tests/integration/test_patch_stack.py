@@ -61,7 +61,8 @@ def states(model: Any, mask: str = "behind") -> Tensor:
 def test_a_stack_computes_what_its_layers_do(name: str, mask: str, stacks: list[bool]) -> None:
     ours, _ = pair(name)
     whole = states(ours.train(), mask)
-    whole.square().sum().backward()
+    weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(5))
+    (whole * weights).sum().backward()
     gradients = {key: each.grad for key, each in ours.named_parameters()}
     ours.zero_grad()
     assert stacks == [True]
@@ -70,12 +71,19 @@ def test_a_stack_computes_what_its_layers_do(name: str, mask: str, stacks: list[
     states(ours, mask)
     next(encoder.children()).register_forward_hook(lambda *_: None)
     called = states(ours, mask)
-    called.square().sum().backward()
+    (called * weights).sum().backward()
     assert stacks == [True, True, False]
     torch.testing.assert_close(whole, called)
-    for key, each in ours.named_parameters():
-        if gradients[key] is not None:
-            torch.testing.assert_close(gradients[key], each.grad, rtol=1e-3, atol=1e-3 * float(each.grad.abs().max()))
+    check_gradients({key: each.grad for key, each in ours.named_parameters()}, gradients)
+
+
+def check_gradients(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """In fp32, by other orders of sums: test_patch.py holds both ways to fp64."""
+    there = {key: each for key, each in expected.items() if each is not None}
+    assert there.keys() == {key for key, each in found.items() if each is not None}
+    largest = max(float(each.abs().max()) for each in there.values())
+    for key, each in there.items():
+        torch.testing.assert_close(found[key], each, rtol=1e-4, atol=1e-5 * largest)
 
 
 class Doubled(nn.Linear):
@@ -205,13 +213,9 @@ def test_layers_without_gradients_and_biases() -> None:
             parameter.requires_grad_(False)
         model.encoder.layer[1].attention.self.key.bias = None
     for model in (ours, theirs):
-        states(model).square().sum().backward()
-    found, expected = (
-        {key: each.grad for key, each in model.named_parameters() if each.grad is not None} for model in (ours, theirs)
-    )
-    assert found.keys() == expected.keys()
-    for key, each in expected.items():
-        torch.testing.assert_close(found[key], each, rtol=1e-3, atol=1e-3 * float(each.abs().max()))
+        (states(model) * torch.arange(48).cos()).sum().backward()
+    found, expected = ({key: each.grad for key, each in model.named_parameters()} for model in (ours, theirs))
+    check_gradients(found, expected)
 
 
 def test_a_mask_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
