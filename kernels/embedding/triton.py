@@ -70,7 +70,11 @@ def _lookup(
     return value
 
 
-@triton.jit
+# Sizes that change from batch to batch: Triton would compile a kernel anew where one is 1 or no multiple of 16.
+_SIZES_OF_A_BATCH = ["N", "sequences", "tokens_per_sequence"]
+
+
+@triton.jit(do_not_specialize=_SIZES_OF_A_BATCH)
 def _fwd_kernel(
     word_table,  # [V, C]
     position_table,  # [positions, C] or unused
@@ -142,7 +146,7 @@ def _fwd_kernel(
     tl.store(y + rows[:, None] * C + columns[None, :], value.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*_SIZES_OF_A_BATCH, "groups", "members", "splits"])
 def _rows_kernel(
     dy,  # [N, C]
     word_table,  # [V, C]
@@ -295,7 +299,7 @@ def _rows_kernel(
         tl.store(part + 3 * stride, dsegment1, mask=in_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _table_kernel(
     dy,  # [N, C]
     word_table,  # [V, C]

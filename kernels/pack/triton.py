@@ -15,8 +15,11 @@ from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
 
+# Sizes that change from batch to batch: Triton would compile the kernel anew where one is 1 or no multiple of 16.
+_SIZES_OF_A_BATCH = ["B", "S", "T", "places"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize=_SIZES_OF_A_BATCH)
 def _copy_kernel(
     padded,  # [B, S, C], sequences batch_stride and tokens token_stride apart
     packed,  # [T, C], rows packed_stride apart
@@ -61,6 +64,10 @@ def _copy_kernel(
         tl.store(place, tl.load(row, mask=present, other=0), mask=here)
 
 
+# For rows too narrow for wide loads, whose stride changes with the padded length too.
+_narrow_kernel = triton.jit(do_not_specialize=[*_SIZES_OF_A_BATCH, "batch_stride"])(_copy_kernel.fn)
+
+
 def _tile(columns: int) -> dict[str, int]:
     """About 4096 elements per program, 32 per thread; fewer for short rows, which have many addresses."""
     block_c = min(1024, triton.next_power_of_2(columns))
@@ -87,9 +94,9 @@ def _copy(padded: Tensor, packed: Tensor, cu_seqlens: Tensor, to_packed: bool) -
     batch, longest, columns = padded.shape[0], padded.shape[1], padded.shape[2:].numel()
     places = max(longest, triton.cdiv(packed.shape[0], batch)) if to_packed else longest
     padded, packed = _columns(padded, 2), _columns(packed, 1)
-    tile = _tile(columns)
+    tile, kernel = _tile(columns), _narrow_kernel if columns * padded.element_size() < 16 else _copy_kernel
     with on_device(padded):
-        _copy_kernel[(batch, triton.cdiv(places, tile["BLOCK_S"]), triton.cdiv(columns, tile["BLOCK_C"]))](
+        kernel[(batch, triton.cdiv(places, tile["BLOCK_S"]), triton.cdiv(columns, tile["BLOCK_C"]))](
             padded,
             packed,
             cu_seqlens.contiguous(),

@@ -18,7 +18,7 @@ from torch import Tensor
 RUN = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "runs"])
 def join_kernel(
     keys,  # [N] int32, ascending
     parts,  # [runs, 2, C] fp32, see above

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def sum_parts_kernel(
     parts,  # [COUNT, P, C] fp32
     first,  # [C] each, or empty and unused
