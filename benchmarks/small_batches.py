@@ -82,9 +82,9 @@ class Bench:
         return [name for name in names if not name.endswith(tuple(left_out))]
 
     def in_turns(
-        self, calls: Mapping[str, Call], *, rounds: int, calls_a_round: int, warmup: int = 3
+        self, calls: Mapping[str, Call], *, rounds: int, calls_a_round: int, warmup: int = 3, wait: bool = False
     ) -> dict[str, Any]:
-        """Seconds of a call, one for each round, by contender."""
+        """Seconds of a call, one for each round, by contender; with ``wait`` each call is waited for."""
         for call in calls.values():
             for _ in range(warmup):
                 call()
@@ -98,6 +98,8 @@ class Bench:
                     start = time.perf_counter()
                     for _ in range(calls_a_round):
                         call()
+                        if wait:
+                            self.synchronize()
                     self.synchronize()
                     seconds[name].append((time.perf_counter() - start) / calls_a_round)
         finally:
@@ -126,8 +128,8 @@ def training(bench: Bench) -> None:
     size, sequence = (32, 128) if bench.on_gpu else (8, 64)
     batch = Batch.of(size, sequence, bench.model.vocabulary, bench.device)
     steps = {name: training_step(name, bench.model, batch) for name in bench.wanted(TRAINING)}
-    rounds = 6 if bench.quick else 20
-    bench.add("training", f"{size}x{sequence}", bench.in_turns(steps, rounds=rounds, calls_a_round=5, warmup=5))
+    rounds = 4 if bench.quick else 12
+    bench.add("training", f"{size}x{sequence}", bench.in_turns(steps, rounds=rounds, calls_a_round=10, warmup=5))
 
 
 def inference(bench: Bench) -> None:
@@ -137,8 +139,8 @@ def inference(bench: Bench) -> None:
     for size, sequence in shapes:
         batch = Batch.of(size, sequence, bench.model.vocabulary, bench.device)
         calls = {name: inference_call(name, call, bench.model, batch) for name, call in encoders.items()}
-        rounds = 30 if bench.quick else 100
-        bench.add("inference", f"B{size} S{sequence}", bench.in_turns(calls, rounds=rounds, calls_a_round=1))
+        found = bench.in_turns(calls, rounds=8 if bench.quick else 20, calls_a_round=10, wait=True)
+        bench.add("inference", f"B{size} S{sequence}", found)
 
 
 def grid(bench: Bench) -> None:
@@ -153,7 +155,7 @@ def grid(bench: Bench) -> None:
             continue
         batch = Batch.of(size, sequence, bench.model.vocabulary, bench.device, padded=padded)
         calls = {name: inference_call(name, call, bench.model, batch) for name, call in encoders.items()}
-        found = bench.in_turns(calls, rounds=8 if bench.quick else 20, calls_a_round=1)
+        found = bench.in_turns(calls, rounds=4 if bench.quick else 10, calls_a_round=8, wait=True)
         patched, eager = (statistics.median(found[name]) for name in calls)
         case = f"B{size} S{sequence}{', padded' if padded else ''}"
         worst.append((eager / patched, case))
