@@ -136,6 +136,8 @@ class PackedBatch:
 
     def first_tokens(self, x: Tensor) -> Tensor:
         """The row of each sequence's first token: ``[sequences, ...]``. A sequence without tokens gets another's."""
+        if self.tokens and self.is_full and self.shape is not None:
+            return x.unflatten(0, self.shape)[:, 0]
         return x.index_select(0, self.cu_seqlens[:-1].clamp(max=max(0, self.tokens - 1)))
 
     def rows(self, columns: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,8 +172,11 @@ def _from_lengths(input_ids: Tensor, lengths: Any) -> PackedBatch:
         lengths = lengths.tolist()
     if len(lengths) != batch or any(not 0 <= length <= sequence for length in lengths):
         raise checks.bad_value(_NAME, "lengths", f"{batch} numbers in [0, {sequence}]", list(lengths))
+    total = sum(lengths)
+    if total == batch * sequence:
+        return PackedBatch.full(input_ids)
     boundaries = ops.cu_seqlens_from_lengths(lengths, device=input_ids.device)
-    return PackedBatch(boundaries, max(lengths, default=0), sum(lengths), (batch, sequence))
+    return PackedBatch(boundaries, max(lengths), total, (batch, sequence))
 
 
 def _from_traced_mask(mask: Tensor) -> PackedBatch:
