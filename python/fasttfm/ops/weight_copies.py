@@ -92,7 +92,7 @@ def entries_of(parameters: Iterable[Tensor], *, unwanted: bool = True) -> list[E
     Args:
         unwanted: Whether to include those of which no forward has asked for a copy.
     """
-    found = [_entry(each) for each in parameters] if _entries else [None for _ in parameters]
+    found = [_entry(each) for each in parameters]
     return found if unwanted else [None if each is None or each.wanted is None else each for each in found]
 
 

@@ -145,7 +145,7 @@ def _collect_outputs(hooks: dict[int, Any]) -> bool:
 # ---- queries, keys and values ----------------------------------------------------------------------------------------
 
 
-def join(tensors: list[Tensor | None]) -> Sequence[Tensor | None]:
+def join(tensors: list[Tensor | None]) -> Sequence[Any]:
     """Every three tensors, a layer's of queries, keys and values, as one; those that are None stay None."""
     given = [each for each in tensors if each is not None]
     if not given:
@@ -158,7 +158,7 @@ def join(tensors: list[Tensor | None]) -> Sequence[Tensor | None]:
     return _joined(given)
 
 
-def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _joined(tensors: list[Tensor] | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """By one launch for all of them."""
     rows, *others = tensors[0].shape
     memory = tensors[0].new_empty((len(tensors), rows, *others))
