@@ -139,7 +139,7 @@ class PackedTransformer(nn.Module):
         return [held[index] for index in self.order]
 
 
-# What a layer's options are made of, besides the epsilons of its norms.
+# What a layer's options are made of, in addition to the epsilons of its norms.
 _settings_of = operator.itemgetter(
     *("training", "dropout", "feed_forward_dropout", "attention_dropout"),
     *("heads", "window", "activation", "recompute", "keep_activation"),

@@ -53,7 +53,7 @@ def create_mask(
     if batch.is_full:
         return None
     in_front = batch.indices is None and (not causal or q_length == kv_length)
-    mask = batch.cu_seqlens.diff() if in_front else attention_mask[:]  # a tensor of this forward pass alone
+    mask = batch.cu_seqlens.diff() if in_front else attention_mask[:]  # a tensor of this forward pass only
     setattr(mask, _LAYOUT, batch)  # the mask's values are known now, and need not be waited for again
     return mask
 

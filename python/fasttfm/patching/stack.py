@@ -150,7 +150,7 @@ def join(tensors: list[Tensor | None]) -> Sequence[Any]:
     given = [each for each in tensors if each is not None]
     if not given:
         return [None] * (len(tensors) // 3)
-    if len(given) < len(tensors):  # a bias that is missing beside others is 0
+    if len(given) < len(tensors):  # a bias that is missing while others exist is 0
         given = [torch.zeros_like(given[0]) if each is None else each for each in tensors]
     if needs_gradient(*given):
         joined: tuple[Tensor, ...] = _Join.apply(*given)
