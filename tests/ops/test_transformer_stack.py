@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -437,3 +442,47 @@ def test_a_token_count_never_seen_before_compiles_nothing() -> None:
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     assert sorted(times[5:])[-2] < 10 * sorted(times)[50]
+
+
+# A profiler in small: NVTX loads it and lets it take the place of functions; it prints the names of ranges.
+PROFILER = """
+#include <stdio.h>
+struct Callbacks {
+  unsigned long struct_size;
+  int (*get_table)(int module, void**** table, unsigned* size);
+};
+static int push(const char* name) { return fprintf(stderr, "range: %s\\n", name); }
+static int pop(void) { return 0; }
+int InitializeInjectionNvtx2(const void* (*get_export_table)(unsigned)) {
+  const struct Callbacks* callbacks = get_export_table(1);
+  void*** table;
+  unsigned size;
+  if (callbacks == NULL || !callbacks->get_table(1, &table, &size) || size < 12) return 0;
+  *table[9] = (void*)push;  /* NVTX_CBID_CORE_RangePushA */
+  *table[11] = (void*)pop;
+  return 1;
+}
+"""
+PROFILED = """
+import torch, fasttfm
+layers = [fasttfm.nn.PackedLayer(64, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+module = fasttfm.nn.PackedTransformer(layers)
+x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16)
+module(x, torch.tensor([0, 16], dtype=torch.int32, device="cuda"), 16).sum().backward()
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_profile_names_the_layers(tmp_path: Path) -> None:
+    (tmp_path / "profiler.c").write_text(PROFILER)
+    library = tmp_path / "profiler.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "profiler.c")], check=True)
+    environment = {**os.environ, "NVTX_INJECTION64_PATH": str(library)}
+    run = subprocess.run([sys.executable, "-c", PROFILED], env=environment, capture_output=True, text=True, check=True)
+    names = [line.removeprefix("range: ") for line in run.stderr.splitlines() if line.startswith("range: fasttfm")]
+    assert names == [f"fasttfm layer {index} forward" for index in (0, 1)] + [
+        f"fasttfm layer {index} backward" for index in (1, 0)
+    ]
