@@ -323,6 +323,16 @@ def test_boundaries_of_sequences_are_checked() -> None:
         problem.in_one_call()
 
 
+@takes_cpu
+def test_boundaries_and_seeds_that_are_strided() -> None:
+    problem = Problem("cpu", torch.float32, torch.float32, options=OPTIONS._replace(**RATES))
+    expected = problem.results(problem.op_by_op)
+    problem.cu_seqlens = problem.cu_seqlens.repeat_interleave(2)[::2]
+    assert problem.seeds is not None
+    problem.seeds = problem.seeds.t().contiguous().t()
+    assert different(problem.results(problem.in_one_call), expected) == []
+
+
 def test_what_the_core_does_not_take() -> None:
     problem = Problem("cpu", torch.float32, torch.float32)
 

@@ -54,11 +54,15 @@ def transformer_stack(
     """Runs layers over packed tokens: as ``transformer_block`` after ``transformer_block``, with ``seeds``
     int64 ``[layers, 3]``. In a pre-LN model a layer's LayerNorm b is the next one's first."""
     given = list(chain.from_iterable(layers))
-    if is_plain((x, residual, cu_seqlens, seeds, *given)):
+    cu_seqlens, seeds = cu_seqlens.contiguous(), None if seeds is None else seeds.contiguous()
+    if is_plain((x, residual, cu_seqlens, seeds, *given)) and 1 < cu_seqlens.shape[0] <= 1 + _MOST_SEQUENCES:
         found = transformer_native.layers_of(given)
         if isinstance(found, Layers) and transformer_native.refuse(x, residual, found, options) is None:
             return _run_native(x, residual, cu_seqlens, seeds, options, found)
     return _run_op_by_op(x, residual, cu_seqlens, seeds, options, layers)
+
+
+_MOST_SEQUENCES = 65535  # of attention's backward on Hopper
 
 
 def _run_op_by_op(
