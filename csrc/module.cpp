@@ -74,10 +74,10 @@ class DoesNotFit : public std::runtime_error {
 };
 
 // Larger than any real size, and small enough that sizes can be rounded up and multiplied by constants.
-constexpr int64_t kMostCounted = int64_t{1} << 40;
+constexpr int64_t kMaxCounted = int64_t{1} << 40;
 
 void check_count(const std::string& function, const char* argument, int64_t number) {
-  if (number < 0 || number > kMostCounted)
+  if (number < 0 || number > kMaxCounted)
     throw py::value_error(function + ": " + argument + ": expected a number in [0, 2^40], got " +
                           std::to_string(number));
 }

@@ -330,10 +330,10 @@ __global__ void __launch_bounds__(kThreads, 3) update_kernel(Table table, int te
 }
 
 Status check(const AdamW& p) {
-  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
-  if (p.tensors < 0 || p.tensors > kMost || p.groups < 0 || p.groups > kMost)
+  constexpr int64_t kMax = (int64_t{1} << 31) - 1;
+  if (p.tensors < 0 || p.tensors > kMax || p.groups < 0 || p.groups > kMax)
     return bad_size("adamw: tensors and groups must be from 0 to 2^31 - 1");
-  if (p.chunks < 0 || p.chunks > kMost) return bad_size("adamw: chunks must be from 0 to 2^31 - 1");
+  if (p.chunks < 0 || p.chunks > kMax) return bad_size("adamw: chunks must be from 0 to 2^31 - 1");
   return {};
 }
 

@@ -42,8 +42,8 @@ struct Prepared {
   size_t workspace_bytes;
 };
 
-constexpr size_t kMostPrepared = 4096;  // token counts may be without end
-constexpr int kMostDevices = 64;
+constexpr size_t kMaxPrepared = 4096;  // token counts may be without end
+constexpr int kMaxDevices = 64;
 
 Status of_library(const cublaslt::Library& library, int status) {
   if (status == cublaslt::kSuccess) return {};
@@ -57,8 +57,8 @@ int type_code(DType dtype) {
 // One for each device, which is current; they live as long as the process.
 Status handle_of(const cublaslt::Library& library, int device, cublaslt::Handle* handle) {
   static std::mutex mutex;
-  static cublaslt::Handle handles[kMostDevices] = {};
-  if (device < 0 || device >= kMostDevices) return {StatusCode::bad_value, "gemm: device: expected 0 to 63"};
+  static cublaslt::Handle handles[kMaxDevices] = {};
+  if (device < 0 || device >= kMaxDevices) return {StatusCode::bad_value, "gemm: device: expected 0 to 63"};
   const std::lock_guard<std::mutex> lock(mutex);
   Status status;
   if (handles[device] == nullptr) status = of_library(library, library.create(&handles[device]));
@@ -130,7 +130,7 @@ class Cache {
     if (code != 0) return of_library(library, code);
     const Status status = choose(library, handle, prepared);
     if (status.code != StatusCode::ok) return status;
-    if (prepared_.size() >= kMostPrepared) prepared_.clear();
+    if (prepared_.size() >= kMaxPrepared) prepared_.clear();
     prepared_.emplace(kind, *prepared);
     return {};
   }

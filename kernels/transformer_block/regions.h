@@ -26,9 +26,9 @@ inline bool lifetimes_meet(const Region& a, const Region& b) { return a.first <=
 // Gives the regions, the largest first, the lowest offsets at which none overlaps another that is in use at the same
 // time. Returns the bytes of all; kTooMany where 64 bits do not count them.
 inline int64_t place_regions(Region* regions, int count) {
-  constexpr int kMost = 32;
+  constexpr int kMax = 32;
   constexpr int64_t kBelow = kRegionAlignment - 1;
-  int order[kMost], placed = 0;
+  int order[kMax], placed = 0;
   Count total = 0;
   for (int i = 0; i < count; ++i) {
     order[i] = i;

@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
 
 // The largest number of blocks that may share one of `units` (sequence, head)s; attention_column_parts() has room for
 // that many.
-int64_t most_blocks(int64_t units, int64_t max_seqlen) {
-  return max_seqlen > kOnChipQueries ? std::max<int64_t>(kMostBlocks / std::max<int64_t>(units, 1), 2) : 1;
+int64_t max_blocks(int64_t units, int64_t max_seqlen) {
+  return max_seqlen > kOnChipQueries ? std::max<int64_t>(kMaxBlocks / std::max<int64_t>(units, 1), 2) : 1;
 }
 
 // The number of blocks that share a (sequence, head) of more than kOnChipQueries queries: the number that minimizes the
@@ -89,8 +89,8 @@ int blocks_of(const AttentionCall& call, bool causal, int processors) {
   const double part = causal ? 0.5 : 1.0;  // fraction of all tiles that are computed
   int best = 1;
   double least = 0;
-  const int64_t most = std::min(
-      {std::max<int64_t>(key_tiles, 1), most_blocks(units, call.max_seqlen), static_cast<int64_t>(processors)});
+  const int64_t most =
+      std::min({std::max<int64_t>(key_tiles, 1), max_blocks(units, call.max_seqlen), static_cast<int64_t>(processors)});
   for (int blocks = 1; blocks <= most; ++blocks) {
     const int64_t groups = processors / blocks;
     const int64_t rounds = (units + groups - 1) / groups * ((key_tiles + blocks - 1) / blocks);
@@ -137,12 +137,12 @@ Status launch_typed(const AttentionBackward& call, Parameters p) {
   int processors = 0;
   Status status = count_multiprocessors(call.device, &processors);
   if (status.code != StatusCode::ok) return status;
-  processors = std::min(processors, kMostBlocks);
+  processors = std::min(processors, kMaxBlocks);
   const bool causal = call.window_right == 0;
   p.blocks = blocks_of(call, causal, processors);
   status = initialize_sums(call, p);
   if (status.code == StatusCode::ok)
-    status = launch_statistics<T, kHeadDim>(call, p, statistics_in(call, kMostBlocks), nullptr);
+    status = launch_statistics<T, kHeadDim>(call, p, statistics_in(call, kMaxBlocks), nullptr);
   if (status.code == StatusCode::ok) status = launch_kernel<T>(call, p, causal, processors);
   if (status.code != StatusCode::ok || call.column_sums == nullptr) return status;
   return sum_parts(call.column_parts, {call.column_sums, call.column_sums_dtype}, {},
@@ -159,12 +159,12 @@ int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t h
   if (head_dim == kHeadDim128) return attention_backward_d128_workspace(sequences, heads, tokens, longest);
   const int64_t tiles = tiles_of(sequences, tokens, true);  // at least as many as for dense sequences
   const int64_t of_tile = 2 * kQueries + (longest > kOnChipQueries ? kSumFloats : 0);
-  return (Count(heads) * tiles * of_tile + kMostBlocks + order_floats(sequences)).value;
+  return (Count(heads) * tiles * of_tile + kMaxBlocks + order_floats(sequences)).value;
 }
 
 int64_t attention_column_parts(int64_t sequences, int64_t heads, int64_t head_dim, int64_t max_seqlen) {
   const Count units = Count(sequences) * heads;
-  return (units * most_blocks(units.value, max_seqlen) * (3 * kColumnPlaces) * head_dim).value;
+  return (units * max_blocks(units.value, max_seqlen) * (3 * kColumnPlaces) * head_dim).value;
 }
 
 Status attention_backward(const AttentionBackward& call) {
@@ -183,10 +183,10 @@ Status attention_backward(const AttentionBackward& call) {
   if (status.code != StatusCode::ok) return status;
   p.column_parts = call.column_sums == nullptr ? nullptr : call.column_parts;
   p.progress = reinterpret_cast<uint32_t*>(call.workspace);
-  p.order = order_in(call, kMostBlocks);
+  p.order = order_in(call, kMaxBlocks);
   p.taken = has_lengths(call) ? reinterpret_cast<int*>(call.workspace) : nullptr;
-  p.statistics = statistics_in(call, kMostBlocks);
-  p.sums = statistics_in(call, kMostBlocks) + call.heads * static_cast<int64_t>(p.tiles) * 2 * kQueries;
+  p.statistics = statistics_in(call, kMaxBlocks);
+  p.sums = statistics_in(call, kMaxBlocks) + call.heads * static_cast<int64_t>(p.tiles) * 2 * kQueries;
   return call.dtype == DType::bf16  ? launch_typed<bf16_t>(call, p)
          : call.dtype == DType::f16 ? launch_typed<f16_t>(call, p)
                                     : unknown_dtype();

@@ -16,7 +16,7 @@ namespace cuda {
 namespace hopper_backward {
 
 constexpr int kStatisticsThreads = 256;
-constexpr int kMostOrdered = 4096;  // sequences; each is compared with all others
+constexpr int kMaxOrdered = 4096;  // sequences; each is compared with all others
 
 // Computes a sequence's rank: sequences with more tiles come first, then those with the lower index. Called by a whole
 // block.
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   const StoredSpan q = span_of(p.cu_seqlens, p.lengths, sequence, p.queries, p.max_seqlen);
   const int first = blockIdx.x * kQueries;
   if (p.progress != nullptr && blockIdx.x + head + sequence == 0)
-    for (int i = threadIdx.x; i < kMostBlocks; i += kStatisticsThreads) p.progress[i] = 0;
+    for (int i = threadIdx.x; i < kMaxBlocks; i += kStatisticsThreads) p.progress[i] = 0;
   if (first == 0) {
     if (p.column_parts != nullptr) clear_column_places(p, sequence, head);
     if (p.order != nullptr && head == 0) rank_sequence(p, sequence);
@@ -128,8 +128,7 @@ inline bool has_lengths(const AttentionCall& call) {
 // it are aligned.
 inline int64_t order_floats(int64_t sequences) { return (sequences + 31) / 32 * 32; }
 inline int* order_in(const AttentionCall& call, int64_t before) {
-  return has_lengths(call) && call.sequences <= kMostOrdered ? reinterpret_cast<int*>(call.workspace + before)
-                                                             : nullptr;
+  return has_lengths(call) && call.sequences <= kMaxOrdered ? reinterpret_cast<int*>(call.workspace + before) : nullptr;
 }
 inline float* statistics_in(const AttentionCall& call, int64_t before) {
   return call.workspace + before + order_floats(call.sequences);

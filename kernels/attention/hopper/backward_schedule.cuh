@@ -21,7 +21,7 @@ constexpr int kStageBytes = 2 * kQueryTileBytes;
 static_assert(kStageBytes == kKeyTileBytes);
 constexpr int kStatisticsBytes = 2 * kQueries * 4;
 constexpr int kSumFloats = kQueries * kHeadDim;  // of dQ, per tile
-constexpr int kMostBlocks = 256;                 // of the grid
+constexpr int kMaxBlocks = 256;                  // of the grid
 constexpr int kColumnPlaces = 8;                 // warps that process the rows of a tile of keys
 
 struct Output {
@@ -36,7 +36,7 @@ struct Parameters {
   const int64_t* seed;
   const float* statistics;  // [heads, tiles, 2, kQueries]: lse in units of log2, and delta
   float* sums;              // [heads, tiles, kSumFloats]: partial sums of dQ, unless they are in shared memory
-  uint32_t* progress;       // [kMostBlocks]: how many additions to them each block has completed
+  uint32_t* progress;       // [kMaxBlocks]: how many additions to them each block has completed
   int* order;  // [sequences]: the sequences in the order of their work, most first; null: in their own order
   int* taken;  // counter from which blocks fetch (sequence, head)s; null: the assignment is static
   int sequences, heads, queries, keys, max_seqlen, max_seqlen_k, tiles;

@@ -28,8 +28,8 @@ struct ForwardShape {
   static constexpr int kParts = HEAD_DIM / kTileColumns;  // swizzled tiles side by side
   static constexpr uint32_t kQueryPart = kQueries * kTileRowBytes, kQueryBytes = kParts * kQueryPart;
   static constexpr uint32_t kKeyPart = KEYS * kTileRowBytes, kKeyBytes = kParts * kKeyPart;
-  static constexpr int kMostQuerySlots = (225 * 1024 - 2 * STAGES * kKeyBytes) / kQueryBytes;
-  static constexpr int kQuerySlots = kOverlapTiles && kMostQuerySlots > 2 ? 3 : kMostQuerySlots > 1 ? 2 : 1;
+  static constexpr int kMaxQuerySlots = (225 * 1024 - 2 * STAGES * kKeyBytes) / kQueryBytes;
+  static constexpr int kQuerySlots = kOverlapTiles && kMaxQuerySlots > 2 ? 3 : kMaxQuerySlots > 1 ? 2 : 1;
   // Registers per thread, set by setmaxnreg. Summed over the warpgroups they are at most 512 (480 for five warpgroups);
   // all warpgroups start with an equal share.
   static constexpr int kProducerRegisters = GROUPS > 2 ? 32 : 40;
