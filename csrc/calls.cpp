@@ -342,9 +342,9 @@ bool is_alike(const Tensor& a, const Tensor& b) {
   return a.given == b.given && (!a.given || (a.type == b.type && a.device == b.device && same_shape(a, b)));
 }
 
-// Writes the addresses of tensors, 0 for None, to `target`. Returns the code of their type, if all are contiguous, of
-// one type and on one device, and of the shapes of the first `period` of them again and again; kMixed otherwise, and
-// kUnread where some are no plain tensors or torch does not say how to read them.
+// Writes the addresses of tensors, 0 for None, to `target`. Returns the code of their type, if all are contiguous (on a
+// GPU also aligned), of one type and on one device, and of the shapes of the first `period` of them again and again;
+// kMixed otherwise, and kUnread where some are no plain tensors or torch does not say how to read them.
 int64_t tensor_table(const py::list& tensors, uintptr_t target, size_t period) {
   constexpr int64_t kMixed = -1, kUnread = -2;
   if (torch.exchange == nullptr || period == 0) return kUnread;
@@ -364,7 +364,8 @@ int64_t tensor_table(const py::list& tensors, uintptr_t target, size_t period) {
     }
     addresses[i] = reinterpret_cast<int64_t>(tensor.data);
     if (i < period) first.push_back(tensor);
-    mixed = mixed || !is_alike(tensor, first[i % period]) || (tensor.given && !is_contiguous(tensor));
+    mixed = mixed || !is_alike(tensor, first[i % period]) || (tensor.given && !is_contiguous(tensor)) ||
+            (tensor.device >= 0 && !is_aligned(tensor));
   }
   for (const Tensor& tensor : first) {
     if (!tensor.given) continue;

@@ -343,7 +343,7 @@ def test_what_the_core_does_not_take() -> None:
     layer = problem.layers[0]
     wide = torch.zeros(layer.out_weight.shape[0], 2 * layer.out_weight.shape[0])
     assert "one type" in str(reason(layers=[layer._replace(norm_a_bias=torch.zeros(128, dtype=torch.bfloat16))]))
-    assert "same sizes" in str(reason(layers=[layer, layer._replace(up_weight=torch.zeros(8, 128))]))
+    assert "same shapes" in str(reason(layers=[layer, layer._replace(up_weight=torch.zeros(8, 128))]))
     assert "contiguous" in str(reason(layers=[layer._replace(out_weight=wide[:, ::2])]))
     elsewhere = [BlockParameters(*(each.to("meta") for each in layer))]
     assert "x's device" in str(reason(layers=elsewhere))

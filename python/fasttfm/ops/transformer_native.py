@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import platform
 from array import array
 from collections.abc import Callable
@@ -28,8 +27,6 @@ from fasttfm.ops.transformer_block import BlockOptions, BlockParameters, Saved
 PARAMETERS = len(BlockParameters._fields)
 _UP_WEIGHT = BlockParameters._fields.index("up_weight")
 _ALIGNMENT = 16
-_dtype_of, _numel, _is_contiguous = operator.attrgetter("dtype"), Tensor.numel, Tensor.is_contiguous
-_device_of = operator.attrgetter("device")
 
 
 class Layers(NamedTuple):
@@ -42,6 +39,7 @@ class Layers(NamedTuple):
     intermediate: int
     device: torch.device  # of all parameters
     shapes: tuple[torch.Size | None, ...]  # a layer's
+    table: array[int]  # addresses of all parameters, 0 for None
 
 
 # ---- which calls the core takes --------------------------------------------------------------------------------------
@@ -49,29 +47,37 @@ class Layers(NamedTuple):
 
 def layers_of(given: list[Tensor | None]) -> Layers | str:
     """The layers of a list of parameters, or why the core does not take them: they are of one type and of the same
-    sizes, in memory as they are meant."""
-    first, depth = given[:PARAMETERS], len(given) // PARAMETERS
-    present = [each for each in given if each is not None]
-    dtype = present[0].dtype
-    if set(map(_dtype_of, present)) != {dtype}:
-        return "takes parameters of one type"
-    if len(devices := set(map(_device_of, present))) > 1:
-        return "takes parameters on one device"
-    if len(present) != len(given) and _differ_in_absent(given):
-        return "takes layers with the same biases"
-    if list(map(_numel, present)) != [each.numel() for each in first if each is not None] * depth:
-        return "takes layers of the same sizes"
-    if not all(map(_is_contiguous, present)):
-        return "takes contiguous parameters"
-    up_weight = first[_UP_WEIGHT]
+    shapes, in memory as they are meant."""
+    if (missing := _native.missing()) is not None:
+        return missing
+    table = array("q", bytes(8 * len(given)))
+    if _native.core().tensor_table(given, table.buffer_info()[0], PARAMETERS) < 0:
+        if (reason := _differences(given)) is not None:
+            return reason
+        table = _table(given)
+    first, present = given[:PARAMETERS], [each for each in given if each is not None]
+    qkv_weight, up_weight = first[0], first[_UP_WEIGHT]
+    assert qkv_weight is not None
     assert up_weight is not None
     shapes = tuple(None if each is None else each.shape for each in first)
-    return Layers(given, present, depth, dtype, up_weight.shape[0], devices.pop(), shapes)
+    depth, dtype, device = len(given) // PARAMETERS, qkv_weight.dtype, qkv_weight.device
+    return Layers(given, present, depth, dtype, up_weight.shape[0], device, shapes, table)
 
 
-def _differ_in_absent(given: list[Tensor | None]) -> bool:
-    absent = [each is None for each in given]
-    return absent != absent[:PARAMETERS] * (len(given) // PARAMETERS)
+def _differences(given: list[Tensor | None]) -> str | None:
+    present = [each for each in given if each is not None]
+    if len({each.dtype for each in present}) > 1:
+        return "takes parameters of one type"
+    if len({each.device for each in present}) > 1:
+        return "takes parameters on one device"
+    shapes = [None if each is None else each.shape for each in given]
+    if shapes != shapes[:PARAMETERS] * (len(given) // PARAMETERS):
+        return "takes layers with the same biases, of the same shapes"
+    if not all(each.is_contiguous() for each in present):
+        return "takes contiguous parameters"
+    if any(each.is_cuda and each.data_ptr() % _ALIGNMENT for each in present):
+        return f"takes parameters that start at a multiple of {_ALIGNMENT} bytes"
+    return None
 
 
 def refuse(x: Tensor, residual: Tensor | None, layers: Layers, options: BlockOptions) -> str | None:
@@ -219,7 +225,7 @@ def forward(
     memory = _memory(x.is_cuda, tuple(shape.values()))
     kept, scratch = _bytes(memory.kept, x), _bytes(memory.forward, x)
     y, z = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
-    table = _table(own)
+    table = layers.table if own is layers.given else _table(own)
     run = _native.core().transformer_block_forward_cuda if x.is_cuda else _native.core().transformer_block_forward_cpu
     run(
         **shape,
@@ -254,7 +260,7 @@ def backward(
     shape = _shape(batch, layers, options, training=True)
     scratch = _bytes(_memory(x.is_cuda, tuple(shape.values())).backward, x)
     dx, dresidual = torch.empty_like(x), None if z is None else torch.empty_like(z)
-    table, targets = _table(own), _table(gradients)
+    table, targets = layers.table if own is layers.given else _table(own), _table(gradients)
     fields = {
         **shape,
         **_call_fields(batch, layers, options, kept, scratch),

@@ -124,7 +124,8 @@ def _parts(x: Tensor, seeds: Tensor | None, layers: Layers) -> list[tuple[Layers
         given = layers.given[index * PARAMETERS : (index + 1) * PARAMETERS]
         present = [each for each in given if each is not None]
         own = None if seeds is None else seeds[index : index + 1]
-        parts.append((layers._replace(given=given, present=present, depth=1), own))
+        table = layers.table[index * PARAMETERS : (index + 1) * PARAMETERS]
+        parts.append((layers._replace(given=given, present=present, depth=1, table=table), own))
     return parts
 
 
