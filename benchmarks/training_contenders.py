@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from handmade_bert import HandmadeBert
 from torch import Tensor, nn
 
 import fasttfm
+from fasttfm.bench.handmade_bert import HandmadeBert
 from fasttfm.models.families import FAMILIES
 from fasttfm.models.family import Family, Head
 from fasttfm.ops import cu_seqlens_from_lengths

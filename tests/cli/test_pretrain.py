@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from fasttfm.cli import pretrain, torch_step
 from fasttfm.cli.main import main
 from fasttfm.train.logs import read_rows
 
@@ -32,9 +34,34 @@ def test_a_run_says_what_it_reached(
     assert "step 2/2: loss" in said.err
     assert "2 steps, " in said.out
     assert "validation: loss" in said.out
+    assert "that of word frequencies (" in said.out
+    assert said.out.count("    word frequencies: ") == 4  # sentences with the model's guesses
+    assert "plain torch" not in said.out
     for name in ("checkpoint-000002", "log.csv", "curves.png"):
         assert str(tmp_path / "run" / name) in said.out
         assert (tmp_path / "run" / name).exists()
+
+
+def test_a_step_is_timed_against_plain_torch(
+    corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is asked for, and where the package's own text is trained on."""
+    monkeypatch.setattr(torch_step, "_ROUNDS", 1)
+    monkeypatch.setattr(torch_step, "_SECONDS", 0.0)
+    assert main(arguments(corpus, tmp_path / "run", "--compare")) == 0
+    assert re.search(r"fasttfm [\d.]+ ms, plain torch [\d.]+ ms", capsys.readouterr().out)
+    parser = argparse.ArgumentParser()
+    pretrain.add_parser(parser.add_subparsers())
+    for given, expected in (
+        (["--data", "x"], False),
+        ([], True),
+        (["gpt2"], True),
+        (["--no-compare"], False),
+        (["roberta"], False),
+    ):
+        assert pretrain._compares(parser.parse_args(["pretrain", *given])) == expected
+    with pytest.raises(ValueError, match="--compare: expected with bert or gpt2, got albert"):
+        pretrain._compares(parser.parse_args(["pretrain", "albert", "--compare"]))
 
 
 def test_a_new_folder_for_every_run(corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

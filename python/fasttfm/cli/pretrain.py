@@ -12,6 +12,7 @@ from typing import Any
 from fasttfm.cli.options import exit_on_user_error, new_directory
 from fasttfm.models.families import FAMILIES, trained_on_text
 
+_COMPARED = ("bert", "gpt2")  # whose training step is timed against plain torch
 _DEFAULT_RATES = {"tiny": 1e-3, "mini": 1e-3, "small": 5e-4, "medium": 5e-4}  # the others': 1e-4
 
 _EXAMPLES = """
@@ -102,6 +103,11 @@ def _add_run(group: Any) -> None:
     group.add_argument("--evaluate-every", type=int, metavar="STEPS", help="default: ten times per run")
     group.add_argument("--evaluation-batches", type=int, default=8, help="per process (8)")
     group.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="steps per log row (10)")
+    group.add_argument(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        help="at the end, time a training step of bert or gpt2 against plain torch; default: without --data",
+    )
     group.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -123,15 +129,44 @@ def run(arguments: argparse.Namespace) -> int:
     begun = time.perf_counter()
     with exit_on_user_error(arguments):
         settings, where = _settings(arguments)
+        compares = _compares(arguments)
         summary = pretrain(settings, where)
         if summary is not None and not arguments.quiet:
             print(_report(summary, time.perf_counter() - begun))
+            if summary.learnt is not None:
+                print(f"\n{summary.learnt}")
+            if compares:
+                print(f"\n{_step_times(summary, arguments.model, where.device)}")
     return 0
 
 
-def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
+def _compares(arguments: argparse.Namespace) -> bool:
+    """Whether a step is timed against plain torch: by default where the package's own model and text are tried."""
+    if arguments.compare is None:
+        return arguments.model in _COMPARED and not arguments.data
+    if arguments.compare and arguments.model not in _COMPARED:
+        raise ValueError(f"--compare: expected with {' or '.join(_COMPARED)}, got {arguments.model}")
+    return bool(arguments.compare)
+
+
+def _step_times(summary: Any, model: str, device: str | None) -> Any:
     import torch
 
+    from fasttfm import models
+    from fasttfm.cli.torch_step import compare_steps
+
+    kind = models.BertForPreTraining if model == "bert" else models.GPT2LMHeadModel
+    config = kind.from_pretrained(summary.checkpoint).config
+    return compare_steps(config, summary.batch, torch.device(device or _default_device()))
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
     from fasttfm.train.settings import (
         OptimizerSettings,
         PretrainSettings,
@@ -145,7 +180,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
     if arguments.resume and arguments.output is None:
         raise ValueError("--resume: expected --output, the folder of the run to resume")
     size = arguments.size or FAMILIES[arguments.model].default_size
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = arguments.device or _default_device()
     warmup = arguments.steps // 10 if arguments.warmup is None else arguments.warmup
     settings = PretrainSettings(
         arguments.model,

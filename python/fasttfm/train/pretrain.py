@@ -23,13 +23,14 @@ from fasttfm import data
 from fasttfm.atomic_files import first_line
 from fasttfm.models.families import FAMILIES, trained_on_text
 from fasttfm.models.family import Family, Head
-from fasttfm.models.objectives import Pretraining
+from fasttfm.models.objectives import CausalLM, MaskedLM, Pretraining
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.train import checkpoints as files
 from fasttfm.train.checkpoints import Checkpoints, ModelFiles
 from fasttfm.train.curves import CURVES, write_curves
 from fasttfm.train.distributed import World, join, share_out
 from fasttfm.train.fixed_shapes import Shape, filled
+from fasttfm.train.learnt import Learnt, learnt
 from fasttfm.train.logs import EVENTS, RunLog
 from fasttfm.train.loop import Objective, Trainer, check_finite
 from fasttfm.train.optimizers import make_optimizer
@@ -58,6 +59,8 @@ class Summary:
     loss: float  # the last rows' mean
     held_out: dict[str, float]
     tokens_per_second: float | None  # without the first steps
+    batch: data.Batch  # of the validation set
+    learnt: Learnt | None = None  # of models that predict words, in one process
 
 
 def pretrain(settings: PretrainSettings, run: RunSettings) -> Summary | None:
@@ -429,6 +432,21 @@ class _Run:
             log.loss,
             log.held_out,
             rate,
+            self.evaluation[0],
+            self._learnt(log.held_out),
+        )
+
+    def _learnt(self, held_out: dict[str, float]) -> Learnt | None:
+        if not isinstance(self.objective, (MaskedLM, CausalLM)) or self.world.size > 1:
+            return None
+        corpus = self.corpus
+        return learnt(
+            self.objective,
+            corpus.tokenizer,
+            corpus.training,
+            corpus.held_out,
+            self.evaluation,
+            held_out[self.objective.terms[0]],
         )
 
 

@@ -5,15 +5,15 @@ One product for q, k and v, SDPA, the loss on gathered rows only; the whole mode
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fasttfm.models import BertConfig
-
 
 class Layer(nn.Module):
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         width = config.hidden_size
         self.heads, self.p = config.num_attention_heads, config.hidden_dropout_prob
@@ -34,9 +34,9 @@ class Layer(nn.Module):
 
 
 class HandmadeBert(nn.Module):
-    """Embeddings, layers and the masked-LM loss of the rows at ``positions`` (in [B * S])."""
+    """Embeddings, layers and the masked-LM loss of the rows at ``positions`` (in [B * S]), of a ``BertConfig``."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         width = config.hidden_size
         self.p = config.hidden_dropout_prob

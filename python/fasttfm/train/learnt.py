@@ -1,0 +1,150 @@
+"""What a language model has learnt, for people: its guesses for words of the validation set, and those of word
+frequencies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fasttfm.data import Batch, Tokenizer, TokenShards
+from fasttfm.models.objectives import CausalLM, MaskedLM
+
+GUESSES = 3
+_LENGTHS = (8, 24)  # tokens of a sentence that is shown
+_CONTEXT = 4  # tokens before a word that is guessed, at least
+_LETTERS = 4  # of such a word, at least
+
+Guesses = list[tuple[str, float]]  # words with their probabilities, the likeliest first
+
+
+@dataclass(frozen=True)
+class GuessedWord:
+    """A word in a sentence of the validation set, which was masked or cut off, and what the model guesses there."""
+
+    before: str
+    word: str
+    after: str  # empty where a model sees nothing of it
+    guesses: Guesses
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """A trained model and word frequencies, which know no context."""
+
+    what: str  # the words that are predicted
+    loss: float  # of the validation set's, in nats
+    frequency_loss: float  # of the same words, where each has the probability that is its share of the training set
+    words: list[GuessedWord]
+    frequent: Guesses  # what word frequencies guess, whatever the sentence
+
+    def __str__(self) -> str:
+        better = self.frequency_loss - self.loss
+        lines = [
+            f"{self.what} of the validation set: loss {self.loss:.2f}, {abs(better):.2f} "
+            f"{'below' if better >= 0 else 'above'} that of word frequencies ({self.frequency_loss:.2f})"
+        ]
+        for each in self.words:
+            lines += [
+                f"  {each.before} [{each.word}] {each.after}".rstrip(),
+                f"      model: {_shown(each.guesses)}    word frequencies: {_shown(self.frequent)}",
+            ]
+        return "\n".join(lines)
+
+
+def _shown(guesses: Guesses) -> str:
+    return ", ".join(f"{word} {100 * probability:.0f}%" for word, probability in guesses)
+
+
+def learnt(
+    objective: MaskedLM | CausalLM,
+    tokenizer: Tokenizer,
+    training: TokenShards,
+    held_out: TokenShards,
+    batches: Iterable[Batch],
+    loss: float,
+    *,
+    words: int = 4,
+) -> Learnt:
+    """What ``objective``'s model has learnt.
+
+    Args:
+        batches: The validation set's, on which ``loss`` was measured.
+        words: So many are shown, the same in every run.
+    """
+    shares = word_shares(training, tokenizer)
+    labels = np.concatenate([predicted(batch) for batch in batches])
+    return Learnt(
+        objective.terms[0].replace("_words", " tokens"),
+        loss,
+        float(-np.log(shares[labels]).mean()),
+        [_guessed(objective, tokenizer, *chosen) for chosen in _choose(held_out, tokenizer, words)],
+        _likeliest(shares, tokenizer),
+    )
+
+
+def predicted(batch: Batch) -> np.ndarray:
+    """The words that a model predicts in a batch: those that were masked, or all but the first of each sequence."""
+    if batch.labels is not None:
+        return batch.labels.numpy()
+    first = np.zeros(batch.tokens, dtype=bool)
+    first[batch.cu_seqlens[:-1].numpy()] = True
+    return batch.input_ids.numpy()[~first]
+
+
+def word_shares(training: TokenShards, tokenizer: Tokenizer) -> np.ndarray:
+    """float64 [vocabulary]: each entry's share of the training set, with one more of each, so that none is 0."""
+    counts = np.ones(tokenizer.vocab_size)
+    for number in range(training.documents):
+        counts += np.bincount(training.document(number), minlength=len(counts))
+    return counts / counts.sum()
+
+
+def _choose(held_out: TokenShards, tokenizer: Tokenizer, count: int) -> list[tuple[np.ndarray, int]]:
+    """Sentences of the validation set, and the place of a word in each that is a single token."""
+    starts, special = tokenizer.starts_word, tokenizer.special.all()
+    numbers = [(document, i) for document in range(held_out.documents) for i in range(_sentences(held_out, document))]
+    draw = np.random.default_rng(0)
+    found: list[tuple[np.ndarray, int]] = []
+    for place in draw.permutation(len(numbers)).tolist():
+        document, sentence = numbers[place]
+        bounds = held_out.sentences(document)
+        tokens = held_out.document(document)[bounds[sentence] : bounds[sentence + 1]].astype(np.int64)
+        if not _LENGTHS[0] <= len(tokens) <= _LENGTHS[1] or np.isin(tokens, special).any():
+            continue
+        whole = starts[tokens] & np.append(starts[tokens][1:], True)
+        places = [at for at in np.flatnonzero(whole).tolist() if at >= _CONTEXT]
+        words = [at for at in places if _is_word(tokenizer, int(tokens[at]))]
+        if words:
+            found.append((tokens, words[int(draw.integers(len(words)))]))
+        if len(found) == count:
+            break
+    return found
+
+
+def _sentences(shards: TokenShards, document: int) -> int:
+    return len(shards.sentences(document)) - 1
+
+
+def _is_word(tokenizer: Tokenizer, id: int) -> bool:
+    text = tokenizer.decode([id]).strip()
+    return text.isalpha() and len(text) >= _LETTERS
+
+
+@torch.no_grad()
+def _guessed(objective: MaskedLM | CausalLM, tokenizer: Tokenizer, tokens: np.ndarray, place: int) -> GuessedWord:
+    was_training, device = objective.training, next(objective.parameters()).device
+    objective.eval()
+    logits = objective.word_logits(torch.from_numpy(tokens).to(device), place, tokenizer.special)
+    objective.train(was_training)
+    probabilities = logits.double().softmax(-1).cpu().numpy()
+    before, word, after = (tokenizer.decode(part).strip() for part in np.split(tokens, [place, place + 1]))
+    seen = after if isinstance(objective, MaskedLM) else ""
+    return GuessedWord(before, word, seen, _likeliest(probabilities, tokenizer))
+
+
+def _likeliest(probabilities: np.ndarray, tokenizer: Tokenizer) -> Guesses:
+    best: Sequence[int] = np.argsort(-probabilities, kind="stable")[:GUESSES].tolist()
+    return [(tokenizer.decode([id]).strip() or tokenizer.token(id), float(probabilities[id])) for id in best]
