@@ -149,6 +149,7 @@ class Model:
     """What the kernel does, with addresses of the host's memory."""
 
     adamw_chunk = 16384
+    tensor_table = staticmethod(_C.tensor_table)
 
     def adamw_workspace_cuda(self, tensors: int, groups: int) -> int:
         return 1

@@ -29,7 +29,6 @@ GROUP = np.dtype(
     + [(name, "f8") for name in ("beta1", "beta2", "epsilon", "weight_decay")]
 )
 
-_PLAIN = frozenset(PLAIN_TENSORS)
 _STATES = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -318,8 +317,9 @@ class _Table:
         self.chunk, self.chunks = core.adamw_chunk, 0
         self.workspace = core.adamw_workspace_cuda(count, groups)
         self.sizes: list[int] = []
-        self.addresses: list[list[int]] = []  # of parameters and states, which have been checked
-        self.dtypes: list[torch.dtype] = []  # the gradients'
+        self.addresses = np.zeros((1 + len(_STATES), count), np.int64)  # of parameters and states, as checked
+        self.found = np.zeros_like(self.addresses)  # as they are now
+        self.gradients = np.zeros(count, np.int64)
         self.copies: list[tuple[int, int]] = []  # addresses and dtype codes
 
     def is_of(self, given: _Given) -> bool:
@@ -327,24 +327,29 @@ class _Table:
 
     def take_addresses(self, states: list[dict[str, Tensor]]) -> None:
         """Parameters and states. They are checked where they are not where they were in the step before."""
-        columns = [self.parameters, *([state[name] for state in states] for name in _STATES)]
-        found = [[each.data_ptr() for each in column] for column in columns]
-        if found == self.addresses:
+        tensors = [*self.parameters, *(state[name] for name in _STATES for state in states)]
+        _write_addresses(tensors, self.found)
+        if np.array_equal(self.found, self.addresses):
             return
         if (reason := refusal(self.parameters)) is not None:
             raise ValueError(f"AdamW: {reason}; torch.optim.AdamW takes others")
         _check_states(self.parameters, states)
-        for name, column in zip(("parameter", *_STATES), found, strict=True):
+        for name, column in zip(("parameter", *_STATES), self.found, strict=True):
             self.tensors[name] = column
-        self.addresses = found
+        self.addresses[:] = self.found
 
     def take_gradients(self, gradients: list[Tensor], *, norm: bool) -> _Memory:
-        gradients = self._dense(gradients)
-        self.tensors["gradient"] = [each.data_ptr() for each in gradients]
-        dtypes, sizes = [each.dtype for each in gradients], [each.numel() for each in self.parameters]
-        if dtypes != self.dtypes:
-            self.tensors["gradient_dtype"] = [_native.DTYPE_CODES[each] for each in dtypes]
-            self.dtypes = dtypes
+        code = _write_addresses(gradients, self.gradients)
+        if code in _native.DTYPE_CODES.values() and gradients[0].get_device() == self.index:
+            self.tensors["gradient_dtype"] = code
+        else:  # of several types, with gaps, or nothing that the kernel takes
+            for each in gradients:
+                _check_gradient(each, self.index)
+            gradients = [each if each.is_contiguous() else each.contiguous() for each in gradients]
+            self.gradients[:] = [each.data_ptr() for each in gradients]
+            self.tensors["gradient_dtype"] = [_native.DTYPE_CODES[each.dtype] for each in gradients]
+        self.tensors["gradient"] = self.gradients
+        sizes = [each.numel() for each in self.parameters]
         if sizes != self.sizes:
             self.tensors["size"] = sizes
             chunks = -(-self.tensors["size"] // self.chunk)
@@ -356,18 +361,6 @@ class _Table:
             torch.empty(self.chunks, device=self.device) if norm else None,
             gradients,
         )
-
-    def _dense(self, gradients: list[Tensor]) -> list[Tensor]:
-        known = (
-            _PLAIN.issuperset(map(type, gradients))
-            and {each.layout for each in gradients} == {torch.strided}
-            and {each.get_device() for each in gradients} == {self.index}
-            and _native.DTYPE_CODES.keys() >= {each.dtype for each in gradients}
-        )
-        if not known:
-            for each in gradients:
-                _check_gradient(each, self.index)
-        return [each if each.is_contiguous() else each.contiguous() for each in gradients]
 
     def take_copies(self, *, captured: bool) -> list[Entry | None]:
         """The copies that the step writes, up to date before it."""
@@ -411,6 +404,15 @@ class _Table:
             "device": self.index,
             "stream": _native.stream(memory.workspace),
         }
+
+
+def _write_addresses(tensors: list[Any], target: np.ndarray) -> int:
+    """Writes the tensors' addresses. Returns the code of their type if all are plain, contiguous, of one type and on
+    one device, else a negative number."""
+    code: int = _native.core().tensor_table(tensors, target.ctypes.data, len(tensors))
+    if code < 0 and all(each.layout == torch.strided for each in tensors):  # the core may not have read all of them
+        target.reshape(-1)[:] = [each.data_ptr() for each in tensors]
+    return code
 
 
 def _check_gradient(gradient: Tensor, index: int) -> None:
