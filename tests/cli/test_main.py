@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +37,13 @@ def run_without(*modules: str) -> str:
 
 def line_of(text: str, name: str) -> str:
     return next(line for line in text.splitlines() if line.split()[:1] == [name])
+
+
+def test_the_installed_command_is_main() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="part of Python since 3.11")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    module, _, function = project["project"]["scripts"]["fasttfm"].partition(":")
+    assert getattr(importlib.import_module(module), function) is main
 
 
 def test_info_names_versions_devices_and_ops() -> None:
