@@ -228,6 +228,24 @@ def test_gradients_that_are_wanted(
     assert different(problem.results(problem.in_one_call), problem.results(problem.op_by_op)) == []
 
 
+@takes_cpu
+def test_which_gradients_come_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem("cpu", torch.float32, torch.float32, options=OPTIONS._replace(**RATES))
+
+    def depths() -> list[int]:
+        layers = transformer_native.layers_of([each for layer in problem.layers for each in layer])
+        assert isinstance(layers, transformer_native.Layers)
+        return [part.depth for part, _ in transformer_stack._parts(problem.x, problem.seeds, layers)]
+
+    assert depths() == [3]
+    hook = problem.layers[1].up_bias.register_post_accumulate_grad_hook(lambda _: None)
+    assert depths() == [1, 1, 1]
+    hook.remove()
+    assert depths() == [3]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert depths() == [1, 1, 1]
+
+
 @pytest.mark.parametrize(("device", "dtype", "parameter_dtype"), DEVICES)
 @pytest.mark.parametrize("pre_norm", [False, True], ids=["post-LN", "pre-LN"])
 def test_shared_layers(

@@ -240,12 +240,12 @@ def _wanted(layers: Layers, of_unique: Sequence[bool]) -> Sequence[bool]:
 def _summed(gradients: Sequence[Tensor | None], layers: Layers) -> Sequence[Tensor | None]:
     """The gradient of each parameter. Those of one that layers share are added in the order of the backward, as
     autograd adds up those of several nodes."""
+    if len({id(each) for each in layers.present}) == len(layers.present):
+        return [gradient for gradient, each in zip(gradients, layers.given, strict=True) if each is not None]
     places: dict[int, list[int]] = {}
     for place, each in enumerate(layers.given):
         if each is not None:
             places.setdefault(id(each), []).append(place)
-    if len(places) == len(layers.given):
-        return gradients
     totals = [gradients[group[-1]] for group in places.values()]
     for step in range(2, 1 + max(map(len, places.values()))):
         pairs = zip(totals, places.values(), strict=True)
