@@ -2,11 +2,13 @@
 //
 // torch 2.10 and later publish a table of C functions for that (dlpack.h); tensors of earlier ones are read by their
 // attributes, which takes longer.
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <memory>
 
 #include "binding.h"
+#include "common/count.h"
 #include "dlpack.h"
 #include "python.h"
 
@@ -191,6 +193,8 @@ PyObject* run(const Call& call, PyObject* const* given, Py_ssize_t count) {
     outcome = call.function(place, values.data());
   }
   raise_unless_ok(outcome.status);
+  if (outcome.number == kTooMany)
+    throw py::value_error(call.name + ": expected a size that 64 bits count, got a larger one");
   if (call.returns_number) return PyLong_FromLongLong(outcome.number);
   Py_RETURN_NONE;
 }
@@ -265,11 +269,48 @@ bool add_parameter(Key& key, const Tensor& tensor, int64_t columns) {
 
 bool is_floating(const Tensor& tensor) { return tensor.type <= ElementType::f16; }
 
-bool add_tensor(Key& key, char kind, const Tensor& tensor, const Tensor& first) {
+// Queries, keys or values, [B, S, H, D] or [T, H, D], or [..., 3, H, D]: all but the numbers of sequences and tokens.
+bool add_heads(Key& key, const Tensor& tensor, int32_t dimensions) {
+  const int32_t last = tensor.dimensions - 1;
+  if (last < dimensions || tensor.strides[last] != 1 || elements(tensor) == 0) return false;
+  bool whole_vectors = true, overlaps = false;
+  for (int32_t i = 0; i < last; ++i) {
+    whole_vectors = whole_vectors && tensor.strides[i] % 8 == 0;
+    overlaps = overlaps || tensor.strides[i] == 0;
+  }
+  key.add(tensor.dimensions);
+  key.add(static_cast<int64_t>(tensor.type) << 3 | overlaps << 2 | whole_vectors << 1 | is_aligned(tensor));
+  for (int32_t i = 0; i < dimensions; ++i) key.add(tensor.shape[last - i]);
+  return true;
+}
+
+bool add_keys(Key& key, const Tensor& tensor, const Tensor& queries) {
+  const int32_t last = queries.dimensions - 1;
+  if (tensor.dimensions != queries.dimensions || tensor.shape[last] != queries.shape[last]) return false;
+  key.add(tensor.shape[0] == queries.shape[0]);  // sequences, or packed tokens
+  return (last < 3 || tensor.shape[0] == queries.shape[0]) && add_heads(key, tensor, 2);
+}
+
+bool add_indices(Key& key, const Tensor& tensor, ElementType type, int64_t length) {
+  if (tensor.type != type || tensor.dimensions != 1 || tensor.strides[0] != 1) return false;
+  key.add(1);
+  return length < 0 ? tensor.shape[0] > 1 : tensor.shape[0] == length;
+}
+
+// What each letter stands for, which may depend on the tensors before it.
+bool add_tensor(Key& key, char kind, const Tensor* tensors, size_t place) {
+  const Tensor &tensor = tensors[place], &first = tensors[0];
   switch (kind) {
-    case 'r': key.add(tensor.columns()); return is_floating(tensor) && add_rows(key, tensor);
-    case 'l': return is_floating(tensor) && same_shape(tensor, first) && add_rows(key, tensor);
-    case 'p': return is_floating(tensor) && add_parameter(key, tensor, first.columns());
+    case 'r': key.add(tensor.columns()); return is_floating(tensor) && add_rows(key, tensor);    // rows
+    case 'l': return is_floating(tensor) && same_shape(tensor, first) && add_rows(key, tensor);  // rows like the first
+    case 'p': return is_floating(tensor) && add_parameter(key, tensor, first.columns());         // a parameter
+    case 'q': return is_floating(tensor) && add_heads(key, tensor, 2);                           // queries
+    case 'f': return is_floating(tensor) && add_heads(key, tensor, 3);                     // queries, keys and values
+    case 'k': return is_floating(tensor) && add_keys(key, tensor, first);                  // keys
+    case 'v': return same_shape(tensor, tensors[place - 1]) && add_heads(key, tensor, 0);  // values
+    case 'c': return add_indices(key, tensor, ElementType::int32, -1);                     // cu_seqlens
+    case 'n': return add_indices(key, tensor, ElementType::int32, first.shape[0]);         // lengths
+    case 's': return add_indices(key, tensor, ElementType::int64, 1);                      // a seed
     default: return false;
   }
 }
@@ -289,32 +330,28 @@ bool is_watched() {
 py::object find_signature(const char* kinds, PyObject* const* given) {
   if (torch.exchange == nullptr || is_watched()) return py::none();
   Key key;
-  Tensor first;
+  std::array<Tensor, kMaxArguments> tensors;
   for (size_t i = 0; kinds[i] != '\0'; ++i) {
     if (given[i] == Py_None && i > 0) {
       key.add(-1);
       continue;
     }
-    Tensor tensor;
+    Tensor &tensor = tensors[i], &first = tensors[0];
     if (!is_plain_type(given[i])) return py::none();
     if (!read_exchanged(given[i], tensor)) {
       PyErr_Clear();
       return py::none();
     }
-    if (i == 0) {
-      first = tensor;
-      if (tensor.dimensions == 0) return py::none();
-      key.add(tensor.device);
-    }
-    if (tensor.device != first.device || tensor.data == nullptr || !add_tensor(key, kinds[i], tensor, first))
-      return py::none();
+    if (i == 0) key.add(tensor.device);
+    if (tensor.dimensions == 0 || tensor.device != first.device || tensor.data == nullptr) return py::none();
+    if (!add_tensor(key, kinds[i], tensors.data(), i)) return py::none();
   }
   return py::reinterpret_steal<py::object>(key.bytes());
 }
 
 PyObject* signature(PyObject*, PyObject* const* given, Py_ssize_t count) noexcept {
   const char* kinds = count == 0 ? nullptr : PyUnicode_AsUTF8(given[0]);
-  if (kinds == nullptr || std::strlen(kinds) > static_cast<size_t>(count - 1)) {
+  if (kinds == nullptr || std::strlen(kinds) > std::min<size_t>(count - 1, kMaxArguments)) {
     PyErr_SetString(PyExc_TypeError, "signature: expected kinds and as many tensors or Nones");
     return nullptr;
   }

@@ -6,7 +6,7 @@ Lq and Lk are a sequence's own numbers of queries and keys.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -35,6 +35,11 @@ class AttentionProblem(NamedTuple):
     seed: Tensor | None = None  # int64 [1]; None means no dropout
     threshold: int = 0  # philox.threshold(p)
     dropout_scale: float = 1.0  # philox.scale(threshold)
+
+    def schema_options(self, p: float) -> tuple[Any, ...]:
+        """The same as the registered ops take it, but the backend's name."""
+        numbers = (self.max_seqlen, self.max_seqlen_k, self.window_left, self.window_right, self.scale, p)
+        return *self[6:13], *numbers
 
     @property
     def packed(self) -> bool:

@@ -23,7 +23,7 @@ from fasttfm._version import __version__
 from fasttfm.bench import timing
 from fasttfm.bench.peers import Build, Inputs, PeerUnavailable, version_of
 from fasttfm.ops.backends import Backend, BackendTable, dtype_name
-from fasttfm.ops.declare import Op
+from fasttfm.ops.declare import KnownCalls
 from fasttfm.testing.harness import draw_inputs
 from fasttfm.testing.spec import Cost, OpCase, OpSpec, PeerCall, outputs_of
 
@@ -413,7 +413,7 @@ def _observed(function: Callable[[], Any]) -> tuple[Any, str]:
         return chosen
 
     with (
-        mock.patch.object(Op, "known", return_value=None),  # every call selects
+        mock.patch.object(KnownCalls, "find", return_value=None),  # every call selects
         mock.patch.object(BackendTable, "select", recorded(BackendTable.select)),
         mock.patch.object(BackendTable, "select_backward", recorded(BackendTable.select_backward)),
     ):

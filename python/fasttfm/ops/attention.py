@@ -15,7 +15,7 @@ from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.launch import block_memory, is_hopper
 from fasttfm.kernels.common.rows import contiguous_like, unwanted
 from fasttfm.ops import attention_native, checks
-from fasttfm.ops.attention_checks import Window, bounds_of, check_call, check_values
+from fasttfm.ops.attention_checks import Options, Window, bounds_of, check_call, check_values
 from fasttfm.ops.backends import (
     Backend,
     BackendRefused,
@@ -28,7 +28,8 @@ from fasttfm.ops.backends import (
     triton_absent,
 )
 from fasttfm.ops.column_sum import column_sum_op
-from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
+from fasttfm.ops.declare import KnownCalls, Served
+from fasttfm.ops.library import OpFunction, any_requires_grad, needs_gradient, register, unshared
 from fasttfm.ops.linear import autocast
 
 OP = "attention"
@@ -83,35 +84,22 @@ def attention(
         ``out`` of q's shape and type, contiguous; 0 where there is no key to attend to. ``lse``, fp32 without gradient,
         is the logarithm of the sum of the exponential scores: ``[B, H, Sq]``, packed ``[H, T]``; -inf without a key.
     """
-    TABLE.check_name(backend)
-    q, k, v = autocast(q, k, v)
-    bounds = check_call(
-        OP,
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen=max_seqlen,
-        max_seqlen_k=max_seqlen_k,
-        lengths=lengths,
-        lengths_k=lengths_k,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
+    options = Options(
+        causal,
+        window,
+        scale,
+        dropout_p,
+        cu_seqlens,
+        cu_seqlens_k,
+        max_seqlen,
+        max_seqlen_k,
+        lengths,
+        lengths_k,
+        bias,
+        alibi_slopes,
+        seed,
     )
-    checks.check_number(OP, "dropout_p", dropout_p, low=0.0, high=1.0)
-    checks.check_seed(OP, seed, like=q)
-    if dropout_p == 0:
-        seed = None  # from here on, a seed means dropout
-    elif seed is None:
-        seed = philox.draw_seed(q.device)
-    tensors = (cu_seqlens, cu_seqlens_k, lengths, lengths_k, bias, alibi_slopes, seed)
-    numbers = (*bounds, *window_bounds(causal, window), _scale(q, scale), float(dropout_p))
-    apply = _Attention.apply if needs_gradient(q, k, v) else forward_op
-    out, lse = apply(q, k, v, *tensors, *numbers, requested(backend))
+    out, lse = _call(q, k, v, options, backend)
     return (out, lse) if return_lse else out
 
 
@@ -139,11 +127,7 @@ def attention_weights(
         fp32 (fp64 for fp64) ``[B, H, Sq, Sk]``; of packed sequences ``[sequences, H, max_seqlen, max_seqlen_k]``. Rows
         and columns past a sequence's end are 0, like those that the mask excludes.
     """
-    bounds = check_call(
-        _WEIGHTS,
-        q,
-        k,
-        k,
+    options = Options(
         causal=causal,
         window=window,
         scale=scale,
@@ -156,13 +140,54 @@ def attention_weights(
         bias=bias,
         alibi_slopes=alibi_slopes,
     )
-    tensors = (cu_seqlens, cu_seqlens_k, lengths, lengths_k, bias, alibi_slopes, None)
-    left, right = window_bounds(causal, window)
-    problem = _problem(q, k, *tensors, *bounds, left, right, _scale(q, scale), 0.0)
+    check_call(_WEIGHTS, q, k, k, options)
+    bounds = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
+    problem = _problem(q, k, *_schema_options(q, k, options))
     problem = problem._replace(max_seqlen=bounds[0], max_seqlen_k=bounds[1])  # the shape of the result
     _check_values(_WEIGHTS, q, k, problem)
     weights: Tensor = reference.attention_weights(q, k, problem)
     return weights
+
+
+def _call(q: Any, k: Any, v: Any, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
+    """out and lse of a checked call."""
+    TABLE.check_name(backend)
+    asked = requested(backend)
+    q, k, v = autocast(q, k, v)
+    key = None
+    if options.are_common() and (k is None) is (v is None):
+        kinds, given = ("fcns", (q,)) if k is None else ("qkvcns", (q, k, v))
+        key = CALLS.key(kinds, *given, options.cu_seqlens, options.lengths, options.seed)
+    served = CALLS.find(key, asked)
+    if served is None:
+        check_call(OP, q, k, v, options)
+    p, seed = options.dropout_p, options.seed
+    if type(p) is not float or not 0.0 <= p <= 1.0:
+        checks.check_number(OP, "dropout_p", p, low=0.0, high=1.0)
+    if p != 0 and seed is None:
+        options = options._replace(seed=philox.draw_seed(q.device))
+    elif p == 0 and seed is not None:
+        options = options._replace(seed=None)  # from here on, a seed means dropout
+    outputs: tuple[Tensor, Tensor]
+    if key is None:
+        apply = _Attention.apply if needs_gradient(q, k, v) else forward_op
+        outputs = apply(q, k, v, *_schema_options(q, k, options), asked)
+        return outputs
+    problem = _problem(q, k, *_schema_options(q, k, options))
+    if served is None:
+        served = CALLS.add(key, asked, TABLE.select(asked, *_separate(q, k, v), **_choice(problem)))
+    if torch.is_grad_enabled() and any_requires_grad(q, k, v):
+        outputs = _PlainAttention.apply_plain(q, k, v, problem, float(p), served)
+    else:
+        outputs = _run_forward(served.backend, q, k, v, problem)
+    return outputs
+
+
+def _schema_options(q: Tensor, k: Tensor | None, options: Options) -> tuple[Any, ...]:
+    """The options as the registered ops take them, but the backend's name."""
+    causal, window, scale, p, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, *tensors = options
+    bounds = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
+    return cu_seqlens, cu_seqlens_k, *tensors, *bounds, *window_bounds(causal, window), _scale(q, scale), float(p)
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
@@ -181,6 +206,12 @@ class _Attention(OpFunction):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
         out, lse = forward_op(q, k, v, *options)
+        return _Attention.keep(ctx, q, k, v, out, lse, *options)
+
+    @staticmethod
+    def keep(
+        ctx: Any, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, lse: Tensor, *options: Any
+    ) -> tuple[Tensor, Tensor]:
         places, others = unshared(*options[:_PLACES]), options[_PLACES:_TENSORS]
         ctx.save_for_backward(q, k, v, out, lse, *places, *others)
         ctx.numbers = options[_TENSORS:]
@@ -197,6 +228,23 @@ class _Attention(OpFunction):
         return *(gradient if want else None for gradient, want in wanted), *(None for _ in ctx.needs_input_grad[3:])
 
 
+class _PlainAttention(_Attention):
+    """Of calls that the dispatcher need not see."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        problem: AttentionProblem,
+        p: float,
+        served: Served,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _run_forward(served.backend, q, k, v, problem)
+        return _Attention.keep(ctx, q, k, v, out, lse, *problem.schema_options(p), served.requested)
+
+
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 # k and v are None where q is qkv. Its gradient comes in one piece as dq then, and dk and dv are empty.
 
@@ -206,10 +254,16 @@ _PLACES = 4  # the first of them say where sequences are
 
 def _forward(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     *others, backend = options
-    q, k, v = _separate(q, k, v)
     problem = _problem(q, k, *others)
-    _check_values(OP, q, k, problem)
-    chosen = TABLE.select(backend, q, k, v, **_choice(problem))
+    chosen = TABLE.select(backend, *_separate(q, k, v), **_choice(problem))
+    return _run_forward(chosen, q, k, v, problem)
+
+
+def _run_forward(
+    chosen: Backend, q: Tensor, k: Tensor | None, v: Tensor | None, problem: AttentionProblem
+) -> tuple[Tensor, Tensor]:
+    if problem.cu_seqlens is not None or problem.lengths is not None or problem.lengths_k is not None:
+        _check_values(OP, *_separate(q, k, v)[:2], problem)
     outputs: tuple[Tensor, Tensor] = chosen.forward(q, k, v, problem)
     return outputs
 
@@ -248,10 +302,9 @@ def _write_gradients(
     call, choice = (q, k, v), _choice(problem)
     arguments: tuple[Any, ...] = (dout, *call, out, lse, problem, *gradients)
     chosen = TABLE.select_backward(requested, *call, **choice)
-    sums = column_sums is not None and chosen.backward is attention_native.backward_cuda
     try:
-        if sums and attention_native.sums_columns(q, problem):
-            attention_native.backward_cuda(*arguments, column_sums=column_sums)
+        if column_sums is not None and chosen.sums_columns(q, problem):
+            chosen.backward(*arguments, column_sums=column_sums)
             return True
         chosen.backward(*arguments)
     except _native.DoesNotFit as error:
@@ -312,7 +365,7 @@ def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
 
 def _problem(
     q: Tensor,
-    k: Tensor,
+    k: Tensor | None,
     cu_seqlens: Tensor | None,
     cu_seqlens_k: Tensor | None,
     lengths: Tensor | None,
@@ -327,24 +380,25 @@ def _problem(
     scale: float,
     p: float,
 ) -> AttentionProblem:
-    threshold, queries, keys = philox.threshold(p), q.shape[-3], k.shape[-3]
+    threshold, queries = philox.threshold(p), q.shape[-4 if k is None else -3]
+    keys = queries if k is None else k.shape[-3]
     return AttentionProblem(
-        sequences=_sequences(q, cu_seqlens),
+        _sequences(q, cu_seqlens),
         # Bounds may be far above the tokens there are; from there on they change nothing, and would leave int32.
-        max_seqlen=min(max_seqlen, queries),
-        max_seqlen_k=min(max_seqlen_k, keys),
-        scale=scale,
-        window_left=min(window_left, keys),
-        window_right=min(window_right, queries),
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_k=cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
-        lengths=lengths,
-        lengths_k=lengths if lengths_k is None else lengths_k,
-        bias=None if bias is None else _readable(bias),
-        alibi_slopes=None if alibi_slopes is None else _readable(alibi_slopes),
-        seed=seed,
-        threshold=threshold,
-        dropout_scale=philox.scale(threshold),
+        min(max_seqlen, queries),
+        min(max_seqlen_k, keys),
+        scale,
+        min(window_left, keys),
+        min(window_right, queries),
+        cu_seqlens,
+        cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
+        lengths,
+        lengths if lengths_k is None else lengths_k,
+        None if bias is None else _readable(bias),
+        None if alibi_slopes is None else _readable(alibi_slopes),
+        seed,
+        threshold,
+        philox.scale(threshold),
     )
 
 
@@ -381,7 +435,12 @@ qkv_backward_op = register(
 def _forward_triton(*args: Any) -> tuple[Tensor, Tensor]:
     from fasttfm.kernels.attention import triton
 
-    outputs: tuple[Tensor, Tensor] = triton.attention_fwd_triton(*args)
+    outputs: tuple[Tensor, Tensor] = triton.attention_fwd_triton(*_separate(*args[:3]), args[3])
+    return outputs
+
+
+def _forward_reference(*args: Any) -> tuple[Tensor, Tensor]:
+    outputs: tuple[Tensor, Tensor] = reference.attention_forward(*_separate(*args[:3]), args[3])
     return outputs
 
 
@@ -544,17 +603,19 @@ def _refuse_nothing(*_: Any, **__: Any) -> str | None:
 TABLE = BackendTable(
     OP,
     (
-        Backend("cpu", _native.missing, _refuse_cpu, attention_native.forward_cpu, attention_native.backward_cpu),
+        Backend("cpu", _native.missing, _refuse_cpu, attention_native.forward, attention_native.backward),
         Backend(
             "cuda",
             _native.missing_hopper,
             _refuse_cuda,
-            attention_native.forward_cuda,
-            attention_native.backward_cuda,
+            attention_native.forward,
+            attention_native.backward,
             _refuse_cuda_backward,
             _yield_cuda_backward,
+            sums_columns=lambda *call: attention_native.sums_columns(*call),
         ),
         Backend("triton", triton_absent, _refuse_triton, _forward_triton, _backward_triton, _refuse_triton_backward),
-        Backend("reference", always, _refuse_nothing, reference.attention_forward, reference.attention_backward),
+        Backend("reference", always, _refuse_nothing, _forward_reference, reference.attention_backward),
     ),
 )
+CALLS = KnownCalls(TABLE)

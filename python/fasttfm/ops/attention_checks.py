@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,46 +17,63 @@ FUSED = 3  # q, k and v in one tensor
 Window = Sequence[int | None]
 
 
-def check_call(
-    op: str,
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool,
-    window: Window | None,
-    scale: float | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen: int | None,
-    max_seqlen_k: int | None,
-    lengths: Tensor | None,
-    lengths_k: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-) -> tuple[int, int]:
-    """Checks a call, and returns max_seqlen and max_seqlen_k, by default the tokens there are."""
-    packed = cu_seqlens is not None or cu_seqlens_k is not None
+class Options(NamedTuple):
+    """The arguments of ``attention`` but q, k and v, as they come."""
+
+    causal: bool = False
+    window: Window | None = None
+    scale: float | None = None
+    dropout_p: float = 0.0
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen: int | None = None
+    max_seqlen_k: int | None = None
+    lengths: Tensor | None = None
+    lengths_k: Tensor | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    seed: Tensor | None = None
+
+    def are_common(self) -> bool:
+        """Whether only q, k, v, cu_seqlens, lengths, seed and dropout_p need a look: what else is given is in order."""
+        return (
+            type(self.causal) is bool
+            and self.window is None
+            and self.scale is None
+            and self.cu_seqlens_k is None
+            and (self.max_seqlen is None or self._is_bound(self.max_seqlen))
+            and self.max_seqlen_k is None
+            and self.lengths_k is None
+            and self.bias is None
+            and self.alibi_slopes is None
+        )
+
+    def _is_bound(self, max_seqlen: Any) -> bool:
+        return type(max_seqlen) is int and max_seqlen >= 0 and self.cu_seqlens is not None
+
+
+def check_call(op: str, q: Any, k: Any, v: Any, options: Options) -> None:
+    packed = options.cu_seqlens is not None or options.cu_seqlens_k is not None
     _check_tensors(op, q, k, v, packed)
     queries = q.shape[0 if packed else 1]
     keys = queries if k is None else k.shape[0 if packed else 1]
-    _check_boundaries(op, q, cu_seqlens, cu_seqlens_k, queries, keys)
-    _check_bound(op, "max_seqlen", max_seqlen, packed)
-    _check_bound(op, "max_seqlen_k", max_seqlen_k, packed)
-    _check_lengths(op, "lengths", lengths, q, packed)
-    _check_lengths(op, "lengths_k", lengths_k, q, packed)
-    _check_window(op, causal, window)
-    if scale is not None:
-        checks.check_number(op, "scale", scale, low=-math.inf, high=math.inf)
-    max_seqlen, max_seqlen_k = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
-    _check_bias(op, q, max_seqlen, max_seqlen_k, bias, alibi_slopes)
-    return max_seqlen, max_seqlen_k
+    _check_boundaries(op, q, options.cu_seqlens, options.cu_seqlens_k, queries, keys)
+    _check_bound(op, "max_seqlen", options.max_seqlen, packed)
+    _check_bound(op, "max_seqlen_k", options.max_seqlen_k, packed)
+    _check_lengths(op, "lengths", options.lengths, q, packed)
+    _check_lengths(op, "lengths_k", options.lengths_k, q, packed)
+    _check_window(op, options.causal, options.window)
+    if options.scale is not None:
+        checks.check_number(op, "scale", options.scale, low=-math.inf, high=math.inf)
+    bounds = bounds_of(q, k, options.cu_seqlens_k, options.max_seqlen, options.max_seqlen_k)
+    _check_bias(op, q, *bounds, options.bias, options.alibi_slopes)
+    checks.check_seed(op, options.seed, like=q)
 
 
 def bounds_of(
     q: Tensor, k: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen: int | None, max_seqlen_k: int | None
 ) -> tuple[int, int]:
-    """max_seqlen and max_seqlen_k where they may have been left out; q may be qkv."""
+    """max_seqlen and max_seqlen_k where they may have been left out: by default the tokens there are. q may be qkv."""
     queries = q.shape[-4 if k is None else -3]
     if max_seqlen_k is None:
         keys = queries if k is None else k.shape[-3]

@@ -30,6 +30,10 @@ def _nothing(*_: Any, **__: Any) -> str | None:
     return None
 
 
+def _never(*_: Any) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of an op.
@@ -37,7 +41,8 @@ class Backend:
     ``absent()`` says why this machine or build lacks it; ``refuse(...)``, called with the forward's tensors and
     options, why it cannot serve that call; ``refuse_backward(...)``, with the same, why it can serve the forward alone:
     the backward is the next one's then; ``yield_backward(...)`` why it had better be, unless this backend was asked for
-    by name. All return None where there is nothing in the way.
+    by name. All return None where there is nothing in the way. ``sums_columns(...)`` says whether the backward can also
+    give its gradients' sums over rows, as ``column_sums``.
     """
 
     name: str
@@ -47,6 +52,7 @@ class Backend:
     backward: Callable[..., Any] = field(default=_no_backward)
     refuse_backward: Callable[..., str | None] = field(default=_nothing)
     yield_backward: Callable[..., str | None] = field(default=_nothing)
+    sums_columns: Callable[..., bool] = field(default=_never)
 
     def backward_reason(self, requested: str | None, *args: Any, **options: Any) -> str | None:
         """Why the backward is left to others; None if it is not."""

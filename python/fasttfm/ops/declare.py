@@ -194,13 +194,43 @@ def row_statistics(name: str, count: int | None = None) -> Output:
 
 
 class Served(NamedTuple):
-    """Who serves a call whose checks have passed."""
+    """The backend of a call whose checks have passed."""
 
     backend: Backend
     requested: str | None
 
 
-_MOST_KNOWN = 4096  # calls that an op remembers; they differ in types, columns, strides or alignment, not in rows
+_MOST_KNOWN = 4096  # they differ in types, columns, heads, strides or alignment, not in rows or tokens
+
+
+class KnownCalls:
+    """The calls that an op has checked and chosen a backend for. A call like one of them needs neither again."""
+
+    def __init__(self, table: BackendTable) -> None:
+        self.table = table
+        self._known: dict[tuple[bytes, str | None], Served] = {}
+        self._backends = table.backends
+
+    @staticmethod
+    def key(kinds: str, *tensors: Any) -> bytes | None:
+        """What tells a call from others: one letter of ``kinds`` (csrc/calls.cpp) for each tensor. None for calls that
+        torch's dispatcher or a tracer has to see, and for rare ones."""
+        if is_compiling() or forward_ad._current_level >= 0:
+            return None
+        return _native.signature(kinds, *tensors)
+
+    def find(self, key: bytes | None, asked: str | None) -> Served | None:
+        if key is None:
+            return None
+        if self.table.backends is not self._backends:  # they have been replaced
+            self._known, self._backends = {}, self.table.backends
+        return self._known.get((key, asked))
+
+    def add(self, key: bytes, asked: str | None, chosen: Backend) -> Served:
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        served = self._known[key, asked] = Served(chosen, asked)
+        return served
 
 
 class Op:
@@ -224,8 +254,7 @@ class Op:
         self.table = BackendTable(name, tuple(backends))
         self.kinds = "".join(given.kind for given in inputs)
         self._count = len(inputs)
-        self._known: dict[tuple[bytes, str | None], Served] = {}
-        self._known_of = self.table.backends
+        self.known = KnownCalls(self.table)
         everything: list[Any] = [*inputs, *options, *outputs]
         places = {item.name: place for place, item in enumerate(everything)}
         self.saved = [everything[places[name]] for name in saves]
@@ -246,17 +275,16 @@ class Op:
 
     def __call__(self, *arguments: Any, backend: str | None = None) -> Any:
         """A checked, differentiable call, inputs and options by position. Returns the first output."""
-        asked, tensors, key = requested(backend), arguments[: self._count], None
-        if not is_compiling() and forward_ad._current_level < 0:
-            key = _native.signature(self.kinds, *tensors)
-            served = None if key is None else self.known(key, asked)
-            if served is not None:
-                return self._call_plain(served, tensors, self._convert(arguments))
+        asked, tensors = requested(backend), arguments[: self._count]
+        key = self.known.key(self.kinds, *tensors)
+        served = self.known.find(key, asked)
+        if served is not None:
+            return self._call_plain(served, tensors, self._convert(arguments))
         self._check(tensors)
         options = self._convert(arguments)
         self.table.check_name(backend)
         if key is not None:
-            served = self._remember(key, asked, tensors)
+            served = self.known.add(key, asked, self.table.select(asked, *tensors))
             return self._call_plain(served, tensors, options)
         call = self._function.apply if needs_gradient(*tensors) else self.forward
         return first_of(call(*tensors, *options, asked))
@@ -278,22 +306,8 @@ class Op:
         name, count = self.name, self._count
         return [option.convert(name, arguments[count + place]) for place, option in enumerate(self.options)]
 
-    def known(self, key: bytes, asked: str | None) -> Served | None:
-        """Who serves a call whose like has been checked before."""
-        if self.table.backends is not self._known_of:  # they have been replaced
-            self._known, self._known_of = {}, self.table.backends
-        return self._known.get((key, asked))
-
-    def _remember(self, key: bytes, asked: str | None, tensors: Sequence[Any]) -> Served:
-        """Chooses the backend of a call whose checks have passed, for this call and those like it."""
-        if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()
-        served = self._known[key, asked] = Served(self.table.select(asked, *tensors), asked)
-        return served
-
     def _choose(self, asked: str | None, *tensors: Tensor | None) -> Backend:
-        key = None if is_compiling() else _native.signature(self.kinds, *tensors)
-        served = None if key is None else self.known(key, asked)
+        served = self.known.find(self.known.key(self.kinds, *tensors), asked)
         return self.table.select(asked, *tensors) if served is None else served.backend
 
     # ---- torch.library: the last argument is the backend's name ----
