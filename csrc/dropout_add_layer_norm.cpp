@@ -1,38 +1,123 @@
 #include "dropout_add_layer_norm/op.h"
 
 #include "binding.h"
+#include "common/cuda/device.h"
 
 namespace fasttfm {
 
-#define FORWARD(MEMBER) FASTTFM_FIELD(DropoutAddLayerNormForward, MEMBER)
-#define BACKWARD(MEMBER) FASTTFM_FIELD(DropoutAddLayerNormBackward, MEMBER)
-// What both devices take.
-#define FORWARD_FIELDS                                                                                            \
-  FORWARD(x), FORWARD(residual), FORWARD(weight), FORWARD(bias), FORWARD(linear_bias), FORWARD(y), FORWARD(z),    \
-      FORWARD(mean), FORWARD(rstd), FORWARD(rows), FORWARD(columns), FORWARD(x_stride), FORWARD(residual_stride), \
-      FORWARD(eps), FORWARD(seed), FORWARD(cu_seqlens), FORWARD(sequences), FORWARD(tokens_per_sequence),         \
-      FORWARD(threshold), FORWARD(scale), FORWARD(dtype), FORWARD(residual_dtype)
-#define BACKWARD_FIELDS                                                                                              \
-  BACKWARD(dy), BACKWARD(dz), BACKWARD(z), BACKWARD(weight), BACKWARD(mean), BACKWARD(rstd), BACKWARD(dresidual),    \
-      BACKWARD(dx), BACKWARD(dweight), BACKWARD(dbias), BACKWARD(dlinear_bias), BACKWARD(workspace), BACKWARD(rows), \
-      BACKWARD(columns), BACKWARD(seed), BACKWARD(cu_seqlens), BACKWARD(sequences), BACKWARD(tokens_per_sequence),   \
-      BACKWARD(threshold), BACKWARD(scale), BACKWARD(dtype), BACKWARD(residual_dtype)
+namespace {
+
+// How dropout numbers the rows of x: tokens of dense or packed sequences.
+struct Rows {
+  int64_t sequences, tokens_per_sequence;
+  Rows(const Tensor& x, const Tensor& cu_seqlens)
+      : sequences(cu_seqlens.given ? cu_seqlens.shape[0] - 1 : 0),
+        tokens_per_sequence(x.dimensions > 1 ? x.shape[x.dimensions - 2] : 1) {}
+};
+
+Status forward(const Place& place, const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+               const OptionalTensor& bias, const OptionalTensor& linear_bias, const OptionalTensor& cu_seqlens,
+               const OptionalTensor& seed, int64_t threshold, double scale, double eps, const Tensor& y,
+               const OptionalTensor& z, const Tensor& statistics) {
+  if (!x.has_rows() || !residual.has_rows())
+    return bad_size("dropout_add_layer_norm: x and residual must have adjacent columns and one stride between rows");
+  const Rows rows(x, cu_seqlens);
+  const Tensor& parameter = weight.given ? weight : bias.given ? bias : linear_bias;
+  float* mean = static_cast<float*>(statistics.data);
+  const DropoutAddLayerNormForward params{
+      .x = x.data,
+      .residual = residual.data,
+      .weight = weight.data,
+      .bias = bias.data,
+      .linear_bias = linear_bias.data,
+      .y = y.data,
+      .z = z.data,
+      .mean = mean,
+      .rstd = mean + x.rows(),
+      .rows = x.rows(),
+      .columns = x.columns(),
+      .x_stride = x.row_stride(),
+      .residual_stride = residual.row_stride(),
+      .eps = static_cast<float>(eps),
+      .seed = static_cast<const int64_t*>(seed.data),
+      .cu_seqlens = static_cast<const int32_t*>(cu_seqlens.data),
+      .sequences = rows.sequences,
+      .tokens_per_sequence = rows.tokens_per_sequence,
+      .threshold = static_cast<int>(threshold),
+      .scale = static_cast<float>(scale),
+      .dtype = x.dtype(),
+      .residual_dtype = residual.dtype(),
+      .parameter_dtype = parameter.dtype(),
+      .threads = place.threads,
+      .device = place.device,
+      .stream = place.stream,
+  };
+  return FASTTFM_LAUNCH(place, dropout_add_layer_norm_forward, params);
+}
+
+// As many blocks as the GPU has multiprocessors share the rows.
+int64_t backward_workspace(const Place& place, const Tensor& z) {
+  return place.is_cuda() ? 3 * cuda::multiprocessors(place.device) * z.columns()
+                         : cpu::dropout_add_layer_norm_workspace(z.rows(), z.columns());
+}
+
+Status backward(const Place& place, const Tensor& dy, const OptionalTensor& dz, const Tensor& z,
+                const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& cu_seqlens,
+                const OptionalTensor& seed, int64_t threshold, double scale, const Tensor& dresidual,
+                const OptionalTensor& dx, const OptionalTensor& dweight, const OptionalTensor& dbias,
+                const OptionalTensor& dlinear_bias, const Tensor& workspace) {
+  const Rows rows(z, cu_seqlens);
+  const float* mean = static_cast<const float*>(statistics.data);
+  const WithBlockMemory<DropoutAddLayerNormBackward> params{
+      {
+          .dy = dy.data,
+          .dz = dz.data,
+          .z = z.data,
+          .weight = weight.data,
+          .mean = mean,
+          .rstd = mean + z.rows(),
+          .dresidual = dresidual.data,
+          .dx = dx.data,
+          .dweight = dweight.data,
+          .dbias = dbias.data,
+          .dlinear_bias = dlinear_bias.data,
+          .workspace = static_cast<float*>(workspace.data),
+          .rows = z.rows(),
+          .columns = z.columns(),
+          .seed = static_cast<const int64_t*>(seed.data),
+          .cu_seqlens = static_cast<const int32_t*>(cu_seqlens.data),
+          .sequences = rows.sequences,
+          .tokens_per_sequence = rows.tokens_per_sequence,
+          .threshold = static_cast<int>(threshold),
+          .scale = static_cast<float>(scale),
+          .dtype = dy.dtype(),
+          .residual_dtype = z.dtype(),
+          .weight_dtype = weight.dtype(),
+          .bias_dtype = dbias.dtype(),
+          .linear_bias_dtype = dlinear_bias.dtype(),
+          .threads = place.threads,
+          .blocks = static_cast<int>(cuda::multiprocessors(place.device)),
+          .device = place.device,
+          .stream = place.stream,
+      },
+      cuda::block_memory(place.device)};
+  return FASTTFM_LAUNCH(place, dropout_add_layer_norm_backward, params);
+}
+
+}  // namespace
 
 FASTTFM_BINDING(dropout_add_layer_norm) {
-  bind_workspace(module, "dropout_add_layer_norm_workspace", &cpu::dropout_add_layer_norm_workspace);
-  bind_launcher(module, "dropout_add_layer_norm_forward_cpu", &cpu::dropout_add_layer_norm_forward, FORWARD_FIELDS,
-                FORWARD(threads));
-  bind_launcher(module, "dropout_add_layer_norm_backward_cpu", &cpu::dropout_add_layer_norm_backward, BACKWARD_FIELDS,
-                BACKWARD(threads));
+  bind_call(module, "dropout_add_layer_norm_forward",
+            "x, residual, weight, bias, linear_bias, cu_seqlens, seed, threshold, scale, eps, y, z, statistics",
+            &forward);
+  bind_call(module, "dropout_add_layer_norm_backward_workspace", "z", &backward_workspace);
+  bind_call(module, "dropout_add_layer_norm_backward",
+            "dy, dz, z, statistics, weight, cu_seqlens, seed, threshold, scale, dresidual, dx, dweight, dbias, "
+            "dlinear_bias, workspace",
+            &backward);
 #ifdef FASTTFM_WITH_CUDA
   bind_workspace(module, "dropout_add_layer_norm_backward_memory_cuda", &cuda::dropout_add_layer_norm_backward_memory,
                  {"columns", "dtype", "residual_dtype", "linear_bias", "limit"});
-  bind_launcher(module, "dropout_add_layer_norm_forward_cuda", &cuda::dropout_add_layer_norm_forward, FORWARD_FIELDS,
-                FORWARD(parameter_dtype), FORWARD(device), FORWARD(stream));
-  bind_launcher(module, "dropout_add_layer_norm_backward_cuda", &cuda::dropout_add_layer_norm_backward, BACKWARD_FIELDS,
-                BACKWARD(weight_dtype), BACKWARD(bias_dtype), BACKWARD(linear_bias_dtype), BACKWARD(blocks),
-                BACKWARD(device), BACKWARD(stream),
-                FASTTFM_FIELD(WithBlockMemory<DropoutAddLayerNormBackward>, block_memory));
 #endif
 }
 

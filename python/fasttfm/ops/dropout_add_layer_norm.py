@@ -9,8 +9,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common import philox
-from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import as_rows, contiguous_like, contiguous_rows, gradient_like, unwanted
+from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows, gradient_like, readable_rows, unwanted
 from fasttfm.kernels.dropout_add_layer_norm import reference
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
@@ -26,7 +25,8 @@ from fasttfm.ops.backends import (
     requested,
     triton_absent,
 )
-from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, register, unshared
+from fasttfm.ops.declare import KnownCalls, Served, number
+from fasttfm.ops.library import OpFunction, any_requires_grad, is_plain, needs_gradient, register, unshared
 
 OP = "dropout_add_layer_norm"
 
@@ -66,21 +66,33 @@ def dropout_add_layer_norm(
         ``y`` in ``x``'s type, with ``prenorm`` also ``z`` in the residual's; contiguous. No mask is kept for the
         backward pass: it is computed again from the seed.
     """
-    _check(x, residual, weight, bias, linear_bias)
-    checks.check_number(OP, "p", p, low=0.0, high=1.0)
-    checks.check_number(OP, "eps", eps, low=0.0, high=float("inf"))
-    _check_dropout(x, p, cu_seqlens, seed)
-    TABLE.check_name(backend)
+    asked = requested(backend)
+    key = CALLS.key("rlpppcs", x, residual, weight, bias, linear_bias, cu_seqlens, seed)
+    served = CALLS.find(key, asked)
+    if served is None or cu_seqlens is not None:
+        _check(x, residual, weight, bias, linear_bias)
+    p, eps = _P.convert(OP, p), _EPS.convert(OP, eps)
+    if served is None or cu_seqlens is not None:
+        _check_dropout(x, p, cu_seqlens, seed)
+        TABLE.check_name(backend)
     if p == 0:
         cu_seqlens = seed = None  # from here on, a seed means dropout
     elif seed is None:
         seed = philox.draw_seed(x.device)
     tensors = (x, residual, weight, bias, linear_bias, cu_seqlens, seed)
-    options = (float(p), float(eps), bool(prenorm), requested(backend))
-    if needs_gradient(x, residual, weight, bias, linear_bias):
-        result: Tensor | tuple[Tensor, Tensor] = _DropoutAddLayerNorm.apply(*tensors, *options)
+    if served is None and key is not None:
+        served = CALLS.add(key, asked, TABLE.select(asked, *tensors[:5]))
+    result: Tensor | tuple[Tensor, Tensor]
+    if served is None and needs_gradient(*tensors[:5]):
+        result = _DropoutAddLayerNorm.apply(*tensors, p, eps, bool(prenorm), asked)
         return result
-    y, z, _ = forward_op(*tensors, *options)
+    if served is not None and torch.is_grad_enabled() and any_requires_grad(*tensors[:5]):
+        result = _DropoutAddLayerNorm.apply_plain(*tensors, p, eps, bool(prenorm), served)
+        return result
+    if served is None:
+        y, z, _ = forward_op(*tensors, p, eps, bool(prenorm), asked)
+    else:
+        y, z, _ = _run_forward(served.backend, *tensors, p, eps, bool(prenorm))
     return (y, z) if prenorm else y
 
 
@@ -133,10 +145,14 @@ class _DropoutAddLayerNorm(OpFunction):
         p: float,
         eps: float,
         prenorm: bool,
-        backend: str | None,
+        backend: Served | str | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        given = (x, residual, weight, bias, linear_bias, cu_seqlens, seed, p, eps, True)
         y: Tensor
-        y, z, statistics = forward_op(x, residual, weight, bias, linear_bias, cu_seqlens, seed, p, eps, True, backend)
+        if isinstance(backend, Served):
+            (y, z, statistics), backend = _run_forward(backend.backend, *given), backend.requested
+        else:
+            y, z, statistics = forward_op(*given, backend)
         ctx.save_for_backward(z, statistics, weight, bias, linear_bias, *unshared(cu_seqlens), seed)
         ctx.p = p
         ctx.backend = backend
@@ -164,24 +180,22 @@ Outputs = tuple[Tensor, Tensor, Tensor]  # y, z, statistics
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dresidual, dx, dweight, dbias, dlinear_bias
 
 
-def _forward(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    linear_bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-    p: float,
-    eps: float,
-    want_z: bool,
-    backend: str | None,
-) -> Outputs:
+def _forward(*arguments: Any) -> Outputs:
+    *given, asked = arguments
+    return _run_forward(_choose(asked, *given[:5]), *given)
+
+
+def _run_forward(chosen: Backend, x: Tensor, *others: Any) -> Outputs:
+    cu_seqlens = others[4]
     if cu_seqlens is not None:
         checks.check_cu_seqlens_values(OP, cu_seqlens, x.shape[0])
-    chosen = TABLE.select(backend, x, residual, weight, bias, linear_bias)
-    outputs: Outputs = chosen.forward(x, residual, weight, bias, linear_bias, cu_seqlens, seed, p, eps, want_z)
+    outputs: Outputs = chosen.forward(x, *others)
     return outputs
+
+
+def _choose(asked: str | None, *tensors: Tensor | None) -> Backend:
+    served = CALLS.find(CALLS.key("rlpppcs", *tensors, None, None), asked)
+    return TABLE.select(asked, *tensors) if served is None else served.backend
 
 
 def _forward_fake(x: Tensor, residual: Tensor, *others: Any) -> Outputs:
@@ -210,7 +224,7 @@ def _backward(
 ) -> Gradients:
     dy = contiguous_rows(dy)
     dz = None if dz is None else contiguous_rows(dz)
-    chosen = TABLE.select(backend, dy, z, weight, bias, linear_bias)
+    chosen = _choose(backend, dy, z, weight, bias, linear_bias)
     gradients: Gradients = chosen.backward(
         dy, dz, z, statistics, weight, bias, linear_bias, cu_seqlens, seed, p, wanted
     )
@@ -271,43 +285,26 @@ def _forward_native(
     eps: float,
     want_z: bool,
 ) -> Outputs:
-    rows, residual_rows = as_rows(x), as_rows(residual)
-    count, columns = rows.shape
     y = contiguous_like(x)
-    statistics = torch.empty(2, count, dtype=torch.float32, device=x.device)
+    statistics = torch.empty(2, x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
     z = contiguous_like(residual) if want_z else unwanted(residual)
-    scratch = z
+    scratch: Tensor | None = z if want_z else None
     if not want_z and not x.is_cuda:  # the CPU normalises in place; a sum of another type needs room of its own
         scratch = y if residual.dtype == x.dtype else contiguous_like(residual)
-    weight, bias, linear_bias, parameter_dtype = _parameters(x, residual, weight, bias, linear_bias)
-    fields = {
-        "x": rows.data_ptr(),
-        "residual": residual_rows.data_ptr(),
-        "weight": _native.address(weight),
-        "bias": _native.address(bias),
-        "linear_bias": _native.address(linear_bias),
-        "y": y.data_ptr(),
-        "z": scratch.data_ptr(),
-        "mean": statistics.data_ptr(),
-        "rstd": statistics.data_ptr() + 4 * count,
-        "rows": count,
-        "columns": columns,
-        "x_stride": rows.stride(0),
-        "residual_stride": residual_rows.stride(0),
-        "eps": eps,
-        "dtype": _native.DTYPE_CODES[x.dtype],
-        "residual_dtype": _native.DTYPE_CODES[residual.dtype],
-        **_dropout_fields(x, cu_seqlens, seed, p),
-    }
-    if x.is_cuda:
-        _native.core().dropout_add_layer_norm_forward_cuda(
-            **fields,
-            parameter_dtype=_native.DTYPE_CODES[parameter_dtype],
-            device=x.get_device(),
-            stream=_native.stream(x),
-        )
-    else:
-        _native.core().dropout_add_layer_norm_forward_cpu(**fields, threads=torch.get_num_threads())
+    threshold = philox.threshold(p)
+    _native.core().dropout_add_layer_norm_forward(
+        readable_rows(x),
+        readable_rows(residual),
+        *_parameters(x, residual, weight, bias, linear_bias),
+        cu_seqlens,
+        seed,
+        threshold,
+        philox.scale(threshold),
+        eps,
+        y,
+        scratch,
+        statistics,
+    )
     return y, z, statistics
 
 
@@ -325,76 +322,41 @@ def _backward_native(
     wanted: list[bool],
 ) -> Gradients:
     core = _native.core()
-    columns = z.shape[-1]
-    count = statistics.shape[1]
     dresidual = contiguous_like(z)
-    dx = contiguous_like(dy) if _separate(dy, z, seed) else unwanted(dy)
+    separate = _separate(dy, z, seed)
+    dx = contiguous_like(dy) if separate else unwanted(dy)
     parameters = (weight, bias, linear_bias)
     gradients = [gradient_like(parameter, want, dy) for parameter, want in zip(parameters, wanted, strict=True)]
-    # The CPU sums in fp32 and leaves the rounding to torch.
+    # The CPU reads and sums in fp32 and leaves the rounding to torch.
     sums = gradients if z.is_cuda else [gradient.float() for gradient in gradients]
-    blocks = multiprocessors(z) if z.is_cuda else 0
-    elements = 3 * blocks * columns if z.is_cuda else core.dropout_add_layer_norm_workspace(count, columns)
-    workspace = torch.empty(elements, dtype=torch.float32, device=z.device)
-    staged = weight if z.is_cuda else _native.as_parameter(weight, torch.float32)
-    addresses = [total.data_ptr() if want else 0 for total, want in zip(sums, wanted, strict=True)]
-    fields = {
-        "dy": dy.data_ptr(),
-        "dz": _native.address(dz),
-        "z": z.data_ptr(),
-        "weight": _native.address(staged),
-        "mean": statistics.data_ptr(),
-        "rstd": statistics.data_ptr() + 4 * count,
-        "dresidual": dresidual.data_ptr(),
-        "dx": dx.data_ptr(),
-        "dweight": addresses[0],
-        "dbias": addresses[1],
-        "dlinear_bias": addresses[2],
-        "workspace": workspace.data_ptr(),
-        "rows": count,
-        "columns": columns,
-        "dtype": _native.DTYPE_CODES[dy.dtype],
-        "residual_dtype": _native.DTYPE_CODES[z.dtype],
-        **_dropout_fields(z, cu_seqlens, seed, p),
-    }
-    if z.is_cuda:
-        core.dropout_add_layer_norm_backward_cuda(
-            **fields,
-            weight_dtype=_native.dtype_code(weight),
-            bias_dtype=_native.dtype_code(bias),
-            linear_bias_dtype=_native.dtype_code(linear_bias),
-            blocks=blocks,
-            device=z.get_device(),
-            stream=_native.stream(z),
-            block_memory=_native.block_memory(z.get_device()),
-        )
-        return dresidual, dx, *gradients
-    core.dropout_add_layer_norm_backward_cpu(**fields, threads=torch.get_num_threads())
-    rounded = [total.to(gradient.dtype) for total, gradient in zip(sums, gradients, strict=True)]
-    return dresidual, dx, *rounded
-
-
-def _parameters(
-    x: Tensor, residual: Tensor, *parameters: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, torch.dtype]:
-    """Contiguous parameters of one type, and the type: x's own where the kernels take that, else fp32."""
-    given = {parameter.dtype for parameter in parameters if parameter is not None}
-    own = x.is_cuda and given | {residual.dtype} == {x.dtype}
-    dtype = x.dtype if own else torch.float32
-    weight, bias, linear_bias = (_native.as_parameter(parameter, dtype) for parameter in parameters)
-    return weight, bias, linear_bias, dtype
-
-
-def _dropout_fields(x: Tensor, cu_seqlens: Tensor | None, seed: Tensor | None, p: float) -> dict[str, int | float]:
+    read = weight if z.is_cuda else _native.as_parameter(weight, torch.float32)
+    floats = core.dropout_add_layer_norm_backward_workspace(z)
     threshold = philox.threshold(p)
-    return {
-        "seed": _native.address(seed),
-        "cu_seqlens": _native.address(cu_seqlens),
-        "sequences": 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        "tokens_per_sequence": x.shape[-2] if x.dim() > 1 else 1,
-        "threshold": threshold,
-        "scale": philox.scale(threshold),
-    }
+    core.dropout_add_layer_norm_backward(
+        dy,
+        dz,
+        z,
+        statistics,
+        read,
+        cu_seqlens,
+        seed,
+        threshold,
+        philox.scale(threshold),
+        dresidual,
+        dx if separate else None,
+        *(total if want else None for total, want in zip(sums, wanted, strict=True)),
+        torch.empty(floats, dtype=torch.float32, device=z.device),
+    )
+    dweight, dbias, dlinear_bias = (total.to(like.dtype) for total, like in zip(sums, gradients, strict=True))
+    return dresidual, dx, dweight, dbias, dlinear_bias
+
+
+def _parameters(x: Tensor, residual: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
+    """Contiguous parameters of one type: x's own where the kernels take that, else fp32."""
+    dtype = torch.float32
+    if x.is_cuda and residual.dtype == x.dtype and all(each is None or each.dtype == x.dtype for each in parameters):
+        dtype = x.dtype
+    return [_native.as_parameter(parameter, dtype) for parameter in parameters]
 
 
 # ---- backends --------------------------------------------------------------------------------------------------------
@@ -457,3 +419,5 @@ TABLE = BackendTable(
         ),
     ),
 )
+CALLS = KnownCalls(TABLE)
+_P, _EPS = number("p", high=1.0), number("eps")
