@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "attention/hopper/sharing.h"
 #include "binding.h"
 
 namespace fasttfm {
@@ -133,16 +134,25 @@ int64_t backward_workspace(const Place& place, const Tensor& q, const OptionalTe
   return cpu::attention_backward_workspace(max_seqlen, max_seqlen_k, heads.head_dim, place.threads);
 }
 
-int64_t column_parts([[maybe_unused]] const Place& place, [[maybe_unused]] const Tensor& q,
-                     [[maybe_unused]] const OptionalTensor& k, [[maybe_unused]] int64_t sequences,
-                     [[maybe_unused]] int64_t max_seqlen) {
+// How evenly Hopper's backward for head dim 64 spreads its work over the multiprocessors, in thousandths.
+int64_t backward_efficiency(int64_t sequences, int64_t heads, int64_t max_seqlen, int64_t max_seqlen_k,
+                            int64_t processors) {
+  if (sequences * heads == 0 || max_seqlen_k == 0 || processors == 0) return 1000;  // there is no work to share
+  AttentionCall call{};
+  call.sequences = sequences;
+  call.heads = heads;
+  call.queries = call.max_seqlen = max_seqlen;
+  call.keys = call.max_seqlen_k = max_seqlen_k;
+  const int most = static_cast<int>(std::min<int64_t>(processors, cuda::hopper_backward::kMaxBlocks));
+  return static_cast<int64_t>(1000 * cuda::hopper_backward::sharing_of(call, false, most).efficiency);
+}
+
 #ifdef FASTTFM_WITH_HOPPER
+int64_t column_parts(const Place&, const Tensor& q, const OptionalTensor& k, int64_t sequences, int64_t max_seqlen) {
   const Heads heads(q, k.given ? -1 : 0);
   return cuda::attention_column_parts(sequences, heads.heads, heads.head_dim, max_seqlen);
-#else
-  return 0;
-#endif
 }
+#endif
 
 Status backward(const Place& place, const Tensor& dout, const Tensor& q, const OptionalTensor& k,
                 const OptionalTensor& v, const OptionalTensor& cu_seqlens, const OptionalTensor& cu_seqlens_k,
@@ -189,7 +199,11 @@ FASTTFM_BINDING(attention) {
   bind_call(module, "attention_forward_workspace", "q", &forward_workspace);
   bind_call(module, "attention_forward", "q, k, v, " PROBLEM ", out, lse, workspace", &forward);
   bind_call(module, "attention_backward_workspace", "q, k, sequences, max_seqlen, max_seqlen_k", &backward_workspace);
-  bind_call(module, "attention_column_parts", "q, k, sequences, max_seqlen", &column_parts);
+  bind_workspace(module, "attention_backward_efficiency", &backward_efficiency,
+                 {"sequences", "heads", "max_seqlen", "max_seqlen_k", "processors"});
+#ifdef FASTTFM_WITH_HOPPER
+  bind_call(module, "attention_column_parts_cuda", "q, k, sequences, max_seqlen", &column_parts);
+#endif
   bind_call(module, "attention_backward",
             "dout, q, k, v, " PROBLEM ", out, lse, dq, dk, dv, workspace, column_sums, column_parts", &backward);
 }

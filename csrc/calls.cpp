@@ -146,6 +146,7 @@ void read_argument(const Call& call, size_t place, PyObject* given, Value& value
     case ArgumentType::integer:
       if (!PyLong_Check(given)) wrong_argument(call, place, "an integer", given);
       value.integer = as_integer(given);
+      if (call.returns_number) check_count(call.name, call.arguments[place].c_str(), value.integer);
       return;
     case ArgumentType::number:
       value.number = PyFloat_AsDouble(given);
@@ -297,7 +298,7 @@ bool add_indices(Key& key, const Tensor& tensor, ElementType type, int64_t lengt
   return length < 0 ? tensor.shape[0] > 1 : tensor.shape[0] == length;
 }
 
-// What each letter stands for, which may depend on the tensors before it.
+// What each letter means, which may depend on the tensors before it.
 bool add_tensor(Key& key, char kind, const Tensor* tensors, size_t place) {
   const Tensor &tensor = tensors[place], &first = tensors[0];
   switch (kind) {

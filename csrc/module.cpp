@@ -19,6 +19,9 @@ namespace py = pybind11;
 
 namespace {
 
+// Larger than any real size, and small enough that sizes can be rounded up and multiplied by constants.
+constexpr int64_t kMaxCounted = int64_t{1} << 40;
+
 std::vector<Binder>& binders() {
   static std::vector<Binder> all;
   return all;
@@ -73,15 +76,6 @@ class DoesNotFit : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Larger than any real size, and small enough that sizes can be rounded up and multiplied by constants.
-constexpr int64_t kMaxCounted = int64_t{1} << 40;
-
-void check_count(const std::string& function, const char* argument, int64_t number) {
-  if (number < 0 || number > kMaxCounted)
-    throw py::value_error(function + ": " + argument + ": expected a number in [0, 2^40], got " +
-                          std::to_string(number));
-}
-
 Isa parse_isa(const std::string& name) {
   if (name == "baseline") return Isa::baseline;
   if (name == "avx2") return Isa::avx2;
@@ -100,6 +94,12 @@ const char* isa_name(Isa isa) {
 
 }  // namespace
 
+void check_count(const std::string& function, const char* argument, int64_t number) {
+  if (number < 0 || number > kMaxCounted)
+    throw py::value_error(function + ": " + argument + ": expected a number in [0, 2^40], got " +
+                          std::to_string(number));
+}
+
 void raise_unless_ok(const Status& status) {
   switch (status.code) {
     case StatusCode::ok: return;
@@ -111,10 +111,10 @@ void raise_unless_ok(const Status& status) {
 
 void add_launcher(Module& module, const char* name, std::vector<Field> fields,
                   std::function<Status(const void* params)> launcher) {
-  std::string doc = "fields:";
+  std::string doc = "fields:";  // tools/make_stub.py reads them
   std::vector<KeyedField> keyed;
   for (const Field& field : fields) {
-    doc += std::string(" ") + field.name;
+    doc += std::string(" ") + field.name + (field.type == FieldType::float32 ? ":float" : ":int");
     keyed.push_back({field, PyUnicode_InternFromString(field.name)});
   }
   module.python.def(

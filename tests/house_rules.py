@@ -28,7 +28,16 @@ ROOMS_OF_AN_OP = (
 # Files in those rooms that belong to no op: what the ops share, and the layer that is composed of them.
 SHARED = {
     "python/fasttfm/ops/": {
-        *("__init__", "attention_checks", "attention_native", "backends", "checks", "declare", "gelu_product"),
+        *(
+            "__init__",
+            "attention_checks",
+            "attention_choice",
+            "attention_native",
+            "backends",
+            "checks",
+            "declare",
+            "gelu_product",
+        ),
         *("library", "linear", "transformer_block", "transformer_native", "transformer_stack"),
         *("vocabulary", "weight_copies"),
     },
@@ -142,14 +151,14 @@ def room_of(module: str) -> str:
 
 
 def _crosses_implementations(module: str, imported: str) -> bool:
-    """Kernels know the shared folders and their own, but never a reference; an op, and where its calls of the native
-    core fill a file, that file, know only its own kernels."""
+    """Kernels know the shared folders and their own, but never a reference; an op, and its files of native calls and
+    of the choice of a backend, know only its own kernels."""
     parts, target = module.split("."), imported.split(".")
     if target[:2] != ["fasttfm", "kernels"] or room_of(module) == "testing":
         return False
     if room_of(module) == "kernels" and target[-1] == "reference":
         return True
-    own = parts[2].removesuffix("_native") if len(parts) > 2 else None
+    own = re.sub("_(native|choice)$", "", parts[2]) if len(parts) > 2 else None
     return target[2] not in (*SHARED_KERNELS, own)
 
 

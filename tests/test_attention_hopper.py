@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fasttfm
 from fasttfm.kernels.attention import reference
-from fasttfm.ops import attention, backends, cu_seqlens_from_lengths
+from fasttfm.ops import attention, attention_choice, backends, cu_seqlens_from_lengths
 from fasttfm.testing.harness import same_bits
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 
@@ -31,6 +31,11 @@ def starts(*lengths: int) -> Tensor:
 def empty(*shape: int) -> Tensor:
     """Of a shape that no memory is taken for."""
     return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.fixture
+def _an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_choice, "multiprocessors", lambda _: 132)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +70,7 @@ def empty(*shape: int) -> Tensor:
         ((5000, 3, 16, 64), {"cu_seqlens": starts(*[100] * 50), "max_seqlen": 100}, "got 100 and 100"),
     ],
 )
+@pytest.mark.usefixtures("_an_h200")
 def test_which_backward_is_faster(shape: tuple[int, ...], options: dict[str, Any], said: str | None) -> None:
     inputs = (empty(*shape),) * (1 if shape[-3] == 3 else 3)  # qkv, or q, k and v
     assert HOPPER.refuse_backward(*inputs, **options) is None
@@ -73,6 +79,7 @@ def test_which_backward_is_faster(shape: tuple[int, ...], options: dict[str, Any
     assert HOPPER.backward_reason("cuda", *inputs, **options) is None
 
 
+@pytest.mark.usefixtures("_an_h200")
 def test_keys_count_where_queries_are_few() -> None:
     q, k = empty(64 * 16, 16, 64), empty(1000 * 16, 16, 64)
     options = {"cu_seqlens": starts(*[64] * 16), "cu_seqlens_k": starts(*[1000] * 16), "max_seqlen": 64}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -56,23 +57,27 @@ def test_bounds_above_the_tokens_change_nothing(backend: str, device: str, optio
 
 
 WORKSPACES = sorted(name for name in dir(_native.core()) if "workspace" in name or "column_parts" in name)
+_NUMBERS = (1, 128, 2**20, 2**31, 2**40, HUGE, 2**63 - 1)
+_TENSORS = tuple(torch.zeros(1, 1, 1, 8).expand(1, tokens, 1, 8) for tokens in (1, 128, 2**31, 2**59))  # rows of 8
 
 
 @pytest.mark.parametrize("name", WORKSPACES)
 def test_no_size_of_a_workspace_wraps(name: str) -> None:
     """Whatever numbers come: a positive size that is large enough, or an error."""
     function = getattr(_native.core(), name)
-    count = function.__doc__.partition("->")[0].count(": ")  # of arguments, as pybind11 writes them
-    for numbers in itertools.product((1, 128, 2**20, 2**31, 2**40, HUGE, 2**63 - 1), repeat=count):
+    types = re.findall(r": ([^,)]*)", function.__doc__.partition("->")[0])
+    choices = [_TENSORS if "Tensor" in type else _NUMBERS for type in types]
+    for arguments in itertools.product(*choices):
         try:
-            size = function(*numbers)
+            size = function(*arguments)
         except ValueError:
             continue
-        assert max(numbers) <= 2**40
+        assert max([0, *(number for number in arguments if isinstance(number, int))]) <= 2**40
         assert 0 < size < 2**63 - 1
-    for negative in range(count):
-        with pytest.raises(ValueError, match=f"{name}: .* expected a number in"):
-            function(*(-1 if place == negative else 1 for place in range(count)))
+    for negative, type in enumerate(types):
+        if "Tensor" not in type:
+            with pytest.raises(ValueError, match=f"{name}: .* expected a number in"):
+                function(*(-1 if place == negative else given[0] for place, given in enumerate(choices)))
 
 
 # ---- kernels whose blocks wait for each other ------------------------------------------------------------------------

@@ -3,72 +3,31 @@
 from __future__ import annotations
 
 import ast
-import re
+import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import fasttfm
 from fasttfm import _C
 
 STUB = Path(fasttfm.__file__).with_name("_C.pyi")
 
-# Compiled where 90a is among the architectures.
-HOPPER_ALONE = (
-    "attention_forward_cuda",
-    "attention_backward_workspace_cuda",
-    "attention_column_parts_cuda",
-    "attention_backward_cuda",
-    "gelu_product_workspace_cuda",
-    "gelu_product_forward_cuda",
-    "gelu_product_backward_cuda",
-    "transformer_block_sizes_cuda",
-    "transformer_block_forward_cuda",
-    "transformer_block_backward_cuda",
-)
 
-Signatures = dict[str, list[str]]
+def load_tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return tool
 
 
-def stub_signatures(text: str) -> Signatures:
-    """Each function's arguments; for a launcher, the fields of its TypedDict. Private names are the stub's own."""
-    tree = ast.parse(text)
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-    def fields(name: str) -> list[str]:
-        inherited = [field for base in classes[name].bases if base.id != "TypedDict" for field in fields(base.id)]
-        return inherited + [item.target.id for item in classes[name].body if isinstance(item, ast.AnnAssign)]
-
-    signatures = {}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.args.kwarg is not None:
-            signatures[node.name] = sorted(fields(node.args.kwarg.annotation.slice.id))
-        elif isinstance(node, ast.FunctionDef):
-            arguments = [*node.args.posonlyargs, *node.args.args, *filter(None, [node.args.vararg])]
-            signatures[node.name] = [argument.arg for argument in arguments]
-    return signatures
-
-
-def module_signatures() -> Signatures:
-    """The same, from the docstrings that pybind11 and bind_launcher (csrc/binding.h) write."""
-    signatures = {}
-    for name in dir(_C):
-        function = getattr(_C, name)
-        if name.startswith("_") or not callable(function) or isinstance(function, type):
-            continue
-        fields = re.search(r"^fields:(.*)$", function.__doc__, re.MULTILINE)
-        if fields is not None:
-            signatures[name] = sorted(fields[1].split())
-        else:
-            signatures[name] = re.findall(r"(\w+):", function.__doc__.partition("->")[0])
-    return signatures
+make_stub = load_tool("make_stub")
 
 
 def test_functions_and_fields_agree() -> None:
-    declared = stub_signatures(STUB.read_text())
-    if _C.cuda_version == 0:
-        declared = {name: fields for name, fields in declared.items() if not name.endswith("_cuda")}
-    elif "90a" not in _C.cuda_archs.split():
-        declared = {name: fields for name, fields in declared.items() if name not in HOPPER_ALONE}
-    assert declared == module_signatures()
+    text = STUB.read_text()
+    assert make_stub.stub(text, _C) == text, "run tools/make_stub.py"
 
 
 def test_attributes_agree() -> None:
@@ -90,4 +49,16 @@ def test_exceptions_agree() -> None:
 
 def test_a_forgotten_field_shows() -> None:
     text = STUB.read_text()
-    assert stub_signatures(text.replace("    rows: int\n", "", 1)) != stub_signatures(text)
+    for field in ("threads: int, ", "eps: float, "):
+        shorter = text.replace(field, "", 1)
+        assert shorter != text
+        assert make_stub.stub(shorter, _C) == text
+
+
+def test_functions_of_other_builds_stay() -> None:
+    text = f"def by_hand() -> int: ...\n{make_stub.MARK}\n# fmt: off\n\ndef scale_cuda(*, x: int) -> None: ...\n"
+    core = ModuleType("core")
+    core.cuda_archs = ""
+    assert make_stub.stub(text, core) == text
+    core.cuda_archs = "80 90a"
+    assert "scale_cuda" not in make_stub.stub(text, core)

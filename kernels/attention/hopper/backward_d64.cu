@@ -71,39 +71,6 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
 
 // ---- launchers -------------------------------------------------------------------------------------------------------
 
-// The largest number of blocks that may share one of `units` (sequence, head)s; attention_column_parts() has room for
-// that many.
-int64_t max_blocks(int64_t units, int64_t max_seqlen) {
-  return max_seqlen > kOnChipQueries ? std::max<int64_t>(kMaxBlocks / std::max<int64_t>(units, 1), 2) : 1;
-}
-
-// The number of blocks that share a (sequence, head) of more than kOnChipQueries queries: the number that minimizes the
-// steps of the block with the most work. Each additional block of a group costs part of a step per tile of keys,
-// because the blocks wait for one another. A block that shares with no other reads the queries, gradients and sums (512
-// bytes per token) once per tile of keys: from L2 if they fit for all blocks, otherwise from global memory, which is
-// slower.
-int blocks_of(const AttentionCall& call, bool causal, int processors) {
-  if (call.max_seqlen <= kOnChipQueries) return 1;
-  const int64_t units = call.sequences * call.heads, queries = std::min(call.max_seqlen, call.queries);
-  const int64_t key_tiles = (std::min(call.max_seqlen_k, call.keys) + kKeys - 1) / kKeys;
-  const double part = causal ? 0.5 : 1.0;  // fraction of all tiles that are computed
-  int best = 1;
-  double least = 0;
-  const int64_t most =
-      std::min({std::max<int64_t>(key_tiles, 1), max_blocks(units, call.max_seqlen), static_cast<int64_t>(processors)});
-  for (int blocks = 1; blocks <= most; ++blocks) {
-    const int64_t groups = processors / blocks;
-    const int64_t rounds = (units + groups - 1) / groups * ((key_tiles + blocks - 1) / blocks);
-    const bool fits = blocks > 1 || part * std::min(units, groups) * queries <= 90 * 1024;
-    const double time = rounds * (part * queries / kQueries + 0.65 * blocks) * (fits ? 1.0 : 1.15);
-    if (blocks == 1 || time < least) {
-      best = blocks;
-      least = time;
-    }
-  }
-  return best;
-}
-
 template <class T, bool DROPOUT, bool CAUSAL>
 Status launch_backward(const AttentionBackward& call, const Parameters& p, int processors) {
   const int64_t groups = std::min<int64_t>(call.sequences * call.heads, processors / p.blocks);
@@ -139,7 +106,7 @@ Status launch_typed(const AttentionBackward& call, Parameters p) {
   if (status.code != StatusCode::ok) return status;
   processors = std::min(processors, kMaxBlocks);
   const bool causal = call.window_right == 0;
-  p.blocks = blocks_of(call, causal, processors);
+  p.blocks = sharing_of(call, causal, processors).blocks;
   status = initialize_sums(call, p);
   if (status.code == StatusCode::ok)
     status = launch_statistics<T, kHeadDim>(call, p, statistics_in(call, kMaxBlocks), nullptr);

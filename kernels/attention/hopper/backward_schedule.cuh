@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "attention/hopper/seqlen.cuh"
+#include "attention/hopper/sharing.h"
 #include "common/cuda/hopper.cuh"
 
 namespace fasttfm {
@@ -11,9 +12,6 @@ namespace cuda {
 namespace hopper_backward {
 
 constexpr int kHeadDim = 64;
-constexpr int kQueries = 64;  // of a tile
-constexpr int kKeys = 128;    // of a tile; 64 for each of the two warpgroups
-constexpr int kOnChipQueries = 512;
 constexpr int kThreads = 4 * kWarpgroup;
 constexpr int kQueryTileBytes = kQueries * kTileRowBytes;
 constexpr int kKeyTileBytes = kKeys * kTileRowBytes;
@@ -21,7 +19,6 @@ constexpr int kStageBytes = 2 * kQueryTileBytes;
 static_assert(kStageBytes == kKeyTileBytes);
 constexpr int kStatisticsBytes = 2 * kQueries * 4;
 constexpr int kSumFloats = kQueries * kHeadDim;  // of dQ, per tile
-constexpr int kMaxBlocks = 256;                  // of the grid
 constexpr int kColumnPlaces = 8;                 // warps that process the rows of a tile of keys
 
 struct Output {

@@ -9,21 +9,17 @@ import torch
 from torch import Tensor
 
 from fasttfm import _native
-from fasttfm.kernels.attention import reference, tuning
-from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem, window_bounds
+from fasttfm.kernels.attention import reference
+from fasttfm.kernels.attention.problem import AttentionProblem, window_bounds
 from fasttfm.kernels.common import philox
-from fasttfm.kernels.common.launch import block_memory, is_hopper
 from fasttfm.kernels.common.rows import contiguous_like, unwanted
-from fasttfm.ops import attention_native, checks
+from fasttfm.ops import attention_choice, attention_native, checks
 from fasttfm.ops.attention_checks import Options, Window, bounds_of, check_call, check_values
 from fasttfm.ops.backends import (
     Backend,
     BackendRefused,
     BackendTable,
     always,
-    dtype_name,
-    refuse_native_cpu,
-    refuse_triton,
     requested,
     triton_absent,
 )
@@ -175,7 +171,7 @@ def _call(q: Any, k: Any, v: Any, options: Options, backend: str | None) -> tupl
         return outputs
     problem = _problem(q, k, *_schema_options(q, k, options))
     if served is None:
-        served = CALLS.add(key, asked, TABLE.select(asked, *_separate(q, k, v), **_choice(problem)))
+        served = CALLS.add(key, asked, TABLE.select(asked, *_separate(q, k, v), **attention_choice.options_of(problem)))
     if torch.is_grad_enabled() and any_requires_grad(q, k, v):
         outputs = _PlainAttention.apply_plain(q, k, v, problem, float(p), served)
     else:
@@ -255,7 +251,7 @@ _PLACES = 4  # the first of them say where sequences are
 def _forward(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     *others, backend = options
     problem = _problem(q, k, *others)
-    chosen = TABLE.select(backend, *_separate(q, k, v), **_choice(problem))
+    chosen = TABLE.select(backend, *_separate(q, k, v), **attention_choice.options_of(problem))
     return _run_forward(chosen, q, k, v, problem)
 
 
@@ -299,7 +295,7 @@ def _write_gradients(
 
     Returns whether the backend has also written ``column_sums``, which not every one can.
     """
-    call, choice = (q, k, v), _choice(problem)
+    call, choice = (q, k, v), attention_choice.options_of(problem)
     arguments: tuple[Any, ...] = (dout, *call, out, lse, problem, *gradients)
     chosen = TABLE.select_backward(requested, *call, **choice)
     try:
@@ -359,10 +355,6 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
-    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-
-
 def _problem(
     q: Tensor,
     k: Tensor | None,
@@ -383,7 +375,7 @@ def _problem(
     threshold, queries = philox.threshold(p), q.shape[-4 if k is None else -3]
     keys = queries if k is None else k.shape[-3]
     return AttentionProblem(
-        _sequences(q, cu_seqlens),
+        attention_choice.sequences_of(q, cu_seqlens),
         # Bounds may be far above the tokens there are; from there on they change nothing, and would leave int32.
         min(max_seqlen, queries),
         min(max_seqlen_k, keys),
@@ -450,172 +442,33 @@ def _backward_triton(*args: Any) -> None:
     triton.attention_bwd_triton(*args)
 
 
-_HEAD_DIMS = range(16, 257, 8)
-_CUDA_HEAD_DIMS = (64, 128)
-_CUDA_DTYPES = (torch.bfloat16, torch.float16)
-
-
-def _choice(problem: AttentionProblem) -> dict[str, Any]:
-    """The public options that the choice of a backend depends on."""
-    return {
-        "window": (problem.window_left, problem.window_right),
-        "scale": problem.scale,
-        "cu_seqlens": problem.cu_seqlens,
-        "max_seqlen": problem.max_seqlen,
-        "max_seqlen_k": problem.max_seqlen_k,
-        "bias": problem.bias,
-        "alibi_slopes": problem.alibi_slopes,
-    }
-
-
-def _refuse_head_dim(q: Tensor) -> str | None:
-    return None if q.shape[-1] in _HEAD_DIMS else f"takes head dims of 16 to 256 in steps of 8, got {q.shape[-1]}"
-
-
-def _refuse_bias(bias: Tensor | None, alibi_slopes: Tensor | None) -> str | None:
-    if bias is None and alibi_slopes is None:
-        return None
-    return f"takes no {'alibi_slopes' if bias is None else 'bias'}"
-
-
-def _refuse_cpu(
-    q: Tensor, *_: Tensor | None, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, **__: Any
-) -> str | None:
-    return _refuse_bias(bias, alibi_slopes) or _refuse_head_dim(q) or refuse_native_cpu(q)
-
-
-def _refuse_cuda(
-    q: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    *,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    **_: Any,
-) -> str | None:
-    """Hopper's own kernels: see kernels/attention/op.h."""
-    if q.dtype not in _CUDA_DTYPES:
-        return f"takes bfloat16 and float16, got {dtype_name(q.dtype)}"
-    if q.shape[-1] not in _CUDA_HEAD_DIMS:
-        return f"takes head dims of 64 and 128, got {q.shape[-1]}"
-    left, right = window_bounds(causal, window)
-    if left != UNLIMITED or right > 0:
-        return f"attends to all keys or causally, got a window of ({left}, {right})"
-    if scale is not None and scale <= 0:
-        return f"takes a scale above 0, got {scale}"
-    for tensor in (q, k, v):
-        if tensor is not None and not _tensor_map_takes(tensor):
-            return (
-                "takes tensors that start at a multiple of 16 bytes, with strides that are multiples of 8 and not 0,"
-                f" got strides {tensor.stride()}"
-            )
-    if not q.is_cuda or not is_hopper(q.device):
-        return "takes tensors on a GPU of compute capability 9.0"
-    return _refuse_bias(bias, alibi_slopes)
-
-
-def _tensor_map_takes(tensor: Tensor) -> bool:
-    """Whether the GPU's copy engine can be told where a tensor lies."""
-    if tensor.data_ptr() % 16:
-        return False
-    strides = tensor.stride()[:-1]
-    return math.gcd(*strides) % 8 == 0 and (0 not in strides or tensor.numel() == 0)
-
-
-def _refuse_cuda_backward(
-    q: Tensor, k: Tensor | None = None, *_: Any, cu_seqlens: Tensor | None = None, **__: Any
-) -> str | None:
-    """What Hopper's own backward lacks of the forward; asked where ``_refuse_cuda`` has no objection."""
-    heads = q.shape[-2]
-    if k is not None and k.shape[-2] != heads:
-        return f"goes backward with as many heads of k and v as of q, got {k.shape[-2]} and {heads}"
-    sequences = _sequences(q, cu_seqlens)
-    return None if max(sequences, heads) < 2**16 else f"goes backward with up to 65535 sequences, got {sequences}"
-
-
-_PROCESSORS = 132  # of an H200
-
-
-def _hopper_efficiency(units: int, queries: int, keys: int) -> float:
-    """Steps of a multiprocessor that has its share of the work, over those of the one that has most of it.
-
-    Blocks share a (sequence, head) by its tiles of 128 keys, as blocks_of() in
-    kernels/attention/hopper/backward_d64.cu says, and wait for one another.
-    """
-    steps, tiles = queries / 64, -(-keys // 128)
-    times = [
-        -(-units // (_PROCESSORS // blocks)) * -(-tiles // blocks) * (steps + 0.65 * blocks)
-        for blocks in range(1, min(tiles, _PROCESSORS) + 1)
-    ]
-    return units * tiles * steps / (_PROCESSORS * min(times))
-
-
-def _yield_cuda_backward(
-    q: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen: int | None = None,
-    max_seqlen_k: int | None = None,
-    **_: Any,
-) -> str | None:
-    """The rule of where Triton's backward is the faster one, by docs/kernels_attention.md: nowhere with heads of 128.
-
-    With heads of 64, one tile of Triton's holds a head up to 128 queries and keys. Up to 512 queries one block of
-    Hopper's has a head: that wants half as many of them as multiprocessors, unless they are short. Beyond, blocks share
-    a head by its tiles of 128 keys, so that nearly all multiprocessors have work.
-    """
-    if q.shape[-1] == 128:
-        return None
-    longest, longest_k = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
-    units = _sequences(q, cu_seqlens) * q.shape[-2]
-    if max(longest, longest_k) <= 128:
-        return f"is slower backward up to 128 queries and keys, got {longest} and {longest_k}"
-    if 256 < longest <= 512 and 2 * units < _PROCESSORS:
-        return f"is slower backward below 66 heads of all sequences, above 256 queries, got {units}"
-    if longest > 512 and min(units, longest_k) > 0 and _hopper_efficiency(units, longest, longest_k) < 0.8:
-        return f"is slower backward above 512 queries where it cannot use all multiprocessors, got {units} heads"
-    return None
-
-
-def _refuse_triton(q: Tensor, *_: Any, **__: Any) -> str | None:
-    reason = _refuse_head_dim(q) or refuse_triton(q)
-    if reason is None and q.is_cpu and q.dtype == torch.bfloat16:
-        return "takes no bfloat16 in Triton's interpreter, whose matrix products take its bits for integers"
-    return reason
-
-
-def _refuse_triton_backward(q: Tensor, *_: Any, **__: Any) -> str | None:
-    return tuning.refuse_backward(q.shape[-1], q.element_size(), block_memory(q))
-
-
-def _refuse_nothing(*_: Any, **__: Any) -> str | None:
-    return None
-
-
 # The CPU core stands before Triton: Triton's interpreter serves a CPU tensor only when it is asked for by name. What
 # one GPU backend saves for the backward, the other's backward takes.
 TABLE = BackendTable(
     OP,
     (
-        Backend("cpu", _native.missing, _refuse_cpu, attention_native.forward, attention_native.backward),
+        Backend(
+            "cpu", _native.missing, attention_choice.refuse_cpu, attention_native.forward, attention_native.backward
+        ),
         Backend(
             "cuda",
             _native.missing_hopper,
-            _refuse_cuda,
+            attention_choice.refuse_cuda,
             attention_native.forward,
             attention_native.backward,
-            _refuse_cuda_backward,
-            _yield_cuda_backward,
+            attention_choice.refuse_cuda_backward,
+            attention_choice.yield_cuda_backward,
             sums_columns=lambda *call: attention_native.sums_columns(*call),
         ),
-        Backend("triton", triton_absent, _refuse_triton, _forward_triton, _backward_triton, _refuse_triton_backward),
-        Backend("reference", always, _refuse_nothing, _forward_reference, reference.attention_backward),
+        Backend(
+            "triton",
+            triton_absent,
+            attention_choice.refuse_triton,
+            _forward_triton,
+            _backward_triton,
+            attention_choice.refuse_triton_backward,
+        ),
+        Backend("reference", always, attention_choice.refuse_nothing, _forward_reference, reference.attention_backward),
     ),
 )
 CALLS = KnownCalls(TABLE)

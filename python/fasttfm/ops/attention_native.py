@@ -57,7 +57,7 @@ def backward(
     core, parts = _native.core(), None
     size = core.attention_backward_workspace(q, k, problem.sequences, problem.max_seqlen, problem.max_seqlen_k)
     if column_sums is not None:
-        count = core.attention_column_parts(q, k, problem.sequences, problem.max_seqlen)
+        count = core.attention_column_parts_cuda(q, k, problem.sequences, problem.max_seqlen)
         parts = torch.empty(count, dtype=torch.float32, device=q.device)
     workspace = torch.empty(size, dtype=torch.float32, device=q.device)
     saved = (contiguous_rows(dout), q, k, v, *_arguments(problem), out, lse)

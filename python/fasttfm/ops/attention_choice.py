@@ -1,0 +1,159 @@
+"""Which backend serves an attention call: why each of them cannot, or had better not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm import _native
+from fasttfm.kernels.attention import tuning
+from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem, window_bounds
+from fasttfm.kernels.common.launch import block_memory, is_hopper, multiprocessors
+from fasttfm.ops.attention_checks import Window, bounds_of
+from fasttfm.ops.backends import dtype_name, refuse_native_cpu
+from fasttfm.ops.backends import refuse_triton as refuse_triton_tensor
+
+
+def sequences_of(q: Tensor, cu_seqlens: Tensor | None) -> int:
+    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+_HEAD_DIMS = range(16, 257, 8)
+_CUDA_HEAD_DIMS = (64, 128)
+_CUDA_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def options_of(problem: AttentionProblem) -> dict[str, Any]:
+    """The public options that the choice of a backend depends on."""
+    return {
+        "window": (problem.window_left, problem.window_right),
+        "scale": problem.scale,
+        "cu_seqlens": problem.cu_seqlens,
+        "max_seqlen": problem.max_seqlen,
+        "max_seqlen_k": problem.max_seqlen_k,
+        "bias": problem.bias,
+        "alibi_slopes": problem.alibi_slopes,
+    }
+
+
+def _refuse_head_dim(q: Tensor) -> str | None:
+    return None if q.shape[-1] in _HEAD_DIMS else f"takes head dims of 16 to 256 in steps of 8, got {q.shape[-1]}"
+
+
+def _refuse_bias(bias: Tensor | None, alibi_slopes: Tensor | None) -> str | None:
+    if bias is None and alibi_slopes is None:
+        return None
+    return f"takes no {'alibi_slopes' if bias is None else 'bias'}"
+
+
+def refuse_cpu(
+    q: Tensor, *_: Tensor | None, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, **__: Any
+) -> str | None:
+    return _refuse_bias(bias, alibi_slopes) or _refuse_head_dim(q) or refuse_native_cpu(q)
+
+
+def refuse_cuda(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    **_: Any,
+) -> str | None:
+    """Hopper's own kernels: see kernels/attention/op.h."""
+    if q.dtype not in _CUDA_DTYPES:
+        return f"takes bfloat16 and float16, got {dtype_name(q.dtype)}"
+    if q.shape[-1] not in _CUDA_HEAD_DIMS:
+        return f"takes head dims of 64 and 128, got {q.shape[-1]}"
+    left, right = window_bounds(causal, window)
+    if left != UNLIMITED or right > 0:
+        return f"attends to all keys or causally, got a window of ({left}, {right})"
+    if scale is not None and scale <= 0:
+        return f"takes a scale above 0, got {scale}"
+    for tensor in (q, k, v):
+        if tensor is not None and not _tensor_map_takes(tensor):
+            return (
+                "takes tensors that start at a multiple of 16 bytes, with strides that are multiples of 8 and not 0,"
+                f" got strides {tensor.stride()}"
+            )
+    if not q.is_cuda or not is_hopper(q.device):
+        return "takes tensors on a GPU of compute capability 9.0"
+    return _refuse_bias(bias, alibi_slopes)
+
+
+def _tensor_map_takes(tensor: Tensor) -> bool:
+    """Whether the GPU's copy engine can be told where a tensor lies."""
+    if tensor.data_ptr() % 16:
+        return False
+    strides = tensor.stride()[:-1]
+    return math.gcd(*strides) % 8 == 0 and (0 not in strides or tensor.numel() == 0)
+
+
+def refuse_cuda_backward(
+    q: Tensor, k: Tensor | None = None, *_: Any, cu_seqlens: Tensor | None = None, **__: Any
+) -> str | None:
+    """What Hopper's own backward lacks of the forward; asked where ``refuse_cuda`` has no objection."""
+    heads = q.shape[-2]
+    if k is not None and k.shape[-2] != heads:
+        return f"goes backward with as many heads of k and v as of q, got {k.shape[-2]} and {heads}"
+    sequences = sequences_of(q, cu_seqlens)
+    return None if max(sequences, heads) < 2**16 else f"goes backward with up to 65535 sequences, got {sequences}"
+
+
+def yield_cuda_backward(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen: int | None = None,
+    max_seqlen_k: int | None = None,
+    **_: Any,
+) -> str | None:
+    """The rule of where Triton's backward is the faster one, by docs/kernels_attention.md: nowhere with heads of 128.
+
+    With heads of 64, one tile of Triton's holds a head up to 128 queries and keys. Up to 512 queries one block of
+    Hopper's has a head: that wants half as many of them as multiprocessors, unless they are short. Beyond, blocks share
+    a head by its tiles of 128 keys, so that nearly all multiprocessors have work.
+    """
+    if q.shape[-1] == 128:
+        return None
+    longest, longest_k = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
+    sequences, heads, processors = sequences_of(q, cu_seqlens), q.shape[-2], multiprocessors(q)
+    if max(longest, longest_k) <= 128:
+        return f"is slower backward up to 128 queries and keys, got {longest} and {longest_k}"
+    units = sequences * heads
+    if 256 < longest <= 512 and 2 * units < processors:
+        return f"is slower backward below {processors // 2} heads of all sequences, above 256 queries, got {units}"
+    if longest > 512 and _efficiency(sequences, heads, longest, longest_k, processors) < 800:
+        return f"is slower backward above 512 queries where it cannot use all multiprocessors, got {units} heads"
+    return None
+
+
+def _efficiency(*sizes: int) -> int:
+    """How evenly the CUDA backward spreads its work over the multiprocessors, by the rule that its launcher follows."""
+    thousandths: int = _native.core().attention_backward_efficiency(*sizes)
+    return thousandths
+
+
+def refuse_triton(q: Tensor, *_: Any, **__: Any) -> str | None:
+    reason = _refuse_head_dim(q) or refuse_triton_tensor(q)
+    if reason is None and q.is_cpu and q.dtype == torch.bfloat16:
+        return "takes no bfloat16 in Triton's interpreter, whose matrix products take its bits for integers"
+    return reason
+
+
+def refuse_triton_backward(q: Tensor, *_: Any, **__: Any) -> str | None:
+    return tuning.refuse_backward(q.shape[-1], q.element_size(), block_memory(q))
+
+
+def refuse_nothing(*_: Any, **__: Any) -> str | None:
+    return None
