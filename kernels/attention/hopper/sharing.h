@@ -38,8 +38,8 @@ inline Sharing sharing_of(const AttentionCall& call, bool causal, int processors
   const double part = causal ? 0.5 : 1.0;  // fraction of all tiles that are computed
   int best = 1;
   double least = 0;
-  const int64_t most = std::min(
-      {std::max<int64_t>(key_tiles, 1), max_blocks(units, call.max_seqlen), static_cast<int64_t>(processors)});
+  const int64_t most =
+      std::min({std::max<int64_t>(key_tiles, 1), max_blocks(units, call.max_seqlen), static_cast<int64_t>(processors)});
   for (int blocks = 1; blocks <= most; ++blocks) {
     const int64_t groups = processors / blocks;
     const int64_t rounds = (units + groups - 1) / groups * ((key_tiles + blocks - 1) / blocks);

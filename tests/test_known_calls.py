@@ -1,0 +1,155 @@
+"""A call like one before is neither checked nor chosen again (ops/declare.py). Nothing else changes by that: what is
+wrong is still refused, whoever has to see a call still sees it, and rows and tokens may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fasttfm import _native, ops, use_backend
+from fasttfm.ops.declare import KnownCalls
+
+X, W = torch.randn(3, 4, 16), torch.randn(16)
+Q = torch.randn(2, 5, 2, 16)
+LENGTHS = torch.tensor([9, 9], dtype=torch.int32)  # more than there are
+CALLS: dict[str, Callable[[], Any]] = {
+    "layer_norm": lambda: ops.layer_norm(X, W, W),
+    "dropout_add_layer_norm": lambda: ops.dropout_add_layer_norm(X, X, W, W),
+    "attention": lambda: ops.attention(Q, Q, Q),
+}
+
+
+@pytest.fixture(autouse=True)
+def _known() -> None:
+    for call in CALLS.values():
+        call()
+
+
+@pytest.mark.skipif(_native.signature("r", X) is None, reason="torch has no DLPack exchange table: none is known")
+@pytest.mark.parametrize("name", CALLS)
+def test_the_second_call_selects_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KnownCalls, "add", None)
+    CALLS[name]()
+    if name == "layer_norm":
+        ops.layer_norm(torch.randn(7, 16), W, W)  # other rows
+    if name == "attention":
+        ops.attention(*[torch.randn(1, 9, 2, 16)] * 3)
+    with pytest.raises(TypeError, match="not callable"):
+        ops.layer_norm(torch.randn(7, 17))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.layer_norm(X, W, W, eps=-1.0), "layer_norm: eps: expected a number in"),
+        (lambda: ops.layer_norm(X, W, W, eps=True), "layer_norm: eps: expected a number, got bool"),
+        (lambda: ops.layer_norm(X, W, W, eps="0"), "layer_norm: eps: expected a number, got str"),
+        (lambda: ops.layer_norm(X, W, W, backend="none"), "layer_norm: backend: expected one of"),
+        (lambda: ops.layer_norm(X, W[:8], W), r"layer_norm: weight: expected shape \(16,\)"),
+        (lambda: ops.layer_norm(X, None, W[None]), r"layer_norm: bias: expected shape \(16,\)"),
+        (lambda: ops.layer_norm(X, W.double(), W), "layer_norm: x: expected float64 like weight"),
+        (lambda: ops.layer_norm(X, W.to("meta"), W), "layer_norm: weight: expected a tensor on cpu"),
+        (lambda: ops.layer_norm(None, W, W), "layer_norm: x: expected a tensor, got NoneType"),
+        (lambda: ops.dropout_add_layer_norm(X, None), "dropout_add_layer_norm: residual: expected a tensor"),
+        (lambda: ops.dropout_add_layer_norm(X, X[:2], W, W), "dropout_add_layer_norm: residual: expected shape"),
+        (lambda: ops.dropout_add_layer_norm(X, X, W, W, p=1.5), "dropout_add_layer_norm: p: expected a number in"),
+        (lambda: ops.attention(Q, Q, Q[:, :4]), "attention: v: expected shape"),
+        (lambda: ops.attention(Q, Q, None), "attention: v: expected a tensor"),
+        (lambda: ops.attention(Q, Q[:1], Q[:1]), "attention: k: expected"),
+        (lambda: ops.attention(Q, Q, Q, causal=1), "attention: causal: expected True or False, got int"),
+        (lambda: ops.attention(Q, Q, Q, dropout_p=-0.5), "attention: dropout_p: expected a number in"),
+        (lambda: ops.attention(Q, Q, Q, max_seqlen=3), "attention: max_seqlen: expected None without cu_seqlens"),
+        (
+            lambda: ops.attention(Q, Q, Q, lengths=torch.tensor([9, 9], dtype=torch.int32)),
+            "attention: lengths: expected",
+        ),
+    ],
+)
+def test_what_is_wrong_is_refused(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        call()
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_dispatch_mode_sees_a_known_call(name: str) -> None:
+    with Seen() as seen:
+        CALLS[name]()
+    assert f"fasttfm.{name}_forward.default" in seen.names
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_known_call_follows_use_backend(name: str) -> None:
+    expected = CALLS[name]()
+    with use_backend("reference"):
+        found = CALLS[name]()
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="cannot serve this call"), use_backend("cuda"):
+        CALLS[name]()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_gradients_flow_where_they_are_wanted(inference: bool) -> None:
+    x, weight = X.clone().requires_grad_(), torch.nn.Parameter(W.clone())
+    with torch.inference_mode(inference):
+        y = ops.layer_norm(x, weight, weight)
+    assert y.requires_grad is not inference
+    assert not ops.layer_norm(x.detach(), weight.detach()).requires_grad
+    assert ops.layer_norm(X, weight, W).requires_grad
+
+
+class Wrapper(Tensor):
+    """A subclass whose functions torch hands to it."""
+
+
+def test_a_subclass_is_not_taken_for_a_plain_tensor() -> None:
+    assert _native.signature("rpp", X.as_subclass(Wrapper), W, W) is None
+    assert _native.signature("rpp", X, W.as_subclass(Wrapper), None) is None
+    assert _native.signature("rpp", X.to("meta"), None, None) is None
+    torch.testing.assert_close(ops.layer_norm(X.as_subclass(Wrapper), W, W).as_subclass(Tensor), CALLS["layer_norm"]())
+
+
+def test_a_wrapper_that_outlived_its_transform() -> None:
+    leaked: list[Tensor] = []
+    torch.func.grad(lambda x: (leaked.append(x), x.sum())[1])(X)
+    torch.testing.assert_close(ops.layer_norm(leaked[0], W, W), CALLS["layer_norm"]())
+
+
+@pytest.mark.parametrize("change", ["types", "columns", "alignment", "strides", "absent"])
+def test_what_the_choice_depends_on_is_told_apart(change: str) -> None:
+    if _native.signature("r", X) is None:
+        pytest.skip("torch has no DLPack exchange table")
+    known = _native.signature("rpp", X, W, W)
+    other = {
+        "types": lambda: _native.signature("rpp", X.bfloat16(), W, W),
+        "columns": lambda: _native.signature("rpp", X[..., :8].contiguous(), W[:8], W[:8]),
+        "alignment": lambda: _native.signature("rpp", torch.randn(3 * 4 * 16 + 1)[1:].view(3, 4, 16), W, W),
+        "strides": lambda: _native.signature("rpp", torch.randn(12, 17)[:, :16], W, W),
+        "absent": lambda: _native.signature("rpp", X, W, None),
+    }[change]()
+    assert other is not None
+    assert other != known
+
+
+def test_a_function_mode_is_no_obstacle() -> None:
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.testing.assert_close(ops.layer_norm(X, W, W), torch.nn.functional.layer_norm(X, (16,), W, W))
