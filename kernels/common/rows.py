@@ -37,11 +37,11 @@ def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def unwanted(x: Tensor) -> Tensor:
+def empty_output(x: Tensor) -> Tensor:
     """An empty tensor in place of an output that is not needed."""
     return torch.empty(0, dtype=x.dtype, device=x.device)
 
 
 def gradient_like(parameter: Tensor | None, wanted: bool, x: Tensor) -> Tensor:
     """An uninitialized gradient of a parameter, with its dtype and shape; empty if it is not ``wanted``."""
-    return contiguous_like(parameter) if parameter is not None and wanted else unwanted(x)
+    return contiguous_like(parameter) if parameter is not None and wanted else empty_output(x)

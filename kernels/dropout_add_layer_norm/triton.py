@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.launch import multiprocessors, on_device
-from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like, unwanted
+from fasttfm.kernels.common.rows import as_rows, contiguous_like, empty_output, gradient_like
 from fasttfm.kernels.common.triton.normalize import normalized, normalized_gradient, row_tile
 from fasttfm.kernels.common.triton.philox import kept, row_position
 from fasttfm.kernels.common.triton.sum_parts import compile_signature, sum_parts
@@ -223,7 +223,7 @@ def dropout_add_layer_norm_forward_triton(
     rows, residual_rows = as_rows(x), as_rows(residual)
     count, columns = rows.shape
     y = contiguous_like(x)
-    z = contiguous_like(residual) if want_z else unwanted(residual)
+    z = contiguous_like(residual) if want_z else empty_output(residual)
     statistics = torch.empty(2, count, dtype=torch.float32, device=x.device)
     if count == 0:
         return y, z, statistics
@@ -271,7 +271,7 @@ def dropout_add_layer_norm_backward_triton(
     want_dx = seed is not None or dy.dtype != z.dtype
     want_dweight, want_dbias, want_dlinear_bias = wanted
     dresidual = contiguous_like(z)
-    dx = contiguous_like(dy) if want_dx else unwanted(dy)
+    dx = contiguous_like(dy) if want_dx else empty_output(dy)
     dweight = gradient_like(weight, want_dweight, dy)
     dbias = gradient_like(bias, want_dbias, dy)
     dlinear_bias = gradient_like(linear_bias, want_dlinear_bias, dy)

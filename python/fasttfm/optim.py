@@ -364,7 +364,7 @@ class _Table:
 
     def take_copies(self, *, captured: bool) -> list[Entry | None]:
         """The copies that the step writes, up to date before it."""
-        entries = weight_copies.entries_of(self.parameters, unwanted=captured)
+        entries = weight_copies.entries_of(self.parameters, unrequested=captured)
         places = [(0, 0)] * len(entries)
         for index, entry in enumerate(entries):
             if entry is not None and (copy := entry.to_write(self.parameters[index], captured=captured)) is not None:

@@ -12,7 +12,7 @@ from fasttfm import _native
 from fasttfm.kernels.attention import reference
 from fasttfm.kernels.attention.problem import AttentionProblem, window_bounds
 from fasttfm.kernels.common import philox
-from fasttfm.kernels.common.rows import contiguous_like, unwanted
+from fasttfm.kernels.common.rows import contiguous_like, empty_output
 from fasttfm.ops import attention_choice, attention_native, checks
 from fasttfm.ops.attention_checks import Options, Window, bounds_of, check_call, check_values
 from fasttfm.ops.backends import (
@@ -66,10 +66,10 @@ def attention(
         cu_seqlens: int32 ``[sequences + 1]``, the first row of each packed sequence, and the row count.
         cu_seqlens_k: The same of k and v, where they are not ``cu_seqlens``.
         max_seqlen, max_seqlen_k: No packed sequence has more queries or keys; T and Tk by default, and at most. Smaller
-            bounds save work. A GPU's kernels take them at their word: rows past them get no result.
+            bounds save work. They are not validated on the GPU: rows past them get no result.
         lengths: int32 ``[B]``, for dense tensors: how many tokens of each sequence are real. Rows past that are no
             keys, and give zeros and zero gradients.
-        lengths_k: The same for k and v alone, where they are not ``lengths``.
+        lengths_k: The same for k and v, if they differ from ``lengths``.
         bias: ``[H, Sq or more, Sk or more]``, added to the scaled scores; -inf excludes a key. Has no gradient.
         alibi_slopes: fp32 ``[H]``: ``-slope * |i + Lk - Lq - j|`` is added for key j. Has no gradient.
         seed: int64 ``[1]``, decides what is dropped; by default drawn from torch's generator.
@@ -315,7 +315,7 @@ def _write_gradients(
 def _backward_fake(
     dout: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (unwanted(q) if tensor is None else contiguous_like(tensor) for tensor in (q, k, v))
+    dq, dk, dv = (empty_output(q) if tensor is None else contiguous_like(tensor) for tensor in (q, k, v))
     return dq, dk, dv
 
 
@@ -442,8 +442,8 @@ def _backward_triton(*args: Any) -> None:
     triton.attention_bwd_triton(*args)
 
 
-# The CPU core stands before Triton: Triton's interpreter serves a CPU tensor only when it is asked for by name. What
-# one GPU backend saves for the backward, the other's backward takes.
+# The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
+# The GPU backends save the same tensors for the backward, so each can compute the backward of the other.
 TABLE = BackendTable(
     OP,
     (

@@ -89,7 +89,7 @@ def refuse_cuda(
 
 
 def _tensor_map_takes(tensor: Tensor) -> bool:
-    """Whether the GPU's copy engine can be told where a tensor lies."""
+    """Whether a TMA tensor map can describe a tensor."""
     if tensor.data_ptr() % 16:
         return False
     strides = tensor.stride()[:-1]

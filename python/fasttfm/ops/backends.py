@@ -39,10 +39,10 @@ class Backend:
     """One implementation of an op.
 
     ``absent()`` says why this machine or build lacks it; ``refuse(...)``, called with the forward's tensors and
-    options, why it cannot serve that call; ``refuse_backward(...)``, with the same, why it can serve the forward alone:
-    the backward is the next one's then; ``yield_backward(...)`` why it had better be, unless this backend was asked for
-    by name. All return None where there is nothing in the way. ``sums_columns(...)`` says whether the backward can also
-    give its gradients' sums over rows, as ``column_sums``.
+    options, why it cannot serve that call; ``refuse_backward(...)``, with the same, why it can serve only the forward:
+    the next backend then serves the backward; ``yield_backward(...)`` why the next one is preferable for the backward,
+    unless this backend was requested by name. All return None if there is no reason. ``sums_columns(...)`` says whether
+    the backward can also give its gradients' sums over rows, as ``column_sums``.
     """
 
     name: str
@@ -119,8 +119,8 @@ class BackendTable:
 
 
 class _Requests:
-    """The use_backend() blocks that are open, in one thread or in all. ``name`` is what the block that was entered last
-    asks for. torch.compile guards on the attributes, so that compiled functions follow them."""
+    """The use_backend() blocks that are open, in one thread or in all. ``name`` is the backend that the innermost block
+    requests. torch.compile guards on the attributes, so that compiled functions follow them."""
 
     def __init__(self) -> None:
         self.open: list[list[str | None]] = []
@@ -157,9 +157,9 @@ def use_backend(name: str | None) -> Iterator[None]:
     It holds for the thread that entered the block, and for threads that are in no block of their own: these follow the
     block that was entered last, in whatever thread.
 
-    A call that the backend refuses raises. The backward of a call uses what its forward was asked for; a backend whose
-    kernels go forward alone for a call (``explain`` says so) leaves its backward to the next in the op's order, and
-    one that was not asked for also where the next is faster.
+    A call that the backend refuses raises. The backward of a call uses the backend that its forward requested; a
+    backend that supports only the forward of a call (``explain`` says so) leaves the backward to the next in the op's
+    order, and one that was not requested does so also if the next is faster.
     """
     known = sorted({backend for table in _tables.values() for backend in table.names})
     if name is not None and name not in known:
@@ -177,7 +177,7 @@ def use_backend(name: str | None) -> Iterator[None]:
 
 
 def requested(backend: str | None) -> str | None:
-    """The backend a call asks for: its own argument, else the surrounding use_backend()."""
+    """The backend that a call requests: its own argument, otherwise the surrounding use_backend()."""
     if backend is not None:
         return backend
     own = _here.own

@@ -13,7 +13,7 @@ from fasttfm import _native
 from fasttfm.kernels.bias_gelu import reference
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import as_rows, contiguous_like, contiguous_rows, gradient_like, unwanted
+from fasttfm.kernels.common.rows import as_rows, contiguous_like, contiguous_rows, empty_output, gradient_like
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
     Backend,
@@ -177,7 +177,7 @@ def _backward_native(
     rows, dy = as_rows(x), contiguous_rows(dy)
     count, columns = rows.shape
     dx = contiguous_like(x)
-    y = contiguous_like(x) if want_y else unwanted(x)
+    y = contiguous_like(x) if want_y else empty_output(x)
     dbias = gradient_like(bias, want_dbias, x)
     # The CPU reads and sums in fp32 and leaves the rounding to torch.
     sums = dbias if x.is_cuda else dbias.float()

@@ -129,7 +129,7 @@ def number(name: str, *, low: float = 0.0, high: float = math.inf) -> Option:
 
 
 def choice(name: str, kinds: Mapping[str, str], *, passed_as: str) -> Option:
-    """One of several names. Backends get what it stands for, as ``passed_as``."""
+    """One of several names. Backends get its value, as ``passed_as``."""
 
     def convert(op: str, value: Any) -> str:
         if not isinstance(value, str):

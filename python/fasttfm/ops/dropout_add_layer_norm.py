@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common import philox
-from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows, gradient_like, readable_rows, unwanted
+from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows, empty_output, gradient_like, readable_rows
 from fasttfm.kernels.dropout_add_layer_norm import reference
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
@@ -287,7 +287,7 @@ def _forward_native(
 ) -> Outputs:
     y = contiguous_like(x)
     statistics = torch.empty(2, x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
-    z = contiguous_like(residual) if want_z else unwanted(residual)
+    z = contiguous_like(residual) if want_z else empty_output(residual)
     scratch: Tensor | None = z if want_z else None
     if not want_z and not x.is_cuda:  # the CPU normalises in place; a sum of another type needs room of its own
         scratch = y if residual.dtype == x.dtype else contiguous_like(residual)
@@ -324,7 +324,7 @@ def _backward_native(
     core = _native.core()
     dresidual = contiguous_like(z)
     separate = _separate(dy, z, seed)
-    dx = contiguous_like(dy) if separate else unwanted(dy)
+    dx = contiguous_like(dy) if separate else empty_output(dy)
     parameters = (weight, bias, linear_bias)
     gradients = [gradient_like(parameter, want, dy) for parameter, want in zip(parameters, wanted, strict=True)]
     # The CPU reads and sums in fp32 and leaves the rounding to torch.

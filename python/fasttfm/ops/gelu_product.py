@@ -73,7 +73,7 @@ def forward_torch(
     a: Tensor = bias_gelu_forward_op(h, bias, kind, backend)
     if kept == DERIVATIVE:
         return a, bias_gelu_backward_op(torch.ones_like(h), h, bias, kind, False, False, backend)[0]
-    return a, h if kept == PRODUCT else linear.unwanted(x)
+    return a, h if kept == PRODUCT else linear.empty_output(x)
 
 
 def backward_torch(
@@ -98,7 +98,7 @@ def scaled_torch(
     """dh and dbias, out of the derivative."""
     dh = linear.matmul(as_rows(dy), weight, shape=derivative.shape).mul_(derivative)
     if bias is None or not want_dbias:
-        return dh, linear.unwanted(dh)
+        return dh, linear.empty_output(dh)
     return dh, column_sum_op(as_rows(dh), bias.dtype, None)
 
 
@@ -146,7 +146,7 @@ def scaled_cuda(
     dy: Tensor, weight: Tensor, derivative: Tensor, bias: Tensor | None, want_dbias: bool
 ) -> tuple[Tensor, Tensor]:
     """As ``scaled_torch``."""
-    return _backward_cuda(dy, weight, derivative, DERIVATIVE, bias, "gelu", want_dbias, linear.unwanted(derivative))
+    return _backward_cuda(dy, weight, derivative, DERIVATIVE, bias, "gelu", want_dbias, linear.empty_output(derivative))
 
 
 def _backward_cuda(

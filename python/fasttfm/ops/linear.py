@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.kernels.common.rows import unwanted as unwanted
+from fasttfm.kernels.common.rows import empty_output as empty_output
 from fasttfm.ops import checks, weight_copies
 from fasttfm.ops.backends import dtype_name
 from fasttfm.ops.library import is_plain

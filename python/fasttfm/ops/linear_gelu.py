@@ -146,8 +146,8 @@ def _backward_torch(
     dh, dbias, _ = bias_gelu_backward_op(dy, h, bias, kind, wanted[2], False, None)
     dh = as_rows(dh)
     return (
-        linear.matmul(dh, weight, shape=x.shape) if wanted[0] else linear.unwanted(x),
-        linear.matmul(dh.t(), rows) if wanted[1] else linear.unwanted(x),
+        linear.matmul(dh, weight, shape=x.shape) if wanted[0] else linear.empty_output(x),
+        linear.matmul(dh.t(), rows) if wanted[1] else linear.empty_output(x),
         dbias,
     )
 

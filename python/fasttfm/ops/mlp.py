@@ -212,7 +212,7 @@ def _forward_products(
 ) -> tuple[Tensor, Tensor, Tensor]:
     a, left = inner.forward(x, w1, b1, kind, kept)
     y = linear.matmul(as_rows(a), w2.t(), b2, shape=(*x.shape[:-1], w2.shape[0]))
-    return y, left, a if keep_activation else linear.unwanted(x)
+    return y, left, a if keep_activation else linear.empty_output(x)
 
 
 def _backward_products(
@@ -231,7 +231,7 @@ def _backward_products(
     want_dx, want_dw1, want_db1, want_dw2, want_db2 = wanted
     dy = aligned(dy)
     rows, gradient = as_rows(x), as_rows(dy)
-    dx, dw1, db1, dw2, db2 = (linear.unwanted(x) for _ in wanted)
+    dx, dw1, db1, dw2, db2 = (linear.empty_output(x) for _ in wanted)
     if want_db2:
         db2 = column_sum_op(gradient, x.dtype, None)
     again = want_dw2 and a is None
@@ -255,7 +255,7 @@ def _backward_products(
 def _forward_reference(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, kind, kept, keep_activation = arguments
     y, h, a = reference.mlp_forward(*tensors, kind, keep_activation)
-    return y, linear.unwanted(y) if kept == gelu_product.NOTHING else h, a
+    return y, linear.empty_output(y) if kept == gelu_product.NOTHING else h, a
 
 
 def _backward_reference(*arguments: Any) -> tuple[Tensor, ...]:

@@ -186,9 +186,9 @@ def _backward_torch(dqkv: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bo
     rows = as_rows(x)
     gradient = dqkv.reshape(rows.shape[0], weight.shape[0])
     return (
-        linear.matmul(gradient, weight, shape=x.shape) if wanted[0] else linear.unwanted(x),
-        linear.matmul(gradient.t(), rows) if wanted[1] else linear.unwanted(x),
-        column_sum_op(gradient, weight.dtype, None) if wanted[2] else linear.unwanted(x),
+        linear.matmul(gradient, weight, shape=x.shape) if wanted[0] else linear.empty_output(x),
+        linear.matmul(gradient.t(), rows) if wanted[1] else linear.empty_output(x),
+        column_sum_op(gradient, weight.dtype, None) if wanted[2] else linear.empty_output(x),
     )
 
 

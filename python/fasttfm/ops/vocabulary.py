@@ -71,7 +71,7 @@ def stream(
     factor = weight.to(dtype)
     last = _VocabTail(factor, count) if split and vocabulary % _GEMM_MULTIPLE else None
     even = vocabulary if last is None else last.first
-    dh = linear.unwanted(rows)
+    dh = linear.empty_output(rows)
     if want_dh:
         own_place = into_rows and (last is None or not want_dweight)
         dh = rows if own_place else torch.empty(rows.shape, dtype=rows.dtype, device=device)

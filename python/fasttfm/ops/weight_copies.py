@@ -86,14 +86,14 @@ def _gone(key: int, held: weakref.ref[Entry]) -> None:
         del _entries[key]
 
 
-def entries_of(parameters: Iterable[Tensor], *, unwanted: bool = True) -> list[Entry | None]:
+def entries_of(parameters: Iterable[Tensor], *, unrequested: bool = True) -> list[Entry | None]:
     """The entries of those that are enrolled, for ``written``.
 
     Args:
-        unwanted: Whether to include those of which no forward has asked for a copy.
+        unrequested: Whether to include those of which no forward has requested a copy.
     """
     found = [_entry(each) for each in parameters]
-    return found if unwanted else [None if each is None or each.wanted is None else each for each in found]
+    return found if unrequested else [None if each is None or each.wanted is None else each for each in found]
 
 
 def forget(parameters: Iterable[Tensor]) -> None:
