@@ -100,3 +100,41 @@ def test_compiled_by_inductor(name: str) -> None:
         loss.backward()
         losses.append(loss.detach())
     torch.testing.assert_close(*losses, rtol=2e-2, atol=0)  # bf16, in another order
+
+
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "own"])
+def test_a_mask_synchronizes_once(patched: bool) -> None:
+    """Forward, backward and step; without a mask, or with lengths, nothing is waited for."""
+    import warnings
+
+    given = {key: value.cuda() for key, value in batch("BertForSequenceClassification").items()}
+    if patched:
+        model = pair("BertForSequenceClassification", **SIZES)[0].cuda().train()
+    else:
+        sizes = SIZES | {"vocab_size": 1 + int(given["input_ids"].max()), "num_hidden_layers": 2}
+        config = fasttfm.models.BertConfig(**sizes)
+        model = fasttfm.models.BertForSequenceClassification(config).cuda().train()
+    optimizer = fasttfm.optim.AdamW(model.parameters(), max_norm=1.0, weight_copies=True)
+
+    def synchronizations(**arguments: Any) -> int:
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = model(**arguments).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return sum("synchroniz" in str(each.message) for each in found)
+
+    without = {key: value for key, value in given.items() if key != "attention_mask"}
+    for _ in range(2):  # the first step compiles and makes states
+        synchronizations(**given)
+    assert synchronizations(**given) == 1
+    assert synchronizations(**without) == 0
+    if not patched:
+        assert synchronizations(**without, lengths=given["attention_mask"].sum(1).tolist()) == 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
 
 from fasttfm.nn import PackedBatch
+from fasttfm.ops.library import is_plain
 from fasttfm.patching.attention import captured
 from fasttfm.patching.masks import layout_of
 from fasttfm.patching.parts import Patched
@@ -92,8 +92,8 @@ _HARMLESS = frozenset(("position_ids", "num_items_in_batch", "return_dict", "enc
 
 
 def _is_special(x: Tensor, mask: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call asks for more than the last layer's states of tokens."""
-    if torch.compiler.is_compiling() or (mask is not None and (mask.dim() > 2 or mask.shape[0] != x.shape[0])):
+    """Whether a call asks for more than the last layer's states of tokens, or something traces or transforms it."""
+    if not is_plain((x,)) or (mask is not None and (mask.dim() > 2 or mask.shape[0] != x.shape[0])):
         return True
     asked = any(value is not None and value is not False and name not in _HARMLESS for name, value in kwargs.items())
     return asked or any(each is not None for each in args) or captured("hidden_states") or captured("attentions")
