@@ -260,7 +260,8 @@ def backward(
     shape = _shape(batch, layers, options, training=True)
     scratch = _bytes(_memory(x.is_cuda, tuple(shape.values())).backward, x)
     dx, dresidual = torch.empty_like(x), None if z is None else torch.empty_like(z)
-    table, targets = layers.table if own is layers.given else _table(own), _table(gradients)
+    # Not the forward's table: FSDP frees parameters after the forward and gathers them again, in other memory.
+    table, targets = _table(own), _table(gradients)
     fields = {
         **shape,
         **_call_fields(batch, layers, options, kept, scratch),
