@@ -170,6 +170,7 @@ Status gated_activation_forward(const GatedActivationForward& p) {
   if (!rows_aligned(p.x, p.x_stride) || !rows_aligned(p.bias, 0)) return misaligned_rows();
   if (p.rows == 0) return {};
   DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
     return with_activation(p.activation, [&](auto activation) {
       using T = decltype(element);
@@ -188,6 +189,7 @@ Status gated_activation_backward(const GatedActivationBackward& p) {
   if (!rows_aligned(p.x, p.x_stride) || !rows_aligned(p.dy, 0) || !rows_aligned(p.bias, 0)) return misaligned_rows();
   if (p.parts < 1 || p.parts > 65535) return bad_size("gated_activation: parts must be from 1 to 65535");
   DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
     return with_activation(p.activation, [&](auto activation) {
       const dim3 grid(stripes_of(p.columns), static_cast<unsigned>(p.parts));
