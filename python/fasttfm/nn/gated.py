@@ -45,8 +45,7 @@ class GatedMLP(nn.Module):
         activation: A name out of ``ops.ACTIVATIONS``: ``"silu"`` (SwiGLU), ``"gelu"`` (GeGLU), ``"relu"`` (ReGLU).
         bias: Whether both products have one. That of the first is added in the activation's pass.
         gate_first: Whether the gate is the first half of ``gate_up_proj``'s output or the second.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        device: Of the parameters. dtype: Of the parameters.
     """
 
     def __init__(

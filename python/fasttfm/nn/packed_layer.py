@@ -163,7 +163,8 @@ class PackedLayer(nn.Module):
         )
 
     def rates(self) -> tuple[float, float, float]:
-        """What is dropped now: of attention's weights, of the attention block and of the feed-forward block."""
+        """The current dropout probabilities: of the attention weights, the attention block and the feed-forward
+        block."""
         if not self.training:
             return 0.0, 0.0, 0.0
         p_a, p_b, attention_p = self.probabilities()

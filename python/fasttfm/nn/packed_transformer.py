@@ -147,7 +147,7 @@ _settings_of = operator.itemgetter(
 
 
 class _Plan(Uncopied):
-    """What has to be known of a tree of modules to run it as one stack: worked out once, as long as it is unchanged."""
+    """The facts about a tree of modules that are needed to run it as one stack, computed once while it is unchanged."""
 
     def __init__(self, tree: Tree, layers: Sequence[Any], final_norm: nn.LayerNorm | None) -> None:
         self.tree = tree

@@ -89,7 +89,7 @@ def is_watched(module: nn.Module) -> bool:
 
 
 class Uncopied:
-    """What a module keeps about modules as they are: in a copy or a pickle it is None, as it describes others."""
+    """A module's cache about other modules: None in a copy or a pickle, where it would describe the original."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()

@@ -61,7 +61,7 @@ def attention(
         k, v: ``[B, Sk, Hk, D]`` or ``[Tk, Hk, D]``. Hk divides H: each key/value head serves H / Hk query heads.
         causal: Query i attends to keys up to position i + Lk - Lq of its sequence of Lq queries and Lk keys.
         window: ``(left, right)``: keys from ``left`` before that position to ``right`` after; None or -1 for no limit.
-        scale: Of the scores; 1 / sqrt(D) by default.
+        scale: The factor of the scores; 1 / sqrt(D) by default.
         dropout_p: Probability that a weight is set to zero, rounded to a multiple of 1/256; 0 in evaluation.
         cu_seqlens: int32 ``[sequences + 1]``, the first row of each packed sequence, and the row count.
         cu_seqlens_k: The same of k and v, where they are not ``cu_seqlens``.

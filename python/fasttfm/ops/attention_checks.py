@@ -1,4 +1,4 @@
-"""What attention demands of its arguments. Nothing here waits for a GPU."""
+"""The checks of attention's arguments. Nothing here synchronizes with the GPU."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def bounds_of(
 def check_values(
     op: str, tokens: int, longest: int, cu_seqlens: Tensor | None, lengths: Tensor | None, *, suffix: str = ""
 ) -> None:
-    """On the CPU: one side's boundaries or lengths stay inside its tensor. A GPU is not waited for: its kernels keep
-    inside whatever comes. ``suffix`` is that of the side's arguments."""
+    """On the CPU: one side's boundaries or lengths stay inside its tensor. They are not validated on the GPU, whose
+    kernels keep inside whatever comes. ``suffix`` is that of the side's arguments."""
     if cu_seqlens is not None:
         checks.check_cu_seqlens_values(op, cu_seqlens, tokens, longest, argument=f"cu_seqlens{suffix}")
     elif lengths is not None and lengths.device.type == "cpu":

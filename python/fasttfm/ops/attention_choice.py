@@ -99,7 +99,7 @@ def _tensor_map_takes(tensor: Tensor) -> bool:
 def refuse_cuda_backward(
     q: Tensor, k: Tensor | None = None, *_: Any, cu_seqlens: Tensor | None = None, **__: Any
 ) -> str | None:
-    """What Hopper's own backward lacks of the forward; asked where ``refuse_cuda`` has no objection."""
+    """Why the Hopper backward does not support a call whose forward ``refuse_cuda`` accepts."""
     heads = q.shape[-2]
     if k is not None and k.shape[-2] != heads:
         return f"goes backward with as many heads of k and v as of q, got {k.shape[-2]} and {heads}"
@@ -139,7 +139,7 @@ def yield_cuda_backward(
 
 
 def _efficiency(*sizes: int) -> int:
-    """How evenly the CUDA backward spreads its work over the multiprocessors, by the rule that its launcher follows."""
+    """How evenly the CUDA backward distributes its work over the SMs, by its launcher's own rule."""
     thousandths: int = _native.core().attention_backward_efficiency(*sizes)
     return thousandths
 

@@ -309,7 +309,7 @@ def refuse_backward_memory(op: str) -> Callable[..., str | None]:
 
 
 def refuse_columns(most: int) -> Callable[..., str | None]:
-    """For kernels that take rows of at most so many columns."""
+    """For kernels that support rows of at most ``most`` columns."""
 
     def refuse(x: torch.Tensor, *_: Any) -> str | None:
         return f"takes up to {most} columns, got {x.shape[-1]}" if x.shape[-1] > most else None

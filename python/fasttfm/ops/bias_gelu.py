@@ -217,7 +217,7 @@ def _parameter(x: Tensor, bias: Tensor | None) -> Tensor | None:
     return bias if bias is None or x.is_cuda else _native.as_parameter(bias, torch.float32)
 
 
-# Of the CUDA kernels: a warp owns so many columns.
+# Columns per warp in the CUDA kernels.
 _CUDA_STRIPE = 256
 _CUDA_BLOCKS_PER_MULTIPROCESSOR = 4
 

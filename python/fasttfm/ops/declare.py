@@ -21,7 +21,7 @@ registers
 
 and ``OP(x, weight, bias, eps, backend=backend)`` is a checked, differentiable call. A backend's ``forward`` takes the
 inputs and options and returns the outputs; its ``backward`` takes what ``fasttfm::..._backward`` takes, without the
-backend's name, and returns the gradients; those that are not wanted are empty.
+backend's name, and returns the gradients; those that are not needed are empty.
 
 A call takes one of two ways. The checks and the choice of a backend depend on a few facts about the tensors (types,
 columns, strides, alignment), which the native core gathers in a microsecond (``_C.signature``). Where they have been

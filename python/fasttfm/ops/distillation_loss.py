@@ -62,8 +62,8 @@ def distillation_loss(
             of ``student_hidden``. By default all do.
         temperature: Above 0; above 1 the teacher's small probabilities weigh more.
         reduction: "mean" over the rows that count, "sum", or "none" for a loss in the mask's shape.
-        total: What a mean divides by in the place of the number of rows that count: a number, or a tensor of one
-            element, which is not read on the host.
+        total: The divisor of a mean, instead of the number of rows that count: a number, or a tensor of one element,
+            which is not read on the host.
         backend: Requests one backend; by default the first that can serve the call does.
 
     Returns:
@@ -248,7 +248,7 @@ class _TeacherLogits:
         self.buffer: Tensor | None = None
 
     def block(self, first: int, like: Tensor, errors: Tensor | None) -> Tensor:
-        """Of as many rows, and as many columns in memory, as ``like`` has, the student's."""
+        """The teacher's block, with as many rows and columns in memory as the student's, ``like``."""
         count = len(like)
         if self.buffer is None:  # the first block is the largest
             self.buffer = torch.empty(like.shape, dtype=self.dtype, device=like.device)

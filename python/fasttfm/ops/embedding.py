@@ -75,7 +75,7 @@ def embedding(
 
     Raises:
         ValueError: For an index outside its table. On the CPU this call raises. On a GPU the token's row is NaN, and a
-            later call or ``fasttfm.ops.check_errors()`` raises: a call never waits for the GPU.
+            later call or ``fasttfm.ops.check_errors()`` raises: a call never synchronizes with the GPU.
     """
     tables = {"word_table": word_table, "position_table": position_table, "segment_table": segment_table}
     _check_tables(tables)
@@ -166,7 +166,7 @@ def _check_options(
 
 
 def _check_values(tables: reference.Triple, indices: reference.Triple, cu_seqlens: Tensor | None) -> None:
-    """What only the values tell. On the CPU they are looked at; on a GPU that would wait for it: kernels look there."""
+    """Checks values: on the CPU here; on a GPU in the kernels, because it would synchronize."""
     ids = indices[0]
     if ids.is_cuda:
         return
@@ -402,7 +402,7 @@ def _backward_native(
         mean=statistics.data_ptr(),
         rstd=statistics.data_ptr() + 4 * count,
         dx=dx.data_ptr(),
-        positions=positions.data_ptr(),  # 0 for an empty tensor: not wanted
+        positions=positions.data_ptr(),  # 0 for an empty tensor: not needed
         dweight=sums[0].data_ptr(),
         dbias=sums[1].data_ptr(),
         workspace=workspace.data_ptr(),

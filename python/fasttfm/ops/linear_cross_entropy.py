@@ -73,9 +73,8 @@ def linear_cross_entropy(
         label_smoothing: The share of the target that is spread evenly over the vocabulary, as in torch.
         z_loss: Weight of the squared logarithm of the softmax's denominator.
         ignore_index: A label that does not count.
-        total: What a mean divides by in the place of the number of labels that count: a number, or a tensor of one
-            element, which is not read on the host. For batches in parts: the sum of the parts' losses is the whole's
-            mean.
+        total: The divisor of a mean, instead of the number of labels that count: a number, or a tensor of one element,
+            which is not read on the host. For batches in parts: the sum of the parts' losses is the whole's mean.
         counts: Whether to return a ``CountedLoss`` with the numbers of predictions and of correct ones.
         backend: Requests one backend; by default the first that can serve the call does.
 
@@ -85,7 +84,7 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: For a label outside the vocabulary. On the CPU this call raises. On a GPU the loss is NaN, and a
-            later call or ``fasttfm.ops.check_errors()`` raises: a call never waits for the GPU.
+            later call or ``fasttfm.ops.check_errors()`` raises: a call never synchronizes with the GPU.
     """
     hidden, weight, bias = linear.autocast(hidden, weight, bias)
     vocabulary.check_matrices(OP, hidden, weight, bias)
@@ -133,7 +132,7 @@ def _next_labels(labels: Tensor, cu_seqlens: Tensor | None, ignore_index: int) -
 
 @dataclass(frozen=True)
 class Call:
-    """What stays the same from forward to backward."""
+    """The state that forward and backward share."""
 
     op: str
     loss: Loss
@@ -239,8 +238,8 @@ def scaled_gradients(
     op: str,
     backend: str | None,
 ) -> tuple[Tensor | None, ...]:
-    """What a backward returns: the sum's gradients dh [N, C], dweight and dbias times ``scale``. ``place`` are labels,
-    positions, hidden's shape and type, and ignore_index."""
+    """The results of a backward: the sum's gradients dh [N, C], dweight and dbias times ``scale``. ``place`` are
+    labels, positions, hidden's shape and type, and ignore_index."""
 
     def scaled(now: Sequence[bool]) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = backward_op(*totals, scale, *place, now, op, backend)

@@ -44,23 +44,22 @@ def masked_lm_loss(
         bias: ``[V]`` in hidden's type, or None.
         labels: int64 or int32; with ``positions`` one for each of them, else in hidden's leading shape.
         positions: The predicted rows' numbers in ``hidden`` seen as ``[T, C]``, int64 or int32, of any shape and order.
-            Nothing waits for the GPU then. For a fixed number of them, fill up with any row and the label
+            It avoids a synchronization with the GPU. For a fixed number of them, pad with any row and the label
             ``ignore_index``.
         max_predictions: Without ``positions``, the most rows that can have a label other than ``ignore_index``: they
             are found without a wait. If there are more, the call raises on the CPU, and on a GPU the loss is NaN. With
-            neither, the call waits for the GPU to tell their number; while a CUDA graph is captured all rows are
+            neither, the call synchronizes with the GPU for their number; while a CUDA graph is captured all rows are
             computed.
         reduction: "mean" over the labels that count, "sum", or "none" for a loss in the labels' shape.
         label_smoothing: The share of the target that is spread evenly over the vocabulary, as in torch.
         z_loss: Weight of the squared logarithm of the softmax's denominator.
         ignore_index: A label that does not count.
-        total: What a mean divides by in the place of the number of labels that count: a number, or a tensor of one
-            element, which is not read on the host. For batches in parts: the sum of the parts' losses is the whole's
-            mean.
+        total: The divisor of a mean, instead of the number of labels that count: a number, or a tensor of one element,
+            which is not read on the host. For batches in parts: the sum of the parts' losses is the whole's mean.
         counts: Whether to return a ``CountedLoss`` with the numbers of predictions and of correct ones.
         sample: Whether to return a ``CountedLoss`` with a word drawn from ``softmax(logits / temperature)`` for each
             prediction, as ELECTRA's generator does.
-        temperature: Of the samples; above 0.
+        temperature: The temperature of the samples; above 0.
         seed: int64 ``[1]``; by default drawn from torch's generator. The same seed draws the same numbers, for the
             first, the second, ... of the predicted rows.
         backend: Requests one backend; by default the first that can serve the call does.

@@ -192,7 +192,7 @@ backward_op = register(
 
 
 class _Inner(NamedTuple):
-    """How a backend computes the products that meet the activation."""
+    """A backend's implementations of the GEMMs next to the activation."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # out of the first product

@@ -147,8 +147,8 @@ def cu_seqlens_from_mask(mask: Tensor) -> Tensor:
 
 
 def token_indices_from_mask(mask: Tensor, *, total: int | None = None) -> Tensor:
-    """Where in the flattened mask ``[B, S]`` its tokens are, int64 ``[total]``, for any mask:
-    ``x.flatten(0, 1)[indices]`` has them without padding. Without ``total``, their number, a GPU is waited for."""
+    """The indices of the tokens in the flattened mask ``[B, S]``, int64 ``[total]``, for any mask: ``x.flatten(0,
+    1)[indices]`` has them without padding. Without ``total``, their number, it synchronizes with the GPU."""
     flat = _as_mask("token_indices_from_mask", mask).flatten()
     if total is None:
         return flat.nonzero().squeeze(1)
@@ -164,7 +164,8 @@ def _as_mask(op: str, mask: Any) -> Tensor:
 
 
 def position_ids_from_cu_seqlens(cu_seqlens: Tensor, *, total: int | None = None) -> Tensor:
-    """Each packed token's index in its own sequence, int64 ``[total]``. Without ``total`` a GPU is waited for."""
+    """Each packed token's index in its own sequence, int64 ``[total]``. Without ``total`` it synchronizes with the
+    GPU."""
     op = "position_ids_from_cu_seqlens"
     checks.check_cu_seqlens(op, cu_seqlens, like=cu_seqlens)
     if total is None:

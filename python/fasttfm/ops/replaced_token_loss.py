@@ -35,8 +35,8 @@ def replaced_token_loss(
         mask: In the same shape, True (or not 0) for tokens that count; by default all do.
         lengths: ``[...]``, int64 or int32: of each sequence the first tokens count, this many; by default all do.
         reduction: "mean" over the tokens that count, "sum", or "none" for a loss in the logits' shape.
-        total: What a mean divides by in the place of the number of tokens that count: a number, or a tensor of one
-            element, which is not read on the host.
+        total: The divisor of a mean, instead of the number of tokens that count: a number, or a tensor of one element,
+            which is not read on the host.
         backend: Requests one backend; by default the first that can serve the call does.
 
     Returns:
@@ -44,7 +44,7 @@ def replaced_token_loss(
 
     Raises:
         ValueError: For a label other than 0 and 1 of a token that counts. On the CPU this call raises. On a GPU the
-            loss is NaN: a call never waits for the GPU.
+            loss is NaN: a call never synchronizes with the GPU.
     """
     _check(logits, labels, mask, lengths)
     vocabulary.check_reduction(OP, reduction, total, like=logits)

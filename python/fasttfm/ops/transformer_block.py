@@ -30,7 +30,7 @@ from fasttfm.ops.library import OpFunction, bypass_dispatcher, needs_gradient, u
 
 
 class BlockParameters(NamedTuple):
-    """What a layer learns. Weights are [outputs, inputs]; q, k and v are one product. Any bias may be None."""
+    """A layer's parameters. Weights are [outputs, inputs]; q, k and v are one projection. Any bias may be None."""
 
     qkv_weight: Tensor  # [3 C, C]
     qkv_bias: Tensor | None
@@ -145,7 +145,7 @@ def _forward(
 
 
 def kept_of(x: Tensor, own: BlockParameters, options: BlockOptions) -> str:
-    """What is left of the activation for the backward."""
+    """The part of the activation that is saved for the backward."""
     if not options.keep_activation:
         return gelu_product.PRODUCT
     return gelu_product.kept_beside(options.backend, x, own.up_weight, own.down_weight)
@@ -191,7 +191,7 @@ class _TransformerBlock(OpFunction):
 
 
 class Inner(NamedTuple):
-    """What the forward left of the feed-forward block's inside."""
+    """The intermediate results of the feed-forward block that the forward saved."""
 
     kept: str  # which tensor is left: gelu_product's PRODUCT or DERIVATIVE
     left: Tensor

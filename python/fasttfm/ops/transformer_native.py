@@ -253,8 +253,8 @@ def backward(
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of x and of the stream; writes the parameters' ``gradients``, of those that are not None.
 
-    ``attention`` returns the gradient of qkv for that of attention's output, in the place of the core's own kernels:
-    for one layer.
+    ``attention`` returns the gradient of qkv for that of attention's output, instead of the core's own kernels: for one
+    layer.
     """
     x = batch.x
     shape = _shape(batch, layers, options, training=True)
@@ -310,7 +310,7 @@ _SHAPE = (
 
 
 def _shape(batch: Batch, layers: Layers, options: BlockOptions, *, training: bool) -> dict[str, int]:
-    """What sizes depend on."""
+    """The parameters that determine the sizes."""
     x = batch.x
     tokens, width = x.shape
     stream = x.dtype if batch.residual_dtype is None else batch.residual_dtype

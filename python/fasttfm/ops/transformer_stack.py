@@ -229,7 +229,7 @@ def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 def _wanted(layers: Layers, of_unique: Sequence[bool]) -> Sequence[bool]:
-    """Whether the gradient of each parameter of each layer is wanted."""
+    """Whether the gradient of each parameter of each layer is needed."""
     if len(of_unique) == len(layers.given):
         return of_unique
     unique = {id(each): None for each in layers.present}

@@ -62,7 +62,7 @@ def stream(
     filled. If any gradient is needed it overwrites all columns: by their gradients, and by zeros after them. With
     ``split`` the GEMMs end at a multiple of 8 tokens, and Triton kernels compute the tail.
 
-    Returns dh [N, C] in the rows' type, dweight [V, C] and dbias [V] in fp32, empty where they are not wanted. With
+    Returns dh [N, C] in the rows' type, dweight [V, C] and dbias [V] in fp32, empty if they are not needed. With
     ``into_rows`` dh may take the rows' own place: they are this call's to overwrite.
     """
     count, vocabulary = len(rows), len(weight)

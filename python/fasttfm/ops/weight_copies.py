@@ -114,7 +114,7 @@ def written(parameters: Sequence[Tensor], entries: Sequence[Entry | None]) -> No
 
 
 def refresh(entries: Iterable[Entry], *, everything: bool = False) -> None:
-    """Writes copies anew whose parameters have changed since, or all of them."""
+    """Updates copies whose parameters have changed, or all of them."""
     for entry in entries:
         parameter = None if entry.copy is None else entry.reference()
         if parameter is not None and (everything or not entry.is_fresh(parameter)):

@@ -54,7 +54,7 @@ def create_mask(
         return None
     in_front = batch.indices is None and (not causal or q_length == kv_length)
     mask = batch.cu_seqlens.diff() if in_front else attention_mask[:]  # a tensor of this forward pass only
-    setattr(mask, _LAYOUT, batch)  # the mask's values are known now, and need not be waited for again
+    setattr(mask, _LAYOUT, batch)  # the mask's values are known on the host from here on
     return mask
 
 

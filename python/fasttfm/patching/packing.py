@@ -33,7 +33,7 @@ class PackedLayers(Patched):
         raise NotImplementedError
 
     def before_layers(self, x: Tensor) -> Tensor:
-        """What is computed before the first layer."""
+        """The inputs of the first layer."""
         return x
 
     def forward(

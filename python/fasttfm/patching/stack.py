@@ -82,7 +82,7 @@ class Stack(Uncopied):
         )
 
     def options(self, max_seqlen: int) -> BlockOptions | None:
-        """What all layers have in common; None if they differ, or ask for what a stack does not do."""
+        """The options that all layers share; None if they differ, or need what a stack does not support."""
         found = {self._options(layer, max_seqlen) for layer in self.layers}
         return found.pop() if len(found) == 1 else None
 
