@@ -35,6 +35,7 @@ FASTTFM_BINDING(transformer_block) {
   BIND(cpu);
 #ifdef FASTTFM_WITH_HOPPER
   BIND(cuda);
+  bind_number(module, "transformer_block_names_layers_cuda", &cuda::transformer_block_names_layers);
 #endif
 }
 

@@ -114,6 +114,8 @@ namespace cuda {
 Status transformer_block_sizes(const TransformerSizes&);
 Status transformer_block_forward(const TransformerForward&);
 Status transformer_block_backward(const TransformerBackward&);
+// 1 if NVTX ranges name the layers in a profile: the build had NVTX's header.
+int64_t transformer_block_names_layers();
 }  // namespace cuda
 
 }  // namespace fasttfm
