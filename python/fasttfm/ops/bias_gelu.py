@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,22 +12,9 @@ from fasttfm import _native
 from fasttfm.kernels.bias_gelu import reference
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import as_rows, contiguous_like, contiguous_rows, empty_output, gradient_like
-from fasttfm.ops import checks
-from fasttfm.ops.backends import (
-    Backend,
-    BackendTable,
-    always,
-    refuse_cuda,
-    refuse_cuda_rows,
-    refuse_native_cpu,
-    refuse_triton,
-    requested,
-    triton_absent,
-)
-from fasttfm.ops.library import OpFunction, needs_gradient, register
-
-OP = "bias_gelu"
+from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows, empty_output, gradient_like, readable_rows
+from fasttfm.ops.backends import native_cpu, native_cuda, torch_reference, triton_kernels
+from fasttfm.ops.declare import Op, choice, like_first, parameter, rows
 
 # The names of activations in model configurations, and the formula of each (kernels/common/activation.py).
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
@@ -63,110 +49,16 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, activation: str = "gelu"
     Returns:
         ``[..., C]`` in ``x``'s type, contiguous. Arithmetic is fp32 for all types, so autocast does not affect the op.
     """
-    _check(x, bias, activation)
-    TABLE.check_name(backend)
-    arguments = (x, bias, ACTIVATIONS[activation], requested(backend))
-    y: Tensor = _BiasGelu.apply(*arguments) if needs_gradient(x, bias) else forward_op(*arguments)
+    y: Tensor = OP(x, bias, activation, backend=backend)
     return y
-
-
-def _check(x: Any, bias: Any, activation: Any) -> None:
-    checks.check_floating(OP, "x", x)
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise checks.bad_value(OP, "x", "at least one dimension and one column", f"shape {tuple(x.shape)}")
-    if bias is not None:
-        checks.check_floating(OP, "bias", bias, optional=True)
-        checks.check_shape(OP, "bias", bias, (x.shape[-1],))
-        checks.check_device(OP, "bias", bias, like=x)
-    checks.check_double(OP, x=x, bias=bias)
-    if not isinstance(activation, str):
-        raise checks.bad_type(OP, "activation", "a name", type(activation).__name__)
-    if activation not in ACTIVATIONS:
-        raise checks.bad_value(OP, "activation", f"one of {', '.join(ACTIVATIONS)}", repr(activation))
-
-
-class _BiasGelu(OpFunction):
-    op = OP
-    instead = "torch.nn.functional.gelu (relu, silu) of x + bias"
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: str, backend: str | None) -> Tensor:
-        y: Tensor = forward_op(x, bias, kind, backend)
-        ctx.save_for_backward(x, bias)
-        ctx.kind, ctx.backend = kind, backend
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, bias = ctx.saved_tensors
-        want_dbias = ctx.needs_input_grad[1]
-        dx, dbias, _ = backward_op(dy, x, bias, ctx.kind, want_dbias, False, ctx.backend)
-        return dx, dbias if want_dbias else None, None, None
-
-
-# ---- torch.library ---------------------------------------------------------------------------------------------------
-
-
-def _forward(x: Tensor, bias: Tensor | None, kind: str, backend: str | None) -> Tensor:
-    y: Tensor = TABLE.select(backend, x, bias).forward(x, bias, kind)
-    return y
-
-
-def _forward_fake(x: Tensor, bias: Tensor | None, kind: str, backend: str | None) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _backward(
-    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want_dbias: bool, want_y: bool, backend: str | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    table = TABLE.select(backend, x, bias)
-    found: tuple[Tensor, Tensor, Tensor] = table.backward(dy, x, bias, kind, want_dbias, want_y)
-    return found
-
-
-def _backward_fake(
-    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want_dbias: bool, want_y: bool, backend: str | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), gradient_like(bias, want_dbias, x), x.new_empty(x.shape if want_y else 0)
-
-
-forward_op = register(
-    "bias_gelu_forward(Tensor x, Tensor? bias, str kind, str? backend) -> Tensor",
-    _forward,
-    _forward_fake,
-)
-backward_op = register(
-    "bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias, str kind, bool want_dbias, bool want_y,"
-    " str? backend) -> (Tensor dx, Tensor dbias, Tensor y)",
-    _backward,
-    _backward_fake,
-)
 
 
 # ---- the native core: CPU and CUDA -----------------------------------------------------------------------------------
 
 
 def _forward_native(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    rows = as_rows(x)
-    count, columns = rows.shape
     y = contiguous_like(x)
-    bias = _parameter(x, bias)
-    fields = {
-        "x": rows.data_ptr(),
-        "bias": _native.address(bias),
-        "y": y.data_ptr(),
-        "rows": count,
-        "columns": columns,
-        "x_stride": rows.stride(0),
-        "activation": CODES[kind],
-        "dtype": _native.DTYPE_CODES[x.dtype],
-    }
-    if x.is_cuda:
-        _native.core().bias_gelu_forward_cuda(
-            **fields, bias_dtype=_native.dtype_code(bias), device=x.get_device(), stream=_native.stream(x)
-        )
-    else:
-        _native.core().bias_gelu_forward_cpu(**fields, threads=torch.get_num_threads())
+    _native.core().bias_gelu_forward(readable_rows(x), _parameter(x, bias), y, CODES[kind])
     return y
 
 
@@ -174,42 +66,18 @@ def _backward_native(
     dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, want_dbias: bool, want_y: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     core = _native.core()
-    rows, dy = as_rows(x), contiguous_rows(dy)
-    count, columns = rows.shape
-    dx = contiguous_like(x)
-    y = contiguous_like(x) if want_y else empty_output(x)
+    dx, y = contiguous_like(x), contiguous_like(x) if want_y else empty_output(x)
     dbias = gradient_like(bias, want_dbias, x)
     # The CPU reads and sums in fp32 and leaves the rounding to torch.
-    sums = dbias if x.is_cuda else dbias.float()
-    read = _parameter(x, bias)
+    total = dbias if x.is_cuda else dbias.float()
+    read, x, workspace = _parameter(x, bias), readable_rows(x), None
     parts = _cuda_parts(x) if x.is_cuda else 0
-    elements = parts * columns if x.is_cuda else core.bias_gelu_workspace(count, columns)
-    workspace = torch.empty(elements if want_dbias else 0, dtype=torch.float32, device=x.device)
-    fields = {
-        "dy": dy.data_ptr(),
-        "x": rows.data_ptr(),
-        "bias": _native.address(read),
-        "dx": dx.data_ptr(),
-        "y": y.data_ptr() if want_y else 0,
-        "dbias": sums.data_ptr() if want_dbias else 0,
-        "workspace": workspace.data_ptr(),
-        "rows": count,
-        "columns": columns,
-        "x_stride": rows.stride(0),
-        "activation": CODES[kind],
-        "dtype": _native.DTYPE_CODES[x.dtype],
-    }
-    if x.is_cuda:
-        core.bias_gelu_backward_cuda(
-            **fields,
-            bias_dtype=_native.dtype_code(bias),
-            parts=parts,
-            device=x.get_device(),
-            stream=_native.stream(x),
-        )
-        return dx, dbias, y
-    core.bias_gelu_backward_cpu(**fields, threads=torch.get_num_threads())
-    return dx, sums.to(dbias.dtype), y
+    if want_dbias:
+        floats = core.bias_gelu_backward_workspace(x, parts)
+        workspace = torch.empty(floats, dtype=torch.float32, device=x.device)
+    outputs = (dx, y if want_y else None, total if want_dbias else None)
+    core.bias_gelu_backward(contiguous_rows(dy), x, read, *outputs, workspace, parts, CODES[kind])
+    return dx, total.to(dbias.dtype), y
 
 
 def _parameter(x: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -228,34 +96,23 @@ def _cuda_parts(x: Tensor) -> int:
     return max(1, _CUDA_BLOCKS_PER_MULTIPROCESSOR * multiprocessors(x) // stripes)
 
 
-# ---- backends --------------------------------------------------------------------------------------------------------
+# ---- the declaration -------------------------------------------------------------------------------------------------
 
-
-def _forward_triton(*args: Any) -> Tensor:
-    from fasttfm.kernels.bias_gelu import triton
-
-    y: Tensor = triton.bias_gelu_forward_triton(*args)
-    return y
-
-
-def _backward_triton(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from fasttfm.kernels.bias_gelu import triton
-
-    found: tuple[Tensor, Tensor, Tensor] = triton.bias_gelu_backward_triton(*args)
-    return found
-
-
-def _refuse_cuda(x: Tensor, bias: Tensor | None = None) -> str | None:
-    return refuse_cuda(x) or refuse_cuda_rows((x,), (bias,))
-
-
-# The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
-TABLE = BackendTable(
-    OP,
-    (
-        Backend("cpu", _native.missing, lambda x, *_: refuse_native_cpu(x), _forward_native, _backward_native),
-        Backend("cuda", _native.missing_cuda, _refuse_cuda, _forward_native, _backward_native),
-        Backend("triton", triton_absent, lambda x, *_: refuse_triton(x), _forward_triton, _backward_triton),
-        Backend("reference", always, lambda *_: None, reference.bias_gelu_forward, reference.bias_gelu_backward),
+OP = Op(
+    "bias_gelu",
+    inputs=(rows("x"), parameter("bias")),
+    options=(choice("activation", ACTIVATIONS, passed_as="kind"),),
+    outputs=(like_first("y"),),
+    saves=("x", "bias"),
+    backward_options=("activation",),
+    gradients=("x", "bias"),
+    recomputes=("y",),
+    instead="torch.nn.functional.gelu (relu, silu) of x + bias",
+    backends=(
+        native_cpu(_forward_native, _backward_native),
+        native_cuda(_forward_native, _backward_native),
+        triton_kernels("bias_gelu"),
+        torch_reference(reference.bias_gelu_forward, reference.bias_gelu_backward),
     ),
 )
+forward_op, backward_op = OP.forward, OP.backward  # for ops that are made of others

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fasttfm import _native
-from fasttfm.kernels.common.rows import contiguous_like, gradient_like
+from fasttfm.kernels.common.rows import contiguous_like, empty_output, gradient_like
 from fasttfm.ops import checks
 from fasttfm.ops.backends import Backend, BackendTable, requested
 from fasttfm.ops.library import OpFunction, any_requires_grad, is_compiling, needs_gradient, register
@@ -235,7 +235,8 @@ class KnownCalls:
 
 class Op:
     """See the module's text. ``saves`` names the inputs and outputs that the backward gets, ``backward_options`` the
-    options; ``gradients`` names the inputs that it returns gradients of: parameters' only where they are wanted."""
+    options; ``gradients`` names the inputs that it returns gradients of: parameters' only where they are wanted;
+    ``recomputes`` names outputs that it can return once more, for ops that are made of this one."""
 
     def __init__(
         self,
@@ -249,6 +250,7 @@ class Op:
         instead: str,
         backends: Sequence[Backend],
         backward_options: Sequence[str] = (),
+        recomputes: Sequence[str] = (),
     ) -> None:
         self.name, self.inputs, self.options, self.outputs = name, inputs, options, outputs
         self.table = BackendTable(name, tuple(backends))
@@ -267,6 +269,7 @@ class Op:
         # Where the backward finds the tensors that its gradients are like, and those that its backend is chosen by.
         self._sources = [1 + saves.index(given.name) for given in self.differentiable]
         self._choosers = [1 + saves.index(given.name) for given in inputs]
+        self.recomputed = [everything[places[name]] for name in recomputes]
         self.forward = register(self._forward_schema(), self._forward, self.make_outputs)
         self.backward = register(self._backward_schema(), self._backward, self._make_gradients)
         self._function = _autograd_function(self, instead)
@@ -321,8 +324,12 @@ class Op:
     def _backward_schema(self) -> str:
         kept = [item.schema for item in (*self.saved, *self.kept)]
         wanted = [f"bool want_d{self.inputs[place].name}" for place in self.wanted_places]
+        wanted += [f"bool want_{output.name}" for output in self.recomputed]
         arguments = [f"Tensor d{self.outputs[0].name}", *kept, *wanted]
-        results = [f"Tensor d{given.name}" for given in self.differentiable]
+        results = [
+            *(f"Tensor d{given.name}" for given in self.differentiable),
+            *(out.schema for out in self.recomputed),
+        ]
         return f"{self.name}_backward({', '.join(arguments)}, str? backend) -> ({', '.join(results)})"
 
     def _forward(self, *arguments: Any) -> Any:
@@ -339,12 +346,14 @@ class Op:
         return made[0] if len(made) == 1 else made
 
     def _make_gradients(self, *arguments: Any) -> tuple[Tensor, ...]:
-        wanted = iter(arguments[-1 - len(self.wanted_places) : -1])
+        flags = len(self.wanted_places) + len(self.recomputed)
+        wanted = iter(arguments[-1 - flags : -1])
         first = arguments[self._sources[0]]
-        return tuple(
+        gradients = [
             gradient_like(arguments[source], not given.optional or next(wanted), first)
             for source, given in zip(self._sources, self.differentiable, strict=True)
-        )
+        ]
+        return *gradients, *(output.make(first) if next(wanted) else empty_output(first) for output in self.recomputed)
 
 
 def first_of(outputs: Any) -> Any:
@@ -371,9 +380,10 @@ def _autograd_function(op: Op, alternative: str) -> type[OpFunction]:
         def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
             needed = ctx.needs_input_grad
             wanted = [needed[place] for place in op.wanted_places]
+            wanted += [False] * len(op.recomputed)
             found = op.backward(dy, *ctx.saved_tensors, *ctx.kept, *wanted, ctx.requested)
             gradients: list[Tensor | None] = [None] * len(needed)
-            for place, gradient in zip(op.gradient_places, found, strict=True):
+            for place, gradient in zip(op.gradient_places, found, strict=False):  # recomputed outputs follow
                 if needed[place]:
                     gradients[place] = gradient
             return tuple(gradients)
