@@ -195,7 +195,7 @@ PyObject* run(const Call& call, PyObject* const* given, Py_ssize_t count) {
   }
   raise_unless_ok(outcome.status);
   if (outcome.number == kTooMany)
-    throw py::value_error(call.name + ": expected a size that 64 bits count, got a larger one");
+    throw py::value_error(call.name + ": expected a size that fits 64 bits, got a larger one");
   if (call.returns_number) return PyLong_FromLongLong(outcome.number);
   Py_RETURN_NONE;
 }
