@@ -24,6 +24,8 @@ constexpr int kRows = 4 / sizeof(T);
 // Blocks of the backward on a multiprocessor: up to 64 registers a thread, and up to 128 with a bias.
 constexpr int backward_blocks(bool biased) { return biased ? 2 : 4; }
 
+constexpr int64_t kMaxParts = 65535;  // a grid's largest y
+
 // Where a row's gate begins, and how far up lies from it.
 struct Halves {
   int64_t gate, up_from_gate;
@@ -161,8 +163,8 @@ Status misfit_columns() { return bad_size("gated_activation: the CUDA kernels ta
 
 // As many as fill the GPU once.
 int64_t gated_activation_parts(int64_t columns, int64_t multiprocessors) {
-  const int64_t blocks = backward_blocks(false) * multiprocessors;
-  return std::max<int64_t>(1, std::min<int64_t>(blocks / std::max(1u, stripes_of(columns)), 65535));
+  const int64_t blocks = backward_blocks(true) * multiprocessors;
+  return std::max<int64_t>(1, std::min<int64_t>(blocks / std::max(1u, stripes_of(columns)), kMaxParts));
 }
 
 Status gated_activation_forward(const GatedActivationForward& p) {
@@ -187,12 +189,15 @@ Status gated_activation_forward(const GatedActivationForward& p) {
 Status gated_activation_backward(const GatedActivationBackward& p) {
   if (!columns_fit_stripes(p.columns)) return misfit_columns();
   if (!rows_aligned(p.x, p.x_stride) || !rows_aligned(p.dy, 0) || !rows_aligned(p.bias, 0)) return misaligned_rows();
-  if (p.parts < 1 || p.parts > 65535) return bad_size("gated_activation: parts must be from 1 to 65535");
+  if (p.parts < 1 || p.parts > kMaxParts) return bad_size("gated_activation: parts must be from 1 to 65535");
   DeviceGuard guard(p.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
     return with_activation(p.activation, [&](auto activation) {
-      const dim3 grid(stripes_of(p.columns), static_cast<unsigned>(p.parts));
+      // Blocks that add nothing up take one tile each, as in the forward.
+      constexpr int64_t kTile = kStripeWarps * kRows<decltype(element)>;
+      const int64_t tiles = std::clamp<int64_t>((p.rows + kTile - 1) / kTile, 1, kMaxParts);
+      const dim3 grid(stripes_of(p.columns), static_cast<unsigned>(p.dbias == nullptr ? tiles : p.parts));
       constexpr Activation kActivation = decltype(activation)::value;
       const auto kernel = p.bias == nullptr ? backward_kernel<decltype(element), kActivation, false>
                                             : backward_kernel<decltype(element), kActivation, true>;

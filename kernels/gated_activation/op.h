@@ -45,7 +45,7 @@ struct GatedActivationBackward {
   DType dtype;
   DType bias_dtype;  // f32 on the CPU
   int threads;       // CPU
-  int parts;         // CUDA: number of parts into which the rows are split, 1 to 65535
+  int parts;         // CUDA, with dbias: number of parts into which the rows are split, 1 to 65535
   int device;        // CUDA
   void* stream;      // CUDA
 };
