@@ -342,10 +342,9 @@ class Op:
 
     def make_outputs(self, x: Tensor, *_: Any) -> Any:
         """Room for the outputs; what a tracer sees of the forward."""
-        made = tuple([output.make(x) for output in self.outputs])
-        return made[0] if len(made) == 1 else made
+        return _returned([output.make(x) for output in self.outputs])
 
-    def _make_gradients(self, *arguments: Any) -> tuple[Tensor, ...]:
+    def _make_gradients(self, *arguments: Any) -> Any:
         flags = len(self.wanted_places) + len(self.recomputed)
         wanted = iter(arguments[-1 - flags : -1])
         first = arguments[self._sources[0]]
@@ -353,7 +352,13 @@ class Op:
             gradient_like(arguments[source], not given.optional or next(wanted), first)
             for source, given in zip(self._sources, self.differentiable, strict=True)
         ]
-        return *gradients, *(output.make(first) if next(wanted) else empty_output(first) for output in self.recomputed)
+        gradients += [output.make(first) if next(wanted) else empty_output(first) for output in self.recomputed]
+        return _returned(gradients)
+
+
+def _returned(tensors: list[Tensor]) -> Any:
+    """As a registered op returns them: one tensor by itself."""
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 def first_of(outputs: Any) -> Any:
@@ -382,6 +387,7 @@ def _autograd_function(op: Op, alternative: str) -> type[OpFunction]:
             wanted = [needed[place] for place in op.wanted_places]
             wanted += [False] * len(op.recomputed)
             found = op.backward(dy, *ctx.saved_tensors, *ctx.kept, *wanted, ctx.requested)
+            found = found if isinstance(found, tuple) else (found,)
             gradients: list[Tensor | None] = [None] * len(needed)
             for place, gradient in zip(op.gradient_places, found, strict=False):  # recomputed outputs follow
                 if needed[place]:

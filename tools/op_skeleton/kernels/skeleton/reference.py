@@ -22,9 +22,9 @@ def skeleton_forward(x: Tensor, factor: float) -> Tensor:
     return (_accumulate(x) * factor).to(x.dtype).contiguous()
 
 
-def skeleton_backward(dy: Tensor, factor: float) -> Tensor:
-    """Returns dx in dy's shape and type, contiguous."""
-    return (_accumulate(dy) * factor).to(dy.dtype).contiguous()
+def skeleton_backward(dy: Tensor, x: Tensor, factor: float) -> Tensor:
+    """Returns dx in x's shape and type, contiguous. What is saved comes after the gradient, then the options."""
+    return (_accumulate(dy) * factor).to(x.dtype).contiguous()
 
 
 def _accumulate(tensor: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, t
     x, factor = inputs["x"], options["factor"]
     return [
         (torch.ops.fasttfm.skeleton_forward.default, (x, factor, None)),
-        (torch.ops.fasttfm.skeleton_backward.default, (torch.ones_like(x), factor, None)),
+        (torch.ops.fasttfm.skeleton_backward.default, (torch.ones_like(x), x, factor, None)),
     ]
 
 
