@@ -14,6 +14,8 @@ from fasttfm.ops import checks, weight_copies
 from fasttfm.ops.backends import dtype_name
 from fasttfm.ops.library import is_plain
 
+_BLOCK_COLUMNS = 32
+
 
 def autocast(x: Any, *others: Any) -> tuple[Any, ...]:
     """The tensors in autocast's type, where it is on for x's device: what it does around torch's own linear layers."""
@@ -88,7 +90,7 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, shape: Sequence[
     view, so that autograd lets users change it in place; and autocast, which was already applied to the arguments,
     ignores calls with ``out``. If neither matters the GEMM allocates its own result, which costs less host time.
     """
-    a, b = _even_products(a, b)
+    a, b = _whole_blocks(a, b)
     if shape is None and not _widened(a) and _autocast_leaves(a):
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
     out = torch.empty(*shape or (a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
@@ -106,19 +108,22 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, shape: Sequence[
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """``total + a @ b`` of matrices in total's place: the product's epilogue reads it. Rounded once."""
-    a, b = _even_products(a, b)
+    a, b = _whole_blocks(a, b)
     if _widened(a):
         return total.copy_(torch.addmm(total.float(), a.float(), b.float()))
     return torch.addmm(total, a, b, out=total)
 
 
-def _even_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The matrices; in bf16 on a CPU with a zero after each row of ``a`` if it has an odd number of columns: oneDNN
-    multiplies bf16 in pairs, and reads the number after the end of a row, which is padding or the next row's first,
-    times 0. That is NaN if the number is NaN or infinite."""
-    if not a.is_cpu or a.dtype != torch.bfloat16 or a.shape[1] % 2 == 0:
+def _whole_blocks(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The matrices; in bf16 on a CPU with zeros after each row of ``a``, up to a multiple of 32 columns.
+
+    oneDNN multiplies bf16 in blocks of columns: it takes the numbers after the end of a row, which are padding or the
+    next row's, times 0, and that is NaN if such a number is NaN or infinite.
+    """
+    if not a.is_cpu or a.dtype != torch.bfloat16 or a.stride(1) != 1 or a.shape[1] % _BLOCK_COLUMNS == 0:
         return a, b
-    return torch.nn.functional.pad(a, (0, 1)), torch.nn.functional.pad(b, (0, 0, 0, 1))
+    missing = -a.shape[1] % _BLOCK_COLUMNS
+    return torch.nn.functional.pad(a, (0, missing)), torch.nn.functional.pad(b, (0, 0, 0, missing))
 
 
 def _autocast_leaves(a: Tensor) -> bool:
