@@ -33,6 +33,7 @@ CASES = (
     _case("vector", 40),
     _case("no_rows", 0, 16),
     _case("many_rows", 301, 48),
+    _case("two_warps", 5, 1000),  # share a row in the CUDA forward
     _case("wide", 3, 1543),
     _case("plain", 4, 40, parameters=()),
     _case("fp32_weight", 6, 96, parameter_dtype=torch.float32),
