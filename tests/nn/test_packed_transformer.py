@@ -210,6 +210,19 @@ def test_all_layers_by_one_op_are_the_layers_one_by_one(norm_first: bool, monkey
     assert all(map(torch.equal, found, gradients(module, tokens(), 5)))
 
 
+def test_a_tensor_that_has_replaced_a_parameter_is_used() -> None:
+    module, x = encoder(norm_first=False), tokens()
+    module(x, CU_SEQLENS, 9)  # has looked at its modules
+    expected = copy.deepcopy(module)
+    for each in (module, expected):
+        with torch.no_grad():
+            each.layers[1].up.weight.mul_(2)
+    weight = module.layers[1].up.weight.detach()
+    del module.layers[1].up.weight
+    module.layers[1].up.weight = weight
+    torch.testing.assert_close(module(x, CU_SEQLENS, 9), expected(x, CU_SEQLENS, 9))
+
+
 def test_explain_says_how_layers_are_run() -> None:
     module = encoder(norm_first=True)
     reason = transformer_native.missing_cpu()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fasttfm.nn.packed_layer import PackedLayer, draw_seeds
 from fasttfm.nn.parts import layer_norm
-from fasttfm.nn.plain import Tree, Uncopied, is_watched
+from fasttfm.nn.plain import ABSENT, Tree, Uncopied, is_watched
 from fasttfm.ops import linear
 from fasttfm.ops.backends import Explanation, explain
 from fasttfm.ops.library import PLAIN_TENSORS
@@ -166,7 +166,7 @@ class _Plan(Uncopied):
 
     def blocks(self, max_seqlen: int) -> list[Block] | None:
         """The layers' options and parameters now; None if parameters are not plain tensors."""
-        values: list[Any] = [owner[name] for owner, name in self._owners]
+        values: list[Any] = [owner.get(name, ABSENT) for owner, name in self._owners]
         if not _PLAIN.issuperset(map(type, values)):
             return None
         found: list[Block] = []

@@ -68,6 +68,8 @@ def is_plain(*modules: Any) -> bool:
         for parameter in module._parameters.values():
             if type(parameter) not in _PARAMETERS:
                 return False
+        if "weight" in module.__dict__ or "bias" in module.__dict__:  # a tensor that has replaced a parameter
+            return False
         condition = _CLASSES[kind]
         if condition is not None and not condition(module):
             return False
@@ -86,6 +88,13 @@ def is_watched(module: nn.Module) -> bool:
         or "forward" in own
         or "_compiled_call_impl" in own
     )
+
+
+class _Absent:
+    """The type of a parameter that a module no longer has: it is none of a plain parameter's."""
+
+
+ABSENT = _Absent()
 
 
 class Uncopied:

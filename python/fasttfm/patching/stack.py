@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fasttfm import ops
 from fasttfm.nn.packed_layer import draw_seeds
-from fasttfm.nn.plain import Tree, Uncopied, activation_name, dropout_rate, is_plain
+from fasttfm.nn.plain import ABSENT, Tree, Uncopied, activation_name, dropout_rate, is_plain
 from fasttfm.ops import linear
 from fasttfm.ops.backends import requested
 from fasttfm.ops.library import PLAIN_TENSORS, needs_gradient
@@ -111,14 +111,16 @@ class Stack(Uncopied):
 
     def run(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor | None:
         """The last layer's output for packed ``x`` [T, C]; None if the layers have to be called."""
-        values: list[Any] = [owner.get(name) for owner, name in self._owners]
+        values: list[Any] = [owner.get(name, ABSENT) for owner, name in self._owners]
         options = self.options(max_seqlen)
+        if options is None or not _PLAIN.issuperset(map(type, values)):
+            return None
         (x,) = linear.autocast(x)
         dtypes = {each.dtype for each in values if each is not None}
         # Autocast casts fp32 weights; without it torch's linear layers take tensors of one type only.
-        typed = len(dtypes) == 1 and (dtypes == {x.dtype} or torch.is_autocast_enabled(x.device.type))
-        if options is None or not typed or not _PLAIN.issuperset(map(type, values)) or not x.is_contiguous():
+        if len(dtypes) > 1 or not (dtypes == {x.dtype} or torch.is_autocast_enabled(x.device.type)):
             return None
+        x = x.contiguous()
         drops = options.attention_p > 0 or options.p_a > 0 or options.p_b > 0
         seeds = draw_seeds(x.device, len(self.order)) if drops else None
         layers = self._parameters(values)
