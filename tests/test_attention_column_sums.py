@@ -143,7 +143,7 @@ def test_the_packed_layer_asks_for_them_where_the_bias_learns(monkeypatch: pytes
     monkeypatch.setattr(transformer_block, "bypass_dispatcher", lambda _, *ops: [
         spy if op is qkv_backward_op else op.implementation for op in ops
     ])  # fmt: skip
-    layer = PackedLayer(32, 2, 64)
+    layer = PackedLayer(32, 4, 64)  # heads that the native layer refuses
     for learns in (True, False):
         layer.qkv.bias.requires_grad_(learns)
         y, _ = layer(torch.randn(12, 32), torch.tensor([0, 5, 12], dtype=torch.int32), 7)
