@@ -21,7 +21,7 @@ Status forward(const Place& place, const Tensor& x, const Tensor& residual, cons
                const OptionalTensor& z, const Tensor& statistics) {
   if (!x.has_rows() || !residual.has_rows())
     return bad_size("dropout_add_layer_norm: x and residual must have adjacent columns and one stride between rows");
-  const Rows rows(x, cu_seqlens);
+  const Rows rows(y, cu_seqlens);  // x may be a copy as [rows, columns]
   const Tensor& parameter = weight.given ? weight : bias.given ? bias : linear_bias;
   float* mean = static_cast<float*>(statistics.data);
   const DropoutAddLayerNormForward params{
