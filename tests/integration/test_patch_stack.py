@@ -199,11 +199,20 @@ def test_a_layer_with_something_around_it(stacks: list[bool]) -> None:
     assert stacks == [False]
 
 
-def test_gradient_checkpointing_calls_the_layers(stacks: list[bool]) -> None:
-    ours, _ = pair("BertModel")
-    ours.train().gradient_checkpointing_enable()
-    states(ours).sum().backward()
-    assert stacks == [False]
+def test_gradient_checkpointing_runs_layers_again(stacks: list[bool]) -> None:
+    found = []
+    for checkpointed in (False, True):
+        ours, _ = pair("BertModel", dropout=0.1)
+        ours.train()
+        ours.enable_input_require_grads()  # a hook, as checkpointing makes one
+        if checkpointed:
+            ours.gradient_checkpointing_enable()
+        torch.manual_seed(7)
+        y = states(ours)
+        (y * torch.arange(48).cos()).sum().backward()
+        found.append([y, *(each.grad for each in ours.parameters() if each.grad is not None)])
+    assert stacks == [True, True]
+    assert all(map(torch.equal, *found))
 
 
 def test_layers_without_gradients_and_biases() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
 from fasttfm.ops.transformer_stack import transformer_stack
 
 _PLAIN = frozenset((*PLAIN_TENSORS, type(None)))
+_PARAMETERS = 16  # of a layer: weight and bias of six linear layers and two norms
 # Containers whose forward is known: transformers' own, patched or not.
 _KNOWN = ("transformers.models.", "fasttfm.patching.", "torch.nn.modules.container")
 
@@ -25,7 +27,7 @@ _KNOWN = ("transformers.models.", "fasttfm.patching.", "torch.nn.modules.contain
 class LayerModules(NamedTuple):
     """The modules of a layer by what they do; those of another name in each family."""
 
-    layer: Any  # may recompute itself in the backward (gradient checkpointing)
+    layer: Any  # may be checkpointed
     attention: Any  # has scaling and the training flag
     heads: int
     attention_dropout: Any
@@ -88,8 +90,7 @@ class Stack(Uncopied):
 
     def _options(self, layer: LayerModules, max_seqlen: int) -> BlockOptions | None:
         attention, dropout_a, dropout_b = layer.attention, layer.dropout_a, layer.dropout_b
-        checkpointed = layer.layer.training and getattr(layer.layer, "gradient_checkpointing", False)
-        if checkpointed or attention.is_causal or attention.scaling != (self.width // layer.heads) ** -0.5:
+        if attention.is_causal or attention.scaling != (self.width // layer.heads) ** -0.5:
             return None
         name = activation_name(layer.activation)
         assert name is not None
@@ -123,13 +124,33 @@ class Stack(Uncopied):
         x = x.contiguous()
         drops = options.attention_p > 0 or options.p_a > 0 or options.p_b > 0
         seeds = draw_seeds(x.device, len(self.order)) if drops else None
+        if any(each.layer.training and getattr(each.layer, "gradient_checkpointing", False) for each in self.layers):
+            return self._run_checkpointed(x, values, cu_seqlens, seeds, options)
         layers = self._parameters(values)
         y, _ = transformer_stack(x, None, cu_seqlens, seeds, options, [layers[place] for place in self.order])
         return y
 
+    def _run_checkpointed(
+        self, x: Tensor, values: list[Any], cu_seqlens: Tensor, seeds: Tensor | None, options: BlockOptions
+    ) -> Tensor:
+        """Layer by layer, each of which keeps its input only and runs again in the backward, with the same seeds."""
+        for index, place in enumerate(self.order):
+            own = values[place * _PARAMETERS : (place + 1) * _PARAMETERS]
+            seed = None if seeds is None else seeds[index : index + 1]
+            run = functools.partial(self._run_layer, own, cu_seqlens, seed, options)
+            layer = self.layers[place].layer
+            x = layer._gradient_checkpointing_func(run, x) if layer.gradient_checkpointing else run(x)
+        return x
+
+    def _run_layer(
+        self, values: list[Any], cu_seqlens: Tensor, seeds: Tensor | None, options: BlockOptions, x: Tensor
+    ) -> Tensor:
+        y, _ = transformer_stack(x, None, cu_seqlens, seeds, options, self._parameters(values))
+        return y
+
     def _parameters(self, values: list[Any]) -> list[BlockParameters]:
-        size, count = 16, len(self.layers)
-        rows = [values[first : first + size] for first in range(0, size * count, size)]
+        """Of one or several layers."""
+        rows = [values[first : first + _PARAMETERS] for first in range(0, len(values), _PARAMETERS)]
         weights = join([row[place] for row in rows for place in (0, 2, 4)])
         biases = join([row[place] for row in rows for place in (1, 3, 5)])
         return [
