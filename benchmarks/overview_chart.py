@@ -61,7 +61,7 @@ def main() -> None:
         colors = [OURS if "fasttfm" in label else PEER for label in labels]
         bars = panel.barh(labels, times, color=colors)
         panel.bar_label(bars, fmt="%.1f ms", padding=3)
-        panel.set_title(title, fontsize=10)
+        panel.set_title(title, fontsize=9, loc="left")
         panel.set(xlim=(0, 1.2 * max(times)), xticks=[])
         panel.invert_yaxis()
         panel.spines[["top", "right", "bottom"]].set_visible(False)
