@@ -22,7 +22,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignore = shutil.ignore_patterns("__pycache__", "results", "*.egg-info", "*.so")
     for folder in ("kernels", "csrc", "python", "tests", "benchmarks", "docs", "tools"):
         shutil.copytree(ROOT / folder, root / folder, ignore=ignore)
-    shutil.copy(ROOT / "pyproject.toml", root)
+    for file in ("pyproject.toml", "README.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / file, root)
     shutil.copy(_C.__file__, root / "python" / "fasttfm")
     (root / "python" / "fasttfm" / "kernels").symlink_to(root / "kernels")
     return root

@@ -37,9 +37,13 @@ class AttentionProblem(NamedTuple):
     dropout_scale: float = 1.0  # philox.scale(threshold)
 
     def schema_options(self, p: float) -> tuple[Any, ...]:
-        """The same as the registered ops take it, but the backend's name."""
+        """The same as the registered ops take it, but the backend's name. Boundaries and lengths of keys are None where
+        they are those of queries."""
+        cu_seqlens_k = None if self.cu_seqlens_k is self.cu_seqlens else self.cu_seqlens_k
+        lengths_k = None if self.lengths_k is self.lengths else self.lengths_k
+        tensors = (self.cu_seqlens, cu_seqlens_k, self.lengths, lengths_k, self.bias, self.alibi_slopes, self.seed)
         numbers = (self.max_seqlen, self.max_seqlen_k, self.window_left, self.window_right, self.scale, p)
-        return *self[6:13], *numbers
+        return *tensors, *numbers
 
     @property
     def packed(self) -> bool:
