@@ -437,7 +437,8 @@ class _Run:
         )
 
     def _learnt(self, held_out: dict[str, float]) -> Learnt | None:
-        if not isinstance(self.objective, (MaskedLM, CausalLM)) or self.world.size > 1:
+        """None also for a resumed run that had no step left, and so no evaluation."""
+        if not isinstance(self.objective, (MaskedLM, CausalLM)) or self.world.size > 1 or not held_out:
             return None
         corpus = self.corpus
         return learnt(
