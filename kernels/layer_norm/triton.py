@@ -14,7 +14,12 @@ from torch import Tensor
 
 from fasttfm.kernels.common.launch import multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like
-from fasttfm.kernels.common.triton.normalize import normalized, normalized_gradient, row_tile
+from fasttfm.kernels.common.triton.normalize import (
+    norm_backward_tile,
+    norm_forward_tile,
+    normalized,
+    normalized_gradient,
+)
 from fasttfm.kernels.common.triton.sum_parts import compile_signature, sum_parts
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
@@ -89,15 +94,6 @@ def _bwd_kernel(
         tl.store(parts + programs.to(tl.int64) * C + part, dbias, mask=in_row)
 
 
-# Measured on an H200: two rows per program, four where they are short.
-def _forward_tile(columns: int) -> dict[str, int]:
-    return row_tile(columns, elements=8192 if columns > 2048 else 4096, per_thread=32)
-
-
-def _backward_tile(columns: int) -> dict[str, int]:
-    return row_tile(columns, elements=2048, per_thread=16)
-
-
 def layer_norm_forward_triton(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -107,7 +103,7 @@ def layer_norm_forward_triton(
     statistics = torch.empty(2, count, dtype=torch.float32, device=x.device)
     if count == 0:
         return y, statistics
-    tile = _forward_tile(columns)
+    tile = norm_forward_tile(columns)
     with on_device(x):
         _fwd_kernel[(triton.cdiv(count, tile["BLOCK_N"]),)](
             rows,
@@ -143,7 +139,7 @@ def layer_norm_backward_triton(
     if count == 0:
         return dx, dweight.zero_(), dbias.zero_()
     want_parts = want_dweight or want_dbias
-    tile = _backward_tile(columns)
+    tile = norm_backward_tile(columns)
     programs = min(triton.cdiv(count, tile["BLOCK_N"]), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x))
     parts = torch.empty(2, programs if want_parts else 0, columns, dtype=torch.float32, device=x.device)
     with on_device(x):
@@ -173,7 +169,7 @@ def compile_signatures(columns: int, element: str, parameter: str) -> list[dict[
     sizes = {"N": "i32", "C": "i32", "x_stride": "i32"}
     forward = {"x": x, "weight": p, "bias": p, "y": x, "statistics": f, **sizes, "eps": "fp32"}
     backward = {"dy": x, "x": x, "weight": p, "statistics": f, "dx": x, "parts": f, **sizes}
-    forward_tile, backward_tile = _forward_tile(columns), _backward_tile(columns)
+    forward_tile, backward_tile = norm_forward_tile(columns), norm_backward_tile(columns)
     return [
         {
             "kernel": _fwd_kernel,

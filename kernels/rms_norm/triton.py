@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fasttfm.kernels.common.launch import multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like
-from fasttfm.kernels.common.triton.normalize import row_tile
+from fasttfm.kernels.common.triton.normalize import norm_backward_tile, norm_forward_tile
 from fasttfm.kernels.common.triton.sum_parts import compile_signature, sum_parts
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
@@ -88,15 +88,6 @@ def _bwd_kernel(
         tl.store(parts + program.to(tl.int64) * C + columns, dweight, mask=in_row)
 
 
-# The tiles of layer_norm, whose rows take as many registers.
-def _forward_tile(columns: int) -> dict[str, int]:
-    return row_tile(columns, elements=8192 if columns > 2048 else 4096, per_thread=32)
-
-
-def _backward_tile(columns: int) -> dict[str, int]:
-    return row_tile(columns, elements=2048, per_thread=16)
-
-
 def rms_norm_forward_triton(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     rows = as_rows(x)
     count, columns = rows.shape
@@ -104,7 +95,7 @@ def rms_norm_forward_triton(x: Tensor, weight: Tensor | None, eps: float) -> tup
     rstd = torch.empty(count, dtype=torch.float32, device=x.device)
     if count == 0:
         return y, rstd
-    tile = _forward_tile(columns)
+    tile = norm_forward_tile(columns)
     with on_device(x):
         _fwd_kernel[(triton.cdiv(count, tile["BLOCK_N"]),)](
             rows,
@@ -130,7 +121,7 @@ def rms_norm_backward_triton(
     dweight = gradient_like(weight, want_dweight, x)
     if count == 0:
         return dx, dweight.zero_()
-    tile = _backward_tile(columns)
+    tile = norm_backward_tile(columns)
     programs = min(triton.cdiv(count, tile["BLOCK_N"]), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x))
     parts = torch.empty(1, programs if want_dweight else 0, columns, dtype=torch.float32, device=x.device)
     with on_device(x):
@@ -157,7 +148,7 @@ def compile_signatures(columns: int, element: str, parameter: str) -> list[dict[
     """Every kernel as the launchers compile it for rows of ``columns`` elements of Triton type ``element``."""
     x, p, f = f"*{element}", f"*{parameter}", "*fp32"
     sizes = {"N": "i32", "C": "i32", "x_stride": "i32"}
-    forward_tile, backward_tile = _forward_tile(columns), _backward_tile(columns)
+    forward_tile, backward_tile = norm_forward_tile(columns), norm_backward_tile(columns)
     return [
         {
             "kernel": _fwd_kernel,
