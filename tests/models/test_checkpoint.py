@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import pickle
-import time
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -164,34 +165,51 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def save_for_ever(directory: Path, shard_bytes: int) -> None:
+def save_twice(directory: Path, shard_bytes: int, operations: int) -> None:
+    """Saves a model of ones, then one of twos; is killed in the second save after so many of its file operations."""
     made = model()
-    for number in itertools.count(1):
+    left = itertools.count(operations, -1)
+
+    def killing(work: Any) -> Any:
+        def operation(*arguments: Any, **options: Any) -> Any:
+            if next(left) == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return work(*arguments, **options)
+
+        return operation
+
+    for number in (1, 2):
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.fill_(number)
+        if number == 2:
+            os.replace, Path.unlink = killing(os.replace), killing(Path.unlink)  # type: ignore[method-assign]
+            checkpoint_files.save_file = killing(checkpoint_files.save_file)
         made.save_pretrained(directory, shard_bytes=shard_bytes)
 
 
-@pytest.mark.parametrize("shard_bytes", [4000, 10**9])
+@pytest.mark.parametrize("shard_bytes", [10_000, 10**9])
 def test_a_process_that_is_killed_while_it_saves_leaves_no_mixture(shard_bytes: int, tmp_path: Path) -> None:
-    whole = 0
-    for moment in (0.01, 0.02, 0.05, 0.1):
-        process = train_runs.start(save_for_ever, tmp_path, shard_bytes)
-        while not (tmp_path / "config.json").exists():
-            assert process.is_alive()
-            time.sleep(0.005)
-        time.sleep(moment)
-        process.kill()
+    read = []
+    for operations in itertools.count():
+        directory = tmp_path / str(operations)
+        process = train_runs.start(save_twice, directory, shard_bytes, operations)
         process.join()
         try:
-            state = models.BertForMaskedLM.from_pretrained(tmp_path).state_dict()
-        except CheckpointError:  # between two renames, where there are several files
-            assert shard_bytes == 4000
-            continue
-        assert len({float(value.flatten()[0]) for value in state.values()}) == 1
-        whole += 1
-    assert whole >= (4 if shard_bytes > 4000 else 1)
+            state = models.BertForMaskedLM.from_pretrained(directory).state_dict()
+        except CheckpointError:
+            read.append("refused")
+        else:
+            (number,) = {float(value.flatten()[0]) for value in state.values()}
+            read.append("new" if number == 2 else "old")
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+    # A single file: written, renamed; then the configuration is renamed and an index removed. Four files: written, their
+    # index removed; then they, the configuration and the index are renamed and a single file removed.
+    sharded = shard_bytes == 10_000
+    expected = ["old"] * 5 + ["refused"] * 6 + ["new"] * 2 if sharded else ["old"] * 2 + ["new"] * 3
+    assert read == expected
 
 
 def test_a_single_file_beside_several_is_refused_unless_the_index_names_nothing(tmp_path: Path) -> None:

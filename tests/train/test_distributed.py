@@ -110,7 +110,7 @@ def test_a_rank_that_dies_ends_the_run_with_a_message(corpus: dict[str, Path], t
     command += ["--data", corpus["data"], "--tokenizer", corpus["wordpiece"], "--output", output, "--held-out", "0.1"]
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(command, stdout=said, stderr=said, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while len(read_rows(output / "log.csv")) < 5:
             assert process.poll() is None, (tmp_path / "said").read_text()
             assert time.monotonic() < deadline, (tmp_path / "said").read_text()
