@@ -44,8 +44,8 @@ demo: .venv/installed ## set everything up, pre-train a small GPT-2 in about a m
 	  --max-length 64 --tokens-per-step 1024 --steps 600 --learning-rate 0.003 --betas 0.9 0.98
 
 .PHONY: test
-test: .venv/installed ## set everything up and run the tests
-	.venv/bin/python -m pytest $(PYTEST_ARGS)
+test: .venv/installed ## set everything up and run the tests, one process on each core
+	.venv/bin/python -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 .PHONY: bench
 bench: .venv/installed ## time one case of each op against its peers (PYTEST_ARGS=--all for every case)

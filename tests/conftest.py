@@ -1,10 +1,19 @@
-"""Without a GPU, Triton kernels run in Triton's interpreter: the variable must be set before Triton is imported."""
+"""Without a GPU, Triton kernels run in Triton's interpreter: the variable must be set before Triton is imported.
+
+Processes that run tests in parallel share the cores: OpenMP reads its variables when torch is imported.
+"""
 
 import importlib.util
 import os
 import re
 import warnings
 from collections.abc import Generator, Iterator
+
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    cores, workers = len(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # tests that ask for more threads would spin on others' cores
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import numpy
 import pytest

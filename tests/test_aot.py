@@ -8,13 +8,15 @@ import sys
 
 import pytest
 
+from fasttfm.testing.aot import TARGETS
 from fasttfm.testing.specs import all_specs
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("op", [name for name, spec in all_specs().items() if spec.triton_kernels])
-def test_triton_kernels_compile(op: str) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_triton_kernels_compile(op: str, target: int) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "fasttfm.testing.aot", op]
+    command = [sys.executable, "-m", "fasttfm.testing.aot", op, "--target", str(target)]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel ahead of time, without a GPU: ``python -m fasttfm.testing.aot [op ...]``.
+"""Compiles every Triton kernel ahead of time, without a GPU: ``python -m fasttfm.testing.aot [op ...] [--target N]``.
 
 A compile error, a register spill or more shared memory than the chip has then shows on any machine. Must run in a
 process of its own, without TRITON_INTERPRET: Triton decides at import whether kernels are compiled or interpreted.
@@ -6,9 +6,10 @@ process of its own, without TRITON_INTERPRET: Triton decides at import whether k
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,14 +100,15 @@ def _usage(cubin: bytes) -> Usage:
     return usage
 
 
-def compile_all(names: list[str]) -> Iterator[Compiled]:
+def compile_all(names: list[str], targets: Iterable[int] = tuple(TARGETS)) -> Iterator[Compiled]:
+    """The results for these ops, or for all of them where none is named."""
     specs: dict[str, Any] = all_specs()
     unknown = sorted(set(names) - set(specs))
     if unknown:
         raise SystemExit(f"aot: op: expected one of {', '.join(specs)}, got {', '.join(unknown)}")
     for name in names or specs:
         kernels = specs[name].triton_kernels() if specs[name].triton_kernels else []
-        for target in TARGETS:
+        for target in targets:
             found = [(compile_kernel(each, target), each) for each in kernels if each.target in (None, target)]
             yield from (result for result, _ in found)
             if target == 80:
@@ -119,8 +121,12 @@ def _shared_bytes(found: tuple[Compiled, TritonKernel]) -> int:
 
 
 def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fasttfm.testing.aot", description=str(__doc__).partition("\n")[0])
+    parser.add_argument("ops", nargs="*", metavar="op", help="the op whose kernels are compiled; by default every op")
+    parser.add_argument("--target", type=int, choices=tuple(TARGETS), help="the compute capability; by default each")
+    parsed = parser.parse_args(arguments)
     failures = 0
-    for result in compile_all(arguments):
+    for result in compile_all(parsed.ops, TARGETS if parsed.target is None else (parsed.target,)):
         print(result, flush=True)
         failures += bool(result.problem)
     print(f"{failures} problems")
