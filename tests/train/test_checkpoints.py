@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -82,6 +83,33 @@ def test_a_failed_write_leaves_the_last_good_one(tmp_path: Path, error: Exceptio
     assert f"the last whole one is {kept.path(10)}" in str(raised.value)
     assert kept.newest() == kept.path(10)
     assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_kill_while_a_step_is_saved_again_loses_nothing(
+    renames: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the two renames, the first sets the earlier checkpoint aside and the second gives the new one its name."""
+    kept = Checkpoints(tmp_path)
+    kept.save(1, lambda directory: files.write_state(directory, {"version": 1}))
+    before = os.rename
+    calls = []
+
+    def rename(*paths: Any) -> None:
+        calls.append(paths)
+        if len(calls) > renames:
+            raise KeyboardInterrupt  # leaves the directory as a kill does: nothing handles it
+        before(*paths)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with contextlib.suppress(KeyboardInterrupt):
+        kept.save(1, lambda directory: files.write_state(directory, {"version": 2}))
+    monkeypatch.undo()
+    kept.clean()
+    newest = kept.newest()
+    assert newest == kept.path(1)
+    assert files.read_state(newest) == {"version": 2 if renames == 2 else 1}
+    assert {path.name for path in tmp_path.iterdir()} == {newest.name, "latest"}
 
 
 MOMENTS = ("write_state", "_write_manifest", "_sync", "_sync_directory", "sync_file", "os.rename", "os.replace")

@@ -32,6 +32,7 @@ MANIFEST = "manifest.json"
 STATE = "training_state.pt"
 LATEST = "latest"
 _PARTIAL = ".partial"
+_REPLACED = ".replaced"  # a checkpoint while another one of the same step takes its name
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 
 
@@ -93,9 +94,7 @@ class Checkpoints:
             write(partial)
             _write_manifest(partial)
             _sync(partial)
-            self._discard(final)
-            os.rename(partial, final)
-            _sync_directory(self.directory)
+            self._put_in_place(partial, final)
             self._link(final)
         except Exception as error:
             with contextlib.suppress(OSError):
@@ -110,10 +109,27 @@ class Checkpoints:
         return final
 
     def clean(self) -> None:
-        """Removes what an interrupted ``save`` left."""
-        if self.directory.is_dir():
-            for path in self.directory.glob(f"*{_PARTIAL}"):
-                _remove(path)
+        """Removes what an interrupted ``save`` left, and restores a checkpoint that it was about to replace."""
+        if not self.directory.is_dir():
+            return
+        for path in self.directory.glob(f"*{_PARTIAL}"):
+            _remove(path)
+        for replaced in self.directory.glob(f"*{_REPLACED}"):
+            final = replaced.with_suffix("")
+            if final.exists():
+                _remove(replaced)
+            else:
+                os.rename(replaced, final)
+
+    def _put_in_place(self, partial: Path, final: Path) -> None:
+        """Renames a finished checkpoint. An earlier one of the same step is removed when the new one has its name."""
+        replaced = final.with_name(final.name + _REPLACED)
+        if final.exists():
+            _remove(replaced)
+            os.rename(final, replaced)
+        os.rename(partial, final)
+        _sync_directory(self.directory)
+        _remove(replaced)
 
     def _discard(self, path: Path) -> None:
         """Away in one move: no half of it can be taken for a checkpoint."""
