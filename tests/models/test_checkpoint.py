@@ -205,8 +205,8 @@ def test_a_process_that_is_killed_while_it_saves_leaves_no_mixture(shard_bytes: 
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL
-    # A single file: written, renamed; then the configuration is renamed and an index removed. Four files: written, their
-    # index removed; then they, the configuration and the index are renamed and a single file removed.
+    # A single file is written and renamed; then the configuration is renamed and an index removed. Four files are
+    # written and their index removed; then they, the configuration and the index are renamed and a single file removed.
     sharded = shard_bytes == 10_000
     expected = ["old"] * 5 + ["refused"] * 6 + ["new"] * 2 if sharded else ["old"] * 2 + ["new"] * 3
     assert read == expected
