@@ -53,7 +53,10 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--data", nargs="+", metavar="PATH", help="texts; with --task a file or directory of examples")
     group.add_argument("--prepared", type=Path, metavar="DIR", help="folder of token shards, reused by other runs")
     group.add_argument("--max-length", type=int, default=128, metavar="N", help="max tokens per sequence")
-    group.add_argument("--tokens-per-batch", type=int, default=4096, metavar="N", help="tokens per packed batch")
+    group.add_argument(
+        "--tokens-per-batch", type=int, metavar="N", help="tokens per packed batch; by default 4096 of a corpus"
+    )
+    group.add_argument("--batch-size", type=int, default=32, metavar="N", help="with --task: examples per batch")
     group.add_argument(
         "--masking", type=float, default=0.15, metavar="SHARE", help="fraction of tokens that are masked"
     )
@@ -136,7 +139,8 @@ def _on_corpus(arguments: argparse.Namespace) -> None:
     tokenizer = data.load_tokenizer(arguments.teacher)
     recipe = _recipe(arguments).to(device)
     recipe.teacher.to(device)
-    settings = settings_of(arguments, device, arguments.learning_rate, tokens_per_batch=arguments.tokens_per_batch)
+    tokens = 4096 if arguments.tokens_per_batch is None else arguments.tokens_per_batch
+    settings = settings_of(arguments, device, arguments.learning_rate, tokens_per_batch=tokens)
     output = output_of(arguments, arguments.recipe)
     source: Any = arguments.data or data.shipped_corpus()
     shards = data.prepare(source, tokenizer, arguments.prepared or output / "shards", progress=not arguments.quiet)
@@ -145,7 +149,7 @@ def _on_corpus(arguments: argparse.Namespace) -> None:
             part,
             data.SequenceFormat("single", arguments.max_length),
             data.Masking(arguments.masking),
-            tokens_per_batch=arguments.tokens_per_batch,
+            tokens_per_batch=tokens,
             seed=arguments.seed,
         )
         for part in shards.split(arguments.held_out)
@@ -172,7 +176,7 @@ def _recipe(arguments: argparse.Namespace) -> Any:
     from fasttfm.tasks.families import open_model
 
     if arguments.recipe == "distilbert":
-        teacher = open_model(arguments.teacher, Head.MASKED_LM)
+        teacher = open_model(arguments.teacher, Head.MASKED_LM, trained=True)
         return DistilBertRecipe(
             distilbert_student(teacher, arguments.layers),
             teacher,
@@ -221,12 +225,18 @@ def _on_task(arguments: argparse.Namespace) -> None:
     teacher, student, task, projections = prepare_task(
         arguments.task, arguments.teacher, arguments.student, examples.train, max_length=arguments.max_length
     )
+    task.check_labels(examples.dev, f"{examples.source}, dev set")
     recipe = TinyBertRecipe(
         student, teacher, layers=arguments.layer_map, attention=arguments.attention, projections=projections
     ).to(device)
     teacher.to(device)
     settings = settings_of(
-        arguments, device, arguments.learning_rate, tokens_per_batch=arguments.tokens_per_batch, epochs=arguments.epochs
+        arguments,
+        device,
+        arguments.learning_rate,
+        batch_size=arguments.batch_size,
+        tokens_per_batch=arguments.tokens_per_batch,
+        epochs=arguments.epochs,
     )
     output = output_of(arguments, f"tinybert-{arguments.task}")
     temperature = 1.0 if arguments.temperature is None else arguments.temperature
@@ -243,7 +253,7 @@ def _on_task(arguments: argparse.Namespace) -> None:
             part.run(log.add)
     scores = {}
     for name, model in (("student", student), ("teacher", teacher)):
-        found = predict(model, task, examples.dev, tokens=arguments.tokens_per_batch, precision=settings.step.precision)
+        found = predict(model, task, examples.dev, precision=settings.step.precision)
         if hasattr(task, "tune"):
             task.tune(examples.dev, found)
         scores[name] = task.scores(examples.dev, found)

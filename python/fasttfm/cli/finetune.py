@@ -15,6 +15,7 @@ loss.
 from __future__ import annotations
 
 import argparse
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,10 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument(
         "--max-length", type=int, metavar="N", help="max tokens per sequence; by default 128, for qa 384"
     )
-    group.add_argument("--tokens-per-batch", type=int, default=2048, metavar="N", help="tokens per packed batch")
+    group.add_argument("--batch-size", type=int, default=32, metavar="N", help="examples per batch")
+    group.add_argument(
+        "--tokens-per-batch", type=int, metavar="N", help="instead of --batch-size: maximum tokens per packed batch"
+    )
     group.add_argument("--values", action="store_true", help="classify, pair: regression, labels are numbers")
     training = add_training_options(
         parser, rate=None, about_rate="peak learning rate; by default 5e-5 for a width of 768, more for narrower models"
@@ -70,6 +74,9 @@ def add_parser(subparsers: Any) -> None:
         default=1.0,
         metavar="FACTOR",
         help="factor of the learning rate from a layer to the one below",
+    )
+    training.add_argument(
+        "--new-head", action="store_true", help="randomly initialize the head even if the model has one for the labels"
     )
     training.add_argument("--freeze-encoder", action="store_true", help="train the head only")
     training.add_argument(
@@ -103,6 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
         examples = read_examples(arguments.task, arguments.data, arguments.dev, seed=arguments.seed)
         test = None if arguments.test is None else TASKS[arguments.task].read_file(arguments.test)
         model, task = _prepared(arguments, examples.train)
+        task.check_labels(examples.dev, f"{examples.source}, dev set")
+        task.check_labels(test or [], str(arguments.test))
         if arguments.freeze_encoder:
             freeze(model)
         epochs = 3 if arguments.data else 10
@@ -112,6 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
             default_rate(model) if arguments.learning_rate is None else arguments.learning_rate,
             rates={"head_rate": arguments.head_rate, "layer_decay": arguments.layer_decay},
             epochs=epochs if arguments.epochs is None else arguments.epochs,
+            batch_size=arguments.batch_size,
             tokens_per_batch=arguments.tokens_per_batch,
         )
         work = FineTuning(model.to(device), task, examples.train, settings)
@@ -133,6 +143,7 @@ def _prepared(arguments: argparse.Namespace, train: list[Any]) -> Any:
         max_length=arguments.max_length,
         values=arguments.values,
         auxiliary=arguments.auxiliary,
+        new_head=arguments.new_head,
         **options,
     )
 
@@ -152,6 +163,9 @@ class Report:
 
         examples = self.examples
         print(f"{len(examples.train)} training examples, {len(examples.dev)} in the dev set: {examples.source}")
+        for name, said in (("training", self.work.truncation), ("dev", self.truncation(examples.dev))):
+            if said is not None:
+                warnings.warn(f"{name}: {said}; --max-length reads more", stacklevel=2)
         if self.work.steps == 0:
             return
         progress = None if self.arguments.quiet else Progress(self.work.steps)
@@ -172,6 +186,11 @@ class Report:
                 progress.close()
         draw_curves(log.path, f"{self.arguments.task}, {self.arguments.model}")
 
+    def truncation(self, examples: list[Any]) -> str | None:
+        from fasttfm.tasks.inputs import truncation
+
+        return truncation(self.task.features(examples), self.task.language.format.max_length)
+
     def predicted(self, examples: list[Any], *, tune: bool = False) -> list[Any]:
         from fasttfm.tasks.finetuning import predict
 
@@ -180,7 +199,6 @@ class Report:
             self.model,
             self.task,
             examples,
-            tokens=settings.tokens_per_batch,
             precision=settings.step.precision,
         )
         if tune and hasattr(self.task, "tune"):
@@ -193,7 +211,7 @@ class Report:
 
     def write(self, test: list[Any] | None) -> None:
         """The checkpoint, the predictions and the metrics, and what they are in a few lines."""
-        from fasttfm.train.loop import check_finite
+        from fasttfm.tasks.finetuning import save
 
         train, dev = self.examples.train, self.examples.dev
         predictions = self.predicted(dev, tune=True)
@@ -208,9 +226,7 @@ class Report:
         }
         if getattr(self.task, "threshold", None) is not None:
             metrics["no_answer_threshold"] = self.task.threshold
-        check_finite(self.model)
-        self.model.save_pretrained(self.output)
-        self.task.language.tokenizer.save(self.output, model_max_length=self.task.language.format.max_length)
+        save(self.model, self.task, self.output)
         files = self.task.files(dev, predictions)
         if test is not None:
             found = self.predicted(test)

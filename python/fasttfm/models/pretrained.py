@@ -36,6 +36,7 @@ class PretrainedModel(nn.Module):
     names: Names
     base: ClassVar[bool] = False
     accepts_loss_kwargs: ClassVar[bool] = False  # transformers' Trainer asks: losses are means of the batch given
+    new_heads: tuple[str, ...] = ()  # the heads that ``from_pretrained`` has randomly initialized
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -124,17 +125,20 @@ class PretrainedModel(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        new_head: str | None = None,
         **changes: Any,
     ) -> Model:
         """Reads an HF directory: ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``, sharded or not.
 
         The weights of another model of the family work too: a head that the checkpoint lacks is randomly initialized,
-        with a warning that names its parameters; heads that only the checkpoint has are left out. Anything else that is
-        missing, of another shape or of an unknown name raises ``CheckpointError`` with key and file.
+        with a warning, and named in ``new_heads``; heads that only the checkpoint has are left out. Anything else that
+        is missing, of another shape or of an unknown name raises ``CheckpointError`` with key and file.
 
         Args:
             dtype: The dtype of the parameters; as stored by default.
             device: The device of the parameters; the CPU by default.
+            new_head: Why the checkpoint's head cannot be used, a clause for the warning: it is randomly initialized
+                too. Poolers and language model heads are kept.
             changes: Fields of the configuration to set otherwise, for example ``num_labels``.
 
         Returns:
@@ -153,7 +157,7 @@ class PretrainedModel(nn.Module):
             if changes:
                 raise
             raise CheckpointError(f"{path / CONFIG}: {error}") from error
-        state, new = model._read(path)
+        state, new = model._read(path, new_head)
         model.load_state_dict(state, strict=False, assign=True)
         model._draw(new, dtype or next(iter(state.values())).dtype)
         model.tie_weights()
@@ -187,9 +191,9 @@ class PretrainedModel(nn.Module):
         """A parameter's name in a model with a head."""
         return f"{self.names.prefix}.{name}" if self.base else name
 
-    def _read(self, directory: Path) -> tuple[dict[str, Tensor], list[str]]:
-        """The checkpoint's tensors by our names, and our names of what it does not have. All is checked before any is
-        read."""
+    def _read(self, directory: Path, new_head: str | None) -> tuple[dict[str, Tensor], list[str]]:
+        """The checkpoint's tensors by our names, and our names of what is randomly initialized. All is checked before
+        any is read."""
         reader = CheckpointReader(directory)
         keys = {name: key for name, key in self._full_names(reader) if not self.names.is_ignored(name)}
         for name, key in keys.items():
@@ -203,7 +207,7 @@ class PretrainedModel(nn.Module):
                 keys[main] = keys[other]
         wanted = {name: value.shape for name, value in self.state_dict().items() if name not in self.tied()}
         self._check_nothing_left(reader, keys, [*wanted, *self.tied()])
-        new = self._heads_to_draw(wanted, keys, directory)
+        new = self._heads_to_draw(wanted, keys, directory, new_head)
         for name, shape in wanted.items():
             if name in new:
                 continue
@@ -259,8 +263,11 @@ class PretrainedModel(nn.Module):
                 name = name.removesuffix(".gamma") + ".weight" if name.endswith("gamma") else name[:-4] + "bias"
             yield name, key
 
-    def _heads_to_draw(self, wanted: dict[str, torch.Size], keys: dict[str, str], directory: Path) -> list[str]:
-        """Our parameters in heads of which the checkpoint has nothing; raises where anything else is missing."""
+    def _heads_to_draw(
+        self, wanted: dict[str, torch.Size], keys: dict[str, str], directory: Path, new_head: str | None
+    ) -> list[str]:
+        """Our parameters in heads of which the checkpoint has nothing, and with ``new_head`` in those that it has;
+        raises where anything else is missing."""
         missing: dict[str, list[str]] = {}
         present = set()
         for name in wanted:
@@ -273,10 +280,16 @@ class PretrainedModel(nn.Module):
         for head, absent in missing.items():
             if head == "" or head in present:
                 raise CheckpointError(f"{directory}: {', '.join(sorted(absent))}: missing")
-        new = [name for name in wanted if self._head(name) in missing]
-        if new:
-            warnings.warn(f"{directory} has no {', '.join(new)}: randomly initialized, to be trained", stacklevel=4)
-        return new
+        if missing:
+            heads = ", ".join(missing)
+            warnings.warn(
+                f"{directory} has no trained head ({heads}): randomly initialized, to be trained", stacklevel=4
+            )
+        replaced = present - {"", "pooler", "lm_head"} if new_head is not None else set()
+        if replaced:
+            warnings.warn(f"{directory}: {new_head}: the head is randomly initialized, to be trained", stacklevel=4)
+        self.new_heads = (*missing, *sorted(replaced))
+        return [name for name in wanted if self._head(name) in self.new_heads]
 
     def _head(self, name: str) -> str:
         """The head that a parameter belongs to; empty for the base model's, save its pooler."""

@@ -32,13 +32,15 @@ class Windows:
             raise ValueError(f"windows: stride: expected {expected}, got {self.stride}")
 
     def split(self, question: Sequence[int], context: Sequence[int]) -> list[Window]:
+        cut = max(0, len(question) - self.max_question)
         question = question[: self.max_question]
         room = self.format.room - len(question)
         found = []
         for start in range(0, max(1, len(context)), self.stride):
             part = context[start : start + room]
             first = len(self.format.first) + len(question) + len(self.format.between)
-            found.append(Window(self.format.joined(question, part), first, start, len(part)))
+            tokens = self.format.joined(question, part)._replace(cut=cut)
+            found.append(Window(tokens, first, start, len(part)))
             if start + room >= len(context):
                 break
         return found

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -20,7 +21,7 @@ from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
 from fasttfm.models import BertModel, CheckpointError, DistilBertForMaskedLM
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.distillation_recipes import Recipe, TinyBertRecipe, check_temperature, soft_cross_entropy
-from fasttfm.tasks.families import base_of
+from fasttfm.tasks.families import base_of, with_trained_head
 from fasttfm.tasks.finetuning import FinetuneSettings, label_names, prepare, shuffled_steps, trainer_of
 from fasttfm.tasks.task import Task
 from fasttfm.train import Objective, StepResult, Trainer
@@ -148,11 +149,17 @@ def prepare_task(
         teacher: The directory of a model that was fine-tuned on the task.
         student: The directory that the first stage wrote.
         options: Options of ``finetuning.prepare``.
+
+    Raises:
+        CheckpointError: The teacher has no trained head for the task and its labels.
     """
     words = [load_tokenizer(directory) for directory in (teacher, student)]
     if words[0].fingerprint != words[1].fingerprint:
         raise DataError(f"{student}: expected the tokenizer of its teacher, {teacher}; got another")
-    fine_tuned, task = prepare(name, teacher, train, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about its head: an error follows
+        fine_tuned, task = prepare(name, teacher, train, **options)
+    with_trained_head(fine_tuned, teacher, f"{name} and the labels of these examples; fasttfm finetune trains one")
     labels = label_names(fine_tuned.config)
     pupil, _ = prepare(name, student, train, labels=labels, **options)
     path = Path(student) / PROJECTIONS

@@ -36,14 +36,16 @@ def model_class(family: Family, head: Head, purpose: str | None = None) -> type[
     return found
 
 
-def open_model(directory: str | Path, head: Head, **changes: Any) -> PretrainedModel:
-    """The checkpoint with the head, which is randomly initialized, with a warning, if the checkpoint has none. Hidden
-    states need no pooler, which is all that a model without a head may lack."""
+def open_model(directory: str | Path, head: Head, *, trained: bool = False, **changes: Any) -> PretrainedModel:
+    """The checkpoint with the head, which is randomly initialized, with a warning, if the checkpoint has none; with
+    ``trained`` that raises CheckpointError. Hidden states need no pooler, which is all that a model without a head may
+    lack."""
     model_cls = model_class(family_of(directory), head)
     with warnings.catch_warnings():
-        if head is Head.NONE:
+        if trained or head is Head.NONE:
             warnings.simplefilter("ignore")
-        return checked(model_cls.from_pretrained(directory, **changes), directory)
+        model = checked(model_cls.from_pretrained(directory, **changes), directory)
+    return with_trained_head(model, directory, head.value) if trained else model
 
 
 def checked(model: PretrainedModel, directory: str | Path) -> PretrainedModel:
@@ -51,6 +53,15 @@ def checked(model: PretrainedModel, directory: str | Path) -> PretrainedModel:
     for name, parameter in model.named_parameters():
         if not bool(parameter.isfinite().all()):
             raise CheckpointError(f"{directory}: {name}: expected finite numbers, got inf or NaN")
+    return model
+
+
+def with_trained_head(model: PretrainedModel, directory: str | Path, purpose: str) -> PretrainedModel:
+    """The model, unless its head was randomly initialized; ``purpose`` is what the head is for, in an error's words."""
+    if model.new_heads:
+        raise CheckpointError(
+            f"{directory}: expected a model with a trained head, got one without a head for {purpose}"
+        )
     return model
 
 

@@ -16,10 +16,11 @@ from fasttfm.models.family import Family
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.families import checked, family_of, longest_input, model_class
 from fasttfm.tasks.gpt_inputs import TASK_TOKENS, grow_vocabulary, with_task_tokens
-from fasttfm.tasks.inputs import Feature, Format, TaskBatch, by_budget
+from fasttfm.tasks.inputs import Feature, Format, TaskBatch, by_budget, by_count, truncation
+from fasttfm.tasks.labels import some
 from fasttfm.tasks.rates import Rates
 from fasttfm.tasks.registry import TASKS
-from fasttfm.tasks.task import Language, Predictions, Task
+from fasttfm.tasks.task import TASK_KEY, Language, Predictions, Task
 from fasttfm.train import (
     Objective,
     OptimizerSettings,
@@ -30,6 +31,7 @@ from fasttfm.train import (
     Trainer,
     make_optimizer,
 )
+from fasttfm.train.loop import check_finite
 from fasttfm.train.settings import at_least, random_seed
 
 # ---- a model and its task --------------------------------------------------------------------------------------------
@@ -44,6 +46,7 @@ def prepare(
     max_length: int | None = None,
     values: bool = False,
     labels: Sequence[str] | None = None,
+    new_head: bool = False,
     **options: Any,
 ) -> tuple[PretrainedModel, Task]:
     """A checkpoint with a head for the task, in fp32, and the task as its ``train`` examples define it.
@@ -55,6 +58,8 @@ def prepare(
         max_length: Tokens of a sequence; the task's ``max_length`` by default.
         values: Whether the labels of texts are numbers to be estimated.
         labels: The order of the labels; by default the checkpoint's, if it has the same ones, or else the alphabet's.
+        new_head: Whether the head is randomly initialized even if the checkpoint has one for these labels. One for
+            other labels or for another task always is, with a warning.
         options: The task's own, such as ``stride`` of ``QuestionTask``.
     """
     family = family_of(directory)
@@ -85,12 +90,31 @@ def prepare(
     language = Language(text_tokenizer, family, form)
     known = label_names(config) if labels is None else labels
     task = kind(language, train, known=known, **options)
-    model = checked(model_cls.from_pretrained(directory, dtype=torch.float32, **task.configuration()), directory)
+    reason = "a new head is requested" if new_head else unusable_head(config, model_cls, task)
+    changes = task.configuration()
+    model = checked(model_cls.from_pretrained(directory, dtype=torch.float32, new_head=reason, **changes), directory)
     grow_vocabulary(model, text_tokenizer.vocab_size)
     task.adjust(model)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = text_tokenizer.special.pad
     return model, task
+
+
+def unusable_head(config: Any, model_cls: type[PretrainedModel], task: Task) -> str | None:
+    """Why the head of a checkpoint with this configuration, if there is one, is not a head for the task: a clause."""
+    trained_for = config.extra.get("architectures") or [model_cls.__name__]
+    if model_cls.__name__ not in trained_for:
+        return f"its head is that of {trained_for[0]}"
+    labels = task.configuration().get("num_labels", config.num_labels)
+    if config.num_labels != labels:
+        return f"its head has {config.num_labels} labels, the task {labels}"
+    known = label_names(config)
+    numbers = [str(number) for number in range(labels)]
+    named = bool(known) and known != [f"LABEL_{number}" for number in numbers]
+    if task.labels and task.labels != (known if named else numbers):
+        theirs = some(known) if named else f"the numbers 0 to {labels - 1}"
+        return f"the labels of its head are {theirs}, those of the task {some(task.labels)}"
+    return None
 
 
 def label_names(config: Any) -> list[str]:
@@ -120,7 +144,8 @@ class FinetuneSettings:
 
     rates: Rates = field(default_factory=lambda: Rates(5e-5))
     epochs: int = 3
-    tokens_per_batch: int = 4096
+    batch_size: int = 32  # examples to a batch; windows of long contexts and pieces of long sentences count as such
+    tokens_per_batch: int | None = None  # instead: as many examples as have no more tokens
     accumulation: int = 1  # batches to a step
     warmup: float = 0.1  # the share of all steps in which the rates rise; then they fall in a line
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -128,8 +153,10 @@ class FinetuneSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 0), ("tokens_per_batch", 1), ("accumulation", 1)):
+        for name, least in (("epochs", 0), ("batch_size", 1), ("accumulation", 1)):
             at_least(name, getattr(self, name), least)
+        if self.tokens_per_batch is not None:
+            at_least("tokens_per_batch", self.tokens_per_batch, 1)
         random_seed(self.seed)
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"warmup: expected a share of all steps in [0, 1], got {self.warmup}")
@@ -138,12 +165,14 @@ class FinetuneSettings:
 class FineTuning:
     """Training a model, where it is, on the examples of a task.
 
-    ``steps`` is the number of all steps. Each epoch has an order of its own, which the seed decides.
+    ``steps`` is the number of all steps. Each epoch has an order of its own, which the seed decides. ``truncation`` says
+    how many examples were truncated, or is None.
     """
 
     def __init__(self, model: PretrainedModel, task: Task, train: Sequence[Any], settings: FinetuneSettings) -> None:
         self.model, self.task, self.settings = model, task, settings
         features = task.features(train)
+        self.truncation = truncation(features, task.language.format.max_length)
         self._epochs = [list(shuffled_steps(features, settings, epoch)) for epoch in range(settings.epochs)]
         self.steps = sum(map(len, self._epochs))
 
@@ -199,7 +228,8 @@ def shuffled_steps(
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + epoch)
     order = torch.randperm(len(features), generator=generator).tolist()
     step: list[list[Feature]] = []
-    for group in by_budget((features[index] for index in order), settings.tokens_per_batch):
+    shuffled, tokens = (features[index] for index in order), settings.tokens_per_batch
+    for group in by_count(shuffled, settings.batch_size) if tokens is None else by_budget(shuffled, tokens):
         step.append(group)
         if len(step) == settings.accumulation:
             yield step
@@ -208,14 +238,37 @@ def shuffled_steps(
         yield step
 
 
+def save(model: PretrainedModel, task: Task, directory: Path) -> None:
+    """Writes a checkpoint that transformers opens, with the tokenizer and what the model needs to be used for the task.
+
+    The tokenizer's maximum length is the model's; the task's is in the configuration (``TASK_KEY``).
+    """
+    check_finite(model)
+    model.config.extra[TASK_KEY] = task.description()
+    model.save_pretrained(directory)
+    task.language.tokenizer.save(directory, model_max_length=longest_input(model.config))
+
+
 @torch.no_grad()
 def predict(
-    model: PretrainedModel, task: Task, examples: Sequence[Any], *, tokens: int = 4096, precision: str = "float32"
+    model: PretrainedModel,
+    task: Task,
+    examples: Sequence[Any],
+    *,
+    tokens: int = 4096,
+    precision: str = "float32",
+    features: Sequence[Feature] | None = None,
 ) -> Predictions:
-    """The model's prediction for each example."""
+    """The model's prediction for each example.
+
+    Args:
+        tokens: The maximum number of tokens of a batch.
+        precision: "float32" or "bfloat16".
+        features: ``task.features(examples)``, if they are known already.
+    """
     device = next(model.parameters()).device
     model.eval()
-    features = task.features(examples)
+    features = task.features(examples) if features is None else features
     read: list[Any] = []
     for group in by_budget(features, tokens):
         batch: TaskBatch = task.batch(group).to(device)

@@ -22,6 +22,7 @@ class Tokens(NamedTuple):
 
     ids: list[int]
     segments: list[int]
+    cut: int = 0  # the number of tokens of the texts that did not fit
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,16 @@ class Format:
 
     def one(self, text: Sequence[int]) -> Tokens:
         """A single text, truncated if it is too long."""
-        room = self.max_length - len(self.first) - len(self.last)
-        ids = [*self.first, *text[: max(0, room)], *self.last]
-        return Tokens(ids, [0] * len(ids))
+        room = max(0, self.max_length - len(self.first) - len(self.last))
+        ids = [*self.first, *text[:room], *self.last]
+        return Tokens(ids, [0] * len(ids), max(0, len(text) - room))
 
     def two(self, text: Sequence[int], other: Sequence[int]) -> Tokens:
         """Two texts; as long as they are too long together, the longer one loses its last token."""
         kept = min(len(text), max(self.room - len(other), self.room // 2, 0))
+        cut = max(0, len(text) + len(other) - max(0, self.room))
         text, other = text[:kept], other[: max(0, self.room - kept)]
-        return self.joined(text, other)
+        return self.joined(text, other)._replace(cut=cut)
 
     def joined(self, text: Sequence[int], other: Sequence[int]) -> Tokens:
         """Two texts that fit."""
@@ -76,6 +78,11 @@ class Feature:
     @property
     def tokens(self) -> int:
         return sum(len(sequence.ids) for sequence in self.sequences)
+
+    @property
+    def cut(self) -> int:
+        """The number of tokens of its texts that did not fit."""
+        return sum(sequence.cut for sequence in self.sequences)
 
 
 @dataclass
@@ -133,6 +140,26 @@ def collate(features: Sequence[Feature], segments: bool = True) -> TaskBatch:
 def _concatenated(lists: Iterable[list[int]], total: int) -> Tensor:
     """int64 [total]; torch takes several times as long to read a list."""
     return torch.from_numpy(np.fromiter(itertools.chain.from_iterable(lists), np.int64, total))
+
+
+def truncation(features: Sequence[Feature], max_length: int) -> str | None:
+    """How many examples were truncated, in words; None if all fit."""
+    cut = [feature for feature in features if feature.cut]
+    if not cut:
+        return None
+    longest = max(len(sequence.ids) + sequence.cut for feature in cut for sequence in feature.sequences)
+    examples = len({feature.example for feature in features})
+    return (
+        f"{len({feature.example for feature in cut}):,} of {examples:,} examples have more than {max_length} tokens, the "
+        f"longest {longest:,}, and are truncated: {sum(feature.cut for feature in cut):,} tokens are not read"
+    )
+
+
+def by_count(features: Iterable[Feature], count: int) -> Iterator[list[Feature]]:
+    """Features in their order, ``count`` at a time."""
+    rest = iter(features)
+    while group := list(itertools.islice(rest, count)):
+        yield group
 
 
 def by_budget(features: Iterable[Feature], tokens: int) -> Iterator[list[Feature]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -38,7 +40,18 @@ class ClassifyTask(Task):
         return ValueTask
 
     def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
-        return in_known_order({_labelled(example) for example in train}, known)
+        labels = {_labelled(example) for example in train}
+        if (value := _fraction(labels)) is not None:
+            got = f"{len(labels)} numbers such as {value!r}"
+            raise DataError(f"labels: expected names of classes, got {got}; --values (values=True) estimates numbers")
+        return in_known_order(labels, known)
+
+    def check_labels(self, examples: Sequence[Any], source: str) -> None:
+        counts = Counter(example.label for example in examples if example.label is not None)
+        if unknown := sorted(label for label in counts if label not in self.labels):
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            got = f"{unknown[0]!r}{more} in {sum(counts[label] for label in unknown)} of {len(examples)} examples"
+            raise DataError(f"{source}: expected labels of the training examples ({some(self.labels)}), got {got}")
 
     def configuration(self) -> dict[str, Any]:
         return {"num_labels": len(self.labels), "problem_type": "single_label_classification", **self._words()}
@@ -99,6 +112,13 @@ class ValueTask(ClassifyTask):
     def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
         return []
 
+    def check_labels(self, examples: Sequence[Any], source: str) -> None:
+        for example in examples:
+            self._target(example)
+
+    def description(self) -> dict[str, Any]:
+        return {**super().description(), "values": True}
+
     def configuration(self) -> dict[str, Any]:
         return {"num_labels": 1, "problem_type": "regression", **self._words()}
 
@@ -122,6 +142,14 @@ def _labelled(example: Any) -> str:
     if example.label is None:
         raise DataError("expected a label for every example to learn from, got one without")
     return str(example.label)
+
+
+def _fraction(labels: Iterable[str]) -> str | None:
+    """A label that is no whole number, if all are numbers."""
+    try:
+        return next((label for label in sorted(labels, key=float) if float(label) % 1), None)
+    except ValueError:
+        return None
 
 
 def _number(label: str) -> float:
@@ -151,6 +179,14 @@ class TagTask(Task):
 
     def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
         return in_known_order({tag for example in train for tag in example.tags}, known)
+
+    def check_labels(self, examples: Sequence[Any], source: str) -> None:
+        """Rare tags are often missing from the training examples, so only a note is made."""
+        counts = Counter(tag for example in examples for tag in example.tags if tag not in self.labels)
+        if counts:
+            words = sum(len(example.words) for example in examples)
+            what = f"{counts.total()} of {words} words have tags that the training examples lack"
+            warnings.warn(f"{source}: {what} ({some(sorted(counts))}): none of them can be predicted", stacklevel=2)
 
     def configuration(self) -> dict[str, Any]:
         return {"num_labels": len(self.labels)}
@@ -298,6 +334,11 @@ class ChoiceTask(Task):
 
     def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
         return {"predictions.csv": table(("", "label"), enumerate(predictions), ",")}
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]], delimiter: str) -> str:

@@ -137,6 +137,10 @@ class QuestionTask(Task):
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
         return answer_scores(_right_answers(examples), self.answers(examples, predictions))
 
+    def description(self) -> dict[str, Any]:
+        windows = {"stride": self.windows.stride, "max_question": self.windows.max_question}
+        return {**super().description(), **windows, "max_answer": self.max_answer, "threshold": self.threshold}
+
     def labelled(self, examples: Sequence[Any]) -> bool:
         return any(example.answers for example in examples)
 

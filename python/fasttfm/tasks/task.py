@@ -17,6 +17,7 @@ from fasttfm.tasks.inputs import Feature, Format, TaskBatch, collate
 from fasttfm.tasks.metrics import Scores
 from fasttfm.train.settings import at_least
 
+TASK_KEY = "fasttfm_task"  # of a configuration's extra fields
 Predictions = list[Any]  # one for each example, in their order
 
 
@@ -66,6 +67,10 @@ class Task(ABC):
     def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
         """The names of the labels, by their numbers; empty where a task has none."""
         return []
+
+    def check_labels(self, examples: Sequence[Any], source: str) -> None:
+        """Raises DataError if ``examples``, those of ``source``, have labels that the training examples lack: no model
+        can predict them."""
 
     def configuration(self) -> dict[str, Any]:
         """Fields of the model's configuration that the task sets."""
@@ -137,6 +142,11 @@ class Task(ABC):
         if self.labels:
             model.config.extra["id2label"] = {str(number): label for number, label in enumerate(self.labels)}
             model.config.extra["label2id"] = {label: number for number, label in enumerate(self.labels)}
+
+    def description(self) -> dict[str, Any]:
+        """What a trained model needs to be used for the task, as its configuration stores it under ``TASK_KEY``."""
+        length = self.language.format.max_length
+        return {"task": self.name, "max_length": length, "values": False, "threshold": None}
 
 
 def in_known_order(labels: set[str], known: Sequence[str]) -> list[str]:
