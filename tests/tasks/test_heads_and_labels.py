@@ -1,4 +1,4 @@
-"""Heads that a checkpoint has, lacks, or has for something else; labels that cannot be learnt; texts that are too long."""
+"""Heads that a checkpoint has, lacks, or has for something else; labels that cannot be learnt; long texts."""
 
 from __future__ import annotations
 

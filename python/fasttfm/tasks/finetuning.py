@@ -165,8 +165,8 @@ class FinetuneSettings:
 class FineTuning:
     """Training a model, where it is, on the examples of a task.
 
-    ``steps`` is the number of all steps. Each epoch has an order of its own, which the seed decides. ``truncation`` says
-    how many examples were truncated, or is None.
+    ``steps`` is the number of all steps. Each epoch has an order of its own, which the seed decides. ``truncation``
+    says how many examples were truncated, or is None.
     """
 
     def __init__(self, model: PretrainedModel, task: Task, train: Sequence[Any], settings: FinetuneSettings) -> None:

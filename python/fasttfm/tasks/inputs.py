@@ -148,9 +148,9 @@ def truncation(features: Sequence[Feature], max_length: int) -> str | None:
     if not cut:
         return None
     longest = max(len(sequence.ids) + sequence.cut for feature in cut for sequence in feature.sequences)
-    examples = len({feature.example for feature in features})
+    some, all_of_them = (len({feature.example for feature in each}) for each in (cut, features))
     return (
-        f"{len({feature.example for feature in cut}):,} of {examples:,} examples have more than {max_length} tokens, the "
+        f"{some:,} of {all_of_them:,} examples have more than {max_length} tokens, the "
         f"longest {longest:,}, and are truncated: {sum(feature.cut for feature in cut):,} tokens are not read"
     )
 

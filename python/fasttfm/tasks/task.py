@@ -71,6 +71,7 @@ class Task(ABC):
     def check_labels(self, examples: Sequence[Any], source: str) -> None:
         """Raises DataError if ``examples``, those of ``source``, have labels that the training examples lack: no model
         can predict them."""
+        return
 
     def configuration(self) -> dict[str, Any]:
         """Fields of the model's configuration that the task sets."""
