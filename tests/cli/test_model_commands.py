@@ -43,7 +43,7 @@ def stopped(capsys: pytest.CaptureFixture[str], arguments: Sequence[Any]) -> tup
 def test_vectors_are_the_models_states(
     pooling: str, bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "texts.txt").write_text("\n".join(TEXTS) + "\n\n")
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS) + "\n")
     output = tmp_path / "vectors.npy"
     options = ("--pooling", pooling, "--device", "cpu", "--tokens-per-batch", 12)
     assert (
@@ -53,7 +53,6 @@ def test_vectors_are_the_models_states(
             bert_directory,
             "--data",
             tmp_path / "texts.txt",
-            "--lines",
             "--output",
             output,
             *options,
@@ -84,7 +83,7 @@ def test_several_layers_stand_one_behind_the_other(wordpiece: Tokenizer, tmp_pat
 
 
 def test_a_gpt_gives_vectors_too(gpt_directory: Path, tmp_path: Path) -> None:
-    (tmp_path / "texts.txt").write_text("\n\n".join(TEXTS))
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
     output = tmp_path / "vectors.npy"
     assert run("embed", "--model", gpt_directory, "--data", tmp_path, "--output", output, "--device", "cpu") == 0
     tokenizer, model = load_tokenizer(gpt_directory), models.OpenAIGPTModel.from_pretrained(gpt_directory)
@@ -96,7 +95,7 @@ def test_a_gpt_gives_vectors_too(gpt_directory: Path, tmp_path: Path) -> None:
 def test_vectors_are_not_overwritten_unless_asked_to(
     bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "texts.txt").write_text("\n\n".join(TEXTS))
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
     output = tmp_path / "vectors.npy"
     output.write_bytes(b"others' vectors")
     call = ("embed", "--model", bert_directory, "--data", tmp_path / "texts.txt", "--output", output, "--device", "cpu")

@@ -1,24 +1,29 @@
 """``fasttfm embed``: writes a vector for each text, from a trained model that is left as it is.
 
   fasttfm embed --model DIR --data texts.txt --output vectors.npy
-  fasttfm embed --model DIR --data reviews.jsonl --layers 4 --pooling first --output vectors.safetensors
+  fasttfm embed --model DIR --data reviews.jsonl --layers sum:4 --pooling first --output vectors.safetensors
+  fasttfm embed --model DIR --data - --tokens --output tokens.npz < texts.txt
 
-Texts are those of .txt files (separated by blank lines, or one a line with --lines), .jsonl (their "text"), .parquet or
-a directory of such files. The vectors are one array [texts, width], fp32, in the order of the texts.
+Texts are the lines of .txt files (an empty line is an empty text, so that vector i is line i), the "text" of .jsonl
+files, or the column text of .parquet files; --split changes how .txt files are divided. The vectors are one array
+[texts, width] in the order of the texts. A folder of sentence-transformers brings its own pooling, prompts, length and
+normalization: the vectors are those of SentenceTransformer.encode.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fasttfm.atomic_files import atomic_write
-from fasttfm.cli.options import Formatter, add_device_option, device_of, exit_on_user_error
+from fasttfm.cli.options import Formatter, add_device_option, device_of, exit_on_user_error, precision_of
 
-_SUFFIXES = (".npy", ".safetensors")
+_SPLITS = ("line", "document", "file")
+_SUFFIXES = (".npy", ".npz", ".safetensors", ".jsonl", ".csv")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -26,63 +31,129 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "embed", help="write embeddings of texts", description=__doc__, formatter_class=Formatter
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory of transformers or fasttfm")
-    parser.add_argument("--data", required=True, nargs="+", metavar="PATH", help="files, directories or patterns")
     parser.add_argument(
-        "--output", required=True, type=Path, metavar="FILE", help="a name that ends in .npy or .safetensors"
+        "--data", required=True, nargs="+", metavar="PATH", help="files, directories or patterns; - reads lines of stdin"
+    )
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="FILE", help=f"a name that ends in {', '.join(_SUFFIXES)}"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
-    parser.add_argument("--lines", action="store_true", help="every non-empty line of a .txt file is a text")
-    parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
     parser.add_argument(
-        "--pooling",
-        choices=("mean", "first", "last"),
-        default="mean",
-        help="pooling over a text's tokens; the first is [CLS]",
+        "--split",
+        choices=_SPLITS,
+        default="line",
+        help="a text of a .txt file is a line, a document (between blank lines), or the whole file",
     )
-    parser.add_argument("--layers", type=int, default=1, metavar="N", help="concatenate the last N layers")
+    parser.add_argument("--lines", dest="split", action="store_const", const="line", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--max-length", type=int, metavar="N", help="max tokens per text; by default as many as the model has positions"
+        "--tokens", action="store_true", help="write a vector for each token instead (.npz, .safetensors or .jsonl)"
     )
-    parser.add_argument("--tokens-per-batch", type=int, default=16384, metavar="N", help="tokens per batch")
-    add_device_option(parser)
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16"), default="float32", help="type of the numbers in the file"
+    )
+    add_model_options(parser)
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(refuse=parser.error)
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Adds the options that say how a text becomes a vector."""
+    group = parser.add_argument_group("the model")
+    group.add_argument(
+        "--model",
+        required=required,
+        metavar="DIR",
+        help="checkpoint directory of transformers, sentence-transformers or fasttfm",
+    )
+    group.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
+    group.add_argument(
+        "--pooling",
+        metavar="NAME",
+        help="pooling over a text's tokens: mean, first ([CLS]), last, max, mean-sqrt, weighted, or several as in "
+        "mean,max; by default that of a sentence-transformers folder, or mean",
+    )
+    group.add_argument(
+        "--layers",
+        metavar="CHOICE",
+        help="last, second-to-last, concat:N, sum:N or mean:N of the last N layers, or weights:W,W,...; N means "
+        "concat:N; by default last",
+    )
+    group.add_argument("--normalize", action="store_true", help="scale vectors to length 1")
+    group.add_argument("--prompt", metavar="TEXT", help="put in front of each text")
+    group.add_argument(
+        "--prompt-name", metavar="NAME", help="one of the prompts of a sentence-transformers folder, such as query"
+    )
+    group.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="max tokens per text; by default that of a sentence-transformers folder, or as many as the model has "
+        "positions",
+    )
+    group.add_argument("--tokens-per-batch", type=int, default=16384, metavar="N", help="tokens per batch")
+    group.add_argument(
+        "--precision", choices=("float32", "bfloat16"), help="by default bfloat16 on a GPU and float32 on a CPU"
+    )
+    add_device_option(group)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     with exit_on_user_error(arguments):
-        if arguments.output.suffix not in _SUFFIXES:
-            raise ValueError(f"--output: expected a name that ends in {' or '.join(_SUFFIXES)}, got {arguments.output}")
         _check_output(arguments)
-        import numpy as np
+        from fasttfm.tasks.vector_files import Row, write_vectors
 
-        from fasttfm.data.tokenizer import load_tokenizer
-        from fasttfm.models.family import Head
-        from fasttfm.tasks.embedding import embed
-        from fasttfm.tasks.families import open_model
-
-        tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-        model = open_model(arguments.model, Head.NONE).to(device_of(arguments))
-        vectors = embed(
-            model,
-            tokenizer,
-            _texts(arguments),
-            pooling=arguments.pooling,
-            layers=arguments.layers,
-            max_length=arguments.max_length,
-            tokens_per_batch=arguments.tokens_per_batch,
-        )
-        found = list(vectors)
-        if not found:
-            raise ValueError("--data: expected texts, got none")
-        _write(arguments.output, np.stack(found))
-        print(f"{len(found)} vectors of {len(found[0])} numbers: {arguments.output}")
+        embedder = embedder_of(arguments)
+        texts, again = itertools.tee(_texts(arguments))
+        # The copy of the texts is as far ahead as a batch, so that memory is bounded.
+        if arguments.tokens:
+            found = ((vectors, ids) for ids, vectors in embedder.token_vectors(texts))
+        else:
+            found = ((vector, None) for vector in embedder.vectors(texts))
+        rows = (Row(text, vector, ids) for (vector, ids), text in zip(found, again, strict=True))
+        if not arguments.quiet:
+            rows = _tracked(arguments, rows)
+        count, width = write_vectors(arguments.output, _some(rows), dtype=arguments.dtype, settings=_settings(arguments))
+        kind = "texts' token vectors" if arguments.tokens else "vectors"
+        print(f"{count:,} {kind} of {width:,} numbers: {arguments.output}")
     return 0
+
+
+def embedder_of(arguments: argparse.Namespace, prompt_name: str | None = None) -> Any:
+    """The model with the settings of ``add_model_options``, over those of its folder."""
+    from dataclasses import replace
+
+    from fasttfm.data.tokenizer import load_tokenizer
+    from fasttfm.models.family import Head
+    from fasttfm.tasks.embedding import Embedder, EmbedSettings
+    from fasttfm.tasks.families import open_model
+    from fasttfm.tasks.sentence_folder import read_sentence_folder
+
+    if arguments.prompt is not None and arguments.prompt_name is not None:
+        raise ValueError("--prompt: expected without --prompt-name, got both")
+    folder = read_sentence_folder(arguments.model)
+    named = arguments.prompt_name or prompt_name
+    settings = EmbedSettings.of_folder(folder, prompt_name=named)
+    changes = {name: getattr(arguments, name) for name in ("pooling", "layers", "prompt", "max_length")}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    settings = replace(settings, normalize=arguments.normalize, **changes)
+    device = device_of(arguments)
+    return Embedder(
+        open_model(folder.model, Head.NONE).to(device),
+        load_tokenizer(arguments.tokenizer or folder.model),
+        settings,
+        tokens_per_batch=arguments.tokens_per_batch,
+        precision=precision_of(arguments, device),
+    )
 
 
 def _check_output(arguments: argparse.Namespace) -> None:
     output: Path = arguments.output
+    if output.suffix not in _SUFFIXES:
+        raise ValueError(f"--output: expected a name that ends in {', '.join(_SUFFIXES)}, got {output}")
+    if arguments.tokens and output.suffix in (".npy", ".csv"):
+        expected = "a name that ends in .npz, .safetensors or .jsonl with --tokens"
+        raise ValueError(f"--output: expected {expected}, got {output}")
     if output.is_dir():
         raise ValueError(f"--output: expected a file, got the directory {output}")
     if output.exists() and output.resolve().parent == Path(os.path.realpath(arguments.model)):
@@ -95,20 +166,37 @@ def _check_output(arguments: argparse.Namespace) -> None:
 def _texts(arguments: argparse.Namespace) -> Iterator[str]:
     from fasttfm.data.texts import files_of, read_documents, read_lines
 
-    for path in files_of(arguments.data) or []:
-        if arguments.lines and path.name.endswith((".txt", ".txt.gz")):
-            yield from (line for _, line in read_lines(path) if line.strip())
-        else:
-            yield from read_documents(path)
+    for source in arguments.data:
+        if source == "-":
+            yield from (line.rstrip("\r\n") for line in sys.stdin)
+            continue
+        for path in files_of(source) or []:
+            if arguments.split == "document" or not path.name.endswith((".txt", ".txt.gz")):
+                yield from read_documents(path)
+            elif arguments.split == "line":
+                yield from (line for _, line in read_lines(path))
+            else:
+                yield "\n".join(line for _, line in read_lines(path))
 
 
-def _write(path: Path, vectors: Any) -> None:
-    import numpy as np
-    from safetensors.numpy import save_file
+def _tracked(arguments: argparse.Namespace, rows: Iterator[Any]) -> Iterator[Any]:
+    """Rows with a progress bar. Files are read twice, the first time to count their texts."""
+    from fasttfm.train.progress import tracked
 
-    with atomic_write(path) as partial:
-        if path.suffix == ".safetensors":
-            save_file({"vectors": vectors}, partial)
-        else:
-            with partial.open("wb") as file:
-                np.save(file, vectors)
+    total = None if "-" in arguments.data else sum(1 for _ in _texts(arguments))
+    return tracked(rows, "texts", total=total)
+
+
+def _some(rows: Iterator[Any]) -> Iterator[Any]:
+    from fasttfm.data.texts import DataError
+
+    first = next(rows, None)
+    if first is None:
+        raise DataError("--data: expected texts, got none")
+    return itertools.chain([first], rows)
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, str]:
+    """What ``fasttfm search`` needs to make vectors of queries in the same way."""
+    names = ("pooling", "layers", "normalize", "max_length")
+    return {name: str(getattr(arguments, name)) for name in names if getattr(arguments, name)}

@@ -1,10 +1,11 @@
-"""``Progress``: a bar on a terminal, lines now and then elsewhere; and the most that a device can do."""
+"""``Progress`` and ``tracked``: a bar on a terminal, lines now and then elsewhere; and the most that a device can do."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import Any, TextIO
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO, TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ _PEAKS = {
     "L4": 121e12,
 }
 _SECONDS = 10.0  # between lines, where there is no terminal
+Item = TypeVar("Item")
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -48,10 +50,7 @@ class Progress:
         self._bar = self._terminal_bar() if self._stream.isatty() else None
 
     def _terminal_bar(self) -> Any:
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            raise ImportError("the progress bar needs tqdm: pip install fasttfm[train]") from None
+        tqdm = _tqdm()
         layout = "{n_fmt}/{total_fmt} |{bar}| {postfix} [{elapsed}, {remaining} left]"
         return tqdm(total=self._steps, initial=self._done, file=self._stream, bar_format=layout, dynamic_ncols=True)
 
@@ -86,3 +85,34 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def tracked(
+    items: Iterable[Item], unit: str, *, total: int | None = None, stream: TextIO | None = None
+) -> Iterator[Item]:
+    """The items, with a progress bar on a terminal, and elsewhere a line every ten seconds.
+
+    Args:
+        unit: What an item is, in the plural.
+        total: The number of items, where it is known; without it there is no time left to tell.
+    """
+    stream = stream or sys.stderr
+    if stream.isatty():
+        yield from _tqdm()(items, total=total, unit=f" {unit}", file=stream, dynamic_ncols=True)
+        return
+    begun = said = time.perf_counter()
+    for done, item in enumerate(items, start=1):
+        yield item
+        now = time.perf_counter()
+        if now - said >= _SECONDS:
+            said = now
+            left = "" if total is None else f" of {total:,}, {(now - begun) / done * (total - done):.0f} s left"
+            print(f"{done:,} {unit}{left}", file=stream, flush=True)
+
+
+def _tqdm() -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        raise ImportError("the progress bar needs tqdm: pip install 'fasttfm[train]'") from None
+    return tqdm

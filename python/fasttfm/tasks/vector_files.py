@@ -1,0 +1,250 @@
+"""Files of vectors, written and read a part at a time: .npy, .npz, .safetensors, .jsonl and .csv."""
+
+from __future__ import annotations
+
+import csv
+import json
+import struct
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from fasttfm.atomic_files import atomic_write
+from fasttfm.data.texts import data_error, read_json_lines
+
+SUFFIXES = (".npy", ".npz", ".safetensors", ".jsonl", ".csv")
+TOKEN_SUFFIXES = (".npz", ".safetensors", ".jsonl")
+TYPES = ("float32", "float16")
+_SAFETENSORS_TYPES = {"float32": "F32", "float16": "F16", "int64": "I64"}
+
+
+class Row(NamedTuple):
+    """A text with its vector [width], or with its tokens and their vectors [tokens, width]."""
+
+    text: str
+    vector: np.ndarray
+    ids: list[int] | None = None
+
+
+def write_vectors(
+    path: Path, rows: Iterable[Row], *, dtype: str = "float32", settings: Mapping[str, str] | None = None
+) -> tuple[int, int]:
+    """Writes rows as they come; the file is there when all of them are written. Returns the number of rows and of
+    numbers in a vector.
+
+    - ``.npy``: one array [texts, width].
+    - ``.npz``, ``.safetensors``: the array ``vectors``; for token vectors [tokens of all texts, width] with ``ids`` and
+      ``offsets`` (text i is the rows from offsets[i] to offsets[i + 1]). A .safetensors file has ``settings`` as its
+      metadata.
+    - ``.jsonl``: an object a line with ``text`` and ``vector``, or ``text``, ``ids`` and ``vectors``.
+    - ``.csv``: the text and then a column for each number.
+    """
+    with atomic_write(path) as partial:
+        if path.suffix in (".jsonl", ".csv"):
+            return _write_text(path.suffix, partial, rows, dtype)
+        with tempfile.TemporaryFile(dir=partial.parent) as body:
+            rows_of = _Body(body, dtype)
+            for row in rows:
+                rows_of.add(row)
+            writers: dict[str, Callable[..., None]] = {".npy": _npy, ".npz": _npz, ".safetensors": _safetensors}
+            with partial.open("wb") as file:
+                writers[path.suffix](file, rows_of, settings or {})
+        return rows_of.count, rows_of.width
+
+
+class _Body:
+    """The bytes of vectors in a temporary file, and what a header says about them."""
+
+    def __init__(self, file: IO[bytes], dtype: str) -> None:
+        self._file, self.dtype = file, np.dtype(dtype)
+        self.count = self.width = 0
+        self.rows = 0  # of the array: texts, or tokens of all texts
+        self.ids: list[int] = []
+        self.offsets: list[int] = [0]
+
+    def add(self, row: Row) -> None:
+        self.count += 1
+        self.width = row.vector.shape[-1]
+        self.rows += 1 if row.vector.ndim == 1 else len(row.vector)
+        if row.ids is not None:
+            self.ids += row.ids
+            self.offsets.append(self.rows)
+        self._file.write(np.ascontiguousarray(row.vector, self.dtype).tobytes())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.width
+
+    def additional(self) -> dict[str, np.ndarray]:
+        """The arrays that token vectors have too."""
+        if len(self.offsets) == 1:
+            return {}
+        return {"ids": np.array(self.ids, np.int64), "offsets": np.array(self.offsets, np.int64)}
+
+    def copy(self, target: IO[bytes]) -> None:
+        self._file.seek(0)
+        while block := self._file.read(1 << 20):
+            target.write(block)
+
+
+def _npy(file: IO[bytes], body: _Body, settings: Mapping[str, str]) -> None:
+    header = {"descr": np.lib.format.dtype_to_descr(body.dtype), "fortran_order": False, "shape": body.shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    body.copy(file)
+
+
+def _npz(file: IO[bytes], body: _Body, settings: Mapping[str, str]) -> None:
+    with zipfile.ZipFile(file, "w", allowZip64=True) as archive:
+        with archive.open("vectors.npy", "w", force_zip64=True) as entry:
+            _npy(entry, body, settings)
+        for name, array in body.additional().items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, array)
+
+
+def _safetensors(file: IO[bytes], body: _Body, settings: Mapping[str, str]) -> None:
+    header: dict[str, Any] = {"__metadata__": dict(settings)}
+    arrays = body.additional()
+    shapes = {"vectors": (body.dtype, body.shape), **{name: (each.dtype, each.shape) for name, each in arrays.items()}}
+    end = 0
+    for name, (dtype, shape) in shapes.items():
+        begin, end = end, end + int(np.prod(shape)) * dtype.itemsize
+        header[name] = {"dtype": _SAFETENSORS_TYPES[dtype.name], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    body.copy(file)
+    for array in arrays.values():
+        file.write(array.tobytes())
+
+
+def _write_text(suffix: str, partial: Path, rows: Iterable[Row], dtype: str) -> tuple[int, int]:
+    count = width = 0
+    with partial.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        for row in rows:
+            count, width = count + 1, row.vector.shape[-1]
+            numbers = _numbers(row.vector.astype(dtype).astype(np.float32))
+            if suffix == ".csv":
+                if count == 1:
+                    table.writerow(["text", *(f"v{index}" for index in range(width))])
+                table.writerow([row.text, *numbers])
+                continue
+            value = {"text": row.text, "vector": numbers}
+            if row.ids is not None:
+                value = {"text": row.text, "ids": row.ids, "vectors": numbers}
+            file.write(json.dumps(value, ensure_ascii=False) + "\n")
+    return count, width
+
+
+def _numbers(array: np.ndarray) -> list[Any]:
+    """Numbers with no more digits than fp32 needs to have them again."""
+    if array.ndim > 1:
+        return [_numbers(row) for row in array]
+    return [float(str(number)) for number in array]
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+class VectorFile:
+    """Vectors of a file that ``write_vectors`` has written, or any .npy, .npz or .safetensors with one array of rows.
+
+    ``blocks`` reads them a part at a time; ``texts`` come from .jsonl and .csv files, and are None otherwise.
+    ``settings`` are what the model's vectors were made with, where the file says so.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.settings: dict[str, str] = {}
+        if self.path.suffix not in SUFFIXES:
+            raise data_error(self.path, f"a name that ends in {', '.join(SUFFIXES)}", repr(self.path.name))
+        if not self.path.is_file():
+            raise data_error(self.path, "a file of vectors", "nothing there")
+        self._array = None if self.path.suffix in (".jsonl", ".csv") else self._mapped()
+        if self._array is not None and (self._array.ndim != 2 or self._array.dtype.kind != "f"):
+            got = f"{self._array.dtype} {list(self._array.shape)}"
+            raise data_error(self.path, "an array of floating-point numbers [texts, width]", got)
+
+    def blocks(self, rows: int) -> Iterator[tuple[np.ndarray, list[str] | None]]:
+        """fp32 [up to ``rows``, width] and their texts, one after the other."""
+        if self._array is not None:
+            for start in range(0, len(self._array), rows):
+                yield np.asarray(self._array[start : start + rows], np.float32), None
+            return
+        texts: list[str] = []
+        vectors: list[Any] = []
+        for number, text, vector in self._lines():
+            if vectors and len(vector) != len(vectors[0]):
+                raise data_error(self.path, f"{len(vectors[0])} numbers", f"{len(vector)}", line=number)
+            texts.append(text)
+            vectors.append(vector)
+            if len(texts) == rows:
+                yield np.array(vectors, np.float32), texts
+                texts, vectors = [], []
+        if texts:
+            yield np.array(vectors, np.float32), texts
+
+    def _lines(self) -> Iterator[tuple[int, str, list[float]]]:
+        if self.path.suffix == ".jsonl":
+            for number, line, value in read_json_lines(self.path):
+                vector = value.get("vector") if isinstance(value, dict) else None
+                if not isinstance(vector, list) or not all(isinstance(each, (int, float)) for each in vector):
+                    raise data_error(self.path, "an object with 'text' and 'vector'", f"{line:.60}", line=number)
+                yield number, str(value.get("text", "")), vector
+            return
+        with self.path.open(encoding="utf-8", newline="") as file:
+            table = csv.reader(file)
+            next(table, None)
+            for row in table:
+                try:
+                    yield table.line_num, row[0], [float(number) for number in row[1:]]
+                except (ValueError, IndexError):
+                    got = f"{','.join(row):.60}"
+                    raise data_error(self.path, "a text and numbers", got, line=table.line_num) from None
+
+    def _mapped(self) -> np.ndarray:
+        try:
+            if self.path.suffix == ".npy":
+                array: np.ndarray = np.load(self.path, mmap_mode="r", allow_pickle=False)
+                return array
+            if self.path.suffix == ".npz":
+                with zipfile.ZipFile(self.path) as archive:
+                    return self._mapped_entry(archive)
+            return self._mapped_safetensors()
+        except (ValueError, OSError, KeyError, TypeError, struct.error, zipfile.BadZipFile) as error:
+            raise data_error(self.path, "a file of vectors", str(error)) from None
+
+    def _mapped_entry(self, archive: zipfile.ZipFile) -> np.ndarray:
+        """The entry ``vectors`` of a .npz, mapped where it is stored as it is."""
+        info = archive.getinfo("vectors.npy")
+        with archive.open(info) as entry:
+            version = np.lib.format.read_magic(entry)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, fortran, dtype = read(entry)
+            header = entry.tell()
+            if info.compress_type != zipfile.ZIP_STORED or fortran:
+                entry.seek(0)
+                whole: np.ndarray = np.lib.format.read_array(entry, allow_pickle=False)
+                return whole
+        with self.path.open("rb") as file:  # the local header has a name and a field of its own lengths
+            file.seek(info.header_offset + 26)
+            name, additional = struct.unpack("<HH", file.read(4))
+        start = info.header_offset + 30 + name + additional + header
+        return np.memmap(self.path, dtype, "r", start, shape)
+
+    def _mapped_safetensors(self) -> np.ndarray:
+        with self.path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > self.path.stat().st_size:
+                raise ValueError("no header of safetensors")
+            header = json.loads(file.read(size))
+        self.settings = header.get("__metadata__") or {}
+        names = {code: name for name, code in _SAFETENSORS_TYPES.items()}
+        stated = header["vectors"]
+        dtype = names.get(stated["dtype"], stated["dtype"])
+        return np.memmap(self.path, dtype, "r", 8 + size + stated["data_offsets"][0], tuple(stated["shape"]))
