@@ -6,8 +6,14 @@ Processes that run tests in parallel share the cores: OpenMP reads its variables
 import importlib.util
 import os
 import re
+import sys
 import warnings
 from collections.abc import Generator, Iterator
+from pathlib import Path
+
+# python -m pytest puts the repository's root on the path, where kernels/ would be taken for Hugging Face's package.
+ROOT = Path(__file__).parents[1]
+sys.path[:] = [path for path in sys.path if Path(path or os.curdir).resolve() != ROOT]
 
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     cores, workers = len(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])

@@ -254,9 +254,9 @@ def test_sentences_say_what_is_wrong(
         ((*finetune, "qa", "--max-length", "64", "--stride", "60"), 2, "stride: expected 1 to"),
         ((*finetune, "classify", "--device", "tpu"), 2, "device: expected cpu, cuda or cuda:<number>, got 'tpu'"),
         (
-            ("embed", "--model", bert_directory, "--data", tmp_path, "--output", "x.csv"),
+            ("embed", "--model", bert_directory, "--data", tmp_path, "--output", "x.txt"),
             2,
-            "ends in .npy or .safetensors",
+            "ends in .npy, .npz, .safetensors",
         ),
         (("generate", "--model", bert_directory, "--prompt", "a"), 2, "bert has no head for it"),
         (("generate", "--model", gpt_directory, "--prompt", ""), 2, "--prompt: expected a text with tokens, got none"),

@@ -2,7 +2,7 @@
 
 from fasttfm.tasks.distillation_recipes import DistilBertRecipe, TinyBertRecipe
 from fasttfm.tasks.distillation_runs import CorpusRun, TaskRun, distilbert_student, save_student, tinybert_student
-from fasttfm.tasks.embedding import embed
+from fasttfm.tasks.embedding import Embedder, EmbedSettings, embed
 from fasttfm.tasks.families import open_model
 from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare
 from fasttfm.tasks.prompts import Prompt, Shot, read_shots
@@ -12,6 +12,8 @@ from fasttfm.tasks.reading import read_examples
 __all__ = [
     "CorpusRun",
     "DistilBertRecipe",
+    "EmbedSettings",
+    "Embedder",
     "FineTuning",
     "FinetuneSettings",
     "Prompt",

@@ -184,11 +184,10 @@ class Embedder:
         while chunk := [self._written(text) for text in itertools.islice(source, _CHUNK)]:
             for ids in self.tokenizer.encode_batch(chunk):
                 feature = Feature(self.counts.texts, [self.form.one(ids)])
-                left_out = len(ids) + len(self.form.first) + len(self.form.last) - feature.tokens
                 self.counts.texts += 1
                 self.counts.empty += not feature.tokens
-                self.counts.truncated += left_out > 0
-                self.counts.left_out += left_out
+                self.counts.truncated += feature.cut > 0
+                self.counts.left_out += feature.cut
                 yield feature
 
     def _written(self, text: str) -> str:

@@ -133,7 +133,7 @@ def _module_after(kind: str, path: Path, listed: Path) -> nn.Module:
 
 
 def _optional(path: Path) -> dict[str, Any]:
-    return readread_json(path) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 def _listed(path: Path) -> list[dict[str, Any]]:
