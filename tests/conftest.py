@@ -11,10 +11,6 @@ import warnings
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-# python -m pytest puts the repository's root on the path, where kernels/ would be taken for Hugging Face's package.
-ROOT = Path(__file__).parents[1]
-sys.path[:] = [path for path in sys.path if Path(path or os.curdir).resolve() != ROOT]
-
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     cores, workers = len(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
@@ -24,6 +20,10 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 import numpy
 import pytest
 import torch
+
+# python -m pytest puts the repository's root on the path, where kernels/ would be taken for Hugging Face's package.
+ROOT = Path(__file__).parents[1]
+sys.path[:] = [path for path in sys.path if Path(path or os.curdir).resolve() != ROOT]
 
 # What some tests need and a Python without the extras lacks: those tests are skipped.
 OPTIONAL = (

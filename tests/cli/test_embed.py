@@ -75,9 +75,7 @@ def test_a_gpts_text_without_tokens_has_a_vector_of_zeros(
     assert "1 of 3 texts have no token, and a vector of zeros" in capsys.readouterr().err
 
 
-def test_lines_of_stdin(
-    bert_directory: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_of_stdin(bert_directory: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(bert_directory, texts, tmp_path / "file.npy")
     monkeypatch.setattr("sys.stdin", io.StringIO(texts.read_text()))
     found = run(bert_directory, "-", tmp_path / "stdin.npy")

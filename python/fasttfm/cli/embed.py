@@ -32,7 +32,11 @@ def add_parser(subparsers: Any) -> None:
         "embed", help="write embeddings of texts", description=__doc__, formatter_class=Formatter
     )
     parser.add_argument(
-        "--data", required=True, nargs="+", metavar="PATH", help="files, directories or patterns; - reads lines of stdin"
+        "--data",
+        required=True,
+        nargs="+",
+        metavar="PATH",
+        help="files, directories or patterns; - reads lines of stdin",
     )
     parser.add_argument(
         "--output", required=True, type=Path, metavar="FILE", help=f"a name that ends in {', '.join(_SUFFIXES)}"
@@ -113,7 +117,9 @@ def run(arguments: argparse.Namespace) -> int:
         rows = (Row(text, vector, ids) for (vector, ids), text in zip(found, again, strict=True))
         if not arguments.quiet:
             rows = _tracked(arguments, rows)
-        count, width = write_vectors(arguments.output, _some(rows), dtype=arguments.dtype, settings=_settings(arguments))
+        count, width = write_vectors(
+            arguments.output, _some(rows), dtype=arguments.dtype, settings=_settings(arguments)
+        )
         kind = "texts' token vectors" if arguments.tokens else "vectors"
         print(f"{count:,} {kind} of {width:,} numbers: {arguments.output}")
     return 0

@@ -1,4 +1,4 @@
-"""``Progress`` and ``tracked``: a bar on a terminal, lines now and then elsewhere; and the most that a device can do."""
+"""``Progress`` and ``tracked``: a bar on a terminal, lines now and then elsewhere; and the peak of a device."""
 
 from __future__ import annotations
 
