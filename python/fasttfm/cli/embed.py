@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
             found = ((vectors, ids) for ids, vectors in embedder.token_vectors(texts))
         else:
             found = ((vector, None) for vector in embedder.vectors(texts))
-        rows = (Row(text, vector, ids) for (vector, ids), text in zip(found, again, strict=True))
+        rows: Iterator[Row] = (Row(text, vector, ids) for (vector, ids), text in zip(found, again, strict=True))
         if not arguments.quiet:
             rows = _tracked(arguments, rows)
         count, width = write_vectors(
