@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from model_families import SMALL_FAMILIES, save_small
 
 from fasttfm import models
 from fasttfm.data import DataError, Tokenizer
@@ -129,18 +130,6 @@ def test_values_are_estimated(bert_directory: Path) -> None:
 
 # ---- families --------------------------------------------------------------------------------------------------------
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "roberta": ("Roberta", {**SMALL, "max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1}, "bpe"),
-    "albert": ("Albert", {**SMALL, "embedding_size": 16, "max_position_embeddings": 64}, "wordpiece"),
-    "electra": ("Electra", {**SMALL, "embedding_size": 16, "max_position_embeddings": 64}, "wordpiece"),
-    "distilbert": (
-        "DistilBert",
-        {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "max_position_embeddings": 64},
-        "wordpiece",
-    ),
-    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}, "bpe"),
-}
 EXAMPLES: dict[str, list[Any]] = {
     "pair": [TextExample(first, "and so on", "a" if "war" in first else "b") for first in TEXTS],
     "tag": [TagExample(text.split(), ["O"] * (len(text.split()) - 1) + ["B-X"]) for text in TEXTS],
@@ -149,24 +138,22 @@ EXAMPLES: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SMALL_FAMILIES)
 def test_every_family_takes_a_step(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Packed batches of every task, with what a family has: segments or none, one separator or two, new words."""
-    name, sizes, kind = FAMILIES[family]
-    tokenizer: Tokenizer = request.getfixturevalue(kind)
-    torch.manual_seed(0)
-    config = getattr(models, f"{name}Config")(vocab_size=tokenizer.vocab_size, **sizes)
-    getattr(models, f"{name}Model")(config).save_pretrained(tmp_path)
-    tokenizer.save(tmp_path)
+    tokenizer: Tokenizer = request.getfixturevalue(SMALL_FAMILIES[family][2])
+    save_small(family, tokenizer, tmp_path)
+    gpt = family in ("openai-gpt", "gpt2")
     for task_name, examples in EXAMPLES.items():
-        if family == "gpt2" and task_name in ("tag", "qa"):
+        if gpt and task_name in ("tag", "qa"):
             continue
         model, task = prepare(task_name, tmp_path, examples)
         batch = task.batch(task.features(examples))
-        assert (batch.token_type_ids is None) == (family in ("roberta", "distilbert", "gpt2"))
+        assert (batch.token_type_ids is None) == (gpt or family in ("roberta", "distilbert"))
         separators = batch.input_ids.tolist().count(tokenizer.special.sep)
         assert (
-            separators == {"roberta": 3, "gpt2": 0}.get(family, 2) * (len(batch.cu_seqlens) - 1) or task_name == "tag"
+            separators == (0 if gpt else {"roberta": 3}.get(family, 2)) * (len(batch.cu_seqlens) - 1)
+            or task_name == "tag"
         )
         before = {name: value.clone() for name, value in model.state_dict().items()}
         FineTuning(model, task, examples, settings(epochs=1, warmup=0.0)).run(lambda results: None)

@@ -259,6 +259,7 @@ def _on_task(arguments: argparse.Namespace) -> None:
         scores[name] = task.scores(examples.dev, found)
         if name == "student":
             files = task.files(examples.dev, found)
+            task.adjust(student)
     scores["majority"] = task.scores(examples.dev, task.majority(examples.train, examples.dev))
     save_student(recipe, task.language.tokenizer, output)
     for name, text in files.items():

@@ -15,6 +15,8 @@ import numpy as np
 
 from fasttfm.atomic_files import atomic_writes, json_text
 from fasttfm.data.texts import DataError, data_error
+from fasttfm.models.config import ModelConfig
+from fasttfm.models.families import family_of_type
 
 Kind = Literal["wordpiece", "bpe"]
 
@@ -108,25 +110,42 @@ class Tokenizer:
         text = json.dumps([json.loads(self.backend.to_str()), asdict(self.special)], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def save(self, directory: str | Path, *, model_max_length: int = 512) -> None:
-        """Writes what ``load_tokenizer`` and ``transformers.AutoTokenizer`` open."""
+    def save(self, directory: str | Path, *, model_max_length: int = 512, config: ModelConfig | None = None) -> None:
+        """Writes what ``load_tokenizer`` and ``transformers.AutoTokenizer`` open.
+
+        Args:
+            model_max_length: The most tokens that the model reads.
+            config: The model's configuration, which decides the inputs that transformers passes to it: segments
+                (``token_type_ids``) if it has them, and no [CLS] and [SEP] around the prompt of a causal model.
+        """
         folder = Path(directory)
         names = {f"{name}_token": self.token(id) for name, id in asdict(self.special).items() if id is not None}
-        config = {
+        settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": model_max_length,
             "do_lower_case": self.lowercase,
             "clean_up_tokenization_spaces": False,
             **names,
         }
+        rules = json.loads(self.backend.to_str())
+        if config is not None:
+            segments = getattr(config, "type_vocab_size", 0) > 1
+            settings["model_input_names"] = ["input_ids", *["token_type_ids"] * segments, "attention_mask"]
+            family = family_of_type(config.model_type)
+            if family is not None and family.causal and self._wraps_texts():
+                rules["post_processor"] = None
         contents = {
-            "tokenizer.json": self.backend.to_str(pretty=True),
-            "tokenizer_config.json": json_text(config),
+            "tokenizer.json": json.dumps(rules, indent=2, ensure_ascii=False),
+            "tokenizer_config.json": json_text(settings),
             "special_tokens_map.json": json_text(names),
         }
         with atomic_writes([folder / name for name in contents]) as partials:
             for name, text in contents.items():
                 partials[folder / name].write_text(text, encoding="utf-8")
+
+    def _wraps_texts(self) -> bool:
+        """Whether transformers puts [CLS] or [SEP] around a text."""
+        return not {self.special.cls, self.special.sep}.isdisjoint(self.backend.encode("").ids)
 
 
 def train_tokenizer(

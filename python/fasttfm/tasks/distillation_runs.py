@@ -21,7 +21,7 @@ from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
 from fasttfm.models import BertModel, CheckpointError, DistilBertForMaskedLM
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.distillation_recipes import Recipe, TinyBertRecipe, check_temperature, soft_cross_entropy
-from fasttfm.tasks.families import base_of, with_trained_head
+from fasttfm.tasks.families import base_of, longest_input, with_trained_head
 from fasttfm.tasks.finetuning import FinetuneSettings, label_names, prepare, shuffled_steps, trainer_of
 from fasttfm.tasks.task import Task
 from fasttfm.train import Objective, StepResult, Trainer
@@ -70,7 +70,8 @@ def save_student(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
     """Saves the student as transformers opens it, and TinyBERT's projections in the same directory."""
     check_finite(recipe.student)
     recipe.student.save_pretrained(directory)
-    tokenizer.save(directory)
+    config = recipe.student.config
+    tokenizer.save(directory, model_max_length=longest_input(config), config=config)
     projections = getattr(recipe, "projections", None)
     if projections is not None and len(projections):
         with atomic_write(directory / PROJECTIONS) as partial:

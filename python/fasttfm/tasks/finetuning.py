@@ -20,7 +20,7 @@ from fasttfm.tasks.inputs import Feature, Format, TaskBatch, by_budget, by_count
 from fasttfm.tasks.labels import some
 from fasttfm.tasks.rates import Rates
 from fasttfm.tasks.registry import TASKS
-from fasttfm.tasks.task import TASK_KEY, Language, Predictions, Task
+from fasttfm.tasks.task import Language, Predictions, Task
 from fasttfm.train import (
     Objective,
     OptimizerSettings,
@@ -244,9 +244,9 @@ def save(model: PretrainedModel, task: Task, directory: Path) -> None:
     The tokenizer's maximum length is the model's; the task's is in the configuration (``TASK_KEY``).
     """
     check_finite(model)
-    model.config.extra[TASK_KEY] = task.description()
+    task.adjust(model)
     model.save_pretrained(directory)
-    task.language.tokenizer.save(directory, model_max_length=longest_input(model.config))
+    task.language.tokenizer.save(directory, model_max_length=longest_input(model.config), config=model.config)
 
 
 @torch.no_grad()

@@ -18,11 +18,20 @@ TASK_TOKENS = ("<start>", "<delimiter>", "<extract>")
 
 
 def with_task_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with the three tokens at the end of its vocabulary, unless it already has them."""
+    """The tokenizer with the three tokens at the end of its vocabulary, unless it already has them; transformers then
+    puts them around a text."""
     from tokenizers import AddedToken
+    from tokenizers.processors import TemplateProcessing
 
-    tokenizer.backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in TASK_TOKENS])
-    return Tokenizer(tokenizer.backend, tokenizer.special, lowercase=tokenizer.lowercase)
+    backend = tokenizer.backend
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in TASK_TOKENS])
+    start, delimiter, extract = TASK_TOKENS
+    backend.post_processor = TemplateProcessing(
+        single=f"{start} $A {extract}",
+        pair=f"{start} $A {delimiter} $B {extract}",
+        special_tokens=[(token, backend.token_to_id(token)) for token in TASK_TOKENS],
+    )
+    return Tokenizer(backend, tokenizer.special, lowercase=tokenizer.lowercase)
 
 
 def grow_vocabulary(model: PretrainedModel, size: int) -> None:

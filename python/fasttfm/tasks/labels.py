@@ -103,6 +103,10 @@ class PairTask(ClassifyTask):
     about = "a label for each pair of texts"
     file_format = "GLUE's tsv with two texts"
 
+    @classmethod
+    def for_values(cls) -> type[Task]:
+        return PairValueTask
+
 
 class ValueTask(ClassifyTask):
     """A number for each text or pair of texts, such as how similar two sentences are."""
@@ -136,6 +140,14 @@ class ValueTask(ClassifyTask):
 
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
         return [sum(_number(example.label) for example in train) / len(train)] * len(examples)
+
+
+class PairValueTask(ValueTask):
+    """A number for each pair of texts."""
+
+    name = PairTask.name
+    about = PairTask.about
+    file_format = PairTask.file_format
 
 
 def _labelled(example: Any) -> str:
@@ -173,9 +185,12 @@ class TagTask(Task):
     head = Head.TOKEN_CLASSIFICATION
     main_score = "f1"
 
-    def __init__(self, language: Language, train: Sequence[Any], **options: Any) -> None:
+    def __init__(
+        self, language: Language, train: Sequence[Any] | None, *, common: str | None = None, **options: Any
+    ) -> None:
         super().__init__(language, train, **options)
-        self.common = most_common(tag for example in train for tag in example.tags)
+        tags = (tag for example in train or () for tag in example.tags)
+        self.common: str | None = common if train is None else most_common(tags)  # the tag of words without a token
 
     def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
         return in_known_order({tag for example in train for tag in example.tags}, known)
@@ -190,6 +205,9 @@ class TagTask(Task):
 
     def configuration(self) -> dict[str, Any]:
         return {"num_labels": len(self.labels)}
+
+    def description(self) -> dict[str, Any]:
+        return {**super().description(), "common": self.common}
 
     def features(self, examples: Sequence[Any]) -> list[Feature]:
         form = self.language.format
@@ -284,15 +302,15 @@ class ChoiceTask(Task):
     head = Head.MULTIPLE_CHOICE
     main_score = "accuracy"
 
-    def __init__(self, language: Language, train: Sequence[Any], **options: Any) -> None:
+    def __init__(self, language: Language, train: Sequence[Any] | None, **options: Any) -> None:
         super().__init__(language, train, **options)
-        self.choices = len(train[0].endings)
+        self.choices = None if train is None else len(train[0].endings)  # a trained model chooses between any number
 
     def features(self, examples: Sequence[Any]) -> list[Feature]:
         encode, form = self.language.tokenizer.encode, self.language.format
         found = []
         for index, example in enumerate(examples):
-            if len(example.endings) != self.choices:
+            if self.choices is not None and len(example.endings) != self.choices:
                 expected = f"{self.choices} endings, as the first example has"
                 raise DataError(f"example {index + 1}: expected {expected}, got {len(example.endings)}")
             context = encode(example.context)
@@ -304,20 +322,26 @@ class ChoiceTask(Task):
         labels = torch.tensor([feature.target for feature in batch.features])
         return {"mc_labels" if self.language.family.causal else "labels": labels}
 
-    def _called(self, model: Any, batch: TaskBatch, targets: dict[str, Tensor]) -> Any:
+    def _called(self, model: Any, batch: TaskBatch, targets: dict[str, Tensor], choices: int | None) -> Any:
         """With labels of the causal LM loss, causal models do not compute every token's logits."""
         words = {"labels": batch.input_ids} if self.language.family.causal else {}
-        return model(**batch.inputs(), **targets, **words, num_choices=self.choices)
+        return model(**batch.inputs(), **targets, **words, num_choices=choices)
 
     def loss(self, model: Any, batch: TaskBatch) -> Tensor:
-        output = self._called(model, batch, batch.targets)
+        output = self._called(model, batch, batch.targets, self.choices)
         loss: Tensor = output.mc_loss + self.auxiliary * output.loss if self.language.family.causal else output.loss
         return loss
 
     def logits(self, model: Any, batch: TaskBatch) -> Tensor:
-        output = self._called(model, batch, {})
+        """[features, endings]; -inf after the last ending of features with fewer."""
+        counts = [len(feature.sequences) for feature in batch.features]
+        same = len(set(counts)) == 1
+        output = self._called(model, batch, {}, counts[0] if same else 1)
         logits: Tensor = output.mc_logits if self.language.family.causal else output.logits
-        return logits
+        if same:
+            return logits
+        rows = logits.flatten().split(counts)
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-torch.inf)
 
     def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
         return [int(best) for best in logits.argmax(-1).cpu()]

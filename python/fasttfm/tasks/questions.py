@@ -51,7 +51,7 @@ class QuestionTask(Task):
     def __init__(
         self,
         language: Language,
-        train: Sequence[Any],
+        train: Sequence[Any] | None,
         *,
         stride: int | None = None,
         max_question: int | None = None,

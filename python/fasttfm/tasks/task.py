@@ -17,8 +17,8 @@ from fasttfm.tasks.inputs import Feature, Format, TaskBatch, collate
 from fasttfm.tasks.metrics import Scores
 from fasttfm.train.settings import at_least
 
-TASK_KEY = "fasttfm_task"  # of a configuration's extra fields
 Predictions = list[Any]  # one for each example, in their order
+TASK_KEY = "fasttfm_task"  # of config.json: the settings with which a model was trained for a task
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Task(ABC):
 
     Args:
         language: How the model is written to.
-        train: The training examples, which define the labels.
+        train: The training examples, which define the labels; None for a task that a model has been trained for.
         known: The labels of a model that has been trained on the task, in its order.
         auxiliary: In causal models, the weight of the causal LM loss of the examples (GPT-1).
     """
@@ -50,14 +50,14 @@ class Task(ABC):
     main_score: ClassVar[str]  # the one to look at first
 
     def __init__(
-        self, language: Language, train: Sequence[Any], *, known: Sequence[str] = (), auxiliary: float = 0.5
+        self, language: Language, train: Sequence[Any] | None, *, known: Sequence[str] = (), auxiliary: float = 0.5
     ) -> None:
-        if not train:
+        if train is not None and not train:
             raise DataError(f"{self.name}: expected examples to learn from, got none")
         at_least("auxiliary", auxiliary, 0)
         self.language = language
         self.auxiliary = auxiliary
-        self.labels = self.labels_of(train, known)
+        self.labels = list(known) if train is None else self.labels_of(train, known)
 
     @classmethod
     def for_values(cls) -> type[Task] | None:
@@ -139,13 +139,17 @@ class Task(ABC):
         """The predictions as files: names and texts."""
 
     def adjust(self, model: PretrainedModel) -> None:
-        """Writes what the task knows into the model's configuration, where transformers looks for it."""
+        """Writes what the task knows into the model's configuration: labels where transformers looks for them, and
+        ``description``."""
+        model.config.extra[TASK_KEY] = self.description()
         if self.labels:
             model.config.extra["id2label"] = {str(number): label for number, label in enumerate(self.labels)}
             model.config.extra["label2id"] = {label: number for number, label in enumerate(self.labels)}
 
     def description(self) -> dict[str, Any]:
-        """What a trained model needs to be used for the task, as its configuration stores it under ``TASK_KEY``."""
+        """What a trained model needs to be used for the task, as its configuration stores it under ``TASK_KEY``:
+        ``task`` and ``values`` name the class of the task, ``max_length`` is that of its sequences, and the others are
+        arguments of the constructor."""
         length = self.language.format.max_length
         return {"task": self.name, "max_length": length, "values": False, "threshold": None}
 

@@ -21,6 +21,7 @@ import torch
 
 from fasttfm import data
 from fasttfm.atomic_files import first_line
+from fasttfm.models.checkpoint_files import CONFIG
 from fasttfm.models.families import FAMILIES, trained_on_text
 from fasttfm.models.family import Family, Head
 from fasttfm.models.objectives import CausalLM, MaskedLM, Pretraining
@@ -310,7 +311,8 @@ class _Run:
 
         def write(directory: Path) -> None:
             write_model(directory)
-            self.corpus.tokenizer.save(directory, model_max_length=self.settings.max_length)
+            for folder in (directory, *(path.parent for path in directory.glob(f"*/{CONFIG}"))):  # ELECTRA's two
+                self.corpus.tokenizer.save(folder, model_max_length=self.settings.max_length, config=self.model.config)
             files.write_state(directory, state)
 
         step = self.trainer.completed

@@ -1,0 +1,35 @@
+"""A small model of every family, with drawn parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fasttfm import models
+from fasttfm.data import Tokenizer
+
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+_DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "max_position_embeddings": 64}
+# The name of its classes, its sizes and the kind of its tokenizer.
+SMALL_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bert": ("Bert", {**_SMALL, "max_position_embeddings": 64}, "wordpiece"),
+    "roberta": ("Roberta", {**_SMALL, "max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1}, "bpe"),
+    "albert": ("Albert", {**_SMALL, "embedding_size": 16, "max_position_embeddings": 64}, "wordpiece"),
+    "electra": ("Electra", {**_SMALL, "embedding_size": 16, "max_position_embeddings": 64}, "wordpiece"),
+    "distilbert": ("DistilBert", _DISTILBERT, "wordpiece"),
+    "openai-gpt": ("OpenAIGPT", _GPT, "bpe"),
+    "gpt2": ("GPT2", _GPT, "bpe"),
+}
+
+
+def save_small(family: str, tokenizer: Tokenizer, directory: Path, *, head: str = "Model") -> Path:
+    """Saves a model of the family with its tokenizer; ``head`` ends the name of its class."""
+    name, sizes, _ = SMALL_FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(models, f"{name}Config")(vocab_size=tokenizer.vocab_size, initializer_range=0.1, **sizes)
+    getattr(models, f"{name}{head}")(config).save_pretrained(directory)
+    tokenizer.save(directory, model_max_length=64, config=config)
+    return directory
