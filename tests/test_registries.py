@@ -107,10 +107,10 @@ def test_tasks_on_text_refuse_it_in_words(toy: Path, monkeypatch: pytest.MonkeyP
 
 def test_patching_names_it_once_it_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(TypeError, match=r"expected a BERT, RoBERTa, ALBERT, ELECTRA, DistilBERT or GPT-2 of"):
+    with pytest.raises(TypeError, match=r"RoBERTa, ALBERT, ELECTRA, DistilBERT, GPT-2, XLM-RoBERTa or MPNet of"):
         patch(nn.Linear(2, 2))
     monkeypatch.setitem(FAMILIES, "toy", replace(FAMILY, patching="toy"))
-    with pytest.raises(TypeError, match=r"expected a BERT, .*, GPT-2 or Toy of transformers"):
+    with pytest.raises(TypeError, match=r"expected a BERT, .*, Toy, XLM-RoBERTa or MPNet of transformers"):
         patch(nn.Linear(2, 2))
 
 

@@ -224,7 +224,7 @@ def test_gpt_loss_of_packed_documents(monkeypatch: pytest.MonkeyPatch) -> None:
         found, expected = (module(IDS, labels=IDS, **given) for module in (ours, theirs))
         assert found.past_key_values is None
         torch.testing.assert_close(found.loss, expected.loss)
-    assert len(fused) == 2
+    assert len(fused) == 3
 
 
 def test_report_says_what_was_done_in_words() -> None:

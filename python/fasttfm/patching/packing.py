@@ -11,7 +11,7 @@ from fasttfm.nn import PackedBatch
 from fasttfm.ops.library import is_plain
 from fasttfm.patching.attention import captured
 from fasttfm.patching.masks import layout_of
-from fasttfm.patching.parts import Patched
+from fasttfm.patching.parts import PACKING, Patched
 from fasttfm.patching.stack import LayerModules, stack_of
 
 
@@ -44,7 +44,7 @@ class PackedLayers(Patched):
             self.keeps_padding and attention_mask is not None
         ):
             return forward(hidden_states, attention_mask, *args, **kwargs)
-        batch = layout_of(attention_mask, hidden_states)
+        batch = _flattened(hidden_states, kwargs) or layout_of(attention_mask, hidden_states)
         stack = stack_of(self)
         if stack is not None:
             y = stack.run(self.before_layers(batch.pack(hidden_states)), batch.cu_seqlens, batch.max_seqlen)
@@ -87,13 +87,27 @@ def _called(forward: Any, x: Tensor, batch: PackedBatch, kwargs: dict[str, Any])
     return output
 
 
-# Arguments that change nothing about an encoder's layers.
-_HARMLESS = frozenset(("position_ids", "num_items_in_batch", "return_dict", "encoder_attention_mask"))
+def _flattened(x: Tensor, kwargs: dict[str, Any]) -> PackedBatch | None:
+    """The layout of a batch of one row in which the caller has packed several sequences."""
+    boundaries = kwargs.get("cu_seq_lens_q")
+    if boundaries is None:
+        return None
+    tokens = x.shape[1]
+    longest = kwargs.get("max_length_q")
+    return PackedBatch(boundaries.int(), tokens if longest is None else int(longest), tokens, (1, tokens))
+
+
+# Arguments that change nothing about an encoder's layers, or say only where sequences begin in a row.
+_HARMLESS = frozenset(
+    ("position_ids", "num_items_in_batch", "return_dict", "encoder_attention_mask", "seq_idx", *PACKING)
+)
 
 
 def _is_special(x: Tensor, mask: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call asks for more than the last layer's states of tokens, or something traces or transforms it."""
     if not is_plain((x,)) or (mask is not None and (mask.dim() > 2 or mask.shape[0] != x.shape[0])):
+        return True
+    if kwargs.get("cu_seq_lens_q") is not None and (mask is not None or x.shape[0] != 1):
         return True
     asked = any(value is not None and value is not False and name not in _HARMLESS for name, value in kwargs.items())
     return asked or any(each is not None for each in args) or captured("hidden_states") or captured("attentions")

@@ -134,12 +134,12 @@ def self_attention(
     return attend(qkv, mask=mask, **options, **packing(kwargs)).flatten(-2)
 
 
-_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def packing(kwargs: dict[str, Any]) -> dict[str, Any]:
     """transformers' arguments of a batch that packs several sequences into one row."""
-    return {name: kwargs[name] for name in _PACKING if name in kwargs}
+    return {name: kwargs[name] for name in PACKING if name in kwargs}
 
 
 class AddNorm(Patched):

@@ -22,10 +22,12 @@ def patch(model: nn.Module, *, remove_padding: bool | None = None, logits_in_tra
     same model. ``unpatch`` restores it.
 
     Args:
-        model: A BERT, RoBERTa, ALBERT, ELECTRA, DistilBERT or GPT-2 of transformers, with or without a head.
+        model: A BERT, RoBERTa, XLM-RoBERTa, ALBERT, ELECTRA, DistilBERT, MPNet or GPT-2 of transformers, with or
+            without a head; or a module that holds such models, like a SentenceTransformer, a CrossEncoder of
+            sentence-transformers, or a PEFT model.
         remove_padding: Whether layers skip padding tokens: their rows are 0 after the layers, where transformers has
             meaningless numbers. By default yes, except in models for question answering, whose loss reads these rows.
-            Not for GPT-2.
+            Not for GPT-2 and MPNet.
         logits_in_training: By default a model with a masked-LM or causal LM loss returns, in training and with labels,
             only the loss. With True it computes logits as transformers does.
 
@@ -36,18 +38,30 @@ def patch(model: nn.Module, *, remove_padding: bool | None = None, logits_in_tra
         TypeError: For a model that is none of these.
         ValueError: For a model that is patched already.
     """
-    family = _family(model)
+    found = _models(model)
+    name = type(model).__name__
     if is_patched(model):
-        name = type(model).__name__
         raise ValueError(f"patch: model: expected one that is not patched yet, got a patched {name} (unpatch it first)")
+    report = PatchReport(name)
+    for inner in _transformers_models(model):
+        if inner not in found:
+            report.left[type(inner).__name__] = "fasttfm.patch does not know the family"
+    for inner, family in found.items():
+        _patch(inner, family, report, remove_padding=remove_padding, logits_in_training=logits_in_training)
+    return report
+
+
+def _patch(
+    model: Any, family: ModuleType, report: PatchReport, *, remove_padding: bool | None, logits_in_training: bool
+) -> None:
     if remove_padding is None:
         remove_padding = not type(model).__name__.endswith("ForQuestionAnswering")
-    before = model.config._attn_implementation  # type: ignore[union-attr]
-    model.set_attn_implementation("fasttfm")  # type: ignore[operator]
+    before = model.config._attn_implementation
     setattr(model, _BEFORE, before)
+    if not _keeps_attention(family) and before != load("flash").NAME:  # which is fasttfm's too
+        model.set_attn_implementation("fasttfm")
     table = _table(family, logits_in_training=logits_in_training)
     packed_layers = load("packing").PackedLayers
-    report = PatchReport(type(model).__name__)
     for name, module in model.named_modules():
         ours = table.get(type(module))
         if ours is not None and has_own_forward(module):
@@ -58,15 +72,14 @@ def patch(model: nn.Module, *, remove_padding: bool | None = None, logits_in_tra
             if isinstance(module, packed_layers):
                 module.keeps_padding = not remove_padding
     report.left |= _left(model, family, remove_padding=remove_padding, logits_in_training=logits_in_training)
-    return report
 
 
 def unpatch(model: nn.Module) -> None:
     """Takes ``patch`` back: every module has transformers' class again, and the model its attention implementation."""
-    family = _family(model)
+    found = _models(model)
     if not is_patched(model):
         raise ValueError(f"unpatch: model: expected a patched model, got a {type(model).__name__} that is not patched")
-    originals = {ours: theirs for theirs, ours in _table(family).items()}
+    originals = {ours: theirs for family in found.values() for theirs, ours in _table(family).items()}
     parts = load("parts")
     ours = [module for module in model.modules() if isinstance(module, parts.Patched)]
     wrapped = {type(module) for module in ours if type(module) not in originals or has_own_forward(module)}
@@ -74,13 +87,15 @@ def unpatch(model: nn.Module) -> None:
         got = ", ".join(sorted(each.__name__ for each in wrapped))
         raise ValueError(f"unpatch: model: expected patched modules without wrappers around them, got {got}")
     packed_layers, forget = load("packing").PackedLayers, load("stack").forget
-    for module in model.modules():
-        if isinstance(module, packed_layers):
-            del module.keeps_padding
-            forget(module)
-        module.__class__ = originals.get(type(module), type(module))
-    model.set_attn_implementation(getattr(model, _BEFORE))  # type: ignore[operator]
-    delattr(model, _BEFORE)
+    for inner, family in found.items():
+        for module in inner.modules():
+            if isinstance(module, packed_layers):
+                del module.keeps_padding
+                forget(module)
+            module.__class__ = originals.get(type(module), type(module))
+        if not _keeps_attention(family):
+            inner.set_attn_implementation(getattr(inner, _BEFORE))
+        delattr(inner, _BEFORE)
 
 
 def is_patched(model: nn.Module) -> bool:
@@ -89,15 +104,45 @@ def is_patched(model: nn.Module) -> bool:
     return any(isinstance(module, patched) for module in model.modules())
 
 
-def _family(model: Any) -> ModuleType:
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    known = family_of_type(kind)
-    family = load(known.patching) if known is not None and known.patching is not None else None
-    if family is None or not isinstance(model, family.MODEL):
-        *titles, last = (each.title for each in FAMILIES.values() if each.patching is not None)
+def _models(model: Any) -> dict[Any, ModuleType]:
+    """The models of transformers that ``model`` is or holds, of families that are known, and their families."""
+    load("attention")  # says what to install if transformers is missing
+    found = {inner: _family(inner) for inner in _transformers_models(model)}
+    known = {inner: family for inner, family in found.items() if family is not None}
+    if not known:
+        titles = [each.title for each in FAMILIES.values() if each.patching is not None]
+        *titles, last = [*titles, *(title for title, _ in _FURTHER.values())]
         got = f"{type(model).__module__}.{type(model).__qualname__}"
-        raise TypeError(f"patch: model: expected a {', '.join(titles)} or {last} of transformers, got {got}")
-    return family
+        expected = f"a {', '.join(titles)} or {last} of transformers, or a module that holds one"
+        raise TypeError(f"patch: model: expected {expected}, got {got}")
+    return known
+
+
+def _transformers_models(model: Any) -> list[Any]:
+    """The outermost models of transformers in a module, which may be one itself."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return [model]
+    children = model.children() if isinstance(model, nn.Module) else ()
+    return list(dict.fromkeys(inner for child in children for inner in _transformers_models(child)))
+
+
+# Families that fasttfm has no models of: the title and the module, by transformers' model_type.
+_FURTHER = {"xlm-roberta": ("XLM-RoBERTa", "xlm_roberta"), "mpnet": ("MPNet", "mpnet")}
+
+
+def _family(model: Any) -> ModuleType | None:
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    own = family_of_type(kind)
+    name = _FURTHER[kind][1] if kind in _FURTHER else None if own is None else own.patching
+    family = None if name is None else load(name)
+    return family if family is not None and isinstance(model, family.MODEL) else None
+
+
+def _keeps_attention(family: ModuleType) -> bool:
+    """Whether transformers' code around attention has no interface for another implementation."""
+    return getattr(family, "KEEPS_ATTENTION", False)
 
 
 def _table(family: ModuleType, *, logits_in_training: bool = False) -> dict[type, type[Any]]:

@@ -1,4 +1,4 @@
-"""RoBERTa's modules."""
+"""RoBERTa's modules, and the parts of them that XLM-RoBERTa and MPNet share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,36 @@ from transformers.models.roberta import modeling_roberta as theirs
 from fasttfm.patching import heads, packing, parts
 
 
-class RobertaEmbeddings(parts.Embeddings, theirs.RobertaEmbeddings):
+class PositionsAfterPadding(parts.Embeddings):
     def default_positions(self: Any, input_ids: Tensor, past_key_values_length: int = 0) -> Tensor:
         """Positions start at pad_token_id + 1; padding has position pad_token_id."""
         return self.create_position_ids_from_input_ids(input_ids, self.padding_idx, past_key_values_length)
+
+
+class LMHead(parts.Patched):
+    does = parts.HeadTransform.does
+
+    def forward(self: Any, features: Tensor, **kwargs: Any) -> Tensor:
+        logits: Tensor = self.decoder(self.transform(features))
+        return logits
+
+    def transform(self: Any, x: Tensor) -> Tensor:
+        return parts.masked_lm_transform(self.dense, gelu, self.layer_norm, x)
+
+
+class ForMaskedLM(heads.MaskedLMLoss):
+    def passed_by(self: Any) -> tuple[Any, ...]:
+        return (self.lm_head,)
+
+    def vocabulary_layer(self: Any) -> Any:
+        return self.lm_head.decoder
+
+    def before_vocabulary(self: Any, x: Tensor) -> Tensor:
+        y: Tensor = self.lm_head.transform(x)
+        return y
+
+
+class RobertaEmbeddings(PositionsAfterPadding, theirs.RobertaEmbeddings): ...
 
 
 class RobertaSelfAttention(parts.SelfAttention, theirs.RobertaSelfAttention): ...
@@ -32,28 +58,11 @@ class RobertaOutput(parts.AddNorm, theirs.RobertaOutput): ...
 class RobertaEncoder(packing.BertLayers, theirs.RobertaEncoder): ...
 
 
-class RobertaLMHead(parts.Patched, theirs.RobertaLMHead):
-    does = parts.HeadTransform.does
-
-    def forward(self, features: Tensor, **kwargs: Any) -> Tensor:
-        logits: Tensor = self.decoder(self.transform(features))
-        return logits
-
-    def transform(self, x: Tensor) -> Tensor:
-        return parts.masked_lm_transform(self.dense, gelu, self.layer_norm, x)
+class RobertaLMHead(LMHead, theirs.RobertaLMHead): ...
 
 
-class RobertaForMaskedLM(heads.MaskedLMLoss, theirs.RobertaForMaskedLM):
+class RobertaForMaskedLM(ForMaskedLM, theirs.RobertaForMaskedLM):
     forward = heads.loss_alone(theirs.RobertaForMaskedLM)
-
-    def passed_by(self) -> tuple[Any, ...]:
-        return (self.lm_head,)
-
-    def vocabulary_layer(self) -> Any:
-        return self.lm_head.decoder
-
-    def before_vocabulary(self, x: Tensor) -> Tensor:
-        return self.lm_head.transform(x)
 
 
 MODEL = theirs.RobertaPreTrainedModel
