@@ -21,9 +21,9 @@ import numpy
 import pytest
 import torch
 
-# python -m pytest puts the repository's root on the path, where kernels/ would be taken for Hugging Face's package.
-ROOT = Path(__file__).parents[1]
-sys.path[:] = [path for path in sys.path if Path(path or os.curdir).resolve() != ROOT]
+# `python -m pytest` puts the current directory first on the path: there the folder kernels/ would hide the package
+# kernels of Hugging Face, which transformers imports where it is installed.
+sys.path.sort(key=lambda entry: Path(entry).resolve() == Path(__file__).parents[1])
 
 # What some tests need and a Python without the extras lacks: those tests are skipped.
 OPTIONAL = (

@@ -103,7 +103,7 @@ def anonymous_namespaces(path: str, text: str) -> list[str]:
 
 # A room is a module or package directly under fasttfm; `fasttfm` is the package's own __init__, `peers` is
 # bench/peers.py, which specs build their peers with. Foundations import nothing of the house and are free for all.
-FOUNDATIONS = {"_gpus", "_version", "atomic_files"}
+FOUNDATIONS = {"_gpus", "_version", "atomic_files", "extras"}
 _WORK = {"ops", "nn", "models", "train", "data", "generate"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"kernels"},

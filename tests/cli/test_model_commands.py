@@ -18,6 +18,7 @@ from small_models import addresses, save_bert
 from fasttfm import models
 from fasttfm.cli.main import main
 from fasttfm.data import Tokenizer, load_tokenizer
+from fasttfm.extras import how_to_install
 from fasttfm.generate import generate
 from fasttfm.models.family import Head
 from fasttfm.tasks.families import open_model
@@ -281,7 +282,8 @@ def test_nothing_is_trained_that_could_not_be_scored(
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     call = ("finetune", "--task", "classify", "--model", bert_directory, "--output", tmp_path / "out")
-    assert stopped(capsys, call) == (1, "fasttfm finetune: scores need scikit-learn: pip install 'fasttfm[tasks]'")
+    expected = f"fasttfm finetune: computing scores needs scikit-learn: {how_to_install('tasks')}"
+    assert stopped(capsys, call) == (1, expected)
     assert not list((tmp_path / "out").iterdir())
 
 

@@ -196,5 +196,5 @@ def test_nothing_to_train_on() -> None:
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"need the library tokenizers: pip install fasttfm\[train\]"):
+    with pytest.raises(ImportError, match=r"needs tokenizers: pip install 'fasttfm\[train\]'"):
         train_tokenizer("bpe", TEXTS, 300)

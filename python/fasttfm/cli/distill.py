@@ -24,6 +24,7 @@ from typing import Any
 
 from fasttfm.atomic_files import write_json, write_text
 from fasttfm.cli.options import (
+    MODEL_HELP,
     Formatter,
     add_run_options,
     add_training_options,
@@ -46,9 +47,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--recipe", required=True, choices=("distilbert", "tinybert"), help="losses of the student, see above"
     )
-    parser.add_argument(
-        "--teacher", required=True, metavar="DIR", help="checkpoint directory of transformers or fasttfm"
-    )
+    parser.add_argument("--teacher", required=True, metavar="MODEL", help=MODEL_HELP)
     group = parser.add_argument_group("data")
     group.add_argument("--data", nargs="+", metavar="PATH", help="texts; with --task a file or directory of examples")
     group.add_argument("--prepared", type=Path, metavar="DIR", help="folder of token shards, reused by other runs")

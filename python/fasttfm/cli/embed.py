@@ -66,8 +66,8 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
     group.add_argument(
         "--model",
         required=required,
-        metavar="DIR",
-        help="checkpoint directory of transformers, sentence-transformers or fasttfm",
+        metavar="MODEL",
+        help="checkpoint directory of transformers, sentence-transformers or fasttfm, or a hub id",
     )
     group.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
     group.add_argument(

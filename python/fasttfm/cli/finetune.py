@@ -21,6 +21,7 @@ from typing import Any
 
 from fasttfm.atomic_files import write_json, write_text
 from fasttfm.cli.options import (
+    MODEL_HELP,
     Formatter,
     add_run_options,
     add_training_options,
@@ -45,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=Formatter,
     )
     parser.add_argument("--task", required=True, choices=tuple(TASKS), help="the task, see above")
-    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory of transformers or fasttfm")
+    parser.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
     group = parser.add_argument_group("data")
     group.add_argument("--data", type=Path, metavar="PATH", help="a file or a directory; by default the shipped sample")

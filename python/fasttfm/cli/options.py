@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+MODEL_HELP = "checkpoint directory of transformers or fasttfm, or a hub id such as bert-base-uncased"
+
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Keeps the line breaks of descriptions, and shows the defaults of options."""

@@ -13,10 +13,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fasttfm import extras
 from fasttfm.atomic_files import atomic_writes, json_text
 from fasttfm.data.texts import DataError, data_error
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.families import family_of_type
+from fasttfm.models.hub import Part, model_directory
 
 Kind = Literal["wordpiece", "bpe"]
 
@@ -229,9 +231,10 @@ def _repeated(pieces: Iterable[str]) -> Iterator[Callable[[], Iterator[str]]]:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A tokenizer from a folder, a ``tokenizer.json`` or a ``vocab.txt``."""
+    """A tokenizer from a folder, a ``tokenizer.json``, a ``vocab.txt`` or a model of the hub (``model_directory``)."""
     library = _library()
-    path = Path(path)
+    is_hub_id = isinstance(path, str) and not Path(path).exists()
+    path = model_directory(path, Part.TOKENIZER) if is_hub_id else Path(path)
     folder = path if path.is_dir() else path.parent
     if path.is_dir():
         found = [path / name for name in ("tokenizer.json", "vocab.txt") if (path / name).is_file()]
@@ -266,7 +269,7 @@ def _library() -> Any:
         import tokenizers.processors
         import tokenizers.trainers
     except ImportError:
-        raise ImportError("fasttfm's tokenizers need the library tokenizers: pip install fasttfm[train]") from None
+        raise extras.missing("reading and training tokenizers", "tokenizers", "train") from None
     return tokenizers
 
 

@@ -50,6 +50,7 @@ from fasttfm.models.gpt import (
     GPT2Model,
 )
 from fasttfm.models.gpt3 import GPT3Config, GPT3LMHeadModel, GPT3Model
+from fasttfm.models.hub import model_directory
 from fasttfm.models.openai_gpt import (
     OpenAIGPTConfig,
     OpenAIGPTDoubleHeadsModel,
@@ -122,4 +123,5 @@ __all__ = [
     "RobertaForSequenceClassification",
     "RobertaForTokenClassification",
     "RobertaModel",
+    "model_directory",
 ]

@@ -115,9 +115,14 @@ def _weight_map(index: Path) -> dict[str, Any]:
     return weight_map
 
 
+def shard_names(index: Path) -> set[str]:
+    """The names of the files that an index lists."""
+    return {str(name) for name in _weight_map(index).values()}
+
+
 def _check_same(index: Path, whole: Path) -> None:
     """Raises where a directory has both an index with its files and a single file: either may be the older one."""
-    others = {str(name) for name in _weight_map(index).values()} - {whole.name}
+    others = shard_names(index) - {whole.name}
     if any((index.parent / name).is_file() for name in others):
         raise CheckpointError(
             f"{index.parent}: expected {whole.name} or {index.name}, got both, with different weights; remove the one "

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from fasttfm.atomic_files import write_json
 from fasttfm.models.checkpoint_files import CONFIG, CheckpointError, read_json
+from fasttfm.models.hub import Part, model_directory
 
 Config = TypeVar("Config", bound="ModelConfig")
 
@@ -37,9 +38,11 @@ class ModelConfig:
         return cls(**{**cls.sizes[size], **changes})
 
     @classmethod
-    def from_pretrained(cls: type[Config], directory: str | Path) -> Config:
-        """Reads ``config.json``."""
-        path = Path(directory) / CONFIG
+    def from_pretrained(
+        cls: type[Config], directory: str | Path, *, revision: str | None = None, token: str | bool | None = None
+    ) -> Config:
+        """Reads ``config.json`` of a directory or of a model of the hub (``model_directory``)."""
+        path = model_directory(directory, Part.CONFIG, revision=revision, token=token) / CONFIG
         found = read_json(path)
         if found.get("model_type", cls.model_type) != cls.model_type:
             raise CheckpointError(f"{path}: model_type: expected {cls.model_type!r}, got {found['model_type']!r}")

@@ -20,6 +20,7 @@ from fasttfm.models.checkpoint_files import (
 )
 from fasttfm.models.checkpoint_names import Names, checkpoint_shapes, from_checkpoint, to_checkpoint
 from fasttfm.models.config import ModelConfig
+from fasttfm.models.hub import model_directory
 from fasttfm.nn import PackedTransformer
 
 Model = TypeVar("Model", bound="PretrainedModel")
@@ -126,9 +127,12 @@ class PretrainedModel(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         new_head: str | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
         **changes: Any,
     ) -> Model:
         """Reads an HF directory: ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``, sharded or not.
+        A string that names no directory is a hub id, such as ``"bert-base-uncased"`` (``model_directory``).
 
         The weights of another model of the family work too: a head that the checkpoint lacks is randomly initialized,
         with a warning, and named in ``new_heads``; heads that only the checkpoint has are left out. Anything else that
@@ -139,12 +143,14 @@ class PretrainedModel(nn.Module):
             device: The device of the parameters; the CPU by default.
             new_head: Why the checkpoint's head cannot be used, a clause for the warning: it is randomly initialized
                 too. Poolers and language model heads are kept.
+            revision: Of a hub id: a branch, tag or commit.
+            token: Of a hub id: an access token for private models; by default the one that the user has logged in with.
             changes: Fields of the configuration to set otherwise, for example ``num_labels``.
 
         Returns:
             The model, in evaluation mode as HF's.
         """
-        path = Path(directory)
+        path = model_directory(directory, revision=revision, token=token)
         config = cls.config_class.from_pretrained(path)
         for name, value in changes.items():
             if not hasattr(config, name):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from fasttfm import extras
+
 
 def register_attention() -> None:
     """Registers fasttfm's attention with transformers: ``from_pretrained(..., attn_implementation="fasttfm")`` and
@@ -17,5 +19,5 @@ def load(module: str) -> ModuleType:
     try:
         import transformers  # noqa: F401
     except ImportError as missing:
-        raise ImportError("fasttfm.patch needs transformers: pip install fasttfm[hf]") from missing
+        raise extras.missing("fasttfm.patch", "transformers", "hf") from missing
     return importlib.import_module(f"fasttfm.patching.{module}")

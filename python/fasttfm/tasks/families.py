@@ -9,15 +9,14 @@ from typing import Any
 from fasttfm.models.checkpoint_files import CONFIG, CheckpointError, read_json
 from fasttfm.models.families import FAMILIES, family_of_type
 from fasttfm.models.family import Family, Head
+from fasttfm.models.hub import Part, model_directory
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import TextModel
 
 
 def family_of(directory: str | Path) -> Family:
-    """The family of the ``model_type`` that a checkpoint directory states."""
-    path = Path(directory)
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: expected a directory with a model, there is none")
+    """The family of the ``model_type`` that a checkpoint directory or a model of the hub states."""
+    path = model_directory(directory, Part.CONFIG)
     stated = read_json(path / CONFIG).get("model_type")
     family = family_of_type(stated)
     if family is None:

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fasttfm import extras
+
 Scores = dict[str, float]
 
 
@@ -47,7 +49,7 @@ def _scikit_learn() -> Any:
     try:
         from sklearn import metrics
     except ImportError:
-        raise ImportError("scores need scikit-learn: pip install 'fasttfm[tasks]'") from None
+        raise extras.missing("computing scores", "scikit-learn", "tasks") from None
     return metrics
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fasttfm.models.checkpoint_files import CheckpointError, CheckpointReader, read_json
+from fasttfm.models.hub import model_directory
 from fasttfm.tasks.pooling import SENTENCE_POOLING
 
 MODULES = "modules.json"
@@ -70,8 +71,8 @@ class Normalize(nn.Module):
 
 
 def read_sentence_folder(directory: str | Path) -> SentenceFolder:
-    """The settings of ``directory``, which need not be of sentence-transformers."""
-    folder = Path(directory)
+    """The settings of a directory or a model of the hub, which need not be of sentence-transformers."""
+    folder = model_directory(directory)
     listed = folder / MODULES
     if not listed.is_file():
         return SentenceFolder(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from fasttfm import extras
 from fasttfm.atomic_files import atomic_write
 from fasttfm.train.logs import HELD_OUT, read_rows
 
@@ -17,7 +18,7 @@ def write_curves(log: Path, path: Path, title: str) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ImportError("the picture of the curves needs matplotlib: pip install fasttfm[train]") from None
+        raise extras.missing("plotting the curves", "matplotlib", "train") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -9,6 +9,8 @@ from typing import Any, TextIO, TypeVar
 
 import torch
 
+from fasttfm import extras
+
 # Dense bf16 operations a second, as the makers state them; the first name that fits counts.
 _PEAKS = {
     "B200": 2250e12,
@@ -114,5 +116,5 @@ def _tqdm() -> Any:
     try:
         from tqdm import tqdm
     except ImportError:
-        raise ImportError("the progress bar needs tqdm: pip install 'fasttfm[train]'") from None
+        raise extras.missing("the progress bar", "tqdm", "train") from None
     return tqdm
