@@ -40,7 +40,19 @@ DISTILBERT = {
     "num_attention_heads": "n_heads",
     "intermediate_size": "hidden_dim",
 }
-FAMILIES = ("Bert", "Roberta", "XLMRoberta", "MPNet", "Albert", "Electra", "DistilBert", "GPT2", "GPT3", "OpenAIGPT")
+FAMILIES = (
+    "Bert",
+    "Roberta",
+    "XLMRoberta",
+    "MPNet",
+    "Albert",
+    "Electra",
+    "DistilBert",
+    "ErnieKnowledge",
+    "GPT2",
+    "GPT3",
+    "OpenAIGPT",
+)
 MASKS = {
     "full": torch.ones(B, S, dtype=torch.int64),
     "behind": torch.arange(S).expand(B, S) < torch.tensor([[4], [9], [1]]),

@@ -75,7 +75,7 @@ def test_a_budget_of_tokens_is_kept() -> None:
 
 def test_every_encoder_has_every_head() -> None:
     encoders = [family for family in FAMILIES.values() if not family.causal]
-    assert len(encoders) == 5
+    assert len(encoders) == 6
     for family in encoders:
         for head in (*(task.head for task in TASKS.values()), Head.MASKED_LM, Head.NONE):
             assert model_class(family, head).config_class is family.config

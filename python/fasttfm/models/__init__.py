@@ -42,6 +42,16 @@ from fasttfm.models.electra import (
     ElectraForTokenClassification,
     ElectraModel,
 )
+from fasttfm.models.ernie_knowledge import (
+    ErnieKnowledgeConfig,
+    ErnieKnowledgeForMaskedLM,
+    ErnieKnowledgeForMultipleChoice,
+    ErnieKnowledgeForPreTraining,
+    ErnieKnowledgeForQuestionAnswering,
+    ErnieKnowledgeForSequenceClassification,
+    ErnieKnowledgeForTokenClassification,
+    ErnieKnowledgeModel,
+)
 from fasttfm.models.gpt import (
     GPT2Config,
     GPT2DoubleHeadsModel,
@@ -103,6 +113,14 @@ __all__ = [
     "ElectraForSequenceClassification",
     "ElectraForTokenClassification",
     "ElectraModel",
+    "ErnieKnowledgeConfig",
+    "ErnieKnowledgeForMaskedLM",
+    "ErnieKnowledgeForMultipleChoice",
+    "ErnieKnowledgeForPreTraining",
+    "ErnieKnowledgeForQuestionAnswering",
+    "ErnieKnowledgeForSequenceClassification",
+    "ErnieKnowledgeForTokenClassification",
+    "ErnieKnowledgeModel",
     "GPT2Config",
     "GPT2DoubleHeadsModel",
     "GPT2ForSequenceClassification",

@@ -190,12 +190,13 @@ class BertModel(TextModel):
 
     config_class: ClassVar[type[ModelConfig]] = BertConfig
     names = NAMES
+    stack_class: ClassVar[type[PackedTransformer]] = PackedTransformer
 
     def __init__(self, config: EncoderConfig, add_pooling_layer: bool = True) -> None:
         super().__init__(config)
         width = config.hidden_size
         self.embeddings = self.embeddings_of(config)
-        self.encoder = PackedTransformer(self.layers_of(config))
+        self.encoder = self.stack_class(self.layers_of(config))
         self.pooler = nn.Linear(width, width) if add_pooling_layer else None
         self.finish()
 

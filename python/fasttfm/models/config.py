@@ -23,6 +23,7 @@ class ModelConfig:
 
     model_type: ClassVar[str] = ""
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}  # named sizes: the fields in which they differ from the defaults
+    config_files: ClassVar[tuple[str, ...]] = (CONFIG,)  # names of its file in checkpoints; the first is written
     required: ClassVar[dict[str, tuple[Any, ...]]] = {}  # of fields that we do not have: what they may say
 
     num_labels: int = 2
@@ -41,8 +42,11 @@ class ModelConfig:
     def from_pretrained(
         cls: type[Config], directory: str | Path, *, revision: str | None = None, token: str | bool | None = None
     ) -> Config:
-        """Reads ``config.json`` of a directory or of a model of the hub (``model_directory``)."""
-        path = model_directory(directory, Part.CONFIG, revision=revision, token=token) / CONFIG
+        """Reads ``config.json`` of a directory or of a model of the hub (``model_directory``), or the file of another
+        name that the family's releases have."""
+        folder = model_directory(directory, Part.CONFIG, revision=revision, token=token)
+        paths = [folder / name for name in cls.config_files]
+        path = next((path for path in paths if path.is_file()), paths[0])
         found = read_json(path)
         if found.get("model_type", cls.model_type) != cls.model_type:
             raise CheckpointError(f"{path}: model_type: expected {cls.model_type!r}, got {found['model_type']!r}")
@@ -117,7 +121,7 @@ def _rule(name: str, kind: Any) -> tuple[Callable[[Any], bool], str]:
     if kind is int and name.endswith("_id"):
         return _is_whole, "a whole number"
     if kind is int:
-        least = 0 if name == "type_vocab_size" else 1  # a model may have no segments
+        least = 0 if name in ("type_vocab_size", "num_entities") else 1  # a model may have none
         return lambda value: _is_whole(value) and value >= least, f"a whole number from {least} on"
     if kind is float and "drop" in name:
         return lambda value: _is_number(value) and 0 <= value <= 1, "a number in [0, 1]"
@@ -129,6 +133,8 @@ def _rule(name: str, kind: Any) -> tuple[Callable[[Any], bool], str]:
         return lambda value: isinstance(value, str), "a text"
     if kind is type(None):
         return lambda value: value is None, "null"
+    if kind == list[str]:
+        return lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value), "a list of texts"
     return lambda value: isinstance(value, list) and all(map(_is_whole, value)), "a list of whole numbers"
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fasttfm.models import albert, bert, distilbert, electra, gpt, gpt3, openai_gpt, roberta
+from fasttfm.models import albert, bert, distilbert, electra, ernie_knowledge, gpt, gpt3, openai_gpt, roberta
 from fasttfm.models.family import Family
 
-_FILES = (bert, roberta, albert, electra, distilbert, openai_gpt, gpt, gpt3)
+_FILES = (bert, roberta, albert, electra, distilbert, ernie_knowledge, openai_gpt, gpt, gpt3)
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 
 

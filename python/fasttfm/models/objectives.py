@@ -98,7 +98,7 @@ class MaskedLMWithSentences(MaskedLM):
 
 
 class NextSentence(MaskedLMWithSentences):
-    terms = ("masked_words", "next_sentence")
+    terms: ClassVar[tuple[str, ...]] = ("masked_words", "next_sentence")
 
     def sentences(self, pooled: Tensor) -> Tensor:
         logits: Tensor = self.model.next_sentence(pooled)

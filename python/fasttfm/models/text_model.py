@@ -64,7 +64,7 @@ class TextModel(PretrainedModel):
         output = self(*inputs, **layout)
         for option in ("output_hidden_states", "output_attentions"):
             layout.pop(option, None)
-        batch = PackedBatch.of(input_ids, attention_mask, **layout)
+        batch = PackedBatch.of(input_ids, attention_mask, **_split(layout)[0])
         states = (output.hidden_states, output.attentions, output.pooler_output)
         return Encoded(batch.pack(output.last_hidden_state), batch, *states)
 
@@ -80,6 +80,7 @@ class TextModel(PretrainedModel):
         **layout: Any,
     ) -> Encoded:
         """The packed states of the last layer, for this module's own forward."""
+        layout, others = _split(layout)
         batch = PackedBatch.of(input_ids, attention_mask, **layout)
         ids = batch.pack(input_ids)
         x = self.embeddings(
@@ -89,10 +90,15 @@ class TextModel(PretrainedModel):
             segment_ids=None if token_type_ids is None else batch.pack(token_type_ids.expand_as(input_ids)),
         )
         states: list[Tensor] | None = [] if output_hidden_states or output_attentions else None
-        x = self.encoder(x, batch.cu_seqlens, batch.max_seqlen, hidden_states=states)
+        x = self.run_layers(x, batch, states, **others)
         attentions = self.attentions(states, batch) if states is not None and output_attentions else None
         hidden = (*states, x) if states is not None and output_hidden_states else None
         return Encoded(x, batch, None if hidden is None else tuple(batch.unpack(state) for state in hidden), attentions)
+
+    def run_layers(self, x: Tensor, batch: PackedBatch, hidden_states: list[Tensor] | None) -> Tensor:
+        """The states of the last layer; a family whose layers read more takes it as additional arguments of a call."""
+        states: Tensor = self.encoder(x, batch.cu_seqlens, batch.max_seqlen, hidden_states=hidden_states)
+        return states
 
     def positions(
         self, input_ids: Tensor, ids: Tensor, position_ids: Tensor | None, batch: PackedBatch
@@ -107,6 +113,13 @@ class TextModel(PretrainedModel):
             layer.attention_weights(layer_norm(layer.norm1, x) if layer.norm_first else x, batch.cu_seqlens, longest)
             for layer, x in zip(self.encoder.in_order(), states, strict=True)
         )
+
+
+def _split(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of ``PackedBatch.of``, and those of ``run_layers``."""
+    names = ("lengths", "cu_seqlens", "max_seqlen")
+    layout = {name: value for name, value in arguments.items() if name in names}
+    return layout, {name: value for name, value in arguments.items() if name not in names}
 
 
 def text_model(owner: str, module: Any) -> TextModel:

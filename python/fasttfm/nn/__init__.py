@@ -2,6 +2,7 @@
 
 from fasttfm.nn.embeddings import Embeddings
 from fasttfm.nn.gated import GatedActivation, GatedMLP
+from fasttfm.nn.knowledge_layer import AlignedEntities, KnowledgeLayer, KnowledgeTransformer
 from fasttfm.nn.layer_norm import LayerNorm, RMSNorm
 from fasttfm.nn.lm_heads import CausalLMHead, MaskedLMHead
 from fasttfm.nn.multihead_attention import MultiheadAttention
@@ -12,10 +13,13 @@ from fasttfm.nn.transformer_encoder import TransformerEncoder
 from fasttfm.nn.transformer_encoder_layer import TransformerEncoderLayer
 
 __all__ = [
+    "AlignedEntities",
     "CausalLMHead",
     "Embeddings",
     "GatedActivation",
     "GatedMLP",
+    "KnowledgeLayer",
+    "KnowledgeTransformer",
     "LayerNorm",
     "MaskedLMHead",
     "MultiheadAttention",

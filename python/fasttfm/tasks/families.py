@@ -17,6 +17,9 @@ from fasttfm.models.text_model import TextModel
 def family_of(directory: str | Path) -> Family:
     """The family of the ``model_type`` that a checkpoint directory or a model of the hub states."""
     path = model_directory(directory, Part.CONFIG)
+    for each in FAMILIES.values():  # a release's own file, which states no type
+        if not (path / CONFIG).is_file() and any((path / name).is_file() for name in each.config.config_files):
+            return each
     stated = read_json(path / CONFIG).get("model_type")
     family = family_of_type(stated)
     if family is None:

@@ -1,0 +1,323 @@
+"""Layers over two packed streams, tokens and the entities that some of them mention (ERNIE of Tsinghua University).
+
+Aggregator of Zhang et al. (2019), with the residual connections and LayerNorms of the released model. ``w`` are all
+tokens, ``e`` the entities of the aligned ones, ``b = b_t + b_e``:
+
+    w~ = LN(w + Attention(w))         e~ = LN(e + Attention_e(e)), or e where entities do not attend
+    h  = act(W_t w~ + W_e e~ + b)     of aligned tokens
+    h  = act(W_t w~ + b)              of the others
+    w' = LN(w~ + W_t' h + b_t')       e' = LN(e~ + W_e' h + b_e')
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from fasttfm import ops
+from fasttfm.nn.packed_layer import PackedLayer
+from fasttfm.nn.packed_transformer import PackedTransformer
+from fasttfm.nn.parts import packed_residual_norm, product
+from fasttfm.nn.plain import is_plain
+from fasttfm.ops import checks, linear
+
+_NAME = "KnowledgeLayer"
+_VECTOR = 8  # GEMMs and attention are fast for widths that are multiples of it
+_LEAST_HEAD_DIM = 16
+_SEEDS = 6
+
+
+@dataclass(frozen=True)
+class AlignedEntities:
+    """Which packed tokens have an entity, and which one. The first token of every sequence always takes part, so that
+    no sequence is without an entity: with entity -1, the null entity, if it has no other."""
+
+    ids: Tensor  # int64 [A]: rows of a table of entities; -1 is the null entity
+    order: Tensor  # int64 [T]: the numbers of the aligned tokens, then those of the others, both ascending
+    inverse: Tensor  # int64 [T]: each token's place in ``order``
+    cu_seqlens: Tensor  # int32 [sequences + 1]: the entities of sequence i are those from [i] to [i + 1]
+    max_seqlen: int  # no sequence has more entities
+
+    @staticmethod
+    def of(entity_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> AlignedEntities:
+        """Reads ``entity_ids`` [T], -1 for tokens without an entity. On a GPU this synchronizes: call it in a data
+        pipeline on the CPU, and move the result."""
+        checks.check_index("AlignedEntities", "entity_ids", entity_ids)
+        checks.check_cu_seqlens("AlignedEntities", cu_seqlens, like=entity_ids)
+        aligned = entity_ids >= 0
+        bounds = cu_seqlens.long()
+        firsts = bounds[:-1][bounds.diff() > 0]
+        aligned = aligned.index_fill(0, firsts, True)
+        positions, others = aligned.nonzero().squeeze(1), (~aligned).nonzero().squeeze(1)
+        order = torch.cat([positions, others])
+        numbers = torch.arange(len(order), device=order.device)
+        counts = functional.pad(aligned.cumsum(0, dtype=torch.int32), (1, 0))
+        return AlignedEntities(
+            ids=entity_ids.index_select(0, positions),
+            order=order,
+            inverse=torch.empty_like(order).index_copy(0, order, numbers),
+            cu_seqlens=counts.index_select(0, bounds),
+            max_seqlen=max_seqlen,
+        )
+
+    @property
+    def count(self) -> int:
+        """A, the number of aligned tokens."""
+        return len(self.ids)
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> AlignedEntities:
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> AlignedEntities:
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Any) -> AlignedEntities:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(self, **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)})
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order; the gradient's rows go back by a gather too, where index_select's would be added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return dy.index_select(0, inverse), None, None
+
+
+def _permute(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    return cast("Tensor", _Permute.apply(x, order, inverse))
+
+
+class KnowledgeLayer(PackedLayer):
+    """A post-LN layer that mixes tokens and entities. The parameters of the token stream are ``PackedLayer``'s.
+
+    The fusion is one GEMM with two inputs: tokens are gathered by whether they have an entity, aligned ones next to
+    theirs, so that ``mlp`` reads [w~, e~] for a quarter of the tokens, say, and w~ for the others. The entity stream
+    has a row for every aligned token only.
+
+    Args:
+        width, heads, intermediate: ``PackedLayer``'s.
+        entity_width: E, the width of the entity stream.
+        entity_heads: Its number of attention heads, a divisor of ``entity_width``.
+        entity_attention: Whether entities attend to each other; otherwise they are only fused.
+        last: Whether the entities that leave the layer are not needed: the parameters that would compute them
+            (``entity_down``, ``entity_norm2``) are kept for checkpoints and not trained.
+        options: ``PackedLayer``'s others.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        intermediate: int,
+        *,
+        entity_width: int,
+        entity_heads: int,
+        entity_attention: bool = True,
+        last: bool = False,
+        eps: float = 1e-12,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(width, heads, intermediate, eps=eps, **factory, **options)
+        if self.norm_first or entity_heads < 1 or entity_width % entity_heads:
+            expected = f"a divisor of the entity_width {entity_width}, in a post-LN layer"
+            raise checks.bad_value(_NAME, "entity_heads", expected, entity_heads)
+        self.entity_width, self.entity_heads, self.last = entity_width, entity_heads, last
+        self.entity_qkv = nn.Linear(entity_width, 3 * entity_width, **factory) if entity_attention else None
+        self.entity_out = nn.Linear(entity_width, entity_width, **factory) if entity_attention else None
+        self.entity_norm1 = nn.LayerNorm(entity_width, eps=eps, **factory) if entity_attention else None
+        self.entity_up = nn.Linear(entity_width, intermediate, **factory)
+        self.entity_down = nn.Linear(intermediate, entity_width, **factory).requires_grad_(not last)
+        self.entity_norm2 = nn.LayerNorm(entity_width, eps=eps, **factory).requires_grad_(not last)
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        *,
+        entities: Tensor,
+        aligned: AlignedEntities,
+        seeds: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs the layer.
+
+        Args:
+            x: Tokens ``[T, C]``.
+            cu_seqlens, max_seqlen: Of the tokens, as in ``PackedLayer``.
+            entities: ``[A, E]``.
+            aligned: Where they belong.
+            seeds: int64 ``[6]``; by default drawn from torch's generator.
+
+        Returns:
+            Both streams; None for the entities of the ``last`` layer.
+        """
+        x, entities = linear.autocast(x, entities)
+        self.check(x, cu_seqlens, None, None)
+        checks.check_shape(_NAME, "entities", entities, (aligned.count, self.entity_width))
+        checks.check_shape(_NAME, "aligned.order", aligned.order, (len(x),))
+        if not any(self.rates()):
+            seeds = None
+        elif seeds is None:
+            seeds = draw_knowledge_seeds(x.device)
+        own = (None,) * _SEEDS if seeds is None else seeds.split(1)
+        x = self._attend(x, cu_seqlens, max_seqlen, own)
+        entities = self._attend_to_entities(entities, aligned, own)
+        return self._fuse(x, entities, cu_seqlens, aligned, own)
+
+    def _attend(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, seeds: Any) -> Tensor:
+        """w~"""
+        attention_p, p, _ = self.rates()
+        context = ops.attention(
+            self.project(x), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, dropout_p=attention_p, seed=seeds[0]
+        )
+        assert isinstance(context, Tensor)
+        branch, bias = product(self.out, context.flatten(-2))
+        options: dict[str, Any] = {"p": p, "seed": seeds[1], "cu_seqlens": cu_seqlens}
+        return packed_residual_norm(self.norm1, branch, x, linear_bias=bias, **options)[0]
+
+    def _attend_to_entities(self, entities: Tensor, aligned: AlignedEntities, seeds: Any) -> Tensor:
+        """e~. Heads are filled up with zeros to a size that attention's kernels take: 25 of ERNIE-base to 32."""
+        if self.entity_qkv is None:
+            return entities
+        assert self.entity_out is not None
+        attention_p, p, _ = self.rates()
+        head_dim = self.entity_width // self.entity_heads
+        padded = max(_LEAST_HEAD_DIM, _rounded(head_dim))
+        qkv = self.entity_qkv(entities).unflatten(-1, (3, self.entity_heads, head_dim))
+        context = ops.attention(
+            functional.pad(qkv, (0, padded - head_dim)) if padded > head_dim else qkv,
+            scale=head_dim**-0.5,
+            cu_seqlens=aligned.cu_seqlens,
+            max_seqlen=aligned.max_seqlen,
+            dropout_p=attention_p,
+            seed=seeds[2],
+        )
+        assert isinstance(context, Tensor)
+        branch, bias = product(self.entity_out, context[..., :head_dim].flatten(-2))
+        options: dict[str, Any] = {"p": p, "seed": seeds[3], "cu_seqlens": aligned.cu_seqlens}
+        return packed_residual_norm(self.entity_norm1, branch, entities, linear_bias=bias, **options)[0]
+
+    def _fuse(
+        self, x: Tensor, entities: Tensor, cu_seqlens: Tensor, aligned: AlignedEntities, seeds: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """w' and e' of w~ and e~."""
+        fused = is_plain(self.up, self.entity_up, self.down, self.entity_down)
+        branch, entity_branch = (self._fused if fused else self._called)(x, entities, aligned)
+        _, _, p = self.rates()
+        bias = self.down.bias if fused else None
+        options: dict[str, Any] = {"p": p, "seed": seeds[4], "cu_seqlens": cu_seqlens}
+        y, _ = packed_residual_norm(self.norm2, branch, x, linear_bias=bias, **options)
+        if entity_branch is None:
+            return y, None
+        bias = self.entity_down.bias if fused else None
+        options = {"p": p, "seed": seeds[5], "cu_seqlens": aligned.cu_seqlens}
+        return y, packed_residual_norm(self.entity_norm2, entity_branch, entities, linear_bias=bias, **options)[0]
+
+    def _fused(self, x: Tensor, entities: Tensor, aligned: AlignedEntities) -> tuple[Tensor, Tensor | None]:
+        """``W_t' h`` [T, C] and ``W_e' h`` [A, E], without biases."""
+        width, count, last = self.width, aligned.count, self.last
+        fill = _rounded(width + self.entity_width) - width - self.entity_width
+        parameters = (self.up.weight, self.entity_up.weight, self.down.weight, self.entity_down.weight)
+        _, up, entity_up, down, entity_down = linear.autocast(x, *parameters)
+        bias = self.up.bias + self.entity_up.bias
+        sorted_x = _permute(x, aligned.order, aligned.inverse)
+        options: dict[str, Any] = {"activation": self.activation, "recompute": self.recompute}
+        pairs = torch.cat([sorted_x[:count], entities, x.new_zeros(count, fill)], dim=1)
+        both_up = functional.pad(torch.cat([up, entity_up], dim=1), (0, fill))
+        both_down = down if last else functional.pad(torch.cat([down, entity_down]), (0, 0, 0, fill))
+        with_entity = ops.mlp(pairs, both_up, bias, both_down, None, **options)
+        without = ops.mlp(sorted_x[count:], up, bias, down, None, **options)
+        branch = _permute(torch.cat([with_entity[:, :width], without]), aligned.inverse, aligned.order)
+        return branch, None if last else with_entity[:, width : width + self.entity_width]
+
+    def _called(self, x: Tensor, entities: Tensor, aligned: AlignedEntities) -> tuple[Tensor, Tensor | None]:
+        """The same with biases, where a module is more than its parameters: modules are called."""
+        positions = aligned.order[: aligned.count]
+        nothing = self.entity_up(torch.zeros_like(entities[:1]))
+        hidden = (self.up(x) + nothing).index_add(0, positions, self.entity_up(entities) - nothing)
+        hidden = ops.bias_gelu(hidden, activation=self.activation)
+        return self.down(hidden), None if self.last else self.entity_down(hidden.index_select(0, positions))
+
+    def is_fusable(self, next_norm: nn.Module | None = None) -> bool:
+        """A stack of plain layers cannot take it."""
+        return False
+
+
+def draw_knowledge_seeds(device: torch.device, layers: int | None = None) -> Tensor:
+    """Seeds of one layer, or of several ``[layers, 6]``, by one call of torch's generator."""
+    shape = (_SEEDS,) if layers is None else (layers, _SEEDS)
+    return torch.randint(-(2**63), 2**63 - 1, shape, dtype=torch.int64, device=device)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _VECTOR) * _VECTOR
+
+
+class KnowledgeTransformer(PackedTransformer):
+    """Layers in order, ``PackedLayer``'s and ``KnowledgeLayer``'s. Neighbours of the first kind run as one stack."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        *,
+        entities: Tensor,
+        aligned: AlignedEntities,
+        hidden_states: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Runs the layers over ``x`` [T, C] and ``entities`` [A, E]; ``hidden_states`` collects the token stream before
+        each of them."""
+        stream: Tensor | None = entities
+        for part in self._parts():
+            if isinstance(part, PackedTransformer):
+                part.training, part.checkpointing = self.training, self.checkpointing
+                x = part(x, cu_seqlens, max_seqlen, hidden_states=hidden_states)
+                continue
+            if hidden_states is not None:
+                hidden_states.append(x)
+            seeds = draw_knowledge_seeds(x.device) if self.training else None
+            run: Any = partial(part, entities=stream, aligned=aligned, seeds=seeds)
+            if self.checkpointing and self.training:
+                run = partial(checkpoint, run, use_reentrant=False)
+            x, stream = run(x, cu_seqlens, max_seqlen)
+        return x
+
+    def _parts(self) -> list[nn.Module]:
+        """Knowledge layers, and stacks of the others between them, which share their layers with this module."""
+        layers = list(self.layers)
+        known: tuple[list[nn.Module], list[nn.Module]] | None = self.__dict__.get("_stacks")
+        if known is None or known[0] != layers:
+            known = self.__dict__["_stacks"] = (layers, list(_stacked(layers)))
+        return known[1]
+
+
+def _stacked(layers: list[nn.Module]) -> Iterator[nn.Module]:
+    for plain, group in itertools.groupby(layers, lambda layer: not _is_knowledge_layer(layer)):
+        if plain:
+            yield PackedTransformer(cast("list[PackedLayer]", list(group)))
+        else:
+            yield from group
+
+
+def _is_knowledge_layer(module: nn.Module) -> bool:
+    """Also of one that something is wrapped around."""
+    return any(isinstance(each, KnowledgeLayer) for each in module.modules())
