@@ -45,11 +45,11 @@ demo: .venv/installed ## set everything up, pre-train a small GPT-2 in about a m
 
 .PHONY: test
 test: .venv/installed ## set everything up and run the tests, one process on each core
-	.venv/bin/python -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
+	.venv/bin/pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 .PHONY: bench
 bench: .venv/installed ## time one case of each op against its peers (PYTEST_ARGS=--all for every case)
-	.venv/bin/python -m pytest benchmarks --benchmark-only $(PYTEST_ARGS)
+	.venv/bin/pytest benchmarks --benchmark-only $(PYTEST_ARGS)
 
 .PHONY: docs
 docs: .venv/installed ## build the documentation site into build/docs; fails on a broken link

@@ -16,8 +16,6 @@ are rounded to the tensors' own types, dlinear_bias from the sum of unrounded dx
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -56,10 +54,10 @@ def gelu_layer_norm_backward(
     bias: Tensor | None,
     statistics: Tensor,
     kind: str,
-    wanted: Sequence[bool],
+    *wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns dx [..., C] and dlinear_bias, dweight, dbias [C] in their tensors' types; results that are not needed are
-    empty."""
+    """Returns dx [..., C] and dlinear_bias, dweight, dbias [C] in their tensors' types; those three are empty where
+    they are not wanted."""
     mean, rstd = statistics
     dy_rows = _accumulate(dy).reshape(-1, x.shape[-1])
     u = _biased(x, linear_bias)

@@ -7,8 +7,6 @@ read once. The number of programs depends only on the device, so the same call g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -156,7 +154,7 @@ def gelu_layer_norm_backward_triton(
     bias: Tensor | None,
     statistics: Tensor,
     kind: str,
-    wanted: Sequence[bool],
+    *wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, dy = as_rows(x), dy.contiguous()
     count, columns = rows.shape

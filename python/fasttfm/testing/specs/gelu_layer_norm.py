@@ -151,7 +151,7 @@ class _LinearBiasBeforeGelu(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, linear_bias, *parameters = ctx.saved_tensors
         wanted = [parameter is not None for parameter in (linear_bias, *parameters[:2])]
-        dx, _, dweight, dbias = reference.gelu_layer_norm_backward(dy, x, linear_bias, *parameters, ctx.kind, wanted)
+        dx, _, dweight, dbias = reference.gelu_layer_norm_backward(dy, x, linear_bias, *parameters, ctx.kind, *wanted)
         u = x if linear_bias is None else x + linear_bias
         wrong = (dx / (derivative(u, ctx.kind) + 1e-3)).reshape(-1, x.shape[-1]).sum(dim=0)
         kept = [gradient if want else None for gradient, want in zip((wrong, dweight, dbias), wanted, strict=True)]
@@ -178,7 +178,7 @@ def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, t
         (torch.ops.fasttfm.gelu_layer_norm_forward.default, (x, *parameters, kind, eps, None)),
         (
             torch.ops.fasttfm.gelu_layer_norm_backward.default,
-            (torch.ones_like(x), x, *parameters, statistics, kind, wanted, None),
+            (torch.ones_like(x), x, *parameters, statistics, kind, *wanted, None),
         ),
     ]
 
