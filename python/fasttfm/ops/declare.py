@@ -110,6 +110,13 @@ def parameter(name: str) -> Input:
     return Input(name, "p", check, optional=True)
 
 
+def check_inputs(op: str, inputs: Sequence[Input], tensors: Sequence[Any]) -> None:
+    """Raises what is wrong with the tensors of a call."""
+    for given, tensor in zip(inputs, tensors, strict=True):
+        given.check(op, tensor, tensors[0])
+    checks.check_double(op, **{given.name: tensor for given, tensor in zip(inputs, tensors, strict=True)})
+
+
 @dataclass(frozen=True)
 class Option:
     """An argument that is no tensor: ``convert(op, value)`` checks it and returns what backends get."""
@@ -283,7 +290,7 @@ class Op:
         served = self.known.find(key, asked)
         if served is not None:
             return self._call_plain(served, tensors, self._convert(arguments))
-        self._check(tensors)
+        check_inputs(self.name, self.inputs, tensors)
         options = self._convert(arguments)
         self.table.check_name(backend)
         if key is not None:
@@ -297,13 +304,6 @@ class Op:
         if torch.is_grad_enabled() and any_requires_grad(*tensors):
             return self._function.apply_plain(*tensors, *options, served)
         return first_of(served.backend.forward(*tensors, *options))
-
-    def _check(self, tensors: Sequence[Any]) -> None:
-        by_name = {}
-        for given, tensor in zip(self.inputs, tensors, strict=True):
-            given.check(self.name, tensor, tensors[0])
-            by_name[given.name] = tensor
-        checks.check_double(self.name, **by_name)
 
     def _convert(self, arguments: Sequence[Any]) -> list[Any]:
         name, count = self.name, self._count

@@ -15,17 +15,16 @@ from fasttfm.ops import checks
 from fasttfm.ops.backends import (
     Backend,
     BackendTable,
-    always,
     dtype_name,
-    refuse_cuda,
+    native_cpu,
+    native_cuda,
+    refuse_columns,
     refuse_cuda_memory,
-    refuse_cuda_rows,
-    refuse_native_cpu,
-    refuse_triton,
     requested,
-    triton_absent,
+    torch_reference,
+    triton_kernels,
 )
-from fasttfm.ops.declare import KnownCalls, Served, number
+from fasttfm.ops.declare import KnownCalls, Served, check_inputs, number, parameter, rows, rows_like_first
 from fasttfm.ops.library import OpFunction, any_requires_grad, is_plain, needs_gradient, register, unshared
 
 OP = "dropout_add_layer_norm"
@@ -96,19 +95,9 @@ def dropout_add_layer_norm(
     return (y, z) if prenorm else y
 
 
-def _check(x: Any, residual: Any, weight: Any, bias: Any, linear_bias: Any) -> None:
-    checks.check_floating(OP, "x", x)
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise checks.bad_value(OP, "x", "at least one dimension and one column", f"shape {tuple(x.shape)}")
-    checks.check_floating(OP, "residual", residual)
-    checks.check_shape(OP, "residual", residual, x.shape)
-    checks.check_device(OP, "residual", residual, like=x)
-    for name, parameter in (("weight", weight), ("bias", bias), ("linear_bias", linear_bias)):
-        if parameter is not None:
-            checks.check_floating(OP, name, parameter, optional=True)
-            checks.check_shape(OP, name, parameter, (x.shape[-1],))
-            checks.check_device(OP, name, parameter, like=x)
-    checks.check_double(OP, x=x, residual=residual, weight=weight, bias=bias, linear_bias=linear_bias)
+def _check(*tensors: Any) -> None:
+    check_inputs(OP, _INPUTS, tensors)
+    x, residual = tensors[:2]
     if residual.dtype not in (x.dtype, torch.float32):
         expected = f"a tensor of x's {dtype_name(x.dtype)} or float32"
         raise checks.bad_type(OP, "residual", expected, dtype_name(residual.dtype))
@@ -361,63 +350,33 @@ def _parameters(x: Tensor, residual: Tensor, *parameters: Tensor | None) -> list
 
 # ---- backends --------------------------------------------------------------------------------------------------------
 
-
-def _forward_triton(*args: Any) -> Outputs:
-    from fasttfm.kernels.dropout_add_layer_norm import triton
-
-    outputs: Outputs = triton.dropout_add_layer_norm_forward_triton(*args)
-    return outputs
-
-
-def _backward_triton(*args: Any) -> Gradients:
-    from fasttfm.kernels.dropout_add_layer_norm import triton
-
-    gradients: Gradients = triton.dropout_add_layer_norm_backward_triton(*args)
-    return gradients
-
-
-# Both GPU backends keep whole rows in registers.
-_GPU_MAX_COLUMNS = 8192
+_refuse_columns = refuse_columns(8192)  # both GPU backends keep whole rows in registers
 _CUDA_MAX_ROWS = 2**30
 
 
-def _refuse_cuda(x: Tensor, residual: Tensor | None = None, *parameters: Tensor | None) -> str | None:
+def _refuse_size(x: Tensor, *_: Any) -> str | None:
     columns = x.shape[-1]
-    if columns > _GPU_MAX_COLUMNS:
-        return f"takes up to {_GPU_MAX_COLUMNS} columns, got {columns}"
     if x.numel() > _CUDA_MAX_ROWS * columns:
         return f"takes at most {_CUDA_MAX_ROWS} rows, got {x.numel() // columns}"
-    reason = refuse_cuda(x) or refuse_cuda_rows((x, residual), parameters)
-    return reason or _refuse_memory(x, x if residual is None else residual, *parameters[2:])
+    return _refuse_columns(x)
 
 
-def _refuse_memory(x: Tensor, residual: Tensor, linear_bias: Tensor | None = None) -> str | None:
+def _refuse_memory(x: Tensor, residual: Tensor | None = None, *parameters: Tensor | None) -> str | None:
     memory = _native.core().dropout_add_layer_norm_backward_memory_cuda
-    codes = (_native.DTYPE_CODES[x.dtype], _native.DTYPE_CODES[residual.dtype])
-    return refuse_cuda_memory(x.get_device(), memory, x.shape[-1], *codes, int(linear_bias is not None))
+    codes = (_native.DTYPE_CODES[x.dtype], _native.DTYPE_CODES[x.dtype if residual is None else residual.dtype])
+    has_linear_bias = any(each is not None for each in parameters[2:])
+    return refuse_cuda_memory(x.get_device(), memory, x.shape[-1], *codes, int(has_linear_bias))
 
 
-def _refuse_triton(x: Tensor, *_: Any) -> str | None:
-    if x.shape[-1] > _GPU_MAX_COLUMNS:
-        return f"takes up to {_GPU_MAX_COLUMNS} columns, got {x.shape[-1]}"
-    return refuse_triton(x)
-
-
-# The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
 TABLE = BackendTable(
     OP,
     (
-        Backend("cpu", _native.missing, lambda x, *_: refuse_native_cpu(x), _forward_native, _backward_native),
-        Backend("cuda", _native.missing_cuda, _refuse_cuda, _forward_native, _backward_native),
-        Backend("triton", triton_absent, _refuse_triton, _forward_triton, _backward_triton),
-        Backend(
-            "reference",
-            always,
-            lambda *_: None,
-            reference.dropout_add_layer_norm_forward,
-            reference.dropout_add_layer_norm_backward,
-        ),
+        native_cpu(_forward_native, _backward_native),
+        native_cuda(_forward_native, _backward_native, rows=2, refuse=_refuse_size, refuse_on_gpu=_refuse_memory),
+        triton_kernels(OP, refuse=_refuse_columns),
+        torch_reference(reference.dropout_add_layer_norm_forward, reference.dropout_add_layer_norm_backward),
     ),
 )
 CALLS = KnownCalls(TABLE)
+_INPUTS = (rows("x"), rows_like_first("residual"), *map(parameter, ("weight", "bias", "linear_bias")))
 _P, _EPS = number("p", high=1.0), number("eps")
