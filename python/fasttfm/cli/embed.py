@@ -16,13 +16,13 @@ import argparse
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fasttfm.cli.options import Formatter, add_device_option, device_of, exit_on_user_error, precision_of
 
-_SPLITS = ("line", "document", "file")
+SPLITS = ("line", "document", "file")
 _SUFFIXES = (".npy", ".npz", ".safetensors", ".jsonl", ".csv")
 
 
@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
     parser.add_argument(
         "--split",
-        choices=_SPLITS,
+        choices=SPLITS,
         default="line",
         help="a text of a .txt file is a line, a document (between blank lines), or the whole file",
     )
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         from fasttfm.tasks.vector_files import Row, write_vectors
 
         embedder = embedder_of(arguments)
-        texts, again = itertools.tee(_texts(arguments))
+        texts, again = itertools.tee(read_texts(arguments.data, arguments.split))
         # The copy of the texts is as far ahead as a batch, so that memory is bounded.
         if arguments.tokens:
             found = ((vectors, ids) for ids, vectors in embedder.token_vectors(texts))
@@ -169,17 +169,18 @@ def _check_output(arguments: argparse.Namespace) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _texts(arguments: argparse.Namespace) -> Iterator[str]:
+def read_texts(sources: Sequence[str], split: str) -> Iterator[str]:
+    """The texts of files, directories, patterns and stdin (``-``); ``split`` is one of ``SPLITS``."""
     from fasttfm.data.texts import files_of, read_documents, read_lines
 
-    for source in arguments.data:
+    for source in sources:
         if source == "-":
             yield from (line.rstrip("\r\n") for line in sys.stdin)
             continue
         for path in files_of(source) or []:
-            if arguments.split == "document" or not path.name.endswith((".txt", ".txt.gz")):
+            if split == "document" or not path.name.endswith((".txt", ".txt.gz")):
                 yield from read_documents(path)
-            elif arguments.split == "line":
+            elif split == "line":
                 yield from (line for _, line in read_lines(path))
             else:
                 yield "\n".join(line for _, line in read_lines(path))
@@ -189,7 +190,7 @@ def _tracked(arguments: argparse.Namespace, rows: Iterator[Any]) -> Iterator[Any
     """Rows with a progress bar. Files are read twice, the first time to count their texts."""
     from fasttfm.train.progress import tracked
 
-    total = None if "-" in arguments.data else sum(1 for _ in _texts(arguments))
+    total = None if "-" in arguments.data else sum(1 for _ in read_texts(arguments.data, arguments.split))
     return tracked(rows, "texts", total=total)
 
 

@@ -18,6 +18,8 @@ _COMMANDS = {
     "pretrain": "fasttfm.cli.pretrain",
     "finetune": "fasttfm.cli.finetune",
     "embed": "fasttfm.cli.embed",
+    "search": "fasttfm.cli.search",
+    "show": "fasttfm.cli.show",
     "distill": "fasttfm.cli.distill",
     "generate": "fasttfm.cli.generate",
 }

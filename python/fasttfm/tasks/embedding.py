@@ -124,7 +124,7 @@ class Embedder:
             got = self.max_length
             raise ValueError(f"embed: max_length: expected 3 to the model's {longest} positions, got {got}")
         self.model, self.tokenizer = model.eval(), tokenizer
-        self.form = _format(model, tokenizer, self.max_length)
+        self.form = sequence_format(model, tokenizer, self.max_length)
         self.tokens_per_batch, self.precision = tokens_per_batch, precision
         self.counts = TextCounts()
         self._device = next(model.parameters()).device
@@ -219,7 +219,8 @@ def embed(
     return embedder.vectors(texts)
 
 
-def _format(model: PretrainedModel, tokenizer: Tokenizer, max_length: int) -> Format:
+def sequence_format(model: PretrainedModel, tokenizer: Tokenizer, max_length: int) -> Format:
+    """How the model reads a text that is no task: a causal model's has no additional tokens."""
     family = family_of_type(model.config.model_type)
     assert family is not None
     if family.causal:

@@ -155,7 +155,8 @@ class VectorFile:
     """Vectors of a file that ``write_vectors`` has written, or any .npy, .npz or .safetensors with one array of rows.
 
     ``blocks`` reads them a part at a time; ``texts`` come from .jsonl and .csv files, and are None otherwise.
-    ``settings`` are what the model's vectors were made with, where the file says so.
+    ``settings`` are what the model's vectors were made with, where the file says so. ``count`` is the number of
+    vectors, None for .jsonl and .csv files before ``blocks`` has read them.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -169,16 +170,19 @@ class VectorFile:
         if self._array is not None and (self._array.ndim != 2 or self._array.dtype.kind != "f"):
             got = f"{self._array.dtype} {list(self._array.shape)}"
             raise data_error(self.path, "an array of floating-point numbers [texts, width]", got)
+        self.count = None if self._array is None else len(self._array)
 
     def blocks(self, rows: int) -> Iterator[tuple[np.ndarray, list[str] | None]]:
         """fp32 [up to ``rows``, width] and their texts, one after the other."""
         if self._array is not None:
             for start in range(0, len(self._array), rows):
-                yield np.asarray(self._array[start : start + rows], np.float32), None
+                yield np.array(self._array[start : start + rows], np.float32), None
             return
         texts: list[str] = []
         vectors: list[Any] = []
+        count = 0
         for number, text, vector in self._lines():
+            count += 1
             if vectors and len(vector) != len(vectors[0]):
                 raise data_error(self.path, f"{len(vectors[0])} numbers", f"{len(vector)}", line=number)
             texts.append(text)
@@ -188,6 +192,7 @@ class VectorFile:
                 texts, vectors = [], []
         if texts:
             yield np.array(vectors, np.float32), texts
+        self.count = count
 
     def _lines(self) -> Iterator[tuple[int, str, list[float]]]:
         if self.path.suffix == ".jsonl":

@@ -1,0 +1,124 @@
+"""``fasttfm search``: the texts whose vectors are nearest to a query's, by cosine similarity.
+
+  fasttfm embed --model DIR --data texts.txt --output vectors.npy
+  fasttfm search --vectors vectors.npy --texts texts.txt --model DIR --query "peace with all nations"
+  fasttfm search --vectors vectors.jsonl --query-vectors queries.npy --top 5 --output found.jsonl
+
+The file of vectors is read a block at a time, so that it may be larger than the memory. Texts come from --texts, which
+has one for each vector, or from the file of vectors (.jsonl and .csv have them). A query is embedded as the texts were:
+give the same --pooling and --layers as to embed (a .safetensors file remembers them). The prompt "query" of a
+sentence-transformers folder is put in front of queries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fasttfm.atomic_files import atomic_write
+from fasttfm.cli.embed import SPLITS, add_model_options, embedder_of, read_texts
+from fasttfm.cli.options import Formatter, device_of, exit_on_user_error
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the ``search`` command to a command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "search", help="find texts by their embeddings", description=__doc__, formatter_class=Formatter
+    )
+    parser.add_argument("--vectors", required=True, metavar="FILE", help="what fasttfm embed has written")
+    parser.add_argument("--texts", nargs="+", metavar="PATH", help="the texts of the vectors, as given to embed --data")
+    parser.add_argument(
+        "--split", choices=SPLITS, default="line", help="how .txt files of --texts are divided, as given to embed"
+    )
+    parser.add_argument("--query", action="append", default=[], metavar="TEXT", help="may be given several times")
+    parser.add_argument("--queries", metavar="FILE", help="queries, one a line; - reads stdin")
+    parser.add_argument("--query-vectors", metavar="FILE", help="vectors of queries, instead of texts and --model")
+    parser.add_argument("--top", type=int, default=10, metavar="K", help="matches for each query")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write matches as .jsonl instead of printing them")
+    parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_model_options(parser, required=False)
+    parser.set_defaults(refuse=parser.error, normalize=False)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    with exit_on_user_error(arguments):
+        _check(arguments)
+        from fasttfm.tasks.search import search, with_texts
+        from fasttfm.tasks.vector_files import VectorFile
+
+        vectors = VectorFile(arguments.vectors)
+        names, queries = _queries(arguments, vectors.settings)
+        found = search(vectors, queries, arguments.top, device=device_of(arguments), progress=not arguments.quiet)
+        if arguments.texts is not None:
+            texts = read_texts(arguments.texts, arguments.split)
+            found = with_texts(found, texts, vectors.count or 0, arguments.texts[0])
+        if arguments.output is None:
+            _print(names, found)
+        else:
+            _write(arguments.output, names, found)
+            print(f"{len(names):,} queries, {sum(map(len, found)):,} matches: {arguments.output}")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    as_texts = bool(arguments.query or arguments.queries)
+    if as_texts == (arguments.query_vectors is not None):
+        raise ValueError("--query: expected --query or --queries, or else --query-vectors")
+    if as_texts and arguments.model is None:
+        raise ValueError("--model: expected the model that made the vectors, got none")
+    if arguments.top < 1:
+        raise ValueError(f"--top: expected a number from 1 on, got {arguments.top}")
+    output: Path | None = arguments.output
+    if output is not None:
+        if output.suffix != ".jsonl":
+            raise ValueError(f"--output: expected a name that ends in .jsonl, got {output}")
+        if output.exists() and not arguments.overwrite:
+            raise ValueError(f"--output: expected a new file, got {output}, which exists; --overwrite replaces it")
+
+
+def _queries(arguments: argparse.Namespace, settings: dict[str, str]) -> tuple[list[str], Any]:
+    """The queries' texts, or their numbers, and their vectors."""
+    import numpy as np
+
+    from fasttfm.data.texts import DataError
+    from fasttfm.tasks.sentence_folder import read_sentence_folder
+    from fasttfm.tasks.vector_files import VectorFile
+
+    if arguments.query_vectors is not None:
+        blocks = list(VectorFile(arguments.query_vectors).blocks(1 << 16))
+        texts = [text for _, names in blocks for text in names or []]
+        found = np.concatenate([block for block, _ in blocks])
+        return texts or [f"query {number}" for number in range(1, len(found) + 1)], found
+    texts = [*arguments.query, *(read_texts([arguments.queries], "line") if arguments.queries else ())]
+    if not texts:
+        raise DataError(f"{arguments.queries}: expected queries, one a line, got none")
+    for name in ("pooling", "layers"):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, settings.get(name))
+    prompt = "query" if "query" in read_sentence_folder(arguments.model).prompts else None
+    return texts, np.stack(list(embedder_of(arguments, prompt).vectors(texts)))
+
+
+def _print(names: list[str], found: list[list[Any]]) -> None:
+    for name, row in zip(names, found, strict=True):
+        print(name)
+        for match in row:
+            text = "" if match.text is None else f"  {match.text}"
+            print(f"  {match.score:6.3f}  {match.index + 1:>8,}{text}")
+
+
+def _write(path: Path, names: list[str], found: list[list[Any]]) -> None:
+    with atomic_write(path) as partial, partial.open("w", encoding="utf-8") as file:
+        for line in _lines(names, found):
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def _lines(names: list[str], found: list[list[Any]]) -> Iterator[dict[str, Any]]:
+    for name, row in zip(names, found, strict=True):
+        matches = [{"index": match.index, "score": round(match.score, 6), "text": match.text} for match in row]
+        yield {"query": name, "matches": matches}

@@ -1,0 +1,79 @@
+"""``fasttfm show attention``: the attention weights of a text, a small map for each head.
+
+  fasttfm show attention --model DIR --text "The cat sat on the mat." --output attention.html
+  fasttfm show attention --model DIR --text "Is it?" --second "It is." --layers 1,12 --heads 1-6 --output attention.png
+
+A page (.html) needs no other file and enlarges a map on a click; a picture (.png) needs matplotlib. Layers and heads
+are counted from 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fasttfm.cli.options import Formatter, add_device_option, device_of, exit_on_user_error
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the ``show`` command to a command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "show", help="draw the attention of a model's heads", description=__doc__, formatter_class=Formatter
+    )
+    parser.add_argument("what", choices=("attention",), help="what to draw")
+    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory of transformers or fasttfm")
+    parser.add_argument("--text", required=True, metavar="TEXT", help="the text that the model reads")
+    parser.add_argument("--second", metavar="TEXT", help="the second text of a pair")
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="a name that ends in .html or .png")
+    parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
+    parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
+    parser.add_argument("--layers", metavar="N,N,...", help="such as 1,2 or 1-4; by default all")
+    parser.add_argument("--heads", metavar="N,N,...", help="such as 1,2 or 1-4; by default all")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="a longer text is truncated")
+    add_device_option(parser)
+    parser.set_defaults(refuse=parser.error)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    with exit_on_user_error(arguments):
+        output: Path = arguments.output
+        if output.suffix not in (".html", ".png"):
+            raise ValueError(f"--output: expected a name that ends in .html or .png, got {output}")
+        if output.exists() and not arguments.overwrite:
+            raise ValueError(f"--output: expected a new file, got {output}, which exists; --overwrite replaces it")
+        if arguments.max_tokens < 3:
+            raise ValueError(f"--max-tokens: expected a number from 3 on, got {arguments.max_tokens}")
+        layers, heads = (_numbers(name, getattr(arguments, name)) for name in ("layers", "heads"))
+
+        from fasttfm.data.tokenizer import load_tokenizer
+        from fasttfm.models.family import Head
+        from fasttfm.tasks.attention_maps import attention_maps
+        from fasttfm.tasks.families import open_model
+
+        tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
+        model = open_model(arguments.model, Head.NONE).to(device_of(arguments))
+        maps = attention_maps(model, tokenizer, arguments.text, arguments.second, max_tokens=arguments.max_tokens)
+        maps = maps.select(layers, heads)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        maps.save(output, f"Attention of {Path(arguments.model).resolve().name}")
+        count = len(maps.layers) * len(maps.heads)
+        print(f"{count:,} maps of {len(maps.tokens)} x {len(maps.tokens)} tokens: {output}")
+    return 0
+
+
+def _numbers(name: str, value: str | None) -> list[int] | None:
+    """``1,3-5`` as numbers."""
+    if value is None:
+        return None
+    numbers: list[int] = []
+    try:
+        for part in value.split(","):
+            first, _, last = part.partition("-")
+            numbers += range(int(first), int(last or first) + 1)
+    except ValueError:
+        numbers = []
+    if not numbers:
+        raise ValueError(f"--{name}: expected numbers such as 1,2 or 1-4, got {value!r}")
+    return numbers

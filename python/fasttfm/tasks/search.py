@@ -1,0 +1,90 @@
+"""Search over vectors: the nearest ones by cosine similarity, read a block at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fasttfm.data.texts import data_error
+from fasttfm.tasks.vector_files import VectorFile
+from fasttfm.train.progress import tracked
+
+_BLOCK_BYTES = 1 << 26  # of fp32 vectors in memory at a time
+
+
+class Match(NamedTuple):
+    """A vector that was found."""
+
+    index: int  # its number in the file, counted from 0
+    score: float  # the cosine of its angle with the query's
+    text: str | None  # where the file has texts
+
+
+def search(
+    vectors: VectorFile,
+    queries: np.ndarray,
+    count: int = 10,
+    *,
+    device: torch.device | str = "cpu",
+    progress: bool = False,
+) -> list[list[Match]]:
+    """The ``count`` nearest vectors to each query, the nearest first; of equal ones the first in the file.
+
+    Args:
+        vectors: A block of them is in memory at a time.
+        queries: [queries, width].
+        device: Where similarities are computed.
+        progress: Whether to show it on stderr.
+    """
+    if count < 1:
+        raise ValueError(f"search: count: expected a number from 1 on, got {count}")
+    wanted = functional.normalize(torch.as_tensor(queries, dtype=torch.float32, device=device), dim=-1)
+    best: list[list[Match]] = [[] for _ in range(len(wanted))]
+    rows = max(1, _BLOCK_BYTES // (4 * max(1, wanted.shape[1])))
+    first = 0
+    blocks = vectors.blocks(rows)
+    if progress:
+        blocks = tracked(blocks, "blocks", total=None if vectors.count is None else -(-vectors.count // rows))
+    for block, texts in blocks:
+        if block.shape[1] != wanted.shape[1]:
+            got = f"{block.shape[1]}; a model's have the same width with the same --model, --layers and --pooling"
+            raise data_error(vectors.path, f"vectors of {wanted.shape[1]} numbers, as the queries have", got)
+        scores = wanted @ functional.normalize(torch.as_tensor(block, device=device), dim=-1).T
+        for found, row in zip(best, _largest(scores, count), strict=True):
+            found += [Match(first + at, score, None if texts is None else texts[at]) for at, score in row]
+            found.sort(key=lambda match: (-match.score, match.index))
+            del found[count:]
+        first += len(block)
+    if not first:
+        raise data_error(vectors.path, "vectors", "none")
+    return best
+
+
+def _largest(scores: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """The columns of the largest scores of each row, with these."""
+    values, columns = scores.topk(min(count, scores.shape[1]), dim=1)
+    return [list(zip(*row, strict=True)) for row in zip(columns.tolist(), values.tolist(), strict=True)]
+
+
+def with_texts(matches: list[list[Match]], texts: Iterable[str], total: int, source: str) -> list[list[Match]]:
+    """Matches with the texts that they are the vectors of. Only those texts are kept in memory.
+
+    Args:
+        texts: All of them, in the order of the vectors.
+        total: The number of vectors.
+        source: Where the texts are from, for errors.
+    """
+    wanted = {match.index for row in matches for match in row}
+    found: dict[int, str] = {}
+    number = -1
+    for number, text in enumerate(texts):
+        if number in wanted:
+            found[number] = text
+    if number + 1 != total:
+        raise data_error(source, f"{total:,} texts, one for each vector", f"{number + 1:,}")
+    return [[match._replace(text=found[match.index]) for match in row] for row in matches]

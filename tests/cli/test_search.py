@@ -1,0 +1,150 @@
+"""``fasttfm search`` over the files of ``fasttfm embed``, and ``fasttfm show attention``."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fasttfm.cli.main import main
+from fasttfm.data import load_tokenizer
+from fasttfm.models.family import Head
+from fasttfm.tasks import search as search_module
+from fasttfm.tasks.families import open_model
+from fasttfm.tasks.search import search
+from fasttfm.tasks.vector_files import Row, VectorFile, write_vectors
+
+TEXTS = ["Peace and commerce with all nations.", "War.", "", "The army and the navy of the United States."]
+
+
+def run(*arguments: Any) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    with pytest.raises(SystemExit):
+        run(*arguments)
+    return capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def folder(bert_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts with their vectors."""
+    folder = tmp_path_factory.mktemp("vectors")
+    (folder / "texts.txt").write_text("\n".join(TEXTS) + "\n")
+    call = ("embed", "--model", bert_directory, "--data", folder / "texts.txt", "--device", "cpu", "--pooling", "max")
+    for name in ("vectors.npy", "vectors.jsonl", "vectors.safetensors"):
+        assert run(*call, "--output", folder / name) == 0
+    return folder
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors", "jsonl", "csv"])
+def test_matches_are_those_of_a_whole_product(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    vectors, queries = random.normal(size=(50, 8)).astype(np.float32), random.normal(size=(3, 8)).astype(np.float32)
+    vectors[7] = vectors[33] = queries[1]
+    vectors[20] = 0
+    path = tmp_path / f"vectors.{suffix}"
+    write_vectors(path, (Row(f"text {n}", vector) for n, vector in enumerate(vectors)))
+    monkeypatch.setattr(search_module, "_BLOCK_BYTES", 4 * 8 * 6)  # blocks of six vectors
+    found = search(VectorFile(path), queries, 5)
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    scores = queries @ (vectors / np.where(norms, norms, 1)).T / np.linalg.norm(queries, axis=1, keepdims=True)
+    for row, expected in zip(found, scores, strict=True):
+        order = np.lexsort((np.arange(50), -expected))[:5]
+        assert [match.score for match in row] == pytest.approx(expected[order], abs=1e-6)
+        assert [match.index for match in row] == list(order)
+        assert {match.text for match in row} == ({f"text {n}" for n in order} if suffix in ("jsonl", "csv") else {None})
+    assert [match.index for match in found[1][:2]] == [7, 33]
+
+
+def test_a_text_finds_itself(
+    folder: Path, bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ("search", "--model", bert_directory, "--query", TEXTS[3], "--top", 2, "--device", "cpu")
+    options = ("--vectors", folder / "vectors.npy", "--texts", folder / "texts.txt", "--pooling", "max")
+    assert run(*call, *options) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == TEXTS[3]
+    assert re.fullmatch(rf" +1\.000 +4  {re.escape(TEXTS[3])}", lines[1])
+    assert len(lines) == 3
+    # The file remembers the pooling, and with its own texts no --texts is needed.
+    output = tmp_path / "found.jsonl"
+    assert run(*call, "--vectors", folder / "vectors.safetensors", "--output", output) == 0
+    assert run(*call, "--vectors", folder / "vectors.jsonl", *options[4:], "--output", output, "--overwrite") == 0
+    (row,) = (json.loads(line) for line in output.open())
+    assert row["query"] == TEXTS[3]
+    assert row["matches"][0] == {"index": 3, "score": 1.0, "text": TEXTS[3]}
+    assert run("search", "--vectors", folder / "vectors.npy", "--query-vectors", folder / "vectors.npy") == 0
+    assert capsys.readouterr().out.count("query ") == len(TEXTS)
+
+
+def test_sentences_say_what_is_wrong(
+    folder: Path, bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vectors = ("search", "--vectors", folder / "vectors.npy")
+    assert "--query: expected --query or --queries, or else --query-vectors" in refused(capsys, *vectors)
+    assert "--model: expected the model that made the vectors" in refused(capsys, *vectors, "--query", "a")
+    query = ("--query", "a", "--model", bert_directory, "--device", "cpu")
+    assert "--top: expected a number from 1 on, got 0" in refused(capsys, *vectors, *query, "--top", 0)
+    assert "vectors of 128 numbers, as the queries have, got 64" in refused(
+        capsys, *vectors, *query, "--pooling", "mean,max"
+    )
+    (tmp_path / "texts.txt").write_text("a\nb\n")
+    assert "expected 4 texts, one for each vector, got 2" in refused(
+        capsys, *vectors, *query, "--texts", tmp_path / "texts.txt"
+    )
+    (tmp_path / "broken.npy").write_text("not numbers")
+    assert "broken.npy: expected a file of vectors" in refused(
+        capsys, "search", "--vectors", tmp_path / "broken.npy", *query
+    )
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n')
+    assert "broken.jsonl, line 1: expected an object with 'text' and 'vector'" in refused(
+        capsys, "search", "--vectors", tmp_path / "broken.jsonl", *query
+    )
+
+
+# ---- show attention --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt"])
+def test_the_page_has_the_models_weights(
+    family: str, bert_directory: Path, gpt_directory: Path, tmp_path: Path
+) -> None:
+    directory = {"bert": bert_directory, "gpt": gpt_directory}[family]
+    call = ("show", "attention", "--model", directory, "--text", "War and peace", "--device", "cpu")
+    assert run(*call, "--output", tmp_path / "page.html") == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")  # a name, which nothing is requested from
+    data = json.loads(re.search(r"const data = (.*);", page)[1])  # type: ignore[index]
+    tokenizer = load_tokenizer(directory)
+    ids = tokenizer.encode("War and peace")
+    if family == "bert":
+        ids = [tokenizer.special.cls, *ids, tokenizer.special.sep]
+    with torch.no_grad():
+        model = open_model(directory, Head.NONE)
+        (expected,) = model.eval()(torch.tensor([ids]), output_attentions=True).attentions
+    found = np.frombuffer(base64.b64decode(data["weights"]), np.uint8).reshape(expected.shape) / 255
+    found = found * np.array(data["largest"])[..., None, None]
+    assert np.abs(found - expected.numpy()).max() <= expected.max() / 510 + 1e-4  # 8 bits, and four digits
+    assert (len(data["tokens"]), data["layers"], data["heads"]) == (len(ids), [1], [1, 2])
+
+
+def test_a_picture_of_chosen_heads(bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="it draws the picture")
+    call = ("show", "attention", "--model", bert_directory, "--text", "War and peace", "--device", "cpu")
+    assert run(*call, "--second", "a </script> b", "--heads", "2", "--output", tmp_path / "maps.png") == 0
+    assert (tmp_path / "maps.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.startswith("1 maps of")
+    assert "which exists; --overwrite" in refused(capsys, *call, "--output", tmp_path / "maps.png")
+    other = ("--output", tmp_path / "other.png")
+    assert "heads: expected numbers from 1 to 2, got 3" in refused(capsys, *call, *other, "--heads", "2-3")
+    assert "--layers: expected numbers such as 1,2 or 1-4, got 'x'" in refused(capsys, *call, *other, "--layers", "x")
+    assert run(*call, "--max-tokens", 4, *other) == 0
+    assert "more than 4 tokens and is truncated by" in capsys.readouterr().err
