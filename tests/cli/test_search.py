@@ -59,9 +59,9 @@ def test_matches_are_those_of_a_whole_product(suffix: str, tmp_path: Path, monke
     for row, expected in zip(found, scores, strict=True):
         order = np.lexsort((np.arange(50), -expected))[:5]
         assert [match.score for match in row] == pytest.approx(expected[order], abs=1e-6)
-        assert [match.index for match in row] == list(order)
+        assert [match.row for match in row] == list(order)
         assert {match.text for match in row} == ({f"text {n}" for n in order} if suffix in ("jsonl", "csv") else {None})
-    assert [match.index for match in found[1][:2]] == [7, 33]
+    assert [match.row for match in found[1][:2]] == [7, 33]
 
 
 def test_a_text_finds_itself(

@@ -109,7 +109,7 @@ def _print(names: list[str], found: list[list[Any]]) -> None:
         print(name)
         for match in row:
             text = "" if match.text is None else f"  {match.text}"
-            print(f"  {match.score:6.3f}  {match.index + 1:>8,}{text}")
+            print(f"  {match.score:6.3f}  {match.row + 1:>8,}{text}")
 
 
 def _write(path: Path, names: list[str], found: list[list[Any]]) -> None:
@@ -120,5 +120,5 @@ def _write(path: Path, names: list[str], found: list[list[Any]]) -> None:
 
 def _lines(names: list[str], found: list[list[Any]]) -> Iterator[dict[str, Any]]:
     for name, row in zip(names, found, strict=True):
-        matches = [{"index": match.index, "score": round(match.score, 6), "text": match.text} for match in row]
+        matches = [{"index": match.row, "score": round(match.score, 6), "text": match.text} for match in row]
         yield {"query": name, "matches": matches}

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -129,7 +130,11 @@ def attention_maps(
         warnings.warn(f"the text has more than {length} tokens and is truncated by {sequence.cut}", stacklevel=2)
     base = base_of(model.eval())
     batch = collate([Feature(0, [sequence])], segments=form.segments).to(next(model.parameters()).device)
-    inputs = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": len(sequence.ids), "output_attentions": True}
+    inputs: dict[str, Any] = {
+        "cu_seqlens": batch.cu_seqlens,
+        "max_seqlen": len(sequence.ids),
+        "output_attentions": True,
+    }
     segments = None if base.embeddings.segment is None else batch.token_type_ids
     with torch.inference_mode():
         found = base.encode(batch.input_ids, token_type_ids=segments, **inputs).attentions

@@ -20,7 +20,7 @@ _BLOCK_BYTES = 1 << 26  # of fp32 vectors in memory at a time
 class Match(NamedTuple):
     """A vector that was found."""
 
-    index: int  # its number in the file, counted from 0
+    row: int  # its number in the file, counted from 0
     score: float  # the cosine of its angle with the query's
     text: str | None  # where the file has texts
 
@@ -57,7 +57,7 @@ def search(
         scores = wanted @ functional.normalize(torch.as_tensor(block, device=device), dim=-1).T
         for found, row in zip(best, _largest(scores, count), strict=True):
             found += [Match(first + at, score, None if texts is None else texts[at]) for at, score in row]
-            found.sort(key=lambda match: (-match.score, match.index))
+            found.sort(key=lambda match: (-match.score, match.row))
             del found[count:]
         first += len(block)
     if not first:
@@ -79,7 +79,7 @@ def with_texts(matches: list[list[Match]], texts: Iterable[str], total: int, sou
         total: The number of vectors.
         source: Where the texts are from, for errors.
     """
-    wanted = {match.index for row in matches for match in row}
+    wanted = {match.row for row in matches for match in row}
     found: dict[int, str] = {}
     number = -1
     for number, text in enumerate(texts):
@@ -87,4 +87,4 @@ def with_texts(matches: list[list[Match]], texts: Iterable[str], total: int, sou
             found[number] = text
     if number + 1 != total:
         raise data_error(source, f"{total:,} texts, one for each vector", f"{number + 1:,}")
-    return [[match._replace(text=found[match.index]) for match in row] for row in matches]
+    return [[match._replace(text=found[match.row]) for match in row] for row in matches]
