@@ -44,6 +44,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "electra": {**_BERT, "embedding_size": 16, "generator_size": 0.5},
     "gpt": _GPT,
     "gpt2": _GPT,
+    "gpt3": {**_GPT, "local_window": 8},
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
 }
 
 

@@ -59,9 +59,10 @@ def test_a_step_is_timed_against_plain_torch(
         (["--no-compare"], False),
         (["roberta"], False),
     ):
-        assert pretrain._compares(parser.parse_args(["pretrain", *given])) == expected
+        parsed = parser.parse_args(["pretrain", "--output", "x", *given])
+        assert pretrain._compares(parsed.compare, pretrain._settings(parsed)[0]) == expected
     with pytest.raises(ValueError, match="--compare: expected with bert or gpt2, got albert"):
-        pretrain._compares(parser.parse_args(["pretrain", "albert", "--compare"]))
+        pretrain._compares(True, pretrain._settings(parser.parse_args(["pretrain", "albert"]))[0])
 
 
 def test_a_new_folder_for_every_run(corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

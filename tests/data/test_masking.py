@@ -148,3 +148,21 @@ def test_the_same_generator_gives_the_same_masks() -> None:
 def test_bad_settings(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Masking(**options)  # type: ignore[arg-type]
+
+
+def test_spans_are_replaced_as_a_whole() -> None:
+    """SpanBERT's: lengths in proportion to 0.8^n up to the longest, and one kind of replacement for a span."""
+    _, after, text, positions, labels = apply(Masking(ngram=10, spans=True), [500] * 400)
+    assert round(0.15 * len(text)) - 10 < len(positions) <= round(0.15 * len(text))
+    kinds = np.where(after[positions] == MASK, 0, np.where(after[positions] == labels, 2, 1))
+    gaps = np.diff(positions) > 1
+    same = kinds[1:] == kinds[:-1]
+    # Neighbours are of one span, or of two that touch, which is rare and then of equal kinds in 0.66 of the cases.
+    assert same[~gaps].mean() > 0.9
+    assert close(int(same[gaps].sum()), int(gaps.sum()), 0.8**2 + 2 * 0.1**2)
+    weights = 0.8 ** np.arange(1, 11)
+    mean = (weights * np.arange(1, 11)).sum() / weights.sum()
+    runs = np.diff(np.flatnonzero(np.concatenate([[True], gaps, [True]])))
+    assert mean == pytest.approx(3.8, abs=0.05)
+    # A run is a span, or a few that touch: with 15% of the tokens in spans, the next token begins another in 4%.
+    assert mean < runs.mean() < 1.3 * mean

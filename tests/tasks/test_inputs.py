@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fasttfm import models
-from fasttfm.data.tokenizer import train_tokenizer
+from fasttfm.data.tokenizer_training import train_tokenizer
 from fasttfm.models.families import FAMILIES
 from fasttfm.models.family import Head
 from fasttfm.models.openai_gpt import task_sequence

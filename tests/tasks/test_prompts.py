@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fasttfm.data.texts import DataError
-from fasttfm.data.tokenizer import train_tokenizer
+from fasttfm.data.tokenizer_training import train_tokenizer
 from fasttfm.tasks.prompts import Prompt, Shot, read_shots, text_pieces, until
 
 SHOTS = [Shot("sea otter", "loutre de mer"), Shot("plush giraffe", "girafe peluche")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fasttfm.train.curves import write_curves
-from fasttfm.train.logs import RunLog, Stopwatch, read_rows
+from fasttfm.train.logs import RunLog, Stopwatch, perplexity, read_rows
 from fasttfm.train.loop import StepResult
 from fasttfm.train.progress import Progress
 
@@ -47,6 +47,18 @@ def test_rows_are_means_and_survive_an_interruption(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "log.csv")[-1]["skipped"] == "1"
     write_curves(tmp_path / "log.csv", tmp_path / "curves.png", "a run")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_utilization_and_perplexity(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, ["words"], steps=2, every=1, peak=1e12, perplexity="words")
+    log.add([result(1), result(2)])
+    log.write({"loss": 9.0, "words": 2.0})
+    log.close()
+    first, last = read_rows(tmp_path / "log.csv")
+    assert first["validation_perplexity"] == ""
+    assert float(last["validation_perplexity"]) == pytest.approx(7.389, abs=1e-3)
+    assert float(first["mfu"]) > 0
+    assert perplexity(1e4) == float("inf")
 
 
 def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from fasttfm.models.family import Head
 from fasttfm.testing.tolerance import OUTPUT_FACTOR, compare
 from fasttfm.train.logs import read_rows
 from fasttfm.train.loop import Trainer
-from fasttfm.train.pretrain import RunError, pretrain, run_lock
+from fasttfm.train.pretrain import RunError, pretrain
+from fasttfm.train.run_directory import SETTINGS, run_lock
 
 
 @pytest.mark.parametrize("family", trained_on_text())
@@ -80,10 +81,11 @@ HEADS = {
     "electra": ("AutoModelForPreTraining", "logits"),
     "gpt": ("AutoModelForCausalLM", "logits"),
     "gpt2": ("AutoModelForCausalLM", "logits"),
+    "distilbert": ("AutoModelForMaskedLM", "logits"),
 }
 
 
-@pytest.mark.parametrize("family", trained_on_text())
+@pytest.mark.parametrize("family", HEADS)
 def test_transformers_opens_a_checkpoint_with_equal_outputs(
     family: str, corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,10 +114,10 @@ def test_killed_at_twenty_random_moments(corpus: dict[str, Path], tmp_path: Path
     """Whatever a run was doing, tokenizing, computing or writing a checkpoint, the next one goes on from there."""
     settings = settings_of(corpus, steps=60)
     options: dict[str, Any] = {"checkpoint_every": 2, "evaluate_every": 20, "keep": 2}
-    begun = time.perf_counter()
+    started = time.perf_counter()
     process = train_runs.start(train_runs.train, settings, run_of(tmp_path / "whole", **options))
     process.join()
-    longest = (time.perf_counter() - begun) / 6
+    longest = (time.perf_counter() - started) / 6
     assert process.exitcode == 0
     expected = results(tmp_path / "whole")
 
@@ -125,7 +127,8 @@ def test_killed_at_twenty_random_moments(corpus: dict[str, Path], tmp_path: Path
         runs += 1
         output = tmp_path / f"killed-{runs}"
         while True:
-            process = train_runs.start(train_runs.train, settings, run_of(output, resume=True, **options))
+            begun = (output / SETTINGS).exists()
+            process = train_runs.start(train_runs.train, settings, run_of(output, resume=begun, **options))
             process.join(draw.uniform(0, longest) if kills < 20 else None)
             if process.exitcode is not None:
                 break

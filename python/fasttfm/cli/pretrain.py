@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fasttfm.cli.options import exit_on_user_error, new_directory
-from fasttfm.models.families import FAMILIES, trained_on_text
+from fasttfm.models.families import FAMILIES, objectives_of, trained_on_text
 
 _COMPARED = ("bert", "gpt2")  # whose training step is timed against plain torch
 _DEFAULT_RATES = {"tiny": 1e-3, "mini": 1e-3, "small": 5e-4, "medium": 5e-4}  # the others': 1e-4
+_INIT_RATE = 5e-5  # of a model that has been trained before
+
+# Options whose names are fields of the settings: of the whole run, of its parts, and of where it runs.
+_FIELDS = (
+    *("objective", "vocabulary", "vocabulary_kind", "strip_accents", "held_out", "tokens_per_step", "accumulation"),
+    *("max_length", "masking", "mask_share", "random_share", "whole_word", "ngram", "spans", "dropout", "seed"),
+)
+_OPTIMIZER = {"optimizer": "name", "learning_rate": "learning_rate", "weight_decay": "weight_decay", "betas": "betas"}
+_SCHEDULE = {"steps": "steps", "warmup": "warmup", "schedule": "kind"}
+_STEP = {"precision": "precision", "compile": "compile", "cuda_graph": "cuda_graph", "bad_steps": "bad_steps"}
+_RUN = (
+    *("prepared", "device", "parallel", "checkpoint_every", "keep", "evaluate_every", "evaluation_batches"),
+    *("log_every", "workers"),
+)
 
 _EXAMPLES = """
 examples:
   fasttfm pretrain                                        a small BERT on the text that ships with the package
   fasttfm pretrain gpt2 --data 'books/*.txt' --size small --tokens-per-step 65536 --steps 20000
-  fasttfm pretrain bert --output run --resume             resume an interrupted run
+  fasttfm pretrain --init bert-base-uncased --objective mlm --data papers/ --output adapted     domain adaptation
+  fasttfm pretrain --init adapted --max-length 512 --data papers/ --output longer               then longer sequences
+  fasttfm pretrain --resume --output run                  resume an interrupted run with its own settings
   torchrun --nproc-per-node 8 -m fasttfm pretrain bert --size large --parallel fsdp --data corpus/ --output run
 """
 
@@ -34,63 +52,98 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "model", nargs="?", default="bert", choices=tuple(trained_on_text()), help="the family; default: bert"
+        "model", nargs="?", choices=tuple(trained_on_text()), help="the family; default: bert, or that of --init"
     )
     parser.add_argument("--size", help="a named size of the family, for example base; default: a small one")
     parser.add_argument(
-        "--set", nargs="+", default=[], type=_field, metavar="FIELD=VALUE", help="override config fields"
+        "--init",
+        metavar="DIR",
+        help="start from this checkpoint (of transformers or fasttfm), its tokenizer too",
     )
+    parser.add_argument(
+        "--objective",
+        metavar="NAME",
+        help="mlm, mlm+nsp, mlm+sop, rtd or clm; default: the family's own, or what the model of --init is made for",
+    )
+    parser.add_argument("--set", nargs="+", type=_field, metavar="FIELD=VALUE", help="override config fields")
     _add_data(parser.add_argument_group("data"))
+    _add_masking(parser.add_argument_group("masked tokens"))
     _add_training(parser.add_argument_group("training"))
     _add_run(parser.add_argument_group("run"))
     parser.set_defaults(refuse=parser.error)
+
+
+# An option that is not given is None: a new run has the default, a resumed one its own setting.
 
 
 def _add_data(group: Any) -> None:
     group.add_argument(
         "--data",
         nargs="+",
-        default=[],
         metavar="PATH",
         help=".txt, .jsonl or .parquet files, folders or patterns; default: the text that ships with the package",
     )
-    group.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json, vocab.txt or a folder; default: trained")
-    group.add_argument("--vocabulary", type=int, default=4000, help="vocabulary size of a trained tokenizer (4000)")
-    group.add_argument("--prepared", type=Path, metavar="FOLDER", help="folder of token shards, reused by other runs")
     group.add_argument(
-        "--held-out", type=float, default=0.02, help="fraction of the documents in the validation set (0.02)"
+        "--tokenizer",
+        metavar="PATH",
+        help="a folder, tokenizer.json, vocab.txt, vocab.json or .model; default: that of --init, or a trained one",
     )
-    group.add_argument("--max-length", type=int, default=128, help="max tokens per sequence (128)")
-    group.add_argument("--masking", type=float, default=0.15, help="fraction of tokens that are masked (0.15)")
-    group.add_argument("--whole-word", action="store_true", help="mask whole words")
-    group.add_argument("--ngram", type=int, default=1, help="mask n-grams of up to this length (1)")
+    group.add_argument("--vocabulary", type=int, help="vocabulary size of a trained tokenizer (4000)")
+    group.add_argument(
+        "--vocabulary-kind", metavar="KIND", help="wordpiece, bpe or unigram; default: the family's own kind"
+    )
+    group.add_argument("--cased", action="store_true", default=None, help="a trained tokenizer keeps capital letters")
+    group.add_argument(
+        "--strip-accents", action="store_true", default=None, help="a trained tokenizer removes accents from letters"
+    )
+    group.add_argument("--prepared", type=Path, metavar="FOLDER", help="folder of token shards, reused by other runs")
+    group.add_argument("--held-out", type=float, help="fraction of the documents in the validation set (0.02)")
+    group.add_argument("--max-length", type=int, help="max tokens per sequence (128)")
     group.add_argument("--workers", type=int, help="data loading processes; default: 2 with a GPU, else 0")
 
 
-def _add_training(group: Any) -> None:
-    group.add_argument("--steps", type=int, default=400, help="optimizer steps (400)")
-    group.add_argument("--tokens-per-step", type=int, default=2048, help="summed over all processes (2048)")
-    group.add_argument("--accumulation", type=int, default=1, help="gradient accumulation steps per process (1)")
-    group.add_argument("--optimizer", default="adamw", help="adamw (default) or lamb")
-    group.add_argument("--learning-rate", type=float, help="peak learning rate; default by size: 0.001 to 0.0001")
+def _add_masking(group: Any) -> None:
+    group.add_argument("--masking", type=float, help="fraction of tokens that are predicted (0.15)")
+    group.add_argument("--mask-share", type=float, help="of these, the fraction that becomes [MASK] (0.8; for rtd 1)")
+    group.add_argument("--random-share", type=float, help="the fraction that becomes a random token (0.1; for rtd 0)")
+    group.add_argument("--whole-word", action="store_true", default=None, help="mask whole words")
+    group.add_argument("--ngram", type=int, help="mask n-grams of up to this length (1; with --spans 10)")
     group.add_argument(
-        "--weight-decay", type=float, default=0.01, help="weight decay, except for biases and LayerNorms (0.01)"
+        "--spans", action="store_true", default=None, help="mask spans of whole words as SpanBERT does, mean length 3.8"
     )
-    group.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="Adam betas (0.9 0.999)")
-    group.add_argument("--schedule", default="linear", help="linear (default), cosine or constant")
+
+
+def _add_training(group: Any) -> None:
+    group.add_argument("--steps", type=int, help="optimizer steps (400)")
+    group.add_argument("--tokens-per-step", type=int, help="summed over all processes (2048)")
+    group.add_argument("--accumulation", type=int, help="gradient accumulation steps per process (1)")
+    group.add_argument("--optimizer", help="adamw (default) or lamb")
+    group.add_argument(
+        "--learning-rate", type=float, help="peak learning rate; default by size: 0.001 to 0.0001, with --init 0.00005"
+    )
+    group.add_argument("--weight-decay", type=float, help="weight decay, except for biases and LayerNorms (0.01)")
+    group.add_argument("--betas", type=float, nargs=2, metavar="B", help="Adam betas (0.9 0.999)")
+    group.add_argument("--schedule", help="linear (default), cosine or constant")
     group.add_argument("--warmup", type=int, help="warmup steps; default: a tenth of all steps")
-    group.add_argument("--clip", type=float, default=1.0, help="max gradient norm; 0 disables clipping (1.0)")
+    group.add_argument("--clip", type=float, help="max gradient norm; 0 disables clipping (1.0)")
     group.add_argument("--dropout", type=float, help="dropout probability; default: that of the size")
     group.add_argument("--precision", help="bfloat16 (default on a GPU) or float32 (default on a CPU)")
-    group.add_argument("--compile", action="store_true", help="compile the forward with torch.compile")
-    group.add_argument("--cuda-graph", action="store_true", help="run the step as a CUDA graph: one GPU, fixed shapes")
-    group.add_argument("--bad-steps", type=int, default=5, help="consecutive non-finite steps that end the run (5)")
-    group.add_argument("--seed", type=int, default=0, help="random seed (0)")
+    group.add_argument("--compile", action="store_true", default=None, help="compile the forward with torch.compile")
+    group.add_argument(
+        "--cuda-graph", action="store_true", default=None, help="run the step as a CUDA graph: one GPU, fixed shapes"
+    )
+    group.add_argument("--bad-steps", type=int, help="consecutive non-finite steps that end the run (5)")
+    group.add_argument("--seed", type=int, help="random seed (0)")
 
 
 def _add_run(group: Any) -> None:
     group.add_argument("--output", type=Path, help="the run's folder; default: a new one under fasttfm-runs")
-    group.add_argument("--resume", action="store_true", help="resume from the newest checkpoint in --output")
+    group.add_argument(
+        "--resume", action="store_true", help="resume the run in --output from its newest checkpoint, with its settings"
+    )
+    group.add_argument(
+        "--more-steps", type=int, metavar="N", help="with --resume: train N steps more than the run was to have"
+    )
     group.add_argument(
         "--overwrite", action="store_true", help="replace the run in --output, or write to a folder that has files"
     )
@@ -99,10 +152,10 @@ def _add_run(group: Any) -> None:
     group.add_argument(
         "--checkpoint-every", type=int, metavar="STEPS", help="default: five times per run, at most every 1000"
     )
-    group.add_argument("--keep", type=int, default=3, help="checkpoints to keep (3)")
+    group.add_argument("--keep", type=int, help="checkpoints to keep (3)")
     group.add_argument("--evaluate-every", type=int, metavar="STEPS", help="default: ten times per run")
-    group.add_argument("--evaluation-batches", type=int, default=8, help="per process (8)")
-    group.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="steps per log row (10)")
+    group.add_argument("--evaluation-batches", type=int, help="per process (8)")
+    group.add_argument("--log-every", type=int, metavar="STEPS", help="steps per log row (10)")
     group.add_argument(
         "--compare",
         action=argparse.BooleanOptionalAction,
@@ -129,34 +182,34 @@ def run(arguments: argparse.Namespace) -> int:
     begun = time.perf_counter()
     with exit_on_user_error(arguments):
         settings, where = _settings(arguments)
-        compares = _compares(arguments)
+        compares = _compares(arguments.compare, settings)
         summary = pretrain(settings, where)
         if summary is not None and not arguments.quiet:
             print(_report(summary, time.perf_counter() - begun))
             if summary.learnt is not None:
                 print(f"\n{summary.learnt}")
             if compares:
-                print(f"\n{_step_times(summary, arguments.model, where.device)}")
+                print(f"\n{_step_times(summary, settings.family, where.device)}")
     return 0
 
 
-def _compares(arguments: argparse.Namespace) -> bool:
+def _compares(asked: bool | None, settings: Any) -> bool:
     """Whether a step is timed against plain torch: by default where the package's own model and text are tried."""
-    if arguments.compare is None:
-        return arguments.model in _COMPARED and not arguments.data
-    if arguments.compare and arguments.model not in _COMPARED:
-        raise ValueError(f"--compare: expected with {' or '.join(_COMPARED)}, got {arguments.model}")
-    return bool(arguments.compare)
+    own = settings.family in _COMPARED and settings.objective is None and settings.init is None
+    if asked is None:
+        return own and not settings.data
+    if asked and not own:
+        got = settings.family if settings.family not in _COMPARED else "--objective or --init"
+        raise ValueError(f"--compare: expected with {' or '.join(_COMPARED)}, got {got}")
+    return asked
 
 
 def _step_times(summary: Any, model: str, device: str | None) -> Any:
     import torch
 
-    from fasttfm import models
     from fasttfm.cli.torch_step import compare_steps
 
-    kind = models.BertForPreTraining if model == "bert" else models.GPT2LMHeadModel
-    config = kind.from_pretrained(summary.checkpoint).config
+    config: Any = FAMILIES[model].config.from_pretrained(summary.checkpoint)
     return compare_steps(config, summary.batch, torch.device(device or _default_device()))
 
 
@@ -167,60 +220,123 @@ def _default_device() -> str:
 
 
 def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    from fasttfm.train.settings import (
-        OptimizerSettings,
-        PretrainSettings,
-        RunSettings,
-        ScheduleSettings,
-        StepSettings,
-    )
+    from fasttfm.train.run_directory import read_settings
+    from fasttfm.train.settings import RunSettings
 
-    if arguments.resume and arguments.overwrite:
-        raise ValueError("--resume: expected without --overwrite, which starts a new run")
+    for name in ("overwrite", "init"):
+        if arguments.resume and getattr(arguments, name):
+            raise ValueError(f"--resume: expected without --{name}, which starts a new run")
     if arguments.resume and arguments.output is None:
         raise ValueError("--resume: expected --output, the folder of the run to resume")
-    size = arguments.size or FAMILIES[arguments.model].default_size
-    device = arguments.device or _default_device()
-    warmup = arguments.steps // 10 if arguments.warmup is None else arguments.warmup
-    settings = PretrainSettings(
-        arguments.model,
-        size,
-        ScheduleSettings(arguments.steps, warmup, arguments.schedule),
-        OptimizerSettings(
-            arguments.optimizer,
-            _DEFAULT_RATES.get(size, 1e-4) if arguments.learning_rate is None else arguments.learning_rate,
-            tuple(arguments.betas),
-            weight_decay=arguments.weight_decay,
-        ),
-        StepSettings(
-            arguments.clip or None,
-            arguments.precision or ("bfloat16" if device.startswith("cuda") else "float32"),
-            arguments.compile,
-            arguments.cuda_graph,
-            arguments.bad_steps,
-        ),
-        **{
-            name: getattr(arguments, name)
-            for name in (
-                *("tokenizer", "vocabulary", "held_out", "tokens_per_step", "accumulation", "max_length", "masking"),
-                *("whole_word", "ngram", "dropout", "seed"),
-            )
-        },
-        data=tuple(arguments.data),
-        changes=dict(arguments.set),
-    )
+    if arguments.more_steps is not None and not (arguments.resume and arguments.more_steps > 0):
+        raise ValueError(f"--more-steps: expected a number above 0, with --resume, got {arguments.more_steps}")
+    own: dict[str, Any] = {}
+    if arguments.resume:
+        base, own = read_settings(arguments.output)
+        if arguments.more_steps is not None:
+            more = dataclasses.replace(base.schedule, steps=base.schedule.steps + arguments.more_steps)
+            base = dataclasses.replace(base, schedule=more)
+    else:
+        base = _new_settings(arguments)
+    settings = _changed(base, arguments)
+    name = f"{settings.family}-{settings.size or 'adapted'}"
     where = RunSettings(
-        arguments.output or _new_directory(f"{arguments.model}-{size}"),
+        arguments.output or _new_directory(name),
+        **{**own, **_given(arguments, {option: option for option in _RUN})},
         progress=not arguments.quiet,
-        **{
-            name: getattr(arguments, name)
-            for name in (
-                *("prepared", "device", "parallel", "resume", "overwrite", "checkpoint_every", "keep"),
-                *("evaluate_every", "evaluation_batches", "log_every", "workers"),
-            )
-        },
+        resume=arguments.resume,
+        overwrite=arguments.overwrite,
+        more_steps=arguments.more_steps is not None,
     )
     return settings, where
+
+
+def _given(arguments: argparse.Namespace, fields: Mapping[str, str]) -> dict[str, Any]:
+    """The options that are on the command line, by the names of their fields."""
+    named = {field: getattr(arguments, option) for option, field in fields.items()}
+    return {field: value for field, value in named.items() if value is not None}
+
+
+def _new_settings(arguments: argparse.Namespace) -> Any:
+    """The settings of a new run, where the command line does not say otherwise."""
+    from fasttfm.train.settings import OptimizerSettings, PretrainSettings, ScheduleSettings, StepSettings
+
+    family, size, objective, init = arguments.model or "bert", arguments.size, None, None
+    if arguments.init is not None:
+        if size is not None:
+            raise ValueError("--size: expected without --init, whose checkpoint has a size")
+        for option in ("vocabulary", "vocabulary_kind", "cased", "strip_accents"):
+            if getattr(arguments, option) is not None:
+                raise ValueError(f"--{option.replace('_', '-')}: expected without --init, whose tokenizer is used")
+        family, objective, init = _checkpoint(arguments.init, arguments.model, arguments.objective)
+    if size is None:
+        size = "" if init else FAMILIES[family].default_size
+    steps = 400 if arguments.steps is None else arguments.steps
+    device = arguments.device or _default_device()
+    return PretrainSettings(
+        family,
+        size,
+        ScheduleSettings(steps, max(0, steps // 10)),
+        OptimizerSettings(learning_rate=_INIT_RATE if init else _DEFAULT_RATES.get(size, 1e-4)),
+        StepSettings(precision="bfloat16" if device.startswith("cuda") else "float32"),
+        init=init,
+        objective=objective,
+    )
+
+
+def _checkpoint(name: str, family: str | None, asked: str | None) -> tuple[str, str | None, str]:
+    """The family of a checkpoint, what it is made to predict (None: what its family predicts), and its directory: of a
+    run that of its newest checkpoint, of ELECTRA the one with both models. ``asked`` is the objective that is given."""
+    from fasttfm.models.checkpoint_files import CONFIG, read_json
+    from fasttfm.models.hub import model_directory
+    from fasttfm.tasks.families import family_of
+    from fasttfm.train.checkpoints import LATEST
+
+    path = model_directory(name)
+    folder = path / LATEST if (path / LATEST).is_dir() and not (path / CONFIG).is_file() else path
+    both = (folder / "discriminator").is_dir() and not (folder / CONFIG).is_file()
+    config = folder / "discriminator" if both else folder
+    found = family_of(config)
+    if family is not None and found.name != family:
+        raise ValueError(f"--init: expected a checkpoint of {family}, got one of {found.name} in {folder}")
+    known = objectives_of(found)
+    made = {found.models[each.head].__name__: name for name, each in known.items()}
+    stated = read_json(config / CONFIG).get("architectures") or []
+    objective = next((made[name] for name in stated if name in made), None)
+    if both:
+        objective = "rtd"
+    elif objective is None and found.name == "electra":
+        if asked != "mlm":
+            got = f"{folder} with one model; --objective mlm trains one as a generator"
+            raise ValueError(f"--init: expected a folder with ELECTRA's 'generator' and 'discriminator', got {got}")
+    elif objective is None:  # a model without a head for its family's own objective
+        objective = "clm" if found.causal else "mlm"
+    return found.name, None if objective == next(iter(known), None) else objective, os.path.abspath(folder)
+
+
+def _changed(base: Any, arguments: argparse.Namespace) -> Any:
+    """The settings with what the command line states."""
+    changes = _given(arguments, {name: name for name in _FIELDS})
+    parts = {"optimizer": _OPTIMIZER, "schedule": _SCHEDULE, "step": _STEP}
+    for part, fields in parts.items():
+        given = _given(arguments, fields)
+        given |= {"betas": tuple(given["betas"])} if "betas" in given else {}
+        given |= {"clip": arguments.clip or None} if part == "step" and arguments.clip is not None else {}
+        changes[part] = dataclasses.replace(getattr(base, part), **given)
+    if arguments.model is not None:
+        changes["family"] = arguments.model
+    if arguments.size is not None:
+        changes["size"] = arguments.size
+    if arguments.cased:
+        changes["lowercase"] = False
+    if arguments.set is not None:
+        changes["changes"] = dict(arguments.set)
+    if arguments.data is not None:
+        changes["data"] = tuple(map(os.path.abspath, arguments.data))
+    if arguments.tokenizer is not None:
+        is_path = os.path.exists(arguments.tokenizer)  # or else a model of the hub
+        changes["tokenizer"] = os.path.abspath(arguments.tokenizer) if is_path else arguments.tokenizer
+    return dataclasses.replace(base, **changes)
 
 
 def _new_directory(name: str) -> Path:
@@ -239,8 +355,15 @@ def _report(summary: Any, seconds: float) -> str:
     rate = "" if summary.tokens_per_second is None else f"; {summary.tokens_per_second:,.0f} tokens/s after warmup"
     return (
         f"{summary.steps} steps, {summary.tokens:,} tokens in {seconds:.0f} s{skipped}{rate}\n"
-        f"training loss {summary.loss:.3f}; validation: {held_out}\n"
+        f"training loss {summary.loss:.3f}; validation: {held_out}{_perplexity(summary)}\n"
         f"checkpoint  {summary.checkpoint}\n"
         f"log         {summary.directory / CSV}\n"
         f"curves      {summary.directory / CURVES}"
     )
+
+
+def _perplexity(summary: Any) -> str:
+    from fasttfm.train.logs import perplexity
+
+    losses = [value for name, value in summary.held_out.items() if name in ("masked_words", "next_words")]
+    return f", perplexity {perplexity(losses[0]):,.1f}" if losses else ""

@@ -11,7 +11,8 @@ from fasttfm.data.examples import SequenceFormat
 from fasttfm.data.masking import Masking
 from fasttfm.data.shards import TokenShards, prepare
 from fasttfm.data.texts import DataError, read_documents, shipped_corpus, shipped_task
-from fasttfm.data.tokenizer import SpecialIds, Tokenizer, load_tokenizer, train_tokenizer
+from fasttfm.data.tokenizer import SpecialIds, Tokenizer, load_tokenizer
+from fasttfm.data.tokenizer_training import train_tokenizer
 
 __all__ = [
     "Batch",

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+_SPAN_DECAY = 0.8  # SpanBERT's lengths are geometric with p = 0.2
+
 
 class Vocabulary(NamedTuple):
     """The properties of a vocabulary that masking needs."""
@@ -27,6 +29,8 @@ class Masking:
             proportion to 1 / n, as ALBERT's.
         mask_share: Of the predicted tokens, those that are replaced by [MASK].
         random_share: And those that are replaced by a random token; the others stay.
+        spans: As SpanBERT's: n-grams of up to ``ngram`` have n with a probability in proportion to 0.8^n, and the
+            tokens of one are all masked, all random, or all kept.
     """
 
     probability: float = 0.15
@@ -34,6 +38,7 @@ class Masking:
     ngram: int = 1
     mask_share: float = 0.8
     random_share: float = 0.1
+    spans: bool = False
 
     def __post_init__(self) -> None:
         for name in ("probability", "mask_share", "random_share"):
@@ -64,9 +69,12 @@ class Masking:
         Returns: positions, int64 [predictions], ascending, and the ids that were there.
         """
         count = round(self.probability * len(text))
-        positions = text[self._choose(ids, text, count, vocabulary, generator)]
+        chosen, groups = self._choose(ids, text, count, vocabulary, generator)
+        positions = text[chosen]
         labels = ids[positions]
         draw = generator.random(len(positions), dtype=np.float32)
+        if self.spans:
+            draw = draw[np.searchsorted(groups, groups)]  # that of the span's first token
         ids[positions[draw < self.mask_share]] = vocabulary.mask
         random = positions[(draw >= self.mask_share) & (draw < self.mask_share + self.random_share)]
         ids[random] = vocabulary.ordinary[generator.integers(0, len(vocabulary.ordinary), len(random))]
@@ -74,18 +82,20 @@ class Masking:
 
     def _choose(
         self, ids: np.ndarray, text: np.ndarray, count: int, vocabulary: Vocabulary, generator: np.random.Generator
-    ) -> np.ndarray:
-        """Which of the text's tokens: ``count``, or fewer by less than a word or an n-gram."""
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which of the text's tokens: ``count``, or fewer by less than a word or an n-gram; and the group of each."""
         if not self.whole_word and self.ngram == 1:
             taken = np.zeros(len(text), dtype=bool)
             taken[generator.choice(len(text), count, replace=False, shuffle=False)] = True
-            return np.flatnonzero(taken)
+            chosen = np.flatnonzero(taken)
+            return chosen, chosen
         groups = self._groups(ids, text, vocabulary, generator)
         sizes = np.bincount(groups) if len(groups) else np.zeros(0, np.int64)
         order = generator.permutation(len(sizes))
         taken = np.zeros(len(sizes), dtype=bool)
         taken[order[np.cumsum(sizes[order]) <= count]] = True
-        return np.flatnonzero(taken[groups])
+        chosen = np.flatnonzero(taken[groups])
+        return chosen, groups[chosen]
 
     def _groups(
         self, ids: np.ndarray, text: np.ndarray, vocabulary: Vocabulary, generator: np.random.Generator
@@ -101,7 +111,7 @@ class Masking:
             return words
         # Lengths of n-grams, side by side over all words; where a part begins, one ends early.
         sizes = np.arange(1, self.ngram + 1)
-        weights = np.cumsum(1 / sizes)
+        weights = np.cumsum(_SPAN_DECAY**sizes if self.spans else 1 / sizes)
         drawn = sizes[np.searchsorted(weights / weights[-1], generator.random(int(words[-1]) + 1), side="right")]
         grams = np.searchsorted(np.cumsum(drawn), words, side="right")
         begins = parts.copy()

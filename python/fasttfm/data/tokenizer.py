@@ -1,26 +1,24 @@
-"""``Tokenizer``: text to ids and back, over the ``tokenizers`` library; trained, loaded, saved as HF's tools want."""
+"""``Tokenizer``: text to ids and back, over the ``tokenizers`` library; saved as HF's tools want it.
+
+``tokenizer_training`` makes one from texts, ``tokenizer_files`` reads one.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from fasttfm import extras
 from fasttfm.atomic_files import atomic_writes, json_text
-from fasttfm.data.texts import DataError, data_error
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.families import family_of_type
 from fasttfm.models.hub import Part, model_directory
-
-Kind = Literal["wordpiece", "bpe"]
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,6 @@ _NAMES = {
     "bos": ("<s>", "<|endoftext|>"),
     "eos": ("</s>", "<|endoftext|>"),
 }
-_WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-_BPE_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")  # RoBERTa's, with its ids
 
 
 class Tokenizer:
@@ -150,116 +146,20 @@ class Tokenizer:
         return not {self.special.cls, self.special.sep}.isdisjoint(self.backend.encode("").ids)
 
 
-def train_tokenizer(
-    kind: Kind, documents: Iterable[str], vocab_size: int, *, lowercase: bool = True, progress: bool = False
-) -> Tokenizer:
-    """A vocabulary of ``documents``: the same texts in the same order give the same one, in every process.
-
-    Args:
-        kind: ``"wordpiece"`` (BERT's, with [PAD], [UNK], [CLS], [SEP], [MASK]) or ``"bpe"`` (bytes, as the GPTs' and
-            RoBERTa's, with ``<s>``, ``<pad>``, ``</s>``, ``<unk>``, ``<mask>``).
-        documents: Texts; ``read_documents`` gives them. WordPiece goes over them twice, the second
-            time in a temporary file.
-        vocab_size: The maximum number of entries, including special ones; fewer if the texts have no more.
-        lowercase: Words in lower case and without accents; WordPiece only.
-        progress: Shows how far it is.
-    """
-    library = _library()
-    if kind not in ("wordpiece", "bpe"):
-        raise ValueError(f"train_tokenizer: kind: expected 'wordpiece' or 'bpe', got {kind!r}")
-    special = _WORDPIECE_SPECIAL if kind == "wordpiece" else _BPE_SPECIAL
-    least = len(special) + (256 if kind == "bpe" else 1)
-    if vocab_size < least:
-        raise ValueError(f"train_tokenizer: vocab_size: expected at least {least} for {kind}, got {vocab_size}")
-    options = {"vocab_size": vocab_size, "special_tokens": list(special), "show_progress": progress}
-    if kind == "wordpiece":
-        vocabulary = _wordpiece_vocabulary(library, documents, lowercase, options)
-        backend = _wordpiece(library, library.models.WordPiece(vocabulary, unk_token="[UNK]"), lowercase)
-    else:
-        lowercase = False
-        backend = library.Tokenizer(library.models.BPE())
-        backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = library.decoders.ByteLevel()
-        alphabet = library.pre_tokenizers.ByteLevel.alphabet()
-        trainer = library.trainers.BpeTrainer(initial_alphabet=sorted(alphabet), **options)
-        backend.train_from_iterator(_pieces(documents), trainer)
-    return _finish(library, backend, _special_by_name(backend, {}), lowercase)
-
-
-def _wordpiece_vocabulary(
-    library: Any, documents: Iterable[str], lowercase: bool, options: dict[str, Any]
-) -> dict[str, int]:
-    """The ids of a WordPiece vocabulary: special tokens, letters, letters inside words (##a), then merges.
-
-    The library numbers letters inside words in the order of a hash table that differs from process to process, and of
-    two pairs that are equally frequent it merges the one with the smaller numbers. So a first pass over the texts,
-    which merges nothing, finds these letters, and the second one gets them in order, as if they were special tokens.
-    """
-
-    def trained(pieces: Iterable[str], vocab_size: int, first: list[str]) -> list[str]:
-        backend = _wordpiece(library, library.models.WordPiece(unk_token="[UNK]"), lowercase)
-        changes = {"vocab_size": vocab_size, "special_tokens": first}
-        backend.train_from_iterator(pieces, library.trainers.WordPieceTrainer(**{**options, **changes}))
-        ids = backend.get_vocab()
-        return sorted(ids, key=ids.__getitem__)
-
-    special: list[str] = options["special_tokens"]
-    with _repeated(_pieces(documents)) as pieces:
-        letters = trained(pieces(), 0, special)[len(special) :]
-        inside = sorted(name for name in letters if len(name) > 1)
-        found = trained(pieces(), options["vocab_size"], [*special, *inside])
-    rest = found[len(special) + len(inside) :]
-    alphabet, merges = rest[: len(letters) - len(inside)], rest[len(letters) - len(inside) :]
-    return {name: id for id, name in enumerate([*special, *alphabet, *inside, *merges])}
-
-
-@contextlib.contextmanager
-def _repeated(pieces: Iterable[str]) -> Iterator[Callable[[], Iterator[str]]]:
-    """An iterable of the pieces, which contain no newline, that can be iterated repeatedly."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="surrogatepass", newline="\n") as file:
-
-        def give() -> Iterator[str]:
-            if file.tell():
-                file.seek(0)
-                yield from (line[:-1] for line in file)
-                return
-            for piece in pieces:
-                file.write(f"{piece}\n")
-                yield piece
-
-        yield give
-
-
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A tokenizer from a folder, a ``tokenizer.json``, a ``vocab.txt`` or a model of the hub (``model_directory``)."""
-    library = _library()
+    """A tokenizer from a folder, a ``tokenizer.json``, a ``vocab.txt``, a ``vocab.json`` with ``merges.txt``, a
+    SentencePiece ``.model``, or a model of the hub (``model_directory``). Special tokens are those that the folder's
+    settings name, or else those with a well-known name."""
+    from fasttfm.data import tokenizer_files  # its readers build on this module
+
     is_hub_id = isinstance(path, str) and not Path(path).exists()
-    path = model_directory(path, Part.TOKENIZER) if is_hub_id else Path(path)
-    folder = path if path.is_dir() else path.parent
-    if path.is_dir():
-        found = [path / name for name in ("tokenizer.json", "vocab.txt") if (path / name).is_file()]
-        if not found:
-            raise data_error(path, "a tokenizer.json or a vocab.txt", "neither")
-        path = found[0]
-    if not path.is_file():
-        raise data_error(path, "a folder, a tokenizer.json or a vocab.txt", "nothing there")
-    settings = {**_settings(folder / "special_tokens_map.json"), **_settings(folder / "tokenizer_config.json")}
-    lowercase = bool(settings.get("do_lower_case", False))
-    if path.suffix == ".txt":
-        return _from_vocabulary(library, path, settings)
-    try:
-        backend = library.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises Exception itself
-        raise data_error(path, "a tokenizer.json of the tokenizers library", str(error)) from None
-    backend.no_padding()
-    backend.no_truncation()
-    return Tokenizer(backend, _special_by_name(backend, settings), lowercase=lowercase)
+    return tokenizer_files.read_tokenizer(model_directory(path, Part.TOKENIZER) if is_hub_id else Path(path))
 
 
-# ---- parts -----------------------------------------------------------------------------------------------------------
+# ---- parts of training and loading -----------------------------------------------------------------------------------
 
 
-def _library() -> Any:
+def library() -> Any:
     try:
         import tokenizers
         import tokenizers.decoders
@@ -273,40 +173,15 @@ def _library() -> Any:
     return tokenizers
 
 
-def _wordpiece(library: Any, model: Any, lowercase: bool) -> Any:
-    """BERT's rules around a WordPiece model."""
-    backend = library.Tokenizer(model)
-    backend.normalizer = library.normalizers.BertNormalizer(lowercase=lowercase)
-    backend.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
-    backend.decoder = library.decoders.WordPiece()
-    return backend
-
-
-def _from_vocabulary(library: Any, path: Path, settings: dict[str, Any]) -> Tokenizer:
-    from fasttfm.data.texts import read_lines
-
-    vocabulary: dict[str, int] = {}
-    for number, name in read_lines(path):
-        if name in vocabulary:
-            raise data_error(path, "every token once", f"{name!r} as in line {vocabulary[name] + 1}", line=number)
-        vocabulary[name] = number - 1
-    if "[UNK]" not in vocabulary:
-        raise data_error(
-            path, "a WordPiece vocabulary with [UNK], one token a line", f"{len(vocabulary)} lines without"
-        )
-    lowercase = bool(settings.get("do_lower_case", not any(name.isascii() and name.istitle() for name in vocabulary)))
-    backend = _wordpiece(library, library.models.WordPiece(vocabulary, unk_token="[UNK]"), lowercase)
-    return _finish(library, backend, _special_by_name(backend, settings), lowercase)
-
-
-def _finish(library: Any, backend: Any, special: SpecialIds, lowercase: bool) -> Tokenizer:
+def finished(backend: Any, special: SpecialIds, lowercase: bool) -> Tokenizer:
     """Marks the special tokens, and says how HF's tools put them around a text and a pair."""
+    tokenizers = library()
     names = [backend.id_to_token(id) for id in special.all()]
-    backend.add_special_tokens([library.AddedToken(name, special=True, normalized=False) for name in names])
+    backend.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names])
     if special.cls is not None and special.sep is not None:
         first, last = backend.id_to_token(special.cls), backend.id_to_token(special.sep)
         between = f"{last} {last}" if first == "<s>" else last  # RoBERTa's pairs have two
-        backend.post_processor = library.processors.TemplateProcessing(
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{first} $A {last}",
             pair=f"{first} $A {between} $B:1 {last}:1",
             special_tokens=[(first, special.cls), (last, special.sep)],
@@ -314,7 +189,7 @@ def _finish(library: Any, backend: Any, special: SpecialIds, lowercase: bool) ->
     return Tokenizer(backend, special, lowercase=lowercase)
 
 
-def _special_by_name(backend: Any, settings: dict[str, Any]) -> SpecialIds:
+def special_by_name(backend: Any, settings: dict[str, Any]) -> SpecialIds:
     """The special tokens that a folder's settings name, else those with a known name."""
     found: dict[str, int | None] = {}
     for role, known in _NAMES.items():
@@ -324,27 +199,3 @@ def _special_by_name(backend: Any, settings: dict[str, Any]) -> SpecialIds:
         ids = (backend.token_to_id(name) for name in candidates)
         found[role] = next((id for id in ids if id is not None), None)
     return SpecialIds(**found)
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise data_error(path, "a JSON object", str(error)) from None
-    if not isinstance(settings, dict):
-        raise data_error(path, "a JSON object", type(settings).__name__)
-    return settings
-
-
-def _pieces(documents: Iterable[str], size: int = 1 << 12) -> Iterable[str]:
-    """The texts in pieces of lines: training takes long over a word of many thousand letters."""
-    empty = True
-    for document in documents:
-        for line in document.split("\n"):
-            for start in range(0, len(line), size):
-                empty = False
-                yield line[start : start + size]
-    if empty:
-        raise DataError("train_tokenizer: documents: expected texts, got none or only empty ones")

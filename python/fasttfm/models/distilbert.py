@@ -28,6 +28,7 @@ from fasttfm.models.bert import (
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.family import Family, Head
+from fasttfm.models.objectives import MaskedLM
 from fasttfm.models.text_model import Encoded
 from fasttfm.nn import PackedLayer
 
@@ -229,7 +230,10 @@ FAMILY = Family(
         Head.TOKEN_CLASSIFICATION: DistilBertForTokenClassification,
         Head.QUESTION_ANSWERING: DistilBertForQuestionAnswering,
         Head.MULTIPLE_CHOICE: DistilBertForMultipleChoice,
+        Head.PRETRAINING: DistilBertForMaskedLM,
     },
+    pretraining=MaskedLM,
+    sequences="single",
     tokenizer="wordpiece",
     patching="distilbert",
 )

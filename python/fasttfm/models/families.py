@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from fasttfm.models import albert, bert, distilbert, electra, ernie_knowledge, gpt, gpt3, openai_gpt, roberta
-from fasttfm.models.family import Family
+from fasttfm.models.family import Family, Head
+from fasttfm.models.objectives import CausalLM, MaskedLM, Pretraining
 
 _FILES = (bert, roberta, albert, electra, distilbert, ernie_knowledge, openai_gpt, gpt, gpt3)
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
@@ -17,3 +20,24 @@ def family_of_type(model_type: object) -> Family | None:
 def trained_on_text() -> dict[str, Family]:
     """The families that ``fasttfm pretrain`` trains."""
     return {name: family for name, family in FAMILIES.items() if family.trains_on_text}
+
+
+class TextObjective(NamedTuple):
+    """A pre-training objective of a family: the model that it trains, its losses, and the sequences that it reads (a
+    kind of ``data.SequenceFormat``)."""
+
+    head: Head
+    module: type[Pretraining]
+    sequences: str
+
+
+def objectives_of(family: Family) -> dict[str, TextObjective]:
+    """The objectives that a family can be pre-trained on, by name; its own is the first."""
+    found: dict[str, TextObjective] = {}
+    if family.pretraining is not None and family.sequences is not None:
+        found[family.pretraining.name] = TextObjective(Head.PRETRAINING, family.pretraining, family.sequences)
+    if Head.MASKED_LM in family.models:
+        found.setdefault("mlm", TextObjective(Head.MASKED_LM, MaskedLM, "single"))
+    if Head.CAUSAL_LM in family.models:
+        found.setdefault("clm", TextObjective(Head.CAUSAL_LM, CausalLM, "causal"))
+    return found

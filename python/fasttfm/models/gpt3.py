@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from fasttfm.models.family import Family, Head
 from fasttfm.models.gpt import GPT2Config, GPT2LMHeadModel, GPT2Model
+from fasttfm.models.objectives import CausalLM
 
 
 @dataclass
@@ -48,8 +49,10 @@ class GPT3LMHeadModel(GPT2LMHeadModel):
 FAMILY = Family(
     "GPT-3",
     GPT3Config,
-    {Head.NONE: GPT3Model, Head.CAUSAL_LM: GPT3LMHeadModel},
+    {Head.NONE: GPT3Model, Head.PRETRAINING: GPT3LMHeadModel, Head.CAUSAL_LM: GPT3LMHeadModel},
     default_size="small",
+    pretraining=CausalLM,
+    sequences="causal",
     tokenizer="bpe",
     positions="n_positions",
 )

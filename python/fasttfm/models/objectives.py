@@ -2,7 +2,9 @@
 
     bert      masked LM + next sentence           albert    masked LM + sentence order
     roberta   masked LM                           electra   the generator's masked LM + 50 * replaced token detection
-    gpt(2)    causal LM
+    distilbert masked LM                          gpt(2, 3) causal LM
+
+Each has the name that ``fasttfm pretrain --objective`` calls it by; ``families.objectives_of`` lists those of a family.
 
 A batch may be filled up to a fixed shape (``fixed_shapes``): what fills it up has no part in any sum.
 """
@@ -25,6 +27,7 @@ IGNORED = -100
 class Pretraining(nn.Module):
     """A model whose forward gives its losses' sums, by ``terms``."""
 
+    name: ClassVar[str] = ""  # on the command line
     terms: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, model: Any) -> None:
@@ -61,6 +64,7 @@ def _matrix_elements(layer: PackedLayer) -> int:
 class MaskedLM(Pretraining):
     """RoBERTa's."""
 
+    name = "mlm"
     terms: ClassVar[tuple[str, ...]] = ("masked_words",)
 
     def counts(self, batch: Any) -> tuple[int, ...]:
@@ -98,6 +102,7 @@ class MaskedLMWithSentences(MaskedLM):
 
 
 class NextSentence(MaskedLMWithSentences):
+    name = "mlm+nsp"
     terms: ClassVar[tuple[str, ...]] = ("masked_words", "next_sentence")
 
     def sentences(self, pooled: Tensor) -> Tensor:
@@ -106,6 +111,7 @@ class NextSentence(MaskedLMWithSentences):
 
 
 class SentenceOrder(MaskedLMWithSentences):
+    name = "mlm+sop"
     terms = ("masked_words", "sentence_order")
 
     def sentences(self, pooled: Tensor) -> Tensor:
@@ -116,6 +122,7 @@ class SentenceOrder(MaskedLMWithSentences):
 class ReplacedTokenDetection(Pretraining):
     """ELECTRA's. The second term has its weight."""
 
+    name = "rtd"
     terms = ("masked_words", "replaced_words")
 
     def counts(self, batch: Any) -> tuple[int, ...]:
@@ -143,6 +150,7 @@ class ReplacedTokenDetection(Pretraining):
 class CausalLM(Pretraining):
     """The GPTs'."""
 
+    name = "clm"
     terms = ("next_words",)
 
     def counts(self, batch: Any) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ from fasttfm.train.progress import Progress
 CSV = "log.csv"
 EVENTS = "tensorboard"
 HELD_OUT = "held_out_"
-MEASURED = ("tokens_per_second", "seconds")  # columns that differ from run to run
+PERPLEXITY = "validation_perplexity"
+MEASURED = ("tokens_per_second", "mfu", "seconds")  # columns that differ from run to run
 
 
 class RunLog:
@@ -29,6 +31,9 @@ class RunLog:
         every: Steps to a row; evaluations and checkpoints end a row too.
         start: Number of completed steps; later rows, of a run that was interrupted, are dropped.
         progress: Shown while rows are written.
+        peak: Operations a second of all devices, where they are known: the model FLOPs utilization (MFU) is that of a
+            row's operations divided by it.
+        perplexity: The term whose validation loss is a mean over tokens; its exponential is in the rows.
     """
 
     def __init__(
@@ -40,12 +45,16 @@ class RunLog:
         every: int = 10,
         start: int = 0,
         progress: Progress | None = None,
+        peak: float | None = None,
+        perplexity: str | None = None,
     ) -> None:
         names = ["loss", *terms]
         self.path = directory / CSV
         self._held_out_columns = [HELD_OUT + name for name in names]
         counters = ("gradient_norm", "learning_rate", "skipped")
-        self.columns = ["step", "tokens", *names, *counters, *self._held_out_columns, *MEASURED]
+        self._peak, self._perplexity = peak, perplexity
+        evaluated = [*self._held_out_columns, *([PERPLEXITY] if perplexity else [])]
+        self.columns = ["step", "tokens", *names, *counters, *evaluated, *MEASURED]
         earlier = [row for row in read_rows(self.path) if int(row["step"]) <= start] if start else []
         self._file = self._begin(earlier)
         self._writer = csv.DictWriter(self._file, self.columns, lineterminator="\n")
@@ -90,12 +99,15 @@ class RunLog:
         self.held_out = dict(held_out or self.held_out)
         evaluated = held_out or {}
         self._row |= {name: evaluated.get(name.removeprefix(HELD_OUT), "") for name in self._held_out_columns}
+        if self._perplexity:
+            self._row[PERPLEXITY] = round(perplexity(evaluated[self._perplexity]), 3) if evaluated else ""
         self._writer.writerow(self._row)
         self._file.flush()
         if self._events is not None:
             for name, value in self._row.items():
                 if name != "step" and value != "":
-                    self._events.add_scalar(name.replace(HELD_OUT, "validation/"), float(value), int(self._row["step"]))
+                    label = name.replace(HELD_OUT, "validation/").replace("validation_", "validation/")
+                    self._events.add_scalar(label, float(value), int(self._row["step"]))
 
     def _means(self) -> dict[str, float]:
         """Means of losses and norms; those of the previous row if every step was skipped."""
@@ -112,15 +124,16 @@ class RunLog:
         passed = max(self._arrived - float(self._row["seconds"]), 1e-9)
         tokens = self.tokens
         rate = (tokens - int(self._row["tokens"])) / passed
+        flops = sum(result.flops for result in self._window) / passed
         if self._progress is not None:
-            flops = sum(result.flops for result in self._window)
-            self._progress.say(float(self._means().get("loss", last.loss)), rate, flops / passed)
+            self._progress.say(float(self._means().get("loss", last.loss)), rate, flops)
         return {
             "step": last.step,
             "tokens": tokens,
             "learning_rate": last.learning_rate,
             "skipped": int(self._row["skipped"]) + sum(result.skipped for result in self._window),
             "tokens_per_second": round(rate, 1),
+            "mfu": round(flops / self._peak, 4) if self._peak and flops else "",
             "seconds": round(self._arrived, 3),
         }
 
@@ -149,6 +162,14 @@ class RunLog:
         self._file.close()
         if self._events is not None:
             self._events.close()
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a mean loss over tokens; infinite where a float has no room for it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 class Stopwatch:

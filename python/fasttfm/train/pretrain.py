@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import itertools
 import math
 import os
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +20,7 @@ import torch
 from fasttfm import data
 from fasttfm.atomic_files import first_line
 from fasttfm.models.checkpoint_files import CONFIG
-from fasttfm.models.families import FAMILIES, trained_on_text
-from fasttfm.models.family import Family, Head
 from fasttfm.models.objectives import CausalLM, MaskedLM, Pretraining
-from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.train import checkpoints as files
 from fasttfm.train.checkpoints import Checkpoints, ModelFiles
 from fasttfm.train.curves import CURVES, write_curves
@@ -35,17 +30,23 @@ from fasttfm.train.learnt import Learnt, learnt
 from fasttfm.train.logs import EVENTS, RunLog
 from fasttfm.train.loop import Objective, Trainer, check_finite
 from fasttfm.train.optimizers import make_optimizer
+from fasttfm.train.pretrain_parts import (
+    Corpus,
+    check_model,
+    longest_sequence,
+    make_model,
+    masking,
+    objective,
+    open_corpus,
+)
 from fasttfm.train.progress import Progress, peak_flops
+from fasttfm.train.run_directory import SETTINGS, RunError, not_a_run, run_lock, write_settings
 from fasttfm.train.schedule import Schedule
-from fasttfm.train.settings import PretrainSettings, RunSettings, one_of
+from fasttfm.train.settings import PretrainSettings, RunSettings
 
-_LOCK = ".lock"
 _TOKENIZER, _NEW_TOKENIZER = "tokenizer", "tokenizer.new"
-_LEFT = re.compile(r"\.lock|tokenizer|tokenizer\.new|shards|.*\.partial")  # what a run that never began leaves
-
-
-class RunError(RuntimeError):
-    """A run that cannot start or continue; the message is for the user."""
+# What a run that never began leaves.
+_LEFT = re.compile(r"\.lock|settings\.json|tokenizer|tokenizer\.new|shards|.*\.partial")
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,6 @@ class Summary:
 
 def pretrain(settings: PretrainSettings, run: RunSettings) -> Summary | None:
     """Pre-trains a model and returns what it reached; None in other processes than the main one."""
-    if settings.family in FAMILIES and not FAMILIES[settings.family].trains_on_text:
-        raise ValueError(f"model: {FAMILIES[settings.family].title} has no pre-training objective on text")
-    one_of("model", settings.family, tuple(trained_on_text()))
-    one_of(f"size of {settings.family}", settings.size, FAMILIES[settings.family].sizes)
     check_model(settings)
     world = join(run.device, run.parallel)
     if settings.step.cuda_graph and (world.device.type != "cuda" or world.size > 1):
@@ -91,85 +88,7 @@ def pretrain(settings: PretrainSettings, run: RunSettings) -> Summary | None:
     return summary
 
 
-# ---- the parts of a run ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Corpus:
-    tokenizer: data.Tokenizer
-    training: data.TokenShards
-    held_out: data.TokenShards
-
-
-def open_corpus(settings: PretrainSettings, run: RunSettings, trained: Path, *, load: bool) -> Corpus:
-    """The tokenizer and the shards, prepared if they are not there yet.
-
-    Args:
-        trained: Where a tokenizer that is trained on the data lies.
-        load: It is there already.
-    """
-    source: Any = list(settings.data) or data.shipped_corpus()
-    if settings.tokenizer is not None:
-        tokenizer = data.load_tokenizer(settings.tokenizer)
-    elif load:
-        tokenizer = data.load_tokenizer(trained)
-    else:
-        kind: Any = FAMILIES[settings.family].tokenizer
-        tokenizer = data.train_tokenizer(kind, data.read_documents(source), settings.vocabulary)
-        tokenizer.save(trained, model_max_length=settings.max_length)
-    shards = data.prepare(
-        source, tokenizer, run.prepared or run.output / "shards", progress=run.progress and sys.stderr.isatty()
-    )
-    if shards.tokens < settings.tokens_per_step or shards.documents < 2:
-        raise RunError(
-            f"the data are too small: {shards.tokens} tokens in {shards.documents} documents, where a step takes "
-            f"{settings.tokens_per_step} tokens and evaluation at least one document of its own"
-        )
-    return Corpus(tokenizer, *shards.split(settings.held_out))
-
-
-def check_model(settings: PretrainSettings) -> None:
-    """Raises ValueError where there is no such model, whatever its vocabulary."""
-    config = _config(settings)
-    try:
-        with torch.device("meta"):
-            FAMILIES[settings.family].models[Head.PRETRAINING](config)
-    except RuntimeError as error:
-        raise ValueError(
-            f"{settings.family}: expected sizes of a model that torch can make: {first_line(error)}"
-        ) from error
-
-
-def _config(settings: PretrainSettings) -> Any:
-    family = FAMILIES[settings.family]
-    config: Any = family.config.named(settings.size)
-    longest = getattr(config, family.positions)
-    setattr(config, family.positions, max(longest, settings.max_length + family.unused_positions))
-    if settings.dropout is not None:
-        for name in vars(config):
-            if name.endswith(("_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob")):
-                setattr(config, name, settings.dropout)
-    for name, value in settings.changes.items():
-        if name not in vars(config) or name == "extra":
-            raise ValueError(f"{name}: expected a field of {type(config).__name__}")
-        setattr(config, name, value)
-    return config
-
-
-def make_model(settings: PretrainSettings, tokenizer: data.Tokenizer) -> PretrainedModel:
-    """The model with parameters drawn from ``settings.seed``."""
-    family, config = FAMILIES[settings.family], _config(settings)
-    if "vocab_size" not in settings.changes:
-        config.vocab_size = tokenizer.vocab_size
-    elif config.vocab_size < tokenizer.vocab_size:
-        got = f"{config.vocab_size}, where the tokenizer has {tokenizer.vocab_size} entries"
-        raise ValueError(f"vocab_size: expected no fewer than the tokenizer's, got {got}")
-    if "pad_token_id" not in settings.changes:
-        config.pad_token_id = tokenizer.special.pad
-    if family.causal:
-        config.bos_token_id, config.eos_token_id = tokenizer.special.bos, tokenizer.special.eos
-    torch.manual_seed(settings.seed)
-    return family.models[Head.PRETRAINING](config)
+# ---- the run ---------------------------------------------------------------------------------------------------------
 
 
 def objective_of(module: Pretraining) -> Objective:
@@ -181,15 +100,13 @@ class _Run:
     def __init__(self, settings: PretrainSettings, run: RunSettings, world: World, held: contextlib.ExitStack) -> None:
         """``held`` keeps the directory's lock."""
         self.settings, self.run, self.world, self.held = settings, run, world, held
-        self.family: Family = FAMILIES[settings.family]
         self.steps = settings.schedule.steps
         self.checkpoints = Checkpoints(run.output, run.keep)
         world.main_first(self._open_directory)
         self.corpus = world.main_first(self._open_corpus)
         self.model = make_model(settings, self.corpus.tokenizer).to(world.device)
         self.files = ModelFiles(self.model, world)
-        assert self.family.pretraining is not None
-        self.objective = self.family.pretraining(self.model)
+        self.objective = objective(settings).module(self.model)
         module = share_out(self.objective, world)
         optimizer = make_optimizer(module, settings.optimizer, capturable=settings.step.cuda_graph)
         schedule = Schedule(optimizer, settings.schedule)
@@ -209,6 +126,8 @@ class _Run:
         self.held.enter_context(run_lock(self.run.output))
         self._check_directory()  # another run may have been quicker
         self.checkpoints.clean()
+        if not self.checkpoints.steps():
+            write_settings(self.settings, self.run)
         shutil.rmtree(self.run.output / _NEW_TOKENIZER, ignore_errors=True)
 
     def _check_directory(self) -> None:
@@ -217,6 +136,8 @@ class _Run:
         inside = given is not None and Path(os.path.realpath(output)) in Path(os.path.realpath(given)).parents
         if inside and not self._continues():
             raise ValueError(f"tokenizer: expected one outside of the run that is replaced, got {given}")
+        if self.run.resume and not self.checkpoints.steps() and not (output / SETTINGS).is_file():
+            raise not_a_run(output)
         if self.run.resume or self.run.overwrite or not output.is_dir():
             return
         if self.checkpoints.steps():
@@ -239,6 +160,7 @@ class _Run:
 
     def _replace_earlier_run(self) -> None:
         """Called by the main process when nothing is in the way of the first step."""
+        write_settings(self.settings, self.run)
         if self._continues():
             return
         output = self.run.output
@@ -260,16 +182,13 @@ class _Run:
         return tokens
 
     def _stream(self, shards: data.TokenShards, workers: int) -> data.BatchStream:
-        settings, kind = self.settings, self.family.sequences
-        sequence_format = data.SequenceFormat(kind, settings.max_length)  # type: ignore[arg-type]
-        masking = None
-        if sequence_format.masked:
-            masking = data.Masking(settings.masking, whole_word=settings.whole_word, ngram=settings.ngram)
+        settings = self.settings
+        kind: Any = objective(settings).sequences
         with _too_small(shards):
             return data.BatchStream(
                 shards,
-                sequence_format,
-                masking,
+                data.SequenceFormat(kind, settings.max_length),
+                masking(settings),
                 tokens_per_batch=self.batch_tokens,
                 seed=settings.seed,
                 rank=self.world.rank,
@@ -311,8 +230,9 @@ class _Run:
 
         def write(directory: Path) -> None:
             write_model(directory)
+            length = longest_sequence(self.settings)
             for folder in (directory, *(path.parent for path in directory.glob(f"*/{CONFIG}"))):  # ELECTRA's two
-                self.corpus.tokenizer.save(folder, model_max_length=self.settings.max_length, config=self.model.config)
+                self.corpus.tokenizer.save(folder, model_max_length=length, config=self.model.config)
             files.write_state(directory, state)
 
         step = self.trainer.completed
@@ -324,7 +244,10 @@ class _Run:
             return 0
         state = files.read_state(found)
         try:
-            changed = files.differences(state["settings"], self._facts())
+            then, now = state["settings"], self._facts()
+            if self.run.more_steps and now["steps"] >= then["steps"]:
+                then = {**then, "steps": now["steps"]}
+            changed = files.differences(then, now)
             if changed:
                 raise RunError(f"{found} is of a run with other settings: {'; '.join(changed)}")
             own = state["ranks"][self.world.rank]
@@ -353,7 +276,8 @@ class _Run:
         self.world.gather(None)  # every process has read what is replaced now
         if main:
             self._replace_earlier_run()
-            log = RunLog(run.output, terms, steps=self.steps, every=run.log_every, start=self.start, progress=progress)
+            steps = {"steps": self.steps, "every": run.log_every, "start": self.start}
+            log = RunLog(run.output, terms, **steps, progress=progress, peak=peak, perplexity=terms[0])
         evaluate_every = run.evaluate_every or max(1, math.ceil(self.steps / 10))
         checkpoint_every = run.checkpoint_every or min(1000, max(1, math.ceil(self.steps / 5)))
         checkpoint = self.checkpoints.path(self.start)
@@ -414,16 +338,22 @@ class _Run:
         ranks = "" if self.world.size == 1 else f", {self.world.size} ranks ({self.world.parallel})"
         begin = f", from step {self.start} on" if self.start else ""
         return (
-            f"{settings.family} {settings.size}: {files.count_parameters(self.model) / 1e6:.1f} million parameters, "
+            f"{self._title()}: {files.count_parameters(self.model) / 1e6:.1f} million parameters, "
             f"vocabulary of {self.corpus.tokenizer.vocab_size:,}; {training.documents:,} documents, "
             f"{training.tokens / 1e6:.2f} million tokens, {self.corpus.held_out.documents:,} documents for validation; "
-            f"{self.world.device}{ranks}, {settings.step.precision}{begin}"
+            f"{self.world.device}{ranks}, {settings.step.precision}, {objective(settings).module.name}{begin}"
+        )
+
+    def _title(self) -> str:
+        settings = self.settings
+        return (
+            f"{settings.family} {settings.size}" if settings.init is None else f"{settings.family} of {settings.init}"
         )
 
     def _finish(self, log: RunLog, checkpoint: Path) -> Summary:
         rate = log.rate()
         log.close()
-        title = f"{self.settings.family} {self.settings.size}, {self.settings.tokens_per_step:,} tokens a step"
+        title = f"{self._title()}, {self.settings.tokens_per_step:,} tokens a step"
         write_curves(log.path, self.run.output / CURVES, title)
         return Summary(
             self.run.output,
@@ -469,27 +399,6 @@ def _too_small(shards: data.TokenShards) -> Iterator[None]:
         yield
     except ValueError as error:
         raise RunError(f"the data are too small, {shards.documents} documents here: {error}") from error
-
-
-@contextlib.contextmanager
-def run_lock(directory: Path) -> Iterator[None]:
-    """Makes a run's directory and keeps other runs out of it. The kernel gives the lock back when the process ends,
-    however it ends."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / _LOCK).open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
-            raise RunError(
-                f"{directory}: another run writes to this directory, process {holder}: wait until it has ended, or "
-                "choose another --output"
-            ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        yield
 
 
 class _Stop:

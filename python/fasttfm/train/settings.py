@@ -71,20 +71,28 @@ class PretrainSettings:
     """The settings that determine the result of a pre-training run; a resumed run must have the same ones."""
 
     family: str
-    size: str
+    size: str  # empty with ``init``
     schedule: ScheduleSettings
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     step: StepSettings = field(default_factory=StepSettings)
+    init: str | None = None  # a checkpoint directory to start from; by default parameters are drawn
+    objective: str | None = None  # one of ``families.objectives_of``; the family's own by default
     data: tuple[str, ...] = ()  # files, folders or patterns; the corpus that ships with the package by default
-    tokenizer: str | None = None  # a file or folder; by default one is trained on the data
+    tokenizer: str | None = None  # a file or folder; by default that of ``init``, or one is trained on the data
     vocabulary: int = 4000  # maximum number of entries of a trained tokenizer
+    vocabulary_kind: str | None = None  # of a trained tokenizer; the family's own by default
+    lowercase: bool = True  # a trained WordPiece or Unigram tokenizer
+    strip_accents: bool = False  # the same
     held_out: float = 0.02  # the fraction of the documents in the validation set
     tokens_per_step: int = 2048  # of all ranks and of a step's batches together
     accumulation: int = 1  # batches of each rank to a step
     max_length: int = 128  # tokens of a sequence
     masking: float = 0.15  # the share of tokens that are predicted, where not all are
+    mask_share: float | None = None  # of these, the share that [MASK] replaces: 0.8; 1 for ELECTRA's generator
+    random_share: float | None = None  # and a random token: 0.1; 0 for ELECTRA's generator
     whole_word: bool = False
     ngram: int = 1
+    spans: bool = False
     dropout: float | None = None  # the size's own by default
     changes: dict[str, Any] = field(default_factory=dict)  # fields of the configuration that the size has otherwise
     seed: int = 0
@@ -96,6 +104,9 @@ class PretrainSettings:
             raise ValueError(f"held_out: expected the validation set's share, between 0 and 1, got {self.held_out}")
         if not 0 < self.masking <= 1:
             raise ValueError(f"masking: expected a share of the tokens above 0 and up to 1, got {self.masking}")
+        for name in ("mask_share", "random_share"):
+            if (share := getattr(self, name)) is not None and not 0 <= share <= 1:
+                raise ValueError(f"{name}: expected a share of the predicted tokens in [0, 1], got {share}")
         random_seed(self.seed)
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise ValueError(f"dropout: expected a number in [0, 1), got {self.dropout}")
@@ -118,6 +129,7 @@ class RunSettings:
     log_every: int = 10
     workers: int | None = None  # processes that prepare batches; by default 2 with a GPU, none on a CPU
     progress: bool = True
+    more_steps: bool = False  # a resumed run may have more steps than it began with
 
     def __post_init__(self) -> None:
         for name in ("checkpoint_every", "keep", "evaluate_every", "evaluation_batches", "log_every"):

@@ -1,0 +1,186 @@
+"""What a pre-training run begins with: its corpus, its objective and its model, drawn or from a checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fasttfm import data
+from fasttfm.atomic_files import first_line
+from fasttfm.models.families import FAMILIES, TextObjective, objectives_of, trained_on_text
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.train.run_directory import RunError
+from fasttfm.train.settings import PretrainSettings, RunSettings, one_of
+
+ELECTRA_PARTS = ("discriminator", "generator")  # the folders of a checkpoint of both
+
+
+@dataclass(frozen=True)
+class Corpus:
+    tokenizer: data.Tokenizer
+    training: data.TokenShards
+    held_out: data.TokenShards
+
+
+def open_corpus(settings: PretrainSettings, run: RunSettings, trained: Path, *, load: bool) -> Corpus:
+    """The tokenizer and the shards, prepared if they are not there yet.
+
+    Args:
+        trained: Where a tokenizer that is trained on the data lies.
+        load: It is there already.
+    """
+    source: Any = list(settings.data) or data.shipped_corpus()
+    if settings.tokenizer is not None:
+        tokenizer = data.load_tokenizer(settings.tokenizer)
+    elif settings.init is not None:
+        tokenizer = data.load_tokenizer(tokenizer_folder(Path(settings.init)))
+    elif load:
+        tokenizer = data.load_tokenizer(trained)
+    else:
+        own: Any = FAMILIES[settings.family].tokenizer
+        kind: Any = settings.vocabulary_kind or own
+        tokenizer = data.train_tokenizer(
+            kind,
+            data.read_documents(source),
+            settings.vocabulary,
+            lowercase=settings.lowercase,
+            strip_accents=settings.strip_accents,
+            special="bert" if own == "wordpiece" else "roberta",
+        )
+        tokenizer.save(trained, model_max_length=longest_sequence(settings))
+    shards = data.prepare(
+        source, tokenizer, run.prepared or run.output / "shards", progress=run.progress and sys.stderr.isatty()
+    )
+    if shards.tokens < settings.tokens_per_step or shards.documents < 2:
+        raise RunError(
+            f"the data are too small: {shards.tokens} tokens in {shards.documents} documents, where a step takes "
+            f"{settings.tokens_per_step} tokens and evaluation at least one document of its own"
+        )
+    return Corpus(tokenizer, *shards.split(settings.held_out))
+
+
+def tokenizer_folder(checkpoint: Path) -> Path:
+    """Where the tokenizer of a checkpoint lies; of ELECTRA's two models either may have it."""
+    folders = [folder for part in ELECTRA_PARTS if (folder := checkpoint / part).is_dir()]
+    has_files = any(path.suffix in (".json", ".txt", ".model") for path in checkpoint.glob("*"))
+    return checkpoint if has_files or not folders else folders[0]
+
+
+def objective(settings: PretrainSettings) -> TextObjective:
+    """The objective of the settings, or else the family's own."""
+    family = FAMILIES[settings.family]
+    known = objectives_of(family)
+    if settings.objective is None:
+        return next(iter(known.values()))
+    if settings.objective not in known:
+        raise ValueError(f"objective: expected {' or '.join(known)} for {family.title}, got {settings.objective!r}")
+    return known[settings.objective]
+
+
+def masking(settings: PretrainSettings) -> data.Masking | None:
+    """What is predicted; None for causal models, which predict every token."""
+    chosen = objective(settings)
+    if chosen.sequences == "causal":
+        return None
+    # ELECTRA's generator reads [MASK] at every place that it predicts.
+    shares = (1.0, 0.0) if chosen.module.name == "rtd" else (0.8, 0.1)
+    given = (settings.mask_share, settings.random_share)
+    mask_share, random_share = (own if share is None else share for share, own in zip(given, shares, strict=True))
+    if settings.random_share is None:
+        random_share = min(random_share, 1 - mask_share)
+    ngram = settings.ngram if settings.ngram > 1 or not settings.spans else 10  # SpanBERT's longest
+    return data.Masking(
+        settings.masking, settings.whole_word or settings.spans, ngram, mask_share, random_share, spans=settings.spans
+    )
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def check_model(settings: PretrainSettings) -> None:
+    """Raises ValueError where there is no such model, whatever its vocabulary."""
+    known = FAMILIES.get(settings.family)
+    if known is not None and not known.trains_on_text:
+        raise ValueError(f"model: {known.title} has no pre-training objective on text")
+    one_of("model", settings.family, tuple(trained_on_text()))
+    chosen, family = objective(settings), FAMILIES[settings.family]
+    masking(settings)
+    if settings.vocabulary_kind is not None:
+        one_of("vocabulary_kind", settings.vocabulary_kind, data.tokenizer_training.KINDS)
+    if settings.init is None:
+        one_of(f"size of {settings.family}", settings.size, family.sizes)
+    config = _config(settings)
+    longest = getattr(config, family.positions) - family.unused_positions
+    if settings.max_length > longest:
+        raise ValueError(
+            f"max_length: expected up to {longest}, for which {settings.init} has positions, got {settings.max_length}"
+        )
+    try:
+        with torch.device("meta"):
+            family.models[chosen.head](config)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{settings.family}: expected sizes of a model that torch can make: {first_line(error)}"
+        ) from error
+
+
+def longest_sequence(settings: PretrainSettings) -> int:
+    """The most tokens that the model has positions for."""
+    family = FAMILIES[settings.family]
+    return int(getattr(_config(settings), family.positions)) - family.unused_positions
+
+
+def _changes(settings: PretrainSettings) -> dict[str, Any]:
+    """Fields of the configuration that the settings change."""
+    config_class = FAMILIES[settings.family].config
+    names = vars(config_class())
+    for name in settings.changes:
+        if name not in names or name == "extra":
+            raise ValueError(f"{name}: expected a field of {config_class.__name__}")
+    dropout = {} if settings.dropout is None else {name: settings.dropout for name in names if _is_dropout(name)}
+    return {**dropout, **settings.changes}
+
+
+def _is_dropout(name: str) -> bool:
+    return name in ("dropout", "attention_dropout") or name.endswith(
+        ("_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob")
+    )
+
+
+def _config(settings: PretrainSettings) -> Any:
+    family, changes = FAMILIES[settings.family], _changes(settings)
+    config: Any
+    if settings.init is not None:
+        folder = Path(settings.init)
+        part = folder / ELECTRA_PARTS[0]
+        config = family.config.from_pretrained(part if part.is_dir() else folder)
+    else:
+        config = family.config.named(settings.size)
+        longest = getattr(config, family.positions)
+        setattr(config, family.positions, max(longest, settings.max_length + family.unused_positions))
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def make_model(settings: PretrainSettings, tokenizer: data.Tokenizer) -> PretrainedModel:
+    """The model of the checkpoint ``settings.init``, or with parameters drawn from ``settings.seed``."""
+    family, config = FAMILIES[settings.family], _config(settings)
+    model_cls = family.models[objective(settings).head]
+    if settings.init is None and "vocab_size" not in settings.changes:
+        config.vocab_size = tokenizer.vocab_size
+    elif config.vocab_size < tokenizer.vocab_size:
+        got = f"{config.vocab_size}, where the tokenizer has {tokenizer.vocab_size} entries"
+        raise ValueError(f"vocab_size: expected no fewer than the tokenizer's, got {got}")
+    torch.manual_seed(settings.seed)
+    if settings.init is not None:
+        return model_cls.from_pretrained(settings.init, dtype=torch.float32, **_changes(settings))
+    if "pad_token_id" not in settings.changes:
+        config.pad_token_id = tokenizer.special.pad
+    if family.causal:
+        config.bos_token_id, config.eos_token_id = tokenizer.special.bos, tokenizer.special.eos
+    return model_cls(config)

@@ -1,0 +1,80 @@
+"""A run's directory: its lock, and the settings with which it resumes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fasttfm.atomic_files import write_json
+from fasttfm.train.settings import OptimizerSettings, PretrainSettings, RunSettings, ScheduleSettings, StepSettings
+
+SETTINGS = "settings.json"
+_LOCK = ".lock"
+# What a resumed run states itself: where it runs, and what it does with what is there.
+_NOT_KEPT = ("output", "device", "parallel", "resume", "overwrite", "progress", "more_steps")
+
+
+class RunError(RuntimeError):
+    """A run that cannot start or continue; the message is for the user."""
+
+
+def write_settings(settings: PretrainSettings, run: RunSettings) -> None:
+    """Keeps a run's settings in its directory."""
+    kept = {name: value for name, value in dataclasses.asdict(run).items() if name not in _NOT_KEPT}
+    if run.prepared is not None:
+        kept["prepared"] = os.path.abspath(run.prepared)
+    write_json(run.output / SETTINGS, {"settings": dataclasses.asdict(settings), "run": kept})
+
+
+def read_settings(directory: Path) -> tuple[PretrainSettings, dict[str, Any]]:
+    """The settings of the run in a directory, and the fields of its ``RunSettings``."""
+    path = directory / SETTINGS
+    if not path.is_file():
+        raise not_a_run(directory)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        values, run = found["settings"], dict(found["run"])
+        nested = {
+            "schedule": ScheduleSettings(**values["schedule"]),
+            "optimizer": OptimizerSettings(
+                **{**values["optimizer"], "betas": tuple(values["optimizer"]["betas"])},
+            ),
+            "step": StepSettings(**values["step"]),
+            "data": tuple(values["data"]),
+        }
+        run["prepared"] = None if run["prepared"] is None else Path(run["prepared"])
+        return PretrainSettings(**{**values, **nested}), run
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise RunError(f"{path}: expected the settings of a run, got {error}") from None
+
+
+def not_a_run(directory: Path) -> RunError:
+    got = "a directory without one" if directory.is_dir() else "nothing there"
+    return RunError(f"{directory}: expected a run to resume, got {got}: --output is the folder of a run that began")
+
+
+@contextlib.contextmanager
+def run_lock(directory: Path) -> Iterator[None]:
+    """Makes a run's directory and keeps other runs out of it. The kernel gives the lock back when the process ends,
+    however it ends."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / _LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise RunError(
+                f"{directory}: another run writes to this directory, process {holder}: wait until it has ended, or "
+                "choose another --output"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
