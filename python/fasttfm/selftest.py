@@ -1,7 +1,8 @@
 """``python -m fasttfm.selftest``: checks the installed package on this machine, in about half a minute.
 
 Each op's first case is run forward and backward by every backend that serves the device, in every type, and held to
-the reference by the rule of docs/numerics.md. One line per op and backend; the exit code is 1 if a result is wrong.
+the reference by the rule of docs/numerics.md. One line per op and backend; the exit code is 1 if a result is wrong or a
+kernel fails.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
+from fasttfm._version import __version__
+from fasttfm.atomic_files import first_line
 from fasttfm.ops.backends import BackendRefused, dtype_name
 from fasttfm.testing.call import Call, backends_on
 from fasttfm.testing.spec import OpSpec
@@ -29,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device == "cuda" and device_here != "cuda":
         parser.error("--device: expected a device that torch sees, got cuda: torch.cuda.is_available() is False")
     begin, wrong = time.perf_counter(), 0
+    print(f"fasttfm {__version__} in {Path(__file__).parent}, torch {torch.__version__}, on {device}", flush=True)
     for name, spec in all_specs().items():
         for backend in kernels_on(spec, device):
             results = {dtype_name(dtype): check(spec, backend, dtype, device) for dtype in spec.cases[0].dtypes}
@@ -56,6 +61,8 @@ def check(spec: OpSpec, backend: str, dtype: torch.dtype, device: str) -> str:
         return "not served"
     except AssertionError as error:
         return f"{WRONG}: {error}"
+    except Exception as error:  # a kernel that cannot be launched or compiled here is one line too
+        return f"{WRONG}: {type(error).__name__}: {first_line(error)}"
     return "ok"
 
 

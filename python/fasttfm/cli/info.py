@@ -1,4 +1,4 @@
-"""``fasttfm info``: what this installation is made of, what it found on this machine, and each op's backends here."""
+"""``fasttfm info``: whether this machine runs fast, what the installation is made of, and each op's backends here."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from fasttfm import _gpus, _native
 from fasttfm._version import __version__
 from fasttfm.bench.timing import device_name
+from fasttfm.cli.readiness import readiness, this_machine
 from fasttfm.ops import transformer_native
 from fasttfm.ops.backends import BackendTable, tables
 
@@ -23,7 +24,7 @@ _PACKAGES = ("torch", "triton", "numpy", "safetensors")
 
 
 def add_parser(commands: Any) -> None:
-    text = "versions, devices, and which backends each op has on this machine"
+    text = "whether this machine runs fast, versions, devices, and which backends each op has"
     commands.add_parser("info", help=text, description=f"Prints {text}, with the reason where one is absent.")
 
 
@@ -36,6 +37,7 @@ def report() -> str:
     """Everything, as text."""
     parts = [
         f"fasttfm {__version__}",
+        _section("this machine", [*readiness(this_machine()), ("check", "python -m fasttfm.selftest")]),
         _section("versions", _versions()),
         _section("devices", _devices()),
         "ops\n" + backend_table(tables()),
