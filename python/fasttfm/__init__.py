@@ -7,12 +7,16 @@
 
 from fasttfm import generate, models, nn, ops, optim
 from fasttfm._version import __version__
+from fasttfm.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from fasttfm.ops.backends import explain, use_backend
 from fasttfm.patching import patch, register_attention, unpatch
 
 __all__ = [
     "__version__",
     "explain",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "generate",
     "models",
     "nn",

@@ -1,0 +1,266 @@
+"""FlashAttention's functions, with the names, the order of arguments and the shapes of its Python package, over
+``fasttfm.ops.attention``: code written for it changes one import.
+
+    from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+    from fasttfm.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+Tensors may also be fp32, on any device that ``ops.attention`` serves. Every call is deterministic. These differ:
+
+- ``softcap``, ``cache_leftpad`` and slopes for each sequence (``alibi_slopes`` of two dimensions) raise ValueError.
+- ``return_attn_probs`` returns ``(out, softmax_lse, None)``: the weights after dropout, which FlashAttention returns
+  for tests, are never in memory. A query without a key has an lse of -inf.
+- Dropout draws from torch's generator, but other elements than FlashAttention's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm import ops
+from fasttfm.ops import checks
+
+Windows = tuple[int, int]
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Windows = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention of queries ``[B, Sq, H, D]`` to keys and values ``[B, Sk, Hk, D]``, Hk a divisor of H.
+
+    ``causal`` and ``window_size`` align the last query with the last key. ``deterministic`` has no effect.
+    """
+    refuse("flash_attn_func", softcap=softcap, alibi_slopes=alibi_slopes)
+    out = ops.attention(
+        q,
+        k,
+        v,
+        dropout_p=dropout_p,
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        alibi_slopes=alibi_slopes,
+        return_lse=return_attn_probs,
+    )
+    return (*out, None) if isinstance(out, tuple) else out
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Result:
+    """``flash_attn_func`` of ``qkv [B, S, 3, H, D]``, with its options."""
+    return flash_attn_func(*qkv.unbind(2), *options, **named)
+
+
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Result:
+    """``flash_attn_func`` of ``q [B, Sq, H, D]`` and ``kv [B, Sk, 2, Hk, D]``, with its options."""
+    return flash_attn_func(q, *kv.unbind(2), *options, **named)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Windows = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """The same for packed sequences: ``q [Tq, H, D]``, ``k`` and ``v`` ``[Tk, Hk, D]``, and int32 boundaries
+    ``[sequences + 1]``."""
+    refuse("flash_attn_varlen_func", softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table)
+    boundaries: dict[str, Any] = {"cu_seqlens": cu_seqlens_q, "max_seqlen": int(max_seqlen_q)}
+    if cu_seqlens_k is not cu_seqlens_q:
+        boundaries |= {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": int(max_seqlen_k)}
+    out = ops.attention(
+        q,
+        k,
+        v,
+        **boundaries,
+        dropout_p=dropout_p,
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        alibi_slopes=alibi_slopes,
+        return_lse=return_attn_probs,
+    )
+    return (*out, None) if isinstance(out, tuple) else out
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named: Any
+) -> Result:
+    """``flash_attn_varlen_func`` of ``qkv [T, 3, H, D]``, with its options."""
+    boundaries = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash_attn_varlen_func(*qkv.unbind(1), *boundaries, *options, **named)
+
+
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Result:
+    """``flash_attn_varlen_func`` of ``q [Tq, H, D]`` and ``kv [Tk, 2, Hk, D]``, with its boundaries and options."""
+    return flash_attn_varlen_func(q, *kv.unbind(1), *options, **named)
+
+
+def refuse(function: str, **given: Any) -> None:
+    """Raises for arguments of FlashAttention that are not supported. A soft cap of 0 is none."""
+    for name, value in given.items():
+        if name == "alibi_slopes":
+            if value is not None and value.dim() != 1:
+                expected = "[heads] (slopes for each sequence are not supported)"
+                raise checks.bad_value(function, name, expected, f"shape {tuple(value.shape)}")
+        elif isinstance(value, Tensor) or value:
+            got = "a tensor" if isinstance(value, Tensor) else value
+            raise checks.bad_value(function, name, "nothing (it is not supported)", got)
+
+
+# ---- decoding: a cache of keys and values ----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Windows = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new queries to a cache, to which the new keys and values are written first. Has no gradient.
+
+    Args:
+        q: ``[B, Sq, H, D]``.
+        k_cache, v_cache: ``[caches, Sk, Hk, D]``, or with ``block_table`` ``[blocks, block size, Hk, D]``. They are
+            changed in place where ``k`` and ``v`` are given.
+        k, v: ``[B, Sn, Hk, D]``, written after the ``cache_seqlens`` tokens that the cache holds.
+        rotary_cos, rotary_sin: ``[positions, R / 2]``: the first R columns of ``q`` and ``k`` are rotated by their
+            position. Without ``causal`` and a window, all queries have the position of the first new token.
+        cache_seqlens: int or int32 ``[B]``, the tokens in the cache before this call; all of ``k_cache`` by default.
+        cache_batch_idx: ``[B]``: the cache of each sequence; by default the first B in order.
+        block_table: int32 ``[B, blocks of a sequence]``: where the blocks of each sequence are. The call copies them
+            into one tensor.
+        rotary_interleaved: Rotates columns 0 and 1, 2 and 3, ...; else the first half of R with the second.
+        num_splits: Has no effect.
+
+    Returns:
+        ``[B, Sq, H, D]``, with ``return_softmax_lse`` also ``[B, H, Sq]``.
+    """
+    op = "flash_attn_with_kvcache"
+    refuse(op, softcap=softcap, cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
+    _check_cache(op, q, k_cache, k, v, block_table, cache_batch_idx)
+    held = _held(op, cache_seqlens, q, k_cache, block_table)
+    if rotary_cos is not None:
+        if rotary_sin is None or k is None:
+            raise checks.bad_value(op, "rotary_cos", "rotary_sin, k and v next to it", None)
+        steps = torch.arange(q.shape[1], device=q.device)
+        local = causal or tuple(window_size) != (-1, -1)
+        q = rotated(q, rotary_cos, rotary_sin, held[:, None] + (steps if local else steps * 0), rotary_interleaved)
+        places = held[:, None] + torch.arange(k.shape[1], device=q.device)
+        k = rotated(k, rotary_cos, rotary_sin, places, rotary_interleaved)
+    rows = torch.arange(q.shape[0], device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
+    if k is not None and v is not None:
+        _append(op, k_cache, k, held, rows, block_table)
+        _append(op, v_cache, v, held, rows, block_table)
+        held = held + k.shape[1]
+    if block_table is not None:
+        keys, values = (cache[block_table.long()].flatten(1, 2) for cache in (k_cache, v_cache))
+    elif cache_batch_idx is None:
+        keys, values = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
+    else:
+        keys, values = k_cache[rows], v_cache[rows]
+    return ops.attention(
+        q,
+        keys,
+        values,
+        lengths=torch.full_like(held, q.shape[1]),
+        lengths_k=held,
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        alibi_slopes=alibi_slopes,
+        return_lse=return_softmax_lse,
+    )
+
+
+def _check_cache(
+    op: str,
+    q: Tensor,
+    cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    block_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+) -> None:
+    if (k is None) != (v is None):
+        raise checks.bad_value(op, "v", "both k and v, or none", "one of them")
+    if block_table is not None and cache_batch_idx is not None:
+        raise checks.bad_value(op, "cache_batch_idx", "None next to block_table", "a tensor")
+    if block_table is not None and block_table.shape[0] != q.shape[0]:
+        raise checks.bad_value(op, "block_table", f"{q.shape[0]} rows, one per sequence", f"{block_table.shape[0]}")
+    if block_table is None and cache_batch_idx is None and cache.shape[0] < q.shape[0]:
+        raise checks.bad_value(op, "k_cache", f"at least {q.shape[0]} sequences, as q has", cache.shape[0])
+
+
+def _held(op: str, given: Any, q: Tensor, cache: Tensor, block_table: Tensor | None) -> Tensor:
+    """int32 [B]: the tokens of each sequence in the cache."""
+    if isinstance(given, Tensor):
+        checks.check_shape(op, "cache_seqlens", given, q.shape[:1])
+        return given.to(torch.int32)
+    room = cache.shape[1] if block_table is None else cache.shape[1] * block_table.shape[1]
+    return torch.full(q.shape[:1], room if given is None else given, dtype=torch.int32, device=q.device)
+
+
+def _append(op: str, cache: Tensor, new: Tensor, held: Tensor, rows: Tensor, block_table: Tensor | None) -> None:
+    """Writes ``new`` after the ``held`` tokens of each sequence."""
+    places = held[:, None].long() + torch.arange(new.shape[1], device=new.device)
+    size = cache.shape[1]
+    room = size if block_table is None else size * block_table.shape[1]
+    if not places.is_cuda and places.numel() and int(places.max()) >= room:
+        got = f"{int(held.max())} held and {new.shape[1]} new"
+        raise checks.bad_value(op, "cache_seqlens", f"room for at most {room} tokens", got)
+    if block_table is None:
+        cache[rows[:, None], places] = new
+    else:
+        cache[block_table.long().gather(1, places // size), places % size] = new
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """``x [B, S, H, D]`` with its first columns rotated by the angles of ``positions [B, S]``, in fp32."""
+    half = cos.shape[-1]
+    c, s = (table.float()[positions.long()][:, :, None, :] for table in (cos, sin))
+    turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.split(half, dim=-1)
+    pair = (a * c - b * s, a * s + b * c)
+    out = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat([out.to(x.dtype), rest], dim=-1)
