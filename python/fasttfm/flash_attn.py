@@ -60,12 +60,14 @@ def flash_attn_func(
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Result:
     """``flash_attn_func`` of ``qkv [B, S, 3, H, D]``, with its options."""
-    return flash_attn_func(*qkv.unbind(2), *options, **named)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *options, **named)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Result:
     """``flash_attn_func`` of ``q [B, Sq, H, D]`` and ``kv [B, Sk, 2, Hk, D]``, with its options."""
-    return flash_attn_func(q, *kv.unbind(2), *options, **named)
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *options, **named)
 
 
 def flash_attn_varlen_func(
@@ -111,13 +113,14 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named: Any
 ) -> Result:
     """``flash_attn_varlen_func`` of ``qkv [T, 3, H, D]``, with its options."""
-    boundaries = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(*qkv.unbind(1), *boundaries, *options, **named)
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Result:
     """``flash_attn_varlen_func`` of ``q [Tq, H, D]`` and ``kv [Tk, 2, Hk, D]``, with its boundaries and options."""
-    return flash_attn_varlen_func(q, *kv.unbind(1), *options, **named)
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, *options, **named)
 
 
 def refuse(function: str, **given: Any) -> None:

@@ -32,7 +32,7 @@ def _refusing_sinks(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_FUNCTIONS = tuple(map(_refusing_sinks, (flash_attn_func, flash_attn_varlen_func)))
+_FUNCTIONS = (_refusing_sinks(flash_attn_func), _refusing_sinks(flash_attn_varlen_func))
 
 
 def register() -> None:
