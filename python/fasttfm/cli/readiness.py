@@ -78,11 +78,9 @@ def _cpu_lacks(machine: Machine) -> list[str]:
     if machine.no_core:
         lacks.append(f"{INSTALL}: {machine.no_core}")
     if machine.driver and machine.torch_cuda is None:
-        lacks.append(
-            "there is an NVIDIA driver, and torch is a CPU build: https://pytorch.org/get-started has the others"
-        )
+        lacks.append("there is an NVIDIA driver, and torch is a CPU build: see https://pytorch.org/get-started/locally")
     elif machine.driver:
         lacks.append("there is an NVIDIA driver, and torch sees no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES")
-    if machine.threads < machine.cores:
+    if 2 * machine.threads < machine.cores:  # by default torch leaves out the second thread of each core
         lacks.append(f"torch uses {machine.threads} of {machine.cores} cores: OMP_NUM_THREADS={machine.cores} uses all")
     return lacks
