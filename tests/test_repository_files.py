@@ -1,0 +1,90 @@
+"""Workflows, templates and the citation file follow their schemas, and do what the Makefile does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import fasttfm
+
+ROOT = Path(__file__).parents[1]
+GITHUB = ROOT / ".github"
+WORKFLOWS = sorted(GITHUB.glob("workflows/*.yml"))
+FORMS = sorted(path for path in GITHUB.glob("ISSUE_TEMPLATE/*.yml") if path.name != "config.yml")
+
+
+def check_schema(schema: str, *files: Path) -> tuple[int, str]:
+    """Exit status and output of check-jsonschema."""
+    command = pytest.importorskip("check_jsonschema.cli.main_command", reason="check-jsonschema is not installed")
+    from click.testing import CliRunner
+
+    result = CliRunner().invoke(command.main, ["--builtin-schema", f"vendor.{schema}", *map(str, files)])
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(
+    ("schema", "files"),
+    [
+        ("github-workflows", WORKFLOWS),
+        ("github-issue-forms", FORMS),
+        ("github-issue-config", [GITHUB / "ISSUE_TEMPLATE" / "config.yml"]),
+        ("dependabot", [GITHUB / "dependabot.yml"]),
+        ("citation-file-format", [ROOT / "CITATION.cff"]),
+    ],
+)
+def test_files_follow_their_schemas(schema: str, files: list[Path]) -> None:
+    assert files
+    status, printed = check_schema(schema, *files)
+    assert status == 0, printed
+
+
+def test_a_wrong_workflow_is_found(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yml"
+    wrong.write_text(WORKFLOWS[0].read_text().replace("runs-on:", "run-on:"))
+    assert check_schema("github-workflows", wrong)[0] == 1
+
+
+def commands_of(workflow: str) -> list[str]:
+    return re.findall(r"^\s*(?:- )?run: (.+)$", workflow, re.MULTILINE)
+
+
+def targets_of(makefile: str) -> set[str]:
+    return set(re.findall(r"^\.PHONY: ([\w-]+)$", makefile, re.MULTILINE))
+
+
+def strange_commands(workflow: str, targets: set[str]) -> list[str]:
+    """Steps that are no target of the Makefile: they would run only there."""
+    commands = (command.split() for command in commands_of(workflow))
+    return [" ".join(words) for words in commands if words[0] != "make" or words[1] not in targets]
+
+
+def unpinned_actions(workflow: str) -> list[str]:
+    """Actions that are neither of this repository nor of one stated version."""
+    used = re.findall(r"uses: (\S+)", workflow)
+    return [action for action in used if not re.search(r"^\./|@v\d+\.\d+\.\d+$", action)]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_steps_are_make_targets_and_actions_are_pinned(path: Path) -> None:
+    text = path.read_text()
+    assert strange_commands(text, targets_of((ROOT / "Makefile").read_text())) == []
+    assert unpinned_actions(text) == []
+
+
+def test_strange_steps_are_found() -> None:
+    text = "- run: make lint\n- run: make nothing\n- run: pip install .\n- uses: actions/cache@main\n"
+    assert strange_commands(text, {"lint"}) == ["make nothing", "pip install ."]
+    assert unpinned_actions(text) == ["actions/cache@main"]
+
+
+def test_pre_commit_runs_the_tools_of_lint() -> None:
+    recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    hooks = re.findall(r"^ +entry: ([\w-]+)", (ROOT / ".pre-commit-config.yaml").read_text(), re.MULTILINE)
+    assert set(re.findall(r"\.venv/bin/([\w-]+)", recipe[1])) == set(hooks)
+
+
+def test_the_citation_is_of_this_version() -> None:
+    assert f"\nversion: {fasttfm.__version__}\n" in (ROOT / "CITATION.cff").read_text()

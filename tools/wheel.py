@@ -1,0 +1,122 @@
+"""What a release uploads: ``python tools/wheel.py sdist|build|repair|test|version``. The Makefile calls it.
+
+A wheel for each Python holds the whole native core. The core does not depend on Python: only the bindings in csrc/ are
+compiled for each, and all builds share the other objects in ``FASTTFM_BUILD_DIR``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OBJECTS = ROOT / "build" / "release"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tools/wheel.py", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (("sdist", "writes the source distribution"), ("build", "builds a wheel for this Python")):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--output", type=Path, default=ROOT / "dist")
+    repair_parser = commands.add_parser("repair", help="strips a wheel and gives it its manylinux tag")
+    repair_parser.add_argument("wheel", type=Path)
+    repair_parser.add_argument("output", type=Path)
+    test_parser = commands.add_parser("test", help="installs a wheel into an empty environment and checks it there")
+    test_parser.add_argument("wheel", type=Path)
+    test_parser.add_argument("--torch", metavar="VERSION", help="default: as in constraints.txt")
+    test_parser.add_argument("--environment", type=Path, default=ROOT / "build" / "wheel-test")
+    version_parser = commands.add_parser("version", help="fails if a tag is not v and the package's version")
+    version_parser.add_argument("tag")
+    options = parser.parse_args(arguments)
+    if options.command == "sdist":
+        sdist(options.output)
+    elif options.command == "build":
+        build(options.output)
+    elif options.command == "repair":
+        repair(options.wheel, options.output)
+    elif options.command == "test":
+        install_and_check(options.wheel, options.torch, options.environment)
+    else:
+        return check_tag(options.tag)
+    return 0
+
+
+def run(*command: str | Path, **variables: str) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    subprocess.run([str(part) for part in command], check=True, env={**os.environ, "PATH": path, **variables})
+
+
+def sdist(output: Path) -> None:
+    run(sys.executable, ROOT / "setup.py", "--quiet", "sdist", "--dist-dir", output.resolve())
+
+
+def build(output: Path) -> None:
+    """Builds, repairs and describes a wheel; the tools of the build are those of this Python."""
+    raw = OBJECTS / "wheels"
+    for old in raw.glob("*.whl"):
+        old.unlink()
+    variables = {"FASTTFM_BUILD_DIR": os.environ.get("FASTTFM_BUILD_DIR", str(OBJECTS / "core"))}
+    options = ("--no-build-isolation", "--no-deps", "--wheel-dir", raw)
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", *options, ROOT, **variables)
+    (wheel,) = raw.glob("*.whl")
+    print(describe(repair(wheel, output)))
+
+
+def repair(wheel: Path, output: Path) -> Path:
+    """auditwheel gives the oldest manylinux tag that the libraries and symbols in use allow. No library is copied into
+    the wheel and none needs to be excluded: the CUDA runtime is linked statically, and the driver, cuBLASLt, the BLAS
+    and the OpenMP runtime of torch are found in the process."""
+    before = set(output.glob("*.whl")) if output.exists() else set()
+    run(sys.executable, "-m", "auditwheel", "repair", "--strip", "--wheel-dir", output, wheel)
+    made = sorted(set(output.glob("*.whl")) - before, key=lambda path: path.stat().st_mtime)
+    return made[-1] if made else max(before, key=lambda path: path.stat().st_mtime)
+
+
+def describe(wheel: Path) -> str:
+    """Name, size and the largest files of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        largest = sorted(archive.infolist(), key=lambda member: -member.compress_size)[:3]
+    lines = [f"{wheel}: {megabytes(wheel.stat().st_size)}"]
+    for member in largest:
+        lines.append(f"  {member.filename}: {megabytes(member.compress_size)}, unpacked {megabytes(member.file_size)}")
+    return "\n".join(lines)
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
+
+
+def install_and_check(wheel: Path, torch: str | None, folder: Path) -> None:
+    """Installs without a build: a wheel that does not fit this machine is an error."""
+    venv.create(folder, clear=True, with_pip=True)
+    python = folder / "bin" / "python"
+    constraints = ("-c", str(ROOT / "constraints.txt")) if torch is None else ()
+    wanted = "torch" if torch is None else f"torch=={torch}"
+    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    run(*pip, *constraints, wanted, "numpy", "safetensors")
+    run(*pip, "--no-index", "--no-deps", wheel.resolve())
+    elsewhere = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
+    run(python, "-m", "fasttfm", "info", **elsewhere)
+    run(python, "-m", "fasttfm.selftest", "--device", "cpu", **elsewhere)
+
+
+def check_tag(tag: str) -> int:
+    text = (ROOT / "python" / "fasttfm" / "_version.py").read_text()
+    version = re.search(r'"([^"]+)"', text)
+    expected = f"v{version[1]}" if version else "a version"
+    if tag == expected:
+        return 0
+    print(f"release: expected the tag {expected} (python/fasttfm/_version.py), got {tag}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
