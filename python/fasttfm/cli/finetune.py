@@ -3,18 +3,26 @@
   fasttfm finetune --task classify --model DIR                           the sample that is shipped
   fasttfm finetune --task pair --model DIR --data glue/RTE               a directory with train.tsv and dev.tsv
   fasttfm finetune --task qa --model DIR --data train-v2.0.json --dev dev-v2.0.json --max-length 384 --stride 128
+  fasttfm finetune --task pair --model DIR --data glue/RTE --search 5e-5,4e-5,3e-5,2e-5 --restarts 3
 
 tasks:
 {tasks}
 
-The output directory holds a checkpoint that transformers opens, the predictions for the dev set, metrics.json, log.csv
-and curves.png. GPTs read a task as GPT-1 does: with start, delimiter and extract tokens and an auxiliary causal LM
+The dev set is scored after each epoch, and the model of the best epoch is kept. The output directory holds a
+checkpoint that transformers opens, the predictions for the dev set, metrics.json with every setting, log.csv,
+curves.png and, for labels, confusion.png. A run that was interrupted continues with --resume. With several GPUs:
+torchrun --nproc-per-node N -m fasttfm finetune ...
+
+GPTs read a task as GPT-1 does: with start, delimiter and extract tokens and an auxiliary causal LM
 loss.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,7 +34,6 @@ from fasttfm.cli.options import (
     add_run_options,
     add_training_options,
     check_output,
-    device_of,
     draw_curves,
     exit_on_user_error,
     output_of,
@@ -34,6 +41,8 @@ from fasttfm.cli.options import (
     settings_of,
 )
 from fasttfm.tasks.registry import TASKS
+
+METRICS = "metrics.json"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -48,7 +57,23 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--task", required=True, choices=tuple(TASKS), help="the task, see above")
     parser.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
-    group = parser.add_argument_group("data")
+    _add_data(parser.add_argument_group("data"))
+    training = add_training_options(
+        parser, rate=None, about_rate="peak learning rate; by default 5e-5 for a width of 768, more for narrower models"
+    )
+    _add_training(training)
+    _add_trials(parser.add_argument_group("several trainings"))
+    group = parser.add_argument_group("questions")
+    group.add_argument(
+        "--stride", type=int, metavar="N", help="tokens between the starts of two windows; by default 128"
+    )
+    group.add_argument("--max-question", type=int, metavar="N", help="max tokens per question; by default 64")
+    group.add_argument("--max-answer", type=int, default=30, metavar="N", help="max tokens per answer")
+    _add_run(add_run_options(parser))
+    parser.set_defaults(refuse=parser.error)
+
+
+def _add_data(group: Any) -> None:
     group.add_argument("--data", type=Path, metavar="PATH", help="a file or a directory; by default the shipped sample")
     group.add_argument(
         "--dev", type=Path, metavar="FILE", help="dev set; by default the directory's, or a tenth of the examples"
@@ -59,188 +84,379 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument(
         "--max-length", type=int, metavar="N", help="max tokens per sequence; by default 128, for qa 384"
     )
-    group.add_argument("--batch-size", type=int, default=32, metavar="N", help="examples per batch")
+    group.add_argument("--batch-size", type=int, default=32, metavar="N", help="examples per batch, of all processes")
     group.add_argument(
         "--tokens-per-batch", type=int, metavar="N", help="instead of --batch-size: maximum tokens per packed batch"
     )
     group.add_argument("--values", action="store_true", help="classify, pair: regression, labels are numbers")
-    training = add_training_options(
-        parser, rate=None, about_rate="peak learning rate; by default 5e-5 for a width of 768, more for narrower models"
-    )
-    training.add_argument("--epochs", type=int, metavar="N", help="by default 3, and 10 on the shipped sample")
-    training.add_argument("--head-rate", type=float, metavar="RATE", help="learning rate of the head")
-    training.add_argument(
+
+
+def _add_training(group: Any) -> None:
+    group.add_argument("--epochs", type=int, metavar="N", help="by default 3, and 10 on the shipped sample")
+    group.add_argument("--keep", choices=("best", "last"), default="best", help="the epoch whose model is kept")
+    group.add_argument("--patience", type=int, metavar="N", help="stop after N epochs without a better dev score")
+    group.add_argument("--head-rate", type=float, metavar="RATE", help="learning rate of the head")
+    group.add_argument(
         "--layer-decay",
         type=float,
         default=1.0,
         metavar="FACTOR",
         help="factor of the learning rate from a layer to the one below",
     )
-    training.add_argument(
+    group.add_argument(
         "--new-head", action="store_true", help="randomly initialize the head even if the model has one for the labels"
     )
-    training.add_argument("--freeze-encoder", action="store_true", help="train the head only")
-    training.add_argument(
+    group.add_argument("--freeze-encoder", action="store_true", help="train the head only")
+    group.add_argument("--freeze-layers", type=int, metavar="N", help="freeze the embeddings and the N lowest layers")
+    group.add_argument(
+        "--lora", type=int, metavar="RANK", help="train low-rank updates of the layers and the head (needs PEFT)"
+    )
+    group.add_argument(
+        "--class-weights",
+        metavar="WEIGHTS",
+        help="balanced: rare labels count more; or a JSON file with a weight for each label",
+    )
+    group.add_argument(
         "--auxiliary",
         type=float,
         default=0.5,
         metavar="WEIGHT",
         help="GPTs: weight of the auxiliary causal LM loss (not classify and pair of gpt2)",
     )
-    group = parser.add_argument_group("questions")
+
+
+def _add_trials(group: Any) -> None:
     group.add_argument(
-        "--stride", type=int, metavar="N", help="tokens between the starts of two windows; by default 128"
+        "--search", type=_rates, metavar="A,B,...", help="train with each of these learning rates, keep the best"
     )
-    group.add_argument("--max-question", type=int, metavar="N", help="max tokens per question; by default 64")
-    group.add_argument("--max-answer", type=int, default=30, metavar="N", help="max tokens per answer")
-    add_run_options(parser)
-    parser.set_defaults(refuse=parser.error)
+    group.add_argument(
+        "--restarts", type=int, default=1, metavar="N", help="train with N seeds, keep the best and report the spread"
+    )
+
+
+def _add_run(group: Any) -> None:
+    group.add_argument("--resume", action="store_true", help="continue the interrupted run in --output")
+    group.add_argument(
+        "--checkpoint-every",
+        type=int,
+        metavar="STEPS",
+        help="by default at the ends of epochs, at most once a minute; a run that is stopped writes one too",
+    )
+    group.add_argument(
+        "--report",
+        action="append",
+        default=[],
+        choices=("tensorboard", "wandb"),
+        help="also report to TensorBoard (by default if it is installed) or Weights & Biases",
+    )
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected learning rates with commas between them, got {text!r}") from None
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     with exit_on_user_error(arguments):
-        from fasttfm.tasks.finetuning import FineTuning
-        from fasttfm.tasks.rates import default_rate, freeze
-        from fasttfm.tasks.reading import read_examples
+        from fasttfm.train.distributed import join
+        from fasttfm.train.reports import check_reports
         from fasttfm.train.settings import random_seed
 
-        check_output(arguments, model=arguments.model, tokenizer=arguments.tokenizer, data=arguments.data)
-        device = device_of(arguments)
+        _check(arguments)
+        check_reports(arguments.report)
         random_seed(arguments.seed)
-        examples = read_examples(arguments.task, arguments.data, arguments.dev, seed=arguments.seed)
-        test = None if arguments.test is None else TASKS[arguments.task].read_file(arguments.test)
-        model, task = _prepared(arguments, examples.train)
-        task.check_labels(examples.dev, f"{examples.source}, dev set")
-        task.check_labels(test or [], str(arguments.test))
-        if arguments.freeze_encoder:
-            freeze(model)
+        world = join(arguments.device)
+        Session(arguments, world).run()
+        world.leave()
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for options that do not fit together."""
+    if arguments.resume and arguments.output is None:
+        raise ValueError("--resume: expected --output, the directory of the run to resume")
+    if arguments.resume and arguments.overwrite:
+        raise ValueError("--resume: expected without --overwrite, which starts a new run")
+    if arguments.output is None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("--output: expected under torchrun")
+    if arguments.search is not None and arguments.learning_rate is not None:
+        raise ValueError("--search: expected without --learning-rate")
+    ways = {"--freeze-encoder": arguments.freeze_encoder, "--freeze-layers": arguments.freeze_layers is not None}
+    given = [name for name, used in {**ways, "--lora": arguments.lora is not None}.items() if used]
+    if len(given) > 1:
+        raise ValueError(f"{given[1]}: expected without {given[0]}")
+    if not arguments.resume and int(os.environ.get("RANK", 0)) == 0:
+        check_output(arguments, model=arguments.model, tokenizer=arguments.tokenizer, data=arguments.data)
+
+
+class Session:
+    """Everything that the trainings of one command share: the data, the plan, and what is written and printed."""
+
+    def __init__(self, arguments: argparse.Namespace, world: Any) -> None:
+        from fasttfm.tasks.rates import default_rate
+        from fasttfm.tasks.reading import read_examples
+        from fasttfm.tasks.trials import plan
+
+        self.arguments, self.world = arguments, world
+        self.examples = read_examples(arguments.task, arguments.data, arguments.dev, seed=arguments.seed)
+        self.test = None if arguments.test is None else TASKS[arguments.task].read_file(arguments.test)
+        model, task = self._first = self._prepare(arguments.seed)
+        task.check_labels(self.examples.dev, f"{self.examples.source}, dev set")
+        task.check_labels(self.test or [], str(arguments.test))
+        rate = default_rate(model) if arguments.learning_rate is None else arguments.learning_rate
+        self.trials = plan(arguments.search or [rate], arguments.seed, arguments.restarts)
+        for trial in self.trials:
+            self._settings(trial)  # raises for numbers outside their range
+        self.majority: dict[str, float] = {}
+        self.main_score = task.main_score
+
+    def run(self) -> None:
+        from fasttfm.train.pretrain import run_lock
+
+        examples = self.examples
+        output = output_of(self.arguments, f"finetune-{self.arguments.task}")
+        _, task = self._first
+        # Before the training, so that a missing scikit-learn is reported right away.
+        self.majority = task.scores(examples.dev, task.majority(examples.train, examples.dev))
+        self._say(f"{len(examples.train)} training examples, {len(examples.dev)} in the dev set: {examples.source}")
+        if self.arguments.resume and self._finished(output):
+            self._say(f"{output}: this run is finished")
+            return
+        if self.world.main:
+            with run_lock(output):
+                self._train_all(output)
+        else:
+            self._train_all(output)
+
+    def _train_all(self, output: Path) -> None:
+        if len(self.trials) == 1:
+            metrics = self._train(self.trials[0], output, resume=self.arguments.resume)
+        else:
+            metrics = self._search(output)
+        if self.world.main:
+            self._report(output, metrics)
+
+    def _finished(self, directory: Path) -> bool:
+        from fasttfm.train.checkpoints import Checkpoints
+
+        return (directory / METRICS).is_file() and not Checkpoints(directory).steps()
+
+    # ---- one training ------------------------------------------------------------------------------------------------
+
+    def _prepare(self, seed: int) -> Any:
+        import torch
+
+        from fasttfm.tasks.finetuning import prepare
+
+        arguments = self.arguments
+        options = {name: getattr(arguments, name) for name in TASKS[arguments.task].options}
+        torch.manual_seed(seed)  # of the head
+        return prepare(
+            arguments.task,
+            arguments.model,
+            self.examples.train,
+            tokenizer=arguments.tokenizer,
+            max_length=arguments.max_length,
+            values=arguments.values,
+            auxiliary=arguments.auxiliary,
+            new_head=arguments.new_head,
+            **options,
+        )
+
+    def _settings(self, trial: Any) -> Any:
+        arguments = self.arguments
         epochs = 3 if arguments.data else 10
-        settings = settings_of(
+        return settings_of(
             arguments,
-            device,
-            default_rate(model) if arguments.learning_rate is None else arguments.learning_rate,
+            self.world.device,
+            trial.rate,
+            seed=trial.seed,
             rates={"head_rate": arguments.head_rate, "layer_decay": arguments.layer_decay},
             epochs=epochs if arguments.epochs is None else arguments.epochs,
             batch_size=arguments.batch_size,
             tokens_per_batch=arguments.tokens_per_batch,
         )
-        work = FineTuning(model.to(device), task, examples.train, settings)
-        report = Report(arguments, output_of(arguments, f"finetune-{arguments.task}"), work, examples)
-        report.train()
-        report.write(test)
-    return 0
 
+    def _train(self, trial: Any, directory: Path, *, resume: bool) -> dict[str, Any]:
+        """Trains and writes what a training leaves. Returns its metrics, in the main process."""
+        from fasttfm.tasks.finetune_run import FinetuneRun, RunOptions
+        from fasttfm.tasks.finetuning import FineTuning
+        from fasttfm.tasks.lora import Lora
+        from fasttfm.tasks.rates import freeze
+        from fasttfm.train.reports import open_reports
 
-def _prepared(arguments: argparse.Namespace, train: list[Any]) -> Any:
-    from fasttfm.tasks.finetuning import prepare
-
-    options = {name: getattr(arguments, name) for name in TASKS[arguments.task].options}
-    return prepare(
-        arguments.task,
-        arguments.model,
-        train,
-        tokenizer=arguments.tokenizer,
-        max_length=arguments.max_length,
-        values=arguments.values,
-        auxiliary=arguments.auxiliary,
-        new_head=arguments.new_head,
-        **options,
-    )
-
-
-class Report:
-    """Runs the training, prints how it goes, and writes what it leaves."""
-
-    def __init__(self, arguments: argparse.Namespace, output: Path, work: Any, examples: Any) -> None:
-        self.arguments, self.output, self.work, self.examples = arguments, output, work, examples
-        self.model, self.task = work.model, work.task
-        # Before the training, so that a missing scikit-learn is reported right away.
-        self.majority = self.scores(examples.dev, self.task.majority(examples.train, examples.dev))
-
-    def train(self) -> None:
-        from fasttfm.train.logs import RunLog
-        from fasttfm.train.progress import Progress
-
-        examples = self.examples
-        print(f"{len(examples.train)} training examples, {len(examples.dev)} in the dev set: {examples.source}")
-        for name, said in (("training", self.work.truncation), ("dev", self.truncation(examples.dev))):
-            if said is not None:
-                warnings.warn(f"{name}: {said}; --max-length reads more", stacklevel=2)
-        if self.work.steps == 0:
-            return
-        progress = None if self.arguments.quiet else Progress(self.work.steps)
-        log = RunLog(self.output, (self.task.name,), steps=self.work.steps, progress=progress)
-
-        def on_epoch(number: int) -> None:
-            with log.paused():
-                scores = self.scores(examples.dev, self.predicted(examples.dev, tune=True))
-            if progress is not None:
-                progress.note(f"epoch {number}/{self.work.settings.epochs}: {sentence(scores)}")
-
-        try:
-            self.work.run(log.add, on_epoch)
-            log.write()
-        finally:
-            log.close()
-            if progress is not None:
-                progress.close()
-        draw_curves(log.path, f"{self.arguments.task}, {self.arguments.model}")
-
-    def truncation(self, examples: list[Any]) -> str | None:
-        from fasttfm.tasks.inputs import truncation
-
-        return truncation(self.task.features(examples), self.task.language.format.max_length)
-
-    def predicted(self, examples: list[Any], *, tune: bool = False) -> list[Any]:
-        from fasttfm.tasks.finetuning import predict
-
-        settings = self.work.settings
-        found = predict(
-            self.model,
-            self.task,
-            examples,
-            precision=settings.step.precision,
+        arguments, examples, world = self.arguments, self.examples, self.world
+        model, task = self._first if trial == self.trials[0] else self._prepare(trial.seed)
+        self._first = (None, None)
+        if arguments.freeze_encoder or arguments.freeze_layers is not None:
+            freeze(model, arguments.freeze_layers)
+        lora = None if arguments.lora is None else Lora(model, arguments.lora)
+        settings = self._settings(trial)
+        weights = self._class_weights(task)
+        work = FineTuning(model.to(world.device), task, examples.train, settings, class_weights=weights, world=world)
+        options = self._options(work)
+        run = FinetuneRun(
+            work,
+            examples.dev,
+            RunOptions(
+                directory,
+                keep=arguments.keep,
+                patience=arguments.patience,
+                checkpoint_every=arguments.checkpoint_every,
+                resume=resume,
+                progress=not arguments.quiet,
+                reports=open_reports(arguments.report, directory, options) if world.main else (),
+            ),
+            {name: options[name] for name in ("model", "lora", "freeze_layers", "freeze_encoder", "auxiliary")},
         )
-        if tune and hasattr(self.task, "tune"):
-            self.task.tune(examples, found)
-        return found
+        for name, said in (("training", work.truncation), ("dev", run.truncation)):
+            if said is not None and world.main and trial == self.trials[0]:
+                warnings.warn(f"{name}: {said}; --max-length reads more", stacklevel=2)
+        run.train(list(self.majority))
+        if not world.main:
+            return {}
+        return self._write(run, directory, options, lora)
 
-    def scores(self, examples: list[Any], predictions: list[Any]) -> dict[str, float]:
-        scores: dict[str, float] = self.task.scores(examples, predictions)
-        return scores
+    def _class_weights(self, task: Any) -> Any:
+        from fasttfm.tasks.class_weights import read_weights
 
-    def write(self, test: list[Any] | None) -> None:
-        """The checkpoint, the predictions and the metrics, and what they are in a few lines."""
+        given = self.arguments.class_weights
+        return given if given in (None, "balanced") else read_weights(task, Path(given))
+
+    def _options(self, work: Any) -> dict[str, Any]:
+        """Every setting of a training, with the values that were chosen by default."""
+        left_out = {"command", "refuse", "resume", "overwrite", "quiet", "search", "restarts"}
+        found = {name: value for name, value in vars(self.arguments).items() if name not in left_out}
+        settings = work.settings
+        found |= {"learning_rate": settings.rates.rate, "seed": settings.seed, "epochs": settings.epochs}
+        found |= {"max_length": work.task.language.format.max_length, "precision": settings.step.precision}
+        found |= {"device": str(self.world.device), "processes": self.world.size, "class_weights": work.class_weights}
+        found |= {"optimizer": settings.optimizer.name, "betas": list(settings.optimizer.betas)}
+        found |= {"epsilon": settings.optimizer.epsilon}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
+
+    def _write(self, run: Any, directory: Path, options: dict[str, Any], lora: Any) -> dict[str, Any]:
+        """The checkpoint, the predictions, the pictures and the metrics."""
+        from dataclasses import asdict
+
         from fasttfm.tasks.finetuning import save
+        from fasttfm.train.logs import CSV
 
-        train, dev = self.examples.train, self.examples.dev
-        predictions = self.predicted(dev, tune=True)
+        task, dev = run.task, self.examples.dev
+        if lora is not None:
+            lora.save(directory)
+            lora.merge()
+        predictions = run.dev_predictions()
         metrics: dict[str, Any] = {
             "task": self.arguments.task,
             "model": str(self.arguments.model),
             "data": self.examples.source,
-            "examples": {"train": len(train), "dev": len(dev)},
-            "steps": self.work.steps,
-            "dev": self.scores(dev, predictions),
+            "examples": {"train": len(self.examples.train), "dev": len(dev)},
+            "steps": run.work.steps,
+            "dev": task.scores(dev, predictions),
             "majority": self.majority,
+            "best_epoch": None if run.kept is None else run.kept.epoch.number,
+            "epochs": [asdict(epoch) for epoch in run.epochs],
+            "settings": options,
         }
-        if getattr(self.task, "threshold", None) is not None:
-            metrics["no_answer_threshold"] = self.task.threshold
-        save(self.model, self.task, self.output)
-        files = self.task.files(dev, predictions)
-        if test is not None:
-            found = self.predicted(test)
-            files |= {f"test_{name}": text for name, text in self.task.files(test, found).items()}
-            if self.task.labelled(test):
-                metrics["test"] = self.scores(test, found)
+        if getattr(task, "threshold", None) is not None:
+            metrics["no_answer_threshold"] = task.threshold
+        save(run.model, task, directory)
+        files = task.files(dev, predictions)
+        if self.test is not None:
+            found = run.predict(self.test)
+            files |= {f"test_{name}": text for name, text in task.files(self.test, found).items()}
+            if task.labelled(self.test):
+                metrics["test"] = task.scores(self.test, found)
         for name, text in files.items():
-            write_text(self.output / name, text)
-        write_json(self.output / "metrics.json", metrics)
+            write_text(directory / name, text)
+        if (directory / CSV).is_file():
+            draw_curves(directory / CSV, f"{self.arguments.task}, {self.arguments.model}")
+        draw_confusions(directory, task, dev, predictions)
+        write_json(directory / METRICS, metrics)
+        run.checkpoints.remove()
+        return metrics
+
+    # ---- several trainings -------------------------------------------------------------------------------------------
+
+    def _search(self, output: Path) -> dict[str, Any]:
+        """Every trial in a directory of its own; what the best one has left becomes the command's."""
+        from fasttfm.tasks.trials import best, spread
+        from fasttfm.train.checkpoints import Checkpoints
+
+        found = []
+        for trial in self.trials:
+            directory = output / "trials" / trial.name
+            if self.arguments.resume and self._finished(directory):
+                metrics = json.loads((directory / METRICS).read_text(encoding="utf-8"))
+            else:
+                directory.mkdir(parents=True, exist_ok=True)
+                begun = self.arguments.resume and bool(Checkpoints(directory).steps())
+                metrics = self._train(trial, directory, resume=begun)
+            found.append(metrics)
+            if self.world.main:
+                self._say(f"{trial.name:24} {sentence(metrics['dev'])}")
+        if not self.world.main:
+            return {}
+        score = self.main_score
+        scores = [metrics["dev"].get(score, next(iter(metrics["dev"].values()))) for metrics in found]
+        chosen = best(scores)
+        metrics = found[chosen]
+        metrics["trials"] = [
+            {"learning_rate": trial.rate, "seed": trial.seed, "best_epoch": each["best_epoch"], "dev": each["dev"]}
+            for trial, each in zip(self.trials, found, strict=True)
+        ]
+        by_rate = {
+            f"{rate:g}": spread([value for trial, value in zip(self.trials, scores, strict=True) if trial.rate == rate])
+            for rate in sorted({trial.rate for trial in self.trials})
+        }
+        metrics["spread"] = {"score": score, **spread(scores), "by_learning_rate": by_rate}
+        shutil.copytree(output / "trials" / self.trials[chosen].name, output, dirs_exist_ok=True)
+        for path in (output / "trials").rglob("*.safetensors"):
+            path.unlink()
+        write_json(output / METRICS, metrics)
+        return metrics
+
+    # ---- what is printed ---------------------------------------------------------------------------------------------
+
+    def _say(self, line: str) -> None:
+        if self.world.main:
+            print(line, flush=True)
+
+    def _report(self, output: Path, metrics: dict[str, Any]) -> None:
         print(f"dev        {sentence(metrics['dev'])}")
         print(f"majority   {sentence(metrics['majority'])}")
         if "test" in metrics:
             print(f"test       {sentence(metrics['test'])}")
         if "no_answer_threshold" in metrics:
             print(f"threshold  {metrics['no_answer_threshold']:.3f}, tuned on the dev set")
-        print(f"output     {self.output} ({', '.join(sorted([*files, 'metrics.json']))} and the model)")
+        if metrics["best_epoch"] is not None:
+            print(f"epoch      {metrics['best_epoch']} of {len(metrics['epochs'])} is kept")
+        if "spread" in metrics:
+            spread, settings = metrics["spread"], metrics["settings"]
+            print(f"trial      learning rate {settings['learning_rate']:g}, seed {settings['seed']} is kept")
+            for rate, each in spread["by_learning_rate"].items():
+                middle = f"{each['mean']:.3f} +- {each['standard_deviation']:.3f}"
+                print(
+                    f"spread     learning rate {rate}: {spread['score']} {middle} ({each['min']:.3f}-{each['max']:.3f})"
+                )
+        files = sorted(path.name for path in output.iterdir() if path.suffix in (".tsv", ".csv", ".conll", ".png"))
+        print(f"output     {output} ({', '.join([*files, METRICS])} and the model)")
+
+
+def draw_confusions(directory: Path, task: Any, examples: list[Any], predictions: list[Any]) -> None:
+    """Draws the confusions between a task's labels. Without matplotlib it prints a note."""
+    from fasttfm.tasks.pictures import CONFUSION, confusion_counts, write_confusion
+
+    if not task.labels:
+        return
+    gold = [tag for example in examples for tag in getattr(example, "tags", None) or [getattr(example, "label", None)]]
+    found = [tag for each in predictions for tag in (each if isinstance(each, list) else [each])]
+    counts = confusion_counts(gold, found, task.labels)
+    try:
+        write_confusion(directory / CONFUSION, counts, task.labels, f"{task.name}, {len(gold):,} of the dev set")
+    except ImportError as error:
+        warnings.warn(str(error), stacklevel=2)

@@ -48,13 +48,14 @@ def add_training_options(parser: argparse.ArgumentParser, *, rate: float | None,
     return group
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for output and device."""
+def add_run_options(parser: argparse.ArgumentParser) -> Any:
+    """Adds the options for output and device. Returns their group."""
     group = parser.add_argument_group("run")
     group.add_argument("--output", type=Path, metavar="DIR", help="by default a new one under fasttfm-runs")
     group.add_argument("--overwrite", action="store_true", help="write to --output even if it has files")
     group.add_argument("--quiet", action="store_true", help="no progress bar")
     add_device_option(group)
+    return group
 
 
 def settings_of(arguments: argparse.Namespace, device: Any, rate: float, **changes: Any) -> Any:
@@ -69,8 +70,7 @@ def settings_of(arguments: argparse.Namespace, device: Any, rate: float, **chang
         accumulation=arguments.accumulation,
         warmup=arguments.warmup_share,
         step=StepSettings(clip=arguments.clip or None, precision=precision_of(arguments, device)),
-        seed=arguments.seed,
-        **changes,
+        **{"seed": arguments.seed, **changes},
     )
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
 from fasttfm.models.family import Family
 from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.tasks.class_weights import balanced_weights, weight_of, weighted_sum
 from fasttfm.tasks.families import checked, family_of, longest_input, model_class
 from fasttfm.tasks.gpt_inputs import TASK_TOKENS, grow_vocabulary, with_task_tokens
 from fasttfm.tasks.inputs import Feature, Format, TaskBatch, by_budget, by_count, truncation
@@ -31,8 +33,9 @@ from fasttfm.train import (
     Trainer,
     make_optimizer,
 )
+from fasttfm.train.distributed import World, share_out
 from fasttfm.train.loop import check_finite
-from fasttfm.train.settings import at_least, random_seed
+from fasttfm.train.settings import at_least, one_of, random_seed
 
 # ---- a model and its task --------------------------------------------------------------------------------------------
 
@@ -167,45 +170,99 @@ class FineTuning:
 
     ``steps`` is the number of all steps. Each epoch has an order of its own, which the seed decides. ``truncation``
     says how many examples were truncated, or is None.
+
+    Args:
+        class_weights: The weight of each label in the loss, by its number, or "balanced" (``balanced_weights``); by
+            default all count alike.
+        world: The processes, each of which takes its part of every batch; by default only this one.
     """
 
-    def __init__(self, model: PretrainedModel, task: Task, train: Sequence[Any], settings: FinetuneSettings) -> None:
+    def __init__(
+        self,
+        model: PretrainedModel,
+        task: Task,
+        train: Sequence[Any],
+        settings: FinetuneSettings,
+        *,
+        class_weights: Sequence[float] | str | None = None,
+        world: World | None = None,
+    ) -> None:
         self.model, self.task, self.settings = model, task, settings
-        features = task.features(train)
-        self.truncation = truncation(features, task.language.format.max_length)
-        self._epochs = [list(shuffled_steps(features, settings, epoch)) for epoch in range(settings.epochs)]
+        self.world = world or World(next(model.parameters()).device)
+        self.features = task.features(train)
+        self.truncation = truncation(self.features, task.language.format.max_length)
+        if isinstance(class_weights, str):
+            one_of("class_weights", class_weights, ("balanced",))
+            class_weights = balanced_weights(task, self.features)
+        self.class_weights = None if class_weights is None else list(class_weights)
+        self._weights = None if class_weights is None else torch.tensor(class_weights)
+        self._epochs = [list(shuffled_steps(self.features, settings, epoch)) for epoch in range(settings.epochs)]
         self.steps = sum(map(len, self._epochs))
 
+    @functools.cached_property
+    def trainer(self) -> Trainer:
+        """The training loop, with what is trained when it is first needed."""
+        return trainer_of(
+            share_out(self.model, self.world),
+            Objective((self.task.name,), lambda batch: (self._count(batch),), lambda *given: (self._sum(*given),)),
+            self.settings.rates.groups(self.model),
+            self.settings,
+            max(1, self.steps),
+            world=self.world,
+        )
+
     def run(
-        self, on_results: Callable[[list[StepResult]], Any], on_epoch: Callable[[int], Any] = lambda number: None
+        self,
+        on_results: Callable[[list[StepResult]], Any],
+        on_epoch: Callable[[int], Any] = lambda number: None,
+        on_step: Callable[[], Any] = lambda: None,
     ) -> None:
-        """Trains.
+        """Trains from the first step that is not completed.
 
         Args:
             on_results: Called with steps' results as they come.
-            on_epoch: Called after an epoch with its number, counted from 1; the model may be evaluated there.
+            on_epoch: Called after an epoch with its number, counted from 1; the model may be evaluated there. If it
+                returns True, the training ends.
+            on_step: Called after every other step.
         """
         if self.steps == 0:
             return
-        torch.manual_seed(self.settings.seed)
-        trainer = trainer_of(
-            self.model,
-            Objective(
-                (self.task.name,),
-                lambda batch: (batch.count,),
-                lambda module, batch: (self.task.loss(module, batch) * batch.count,),
-            ),
-            self.settings.rates.groups(self.model),
-            self.settings,
-            self.steps,
-        )
+        if self.trainer.completed == 0:
+            torch.manual_seed(self.settings.seed + self.world.rank)
+        first = 0
         for number, groups in enumerate(self._epochs, start=1):
-            for group in groups:
-                on_results(trainer.step([self.task.batch(each) for each in group]))
-            on_results(trainer.flush())
+            completed, first = self.trainer.completed - first, first + len(groups)
+            if completed >= len(groups):
+                continue
+            for left in range(len(groups) - completed - 1, -1, -1):
+                on_results(self.trainer.step([self._batch(each) for each in groups[-1 - left]]))
+                if left:
+                    on_step()
+            on_results(self.trainer.flush())
             self.model.eval()
-            on_epoch(number)
-        on_results(trainer.finish())
+            if on_epoch(number):
+                break
+        on_results(self.trainer.finish())
+
+    def _batch(self, group: list[Feature]) -> TaskBatch:
+        """This process's part of a batch. A process for which no feature is left computes one that counts nothing."""
+        own = group[self.world.rank :: self.world.size]
+        batch = self.task.batch(own or group[:1])
+        if not own:
+            batch.count = 0.0
+        return batch
+
+    def _count(self, batch: TaskBatch) -> float:
+        """What the loss of a step is divided by."""
+        if self._weights is None or batch.count == 0:
+            return batch.count
+        return weight_of(batch.targets["labels"], self._weights)
+
+    def _sum(self, module: Any, batch: TaskBatch) -> Tensor:
+        if self._weights is None:
+            return self.task.loss(module, batch) * batch.count
+        logits, labels = self.task.logits(module, batch), batch.targets["labels"]
+        return weighted_sum(logits, labels, self._weights.to(logits.device)) * bool(batch.count)
 
 
 def trainer_of(
@@ -214,11 +271,13 @@ def trainer_of(
     groups: Iterable[dict[str, Any]] | nn.Module,
     settings: FinetuneSettings,
     steps: int,
+    *,
+    world: World | None = None,
 ) -> Trainer:
     """The training loop of that many steps."""
     optimizer = make_optimizer(groups, settings.optimizer)
     schedule = Schedule(optimizer, ScheduleSettings(steps, warmup=round(settings.warmup * steps)))
-    return Trainer(module, objective, optimizer, schedule, settings.step)
+    return Trainer(module, objective, optimizer, schedule, settings.step, world=world)
 
 
 def shuffled_steps(

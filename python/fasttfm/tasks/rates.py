@@ -64,11 +64,21 @@ def default_rate(model: PretrainedModel) -> float:
     return 5e-5 * 768 / base_of(model).encoder.in_order()[0].width
 
 
-def freeze(model: PretrainedModel) -> None:
-    """Leaves only the head to be trained, with a pooler if it has one. The rest keeps its values and drops nothing."""
+def freeze(model: PretrainedModel, layers: int | None = None) -> None:
+    """Leaves only the head to be trained, with a pooler if it has one; with ``layers``, only the embeddings and that
+    many of the lowest layers are frozen. What is frozen keeps its values and drops nothing."""
     base = base_of(model)
-    for part in (base.embeddings, base.encoder):
+    order = base.encoder.in_order()
+    if layers is not None:
+        if len(base.encoder.layers) < len(order):
+            raise ValueError(
+                "freeze_layers: expected a model with parameters of its own in each layer, got shared ones"
+            )
+        if not 0 <= layers <= len(order):
+            raise ValueError(f"freeze_layers: expected 0 to the model's {len(order)} layers, got {layers}")
+    frozen = order if layers is None else order[:layers]
+    for part in (base.embeddings, *(frozen if layers is not None else [base.encoder])):
         part.requires_grad_(False)
     base.embeddings.dropout = 0.0
-    for layer in base.encoder.in_order():
+    for layer in frozen:
         layer.dropout = layer.feed_forward_dropout = layer.attention_dropout = 0.0

@@ -108,6 +108,12 @@ class Checkpoints:
             self._discard(self.path(old))
         return final
 
+    def remove(self) -> None:
+        """Removes all checkpoints."""
+        (self.directory / LATEST).unlink(missing_ok=True)
+        for step in self.steps():
+            self._discard(self.path(step))
+
     def clean(self) -> None:
         """Removes what an interrupted ``save`` left, and restores a checkpoint that it was about to replace."""
         if not self.directory.is_dir():

@@ -24,13 +24,15 @@ def write_curves(log: Path, path: Path, title: str) -> None:
 
     rows = read_rows(log)
     names = [name.removeprefix(HELD_OUT) for name in rows[0] if name.startswith(HELD_OUT)]
-    names = names[:1] if len(names) == 2 else names  # one term is the loss
+    terms = [name for name in names if name in rows[0]]
+    if len(terms) == 2:  # one term is the loss
+        names.remove(terms[1])
     rows_of_panels = math.ceil((len(names) + 1) / 2)
     figure, grid = pyplot.subplots(rows_of_panels, 2, figsize=(11, 3.8 * rows_of_panels), squeeze=False)
     panels = list(grid.flat)[: len(names) + 1]
     for panel, name in zip(panels, names, strict=False):
         for column, label, marker in ((name, "training", ""), (HELD_OUT + name, "validation", "o")):
-            points = [(int(row["step"]), float(row[column])) for row in rows if row[column] != ""]
+            points = [(int(row["step"]), float(row[column])) for row in rows if row.get(column, "") != ""]
             panel.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=label) if points else None
         panel.set_title(name.replace("_", " "))
         panel.legend(frameon=False)

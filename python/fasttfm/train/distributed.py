@@ -50,6 +50,12 @@ class World:
         dist.gather_object(value, found)
         return found or []
 
+    def agree(self, value: bool) -> bool:
+        """The main process's value, in all of them."""
+        if self.size == 1:
+            return value
+        return bool(self.sum(torch.tensor(float(value and self.main), device=self.device)))
+
     def main_first(self, work: Callable[[], Value]) -> Value:
         """``work`` in the main process while the others wait, then in the others: they find what it wrote."""
         if self.size == 1:

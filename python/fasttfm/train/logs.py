@@ -34,6 +34,8 @@ class RunLog:
         peak: Operations a second of all devices, where they are known: the model FLOPs utilization (MFU) is that of a
             row's operations divided by it.
         perplexity: The term whose validation loss is a mean over tokens; its exponential is in the rows.
+        scores: Names of scores of the validation set, in addition to its losses.
+        reports: What else takes the numbers of a row: objects with ``add_scalar`` and ``close``, as TensorBoard's.
     """
 
     def __init__(
@@ -47,10 +49,12 @@ class RunLog:
         progress: Progress | None = None,
         peak: float | None = None,
         perplexity: str | None = None,
+        scores: Sequence[str] = (),
+        reports: Sequence[Any] = (),
     ) -> None:
         names = ["loss", *terms]
         self.path = directory / CSV
-        self._held_out_columns = [HELD_OUT + name for name in names]
+        self._held_out_columns = [HELD_OUT + name for name in [*names, *scores]]
         counters = ("gradient_norm", "learning_rate", "skipped")
         self._peak, self._perplexity = peak, perplexity
         evaluated = [*self._held_out_columns, *([PERPLEXITY] if perplexity else [])]
@@ -58,7 +62,8 @@ class RunLog:
         earlier = [row for row in read_rows(self.path) if int(row["step"]) <= start] if start else []
         self._file = self._begin(earlier)
         self._writer = csv.DictWriter(self._file, self.columns, lineterminator="\n")
-        self._events = _events(directory / EVENTS, start)
+        events = _events(directory / EVENTS, start)
+        self._reports = [*([] if events is None else [events]), *reports]
         self._progress = progress
         self._every = every
         self._window: list[StepResult] = []
@@ -103,11 +108,11 @@ class RunLog:
             self._row[PERPLEXITY] = round(perplexity(evaluated[self._perplexity]), 3) if evaluated else ""
         self._writer.writerow(self._row)
         self._file.flush()
-        if self._events is not None:
+        for report in self._reports:
             for name, value in self._row.items():
                 if name != "step" and value != "":
                     label = name.replace(HELD_OUT, "validation/").replace("validation_", "validation/")
-                    self._events.add_scalar(label, float(value), int(self._row["step"]))
+                    report.add_scalar(label, float(value), int(self._row["step"]))
 
     def _means(self) -> dict[str, float]:
         """Means of losses and norms; those of the previous row if every step was skipped."""
@@ -160,8 +165,8 @@ class RunLog:
     def close(self) -> None:
         self.write()
         self._file.close()
-        if self._events is not None:
-            self._events.close()
+        for report in self._reports:
+            report.close()
 
 
 def perplexity(loss: float) -> float:

@@ -1,0 +1,295 @@
+"""A fine-tuning run in a directory: log, evaluation after each epoch, the best epoch, early stopping, checkpoints from
+which an interrupted run continues with the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fasttfm.tasks.finetuning import FineTuning, predict
+from fasttfm.tasks.inputs import truncation
+from fasttfm.tasks.task import Predictions
+from fasttfm.train import checkpoints as files
+from fasttfm.train.checkpoints import Checkpoints
+from fasttfm.train.logs import RunLog
+from fasttfm.train.pretrain import RunError
+from fasttfm.train.pretrain import _Stop as Stop
+from fasttfm.train.progress import Progress
+from fasttfm.train.settings import at_least, one_of
+
+KEEP = ("best", "last")
+_SECONDS = 60.0  # between checkpoints, unless a number of steps is given: writing them takes time
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where and how a run is made; ``keep`` and ``patience`` decide what it leaves, the others do not."""
+
+    output: Path
+    keep: str = "best"  # the epoch whose model is kept: that with the best main score on the dev set, or the last
+    patience: int | None = None  # epochs without a better score after which the training ends; by default none does
+    checkpoint_every: int | None = None  # steps; by default the ends of epochs, no more than one a minute
+    resume: bool = False
+    progress: bool = True
+    reports: Sequence[Any] = ()  # what else takes the log's numbers, as in RunLog
+
+    def __post_init__(self) -> None:
+        one_of("keep", self.keep, KEEP)
+        for name in ("patience", "checkpoint_every"):
+            if (value := getattr(self, name)) is not None:
+                at_least(name, value, 1)
+
+
+@dataclass
+class Epoch:
+    """An epoch's scores on the dev set."""
+
+    number: int
+    step: int
+    scores: dict[str, float]
+    threshold: float | None = None  # of a task with one, tuned on the dev set
+
+
+@dataclass
+class Kept:
+    """The parameters of an epoch, and its predictions if it was in this process."""
+
+    epoch: Epoch
+    parameters: dict[str, Tensor]
+    predictions: Predictions | None = field(default=None, repr=False)
+
+
+class FinetuneRun:
+    """Runs a ``FineTuning`` in a directory.
+
+    Args:
+        work: What is trained.
+        dev: The examples that the epochs are scored on.
+        options: Where and how.
+        facts: What must be the same in a resumed run, in addition to the settings and the data.
+    """
+
+    def __init__(
+        self, work: FineTuning, dev: Sequence[Any], options: RunOptions, facts: Mapping[str, Any] | None = None
+    ) -> None:
+        self.work, self.dev, self.options = work, dev, options
+        self.model, self.task, self.world = work.model, work.task, work.world
+        self.dev_features = self.task.features(dev)
+        self.epochs: list[Epoch] = []
+        self.kept: Kept | None = None
+        self.checkpoints = Checkpoints(options.output, keep=1)
+        self._facts = {**dict(facts or {}), **self._settings()}
+        self._saved = time.monotonic()
+        if options.resume:
+            self._resume()
+
+    @property
+    def truncation(self) -> str | None:
+        """How many examples of the dev set are truncated, in words."""
+        return truncation(self.dev_features, self.task.language.format.max_length)
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def train(self, score_names: Sequence[str] = ()) -> None:
+        """Trains; afterwards the model has the parameters of the epoch that is kept.
+
+        Args:
+            score_names: The scores' columns of the log.
+        """
+        if self.work.steps == 0:
+            return
+        start = self.work.trainer.completed
+        main = self.world.main
+        progress = Progress(self.work.steps, start=start) if main and self.options.progress else None
+        log = None
+        if main:
+            log = RunLog(
+                self.options.output,
+                (self.task.name,),
+                steps=self.work.steps,
+                start=start,
+                progress=progress,
+                scores=score_names,
+                reports=self.options.reports,
+            )
+        try:
+            with Stop(launched=self.world.size > 1) as stop:
+                self.work.run(
+                    lambda results: None if log is None else log.add(results),
+                    lambda number: self._end_of_epoch(number, log, progress, stop),
+                    lambda: self._after_step(log, stop),
+                )
+        finally:
+            if log is not None:
+                log.close()
+            if progress is not None:
+                progress.close()
+        self._restore()
+
+    def _end_of_epoch(self, number: int, log: RunLog | None, progress: Progress | None, stop: Stop) -> bool:
+        """Scores the dev set, in the main process; True if the training is over."""
+        epoch = None
+        if log is not None:
+            with log.paused():
+                predictions = self.predict(self.dev, self.dev_features, tune=True)
+                threshold = getattr(self.task, "threshold", None)
+                scores = self.task.scores(self.dev, predictions)
+                epoch = Epoch(number, self.work.trainer.completed, scores, threshold)
+            log.write(scores)
+            if progress is not None:
+                said = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in scores.items())
+                progress.note(f"epoch {number}/{self.work.settings.epochs}: {said}")
+            self.epochs.append(epoch)
+            if self._is_better(epoch):
+                changes = self.options.keep == "best" and number < self.work.settings.epochs
+                self.kept = Kept(epoch, self._parameters() if changes else {}, predictions)
+        over = self.world.agree(self._is_over())
+        ended = over or number == self.work.settings.epochs
+        if not ended and (self._is_due(end_of_epoch=True) or (stop.asked and self.world.size == 1)):
+            self._checkpoint(log)
+        if stop.asked and not ended:
+            self._stopped()
+        return over
+
+    def _after_step(self, log: RunLog | None, stop: Stop) -> None:
+        if self._is_due() or (stop.asked and self.world.size == 1):
+            self._checkpoint(log)
+        if stop.asked:
+            self._stopped()
+
+    def _is_due(self, *, end_of_epoch: bool = False) -> bool:
+        """Whether a checkpoint is to be written now; the same answer in all processes."""
+        if self.options.checkpoint_every is not None:
+            return self.work.trainer.completed % self.options.checkpoint_every == 0
+        return end_of_epoch and self.world.agree(time.monotonic() - self._saved >= _SECONDS)
+
+    def _is_better(self, epoch: Epoch) -> bool:
+        if self.kept is None or self.options.keep == "last":
+            return True
+        return self._score(epoch) > self._score(self.kept.epoch)
+
+    def _score(self, epoch: Epoch) -> float:
+        """The main score; -inf where it is not a number."""
+        value = epoch.scores.get(self.task.main_score, next(iter(epoch.scores.values())))
+        return value if math.isfinite(value) else -math.inf
+
+    def _is_over(self) -> bool:
+        """Whether the last ``patience`` epochs were no better than the best before them."""
+        patience = self.options.patience
+        if patience is None or len(self.epochs) <= patience:
+            return False
+        scores = [self._score(epoch) for epoch in self.epochs]
+        return max(scores[-patience:]) <= max(scores[:-patience])
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Copies of what is trained, on the CPU."""
+        trained = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
+        return {name: each.detach().to("cpu", copy=True) for name, each in trained}
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        """Gives the model the parameters of the epoch that is kept."""
+        if self.kept is None:
+            return
+        if hasattr(self.task, "threshold"):
+            self.task.threshold = self.kept.epoch.threshold
+        if self.kept.epoch is not self.epochs[-1]:
+            for name, value in self.kept.parameters.items():
+                self.model.get_parameter(name).copy_(value)
+
+    # ---- predictions -------------------------------------------------------------------------------------------------
+
+    def predict(self, examples: Sequence[Any], features: Any = None, *, tune: bool = False) -> Predictions:
+        """The model's predictions; ``tune`` sets the threshold of a task that has one."""
+        found = predict(self.model, self.task, examples, precision=self.work.settings.step.precision, features=features)
+        if tune and hasattr(self.task, "tune"):
+            self.task.tune(examples, found)
+        return found
+
+    def dev_predictions(self) -> Predictions:
+        """Those of the model that is kept."""
+        if self.kept is not None and self.kept.predictions is not None:
+            return self.kept.predictions
+        return self.predict(self.dev, self.dev_features, tune=True)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _settings(self) -> dict[str, Any]:
+        """The settings that must be the same in a resumed run, and a checksum of the data."""
+        nested = dataclasses.asdict(self.work.settings)
+        flat = {name: value for name, value in nested.items() if not isinstance(value, dict)}
+        for part in ("rates", "optimizer", "step"):
+            flat |= {f"{part} {name}": value for name, value in nested[part].items()}
+        for name, features in (("training", self.work.features), ("dev", self.dev_features)):
+            checksum = 0
+            for sequence in (sequence for feature in features for sequence in feature.sequences):
+                checksum = zlib.crc32(np.asarray(sequence.ids, np.int32).tobytes(), checksum)
+            flat[f"{name} examples"] = f"{len(features)} features with checksum {checksum:08x}"
+        flat |= {"task": self.task.name, "labels": list(self.task.labels), "keep": self.options.keep}
+        flat |= {
+            "class weights": self.work.class_weights,
+            "patience": self.options.patience,
+            "processes": self.world.size,
+        }
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()}
+
+    def _checkpoint(self, log: RunLog | None) -> None:
+        """Called by all processes."""
+        results = self.work.trainer.flush()
+        own = files.random_state(self.world.device)
+        random = self.world.gather(own)
+        if log is None:
+            return
+        log.add(results)
+        with log.paused():
+            log.write()
+            state = {
+                "settings": self._facts,
+                "trainer": self.work.trainer.state_dict(),
+                "optimizer": files.optimizer_state(self.work.trainer.optimizer),
+                "random": random,
+                "parameters": self._parameters(),
+                "epochs": [dataclasses.asdict(epoch) for epoch in self.epochs],
+                "kept": None,
+            }
+            if self.kept is not None:
+                state["kept"] = {"number": self.kept.epoch.number, "parameters": self.kept.parameters}
+            self.checkpoints.save(self.work.trainer.completed, lambda directory: files.write_state(directory, state))
+        self._saved = time.monotonic()
+
+    def _stopped(self) -> None:
+        steps = self.checkpoints.steps()
+        where = f"{self.checkpoints.path(steps[-1])} was written" if steps else "there is no checkpoint yet"
+        done = self.work.trainer.completed
+        raise RunError(f"stopped by a signal after step {done} of {self.work.steps}; {where}; --resume continues")
+
+    @torch.no_grad()
+    def _resume(self) -> None:
+        found = self.checkpoints.newest()
+        if found is None:
+            raise RunError(f"{self.options.output}: expected a checkpoint to resume from, got none")
+        state = files.read_state(found)
+        try:
+            if changed := files.differences(state["settings"], self._facts):
+                raise RunError(f"{found} is of a run with other settings: {'; '.join(changed)}")
+            for name, value in state["parameters"].items():
+                self.model.get_parameter(name).copy_(value)
+            self.epochs = [Epoch(**each) for each in state["epochs"]]
+            if (kept := state["kept"]) is not None:
+                self.kept = Kept(self.epochs[kept["number"] - 1], kept["parameters"])
+            trainer = self.work.trainer
+            files.load_optimizer_state(trainer.optimizer, state["optimizer"])
+            trainer.load_state_dict(state["trainer"])
+            files.set_random_state(state["random"][self.world.rank], self.world.device)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise RunError(f"{found / files.STATE}: not the state of such a run: {error!r}") from error

@@ -1,0 +1,54 @@
+"""A picture of a classifier's confusions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fasttfm.atomic_files import atomic_write
+
+CONFUSION = "confusion.png"
+_MOST_LABELS = 40
+
+
+def confusion_counts(gold: Sequence[str], predicted: Sequence[str], labels: Sequence[str]) -> list[list[int]]:
+    """How often each label (rows) was predicted as each label (columns)."""
+    numbers = {label: number for number, label in enumerate(labels)}
+    counts = [[0] * len(labels) for _ in labels]
+    for right, found in zip(gold, predicted, strict=True):
+        if right in numbers and found in numbers:
+            counts[numbers[right]][numbers[found]] += 1
+    return counts
+
+
+def write_confusion(path: Path, counts: Sequence[Sequence[int]], labels: Sequence[str], title: str) -> None:
+    """Draws the matrix: fractions of each row as colors, counts as numbers. Nothing is drawn for very many labels."""
+    if not 1 < len(labels) <= _MOST_LABELS:
+        return
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("the picture of the confusions needs matplotlib: pip install 'fasttfm[train]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shares = [[count / max(1, sum(row)) for count in row] for row in counts]
+    side = 2.6 + 0.55 * len(labels)
+    figure, axes = pyplot.subplots(figsize=(side + 1.2, side))
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    for row, values in enumerate(counts):
+        for column, count in enumerate(values):
+            color = "white" if shares[row][column] > 0.5 else "black"
+            axes.text(column, row, f"{count:,}", ha="center", va="center", color=color, fontsize=9)
+    names: list[Any] = [label if len(label) <= 20 else f"{label[:19]}…" for label in labels]
+    axes.set_xticks(range(len(labels)), names, rotation=45, ha="right")
+    axes.set_yticks(range(len(labels)), names)
+    axes.set_xlabel("predicted")
+    axes.set_ylabel("label")
+    axes.set_title(title)
+    figure.colorbar(image, label="fraction of the label", fraction=0.046, pad=0.04)
+    figure.tight_layout()
+    with atomic_write(path) as partial:
+        figure.savefig(partial, dpi=110, format="png")
+    pyplot.close(figure)
