@@ -217,6 +217,8 @@ class Session:
         from fasttfm.train.pretrain import run_lock
 
         examples = self.examples
+        if self.arguments.resume:
+            self._check_resumable(self.arguments.output)
         output = output_of(self.arguments, f"finetune-{self.arguments.task}")
         _, task = self._first
         # Before the training, so that a missing scikit-learn is reported right away.
@@ -238,6 +240,14 @@ class Session:
             metrics = self._search(output)
         if self.world.main:
             self._report(output, metrics)
+
+    def _check_resumable(self, directory: Path) -> None:
+        from fasttfm.train.checkpoints import Checkpoints
+        from fasttfm.train.pretrain import RunError
+
+        begun = (directory / METRICS).is_file() or (directory / "trials").is_dir()
+        if not begun and not Checkpoints(directory).steps():
+            raise RunError(f"{directory}: expected a checkpoint to resume from, got none")
 
     def _finished(self, directory: Path) -> bool:
         from fasttfm.train.checkpoints import Checkpoints
@@ -291,6 +301,8 @@ class Session:
         arguments, examples, world = self.arguments, self.examples, self.world
         model, task = self._first if trial == self.trials[0] else self._prepare(trial.seed)
         self._first = (None, None)
+        if world.main and not resume:
+            (directory / METRICS).unlink(missing_ok=True)
         if arguments.freeze_encoder or arguments.freeze_layers is not None:
             freeze(model, arguments.freeze_layers)
         lora = None if arguments.lora is None else Lora(model, arguments.lora)
@@ -457,6 +469,6 @@ def draw_confusions(directory: Path, task: Any, examples: list[Any], predictions
     found = [tag for each in predictions for tag in (each if isinstance(each, list) else [each])]
     counts = confusion_counts(gold, found, task.labels)
     try:
-        write_confusion(directory / CONFUSION, counts, task.labels, f"{task.name}, {len(gold):,} of the dev set")
+        write_confusion(directory / CONFUSION, counts, task.labels, f"{task.name}: {len(gold):,} labels of the dev set")
     except ImportError as error:
         warnings.warn(str(error), stacklevel=2)

@@ -89,7 +89,7 @@ def check_output(arguments: argparse.Namespace, **sources: Any) -> None:
     for name, source in sources.items():
         if source is not None and Path(source).exists() and output.samefile(source):
             raise ValueError(f"--output: expected another directory than --{name}, got {output}")
-    found = sorted(path.name for path in output.iterdir())
+    found = sorted(path.name for path in output.iterdir() if path.name != ".lock")  # of a run that has ended
     if found and not arguments.overwrite:
         got = f"{output} with {found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''}"
         raise ValueError(f"--output: expected a new or empty directory, got {got}; --overwrite writes to it")

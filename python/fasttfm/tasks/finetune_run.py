@@ -113,6 +113,8 @@ class FinetuneRun:
         progress = Progress(self.work.steps, start=start) if main and self.options.progress else None
         log = None
         if main:
+            if start == 0:
+                self.checkpoints.remove()  # of an earlier run that is overwritten
             log = RunLog(
                 self.options.output,
                 (self.task.name,),
