@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import random
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ from fasttfm.train.settings import (
 
 with contextlib.suppress(ModuleNotFoundError):
     import matplotlib.pyplot  # noqa: F401 - the same
+
+# Processes find the functions of test modules by their names from the repository's root. At the end: kernels/ there is
+# not to be taken for Hugging Face's package.
+if (root := str(Path(__file__).parents[1])) not in sys.path:
+    sys.path.append(root)
 
 _BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 2}

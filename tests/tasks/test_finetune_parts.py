@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from fasttfm import models
 from fasttfm.data import DataError, Tokenizer
-from fasttfm.data.task_files import TagExample, TextExample
+from fasttfm.data.task_files import ChoiceExample, TagExample, TextExample
 from fasttfm.models.family import Head
 from fasttfm.tasks.class_weights import balanced_weights, read_weights
 from fasttfm.tasks.families import open_model
@@ -180,3 +180,23 @@ def test_lora_of_a_gpt(gpt_directory: Path) -> None:
         trained = task.logits(model, batch)
         lora.merge()
         assert torch.allclose(task.logits(model, batch), trained, atol=1e-5)
+
+
+# ---- GPT-3 -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_gpt3_has_heads(bpe: Tokenizer, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "local_window": 4}
+    models.GPT3LMHeadModel(models.GPT3Config(vocab_size=bpe.vocab_size, **sizes)).save_pretrained(tmp_path)
+    bpe.save(tmp_path)
+    model, task = prepare("classify", tmp_path, PEACE)
+    FineTuning(model, task, PEACE, settings(epochs=25)).run(lambda results: None)
+    assert predict(model, task, PEACE) == [example.label for example in PEACE]
+    save(model, task, tmp_path / "tuned")
+    again = open_model(tmp_path / "tuned", Head.SEQUENCE_CLASSIFICATION, trained=True)
+    assert type(again) is models.GPT3ForSequenceClassification
+    choices = [ChoiceExample(text, "", ["yes", "no"], number % 2) for number, text in enumerate(TEXTS)]
+    model, task = prepare("choice", tmp_path, choices)
+    assert type(model) is models.GPT3DoubleHeadsModel
+    assert len(predict(model, task, choices)) == len(choices)

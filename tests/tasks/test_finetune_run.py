@@ -25,7 +25,7 @@ from fasttfm.tasks.trials import best, plan, spread
 from fasttfm.train import StepSettings, Trainer
 from fasttfm.train.distributed import World, join
 from fasttfm.train.logs import read_rows
-from fasttfm.train.pretrain import RunError
+from fasttfm.train.run_directory import RunError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*randomly initialized, to be trained")
 WORDS = ["peace", "war", "army", "commerce", "nations", "states", "the", "of", "and", "union"]

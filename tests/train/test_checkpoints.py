@@ -20,7 +20,8 @@ from train_runs import run_of, settings_of
 from fasttfm.models import CheckpointError
 from fasttfm.train import checkpoints as files
 from fasttfm.train.checkpoints import Checkpoints
-from fasttfm.train.pretrain import RunError, _Stop, pretrain
+from fasttfm.train.pretrain import RunError, pretrain
+from fasttfm.train.stopping import Stop
 
 
 def write(directory: Path) -> None:
@@ -138,7 +139,7 @@ def test_sigterm_while_a_checkpoint_is_written(
         return original(*arguments, **named)
 
     monkeypatch.setattr(owner, moment.removeprefix("os."), interrupted)
-    with _Stop(launched=False) as stop:
+    with Stop(launched=False) as stop:
         if signals == 1:
             kept.save(2, write_checkpoint)
         else:

@@ -24,7 +24,8 @@ from fasttfm.train import OptimizerSettings, Schedule, ScheduleSettings, StepSet
 from fasttfm.train.checkpoints import Checkpoints
 from fasttfm.train.distributed import World, join, share_out
 from fasttfm.train.logs import read_rows
-from fasttfm.train.pretrain import RunError, _Stop, objective_of, pretrain
+from fasttfm.train.pretrain import RunError, objective_of, pretrain
+from fasttfm.train.stopping import Stop
 
 STEPS = 5
 
@@ -143,11 +144,11 @@ def test_a_rank_with_an_error_outlives_the_launchers_sigterm(launched: bool) -> 
     ended: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     try:
-        with pytest.raises(RuntimeError, match="connection closed"), _Stop(launched=launched):
+        with pytest.raises(RuntimeError, match="connection closed"), Stop(launched=launched):
             raise RuntimeError("connection closed")
         signal.raise_signal(signal.SIGTERM)
         assert ended == ([] if launched else [signal.SIGTERM])
-        with _Stop(launched=launched):
+        with Stop(launched=launched):
             pass
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:

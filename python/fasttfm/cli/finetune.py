@@ -214,7 +214,7 @@ class Session:
         self.main_score = task.main_score
 
     def run(self) -> None:
-        from fasttfm.train.pretrain import run_lock
+        from fasttfm.train.run_directory import run_lock
 
         examples = self.examples
         if self.arguments.resume:
@@ -243,7 +243,7 @@ class Session:
 
     def _check_resumable(self, directory: Path) -> None:
         from fasttfm.train.checkpoints import Checkpoints
-        from fasttfm.train.pretrain import RunError
+        from fasttfm.train.run_directory import RunError
 
         begun = (directory / METRICS).is_file() or (directory / "trials").is_dir()
         if not begun and not Checkpoints(directory).steps():

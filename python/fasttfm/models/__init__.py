@@ -59,7 +59,13 @@ from fasttfm.models.gpt import (
     GPT2LMHeadModel,
     GPT2Model,
 )
-from fasttfm.models.gpt3 import GPT3Config, GPT3LMHeadModel, GPT3Model
+from fasttfm.models.gpt3 import (
+    GPT3Config,
+    GPT3DoubleHeadsModel,
+    GPT3ForSequenceClassification,
+    GPT3LMHeadModel,
+    GPT3Model,
+)
 from fasttfm.models.hub import model_directory
 from fasttfm.models.openai_gpt import (
     OpenAIGPTConfig,
@@ -127,6 +133,8 @@ __all__ = [
     "GPT2LMHeadModel",
     "GPT2Model",
     "GPT3Config",
+    "GPT3DoubleHeadsModel",
+    "GPT3ForSequenceClassification",
     "GPT3LMHeadModel",
     "GPT3Model",
     "OpenAIGPTConfig",

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fasttfm.models.family import Family, Head
-from fasttfm.models.gpt import GPT2Config, GPT2LMHeadModel, GPT2Model
+from fasttfm.models.gpt import (
+    GPT2Config,
+    GPT2DoubleHeadsModel,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    GPT2Model,
+)
 from fasttfm.models.objectives import CausalLM
 
 
@@ -46,10 +52,24 @@ class GPT3LMHeadModel(GPT2LMHeadModel):
     config_class, encoder_class = GPT3Config, GPT3Model
 
 
+class GPT3ForSequenceClassification(GPT2ForSequenceClassification):
+    config_class, encoder_class = GPT3Config, GPT3Model
+
+
+class GPT3DoubleHeadsModel(GPT2DoubleHeadsModel):
+    config_class, encoder_class = GPT3Config, GPT3Model
+
+
 FAMILY = Family(
     "GPT-3",
     GPT3Config,
-    {Head.NONE: GPT3Model, Head.PRETRAINING: GPT3LMHeadModel, Head.CAUSAL_LM: GPT3LMHeadModel},
+    {
+        Head.NONE: GPT3Model,
+        Head.PRETRAINING: GPT3LMHeadModel,
+        Head.CAUSAL_LM: GPT3LMHeadModel,
+        Head.SEQUENCE_CLASSIFICATION: GPT3ForSequenceClassification,
+        Head.MULTIPLE_CHOICE: GPT3DoubleHeadsModel,
+    },
     default_size="small",
     pretraining=CausalLM,
     sequences="causal",

@@ -4,7 +4,9 @@ from fasttfm.tasks.distillation_recipes import DistilBertRecipe, TinyBertRecipe
 from fasttfm.tasks.distillation_runs import CorpusRun, TaskRun, distilbert_student, save_student, tinybert_student
 from fasttfm.tasks.embedding import Embedder, EmbedSettings, embed
 from fasttfm.tasks.families import open_model
-from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare
+from fasttfm.tasks.finetune_run import FinetuneRun, RunOptions
+from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare, save
+from fasttfm.tasks.lora import Lora
 from fasttfm.tasks.prompts import Prompt, Shot, read_shots
 from fasttfm.tasks.rates import Rates, freeze
 from fasttfm.tasks.reading import read_examples
@@ -15,9 +17,12 @@ __all__ = [
     "EmbedSettings",
     "Embedder",
     "FineTuning",
+    "FinetuneRun",
     "FinetuneSettings",
+    "Lora",
     "Prompt",
     "Rates",
+    "RunOptions",
     "Shot",
     "TaskRun",
     "TinyBertRecipe",
@@ -29,6 +34,7 @@ __all__ = [
     "prepare",
     "read_examples",
     "read_shots",
+    "save",
     "save_student",
     "tinybert_student",
 ]

@@ -22,10 +22,10 @@ from fasttfm.tasks.task import Predictions
 from fasttfm.train import checkpoints as files
 from fasttfm.train.checkpoints import Checkpoints
 from fasttfm.train.logs import RunLog
-from fasttfm.train.pretrain import RunError
-from fasttfm.train.pretrain import _Stop as Stop
 from fasttfm.train.progress import Progress
+from fasttfm.train.run_directory import RunError
 from fasttfm.train.settings import at_least, one_of
+from fasttfm.train.stopping import Stop
 
 KEEP = ("best", "last")
 _SECONDS = 60.0  # between checkpoints, unless a number of steps is given: writing them takes time

@@ -9,7 +9,6 @@ import math
 import os
 import re
 import shutil
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +42,7 @@ from fasttfm.train.progress import Progress, peak_flops
 from fasttfm.train.run_directory import SETTINGS, RunError, not_a_run, run_lock, write_settings
 from fasttfm.train.schedule import Schedule
 from fasttfm.train.settings import PretrainSettings, RunSettings
+from fasttfm.train.stopping import Stop
 
 _TOKENIZER, _NEW_TOKENIZER = "tokenizer", "tokenizer.new"
 # What a run that never began leaves.
@@ -276,12 +276,12 @@ class _Run:
         self.world.gather(None)  # every process has read what is replaced now
         if main:
             self._replace_earlier_run()
-            steps = {"steps": self.steps, "every": run.log_every, "start": self.start}
+            steps: dict[str, Any] = {"steps": self.steps, "every": run.log_every, "start": self.start}
             log = RunLog(run.output, terms, **steps, progress=progress, peak=peak, perplexity=terms[0])
         evaluate_every = run.evaluate_every or max(1, math.ceil(self.steps / 10))
         checkpoint_every = run.checkpoint_every or min(1000, max(1, math.ceil(self.steps / 5)))
         checkpoint = self.checkpoints.path(self.start)
-        with _Stop(launched=self.world.size > 1) as stop:
+        with Stop(launched=self.world.size > 1) as stop:
             while trainer.completed < self.steps:
                 results = trainer.step(list(itertools.islice(batches, self.settings.accumulation)))
                 if log is not None:
@@ -399,38 +399,3 @@ def _too_small(shards: data.TokenShards) -> Iterator[None]:
         yield
     except ValueError as error:
         raise RunError(f"the data are too small, {shards.documents} documents here: {error}") from error
-
-
-class _Stop:
-    """Notes SIGINT and SIGTERM while it is entered, so that a step ends before the run does.
-
-    Args:
-        launched: A launcher started this process as one of several. When one of them ends, the others get an error, and
-            a moment later the launcher's SIGTERM. After an error, SIGTERM is therefore still only noted the first time:
-            the process lives until the error's message is printed.
-    """
-
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-    def __init__(self, *, launched: bool) -> None:
-        self.asked = False
-        self.launched = launched
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Stop:
-        def ask(number: int, frame: Any) -> None:
-            if self.asked:  # asked twice: at once
-                raise KeyboardInterrupt
-            self.asked = True
-
-        try:
-            self._before = {number: signal.signal(number, ask) for number in self._SIGNALS}
-        except ValueError:  # not in the main thread, where no signal arrives
-            self._before = {}
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        for number, handler in self._before.items():
-            if number == signal.SIGTERM and self.launched and kind is not None:
-                continue
-            signal.signal(number, handler)
