@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fasttfm import ops
 from fasttfm.nn.masks import Arguments, Masks
 from fasttfm.nn.plain import is_plain, register_plain_class
+from fasttfm.ops.linear import dense
 
 _NAME = "MultiheadAttention"
 _ARGUMENTS = Arguments(_NAME, "attn_mask", "key_padding_mask")
@@ -94,7 +94,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         inputs = (masks.enter(q) if masks.causal else q, masks.enter(k), masks.enter(v))
         heads = (
-            functional.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1))
+            dense(x, weight, bias).unflatten(-1, (self.num_heads, -1))
             for x, weight, bias in zip(inputs, weights, biases, strict=True)
         )
         return _attention(self, tuple(heads), masks)

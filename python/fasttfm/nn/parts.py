@@ -7,18 +7,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from fasttfm import ops
 from fasttfm.nn.plain import activation_name, dropout_rate, is_plain
 from fasttfm.nn.residual import add_norm, add_then_norm
+from fasttfm.ops.linear import dense, is_widened
 
 Activation = str | Callable[[Tensor], Tensor]  # a name out of ops.ACTIVATIONS, a function or a module
 
 
 def product(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """``linear(x)`` in two parts, whose sum it is: a fused op adds the second."""
-    return (functional.linear(x, linear.weight), linear.bias) if is_plain(linear) else (linear(x), None)
+    return (dense(x, linear.weight), linear.bias) if is_plain(linear) else (linear(x), None)
+
+
+def linear_layer(linear: Any, x: Tensor) -> Tensor:
+    """``linear(x)``, of a plain layer by fp32 products where torch multiplies x's type very slowly."""
+    if is_widened(x) and is_plain(linear):
+        weight = linear.weight if isinstance(linear, nn.Linear) else linear.weight.t()  # transformers' Conv1D
+        return dense(x, weight, linear.bias)
+    y: Tensor = linear(x)
+    return y
 
 
 def linear_activation(linear: Any, activation: Activation, x: Tensor) -> Tensor:

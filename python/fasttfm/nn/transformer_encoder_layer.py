@@ -15,6 +15,7 @@ from fasttfm.nn.multihead_attention import MultiheadAttention, self_attention
 from fasttfm.nn.parts import linear_activation, residual_norm, residual_then_norm
 from fasttfm.nn.plain import activation_name, dropout_rate, is_plain, register_plain_class
 from fasttfm.nn.residual import add_norm, add_then_norm, norm
+from fasttfm.ops.linear import dense
 
 _NAME = "TransformerEncoderLayer"
 _ARGUMENTS = Arguments(_NAME, "src_mask", "src_key_padding_mask")
@@ -92,11 +93,11 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         projection, p = self.self_attn.out_proj, dropout_rate(self.dropout1)
         if self.norm_first:
             context = self_attention(self.self_attn, norm(self.norm1, x), masks)
-            branch = functional.linear(context, projection.weight)
+            branch = dense(context, projection.weight)
             y, z = add_then_norm(self.norm2, branch, x, linear_bias=projection.bias, p=p)
             p = dropout_rate(self.dropout2)
             return z + functional.dropout(self._feed_forward(y, self.linear2.bias), p, p > 0)
-        branch = functional.linear(self_attention(self.self_attn, x, masks), projection.weight)
+        branch = dense(self_attention(self.self_attn, x, masks), projection.weight)
         x = add_norm(self.norm1, branch, x, linear_bias=projection.bias, p=p)
         branch = self._feed_forward(x, None)
         return add_norm(self.norm2, branch, x, linear_bias=self.linear2.bias, p=dropout_rate(self.dropout2))
@@ -108,7 +109,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         if dropped == 0:
             return ops.mlp(x, first.weight, first.bias, second.weight, bias, activation=name)
         inner = ops.linear_gelu(x, first.weight, first.bias, activation=name)
-        return functional.linear(functional.dropout(inner, dropped), second.weight, bias)
+        return dense(functional.dropout(inner, dropped), second.weight, bias)
 
 
 def is_fusable(layer: TransformerEncoderLayer) -> bool:

@@ -114,6 +114,21 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(total, a, b, out=total)
 
 
+def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``torch.nn.functional.linear``, by fp32 products where torch multiplies x's type very slowly."""
+    if not is_widened(x):
+        return torch.nn.functional.linear(x, weight, bias)
+    x, weight, bias = autocast(x, weight, bias)
+    with torch.autocast("cpu", enabled=False):
+        wide = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        return wide.to(x.dtype)
+
+
+def is_widened(x: Tensor) -> bool:
+    """Whether ``dense`` computes fp32 products: of x's type, or autocast's. Compiled graphs have torch's own."""
+    return not torch.compiler.is_compiling() and x.is_cpu and _widened(autocast(x)[0])
+
+
 def _whole_blocks(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The matrices; in bf16 on a CPU with zeros after each row of ``a``, up to a multiple of 32 columns.
 

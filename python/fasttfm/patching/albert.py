@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.models.albert import modeling_albert as theirs
 from transformers.pytorch_utils import apply_chunking_to_forward
 
+from fasttfm.nn.parts import linear_layer
 from fasttfm.patching import heads, packing, parts
 from fasttfm.patching.stack import LayerModules
 
@@ -48,7 +49,7 @@ class AlbertLayer(parts.Patched, theirs.AlbertLayer):
 
 class AlbertTransformer(packing.PackedLayers, theirs.AlbertTransformer):
     def before_layers(self, x: Tensor) -> Tensor:
-        y: Tensor = self.embedding_hidden_mapping_in(x)
+        y: Tensor = linear_layer(self.embedding_hidden_mapping_in, x)
         return y
 
     def layer_modules(self) -> list[LayerModules]:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.models.distilbert import modeling_distilbert as theirs
 
+from fasttfm.nn.parts import linear_layer
 from fasttfm.patching import heads, packing, parts
 from fasttfm.patching.stack import LayerModules
 
@@ -29,14 +30,15 @@ class DistilBertSelfAttention(parts.Patched, theirs.DistilBertSelfAttention):
             return super().forward(hidden_states, attention_mask, **kwargs)
         options = {"causal": False, "scale": self.scaling, "p": parts.attention_rate(self, self.dropout)}
         context = parts.self_attention(hidden_states, projections, self.n_heads, attention_mask, options, kwargs)
-        return self.out_lin(context), None
+        return linear_layer(self.out_lin, context), None
 
 
 class FFN(parts.Patched, theirs.FFN):
     does = parts.Intermediate.does
 
     def ff_chunk(self, input: Tensor) -> Tensor:
-        y: Tensor = self.dropout(self.lin2(parts.linear_activation(self.lin1, self.activation, input)))
+        hidden = parts.linear_activation(self.lin1, self.activation, input)
+        y: Tensor = self.dropout(linear_layer(self.lin2, hidden))
         return y
 
 

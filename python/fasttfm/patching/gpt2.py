@@ -10,6 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 from transformers.models.gpt2 import modeling_gpt2 as theirs
 
 from fasttfm import ops
+from fasttfm.nn.parts import linear_layer
 from fasttfm.nn.residual import add_then_norm
 from fasttfm.patching import heads, parts
 from fasttfm.patching.attention import attend
@@ -42,7 +43,7 @@ class GPT2Attention(parts.Patched, theirs.GPT2Attention):
             return super().forward(
                 hidden_states, past_key_values, attention_mask, encoder_hidden_states, *args, **kwargs
             )
-        qkv = self.c_attn(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
+        qkv = linear_layer(self.c_attn, hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
         q, k, v = qkv, None, None
         if growing:
             q, k, v = qkv.unbind(2)
@@ -54,14 +55,15 @@ class GPT2Attention(parts.Patched, theirs.GPT2Attention):
             "p": parts.attention_rate(self, self.attn_dropout),
         }
         context = attend(q, k, v, mask=attention_mask, **options, **parts.packing(kwargs))
-        return self.resid_dropout(self.c_proj(context.flatten(-2))), None
+        return self.resid_dropout(linear_layer(self.c_proj, context.flatten(-2))), None
 
 
 class GPT2MLP(parts.Patched, theirs.GPT2MLP):
     does = parts.Intermediate.does
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        y: Tensor = self.dropout(self.c_proj(parts.linear_activation(self.c_fc, self.act, hidden_states)))
+        hidden = parts.linear_activation(self.c_fc, self.act, hidden_states)
+        y: Tensor = self.dropout(linear_layer(self.c_proj, hidden))
         return y
 
 

@@ -1,0 +1,82 @@
+"""bf16 on CPUs without instructions for it: products are computed in fp32, in every path of patched models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fasttfm
+from fasttfm.ops import linear
+
+transformers = pytest.importorskip("transformers")
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Bert": SIZES,
+    "Roberta": {**SIZES, "type_vocab_size": 1},
+    "Albert": {**SIZES, "embedding_size": 16},
+    "DistilBert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1},
+}
+PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.linear, torch.ops.aten.bmm}
+
+
+class SlowProducts(TorchDispatchMode):
+    """Counts the rows of bf16 products that torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in PRODUCTS and args[-1].dtype == torch.bfloat16:
+            self.rows.append(args[-2].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "cpu_multiplies_bf16", lambda: False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layers_ask_for_no_bf16_products(family: str, autocast: bool, without_instructions: None) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(vocab_size=99, **FAMILIES[family])
+    model = getattr(transformers, f"{family}Model")(config).eval()
+    ids = torch.randint(3, 99, (3, 9))
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    if not autocast:
+        model = model.bfloat16()
+    fasttfm.patch(model)
+    for hidden_states in (False, True):  # with hidden states, layers run one by one
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast), SlowProducts() as slow:
+            output = model(ids, attention_mask=mask, output_hidden_states=hidden_states)
+        assert [rows for rows in slow.rows if rows != len(ids)] == [], slow.rows  # a pooler reads one row a sequence
+        found = output.last_hidden_state[mask.bool()].float()
+        assert functional.cosine_similarity(found, expected).min() > 0.999
+
+
+def test_gradients_go_through(without_instructions: None) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(5, 32), torch.randn(7, 32), torch.randn(7)
+    given = [each.bfloat16().requires_grad_() for each in (x, weight, bias)]
+    with SlowProducts() as slow:
+        y = linear.dense(*given)
+        y.sum().backward()
+    assert slow.rows == []
+    assert y.dtype == torch.bfloat16
+    exact = [each.detach().double().requires_grad_() for each in given]
+    wanted = functional.linear(*exact)
+    wanted.sum().backward()
+    # One rounding to bf16, after a sum in fp32 that is far more exact.
+    assert torch.allclose(y.double(), wanted, rtol=2**-8, atol=1e-5)
+    for ours, theirs in zip(given, exact, strict=True):
+        assert torch.allclose(ours.grad.double(), theirs.grad, rtol=2**-8, atol=1e-5)
