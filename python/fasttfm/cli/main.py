@@ -22,6 +22,7 @@ _COMMANDS = {
     "show": "fasttfm.cli.show",
     "distill": "fasttfm.cli.distill",
     "generate": "fasttfm.cli.generate",
+    "transe": "fasttfm.cli.transe",
 }
 
 

@@ -76,10 +76,19 @@ def shipped_corpus() -> Path:
 def shipped_task(name: str) -> dict[str, Path]:
     """The files ``"train"`` and ``"dev"`` of the small labelled set that comes with fasttfm for a task."""
     files = sorted((_HERE / "corpus" / "tasks").glob("*-train.*"))
-    known = {path.name.split("-")[0]: path for path in files}
+    known = {path.name.partition("-train.")[0]: path for path in files}
     if name not in known:
         raise ValueError(f"shipped_task: name: expected one of {', '.join(known)}, got {name!r}")
     return {"train": known[name], "dev": known[name].with_name(known[name].name.replace("-train.", "-dev."))}
+
+
+def shipped_knowledge(name: str) -> Path:
+    """A file of the small knowledge graph that comes with fasttfm: ``"triples"``, or ``"mentions"`` of its entities in
+    texts (``data.knowledge``)."""
+    names = {"triples": "triples.tsv", "mentions": "mentions.jsonlines.gz"}
+    if name not in names:
+        raise ValueError(f"shipped_knowledge: name: expected one of {', '.join(names)}, got {name!r}")
+    return _HERE / "corpus" / "knowledge" / names[name]
 
 
 def sentence_starts(text: str) -> list[int]:

@@ -67,7 +67,12 @@ class ErnieKnowledgeConfig(BertConfig):
     model_type: ClassVar[str] = "ernie_knowledge"
     config_files: ClassVar[tuple[str, ...]] = (CONFIG, "ernie_config.json")
     sizes: ClassVar[dict[str, dict[str, Any]]] = {
-        "tiny": {**BertConfig.sizes["tiny"], "entity_hidden_size": 32, "entity_num_attention_heads": 2},
+        "tiny": {
+            **BertConfig.sizes["tiny"],
+            "entity_hidden_size": 32,
+            "entity_num_attention_heads": 2,
+            "layer_types": ["norm", "norm"],  # two layers have no room for a T-Encoder
+        },
         "mini": {**BertConfig.sizes["mini"], "entity_hidden_size": 64},
         "base": {},
     }

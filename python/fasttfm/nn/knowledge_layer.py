@@ -48,8 +48,10 @@ class AlignedEntities:
 
     @staticmethod
     def of(entity_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> AlignedEntities:
-        """Reads ``entity_ids`` [T], -1 for tokens without an entity. On a GPU this synchronizes: call it in a data
-        pipeline on the CPU, and move the result."""
+        """Reads ``entity_ids`` [T], -1 for tokens without an entity; no sequence is longer than ``max_seqlen``.
+
+        On a GPU this synchronizes: call it in a data pipeline on the CPU, and move the result. There the bound of the
+        numbers of entities is also smaller, a multiple of 64, so that few different ones occur."""
         checks.check_index("AlignedEntities", "entity_ids", entity_ids)
         checks.check_cu_seqlens("AlignedEntities", cu_seqlens, like=entity_ids)
         aligned = entity_ids >= 0
@@ -59,12 +61,14 @@ class AlignedEntities:
         positions, others = aligned.nonzero().squeeze(1), (~aligned).nonzero().squeeze(1)
         order = torch.cat([positions, others])
         numbers = torch.arange(len(order), device=order.device)
-        counts = functional.pad(aligned.cumsum(0, dtype=torch.int32), (1, 0))
+        counts = functional.pad(aligned.cumsum(0, dtype=torch.int32), (1, 0)).index_select(0, bounds)
+        if counts.device.type == "cpu" and len(counts) > 1:
+            max_seqlen = min(max_seqlen, 64 * -(-int(counts.diff().max()) // 64))
         return AlignedEntities(
             ids=entity_ids.index_select(0, positions),
             order=order,
             inverse=torch.empty_like(order).index_copy(0, order, numbers),
-            cu_seqlens=counts.index_select(0, bounds),
+            cu_seqlens=counts,
             max_seqlen=max_seqlen,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,6 +96,7 @@ class TaskBatch:
     max_seqlen: int  # no sequence is longer
     targets: dict[str, Tensor]  # additional arguments of the model, to compute a loss
     count: float = 0.0  # what that loss is a mean of
+    others: dict[str, Any] = field(default_factory=dict)  # more inputs of the model, which move to devices too
 
     @property
     def tokens(self) -> int:
@@ -104,7 +105,7 @@ class TaskBatch:
     def inputs(self) -> dict[str, Any]:
         """The model's arguments, without targets."""
         names = ("input_ids", "token_type_ids", "cu_seqlens", "max_seqlen")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None} | self.others
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> TaskBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -112,13 +113,14 @@ class TaskBatch:
     def pin_memory(self) -> TaskBatch:
         return self._each(lambda tensor: tensor.pin_memory())
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> TaskBatch:
+    def _each(self, change: Callable[[Any], Any]) -> TaskBatch:
         return replace(
             self,
             input_ids=change(self.input_ids),
             token_type_ids=None if self.token_type_ids is None else change(self.token_type_ids),
             cu_seqlens=change(self.cu_seqlens),
             targets={name: change(target) for name, target in self.targets.items()},
+            others={name: change(other) for name, other in self.others.items()},
         )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from fasttfm import extras
@@ -90,6 +90,26 @@ def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
             start, kind = index, name
         closed = prefix in ("E", "S")
     return found
+
+
+# ---- types of entities -----------------------------------------------------------------------------------------------
+
+
+def type_scores(gold: Sequence[Collection[str]], predicted: Sequence[Collection[str]]) -> Scores:
+    """Strict accuracy (all types of an entity are right, and none is missing), and the loose F1 of Ling and Weld:
+    macro, of the means of each entity's precision and recall, and micro, over all types together."""
+    pairs = [(set(ours), set(theirs)) for ours, theirs in zip(gold, predicted, strict=True)]
+    count = max(1, len(pairs))
+    right, wanted, found = (
+        sum(map(len, sets)) for sets in ((a & b for a, b in pairs), (a for a, _ in pairs), (b for _, b in pairs))
+    )
+    precision = sum(len(a & b) / len(b) for a, b in pairs if b) / count
+    recall = sum(len(a & b) / len(a) for a, b in pairs if a) / count
+    return {
+        "accuracy": sum(a == b for a, b in pairs) / count,
+        "macro_f1": 2 * precision * recall / max(precision + recall, 1e-12),
+        "micro_f1": 2 * right / max(1, wanted + found),
+    }
 
 
 # ---- answers to questions (SQuAD) ------------------------------------------------------------------------------------

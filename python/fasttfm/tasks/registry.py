@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from fasttfm.tasks.knowledge import EntityTypingTask, RelationTask
 from fasttfm.tasks.labels import ChoiceTask, ClassifyTask, PairTask, TagTask
 from fasttfm.tasks.questions import QuestionTask
 from fasttfm.tasks.task import Task
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (ClassifyTask, PairTask, TagTask, QuestionTask, ChoiceTask)}
+_TASKS: tuple[type[Task], ...] = (
+    *(ClassifyTask, PairTask, TagTask, QuestionTask, ChoiceTask),
+    *(EntityTypingTask, RelationTask),
+)
+TASKS: dict[str, type[Task]] = {task.name: task for task in _TASKS}

@@ -1,0 +1,254 @@
+"""Knowledge graphs and the texts that mention their entities.
+
+triples     .tsv, a line ``head<TAB>relation<TAB>tail`` for each fact; names are any texts without tabulators
+mentions    JSONL, a line for each text: {"text": "Ahab sails the Pequod.", "entities": [{"start": 0, "end": 4,
+            "entity": "Ahab"}, ...]}, with characters from ``start`` up to ``end``
+
+Spans lie in their text and do not overlap; their order does not matter. An entity that the graph does not have is left
+out where a text is read by a model: that mention is like any other word. Files may be compressed (.gz).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fasttfm.data.texts import DataError, data_error, read_json_lines, read_lines
+from fasttfm.data.tokenizer import Tokenizer
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Facts as numbers of entities and relations, which have names."""
+
+    entities: list[str]
+    relations: list[str]
+    triples: Tensor  # int64 [facts, 3]: head, relation, tail
+
+    def split(self, share: float, seed: int) -> tuple[Tensor, Tensor]:
+        """Triples to learn from and to test with: about ``share`` of them are tested, at least one, and every entity
+        and relation is in one of the others."""
+        order = torch.randperm(len(self.triples), generator=torch.Generator().manual_seed(seed)).tolist()
+        wanted = max(1, round(share * len(self.triples))) if share else 0
+        rows: list[list[int]] = self.triples.tolist()
+        uses = np.bincount(self.triples[:, [0, 2]].flatten().numpy(), minlength=len(self.entities))
+        kinds = np.bincount(self.triples[:, 1].numpy(), minlength=len(self.relations))
+        test: list[int] = []
+        for number in order:
+            head, relation, tail = rows[number]
+            needed = {head: 1, tail: 1} if head != tail else {head: 2}
+            if len(test) < wanted and kinds[relation] > 1 and all(uses[each] > n for each, n in needed.items()):
+                test.append(number)
+                kinds[relation] -= 1
+                uses[head] -= 1
+                uses[tail] -= 1
+        chosen = torch.zeros(len(rows), dtype=torch.bool)
+        chosen[test] = True
+        return self.triples[~chosen], self.triples[chosen]
+
+
+def read_triples(
+    path: str | Path, *, entities: Sequence[str] | None = None, relations: Sequence[str] | None = None
+) -> Graph:
+    """The facts of a file, each once.
+
+    Args:
+        path: The file.
+        entities, relations: Those that it may name, in their order; by default those that it does, in the order in
+            which they come.
+    """
+    path = Path(path)
+    numbers: list[dict[str, int]] = [
+        {name: id for id, name in enumerate(names or ())} for names in (entities, relations)
+    ]
+    closed = (entities is not None, relations is not None)
+
+    def number(kind: int, name: str, line: int) -> int:
+        if name not in numbers[kind] and closed[kind]:
+            expected = f"one of the {len(numbers[kind])} known {('entities', 'relations')[kind]}"
+            raise data_error(path, expected, repr(name), line=line)
+        return numbers[kind].setdefault(name, len(numbers[kind]))
+
+    triples: dict[tuple[int, int, int], None] = {}
+    for line, text in read_lines(path):
+        if not text.strip():
+            continue
+        parts = [part.strip() for part in text.split("\t")]
+        if len(parts) != 3 or not all(parts):
+            raise data_error(path, "a head, a relation and a tail, divided by tabulators", f"{text!r:.80}", line=line)
+        head, relation, tail = parts
+        triples[number(0, head, line), number(1, relation, line), number(0, tail, line)] = None
+    if not triples:
+        raise data_error(path, "triples, one a line", "none")
+    return Graph([*numbers[0]], [*numbers[1]], torch.tensor([*triples], dtype=torch.int64))
+
+
+# ---- mentions --------------------------------------------------------------------------------------------------------
+
+
+class Span(NamedTuple):
+    """The characters of a text from ``start`` up to ``end``, and the entity that they name; None for none."""
+
+    start: int
+    end: int
+    entity: str | None = None
+
+
+@dataclass(frozen=True)
+class MentionExample:
+    text: str
+    entities: list[Span]  # in their order in the text
+
+
+def read_mentions(path: str | Path) -> list[MentionExample]:
+    """The texts of a file with their aligned mentions."""
+    path = Path(path)
+    found = []
+    for line, row in json_rows(path):
+        text = text_of(path, line, row)
+        found.append(MentionExample(text, spans_of(path, line, row, text)))
+    if not found:
+        raise data_error(path, "texts with entities, one a line", "none")
+    return found
+
+
+def json_rows(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
+    """Number and object of every line."""
+    for line, text, row in read_json_lines(path):
+        if not isinstance(row, dict):
+            raise data_error(path, "a JSON object", f"{text:.60}", line=line)
+        yield line, row
+
+
+def text_of(path: Path, line: int, row: Mapping[str, Any]) -> str:
+    text = row.get("text")
+    if not isinstance(text, str) or not text.strip():
+        raise data_error(path, "a string 'text'", f"{text!r:.60}", line=line)
+    return text
+
+
+def spans_of(path: Path, line: int, row: Mapping[str, Any], text: str) -> list[Span]:
+    """The row's ``entities`` in the order of their starts; none where it has no such key."""
+    rows = row.get("entities", [])
+    if not isinstance(rows, list):
+        raise data_error(path, "a list 'entities'", f"{rows!r:.60}", line=line)
+    spans = sorted(span_of(path, line, each, text, f"entities[{number}]") for number, each in enumerate(rows))
+    check_apart(path, line, spans, text)
+    return spans
+
+
+def span_of(path: Path, line: int, row: Any, text: str, name: str) -> Span:
+    """A span of the text, which must lie in it."""
+    start, end, entity = (row.get(key) if isinstance(row, dict) else None for key in ("start", "end", "entity"))
+    if type(start) is not int or type(end) is not int or not (entity is None or isinstance(entity, str)):
+        expected = f"{name} with whole numbers 'start' and 'end', and perhaps a text 'entity'"
+        raise data_error(path, expected, f"{row!r:.80}", line=line)
+    if not 0 <= start < end <= len(text):
+        expected = f"{name} with 0 <= start < end <= {len(text)}, the length of the text"
+        raise data_error(path, expected, f"start {start} and end {end}", line=line)
+    return Span(start, end, entity)
+
+
+def check_apart(path: Path, line: int, spans: Sequence[Span], text: str) -> None:
+    """Raises DataError if two neighbours overlap."""
+    for first, second in itertools.pairwise(spans):
+        if second.start < first.end:
+            got = f"{text[first.start : first.end]!r} ({first.start} to {first.end}) and "
+            got += f"{text[second.start : second.end]!r} ({second.start} to {second.end})"
+            raise data_error(path, "spans that do not overlap", got, line=line)
+
+
+class AlignedTokens(NamedTuple):
+    """A text's tokens, and for each the number of the entity whose mention it begins; -1 for none."""
+
+    ids: list[int]
+    entities: list[int]
+    offsets: list[tuple[int, int]]
+
+
+def align(tokenizer: Tokenizer, text: str, spans: Sequence[Span], known: Mapping[str, int]) -> AlignedTokens:
+    """Aligns each entity with the first token of its mention, as the paper and its release do. A span of no token, and
+    an entity that is not known, are left out."""
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    entities = [-1] * len(ids)
+    token = 0
+    for span in spans:
+        while token < len(ids) and offsets[token][1] <= span.start:
+            token += 1
+        if token < len(ids) and offsets[token][0] < span.end and span.entity is not None:
+            entities[token] = known.get(span.entity, -1)
+    return AlignedTokens(ids, entities, offsets)
+
+
+def check_known(examples: Iterable[MentionExample], known: Collection[str], source: str) -> None:
+    """Raises DataError if no mention at all is of a known entity: the graph must be another one."""
+    names = {span.entity for example in examples for span in example.entities if span.entity is not None}
+    if names.isdisjoint(known):
+        some = ", ".join(map(repr, sorted(names)[:3])) or "none"
+        raise DataError(f"{source}: expected mentions of the {len(known)} entities of the graph, got {some}")
+
+
+# ---- labelled files --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RelationExample:
+    """Two marked spans of a text, and the relation of the first to the second."""
+
+    text: str
+    head: Span
+    tail: Span
+    entities: list[Span]  # other mentions
+    label: str | None  # None in test sets
+
+
+@dataclass(frozen=True)
+class TypingExample:
+    """A marked span of a text, and its types."""
+
+    text: str
+    mention: Span
+    entities: list[Span]  # other mentions
+    label: tuple[str, ...] | None  # None in test sets
+
+
+def read_relations(path: str | Path) -> list[RelationExample]:
+    """Lines {"text", "head": {"start", "end", "entity"}, "tail": {...}, "label"}, and perhaps "entities"."""
+    path = Path(path)
+    found = []
+    for line, row in json_rows(path):
+        text = text_of(path, line, row)
+        head, tail = (span_of(path, line, row.get(name), text, f"{name!r}") for name in ("head", "tail"))
+        check_apart(path, line, sorted([head, tail]), text)
+        label = row.get("label")
+        if label is not None and not isinstance(label, str):
+            raise data_error(path, "a string 'label', or none", f"{label!r:.60}", line=line)
+        found.append(RelationExample(text, head, tail, spans_of(path, line, row, text), label))
+    if not found:
+        raise data_error(path, "examples, one a line", "none")
+    return found
+
+
+def read_types(path: str | Path) -> list[TypingExample]:
+    """Lines {"text", "mention": {"start", "end", "entity"}, "labels": [...]}, and perhaps "entities"."""
+    path = Path(path)
+    found = []
+    for line, row in json_rows(path):
+        text = text_of(path, line, row)
+        mention, labels = span_of(path, line, row.get("mention"), text, "'mention'"), row.get("labels")
+        if labels is not None and not (isinstance(labels, list) and all(isinstance(each, str) for each in labels)):
+            raise data_error(path, "a list of strings 'labels', or none", f"{labels!r:.60}", line=line)
+        types = None if labels is None else tuple(sorted(set(labels)))
+        found.append(TypingExample(text, mention, spans_of(path, line, row, text), types))
+    if not found:
+        raise data_error(path, "examples, one a line", "none")
+    return found

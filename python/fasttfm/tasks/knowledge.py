@@ -1,0 +1,179 @@
+"""Tasks about entities in texts: the relation between two of them, and the types of one (ERNIE of Tsinghua).
+
+Tokens of their own mark the spans in question, as in the paper: ``[HD] Ahab [HD] sails the [TL] Pequod [TL]``, or
+``[ENT] Ahab [ENT] sails the Pequod``; the sequence's first token is classified. Models that read entities get those of
+the spans and of other mentions too, if their table has them. Other encoders read the marked text only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasttfm.data.knowledge import AlignedTokens, Span, align, read_relations, read_types
+from fasttfm.data.texts import DataError
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.nn import AlignedEntities
+from fasttfm.tasks.inputs import Feature, TaskBatch
+from fasttfm.tasks.labels import ClassifyTask
+from fasttfm.tasks.metrics import Scores, most_common, type_scores
+from fasttfm.tasks.task import Language, Predictions, Task, in_known_order
+
+
+class MarkedSpan(NamedTuple):
+    span: Span
+    mark: str
+
+
+@dataclass
+class EntityFeature(Feature):
+    entities: list[int] = field(default_factory=list)  # of each token: a row of the model's table, -1 for none
+
+
+class MarkedTask(ClassifyTask):
+    """Classifies texts with marked spans."""
+
+    marks: ClassVar[tuple[str, ...]]
+
+    def __init__(self, language: Language, train: Sequence[Any] | None, **options: Any) -> None:
+        super().__init__(language, train, **options)
+        if language.family.causal:
+            raise ValueError(f"{self.name}: expected an encoder, got {language.family.title}")
+        _add_tokens(language, self.marks)
+        self.entities: dict[str, int] = {}
+
+    @classmethod
+    def for_values(cls) -> type[Task] | None:
+        return None
+
+    def adjust(self, model: PretrainedModel) -> None:
+        """Also takes the names of the model's entities."""
+        super().adjust(model)
+        names: list[str] = getattr(model, "entity_names", [])
+        self.entities = {name: number for number, name in enumerate(names)}
+
+    def marked(self, example: Any) -> list[MarkedSpan]:
+        raise NotImplementedError
+
+    def features(self, examples: Sequence[Any]) -> list[Feature]:
+        found: list[Feature] = []
+        form, tokenizer = self.language.format, self.language.tokenizer
+        room = form.max_length - len(form.first) - len(form.last)
+        for index, example in enumerate(examples):
+            marked = self.marked(example)
+            others = [each for each in example.entities if all(_apart(each, mark.span) for mark in marked)]
+            spans = sorted([*others, *(each.span for each in marked)])
+            ids, entities = self._with_marks(align(tokenizer, example.text, spans, self.entities), marked)
+            start = self._start(ids, room)
+            tokens = form.one(ids[start : start + room])._replace(cut=max(0, len(ids) - room))
+            own = [*[-1] * len(form.first), *entities[start : start + room], *[-1] * len(form.last)]
+            found.append(EntityFeature(index, [tokens], self._target(example), own))
+        return found
+
+    def _with_marks(self, text: AlignedTokens, marked: Sequence[MarkedSpan]) -> tuple[list[int], list[int]]:
+        """Ids and entities with marks around the spans."""
+        ids, entities = list(text.ids), list(text.entities)
+        for span, mark in sorted(marked, reverse=True):  # from the end on, so that places stay what they are
+            inside = [place for place, (start, end) in enumerate(text.offsets) if start < span.end and end > span.start]
+            first = inside[0] if inside else sum(end <= span.start for _, end in text.offsets)
+            last = inside[-1] + 1 if inside else first
+            for place in (last, first):
+                ids.insert(place, self._id(mark))
+                entities.insert(place, -1)
+        return ids, entities
+
+    def _id(self, mark: str) -> int:
+        id: int = self.language.tokenizer.backend.token_to_id(mark)
+        return id
+
+    def _start(self, ids: list[int], room: int) -> int:
+        """Where the part of a text begins that is read: all marks are in it, if it has the room."""
+        marks = {self._id(mark) for mark in self.marks}
+        places = [place for place, id in enumerate(ids) if id in marks]
+        return min(places[0], max(0, places[-1] + 1 - room))
+
+    def batch(self, features: Sequence[Feature]) -> TaskBatch:
+        batch = super().batch(features)
+        if hasattr(self.language.family.config, "num_entities"):
+            ids = [each for feature in features for each in getattr(feature, "entities", [])]
+            batch.others["entities"] = AlignedEntities.of(torch.tensor(ids), batch.cu_seqlens, batch.max_seqlen)
+        return batch
+
+
+def _apart(one: Span, other: Span) -> bool:
+    return one.end <= other.start or other.end <= one.start
+
+
+def _add_tokens(language: Language, names: Sequence[str]) -> None:
+    """Adds the marks to the vocabulary, unless it has them; models get rows for them when they are prepared."""
+    from tokenizers import AddedToken
+
+    tokenizer = language.tokenizer
+    tokenizer.backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    tokenizer.vocab_size = tokenizer.backend.get_vocab_size()
+
+
+class RelationTask(MarkedTask):
+    """The relation between two marked spans."""
+
+    name = "relation"
+    about = "the relation of two entities"
+    file_format = "JSONL with text, head, tail and label"
+    read_file = staticmethod(read_relations)
+    marks = ("[HD]", "[TL]")
+
+    def marked(self, example: Any) -> list[MarkedSpan]:
+        return [MarkedSpan(example.head, "[HD]"), MarkedSpan(example.tail, "[TL]")]
+
+
+class EntityTypingTask(MarkedTask):
+    """The types of a marked span, any number of them."""
+
+    name = "entity-typing"
+    about = "the types of an entity"
+    file_format = "JSONL with text, mention and labels"
+    read_file = staticmethod(read_types)
+    marks = ("[ENT]",)
+    main_score = "micro_f1"
+
+    def marked(self, example: Any) -> list[MarkedSpan]:
+        return [MarkedSpan(example.mention, "[ENT]")]
+
+    def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
+        if any(example.label is None for example in train):
+            raise DataError("expected labels for every example to learn from, got one without")
+        return in_known_order({label for example in train for label in example.label}, known)
+
+    def check_labels(self, examples: Sequence[Any], source: str) -> None:
+        """A type that no training example has cannot be found: it counts as one that is missed."""
+
+    def configuration(self) -> dict[str, Any]:
+        return {"num_labels": len(self.labels), "problem_type": "multi_label_classification"}
+
+    def _target(self, example: Any) -> Any:
+        return None if example.label is None else [float(label in example.label) for label in self.labels]
+
+    def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
+        return {"labels": torch.tensor([feature.target for feature in batch.features])}
+
+    def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
+        """The types with a probability above one half."""
+        return [row.nonzero().flatten().tolist() for row in (logits > 0).cpu()]
+
+    def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
+        return [tuple(sorted(self.labels[number] for number in found)) for found in read]
+
+    def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
+        return type_scores([example.label for example in examples], predictions)
+
+    def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
+        return [most_common(example.label for example in train)] * len(examples)
+
+    def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
+        rows = ({"index": index, "labels": list(found)} for index, found in enumerate(predictions))
+        return {"predictions.jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)}
