@@ -107,8 +107,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"fasttfm"}
     shipped = {name.removeprefix("fasttfm/data/corpus/") for name in names if name.startswith("fasttfm/data/corpus/")}
     tasks = {"classify": "tsv", "pair": "tsv", "tag": "conll", "qa": "json", "choice": "csv"}
+    tasks |= {"relation": "jsonlines", "entity-typing": "jsonlines"}
     sets = {f"tasks/{task}-{part}.{suffix}" for task, suffix in tasks.items() for part in ("train", "dev")}
-    assert shipped == {"README.md", "state-of-the-union.txt.gz", "moby-dick.txt.gz", *sets}
+    graph = {"knowledge/triples.tsv", "knowledge/mentions.jsonlines.gz"}
+    assert shipped == {"README.md", "state-of-the-union.txt.gz", "moby-dick.txt.gz", *sets, *graph}
     others = {name for name in names if not name.startswith("fasttfm/data/corpus/")}
     assert {Path(name).suffix for name in others} == {".py", ".pyi", ".so", ".typed"}
 

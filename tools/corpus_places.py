@@ -40,14 +40,14 @@ BORDERS = (
     "Iran-Iraq Iraq-Kuwait Iraq-Syria Iraq-Turkey Syria-Turkey Syria-Lebanon Israel-Lebanon Israel-Syria Israel-Jordan "
     "Iran-Afghanistan Iran-Pakistan Pakistan-Afghanistan Pakistan-India China-India China-Korea China-Vietnam "
     "Vietnam-Laos Vietnam-Cambodia Laos-Thailand Cambodia-Thailand China-Laos Egypt-Libya Libya-Tunisia "
-    "Tunisia-Algeria Algeria-Morocco Egypt-Sudan Angola-Namibia Colombia-Venezuela Colombia-Peru Colombia-Ecuador Peru-Ecuador "
-    "Peru-Chile Peru-Bolivia Chile-Bolivia Chile-Argentina Argentina-Bolivia Argentina-Paraguay Argentina-Uruguay "
-    "Argentina-Brazil Brazil-Uruguay Brazil-Paraguay Brazil-Bolivia Brazil-Peru Brazil-Colombia Brazil-Venezuela "
-    "Mexico-Guatemala Guatemala-Honduras Honduras-Nicaragua Honduras-Salvador Guatemala-Salvador Texas-Louisiana "
-    "Texas-Arkansas Louisiana-Mississippi Mississippi-Alabama Alabama-Georgia Alabama-Florida Georgia-Florida "
-    "Alabama-Tennessee Tennessee-Kentucky Kentucky-Ohio Kentucky-Indiana Ohio-Indiana Ohio-Michigan Indiana-Illinois "
-    "Illinois-Missouri Missouri-Kansas Missouri-Arkansas Kansas-Nebraska California-Oregon Virginia-Kentucky "
-    "Tennessee-Virginia Illinois-Kentucky"
+    "Tunisia-Algeria Algeria-Morocco Egypt-Sudan Angola-Namibia Colombia-Venezuela Colombia-Peru Colombia-Ecuador "
+    "Peru-Ecuador Peru-Chile Peru-Bolivia Chile-Bolivia Chile-Argentina Argentina-Bolivia Argentina-Paraguay "
+    "Argentina-Uruguay Argentina-Brazil Brazil-Uruguay Brazil-Paraguay Brazil-Bolivia Brazil-Peru Brazil-Colombia "
+    "Brazil-Venezuela Mexico-Guatemala Guatemala-Honduras Honduras-Nicaragua Honduras-Salvador Guatemala-Salvador "
+    "Texas-Louisiana Texas-Arkansas Louisiana-Mississippi Mississippi-Alabama Alabama-Georgia Alabama-Florida "
+    "Georgia-Florida Alabama-Tennessee Tennessee-Kentucky Kentucky-Ohio Kentucky-Indiana Ohio-Indiana Ohio-Michigan "
+    "Indiana-Illinois Illinois-Missouri Missouri-Kansas Missouri-Arkansas Kansas-Nebraska California-Oregon "
+    "Virginia-Kentucky Tennessee-Virginia Illinois-Kentucky"
 )
 # Words of the texts that name a place differently.
 NAMES = {

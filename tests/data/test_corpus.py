@@ -80,7 +80,7 @@ def test_there_is_something_to_learn() -> None:
 
 
 def test_an_unknown_task() -> None:
-    with pytest.raises(ValueError, match="name: expected one of choice, classify, .*, relation, tag, got 'squad'"):
+    with pytest.raises(ValueError, match=r"name: expected one of choice, classify, .*, relation, tag, got 'squad'"):
         data.shipped_task("squad")
 
 

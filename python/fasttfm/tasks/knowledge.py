@@ -48,7 +48,7 @@ class MarkedTask(ClassifyTask):
         self.entities: dict[str, int] = {}
 
     @classmethod
-    def for_values(cls) -> type[Task] | None:
+    def for_values(cls) -> type[Task] | None:  # type: ignore[override]
         return None
 
     def adjust(self, model: PretrainedModel) -> None:
@@ -124,7 +124,7 @@ class RelationTask(MarkedTask):
     name = "relation"
     about = "the relation of two entities"
     file_format = "JSONL with text, head, tail and label"
-    read_file = staticmethod(read_relations)
+    read_file = staticmethod(read_relations)  # type: ignore[assignment]
     marks = ("[HD]", "[TL]")
 
     def marked(self, example: Any) -> list[MarkedSpan]:
@@ -137,7 +137,7 @@ class EntityTypingTask(MarkedTask):
     name = "entity-typing"
     about = "the types of an entity"
     file_format = "JSONL with text, mention and labels"
-    read_file = staticmethod(read_types)
+    read_file = staticmethod(read_types)  # type: ignore[assignment]
     marks = ("[ENT]",)
     main_score = "micro_f1"
 
