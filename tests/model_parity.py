@@ -48,6 +48,7 @@ FAMILIES = (
     "Albert",
     "Electra",
     "DistilBert",
+    "ModernBert",
     "ErnieKnowledge",
     "GPT2",
     "GPT3",
@@ -180,7 +181,7 @@ def check_layout(name: str, ours: Any, theirs: Any, kind: str, *, packed: bool, 
 def check_multiple_choice(ours: Any, theirs: Any) -> None:
     ids = IDS[:2].unsqueeze(0).repeat(2, 1, 1)
     ids[1] = ids[1].flip(-1)
-    mask = MASKS["behind"][:2].repeat(2, 1, 1)
+    mask = MASKS["behind"].long()[:2].repeat(2, 1, 1)
     labels = torch.tensor([1, 0])
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:

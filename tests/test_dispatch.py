@@ -22,7 +22,7 @@ from fasttfm.testing.specs.pack import UNPACK_SPEC
 
 SPECS = {**all_specs(), UNPACK_SPEC.name: UNPACK_SPEC}
 LOSSES = ("distillation_loss", "linear_cross_entropy", "masked_lm_loss")  # their ops take lists of bool
-LINEAR = ("column_sum", "pack", "unpack")  # in their differentiable input: second derivatives are right
+LINEAR = ("column_sum", "pack", "rotary", "unpack")  # in their differentiable input: second derivatives are right
 
 every_op = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 

@@ -18,6 +18,7 @@ PUBLISHED = {
     "AlbertModel": {"base": 12, "large": 18, "xlarge": 60, "xxlarge": 235},
     "ElectraModel": {"small": 14, "base": 110, "large": 335},
     "DistilBertModel": {"base": 66},
+    "ModernBertModel": {"base": 149, "large": 395},
     "ErnieKnowledgeModel": {"tiny": 4.4, "mini": 11.3, "base": 114},  # the smaller ones: BERT's with entities
     "OpenAIGPTLMHeadModel": {"base": 117},
     "GPT2LMHeadModel": {"small": 124, "medium": 355, "large": 774, "xl": 1558},

@@ -67,6 +67,15 @@ from fasttfm.models.gpt3 import (
     GPT3Model,
 )
 from fasttfm.models.hub import model_directory
+from fasttfm.models.modernbert import (
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    ModernBertForMultipleChoice,
+    ModernBertForQuestionAnswering,
+    ModernBertForSequenceClassification,
+    ModernBertForTokenClassification,
+    ModernBertModel,
+)
 from fasttfm.models.openai_gpt import (
     OpenAIGPTConfig,
     OpenAIGPTDoubleHeadsModel,
@@ -137,6 +146,13 @@ __all__ = [
     "GPT3ForSequenceClassification",
     "GPT3LMHeadModel",
     "GPT3Model",
+    "ModernBertConfig",
+    "ModernBertForMaskedLM",
+    "ModernBertForMultipleChoice",
+    "ModernBertForQuestionAnswering",
+    "ModernBertForSequenceClassification",
+    "ModernBertForTokenClassification",
+    "ModernBertModel",
     "OpenAIGPTConfig",
     "OpenAIGPTDoubleHeadsModel",
     "OpenAIGPTForSequenceClassification",

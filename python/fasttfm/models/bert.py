@@ -196,12 +196,15 @@ class BertModel(TextModel):
         super().__init__(config)
         width = config.hidden_size
         self.embeddings = self.embeddings_of(config)
-        self.encoder = self.stack_class(self.layers_of(config))
+        self.encoder = self.stack_of(config)
         self.pooler = nn.Linear(width, width) if add_pooling_layer else None
         self.finish()
 
     def embeddings_of(self, config: EncoderConfig) -> Embeddings:
         return word_embeddings(config, config.hidden_size)
+
+    def stack_of(self, config: EncoderConfig) -> PackedTransformer:
+        return self.stack_class(self.layers_of(config))
 
     def layer_of(self, config: EncoderConfig) -> PackedLayer:
         return packed_layer(config)
@@ -452,9 +455,14 @@ class BertForTokenClassification(BertHead):
         **layout: Unpack[Layout],
     ) -> ClassifierOutput:
         encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
-        logits = self.classifier(self.dropout(encoded.x))
+        logits = self.classifier(self.summarise(encoded))
         loss = None if labels is None else token_loss(logits, encoded.batch.pack(labels))
         return ClassifierOutput(loss, encoded.batch.unpack(logits), **encoded.returned())
+
+    def summarise(self, encoded: Encoded) -> Tensor:
+        """[T, C]"""
+        summary: Tensor = self.dropout(encoded.x)
+        return summary
 
 
 class BertForQuestionAnswering(BertHead):

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fasttfm.models import albert, bert, distilbert, electra, ernie_knowledge, gpt, gpt3, openai_gpt, roberta
+from fasttfm.models import (
+    albert,
+    bert,
+    distilbert,
+    electra,
+    ernie_knowledge,
+    gpt,
+    gpt3,
+    modernbert,
+    openai_gpt,
+    roberta,
+)
 from fasttfm.models.family import Family, Head
 from fasttfm.models.objectives import CausalLM, MaskedLM, Pretraining
 
-_FILES = (bert, roberta, albert, electra, distilbert, ernie_knowledge, openai_gpt, gpt, gpt3)
+_FILES = (bert, roberta, albert, electra, distilbert, modernbert, ernie_knowledge, openai_gpt, gpt, gpt3)
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 
 

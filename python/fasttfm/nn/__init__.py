@@ -9,6 +9,7 @@ from fasttfm.nn.multihead_attention import MultiheadAttention
 from fasttfm.nn.packed_batch import PackedBatch
 from fasttfm.nn.packed_layer import PackedLayer
 from fasttfm.nn.packed_transformer import PackedTransformer
+from fasttfm.nn.rotary_layer import RotaryLayer, RotaryTransformer
 from fasttfm.nn.transformer_encoder import TransformerEncoder
 from fasttfm.nn.transformer_encoder_layer import TransformerEncoderLayer
 
@@ -27,6 +28,8 @@ __all__ = [
     "PackedLayer",
     "PackedTransformer",
     "RMSNorm",
+    "RotaryLayer",
+    "RotaryTransformer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
 ]

@@ -22,6 +22,7 @@ class Embeddings(nn.Module):
         positions: Rows of the position table; 0 for none.
         segments: Rows of the segment table; 0 for none, None if segments are token ids (GPT).
         norm: Whether there is a LayerNorm (GPT has none here).
+        norm_bias: Whether that has a bias.
         eps: Added to its variance.
         dropout: Dropout probability of the result.
         padding_idx: A token whose embedding gets no gradient.
@@ -37,6 +38,7 @@ class Embeddings(nn.Module):
         segments: int | None = 0,
         *,
         norm: bool = True,
+        norm_bias: bool = True,
         eps: float = 1e-12,
         dropout: float = 0.1,
         padding_idx: int | None = None,
@@ -52,7 +54,7 @@ class Embeddings(nn.Module):
         self.position = nn.Embedding(positions, width, **factory) if positions else None
         self.segment = nn.Embedding(segments, width, **factory) if segments else None
         self.word_segments = segments is None
-        self.norm = nn.LayerNorm(width, eps=eps, **factory) if norm else None
+        self.norm = nn.LayerNorm(width, eps=eps, bias=norm_bias, **factory) if norm else None
         self.projection = None if output_width is None else nn.Linear(width, output_width, **factory)
         self.dropout = dropout
 

@@ -37,6 +37,7 @@ class MaskedLMHead(nn.Module):
         embedding_width: The word table's, where it is not the model's.
         activation: A name out of ``ops.ACTIVATIONS``.
         eps: Added to LayerNorm's variance.
+        dense_bias, norm_bias, decoder_bias: Whether these parts have a bias.
         device, dtype: The parameters'.
     """
 
@@ -48,6 +49,9 @@ class MaskedLMHead(nn.Module):
         embedding_width: int | None = None,
         activation: str = "gelu",
         eps: float = 1e-12,
+        dense_bias: bool = True,
+        norm_bias: bool = True,
+        decoder_bias: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -55,9 +59,9 @@ class MaskedLMHead(nn.Module):
         factory = {"device": device, "dtype": dtype}
         inner = width if embedding_width is None else embedding_width
         self.activation = activation
-        self.dense = nn.Linear(width, inner, **factory)
-        self.norm = nn.LayerNorm(inner, eps=eps, **factory)
-        self.decoder = nn.Linear(inner, vocabulary, **factory)  # its weight may be the word table
+        self.dense = nn.Linear(width, inner, bias=dense_bias, **factory)
+        self.norm = nn.LayerNorm(inner, eps=eps, bias=norm_bias, **factory)
+        self.decoder = nn.Linear(inner, vocabulary, bias=decoder_bias, **factory)  # its weight may be the word table
 
     def forward(self, x: Tensor) -> Tensor:
         """The logits ``[..., V]`` of ``x`` [..., C]."""

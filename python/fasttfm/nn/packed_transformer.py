@@ -6,7 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ class PackedTransformer(nn.Module):
         final_norm: The LayerNorm that ends a pre-LN model.
     """
 
+    layer_class: ClassVar[type[PackedLayer]] = PackedLayer
+
     def __init__(self, layers: Sequence[PackedLayer], final_norm: nn.LayerNorm | None = None) -> None:
         super().__init__()
         pre_norm = any(layer.norm_first for layer in layers)
@@ -49,10 +51,17 @@ class PackedTransformer(nn.Module):
         self.checkpointing = False  # whether layers keep only their inputs for the backward, and run again there
 
     def forward(
-        self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, hidden_states: list[Tensor] | None = None
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        *,
+        hidden_states: list[Tensor] | None = None,
+        **inputs: Any,
     ) -> Tensor:
-        """Runs the layers over ``x`` [T, C]; ``hidden_states`` collects the stream before each of them."""
-        blocks = self._blocks(max_seqlen) if hidden_states is None else None
+        """Runs the layers over ``x`` [T, C]; ``hidden_states`` collects the stream before each of them. ``inputs`` are
+        what layers of another class take in addition."""
+        blocks = self._blocks(max_seqlen) if hidden_states is None and not inputs else None
         if blocks is not None:
             return self._run_whole(x, cu_seqlens, blocks)
         modules = self._modules_in_order()
@@ -67,7 +76,7 @@ class PackedTransformer(nn.Module):
             if hidden_states is not None:
                 hidden_states.append(x if residual is None else residual)
             following = norms[index + 1]
-            run: Callable[..., Any] = partial(module, residual=residual, next_norm=following, seeds=seed)
+            run: Callable[..., Any] = partial(module, residual=residual, next_norm=following, seeds=seed, **inputs)
             if self.checkpointing and self.training:
                 # A fused layer draws nothing: its seeds are given. Modules in its place may draw.
                 draws = module is not layers[index] or not layers[index].is_fusable(following)
@@ -130,7 +139,7 @@ class PackedTransformer(nn.Module):
         """
         if self.final_norm is None:
             return [None] * (len(layers) + 1)
-        own = [type(module) is not PackedLayer or is_watched(module) for module in modules]
+        own = [type(module) is not self.layer_class or is_watched(module) for module in modules]
         norms = [None if each else layer.norm1 for each, layer in zip(own, layers, strict=True)]
         return [*norms, self.final_norm]
 

@@ -25,6 +25,7 @@ from fasttfm.ops.pack import (
 from fasttfm.ops.qkv_projection import fuse_qkv, qkv_projection
 from fasttfm.ops.replaced_token_loss import replaced_token_loss
 from fasttfm.ops.rms_norm import rms_norm
+from fasttfm.ops.rotary import rotary
 
 __all__ = [
     "ACTIVATIONS",
@@ -52,6 +53,7 @@ __all__ = [
     "qkv_projection",
     "replaced_token_loss",
     "rms_norm",
+    "rotary",
     "token_indices_from_mask",
     "unpack",
 ]

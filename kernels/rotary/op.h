@@ -1,0 +1,36 @@
+// Rotary position embedding. T tokens, H heads of D columns; see reference.py for the formula.
+//
+// Bytes per head (e = bytes of an element): reads x and writes y, 2*D*e. The tables' rows are shared by a token's
+// heads.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/status.h"
+
+namespace fasttfm {
+
+struct Rotary {
+  const void* x;             // [T, H, D], dtype; tokens token_stride and heads head_stride elements apart
+  const float* cos;          // [positions, pairs]
+  const float* sin;          // [positions, pairs]
+  const int64_t* positions;  // [T], or null: a token's position is its index in its sequence
+  void* y;                   // [T, H, D], dtype, contiguous
+  int64_t tokens;            // T
+  int64_t sequence;          // tokens of a sequence
+  int64_t heads;             // H
+  int64_t columns;           // D
+  int64_t pairs;             // column i turns with column i + pairs; columns from 2 * pairs on are copied
+  int64_t token_stride;
+  int64_t head_stride;
+  float sign;  // 1, or -1 to turn back
+  DType dtype;
+  int threads;
+};
+
+namespace cpu {
+Status rotary(const Rotary&);
+}  // namespace cpu
+
+}  // namespace fasttfm

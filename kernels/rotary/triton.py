@@ -1,0 +1,131 @@
+"""Rotary position embedding in Triton: T tokens, H heads of D columns; the formula is in reference.py.
+
+A program takes BLOCK_N heads, counted over all tokens, and all pairs of each. x is read and y written once; the rows of
+the tables that the heads of a token share come from the L1 cache. 2 x T x H x D elements are moved.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fasttfm.kernels.common.launch import on_device
+
+_TILE_ELEMENTS = 2048  # of each half of the pairs
+_NUM_WARPS = 4
+
+
+@triton.jit
+def _rotary_kernel(
+    x,  # [T, H, D], strides token_stride, head_stride, 1
+    cos,  # [P, PAIRS]
+    sin,  # [P, PAIRS]
+    positions,  # [T], or unused: a token's position is its index in its sequence of S
+    y,  # [T, H, D]
+    T,
+    S,
+    P,
+    token_stride,
+    head_stride,
+    sign,  # -1 turns back
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,  # columns after the pairs; 0 if there are none
+):
+    heads = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = heads // H
+    real = tokens < T
+    source = x + tokens * token_stride + heads % H * head_stride
+    target = y + heads * D
+    place = tokens % S
+    if HAS_POSITIONS:
+        place = tl.load(positions + tokens, mask=real, other=0).to(tl.int64)
+    pairs = tl.arange(0, BLOCK_PAIRS)
+    mask = real[:, None] & (pairs < PAIRS)[None, :]
+    # A position outside of the tables reads nothing and gives NaN.
+    known = mask & ((place >= 0) & (place < P))[:, None]
+    angle = place[:, None] * PAIRS + pairs[None, :]
+    c = tl.load(cos + angle, mask=known, other=float("nan")).to(tl.float32)
+    s = tl.load(sin + angle, mask=known, other=float("nan")).to(tl.float32) * sign
+    if INTERLEAVED:
+        first = 2 * pairs
+        second = first + 1
+    else:
+        first = pairs
+        second = pairs + PAIRS
+    a = tl.load(source[:, None] + first[None, :], mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(target[:, None] + first[None, :], (a * c - b * s).to(y.dtype.element_ty), mask=mask)
+    tl.store(target[:, None] + second[None, :], (a * s + b * c).to(y.dtype.element_ty), mask=mask)
+    if BLOCK_REST > 0:
+        rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)
+        left = real[:, None] & (rest < D)[None, :]
+        tl.store(target[:, None] + rest[None, :], tl.load(source[:, None] + rest[None, :], mask=left), mask=left)
+
+
+def rotary_triton(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool
+) -> Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    *_, heads, columns = x.shape
+    given = x if x.stride(-1) == 1 else x.contiguous()
+    given = given.reshape(-1, heads, columns)  # a view where one stride leads from each token to the next
+    tile = _tile(columns, cos.shape[-1])
+    tokens = given.shape[0]
+    with on_device(x):
+        _rotary_kernel[(triton.cdiv(tokens * heads, tile["BLOCK_N"]),)](
+            given,
+            cos.contiguous(),
+            sin.contiguous(),
+            x if positions is None else positions.contiguous(),
+            y,
+            tokens,
+            x.shape[-3],
+            cos.shape[0],
+            given.stride(0),
+            given.stride(1),
+            -1.0 if inverse else 1.0,
+            H=heads,
+            D=columns,
+            PAIRS=cos.shape[-1],
+            HAS_POSITIONS=positions is not None,
+            INTERLEAVED=interleaved,
+            num_warps=_NUM_WARPS,
+            **tile,
+        )
+    return y
+
+
+def _tile(columns: int, pairs: int) -> dict[str, int]:
+    width = triton.next_power_of_2(pairs)
+    rest = columns - 2 * pairs
+    rows = max(1, _TILE_ELEMENTS // max(width, rest))
+    return {
+        "BLOCK_N": triton.next_power_of_2(rows),
+        "BLOCK_PAIRS": width,
+        "BLOCK_REST": triton.next_power_of_2(rest) if rest else 0,
+    }
+
+
+def compile_signatures(element: str, columns: int, pairs: int, interleaved: bool) -> list[dict[str, object]]:
+    """The kernel as the launcher compiles it for 12 heads, forward and backward."""
+    pointers = {"x": f"*{element}", "cos": "*fp32", "sin": "*fp32", "positions": "*i64", "y": f"*{element}"}
+    sizes = dict.fromkeys(("T", "S", "P", "token_stride", "head_stride"), "i32")
+    constants = {"H": 12, "D": columns, "PAIRS": pairs, "HAS_POSITIONS": True, "INTERLEAVED": interleaved}
+    return [
+        {
+            "kernel": _rotary_kernel,
+            "signature": {**pointers, **sizes, "sign": "fp32"},
+            "num_warps": _NUM_WARPS,
+            "constants": {**constants, **_tile(columns, pairs)},
+        }
+    ]

@@ -1,0 +1,203 @@
+"""``RotaryLayer`` and ``RotaryTransformer``: pre-LN layers with rotary positions and a gated feed-forward block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fasttfm import ops
+from fasttfm.nn.packed_layer import PackedLayer, draw_seeds
+from fasttfm.nn.packed_transformer import PackedTransformer
+from fasttfm.nn.parts import layer_norm, packed_residual_norm, product
+from fasttfm.ops import linear
+
+
+class RotaryLayer(PackedLayer):
+    """ModernBERT's layer: ``x + attention(norm1(x))``, then ``x + down(activation(gate) * up)`` of ``norm2(x)``.
+
+    Queries and keys are rotated by their positions. ``up`` gives the gate and up: its first half goes through the
+    activation.
+
+    Args:
+        width: C, the model's.
+        heads: The number of attention heads, a divisor of the width.
+        intermediate: Columns of the gate, and of up.
+        theta: The base of the rotation's wavelengths.
+        window: ``(left, right)``: how far before and after itself a token attends; None for no limit.
+        first: Whether this is a model's first layer, which has no ``norm1``: the embeddings are normalised.
+        activation: A name out of ``ops.ACTIVATIONS``.
+        dropout: Dropout probability of the attention weights, and of what attention adds to the residual stream.
+        intermediate_dropout: Dropout probability of ``down``'s input.
+        eps: Added to variances.
+        attention_bias, feed_forward_bias, norm_bias: Whether these parts have biases.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        intermediate: int,
+        *,
+        theta: float = 10_000.0,
+        window: Sequence[int | None] | None = None,
+        first: bool = False,
+        activation: str = "gelu",
+        dropout: float = 0.0,
+        intermediate_dropout: float = 0.0,
+        eps: float = 1e-5,
+        attention_bias: bool = False,
+        feed_forward_bias: bool = False,
+        norm_bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(
+            width,
+            heads,
+            2 * intermediate,
+            norm_first=True,
+            activation=activation,
+            dropout=dropout,
+            feed_forward_dropout=0.0,
+            attention_dropout=dropout,
+            eps=eps,
+            window=window,
+            bias=attention_bias,
+            **factory,
+        )
+        self.theta, self.intermediate_dropout = theta, intermediate_dropout
+        self.up = nn.Linear(width, 2 * intermediate, bias=feed_forward_bias, **factory)
+        self.down = nn.Linear(intermediate, width, bias=feed_forward_bias, **factory)
+        norms = (nn.LayerNorm(width, eps=eps, bias=norm_bias, **factory) for _ in range(2))
+        self.norm1, self.norm2 = norms
+        if first:
+            self.norm1 = None  # type: ignore[assignment]
+
+    def forward(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        *,
+        residual: Tensor | None = None,
+        next_norm: nn.LayerNorm | None = None,
+        seeds: Tensor | None = None,
+        tables: dict[float, tuple[Tensor, Tensor]] | None = None,
+        positions: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs the layer. Arguments and results are those of ``PackedLayer`` with ``norm_first``; in addition:
+
+        Args:
+            tables: The cosines and sines ``[positions, D / 2]`` of each ``theta``, where they are at hand.
+            positions: int64 ``[T]``; by default each token's index in its own sequence.
+        """
+        if residual is None:
+            residual, x = x, x if self.norm1 is None else layer_norm(self.norm1, x)
+        (x,) = linear.autocast(x)
+        self.check(x, cu_seqlens, residual, next_norm)
+        attention_p, p_a, _ = self.rates()
+        seed = seed_a = None
+        if attention_p or p_a:
+            seed, seed_a, _ = (draw_seeds(x.device) if seeds is None else seeds).split(1)
+        q, k, v = self.rotated(x, cu_seqlens, max_seqlen, tables, positions)
+        packed: dict[str, Any] = {"cu_seqlens": cu_seqlens}
+        context = ops.attention(
+            q, k, v, window=self.window, max_seqlen=max_seqlen, dropout_p=attention_p, seed=seed, **packed
+        )
+        assert isinstance(context, Tensor)
+        branch, bias = product(self.out, context.flatten(-2))
+        y, z = packed_residual_norm(self.norm2, branch, residual, linear_bias=bias, p=p_a, seed=seed_a, **packed)
+        hidden, bias = product(self.up, y)
+        hidden = ops.gated_activation(hidden, bias, activation=self.activation)
+        hidden = functional.dropout(hidden, self.intermediate_dropout, self.training)
+        branch, bias = product(self.down, hidden)
+        y, z = packed_residual_norm(next_norm, branch, z, linear_bias=bias, **packed)
+        return y, None if next_norm is None else z
+
+    def rotated(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        tables: dict[float, tuple[Tensor, Tensor]] | None,
+        positions: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [T, H, D] of ``x``; queries and keys are rotated, by one call."""
+        if positions is None:
+            positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
+        if tables is None:
+            tables = {self.theta: rotary_tables(self.theta, max_seqlen, self.width // self.heads, x.device)}
+        qkv = self.project(x)
+        turned = ops.rotary(qkv[:, :2].flatten(1, 2), *tables[self.theta], positions=positions)
+        q, k = turned.chunk(2, dim=1)
+        return q, k, qkv[:, 2]
+
+    def is_fusable(self, next_norm: nn.Module | None = None) -> bool:
+        """There is no op of the whole layer."""
+        return False
+
+    def attention_weights(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """Attention's weights for ``forward``'s ``x``, fp32 ``[sequences, H, max_seqlen, max_seqlen]``, for plots.
+        Plain torch, all in memory."""
+        q, k, _ = self.rotated(x, cu_seqlens, max_seqlen, None, None)
+        left, right = self.window
+        return ops.attention_weights(q, k, window=(left, right), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+
+
+def rotary_tables(theta: float, positions: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the angles ``position * theta ** (-2 i / columns)``, fp32 [positions, columns / 2]."""
+    rates = 1.0 / theta ** (torch.arange(0, columns, 2, device=device, dtype=torch.float32) / columns)
+    angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * rates
+    return angles.cos(), angles.sin()
+
+
+class RotaryTransformer(PackedTransformer):
+    """A stack of ``RotaryLayer``.
+
+    The tables of angles are computed at the first call on a device, for all of ``positions``, and kept in fp32 whatever
+    the parameters' type is.
+
+    Args:
+        layers: In order; each ``theta`` has tables of its own.
+        final_norm: The model's last LayerNorm.
+        positions: No token has a position beyond this number.
+    """
+
+    layer_class = RotaryLayer
+
+    def __init__(self, layers: Sequence[RotaryLayer], final_norm: nn.LayerNorm, positions: int) -> None:
+        super().__init__(layers, final_norm)
+        self.positions = positions
+        self._tables: dict[torch.device, dict[float, tuple[Tensor, Tensor]]] = {}
+
+    def forward(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        *,
+        hidden_states: list[Tensor] | None = None,
+        positions: Tensor | None = None,
+        **inputs: Any,
+    ) -> Tensor:
+        """``PackedTransformer.forward``; ``positions`` int64 [T] are by default those in each token's own sequence."""
+        if positions is None:
+            positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
+        angles: dict[str, Any] = {"tables": self.tables(x.device), "positions": positions}
+        return super().forward(x, cu_seqlens, max_seqlen, hidden_states=hidden_states, **angles, **inputs)
+
+    def tables(self, device: torch.device) -> dict[float, tuple[Tensor, Tensor]]:
+        if device not in self._tables:
+            layers: list[Any] = self.in_order()
+            columns = layers[0].width // layers[0].heads if layers else 2
+            thetas = {layer.theta for layer in layers}
+            with torch.no_grad():
+                self._tables[device] = {
+                    theta: rotary_tables(theta, self.positions, columns, device) for theta in sorted(thetas)
+                }
+        return self._tables[device]

@@ -1,0 +1,186 @@
+"""``rotary``: rotary position embedding (RoPE) of queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm import _native
+from fasttfm.kernels.common.rows import contiguous_like
+from fasttfm.kernels.rotary import reference
+from fasttfm.ops import checks
+from fasttfm.ops.backends import (
+    Backend,
+    BackendTable,
+    refuse_native_cpu,
+    refuse_triton,
+    requested,
+    torch_reference,
+    triton_absent,
+)
+from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
+
+OP = "rotary"
+
+
+def rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Turns pairs of columns of each head by angles that grow with the token's position.
+
+    Args:
+        x: ``[B, S, H, D]`` or packed ``[T, H, D]``: fp32, bf16 or fp16 (fp64 on the reference backend). Strided heads
+            are read in place: ``qkv[:, :2].flatten(1, 2)`` turns the queries and keys of ``qkv [T, 3, H, D]`` in one
+            call.
+        cos, sin: ``[P, R / 2]``: cosines and sines of the angles of each position. The first R columns of a head are
+            turned, the others copied. They have no gradient. fp32 is usual next to a 16-bit ``x``.
+        positions: int64 or int32, ``x``'s shape without heads and columns; by default a token's index in its sequence,
+            in ``[T, H, D]`` its row. For packed sequences ``position_ids_from_cu_seqlens`` returns them. They are not
+            validated on the GPU, where one that is outside of the tables gives NaN.
+        interleaved: Pairs are columns 0 and 1, 2 and 3, ... (GPT-J); by default columns i and i + R / 2 (GPT-NeoX,
+            Llama, ModernBERT).
+        backend: Requests one backend; by default the first that can serve the call does.
+
+    Returns:
+        ``x``'s shape and type, contiguous. Arithmetic is fp32, rounded once.
+    """
+    _check(x, cos, sin, positions, interleaved)
+    TABLE.check_name(backend)
+    return _turned(x, cos, sin, positions, interleaved, False, requested(backend))
+
+
+def _check(x: Any, cos: Any, sin: Any, positions: Any, interleaved: Any) -> None:
+    checks.check_floating(OP, "x", x)
+    if x.dim() < 3 or 0 in x.shape[-2:]:
+        raise checks.bad_value(OP, "x", "shape [..., S, H, D] or [T, H, D]", f"shape {tuple(x.shape)}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        checks.check_floating(OP, name, table)
+        checks.check_device(OP, name, table, like=x)
+        if table.requires_grad and torch.is_grad_enabled():
+            raise checks.bad_value(OP, name, "a tensor that requires no gradient", "one that does; detach() it")
+    if cos.dim() != 2 or not 1 <= cos.shape[1] <= x.shape[-1] // 2:
+        expected = f"shape [positions, R / 2] with R up to x's {x.shape[-1]} columns"
+        raise checks.bad_value(OP, "cos", expected, f"shape {tuple(cos.shape)}")
+    if positions is None and x.shape[-3] > cos.shape[0]:
+        raise checks.bad_value(OP, "cos", f"at least {x.shape[-3]} positions, as x has", cos.shape[0])
+    checks.check_shape(OP, "sin", sin, cos.shape)
+    checks.check_double(OP, x=x, cos=cos, sin=sin)
+    if not isinstance(interleaved, bool):
+        raise checks.bad_type(OP, "interleaved", "a bool", type(interleaved).__name__)
+    if positions is None:
+        return
+    checks.check_index(OP, "positions", positions)
+    checks.check_shape(OP, "positions", positions, x.shape[:-2])
+    checks.check_device(OP, "positions", positions, like=x)
+
+
+def _turned(x: Tensor, *options: Any) -> Tensor:
+    y: Tensor = _Rotary.apply(x, *options) if needs_gradient(x) else _rotary_op(x, *options)
+    return y
+
+
+class _Rotary(OpFunction):
+    op = OP
+    instead = None
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        interleaved: bool,
+        inverse: bool,
+        backend: str | None,
+    ) -> Tensor:
+        ctx.save_for_backward(cos, sin, *unshared(positions))
+        ctx.options = (interleaved, not inverse, backend)
+        y: Tensor = _rotary_op(x, cos, sin, positions, interleaved, inverse, backend)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _turned(dy, *ctx.saved_tensors, *ctx.options), None, None, None, None, None, None
+
+
+# ---- torch.library ---------------------------------------------------------------------------------------------------
+
+
+def _forward(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, *options: Any) -> Tensor:
+    interleaved, inverse, asked = options
+    if positions is not None and positions.is_cpu and positions.numel():
+        least, most = (int(bound) for bound in positions.aminmax())
+        if least < 0 or most >= cos.shape[0]:
+            expected = f"numbers in [0, {cos.shape[0]}), the rows of cos"
+            raise checks.bad_value(OP, "positions", expected, least if least < 0 else most)
+    chosen = TABLE.select(asked, x, interleaved)
+    y: Tensor = chosen.forward(x, cos, sin, positions, interleaved, inverse)
+    return y
+
+
+def _forward_fake(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_rotary_op = register(
+    "rotary(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse, str? backend)"
+    " -> Tensor",
+    _forward,
+    _forward_fake,
+)
+
+
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+def _native_rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool
+) -> Tensor:
+    y = contiguous_like(x)
+    if y.numel() == 0:
+        return y
+    heads = (x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, *x.shape[-2:])
+    tables = (table.float().contiguous() for table in (cos, sin))
+    positions = None if positions is None else positions.long().contiguous()
+    _native.core().rotary_cpu(heads, *tables, positions, y, x.shape[-3], -1.0 if inverse else 1.0)
+    return y
+
+
+def _refuse_cpu(x: Tensor, interleaved: bool = False) -> str | None:
+    return refuse_native_cpu(x) or ("takes pairs of columns i and i + R / 2" if interleaved else None)
+
+
+def _triton_rotary(*args: Any) -> Tensor:
+    from fasttfm.kernels.rotary import triton
+
+    y: Tensor = triton.rotary_triton(*args)
+    return y
+
+
+_MOST_COLUMNS = 1024  # of a head: one tile of Triton's holds them
+
+
+def _refuse_triton(x: Tensor, interleaved: bool = False) -> str | None:
+    if x.shape[-1] > _MOST_COLUMNS:
+        return f"takes heads of up to {_MOST_COLUMNS} columns, got {x.shape[-1]}"
+    return refuse_triton(x)
+
+
+# The gradient turns back: the forward with the angles' other sign.
+TABLE = BackendTable(
+    OP,
+    (
+        Backend("cpu", _native.missing, _refuse_cpu, _native_rotary, _native_rotary),
+        Backend("triton", triton_absent, _refuse_triton, _triton_rotary, _triton_rotary),
+        torch_reference(reference.rotary, reference.rotary),
+    ),
+)
