@@ -1,8 +1,8 @@
 """Makes the texts and labelled sets that ship with fasttfm: ``python tools/make_corpus.py FOLDER``.
 
 FOLDER holds ``sotu.jsonl.gz`` (one address a line: ``id``, such as 1790_george_washington_n, and ``text``) and
-``moby-dick.txt.gz``; python/fasttfm/data/corpus/README.md says where they come from. The same input gives the same
-files.
+``moby-dick.txt.gz``; python/fasttfm/data/corpus/README.md says where they come from. The Korean sample's text is in
+corpus_korean.py. The same input gives the same files.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import corpus_korean
 import corpus_tasks
 
-from fasttfm.data.texts import sentence_starts
+from fasttfm.data.sentences import sentence_starts
 
 OUTPUT = Path(__file__).resolve().parent.parent / "python" / "fasttfm" / "data" / "corpus"
 # Of the addresses of at most this many characters, two of three; of the book, the beginning and the end.
@@ -44,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     write(parsed.output / "state-of-the-union.txt.gz", chosen)
     book = {name: lines for name, lines in source.chapters.items() if int(name) in CHAPTERS}
     write(parsed.output / "moby-dick.txt.gz", book)
+
+    write_korean(parsed.output.parent / "languages" / "korean.txt")
 
     (parsed.output / "tasks").mkdir(exist_ok=True)
     for name, text in corpus_tasks.make(source.addresses, source.chapters).items():
@@ -82,6 +85,15 @@ def write(path: Path, documents: dict[str, list[str]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     print(f"{path.name}: {len(documents)} documents, {len(text):,} characters, {len(data):,} bytes")
+
+
+def write_korean(path: Path) -> None:
+    """A sentence or a verse a line, a blank line between documents."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(
+        "\n\n".join("\n".join(sentences(text)) for text in corpus_korean.DOCUMENTS) + "\n", encoding="utf-8"
+    )
+    print(f"{path.name}: {len(corpus_korean.DOCUMENTS)} documents")
 
 
 if __name__ == "__main__":

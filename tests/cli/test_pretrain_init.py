@@ -127,7 +127,7 @@ def test_electra_starts_from_both_models(
         (["gpt2", "--init", "BERT"], "--init: expected a checkpoint of gpt2, got one of bert"),
         (["--init", "BERT", "--size", "base"], "--size: expected without --init, whose checkpoint has a size"),
         (["--init", "BERT", "--cased"], "--cased: expected without --init, whose tokenizer is used"),
-        (["--init", "nowhere"], "nowhere"),
+        (["--init", "/nowhere/model"], "/nowhere/model"),
         (["--mask-share", "1.5"], "mask_share: expected a share of the predicted tokens in [0, 1], got 1.5"),
         (["--mask-share", "0.8", "--random-share", "0.3"], "mask_share + random_share: expected at most 1"),
         (["--vocabulary-kind", "words"], "vocabulary_kind: expected one of wordpiece, bpe, unigram, got 'words'"),

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from fasttfm import data
-from fasttfm.data.task_files import read_conll, read_glue, read_squad, read_swag
+from fasttfm.data.choice_files import read_choices
+from fasttfm.data.question_files import read_questions
+from fasttfm.data.task_files import read_conll, read_texts
 
-TASKS = {"classify": read_glue, "pair": read_glue, "tag": read_conll, "qa": read_squad, "choice": read_swag}
+TASKS = {"classify": read_texts, "pair": read_texts, "tag": read_conll, "qa": read_questions, "choice": read_choices}
 
 
 def test_the_corpus() -> None:
@@ -39,13 +41,13 @@ def test_labelled_sets(name: str) -> None:
 def test_labels_are_balanced() -> None:
     for name, most in (("classify", 1 / 3), ("pair", 1 / 2)):
         for path in data.shipped_task(name).values():
-            counts = Counter(example.label for example in read_glue(path))
+            counts = Counter(example.label for example in read_texts(path))
             assert max(counts.values()) / counts.total() == pytest.approx(most)
-    questions = read_squad(data.shipped_task("qa")["dev"])
+    questions = read_questions(data.shipped_task("qa")["dev"])
     assert 0.15 < sum(example.impossible for example in questions) / len(questions) < 0.35
     tags = Counter(tag for example in read_conll(data.shipped_task("tag")["train"]) for tag in example.tags)
     assert tags.keys() == {"O", *(f"{place}-{kind}" for place in "BI" for kind in ("PER", "LOC", "ORG"))}
-    choices = Counter(example.label for example in read_swag(data.shipped_task("choice")["train"]))
+    choices = Counter(example.label for example in read_choices(data.shipped_task("choice")["train"]))
     assert max(choices.values()) < 0.35 * choices.total()
 
 
@@ -66,11 +68,11 @@ def naive_bayes(train: list[tuple[str, str]], dev: list[tuple[str, str]]) -> flo
 def test_there_is_something_to_learn() -> None:
     """A count of words is far above the majority: what a model that learns has to beat, too."""
     train, dev = (
-        [(example.first, example.label or "") for example in read_glue(path)]
+        [(example.first, example.label or "") for example in read_texts(path)]
         for path in data.shipped_task("classify").values()
     )
     assert naive_bayes(train, dev) > 0.6
-    pairs = [read_glue(path) for path in data.shipped_task("pair").values()]
+    pairs = [read_texts(path) for path in data.shipped_task("pair").values()]
     # Words of the first passage, and those of the second marked.
     train, dev = (
         [(e.first + " " + re.sub(r"(\w+)", r"second_\1", e.second or ""), e.label or "") for e in part]

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 from fasttfm.data import DataError
+from fasttfm.data.choice_files import read_choices
+from fasttfm.data.question_files import read_questions
 from fasttfm.data.task_files import (
     Answer,
     ChoiceExample,
+    Columns,
     QuestionExample,
     TagExample,
     TextExample,
     read_conll,
-    read_glue,
-    read_squad,
-    read_swag,
+    read_texts,
 )
 
 
@@ -67,7 +68,7 @@ def write(folder: Path, text: str | bytes) -> Path:
     ],
 )
 def test_glue(tmp_path: Path, name: str, text: str, example: TextExample) -> None:
-    examples = read_glue(write(tmp_path, text))
+    examples = read_texts(write(tmp_path, text))
     assert examples[0] == example
     assert len(examples) == (2 if name == "CoLA" else 1)
 
@@ -75,8 +76,8 @@ def test_glue(tmp_path: Path, name: str, text: str, example: TextExample) -> Non
 def test_glue_with_broken_lines(tmp_path: Path) -> None:
     path = write(tmp_path, "sentence\tlabel\ngood\t1\nbroken\nbad\t0\n")
     with pytest.raises(DataError, match="file, line 3: expected 2 columns, got 1"):
-        read_glue(path)
-    assert [example.label for example in read_glue(path, skip_broken=True)] == ["1", "0"]
+        read_texts(path)
+    assert [example.label for example in read_texts(path, skip_broken=True)] == ["1", "0"]
 
 
 # ---- CoNLL -----------------------------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ def test_conll(tmp_path: Path) -> None:
     expected = [TagExample(["Ahab", "sails"], ["B-PER", "O"]), TagExample(["Nantucket"], ["B-LOC"])]
     assert read_conll(write(tmp_path, text)) == expected
     assert read_conll(write(tmp_path, text.replace(" ", "\t"))) == expected
-    assert read_conll(write(tmp_path, text), column=1)[0].tags == ["NNP", "VBZ"]
+    assert read_conll(write(tmp_path, text), Columns(label="2"))[0].tags == ["NNP", "VBZ"]
 
 
 # ---- SQuAD -----------------------------------------------------------------------------------------------------------
@@ -99,13 +100,13 @@ def squad(**question: Any) -> dict[str, Any]:
 
 
 def test_squad(tmp_path: Path) -> None:
-    (first,) = read_squad(write(tmp_path, json.dumps(squad())))
+    (first,) = read_questions(write(tmp_path, json.dumps(squad())))
     assert first == QuestionExample("7", "Who?", "So Ahab sails", [Answer("Ahab", 3)], False)
-    (second,) = read_squad(write(tmp_path, json.dumps(squad(is_impossible=True, answers=[]))))
+    (second,) = read_questions(write(tmp_path, json.dumps(squad(is_impossible=True, answers=[]))))
     assert second.impossible
     assert second.answers == []
     plausible = squad(is_impossible=True, answers=[], plausible_answers=[{"text": "So", "answer_start": 0}])
-    assert read_squad(write(tmp_path, json.dumps(plausible))) == [second]
+    assert read_questions(write(tmp_path, json.dumps(plausible))) == [second]
 
 
 # ---- SWAG ------------------------------------------------------------------------------------------------------------
@@ -115,9 +116,9 @@ def test_swag(tmp_path: Path) -> None:
     header = ",video-id,fold-ind,startphrase,sent1,sent2,gold-source,ending0,ending1,ending2,ending3,label\n"
     text = header + '0,v,1,"He sails, He","He sails, then",He,gold,a,"b, ""c""",d,"e\nf",1\n'
     expected = ChoiceExample("He sails, then", "He", ["a", 'b, "c"', "d", "e\nf"], 1)
-    assert read_swag(write(tmp_path, text)) == [expected]
+    assert read_choices(write(tmp_path, text)) == [expected]
     without = header.replace(",label", "") + "0,v,1,s,s,t,gold,a,b,c,d\n"
-    assert read_swag(write(tmp_path, without))[0].label is None
+    assert read_choices(write(tmp_path, without))[0].label is None
 
 
 # ---- what is not of a format -----------------------------------------------------------------------------------------
@@ -126,38 +127,42 @@ def test_swag(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("read", "text", "message"),
     [
-        (read_glue, "", "file: expected a header line and examples, got an empty file"),
-        (read_glue, "words\tclass\na\tb\n", "line 1: expected a header with the columns 'sentence1' and 'sentence2'; "),
-        (read_glue, "sentence\tlabel\n", "expected examples after the header line, got none"),
-        (read_glue, b"sentence\tlabel\n\xff\t1\n", "line 2: expected UTF-8 text, got byte 0xff"),
+        (read_texts, "", "file: expected a header line and examples, got an empty file"),
+        (
+            read_texts,
+            "words\tclass\na\tb\n",
+            "line 1: expected a header with the columns 'sentence1' and 'sentence2'; ",
+        ),
+        (read_texts, "sentence\tlabel\n", "expected examples after the header line, got none"),
+        (read_texts, b"sentence\tlabel\n\xff\t1\n", "line 2: expected UTF-8 text, got byte 0xff"),
         (read_conll, "", "expected words with tags, one a line, got none"),
         (read_conll, "Ahab B-PER\nsails\n", "line 2: expected 2 columns, as in the lines before, got 'sails'"),
         (read_conll, "Ahab\n", "line 1: expected a word and a tag, got 'Ahab'"),
-        (read_squad, "{\n{", "file, line 2: expected JSON, got Expecting property name"),
-        (read_squad, "[]", "file, the file: expected an object with 'data', got list"),
-        (read_squad, "{}", "file, the file: expected a list 'data', got an empty object"),
-        (read_squad, '{"data": []}', "expected questions, got none"),
-        (read_squad, json.dumps({"data": [{}]}), r"file, data\[0\]: expected a list 'paragraphs'"),
+        (read_questions, "{\n{", "file, line 2: expected JSON, got Expecting property name"),
+        (read_questions, "[]", "file, the file: expected an object with 'data', got list"),
+        (read_questions, "{}", "file, the file: expected a list 'data', got an empty object"),
+        (read_questions, '{"data": []}', "expected questions, got none"),
+        (read_questions, json.dumps({"data": [{}]}), r"file, data\[0\]: expected a list 'paragraphs'"),
         (
-            read_squad,
+            read_questions,
             json.dumps(squad(question=1)),
             r"data\[0\]\.paragraphs\[0\]\.qas\[0\]: expected a text 'question', got 1",
         ),
         (
-            read_squad,
+            read_questions,
             json.dumps(squad(answers=[{"text": "Ahab", "answer_start": 4}])),
             r"qas\[0\]\.answers\[0\]: expected 'Ahab' at character 4 of the context, got 'hab '",
         ),
         (
-            read_squad,
+            read_questions,
             json.dumps({"data": [{"paragraphs": [{"context": "So", "qas": ["Who?"]}]}]}),
             r"qas\[0\]: expected an object with 'question', got str",
         ),
-        (read_swag, "", "expected a header line and examples, got an empty file"),
-        (read_swag, "a,b\n1,2\n", "line 1: expected a header with 'sent1', 'sent2', 'ending0'"),
-        (read_swag, "sent1,sent2,ending0,ending1,label\na,b,c,d\n", "line 2: expected 5 columns, got 4"),
-        (read_swag, "sent1,sent2,ending0,ending1,label\na,b,c,d,2\n", "line 2: expected a label of 0, 1, got '2'"),
-        (read_swag, 'sent1,sent2,ending0,ending1,label\na,b,"c,d,2\n', "line 2: expected a csv file, got"),
+        (read_choices, "", "expected a header line and examples, got an empty file"),
+        (read_choices, "a,b\n1,2\n", "line 1: expected a header with 'sent1', 'sent2', 'ending0'"),
+        (read_choices, "sent1,sent2,ending0,ending1,label\na,b,c,d\n", "line 2: expected 5 columns, got 4"),
+        (read_choices, "sent1,sent2,ending0,ending1,label\na,b,c,d,2\n", "line 2: expected a label of 0, 1, got '2'"),
+        (read_choices, 'sent1,sent2,ending0,ending1,label\na,b,"c,d,2\n', "line 2: expected a csv file, got"),
     ],
 )
 def test_foreign_files(tmp_path: Path, read: Callable[[Path], Any], text: str | bytes, message: str) -> None:
@@ -166,6 +171,6 @@ def test_foreign_files(tmp_path: Path, read: Callable[[Path], Any], text: str | 
 
 
 def test_no_file(tmp_path: Path) -> None:
-    for read in (read_glue, read_conll, read_squad, read_swag):
+    for read in (read_texts, read_conll, read_questions, read_choices):
         with pytest.raises(DataError, match="none: expected a readable file, got No such file or directory"):
             read(tmp_path / "none")

@@ -235,7 +235,7 @@ CASES: list[tuple[str, str, int, str]] = [
         ("binary.parquet", "binary.parquet"),
         ("binary.txt.gz", "binary.txt.gz: expected a whole gzip file"),
         ("latin.txt", "latin.txt, line 1: expected UTF-8 text, got byte 0xe9"),
-        ("column.jsonl", "column.jsonl, line 1: expected an object with a string 'text'"),
+        ("column.jsonl", "column.jsonl, line 1: expected a text in 'text', got 'body'"),
         ("deep.jsonl", "deep.jsonl, line 1: expected a JSON object"),
         ("surrogate.jsonl", "surrogate.jsonl, line 1: expected UTF-8 text, got half of a surrogate pair"),
         ("folder", "folder: expected files that end in"),

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fasttfm.cli.main import main
-from fasttfm.data.task_files import read_conll, read_squad
+from fasttfm.data.question_files import read_questions
+from fasttfm.data.task_files import read_conll
 from fasttfm.data.texts import shipped_task
 from fasttfm.tasks.families import open_model
 from fasttfm.tasks.registry import TASKS
@@ -52,7 +53,7 @@ def check_predictions(task: str, output: Path, metrics: dict[str, Any]) -> None:
     gold = shipped_task(task)["dev"]
     text = (output / f"predictions.{FILES[task]}").read_text()
     if task == "qa":
-        examples = read_squad(gold)
+        examples = read_questions(gold)
         assert list(json.loads(text)) == [example.id for example in examples]
     elif task == "tag":
         rows = [line.split(" ") for line in text.splitlines() if line]

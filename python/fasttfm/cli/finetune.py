@@ -31,9 +31,11 @@ from fasttfm.atomic_files import write_json, write_text
 from fasttfm.cli.options import (
     MODEL_HELP,
     Formatter,
+    add_column_options,
     add_run_options,
     add_training_options,
     check_output,
+    columns_of,
     draw_curves,
     exit_on_user_error,
     output_of,
@@ -88,6 +90,7 @@ def _add_data(group: Any) -> None:
     group.add_argument(
         "--tokens-per-batch", type=int, metavar="N", help="instead of --batch-size: maximum tokens per packed batch"
     )
+    add_column_options(group)
     group.add_argument("--values", action="store_true", help="classify, pair: regression, labels are numbers")
 
 
@@ -197,12 +200,13 @@ class Session:
 
     def __init__(self, arguments: argparse.Namespace, world: Any) -> None:
         from fasttfm.tasks.rates import default_rate
-        from fasttfm.tasks.reading import read_examples
+        from fasttfm.tasks.reading import read_examples, read_files
         from fasttfm.tasks.trials import plan
 
         self.arguments, self.world = arguments, world
-        self.examples = read_examples(arguments.task, arguments.data, arguments.dev, seed=arguments.seed)
-        self.test = None if arguments.test is None else TASKS[arguments.task].read_file(arguments.test)
+        columns, seed = columns_of(arguments), arguments.seed
+        self.examples = read_examples(arguments.task, arguments.data, arguments.dev, seed=seed, columns=columns)
+        self.test = None if arguments.test is None else read_files(arguments.task, [arguments.test], columns)
         model, task = self._first = self._prepare(arguments.seed)
         task.check_labels(self.examples.dev, f"{self.examples.source}, dev set")
         task.check_labels(self.test or [], str(arguments.test))

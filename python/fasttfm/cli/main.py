@@ -17,6 +17,7 @@ _COMMANDS = {
     "bench": "fasttfm.cli.bench",
     "pretrain": "fasttfm.cli.pretrain",
     "finetune": "fasttfm.cli.finetune",
+    "glue": "fasttfm.cli.glue",
     "embed": "fasttfm.cli.embed",
     "search": "fasttfm.cli.search",
     "show": "fasttfm.cli.show",

@@ -58,6 +58,26 @@ def add_run_options(parser: argparse.ArgumentParser) -> Any:
     return group
 
 
+def add_column_options(group: Any) -> None:
+    """Adds the options of files with columns; ``columns_of`` reads them."""
+    about = "by name or number; by default found by its name"
+    for name, what in (("text", "text"), ("pair", "second text of a pair"), ("label", "label")):
+        group.add_argument(f"--{name}-column", metavar="NAME", help=f"column of the {what}, {about}")
+    group.add_argument(
+        "--no-header",
+        action="store_true",
+        help="the first line of a csv or tsv file is an example: columns have numbers",
+    )
+
+
+def columns_of(arguments: argparse.Namespace) -> Any:
+    """The columns that ``add_column_options`` names."""
+    from fasttfm.data.task_files import Columns
+
+    names = (arguments.text_column, arguments.pair_column, arguments.label_column)
+    return Columns(*names, header=not arguments.no_header)
+
+
 def settings_of(arguments: argparse.Namespace, device: Any, rate: float, **changes: Any) -> Any:
     """The settings of a run: those of ``add_training_options`` with this learning rate, and ``changes``."""
     from fasttfm.tasks.finetuning import FinetuneSettings

@@ -20,7 +20,16 @@ _INIT_RATE = 5e-5  # of a model that has been trained before
 
 # Options whose names are fields of the settings: of the whole run, of its parts, and of where it runs.
 _FIELDS = (
-    *("objective", "vocabulary", "vocabulary_kind", "strip_accents", "held_out", "tokens_per_step", "accumulation"),
+    *(
+        "objective",
+        "text_column",
+        "vocabulary",
+        "vocabulary_kind",
+        "strip_accents",
+        "held_out",
+        "tokens_per_step",
+        "accumulation",
+    ),
     *("max_length", "masking", "mask_share", "random_share", "whole_word", "ngram", "spans", "dropout", "seed"),
 )
 _OPTIMIZER = {"optimizer": "name", "learning_rate": "learning_rate", "weight_decay": "weight_decay", "betas": "betas"}
@@ -81,8 +90,10 @@ def _add_data(group: Any) -> None:
         "--data",
         nargs="+",
         metavar="PATH",
-        help=".txt, .jsonl or .parquet files, folders or patterns; default: the text that ships with the package",
+        help=".txt, .md, .rst, .jsonl, .csv, .tsv or .parquet files, folders or patterns; default: the text that ships "
+        "with the package",
     )
+    group.add_argument("--text-column", metavar="NAME", help="of .jsonl, .csv, .tsv and .parquet files (text)")
     group.add_argument(
         "--tokenizer",
         metavar="PATH",

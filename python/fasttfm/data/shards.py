@@ -30,7 +30,8 @@ from typing import Any
 import numpy as np
 
 from fasttfm.atomic_files import atomic_write, write_json
-from fasttfm.data.texts import DataError, data_error, files_of, read_documents, sentence_starts
+from fasttfm.data.sentences import sentence_starts
+from fasttfm.data.texts import DataError, data_error, files_of, read_documents
 from fasttfm.data.tokenizer import SpecialIds, Tokenizer
 
 FORMAT = 2
@@ -136,6 +137,7 @@ def prepare(
     workers: int | None = None,
     progress: bool = True,
     shard_characters: int = 16_000_000,
+    column: str = "text",
 ) -> TokenShards:
     """Writes the ids of ``source`` into ``directory`` and opens them.
 
@@ -149,15 +151,17 @@ def prepare(
         workers: Number of shards that are written in parallel; the number of cores by default.
         progress: Shows a bar, where tqdm is installed.
         shard_characters: Number of characters of documents after which a shard is full.
+        column: The argument of ``read_documents``.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     identity = {"tokenizer": tokenizer.fingerprint, "shard_characters": shard_characters, "files": _files(source)}
+    identity["column"] = column
     with _locked(folder):
         if identity["files"] and (ready := _unchanged(folder, identity)) is not None:
             return ready
         writer = _Writer(folder, tokenizer, (os.cpu_count() or 1) if workers is None else workers)
-        records = writer.write(_groups(_shown(read_documents(source), progress), shard_characters))
+        records = writer.write(_groups(_shown(read_documents(source, column=column), progress), shard_characters))
         if not sum(record["tokens"] for record in records):
             name = str(source) if isinstance(source, (str, Path)) else f"prepare: source ({type(source).__name__})"
             raise DataError(f"{name}: expected text, got no document with a token")
@@ -298,7 +302,7 @@ def _counted(documents: Iterator[str], bar: Any) -> Iterator[str]:
 
 def _files(source: Any) -> list[list[Any]]:
     """Name, size and time of the files of ``source``; none where it is no path."""
-    files = files_of(source) or []
+    files = [each for path in files_of(source) or [] for each in (sorted(path.glob("*")) if path.is_dir() else [path])]
     return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 

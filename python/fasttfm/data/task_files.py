@@ -1,18 +1,19 @@
-"""Readers of labelled files: GLUE's tsv, CoNLL's columns, SQuAD's json and SWAG's csv.
+"""Examples of tasks, and the readers of labelled texts and tagged words.
 
-Each returns the file's examples in their order. A file that is not of the format raises ``DataError`` with its name,
-the place in it, what was expected and what came.
+Each reader returns the file's examples in their order. A file that is not of a known form raises ``DataError`` with its
+name, the place in it, what was expected and what came. ``question_files`` and ``choice_files`` have the other readers.
 """
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Iterator
+import re
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from fasttfm.data.tables import Delimited, Table, open_table
 from fasttfm.data.texts import data_error, read_lines
 
 
@@ -54,185 +55,201 @@ class ChoiceExample:
     label: int | None  # None in test sets
 
 
-# ---- GLUE ------------------------------------------------------------------------------------------------------------
+class Columns(NamedTuple):
+    """The columns of a file by name or by number from 1 on; None for those to be found by their names.
 
-# First text, second text, label, as the header lines of GLUE's tasks name them.
-_GLUE = (
-    ("sentence1", "sentence2", ("label", "gold_label", "score")),  # MNLI, RTE, WNLI, STS-B
-    ("question1", "question2", ("is_duplicate", "label")),  # QQP
-    ("question", "sentence", ("label",)),  # QNLI
-    ("#1 String", "#2 String", ("Quality", "label")),  # MRPC
-    ("sentence", None, ("label",)),  # SST-2
+    Args:
+        header: Whether the first line of a CSV or TSV file names the columns.
+    """
+
+    text: str | None = None
+    pair: str | None = None
+    label: str | None = None
+    header: bool = True
+
+
+BY_NAME = Columns()
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+# The first two texts that a file has are the pair; GLUE's, SNLI's and those that are usual elsewhere.
+_PAIRS = (
+    ("sentence1", "sentence2"),  # MNLI, RTE, WNLI, STS-B, SNLI, KLUE-STS
+    ("question1", "question2"),  # QQP
+    ("question", "sentence"),  # QNLI
+    ("#1 String", "#2 String"),  # MRPC
+    ("premise", "hypothesis"),  # KLUE-NLI, SNLI of the hub
+    ("text_a", "text_b"),
+    ("text1", "text2"),
+)
+_TEXTS = ("sentence", "text", "title", "document", "review", "content", "question", "comment", "body", "utterance")
+_LABELS = (
+    *("label", "gold_label", "labels", "score", "is_duplicate", "Quality", "class", "category", "target", "sentiment"),
+    *("intent", "coarse_label", "rating", "stars"),
 )
 
 
-def read_glue(path: str | Path, *, skip_broken: bool = False) -> list[TextExample]:
-    """Examples of a tsv file with a header line as GLUE's tasks have it, or CoLA's without.
+def read_texts(
+    path: str | Path,
+    columns: Columns = BY_NAME,
+    *,
+    skip_broken: bool = False,
+) -> list[TextExample]:
+    """Texts or pairs of texts with labels, from any file that ``tables`` reads, as well as CoLA's without a header.
+
+    Lines of QQP's training set that have another number of columns, and SNLI's examples without a label on which the
+    annotators agreed (``-``), are left out and counted in a warning.
 
     Args:
-        path: The file; nothing in it is quoted.
-        skip_broken: Leaves lines out that have another number of columns than the header (QQP's have some).
+        path: The file.
+        columns: Which columns to read; by default those with a known name.
+        skip_broken: Leaves lines out that have another number of columns than the header.
     """
-    path = Path(path)
-    rows = ((number, line.split("\t")) for number, line in read_lines(path) if line.strip())
-    try:
-        number, header = next(rows)
-    except StopIteration:
-        raise data_error(path, "a header line and examples", "an empty file") from None
-    if len(header) == 4 and header[1] in ("0", "1") and header[2] in ("", "*"):  # CoLA: source, label, mark, sentence
-        columns: tuple[int, int | None, int | None] = (3, None, 1)
-        examples = [TextExample(header[3], None, header[1])]
-    else:
-        columns = _glue_columns(path, number, header)
-        examples = []
-    first, second, label = columns
-    for number, row in rows:
-        if len(row) == len(header):
-            pair = None if second is None else row[second]
-            examples.append(TextExample(row[first], pair, None if label is None else row[label]))
-        elif not skip_broken:
-            raise data_error(path, f"{len(header)} columns", f"{len(row)}", line=number)
+    table = _text_table(Path(path), columns)
+    first, second, label = text_columns(table, columns)
+    is_qqp = {"question1", "question2", "is_duplicate"} <= set(table.columns)
+    if isinstance(table, Delimited):
+        table.skip_broken = skip_broken or is_qqp
+    examples, undecided = [], 0
+    for number, row in table.rows():
+        found = None if label is None else _label(table, number, table.value(row, label))
+        if found == "-" and label == "gold_label":
+            undecided += 1
+            continue
+        pair = None if second is None else table.text(number, row, second)
+        examples.append(TextExample(table.text(number, row, first), pair, found))
     if not examples:
-        raise data_error(path, "examples after the header line", "none")
+        raise data_error(table.path, "examples after the header line", "none")
+    if isinstance(table, Delimited) and table.broken and not skip_broken:
+        what = f"{table.broken} lines that do not have {len(table.columns)} columns"
+        warnings.warn(f"{table.path}: {what} are left out", stacklevel=2)
+    if undecided:
+        warnings.warn(f"{table.path}: {undecided} examples without an agreed label are left out", stacklevel=2)
     return examples
 
 
-def _glue_columns(path: Path, number: int, header: list[str]) -> tuple[int, int | None, int | None]:
-    for first, second, labels in _GLUE:
-        if first in header and (second is None or second in header):
-            label = next((header.index(name) for name in labels if name in header), None)
-            return header.index(first), None if second is None else header.index(second), label
-    known = "; ".join(f"{first!r}" + ("" if second is None else f" and {second!r}") for first, second, _ in _GLUE)
-    raise data_error(path, f"a header with the columns {known}", f"{chr(9).join(header):.80}", line=number)
+def describe_columns(path: Path, columns: Columns) -> str:
+    """Which columns ``read_texts`` reads, in words."""
+    first, second, label = text_columns(_text_table(path, columns), columns)
+    texts = f"texts in {first!r}" if second is None else f"texts in {first!r} and {second!r}"
+    return texts if label is None else f"{texts}, labels in {label!r}"
 
 
-# ---- CoNLL -----------------------------------------------------------------------------------------------------------
+def _text_table(path: Path, columns: Columns) -> Table:
+    """With CoLA's columns named as the other tasks name them: source, label, mark, sentence."""
+    table = open_table(path, header=columns.header)
+    header = table.columns
+    is_cola = len(header) == 4 and header[1] in ("0", "1") and header[2] in ("", "*")
+    if columns.header and is_cola and isinstance(table, Delimited):
+        table = open_table(path, header=False)
+        table.columns = ["source", "label", "mark", "sentence"]
+    return table
 
 
-def read_conll(path: str | Path, *, column: int = -1) -> list[TagExample]:
-    """Sentences of a file with one word a line, the word first and its tag last, a blank line between sentences.
+class TextColumns(NamedTuple):
+    first: str
+    second: str | None
+    label: str | None
+
+
+def text_columns(table: Table, columns: Columns) -> TextColumns:
+    """The columns of a table that are read: the given ones, or those with a known name."""
+    names = table.columns
+    text, pair, label = (None if given is None else _column(table, given) for given in columns[:3])
+    if text is None:
+        pairs = [each for each in _PAIRS if each[0] in names and each[1] in names]
+        alone = [name for name in _TEXTS if name in names and name != pair]
+        if pairs and pair in (None, pairs[0][1]):
+            text, pair = pairs[0]
+        elif alone:
+            text = alone[0]
+        else:
+            known = "; ".join([*(f"{a!r} and {b!r}" for a, b in _PAIRS), *map(repr, _TEXTS)])
+            expected = f"a header with the columns {known} (--text-column names another)"
+            got = ", ".join(map(repr, names))
+            raise data_error(table.path, expected, f"{got:.200}", line=table.header_line)
+    if label is None:
+        label = next((name for name in _LABELS if name in names and name not in (text, pair)), None)
+    return TextColumns(text, pair, label)
+
+
+def _column(table: Table, given: str) -> str:
+    names = table.columns
+    if given in names or ("." in given and given.partition(".")[0] in names):
+        return given
+    if given.isdigit() and 1 <= int(given) <= len(names):
+        return names[int(given) - 1]
+    got = ", ".join(map(repr, names))
+    raise data_error(table.path, f"a column {given!r}", f"{got:.200}", line=table.header_line)
+
+
+def _label(table: Table, number: int, value: Any) -> str | None:
+    """A label as a text. KLUE-STS has an object with several, of which ``label`` is the one."""
+    if isinstance(value, dict):
+        value = value.get("label")
+    if value is None or isinstance(value, (str, int, float)):
+        return None if value is None or value == "" else str(value)
+    raise table.error(number, "a text or a number as label", f"{value!r:.60}")
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+_CONLLU = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "deprel", "deps", "misc")
+# Lines of CoNLL-U and of KLUE before a sentence; a word may be "#", too.
+_COMMENT = re.compile(r"# ?(?:\S+ ?=|newdoc\b|newpar\b)|## ?klue-")
+
+
+def read_conll(path: str | Path, columns: Columns = BY_NAME) -> list[TagExample]:
+    """Sentences of a file with one word a line, the word first and its tag last, a blank line between sentences: those
+    of CoNLL-2000 and 2003, CoNLL-U (form and universal part of speech), and KLUE's names (a syllable a line).
 
     Args:
-        path: The file; columns are divided by tabulators or by spaces. ``-DOCSTART-`` lines are left out.
-        column: Which one has the tag: the last by default.
+        path: The file; columns are divided by tabulators or by spaces. ``-DOCSTART-`` lines are left out, and of
+            CoNLL-U comments, ranges of words and empty nodes.
+        columns: ``text`` and ``label`` are the columns of words and tags, by number, or by name in CoNLL-U.
     """
     path = Path(path)
+    rows = list(_word_rows(path))
+    width = next((len(row) for _, row in rows if row), 0)
+    if width == 0:
+        raise data_error(path, "words with tags, one a line", "none")
+    is_conllu = width == len(_CONLLU) and next(row for _, row in rows if row)[0].partition("-")[0] == "1"
+    names = _CONLLU if is_conllu else ()
+    word = _word_column(path, columns.text or ("form" if is_conllu else "1"), names, width)
+    tag = _word_column(path, columns.label or ("upos" if is_conllu else str(width)), names, width)
     examples: list[TagExample] = []
     words: list[str] = []
     tags: list[str] = []
-    width: int | None = None
-    for number, line in read_lines(path):
-        if not line.strip() or line.startswith("-DOCSTART-"):
+    for number, row in [*rows, (0, [])]:
+        if not row:
             if words:
                 examples.append(TagExample(words, tags))
                 words, tags = [], []
             continue
-        row = line.split("\t") if "\t" in line else line.split()
-        width = len(row) if width is None else width
-        if len(row) != width or len(row) < 2:
+        if len(row) != width or width < 2:
             expected = "a word and a tag" if width < 2 else f"{width} columns, as in the lines before"
-            raise data_error(path, expected, f"{line[:60]!r}", line=number)
-        if not -width <= column < width:
-            raise data_error(path, f"a column {column}", f"{width} columns", line=number)
-        words.append(row[0])
-        tags.append(row[column])
-    if words:
-        examples.append(TagExample(words, tags))
+            raise data_error(path, expected, f"{' '.join(row)[:60]!r}", line=number)
+        if row[word].strip() and not (is_conllu and not row[0].isdigit()):
+            words.append(row[word])
+            tags.append(row[tag])
     if not examples:
         raise data_error(path, "words with tags, one a line", "none")
     return examples
 
 
-# ---- SQuAD -----------------------------------------------------------------------------------------------------------
+def _word_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Number and columns of each line; none of a line between sentences."""
+    for number, line in read_lines(path):
+        if line.startswith("-DOCSTART-") or not line.strip():
+            yield number, []
+        elif not _COMMENT.match(line):
+            yield number, line.split("\t") if "\t" in line else line.split()
 
 
-def read_squad(path: str | Path) -> list[QuestionExample]:
-    """Questions of a SQuAD 1.1 or 2.0 file."""
-    path = Path(path)
-    text = "\n".join(line for _, line in read_lines(path))
-    try:
-        root = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise data_error(path, "JSON", error.msg, line=error.lineno) from None
-    except RecursionError as error:
-        raise data_error(path, "JSON", str(error)) from None
-    examples = []
-    for place, paragraph in _squad_paragraphs(path, root):
-        context = _field(path, place, paragraph, "context", str)
-        for number, asked in enumerate(_field(path, place, paragraph, "qas", list)):
-            examples.append(_question(path, f"{place}.qas[{number}]", asked, context))
-    if not examples:
-        raise data_error(path, "questions", "none")
-    return examples
-
-
-def _squad_paragraphs(path: Path, root: Any) -> Iterator[tuple[str, Any]]:
-    for i, article in enumerate(_field(path, "the file", root, "data", list)):
-        for j, paragraph in enumerate(_field(path, f"data[{i}]", article, "paragraphs", list)):
-            yield f"data[{i}].paragraphs[{j}]", paragraph
-
-
-def _question(path: Path, place: str, asked: Any, context: str) -> QuestionExample:
-    question = _field(path, place, asked, "question", str)
-    answers = []
-    for number, answer in enumerate(_field(path, place, asked, "answers", list) if "answers" in asked else ()):
-        inside = f"{place}.answers[{number}]"
-        text, start = _field(path, inside, answer, "text", str), _field(path, inside, answer, "answer_start", int)
-        if start < 0 or context[start : start + len(text)] != text:
-            got = f"{context[max(0, start) : max(0, start) + len(text)]!r}"
-            raise data_error(f"{path}, {inside}", f"{text!r} at character {start} of the context", got)
-        answers.append(Answer(text, start))
-    impossible = bool(asked.get("is_impossible", False))
-    if impossible:
-        answers = []
-    id = str(asked.get("id", place))
-    return QuestionExample(id, question, context, answers, impossible)
-
-
-def _field(path: Path, place: str, value: Any, name: str, kind: type) -> Any:
-    """``value[name]``, which has to be there and of its kind."""
-    names = {str: "text", list: "list", int: "number"}
-    if not isinstance(value, dict):
-        raise data_error(f"{path}, {place}", f"an object with {name!r}", type(value).__name__)
-    if not isinstance(value.get(name), kind):
-        got = f"{value[name]!r:.60}" if name in value else ", ".join(map(repr, value)) or "an empty object"
-        raise data_error(f"{path}, {place}", f"a {names[kind]} {name!r}", got)
-    return value[name]
-
-
-# ---- SWAG ------------------------------------------------------------------------------------------------------------
-
-
-def read_swag(path: str | Path) -> list[ChoiceExample]:
-    """Examples of a csv file with the columns sent1, sent2, ending0 and so on, and label (not in test sets)."""
-    path = Path(path)
-    lines = (line + "\n" for _, line in read_lines(path))
-    reader = csv.reader(lines, strict=True)
-    examples = []
-    try:
-        header = next(reader, None)
-        if header is None:
-            raise data_error(path, "a header line and examples", "an empty file")
-        endings = [name for name in header if name.startswith("ending")]
-        missing = [name for name in ("sent1", "sent2") if name not in header]
-        if missing or len(endings) < 2:
-            expected = "a header with 'sent1', 'sent2', 'ending0', 'ending1', ..."
-            raise data_error(path, expected, ", ".join(map(repr, header)), line=1)
-        for row in reader:
-            if len(row) != len(header):
-                raise data_error(path, f"{len(header)} columns", f"{len(row)}", line=reader.line_num)
-            examples.append(_choice(path, reader.line_num, dict(zip(header, row, strict=True)), endings))
-    except csv.Error as error:
-        raise data_error(path, "a csv file", str(error), line=reader.line_num) from None
-    if not examples:
-        raise data_error(path, "examples after the header line", "none")
-    return examples
-
-
-def _choice(path: Path, line: int, row: dict[str, str], endings: list[str]) -> ChoiceExample:
-    label = row.get("label")
-    known = [str(number) for number in range(len(endings))]
-    if label is not None and label not in known:
-        raise data_error(path, f"a label of {', '.join(known)}", repr(label), line=line)
-    chosen = None if label is None else int(label)
-    return ChoiceExample(row["sent1"], row["sent2"], [row[name] for name in endings], chosen)
+def _word_column(path: Path, given: str, names: Sequence[str], width: int) -> int:
+    if given in names:
+        return names.index(given)
+    if given.isdigit() and 1 <= int(given) <= width:
+        return int(given) - 1
+    got = ", ".join(names) if names else f"{width} columns"
+    raise data_error(path, f"a column {given!r}", got)

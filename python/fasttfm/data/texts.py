@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import IO, Any
 
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
+# Of a folder only where it has none of these; by their own name always.
+_MARKUP, _TABLES = (".md", ".rst"), (".csv", ".csv.gz", ".tsv", ".tsv.gz")
+OTHER_SUFFIXES = (*_MARKUP, *_TABLES)
 _HERE = Path(__file__).parent
-# A sentence begins on a new line, and after . ! or ? (and closing quotation marks) if something follows that can begin
-# one; not after an initial or a title.
-_TITLES = "".join(rf"(?<!\b{title}\.)" for title in ("[A-Z]", "Mr", "Mrs", "Ms", "Dr", "St", "Gen", "Col", "Messrs"))
-_CLOSING, _OPENING = "[\"')\\]\u201d\u2019]*", "[\"'(\\[\u201c\u2018]*"
+# Lines of Markdown and reStructuredText that are no part of a paragraph: headings, items, quotes, tables, directives.
+_OWN_LINE = re.compile(r"\s{4,}|\s*(?:#|[-*+] |\d+[.)] |>|\||\.\. |:\w|([-=~^\"'`*+#])\1{2,}\s*$)")
 _SURROGATE = re.compile("[\\ud800-\\udfff]")
-_SENTENCE_START = re.compile(rf"\n\s*(?=\S)|(?<=[.!?]){_TITLES}{_CLOSING}\s+(?={_OPENING}[A-Z0-9])")
 
 
 class DataError(ValueError):
@@ -30,24 +30,26 @@ def data_error(where: str | Path, expected: str, got: str, *, line: int | None =
     return DataError(f"{place}: expected {expected}, got {got}")
 
 
-def read_documents(source: Any) -> Iterator[str]:
+def read_documents(source: Any, *, column: str = "text") -> Iterator[str]:
     """The documents of ``source``, one after the other; nothing is held in memory.
 
     Args:
-        source: A file, a folder (every file in and below it whose name ends in one of ``SUFFIXES``), a pattern such as
-            ``"books/*.txt"``, or a list of these. ``.txt``: documents are separated by blank lines; ``.jsonl``: one
-            object a line, its ``"text"``; ``.parquet``: the column ``text``; the first two also with ``.gz``. Otherwise
-            a ``datasets`` data set with a column ``text``, or any other iterable of texts.
+        source: A file, a folder (every file in and below it whose name ends in one of ``SUFFIXES``, or else in one of
+            ``OTHER_SUFFIXES``; or a data set that ``datasets`` has saved), a pattern such as ``"books/*.txt"``, or a
+            list of these. ``.txt``: documents are separated by blank lines; ``.md``, ``.rst``:
+            a file is a document; ``.jsonl``, ``.parquet``, ``.csv``, ``.tsv``: each row has one; ``.gz`` may follow.
+            Otherwise a ``datasets`` data set, or any other iterable of texts.
+        column: Where the rows of files and data sets have the text.
     """
     files = files_of(source)
     if files is not None:
         for path in files:
-            yield from _read_file(path)
+            yield from _read_file(path, column)
         return
     if hasattr(source, "column_names"):
-        if "text" not in source.column_names:
-            raise data_error("data set", "a column 'text'", f"columns {', '.join(map(repr, source.column_names))}")
-        source = (row["text"] for row in source)
+        if column not in source.column_names:
+            raise data_error("data set", f"a column {column!r}", f"columns {', '.join(map(repr, source.column_names))}")
+        source = (row[column] for row in source)
     for number, text in enumerate(source):
         if not isinstance(text, str):
             raise TypeError(f"read_documents: source[{number}]: expected a text, got {type(text).__name__}")
@@ -68,9 +70,13 @@ def files_of(source: Any) -> list[Path] | None:
     return None
 
 
-def shipped_corpus() -> Path:
-    """The folder of the texts that come with fasttfm: public domain, about three million characters (its README)."""
-    return _HERE / "corpus"
+def shipped_corpus(language: str = "english") -> Path:
+    """The texts that come with fasttfm, all in the public domain (their READMEs name the sources): a folder of about
+    three million characters of English, or the file of a small sample, ``"korean"``."""
+    known = {"english": _HERE / "corpus", "korean": _HERE / "languages" / "korean.txt"}
+    if language not in known:
+        raise ValueError(f"shipped_corpus: language: expected one of {', '.join(known)}, got {language!r}")
+    return known[language]
 
 
 def shipped_task(name: str) -> dict[str, Path]:
@@ -89,11 +95,6 @@ def shipped_knowledge(name: str) -> Path:
     if name not in names:
         raise ValueError(f"shipped_knowledge: name: expected one of {', '.join(names)}, got {name!r}")
     return _HERE / "corpus" / "knowledge" / names[name]
-
-
-def sentence_starts(text: str) -> list[int]:
-    """The offsets of the sentences of a text after the first: on a new line, or after the end of another sentence."""
-    return [match.end() for match in _SENTENCE_START.finditer(text)]
 
 
 # ---- paths -----------------------------------------------------------------------------------------------------------
@@ -117,23 +118,28 @@ def _files_of_path(source: str | Path) -> list[Path]:
 
 
 def _files_of_folder(folder: Path) -> list[Path]:
-    files = [path for path in sorted(folder.rglob("*")) if path.name.endswith(SUFFIXES) and path.is_file()]
-    if not files:
-        raise data_error(folder, f"files that end in {', '.join(SUFFIXES)}", "none")
-    return files
+    found = sorted(folder.rglob("*"))
+    saved = [path.parent for path in found if path.name == "state.json"]  # splits that ``datasets`` has saved
+    if saved:
+        return saved
+    for suffixes in (SUFFIXES, OTHER_SUFFIXES):
+        files = [path for path in found if path.name.endswith(suffixes) and path.is_file()]
+        if files:
+            return files
+    raise data_error(folder, f"files that end in {', '.join((*SUFFIXES, *OTHER_SUFFIXES))}", "none")
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def _read_file(path: Path) -> Iterator[str]:
+def _read_file(path: Path, column: str) -> Iterator[str]:
     if path.name.endswith((".txt", ".txt.gz")):
         return _read_text(path)
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
-        return _read_json_documents(path)
-    if path.name.endswith(".parquet"):
-        return _read_parquet(path)
-    raise data_error(path, f"a name that ends in {', '.join(SUFFIXES)}", repr(path.name))
+    if path.name.endswith(_MARKUP):
+        return _read_markup(path)
+    if path.name.endswith((".jsonl", ".jsonl.gz", ".parquet", *_TABLES)) or path.is_dir():
+        return _read_column(path, column)
+    raise data_error(path, f"a name that ends in {', '.join((*SUFFIXES, *OTHER_SUFFIXES))}", repr(path.name))
 
 
 def _read_text(path: Path) -> Iterator[str]:
@@ -148,6 +154,40 @@ def _read_text(path: Path) -> Iterator[str]:
         yield "\n".join(document)
 
 
+def _read_markup(path: Path) -> Iterator[str]:
+    """The whole file, in which the lines of a paragraph are joined: they are broken in the middle of sentences."""
+    lines: list[str] = []
+    joins = False
+    for _, line in read_lines(path):
+        own = bool(_OWN_LINE.match(line))
+        if line.strip() and joins and not own:
+            lines[-1] += f" {line.strip()}"
+        elif line.strip():
+            lines.append(line.rstrip())
+        joins = bool(line.strip()) and not line.lstrip().startswith("#")
+    if lines:
+        yield "\n".join(lines)
+
+
+def _read_column(path: Path, column: str) -> Iterator[str]:
+    from fasttfm.data.tables import Parquet, open_table  # which builds on this module
+
+    if path.stat().st_size == 0 and path.suffix != ".parquet":
+        return
+    table = open_table(path)
+    if isinstance(table, Parquet) and column in table.columns:
+        rows = table.batches([column])
+    else:
+        rows = table.rows()
+        if column not in table.columns and not path.name.endswith((".jsonl", ".jsonl.gz")):
+            raise data_error(path, f"a column {column!r}", f"columns {', '.join(map(repr, table.columns))}")
+    for number, row in rows:
+        text = table.text(number, row, column)
+        if _SURROGATE.search(text):  # "\\ud800" is JSON, but no character
+            raise table.error(number, "UTF-8 text", "half of a surrogate pair")
+        yield text
+
+
 def read_json_lines(path: Path) -> Iterator[tuple[int, str, Any]]:
     """Number, text and value of each line that is not blank."""
     for number, line in read_lines(path):
@@ -158,39 +198,6 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, str, Any]]:
         except (ValueError, RecursionError) as error:
             raise data_error(path, "a JSON object", f"{line:.60} ({error})", line=number) from None
         yield number, line, value
-
-
-def _read_json_documents(path: Path) -> Iterator[str]:
-    for number, line, row in read_json_lines(path):
-        text = row.get("text") if isinstance(row, dict) else None
-        if not isinstance(text, str):
-            got = f"an object with {', '.join(map(repr, row))}" if isinstance(row, dict) else f"{line:.60}"
-            raise data_error(path, "an object with a string 'text'", got, line=number)
-        if _SURROGATE.search(text):  # "\\ud800" is JSON, but no character
-            raise data_error(path, "UTF-8 text", "half of a surrogate pair", line=number)
-        yield text
-
-
-def _read_parquet(path: Path) -> Iterator[str]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ImportError(f"{path}: .parquet files need pyarrow: pip install pyarrow") from None
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if "text" not in names:
-                raise data_error(path, "a column 'text'", f"columns {', '.join(map(repr, names))}")
-            row = 0
-            for batch in file.iter_batches(batch_size=1024, columns=["text"]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    if not isinstance(text, str):
-                        raise data_error(path, "a string in every row of 'text'", f"{text!r:.60} in row {row}")
-                    yield text
-    except (pyarrow.ArrowException, OSError) as error:
-        raise data_error(path, "a parquet file", str(error)) from None
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.data.task_files import read_conll, read_glue, read_swag
+from fasttfm.data.choice_files import read_choices
+from fasttfm.data.task_files import read_conll, read_texts
 from fasttfm.data.texts import DataError
 from fasttfm.models.family import Head
 from fasttfm.tasks.inputs import Feature, TaskBatch
@@ -30,8 +31,8 @@ class ClassifyTask(Task):
 
     name = "classify"
     about = "a label for each text"
-    file_format = "GLUE's tsv with one text"
-    read_file = staticmethod(read_glue)
+    file_format = "tsv, csv, jsonl or parquet with a text"
+    read_file = staticmethod(read_texts)
     head = Head.SEQUENCE_CLASSIFICATION
     main_score = "accuracy"
 
@@ -101,7 +102,7 @@ class PairTask(ClassifyTask):
 
     name = "pair"
     about = "a label for each pair of texts"
-    file_format = "GLUE's tsv with two texts"
+    file_format = "the same with two texts, as GLUE's"
 
     @classmethod
     def for_values(cls) -> type[Task]:
@@ -180,7 +181,7 @@ class TagTask(Task):
 
     name = "tag"
     about = "a tag for each word"
-    file_format = "CoNLL's columns, the word first and its tag last"
+    file_format = "CoNLL's columns: a word and its tag a line"
     read_file = staticmethod(read_conll)
     head = Head.TOKEN_CLASSIFICATION
     main_score = "f1"
@@ -297,8 +298,8 @@ class ChoiceTask(Task):
 
     name = "choice"
     about = "the right one of some endings"
-    file_format = "SWAG's csv"
-    read_file = staticmethod(read_swag)
+    file_format = "SWAG, RACE, StoryCloze, CommonsenseQA"
+    read_file = staticmethod(read_choices)
     head = Head.MULTIPLE_CHOICE
     main_score = "accuracy"
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fasttfm.data.task_files import read_squad
+from fasttfm.data.question_files import read_questions
 from fasttfm.models.family import Head
 from fasttfm.nn import PackedBatch
 from fasttfm.tasks.answers import Found, Offsets, Window, Windows, best_of_windows, span_of_characters
@@ -41,8 +41,8 @@ class QuestionTask(Task):
 
     name = "qa"
     about = "the span that answers"
-    file_format = "SQuAD's json, 1.1 or 2.0"
-    read_file = staticmethod(read_squad)
+    file_format = "SQuAD 1.1 or 2.0, CoQA, TriviaQA"
+    read_file = staticmethod(read_questions)
     head = Head.QUESTION_ANSWERING
     max_length = 384
     options = ("stride", "max_question", "max_answer")

@@ -1,16 +1,22 @@
-"""Reads a task's examples: from files of its format, a directory of them, or the sample that is shipped."""
+"""Reads a task's examples: from files of its formats, a directory of them, or the sample that is shipped."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from fasttfm.data.task_files import BY_NAME, Columns, describe_columns, read_texts
 from fasttfm.data.texts import data_error, shipped_task
 from fasttfm.tasks.registry import TASKS
 
-_PARTS = {"train": ("train",), "dev": ("dev", "valid")}
+# The parts of data sets by the words in the names of their files; CoNLL-2003's dev set is "testa".
+_PARTS = {"train": ("train", "training"), "dev": ("dev", "valid", "validation", "val", "testa"), "test": ("test",)}
+_SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.)")
+_SUFFIXES = (".jsonl", ".parquet", ".tsv", ".csv", ".json", ".txt")  # of files with the same content, the best first
 _HELD_OUT = 0.1
 
 
@@ -20,43 +26,86 @@ class Examples(NamedTuple):
     source: str  # for messages
 
 
-def read_examples(task: str, data: Path | None = None, dev: Path | None = None, *, seed: int = 0) -> Examples:
+def read_examples(
+    task: str, data: Path | None = None, dev: Path | None = None, *, seed: int = 0, columns: Columns = BY_NAME
+) -> Examples:
     """The training set and the dev set.
 
     Args:
         task: One of ``TASKS``.
-        data: A file to learn from, or a directory with one whose name has "train" in it and one with "dev" or "valid".
-            By default the sample that is shipped.
+        data: A file to learn from, or a directory with one whose name has "train" in it and one with "dev", "val" or
+            "validation". By default the sample that is shipped.
         dev: The file of the dev set. Without one, a tenth of the examples becomes the dev set.
         seed: Random seed of that choice.
+        columns: The columns of the files, where their names do not tell.
     """
     if data is None:
-        parts = shipped_task(task)
+        parts = {part: [path] for part, path in shipped_task(task).items()}
         source = "the shipped sample"
-    elif data.is_dir():
-        wanted = ("train",) if dev is not None else tuple(_PARTS)
-        parts = {part: path for part in wanted if (path := _part(data, part)) is not None}
-        if "train" not in parts:
-            raise data_error(data, "a file whose name has 'train' in it", "none")
-        source = str(data)
     else:
-        parts, source = {"train": data}, str(data)
+        parts = {"train": [data]}
+        if data.is_dir() and not _is_split(data):
+            wanted = ("train",) if dev is not None else ("train", "dev")
+            parts = {part: files for part in wanted if (files := part_files(data, part))}
+            if "train" not in parts:
+                raise data_error(data, "a file whose name has 'train' in it", "none")
+        source = str(data)
+        if TASKS[task].read_file is read_texts:
+            source = f"{data}, {describe_columns(parts['train'][0], columns)}"
     if dev is not None:
-        parts["dev"] = dev
-    read = TASKS[task].read_file
-    train = read(parts["train"])
+        parts["dev"] = [dev]
+    train = read_files(task, parts["train"], columns)
     if "dev" in parts:
-        return Examples(train, read(parts["dev"]), source)
+        return Examples(train, read_files(task, parts["dev"], columns), source)
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
     held_out = max(1, round(_HELD_OUT * len(train)))
     if held_out == len(train):
-        raise data_error(parts["train"], "two examples or more, or a dev file", f"{len(train)}")
+        raise data_error(parts["train"][0], "two examples or more, or a dev file", f"{len(train)}")
     return Examples([train[index] for index in order[held_out:]], [train[index] for index in order[:held_out]], source)
 
 
-def _part(folder: Path, part: str) -> Path | None:
+def read_files(task: str, files: list[Path], columns: Columns = BY_NAME) -> list[Any]:
+    """The examples of files of a task, one file after the other."""
+    read: Any = TASKS[task].read_file
+    if columns == BY_NAME:
+        return [example for path in files for example in read(path)]
+    if "columns" not in inspect.signature(read).parameters:
+        able = [name for name, each in TASKS.items() if "columns" in inspect.signature(each.read_file).parameters]
+        raise ValueError(f"columns: expected with the tasks {', '.join(able)}, got them with {task}")
+    return [example for path in files for example in read(path, columns)]
+
+
+def part_files(folder: Path, part: str) -> list[Path]:
+    """The file of a part of a data set in a folder, or its shards; none if there is none. Of a file in several formats
+    the one that is read best, and of MNLI's dev and test sets the matched one."""
     names = _PARTS[part]
-    found = [path for path in sorted(folder.iterdir()) if path.is_file() and any(name in path.name for name in names)]
-    if len(found) > 1:
-        raise data_error(folder, f"one file for {part}", ", ".join(path.name for path in found))
-    return found[0] if found else None
+    found: dict[str, list[Path]] = {}
+    for path in sorted(folder.iterdir()):
+        stem = _stem(path)
+        if any(word in names for word in re.split(r"[^a-z]+", stem)) and (path.is_file() or path.is_dir()):
+            found.setdefault(_SHARD.sub("", path.name), []).append(path)
+    if not found and (folder / "data").is_dir():  # as the hub has data sets
+        return part_files(folder / "data", part)
+    for chosen in (
+        [key for key in found if _stem(Path(key)) in names],
+        [key for key in found if "matched" in re.split(r"[^a-z]+", key)],
+        list(found),
+    ):
+        best = [key for suffix in _SUFFIXES for key in chosen if key.removesuffix(".gz").endswith(suffix)]
+        same = len({_stem(Path(key)) for key in chosen}) == 1
+        if len(chosen) == 1 or (same and best):
+            return found[best[0] if best else chosen[0]]
+    if found:
+        raise data_error(folder, f"one file for {part}", ", ".join(found))
+    return []
+
+
+def _stem(path: Path) -> str:
+    """The name without its suffixes, in small letters."""
+    name = path.name.removesuffix(".gz")
+    return (name.rpartition(".")[0] if name.endswith(_SUFFIXES) else name).lower()
+
+
+def _is_split(folder: Path) -> bool:
+    """Whether a folder is itself one part: a data set that ``datasets`` has saved, or RACE's files."""
+    return (folder / "state.json").is_file() or folder.name in ("middle", "high")

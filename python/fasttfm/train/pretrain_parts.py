@@ -45,7 +45,7 @@ def open_corpus(settings: PretrainSettings, run: RunSettings, trained: Path, *, 
         kind: Any = settings.vocabulary_kind or own
         tokenizer = data.train_tokenizer(
             kind,
-            data.read_documents(source),
+            data.read_documents(source, column=settings.text_column),
             settings.vocabulary,
             lowercase=settings.lowercase,
             strip_accents=settings.strip_accents,
@@ -53,7 +53,11 @@ def open_corpus(settings: PretrainSettings, run: RunSettings, trained: Path, *, 
         )
         tokenizer.save(trained, model_max_length=longest_sequence(settings))
     shards = data.prepare(
-        source, tokenizer, run.prepared or run.output / "shards", progress=run.progress and sys.stderr.isatty()
+        source,
+        tokenizer,
+        run.prepared or run.output / "shards",
+        progress=run.progress and sys.stderr.isatty(),
+        column=settings.text_column,
     )
     if shards.tokens < settings.tokens_per_step or shards.documents < 2:
         raise RunError(

@@ -78,6 +78,7 @@ class PretrainSettings:
     init: str | None = None  # a checkpoint directory to start from; by default parameters are drawn
     objective: str | None = None  # one of ``families.objectives_of``; the family's own by default
     data: tuple[str, ...] = ()  # files, folders or patterns; the corpus that ships with the package by default
+    text_column: str = "text"  # of files with columns
     tokenizer: str | None = None  # a file or folder; by default that of ``init``, or one is trained on the data
     vocabulary: int = 4000  # maximum number of entries of a trained tokenizer
     vocabulary_kind: str | None = None  # of a trained tokenizer; the family's own by default

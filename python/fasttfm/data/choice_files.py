@@ -1,0 +1,135 @@
+"""``read_choices``: the right one of several endings or answers.
+
+SWAG            csv: sent1, sent2, ending0, ending1, ..., label
+StoryCloze      csv: InputSentence1 to 4, RandomFifthSentenceQuiz1 and 2, AnswerRightEnding
+HellaSwag       rows: ctx, endings, label
+RACE            a file or a folder of files with one object: article, questions, options, answers; or rows of one
+                question each (article, question, options, answer), as the hub has it
+CommonsenseQA   rows: question with a stem and choices, answerKey; or as the hub has it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fasttfm.data.tables import Table, is_dataset, open_table, read_json
+from fasttfm.data.task_files import ChoiceExample
+from fasttfm.data.texts import DataError, data_error
+
+_LETTERS = "ABCDEFGHIJ"
+
+
+def read_choices(path: str | Path) -> list[ChoiceExample]:
+    """Examples of a file, or of RACE's folders; see above."""
+    path = Path(path)
+    if path.is_dir() and not is_dataset(path):
+        files = sorted(each for each in path.rglob("*.txt") if each.is_file())
+        if not files:
+            raise data_error(path, "RACE's files, which end in .txt", "none")
+        return [example for file in files for example in _race(file, read_json(file), None)]
+    if path.suffix == ".txt":
+        return list(_race(path, read_json(path), None))
+    examples = list(_rows(open_table(path)))
+    if not examples:
+        raise data_error(path, "examples after the header line", "none")
+    return examples
+
+
+def _rows(table: Table) -> Iterator[ChoiceExample]:
+    names = set(table.columns)
+    endings = [name for name in table.columns if name.startswith("ending") and name != "endings"]
+    if {"sent1", "sent2"} <= names and len(endings) > 1:
+        yield from _swag(table, endings)
+    elif "AnswerRightEnding" in names or "RandomFifthSentenceQuiz1" in names:
+        yield from _story_cloze(table)
+    elif {"ctx", "endings"} <= names:
+        for number, row in table.rows():
+            found = _texts(table, number, row, "endings")
+            yield ChoiceExample(table.text(number, row, "ctx"), "", found, _number(table, number, row, "label", found))
+    elif {"article", "options"} <= names:
+        for number, row in table.rows():
+            yield from _race(table.path, dict(row), (table, number))
+    elif {"question", "choices"} <= names or "question" in names:
+        yield from _commonsense(table)
+    else:
+        expected = "a header with 'sent1', 'sent2', 'ending0', 'ending1', ... or another form of choices"
+        raise data_error(table.path, expected, ", ".join(map(repr, table.columns)), line=table.header_line)
+
+
+def _swag(table: Table, endings: list[str]) -> Iterator[ChoiceExample]:
+    for number, row in table.rows():
+        found = [table.text(number, row, name) for name in endings]
+        first, second = (table.text(number, row, name) for name in ("sent1", "sent2"))
+        yield ChoiceExample(first, second, found, _number(table, number, row, "label", found))
+
+
+def _number(table: Table, number: int, row: Mapping[str, Any], column: str, endings: list[str]) -> int | None:
+    label = row.get(column)
+    if label is None or label in ("", -1):
+        return None
+    known = [str(each) for each in range(len(endings))]
+    if str(label) not in known:
+        raise table.error(number, f"a label of {', '.join(known)}", repr(label))
+    return int(label)
+
+
+def _texts(table: Table, number: int, row: Mapping[str, Any], column: str) -> list[str]:
+    found = row.get(column)
+    if not isinstance(found, list) or len(found) < 2 or not all(isinstance(each, str) for each in found):
+        raise table.error(number, f"a list of two texts or more {column!r}", f"{found!r:.60}")
+    return found
+
+
+def _story_cloze(table: Table) -> Iterator[ChoiceExample]:
+    """Labels are 1 and 2."""
+    for number, row in table.rows():
+        story = " ".join(table.text(number, row, f"InputSentence{each}") for each in range(1, 5))
+        endings = [table.text(number, row, f"RandomFifthSentenceQuiz{each}") for each in (1, 2)]
+        label = row.get("AnswerRightEnding")
+        if label not in (None, "", "1", "2", 1, 2):
+            raise table.error(number, "an AnswerRightEnding of 1, 2", repr(label))
+        yield ChoiceExample(story, "", endings, int(label) - 1 if label else None)
+
+
+def _commonsense(table: Table) -> Iterator[ChoiceExample]:
+    for number, row in table.rows():
+        question: Any = row.get("question")
+        choices: Any = row.get("choices")
+        if isinstance(question, dict):  # as CommonsenseQA's own files have it
+            question, choices = question.get("stem"), question.get("choices")
+            if isinstance(choices, list) and all(isinstance(each, dict) for each in choices):
+                choices = {name: [each.get(name) for each in choices] for name in ("label", "text")}
+        texts = choices.get("text") if isinstance(choices, dict) else None
+        if not isinstance(question, str) or not isinstance(texts, list) or len(texts) < 2:
+            expected = "an object with 'question' and 'choices' as CommonsenseQA has them"
+            raise table.error(number, expected, f"{dict(row)!r:.60}")
+        keys, key = list(choices["label"]), row.get("answerKey") or None
+        if key is not None and key not in keys:
+            raise table.error(number, f"an answerKey of {', '.join(keys)}", repr(key))
+        yield ChoiceExample(question, "", [str(each) for each in texts], None if key is None else keys.index(key))
+
+
+def _race(path: Path, passage: Any, place: tuple[Table, int] | None) -> Iterator[ChoiceExample]:
+    """The questions of one passage; a row of the hub's has one."""
+
+    def error(expected: str, got: Any) -> DataError:
+        return data_error(path, expected, f"{got!r:.80}") if place is None else place[0].error(place[1], expected, got)
+
+    if not isinstance(passage, dict) or not isinstance(passage.get("article"), str):
+        raise error("an object with a text 'article', as RACE has it", str(passage))
+    single = "question" in passage
+    questions = [passage["question"]] if single else passage.get("questions")
+    options = [passage.get("options")] if single else passage.get("options")
+    answers = [passage.get("answer")] if single else passage.get("answers", [None] * len(questions or []))
+    lists = (questions, options, answers)
+    if not all(isinstance(each, list) for each in lists) or len({len(each) for each in lists}) > 1:  # type: ignore[arg-type]
+        raise error("as many 'options' and 'answers' as 'questions'", str(list(passage)))
+    for question, choices, answer in zip(*lists, strict=True):  # type: ignore[arg-type]
+        if not isinstance(choices, list) or len(choices) < 2:
+            raise error("two options or more", str(choices))
+        letters = _LETTERS[: len(choices)]
+        if answer and answer not in letters:
+            raise error(f"an answer of {', '.join(letters)}", str(answer))
+        yield ChoiceExample(passage["article"], question, choices, letters.index(answer) if answer else None)

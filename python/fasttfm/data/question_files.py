@@ -1,0 +1,192 @@
+"""``read_questions``: questions whose answers are spans of a text.
+
+SQuAD 1.1 and 2.0, KorQuAD 1.0, KLUE-MRC     {"data": [{"paragraphs": [{"context": ..., "qas": [...]}]}]}
+CoQA                                         {"data": [{"story": ..., "questions": [...], "answers": [...]}]}
+TriviaQA                                     {"Data": [{"Question": ..., "Answer": ..., "EntityPages": [...]}]}
+rows (``tables``)                            question, context, answers {"text": [...], "answer_start": [...]}
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fasttfm.data.tables import is_dataset, open_table, read_json
+from fasttfm.data.task_files import Answer, QuestionExample
+from fasttfm.data.texts import data_error, read_lines
+
+_TURNS = 2  # earlier turns of a conversation that follow a question
+_EVIDENCE_WORDS = 800  # of a TriviaQA document, as its authors' conversion to SQuAD's format takes
+_ROWS = (".jsonl", ".jsonl.gz", ".parquet")
+
+
+def read_questions(path: str | Path) -> list[QuestionExample]:
+    """Questions of a file, see above.
+
+    CoQA: a question is followed by the turns before it, the nearest first; its answer is the free answer where the
+    story has it, or else the span that people marked; a question without one has none. TriviaQA: the context is the
+    beginning of a document under ``evidence`` in the folder above the file's, and its answers are the places of an
+    alias in it; questions without a place or a document are left out and counted in a warning.
+    """
+    path = Path(path)
+    if path.name.endswith(_ROWS) or is_dataset(path):
+        examples = list(_questions_of_rows(path))
+    else:
+        root = read_json(path)
+        if isinstance(root, dict) and "Data" in root:
+            examples = _triviaqa(path, root)
+        elif isinstance(root, dict) and any(
+            "story" in each for each in root.get("data") or () if isinstance(each, dict)
+        ):
+            examples = list(_coqa(path, root))
+        else:
+            examples = list(_squad(path, root))
+    if not examples:
+        raise data_error(path, "questions", "none")
+    return examples
+
+
+# ---- SQuAD -----------------------------------------------------------------------------------------------------------
+
+
+def _squad(path: Path, root: Any) -> Iterator[QuestionExample]:
+    for i, article in enumerate(_field(path, "the file", root, "data", list)):
+        for j, paragraph in enumerate(_field(path, f"data[{i}]", article, "paragraphs", list)):
+            place = f"data[{i}].paragraphs[{j}]"
+            context = _field(path, place, paragraph, "context", str)
+            for number, asked in enumerate(_field(path, place, paragraph, "qas", list)):
+                yield _question(path, f"{place}.qas[{number}]", asked, context)
+
+
+def _question(path: Path, place: str, asked: Any, context: str) -> QuestionExample:
+    question = _field(path, place, asked, "question", str)
+    answers = []
+    for number, answer in enumerate(_field(path, place, asked, "answers", list) if "answers" in asked else ()):
+        inside = f"{place}.answers[{number}]"
+        text, start = _field(path, inside, answer, "text", str), _field(path, inside, answer, "answer_start", int)
+        answers.append(_answer(f"{path}, {inside}", context, text, start))
+    impossible = bool(asked.get("is_impossible", False))
+    id = str(asked.get("id", asked.get("guid", place)))
+    return QuestionExample(id, question, context, [] if impossible else answers, impossible)
+
+
+def _answer(where: str, context: str, text: str, start: int) -> Answer:
+    if start < 0 or context[start : start + len(text)] != text:
+        got = f"{context[max(0, start) : max(0, start) + len(text)]!r}"
+        raise data_error(where, f"{text!r} at character {start} of the context", got)
+    return Answer(text, start)
+
+
+def _field(path: Path, place: str, value: Any, name: str, kind: type) -> Any:
+    """``value[name]``, which has to be there and of its kind."""
+    names = {str: "text", list: "list", int: "number", dict: "object"}
+    if not isinstance(value, dict):
+        raise data_error(f"{path}, {place}", f"an object with {name!r}", type(value).__name__)
+    if not isinstance(value.get(name), kind):
+        got = f"{value[name]!r:.60}" if name in value else ", ".join(map(repr, value)) or "an empty object"
+        raise data_error(f"{path}, {place}", f"a {names[kind]} {name!r}", got)
+    return value[name]
+
+
+def _questions_of_rows(path: Path) -> Iterator[QuestionExample]:
+    """As the hub has SQuAD: an object with lists of the answers' texts and of their first characters."""
+    table = open_table(path)
+    for number, row in table.rows():
+        context, question = table.text(number, row, "context"), table.text(number, row, "question")
+        found = row.get("answers")
+        if found is not None and not (isinstance(found, dict) and {"text", "answer_start"} <= set(found)):
+            raise table.error(number, "answers with lists 'text' and 'answer_start'", f"{found!r:.60}")
+        pairs = [] if found is None else list(zip(found["text"], found["answer_start"], strict=False))
+        where = f"{path}, {table.unit} {number}"
+        answers = [_answer(where, context, text, start) for text, start in pairs]
+        yield QuestionExample(str(row.get("id", number)), question, context, answers, found is not None and not answers)
+
+
+# ---- CoQA ------------------------------------------------------------------------------------------------------------
+
+
+def _coqa(path: Path, root: Any) -> Iterator[QuestionExample]:
+    for i, each in enumerate(_field(path, "the file", root, "data", list)):
+        place = f"data[{i}]"
+        story = _field(path, place, each, "story", str)
+        questions, answers = (_field(path, place, each, name, list) for name in ("questions", "answers"))
+        if len(questions) != len(answers):
+            raise data_error(f"{path}, {place}", f"{len(questions)} answers, as there are questions", f"{len(answers)}")
+        others: Any = each.get("additional_answers") or {}
+        for turn, asked in enumerate(questions):
+            inside = f"{place}.questions[{turn}]"
+            parts = [_field(path, inside, asked, "input_text", str)]
+            for earlier in range(turn - 1, max(-1, turn - 1 - _TURNS), -1):
+                parts += [str(questions[earlier].get("input_text")), str(answers[earlier].get("input_text"))]
+            given = [answers[turn], *(other[turn] for other in others.values() if turn < len(other))]
+            spans = [_coqa_span(path, f"{place}.answers[{turn}]", story, answer) for answer in given]
+            found = [span for span in spans if span is not None]
+            id = f"{each.get('id', i)}-{asked.get('turn_id', turn + 1)}"
+            yield QuestionExample(id, " ".join(parts), story, found, not found)
+
+
+def _coqa_span(path: Path, place: str, story: str, answer: Any) -> Answer | None:
+    text = _field(path, place, answer, "input_text", str).strip()
+    start, end = (_field(path, place, answer, name, int) for name in ("span_start", "span_end"))
+    if start < 0 or end > len(story):  # "unknown"
+        return None
+    at = story.lower().find(text.lower(), start, end) if text else -1
+    if at >= 0:
+        return Answer(story[at : at + len(text)], at)
+    span = story[start:end]
+    return Answer(span.strip(), start + len(span) - len(span.lstrip())) if span.strip() else None
+
+
+# ---- TriviaQA --------------------------------------------------------------------------------------------------------
+
+
+def _triviaqa(path: Path, root: Any) -> list[QuestionExample]:
+    examples, without = [], 0
+    for i, each in enumerate(_field(path, "the file", root, "Data", list)):
+        place = f"Data[{i}]"
+        question = _field(path, place, each, "Question", str)
+        answer = each.get("Answer")
+        aliases = [] if answer is None else _aliases(path, place, answer)
+        for name, document in _evidence(path, each):
+            context = _beginning(document)
+            places = {at: alias for alias in aliases for at in [context.lower().find(alias.lower())] if at >= 0}
+            found = [Answer(context[at : at + len(alias)], at) for at, alias in sorted(places.items())]
+            if found or answer is None:
+                examples.append(
+                    QuestionExample(f"{each.get('QuestionId', i)}--{name}", question, context, found, False)
+                )
+                break
+        else:
+            without += 1
+    if without:
+        warnings.warn(
+            f"{path}: {without} questions whose answer is in none of their documents are left out", stacklevel=3
+        )
+    return examples
+
+
+def _aliases(path: Path, place: str, answer: Any) -> Sequence[str]:
+    value = _field(path, f"{place}.Answer", answer, "Value", str)
+    return [value, *(alias for alias in answer.get("Aliases") or [] if alias and alias != value)]
+
+
+def _evidence(path: Path, each: Any) -> Iterator[tuple[str, Path]]:
+    folder = path.parent.parent / "evidence"
+    for kind, pages in (("wikipedia", each.get("EntityPages")), ("web", each.get("SearchResults"))):
+        for page in pages or []:
+            document = folder / kind / str(page.get("Filename"))
+            if document.is_file():
+                yield str(page.get("Filename")), document
+    if not folder.is_dir():
+        raise data_error(folder, "the folder of TriviaQA's documents", "none")
+
+
+def _beginning(document: Path) -> str:
+    words: list[str] = []
+    for _, line in read_lines(document):
+        words += line.split()
+        if len(words) >= _EVIDENCE_WORDS:
+            break
+    return " ".join(words[:_EVIDENCE_WORDS])

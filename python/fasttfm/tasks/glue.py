@@ -1,0 +1,185 @@
+"""GLUE (Wang et al., 2018): its nine tasks, their scores and the files of its leaderboard.
+
+The score of a task is the mean of its measures: Matthews' correlation for CoLA; F1 of the label 1 and accuracy for MRPC
+and QQP; the correlations of Pearson and Spearman for STS-B; accuracy for the others, for MNLI of both dev sets.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fasttfm.data.texts import data_error
+from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare, save
+from fasttfm.tasks.metrics import Scores
+from fasttfm.tasks.reading import part_files, read_files
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """One of GLUE's tasks.
+
+    Args:
+        name: The leaderboard's, and its folder's.
+        task: One of ``TASKS``.
+        measures: Those that make up its score.
+        values: Whether labels are numbers to be estimated.
+        parts: What the names of its dev and test sets end in, and the ends of their names on the leaderboard.
+    """
+
+    name: str
+    task: str
+    measures: tuple[str, ...] = ("accuracy",)
+    values: bool = False
+    parts: tuple[tuple[str, str], ...] = (("", ""),)
+
+    def scores(self, gold: Sequence[str], predicted: Sequence[Any], scored: Scores) -> Scores:
+        """The measures of predictions, of which ``scored`` are the task's own scores."""
+        positive = _positive_f1(gold, predicted) if "f1" in self.measures else 0.0
+        return {name: positive if name == "f1" else scored[name] for name in self.measures}
+
+
+GLUE = (
+    GlueTask("CoLA", "classify", ("matthews",)),
+    GlueTask("SST-2", "classify"),
+    GlueTask("MRPC", "pair", ("f1", "accuracy")),
+    GlueTask("STS-B", "pair", ("pearson", "spearman"), values=True),
+    GlueTask("QQP", "pair", ("f1", "accuracy")),
+    GlueTask("MNLI", "pair", parts=(("_matched", "-m"), ("_mismatched", "-mm"))),
+    GlueTask("QNLI", "pair"),
+    GlueTask("RTE", "pair"),
+    GlueTask("WNLI", "pair"),
+)
+DIAGNOSTIC = "AX"  # a test set for the model of MNLI
+_DIAGNOSTIC_FOLDERS = ("ax", "diagnostic", "diagnostics")
+
+
+@dataclass(frozen=True)
+class GlueResult:
+    """What a model has reached in a task."""
+
+    name: str
+    examples: int
+    dev: dict[str, Scores]  # by the leaderboard's name of the dev set
+    submission: dict[str, str] = field(default_factory=dict)  # files of the leaderboard: names and texts
+
+    @property
+    def score(self) -> float:
+        """The mean of the measures, of all dev sets."""
+        return mean([value for scores in self.dev.values() for value in scores.values()])
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def find_tasks(folder: Path, names: Sequence[str] = ()) -> dict[str, Path]:
+    """The folders of GLUE's tasks below ``folder``, in the order of ``GLUE``.
+
+    Args:
+        names: Only these tasks, all of which have to be there.
+    """
+    known = [each.name for each in GLUE]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"tasks: expected some of {', '.join(known)}, got {name!r}")
+    if not folder.is_dir():
+        raise data_error(folder, "a directory with the folders of GLUE's tasks", "no directory")
+    found = {_plain(path.name): path for path in sorted(folder.iterdir()) if path.is_dir()}
+    tasks = {name: found[_plain(name)] for name in known if _plain(name) in found and (not names or name in names)}
+    if missing := [name for name in names if name not in tasks]:
+        raise data_error(folder, f"a folder for {', '.join(missing)}", ", ".join(path.name for path in found.values()))
+    if not tasks:
+        raise data_error(folder, f"folders such as {', '.join(known[:3])}", ", ".join(found) or "none")
+    return tasks
+
+
+def train_task(
+    glue: GlueTask,
+    folder: Path,
+    model: str | Path,
+    settings: Callable[[Any], FinetuneSettings],
+    *,
+    device: Any = "cpu",
+    max_length: int | None = None,
+    output: Path | None = None,
+    watch: Callable[[FineTuning], Callable[[Any], Any]] = lambda work: lambda results: None,
+) -> GlueResult:
+    """Fine-tunes a model on a task and predicts its dev and test sets.
+
+    Args:
+        folder: The task's, as it is downloaded.
+        model: The model's directory.
+        settings: Called with the prepared model.
+        output: Where the fine-tuned model is saved; nowhere by default.
+        watch: Called with the training before it starts; its result is called with the results of steps.
+    """
+    train = read_files(glue.task, _files(folder, "train", ""))
+    dev_sets = {ending: read_files(glue.task, _files(folder, "dev", part)) for part, ending in glue.parts}
+    network, task = prepare(glue.task, model, train, values=glue.values, max_length=max_length)
+    work = FineTuning(network.to(device), task, train, settings(network))
+    work.run(watch(work))
+    options: dict[str, Any] = {"precision": work.settings.step.precision}
+    dev = {}
+    for ending, examples in dev_sets.items():
+        found = predict(work.model, task, examples, **options)
+        gold = [example.label for example in examples]
+        dev[glue.name + ending] = glue.scores(gold, found, task.scores(examples, found))
+    submission = {}
+    for name, path in _test_sets(glue, folder).items():
+        found = predict(work.model, task, read_files(glue.task, [path]), **options)
+        submission[f"{name}.tsv"] = submission_text(found, values=glue.values)
+    if output is not None:
+        save(work.model, task, output)
+    return GlueResult(glue.name, len(train), dev, submission)
+
+
+def submission_text(predictions: Sequence[Any], *, values: bool) -> str:
+    """A file of the leaderboard: index and prediction; numbers between 0 and 5, as STS-B's are."""
+    lines = [f"{min(5.0, max(0.0, each)):.3f}" if values else str(each) for each in predictions]
+    return "index\tprediction\n" + "".join(f"{index}\t{line}\n" for index, line in enumerate(lines))
+
+
+def _test_sets(glue: GlueTask, folder: Path) -> dict[str, Path]:
+    """The files of test sets by the leaderboard's names; MNLI's model predicts the diagnostic one, too."""
+    found = {}
+    for part, ending in glue.parts:
+        if files := _part_named(folder, "test", part):
+            found[glue.name + ending] = files[0]
+    if glue.name == "MNLI":
+        for path in sorted(folder.parent.iterdir()):
+            if path.is_dir() and _plain(path.name) in _DIAGNOSTIC_FOLDERS:
+                found.update((DIAGNOSTIC, file) for file in sorted(path.glob("*.tsv"))[:1])
+    return found
+
+
+def _files(folder: Path, part: str, ending: str) -> list[Path]:
+    files = _part_named(folder, part, ending)
+    if not files:
+        raise data_error(
+            folder, f"a file {part}{ending}.tsv", ", ".join(sorted(each.name for each in folder.iterdir()))
+        )
+    return files
+
+
+def _part_named(folder: Path, part: str, ending: str) -> list[Path]:
+    if not ending:
+        return part_files(folder, part)
+    names = (part, "validation") if part == "dev" else (part,)
+    pattern = re.compile(rf"(?:{'|'.join(names)}){ending}(?:-\d+-of-\d+)?\.\w+")
+    return [path for path in sorted(folder.iterdir()) if pattern.fullmatch(path.name)]
+
+
+def _plain(name: str) -> str:
+    """A task's name without signs: sst2 for SST-2."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _positive_f1(gold: Sequence[str], predicted: Sequence[Any]) -> float:
+    """F1 of the label 1."""
+    both = sum(a == b == "1" for a, b in zip(gold, predicted, strict=True))
+    total = sum(each == "1" for each in (*gold, *predicted))
+    return 2 * both / total if total else 0.0
