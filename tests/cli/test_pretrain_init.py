@@ -67,6 +67,17 @@ def test_a_run_starts_from_another(corpus: dict[str, Path], trained: dict[str, P
     assert "held_out_next_sentence" in read_rows(tmp_path / "run" / "log.csv")[0]
 
 
+def test_a_resumed_run_does_not_need_the_checkpoint_that_it_started_from(
+    corpus: dict[str, Path], trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained["bert"] / "latest", tmp_path / "first")
+    assert main(arguments(corpus, tmp_path / "run", "--init", str(tmp_path / "first"))) == 0
+    shutil.rmtree(tmp_path / "first")
+    assert main(["pretrain", "--resume", "--more-steps", "1", "--output", str(tmp_path / "run"), "--quiet"]) == 0
+    assert (tmp_path / "run" / "checkpoint-000003").is_dir()
+    assert "randomly initialized" not in capsys.readouterr().err
+
+
 def test_masked_lm_only_leaves_the_other_head(
     corpus: dict[str, Path], trained: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -116,6 +116,8 @@ def test_columns_by_name_and_number(tmp_path: Path) -> None:
         TextExample("Title", "Body, long", "3"),
         TextExample("Other", "More", "4"),
     ]
+    capitals = write(tmp_path, "capitals.csv", "Text,Label\na,x\n")
+    assert read_texts(capitals) == [TextExample("a", None, "x")]
     semicolons = write(tmp_path, "german.csv", "text;label\nSo, nun;gut\n")
     assert read_texts(semicolons) == [TextExample("So, nun", None, "gut")]
 

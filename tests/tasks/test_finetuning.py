@@ -311,10 +311,12 @@ def test_a_directory_has_parts(tmp_path: Path) -> None:
     found = read_examples("classify", tmp_path)
     assert [example.first for example in found.train] == ["a", "b"]
     assert [example.first for example in found.dev] == ["c"]
-    (tmp_path / "dev_mismatched.tsv").write_text("sentence\tlabel\nc\t1\n")
-    with pytest.raises(DataError, match=r"expected one file for dev, got dev.tsv, dev_mismatched.tsv"):
+    (tmp_path / "dev_mismatched.tsv").write_text("sentence\tlabel\nd\t1\n")
+    assert read_examples("classify", tmp_path) == found
+    (tmp_path / "dev.tsv").rename(tmp_path / "my_dev.tsv")
+    with pytest.raises(DataError, match=r"expected one file for dev, got dev_mismatched.tsv, my_dev.tsv"):
         read_examples("classify", tmp_path)
-    assert read_examples("classify", tmp_path, tmp_path / "dev.tsv") == found
+    assert read_examples("classify", tmp_path, tmp_path / "my_dev.tsv") == found
 
 
 def test_a_tenth_is_held_out_where_nothing_else_is_there(tmp_path: Path) -> None:

@@ -72,19 +72,19 @@ BY_NAME = Columns()
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
-# The first two texts that a file has are the pair; GLUE's, SNLI's and those that are usual elsewhere.
+# Names of columns, in small letters: GLUE's, SNLI's and those that are usual elsewhere.
 _PAIRS = (
     ("sentence1", "sentence2"),  # MNLI, RTE, WNLI, STS-B, SNLI, KLUE-STS
     ("question1", "question2"),  # QQP
     ("question", "sentence"),  # QNLI
-    ("#1 String", "#2 String"),  # MRPC
+    ("#1 string", "#2 string"),  # MRPC
     ("premise", "hypothesis"),  # KLUE-NLI, SNLI of the hub
     ("text_a", "text_b"),
     ("text1", "text2"),
 )
 _TEXTS = ("sentence", "text", "title", "document", "review", "content", "question", "comment", "body", "utterance")
 _LABELS = (
-    *("label", "gold_label", "labels", "score", "is_duplicate", "Quality", "class", "category", "target", "sentiment"),
+    *("label", "gold_label", "labels", "score", "is_duplicate", "quality", "class", "category", "target", "sentiment"),
     *("intent", "coarse_label", "rating", "stars"),
 )
 
@@ -154,11 +154,11 @@ class TextColumns(NamedTuple):
 
 def text_columns(table: Table, columns: Columns) -> TextColumns:
     """The columns of a table that are read: the given ones, or those with a known name."""
-    names = table.columns
+    names = {name.lower(): name for name in reversed(table.columns)}
     text, pair, label = (None if given is None else _column(table, given) for given in columns[:3])
     if text is None:
-        pairs = [each for each in _PAIRS if each[0] in names and each[1] in names]
-        alone = [name for name in _TEXTS if name in names and name != pair]
+        pairs = [(names[a], names[b]) for a, b in _PAIRS if a in names and b in names]
+        alone = [names[name] for name in _TEXTS if name in names and names[name] != pair]
         if pairs and pair in (None, pairs[0][1]):
             text, pair = pairs[0]
         elif alone:
@@ -166,10 +166,10 @@ def text_columns(table: Table, columns: Columns) -> TextColumns:
         else:
             known = "; ".join([*(f"{a!r} and {b!r}" for a, b in _PAIRS), *map(repr, _TEXTS)])
             expected = f"a header with the columns {known} (--text-column names another)"
-            got = ", ".join(map(repr, names))
+            got = ", ".join(map(repr, table.columns))
             raise data_error(table.path, expected, f"{got:.200}", line=table.header_line)
     if label is None:
-        label = next((name for name in _LABELS if name in names and name not in (text, pair)), None)
+        label = next((names[each] for each in _LABELS if each in names and names[each] not in (text, pair)), None)
     return TextColumns(text, pair, label)
 
 

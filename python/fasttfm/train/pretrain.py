@@ -67,7 +67,7 @@ class Summary:
 
 def pretrain(settings: PretrainSettings, run: RunSettings) -> Summary | None:
     """Pre-trains a model and returns what it reached; None in other processes than the main one."""
-    check_model(settings)
+    check_model(model_source(settings, run))
     world = join(run.device, run.parallel)
     if settings.step.cuda_graph and (world.device.type != "cuda" or world.size > 1):
         raise ValueError("cuda_graph: expected one process with a GPU")
@@ -91,6 +91,14 @@ def pretrain(settings: PretrainSettings, run: RunSettings) -> Summary | None:
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
+def model_source(settings: PretrainSettings, run: RunSettings) -> PretrainSettings:
+    """The settings of a run's model: where it is resumed, the checkpoint that it started from is not needed."""
+    checkpoints = Checkpoints(run.output)
+    if settings.init is None or not run.resume or not checkpoints.steps():
+        return settings
+    return dataclasses.replace(settings, init=str(checkpoints.path(checkpoints.steps()[-1])))
+
+
 def objective_of(module: Pretraining) -> Objective:
     """What the training loop minimises: the losses that the module's forward gives."""
     return Objective(module.terms, module.counts, lambda call, batch: call(batch), module.flops)
@@ -104,7 +112,9 @@ class _Run:
         self.checkpoints = Checkpoints(run.output, run.keep)
         world.main_first(self._open_directory)
         self.corpus = world.main_first(self._open_corpus)
-        self.model = make_model(settings, self.corpus.tokenizer).to(world.device)
+        source = model_source(settings, run)
+        self.longest = longest_sequence(source)
+        self.model = make_model(source, self.corpus.tokenizer).to(world.device)
         self.files = ModelFiles(self.model, world)
         self.objective = objective(settings).module(self.model)
         module = share_out(self.objective, world)
@@ -230,9 +240,8 @@ class _Run:
 
         def write(directory: Path) -> None:
             write_model(directory)
-            length = longest_sequence(self.settings)
             for folder in (directory, *(path.parent for path in directory.glob(f"*/{CONFIG}"))):  # ELECTRA's two
-                self.corpus.tokenizer.save(folder, model_max_length=length, config=self.model.config)
+                self.corpus.tokenizer.save(folder, model_max_length=self.longest, config=self.model.config)
             files.write_state(directory, state)
 
         step = self.trainer.completed

@@ -30,16 +30,17 @@ def open_corpus(settings: PretrainSettings, run: RunSettings, trained: Path, *, 
     """The tokenizer and the shards, prepared if they are not there yet.
 
     Args:
-        trained: Where a tokenizer that is trained on the data lies.
+        trained: Where the run keeps a tokenizer that is trained on the data, or that of ``settings.init``.
         load: It is there already.
     """
     source: Any = list(settings.data) or data.shipped_corpus()
     if settings.tokenizer is not None:
         tokenizer = data.load_tokenizer(settings.tokenizer)
-    elif settings.init is not None:
-        tokenizer = data.load_tokenizer(tokenizer_folder(Path(settings.init)))
     elif load:
         tokenizer = data.load_tokenizer(trained)
+    elif settings.init is not None:
+        data.load_tokenizer(tokenizer_folder(Path(settings.init))).save(trained)
+        tokenizer = data.load_tokenizer(trained)  # as a resumed run finds it
     else:
         own: Any = FAMILIES[settings.family].tokenizer
         kind: Any = settings.vocabulary_kind or own
