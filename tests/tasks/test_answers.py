@@ -135,9 +135,9 @@ def test_scores_are_means_over_the_nearest_answers() -> None:
         answer_scores(gold, {"a": ""})
 
 
-def exact_at(threshold: float, gold: dict, answers: dict, no_answer: dict) -> float:
+def f1_at(threshold: float, gold: dict, answers: dict, no_answer: dict) -> float:
     kept = {key: "" if no_answer[key] > threshold else answer for key, answer in answers.items()}
-    return answer_scores(gold, kept)["exact"]
+    return answer_scores(gold, kept)["f1"]
 
 
 def test_the_threshold_is_the_best_there_is() -> None:
@@ -145,11 +145,11 @@ def test_the_threshold_is_the_best_there_is() -> None:
     for _ in range(50):
         keys = [str(index) for index in range(int(generator.integers(1, 9)))]
         gold = {key: ["yes"] if generator.random() < 0.6 else [] for key in keys}
-        answers = {key: "yes" if generator.random() < 0.7 else "no" for key in keys}
+        answers = {key: ("yes", "no", "yes and no")[int(generator.integers(3))] for key in keys}
         no_answer = {key: float(generator.integers(-3, 4)) for key in keys}
         threshold = best_threshold(gold, answers, no_answer)
-        best = max(exact_at(each, gold, answers, no_answer) for each in np.arange(-4.5, 5))
-        assert exact_at(threshold, gold, answers, no_answer) == pytest.approx(best)
+        best = max(f1_at(each, gold, answers, no_answer) for each in np.arange(-4.5, 5))
+        assert f1_at(threshold, gold, answers, no_answer) == pytest.approx(best)
 
 
 def test_the_threshold_by_hand() -> None:

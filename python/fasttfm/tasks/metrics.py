@@ -159,17 +159,17 @@ def answer_scores(gold: Mapping[str, Sequence[str]], answers: Mapping[str, str])
 def best_threshold(
     gold: Mapping[str, Sequence[str]], answers: Mapping[str, str], no_answer: Mapping[str, float]
 ) -> float:
-    """The number that ``no_answer`` may have before a question counts as one without an answer, so that the exact match
-    is as large as it can be. What is tuned on one set of questions should be used on others.
+    """The number that ``no_answer`` may have before a question counts as one without an answer, so that F1 is as large
+    as it can be (SQuAD's ``best_f1_thresh``). What is tuned on one set of questions should be used on others.
 
     Args:
         gold: As in ``answer_scores``.
         answers: The best answer of each question that is not empty.
         no_answer: How much more likely it is than that answer that there is none.
     """
-    exact = _best(gold, answers, exact_match)
+    f1 = _best(gold, answers, answer_f1)
     order = sorted(gold, key=lambda key: no_answer[key])
-    gains = [exact[key] if _real(gold[key]) else -float(answers[key] != "") for key in order]
+    gains = [f1[key] if _real(gold[key]) else -float(answers[key] != "") for key in order]
     score = best = float(sum(not _real(gold[key]) for key in gold))  # with no question answered
     threshold = min(no_answer.values(), default=0.0) - 1
     for index, gain in enumerate(gains):

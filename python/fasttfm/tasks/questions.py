@@ -127,7 +127,7 @@ class QuestionTask(Task):
         return {example.id: "" if answer.no_answer > limit else answer.text for example, answer in pairs}
 
     def tune(self, examples: Sequence[Any], predictions: Predictions) -> None:
-        """Sets the threshold with which most of these answers are right, if some of the questions have none."""
+        """Sets the threshold with which the F1 of these answers is largest, if some of the questions have none."""
         gold = _right_answers(examples)
         if all(gold.values()):
             return
