@@ -167,7 +167,7 @@ def _write(output: Path, arguments: argparse.Namespace, results: dict[str, Any])
     writer.writerows([*rows, ("average", "score", f"{average:.4f}", "", "")])
     write_text(output / "glue.csv", table.getvalue())
     write_json(output / _RESULTS, {"model": str(arguments.model), "tasks": results, "average": average})
-    width = max(len(name) for name in results)
+    width = max(len(name) for name in (*results, "average"))
     print("\ntask".ljust(width + 3) + "score  measures")
     for name, result in results.items():
         measures = ", ".join(f"{measure} {100 * value:.1f}" for measure, value in _flat(result).items())
