@@ -51,6 +51,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt": _GPT,
     "gpt2": _GPT,
     "gpt3": {**_GPT, "local_window": 8},
+    "modernbert": {**_BERT, "local_attention": 16},
     "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
 }
 

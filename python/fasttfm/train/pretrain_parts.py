@@ -151,7 +151,7 @@ def _changes(settings: PretrainSettings) -> dict[str, Any]:
 
 
 def _is_dropout(name: str) -> bool:
-    return name in ("dropout", "attention_dropout") or name.endswith(
+    return name in ("dropout", "attention_dropout", "embedding_dropout", "mlp_dropout") or name.endswith(
         ("_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob")
     )
 
