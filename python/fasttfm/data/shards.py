@@ -177,7 +177,7 @@ def _unchanged(folder: Path, identity: dict[str, Any]) -> TokenShards | None:
     """The content of ``folder``, if it is complete and from the same files and tokenizer."""
     try:
         manifest = _read_manifest(folder)
-        if any(manifest[key] != value for key, value in identity.items()):
+        if any(manifest.get(key) != value for key, value in identity.items()):
             return None
         return TokenShards.open(folder)
     except DataError:
