@@ -158,11 +158,11 @@ def text_columns(table: Table, columns: Columns) -> TextColumns:
     text, pair, label = (None if given is None else _column(table, given) for given in columns[:3])
     if text is None:
         pairs = [(names[a], names[b]) for a, b in _PAIRS if a in names and b in names]
-        alone = [names[name] for name in _TEXTS if name in names and names[name] != pair]
+        single = [names[name] for name in _TEXTS if name in names and names[name] != pair]
         if pairs and pair in (None, pairs[0][1]):
             text, pair = pairs[0]
-        elif alone:
-            text = alone[0]
+        elif single:
+            text = single[0]
         else:
             known = "; ".join([*(f"{a!r} and {b!r}" for a, b in _PAIRS), *map(repr, _TEXTS)])
             expected = f"a header with the columns {known} (--text-column names another)"
