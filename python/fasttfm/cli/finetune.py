@@ -71,6 +71,7 @@ def add_parser(subparsers: Any) -> None:
     )
     group.add_argument("--max-question", type=int, metavar="N", help="max tokens per question; by default 64")
     group.add_argument("--max-answer", type=int, default=30, metavar="N", help="max tokens per answer")
+    _add_graph(parser.add_argument_group("commonsense"))
     _add_run(add_run_options(parser))
     parser.set_defaults(refuse=parser.error)
 
@@ -126,6 +127,16 @@ def _add_training(group: Any) -> None:
         metavar="WEIGHT",
         help="GPTs: weight of the auxiliary causal LM loss (not classify and pair of gpt2)",
     )
+
+
+def _add_graph(group: Any) -> None:
+    group.add_argument(
+        "--graph", metavar="FILE", help="edges: relation, head, tail, weight; by default the shipped one"
+    )
+    group.add_argument("--graph-vectors", metavar="DIR", help="TransE's vectors of the graph; by default trained along")
+    group.add_argument("--path-score", type=float, default=0.15, metavar="P", help="least TransE score of a path")
+    group.add_argument("--path-length", type=int, default=3, metavar="N", help="most edges of a path, up to 3")
+    group.add_argument("--max-paths", type=int, default=50, metavar="N", help="most paths of a pair of concepts")
 
 
 def _add_trials(group: Any) -> None:

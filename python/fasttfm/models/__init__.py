@@ -8,6 +8,8 @@ from fasttfm.models.albert import (
     AlbertForQuestionAnswering,
     AlbertForSequenceClassification,
     AlbertForTokenClassification,
+    AlbertKagNet,
+    AlbertKagNetConfig,
     AlbertModel,
 )
 from fasttfm.models.bert import (
@@ -19,6 +21,8 @@ from fasttfm.models.bert import (
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
+    BertKagNet,
+    BertKagNetConfig,
     BertModel,
 )
 from fasttfm.models.checkpoint_files import CheckpointError
@@ -29,6 +33,8 @@ from fasttfm.models.distilbert import (
     DistilBertForQuestionAnswering,
     DistilBertForSequenceClassification,
     DistilBertForTokenClassification,
+    DistilBertKagNet,
+    DistilBertKagNetConfig,
     DistilBertModel,
 )
 from fasttfm.models.electra import (
@@ -40,6 +46,8 @@ from fasttfm.models.electra import (
     ElectraForQuestionAnswering,
     ElectraForSequenceClassification,
     ElectraForTokenClassification,
+    ElectraKagNet,
+    ElectraKagNetConfig,
     ElectraModel,
 )
 from fasttfm.models.ernie_knowledge import (
@@ -90,6 +98,8 @@ from fasttfm.models.roberta import (
     RobertaForQuestionAnswering,
     RobertaForSequenceClassification,
     RobertaForTokenClassification,
+    RobertaKagNet,
+    RobertaKagNetConfig,
     RobertaModel,
 )
 
@@ -101,6 +111,8 @@ __all__ = [
     "AlbertForQuestionAnswering",
     "AlbertForSequenceClassification",
     "AlbertForTokenClassification",
+    "AlbertKagNet",
+    "AlbertKagNetConfig",
     "AlbertModel",
     "BertConfig",
     "BertForMaskedLM",
@@ -110,6 +122,8 @@ __all__ = [
     "BertForQuestionAnswering",
     "BertForSequenceClassification",
     "BertForTokenClassification",
+    "BertKagNet",
+    "BertKagNetConfig",
     "BertModel",
     "CheckpointError",
     "DistilBertConfig",
@@ -118,6 +132,8 @@ __all__ = [
     "DistilBertForQuestionAnswering",
     "DistilBertForSequenceClassification",
     "DistilBertForTokenClassification",
+    "DistilBertKagNet",
+    "DistilBertKagNetConfig",
     "DistilBertModel",
     "ElectraConfig",
     "ElectraForJointPreTraining",
@@ -127,6 +143,8 @@ __all__ = [
     "ElectraForQuestionAnswering",
     "ElectraForSequenceClassification",
     "ElectraForTokenClassification",
+    "ElectraKagNet",
+    "ElectraKagNetConfig",
     "ElectraModel",
     "ErnieKnowledgeConfig",
     "ErnieKnowledgeForMaskedLM",
@@ -164,6 +182,8 @@ __all__ = [
     "RobertaForQuestionAnswering",
     "RobertaForSequenceClassification",
     "RobertaForTokenClassification",
+    "RobertaKagNet",
+    "RobertaKagNetConfig",
     "RobertaModel",
     "model_directory",
 ]

@@ -31,6 +31,7 @@ from fasttfm.models.bert import (
 )
 from fasttfm.models.checkpoint_names import Names, Rule, rule
 from fasttfm.models.family import Family, Head
+from fasttfm.models.kagnet import GRAPH_NAMES, GraphChoice, GraphFields
 from fasttfm.models.objectives import SentenceOrder
 from fasttfm.models.outputs import ModelOutput, States
 from fasttfm.models.text_model import Layout
@@ -129,6 +130,7 @@ def names_of(config: AlbertConfig) -> Names:
             rule("lm_head.decoder", "predictions.decoder"),
             rule("sentence_order", "sop_classifier.classifier"),
             rule("classifier", "classifier"),
+            *GRAPH_NAMES,
             rule("qa_outputs", "qa_outputs"),
         ),
         ignored=(r"albert\.embeddings\.position_ids", *([] if config.tie_word_embeddings else [r"predictions\.bias"])),
@@ -292,6 +294,17 @@ class AlbertForPreTraining(AlbertHead):
         return AlbertForPreTrainingOutput(loss, logits, order, **encoded.returned())
 
 
+@dataclass
+class AlbertKagNetConfig(GraphFields, AlbertConfig):
+    """The configuration of ``AlbertKagNet``: the encoder's and the graph's."""
+
+
+class AlbertKagNet(GraphChoice, AlbertForMultipleChoice):
+    """Chooses between answers with the paths of a graph of concepts."""
+
+    config_class = AlbertKagNetConfig
+
+
 FAMILY = Family(
     "ALBERT",
     AlbertConfig,
@@ -302,6 +315,7 @@ FAMILY = Family(
         Head.TOKEN_CLASSIFICATION: AlbertForTokenClassification,
         Head.QUESTION_ANSWERING: AlbertForQuestionAnswering,
         Head.MULTIPLE_CHOICE: AlbertForMultipleChoice,
+        Head.GRAPH_CHOICE: AlbertKagNet,
         Head.PRETRAINING: AlbertForPreTraining,
     },
     pretraining=SentenceOrder,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.family import Family, Head
+from fasttfm.models.kagnet import GRAPH_NAMES, GraphChoice, GraphFields
 from fasttfm.models.objectives import NextSentence
 from fasttfm.models.outputs import (
     BaseModelOutput,
@@ -140,6 +141,7 @@ NAMES = Names(
         rule("lm_head.decoder", "cls.predictions.decoder"),
         rule("next_sentence", "cls.seq_relationship"),
         rule("classifier", "classifier"),
+        *GRAPH_NAMES,
         rule("qa_outputs", "qa_outputs"),
     ),
     ignored=(r"bert\.embeddings\.position_ids",),
@@ -499,6 +501,17 @@ class BertForQuestionAnswering(BertHead):
         return logits
 
 
+@dataclass
+class BertKagNetConfig(GraphFields, BertConfig):
+    """The configuration of ``BertKagNet``: the encoder's and the graph's."""
+
+
+class BertKagNet(GraphChoice, BertForMultipleChoice):
+    """Chooses between answers with the paths of a graph of concepts."""
+
+    config_class = BertKagNetConfig
+
+
 FAMILY = Family(
     "BERT",
     BertConfig,
@@ -509,6 +522,7 @@ FAMILY = Family(
         Head.TOKEN_CLASSIFICATION: BertForTokenClassification,
         Head.QUESTION_ANSWERING: BertForQuestionAnswering,
         Head.MULTIPLE_CHOICE: BertForMultipleChoice,
+        Head.GRAPH_CHOICE: BertKagNet,
         Head.PRETRAINING: BertForPreTraining,
     },
     default_size="tiny",

@@ -28,6 +28,7 @@ from fasttfm.models.bert import (
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.family import Family, Head
+from fasttfm.models.kagnet import GRAPH_NAMES, GraphChoice, GraphFields
 from fasttfm.models.objectives import MaskedLM
 from fasttfm.models.text_model import Encoded
 from fasttfm.nn import PackedLayer
@@ -93,6 +94,7 @@ NAMES = Names(
         rule("lm_head.decoder", "vocab_projector"),
         rule("pre_classifier", "pre_classifier"),
         rule("classifier", "classifier"),
+        *GRAPH_NAMES,
         rule("qa_outputs", "qa_outputs"),
     ),
     ignored=(r"distilbert\.embeddings\.position_ids",),
@@ -220,6 +222,17 @@ class DistilBertForSequenceClassification(FirstTokenHead, BertForSequenceClassif
         return logits
 
 
+@dataclass
+class DistilBertKagNetConfig(GraphFields, DistilBertConfig):
+    """The configuration of ``DistilBertKagNet``: the encoder's and the graph's."""
+
+
+class DistilBertKagNet(GraphChoice, DistilBertForMultipleChoice):
+    """Chooses between answers with the paths of a graph of concepts."""
+
+    config_class = DistilBertKagNetConfig
+
+
 FAMILY = Family(
     "DistilBERT",
     DistilBertConfig,
@@ -231,6 +244,7 @@ FAMILY = Family(
         Head.QUESTION_ANSWERING: DistilBertForQuestionAnswering,
         Head.MULTIPLE_CHOICE: DistilBertForMultipleChoice,
         Head.PRETRAINING: DistilBertForMaskedLM,
+        Head.GRAPH_CHOICE: DistilBertKagNet,
     },
     pretraining=MaskedLM,
     sequences="single",

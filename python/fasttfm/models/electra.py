@@ -35,6 +35,7 @@ from fasttfm.models.bert import (
 from fasttfm.models.checkpoint_files import CheckpointError
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.family import Family, Head
+from fasttfm.models.kagnet import GRAPH_NAMES, GraphChoice, GraphFields
 from fasttfm.models.objectives import ReplacedTokenDetection
 from fasttfm.models.outputs import LMOutput, ModelOutput
 from fasttfm.models.pretrained import PretrainedModel
@@ -99,6 +100,7 @@ NAMES = Names(
         rule("discriminator_head", "discriminator_predictions"),
         rule("summary", "sequence_summary.summary"),
         rule("classifier", "classifier"),
+        *GRAPH_NAMES,
         rule("qa_outputs", "qa_outputs"),
     ),
     ignored=(r"electra\.embeddings\.position_ids",),
@@ -346,6 +348,17 @@ def put_back(ids: Tensor, sampled: Sampled) -> tuple[Tensor, Tensor]:
     return ids.index_add(0, sampled.positions, changes.to(ids.dtype)), replaced.bool()
 
 
+@dataclass
+class ElectraKagNetConfig(GraphFields, ElectraConfig):
+    """The configuration of ``ElectraKagNet``: the encoder's and the graph's."""
+
+
+class ElectraKagNet(GraphChoice, ElectraForMultipleChoice):
+    """Chooses between answers with the paths of a graph of concepts."""
+
+    config_class = ElectraKagNetConfig
+
+
 FAMILY = Family(
     "ELECTRA",
     ElectraConfig,
@@ -356,6 +369,7 @@ FAMILY = Family(
         Head.TOKEN_CLASSIFICATION: ElectraForTokenClassification,
         Head.QUESTION_ANSWERING: ElectraForQuestionAnswering,
         Head.MULTIPLE_CHOICE: ElectraForMultipleChoice,
+        Head.GRAPH_CHOICE: ElectraKagNet,
         Head.PRETRAINING: ElectraForJointPreTraining,
         Head.REPLACED_TOKENS: ElectraForPreTraining,
     },

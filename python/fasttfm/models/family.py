@@ -23,6 +23,7 @@ class Head(Enum):
     TOKEN_CLASSIFICATION = "labels of tokens"
     QUESTION_ANSWERING = "spans that answer"
     MULTIPLE_CHOICE = "the choice of an ending"
+    GRAPH_CHOICE = "the choice of an answer with a graph"
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,18 @@ class ClassifierOutput(ModelOutput):
 
 
 @dataclass
+class GraphChoiceOutput(ModelOutput):
+    """Scores of answers, and the weights of the paths and pairs of concepts of their graphs (``nn.GraphBatch``)."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    path_weights: Tensor | None = None
+    pair_weights: Tensor | None = None
+    hidden_states: States = None
+    attentions: States = None
+
+
+@dataclass
 class QuestionAnsweringOutput(ModelOutput):
     """Logits of a span's first and last token."""
 

@@ -24,6 +24,7 @@ from fasttfm.models.bert import (
 )
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.family import Family, Head
+from fasttfm.models.kagnet import GRAPH_NAMES, GraphChoice, GraphFields
 from fasttfm.models.objectives import MaskedLM
 from fasttfm.models.text_model import Encoded
 from fasttfm.nn import MaskedLMHead, PackedBatch
@@ -49,6 +50,7 @@ NAMES = Names(
         rule("lm_head.decoder.bias", "lm_head.bias"),
         rule("lm_head", "lm_head"),
         rule("classifier", "classifier"),
+        *GRAPH_NAMES,
         rule("qa_outputs", "qa_outputs"),
     ),
     ignored=(r"roberta\.embeddings\.position_ids",),
@@ -129,6 +131,17 @@ class ClassificationHead(nn.Module):
         return logits
 
 
+@dataclass
+class RobertaKagNetConfig(GraphFields, RobertaConfig):
+    """The configuration of ``RobertaKagNet``: the encoder's and the graph's."""
+
+
+class RobertaKagNet(GraphChoice, RobertaForMultipleChoice):
+    """Chooses between answers with the paths of a graph of concepts."""
+
+    config_class = RobertaKagNetConfig
+
+
 FAMILY = Family(
     "RoBERTa",
     RobertaConfig,
@@ -139,6 +152,7 @@ FAMILY = Family(
         Head.TOKEN_CLASSIFICATION: RobertaForTokenClassification,
         Head.QUESTION_ANSWERING: RobertaForQuestionAnswering,
         Head.MULTIPLE_CHOICE: RobertaForMultipleChoice,
+        Head.GRAPH_CHOICE: RobertaKagNet,
         Head.PRETRAINING: RobertaForMaskedLM,
     },
     pretraining=MaskedLM,

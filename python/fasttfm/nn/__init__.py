@@ -2,6 +2,7 @@
 
 from fasttfm.nn.embeddings import Embeddings
 from fasttfm.nn.gated import GatedActivation, GatedMLP
+from fasttfm.nn.graph import GraphBatch, GraphReasoner
 from fasttfm.nn.knowledge_layer import AlignedEntities, KnowledgeLayer, KnowledgeTransformer
 from fasttfm.nn.layer_norm import LayerNorm, RMSNorm
 from fasttfm.nn.lm_heads import CausalLMHead, MaskedLMHead
@@ -19,6 +20,8 @@ __all__ = [
     "Embeddings",
     "GatedActivation",
     "GatedMLP",
+    "GraphBatch",
+    "GraphReasoner",
     "KnowledgeLayer",
     "KnowledgeTransformer",
     "LayerNorm",

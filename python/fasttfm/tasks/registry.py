@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fasttfm.tasks.commonsense import CommonsenseTask
 from fasttfm.tasks.knowledge import EntityTypingTask, RelationTask
 from fasttfm.tasks.labels import ChoiceTask, ClassifyTask, PairTask, TagTask
 from fasttfm.tasks.questions import QuestionTask
@@ -9,6 +10,6 @@ from fasttfm.tasks.task import Task
 
 _TASKS: tuple[type[Task], ...] = (
     *(ClassifyTask, PairTask, TagTask, QuestionTask, ChoiceTask),
-    *(EntityTypingTask, RelationTask),
+    *(EntityTypingTask, RelationTask, CommonsenseTask),
 )
 TASKS: dict[str, type[Task]] = {task.name: task for task in _TASKS}

@@ -1,0 +1,77 @@
+"""Reader of CommonsenseQA's JSON lines: a question, its choices and the key of the right one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fasttfm.data.task_files import ChoiceExample
+from fasttfm.data.texts import data_error, read_json_lines, shipped_corpus
+
+
+@dataclass(frozen=True)
+class CommonsenseExample(ChoiceExample):
+    """A question (``context``) with its choices (``endings``)."""
+
+    id: str = ""
+    keys: tuple[str, ...] = ()  # of the choices, such as A to E
+
+    def key(self, choice: int) -> str:
+        return self.keys[choice]
+
+
+def shipped_graph() -> Path:
+    """The edge file of the small graph that comes with fasttfm, which the questions of the shipped sample are about."""
+    return shipped_corpus() / "tasks" / "commonsense-graph.tsv"
+
+
+def read_commonsense(path: str | Path) -> list[CommonsenseExample]:
+    """Questions of a file of JSON lines.
+
+    Each line is an object as CommonsenseQA has it (``question`` with ``stem`` and a list of ``choices``), or as its
+    data set on the Hugging Face hub (``question`` a text, ``choices`` with the lists ``label`` and ``text``). Without
+    an ``answerKey``, or with an empty one, it has no label, as in test sets.
+    """
+    path = Path(path)
+    examples: list[CommonsenseExample] = []
+    for number, line, row in read_json_lines(path):
+        found = _parts(row)
+        if found is None:
+            expected = "an object with 'question' and 'choices' as CommonsenseQA has them"
+            raise data_error(path, expected, f"{line:.60}", line=number)
+        question, choices = found
+        if len(choices) < 2:
+            raise data_error(path, "two choices or more", str(len(choices)), line=number)
+        keys = tuple(choices)
+        key = row.get("answerKey") or None
+        if key is not None and key not in keys:
+            raise data_error(path, f"an answerKey of {', '.join(keys)}", repr(key), line=number)
+        label = None if key is None else keys.index(key)
+        name = str(row.get("id", number))
+        examples.append(CommonsenseExample(question, "", list(choices.values()), label, name, keys))
+    if not examples:
+        raise data_error(path, "questions, one a line", "none")
+    return examples
+
+
+def _parts(row: Any) -> tuple[str, dict[str, str]] | None:
+    """The question and its choices by their keys; None where the object has another form."""
+    if not isinstance(row, dict):
+        return None
+    question = row.get("question")
+    if isinstance(question, dict):
+        stem, listed = question.get("stem"), question.get("choices")
+        rows = listed if isinstance(listed, list) else []
+        pairs = [(each.get("label"), each.get("text")) for each in rows if isinstance(each, dict)]
+        whole = len(pairs) == len(rows)
+    else:
+        stem, listed = question, row.get("choices")
+        keys, texts = (listed.get(name) if isinstance(listed, dict) else None for name in ("label", "text"))
+        if not isinstance(keys, list) or not isinstance(texts, list):
+            return None
+        pairs, whole = list(zip(keys, texts, strict=False)), len(keys) == len(texts)
+    texts_only = all(isinstance(part, str) for pair in pairs for part in pair)
+    if not isinstance(stem, str) or not whole or not texts_only or len(dict(pairs)) != len(pairs):
+        return None
+    return stem, dict(pairs)

@@ -1,0 +1,334 @@
+"""Graphs of concepts: ConceptNet-like edge files, vectors of their concepts, and the paths between two concepts.
+
+An edge file has one edge a line: relation, head, tail and, if there is one, its weight, divided by tabulators.
+``AtLocation<TAB>cup<TAB>kitchen<TAB>2.0``. Words of a concept are joined by underscores; ConceptNet's own spellings
+(``/r/AtLocation``, ``/c/en/cup``) are read too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fasttfm.data.texts import DataError, data_error, read_lines
+
+Ids = NDArray[np.int64]
+INVERSE = "^-1"  # marks a relation that is followed from the tail to the head
+
+
+class ConceptPath(NamedTuple):
+    """A path: ``concepts[i]`` and ``concepts[i + 1]`` are joined by ``relations[i]``, which may be an inverse."""
+
+    concepts: tuple[int, ...]
+    relations: tuple[int, ...]
+    score: float = 1.0  # the product of its triples' scores, 1 without vectors
+
+
+class GraphVectors(NamedTuple):
+    """TransE's vectors of a graph, by its numbers: head + relation is near tail."""
+
+    concepts: NDArray[np.float32]  # [concepts, C]
+    relations: NDArray[np.float32]  # [relations, C], without inverses
+
+
+@dataclass(frozen=True, eq=False)
+class ConceptGraph:
+    """Concepts and the edges between them.
+
+    A relation has two numbers: r, and r + len(relations) where it is followed from tail to head. ``heads``,
+    ``relation_ids`` and ``tails`` hold every edge in both directions, sorted by head and then by tail; of edges that
+    are given twice the larger weight counts.
+    """
+
+    concepts: list[str]
+    relations: list[str]
+    heads: Ids
+    relation_ids: Ids
+    tails: Ids
+    weights: NDArray[np.float32]
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The numbers of the concepts."""
+        return {concept: number for number, concept in enumerate(self.concepts)}
+
+    @cached_property
+    def starts(self) -> Ids:
+        """The edges from concept c are those from ``starts[c]`` to ``starts[c + 1]``."""
+        return np.searchsorted(self.heads, np.arange(len(self.concepts) + 1)).astype(np.int64)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells apart graphs whose concepts or relations have other numbers."""
+        return hashlib.sha256("\n".join([*self.concepts, "", *self.relations]).encode()).hexdigest()[:16]
+
+    def relation_name(self, number: int) -> str:
+        count = len(self.relations)
+        return self.relations[number] if number < count else self.relations[number - count] + INVERSE
+
+    def neighbours(self, concept: int) -> Ids:
+        """The concepts that are joined to this one, each once, in their order."""
+        found = self.tails[self.starts[concept] : self.starts[concept + 1]]
+        return found[np.concatenate([[True], found[1:] != found[:-1]])] if len(found) else found
+
+    def between(self, head: int, tail: int) -> list[tuple[int, float]]:
+        """Relations from one concept to another with their weights, the heaviest first."""
+        low, high = self.starts[head], self.starts[head + 1]
+        first = low + np.searchsorted(self.tails[low:high], tail)
+        last = low + np.searchsorted(self.tails[low:high], tail, side="right")
+        order = first + np.argsort(-self.weights[first:last], kind="stable")
+        return [(int(self.relation_ids[edge]), float(self.weights[edge])) for edge in order]
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def read_graph(path: str | Path) -> ConceptGraph:
+    """The graph of an edge file, compressed (``.gz``) or not. Concepts and relations are numbered as they appear."""
+    path = Path(path)
+    concepts: dict[str, int] = {}
+    relations: dict[str, int] = {}
+    edges: dict[tuple[int, int, int], float] = {}
+    for number, line in read_lines(path):
+        if not line.strip():
+            continue
+        fields = line.split("\t")
+        if len(fields) not in (3, 4) or not all(field.strip() for field in fields):
+            expected = "relation, head, tail and a weight or none, divided by tabulators"
+            raise data_error(path, expected, f"{line[:60]!r}", line=number)
+        relation, head, tail = fields[0].strip().removeprefix("/r/"), *(concept_name(field) for field in fields[1:3])
+        weight = _weight(path, number, fields[3]) if len(fields) == 4 else 1.0
+        key = (
+            concepts.setdefault(head, len(concepts)),
+            relations.setdefault(relation, len(relations)),
+            concepts.setdefault(tail, len(concepts)),
+        )
+        edges[key] = max(weight, edges.get(key, 0.0))
+    if not edges:
+        raise data_error(path, "edges, one a line", "none")
+    return _both_ways(list(concepts), list(relations), edges)
+
+
+def concept_name(text: str) -> str:
+    """A concept as the graph spells it: lower case, underscores between words, without ConceptNet's path."""
+    text = text.strip()
+    if text.startswith("/c/"):
+        text = text.split("/")[3] if text.count("/") > 2 else text
+    return "_".join(text.lower().replace("_", " ").split())
+
+
+def _weight(path: Path, line: int, text: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        raise data_error(path, "a weight from 0 on", repr(text), line=line)
+    return weight
+
+
+def _both_ways(concepts: list[str], relations: list[str], edges: dict[tuple[int, int, int], float]) -> ConceptGraph:
+    rows = np.array(list(edges), dtype=np.int64).reshape(-1, 3)
+    weights = np.fromiter(edges.values(), np.float32, len(edges))
+    rows, weights = rows[rows[:, 0] != rows[:, 2]], weights[rows[:, 0] != rows[:, 2]]  # a loop is on no path
+    back = np.stack([rows[:, 2], rows[:, 1] + len(relations), rows[:, 0]], axis=1)
+    rows, weights = np.concatenate([rows, back]), np.concatenate([weights, weights])
+    order = np.lexsort((rows[:, 1], rows[:, 2], rows[:, 0]))
+    heads, relation_ids, tails = (np.ascontiguousarray(rows[order, column]) for column in range(3))
+    return ConceptGraph(concepts, relations, heads, relation_ids, tails, weights[order])
+
+
+# ---- paths -----------------------------------------------------------------------------------------------------------
+
+
+class PathFinder:
+    """Finds the paths between two concepts.
+
+    Args:
+        graph: The graph.
+        vectors: Paths are scored and pruned by them (KagNet's section 3.3); without any, every score is 1.
+        hops: The most edges of a path: 1, 2 or 3. The paper's paths have fewer than 5 concepts, so 3.
+        least_score: Paths with a lower score are left out.
+        most_paths: Of a pair with more, the shortest and then the best stay.
+    """
+
+    def __init__(
+        self,
+        graph: ConceptGraph,
+        vectors: GraphVectors | None = None,
+        *,
+        hops: int = 3,
+        least_score: float = 0.15,
+        most_paths: int = 50,
+    ) -> None:
+        if hops not in (1, 2, 3):
+            raise ValueError(f"PathFinder: hops: expected 1, 2 or 3, got {hops}")
+        if not 0 <= least_score <= 1:
+            raise ValueError(f"PathFinder: least_score: expected a number in [0, 1], got {least_score}")
+        if most_paths < 1:
+            raise ValueError(f"PathFinder: most_paths: expected 1 or more, got {most_paths}")
+        self.graph, self.vectors = graph, vectors
+        self.hops, self.least_score, self.most_paths = hops, least_score, most_paths
+
+    def find(self, source: int, target: int) -> list[ConceptPath]:
+        """The paths from one concept to another; none where they are too far apart."""
+        found: list[ConceptPath] = []
+        for length in range(1, self.hops + 1):
+            if len(found) >= self.most_paths:
+                break
+            paths = [path for concepts in self._concepts(source, target, length) for path in self._labelled(concepts)]
+            kept = [path for path in paths if path.score >= self.least_score]
+            found += sorted(kept, key=lambda path: -path.score)
+        return found[: self.most_paths]
+
+    def _concepts(self, source: int, target: int, length: int) -> Iterator[tuple[int, ...]]:
+        """Every simple path of so many edges, by its concepts."""
+        if source == target:
+            return
+        near = self.graph.neighbours(target)
+        if length == 1:
+            if _holds(near, source):
+                yield source, target
+        elif length == 2:
+            for middle in np.intersect1d(self.graph.neighbours(source), near, assume_unique=True):
+                yield source, int(middle), target
+        else:
+            for first in self.graph.neighbours(source):
+                if first == target:
+                    continue
+                for second in np.intersect1d(self.graph.neighbours(int(first)), near, assume_unique=True):
+                    if second not in (source, first):
+                        yield source, int(first), int(second), target
+
+    def _labelled(self, concepts: tuple[int, ...]) -> Iterator[ConceptPath]:
+        """The paths over these concepts, one for each choice of relations, the heaviest first."""
+        paths = [ConceptPath(concepts[:1], ())]
+        for head, tail in itertools.pairwise(concepts):
+            steps = self.graph.between(head, tail)[: self.most_paths]
+            scored = [(relation, self._score(head, relation, tail)) for relation, _ in steps]
+            paths = [
+                ConceptPath((*path.concepts, tail), (*path.relations, relation), path.score * score)
+                for path in paths
+                for relation, score in scored
+            ][: self.most_paths]
+        yield from paths
+
+    def _score(self, head: int, relation: int, tail: int) -> float:
+        """Of a triple, in [0, 1]: how well the step from head to tail points as the relation does."""
+        if self.vectors is None:
+            return 1.0
+        count = len(self.graph.relations)
+        step = self.vectors.concepts[tail] - self.vectors.concepts[head]
+        named = self.vectors.relations[relation % count] * (1 if relation < count else -1)
+        length = float(np.linalg.norm(step) * np.linalg.norm(named))
+        return (1 + float(step @ named) / length) / 2 if length else 0.5
+
+
+def _holds(ordered: Ids, value: int) -> bool:
+    place = int(np.searchsorted(ordered, value))
+    return place < len(ordered) and int(ordered[place]) == value
+
+
+# ---- schema graphs ---------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    """A concept of the question, one of the answer (numbers of nodes), and the paths between them."""
+
+    question: int
+    answer: int
+    paths: list[ConceptPath]  # of concepts' numbers
+
+
+@dataclass(frozen=True)
+class SchemaGraph:
+    """The part of a graph that joins a question's concepts to an answer's (KagNet's section 3.2).
+
+    Its nodes are the concepts of both and those on the paths between them; its edges those of the paths and those
+    between two concepts of the question or two of the answer.
+    """
+
+    concepts: list[int]  # of each node
+    edges: list[tuple[int, int]]  # of nodes, each once
+    pairs: list[Pair]
+
+
+def schema_graph(finder: PathFinder, question: Sequence[int], answer: Sequence[int]) -> SchemaGraph:
+    """The schema graph of grounded concepts. Pairs that no path joins stay, without paths."""
+    nodes: dict[int, int] = {}
+
+    def node(concept: int) -> int:
+        return nodes.setdefault(concept, len(nodes))
+
+    edges: set[tuple[int, int]] = set()
+
+    def join(one: int, other: int) -> None:
+        low, high = sorted((node(one), node(other)))
+        edges.add((low, high))
+
+    for concept in (*question, *answer):
+        node(concept)
+    pairs = []
+    for one in question:
+        for other in answer:
+            paths = finder.find(one, other)
+            pairs.append(Pair(node(one), node(other), paths))
+            for path in paths:
+                for head, tail in itertools.pairwise(path.concepts):
+                    join(head, tail)
+    for group in (question, answer):
+        for number, one in enumerate(group):
+            near = finder.graph.neighbours(one)
+            for other in group[number + 1 :]:
+                if _holds(near, other):
+                    join(one, other)
+    return SchemaGraph(list(nodes), sorted(edges), pairs)
+
+
+def check_vectors(graph: ConceptGraph, vectors: GraphVectors, where: str) -> None:
+    """Raises DataError unless there is a vector for each concept and relation."""
+    concepts, relations = vectors
+    if concepts.ndim != 2 or relations.ndim != 2 or concepts.shape[1] != relations.shape[1]:
+        got = f"shapes {concepts.shape} and {relations.shape}"
+        raise DataError(f"{where}: expected vectors of concepts and relations of one width, got {got}")
+    for name, rows, wanted in (("concepts", concepts, graph.concepts), ("relations", relations, graph.relations)):
+        if len(rows) != len(wanted):
+            raise DataError(f"{where}: {name}: expected {len(wanted)} vectors, as the graph has, got {len(rows)}")
+        if not np.isfinite(rows).all():
+            raise DataError(f"{where}: {name}: expected finite numbers, got inf or NaN")
+
+
+def read_vectors(path: str | Path, graph: ConceptGraph) -> GraphVectors:
+    """TransE's vectors of a graph: a .npz file with ``entities`` and ``relations`` (names), ``entity_vectors`` and
+    ``relation_vectors``. Vectors of names that the graph does not have are left out; a missing one raises DataError."""
+    path = Path(path)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError) as error:
+        raise data_error(path, "a .npz file of vectors", str(error)) from None
+    found = []
+    for kind, wanted in (("entities", graph.concepts), ("relations", graph.relations)):
+        names, rows = (
+            arrays.get(kind),
+            arrays.get({"entities": "entity_vectors", "relations": "relation_vectors"}[kind]),
+        )
+        if names is None or rows is None or rows.ndim != 2 or len(names) != len(rows):
+            raise data_error(path, f"{kind} and a vector for each", ", ".join(arrays) or "nothing")
+        numbers = {str(name): number for number, name in enumerate(names)}
+        missing = [name for name in wanted if name not in numbers]
+        if missing:
+            raise data_error(path, f"a vector for every one of the graph's {kind}", f"none for {missing[0]!r}")
+        found.append(rows[[numbers[name] for name in wanted]].astype(np.float32))
+    vectors = GraphVectors(*found)
+    check_vectors(graph, vectors, str(path))
+    return vectors

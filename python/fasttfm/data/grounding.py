@@ -1,0 +1,207 @@
+"""``Grounder``: finds the concepts of a vocabulary in English text.
+
+Words are matched as they are written or by their base forms. Base forms are proposed by rules of inflection and a short
+list of irregular forms, and the vocabulary decides, as in WordNet's morphy: nothing needs to be installed or
+downloaded, and a wrong proposal ("bus" -> "bu") does no harm because no concept has that name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+_WORD = re.compile(r"[a-z0-9]+(?:['’-][a-z0-9]+)*")  # noqa: RUF001
+_VOWELS = "aeiou"
+
+_IRREGULAR = {
+    form: base
+    for base, forms in {
+        "be": "am is are was were been being",
+        "become": "became",
+        "begin": "began begun",
+        "bite": "bit bitten",
+        "blow": "blew blown",
+        "break": "broke broken",
+        "bring": "brought",
+        "build": "built",
+        "burn": "burnt",
+        "buy": "bought",
+        "catch": "caught",
+        "child": "children",
+        "choose": "chose chosen",
+        "come": "came",
+        "cut": "cut",
+        "dig": "dug",
+        "do": "does did done",
+        "draw": "drew drawn",
+        "drink": "drank drunk",
+        "drive": "drove driven",
+        "eat": "ate eaten",
+        "fall": "fell fallen",
+        "feed": "fed",
+        "feel": "felt",
+        "fight": "fought",
+        "find": "found",
+        "fly": "flew flown flies",
+        "foot": "feet",
+        "forget": "forgot forgotten",
+        "freeze": "froze frozen",
+        "get": "got gotten",
+        "give": "gave given",
+        "go": "goes went gone",
+        "good": "better best",
+        "goose": "geese",
+        "grow": "grew grown",
+        "half": "halves",
+        "hang": "hung",
+        "have": "has had",
+        "hear": "heard",
+        "hide": "hid hidden",
+        "hold": "held",
+        "keep": "kept",
+        "knife": "knives",
+        "know": "knew known",
+        "leaf": "leaves",
+        "learn": "learnt",
+        "leave": "left",
+        "lie": "lay lain lying",
+        "life": "lives",
+        "light": "lit",
+        "loaf": "loaves",
+        "lose": "lost",
+        "make": "made",
+        "man": "men",
+        "meet": "met",
+        "mouse": "mice",
+        "ox": "oxen",
+        "pay": "paid",
+        "person": "people",
+        "ride": "rode ridden",
+        "ring": "rang rung",
+        "rise": "rose risen",
+        "run": "ran",
+        "say": "said",
+        "see": "saw seen",
+        "sell": "sold",
+        "send": "sent",
+        "sew": "sewn",
+        "shake": "shook shaken",
+        "sheep": "sheep",
+        "shelf": "shelves",
+        "shine": "shone",
+        "shoot": "shot",
+        "show": "shown",
+        "sing": "sang sung",
+        "sit": "sat",
+        "sleep": "slept",
+        "speak": "spoke spoken",
+        "spend": "spent",
+        "stand": "stood",
+        "steal": "stole stolen",
+        "stick": "stuck",
+        "sweep": "swept",
+        "swim": "swam swum",
+        "take": "took taken",
+        "teach": "taught",
+        "tear": "tore torn",
+        "tell": "told",
+        "thief": "thieves",
+        "think": "thought",
+        "throw": "threw thrown",
+        "tooth": "teeth",
+        "wake": "woke woken",
+        "wear": "wore worn",
+        "wife": "wives",
+        "win": "won",
+        "wolf": "wolves",
+        "woman": "women",
+        "write": "wrote written",
+    }.items()
+    for form in forms.split()
+}
+
+# Words that name no concept of a question by themselves, though ConceptNet has nodes for them.
+_STOP_WORDS = """
+    a about all also am an and another any are as at be been being both but by can could did do does doing done each
+    either else for from had has have having he her here him his how i if in into is it its just like may me might more
+    most much must my no nor not of off on once one only or other our out over own same shall she should so some
+    something such than that the their them then there these they this those through to too under until up upon us use
+    very was we were what when where which while who whom whose why will with would you your
+"""
+STOP_WORDS = frozenset(_STOP_WORDS.split())
+
+
+def base_forms(word: str) -> Iterator[str]:
+    """The word, and what it may be an inflected form of, the likeliest first."""
+    yield word
+    if word in _IRREGULAR:
+        yield _IRREGULAR[word]
+    if len(word) > 3 and word.endswith("s") and not word.endswith("ss"):
+        if word.endswith("ies"):
+            yield word[:-3] + "y"
+        yield word[:-1]
+        if word.endswith("es"):
+            yield word[:-2]
+    for ending in ("ing", "ed", "er", "est"):
+        stem = word.removesuffix(ending)
+        if stem == word or len(stem) < 2 or not any(letter in _VOWELS + "y" for letter in stem):
+            continue
+        if stem.endswith("i"):  # tried, happier
+            yield stem[:-1] + "y"
+        if len(stem) > 2 and stem[-1] == stem[-2] and stem[-1] not in _VOWELS:  # running
+            yield stem[:-1]
+        yield stem
+        yield stem + "e"  # baking
+
+
+def words_of(text: str) -> list[str]:
+    """The text's words in lower case, without the 's of a genitive."""
+    return [word.removesuffix("'s").removesuffix("’s") for word in _WORD.findall(text.lower())]  # noqa: RUF001
+
+
+class Grounder:
+    """Finds the concepts of a vocabulary in texts.
+
+    From left to right, the longest run of words that names a concept is taken; stop words name none by themselves.
+
+    Args:
+        concepts: The vocabulary: names with underscores between words, by their numbers.
+        longest: The most words of a concept that are looked for.
+    """
+
+    def __init__(self, concepts: Sequence[str], *, longest: int = 5) -> None:
+        self._numbers = {tuple(concept.split("_")): number for number, concept in enumerate(concepts)}
+        self._sizes: dict[str, set[int]] = {}  # of the concepts that begin with a word
+        for words in self._numbers:
+            if len(words) <= longest:
+                self._sizes.setdefault(words[0], set()).add(len(words))
+
+    def ground(self, text: str) -> list[int]:
+        """The numbers of the text's concepts, each once, in their order."""
+        words = words_of(text)
+        found: dict[int, None] = {}
+        place = 0
+        while place < len(words):
+            number, size = self._at(words, place)
+            if number is not None:
+                found[number] = None
+            place += size
+        return list(found)
+
+    def _at(self, words: Sequence[str], place: int) -> tuple[int | None, int]:
+        """The longest concept that begins at a word, and the number of its words."""
+        firsts = list(dict.fromkeys(base_forms(words[place])))
+        sizes = set(itertools.chain.from_iterable(self._sizes.get(word, ()) for word in firsts))
+        for size in sorted(sizes, reverse=True):
+            run = words[place : place + size]
+            if len(run) < size or (size == 1 and run[0] in STOP_WORDS):
+                continue
+            number = self._named([firsts, *(list(dict.fromkeys(base_forms(word))) for word in run[1:])])
+            if number is not None:
+                return number, size
+        return None, 1
+
+    def _named(self, forms: Iterable[Sequence[str]]) -> int | None:
+        """The concept that some choice of forms names; the written forms come first."""
+        return next((self._numbers[each] for each in itertools.product(*forms) if each in self._numbers), None)

@@ -1,0 +1,283 @@
+"""``CommonsenseTask``: questions whose answers are found with a graph of concepts (KagNet; CommonsenseQA)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fasttfm.data.commonsense import CommonsenseExample, read_commonsense, shipped_graph
+from fasttfm.data.graphs import (
+    ConceptGraph,
+    ConceptPath,
+    GraphVectors,
+    PathFinder,
+    SchemaGraph,
+    read_graph,
+    read_vectors,
+    schema_graph,
+)
+from fasttfm.data.grounding import Grounder
+from fasttfm.data.texts import DataError
+from fasttfm.models.family import Head
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.nn.graph import GraphBatch
+from fasttfm.tasks.inputs import Feature, TaskBatch
+from fasttfm.tasks.labels import ChoiceTask
+from fasttfm.tasks.metrics import Scores, most_common
+from fasttfm.tasks.task import Language, Predictions
+
+TOLD_PATHS = 3  # of a chosen answer, in the file of predictions
+
+
+class WeightedPath(NamedTuple):
+    """A path of a schema graph with its attention: that of its pair of concepts times its own within the pair."""
+
+    weight: float
+    path: ConceptPath
+
+
+@dataclass(frozen=True)
+class ChosenAnswer:
+    """A question's prediction, and the paths of every choice, those with the highest attention first."""
+
+    choice: int
+    scores: list[float] = field(default_factory=list)
+    paths: list[list[WeightedPath]] = field(default_factory=list)
+
+
+@dataclass
+class GraphFeature(Feature):
+    """A question with a schema graph for each choice."""
+
+    graphs: list[SchemaGraph] = field(default_factory=list)
+
+
+@dataclass
+class GraphTaskBatch(TaskBatch):
+    """A packed batch with its schema graphs; ``weights`` are those of paths and pairs after the model has run."""
+
+    graph: GraphBatch | None = None
+    weights: tuple[Tensor, Tensor] | None = None
+
+    def inputs(self) -> dict[str, Any]:
+        return {**super().inputs(), "graph": self.graph}
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> GraphTaskBatch:
+        moved = super()._each(change)
+        assert isinstance(moved, GraphTaskBatch)
+        assert self.graph is not None
+        return replace(moved, graph=self.graph.each(change))
+
+
+class CommonsenseTask(ChoiceTask):
+    """The right one of several answers to a question, by the text and by the paths of a graph between the concepts of
+    the question and those of the answer.
+
+    Args:
+        graph: The edge file (``data.graphs``); by default the graph that is shipped with the sample.
+        graph_vectors: A file with TransE's vectors of the graph (``fasttfm transe``). Concepts keep these vectors, and
+            paths are pruned by them. Without one the vectors are trained with the model, and no path is pruned.
+        path_score: Paths whose TransE score is lower are left out.
+        path_length: The most edges of a path.
+        max_paths: The most paths of a pair of concepts.
+    """
+
+    name = "commonsense"
+    about = "the right answer, with a graph"
+    file_format = "CommonsenseQA's jsonl, and --graph"
+    read_file = staticmethod(read_commonsense)
+    head = Head.GRAPH_CHOICE
+    options = ("graph", "graph_vectors", "path_score", "path_length", "max_paths")
+
+    def __init__(
+        self,
+        language: Language,
+        train: Sequence[Any],
+        *,
+        graph: str | Path | None = None,
+        graph_vectors: str | Path | None = None,
+        path_score: float = 0.15,
+        path_length: int = 3,
+        max_paths: int = 50,
+        **options: Any,
+    ) -> None:
+        super().__init__(language, train, **options)
+        self.path = shipped_graph() if graph is None else Path(graph)
+        self.graph = read_graph(self.path)
+        self.vectors: GraphVectors | None = None
+        if graph_vectors is not None:
+            self.vectors = read_vectors(graph_vectors, self.graph)
+        self.finder = PathFinder(
+            self.graph, self.vectors, hops=path_length, least_score=path_score, most_paths=max_paths
+        )
+        self.grounder = Grounder(self.graph.concepts)
+        self._known: dict[tuple[str, str], SchemaGraph] = {}
+
+    def configuration(self) -> dict[str, Any]:
+        sizes = {"graph_concepts": len(self.graph.concepts), "graph_relations": 2 * len(self.graph.relations)}
+        if self.vectors is None:
+            return sizes
+        return {**sizes, "concept_size": self.vectors.concepts.shape[1], "freeze_concepts": True}
+
+    def adjust(self, model: PretrainedModel) -> None:
+        """Gives the model the graph's vectors, and writes into its configuration which graph it knows."""
+        super().adjust(model)
+        extra = model.config.extra
+        if extra.get("graph_fingerprint", self.graph.fingerprint) != self.graph.fingerprint:
+            expected = f"the graph that the model was trained with, {extra.get('graph_file')}"
+            raise DataError(f"{self.path}: expected {expected}, got one with other concepts or relations")
+        extra |= {"graph_fingerprint": self.graph.fingerprint, "graph_file": str(self.path.resolve())}
+        if self.vectors is not None:
+            tables: Any = model.get_submodule("graph")
+            with torch.no_grad():
+                tables.concepts.weight.copy_(torch.from_numpy(self.vectors.concepts))
+                relations = torch.from_numpy(self.vectors.relations)
+                tables.relations.weight.copy_(torch.cat([relations, -relations]))
+
+    # ---- examples in -------------------------------------------------------------------------------------------------
+
+    def features(self, examples: Sequence[Any]) -> list[Feature]:
+        return [
+            GraphFeature(
+                feature.example,
+                feature.sequences,
+                feature.target,
+                [self.schema(example.context, answer) for answer in example.endings],
+            )
+            for example, feature in zip(examples, super().features(examples), strict=True)
+        ]
+
+    def schema(self, question: str, answer: str) -> SchemaGraph:
+        """The schema graph of a question and an answer. Concepts of the answer are not counted as the question's."""
+        key = (question, answer)
+        if key not in self._known:
+            answers = self.grounder.ground(answer)
+            questions = [concept for concept in self.grounder.ground(question) if concept not in answers]
+            self._known[key] = schema_graph(self.finder, questions, answers)
+        return self._known[key]
+
+    def batch(self, features: Sequence[Feature]) -> TaskBatch:
+        plain = super().batch(features)
+        values = {each.name: getattr(plain, each.name) for each in fields(plain)}
+        graphs = [graph for feature in features if isinstance(feature, GraphFeature) for graph in feature.graphs]
+        return GraphTaskBatch(**values, graph=collate_graphs(graphs))
+
+    def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
+        return {"labels": torch.tensor([feature.target for feature in batch.features])}
+
+    # ---- answers out -------------------------------------------------------------------------------------------------
+
+    def logits(self, model: Any, batch: TaskBatch) -> Tensor:
+        assert isinstance(batch, GraphTaskBatch)
+        output = model(**batch.inputs(), num_choices=self.choices)
+        batch.weights = (output.path_weights, output.pair_weights)
+        logits: Tensor = output.logits
+        return logits
+
+    def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
+        assert isinstance(batch, GraphTaskBatch)
+        paths = iter(weighted_paths(batch))
+        return [
+            ChosenAnswer(int(row.argmax()), row.tolist(), [next(paths) for _ in range(self.choices)])
+            for row in logits.float().cpu()
+        ]
+
+    def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
+        return super().scores(examples, [found.choice for found in predictions])
+
+    def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
+        return [ChosenAnswer(most_common(example.label for example in train))] * len(examples)
+
+    def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
+        """A line for each question: its id, the key of the chosen answer, and the paths that count most for it."""
+        rows = [self._row(example, found) for example, found in zip(examples, predictions, strict=True)]
+        return {"predictions.jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)}
+
+    def _row(self, example: CommonsenseExample, found: ChosenAnswer) -> dict[str, Any]:
+        told = found.paths[found.choice][:TOLD_PATHS] if found.paths else []
+        paths = [{"weight": round(each.weight, 4), "path": path_text(self.graph, each.path)} for each in told]
+        return {"id": example.id, "answerKey": example.key(found.choice), "paths": paths}
+
+
+# ---- batches of graphs -----------------------------------------------------------------------------------------------
+
+
+def collate_graphs(graphs: Sequence[SchemaGraph]) -> GraphBatch:
+    """The schema graphs of a batch, one after the other."""
+    concepts: list[int] = []
+    edges: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int, int]] = []
+    paths: list[tuple[int, list[tuple[int, int, int]]]] = []  # the pair of each, and its triples
+    for number, graph in enumerate(graphs):
+        first = len(concepts)
+        nodes = {concept: first + node for node, concept in enumerate(graph.concepts)}
+        concepts += graph.concepts
+        edges += [(first + a, first + b) for one, other in graph.edges for a, b in ((one, other), (other, one))]
+        for pair in graph.pairs:
+            paths += [(len(pairs), _triples(path, nodes)) for path in pair.paths]
+            pairs.append((number, first + pair.question, first + pair.answer))
+    paths.sort(key=lambda path: -len(path[1]))
+    longest = len(paths[0][1]) if paths else 0
+    by_step = [[triples[step] for _, triples in paths if len(triples) > step] for step in range(longest)]
+    edges.sort()
+    degrees = Counter(node for node, _ in edges)
+    return GraphBatch(
+        torch.tensor(concepts, dtype=torch.int64),
+        _columns(edges, 2),
+        torch.tensor([1 / degrees[node] for node, _ in edges], dtype=torch.float32),
+        _columns(pairs, 3),
+        torch.tensor([owner for owner, _ in paths], dtype=torch.int64),
+        _columns([triple for triples in by_step for triple in triples], 3),
+        tuple(map(len, by_step)),
+        len(graphs),
+    )
+
+
+def _triples(path: ConceptPath, nodes: dict[int, int]) -> list[tuple[int, int, int]]:
+    ends = [nodes[concept] for concept in path.concepts]
+    return list(zip(ends, path.relations, ends[1:], strict=False))
+
+
+def _columns(rows: list[Any], width: int) -> Tensor:
+    """int64 [width, rows]"""
+    return torch.from_numpy(np.array(rows, dtype=np.int64).reshape(-1, width).T.copy())
+
+
+def weighted_paths(batch: GraphTaskBatch) -> list[list[WeightedPath]]:
+    """Each graph's paths with their weights, the highest first."""
+    assert batch.weights is not None
+    path_weights, pair_weights = (weights.float().cpu() for weights in batch.weights)
+    graphs = [graph for feature in batch.features if isinstance(feature, GraphFeature) for graph in feature.graphs]
+    paths = [(number, path) for number, graph in enumerate(graphs) for pair in graph.pairs for path in pair.paths]
+    assert batch.graph is not None
+    owners = batch.graph.owners.cpu()
+    # Paths were sorted by length, and stay in their order where they are as long.
+    order = sorted(range(len(paths)), key=lambda index: -len(paths[index][1].relations))
+    found: list[list[WeightedPath]] = [[] for _ in graphs]
+    for place, index in enumerate(order):
+        number, path = paths[index]
+        weight = float(path_weights[place] * pair_weights[owners[place]])
+        found[number].append(WeightedPath(weight, path))
+    return [sorted(some, key=lambda each: -each.weight) for some in found]
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+
+
+def path_text(graph: ConceptGraph, path: ConceptPath) -> str:
+    """A path as a line: ``cup --AtLocation--> kitchen <--AtLocation-- knife``."""
+    text = graph.concepts[path.concepts[0]]
+    count = len(graph.relations)
+    for relation, concept in zip(path.relations, path.concepts[1:], strict=True):
+        name = graph.relations[relation % count]
+        arrow = f"--{name}-->" if relation < count else f"<--{name}--"
+        text += f" {arrow} {graph.concepts[concept]}"
+    return text
