@@ -198,7 +198,7 @@ def questions(graph: list[Edge], random: np.random.Generator) -> dict[str, list[
             same = sorted({tail for other in heads for tail in tails[relation, other]} - linked)
             other_ways = sorted(linked - set(answers))
             right = answers[int(random.integers(len(answers)))]
-            wrong = [*random.choice(same, 2, replace=False).tolist(), *random.choice(other_ways, 2, replace=False)]
+            wrong = [*random.choice(same, 2, replace=False), *random.choice(other_ways, 2, replace=False)]
             choices = [right, *map(str, wrong)]
             order = random.permutation(CHOICES).tolist()
             wording = wordings[int(random.integers(len(wordings)))]
@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     graph = edges()
     files = {"graph.tsv": "".join("\t".join(edge) + "\t1.0\n" for edge in graph)}
     for name, rows in questions(graph, np.random.Generator(np.random.Philox(key=5))).items():
-        files[f"{name}.jsonl"] = "".join(json.dumps(row) + "\n" for row in rows)
+        files[f"{name}.jsonlines"] = "".join(json.dumps(row) + "\n" for row in rows)
     for name, text in files.items():
         path = parsed.output / f"commonsense-{name}"
         path.write_text(text, encoding="utf-8")

@@ -11,10 +11,18 @@ import pytest
 
 from fasttfm import data
 from fasttfm.data.choice_files import read_choices
+from fasttfm.data.commonsense import read_commonsense
 from fasttfm.data.question_files import read_questions
 from fasttfm.data.task_files import read_conll, read_texts
 
-TASKS = {"classify": read_texts, "pair": read_texts, "tag": read_conll, "qa": read_questions, "choice": read_choices}
+TASKS = {
+    "classify": read_texts,
+    "pair": read_texts,
+    "tag": read_conll,
+    "qa": read_questions,
+    "choice": read_choices,
+    "commonsense": read_commonsense,
+}
 
 
 def test_the_corpus() -> None:

@@ -78,7 +78,7 @@ def test_every_encoder_has_every_head() -> None:
     assert len(encoders) == 6
     for family in encoders:
         for head in (*(task.head for task in TASKS.values()), Head.MASKED_LM, Head.NONE):
-            assert model_class(family, head).config_class is family.config
+            assert issubclass(model_class(family, head).config_class, family.config)  # KagNet's has more fields
     assert model_class(FAMILIES["gpt"], Head.MULTIPLE_CHOICE) is models.OpenAIGPTDoubleHeadsModel
     with pytest.raises(ValueError, match=r"tag: expected a model of bert, .*; gpt2 has no head for it"):
         model_class(FAMILIES["gpt2"], TASKS["tag"].head, "tag")

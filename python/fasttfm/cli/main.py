@@ -18,6 +18,7 @@ _COMMANDS = {
     "pretrain": "fasttfm.cli.pretrain",
     "finetune": "fasttfm.cli.finetune",
     "glue": "fasttfm.cli.glue",
+    "explain": "fasttfm.cli.explain",
     "embed": "fasttfm.cli.embed",
     "search": "fasttfm.cli.search",
     "show": "fasttfm.cli.show",

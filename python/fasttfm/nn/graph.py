@@ -111,15 +111,13 @@ class GraphReasoner(nn.Module):
         self.output_size = path_size + pair_size
 
     def forward(self, batch: GraphBatch, statements: Tensor) -> Reasoned:
-        """``statements`` [graphs, statement_size]. Autocast does not apply: the products are small, and sums over
-        nodes, paths and pairs keep the parameters' precision."""
-        with torch.autocast(statements.device.type, enabled=False):
-            return self._reason(batch, statements.to(self.path_query.weight.dtype))
-
-    def _reason(self, batch: GraphBatch, statements: Tensor) -> Reasoned:
+        """``statements`` [graphs, statement_size]. Autocast applies to the path and pair encoders; sums over
+        neighbours, paths and pairs keep the parameters' precision."""
+        statements = statements.to(self.path_query.weight.dtype)
         h = self.convolved(batch)
         graph, question, answer = batch.pairs
-        pairs = self.pair_encoder(torch.cat([statements[graph], h[question], h[answer]], -1))  # [P, pair_size]
+        triples = torch.cat([statements[graph], h[question], h[answer]], -1)
+        pairs = self.pair_encoder(triples).to(h.dtype)  # T: [P, pair_size]
         paths = self.path_vectors(batch, h)  # [K, path_size]
         path_scores = (self.path_query(pairs)[batch.owners] * paths).sum(-1)
         path_weights = softmax_of_groups(path_scores, batch.owners, len(pairs))
@@ -135,8 +133,9 @@ class GraphReasoner(nn.Module):
         size = (len(h), len(h))
         values = batch.scales.to(h.dtype)
         mean = torch.sparse_coo_tensor(batch.edges, values, size, is_coalesced=True, check_invariants=False)
-        for layer in self.convolutions:
-            h = layer(h, mean)
+        with torch.autocast(h.device.type, enabled=False):  # a sparse product in bf16 sums in bf16
+            for layer in self.convolutions:
+                h = layer(h, mean)
         return h
 
     def path_vectors(self, batch: GraphBatch, h: Tensor) -> Tensor:
@@ -146,7 +145,7 @@ class GraphReasoner(nn.Module):
             return h.new_zeros(0, self.path_query.out_features)
         triples = torch.cat([h[head], self.relations(relation), h[tail]], -1)
         _, (last, _) = self.path_encoder(PackedSequence(triples, torch.tensor(batch.steps)))
-        return torch.cat([last[0], last[1]], -1)
+        return torch.cat([last[0], last[1]], -1).to(h.dtype)
 
 
 def sum_of_groups(rows: Tensor, groups: Tensor, count: int) -> Tensor:

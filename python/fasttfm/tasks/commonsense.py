@@ -35,6 +35,7 @@ from fasttfm.tasks.metrics import Scores, most_common
 from fasttfm.tasks.task import Language, Predictions
 
 TOLD_PATHS = 3  # of a chosen answer, in the file of predictions
+SETTINGS = "commonsense"  # the field of a model's configuration with the graph and the options that it was trained with
 
 
 class WeightedPath(NamedTuple):
@@ -111,6 +112,13 @@ class CommonsenseTask(ChoiceTask):
     ) -> None:
         super().__init__(language, train, **options)
         self.path = shipped_graph() if graph is None else Path(graph)
+        self.settings = {
+            "graph": str(self.path.resolve()),
+            "graph_vectors": None if graph_vectors is None else str(Path(graph_vectors).resolve()),
+            "path_score": path_score,
+            "path_length": path_length,
+            "max_paths": max_paths,
+        }
         self.graph = read_graph(self.path)
         self.vectors: GraphVectors | None = None
         if graph_vectors is not None:
@@ -130,11 +138,11 @@ class CommonsenseTask(ChoiceTask):
     def adjust(self, model: PretrainedModel) -> None:
         """Gives the model the graph's vectors, and writes into its configuration which graph it knows."""
         super().adjust(model)
-        extra = model.config.extra
-        if extra.get("graph_fingerprint", self.graph.fingerprint) != self.graph.fingerprint:
-            expected = f"the graph that the model was trained with, {extra.get('graph_file')}"
+        known = model.config.extra.get(SETTINGS, {})
+        if known.get("fingerprint", self.graph.fingerprint) != self.graph.fingerprint:
+            expected = f"the graph that the model was trained with, {known.get('graph')}"
             raise DataError(f"{self.path}: expected {expected}, got one with other concepts or relations")
-        extra |= {"graph_fingerprint": self.graph.fingerprint, "graph_file": str(self.path.resolve())}
+        model.config.extra[SETTINGS] = {**self.settings, "fingerprint": self.graph.fingerprint}
         if self.vectors is not None:
             tables: Any = model.get_submodule("graph")
             with torch.no_grad():

@@ -1,0 +1,155 @@
+"""Times KagNet's training step and the part of it that the graph takes.
+
+    python benchmarks/kagnet_step.py                                     BERT-base, 32 questions, on a GPU
+    python benchmarks/kagnet_step.py --device cpu --questions 2
+
+The step (forward, backward, clipping, AdamW) of BERT-base with a graph is timed in turns with that of BERT-base without
+one, for the same packed texts; the graph's part is the difference. Graphs are random, of the size that questions of
+CommonsenseQA have: 7 concepts in a question, 1 in an answer, up to 12 paths a pair of 1 to 3 edges. Concepts keep their
+vectors, as with TransE's. ``--products`` times the neighbours' mean by itself: torch's sparse product in COO and CSR
+form, and a gather with index_add.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fasttfm import models, optim
+from fasttfm.bench.timing import device_name
+from fasttfm.data.graphs import ConceptPath, Pair, SchemaGraph
+from fasttfm.nn.graph import GraphBatch
+from fasttfm.tasks.commonsense import collate_graphs
+
+CHOICES, CONCEPTS, RELATIONS = 5, 5000, 34
+QUESTION_CONCEPTS, PATHS = 7, 12
+
+
+def random_graph(random: np.random.Generator) -> SchemaGraph:
+    concepts = random.choice(CONCEPTS, 70, replace=False).tolist()
+    edges: set[tuple[int, int]] = set()
+    pairs = []
+    answer = QUESTION_CONCEPTS
+    for question in range(QUESTION_CONCEPTS):
+        paths = []
+        for _ in range(PATHS):
+            inside = random.choice(np.arange(answer + 1, len(concepts)), int(random.integers(0, 3)), replace=False)
+            nodes = [question, *inside.tolist(), answer]
+            edges |= {(min(pair), max(pair)) for pair in itertools.pairwise(nodes)}
+            relations = tuple(random.integers(0, 2 * RELATIONS, len(nodes) - 1).tolist())
+            paths.append(ConceptPath(tuple(concepts[node] for node in nodes), relations))
+        pairs.append(Pair(question, answer, paths))
+    return SchemaGraph(concepts, sorted(edges), pairs)
+
+
+def steps(device: torch.device, questions: int, length: int) -> dict[str, Callable[[], None]]:
+    """The training step with a graph, and without one."""
+    random = np.random.default_rng(0)
+    graph = collate_graphs([random_graph(random) for _ in range(questions * CHOICES)]).to(device)
+    sequences = questions * CHOICES
+    ids = torch.randint(1000, 30000, (sequences * length,), device=device)
+    bounds = torch.arange(0, len(ids) + 1, length, dtype=torch.int32, device=device)
+    inputs = {"input_ids": ids, "cu_seqlens": bounds, "max_seqlen": length, "num_choices": CHOICES}
+    labels = torch.randint(0, CHOICES, (questions,), device=device)
+    config = models.BertKagNetConfig.named(
+        "base", graph_concepts=CONCEPTS, graph_relations=2 * RELATIONS, freeze_concepts=True
+    )
+    with_graph = models.BertKagNet(config).to(device)
+    plain = models.BertForMultipleChoice(models.BertConfig.named("base")).to(device)
+
+    def step_of(model: torch.nn.Module, **more: GraphBatch) -> Callable[[], None]:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = optim.AdamW(trained, lr=1e-5)
+
+        def step() -> None:
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+                loss: Tensor = model(**inputs, **more, labels=labels).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return step
+
+    return {"with the graph": step_of(with_graph, graph=graph), "text only": step_of(plain)}
+
+
+def products(device: torch.device, questions: int) -> dict[str, Callable[[], None]]:
+    """Ways to the neighbours' mean, forward and backward."""
+    random = np.random.default_rng(0)
+    graph = collate_graphs([random_graph(random) for _ in range(questions * CHOICES)]).to(device)
+    count = len(graph.concepts)
+    h = torch.randn(count, 100, device=device, requires_grad=True)
+    upstream = torch.randn(count, 100, device=device)
+    node, neighbour = graph.edges
+    starts = torch.searchsorted(node.contiguous(), torch.arange(count + 1, device=device))
+
+    def run(mean: Callable[[], Tensor]) -> Callable[[], None]:
+        def call() -> None:
+            h.grad = None
+            mean().backward(upstream)
+
+        return call
+
+    def coo() -> Tensor:
+        size = (count, count)
+        return torch.sparse.mm(
+            torch.sparse_coo_tensor(graph.edges, graph.scales, size, is_coalesced=True, check_invariants=False), h
+        )
+
+    def csr() -> Tensor:
+        size = (count, count)
+        return torch.sparse_csr_tensor(starts, neighbour, graph.scales, size, check_invariants=False) @ h
+
+    def gather() -> Tensor:
+        return torch.zeros_like(h).index_add(0, node, h.index_select(0, neighbour) * graph.scales[:, None])
+
+    return {"sparse COO": run(coo), "sparse CSR": run(csr), "gather, index_add": run(gather)}
+
+
+def timed(calls: dict[str, Callable[[], None]], device: torch.device, rounds: int) -> dict[str, float]:
+    """The median of each call in milliseconds; calls take turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 2):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if number >= 2:
+                times[name].append(1e3 * (time.perf_counter() - begin))
+    return {name: statistics.median(some) for name, some in times.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--questions", type=int, default=32)
+    parser.add_argument("--length", type=int, default=64, help="tokens of a question with an answer")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--products", action="store_true", help="time the neighbours' mean only")
+    parsed = parser.parse_args()
+    device = torch.device(parsed.device)
+    torch.manual_seed(0)
+    print(f"{device_name(device)}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    if parsed.products:
+        found = timed(products(device, parsed.questions), device, parsed.rounds)
+    else:
+        found = timed(steps(device, parsed.questions, parsed.length), device, parsed.rounds)
+        found["graph"] = found["with the graph"] - found["text only"]
+    for name, milliseconds in found.items():
+        print(f"{name:20} {milliseconds:10.3f} ms")
+    if "graph" in found:
+        print(f"share of the graph   {found['graph'] / found['with the graph']:10.1%}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

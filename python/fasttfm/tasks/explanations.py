@@ -1,0 +1,103 @@
+"""What a KagNet's answer rests on: the paths with the highest attention, as lines and as a picture."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fasttfm.atomic_files import atomic_write
+from fasttfm.data.graphs import ConceptGraph
+from fasttfm.tasks.commonsense import ChosenAnswer, CommonsenseTask, WeightedPath, path_text
+
+_COLOURS = {"question": "#cfe3f7", "answer": "#d7efcf", "": "#eeeeee"}
+
+
+def explanation(task: CommonsenseTask, example: Any, found: ChosenAnswer, *, paths: int = 5) -> str:
+    """The question, its choices with their probabilities, and the paths that count most for the chosen one."""
+    shares = _softmax(found.scores)
+    lines = [example.context]
+    for number, ending in enumerate(example.endings):
+        mark = "*" if number == found.choice else " "
+        right = "  (right)" if number == example.label else ""
+        lines.append(f"  {mark} {example.key(number)}  {shares[number]:6.1%}  {ending}{right}")
+    told = found.paths[found.choice][:paths]
+    lines += [f"      {each.weight:.3f}  {path_text(task.graph, each.path)}" for each in told]
+    return "\n".join(lines if told else [*lines, "      no path joins the question to this answer"])
+
+
+def _softmax(scores: Sequence[float]) -> list[float]:
+    powers = [math.exp(score - max(scores)) for score in scores]
+    return [power / sum(powers) for power in powers]
+
+
+def draw_explanation(graph: ConceptGraph, example: Any, found: ChosenAnswer, path: Path, *, paths: int = 8) -> None:
+    """Draws the paths that count most for the chosen answer: from the question's concepts on the left to the answer's
+    on the right. A line is as wide as the attention of the paths over it."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("the picture of a schema graph needs matplotlib: pip install fasttfm[train]") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    told = found.paths[found.choice][:paths]
+    places = _places(told)
+    tall = max([sum(1 for x, _ in places.values() if x == column) for column in {x for x, _ in places.values()}] or [1])
+    figure, panel = pyplot.subplots(figsize=(10, 1.6 + 0.9 * tall))
+    panel.set_title(f"{example.context}\n{example.endings[found.choice]}", fontsize=11)
+    panel.axis("off")
+    panel.set_xlim(-0.15, 1.15)
+    panel.set_ylim(-0.08, 1.08)
+    if not told:
+        panel.text(0.5, 0.5, "no path joins the question to this answer", ha="center")
+    for (head, relation, tail), weight in _edges(graph, told).items():
+        _draw_edge(panel, places[head], places[tail], relation, weight)
+    ends = {each.path.concepts[0]: "question" for each in told} | {each.path.concepts[-1]: "answer" for each in told}
+    for concept, (x, y) in places.items():
+        colour = _COLOURS[ends.get(concept, "")]
+        box = {"boxstyle": "round,pad=0.4", "facecolor": colour, "edgecolor": "#666666"}
+        panel.text(x, y, graph.concepts[concept].replace("_", " "), ha="center", va="center", bbox=box, zorder=3)
+    with atomic_write(path) as partial:
+        figure.savefig(partial, dpi=110, format="png", bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def _draw_edge(panel: Any, head: tuple[float, float], tail: tuple[float, float], name: str, weight: float) -> None:
+    """An arrow from head to tail, as the graph has the relation, with its name and weight."""
+    line = {"arrowstyle": "-|>", "color": "#30506f", "linewidth": 0.8 + 5 * weight, "alpha": 0.35 + 0.6 * weight}
+    panel.annotate("", xy=tail, xytext=head, arrowprops={**line, "shrinkA": 26, "shrinkB": 26}, zorder=1)
+    x, y = (head[0] + tail[0]) / 2, (head[1] + tail[1]) / 2
+    background = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
+    panel.text(x, y, f"{name} {weight:.2f}", ha="center", va="center", fontsize=8, color="#30506f", bbox=background)
+
+
+def _edges(graph: ConceptGraph, paths: Sequence[WeightedPath]) -> dict[tuple[int, str, int], float]:
+    """The edges of paths as the graph has them, with the sum of their paths' weights."""
+    count = len(graph.relations)
+    found: dict[tuple[int, str, int], float] = defaultdict(float)
+    for weight, path in paths:
+        for place, relation in enumerate(path.relations):
+            head, tail = path.concepts[place : place + 2]
+            if relation >= count:
+                head, tail = tail, head
+            found[head, graph.relations[relation % count], tail] += weight
+    return found
+
+
+def _places(paths: Sequence[WeightedPath]) -> dict[int, tuple[float, float]]:
+    """Where each concept is drawn: as far to the right as it is along the heaviest path that it is on."""
+    along: dict[int, float] = {}
+    for _, path in paths:
+        for place, concept in enumerate(path.concepts):
+            along.setdefault(concept, place / len(path.relations))
+    columns: dict[float, list[int]] = defaultdict(list)
+    for concept, x in along.items():
+        columns[x].append(concept)
+    return {
+        concept: (x, 1 - (row + 0.5) / len(concepts))
+        for x, concepts in columns.items()
+        for row, concept in enumerate(concepts)
+    }

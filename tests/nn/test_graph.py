@@ -1,0 +1,189 @@
+"""GraphReasoner against KagNet's equations, written graph by graph and path by path in plain torch, in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fasttfm.data.graphs import ConceptPath, Pair, SchemaGraph
+from fasttfm.nn.graph import GraphReasoner, softmax_of_groups
+from fasttfm.tasks.commonsense import collate_graphs
+
+CONCEPTS, RELATIONS = 9, 4
+# Sums of at most a few hundred products: their rounding errors in fp64 are far below this.
+EXACT = {"rtol": 1e-11, "atol": 1e-12}
+
+
+def path(*steps: int) -> ConceptPath:
+    """Concept, relation, concept, relation, ..."""
+    return ConceptPath(steps[::2], steps[1::2])
+
+
+@pytest.fixture(scope="module")
+def graphs() -> list[SchemaGraph]:
+    """With paths of one, two and three edges; with pairs that no path joins; without pairs; without concepts."""
+    first = SchemaGraph(
+        [0, 1, 2, 3, 4],
+        [(0, 1), (1, 2), (0, 3), (3, 4), (2, 4)],
+        [
+            Pair(0, 2, [path(0, 1, 1, 2, 2), path(0, 0, 3, 1, 4, 3, 2)]),
+            Pair(0, 4, [path(0, 0, 3, 1, 4)]),
+            Pair(1, 2, [path(1, 2, 2), path(1, 0, 2), path(1, 3, 0, 0, 3, 2, 4)]),
+            Pair(1, 4, []),
+        ],
+    )
+    return [
+        first,
+        SchemaGraph([7, 8], [], [Pair(0, 1, [])]),
+        SchemaGraph([5], [], []),
+        SchemaGraph([], [], []),
+        SchemaGraph([6, 2], [(0, 1)], [Pair(0, 1, [path(6, 1, 2)])]),
+    ]
+
+
+@pytest.fixture
+def reasoner() -> GraphReasoner:
+    torch.manual_seed(0)
+    module = GraphReasoner(CONCEPTS, RELATIONS, 6, 10, layers=2, path_size=8, pair_size=5, dropout=0.0)
+    return module.double()
+
+
+# ---- the paper's equations -------------------------------------------------------------------------------------------
+
+
+def lstm(cell: nn.LSTM, rows: list[Tensor], suffix: str) -> Tensor:
+    """The last hidden state of one direction."""
+    size = cell.hidden_size
+    h, c = (rows[0].new_zeros(size) for _ in range(2))
+    weights = [getattr(cell, f"{name}_l0{suffix}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+    for x in rows:
+        gates = weights[0] @ x + weights[2] + weights[1] @ h + weights[3]
+        i, f, g, o = gates.split(size)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+    return h
+
+
+def convolved(reasoner: GraphReasoner, graph: SchemaGraph) -> list[Tensor]:
+    h = [reasoner.concepts.weight[concept] for concept in graph.concepts]
+    for layer in reasoner.convolutions:
+        after = []
+        for i, own in enumerate(h):
+            near = [h[b if a == i else a] for a, b in graph.edges if i in (a, b)]
+            total = layer.own.weight @ own + layer.own.bias
+            if near:
+                total = total + sum(layer.neighbours.weight @ other / len(near) for other in near)
+            after.append(functional.relu(total))
+        h = after
+    return h
+
+
+def reference(reasoner: GraphReasoner, graph: SchemaGraph, s: Tensor) -> Tensor:
+    """g of one graph."""
+    h = convolved(reasoner, graph)
+    nodes = {concept: node for node, concept in enumerate(graph.concepts)}
+    path_size, pair_size = reasoner.path_query.out_features, reasoner.path_query.in_features
+    rows, scores = [], []
+    for pair in graph.pairs:
+        t = torch.cat([s, h[pair.question], h[pair.answer]])
+        for number in (0, 3):
+            layer = reasoner.pair_encoder[number]
+            t = functional.leaky_relu(layer.weight @ t + layer.bias)
+        r = s.new_zeros(path_size)
+        if pair.paths:
+            encoded = []
+            for each in pair.paths:
+                ends = [h[nodes[concept]] for concept in each.concepts]
+                triples = [
+                    torch.cat([head, reasoner.relations.weight[relation], tail])
+                    for head, relation, tail in zip(ends, each.relations, ends[1:], strict=False)
+                ]
+                backward = lstm(reasoner.path_encoder, triples[::-1], "_reverse")
+                encoded.append(torch.cat([lstm(reasoner.path_encoder, triples, ""), backward]))
+            alpha = torch.stack([(reasoner.path_query.weight @ t) @ p for p in encoded]).softmax(0)
+            r = sum(a * p for a, p in zip(alpha, encoded, strict=True))
+        rows.append(torch.cat([r, t]))
+        scores.append((reasoner.pair_query.weight @ s) @ t)
+    if not rows:
+        return s.new_zeros(path_size + pair_size)
+    return torch.stack(scores).softmax(0) @ torch.stack(rows)
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+def test_vectors_and_gradients(reasoner: GraphReasoner, graphs: list[SchemaGraph]) -> None:
+    statements = torch.randn(len(graphs), 10, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(len(graphs), reasoner.output_size, dtype=torch.float64)
+    parameters = [statements, *reasoner.parameters()]
+    found = reasoner(collate_graphs(graphs), statements).vectors
+    ours = torch.autograd.grad((found * upstream).sum(), parameters)
+    expected = torch.stack([reference(reasoner, graph, s) for graph, s in zip(graphs, statements, strict=True)])
+    theirs = torch.autograd.grad((expected * upstream).sum(), parameters)
+    torch.testing.assert_close(found, expected, **EXACT)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, **EXACT)
+
+
+@pytest.mark.parametrize("change", ["neighbours", "path_query", "pair_query", "reverse"])
+def test_the_comparison_sees_a_broken_part(reasoner: GraphReasoner, graphs: list[SchemaGraph], change: str) -> None:
+    statements = torch.randn(len(graphs), 10, dtype=torch.float64)
+    expected = torch.stack([reference(reasoner, graph, s) for graph, s in zip(graphs, statements, strict=True)])
+    broken = {
+        "neighbours": reasoner.convolutions[1].neighbours.weight,
+        "path_query": reasoner.path_query.weight,
+        "pair_query": reasoner.pair_query.weight,
+        "reverse": reasoner.path_encoder.weight_hh_l0_reverse,
+    }[change]
+    with torch.no_grad():
+        broken += 0.01
+        found = reasoner(collate_graphs(graphs), statements).vectors
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(found, expected, **EXACT)
+
+
+def test_defaults_where_nothing_is_joined(reasoner: GraphReasoner, graphs: list[SchemaGraph]) -> None:
+    """A pair without a path has R = 0, a graph without pairs g = 0, and both stay finite in the backward."""
+    statements = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
+    found = reasoner(collate_graphs(graphs[1:4]), statements)
+    assert found.path_weights.shape == (0,)
+    assert found.pair_weights.tolist() == [1.0]
+    paths = reasoner.path_query.out_features
+    assert found.vectors[0, :paths].abs().sum() == 0
+    assert found.vectors[0, paths:].abs().sum() > 0
+    assert found.vectors[1:].abs().sum() == 0
+    found.vectors.sum().backward()
+    assert bool(statements.grad.isfinite().all())  # type: ignore[union-attr]
+
+
+def test_weights_of_paths_and_pairs(reasoner: GraphReasoner, graphs: list[SchemaGraph]) -> None:
+    batch = collate_graphs(graphs)
+    assert batch.steps == (7, 4, 2)
+    assert batch.edges[:, batch.edges[0].argsort(stable=True)].equal(batch.edges)
+    found = reasoner(batch, torch.randn(len(graphs), 10, dtype=torch.float64))
+    sums = torch.zeros(batch.pairs.shape[1], dtype=torch.float64).index_add(0, batch.owners, found.path_weights)
+    assert sums.tolist() == pytest.approx([1, 1, 1, 0, 0, 1])
+    sums = torch.zeros(5, dtype=torch.float64).index_add(0, batch.pairs[0], found.pair_weights)
+    assert sums.tolist() == pytest.approx([1, 1, 0, 0, 1])
+
+
+def test_a_softmax_of_large_scores_is_finite() -> None:
+    scores = torch.tensor([1e4, 1e4 - 1, -1e4])
+    found = softmax_of_groups(scores, torch.tensor([0, 0, 2]), 3)
+    assert found.tolist() == pytest.approx([*torch.tensor([1.0, 0.0]).softmax(0).tolist(), 1.0])
+
+
+def test_autocast_keeps_sums_in_the_precision_of_the_parameters(
+    reasoner: GraphReasoner, graphs: list[SchemaGraph]
+) -> None:
+    module, batch = reasoner.float(), collate_graphs(graphs)
+    statements = torch.randn(len(graphs), 10)
+    expected = module(batch, statements)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = module(batch, statements.bfloat16())
+    assert all(part.dtype == torch.float32 for part in found)
+    # A few layers one after another, each rounded to bf16's 8 bits.
+    torch.testing.assert_close(found.vectors, expected.vectors, rtol=2**-4, atol=2**-5)
+    found.vectors.sum().backward()
