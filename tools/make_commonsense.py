@@ -151,10 +151,10 @@ toy: object | toy_chest
 """
 
 WORDINGS = {
-    "AtLocation": ("Where would you find a {}?", "In which place is there most likely a {}?"),
-    "UsedFor": ("What is a {} good for?", "Why would anybody take a {}?"),
-    "MadeOf": ("What is a {} made of?", "Which material is in a {}?"),
-    "KindAtLocation": ("Where are a {} and others of its kind kept?", "Where does a {} belong with its like?"),
+    "AtLocation": "Where would you find a {}?",
+    "UsedFor": "What is a {} good for?",
+    "MadeOf": "Which material is a {} made of?",
+    "KindAtLocation": "Where is a {} kept together with others of its kind?",
 }
 
 
@@ -189,7 +189,7 @@ def questions(graph: list[Edge], random: np.random.Generator) -> dict[str, list[
     sets: dict[str, list[dict[str, object]]] = {"train": [], "dev": []}
     for number, thing in enumerate(things):
         part = sets["dev" if number % 4 == 3 else "train"]
-        for asked, wordings in WORDINGS.items():
+        for asked, wording in WORDINGS.items():
             relation = asked.removeprefix("Kind")
             head = kind_of[thing] if asked.startswith("Kind") else thing
             answers = tails[relation, head]
@@ -201,7 +201,6 @@ def questions(graph: list[Edge], random: np.random.Generator) -> dict[str, list[
             wrong = [*random.choice(same, 2, replace=False), *random.choice(other_ways, 2, replace=False)]
             choices = [right, *map(str, wrong)]
             order = random.permutation(CHOICES).tolist()
-            wording = wordings[int(random.integers(len(wordings)))]
             part.append(_row(f"{thing}-{asked}", wording.format(thing), [choices[i] for i in order], order.index(0)))
     return {name: [rows[i] for i in random.permutation(len(rows))] for name, rows in sets.items()}
 

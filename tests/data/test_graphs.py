@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from fasttfm.data.commonsense import read_commonsense, shipped_graph
-from fasttfm.data.graphs import ConceptGraph, GraphVectors, PathFinder, read_graph, read_vectors, schema_graph
+from fasttfm.data.graphs import ConceptGraph, GraphVectors, PathFinder, read_graph, read_graph_vectors, schema_graph
 from fasttfm.data.grounding import Grounder, base_forms
 from fasttfm.data.texts import DataError
+from fasttfm.models.entity_files import write_embeddings
 
 EDGES = """\
 AtLocation\tcup\tkitchen\t2.0
@@ -69,22 +71,20 @@ def test_bad_edge_files(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_vectors(graph: ConceptGraph, tmp_path: Path) -> None:
-    path = tmp_path / "vectors.npz"
-    names, relations = [*reversed(graph.concepts), "unknown"], graph.relations
-    rows = np.arange(12, dtype=np.float32).reshape(6, 2)
-    arrays = {"entities": names, "entity_vectors": rows, "relations": relations, "relation_vectors": rows[:4]}
-    np.savez(path, **arrays)
-    vectors = read_vectors(path, graph)
-    assert vectors.concepts[:, 0].tolist() == [8, 6, 4, 2, 0]
-    np.savez(path, **{**arrays, "entities": [*names[1:], "other"]})
-    with pytest.raises(DataError, match="a vector for every one of the graph's entities, got none for 'cutting_bread'"):
-        read_vectors(path, graph)
-    np.savez(path, **{**arrays, "relation_vectors": rows[:4] + np.inf})
-    with pytest.raises(DataError, match="relations: expected finite numbers"):
-        read_vectors(path, graph)
-    path.write_bytes(b"nothing")
-    with pytest.raises(DataError, match=r"expected a \.npz file of vectors"):
-        read_vectors(path, graph)
+    names, relations = ["unknown", *reversed(graph.concepts)], graph.relations
+    rows = torch.arange(12.0).view(6, 2)
+    write_embeddings(tmp_path, names, relations, rows, rows[:4])
+    vectors = read_graph_vectors(tmp_path, graph)
+    assert vectors.concepts[:, 0].tolist() == [10, 8, 6, 4, 2]
+    assert vectors.relations[:, 0].tolist() == [0, 2, 4, 6]
+    for entities, others, message in (
+        (names[:-1], rows, r"entity2id.txt: expected every name of the graph, got none for 'cup'"),
+        (names, rows[:5], r"entity2vec.vec: expected a vector for each of the 6 names of entity2id.txt, got 5"),
+        (names, torch.ones(6, 3), r"relation2vec.vec: expected vectors of the entities' width 3, got 2"),
+    ):
+        write_embeddings(tmp_path, entities, relations, others[: len(others) - 6 + len(entities)], rows[:4])
+        with pytest.raises(DataError, match=message):
+            read_graph_vectors(tmp_path, graph)
 
 
 # ---- paths -----------------------------------------------------------------------------------------------------------

@@ -79,14 +79,15 @@ def _examples(arguments: argparse.Namespace) -> list[Any]:
 def _opened(arguments: argparse.Namespace, examples: list[Any]) -> tuple[Any, Any]:
     """The model, and its task with the graph and the options that it was trained with."""
     from fasttfm.models.checkpoint_files import CONFIG, CheckpointError, read_json
-    from fasttfm.tasks.commonsense import SETTINGS, CommonsenseTask
+    from fasttfm.tasks.commonsense import CommonsenseTask
     from fasttfm.tasks.finetuning import prepare
+    from fasttfm.tasks.task import TASK_KEY
 
-    settings = read_json(Path(arguments.model) / CONFIG).get(SETTINGS)
-    if not isinstance(settings, dict):
+    described = read_json(Path(arguments.model) / CONFIG).get(TASK_KEY) or {}
+    if described.get("task") != CommonsenseTask.name:
         expected = "a model of fasttfm finetune --task commonsense"
         raise CheckpointError(f"{arguments.model}: expected {expected}, got one that knows no graph")
-    options = {name: settings.get(name) for name in CommonsenseTask.options}
+    options: dict[str, Any] = {name: described.get(name) for name in ("max_length", *CommonsenseTask.options)}
     if arguments.graph is not None:
         options["graph"] = arguments.graph
     return prepare("commonsense", arguments.model, examples, **options)

@@ -63,7 +63,7 @@ def _parts(row: Any) -> tuple[str, dict[str, str]] | None:
     if isinstance(question, dict):
         stem, listed = question.get("stem"), question.get("choices")
         rows = listed if isinstance(listed, list) else []
-        pairs = [(each.get("label"), each.get("text")) for each in rows if isinstance(each, dict)]
+        pairs: list[Any] = [(each.get("label"), each.get("text")) for each in rows if isinstance(each, dict)]
         whole = len(pairs) == len(rows)
     else:
         stem, listed = question, row.get("choices")

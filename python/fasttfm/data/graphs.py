@@ -19,7 +19,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fasttfm.data.texts import DataError, data_error, read_lines
+from fasttfm.data.texts import data_error, read_lines
+from fasttfm.models.entity_files import (
+    ENTITY_IDS,
+    ENTITY_VECTORS,
+    RELATION_IDS,
+    RELATION_VECTORS,
+    read_names,
+    read_vectors,
+)
 
 Ids = NDArray[np.int64]
 INVERSE = "^-1"  # marks a relation that is followed from the tail to the head
@@ -294,41 +302,27 @@ def schema_graph(finder: PathFinder, question: Sequence[int], answer: Sequence[i
     return SchemaGraph(list(nodes), sorted(edges), pairs)
 
 
-def check_vectors(graph: ConceptGraph, vectors: GraphVectors, where: str) -> None:
-    """Raises DataError unless there is a vector for each concept and relation."""
-    concepts, relations = vectors
-    if concepts.ndim != 2 or relations.ndim != 2 or concepts.shape[1] != relations.shape[1]:
-        got = f"shapes {concepts.shape} and {relations.shape}"
-        raise DataError(f"{where}: expected vectors of concepts and relations of one width, got {got}")
-    for name, rows, wanted in (("concepts", concepts, graph.concepts), ("relations", relations, graph.relations)):
-        if len(rows) != len(wanted):
-            raise DataError(f"{where}: {name}: expected {len(wanted)} vectors, as the graph has, got {len(rows)}")
-        if not np.isfinite(rows).all():
-            raise DataError(f"{where}: {name}: expected finite numbers, got inf or NaN")
+# ---- vectors ---------------------------------------------------------------------------------------------------------
 
 
-def read_vectors(path: str | Path, graph: ConceptGraph) -> GraphVectors:
-    """TransE's vectors of a graph: a .npz file with ``entities`` and ``relations`` (names), ``entity_vectors`` and
-    ``relation_vectors``. Vectors of names that the graph does not have are left out; a missing one raises DataError."""
-    path = Path(path)
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError) as error:
-        raise data_error(path, "a .npz file of vectors", str(error)) from None
+def read_graph_vectors(directory: str | Path, graph: ConceptGraph) -> GraphVectors:
+    """TransE's vectors of a graph, of a directory in OpenKE's format, as ``fasttfm transe`` writes it: entity2id.txt,
+    entity2vec.vec, relation2id.txt and relation2vec.vec. Those of names that the graph does not have are left out; a
+    name without a vector raises DataError."""
+    folder = Path(directory)
     found = []
-    for kind, wanted in (("entities", graph.concepts), ("relations", graph.relations)):
-        names, rows = (
-            arrays.get(kind),
-            arrays.get({"entities": "entity_vectors", "relations": "relation_vectors"}[kind]),
-        )
-        if names is None or rows is None or rows.ndim != 2 or len(names) != len(rows):
-            raise data_error(path, f"{kind} and a vector for each", ", ".join(arrays) or "nothing")
-        numbers = {str(name): number for number, name in enumerate(names)}
+    files = ((ENTITY_IDS, ENTITY_VECTORS, graph.concepts), (RELATION_IDS, RELATION_VECTORS, graph.relations))
+    for ids, vectors, wanted in files:
+        names, rows = read_names(folder / ids), read_vectors(folder / vectors).numpy()
+        if len(names) != len(rows):
+            raise data_error(folder / vectors, f"a vector for each of the {len(names)} names of {ids}", str(len(rows)))
+        numbers = {name if ids == RELATION_IDS else concept_name(name): number for number, name in enumerate(names)}
         missing = [name for name in wanted if name not in numbers]
         if missing:
-            raise data_error(path, f"a vector for every one of the graph's {kind}", f"none for {missing[0]!r}")
-        found.append(rows[[numbers[name] for name in wanted]].astype(np.float32))
-    vectors = GraphVectors(*found)
-    check_vectors(graph, vectors, str(path))
-    return vectors
+            raise data_error(folder / ids, "every name of the graph", f"none for {missing[0]!r}")
+        found.append(rows[[numbers[name] for name in wanted]])
+    concepts, relations = found
+    if concepts.shape[1] != relations.shape[1]:
+        expected = f"vectors of the entities' width {concepts.shape[1]}"
+        raise data_error(folder / RELATION_VECTORS, expected, str(relations.shape[1]))
+    return GraphVectors(concepts, relations)

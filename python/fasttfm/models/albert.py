@@ -299,7 +299,7 @@ class AlbertKagNetConfig(GraphFields, AlbertConfig):
     """The configuration of ``AlbertKagNet``: the encoder's and the graph's."""
 
 
-class AlbertKagNet(GraphChoice, AlbertForMultipleChoice):
+class AlbertKagNet(GraphChoice, AlbertForMultipleChoice):  # type: ignore[misc]  # its forward takes a graph
     """Chooses between answers with the paths of a graph of concepts."""
 
     config_class = AlbertKagNetConfig

@@ -506,7 +506,7 @@ class BertKagNetConfig(GraphFields, BertConfig):
     """The configuration of ``BertKagNet``: the encoder's and the graph's."""
 
 
-class BertKagNet(GraphChoice, BertForMultipleChoice):
+class BertKagNet(GraphChoice, BertForMultipleChoice):  # type: ignore[misc]  # its forward takes a graph
     """Chooses between answers with the paths of a graph of concepts."""
 
     config_class = BertKagNetConfig

@@ -227,7 +227,7 @@ class DistilBertKagNetConfig(GraphFields, DistilBertConfig):
     """The configuration of ``DistilBertKagNet``: the encoder's and the graph's."""
 
 
-class DistilBertKagNet(GraphChoice, DistilBertForMultipleChoice):
+class DistilBertKagNet(GraphChoice, DistilBertForMultipleChoice):  # type: ignore[misc]  # its forward takes a graph
     """Chooses between answers with the paths of a graph of concepts."""
 
     config_class = DistilBertKagNetConfig

@@ -353,7 +353,7 @@ class ElectraKagNetConfig(GraphFields, ElectraConfig):
     """The configuration of ``ElectraKagNet``: the encoder's and the graph's."""
 
 
-class ElectraKagNet(GraphChoice, ElectraForMultipleChoice):
+class ElectraKagNet(GraphChoice, ElectraForMultipleChoice):  # type: ignore[misc]  # its forward takes a graph
     """Chooses between answers with the paths of a graph of concepts."""
 
     config_class = ElectraKagNetConfig

@@ -136,7 +136,7 @@ class RobertaKagNetConfig(GraphFields, RobertaConfig):
     """The configuration of ``RobertaKagNet``: the encoder's and the graph's."""
 
 
-class RobertaKagNet(GraphChoice, RobertaForMultipleChoice):
+class RobertaKagNet(GraphChoice, RobertaForMultipleChoice):  # type: ignore[misc]  # its forward takes a graph
     """Chooses between answers with the paths of a graph of concepts."""
 
     config_class = RobertaKagNetConfig

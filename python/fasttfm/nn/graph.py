@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,8 @@ class GraphBatch:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> GraphBatch:
         names = ("concepts", "edges", "scales", "pairs", "owners", "triples")
-        return replace(self, **{name: change(getattr(self, name)) for name in names})
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in names}
+        return replace(self, **changed)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> GraphBatch:
         return self.each(lambda tensor: tensor.to(device, non_blocking=non_blocking))

@@ -21,7 +21,7 @@ from fasttfm.data.graphs import (
     PathFinder,
     SchemaGraph,
     read_graph,
-    read_vectors,
+    read_graph_vectors,
     schema_graph,
 )
 from fasttfm.data.grounding import Grounder
@@ -35,7 +35,7 @@ from fasttfm.tasks.metrics import Scores, most_common
 from fasttfm.tasks.task import Language, Predictions
 
 TOLD_PATHS = 3  # of a chosen answer, in the file of predictions
-SETTINGS = "commonsense"  # the field of a model's configuration with the graph and the options that it was trained with
+FINGERPRINT = "graph_fingerprint"  # of config.json: tells the graph that a model was trained with from others
 
 
 class WeightedPath(NamedTuple):
@@ -84,8 +84,9 @@ class CommonsenseTask(ChoiceTask):
 
     Args:
         graph: The edge file (``data.graphs``); by default the graph that is shipped with the sample.
-        graph_vectors: A file with TransE's vectors of the graph (``fasttfm transe``). Concepts keep these vectors, and
-            paths are pruned by them. Without one the vectors are trained with the model, and no path is pruned.
+        graph_vectors: A directory with TransE's vectors of the graph (``data.graphs.read_graph_vectors``). Concepts
+            keep these vectors, and paths are pruned by them. Without one the vectors are trained with the model, and no
+            path is pruned.
         path_score: Paths whose TransE score is lower are left out.
         path_length: The most edges of a path.
         max_paths: The most paths of a pair of concepts.
@@ -101,7 +102,7 @@ class CommonsenseTask(ChoiceTask):
     def __init__(
         self,
         language: Language,
-        train: Sequence[Any],
+        train: Sequence[Any] | None,
         *,
         graph: str | Path | None = None,
         graph_vectors: str | Path | None = None,
@@ -112,17 +113,11 @@ class CommonsenseTask(ChoiceTask):
     ) -> None:
         super().__init__(language, train, **options)
         self.path = shipped_graph() if graph is None else Path(graph)
-        self.settings = {
-            "graph": str(self.path.resolve()),
-            "graph_vectors": None if graph_vectors is None else str(Path(graph_vectors).resolve()),
-            "path_score": path_score,
-            "path_length": path_length,
-            "max_paths": max_paths,
-        }
         self.graph = read_graph(self.path)
         self.vectors: GraphVectors | None = None
-        if graph_vectors is not None:
-            self.vectors = read_vectors(graph_vectors, self.graph)
+        self.vectors_path = None if graph_vectors is None else Path(graph_vectors)
+        if self.vectors_path is not None:
+            self.vectors = read_graph_vectors(self.vectors_path, self.graph)
         self.finder = PathFinder(
             self.graph, self.vectors, hops=path_length, least_score=path_score, most_paths=max_paths
         )
@@ -138,17 +133,27 @@ class CommonsenseTask(ChoiceTask):
     def adjust(self, model: PretrainedModel) -> None:
         """Gives the model the graph's vectors, and writes into its configuration which graph it knows."""
         super().adjust(model)
-        known = model.config.extra.get(SETTINGS, {})
-        if known.get("fingerprint", self.graph.fingerprint) != self.graph.fingerprint:
-            expected = f"the graph that the model was trained with, {known.get('graph')}"
+        extra = model.config.extra
+        if extra.setdefault(FINGERPRINT, self.graph.fingerprint) != self.graph.fingerprint:
+            expected = "the graph that the model was trained with"
             raise DataError(f"{self.path}: expected {expected}, got one with other concepts or relations")
-        model.config.extra[SETTINGS] = {**self.settings, "fingerprint": self.graph.fingerprint}
         if self.vectors is not None:
             tables: Any = model.get_submodule("graph")
             with torch.no_grad():
                 tables.concepts.weight.copy_(torch.from_numpy(self.vectors.concepts))
                 relations = torch.from_numpy(self.vectors.relations)
                 tables.relations.weight.copy_(torch.cat([relations, -relations]))
+
+    def description(self) -> dict[str, Any]:
+        vectors = None if self.vectors_path is None else str(self.vectors_path.resolve())
+        return {
+            **super().description(),
+            "graph": str(self.path.resolve()),
+            "graph_vectors": vectors,
+            "path_score": self.finder.least_score,
+            "path_length": self.finder.hops,
+            "max_paths": self.finder.most_paths,
+        }
 
     # ---- examples in -------------------------------------------------------------------------------------------------
 
@@ -178,24 +183,20 @@ class CommonsenseTask(ChoiceTask):
         graphs = [graph for feature in features if isinstance(feature, GraphFeature) for graph in feature.graphs]
         return GraphTaskBatch(**values, graph=collate_graphs(graphs))
 
-    def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
-        return {"labels": torch.tensor([feature.target for feature in batch.features])}
-
     # ---- answers out -------------------------------------------------------------------------------------------------
 
-    def logits(self, model: Any, batch: TaskBatch) -> Tensor:
+    def _called(self, model: Any, batch: TaskBatch, targets: dict[str, Tensor], choices: int | None) -> Any:
+        output = super()._called(model, batch, targets, choices)
         assert isinstance(batch, GraphTaskBatch)
-        output = model(**batch.inputs(), num_choices=self.choices)
         batch.weights = (output.path_weights, output.pair_weights)
-        logits: Tensor = output.logits
-        return logits
+        return output
 
     def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
         assert isinstance(batch, GraphTaskBatch)
         paths = iter(weighted_paths(batch))
         return [
-            ChosenAnswer(int(row.argmax()), row.tolist(), [next(paths) for _ in range(self.choices)])
-            for row in logits.float().cpu()
+            ChosenAnswer(int(row.argmax()), row[:count].tolist(), [next(paths) for _ in range(count)])
+            for row, count in zip(logits.float().cpu(), (len(each.sequences) for each in batch.features), strict=True)
         ]
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
