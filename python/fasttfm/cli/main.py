@@ -19,6 +19,7 @@ _COMMANDS = {
     "finetune": "fasttfm.cli.finetune",
     "glue": "fasttfm.cli.glue",
     "explain": "fasttfm.cli.explain",
+    "experiment": "fasttfm.cli.experiment",
     "embed": "fasttfm.cli.embed",
     "search": "fasttfm.cli.search",
     "show": "fasttfm.cli.show",

@@ -1,0 +1,229 @@
+"""``Lab`` and ``Experiment``: what the experiments share, from small models and data to a table and a plot."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fasttfm import data, extras
+from fasttfm.atomic_files import atomic_write, write_text
+from fasttfm.models.objectives import Pretraining
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare, trainer_of
+from fasttfm.tasks.rates import Rates
+from fasttfm.tasks.reading import read_examples
+from fasttfm.train import Objective, OptimizerSettings
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An ablation of a paper, on small data.
+
+    Args:
+        name: On the command line.
+        title: What is compared, in a few words.
+        paper: Whose ablation it is.
+        expect: A paragraph: what the paper found, and what to expect of models this small.
+        run: Yields the rows of the table, one at a time.
+        label: The column that names a row.
+        plotted: The columns of the plot's panels; numbers.
+        x: The column of the horizontal axis, where rows are points of a curve; by default they are bars.
+        lines: The column whose values are one curve each.
+    """
+
+    name: str
+    title: str
+    paper: str
+    expect: str
+    run: Callable[[Lab], Iterator[Row]]
+    label: str
+    plotted: tuple[str, ...]
+    x: str | None = None
+    lines: str | None = None
+
+    def write(self, rows: Sequence[Row], directory: Path) -> list[Path]:
+        """Writes the table, the plot and the paragraph; returns their paths."""
+        paths = [directory / f"{self.name}.{suffix}" for suffix in ("csv", "md", "png")]
+        write_text(paths[0], _csv(rows))
+        text = f"# {self.title}\n\n{self.paper}\n\n{' '.join(self.expect.split())}\n\n{table(rows)}\n"
+        write_text(paths[1], text)
+        draw(self, rows, paths[2])
+        return paths
+
+
+class Lab:
+    """Small data and short trainings, the same for every row of a table.
+
+    Args:
+        folder: Where tokenizers, shards and models go.
+        quick: A few steps of the smallest models, to see that an experiment runs.
+        seed: Random seed of every training.
+    """
+
+    def __init__(self, folder: Path, *, quick: bool = False, seed: int = 0) -> None:
+        self.folder, self.quick, self.seed = folder, quick, seed
+        self.length = 64
+        self.tokens_per_batch = 512 if quick else 2048
+
+    def steps(self, count: int) -> int:
+        return min(count, 2) if self.quick else count
+
+    @property
+    def sizes(self) -> Row:
+        """Fields of a BERT's configuration."""
+        width = 32 if self.quick else 128
+        return {
+            "vocab_size": self.wordpiece.vocab_size,
+            "hidden_size": width,
+            "num_hidden_layers": 2 if self.quick else 4,
+            "num_attention_heads": 2 if self.quick else 4,
+            "intermediate_size": 4 * width,
+            "max_position_embeddings": 128,
+        }
+
+    @cached_property
+    def documents(self) -> list[str]:
+        texts = data.read_documents(data.shipped_corpus() / "state-of-the-union.txt.gz")
+        return list(islice(texts, 6 if self.quick else None))
+
+    @cached_property
+    def wordpiece(self) -> data.Tokenizer:
+        return data.train_tokenizer("wordpiece", self.documents, 600 if self.quick else 4000)
+
+    @cached_property
+    def bpe(self) -> data.Tokenizer:
+        return data.train_tokenizer("bpe", self.documents, 600 if self.quick else 4000)
+
+    def batches(self, tokenizer: data.Tokenizer, sequences: Any) -> tuple[data.BatchStream, list[data.Batch]]:
+        """Batches to train on, and those of the validation set."""
+        folder = self.folder / f"shards-{tokenizer.fingerprint[:8]}"
+        shards = data.prepare(iter(self.documents), tokenizer, folder, progress=False, workers=1)
+        streams = [
+            data.BatchStream(
+                part,
+                data.SequenceFormat(sequences, self.length),
+                tokens_per_batch=self.tokens_per_batch,
+                seed=self.seed,
+            )
+            for part in shards.split(0.4 if self.quick else 0.1)
+        ]
+        return streams[0], list(islice(streams[1], self.steps(8)))
+
+    def pretrain(
+        self, module: Pretraining, sequences: str, *, steps: int, tokenizer: data.Tokenizer | None = None
+    ) -> dict[str, float]:
+        """Trains for so many steps; the terms' means over the validation set."""
+        stream, held_out = self.batches(tokenizer or self.wordpiece, sequences)
+        settings = FinetuneSettings(
+            rates=Rates(1e-3), optimizer=OptimizerSettings(learning_rate=1e-3), warmup=0.1, seed=self.seed
+        )
+        objective = Objective(module.terms, module.counts, lambda call, batch: call(batch), module.flops)
+        torch.manual_seed(self.seed)
+        trainer = trainer_of(module, objective, module, settings, self.steps(steps))
+        for batch in islice(stream, self.steps(steps)):
+            trainer.step([batch])
+        trainer.finish()
+        return trainer.evaluate(held_out)
+
+    def score(self, model: PretrainedModel, task: str, *, epochs: int = 5, **options: Any) -> float:
+        """The main score of the model after fine-tuning on the task's shipped sample."""
+        directory = self.folder / f"{task}-model"
+        tokenizer = self.bpe if model.config.model_type in ("gpt2", "roberta") else self.wordpiece
+        model.save_pretrained(directory)
+        tokenizer.save(directory)
+        return self.score_of(directory, task, epochs=epochs, **options)[0]
+
+    def score_of(
+        self, directory: Path, task: str, *, epochs: int = 5, rate: float = 1e-3
+    ) -> tuple[float, PretrainedModel, Any]:
+        """The main score of the checkpoint after fine-tuning, the model and its task."""
+        examples = read_examples(task)
+        train, dev = (part[:16] if self.quick else part for part in (examples.train, examples.dev))
+        model, kind = prepare(task, directory, train, max_length=128)
+        settings = FinetuneSettings(
+            rates=Rates(rate), epochs=self.steps(epochs), tokens_per_batch=self.tokens_per_batch, seed=self.seed
+        )
+        FineTuning(model, kind, train, settings).run(lambda results: None)
+        return kind.scores(dev, predict(model, kind, dev))[kind.main_score], model, kind
+
+
+def parameters(model: torch.nn.Module) -> int:
+    """Shared ones count once."""
+    return sum(each.numel() for each in dict.fromkeys(model.parameters()))
+
+
+# ---- tables and plots ------------------------------------------------------------------------------------------------
+
+
+def _csv(rows: Sequence[Row]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Rows as a table of Markdown."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def draw(experiment: Experiment, rows: Sequence[Row], path: Path) -> None:
+    """A panel for each plotted column: bars, or curves over ``x``."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise extras.missing("the plot of an experiment", "matplotlib", "train") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        1, len(experiment.plotted), figsize=(5 * len(experiment.plotted), 4), squeeze=False
+    )
+    for panel, column in zip(panels[0], experiment.plotted, strict=True):
+        panel.set_title(column.replace("_", " "))
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", alpha=0.25)
+        if experiment.x is None:
+            names = [str(row[experiment.label]) for row in rows]
+            panel.bar(names, [row[column] for row in rows], color="tab:blue")
+            panel.tick_params(axis="x", labelrotation=25 if max(map(len, names)) > 8 else 0)
+            low = min(row[column] for row in rows)
+            high = max(row[column] for row in rows)
+            panel.set_ylim(bottom=max(0, low - (high - low)) if high > low else None)
+        else:
+            _draw_curves(panel, experiment, rows, column)
+    figure.suptitle(experiment.title)
+    figure.tight_layout()
+    with atomic_write(path) as partial:
+        figure.savefig(partial, dpi=110, format="png")
+    pyplot.close(figure)
+
+
+def _draw_curves(panel: Any, experiment: Experiment, rows: Sequence[Row], column: str) -> None:
+    assert experiment.x is not None
+    groups = dict.fromkeys(row[experiment.lines] if experiment.lines else "" for row in rows)
+    for group in groups:
+        some = [row for row in rows if experiment.lines is None or row[experiment.lines] == group]
+        panel.plot([row[experiment.x] for row in some], [row[column] for row in some], marker="o", label=str(group))
+    panel.set_xlabel(experiment.x.replace("_", " "))
+    if experiment.lines:
+        panel.legend(frameon=False, title=experiment.lines)
+    values = [row[experiment.x] for row in rows]
+    if min(values) > 0 and max(values) / min(values) > 30:
+        panel.set_xscale("log")

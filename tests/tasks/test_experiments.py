@@ -1,0 +1,86 @@
+"""Every experiment runs in its quick form and leaves a table, a plot and a page."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fasttfm import models
+from fasttfm.cli.main import main
+from fasttfm.tasks.experiments import shots
+from fasttfm.tasks.experiments.lab import Lab, parameters, table
+from fasttfm.tasks.experiments.registry import EXPERIMENTS
+from fasttfm.tasks.experiments.replaced_tokens import AllTokensMLM, MaskedDetection, ReplaceMLM
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """Tokenizers and shards are made once for all experiments."""
+    return Lab(tmp_path_factory.mktemp("lab"), quick=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no trained head")
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_it_runs(name: str, lab: Lab, tmp_path: Path) -> None:
+    experiment = EXPERIMENTS[name]
+    rows = list(experiment.run(lab))
+    paths = experiment.write(rows, tmp_path)
+    assert [path.suffix for path in paths] == [".csv", ".md", ".png"]
+    assert paths[2].read_bytes().startswith(b"\x89PNG")
+    with paths[0].open() as file:
+        assert len(list(csv.DictReader(file))) == len(rows) > 1
+    assert " ".join(experiment.expect.split()) in paths[1].read_text()
+    for column in (*experiment.plotted, *([experiment.x] if experiment.x else [])):
+        assert all(math.isfinite(row[column]) for row in rows)
+    assert all(experiment.label in row for row in rows)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["experiment", "shots", "--quick", "--quiet", "--output", str(tmp_path)]
+    assert main(command) == 0
+    assert "| model | shots | accuracy |" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["shots.csv", "shots.md", "shots.png"]
+    with pytest.raises(SystemExit) as stopped:
+        main(command)
+    assert stopped.value.code == 2
+    assert "--overwrite writes to it" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(["experiment", "gravity"])
+    assert stopped.value.code == 2
+
+
+def test_the_same_seed_gives_the_same_table(lab: Lab) -> None:
+    experiment = EXPERIMENTS["model-size"]
+    assert table(list(experiment.run(lab))) == table(list(experiment.run(lab)))
+
+
+def test_examples_tell_the_classes_of_symbols() -> None:
+    ids = shots.sequences(50, torch.Generator().manual_seed(0))
+    for row in ids.tolist():
+        known: dict[int, int] = {}
+        for symbol, label in zip(row[::2], row[1::2], strict=True):
+            assert known.setdefault(symbol, label) == label
+        assert len(known) <= 4
+    assert len({tuple(row) for row in ids.tolist()}) == 50
+
+
+def test_losses_of_replaced_tokens(lab: Lab) -> None:
+    """Each variant counts what its mean is over, and reads the generator's samples, not the masks."""
+    config = models.ElectraConfig(**lab.sizes, embedding_size=32)
+    _, (batch, *_) = lab.batches(lab.wordpiece, "electra")
+    torch.manual_seed(0)
+    joint = MaskedDetection(models.ElectraForJointPreTraining(config))
+    assert joint.counts(batch) == (batch.predictions, batch.predictions)
+    kinds = [
+        kind(models.ElectraForMaskedLM(config), models.ElectraForMaskedLM(config.generator()))
+        for kind in (ReplaceMLM, AllTokensMLM)
+    ]
+    assert [kind.counts(batch)[1] for kind in kinds] == [batch.predictions, batch.tokens]
+    for module in (joint, *kinds):
+        for loss, count in zip(module(batch), module.counts(batch), strict=True):
+            assert 0 < float(loss.detach()) / count < 60  # ELECTRA's weight of 50 times ln 2, or ln of the vocabulary
+    assert parameters(kinds[0]) > parameters(kinds[0].model)
