@@ -97,7 +97,6 @@ _IRREGULAR = {
         "sleep": "slept",
         "speak": "spoke spoken",
         "spend": "spent",
-        "stand": "stood",
         "steal": "stole stolen",
         "stick": "stuck",
         "sweep": "swept",

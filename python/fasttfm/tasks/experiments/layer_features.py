@@ -87,7 +87,7 @@ EXPERIMENT = Experiment(
     "layer-features",
     "Layers of a frozen BERT as features of a tagger",
     "BERT (Devlin et al., 2018), table 7.",
-    """In the paper the best features on CoNLL-2003 are the concatenation of the last four layers (F1 96.1), 0.3 behind
+    """In the paper the best features on CoNLL-2003 are the concatenation of the last four layers (F1 96.1), 0.3 below
     fine-tuning; the second to last layer (95.6) is better than the last (94.9), and the embeddings are far off (91.0).
     Here a linear classifier reads the states of a small BERT that was pre-trained for a minute. The embeddings should
     be the worst and the concatenation, with the most columns, the best.""",
