@@ -24,6 +24,9 @@ def test_zero_one_and_few_shots() -> None:
         "sea otter => loutre de mer\nplush giraffe => girafe peluche\ncheese =>"
     )
     assert Prompt().text("Once upon a time ") == "Once upon a time "
+    assert Prompt(template=ARROW).text("cheese") == "cheese =>"
+    assert Prompt(template="{input}\nTL;DR:{output}").text("A long story.") == "A long story.\nTL;DR:"
+    assert (Prompt(template=ARROW).answer_prefix, Prompt(template="{input}\n{output}").answer_prefix) == (" ", "")
 
 
 def test_braces_in_texts_stay() -> None:

@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument(
         "--stop",
         metavar="TEXT",
-        help="ends the answer; by default the separator, if there is a description or examples",
+        help="ends the answer; by default the separator, if there is a description, a template or examples",
     )
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="max number of tokens")
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _prompt(arguments: argparse.Namespace, tokenizer: Any, positions: int) -> tuple[str, str]:
     """The prompt, and the text that ends the answer."""
-    from fasttfm.tasks.prompts import TEMPLATE, Prompt, read_shots
+    from fasttfm.tasks.prompts import Prompt, read_shots
 
     if arguments.count is not None and arguments.count < 0:
         raise ValueError(f"--count: expected a number from 0 on, got {arguments.count}")
@@ -115,8 +115,8 @@ def _prompt(arguments: argparse.Namespace, tokenizer: Any, positions: int) -> tu
     except UnicodeEncodeError:
         raise ValueError("--prompt: expected UTF-8 text, got other bytes") from None
     shots = [] if arguments.shots is None else read_shots(arguments.shots)[: arguments.count]
-    separator = _unescaped(arguments.separator)
-    template = TEMPLATE if arguments.template is None else _unescaped(arguments.template)
+    separator = unescaped(arguments.separator)
+    template = None if arguments.template is None else unescaped(arguments.template)
     prompt = Prompt(arguments.description, shots, template, separator)
     room = positions - arguments.max_new_tokens
     if room < 1:
@@ -125,9 +125,10 @@ def _prompt(arguments: argparse.Namespace, tokenizer: Any, positions: int) -> tu
     fitting = prompt.fitting(question, lambda text: len(tokenizer.encode(text)), room)
     if left_out := len(shots) - len(fitting.shots):
         print(f"note: {left_out} of {len(shots)} examples do not fit and are left out, the first ones", file=sys.stderr)
-    default = separator if arguments.description or shots else ""
-    return fitting.text(question), default if arguments.stop is None else _unescaped(arguments.stop)
+    default = separator if arguments.description or shots or template else ""
+    return fitting.text(question), default if arguments.stop is None else unescaped(arguments.stop)
 
 
-def _unescaped(text: str) -> str:
+def unescaped(text: str) -> str:
+    """An option's text, in which ``\\n`` and ``\\t`` are written out."""
     return text.replace(r"\n", "\n").replace(r"\t", "\t")

@@ -26,6 +26,7 @@ _COMMANDS = {
     "distill": "fasttfm.cli.distill",
     "generate": "fasttfm.cli.generate",
     "transe": "fasttfm.cli.transe",
+    "prompt-eval": "fasttfm.cli.prompt_eval",
 }
 
 

@@ -84,6 +84,7 @@ from fasttfm.models.modernbert import (
     ModernBertForTokenClassification,
     ModernBertModel,
 )
+from fasttfm.models.onnx_export import export_onnx
 from fasttfm.models.openai_gpt import (
     OpenAIGPTConfig,
     OpenAIGPTDoubleHeadsModel,
@@ -185,5 +186,6 @@ __all__ = [
     "RobertaKagNet",
     "RobertaKagNetConfig",
     "RobertaModel",
+    "export_onnx",
     "model_directory",
 ]

@@ -37,23 +37,27 @@ def read_shots(path: str | Path) -> list[Shot]:
 class Prompt:
     """A description, examples in a form, and a question in the same form, to which the answer is missing.
 
-    With no example this is called zero-shot, with one one-shot, with more few-shot. With neither examples nor a
-    description, the question is all there is, as it is.
+    With no example this is called zero-shot, with one one-shot, with more few-shot. With no examples, no description
+    and no template, the question is all there is, as it is.
+
+    Args:
+        template: The form of an example; the prompt ends where its {output} would begin. ``TEMPLATE`` by default.
+        separator: Between the description, the examples and the question.
     """
 
     description: str = ""
     shots: Sequence[Shot] = ()
-    template: str = TEMPLATE  # of an example; the prompt ends where its {output} would begin
+    template: str | None = None
     separator: str = "\n\n"
 
     def __post_init__(self) -> None:
-        names = ("{input}", "{output}")
-        if any(self.template.count(name) != 1 for name in names) or not self.template.endswith("{output}"):
+        names, template = ("{input}", "{output}"), self.form
+        if any(template.count(name) != 1 for name in names) or not template.endswith("{output}"):
             expected = "{input} once and then {output}, once and at the end"
             raise ValueError(f"prompt: template: expected {expected}, got {self.template!r}")
 
     def text(self, question: str) -> str:
-        if not self.description and not self.shots:
+        if not self.description and not self.shots and self.template is None:
             return question
         parts = [self.description] if self.description else []
         parts += [self._filled(shot.input) + shot.output for shot in self.shots]
@@ -69,8 +73,20 @@ class Prompt:
         needed = size(Prompt(self.description, (), self.template, self.separator).text(question))
         raise ValueError(f"prompt: expected no more than {most} tokens without examples, got {needed}")
 
+    @property
+    def form(self) -> str:
+        """The template, or the default one."""
+        return TEMPLATE if self.template is None else self.template
+
+    @property
+    def answer_prefix(self) -> str:
+        """What an answer begins with: the spaces in front of the template's {output}, which a prompt does not end
+        in."""
+        before = self.form.removesuffix("{output}")
+        return before[len(before.rstrip(" ")) :]
+
     def _filled(self, question: str) -> str:
-        return self.template.removesuffix("{output}").replace("{input}", question)
+        return self.form.removesuffix("{output}").replace("{input}", question)
 
 
 def until(pieces: Iterator[str], stop: str) -> Iterator[str]:

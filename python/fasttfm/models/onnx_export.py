@@ -1,0 +1,243 @@
+"""``export_onnx``: a model as an ONNX file of plain operators, for onnxruntime and others.
+
+The file has none of fasttfm's ops: the model is traced as plain torch over padded batches, with the same parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from fasttfm import ops
+from fasttfm.atomic_files import atomic_write
+from fasttfm.models.outputs import ModelOutput, QuestionAnsweringOutput
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.models.text_model import Encoded, TextModel
+from fasttfm.nn import PackedBatch, PackedLayer, PackedTransformer
+
+_ACTIVATIONS = {
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "silu": functional.silu,
+}
+_PROTOBUF_BYTES = 2**31  # of one file; larger models would need a second one
+
+
+def export_onnx(model: PretrainedModel, path: str | Path, *, opset_version: int | None = None) -> list[str]:
+    """Writes a model, with or without a head, as an ONNX file with dynamic batch and sequence sizes.
+
+    Inputs are ``input_ids`` and ``attention_mask``, int64 [batch, sequence] ([batch, choices, sequence] for a choice),
+    and ``token_type_ids`` where the model has segments. Outputs have the names of the model's outputs, and mean nothing
+    where ``attention_mask`` is 0. A GPT is exported without its cache of keys and values.
+
+    Args:
+        model: In fp32, on a CPU; it is not changed.
+        path: A name that ends in .onnx; an existing file is replaced.
+        opset_version: torch's default if it is None.
+
+    Returns:
+        The names of the outputs.
+    """
+    path = Path(path)
+    _check(model, path)
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError:
+        raise ImportError("export_onnx: torch exports with onnxscript: pip install onnx onnxscript") from None
+    names = ["input_ids", "attention_mask"]
+    if _base(model).embeddings.segment is not None:
+        names.append("token_type_ids")
+    choices = "MultipleChoice" in type(model).__name__
+    dimensions = ("batch", "choices", "sequence") if choices else ("batch", "sequence")
+    sizes = {index: torch.export.Dim(name, min=1) for index, name in enumerate(dimensions)}
+    shape = (2, 3, 5) if choices else (2, 5)
+    tokens = [torch.full(shape, 1), torch.ones(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)]
+    inputs = tuple(tokens[: len(names)])
+    training = model.training
+    try:
+        with torch.no_grad(), _plain(model.eval()):
+            plain = _PlainModel(model)
+            found = plain.called(*inputs).keys()
+            with atomic_write(path) as partial:
+                torch.onnx.export(
+                    plain,
+                    inputs,
+                    partial,
+                    input_names=names,
+                    output_names=found,
+                    dynamic_shapes=tuple(dict(sizes) for _ in names),
+                    opset_version=opset_version,
+                    dynamo=True,
+                    external_data=False,
+                    verbose=False,
+                )
+    finally:
+        model.train(training)
+    return found
+
+
+def _check(model: PretrainedModel, path: Path) -> None:
+    name = type(model).__name__
+    if path.suffix != ".onnx":
+        raise ValueError(f"export_onnx: path: expected a name that ends in .onnx, got {path}")
+    if "JointPreTraining" in name or "DoubleHeads" in name:
+        raise ValueError(f"export_onnx: model: expected one with a single head, got {name}; export its parts")
+    base = _base(model)
+    if type(base).encode_packed is not TextModel.encode_packed or not _is_plain_stack(base):
+        raise ValueError(f"export_onnx: model: expected layers over token ids only, got {name}, which reads more")
+    causal = base.encoder.in_order()[0].window[1] == 0
+    if causal and "SequenceClassification" in name:
+        expected = "an encoder, or a GPT without a head or with that of next tokens"
+        got = f"{name}, which reads a label from the last token of a packed sequence"
+        raise ValueError(f"export_onnx: model: expected {expected}, got {got}")
+    for key, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
+            got = f"{key} in {str(parameter.dtype).removeprefix('torch.')} on {parameter.device}"
+            raise ValueError(f"export_onnx: model: expected fp32 parameters on a CPU, got {got}")
+    size = sum(parameter.numel() * 4 for parameter in model.parameters())
+    if size >= _PROTOBUF_BYTES:
+        expected = "a model of less than 2 GiB, which is what one ONNX file can hold"
+        raise ValueError(f"export_onnx: model: expected {expected}, got {size / 2**30:.1f} GiB")
+
+
+def _is_plain_stack(base: TextModel) -> bool:
+    return type(base.encoder) is PackedTransformer and all(type(layer) is PackedLayer for layer in base.encoder.layers)
+
+
+def _base(model: PretrainedModel) -> TextModel:
+    base = model if model.base else getattr(model, model.names.prefix, None)
+    if not isinstance(base, TextModel):
+        raise ValueError(f"export_onnx: model: expected a model of fasttfm.models, got {type(model).__name__}")
+    return base
+
+
+class _PlainModel(nn.Module):
+    """The model as a function of padded tensors; within ``_plain``."""
+
+    def __init__(self, model: PretrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        return self.called(input_ids, attention_mask, token_type_ids).to_tuple()
+
+    def called(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> ModelOutput:
+        """The model's output, of which ``forward`` returns what is there."""
+        output: Any = self.model(input_ids, attention_mask, token_type_ids)
+        if isinstance(output, QuestionAnsweringOutput):  # padding cannot be chosen
+            lowest, padding = torch.finfo(torch.float32).min, attention_mask == 0
+            assert output.start_logits is not None
+            assert output.end_logits is not None
+            output.start_logits = output.start_logits.masked_fill(padding, lowest)
+            output.end_logits = output.end_logits.masked_fill(padding, lowest)
+        return output
+
+
+@contextlib.contextmanager
+def _plain(model: PretrainedModel) -> Iterator[None]:
+    """Within this, the model's layers are plain torch, and so are its heads: a hook on all modules makes ``nn.plain``
+    call them instead of fusing them."""
+    base = _base(model)
+    named = [module for module in model.modules() if isinstance(getattr(module, "activation", None), str)]
+    activations: list[tuple[Any, str]] = [(module, str(module.activation)) for module in named]
+
+    def encode(
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **layout: Any,
+    ) -> Encoded:
+        return _encoded(base, input_ids, attention_mask, token_type_ids)
+
+    hook = register_module_forward_pre_hook(lambda module, inputs: None)
+    try:
+        base.__dict__.update(encode=encode, encode_packed=encode)
+        for module, name in activations:
+            module.activation = _ACTIVATIONS[ops.ACTIVATIONS[name]]
+        yield
+    finally:
+        hook.remove()
+        for name in ("encode", "encode_packed"):
+            base.__dict__.pop(name, None)
+        for module, name in activations:
+            module.activation = name
+
+
+class _PaddedBatch(PackedBatch):
+    """A batch that stays [B, S, ...] where others are packed: rows of padding are computed too, and no token attends to
+    them. Reshapes from [B, S] to [T] and back give a tracer of any size conditions that it cannot prove."""
+
+    def pack(self, x: Tensor) -> Tensor:
+        return x
+
+    def unpack(self, x: Tensor) -> Tensor:
+        return x
+
+    def per_sequence(self, x: Tensor, *, fill: float) -> Tensor:
+        return x
+
+    def first_tokens(self, x: Tensor) -> Tensor:
+        return x[:, 0]
+
+
+def _encoded(
+    base: TextModel, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None
+) -> Encoded:
+    """The states [B, S, C] of a padded batch, in plain torch."""
+    full = PackedBatch.full(input_ids)
+    batch = _PaddedBatch(full.cu_seqlens, full.max_seqlen, full.tokens, full.shape)
+    positions = base.positions(input_ids, input_ids, None, batch)
+    if positions is None:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    x = base.embeddings(input_ids, position_ids=positions, segment_ids=token_type_ids)
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    for layer in base.encoder.in_order():
+        x = _layer(layer, x, _bias(layer, attention_mask))
+    if base.encoder.final_norm is not None:
+        x = base.encoder.final_norm(x)
+    return Encoded(x, batch, None, None)
+
+
+def _bias(layer: PackedLayer, attention_mask: Tensor) -> Tensor:
+    """[B, 1, 1 or S, S], added to attention's scores. The lowest number instead of -inf: a row of padding attends to
+    padding, and has no NaN."""
+    lowest = torch.finfo(torch.float32).min
+    left, right = layer.window
+    allowed = (attention_mask != 0)[:, None, None, :]
+    if left is not None or right is not None:
+        index = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+        distance = index[None, :] - index[:, None]  # of the key from the query
+        for bound, beyond in ((left, -distance), (right, distance)):
+            if bound is not None and bound >= 0:
+                allowed = allowed & (beyond <= bound)
+    return torch.where(allowed, 0.0, lowest)
+
+
+def _layer(layer: PackedLayer, x: Tensor, bias: Tensor) -> Tensor:
+    """A layer over [B, S, C]."""
+    normed = layer.norm1(x) if layer.norm_first else x
+    q, k, v = (  # [B, H, S, D]
+        each.unflatten(-1, (layer.heads, layer.width // layer.heads)).transpose(1, 2)
+        for each in layer.qkv(normed).split(layer.width, -1)
+    )
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(layer.width // layer.heads) + bias
+    context = torch.einsum("bhqk,bhkd->bqhd", scores.softmax(-1), v).contiguous().flatten(2)
+    activation: Any = layer.activation  # a function within _plain
+    if layer.norm_first:
+        x = x + layer.out(context)
+        return x + layer.down(activation(layer.up(layer.norm2(x))))
+    x = layer.norm1(x + layer.out(context))
+    return layer.norm2(x + layer.down(activation(layer.up(x))))  # type: ignore[no-any-return]

@@ -1,0 +1,249 @@
+"""Zero-, one- and few-shot evaluation: prompts of labelled examples, answers by likelihood or by generation, scores."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasttfm import extras
+from fasttfm.data.texts import data_error, read_json_lines
+from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.generate import stream
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.tasks.distillation_recipes import encode
+from fasttfm.tasks.families import longest_input
+from fasttfm.tasks.inputs import Feature, Tokens, by_budget, collate
+from fasttfm.tasks.metrics import Scores, answer_f1, exact_match, label_scores
+from fasttfm.tasks.prompts import Prompt, Shot, text_pieces, until
+
+NORMALIZATIONS = ("none", "tokens", "bytes", "unconditional")
+METRICS = ("accuracy", "f1", "exact_match", "answer_f1", "bleu", "rouge")
+
+
+class Question(NamedTuple):
+    """An example to be answered."""
+
+    input: str
+    outputs: list[str]  # right answers; the first one where it is an example for others
+    choices: list[str]  # empty where any answer may be given
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The form of a kind of task as the papers have it."""
+
+    template: str | None
+    separator: str
+    answer: str  # "likelihood" or "generate"
+    metrics: tuple[str, ...]
+
+
+# GPT-2's summaries and translations, GPT-3's reading comprehension.
+PRESETS = {
+    "classify": Preset(None, "\n\n", "likelihood", ("accuracy", "f1")),
+    "choice": Preset(None, "\n\n", "likelihood", ("accuracy",)),
+    "tldr": Preset("{input}\nTL;DR: {output}", "\n\n", "generate", ("rouge",)),
+    "translate": Preset("{input} = {output}", "\n", "generate", ("bleu",)),
+    "reading": Preset("{input}\nA: {output}", "\n\n", "generate", ("exact_match", "answer_f1")),
+}
+
+
+def read_questions(path: str | Path) -> list[Question]:
+    """Examples from a .jsonl file: an object a line with the texts ``input`` and ``output`` (or a list of right
+    answers), and optionally ``choices``, a list of texts."""
+    found = []
+    for number, line, row in read_json_lines(Path(path)):
+        row = row if isinstance(row, dict) else {}
+        outputs, choices = row.get("output"), row.get("choices", [])
+        outputs = [outputs] if isinstance(outputs, str) else outputs
+        lists = isinstance(outputs, list) and outputs and isinstance(choices, list)
+        if not lists or not all(isinstance(each, str) for each in [row.get("input"), *outputs, *choices]):
+            expected = 'an object with the texts "input" and "output", and perhaps a list "choices"'
+            raise data_error(path, expected, f"{line:.60}", line=number)
+        if choices and outputs[0] not in choices:
+            raise data_error(path, '"output" among "choices"', f"{outputs[0]:.60}", line=number)
+        found.append(Question(row["input"], outputs, choices))
+    if not found:
+        raise data_error(path, "examples, one object a line", "none")
+    return found
+
+
+@dataclass
+class Evaluation:
+    """Answers of a causal language model to prompts.
+
+    Args:
+        model: With the head of next tokens, where it is.
+        prompt: Description, template and separator; its examples are drawn.
+        answer: ``"likelihood"`` of each choice, or ``"generate"``.
+        normalization: How likelihoods of choices are compared: ``"none"``, for each of their ``"tokens"`` or
+            ``"bytes"``, or over their ``"unconditional"`` probability after the end of the template (GPT-3).
+        stop: Where a generated answer ends.
+    """
+
+    model: PretrainedModel
+    tokenizer: Tokenizer
+    prompt: Prompt
+    answer: str = "likelihood"
+    normalization: str = "tokens"
+    max_new_tokens: int = 50
+    stop: str = "\n"
+    tokens_per_batch: int = 16384
+    left_out: int = 0  # examples that did not fit into prompts
+
+    def __post_init__(self) -> None:
+        if self.answer not in ("likelihood", "generate"):
+            raise ValueError(f"answer: expected likelihood or generate, got {self.answer!r}")
+        if self.normalization not in NORMALIZATIONS:
+            expected = ", ".join(NORMALIZATIONS)
+            raise ValueError(f"normalization: expected one of {expected}, got {self.normalization!r}")
+        self.model.eval()
+        self._longest = longest_input(self.model.config)
+        self._device = next(self.model.parameters()).device
+
+    def answers(self, questions: Sequence[Question], shots: Sequence[Question], k: int, seed: int) -> Iterator[str]:
+        """An answer to each question, after a prompt with ``k`` of the ``shots``, drawn for each question by the
+        seed."""
+        if k > len(shots):
+            raise ValueError(f"shots: expected at least {k} examples to draw from, got {len(shots)}")
+        labels = list(dict.fromkeys(each.outputs[0] for each in (shots or questions)))
+        for index, question in enumerate(questions):
+            drawn = random.Random(f"{seed} {k} {index}").sample(list(shots), k)
+            prompt = replace(self.prompt, shots=[Shot(shot.input, shot.outputs[0]) for shot in drawn])
+            if self.answer == "generate":
+                yield self._generated(prompt, question)
+            else:
+                yield self._most_likely(prompt, question, question.choices or labels)
+
+    def _fitting(self, prompt: Prompt, question: Question, room: int) -> list[int]:
+        """The ids of the prompt, without the first examples if all are too long."""
+        if room < 1:
+            raise ValueError(f"prompt: expected fewer new tokens than the model's {self._longest} positions")
+        fitting = prompt.fitting(question.input, lambda text: len(self.tokenizer.encode(text)), room)
+        self.left_out += len(prompt.shots) - len(fitting.shots)
+        return self.tokenizer.encode(fitting.text(question.input))
+
+    def _generated(self, prompt: Prompt, question: Question) -> str:
+        ids = self._fitting(prompt, question, self._longest - self.max_new_tokens)
+        end = self.tokenizer.special.eos if self.model.config.eos_token_id is None else None
+        model: Any = self.model
+        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "eos_token_id": end, "do_sample": False}
+        tokens = stream(model, torch.tensor(ids, device=self._device), **options)
+        return "".join(until(text_pieces(self.tokenizer, tokens), self.stop)).strip()
+
+    def _most_likely(self, prompt: Prompt, question: Question, choices: Sequence[str]) -> str:
+        endings = [self.tokenizer.encode(prompt.answer_prefix + choice) for choice in choices]
+        if not all(endings):
+            raise ValueError(f"choices: expected a token in every choice, got none in {choices[endings.index([])]!r}")
+        ids = self._fitting(prompt, question, self._longest - max(map(len, endings)))
+        scores = self.log_likelihoods([(ids, ending) for ending in endings])
+        if self.normalization == "tokens":
+            scores = [score / len(ending) for score, ending in zip(scores, endings, strict=True)]
+        elif self.normalization == "bytes":
+            scores = [score / max(1, len(choice.encode())) for score, choice in zip(scores, choices, strict=True)]
+        elif self.normalization == "unconditional":
+            context = self.tokenizer.encode(prompt.form.removesuffix("{output}").rpartition("{input}")[2].strip())
+            if not context:
+                expected = "a template with text between {input} and {output} for unconditional probabilities"
+                raise ValueError(f"template: expected {expected}, got {prompt.form!r}")
+            without = self.log_likelihoods([(context, ending) for ending in endings])
+            scores = [score - other for score, other in zip(scores, without, strict=True)]
+        return choices[max(range(len(scores)), key=scores.__getitem__)]
+
+    @torch.inference_mode()
+    def log_likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[float]:
+        """``log P(ending | beginning)`` for each pair of ids; a beginning has at least one."""
+        head: Any = self.model.get_submodule("lm_head")
+        found: list[float] = []
+        features = [
+            Feature(number, [Tokens([*first, *last[:-1]], [])], (len(first), last))
+            for number, (first, last) in enumerate(pairs)
+        ]
+        for group in by_budget(features, self.tokens_per_batch):
+            batch = collate(group, segments=False).to(self._device)
+            states = encode(self.model, batch).x
+            starts = batch.cu_seqlens.tolist()
+            rows, targets, sizes = [], [], []
+            for start, feature in zip(starts, group, strict=False):
+                begin, ending = feature.target
+                rows += range(start + begin - 1, start + begin - 1 + len(ending))
+                targets += ending
+                sizes.append(len(ending))
+            logits: Tensor = head(states[torch.tensor(rows, device=self._device)]).float().log_softmax(-1)
+            picked = logits.gather(1, torch.tensor(targets, device=self._device)[:, None]).squeeze(1)
+            found += [float(part.sum()) for part in picked.cpu().split(sizes)]
+        return found
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+def prompt_scores(metrics: Iterable[str], questions: Sequence[Question], answers: Sequence[str]) -> Scores:
+    """Scores by their names out of ``METRICS``, from 0 to 1, BLEU from 0 to 100."""
+    scores: Scores = {}
+    gold = [question.outputs for question in questions]
+    for name in metrics:
+        if name not in METRICS:
+            raise ValueError(f"metrics: expected {', '.join(METRICS)}, got {name!r}")
+        scores |= _SCORERS[name](gold, answers)
+    return scores
+
+
+def _each(name: str, score: Callable[[str, str], float]) -> Callable[[Sequence[list[str]], Sequence[str]], Scores]:
+    """The mean over examples of the best score against any right answer."""
+
+    def mean(gold: Sequence[list[str]], answers: Sequence[str]) -> Scores:
+        found = [max(score(each, answer) for each in right) for right, answer in zip(gold, answers, strict=True)]
+        return {name: sum(found) / len(found)}
+
+    return mean
+
+
+def _f1(gold: Sequence[list[str]], answers: Sequence[str]) -> Scores:
+    found = label_scores([right[0] for right in gold], list(answers))
+    return {name: value for name, value in found.items() if name == "f1"}
+
+
+def _bleu(gold: Sequence[list[str]], answers: Sequence[str]) -> Scores:
+    try:
+        import sacrebleu
+    except ImportError:
+        raise extras.missing("BLEU", "sacrebleu", "prompts") from None
+    most = max(map(len, gold))
+    references = [[right[number] if number < len(right) else None for right in gold] for number in range(most)]
+    return {"bleu": float(sacrebleu.corpus_bleu(list(answers), references).score)}  # type: ignore[arg-type]
+
+
+def _rouge(gold: Sequence[list[str]], answers: Sequence[str]) -> Scores:
+    try:
+        from rouge_score import rouge_scorer
+    except ImportError:
+        raise extras.missing("ROUGE", "rouge-score", "prompts") from None
+    kinds = ("rouge1", "rouge2", "rougeL")
+    scorer = rouge_scorer.RougeScorer(kinds, use_stemmer=True)
+    scored = [scorer.score_multi(right, answer) for right, answer in zip(gold, answers, strict=True)]
+    return {kind: sum(each[kind].fmeasure for each in scored) / len(scored) for kind in kinds}
+
+
+_SCORERS: dict[str, Callable[[Sequence[list[str]], Sequence[str]], Scores]] = {
+    "accuracy": _each("accuracy", lambda right, answer: float(right.strip() == answer.strip())),
+    "f1": _f1,
+    "exact_match": _each("exact_match", exact_match),
+    "answer_f1": _each("answer_f1", answer_f1),
+    "bleu": _bleu,
+    "rouge": _rouge,
+}
+
+
+def lines_of(questions: Sequence[Question], answers: Sequence[str], **fields: Any) -> Iterator[str]:
+    """Answers as lines of JSON."""
+    for question, answer in zip(questions, answers, strict=True):
+        row = {**fields, "input": question.input, "output": question.outputs, "answer": answer}
+        yield json.dumps(row, ensure_ascii=False) + "\n"

@@ -1,0 +1,128 @@
+"""Models as ONNX files: the plain form that is exported is the model, and onnxruntime computes the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fasttfm import models
+from fasttfm.models.families import FAMILIES
+from fasttfm.models.family import Head
+from fasttfm.models.onnx_export import _check, _plain, _PlainModel
+
+_SIZES = {
+    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+    "max_position_embeddings": 40, "embedding_size": 16, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64,
+    "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 40, "initializer_range": 0.3,
+}  # fmt: skip
+_ALL = [(name, head) for name, family in FAMILIES.items() for head in family.models]
+_LENGTHS = (9, 4, 6, 9)
+
+
+def small(name: str, head: Head, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    model_cls = FAMILIES[name].models[head]
+    known = model_cls.config_class.__dataclass_fields__
+    fields = {key: value for key, value in {**_SIZES, **changes}.items() if key in known}
+    return model_cls(model_cls.config_class(**fields)).eval()
+
+
+def padded(model: Any) -> dict[str, Tensor]:
+    """Four sequences with padding; two choices each where the model has choices."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (2, 2, 9) if "MultipleChoice" in type(model).__name__ else (4, 9)
+    inputs = {"input_ids": torch.randint(3, 50, shape, generator=generator)}
+    mask = torch.tensor([[int(column < length) for column in range(9)] for length in _LENGTHS])
+    inputs["attention_mask"] = mask.view(shape)
+    if getattr(model.config, "type_vocab_size", 0):
+        kinds = model.config.type_vocab_size
+        inputs["token_type_ids"] = torch.randint(0, kinds, shape, generator=generator)
+    return inputs
+
+
+def refused(model: Any) -> bool:
+    try:
+        _check(model, Path("model.onnx"))
+    except ValueError:
+        return True
+    return False
+
+
+def of_tokens(output: Any, key: str, inputs: dict[str, Tensor]) -> Tensor:
+    """An output without the rows of padding."""
+    value, mask = torch.as_tensor(output), inputs["attention_mask"]
+    return value[mask.bool()] if value.shape[:2] == mask.shape and key != "start_logits" else value
+
+
+@pytest.mark.parametrize(("name", "head"), _ALL, ids=[f"{name}-{head.name}" for name, head in _ALL])
+def test_the_plain_form_is_the_model(name: str, head: Head) -> None:
+    model = small(name, head)
+    if refused(model):
+        pytest.skip("the model has no ONNX form: test_what_cannot_be_exported_is_refused")
+    model, inputs = model.double(), padded(model)
+    with torch.no_grad():
+        expected = model(**inputs)
+        with _plain(model):
+            found = _PlainModel(model).called(*inputs.values())
+        again = model(**inputs)
+    assert found.keys() == expected.keys()
+    for key in expected.keys():  # noqa: SIM118 - an output is no mapping
+        assert torch.equal(again[key], expected[key])
+        # fp64: a few roundings of numbers around 1.
+        assert torch.allclose(of_tokens(found[key], key, inputs), of_tokens(expected[key], key, inputs), atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("bert", Head.QUESTION_ANSWERING),
+        ("roberta", Head.MASKED_LM),
+        ("albert", Head.MULTIPLE_CHOICE),
+        ("electra", Head.REPLACED_TOKENS),
+        ("distilbert", Head.SEQUENCE_CLASSIFICATION),
+        ("gpt2", Head.CAUSAL_LM),
+    ],
+    ids=lambda each: getattr(each, "name", each),
+)
+def test_onnxruntime_computes_the_same(name: str, head: Head, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="torch exports with it")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="it runs the file")
+    model = small(name, head)
+    inputs = padded(model)
+    names = models.export_onnx(model, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    assert [each.name for each in session.get_outputs()] == names
+    found = session.run(names, {key: value.numpy() for key, value in inputs.items()})
+    with torch.no_grad():
+        single = model(**inputs)
+        exact = model.double()(**inputs)
+    for key, value in zip(names, found, strict=True):
+        expected = of_tokens(exact[key], key, inputs)
+        own = (of_tokens(single[key], key, inputs) - expected).abs().max()
+        # As far from fp64 as the model in fp32, up to the order of sums.
+        tolerance = max(4 * float(own), 4 * torch.finfo(torch.float32).eps * float(expected.abs().max()))
+        assert float((of_tokens(value, key, inputs) - expected).abs().max()) <= tolerance
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    cases = [
+        (small("gpt2", Head.SEQUENCE_CLASSIFICATION), path, "expected an encoder, or a GPT without a head"),
+        (models.GPT2DoubleHeadsModel(models.GPT2Config(n_embd=32, n_layer=1, n_head=2)), path, "with a single head"),
+        (small("bert", Head.NONE).bfloat16(), path, "expected fp32 parameters on a CPU, got embeddings.*bfloat16"),
+        (small("bert", Head.NONE), tmp_path / "model.pt", "a name that ends in .onnx"),
+    ]
+    for model, target, sentence in cases:
+        with pytest.raises(ValueError, match=sentence):
+            models.export_onnx(model, target)
+    assert not list(tmp_path.iterdir())
+
+
+def test_torchscript_is_refused_in_words() -> None:
+    model = small("bert", Head.NONE)
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace.*torch\.compile or torch\.export"):
+        torch.jit.trace(model, (torch.ones(2, 5, dtype=torch.int64),), strict=False)
