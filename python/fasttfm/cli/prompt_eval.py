@@ -86,14 +86,14 @@ def run(arguments: argparse.Namespace) -> int:
     with exit_on_user_error(arguments):
         numbers = _numbers(arguments)
         check_output(arguments, model=arguments.model)
-        from fasttfm.tasks.prompt_eval import PRESETS, prompt_scores, read_questions
+        from fasttfm.tasks.prompt_eval import PRESETS, check_metrics, read_questions
 
         preset = PRESETS[arguments.task]
         metrics = tuple(arguments.metrics.split(",")) if arguments.metrics else preset.metrics
+        check_metrics(metrics)
         questions = read_questions(arguments.data)[: arguments.limit]
         shots = [] if arguments.shots is None else read_questions(arguments.shots)
         evaluation = _evaluation(arguments, preset)
-        prompt_scores(metrics, questions[:1], [questions[0].outputs[0]])  # a package that is missing is told first
         folder = output_of(arguments, "prompt-eval")
         rows = []
         with (folder / "answers.jsonl").open("w", encoding="utf-8") as file:

@@ -19,7 +19,7 @@ Scores = dict[str, float]
 
 def label_scores(gold: Sequence[Any], predicted: Sequence[Any]) -> Scores:
     """Accuracy, the mean of every label's F1, and the correlation of Matthews."""
-    metrics = _scikit_learn()
+    metrics = scikit_learn()
     return {
         "accuracy": float(metrics.accuracy_score(gold, predicted)),
         "f1": float(metrics.f1_score(gold, predicted, average="macro", zero_division=0.0)),
@@ -29,7 +29,7 @@ def label_scores(gold: Sequence[Any], predicted: Sequence[Any]) -> Scores:
 
 def value_scores(gold: Sequence[float], predicted: Sequence[float]) -> Scores:
     """The correlations of Pearson and Spearman; 0 where either side is constant and there is none."""
-    _scikit_learn()
+    scikit_learn()
     from scipy.stats import pearsonr, spearmanr
 
     if len(set(gold)) < 2 or len(set(predicted)) < 2:
@@ -45,7 +45,8 @@ def most_common(values: Iterable[Any]) -> Any:
     return Counter(values).most_common(1)[0][0]
 
 
-def _scikit_learn() -> Any:
+def scikit_learn() -> Any:
+    """``sklearn.metrics``"""
     try:
         from sklearn import metrics
     except ImportError:

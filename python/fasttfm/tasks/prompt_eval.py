@@ -20,7 +20,7 @@ from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.distillation_recipes import encode
 from fasttfm.tasks.families import longest_input
 from fasttfm.tasks.inputs import Feature, Tokens, by_budget, collate
-from fasttfm.tasks.metrics import Scores, answer_f1, exact_match, label_scores
+from fasttfm.tasks.metrics import Scores, answer_f1, exact_match, label_scores, scikit_learn
 from fasttfm.tasks.prompts import Prompt, Shot, text_pieces, until
 
 NORMALIZATIONS = ("none", "tokens", "bytes", "unconditional")
@@ -61,8 +61,9 @@ def read_questions(path: str | Path) -> list[Question]:
     found = []
     for number, line, row in read_json_lines(Path(path)):
         row = row if isinstance(row, dict) else {}
-        outputs, choices = row.get("output"), row.get("choices", [])
-        outputs = [outputs] if isinstance(outputs, str) else outputs
+        stated: Any = row.get("output")
+        outputs: Any = [stated] if isinstance(stated, str) else stated
+        choices: Any = row.get("choices", [])
         lists = isinstance(outputs, list) and outputs and isinstance(choices, list)
         if not lists or not all(isinstance(each, str) for each in [row.get("input"), *outputs, *choices]):
             expected = 'an object with the texts "input" and "output", and perhaps a list "choices"'
@@ -110,12 +111,13 @@ class Evaluation:
 
     def answers(self, questions: Sequence[Question], shots: Sequence[Question], k: int, seed: int) -> Iterator[str]:
         """An answer to each question, after a prompt with ``k`` of the ``shots``, drawn for each question by the
-        seed."""
-        if k > len(shots):
-            raise ValueError(f"shots: expected at least {k} examples to draw from, got {len(shots)}")
+        seed. A question is not drawn for itself."""
         labels = list(dict.fromkeys(each.outputs[0] for each in (shots or questions)))
         for index, question in enumerate(questions):
-            drawn = random.Random(f"{seed} {k} {index}").sample(list(shots), k)
+            others = [shot for shot in shots if shot.input != question.input]
+            if k > len(others):
+                raise ValueError(f"shots: expected at least {k} examples to draw from, got {len(others)}")
+            drawn = random.Random(f"{seed} {k} {index}").sample(others, k)
             prompt = replace(self.prompt, shots=[Shot(shot.input, shot.outputs[0]) for shot in drawn])
             if self.answer == "generate":
                 yield self._generated(prompt, question)
@@ -170,7 +172,9 @@ class Evaluation:
             batch = collate(group, segments=False).to(self._device)
             states = encode(self.model, batch).x
             starts = batch.cu_seqlens.tolist()
-            rows, targets, sizes = [], [], []
+            rows: list[int] = []
+            targets: list[int] = []
+            sizes: list[int] = []
             for start, feature in zip(starts, group, strict=False):
                 begin, ending = feature.target
                 rows += range(start + begin - 1, start + begin - 1 + len(ending))
@@ -190,10 +194,17 @@ def prompt_scores(metrics: Iterable[str], questions: Sequence[Question], answers
     scores: Scores = {}
     gold = [question.outputs for question in questions]
     for name in metrics:
-        if name not in METRICS:
-            raise ValueError(f"metrics: expected {', '.join(METRICS)}, got {name!r}")
         scores |= _SCORERS[name](gold, answers)
     return scores
+
+
+def check_metrics(metrics: Iterable[str]) -> None:
+    """Raises ValueError for a name that is not in ``METRICS``, and ImportError for a package that is not installed."""
+    needed = {"f1": scikit_learn, "bleu": _sacrebleu, "rouge": _rouge_scorer}
+    for name in metrics:
+        if name not in METRICS:
+            raise ValueError(f"metrics: expected {', '.join(METRICS)}, got {name!r}")
+        needed.get(name, lambda: None)()
 
 
 def _each(name: str, score: Callable[[str, str], float]) -> Callable[[Sequence[list[str]], Sequence[str]], Scores]:
@@ -212,24 +223,32 @@ def _f1(gold: Sequence[list[str]], answers: Sequence[str]) -> Scores:
 
 
 def _bleu(gold: Sequence[list[str]], answers: Sequence[str]) -> Scores:
+    most = max(map(len, gold))
+    references = [[right[number] if number < len(right) else None for right in gold] for number in range(most)]
+    return {"bleu": float(_sacrebleu().corpus_bleu(list(answers), references).score)}
+
+
+def _rouge(gold: Sequence[list[str]], answers: Sequence[str]) -> Scores:
+    kinds = ("rouge1", "rouge2", "rougeL")
+    scorer = _rouge_scorer().RougeScorer(kinds, use_stemmer=True)
+    scored = [scorer.score_multi(right, answer) for right, answer in zip(gold, answers, strict=True)]
+    return {kind: sum(each[kind].fmeasure for each in scored) / len(scored) for kind in kinds}
+
+
+def _sacrebleu() -> Any:
     try:
         import sacrebleu
     except ImportError:
         raise extras.missing("BLEU", "sacrebleu", "prompts") from None
-    most = max(map(len, gold))
-    references = [[right[number] if number < len(right) else None for right in gold] for number in range(most)]
-    return {"bleu": float(sacrebleu.corpus_bleu(list(answers), references).score)}  # type: ignore[arg-type]
+    return sacrebleu
 
 
-def _rouge(gold: Sequence[list[str]], answers: Sequence[str]) -> Scores:
+def _rouge_scorer() -> Any:
     try:
         from rouge_score import rouge_scorer
     except ImportError:
         raise extras.missing("ROUGE", "rouge-score", "prompts") from None
-    kinds = ("rouge1", "rouge2", "rougeL")
-    scorer = rouge_scorer.RougeScorer(kinds, use_stemmer=True)
-    scored = [scorer.score_multi(right, answer) for right, answer in zip(gold, answers, strict=True)]
-    return {kind: sum(each[kind].fmeasure for each in scored) / len(scored) for kind in kinds}
+    return rouge_scorer
 
 
 _SCORERS: dict[str, Callable[[Sequence[list[str]], Sequence[str]], Scores]] = {
