@@ -133,6 +133,7 @@ def test_outputs_come_by_name_index_and_tuple() -> None:
     assert isinstance(output, ModelOutput)
     assert output.keys() == ["loss", "logits"]
     assert output[0] is output.loss is output["loss"] is output.to_tuple()[0]
+    assert len(output) == len(output.to_tuple())
     loss, logits = output
     assert (loss is output.loss, logits is output.logits) == (True, True)
     leaves = torch.utils._pytree.tree_leaves(output)

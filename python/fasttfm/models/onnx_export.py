@@ -93,7 +93,7 @@ def _check(model: PretrainedModel, path: Path) -> None:
         raise ValueError(f"export_onnx: model: expected one with a single head, got {name}; export its parts")
     base = _base(model)
     if type(base).encode_packed is not TextModel.encode_packed or not _is_plain_stack(base):
-        raise ValueError(f"export_onnx: model: expected layers over token ids only, got {name}, which reads more")
+        raise ValueError(f"export_onnx: model: expected BERT's or GPT's layers, got {name}, whose layers are others")
     causal = base.encoder.in_order()[0].window[1] == 0
     if causal and "SequenceClassification" in name:
         expected = "an encoder, or a GPT without a head or with that of next tokens"

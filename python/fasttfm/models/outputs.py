@@ -38,6 +38,9 @@ class ModelOutput:
     def __getitem__(self, key: int | slice | str) -> Any:
         return getattr(self, key) if isinstance(key, str) else self.to_tuple()[key]
 
+    def __len__(self) -> int:
+        return len(self.to_tuple())
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self.to_tuple())
 
