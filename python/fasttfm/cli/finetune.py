@@ -127,6 +127,11 @@ def _add_training(group: Any) -> None:
         metavar="WEIGHT",
         help="GPTs: weight of the auxiliary causal LM loss (not classify and pair of gpt2)",
     )
+    group.add_argument(
+        "--both-orders",
+        action="store_true",
+        help="GPTs: read each pair in both orders and add the states, for tasks without an order such as similarity",
+    )
 
 
 def _add_graph(group: Any) -> None:

@@ -285,7 +285,9 @@ class GPT2DoubleHeadsModel(GPT2Head):
 
 
 class GPT2ForSequenceClassification(GPT2Head):
-    """Labels sequences by their last token that is not ``config.pad_token_id``."""
+    """Labels sequences by their last token that is not ``config.pad_token_id``. With ``num_orders`` above 1, that many
+    sequences in a row are one example with its texts in different orders: their states are added, and it has one label
+    (GPT-1's similarity of two sentences)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
@@ -300,16 +302,21 @@ class GPT2ForSequenceClassification(GPT2Head):
         position_ids: Tensor | None = None,
         *,
         labels: Tensor | None = None,
+        num_orders: int = 1,
         **layout: Unpack[Layout],
     ) -> ClassifierOutput:
         encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
-        logits, loss = self.classify(encoded, input_ids, labels)
+        logits, loss = self.classify(encoded, input_ids, labels, num_orders)
         return ClassifierOutput(loss, logits, **encoded.returned())
 
-    def classify(self, encoded: Encoded, input_ids: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Logits [sequences, labels], and their loss."""
-        rows = last_words(encoded, input_ids, self.config.pad_token_id)
-        logits = self.score(encoded.x.index_select(0, rows))
+    def classify(
+        self, encoded: Encoded, input_ids: Tensor, labels: Tensor | None, num_orders: int = 1
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [sequences / num_orders, labels], and their loss."""
+        states = encoded.x.index_select(0, last_words(encoded, input_ids, self.config.pad_token_id))
+        if num_orders > 1:
+            states = states.unflatten(0, (-1, num_orders)).sum(1)
+        logits = self.score(states)
         return logits, None if labels is None else classification_loss(logits, labels, self.config.problem_type)
 
 

@@ -84,10 +84,11 @@ class OpenAIGPTForSequenceClassification(GPT2ForSequenceClassification):
         *,
         labels: Tensor | None = None,
         lm_labels: Tensor | None = None,
+        num_orders: int = 1,
         **layout: Unpack[Layout],
     ) -> ClassifierOutput:
         encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
-        logits, loss = self.classify(encoded, input_ids, labels)
+        logits, loss = self.classify(encoded, input_ids, labels, num_orders)
         if loss is not None and lm_labels is not None:
             batch, table = encoded.batch, self.transformer.embeddings.word.weight
             words = next_token_loss(encoded.x, table, None, batch.pack(lm_labels), batch.cu_seqlens)

@@ -27,7 +27,12 @@ IGNORED = -100
 
 
 class ClassifyTask(Task):
-    """A label for each text, or for each pair of texts (GLUE)."""
+    """A label for each text, or for each pair of texts (GLUE).
+
+    Args:
+        both_orders: In causal models, whether a pair is read in both orders, and the states of both are added: for
+            tasks without an order, such as the similarity of two sentences (GPT-1).
+    """
 
     name = "classify"
     about = "a label for each text"
@@ -35,6 +40,14 @@ class ClassifyTask(Task):
     read_file = staticmethod(read_texts)
     head = Head.SEQUENCE_CLASSIFICATION
     main_score = "accuracy"
+    options = ("both_orders",)
+
+    def __init__(self, language: Language, train: Sequence[Any], *, both_orders: bool = False, **options: Any) -> None:
+        if both_orders and not language.family.causal:
+            got = f"{language.family.title}, which reads both texts at once"
+            raise ValueError(f"both_orders: expected with a GPT, got {got}")
+        self.both_orders = both_orders
+        super().__init__(language, train, **options)
 
     @classmethod
     def for_values(cls) -> type[Task]:
@@ -66,10 +79,23 @@ class ClassifyTask(Task):
         encode, form = self.language.tokenizer.encode, self.language.format
         found = []
         for index, example in enumerate(examples):
-            text = encode(example.first)
-            tokens = form.one(text) if example.second is None else form.two(text, encode(example.second))
-            found.append(Feature(index, [tokens], self._target(example)))
+            texts = [encode(text) for text in (example.first, example.second) if text is not None]
+            sequences = [form.one(*texts) if len(texts) == 1 else form.two(*texts)]
+            if self.both_orders:
+                sequences.append(form.one(*texts) if len(texts) == 1 else form.two(*reversed(texts)))
+            found.append(Feature(index, sequences, self._target(example)))
         return found
+
+    def loss(self, model: Any, batch: TaskBatch) -> Tensor:
+        loss: Tensor = model(**batch.inputs(), **batch.targets, **self._orders()).loss
+        return loss
+
+    def logits(self, model: Any, batch: TaskBatch) -> Tensor:
+        logits: Tensor = model(**batch.inputs(), **self._orders()).logits
+        return logits
+
+    def _orders(self) -> dict[str, int]:
+        return {"num_orders": 2} if self.both_orders else {}
 
     def _target(self, example: Any) -> float | None:
         """The label's number; none for labels that nothing was learnt about."""
