@@ -24,7 +24,7 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise ImportError("LoRA needs PEFT: pip install 'fasttfm[tasks]' peft") from None
+        raise ImportError("LoRA needs PEFT: pip install peft") from None
     return peft
 
 

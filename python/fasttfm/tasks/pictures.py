@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fasttfm import extras
 from fasttfm.atomic_files import atomic_write
 
 CONFUSION = "confusion.png"
@@ -29,7 +30,7 @@ def write_confusion(path: Path, counts: Sequence[Sequence[int]], labels: Sequenc
     try:
         import matplotlib
     except ImportError:
-        raise ImportError("the picture of the confusions needs matplotlib: pip install 'fasttfm[train]'") from None
+        raise extras.missing("the picture of the confusions", "matplotlib", "train") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
