@@ -136,9 +136,9 @@ class _PlainModel(nn.Module):
         """The model's output, of which ``forward`` returns what is there."""
         output: Any = self.model(input_ids, attention_mask, token_type_ids)
         if isinstance(output, QuestionAnsweringOutput):  # padding cannot be chosen
-            lowest, padding = torch.finfo(torch.float32).min, attention_mask == 0
             assert output.start_logits is not None
             assert output.end_logits is not None
+            lowest, padding = torch.finfo(output.start_logits.dtype).min, attention_mask == 0
             output.start_logits = output.start_logits.masked_fill(padding, lowest)
             output.end_logits = output.end_logits.masked_fill(padding, lowest)
         return output
