@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypedDict
 
+import torch
 from torch import Tensor
 
 from fasttfm.models.outputs import States
@@ -80,6 +81,9 @@ class TextModel(PretrainedModel):
         **layout: Any,
     ) -> Encoded:
         """The packed states of the last layer, for this module's own forward."""
+        if not torch.compiler.is_compiling() and torch.jit.is_tracing():
+            use = "torch.compile, torch.export or fasttfm.models.export_onnx"
+            raise RuntimeError(f"{type(self).__name__}: torch.jit.trace would record one batch's sizes; use {use}")
         layout, others = _split(layout)
         batch = PackedBatch.of(input_ids, attention_mask, **layout)
         ids = batch.pack(input_ids)
