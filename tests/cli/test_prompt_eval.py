@@ -131,7 +131,9 @@ def test_scores_of_texts() -> None:
         "answer_f1": 1.0,
         "accuracy": 1.0,
     }
-    assert prompt_scores(("answer_f1",), questions, ["cat", "cat"])["answer_f1"] == pytest.approx((1 / 3) / 2)
+    assert prompt_scores(("answer_f1",), questions, ["cat", "cat"])["answer_f1"] == pytest.approx(
+        (2 / 5) / 2
+    )  # one of four words, without articles
 
 
 def test_bleu_and_rouge() -> None:

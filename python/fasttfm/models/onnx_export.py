@@ -92,7 +92,7 @@ def _check(model: PretrainedModel, path: Path) -> None:
     if "JointPreTraining" in name or "DoubleHeads" in name:
         raise ValueError(f"export_onnx: model: expected one with a single head, got {name}; export its parts")
     base = _base(model)
-    if type(base).encode_packed is not TextModel.encode_packed or not _is_plain_stack(base):
+    if not _is_plain_stack(base):
         raise ValueError(f"export_onnx: model: expected BERT's or GPT's layers, got {name}, whose layers are others")
     causal = base.encoder.in_order()[0].window[1] == 0
     if causal and "SequenceClassification" in name:
@@ -110,7 +110,9 @@ def _check(model: PretrainedModel, path: Path) -> None:
 
 
 def _is_plain_stack(base: TextModel) -> bool:
-    return type(base.encoder) is PackedTransformer and all(type(layer) is PackedLayer for layer in base.encoder.layers)
+    own = (type(base).encode_packed, type(base).run_layers) != (TextModel.encode_packed, TextModel.run_layers)
+    stack = base.encoder
+    return not own and type(stack) is PackedTransformer and all(type(layer) is PackedLayer for layer in stack.layers)
 
 
 def _base(model: PretrainedModel) -> TextModel:
