@@ -42,6 +42,7 @@ def test_training_reads_both_orders(gpt_directory: Path) -> None:
     settings = FinetuneSettings(rates=Rates(5e-3), epochs=15)
     FineTuning(model, task, PAIRS, settings).run(on_results=lambda results: None)
     assert predict(model, task, TURNED) == [pair.label for pair in PAIRS]
+    assert task.description()["both_orders"]
 
 
 def test_an_encoder_reads_both_texts_at_once(bert_directory: Path) -> None:

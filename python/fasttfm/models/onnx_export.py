@@ -242,4 +242,4 @@ def _layer(layer: PackedLayer, x: Tensor, bias: Tensor) -> Tensor:
         x = x + layer.out(context)
         return x + layer.down(activation(layer.up(layer.norm2(x))))
     x = layer.norm1(x + layer.out(context))
-    return layer.norm2(x + layer.down(activation(layer.up(x))))  # type: ignore[no-any-return]
+    return layer.norm2(x + layer.down(activation(layer.up(x))))

@@ -42,7 +42,9 @@ class ClassifyTask(Task):
     main_score = "accuracy"
     options = ("both_orders",)
 
-    def __init__(self, language: Language, train: Sequence[Any], *, both_orders: bool = False, **options: Any) -> None:
+    def __init__(
+        self, language: Language, train: Sequence[Any] | None, *, both_orders: bool = False, **options: Any
+    ) -> None:
         if both_orders and not language.family.causal:
             got = f"{language.family.title}, which reads both texts at once"
             raise ValueError(f"both_orders: expected with a GPT, got {got}")
@@ -96,6 +98,9 @@ class ClassifyTask(Task):
 
     def _orders(self) -> dict[str, int]:
         return {"num_orders": 2} if self.both_orders else {}
+
+    def description(self) -> dict[str, Any]:
+        return {**super().description(), **({"both_orders": True} if self.both_orders else {})}
 
     def _target(self, example: Any) -> float | None:
         """The label's number; none for labels that nothing was learnt about."""
