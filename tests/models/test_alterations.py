@@ -42,6 +42,8 @@ CASES: dict[str, dict[str, Tensor]] = {
     "ElectraForSequenceClassification": {"labels": CLASSES},
     "RobertaForSequenceClassification": {"labels": CLASSES},
     "DistilBertForMaskedLM": {"labels": IDS},
+    "ModernBertForMaskedLM": {"labels": IDS},
+    "ModernBertForSequenceClassification": {"labels": CLASSES},
     "GPT2LMHeadModel": {"labels": IDS},
     "OpenAIGPTForSequenceClassification": {"labels": CLASSES, "lm_labels": IDS},
 }
@@ -51,8 +53,9 @@ def make(name: str) -> Any:
     torch.manual_seed(0)
     kind = getattr(models, name)
     sizes: dict[str, Any] = GPT_SIZES if "GPT" in name else DISTILBERT_SIZES if "Distil" in name else SIZES
-    narrow = {"embedding_size": 12} if name.startswith(("Albert", "Electra")) else {}
-    model = kind(kind.config_class(**sizes, **narrow)).double().eval()
+    own: dict[str, Any] = {"embedding_size": 12} if name.startswith(("Albert", "Electra")) else {}
+    own = {"pad_token_id": 0, "local_attention": 4} if name.startswith("Modern") else own
+    model = kind(kind.config_class(**sizes, **own)).double().eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model

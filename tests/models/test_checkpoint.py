@@ -29,7 +29,7 @@ SIZES = {
     "intermediate_size": 20,
     "max_position_embeddings": 11,
 }
-ENCODERS = ("Bert", "Roberta", "Albert", "Electra", "DistilBert")
+ENCODERS = ("Bert", "Roberta", "Albert", "Electra", "DistilBert", "ModernBert")
 CLASSES = [
     name
     for name in models.__all__
@@ -39,7 +39,8 @@ CLASSES = [
 
 def model(name: str = "BertForMaskedLM", **changes: Any) -> Any:
     torch.manual_seed(0)
-    made = getattr(models, name)(config_of(models, name, {**SIZES, **changes}))
+    own = {"pad_token_id": 0} if name.startswith("ModernBert") else {}
+    made = getattr(models, name)(config_of(models, name, {**SIZES, **own, **changes}))
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
     return made

@@ -50,6 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ElectraForMaskedLM": NARROW,
     "ElectraForPreTraining": NARROW,
     "DistilBertForMaskedLM": {},
+    "ModernBertForMaskedLM": {"local_attention": 16, "pad_token_id": 0},
 }
 
 

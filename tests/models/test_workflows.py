@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "AlbertForMaskedLM": {"embedding_size": 20, "parameter_sharing": "attention", "hidden_dropout_prob": 0.1},
     "ElectraForJointPreTraining": {"embedding_size": 20, "generator_size": 1 / 3},
     "DistilBertForMaskedLM": {},
+    "ModernBertForMaskedLM": {"local_attention": 4, "attention_dropout": 0.1, "pad_token_id": 0},
 }
 each_family = pytest.mark.parametrize("name", FAMILIES)
 

@@ -15,6 +15,8 @@ from fasttfm.nn.packed_transformer import PackedTransformer
 from fasttfm.nn.parts import layer_norm, packed_residual_norm, product
 from fasttfm.ops import linear
 
+Tables = dict[float, tuple[Tensor, Tensor]]  # cosines and sines [positions, D / 2] by the wavelengths' base
+
 
 class RotaryLayer(PackedLayer):
     """ModernBERT's layer: ``x + attention(norm1(x))``, then ``x + down(activation(gate) * up)`` of ``norm2(x)``.
@@ -87,7 +89,7 @@ class RotaryLayer(PackedLayer):
         residual: Tensor | None = None,
         next_norm: nn.LayerNorm | None = None,
         seeds: Tensor | None = None,
-        tables: dict[float, tuple[Tensor, Tensor]] | None = None,
+        tables: Tables | None = None,
         positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the layer. Arguments and results are those of ``PackedLayer`` with ``norm_first``; in addition:
@@ -124,14 +126,14 @@ class RotaryLayer(PackedLayer):
         x: Tensor,
         cu_seqlens: Tensor,
         max_seqlen: int,
-        tables: dict[float, tuple[Tensor, Tensor]] | None,
+        tables: Tables | None,
         positions: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, H, D] of ``x``; queries and keys are rotated, by one call."""
         if positions is None:
             positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
         if tables is None:
-            tables = {self.theta: rotary_tables(self.theta, max_seqlen, self.width // self.heads, x.device)}
+            tables = {self.theta: rotary_tables(self.theta, max_seqlen, self.width // self.heads, like=x)}
         qkv = self.project(x)
         turned = ops.rotary(qkv[:, :2].flatten(1, 2), *tables[self.theta], positions=positions)
         q, k = turned.chunk(2, dim=1)
@@ -149,18 +151,24 @@ class RotaryLayer(PackedLayer):
         return ops.attention_weights(q, k, window=(left, right), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
 
 
-def rotary_tables(theta: float, positions: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles ``position * theta ** (-2 i / columns)``, fp32 [positions, columns / 2]."""
-    rates = 1.0 / theta ** (torch.arange(0, columns, 2, device=device, dtype=torch.float32) / columns)
-    angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * rates
+def rotary_tables(theta: float, positions: int, columns: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the angles ``position * theta ** (-2 i / columns)``, [positions, columns / 2]: in fp32, for
+    fp64 tensors in fp64."""
+    kind: dict[str, Any] = {"device": like.device, "dtype": _table_type(like)}
+    rates = 1.0 / theta ** (torch.arange(0, columns, 2, **kind) / columns)
+    angles = torch.arange(positions, **kind)[:, None] * rates
     return angles.cos(), angles.sin()
+
+
+def _table_type(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 class RotaryTransformer(PackedTransformer):
     """A stack of ``RotaryLayer``.
 
-    The tables of angles are computed at the first call on a device, for all of ``positions``, and kept in fp32 whatever
-    the parameters' type is.
+    The tables of angles are computed at the first call on a device, for all of ``positions``, and kept in fp32 (in fp64
+    for fp64 models) whatever the parameters' type is.
 
     Args:
         layers: In order; each ``theta`` has tables of its own.
@@ -173,7 +181,7 @@ class RotaryTransformer(PackedTransformer):
     def __init__(self, layers: Sequence[RotaryLayer], final_norm: nn.LayerNorm, positions: int) -> None:
         super().__init__(layers, final_norm)
         self.positions = positions
-        self._tables: dict[torch.device, dict[float, tuple[Tensor, Tensor]]] = {}
+        self._tables: dict[tuple[torch.device, torch.dtype], Tables] = {}
 
     def forward(
         self,
@@ -188,16 +196,21 @@ class RotaryTransformer(PackedTransformer):
         """``PackedTransformer.forward``; ``positions`` int64 [T] are by default those in each token's own sequence."""
         if positions is None:
             positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
-        angles: dict[str, Any] = {"tables": self.tables(x.device), "positions": positions}
+        angles: dict[str, Any] = {"tables": self.tables(x), "positions": positions}
         return super().forward(x, cu_seqlens, max_seqlen, hidden_states=hidden_states, **angles, **inputs)
 
-    def tables(self, device: torch.device) -> dict[float, tuple[Tensor, Tensor]]:
-        if device not in self._tables:
-            layers: list[Any] = self.in_order()
-            columns = layers[0].width // layers[0].heads if layers else 2
-            thetas = {layer.theta for layer in layers}
-            with torch.no_grad():
-                self._tables[device] = {
-                    theta: rotary_tables(theta, self.positions, columns, device) for theta in sorted(thetas)
-                }
-        return self._tables[device]
+    def tables(self, x: Tensor) -> Tables:
+        """Cosines and sines by ``theta``. A compiler sees them computed: it cannot trace what is kept between calls."""
+        if torch.compiler.is_compiling():
+            return self._make_tables(x)
+        key = (x.device, _table_type(x))
+        if key not in self._tables:
+            self._tables[key] = self._make_tables(x)
+        return self._tables[key]
+
+    @torch.no_grad()
+    def _make_tables(self, x: Tensor) -> Tables:
+        layers: list[Any] = self.in_order()
+        thetas = dict.fromkeys(layer.theta for layer in layers)
+        sizes = [layer.width // layer.heads for layer in layers[:1]]
+        return {theta: rotary_tables(theta, self.positions, *sizes, like=x) for theta in thetas}
