@@ -71,6 +71,10 @@ wheel: .venv/installed ## the wheel of a release for this machine and Python, in
 	.venv/bin/python tools/wheel.py build
 	.venv/bin/python tools/wheel.py test $(if $(TORCH),--torch $(TORCH)) "$$(ls -t dist/*.whl | head -1)"
 
+.PHONY: hub-kernel
+hub-kernel: ## the folder build/hub-kernel, which Hugging Face's `kernels` loads: the ops with their Triton kernels, layers for kernelize
+	$(PYTHON) tools/hub_kernel.py build/hub-kernel
+
 .PHONY: release-check
 release-check: ## fail unless TAG is v and the version of the package
 	$(PYTHON) tools/wheel.py version $(TAG)

@@ -116,6 +116,19 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_wheel_of_the_sdist_has_the_trees_modules(wheel: Path) -> None:
+    folders = {"python/fasttfm": "fasttfm", "kernels": "fasttfm/kernels"}
+    tree = {
+        f"{package}/{path.relative_to(ROOT / folder).as_posix()}": path
+        for folder, package in folders.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name: archive.read(name) for name in archive.namelist() if name.endswith(".py")}
+    assert found == {name: path.read_bytes() for name, path in tree.items()}
+
+
+@pytest.mark.slow
 def test_the_package_asks_for_three_others_only(metadata: str) -> None:
     required = re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE)
     assert sorted(line for line in required if "extra ==" not in line) == ["numpy", "safetensors", "torch>=2.9"]

@@ -372,7 +372,7 @@ def triton_kernels(op: str, *, refuse: Callable[..., str | None] = _nothing) -> 
 
     def run(direction: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            module = importlib.import_module(f"fasttfm.kernels.{op}.triton")
+            module = importlib.import_module(f"..kernels.{op}.triton", __package__)
             return getattr(module, f"{op}_{direction}_triton")(*args)
 
         return call

@@ -9,7 +9,8 @@ import torch
 from torch.autograd import forward_ad
 
 # Lives as long as the process: torch drops the registrations of a Library that is collected.
-_library = torch.library.Library("fasttfm", "FRAGMENT")
+NAMESPACE = "fasttfm"  # tools/hub_kernel.py writes another
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 _PLAIN_ARGUMENTS = frozenset((*PLAIN_TENSORS, type(None), torch.dtype))  # in the place of tensors and between them
@@ -91,8 +92,8 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, implementation, "CPU")
     _library.impl(name, implementation, "CUDA")
-    torch.library.register_fake(f"fasttfm::{name}", fake, lib=_library)
-    op = RegisteredOp(getattr(torch.ops.fasttfm, name).default, implementation)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    op = RegisteredOp(getattr(getattr(torch.ops, NAMESPACE), name).default, implementation)
     _library.impl(name, op.without_derivatives, "Autograd", with_keyset=True)
     return op
 
