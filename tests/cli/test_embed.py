@@ -51,6 +51,14 @@ def test_a_text_is_a_line_a_document_or_a_file(bert_directory: Path, texts: Path
     assert np.allclose(whole, of_model(bert_directory, ["\n".join(TEXTS)]), atol=1e-5)
 
 
+def test_a_column_of_a_table(bert_directory: Path, tmp_path: Path) -> None:
+    table = tmp_path / "reviews.csv"
+    table.write_text('stars,review\n5,"Peace, and commerce."\n1,War.\n')
+    found = run(bert_directory, table, tmp_path / "vectors.npy", "--text-column", "review")
+    assert found is not None
+    assert np.allclose(found, of_model(bert_directory, ["Peace, and commerce.", "War."]), atol=1e-5)
+
+
 def test_truncated_texts_are_counted(bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "texts.txt").write_text("War.\n" + "the " * 200 + "\n" + "the " * 140 + "\n")
     found = run(bert_directory, tmp_path / "texts.txt", tmp_path / "vectors.npy")

@@ -5,9 +5,9 @@
   fasttfm embed --model DIR --data - --tokens --output tokens.npz < texts.txt
 
 Texts are the lines of .txt files (an empty line is an empty text, so that vector i is line i), the "text" of .jsonl
-files, or the column text of .parquet files; --split changes how .txt files are divided. The vectors are one array
-[texts, width] in the order of the texts. A folder of sentence-transformers brings its own pooling, prompts, length and
-normalization: the vectors are those of SentenceTransformer.encode.
+files, or the column text of .csv, .tsv and .parquet files (--text-column); --split changes how .txt files are divided.
+The vectors are one array [texts, width] in the order of the texts. A folder of sentence-transformers brings its own
+pooling, prompts, length and normalization: the vectors are those of SentenceTransformer.encode.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ def add_parser(subparsers: Any) -> None:
         choices=SPLITS,
         default="line",
         help="a text of a .txt file is a line, a document (between blank lines), or the whole file",
+    )
+    parser.add_argument(
+        "--text-column", default="text", metavar="NAME", help="of .jsonl, .csv, .tsv and .parquet files"
     )
     parser.add_argument("--lines", dest="split", action="store_const", const="line", help=argparse.SUPPRESS)
     parser.add_argument(
@@ -108,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         from fasttfm.tasks.vector_files import Row, write_vectors
 
         embedder = embedder_of(arguments)
-        texts, again = itertools.tee(read_texts(arguments.data, arguments.split))
+        texts, again = itertools.tee(read_texts(arguments.data, arguments.split, arguments.text_column))
         # The copy of the texts is as far ahead as a batch, so that memory is bounded.
         if arguments.tokens:
             found = ((vectors, ids) for ids, vectors in embedder.token_vectors(texts))
@@ -169,8 +172,9 @@ def _check_output(arguments: argparse.Namespace) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
 
 
-def read_texts(sources: Sequence[str], split: str) -> Iterator[str]:
-    """The texts of files, directories, patterns and stdin (``-``); ``split`` is one of ``SPLITS``."""
+def read_texts(sources: Sequence[str], split: str, column: str = "text") -> Iterator[str]:
+    """The texts of files, directories, patterns and stdin (``-``); ``split`` is one of ``SPLITS``, and ``column`` that
+    of files with columns."""
     from fasttfm.data.texts import files_of, read_documents, read_lines
 
     for source in sources:
@@ -179,7 +183,7 @@ def read_texts(sources: Sequence[str], split: str) -> Iterator[str]:
             continue
         for path in files_of(source) or []:
             if split == "document" or not path.name.endswith((".txt", ".txt.gz")):
-                yield from read_documents(path)
+                yield from read_documents(path, column=column)
             elif split == "line":
                 yield from (line for _, line in read_lines(path))
             else:
@@ -190,7 +194,11 @@ def _tracked(arguments: argparse.Namespace, rows: Iterator[Any]) -> Iterator[Any
     """Rows with a progress bar. Files are read twice, the first time to count their texts."""
     from fasttfm.train.progress import tracked
 
-    total = None if "-" in arguments.data else sum(1 for _ in read_texts(arguments.data, arguments.split))
+    total = (
+        None
+        if "-" in arguments.data
+        else sum(1 for _ in read_texts(arguments.data, arguments.split, arguments.text_column))
+    )
     return tracked(rows, "texts", total=total)
 
 

@@ -33,6 +33,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--split", choices=SPLITS, default="line", help="how .txt files of --texts are divided, as given to embed"
     )
+    parser.add_argument("--text-column", default="text", metavar="NAME", help="of files of --texts that have columns")
     parser.add_argument("--query", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument("--queries", metavar="FILE", help="queries, one a line; - reads stdin")
     parser.add_argument("--query-vectors", metavar="FILE", help="vectors of queries, instead of texts and --model")
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         names, queries = _queries(arguments, vectors.settings)
         found = search(vectors, queries, arguments.top, device=device_of(arguments), progress=not arguments.quiet)
         if arguments.texts is not None:
-            texts = read_texts(arguments.texts, arguments.split)
+            texts = read_texts(arguments.texts, arguments.split, arguments.text_column)
             found = with_texts(found, texts, vectors.count or 0, arguments.texts[0])
         if arguments.output is None:
             _print(names, found)
