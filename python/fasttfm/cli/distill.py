@@ -103,6 +103,10 @@ def add_parser(subparsers: Any) -> None:
         "--epochs", type=int, default=10, metavar="N", help="epochs on embeddings, attention maps and hidden states"
     )
     group.add_argument("--prediction-epochs", type=int, default=3, metavar="N", help="epochs on predictions")
+    group.add_argument(
+        "--augment", metavar="DIR", help="classify, pair: also train on copies with words that this masked LM proposes"
+    )
+    group.add_argument("--copies", type=int, default=20, metavar="N", help="copies of each example with --augment")
     add_run_options(parser)
     parser.set_defaults(refuse=parser.error)
 
@@ -225,6 +229,7 @@ def _on_task(arguments: argparse.Namespace) -> None:
         arguments.task, arguments.teacher, arguments.student, examples.train, max_length=arguments.max_length
     )
     task.check_labels(examples.dev, f"{examples.source}, dev set")
+    train = examples.train if arguments.augment is None else _augmented(arguments, examples.train, device)
     recipe = TinyBertRecipe(
         student, teacher, layers=arguments.layer_map, attention=arguments.attention, projections=projections
     ).to(device)
@@ -242,7 +247,7 @@ def _on_task(arguments: argparse.Namespace) -> None:
     work = TaskRun(
         recipe,
         task,
-        examples.train,
+        train,
         settings,
         prediction_epochs=arguments.prediction_epochs,
         temperature=temperature,
@@ -267,6 +272,24 @@ def _on_task(arguments: argparse.Namespace) -> None:
     for name, values in scores.items():
         print(f"{name:10} {sentence(values)}")
     print(f"output     {output}")
+
+
+def _augmented(arguments: argparse.Namespace, examples: list[Any], device: Any) -> list[Any]:
+    """The examples and their copies with other words."""
+    from functools import partial
+
+    from fasttfm.data.tokenizer import load_tokenizer
+    from fasttfm.models.family import Head
+    from fasttfm.tasks.augmentation import Augmenter
+    from fasttfm.tasks.families import open_model
+    from fasttfm.train.progress import tracked
+
+    model = open_model(arguments.augment, Head.MASKED_LM).to(device)
+    augmenter = Augmenter(model, load_tokenizer(arguments.augment), copies=arguments.copies, seed=arguments.seed)
+    watch = iter if arguments.quiet else partial(tracked, unit="examples", total=len(examples))
+    found = augmenter.augmented(examples, watch)
+    print(f"{len(examples)} training examples, {len(found)} with their copies")
+    return found
 
 
 def _numbers(text: str) -> list[int]:
