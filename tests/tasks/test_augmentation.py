@@ -45,7 +45,7 @@ def test_a_word_of_several_tokens_gets_its_nearest_words(augmenter: Augmenter) -
     found = augmenter.proposals(TEXT, words(TEXT))[1]
     ids = augmenter.tokenizer.encode("zyxomatic")
     assert len(ids) > 1
-    table = base_of(augmenter.model).embeddings.word.weight
+    table = base_of(augmenter.model).embeddings.word.weight.detach()
     mean = table[ids].mean(0)
     scores = {id: float(torch.cosine_similarity(table[id], mean, dim=0)) for id in augmenter._words}
     best = sorted(scores, key=lambda id: -scores[id])[:4]

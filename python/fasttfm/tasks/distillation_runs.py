@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from fasttfm.train import Objective, StepResult, Trainer
 from fasttfm.train.loop import check_finite
 from fasttfm.train.settings import at_least
 
+_LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
 PROJECTIONS = "projections.safetensors"  # TinyBERT's, in the student's directory
 
 OnResults = Callable[[list[StepResult]], Any]
@@ -37,14 +39,32 @@ OnResults = Callable[[list[StepResult]], Any]
 
 
 def distilbert_student(teacher: PretrainedModel, layers: int | None = None) -> PretrainedModel:
-    """A DistilBERT that begins with the teacher's embeddings and so many of its layers, from the first on and evenly:
-    every second one by default."""
+    """A student that begins with the teacher's embeddings, its head and so many of its layers, from the first on and
+    evenly: every second one by default. A BERT's student is a DistilBERT; that of a RoBERTa or of an ELECTRA generator
+    is of the teacher's own kind."""
     depth = len(base_of(teacher).encoder.order)
     count = max(1, depth // 2) if layers is None else layers
     if not 1 <= count <= depth:
         raise ValueError(f"layers: expected 1 to the teacher's {depth}, got {count}")
     chosen = [index * depth // count for index in range(count)]
+    if teacher.config.model_type in ("roberta", "electra"):
+        return shallower(teacher, chosen)
     return DistilBertForMaskedLM.from_teacher(teacher, chosen)  # type: ignore[arg-type]
+
+
+def shallower(teacher: PretrainedModel, layers: Sequence[int]) -> PretrainedModel:
+    """A copy of the teacher with only these of its layers."""
+    student = type(teacher)(replace(teacher.config, num_hidden_layers=len(layers), extra={}))
+    places = {theirs: ours for ours, theirs in enumerate(layers)}
+    state = {}
+    for name, tensor in teacher.state_dict().items():
+        layer = _LAYER.search(name)
+        if layer is None:
+            state[name] = tensor
+        elif int(layer[1]) in places:
+            state[f"{name[: layer.start(1)]}{places[int(layer[1])]}{name[layer.end(1) :]}"] = tensor
+    student.load_state_dict(state, strict=not teacher.tied())
+    return student.to(next(teacher.parameters()).dtype)
 
 
 def tinybert_student(
