@@ -16,6 +16,7 @@ _COMMANDS = {
     "info": "fasttfm.cli.info",
     "bench": "fasttfm.cli.bench",
     "pretrain": "fasttfm.cli.pretrain",
+    "pretrain-knowledge": "fasttfm.cli.pretrain_knowledge",
     "finetune": "fasttfm.cli.finetune",
     "glue": "fasttfm.cli.glue",
     "explain": "fasttfm.cli.explain",

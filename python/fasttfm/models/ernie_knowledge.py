@@ -17,6 +17,7 @@ the entities.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -365,6 +366,20 @@ class ErnieKnowledgeForPreTraining(ErnieKnowledgeHead, BertForPreTraining):
         options: dict[str, Any] = {"activation": config.hidden_act, "eps": config.layer_norm_eps}
         self.entity_head = EntityHead(config.hidden_size, config.vector_size(), **options)
         self.finish()
+
+    @classmethod
+    def from_bert(cls, directory: str | Path, **changes: Any) -> ErnieKnowledgeForPreTraining:
+        """A model whose token stream has the parameters of a BERT, as the paper begins; the others are drawn.
+
+        Args:
+            directory: The checkpoint, as in ``BertForPreTraining.from_pretrained``.
+            changes: Fields of the configuration, such as ``entity_hidden_size`` and ``layer_types``.
+        """
+        bert = BertForPreTraining.from_pretrained(directory)
+        fields = {each.name: getattr(bert.config, each.name) for each in dataclasses.fields(bert.config)}
+        model = cls(ErnieKnowledgeConfig(**{**fields, "extra": {}, **changes}))
+        model.load_state_dict(bert.state_dict(), strict=False)
+        return model
 
     def forward(  # type: ignore[override]
         self,

@@ -1,0 +1,87 @@
+"""``pretrain_knowledge``: ERNIE's pre-training on texts with aligned entities, in one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fasttfm.data.knowledge import MentionExample
+from fasttfm.data.knowledge_batches import KnowledgeStream
+from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.models.ernie_knowledge import ErnieKnowledgeForPreTraining, KnowledgePretraining
+from fasttfm.train.loop import Objective, StepResult, Trainer, check_finite
+from fasttfm.train.optimizers import make_optimizer
+from fasttfm.train.schedule import Schedule
+from fasttfm.train.settings import OptimizerSettings, ScheduleSettings, StepSettings, at_least, random_seed
+
+_EVALUATED = 4  # batches of the validation set
+
+
+@dataclass(frozen=True)
+class KnowledgeSettings:
+    schedule: ScheduleSettings
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    step: StepSettings = field(default_factory=StepSettings)
+    tokens_per_step: int = 2048
+    accumulation: int = 1
+    max_length: int = 128
+    held_out: float = 0.05  # the share of the texts in the validation set
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tokens_per_step", "accumulation", "max_length"):
+            at_least(name, getattr(self, name), 1)
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out: expected the validation set's share, between 0 and 1, got {self.held_out}")
+        random_seed(self.seed)
+
+
+def pretrain_knowledge(
+    model: ErnieKnowledgeForPreTraining,
+    tokenizer: Tokenizer,
+    examples: Sequence[MentionExample],
+    settings: KnowledgeSettings,
+    *,
+    on_results: Callable[[list[StepResult]], Any] = lambda results: None,
+) -> dict[str, float]:
+    """Trains the model, where it is, and returns the losses of the validation set.
+
+    Args:
+        model: With its entities (``set_entities``).
+        tokenizer: The model's.
+        examples: Texts with aligned mentions.
+        settings: How.
+        on_results: Called with steps' results as they come.
+    """
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(settings.seed)).tolist()
+    held_out = max(2, round(settings.held_out * len(examples)))
+    known = {name: number for number, name in enumerate(model.entity_names)}
+
+    def stream(numbers: list[int]) -> KnowledgeStream:
+        return KnowledgeStream(
+            [examples[number] for number in numbers],
+            tokenizer,
+            known,
+            max_length=settings.max_length,
+            tokens_per_batch=max(settings.max_length, settings.tokens_per_step // settings.accumulation),
+            seed=settings.seed,
+        )
+
+    training, validation = stream(order[held_out:]), stream(order[:held_out])
+    module = KnowledgePretraining(model)
+    objective = Objective(module.terms, module.counts, lambda call, batch: call(batch), module.flops)
+    optimizer = make_optimizer(module, settings.optimizer)
+    trainer = Trainer(module, objective, optimizer, Schedule(optimizer, settings.schedule), settings.step)
+    torch.manual_seed(settings.seed)
+    batches = iter(training)
+    while trainer.completed < settings.schedule.steps:
+        on_results(trainer.step(list(itertools.islice(batches, settings.accumulation))))
+    on_results(trainer.finish())
+    check_finite(model)
+    found = trainer.evaluate(itertools.islice(validation, _EVALUATED))
+    model.eval()
+    return found

@@ -1,0 +1,176 @@
+"""ERNIE's pre-training: the noise of alignments, batches, and the path from a graph to a fine-tuned model."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_models import addresses, save_bert
+
+from fasttfm import models
+from fasttfm.cli.main import main
+from fasttfm.data import DataError, Masking, Tokenizer, train_tokenizer
+from fasttfm.data.knowledge import MentionExample, Span, read_mentions
+from fasttfm.data.knowledge_batches import EntityNoise, KnowledgeStream
+from fasttfm.data.texts import shipped_knowledge
+from fasttfm.models.ernie_knowledge import KnowledgePretraining
+
+TEXTS = [
+    MentionExample("Trade with Spain grew. That with Cuba did not.", [Span(11, 16, "Spain"), Span(33, 37, "Cuba")]),
+    MentionExample("Mexico is near. It is a neighbor.", [Span(0, 6, "Mexico")]),
+    MentionExample("Peru has no second sentence", [Span(0, 4, "Peru")]),
+]
+KNOWN = {"Spain": 3, "Cuba": 1, "Mexico": 7}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer("wordpiece", addresses(20), 900)
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+def test_shares_of_noise() -> None:
+    entities = np.where(np.arange(40_000) % 2 == 0, np.arange(40_000) % 11, -1)
+    noisy = EntityNoise().apply(entities, np.random.default_rng(0))
+    aligned = entities >= 0
+    assert (noisy[~aligned] == -1).all()
+    masked = (noisy[aligned] == -1).mean()
+    kept = (noisy[aligned] == entities[aligned]).mean()
+    # Of 20,000 alignments, four standard deviations.
+    assert abs(masked - 0.15) < 4 * np.sqrt(0.15 * 0.85 / 20_000)
+    assert abs(kept - 0.8) < 4 * np.sqrt(0.8 * 0.2 / 20_000)
+    assert set(noisy[aligned]) == {-1, *range(11)}
+
+
+def test_one_entity_has_no_other() -> None:
+    entities = np.array([4, -1, 4, 4])
+    assert EntityNoise(replaced=1.0, masked=0.0).apply(entities, np.random.default_rng(0)).tolist() == [4, -1, 4, 4]
+    assert EntityNoise(replaced=0.0, masked=1.0).apply(entities, np.random.default_rng(0)).tolist() == [-1] * 4
+    with pytest.raises(ValueError, match="EntityNoise: expected shares of 0 or more and together at most 1"):
+        EntityNoise(0.6, 0.5)
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+def stream(tokenizer: Tokenizer, **options: Any) -> KnowledgeStream:
+    return KnowledgeStream(TEXTS, tokenizer, KNOWN, **{"max_length": 32, "tokens_per_batch": 64, **options})
+
+
+def test_sequences_and_their_entities(tokenizer: Tokenizer) -> None:
+    quiet = {"masking": Masking(0.0), "noise": EntityNoise(0.0, 0.0)}
+    labels = set()
+    for batch in islice(stream(tokenizer, **quiet), 12):
+        aligned, targets = batch.entities, batch.entity_targets
+        rows = torch.full((batch.tokens,), -1)
+        rows[aligned.order[: aligned.count]] = aligned.ids
+        assert torch.equal(targets.candidates[targets.labels], rows[targets.positions])
+        assert set(rows[rows >= 0].tolist()) <= {1, 3, 7}
+        names = {tokenizer.token(int(id)) for id in batch.input_ids[rows == 7]}
+        assert names <= {tokenizer.token(tokenizer.encode("Mexico")[0])}
+        for low, high in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+            text = tokenizer.decode(batch.input_ids[low:high], skip_special_tokens=False)
+            assert text.startswith("[CLS] ")
+            assert text.count("[SEP]") == 2
+            assert high - low <= 32
+        labels |= set(batch.sentence_labels.tolist())
+        assert batch.predictions == 0
+    assert labels == {0, 1}
+
+
+def test_the_seed_decides(tokenizer: Tokenizer) -> None:
+    first, again, other = (next(iter(stream(tokenizer, seed=seed))) for seed in (0, 0, 1))
+    assert torch.equal(first.input_ids, again.input_ids)
+    assert torch.equal(first.entities.order, again.entities.order)
+    assert len(first.input_ids) != len(other.input_ids) or not torch.equal(first.input_ids, other.input_ids)
+    assert first.predictions > 0
+
+
+def test_streams_that_cannot_be(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="expected 8 <= max_length <= tokens_per_batch, got 65 and 64"):
+        stream(tokenizer, max_length=65)
+    with pytest.raises(DataError, match="expected two texts or more, with two sentences, got fewer"):
+        KnowledgeStream(TEXTS[2:], tokenizer, KNOWN)
+
+
+def test_noise_changes_what_is_read_and_not_what_is_predicted(tokenizer: Tokenizer) -> None:
+    batch = next(iter(stream(tokenizer, noise=EntityNoise(0.0, 1.0))))
+    assert (batch.entities.ids == -1).all()  # only the first tokens
+    assert len(batch.entity_targets.labels) > 0
+    moved = batch.to("cpu")
+    assert torch.equal(moved.entity_targets.candidates, batch.entity_targets.candidates)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def test_the_objective_is_the_models_own_loss(tokenizer: Tokenizer) -> None:
+    torch.manual_seed(0)
+    config = models.ErnieKnowledgeConfig.named("tiny", hidden_size=32, intermediate_size=64, num_entities=8)
+    config.vocab_size, config.hidden_dropout_prob, config.attention_probs_dropout_prob = tokenizer.vocab_size, 0.0, 0.0
+    model = models.ErnieKnowledgeForPreTraining(config)
+    model.set_entities([str(number) for number in range(8)], torch.randn(8, 32))
+    batch = next(iter(stream(tokenizer)))
+    objective = KnowledgePretraining(model)
+    means = [each / count for each, count in zip(objective(batch), objective.counts(batch), strict=True)]
+    output = model(
+        batch.input_ids,
+        token_type_ids=batch.token_type_ids,
+        cu_seqlens=batch.cu_seqlens,
+        max_seqlen=batch.max_seqlen,
+        entities=batch.entities,
+        labels=batch.labels,
+        positions=batch.positions,
+        next_sentence_label=batch.sentence_labels,
+        entity_labels=batch.entity_targets,
+    )
+    torch.testing.assert_close(sum(means), output.loss)
+    assert objective.flops(batch) > 0
+
+
+def test_from_a_graph_to_a_fine_tuned_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The three commands, on what is shipped."""
+    graph, ernie, tuned = (str(tmp_path / name) for name in ("kg", "ernie", "tuned"))
+    quiet = ["--quiet", "--output"]
+    assert main(["transe", "--width", "16", "--epochs", "20", *quiet, graph]) == 0
+    options = ["--steps", "8", "--tokens-per-step", "1024", "--max-length", "64", "--learning-rate", "2e-3"]
+    options += ["--vocabulary", "800", "--device", "cpu"]
+    assert main(["pretrain-knowledge", "--entities", graph, *options, *quiet, ernie]) == 0
+    found = json.loads((tmp_path / "ernie" / "metrics.json").read_text())["validation"]
+    assert set(found) == {"loss", "masked_words", "next_sentence", "entities"}
+    assert found["masked_words"] < np.log(800) + 0.5
+    options = ["--epochs", "1", "--max-length", "48", "--device", "cpu"]
+    assert main(["finetune", "--task", "relation", "--model", ernie, *options, *quiet, tuned]) == 0
+    model = models.ErnieKnowledgeForSequenceClassification.from_pretrained(tuned)
+    assert len(model.entity_names) == 126
+    assert model.config.entity_embedding_size == 16
+    for arguments, status, message in (
+        (["--entities", str(tmp_path / "nowhere")], 1, "entity2id.txt: expected a readable file"),
+        (["--entities", graph, "--output", ernie], 2, "--output: expected a new or empty directory"),
+        (["--entities", graph, "--steps", "0"], 2, "steps: expected a number from 1 on, got 0"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(["pretrain-knowledge", "--quiet", *arguments])
+        assert stopped.value.code == status
+        assert message in capsys.readouterr().err
+
+
+def test_a_bert_is_where_it_begins(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    save_bert(tokenizer, tmp_path)
+    with pytest.warns(UserWarning, match="next_sentence"):
+        model = models.ErnieKnowledgeForPreTraining.from_bert(
+            tmp_path, layer_types=["norm"], entity_hidden_size=16, entity_num_attention_heads=2
+        )
+    with pytest.warns(UserWarning, match="pooler"):
+        bert = models.BertModel.from_pretrained(tmp_path)
+    assert torch.equal(model.bert.encoder.layers[0].qkv.weight, bert.encoder.layers[0].qkv.weight)
+    assert torch.equal(model.lm_head.decoder.weight, bert.embeddings.word.weight)
+    assert model.bert.encoder.layers[0].entity_up.weight.shape == (128, 16)
+    assert len(read_mentions(shipped_knowledge("mentions"))) == 865
