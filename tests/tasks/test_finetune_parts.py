@@ -200,3 +200,43 @@ def test_a_gpt3_has_heads(bpe: Tokenizer, tmp_path: Path) -> None:
     model, task = prepare("choice", tmp_path, choices)
     assert type(model) is models.GPT3DoubleHeadsModel
     assert len(predict(model, task, choices)) == len(choices)
+
+
+# ---- the recipe ------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_those_of_transformers_and_torch(model_directory: Path, tmp_path: Path) -> None:
+    """The same batches, without dropout: transformers' model on padded batches, torch's AdamW and clipping, and the
+    linear schedule, which here does not begin at 0."""
+    import transformers
+
+    torch.manual_seed(0)
+    model, task = prepare("classify", model_directory, PEACE)
+    save(model, task, tmp_path)
+    theirs = transformers.BertForSequenceClassification.from_pretrained(tmp_path).train()
+    work = FineTuning(model, task, PEACE, settings(epochs=4, batch_size=2, warmup=0.2))
+    results: list[Any] = []
+    work.run(results.extend)
+    decays = {True: [], False: []}  # type: dict[bool, list[Any]]
+    for name, parameter in theirs.named_parameters():
+        decays["bias" not in name and "LayerNorm" not in name].append(parameter)
+    groups = [{"params": decays[True], "weight_decay": 0.01}, {"params": decays[False], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, eps=1e-6)
+    batches = [group for epoch in work._epochs for (group,) in epoch]
+    assert len(batches) == len(results) == 12
+    for step, (features, result) in enumerate(zip(batches, results, strict=True)):
+        rate = 3e-3 * ((step + 1) / 2 if step < 2 else (12 - step) / 10)
+        assert result.learning_rate == pytest.approx(rate, rel=1e-6)
+        rows = [torch.tensor(feature.sequences[0].ids) for feature in features]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in rows], batch_first=True)
+        loss = theirs(ids, mask, labels=torch.tensor([feature.target for feature in features])).loss
+        loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        # fp32 sums in another order, over a dozen steps.
+        assert result.loss == pytest.approx(float(loss), rel=1e-4)
+        assert result.gradient_norm == pytest.approx(float(norm), rel=1e-3)
