@@ -31,15 +31,17 @@ import transformers
 
 from fasttfm import __version__, tasks
 from fasttfm.bench.timing import device_name, file_stem
+from fasttfm.models.family import Head
 from fasttfm.tasks.inputs import Feature, by_count
+from fasttfm.tasks.registry import TASKS
 from fasttfm.tasks.task import Task
 from fasttfm.train import StepSettings
 
 CLASSES = {
-    "classify": "AutoModelForSequenceClassification",
-    "pair": "AutoModelForSequenceClassification",
-    "tag": "AutoModelForTokenClassification",
+    Head.SEQUENCE_CLASSIFICATION: "AutoModelForSequenceClassification",
+    Head.TOKEN_CLASSIFICATION: "AutoModelForTokenClassification",
 }
+NAMES = tuple(name for name, task in TASKS.items() if task.head in CLASSES)
 Measured = tuple[float, float, float]  # the score, seconds, seconds of all processors
 COLUMNS = (
     *(
@@ -62,7 +64,7 @@ COLUMNS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a checkpoint with its tokenizer")
-    parser.add_argument("--tasks", nargs="+", choices=tuple(CLASSES), default=tuple(CLASSES))
+    parser.add_argument("--tasks", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--data", type=Path, help="a folder with one folder for each task")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=5)
@@ -172,7 +174,7 @@ def theirs(model: Any, task: Task, examples: Any, seed: int, settings: argparse.
     train, dev = task.features(examples.train), task.features(examples.dev)
     with tempfile.TemporaryDirectory() as folder:
         tasks.save(model, task, Path(folder))
-        module = getattr(transformers, CLASSES[task.name]).from_pretrained(folder)
+        module = getattr(transformers, CLASSES[task.head]).from_pretrained(folder)
         found: list[float] = []
 
         class Scores(transformers.TrainerCallback):
