@@ -24,7 +24,8 @@ constexpr int32_t kMaxDimensions = 8;
 struct Torch {
   PyObject* tensor = nullptr;  // types
   PyObject* parameter = nullptr;
-  PyObject* threads = nullptr;  // functions
+  PyObject* is_neg = nullptr;  // functions
+  PyObject* threads = nullptr;
   PyObject* stream = nullptr;
   std::array<PyObject*, 3> watchers = {};  // count what else wants to see ops: not 0 or False where something does
   std::array<PyObject*, 7> dtypes = {};    // in the order of ElementType
@@ -321,6 +322,12 @@ bool is_plain_type(PyObject* object) {
   return type == torch.tensor || type == torch.parameter;
 }
 
+// Whether a tensor is a view that has the negative of its memory, which kernels would read without the sign.
+// torch's dispatcher resolves it. It is made of complex numbers, not of parameters.
+bool is_negative(PyObject* object) {
+  return reinterpret_cast<PyObject*>(Py_TYPE(object)) == torch.tensor && number_of(torch.is_neg, object) != 0;
+}
+
 bool is_watched() {
   for (PyObject* watcher : torch.watchers)
     if (number_of(watcher) != 0) return true;
@@ -338,7 +345,7 @@ py::object find_signature(const char* kinds, PyObject* const* given) {
       continue;
     }
     Tensor &tensor = tensors[i], &first = tensors[0];
-    if (!is_plain_type(given[i])) return py::none();
+    if (!is_plain_type(given[i]) || is_negative(given[i])) return py::none();
     if (!read_exchanged(given[i], tensor)) {
       PyErr_Clear();
       return py::none();
@@ -421,6 +428,7 @@ void use_torch(const py::module_& module) {
   const py::object core = module.attr("_C");
   torch.tensor = held(module, "Tensor");
   torch.parameter = held(module.attr("nn"), "Parameter");
+  torch.is_neg = held(module.attr("Tensor"), "is_neg");
   torch.threads = held(module, "get_num_threads");
   torch.stream = held(core, "_cuda_getCurrentRawStream");
   torch.watchers = {held(core, "_len_torch_dispatch_stack"), held(core, "_are_functorch_transforms_active"),

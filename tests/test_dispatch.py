@@ -21,7 +21,8 @@ from fasttfm.testing.specs import all_specs
 from fasttfm.testing.specs.pack import UNPACK_SPEC
 
 SPECS = {**all_specs(), UNPACK_SPEC.name: UNPACK_SPEC}
-LOSSES = ("distillation_loss", "linear_cross_entropy", "masked_lm_loss")  # their ops take lists of bool
+# Their ops take lists of bool.
+LOSSES = ("contrastive_loss", "distillation_loss", "linear_cross_entropy", "masked_lm_loss")
 LINEAR = ("column_sum", "pack", "rotary", "unpack")  # in their differentiable input: second derivatives are right
 
 every_op = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -83,6 +84,33 @@ def test_a_subclass_in_any_argument_is_seen(spec: OpSpec) -> None:
             found = outputs_of(spec.function(**{**inputs, name: Wrapped(value)}, **case.options))
             for expected, output in zip(plain, found, strict=True):
                 assert same_bits(unwrapped(output), expected), f"{name} is a subclass"
+
+
+@every_op
+def test_a_negative_view_in_any_argument_is_read_with_its_sign(spec: OpSpec) -> None:
+    """torch has views that are the negative of their memory (``z.conj().imag``); the dispatcher resolves them."""
+    case = spec.cases[0]
+    inputs = draw_inputs(spec, case, torch.float32)
+    plain = outputs_of(spec.function(**inputs, **case.options))
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            negative = value.neg()._neg_view()
+            assert negative.is_neg()
+            found = outputs_of(spec.function(**{**inputs, name: negative}, **case.options))
+            for expected, output in zip(plain, found, strict=True):
+                assert same_bits(output, expected), f"{name} is a negative view"
+
+
+def test_a_negative_view_as_an_incoming_gradient_is_read_with_its_sign() -> None:
+    x, weight = torch.randn(3, 16, requires_grad=True), torch.randn(16)
+    q, dy = torch.randn(2, 3, 4, 8, requires_grad=True), torch.randn(3, 16)
+    for run, leaf, gradient in (
+        (lambda: ops.layer_norm(x, weight, weight), x, dy),
+        (lambda: ops.attention(q, q, q), q, torch.randn_like(q)),
+        (lambda: ops.gated_activation(x), x, dy[:, :8].contiguous()),
+    ):
+        found, expected = (torch.autograd.grad(run(), leaf, each) for each in (gradient.neg()._neg_view(), gradient))
+        assert same_bits(found[0], expected[0])
 
 
 def test_gradients_of_a_subclass_reach_it() -> None:

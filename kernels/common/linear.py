@@ -18,9 +18,10 @@ def accumulate(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x [..., C] @ weight [O, C]^T + bias [O]``, rounded once to x's type. Autograd can differentiate it."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+    """``scale * x [..., C] @ weight [O, C]^T + bias [O]``, rounded once to x's type. Autograd can differentiate it."""
     y = _product(accumulate(x), accumulate(weight).t())
+    y = y if scale == 1.0 else y * scale
     return (y if bias is None else y + accumulate(bias)).to(x.dtype)
 
 

@@ -2,12 +2,13 @@
 
 With rows h [N, C], weight [V, C] and bias [V]:
 
-    x = h weight^T        loss_n = cross entropy of x_n + bias (kernels/vocabulary/cross_entropy.py)
+    x = scale * h weight^T        loss_n = cross entropy of x_n + bias (kernels/vocabulary/cross_entropy.py)
 
     g = c_n * dloss_n/dx_n        dh = g weight        dweight = g^T h        dbias = sum over rows of g
 
-x and g are rounded to h's type on their way through memory; products are summed in fp32 (fp64 for fp64). Of c_n, a
-factor that all rows share (1 / N of a mean, say) is left to the end: dweight and dbias are fp32 until then.
+scale is 1, or for contrastive_loss what it makes of its temperature. dh and dweight lack that factor: like one of c_n
+that all rows share (1 / N of a mean, say), it is left to the end, and dweight and dbias are fp32 until then. x and g
+are rounded to h's type on their way through memory; products are summed in fp32 (fp64 for fp64).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def linear_cross_entropy_forward(
     """losses [N], correct [N] or empty, samples [N] or empty; dh [N, C], dweight [V, C] and dbias [V], each empty if it
     is not needed, of the sum over rows of ``coefficients`` (1 without them) times losses."""
     rows = gather(hidden, positions)
-    logits = _logits(rows, weight, bias)
+    logits = _logits(rows, weight, bias, loss.scale)
     losses = cross_entropy.row_losses(logits, labels, loss)
     nothing = torch.empty(0, dtype=losses.dtype, device=losses.device)
     correct = cross_entropy.correct_rows(logits, labels, loss) if loss.count_correct else nothing.bool()
@@ -73,6 +74,6 @@ def linear_cross_entropy_forward(
     return losses, correct, samples, dh, dweight, dbias
 
 
-def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    x = accumulate(linear(rows, weight))
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, scale: float = 1.0) -> Tensor:
+    x = accumulate(linear(rows, weight, scale=scale))
     return x if bias is None else x + accumulate(bias)

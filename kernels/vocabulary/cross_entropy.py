@@ -30,6 +30,8 @@ class Loss(NamedTuple):
     z_loss: float = 0.0
     temperature: float = 1.0  # of the samples
     count_correct: bool = False
+    scale: float = 1.0  # of the product that gives the logits; they have no bias where it is not 1
+    block_bytes: int = 0  # the most that logits take in memory at a time; 0 for the engine's own limit
 
 
 def row_losses(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:

@@ -27,6 +27,7 @@ def _logits_kernel(
     row_stride,
     weight_stride,
     logit_stride,
+    scale,
     TAIL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -43,7 +44,7 @@ def _logits_kernel(
             )
             w = tl.load(weight + token * weight_stride + columns, mask=inside, other=0.0)
             sums += h.to(tl.float32) * w.to(tl.float32)[None, :]
-        found = tl.sum(sums, axis=1).to(logits.dtype.element_ty)
+        found = (tl.sum(sums, axis=1) * scale).to(logits.dtype.element_ty)
         tl.store(logits + row * logit_stride + token, found, mask=here)
 
 
@@ -87,8 +88,8 @@ def _tile(columns: int) -> dict[str, int]:
     return {"BLOCK_N": max(1, 4096 // block_c), "BLOCK_C": block_c}
 
 
-def logits(rows: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out = rows weight^T for the weight of the tail; out [n, tail] may have any stride."""
+def logits(rows: Tensor, weight: Tensor, out: Tensor, scale: float = 1.0) -> None:
+    """out = scale * rows weight^T for the weight of the tail; out [n, tail] may have any stride."""
     tile = _tile(rows.shape[1])
     with on_device(rows):
         _logits_kernel[(triton.cdiv(len(rows), tile["BLOCK_N"]),)](
@@ -99,6 +100,7 @@ def logits(rows: Tensor, weight: Tensor, out: Tensor) -> None:
             rows.stride(0),
             weight.stride(0),
             out.stride(0),
+            scale,
             TAIL=len(weight),
             **tile,
         )
@@ -128,7 +130,7 @@ def start(g: Tensor, weight: Tensor, dh: Tensor | None, copied: Tensor) -> None:
 def compile_signatures(columns: int, element: str, tail: int) -> list[dict[str, object]]:
     """Both kernels as they are compiled for rows of ``columns`` elements."""
     tile, e = _tile(columns), f"*{element}"
-    first = dict.fromkeys(("n", "C", "row_stride", "weight_stride", "logit_stride"), "i32")
+    first = {**dict.fromkeys(("n", "C", "row_stride", "weight_stride", "logit_stride"), "i32"), "scale": "fp32"}
     second = dict.fromkeys(("n", "C", "g_stride", "weight_stride"), "i32")
     return [
         {

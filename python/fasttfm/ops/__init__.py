@@ -4,6 +4,7 @@ from fasttfm.kernels.common.index_errors import check_errors
 from fasttfm.ops.attention import attention, attention_weights
 from fasttfm.ops.bias_gelu import ACTIVATIONS, bias_gelu
 from fasttfm.ops.column_sum import column_sum
+from fasttfm.ops.contrastive_loss import contrastive_loss
 from fasttfm.ops.distillation_loss import distillation_loss
 from fasttfm.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from fasttfm.ops.embedding import embedding
@@ -35,6 +36,7 @@ __all__ = [
     "bias_gelu",
     "check_errors",
     "column_sum",
+    "contrastive_loss",
     "cu_seqlens_from_lengths",
     "cu_seqlens_from_mask",
     "distillation_loss",

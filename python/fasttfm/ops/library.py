@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 # Lives as long as the process: torch drops the registrations of a Library that is collected.
@@ -75,7 +76,17 @@ def is_plain(args: Sequence[Any]) -> bool:
         and not _transformed()
         and _PLAIN_ARGUMENTS.issuperset(map(type, args))
         and not args[0].is_meta
+        and not _any_negative(args)
     )
+
+
+def _any_negative(args: Sequence[Any]) -> bool:
+    """Whether a tensor is a view that has the negative of its memory (``z.conj().imag``), which kernels would
+    read without the sign. torch's dispatcher resolves it. It is made of complex numbers, not of parameters."""
+    for each in args:  # noqa: SIM110  # this is part of every call, and a generator takes twice as long
+        if type(each) is Tensor and each.is_neg():
+            return True
+    return False
 
 
 def _transformed() -> bool:

@@ -199,7 +199,8 @@ class _VocabularyLoss(OpFunction):
         # On a CPU rows have their share of a mean from the start: where the mean's gradient is 1, nothing is scaled.
         shares = None
         if divisor is not None and divisor.is_cpu:
-            shares = divisor.reciprocal().expand(labels.shape).contiguous()
+            shares = (call.loss.scale / divisor).expand(labels.shape).contiguous()
+        ctx.scale = call.loss.scale if shares is None else 1.0  # what gradients still lack
         losses, correct, samples, *gradients = forward_op(
             hidden, weight, bias, labels, positions, shares, seed, *call.loss, call.counted_first, now, call.op,
             call.backend,
@@ -225,6 +226,8 @@ class _VocabularyLoss(OpFunction):
         else:
             labels, positions, divisor, dh, dweight, dbias = ctx.saved_tensors
             scale = dloss if divisor is None else dloss / divisor.to(dloss.dtype)
+        if ctx.scale != 1.0:
+            scale = scale * ctx.scale
         place = (labels, positions, ctx.shape, ctx.dtype, call.loss.ignore_index)
         gradients = scaled_gradients((dh, dweight, dbias), scale, place, ctx.wanted, call.op, call.backend)
         return *gradients, *([None] * 5)
@@ -279,6 +282,8 @@ def _forward(
     z_loss: float,
     temperature: float,
     count_correct: bool,
+    scale: float,
+    block_bytes: int,
     counted_first: bool,
     wanted: Sequence[bool],
     op: str,
@@ -287,7 +292,7 @@ def _forward(
     vocabulary.check_values(op, "labels", labels, len(weight), ignore_index)
     if positions is not None:
         vocabulary.check_values(op, "positions", positions, hidden.shape[:-1].numel())
-    loss = Loss(ignore_index, label_smoothing, z_loss, temperature, count_correct)
+    loss = Loss(ignore_index, label_smoothing, z_loss, temperature, count_correct, scale, block_bytes)
     chosen = tables()[op].select(backend, hidden, weight)
     used = _used(labels, ignore_index) if counted_first else len(labels)
     if used == len(labels):
@@ -320,7 +325,7 @@ def _lengthened(found: Tensor, count: int, fill: int) -> Tensor:
 
 
 def _forward_fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *rest: Any) -> Any:
-    _, _, seed, _, _, _, _, count_correct, _, wanted, _, _ = rest
+    _, _, seed, _, _, _, _, count_correct, _, _, _, wanted, _, _ = rest
     count = labels.shape[0]
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     want_dh, want_dweight, want_dbias = wanted
@@ -378,7 +383,7 @@ def _backward_fake(dh: Tensor, dweight: Tensor, dbias: Tensor, *rest: Any) -> tu
 forward_op = register(
     "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? positions,"
     " Tensor? coefficients, Tensor? seed, SymInt ignore_index, float label_smoothing, float z_loss, float temperature,"
-    " bool count_correct, bool counted_first, bool[] wanted, str op, str? backend)"
+    " bool count_correct, float scale, int block_bytes, bool counted_first, bool[] wanted, str op, str? backend)"
     " -> (Tensor losses, Tensor correct, Tensor samples, Tensor dh, Tensor dweight, Tensor dbias)",
     _forward,
     _forward_fake,
@@ -433,7 +438,8 @@ def _forward_native(
         )
 
     rows = pick_rows.gather(hidden, positions)
-    gradients = vocabulary.stream(rows, weight, turn, wanted, columns=len(weight), into_rows=positions is not None)
+    own, limits = positions is not None, {"scale": loss.scale, "block_bytes": loss.block_bytes}
+    gradients = vocabulary.stream(rows, weight, turn, wanted, columns=len(weight), into_rows=own, **limits)
     return losses, correct, samples, *gradients
 
 
@@ -463,9 +469,8 @@ def _forward_triton(
 
     rows = vocabulary.rows_triton(hidden, positions, errors)
     columns = vocabulary.padded(len(weight))
-    gradients = vocabulary.stream(
-        rows, weight, turn, wanted, columns=columns, into_rows=positions is not None, split=True
-    )
+    own, limits = positions is not None, {"scale": loss.scale, "block_bytes": loss.block_bytes}
+    gradients = vocabulary.stream(rows, weight, turn, wanted, columns=columns, into_rows=own, split=True, **limits)
     _errors.watch(hidden.device)
     return *outputs, *gradients
 

@@ -32,11 +32,11 @@ def padded(vocabulary: int) -> int:
     return -(-vocabulary // _COLUMN_STEP) * _COLUMN_STEP
 
 
-def rows_of_block(count: int, row_bytes: int) -> int:
-    """How many rows of logits are in memory at a time, of ``count`` in all."""
+def rows_of_block(count: int, row_bytes: int, limit: int = 0) -> int:
+    """How many rows of logits are in memory at a time, of ``count`` in all; 128 even above the limit in bytes."""
     blocks = min(_BLOCKS, max(1, count // _ROWS))
     steps = -(-count // (blocks * _ROW_STEP))
-    most = max(1, _BYTES // (row_bytes * _ROW_STEP))
+    most = max(1, (limit or _BYTES) // (row_bytes * _ROW_STEP))
     return min(count, _ROW_STEP * max(1, min(steps, most)))
 
 
@@ -55,8 +55,13 @@ def stream(
     columns: int,
     into_rows: bool,
     split: bool = False,
+    scale: float = 1.0,
+    block_bytes: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walks over blocks of rows [N, C]: their logits, ``turn(first, logits)``, and the products of what it leaves.
+
+    Logits are ``scale`` times the product; gradients of rows and weight lack that factor. ``block_bytes``
+    is the limit of ``rows_of_block``.
 
     ``turn`` gets the index of the block's first row and the logits, [n, columns], of which the first V columns are
     filled. If any gradient is needed it overwrites all columns: by their gradients, and by zeros after them. With
@@ -78,16 +83,19 @@ def stream(
     make = torch.empty if count > 0 else torch.zeros
     dweight = make(weight.shape if want_dweight else 0, dtype=torch.float32, device=device)
     dbias = torch.zeros(vocabulary if want_dbias else 0, dtype=torch.float32, device=device)
-    step = max(1, rows_of_block(count, columns * dtype.itemsize))
+    step = max(1, rows_of_block(count, columns * dtype.itemsize, block_bytes))
     buffer = torch.empty(step, columns, dtype=dtype, device=device)
     for first in range(0, count, step):
         h = rows[first : first + step]
         own = h.to(dtype)
         block = buffer[: len(h)]
         logits = block[:, :even]
-        torch.mm(own, factor[:even].t(), out=logits)
+        if scale == 1.0:
+            torch.mm(own, factor[:even].t(), out=logits)
+        else:
+            torch.addmm(logits, own, factor[:even].t(), beta=0, alpha=scale, out=logits)
         if last is not None:
-            last.logits(own, block)
+            last.logits(own, block, scale)
         turn(first, block)
         if want_dbias:
             dbias += column_sum_op(block, torch.float32, None)[:vocabulary]
@@ -126,8 +134,8 @@ class _VocabTail:
         # Their gradients of all rows. Products with a whole group of 8 columns are faster than with a few.
         self.g = torch.empty(count, triton_tail.GROUP, dtype=weight.dtype, device=weight.device)
 
-    def logits(self, rows: Tensor, block: Tensor) -> None:
-        self.kernels.logits(rows, self.weight, block[:, self.first : self.end])
+    def logits(self, rows: Tensor, block: Tensor, scale: float = 1.0) -> None:
+        self.kernels.logits(rows, self.weight, block[:, self.first : self.end], scale)
 
     def start(self, first: int, block: Tensor, dh: Tensor | None) -> None:
         """Initializes dh of a block with the contribution of the tail."""
