@@ -1,4 +1,4 @@
-"""The small labelled sets of make_corpus.py: five tasks, their labels and answers taken from the texts by rule.
+"""The small labelled sets of make_corpus.py: six tasks, their labels and answers taken from the texts by rule.
 
 Every fifth address and chapter is for the dev sets, the others for the training sets.
 """
@@ -170,6 +170,21 @@ def _choice(part: Part, size: float) -> str:
     return text.getvalue()
 
 
+# ---- similarity: two excerpts of one passage (pairs) -----------------------------------------------------------------
+
+
+def _similarity(part: Part, size: float) -> str:
+    rows = []
+    mixed = [each for pair in zip(part.addresses, part.book, strict=False) for each in pair]
+    for each in mixed[: round(400 * size)]:
+        words = f"{each.text} {each.following}".split()
+        rows.append((" ".join(words[: len(words) * 3 // 5]), " ".join(words[len(words) * 2 // 5 :])))
+    return _tsv(("anchor", "positive"), rows)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
 def _tsv(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "".join("\t".join(row) + "\n" for row in (header, *rows))
 
@@ -180,4 +195,5 @@ _TASKS: tuple[tuple[str, str, Callable[[Part, float], str]], ...] = (
     ("tag", "conll", _tag),
     ("qa", "json", _qa),
     ("choice", "csv", _choice),
+    ("similarity", "tsv", _similarity),
 )

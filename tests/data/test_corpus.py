@@ -12,6 +12,7 @@ import pytest
 from fasttfm import data
 from fasttfm.data.choice_files import read_choices
 from fasttfm.data.commonsense import read_commonsense
+from fasttfm.data.pair_files import read_similarity
 from fasttfm.data.question_files import read_questions
 from fasttfm.data.task_files import read_conll, read_texts
 
@@ -22,6 +23,7 @@ TASKS = {
     "qa": read_questions,
     "choice": read_choices,
     "commonsense": read_commonsense,
+    "similarity": read_similarity,
 }
 
 

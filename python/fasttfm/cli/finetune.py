@@ -72,6 +72,7 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--max-question", type=int, metavar="N", help="max tokens per question; by default 64")
     group.add_argument("--max-answer", type=int, default=30, metavar="N", help="max tokens per answer")
     _add_graph(parser.add_argument_group("commonsense"))
+    _add_similarity(parser.add_argument_group("similarity"))
     _add_run(add_run_options(parser))
     parser.set_defaults(refuse=parser.error)
 
@@ -142,6 +143,18 @@ def _add_graph(group: Any) -> None:
     group.add_argument("--path-score", type=float, default=0.15, metavar="P", help="least TransE score of a path")
     group.add_argument("--path-length", type=int, default=3, metavar="N", help="most edges of a path, up to 3")
     group.add_argument("--max-paths", type=int, default=50, metavar="N", help="most paths of a pair of concepts")
+
+
+def _add_similarity(group: Any) -> None:
+    group.add_argument(
+        "--temperature", type=float, default=0.05, metavar="T", help="temperature of the contrastive loss"
+    )
+    group.add_argument(
+        "--mini-batch",
+        type=int,
+        metavar="N",
+        help="examples in the model at a time, for batches that do not fit (gradient caching)",
+    )
 
 
 def _add_trials(group: Any) -> None:

@@ -306,6 +306,7 @@ def save(model: PretrainedModel, task: Task, directory: Path) -> None:
     task.adjust(model)
     model.save_pretrained(directory)
     task.language.tokenizer.save(directory, model_max_length=longest_input(model.config), config=model.config)
+    task.save(directory)
 
 
 @torch.no_grad()

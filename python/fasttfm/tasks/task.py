@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -145,6 +146,10 @@ class Task(ABC):
         if self.labels:
             model.config.extra["id2label"] = {str(number): label for number, label in enumerate(self.labels)}
             model.config.extra["label2id"] = {label: number for number, label in enumerate(self.labels)}
+
+    def save(self, directory: Path) -> None:
+        """Writes what a saved model needs beyond its checkpoint and tokenizer into their directory."""
+        return
 
     def description(self) -> dict[str, Any]:
         """What a trained model needs to be used for the task, as its configuration stores it under ``TASK_KEY``:

@@ -1,5 +1,6 @@
 """Training: optimizers, schedules, the loop, checkpoints, logs, many processes; pre-training from text files."""
 
+from fasttfm.train.gradient_cache import cached_loss
 from fasttfm.train.loop import NonFiniteError, Objective, StepResult, Trainer
 from fasttfm.train.optimizers import Lamb, make_optimizer, parameter_groups
 from fasttfm.train.schedule import Schedule
@@ -15,6 +16,7 @@ __all__ = [
     "StepResult",
     "StepSettings",
     "Trainer",
+    "cached_loss",
     "make_optimizer",
     "parameter_groups",
 ]

@@ -1,0 +1,193 @@
+"""``SimilarityTask``: text vectors that are close where texts belong together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss, normalize
+
+from fasttfm import ops
+from fasttfm.data.pair_files import read_similarity
+from fasttfm.data.texts import DataError
+from fasttfm.models.family import Head
+from fasttfm.tasks.inputs import Feature, TaskBatch, collate
+from fasttfm.tasks.labels import table
+from fasttfm.tasks.metrics import Scores, value_scores
+from fasttfm.tasks.pooling import POOLING, Tokens
+from fasttfm.tasks.task import Language, Predictions, Task
+from fasttfm.train.gradient_cache import cached_loss
+from fasttfm.train.settings import at_least
+
+_BLOCK = 1024  # rows of a matrix of similarities at a time
+_NEAREST = 10  # how far the reciprocal rank looks
+
+
+class Pair(NamedTuple):
+    """The vectors of an example's two texts, of length 1: fp32 [D]."""
+
+    first: np.ndarray
+    second: np.ndarray
+
+    @property
+    def cosine(self) -> float:
+        return float(self.first @ self.second)
+
+
+class SimilarityTask(Task):
+    """Vectors of texts, the mean over their tokens, compared by cosine.
+
+    Pairs, or triplets with a hard negative, are trained with ``ops.contrastive_loss``: the other examples of the batch
+    are negatives. Pairs with scores are trained so that their cosine is the score, divided by the largest.
+
+    Args:
+        temperature: Of the contrastive loss.
+        mini_batch: How many examples go through the model at a time; the batch is still one for the loss
+            (``train.cached_loss``). By default all.
+    """
+
+    name = "similarity"
+    about = "text vectors, by pairs or triplets"
+    file_format = "tsv: anchor, positive(, negative), or score"
+    read_file = staticmethod(read_similarity)
+    head = Head.NONE
+    options = ("temperature", "mini_batch")
+    main_score = "mrr"  # spearman where pairs have scores
+
+    def __init__(
+        self,
+        language: Language,
+        train: Sequence[Any] | None,
+        *,
+        temperature: float = 0.05,
+        mini_batch: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(language, train, **options)
+        if not temperature > 0:
+            raise ValueError(f"temperature: expected a number above 0, got {temperature}")
+        if mini_batch is not None:
+            at_least("mini_batch", mini_batch, 1)
+        self.temperature, self.mini_batch = temperature, mini_batch
+        scores = [example.label for example in train or () if example.label is not None]
+        if train is not None and 0 < len(scores) < len(train):
+            got = f"{len(scores)} of {len(train)}"
+            raise DataError(f"{self.name}: expected a score for all training examples or for none, got {got}")
+        self.largest = max(map(abs, scores), default=0.0) or 1.0
+        self.scored = bool(scores)
+
+    def features(self, examples: Sequence[Any]) -> list[Feature]:
+        def sequences(example: Any) -> list[Any]:
+            texts = [example.first, example.second, *([] if example.negative is None else [example.negative])]
+            return [self.language.format.one(self.language.tokenizer.encode(text)) for text in texts]
+
+        return [
+            Feature(index, sequences(example), 0.0 if example.label is None else example.label)
+            for index, example in enumerate(examples)
+        ]
+
+    def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
+        return {"scores": torch.tensor([feature.target for feature in batch.features], dtype=torch.float32)}
+
+    # ---- vectors -----------------------------------------------------------------------------------------------------
+
+    def logits(self, model: Any, batch: TaskBatch) -> Tensor:
+        """The vectors of all texts of a batch, of length 1: fp32 [texts, D]."""
+        states = model(**batch.inputs()).last_hidden_state
+        return normalize(POOLING["mean"](Tokens(states.float(), batch.cu_seqlens.long())), dim=-1)
+
+    def loss(self, model: Any, batch: TaskBatch) -> Tensor:
+        features, size = batch.features, self.mini_batch
+        if size is None or len(features) <= size:
+            return self._loss(self.logits(model, batch), batch)
+        device, segments = batch.input_ids.device, self.language.format.segments
+        parts = [collate(features[first : first + size], segments) for first in range(0, len(features), size)]
+        return cached_loss(
+            lambda part: self.logits(model, part.to(device)), parts, lambda vectors: self._loss(vectors, batch)
+        )
+
+    def _loss(self, vectors: Tensor, batch: TaskBatch) -> Tensor:
+        first, second, negative = self._rows(batch.features, vectors.device)
+        queries, keys = vectors[first], vectors[second]
+        if self.scored:
+            return mse_loss((queries * keys).sum(-1), batch.targets["scores"] / self.largest)
+        negatives = vectors[negative] if len(negative) else None
+        loss = ops.contrastive_loss(queries, keys, negatives, temperature=self.temperature)
+        assert isinstance(loss, Tensor)
+        return loss
+
+    @staticmethod
+    def _rows(features: Sequence[Feature], device: torch.device) -> list[Tensor]:
+        """The numbers of the first texts among all, of the second ones and of the negatives."""
+        counts = np.array([len(feature.sequences) for feature in features], dtype=np.int64)
+        first = np.cumsum(counts) - counts
+        return [torch.from_numpy(rows).to(device) for rows in (first, first + 1, first[counts > 2] + 2)]
+
+    # ---- predictions -------------------------------------------------------------------------------------------------
+
+    def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
+        first, second, _ = self._rows(batch.features, logits.device)
+        sides = (logits[rows].float().cpu().numpy() for rows in (first, second))
+        return [Pair(*vectors) for vectors in zip(*sides, strict=True)]
+
+    def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
+        return list(read)
+
+    def labelled(self, examples: Sequence[Any]) -> bool:
+        return True
+
+    def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
+        """Correlations of scores and cosines; without scores, how often the first text finds its second one among all
+        examples' (``accuracy``) and the mean of the reciprocal ranks down to the tenth (``mrr``)."""
+        if all(example.label is not None for example in examples):
+            return value_scores([example.label for example in examples], [pair.cosine for pair in predictions])
+        return retrieval_scores(*(np.stack([pair[side] for pair in predictions]) for side in range(2)))
+
+    def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
+        """All texts have the same vector."""
+        same = np.ones(1, dtype=np.float32)
+        return [Pair(same, same)] * len(examples)
+
+    def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
+        rows = ((index, f"{pair.cosine:.6f}") for index, pair in enumerate(predictions))
+        return {"predictions.tsv": table(("index", "cosine"), rows, "\t")}
+
+    def save(self, directory: Path) -> None:
+        """The files by which sentence-transformers and ``fasttfm embed`` know how vectors are made."""
+        length = self.language.format.max_length
+        names = ("models.Transformer", "models.Pooling", "models.Normalize")
+        modules = [
+            {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.{name}"}
+            for place, (name, path) in enumerate(zip(names, ("", "1_Pooling", "2_Normalize"), strict=True))
+        ]
+        config = json.loads((directory / "config.json").read_text())
+        width = config.get("hidden_size") or config.get("dim") or config.get("n_embd")
+        pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
+        for name, content in (
+            ("modules.json", modules),
+            ("1_Pooling/config.json", pooling),
+            ("sentence_bert_config.json", {"max_seq_length": length, "do_lower_case": False}),
+        ):
+            path = directory / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(content, indent=2) + "\n")
+        (directory / "2_Normalize").mkdir(exist_ok=True)
+
+
+def retrieval_scores(queries: np.ndarray, keys: np.ndarray) -> Scores:
+    """Of query i finding key i, by cosine; of several equal scores the middle of their ranks counts."""
+    own = (queries * keys).sum(-1)
+    ranks = np.empty(len(queries))
+    for first in range(0, len(queries), _BLOCK):
+        rows = slice(first, first + _BLOCK)
+        scores = queries[rows] @ keys.T
+        scores[np.arange(len(scores)), np.arange(first, first + len(scores))] = -np.inf
+        above, equal = (scores > own[rows, None]).sum(1), (scores == own[rows, None]).sum(1)
+        ranks[rows] = 1 + above + equal / 2
+    found = ranks <= _NEAREST
+    return {"accuracy": float((ranks == 1).mean()), "mrr": float(np.where(found, 1 / ranks, 0.0).mean())}

@@ -1,0 +1,160 @@
+"""The similarity task: its files, losses, scores, gradient caching, and the model that it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fasttfm.cli.main import main
+from fasttfm.data.pair_files import SimilarityExample, read_similarity
+from fasttfm.data.texts import DataError, shipped_task
+from fasttfm.tasks.finetuning import predict, prepare
+from fasttfm.tasks.similarity import retrieval_scores
+from fasttfm.train import cached_loss
+
+TRIPLETS = [
+    SimilarityExample("the whale swam in the sea", "a whale is in the water", "the senate met"),
+    SimilarityExample("the congress voted", "the senate met and voted", None),
+    SimilarityExample("ships and sails", "a ship with sails", "taxes are due"),
+    SimilarityExample("taxes and debts", "the debts of the nation", "a ship"),
+]
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("anchor\tpositive\na\tb\n", SimilarityExample("a", "b")),
+        ("query\tdocument\tnegative\na\tb\tc\n", SimilarityExample("a", "b", "c")),
+        ("anchor\tpositive\tnegative\na\tb\t\n", SimilarityExample("a", "b", None)),
+        ("index\tsentence1\tsentence2\tscore\n0\ta\tb\t2.5\n", SimilarityExample("a", "b", None, 2.5)),
+    ],
+)
+def test_files(text: str, expected: SimilarityExample, tmp_path: Path) -> None:
+    (tmp_path / "pairs.tsv").write_text(text)
+    assert read_similarity(tmp_path / "pairs.tsv") == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected a header line and examples, got an empty file"),
+        ("anchor\tother\na\tb\n", "pairs.tsv, line 1: expected a header with the columns 'anchor' and 'positive'"),
+        ("anchor\tpositive\n", "expected examples after the header line, got none"),
+        ("anchor\tpositive\na\n", "pairs.tsv, line 2: expected 2 columns, got 1"),
+        ("sentence1\tsentence2\tscore\na\tb\tmuch\n", "pairs.tsv, line 2: expected a number as the score of a pair"),
+    ],
+)
+def test_files_that_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "pairs.tsv").write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_similarity(tmp_path / "pairs.tsv")
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+def test_retrieval_scores() -> None:
+    keys = np.eye(4, dtype=np.float32)
+    assert retrieval_scores(keys, keys) == {"accuracy": 1.0, "mrr": 1.0}
+    queries = keys.copy()
+    queries[3] = [0.5, 0.4, 0.3, 0.2]  # its own key comes last
+    found = retrieval_scores(queries, keys)
+    assert found == {"accuracy": 0.75, "mrr": pytest.approx((3 + 1 / 4) / 4)}
+    same = np.ones((1000, 1), dtype=np.float32)
+    assert retrieval_scores(same, same) == {"accuracy": 0.0, "mrr": 0.0}
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.filterwarnings("ignore:.*randomly initialized")
+def test_gradient_caching_is_the_whole_batch(scored: bool, bert_directory: Path) -> None:
+    examples = TRIPLETS
+    if scored:
+        examples = [
+            SimilarityExample(each.first, each.second, None, float(n)) for n, each in enumerate(TRIPLETS, start=1)
+        ]
+    model, task = prepare("similarity", bert_directory, examples)
+    features = task.features(examples)
+    model.eval()
+    whole = task.loss(model, task.batch(features))
+    expected = gradients(model, whole)
+    assert expected
+    for task.mini_batch in (1, 3):
+        loss = task.loss(model, task.batch(features))
+        torch.testing.assert_close(loss.detach(), whole.detach())
+        for name, gradient in gradients(model, loss).items():
+            torch.testing.assert_close(gradient, expected[name])
+    with torch.no_grad():
+        assert not task.loss(model, task.batch(features)).requires_grad
+
+
+def test_cached_loss_repeats_dropout_and_autocast() -> None:
+    layer = torch.nn.Linear(6, 4)
+    x = torch.randn(8, 6)
+    seen = []
+
+    def encode(part: Tensor) -> Tensor:
+        y = torch.nn.functional.dropout(layer(part), 0.5)
+        seen.append(y.detach())
+        return y
+
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = cached_loss(encode, x.split(3), lambda vectors: vectors.float().square().sum())
+    state = torch.get_rng_state()
+    loss.backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(seen) == 6
+    assert all(torch.equal(one, other) for one, other in zip(seen[:3], seen[3:], strict=True))
+    assert seen[3].dtype == torch.bfloat16
+    assert layer.weight.grad is not None
+
+
+def test_wrong_arguments(bert_directory: Path) -> None:
+    with pytest.raises(ValueError, match="temperature: expected a number above 0, got 0"):
+        prepare("similarity", bert_directory, TRIPLETS, temperature=0)
+    with pytest.raises(ValueError, match="mini_batch"):
+        prepare("similarity", bert_directory, TRIPLETS, mini_batch=0)
+    mixed = [*TRIPLETS, SimilarityExample("a", "b", None, 1.0)]
+    with pytest.raises(DataError, match="a score for all training examples or for none, got 1 of 5"):
+        prepare("similarity", bert_directory, mixed)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*randomly initialized", "ignore:.*truncated")
+def test_the_command_leaves_a_sentence_model(bert_directory: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    arguments = ["finetune", "--task", "similarity", "--model", str(bert_directory), "--output", str(output)]
+    arguments += ["--epochs", "2", "--learning-rate", "2e-3", "--max-length", "48", "--batch-size", "32"]
+    assert main([*arguments, "--mini-batch", "16", "--quiet", "--device", "cpu"]) == 0
+    metrics = json.loads((output / "metrics.json").read_text())
+    assert metrics["dev"]["mrr"] > metrics["majority"]["mrr"] + 0.3, metrics
+    rows = (output / "predictions.tsv").read_text().splitlines()
+    examples = read_similarity(shipped_task("similarity")["dev"])
+    assert len(rows) == 1 + len(examples)
+    library = pytest.importorskip("sentence_transformers", reason="it opens the folder")
+    theirs = library.SentenceTransformer(str(output), device="cpu")
+    assert theirs.max_seq_length == 48
+    vectors = theirs.encode([each.first for each in examples[:8]])
+    model, task = prepare("similarity", output, examples, max_length=48)
+    found = np.stack([pair.first for pair in predict(model, task, examples[:8])])
+    np.testing.assert_allclose(vectors, found, atol=1e-5)
