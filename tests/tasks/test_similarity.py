@@ -43,11 +43,18 @@ def test_files(text: str, expected: SimilarityExample, tmp_path: Path) -> None:
     assert read_similarity(tmp_path / "pairs.tsv") == [expected]
 
 
+def test_other_formats(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"sentence1": "a", "sentence2": "b", "score": 3}\n')
+    assert read_similarity(tmp_path / "pairs.jsonl") == [SimilarityExample("a", "b", None, 3.0)]
+    (tmp_path / "pairs.csv").write_text('anchor,positive\n"a, b",c\n')
+    assert read_similarity(tmp_path / "pairs.csv") == [SimilarityExample("a, b", "c")]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "expected a header line and examples, got an empty file"),
-        ("anchor\tother\na\tb\n", "pairs.tsv, line 1: expected a header with the columns 'anchor' and 'positive'"),
+        ("anchor\tother\na\tb\n", "pairs.tsv, line 1: expected the columns 'anchor' and 'positive'"),
         ("anchor\tpositive\n", "expected examples after the header line, got none"),
         ("anchor\tpositive\na\n", "pairs.tsv, line 2: expected 2 columns, got 1"),
         ("sentence1\tsentence2\tscore\na\tb\tmuch\n", "pairs.tsv, line 2: expected a number as the score of a pair"),

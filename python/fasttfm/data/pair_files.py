@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from fasttfm.data.texts import data_error, read_lines
+from fasttfm.data.tables import Table, open_table
+from fasttfm.data.texts import data_error
 
 # The names of columns, as datasets of pairs have them.
 _FIRST = ("anchor", "query", "question", "sentence1", "question1")
@@ -27,40 +29,34 @@ class SimilarityExample:
 
 
 def read_similarity(path: str | Path) -> list[SimilarityExample]:
-    """Examples of a tsv file with a header line, in which nothing is quoted.
+    """Examples of a file in any of the formats of ``tables.py``.
 
     The columns are ``anchor`` and ``positive`` (or ``query`` and ``document``, ``sentence1`` and ``sentence2``, ...),
     and perhaps ``negative``, or a number, ``score``, how similar the two are.
     """
-    path = Path(path)
-    rows = ((number, line.split("\t")) for number, line in read_lines(path) if line.strip())
-    number, header = next(rows, (0, []))
-    if not header:
-        raise data_error(path, "a header line and examples", "an empty file")
+    table = open_table(Path(path))
     first, second, negative, score = (
-        next((header.index(name) for name in names if name in header), None)
-        for names in (_FIRST, _SECOND, _NEGATIVE, _SCORE)
+        next((name for name in names if name in table.columns), None) for names in (_FIRST, _SECOND, _NEGATIVE, _SCORE)
     )
     if first is None or second is None:
-        expected = "a header with the columns 'anchor' and 'positive', and perhaps 'negative' or 'score'"
-        raise data_error(path, expected, ", ".join(map(repr, header)), line=number)
+        expected = "the columns 'anchor' and 'positive', and perhaps 'negative' or 'score'"
+        raise data_error(table.path, expected, ", ".join(map(repr, table.columns)), line=table.header_line)
     examples = []
-    for number, row in rows:
-        if len(row) != len(header):
-            raise data_error(path, f"{len(header)} columns", f"{len(row)}", line=number)
-        third = None if negative is None else row[negative] or None
-        label = None if score is None else _score(path, number, row[score])
-        examples.append(SimilarityExample(row[first], row[second], third, label))
+    for number, row in table.rows():
+        third = None if negative is None or not row.get(negative) else table.text(number, row, negative)
+        label = None if score is None else _score(table, number, row.get(score))
+        texts = table.text(number, row, first), table.text(number, row, second)
+        examples.append(SimilarityExample(*texts, third, label))
     if not examples:
-        raise data_error(path, "examples after the header line", "none")
+        raise data_error(table.path, "examples after the header line", "none")
     return examples
 
 
-def _score(path: Path, line: int, text: str) -> float:
+def _score(table: Table, number: int, given: Any) -> float:
     try:
-        value = float(text)
-    except ValueError:
+        value = float(given)
+    except (TypeError, ValueError):
         value = math.nan
     if not math.isfinite(value):
-        raise data_error(path, "a number as the score of a pair", repr(text), line=line)
+        raise table.error(number, "a number as the score of a pair", repr(given))
     return value

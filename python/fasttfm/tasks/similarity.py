@@ -53,7 +53,7 @@ class SimilarityTask(Task):
 
     name = "similarity"
     about = "text vectors, by pairs or triplets"
-    file_format = "tsv: anchor, positive(, negative), or score"
+    file_format = "anchor, positive, perhaps negative or score"
     read_file = staticmethod(read_similarity)
     head = Head.NONE
     options = ("temperature", "mini_batch")

@@ -54,7 +54,7 @@ class _States:
         self.devices = list(range(torch.cuda.device_count())) if cuda else []
         self.cpu = torch.get_rng_state()
         self.cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
-        self.autocast = [
+        self.autocast: list[dict[str, Any]] = [
             {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
             for kind in ("cpu", *(["cuda"] if cuda else []))
         ]

@@ -73,7 +73,9 @@ def _random_case(source: random.Random) -> OpCase:
         "temperature": source.choice((0.05, 0.2, 1.0)),
         "symmetric": source.random() < 0.3,
     }
-    further = {} if options["symmetric"] else {"keys": rows + source.choice((0, random_size(source, 64)))}
+    further: dict[str, Any] = (
+        {} if options["symmetric"] else {"keys": rows + source.choice((0, random_size(source, 64)))}
+    )
     if not options["symmetric"] and source.random() < 0.3:
         further["share"] = source.choice((0.0, 0.5, 1.0))
     if source.random() < 0.4:
@@ -97,6 +99,11 @@ def _torch_loss(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tens
     return lambda: functional.cross_entropy((queries @ keys.t() * scale).float(), labels)
 
 
+def _update(inputs: Inputs, options: dict[str, Any], **changes: Any) -> None:
+    inputs.update(changes)
+    options["symmetric"] = True
+
+
 BAD_CALLS = (
     BadCall("queries of integers", "queries", TypeError, spoil("queries", torch.ones(24, 48).long())),
     BadCall("queries of three dimensions", "queries", ValueError, spoil("queries", torch.ones(2, 24, 48))),
@@ -114,13 +121,13 @@ BAD_CALLS = (
         "symmetric with labels",
         "symmetric",
         ValueError,
-        lambda inputs, options: (inputs.update(labels=torch.arange(24)), options.update(symmetric=True)),
+        lambda inputs, options: _update(inputs, options, labels=torch.arange(24)),
     ),
     BadCall(
         "symmetric with more keys",
         "keys",
         ValueError,
-        lambda inputs, options: (inputs.update(keys=torch.ones(25, 48)), options.update(symmetric=True)),
+        lambda inputs, options: _update(inputs, options, keys=torch.ones(25, 48)),
     ),
 )
 
