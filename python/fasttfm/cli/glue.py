@@ -21,6 +21,7 @@ from typing import Any
 
 from fasttfm.atomic_files import atomic_write, write_json, write_text
 from fasttfm.cli.options import (
+    MODEL_HELP,
     Formatter,
     add_run_options,
     add_training_options,
@@ -40,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "glue", help="fine-tune a model on every task of GLUE", description=__doc__, formatter_class=Formatter
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory of transformers or fasttfm")
+    parser.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--data", required=True, type=Path, metavar="DIR", help="directory with a folder for each task")
     parser.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help="only these tasks; by default all found")
     parser.add_argument("--max-length", type=int, metavar="N", help="max tokens per sequence; by default 128")

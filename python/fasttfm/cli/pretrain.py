@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fasttfm.cli.options import exit_on_user_error, new_directory
+from fasttfm.cli.options import MODEL_HELP, exit_on_user_error, new_directory
 from fasttfm.models.families import FAMILIES, objectives_of, trained_on_text
 
 _COMPARED = ("bert", "gpt2")  # whose training step is timed against plain torch
@@ -66,8 +66,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--size", help="a named size of the family, for example base; default: a small one")
     parser.add_argument(
         "--init",
-        metavar="DIR",
-        help="start from this checkpoint (of transformers or fasttfm), its tokenizer too",
+        metavar="MODEL",
+        help=f"start from this checkpoint, its tokenizer too: {MODEL_HELP}",
     )
     parser.add_argument(
         "--objective",

@@ -22,6 +22,7 @@ from typing import Any
 
 from fasttfm.cli.generate import unescaped
 from fasttfm.cli.options import (
+    MODEL_HELP,
     Formatter,
     add_device_option,
     check_output,
@@ -39,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "prompt-eval", help="zero- and few-shot scores by prompts", description=__doc__, formatter_class=Formatter
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory of a GPT")
+    parser.add_argument("--model", required=True, metavar="MODEL", help=f"a GPT: {MODEL_HELP}")
     parser.add_argument("--data", required=True, type=Path, metavar="FILE", help="examples to be answered, .jsonl")
     parser.add_argument("--shots", type=Path, metavar="FILE", help="examples to draw from for prompts, .jsonl")
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")

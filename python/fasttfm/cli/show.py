@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fasttfm.cli.options import Formatter, add_device_option, device_of, exit_on_user_error
+from fasttfm.cli.options import MODEL_HELP, Formatter, add_device_option, device_of, exit_on_user_error
 
 
 def add_parser(subparsers: Any) -> None:
@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
         "show", help="draw the attention of a model's heads", description=__doc__, formatter_class=Formatter
     )
     parser.add_argument("what", choices=("attention",), help="what to draw")
-    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory of transformers or fasttfm")
+    parser.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--text", required=True, metavar="TEXT", help="the text that the model reads")
     parser.add_argument("--second", metavar="TEXT", help="the second text of a pair")
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="a name that ends in .html or .png")

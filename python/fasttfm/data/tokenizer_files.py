@@ -16,8 +16,8 @@ from fasttfm.data.sentencepiece_model import SentencePieceModel, read_sentencepi
 from fasttfm.data.texts import data_error, read_lines
 from fasttfm.data.tokenizer import Tokenizer, finished, library, special_by_name
 from fasttfm.data.tokenizer_training import wordpiece
+from fasttfm.models.hub import TOKENIZER_FILES
 
-_NAMES = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
 _EXPECTED = "a tokenizer.json, a vocab.txt, a vocab.json with merges.txt or a SentencePiece .model"
 _WORD_END = "</w>"  # of GPT's pieces that end a word
 
@@ -27,7 +27,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     tokenizers = library()
     folder = path if path.is_dir() else path.parent
     if path.is_dir():
-        found = [path / name for name in _NAMES if (path / name).is_file()] or sorted(path.glob("*.model"))
+        found = [path / name for name in TOKENIZER_FILES if (path / name).is_file()] or sorted(path.glob("*.model"))
         if not found:
             raise data_error(path, _EXPECTED, "none of them")
         path = found[0]

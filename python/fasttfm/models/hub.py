@@ -16,7 +16,15 @@ from fasttfm.atomic_files import first_line
 from fasttfm.models.checkpoint_files import CONFIG, SAFETENSORS, TORCH, CheckpointError, shard_names
 
 _HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")  # one of them
+# One of these is a tokenizer; the first that is there is read.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+)
 _SMALL_SUFFIXES = (".json", ".txt", ".model")  # the configuration, the tokenizer and their relatives
 _MODULE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors|pytorch_model\.bin)")  # of sentence-transformers
 
@@ -88,7 +96,7 @@ def _hub(name: str) -> ModuleType:
 
 def _snapshot(hub: ModuleType, name: str, revision: str | None) -> Path | None:
     """The folder of the model in the hub's cache, if anything of it that we read is there."""
-    for file in (CONFIG, *_TOKENIZER_FILES):
+    for file in (CONFIG, *TOKENIZER_FILES):
         found = hub.try_to_load_from_cache(name, file, revision=revision)
         if isinstance(found, str):
             return Path(found).parent
@@ -99,7 +107,7 @@ def _has(snapshot: Path, part: Part) -> bool:
     """Whether a folder of the cache has this part of the model."""
     names = {path.name for path in snapshot.iterdir() if path.is_file()}
     if part is Part.TOKENIZER:
-        return not names.isdisjoint(_TOKENIZER_FILES)
+        return not names.isdisjoint(TOKENIZER_FILES)
     if part is Part.CONFIG or CONFIG not in names:
         return CONFIG in names
     chosen = weight_files(names)
