@@ -421,6 +421,7 @@ def test_pytest_benchmark_holds_the_same_numbers(
     """Without options the first case of each op runs, in its first dtype. Where the forward computes the gradients,
     there is no backward to measure."""
     pytest.importorskip("pytest_benchmark")
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # pytest-benchmark measures nothing in a worker
     monkeypatch.setattr(measure, "default_device", lambda: CPU)
     monkeypatch.setattr(timing, "ceilings", lambda device: CEILINGS)
     monkeypatch.setattr(timing, "effort_for", lambda device, quick: BRIEF)
