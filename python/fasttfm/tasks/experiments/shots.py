@@ -26,10 +26,17 @@ def sequences(count: int, generator: torch.Generator, *, repeats: int = 4) -> Te
 
 
 def run(lab: Lab) -> Iterator[Row]:
-    for layers, width in ((1, 16),) if lab.quick else ((1, 32), (2, 64), (3, 64)):
+    for layers, width in ((1, 16),) if lab.quick else ((1, 32), (2, 32), (3, 32)):
         torch.manual_seed(lab.seed)
         config = GPT2Config(
-            vocab_size=SYMBOLS + CLASSES, n_positions=2 * PAIRS, n_embd=width, n_layer=layers, n_head=2, resid_pdrop=0.0
+            vocab_size=SYMBOLS + CLASSES,
+            n_positions=2 * PAIRS,
+            n_embd=width,
+            n_layer=layers,
+            n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
         )
         model = _trained(GPT2LMHeadModel(config), lab)
         for shots, accuracy in _accuracies(model, lab):
@@ -38,9 +45,9 @@ def run(lab: Lab) -> Iterator[Row]:
 
 def _trained(model: GPT2LMHeadModel, lab: Lab) -> GPT2LMHeadModel:
     generator = torch.Generator().manual_seed(lab.seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     model.train()
-    for _ in range(lab.steps(1500)):
+    for _ in range(lab.steps(3000)):
         ids = sequences(64, generator)
         logits = model(ids).logits[:, 0::2][:, :PAIRS]  # at symbols: the class follows
         optimizer.zero_grad()
@@ -67,7 +74,8 @@ EXPERIMENT = Experiment(
     larger models. A GPT that is trained on text for minutes does not, so these are trained on the skill itself: pairs
     of a symbol and a class, drawn anew for every sequence. Without an example a guess is right once in four; with each
     example more symbols have been seen. A model of one layer cannot look for an earlier pair and copy what followed
-    it; two layers can (Olsson et al., 2022), so their curves should rise to nearly 1 and the other stay lower.""",
+    it, and stays near 0.5 by choosing among the classes in the prompt; two layers can (Olsson et al., 2022), from about
+    step 2000 on, and their curves rise to about 0.9.""",
     run,
     label="model",
     plotted=("accuracy",),
