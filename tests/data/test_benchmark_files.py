@@ -351,3 +351,7 @@ def test_parts_that_are_ambiguous(tmp_path: Path) -> None:
         found = read_examples("classify", texts)
     assert (len(found.train), len(found.dev)) == (18, 2)
     assert found.source == f"{texts}, texts in 'sentence', labels in 'label'"
+    with pytest.raises(
+        DataError, match=r"few\.csv: expected two texts in each example \(--pair-column names the second\)"
+    ):
+        read_examples("pair", texts)

@@ -11,6 +11,7 @@ import torch
 
 from fasttfm.data.task_files import BY_NAME, Columns, describe_columns, read_texts
 from fasttfm.data.texts import data_error, shipped_task
+from fasttfm.tasks.labels import PairTask
 from fasttfm.tasks.registry import TASKS
 
 # The parts of data sets by the words in the names of their files; CoNLL-2003's dev set is "testa".
@@ -67,12 +68,16 @@ def read_examples(
 def read_files(task: str, files: list[Path], columns: Columns = BY_NAME) -> list[Any]:
     """The examples of files of a task, one file after the other."""
     read: Any = TASKS[task].read_file
-    if columns == BY_NAME:
-        return [example for path in files for example in read(path)]
-    if "columns" not in inspect.signature(read).parameters:
+    if columns != BY_NAME and "columns" not in inspect.signature(read).parameters:
         able = [name for name, each in TASKS.items() if "columns" in inspect.signature(each.read_file).parameters]
         raise ValueError(f"columns: expected with the tasks {', '.join(able)}, got them with {task}")
-    return [example for path in files for example in read(path, columns)]
+    found: list[Any] = []
+    for path in files:
+        examples = read(path) if columns == BY_NAME else read(path, columns)
+        if task == PairTask.name and examples[0].second is None:
+            raise data_error(path, "two texts in each example (--pair-column names the second)", "one")
+        found += examples
+    return found
 
 
 def part_files(folder: Path, part: str) -> list[Path]:
