@@ -64,7 +64,7 @@ COLUMNS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a checkpoint with its tokenizer")
-    parser.add_argument("--tasks", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--tasks", nargs="+", choices=NAMES, default=NAMES[:3])
     parser.add_argument("--data", type=Path, help="a folder with one folder for each task")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=5)

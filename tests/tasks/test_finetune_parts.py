@@ -85,6 +85,9 @@ def test_balanced_weights_are_scikit_learns(model_directory: Path, tmp_path: Pat
         path.write_text(text)
         with pytest.raises(DataError, match=message):
             read_weights(task, path)
+    _, task = prepare("classify", model_directory, [TextExample("a", None, "0.5")], values=True)
+    with pytest.raises(ValueError, match="class_weights: expected a task with one label for each text or word, got cl"):
+        read_weights(task, path)
 
 
 # ---- frozen layers ---------------------------------------------------------------------------------------------------

@@ -496,7 +496,7 @@ def draw_confusions(directory: Path, task: Any, examples: list[Any], predictions
     """Draws the confusions between a task's labels. Without matplotlib it prints a note."""
     from fasttfm.tasks.pictures import CONFUSION, confusion_counts, write_confusion
 
-    if not task.labels:
+    if not task.labels or "multi_label" in str(task.configuration().get("problem_type")):
         return
     gold = [tag for example in examples for tag in getattr(example, "tags", None) or [getattr(example, "label", None)]]
     found = [tag for each in predictions for tag in (each if isinstance(each, list) else [each])]
