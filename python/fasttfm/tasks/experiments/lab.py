@@ -198,14 +198,13 @@ def draw(experiment: Experiment, rows: Sequence[Row], path: Path) -> None:
     for panel, column in zip(panels[0], experiment.plotted, strict=True):
         panel.set_title(column.replace("_", " "))
         panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="y", alpha=0.25)
+        panel.grid(axis="y" if experiment.x else "x", alpha=0.25)
         if experiment.x is None:
-            names = [str(row[experiment.label]) for row in rows]
-            panel.bar(names, [row[column] for row in rows], color="tab:blue")
-            panel.tick_params(axis="x", labelrotation=25 if max(map(len, names)) > 8 else 0)
-            low = min(row[column] for row in rows)
-            high = max(row[column] for row in rows)
-            panel.set_ylim(bottom=max(0, low - (high - low)) if high > low else None)
+            values = [row[column] for row in rows]
+            panel.barh([str(row[experiment.label]) for row in rows], values, color="tab:blue")
+            panel.invert_yaxis()
+            spread = max(values) - min(values)
+            panel.set_xlim(left=max(0, min(values) - spread) if spread else None)
         else:
             _draw_curves(panel, experiment, rows, column)
     figure.suptitle(experiment.title)
