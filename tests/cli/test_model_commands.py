@@ -287,7 +287,7 @@ def test_nothing_is_trained_that_could_not_be_scored(
     assert not list((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("command", ["finetune", "embed", "distill", "generate"])
+@pytest.mark.parametrize("command", ["finetune", "embed", "distill", "generate", "predict", "fill-mask", "score"])
 def test_help_explains_the_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         run(command, "--help")

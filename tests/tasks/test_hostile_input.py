@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fasttfm.cli.main import main
+from fasttfm.data.task_files import TextExample
+from fasttfm.tasks.finetuning import prepare, save
 from fasttfm.train import Trainer
 
 SQUAD = {
@@ -23,6 +26,7 @@ SQUAD = {
 }
 FILES: dict[str, bytes] = {
     "empty.txt": b"",
+    "empty.tsv": b"",
     "binary.txt": bytes(range(256)),
     "binary.jsonl": bytes(reversed(range(256))),
     "binary.parquet": bytes(range(256)),
@@ -31,6 +35,7 @@ FILES: dict[str, bytes] = {
     "column.jsonl": b'{"body": "a text"}\n',
     "deep.jsonl": b"[" * 100_000,
     "surrogate.jsonl": b'{"text": "\\ud800"}\n',
+    "masks.txt": b"one [MASK] three\n",
     "texts.txt": b"one two three. Four five six.\n\n" * 30,
     "column.tsv": b"a\tb\n1\t2\n",
     "column.csv": b"a,b\n1,2\n",
@@ -57,6 +62,12 @@ def place(tmp_path_factory: pytest.TempPathFactory, bert_directory: Path, gpt_di
     shutil.copytree(gpt_directory, root / "gpt")
     shutil.copytree(bert_directory, root / "bert")
     (root / "link").symlink_to("bert")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(
+            *prepare("classify", bert_directory, [TextExample("a", None, "0"), TextExample("b", None, "1")]),
+            root / "classifier",
+        )
     for name in ("truncated", "hollow", "wordless", "types", "nan", "labels"):
         shutil.copytree(bert_directory, root / name)
     weights = root / "truncated" / "model.safetensors"
@@ -103,6 +114,9 @@ DISTILL = "distill --recipe distilbert --device cpu --teacher bert --data texts.
 DISTILL += "--max-length 32 --tokens-per-batch 64 --held-out 0.1"
 TINYBERT = DISTILL.replace("distilbert", "tinybert")
 EMBED = "embed --device cpu --model bert --data texts.txt --output OUT.npy"
+PREDICT = "predict --device cpu --model classifier --data good.tsv --quiet --output OUT.csv"
+FILL_MASK = "fill-mask --device cpu --model bert --data masks.txt --quiet --output OUT.csv"
+SCORE = "score --device cpu --model gpt --data masks.txt --quiet --output OUT.csv"
 GENERATE = "generate --device cpu --model gpt --prompt the --max-new-tokens 2"
 
 NUMBERS = {
@@ -158,6 +172,9 @@ NUMBERS = {
     },
     TINYBERT: {"--layers": "-1 0", "--width": "-1 0 7", "--intermediate": "-1 0", "--layer-map": "-1 0 9 x"},
     EMBED: {"--layers": "-1 0 99", "--max-length": "-1 0 9999", "--tokens-per-batch": "-1 0"},
+    PREDICT: {"--max-length": "-5 0 3 9999", "--tokens-per-batch": "-1 0", "--threshold": "1"},
+    FILL_MASK: {"--top-k": "-1 0 99999", "--tokens-per-batch": "-1 0"},
+    SCORE: {"--stride": "-1 0 9999", "--tokens-per-batch": "-1 0"},
     GENERATE: {
         "--max-new-tokens": "-1 9999",
         "--count": "-1",
@@ -212,6 +229,17 @@ CASES: list[tuple[str, str, int, str]] = [
     (EMBED, "--output texts.txt/x.npy", 1, "texts.txt"),
     (EMBED, "--output /proc/nowhere/x.npy", 1, "/proc/nowhere"),
     (EMBED, "--output bert/model.safetensors --overwrite", 2, "expected a file that is not the model's"),
+    *((command, f"--output {name}", 2, sentence) for command in (FILL_MASK, SCORE) for name, sentence in (
+        ("folder", "--output: expected a file, got the directory folder"),
+        ("latin.txt", "expected a new file, got latin.txt, which exists; --overwrite replaces it"),
+        ("masks.txt --overwrite", "--output: expected another file than --data, got masks.txt"),
+    )),
+    (PREDICT, "--output folder", 2, "--output: expected a file, got the directory folder"),
+    (PREDICT, "--output latin.txt", 2, "expected a new file, got latin.txt, which exists; --overwrite replaces it"),
+    (PREDICT, "--output good.tsv --overwrite", 2, "--output: expected another file than --data, got good.tsv"),
+    (PREDICT, "--output classifier/config.json --overwrite", 2, "expected a file that is not the model's"),
+    (PREDICT, "--output texts.txt/x.csv", 1, "texts.txt"),
+    (PREDICT, "--output /proc/nowhere/x.csv", 1, "/proc/nowhere"),
     # ---- models
     *((command, f"{option} {model}", 1, sentence) for command, option in (
         (FINETUNE, "--model"), (DISTILL, "--teacher"), (EMBED, "--model"), (GENERATE, "--model"))
@@ -227,6 +255,15 @@ CASES: list[tuple[str, str, int, str]] = [
         ("nowhere", "nowhere"),
         ("loop", "loop"),
     ) if not (command == GENERATE and model not in ("wordless", "folder", "texts.txt", "nowhere", "loop"))),
+    (FILL_MASK, "--model gpt", 2, "openai-gpt has no head for it"),
+    (FILL_MASK, "--model classifier", 1, "expected a model with a trained head, got one without a head for masked"),
+    *((command, f"--model {model}", 1, model) for command in (FILL_MASK, SCORE)
+      for model in ("folder", "nowhere", "texts.txt", "loop")),
+    (PREDICT, "--model bert", 1, "bert: expected a model that was trained for a task (fasttfm finetune), got"),
+    (PREDICT, "--model folder", 1, "config.json: there is no such file"),
+    (PREDICT, "--model nowhere", 1, "nowhere: expected a directory with a model, there is none"),
+    (PREDICT, "--model texts.txt", 1, "texts.txt: expected a directory with a model, there is none"),
+    (PREDICT, "--model loop", 1, "loop"),
     (GENERATE, "--model nan-gpt", 1, "expected finite numbers, got inf or NaN"),
     # ---- data
     *((command, f"--data {name}", 1, sentence) for command in (PRETRAIN, DISTILL, EMBED) for name, sentence in (
@@ -252,6 +289,31 @@ CASES: list[tuple[str, str, int, str]] = [
         ("qa", "empty.txt binary.txt list.json squad-paragraphs.json squad-null.json deep.jsonl"),
         ("choice", "empty.txt binary.txt column.csv"),
     ) for name in names.split()),
+    *((command, f"--data {name}", 1, sentence) for command in (FILL_MASK, SCORE) for name, sentence in (
+        ("empty.txt", "empty.txt: expected texts, got none"),
+        ("column.jsonl", "column.jsonl: object 1: expected a string 'text', got body"),
+        ("deep.jsonl", "deep.jsonl, line 1: expected a JSON object"),
+        ("latin.txt", "latin.txt, line 1: expected UTF-8 text, got byte 0xe9"),
+        ("good.tsv", "good.tsv: expected a name that ends in .txt, .txt.gz, .jsonl, .jsonl.gz, or - for stdin"),
+        ("dangling.txt", "dangling.txt"),
+    )),
+    (FILL_MASK, "--data texts.txt", 1, "text 1: expected [MASK] where a word is missing"),
+    (FILL_MASK, "--text a", 2, "--text: expected one of --text and --data, got both"),
+    *((PREDICT, f"--data {name}", 1, sentence) for name, sentence in (
+        ("empty.txt", "empty.txt: expected examples, got none"),
+        ("empty.tsv", "empty.tsv: expected a header line and examples, got an empty file"),
+        ("binary.txt", "binary.txt, line"),
+        ("latin.txt", "latin.txt, line 1: expected UTF-8 text, got byte 0xe9"),
+        ("column.tsv", "column.tsv, line 1: expected a header with the columns"),
+        ("column.jsonl", "column.jsonl, line 1: classify: expected a text or two texts, got an object with 'body'"),
+        ("deep.jsonl", "deep.jsonl, line 1: expected a JSON object"),
+        ("surrogate.jsonl", "surrogate.jsonl, line 1: expected UTF-8 text, got half of a surrogate pair"),
+        ("binary.txt.gz", "binary.txt.gz: expected a whole gzip file"),
+        ("folder", "folder"),
+        ("loop", "loop"),
+        ("dangling", "dangling"),
+        ("nowhere.tsv", "nowhere.tsv"),
+    )),
     (FINETUNE, "--dev empty.txt", 1, "empty.txt: expected a header line and examples, got an empty file"),
     (FINETUNE, "--test column.tsv", 1, "column.tsv"),
     (GENERATE, "--shots empty.txt", 1, "empty.txt: expected examples, one object a line, got none"),

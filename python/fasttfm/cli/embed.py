@@ -14,13 +14,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fasttfm.cli.options import Formatter, add_device_option, device_of, exit_on_user_error, precision_of
+from fasttfm.cli.options import (
+    Formatter,
+    add_device_option,
+    check_output_file,
+    device_of,
+    exit_on_user_error,
+    precision_of,
+)
 
 SPLITS = ("line", "document", "file")
 _SUFFIXES = (".npy", ".npz", ".safetensors", ".jsonl", ".csv")
@@ -132,10 +138,9 @@ def embedder_of(arguments: argparse.Namespace, prompt_name: str | None = None) -
     """The model with the settings of ``add_model_options``, over those of its folder."""
     from dataclasses import replace
 
-    from fasttfm.data.tokenizer import load_tokenizer
     from fasttfm.models.family import Head
     from fasttfm.tasks.embedding import Embedder, EmbedSettings
-    from fasttfm.tasks.families import open_model
+    from fasttfm.tasks.families import open_model, tokenizer_of
     from fasttfm.tasks.sentence_folder import read_sentence_folder
 
     if arguments.prompt is not None and arguments.prompt_name is not None:
@@ -149,7 +154,7 @@ def embedder_of(arguments: argparse.Namespace, prompt_name: str | None = None) -
     device = device_of(arguments)
     return Embedder(
         open_model(folder.model, Head.NONE).to(device),
-        load_tokenizer(arguments.tokenizer or folder.model),
+        tokenizer_of(arguments.tokenizer or folder.model),
         settings,
         tokens_per_batch=arguments.tokens_per_batch,
         precision=precision_of(arguments, device),
@@ -163,13 +168,7 @@ def _check_output(arguments: argparse.Namespace) -> None:
     if arguments.tokens and output.suffix in (".npy", ".csv"):
         expected = "a name that ends in .npz, .safetensors or .jsonl with --tokens"
         raise ValueError(f"--output: expected {expected}, got {output}")
-    if output.is_dir():
-        raise ValueError(f"--output: expected a file, got the directory {output}")
-    if output.exists() and output.resolve().parent == Path(os.path.realpath(arguments.model)):
-        raise ValueError(f"--output: expected a file that is not the model's, got {output}")
-    if output.exists() and not arguments.overwrite:
-        raise ValueError(f"--output: expected a new file, got {output}, which exists; --overwrite replaces it")
-    output.parent.mkdir(parents=True, exist_ok=True)
+    check_output_file(arguments)
 
 
 def read_texts(sources: Sequence[str], split: str, column: str = "text") -> Iterator[str]:

@@ -63,15 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
     with exit_on_user_error(arguments):
         import torch
 
-        from fasttfm.data.tokenizer import load_tokenizer
         from fasttfm.generate import stream
         from fasttfm.models.family import Head
-        from fasttfm.tasks.families import open_model
+        from fasttfm.tasks.families import open_model, tokenizer_of
         from fasttfm.tasks.prompts import text_pieces, until
         from fasttfm.train.settings import random_seed
 
         device = device_of(arguments)
-        tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
+        tokenizer = tokenizer_of(arguments.tokenizer or arguments.model)
         model: Any = open_model(arguments.model, Head.CAUSAL_LM).to(device)
         text, stop = _prompt(arguments, tokenizer, model.config.n_positions)
         ids = tokenizer.encode(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -113,6 +114,24 @@ def check_output(arguments: argparse.Namespace, **sources: Any) -> None:
     if found and not arguments.overwrite:
         got = f"{output} with {found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''}"
         raise ValueError(f"--output: expected a new or empty directory, got {got}; --overwrite writes to it")
+
+
+def check_output_file(arguments: argparse.Namespace) -> None:
+    """Raises ValueError if the file ``--output`` is the model's or that of the data, or exists and there is no
+    ``--overwrite``. Makes its directory."""
+    output: Path | None = arguments.output
+    if output is None:
+        return
+    if output.is_dir():
+        raise ValueError(f"--output: expected a file, got the directory {output}")
+    if output.exists() and output.resolve().parent == Path(os.path.realpath(arguments.model)):
+        raise ValueError(f"--output: expected a file that is not the model's, got {output}")
+    read = [arguments.data] if isinstance(arguments.data, (str, Path)) else arguments.data or []
+    if output.exists() and any(Path(path).exists() and output.samefile(path) for path in read):
+        raise ValueError(f"--output: expected another file than --data, got {output}")
+    if output.exists() and not arguments.overwrite:
+        raise ValueError(f"--output: expected a new file, got {output}, which exists; --overwrite replaces it")
+    output.parent.mkdir(parents=True, exist_ok=True)
 
 
 def output_of(arguments: argparse.Namespace, name: str) -> Path:

@@ -47,12 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--max-tokens: expected a number from 3 on, got {arguments.max_tokens}")
         layers, heads = (_numbers(name, getattr(arguments, name)) for name in ("layers", "heads"))
 
-        from fasttfm.data.tokenizer import load_tokenizer
         from fasttfm.models.family import Head
         from fasttfm.tasks.attention_maps import attention_maps
-        from fasttfm.tasks.families import open_model
+        from fasttfm.tasks.families import open_model, tokenizer_of
 
-        tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
+        tokenizer = tokenizer_of(arguments.tokenizer or arguments.model)
         model = open_model(arguments.model, Head.NONE).to(device_of(arguments))
         maps = attention_maps(model, tokenizer, arguments.text, arguments.second, max_tokens=arguments.max_tokens)
         maps = maps.select(layers, heads)

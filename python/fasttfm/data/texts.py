@@ -18,7 +18,7 @@ OTHER_SUFFIXES = (*_MARKUP, *_TABLES)
 _HERE = Path(__file__).parent
 # Lines of Markdown and reStructuredText that are no part of a paragraph: headings, items, quotes, tables, directives.
 _OWN_LINE = re.compile(r"\s{4,}|\s*(?:#|[-*+] |\d+[.)] |>|\||\.\. |:\w|([-=~^\"'`*+#])\1{2,}\s*$)")
-_SURROGATE = re.compile("[\\ud800-\\udfff]")
+SURROGATE = re.compile("[\\ud800-\\udfff]")
 
 
 class DataError(ValueError):
@@ -183,7 +183,7 @@ def _read_column(path: Path, column: str) -> Iterator[str]:
             raise data_error(path, f"a column {column!r}", f"columns {', '.join(map(repr, table.columns))}")
     for number, row in rows:
         text = table.text(number, row, column)
-        if _SURROGATE.search(text):  # "\\ud800" is JSON, but no character
+        if SURROGATE.search(text):  # "\\ud800" is JSON, but no character
             raise table.error(number, "UTF-8 text", "half of a surrogate pair")
         yield text
 

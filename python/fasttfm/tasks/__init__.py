@@ -6,6 +6,7 @@ from fasttfm.tasks.embedding import Embedder, EmbedSettings, embed
 from fasttfm.tasks.families import open_model
 from fasttfm.tasks.finetune_run import FinetuneRun, RunOptions
 from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare, save
+from fasttfm.tasks.loading import Predictor, load
 from fasttfm.tasks.lora import Lora
 from fasttfm.tasks.prompts import Prompt, Shot, read_shots
 from fasttfm.tasks.rates import Rates, freeze
@@ -20,6 +21,7 @@ __all__ = [
     "FinetuneRun",
     "FinetuneSettings",
     "Lora",
+    "Predictor",
     "Prompt",
     "Rates",
     "RunOptions",
@@ -29,6 +31,7 @@ __all__ = [
     "distilbert_student",
     "embed",
     "freeze",
+    "load",
     "open_model",
     "predict",
     "prepare",

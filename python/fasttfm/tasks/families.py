@@ -6,17 +6,38 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
 from fasttfm.models.checkpoint_files import CONFIG, CheckpointError, read_json
 from fasttfm.models.families import FAMILIES, family_of_type
 from fasttfm.models.family import Family, Head
 from fasttfm.models.hub import Part, model_directory
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import TextModel
+from fasttfm.train.checkpoints import LATEST
+
+
+def checkpoint_of(directory: str | Path, head: Head = Head.NONE, *, part: Part = Part.WEIGHTS) -> Path:
+    """The checkpoint in a directory, or a model of the hub: the directory itself, the newest checkpoint of a
+    pre-training run, and of ELECTRA's two models the generator for masked tokens and otherwise the discriminator."""
+    path = model_directory(directory, part)
+    if not (path / CONFIG).exists() and (path / LATEST).is_dir():
+        path = path / LATEST
+    model = path / ("generator" if head is Head.MASKED_LM else "discriminator")
+    return model if not (path / CONFIG).exists() and (model / CONFIG).is_file() else path
+
+
+def tokenizer_of(directory: str | Path, head: Head = Head.NONE) -> Tokenizer:
+    """The tokenizer of the checkpoint in a directory, of a file or of a model of the hub."""
+    if not Path(directory).is_dir():
+        return load_tokenizer(directory)
+    path = checkpoint_of(directory, head)
+    in_parent = path.name in ("generator", "discriminator") and not (path / "tokenizer.json").exists()
+    return load_tokenizer(path.parent if in_parent else path)
 
 
 def family_of(directory: str | Path) -> Family:
     """The family of the ``model_type`` that a checkpoint directory or a model of the hub states."""
-    path = model_directory(directory, Part.CONFIG)
+    path = checkpoint_of(directory, part=Part.CONFIG)
     for each in FAMILIES.values():  # a release's own file, which states no type
         if not (path / CONFIG).is_file() and any((path / name).is_file() for name in each.config.config_files):
             return each
@@ -42,6 +63,7 @@ def open_model(directory: str | Path, head: Head, *, trained: bool = False, **ch
     """The checkpoint with the head, which is randomly initialized, with a warning, if the checkpoint has none; with
     ``trained`` that raises CheckpointError. Hidden states need no pooler, which is all that a model without a head may
     lack."""
+    directory = checkpoint_of(directory, head)
     model_cls = model_class(family_of(directory), head)
     with warnings.catch_warnings():
         if trained or head is Head.NONE:

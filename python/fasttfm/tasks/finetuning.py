@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fasttfm.data.texts import DataError
-from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
+from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.models.family import Family
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.class_weights import balanced_weights, weight_of, weighted_sum
-from fasttfm.tasks.families import checked, family_of, longest_input, model_class
+from fasttfm.tasks.families import checked, checkpoint_of, family_of, longest_input, model_class, tokenizer_of
 from fasttfm.tasks.gpt_inputs import TASK_TOKENS, grow_vocabulary, with_task_tokens
 from fasttfm.tasks.inputs import Feature, Format, TaskBatch, by_budget, by_count, truncation
 from fasttfm.tasks.labels import some
@@ -65,6 +65,7 @@ def prepare(
             other labels or for another task always is, with a warning.
         options: The task's own, such as ``stride`` of ``QuestionTask``.
     """
+    directory = checkpoint_of(directory)
     family = family_of(directory)
     kind: type[Task] | None = TASKS[name].for_values() if values else TASKS[name]
     if kind is None:
@@ -74,7 +75,7 @@ def prepare(
         raise ValueError(f"{name}: expected a model that reads text, got {family.title}, which has no tokenizer")
     model_cls = model_class(family, kind.head, name)
     config: Any = model_cls.config_class.from_pretrained(directory)
-    text_tokenizer = load_tokenizer(directory if tokenizer is None else tokenizer)
+    text_tokenizer = tokenizer_of(directory if tokenizer is None else tokenizer)
     if family.causal:
         text_tokenizer = with_task_tokens(text_tokenizer)
     elif text_tokenizer.vocab_size > config.vocab_size:

@@ -6,18 +6,22 @@ import csv
 import io
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fasttfm.data.choice_files import read_choices
-from fasttfm.data.task_files import read_conll, read_texts
+from fasttfm.data.task_files import ChoiceExample, TagExample, TextExample, read_conll, read_texts
 from fasttfm.data.texts import DataError
 from fasttfm.models.family import Head
+from fasttfm.tasks.given import PAIR_NAMES, TEXT_NAMES, field, unusable
 from fasttfm.tasks.inputs import Feature, TaskBatch
 from fasttfm.tasks.metrics import Scores, label_scores, most_common, tag_scores, value_scores
+from fasttfm.tasks.results import ChoiceResult, LabelResult, TagResult, ValueResult
 from fasttfm.tasks.task import Language, Predictions, Task, in_known_order
 
 IGNORED = -100
@@ -77,11 +81,31 @@ class ClassifyTask(Task):
         known = hasattr(self.language.family.config, "auxiliary_loss_weight")
         return {"auxiliary_loss_weight": self.auxiliary} if known else {}
 
+    def example(self, given: Any) -> Any:
+        if isinstance(given, TextExample):
+            return given
+        if isinstance(given, str):
+            return TextExample(given, None, None)
+        label = None
+        if isinstance(given, Mapping):
+            label = given.get("label")
+            texts = [field(given, names) for names in (TEXT_NAMES, PAIR_NAMES)]
+        else:
+            texts = list(given) if isinstance(given, Sequence) and len(given) == 2 else [None, None]
+        if not isinstance(texts[0], str) or not isinstance(texts[1], str | None):
+            raise unusable(self.name, "a text or two texts", given)
+        return TextExample(texts[0], texts[1], None if label is None else str(label))
+
+    def example_of_line(self, line: str) -> Any:
+        return self.example(line)
+
     def features(self, examples: Sequence[Any]) -> list[Feature]:
-        encode, form = self.language.tokenizer.encode, self.language.format
+        encode, form = self.language.tokenizer.encode_batch, self.language.format
+        firsts = encode([example.first for example in examples])
+        seconds = iter(encode([example.second for example in examples if example.second is not None]))
         found = []
-        for index, example in enumerate(examples):
-            texts = [encode(text) for text in (example.first, example.second) if text is not None]
+        for index, (example, text) in enumerate(zip(examples, firsts, strict=True)):
+            texts = [text] if example.second is None else [text, next(seconds)]
             sequences = [form.one(*texts) if len(texts) == 1 else form.two(*texts)]
             if self.both_orders:
                 sequences.append(form.one(*texts) if len(texts) == 1 else form.two(*reversed(texts)))
@@ -113,10 +137,28 @@ class ClassifyTask(Task):
         return targets
 
     def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
-        return [int(best) for best in logits.argmax(-1).cpu()]
+        return list(logits.float().cpu().numpy())
 
-    def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
-        return [self.labels[best] for best in read]
+    def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
+        found = []
+        for logits in read:
+            shares = probabilities(logits)
+            best = int(logits.argmax())
+            named = dict(zip(self.labels, shares, strict=True))
+            found.append(LabelResult(self.labels[best], shares[best], named))
+        return found
+
+    def prediction(self, result: Any) -> Any:
+        return result.label
+
+    def inputs(self, example: Any) -> dict[str, Any]:
+        return {"text": example.first, **({} if example.second is None else {"text_pair": example.second})}
+
+    def gold(self, example: Any) -> Any:
+        return example.label
+
+    def without_text(self, example: Any) -> Any:
+        return replace(example, first="", second=None)
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
         return label_scores([example.label for example in examples], predictions)
@@ -138,6 +180,9 @@ class PairTask(ClassifyTask):
     @classmethod
     def for_values(cls) -> type[Task]:
         return PairValueTask
+
+    def example_of_line(self, line: str) -> Any:
+        return self.example(_two_texts(line))
 
 
 class ValueTask(ClassifyTask):
@@ -164,8 +209,14 @@ class ValueTask(ClassifyTask):
     def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
         return [float(value) for value in logits.squeeze(-1).float().cpu()]
 
-    def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
-        return list(read)
+    def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
+        return [ValueResult(value) for value in read]
+
+    def prediction(self, result: Any) -> Any:
+        return result.value
+
+    def gold(self, example: Any) -> Any:
+        return None if example.label is None else _number(example.label)
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
         return value_scores([_number(example.label) for example in examples], predictions)
@@ -180,6 +231,16 @@ class PairValueTask(ValueTask):
     name = PairTask.name
     about = PairTask.about
     file_format = PairTask.file_format
+
+    def example_of_line(self, line: str) -> Any:
+        return self.example(_two_texts(line))
+
+
+def _two_texts(line: str) -> tuple[str, ...]:
+    texts = tuple(line.split("\t"))
+    if len(texts) != 2:
+        raise DataError(f"expected two texts with a tabulator between them, got {line:.60}")
+    return texts
 
 
 def _labelled(example: Any) -> str:
@@ -215,14 +276,18 @@ class TagTask(Task):
     file_format = "CoNLL's columns: a word and its tag a line"
     read_file = staticmethod(read_conll)
     head = Head.TOKEN_CLASSIFICATION
+    kept = ("common",)
     main_score = "f1"
 
     def __init__(
         self, language: Language, train: Sequence[Any] | None, *, common: str | None = None, **options: Any
     ) -> None:
         super().__init__(language, train, **options)
-        tags = (tag for example in train or () for tag in example.tags)
-        self.common: str | None = common if train is None else most_common(tags)  # the tag of words without a token
+        if train is not None:
+            common = most_common(tag for example in train for tag in example.tags)
+        elif common is None:
+            common = "O" if "O" in self.labels else self.labels[0]
+        self.common = common  # the tag of words without a token
 
     def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
         return in_known_order({tag for example in train for tag in example.tags}, known)
@@ -240,6 +305,24 @@ class TagTask(Task):
 
     def description(self) -> dict[str, Any]:
         return {**super().description(), "common": self.common}
+
+    def example(self, given: Any) -> Any:
+        """A text is split at white space."""
+        if isinstance(given, TagExample):
+            return given
+        tags: Any = ()
+        if isinstance(given, Mapping):
+            tags = field(given, ("tags", "labels")) or ()
+            given = field(given, ("words", "tokens", *TEXT_NAMES))
+        words = given.split() if isinstance(given, str) else given
+        if not isinstance(words, Sequence) or not all(isinstance(word, str) for word in words):
+            raise unusable(self.name, "a sentence or a list of its words", given)
+        if tags and len(tags) != len(words):
+            raise DataError(f"tags: expected one for each of {len(words)} words, got {len(tags)}")
+        return TagExample(list(words), [str(tag) for tag in tags])
+
+    def example_of_line(self, line: str) -> Any:
+        return self.example(line)
 
     def features(self, examples: Sequence[Any]) -> list[Feature]:
         form = self.language.format
@@ -271,7 +354,7 @@ class TagTask(Task):
         labels = torch.full((batch.tokens,), IGNORED)
         numbers = {label: number for number, label in enumerate(self.labels)}
         for feature, begin in zip(batch.features, batch.cu_seqlens.tolist(), strict=False):
-            for place, word in feature.target.places.items():
+            for place, word in feature.target.places.items() if feature.target.tags else ():
                 labels[begin + place] = numbers.get(feature.target.tags[word], IGNORED)
         return {"labels": labels}
 
@@ -282,25 +365,48 @@ class TagTask(Task):
         return batch.tokens
 
     def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
-        best = logits.argmax(-1).cpu()
-        pieces = best.tensor_split(batch.cu_seqlens[1:-1].cpu().long())
+        """The number and the probability of each word's best tag."""
+        shares, best = logits.float().softmax(-1).max(-1)
+        starts = batch.cu_seqlens[:-1].tolist()
+        numbers, probable = best.tolist(), shares.tolist()
         return [
-            {word: int(piece[place]) for place, word in feature.target.places.items()}
-            for feature, piece in zip(batch.features, pieces, strict=True)
+            {word: (numbers[start + place], probable[start + place]) for place, word in feature.target.places.items()}
+            for feature, start in zip(batch.features, starts, strict=True)
         ]
 
-    def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
-        found = [[self.common] * len(example.words) for example in examples]  # for words without a token
+    def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
+        found = [TagResult([self.common] * len(example.words), [None] * len(example.words)) for example in examples]
         for feature, tags in zip(features, read, strict=True):
-            for word, best in tags.items():
-                found[feature.example][word] = self.labels[best]
+            result = found[feature.example]
+            for word, (best, probability) in tags.items():
+                result.tags[word], result.probabilities[word] = self.labels[best], probability
         return found
+
+    def prediction(self, result: Any) -> Any:
+        return result.tags
+
+    def inputs(self, example: Any) -> dict[str, Any]:
+        return {"words": example.words}
+
+    def gold(self, example: Any) -> Any:
+        return example.tags or None
+
+    def table(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """A row for each word."""
+        columns = {"words": "word", "tags": "tag", "probabilities": "probability", "gold": "gold"}
+        names = {name: column for name, column in columns.items() if name in record}
+        return [
+            dict(zip(names.values(), row, strict=True)) for row in zip(*(record[name] for name in names), strict=True)
+        ]
+
+    def without_text(self, example: Any) -> Any:
+        return replace(example, words=[])
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
         return tag_scores([example.tags for example in examples], predictions)
 
     def labelled(self, examples: Sequence[Any]) -> bool:
-        return True
+        return any(example.tags for example in examples)
 
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
         return [[self.common] * len(example.words) for example in examples]
@@ -308,8 +414,9 @@ class TagTask(Task):
     def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
         """Words with their tags, and what they were taken for."""
         sentences = [
-            "\n".join(" ".join(row) for row in zip(example.words, example.tags, tags, strict=True))
+            "\n".join(" ".join(row) for row in zip(*columns, strict=True))
             for example, tags in zip(examples, predictions, strict=True)
+            if (columns := [each for each in (example.words, example.tags, tags) if each])
         ]
         return {"predictions.conll": "\n\n".join(sentences) + "\n"}
 
@@ -337,6 +444,24 @@ class ChoiceTask(Task):
     def __init__(self, language: Language, train: Sequence[Any] | None, **options: Any) -> None:
         super().__init__(language, train, **options)
         self.choices = None if train is None else len(train[0].endings)  # a trained model chooses between any number
+
+    def example(self, given: Any) -> Any:
+        if isinstance(given, ChoiceExample):
+            return given
+        start, label = "", None
+        if isinstance(given, Mapping):
+            start, label = given.get("start", ""), given.get("label")
+            given = (field(given, ("context", *TEXT_NAMES)), field(given, ("endings", "choices")))
+        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) < 2:
+            raise unusable(self.name, "a context and its endings", given)
+        context, *endings = given
+        if len(endings) == 1 and isinstance(endings[0], Sequence) and not isinstance(endings[0], str):
+            endings = list(endings[0])
+        if len(endings) < 2 or not all(isinstance(each, str) for each in (context, start, *endings)):
+            raise unusable(self.name, "a context and two endings or more", given)
+        if label is not None and label not in range(len(endings)):
+            raise DataError(f"label: expected the number of an ending, 0 to {len(endings) - 1}, got {label!r}")
+        return ChoiceExample(context, start, endings, label)
 
     def features(self, examples: Sequence[Any]) -> list[Feature]:
         encode, form = self.language.tokenizer.encode, self.language.format
@@ -376,10 +501,28 @@ class ChoiceTask(Task):
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-torch.inf)
 
     def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
-        return [int(best) for best in logits.argmax(-1).cpu()]
+        rows = logits.float().cpu().numpy()
+        return [row[: len(feature.sequences)] for feature, row in zip(batch.features, rows, strict=True)]
 
-    def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
-        return list(read)
+    def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
+        found = []
+        for example, logits in zip(examples, read, strict=True):
+            best = int(logits.argmax())
+            found.append(ChoiceResult(best, example.endings[best], probabilities(logits)))
+        return found
+
+    def prediction(self, result: Any) -> Any:
+        return result.choice
+
+    def inputs(self, example: Any) -> dict[str, Any]:
+        start = {"start": example.start} if example.start else {}
+        return {"context": example.context, **start, "endings": example.endings}
+
+    def gold(self, example: Any) -> Any:
+        return example.label
+
+    def without_text(self, example: Any) -> Any:
+        return replace(example, context="", start="", endings=[])
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
         right = [example.label == found for example, found in zip(examples, predictions, strict=True)]
@@ -390,6 +533,16 @@ class ChoiceTask(Task):
 
     def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
         return {"predictions.csv": table(("", "label"), enumerate(predictions), ",")}
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def probabilities(logits: np.ndarray) -> list[float]:
+    """Softmax."""
+    shares = np.exp(logits - logits.max())
+    found: list[float] = (shares / shares.sum()).tolist()
+    return found
 
 
 def some(names: Sequence[str], most: int = 5) -> str:

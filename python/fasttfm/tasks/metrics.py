@@ -137,12 +137,12 @@ def answer_f1(gold: str, answer: str) -> float:
     return 2 * common / (len(wanted) + len(found))
 
 
-def answer_scores(gold: Mapping[str, Sequence[str]], answers: Mapping[str, str]) -> Scores:
+def answer_scores(gold: Mapping[Any, Sequence[str]], answers: Mapping[Any, str]) -> Scores:
     """SQuAD's exact match and F1, means over all questions and, where both kinds exist, over those with an answer and
     those without.
 
     Args:
-        gold: Every question's right answers by its id; none where it has no answer (SQuAD 2.0).
+        gold: Every question's right answers by its id or number; none where it has no answer (SQuAD 2.0).
         answers: One answer for each id, empty for none.
     """
     exact, f1 = _best(gold, answers, exact_match), _best(gold, answers, answer_f1)
@@ -158,7 +158,7 @@ def answer_scores(gold: Mapping[str, Sequence[str]], answers: Mapping[str, str])
 
 
 def best_threshold(
-    gold: Mapping[str, Sequence[str]], answers: Mapping[str, str], no_answer: Mapping[str, float]
+    gold: Mapping[Any, Sequence[str]], answers: Mapping[Any, str], no_answer: Mapping[Any, float]
 ) -> float:
     """The number that ``no_answer`` may have before a question counts as one without an answer, so that F1 is as large
     as it can be (SQuAD's ``best_f1_thresh``). What is tuned on one set of questions should be used on others.
@@ -186,13 +186,13 @@ def _real(answers: Sequence[str]) -> list[str]:
     return [answer for answer in answers if normalized(answer)]
 
 
-def _best(gold: Mapping[str, Sequence[str]], answers: Mapping[str, str], score: Any) -> dict[str, float]:
+def _best(gold: Mapping[Any, Sequence[str]], answers: Mapping[Any, str], score: Any) -> dict[Any, float]:
     """Each question's score, against whichever right answer is nearest."""
     if missing := [key for key in gold if key not in answers]:
         raise ValueError(f"answer_scores: answers: expected one for every question, got none for {missing[0]!r}")
     return {key: max(score(each, answers[key]) for each in _real(right) or [""]) for key, right in gold.items()}
 
 
-def _mean(scores: Mapping[str, float], keys: Iterable[str]) -> float:
+def _mean(scores: Mapping[Any, float], keys: Iterable[Any]) -> float:
     found = [scores[key] for key in keys]
     return sum(found) / max(1, len(found))

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fasttfm.data.question_files import read_questions
+from fasttfm.data.task_files import Answer as RightAnswer
+from fasttfm.data.task_files import QuestionExample
+from fasttfm.data.texts import DataError
 from fasttfm.models.family import Head
 from fasttfm.nn import PackedBatch
 from fasttfm.tasks.answers import Found, Offsets, Window, Windows, best_of_windows, span_of_characters
+from fasttfm.tasks.given import unusable
 from fasttfm.tasks.inputs import Feature, TaskBatch
 from fasttfm.tasks.metrics import Scores, answer_scores, best_threshold, most_common
+from fasttfm.tasks.results import AnswerResult
 from fasttfm.tasks.task import Language, Predictions, Task
 from fasttfm.train.settings import at_least
 
@@ -46,6 +52,7 @@ class QuestionTask(Task):
     head = Head.QUESTION_ANSWERING
     max_length = 384
     options = ("stride", "max_question", "max_answer")
+    kept = (*options, "threshold")
     main_score = "f1"
 
     def __init__(
@@ -72,6 +79,18 @@ class QuestionTask(Task):
         self.windows = Windows(form, min(128, max(1, room // 2)) if stride is None else stride, max_question)
         self.max_answer = max_answer
         self.threshold = threshold
+
+    def example(self, given: Any) -> Any:
+        if isinstance(given, QuestionExample):
+            return given
+        id, answers, impossible = "", [], False
+        if isinstance(given, Mapping):
+            id, impossible = str(given.get("id", "")), bool(given.get("is_impossible", False))
+            answers = [] if impossible else _answers(given.get("answers"))
+            given = (given.get("question"), given.get("context"))
+        if not isinstance(given, Sequence) or len(given) != 2 or not all(isinstance(each, str) for each in given):
+            raise unusable(self.name, "a question and its context", given)
+        return QuestionExample(id, given[0], given[1], answers, impossible)
 
     def features(self, examples: Sequence[Any]) -> list[Feature]:
         tokenizer = self.language.tokenizer
@@ -120,22 +139,51 @@ class QuestionTask(Task):
             found.append(Answer.of(best, targets[0].offsets, example.context))
         return found
 
+    def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
+        return [self._result(answer) for answer in self.predictions(examples, features, read)]
+
+    def _result(self, answer: Answer) -> AnswerResult:
+        if answer.no_answer > self._limit or not answer.text:
+            return AnswerResult("", None, None, answer.score, answer.no_answer)
+        return AnswerResult(answer.text, answer.start, answer.start + len(answer.text), answer.score, answer.no_answer)
+
+    def prediction(self, result: Any) -> Any:
+        return Answer(result.answer, result.no_answer)
+
+    def inputs(self, example: Any) -> dict[str, Any]:
+        return {"id": example.id, "question": example.question}
+
+    def gold(self, example: Any) -> Any:
+        known = example.impossible or example.answers
+        return _texts(example) if known else None
+
+    def without_text(self, example: Any) -> Any:
+        return replace(example, question="", context="")
+
+    @property
+    def _limit(self) -> float:
+        return float("inf") if self.threshold is None else self.threshold
+
     def answers(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
         """The texts by the questions' ids; empty where there seems to be no answer."""
-        limit = float("inf") if self.threshold is None else self.threshold
-        pairs = zip(examples, predictions, strict=True)
-        return {example.id: "" if answer.no_answer > limit else answer.text for example, answer in pairs}
+        return {example.id: text for example, text in zip(examples, self._texts(predictions), strict=True)}
+
+    def _texts(self, predictions: Predictions) -> list[str]:
+        return ["" if answer.no_answer > self._limit else answer.text for answer in predictions]
 
     def tune(self, examples: Sequence[Any], predictions: Predictions) -> None:
         """Sets the threshold with which the F1 of these answers is largest, if some of the questions have none."""
-        gold = _right_answers(examples)
+        gold = {number: _texts(example) for number, example in enumerate(examples)}
         if all(gold.values()):
             return
-        texts, scores = zip(*predictions, strict=True)
-        self.threshold = best_threshold(gold, dict(zip(gold, texts, strict=True)), dict(zip(gold, scores, strict=True)))
+        texts = {number: answer.text for number, answer in enumerate(predictions)}
+        scores = {number: answer.no_answer for number, answer in enumerate(predictions)}
+        self.threshold = best_threshold(gold, texts, scores)
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
-        return answer_scores(_right_answers(examples), self.answers(examples, predictions))
+        """Questions are counted by their numbers: ids may be missing, and repeated."""
+        gold = {number: _texts(example) for number, example in enumerate(examples)}
+        return answer_scores(gold, dict(enumerate(self._texts(predictions))))
 
     def description(self) -> dict[str, Any]:
         windows = {"stride": self.windows.stride, "max_question": self.windows.max_question}
@@ -162,14 +210,31 @@ class Answer(NamedTuple):
 
     text: str
     no_answer: float
+    start: int = 0  # its first character in the context
+    score: float = 0.0  # of the span
 
     @staticmethod
     def of(found: Found, offsets: Offsets, context: str) -> Answer:
         if found.span is None:
             return Answer("", 0.0)
         first, end = offsets[found.span.start][0], offsets[found.span.end][1]
-        return Answer(context[first:end].strip(), found.no_answer)
+        text = context[first:end].strip()
+        return Answer(text, found.no_answer, context.index(text, first), found.span.score)
 
 
-def _right_answers(examples: Sequence[Any]) -> dict[str, list[str]]:
-    return {example.id: [answer.text for answer in example.answers] for example in examples}
+def _answers(given: Any) -> list[RightAnswer]:
+    """Right answers as SQuAD's files or data sets have them, or as texts."""
+    if given is None:
+        return []
+    if isinstance(given, Mapping):
+        given = given.get("text")
+    if isinstance(given, str):
+        given = [given]
+    texts: list[Any] = [each.get("text") if isinstance(each, Mapping) else each for each in given or ()]
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError(f"answers: expected texts, got {given!r:.60}")
+    return [RightAnswer(text, 0) for text in texts]
+
+
+def _texts(example: Any) -> list[str]:
+    return [answer.text for answer in example.answers]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from fasttfm.models.family import Family, Head
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.inputs import Feature, Format, TaskBatch, collate
 from fasttfm.tasks.metrics import Scores
+from fasttfm.tasks.results import Result
 from fasttfm.train.settings import at_least
 
 Predictions = list[Any]  # one for each example, in their order
@@ -48,6 +50,7 @@ class Task(ABC):
     head: ClassVar[Head]
     max_length: ClassVar[int] = 128  # tokens of a sequence by default, where a model has as many
     options: ClassVar[tuple[str, ...]] = ()  # arguments of its own
+    kept: ClassVar[tuple[str, ...]] = ()  # arguments that a checkpoint keeps
     main_score: ClassVar[str]  # the one to look at first
 
     def __init__(
@@ -79,6 +82,15 @@ class Task(ABC):
         return {}
 
     # ---- examples in -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def example(self, given: Any) -> Any:
+        """The example that a caller gives as texts, as a dictionary (a line of a .jsonl file) or as it is. Raises
+        DataError for anything else."""
+
+    def example_of_line(self, line: str) -> Any:
+        """The example of a line of plain text: its texts are separated by tabulators."""
+        return self.example(tuple(line.split("\t")) if "\t" in line else line)
 
     @abstractmethod
     def features(self, examples: Sequence[Any]) -> list[Feature]:
@@ -120,8 +132,16 @@ class Task(ABC):
         """Each feature's own part of the logits, on the CPU, as ``predictions`` wants it."""
 
     @abstractmethod
+    def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
+        """What the model says about each example, from the logits of its features."""
+
+    @abstractmethod
+    def prediction(self, result: Any) -> Any:
+        """A result's part that is scored."""
+
     def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
         """The model's prediction for each example, from the logits of its features."""
+        return [self.prediction(result) for result in self.results(examples, features, read)]
 
     @abstractmethod
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
@@ -134,6 +154,33 @@ class Task(ABC):
     @abstractmethod
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
         """The majority baseline: predicts the most frequent answer of ``train`` for every example."""
+
+    @abstractmethod
+    def inputs(self, example: Any) -> dict[str, Any]:
+        """An example's texts, by name."""
+
+    @abstractmethod
+    def gold(self, example: Any) -> Any:
+        """The right answer; None where it is not known."""
+
+    def record(self, example: Any, result: Result) -> dict[str, Any]:
+        """An example with its result, as an object of a .jsonl file."""
+        gold = self.gold(example)
+        return {**self.inputs(example), **asdict(result), **({} if gold is None else {"gold": gold})}
+
+    def table(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """A record as rows of a .csv file: one for most tasks."""
+        row: dict[str, Any] = {}
+        for name, value in record.items():
+            if isinstance(value, dict):  # the probabilities of labels
+                row |= {f"probability_{key}": each for key, each in value.items()}
+            else:
+                row[name] = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+        return [row]
+
+    @abstractmethod
+    def without_text(self, example: Any) -> Any:
+        """The part of an example that ``scores`` needs."""
 
     @abstractmethod
     def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
@@ -153,7 +200,7 @@ class Task(ABC):
 
     def description(self) -> dict[str, Any]:
         """What a trained model needs to be used for the task, as its configuration stores it under ``TASK_KEY``:
-        ``task`` and ``values`` name the class of the task, ``max_length`` is that of its sequences, and the others are
+        ``task`` and ``values`` name the class of the task, ``max_length`` is that of its sequences, and ``kept`` are
         arguments of the constructor."""
         length = self.language.format.max_length
         return {"task": self.name, "max_length": length, "values": False, "threshold": None}

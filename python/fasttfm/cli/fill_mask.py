@@ -1,0 +1,160 @@
+"""``fasttfm fill-mask``: the likeliest words for the masks of a text.
+
+  fasttfm fill-mask --model DIR --text "The state of the [MASK] is strong."
+  fasttfm fill-mask --model RUN --data texts.txt --top-k 10 --output words.csv
+
+The model is a masked language model, such as the newest checkpoint of a pre-training run; of ELECTRA's two models it is
+the generator. The mask is the one of its vocabulary: [MASK], or <mask> for RoBERTa.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fasttfm.cli.options import Formatter, add_device_option, check_output_file, exit_on_user_error
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the ``fill-mask`` command to a command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "fill-mask", help="find words for the masks of texts", description=__doc__, formatter_class=Formatter
+    )
+    add_language_model_options(parser)
+    parser.add_argument("--top-k", type=int, default=5, metavar="K", help="number of words for each mask")
+    parser.set_defaults(refuse=parser.error)
+
+
+def add_language_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that ``fill-mask`` and ``score`` share."""
+    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint or pre-training run")
+    parser.add_argument("--text", metavar="TEXT", help="a text")
+    parser.add_argument(
+        "--data", metavar="FILE", help=".txt (a text a line) or .jsonl (its text); - reads lines from stdin"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="by default the terminal")
+    parser.add_argument(
+        "--format", choices=("csv", "jsonl"), help="by default as --output ends, or lines for the terminal"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
+    parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
+    parser.add_argument("--tokens-per-batch", type=int, default=8192, metavar="N", help="tokens per packed batch")
+    parser.add_argument(
+        "--precision", choices=("float32", "bfloat16"), help="by default bfloat16 on a GPU and float32 on a CPU"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_device_option(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    with exit_on_user_error(arguments):
+        texts, again = itertools.tee(each["text"] for each in texts_of(arguments))
+        model = language_model_of(arguments, masked=True)
+
+        def records() -> Iterator[dict[str, Any]]:
+            for text, masks in zip(again, model.fill_mask(texts, arguments.top_k), strict=True):
+                yield {"text": text, "masks": [[guess._asdict() for guess in guesses] for guesses in masks]}
+
+        write_records(arguments, model, records(), _rows, _lines)
+    return 0
+
+
+def _rows(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "text": record["text"],
+            "mask": mask,
+            "rank": rank,
+            "token": guess["token"],
+            "probability": guess["probability"],
+        }
+        for mask, guesses in enumerate(record["masks"], 1)
+        for rank, guess in enumerate(guesses, 1)
+    ]
+
+
+def _lines(record: dict[str, Any]) -> str:
+    lines = [record["text"]]
+    for number, guesses in enumerate(record["masks"], 1):
+        lines += [f"mask {number}"] if len(record["masks"]) > 1 else []
+        lines += [f"  {guess['probability']:.4f}  {guess['token']}" for guess in guesses]
+    return "\n".join(lines)
+
+
+# ---- what fill-mask and score share ----------------------------------------------------------------------------------
+
+
+def texts_of(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Objects with a ``text``: that of ``--text``, or those of ``--data``."""
+    from fasttfm.data.texts import DataError
+    from fasttfm.tasks.prediction_files import read_texts
+
+    if (arguments.text is None) == (arguments.data is None):
+        raise ValueError(
+            "--text: expected one of --text and --data, got both"
+            if arguments.text
+            else "--text: expected a text, or a file with --data, got neither"
+        )
+    check_output_file(arguments)
+    if arguments.text is not None:
+        try:
+            arguments.text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("--text: expected UTF-8 text, got other bytes") from None
+
+    def read() -> Iterator[dict[str, Any]]:
+        given = [arguments.text] if arguments.data is None else read_texts(arguments.data)
+        for number, each in enumerate(given, 1):
+            found = {"text": each} if isinstance(each, str) else each
+            if not isinstance(found.get("text"), str):
+                raise DataError(f"{arguments.data}: object {number}: expected a string 'text', got {', '.join(found)}")
+            yield found
+
+    return read()
+
+
+def language_model_of(arguments: argparse.Namespace, *, masked: bool) -> Any:
+    from fasttfm.tasks.language_models import load_language_model
+
+    return load_language_model(
+        arguments.model,
+        masked=masked,
+        tokenizer=arguments.tokenizer,
+        device=arguments.device,
+        precision=arguments.precision,
+        tokens_per_batch=arguments.tokens_per_batch,
+    )
+
+
+def write_records(arguments: argparse.Namespace, model: Any, records: Iterator[Any], table: Any, lines: Any) -> int:
+    """Writes records as they come, to the terminal or to ``--output``; returns their number."""
+    from fasttfm.data.texts import DataError
+    from fasttfm.tasks.prediction_files import Writer, opened
+    from fasttfm.train.progress import tracked
+
+    form = arguments.format
+    if form is None and arguments.output is not None:
+        form = "csv" if arguments.output.suffix == ".csv" else "jsonl"
+    count = 0
+    with opened(arguments.output) as file:
+        writer = Writer(file, form, table)
+        for record in records if arguments.quiet or arguments.data is None else tracked(records, "texts"):
+            count += 1
+            if form is None:
+                print(lines(record), file=file)
+            else:
+                writer.write(record)
+        if count == 0:
+            raise DataError(f"{arguments.data}: expected texts, got none")
+    if model.truncated:
+        what = f"{model.truncated:,} of {count:,} texts have more than the model's {model.longest} tokens"
+        warnings.warn(f"{what} and are truncated", stacklevel=2)
+    if arguments.output is not None:
+        print(f"output     {arguments.output} ({count:,} texts)", file=sys.stdout)
+    return count

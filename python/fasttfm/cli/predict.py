@@ -1,0 +1,132 @@
+"""``fasttfm predict``: uses a model that was trained for a task.
+
+  fasttfm predict --model DIR --data reviews.txt --output predictions.csv
+  fasttfm predict --model DIR --data dev-v2.0.json --output answers.jsonl
+  echo "a fine day" | fasttfm predict --model DIR --data -
+
+The model's directory states the task, its labels, the maximum length and the threshold for questions without an answer.
+Examples come from files of the task's format, with or without labels, or from .txt files, .jsonl files and stdin (-),
+which are read line by line and may be of any size:
+
+{lines}
+
+Each example gives its label with the probability of every label, its tags, its answer with its place in the context and
+the score of having none, or the choice between its endings. Where all examples have labels, scores are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from fasttfm.cli.options import (
+    Formatter,
+    add_device_option,
+    check_output_file,
+    exit_on_user_error,
+    sentence,
+)
+
+_LINES = """\
+  task       a line of text                     fields of a line of .jsonl
+  classify   the text                           text, label
+  pair       two texts, a tabulator between     text, text_pair, label
+  tag        the words, spaces between          words (or text), tags
+  qa         question, tabulator, context       question, context, id, answers
+  choice     context, tabulator, endings        context, endings, label"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the ``predict`` command to a command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "predict",
+        help="use a model that was trained for a task",
+        description=str(__doc__).format(lines=_LINES),
+        formatter_class=Formatter,
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="directory of a model that was fine-tuned")
+    parser.add_argument("--data", required=True, metavar="FILE", help="examples; - reads them from stdin")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="by default the terminal")
+    parser.add_argument("--format", choices=("csv", "jsonl"), help="by default as --output ends, or jsonl")
+    parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
+    parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
+    parser.add_argument("--max-length", type=int, metavar="N", help="max tokens per sequence; by default the model's")
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        metavar="X",
+        help="qa: no answer is given if its score is above that of the best answer by more; by default the model's",
+    )
+    parser.add_argument("--tokens-per-batch", type=int, default=8192, metavar="N", help="tokens per packed batch")
+    parser.add_argument(
+        "--precision", choices=("float32", "bfloat16"), help="by default bfloat16 on a GPU and float32 on a CPU"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_device_option(parser)
+    parser.set_defaults(refuse=parser.error)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    with exit_on_user_error(arguments):
+        from fasttfm.data.texts import DataError
+        from fasttfm.tasks.loading import load
+        from fasttfm.tasks.prediction_files import Writer, opened, read_inputs
+        from fasttfm.train.progress import tracked
+
+        check_output_file(arguments)
+        options = {} if arguments.threshold is None else {"threshold": arguments.threshold}
+        predictor = load(
+            arguments.model,
+            tokenizer=arguments.tokenizer,
+            max_length=arguments.max_length,
+            device=arguments.device,
+            precision=arguments.precision,
+            tokens_per_batch=arguments.tokens_per_batch,
+            **options,
+        )
+        task = predictor.task
+        examples, total = read_inputs(task, arguments.data)
+        found: Any = predictor.stream(examples)
+        if not arguments.quiet:
+            found = tracked(found, "examples", total=total)
+        known: list[tuple[Any, Any]] = []  # what scores need of examples with labels
+        with opened(arguments.output) as file:
+            writer = Writer(file, format_of(arguments), task.table)
+            for example, result in found:
+                writer.write(task.record(example, result))
+                if task.gold(example) is not None:
+                    known.append((task.without_text(example), task.prediction(result)))
+            if predictor.counts.examples == 0:
+                raise DataError(f"{arguments.data}: expected examples, got none")
+        if note := predictor.counts.note(predictor.max_length):
+            warnings.warn(note, stacklevel=2)
+        _summary(arguments, predictor, known)
+    return 0
+
+
+def _summary(arguments: argparse.Namespace, predictor: Any, known: list[tuple[Any, Any]]) -> None:
+    """The scores, and where the predictions are. The terminal has them already, so the rest goes to stderr."""
+    file = sys.stderr if arguments.output is None else sys.stdout
+    task, count = predictor.task, predictor.counts.examples
+    if known and len(known) < count:
+        warnings.warn(f"{len(known):,} of {count:,} examples have labels; they are scored", stacklevel=2)
+    if known:
+        examples, predictions = (list(each) for each in zip(*known, strict=True))
+        try:
+            task.check_labels(examples, arguments.data)
+        except ValueError as error:
+            warnings.warn(f"{error}; they count as wrong", stacklevel=2)
+        print(f"scores     {sentence(task.scores(examples, predictions))}", file=file)
+    if arguments.output is not None:
+        print(f"output     {arguments.output} ({task.name}, {count:,} examples)", file=file)
+
+
+def format_of(arguments: argparse.Namespace) -> str:
+    """``--format``, or what ``--output`` ends in."""
+    if arguments.format is not None:
+        return str(arguments.format)
+    return "csv" if arguments.output is not None and arguments.output.suffix == ".csv" else "jsonl"

@@ -1,0 +1,95 @@
+"""``fasttfm score``: how likely texts are to a language model.
+
+  fasttfm score --model DIR --text "The state of the union is strong."
+  fasttfm score --model DIR --text "The capital of France is" --continuation " Paris"
+  fasttfm score --model RUN --data texts.txt --output scores.csv
+
+Causal models give the log-likelihood and the perplexity of a text: each token but the first is predicted from those
+before it. Masked models give its pseudo-log-likelihood: each token is masked and predicted from all the others. With a
+continuation, only its tokens are predicted, and the probability of all of them together is given; lines of a .jsonl
+file may have their own ("text", "continuation").
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from fasttfm.cli.fill_mask import add_language_model_options, language_model_of, texts_of, write_records
+from fasttfm.cli.options import Formatter, exit_on_user_error
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the ``score`` command to a command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "score", help="compute how likely texts are to a language model", description=__doc__, formatter_class=Formatter
+    )
+    add_language_model_options(parser)
+    parser.add_argument(
+        "--continuation", metavar="TEXT", help="what follows each text, as it is written, with its space in front"
+    )
+    parser.add_argument(
+        "--stride",
+        type=int,
+        metavar="N",
+        help="causal models: tokens between the starts of two windows over a text that is longer than the model; by "
+        "default half of the model's positions",
+    )
+    parser.set_defaults(refuse=parser.error)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command."""
+    with exit_on_user_error(arguments):
+        from fasttfm.data.texts import DataError
+        from fasttfm.tasks.language_models import TextScore
+
+        def given() -> Iterator[tuple[str, str | None]]:
+            for each in texts_of(arguments):
+                continuation = each.get("continuation", arguments.continuation)
+                if not isinstance(continuation, str | None):
+                    raise DataError(f"{arguments.data}: continuation: expected a text, got {continuation!r:.60}")
+                yield each["text"], continuation
+
+        texts, again = itertools.tee(given())
+        model = language_model_of(arguments, masked=False)
+        scores = model.score(
+            (text if continuation is None else (text, continuation) for text, continuation in texts),
+            stride=arguments.stride,
+        )
+        prefix = "" if model.causal else "pseudo_"
+        tokens, total = 0, 0.0
+
+        def records() -> Iterator[dict[str, Any]]:
+            nonlocal tokens, total
+            for (text, continuation), score in zip(again, scores, strict=True):
+                tokens, total = tokens + score.tokens, total + score.log_likelihood
+                yield {
+                    "text": text,
+                    **({} if continuation is None else {"continuation": continuation}),
+                    "tokens": score.tokens,
+                    f"{prefix}log_likelihood": score.log_likelihood,
+                    f"{prefix}perplexity": score.perplexity,
+                    **({} if continuation is None else {f"{prefix}probability": math.exp(score.log_likelihood)}),
+                }
+
+        count = write_records(arguments, model, records(), lambda record: [record], _line)
+        if count > 1:
+            whole = TextScore(tokens, total).perplexity
+            said = "no token is predicted" if whole is None else f"{prefix.replace('_', '-')}perplexity {whole:.3f}"
+            file = sys.stderr if arguments.output is None else sys.stdout
+            print(f"all texts  {said} over {tokens:,} tokens", file=file)
+    return 0
+
+
+def _line(record: dict[str, Any]) -> str:
+    parts = []
+    for name, value in record.items():
+        if name in ("text", "continuation") or value is None:
+            continue
+        parts.append(f"{name.replace('_', ' ')} {value if isinstance(value, int) else f'{value:.6g}'}")
+    return f"{record['text']}{record.get('continuation', '')}\n  {', '.join(parts)}"

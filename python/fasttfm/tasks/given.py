@@ -1,0 +1,23 @@
+"""What callers give for an example: names of fields, and what is said about values that cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fasttfm.data.texts import DataError
+
+TEXT_NAMES = ("text", "sentence", "sentence1", "premise")
+PAIR_NAMES = ("text_pair", "pair", "sentence2", "hypothesis")
+
+
+def field(given: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """The first of these fields that an object has; None if it has none."""
+    return next((given[name] for name in names if given.get(name) is not None), None)
+
+
+def unusable(task: str, expected: str, given: Any) -> DataError:
+    got = f"{given!r:.60}"
+    if isinstance(given, Mapping):
+        got = f"an object with {', '.join(map(repr, given))}" if given else "an empty object"
+    return DataError(f"{task}: expected {expected}, got {got}")

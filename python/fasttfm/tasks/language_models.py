@@ -1,0 +1,251 @@
+"""What language models say about texts: the words for masks, and how likely texts and continuations are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasttfm.data.texts import DataError
+from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.models.family import Family, Head
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.tasks.distillation_recipes import encode
+from fasttfm.tasks.families import checkpoint_of, family_of, longest_input, open_model, tokenizer_of
+from fasttfm.tasks.finetuning import format_of
+from fasttfm.tasks.inputs import Feature, Tokens, by_budget, collate
+from fasttfm.train.distributed import device_named
+from fasttfm.train.settings import at_least
+
+_ROWS = 256  # rows of logits in memory at a time
+
+
+class Guess(NamedTuple):
+    """A token for a mask."""
+
+    token: str  # its entry in the vocabulary
+    text: str  # as it is written
+    probability: float
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """How likely a text is; of a masked language model its pseudo-log-likelihood (Salazar et al., 2020)."""
+
+    tokens: int  # the number of tokens that are predicted
+    log_likelihood: float  # natural logarithm, the sum over these tokens
+
+    @property
+    def perplexity(self) -> float | None:
+        """None where no token is predicted."""
+        if self.tokens == 0:
+            return None
+        mean = -self.log_likelihood / self.tokens
+        return math.exp(mean) if mean < 700 else math.inf
+
+
+class LanguageModel:
+    """A masked or a causal language model with its tokenizer, where the model is.
+
+    Args:
+        tokens_per_batch: At least one sequence is computed at a time.
+        precision: ``"float32"``, or ``"bfloat16"`` for autocast.
+    """
+
+    def __init__(
+        self,
+        model: PretrainedModel,
+        tokenizer: Tokenizer,
+        family: Family,
+        *,
+        tokens_per_batch: int = 8192,
+        precision: str = "float32",
+    ) -> None:
+        at_least("tokens_per_batch", tokens_per_batch, 1)
+        self.model, self.tokenizer, self.causal = model.eval(), tokenizer, family.causal
+        self.tokens_per_batch, self.precision = tokens_per_batch, precision
+        self.longest = longest_input(model.config)
+        self.truncated = 0  # texts of which not every token was read
+        self._form = None if family.causal else format_of(family, model.config, tokenizer, self.longest)
+        self._device = next(model.parameters()).device
+
+    # ---- masks -------------------------------------------------------------------------------------------------------
+
+    @property
+    def mask(self) -> str:
+        """The token that ``fill_mask`` finds words for."""
+        if self.causal or self.tokenizer.special.mask is None:
+            raise ValueError("fill-mask: expected a masked language model with a mask token, got one without")
+        return self.tokenizer.token(self.tokenizer.special.mask)
+
+    def fill_mask(self, texts: Iterable[str], top_k: int = 5) -> Iterator[list[list[Guess]]]:
+        """For each mask of each text the likeliest tokens, the likeliest first; texts are read as they are needed."""
+        if not 1 <= top_k <= self.tokenizer.vocab_size:
+            raise ValueError(f"top_k: expected 1 to the vocabulary's {self.tokenizer.vocab_size}, got {top_k}")
+        mask = self.mask
+        for group in by_budget(self._masked(texts, mask), self.tokens_per_batch):
+            starts = itertools.accumulate((feature.tokens for feature in group), initial=0)
+            places = [start + place for feature, start in zip(group, starts, strict=False) for place in feature.target]
+            states = self._states(group)
+            guesses: list[list[Guess]] = []
+            for rows in torch.tensor(places, device=self._device).split(_ROWS):
+                with torch.inference_mode():
+                    best = self._head(states.index_select(0, rows)).float().softmax(-1).topk(top_k)
+                for shares, ids in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                    guesses.append([self._guess(id, share) for id, share in zip(ids, shares, strict=True)])
+            rest = iter(guesses)
+            yield from ([next(rest) for _ in feature.target] for feature in group)
+
+    def _guess(self, id: int, probability: float) -> Guess:
+        return Guess(self.tokenizer.token(id), self.tokenizer.decode([id]).strip(), probability)
+
+    def _masked(self, texts: Iterable[str], mask: str) -> Iterator[Feature]:
+        """Features with the positions of their masks."""
+        assert self._form is not None
+        for number, text in enumerate(texts, 1):
+            tokens = self._form.one(self.tokenizer.encode(text))
+            places = [index for index, id in enumerate(tokens.ids) if id == self.tokenizer.special.mask]
+            if not places:
+                got = f"none in its first {self.longest} tokens" if tokens.cut else f"{text:.60}"
+                raise DataError(f"text {number}: expected {mask} where a word is missing, got {got}")
+            self.truncated += tokens.cut > 0
+            yield Feature(number - 1, [tokens], places)
+
+    # ---- likelihoods -------------------------------------------------------------------------------------------------
+
+    def score(self, texts: Iterable[str | tuple[str, str]], *, stride: int | None = None) -> Iterator[TextScore]:
+        """How likely each text is, or each continuation: a tuple is a text and what follows it.
+
+        A causal model predicts every token but the first from those before it; texts that are longer than the model are
+        read in windows that begin ``stride`` tokens apart (by default half of the model's positions), each token
+        predicted once. A masked model predicts every token from all the others of the text, one at a time; it reads as
+        many tokens as it has positions.
+        """
+        if stride is not None and not 1 <= stride < self.longest:
+            raise ValueError(f"stride: expected 1 to {self.longest - 1}, got {stride}")
+        make = self._windows if self.causal else self._pseudo
+        features = (feature for number, text in enumerate(texts) for feature in make(number, text, stride))
+        total, tokens = 0.0, 0
+        for group in by_budget(features, self.tokens_per_batch):
+            for feature, losses in zip(group, self._losses(group), strict=True):
+                total -= sum(losses)
+                tokens += len(losses)
+                if feature.target.last:
+                    yield TextScore(tokens, total)
+                    total, tokens = 0.0, 0
+
+    def _encoded(self, text: str | tuple[str, str]) -> tuple[list[int], int]:
+        """The ids of a text and its continuation, and where the continuation begins: with the first token that differs
+        from those of the text."""
+        if isinstance(text, str):
+            return self.tokenizer.encode(text), 0
+        before, whole = (self.tokenizer.encode(each) for each in (text[0], text[0] + text[1]))
+        pairs = zip(before, whole, strict=False)
+        begin = next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(before), len(whole)))
+        return whole, begin
+
+    def _windows(self, number: int, text: str | tuple[str, str], stride: int | None) -> Iterator[Feature]:
+        ids, begin = self._encoded(text)
+        step = max(1, self.longest // 2) if stride is None else stride
+        done = max(1, begin)  # the first token has nothing before it
+        for start in itertools.count(0, step):
+            end = min(len(ids), start + self.longest)
+            targets = [(place - start - 1, ids[place]) for place in range(max(done, start + 1), end)]
+            done = max(done, end)
+            last = end == len(ids)
+            if targets or last:
+                yield Feature(number, [Tokens(ids[start:end], [0] * (end - start))], Targets(targets, last))
+            if last:
+                return
+
+    def _pseudo(self, number: int, text: str | tuple[str, str], stride: int | None) -> Iterator[Feature]:
+        """A sequence for each token, in which it is masked."""
+        assert self._form is not None
+        mask = self.tokenizer.special.mask
+        if mask is None:
+            raise ValueError("score: expected a model with a mask token, got one without")
+        ids, begin = self._encoded(text)
+        tokens = self._form.one(ids)
+        self.truncated += tokens.cut > 0
+        first = len(self._form.first)
+        places = range(first + begin, len(tokens.ids) - len(self._form.last))
+        if not places:
+            yield Feature(number, [tokens], Targets([], True))
+        for place in places:
+            masked = [*tokens.ids[:place], mask, *tokens.ids[place + 1 :]]
+            targets = Targets([(place, tokens.ids[place])], place == places[-1])
+            yield Feature(number, [Tokens(masked, tokens.segments)], targets)
+
+    def _losses(self, group: Sequence[Feature]) -> list[list[float]]:
+        """The negative log-likelihood of each target of each feature."""
+        asked = [feature for feature in group if feature.target.pairs]
+        starts = itertools.accumulate((feature.tokens for feature in asked), initial=0)
+        pairs = [
+            (start + place, id)
+            for feature, start in zip(asked, starts, strict=False)
+            for place, id in feature.target.pairs
+        ]
+        losses: list[float] = []
+        if pairs:
+            states = self._states(asked)
+            for part in torch.tensor(pairs, device=self._device).split(_ROWS):
+                with torch.inference_mode():
+                    logits = self._head(states.index_select(0, part[:, 0])).float()
+                    losses += torch.nn.functional.cross_entropy(logits, part[:, 1], reduction="none").tolist()
+        rest = iter(losses)
+        return [[next(rest) for _ in feature.target.pairs] for feature in group]
+
+    def _states(self, group: Sequence[Feature]) -> Tensor:
+        """[T, C]"""
+        segments = self._form is not None and self._form.segments
+        batch = collate(group, segments=segments).to(self._device)
+        enabled = self.precision == "bfloat16"
+        with torch.inference_mode(), torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled):
+            return encode(self.model, batch).x
+
+    def _head(self, states: Tensor) -> Tensor:
+        head: Any = self.model.get_submodule("lm_head")
+        enabled = self.precision == "bfloat16"
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled):
+            logits: Tensor = head(states)
+        return logits
+
+
+class Targets(NamedTuple):
+    """Rows of a sequence and the tokens that they are to predict, and whether the text ends with them."""
+
+    pairs: list[tuple[int, int]]
+    last: bool
+
+
+def load_language_model(
+    directory: str | Path,
+    *,
+    masked: bool = False,
+    tokenizer: str | Path | None = None,
+    device: str | torch.device | None = None,
+    precision: str | None = None,
+    tokens_per_batch: int = 8192,
+) -> LanguageModel:
+    """The language model of a directory, or of a pre-training run's newest checkpoint.
+
+    Args:
+        masked: Whether it has to be a masked language model; otherwise a causal one is welcome too.
+        tokenizer: Where it is, if not in ``directory``.
+        device: By default a GPU if there is one.
+        precision: By default ``"bfloat16"`` on a GPU and ``"float32"`` on a CPU.
+    """
+    path = checkpoint_of(directory, Head.MASKED_LM)
+    family = family_of(path)
+    head = Head.CAUSAL_LM if family.causal and not masked else Head.MASKED_LM
+    words = tokenizer_of(path if tokenizer is None else tokenizer)
+    where = device if isinstance(device, torch.device) else device_named(device)
+    model = open_model(path, head, trained=True, dtype=torch.float32).to(where)
+    default = "bfloat16" if where.type == "cuda" else "float32"
+    return LanguageModel(model, words, family, tokens_per_batch=tokens_per_batch, precision=precision or default)

@@ -1,0 +1,224 @@
+"""``load``: a model that was trained for a task, ready to be used."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fasttfm.data.texts import DataError
+from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.models.checkpoint_files import CONFIG, CheckpointError
+from fasttfm.models.family import Family, Head
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.tasks.families import checkpoint_of, family_of, longest_input, open_model, tokenizer_of
+from fasttfm.tasks.finetuning import format_of, label_names
+from fasttfm.tasks.gpt_inputs import TASK_TOKENS
+from fasttfm.tasks.inputs import Feature, Format, TaskBatch, by_budget
+from fasttfm.tasks.labels import ValueTask, some
+from fasttfm.tasks.registry import TASKS
+from fasttfm.tasks.results import Result
+from fasttfm.tasks.task import TASK_KEY, Language, Task
+from fasttfm.train.distributed import device_named
+from fasttfm.train.settings import at_least
+
+PRECISIONS = ("float32", "bfloat16")
+_WITH_LABELS = (Head.SEQUENCE_CLASSIFICATION, Head.TOKEN_CLASSIFICATION)
+_WINDOW = 2048  # examples that are sorted by their length at a time
+
+
+@dataclass
+class Counts:
+    """What a predictor has read so far."""
+
+    examples: int = 0
+    empty: int = 0  # examples of which no text has a token
+    truncated: int = 0
+    left_out: int = 0  # tokens of truncated examples
+    words: int = 0  # tag: words without a token, which got the most frequent tag
+
+    def note(self, max_length: int) -> str:
+        """What a reader of the results has to know; empty if every example was read as a whole."""
+        parts = []
+        if self.truncated:
+            cut = f"{self.truncated:,} of {self.examples:,} examples do not fit into {max_length} tokens"
+            parts.append(f"{cut} and are truncated: {self.left_out:,} tokens are not read")
+        if self.empty:
+            parts.append(f"{self.empty:,} of {self.examples:,} examples have no token")
+        if self.words:
+            parts.append(f"{self.words:,} words have no token and get the most frequent tag")
+        return "; ".join(parts)
+
+
+class Predictor:
+    """A model, where it is, and the task that it was trained for. Calling it with examples returns their results.
+
+    An example is what the task reads: a text, or a tuple of two (classify, pair); a sentence or a list of its words
+    (tag); a tuple of question and context (qa); a tuple of context and endings (choice); or a dictionary of these, or
+    what ``tasks.read_examples`` returns. ``counts`` says what has been read.
+
+    Args:
+        tokens_per_batch: At least one example is computed at a time.
+        precision: ``"float32"``, or ``"bfloat16"`` for autocast.
+    """
+
+    def __init__(
+        self, model: PretrainedModel, task: Task, *, tokens_per_batch: int = 8192, precision: str = "float32"
+    ) -> None:
+        at_least("tokens_per_batch", tokens_per_batch, 1)
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision: expected {' or '.join(PRECISIONS)}, got {precision!r}")
+        self.model, self.task = model.eval(), task
+        self.tokens_per_batch, self.precision = tokens_per_batch, precision
+        self.counts = Counts()
+        self._device = next(model.parameters()).device
+
+    def __call__(self, examples: Any) -> Any:
+        """The result of each example, or that of a single one. A warning says if examples were truncated."""
+        single = isinstance(examples, (str, tuple, Mapping))
+        self.counts = Counts()
+        found = [result for _, result in self.stream([examples] if single else examples)]
+        if note := self.counts.note(self.max_length):
+            warnings.warn(note, stacklevel=2)
+        return found[0] if single else found
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a sequence."""
+        return self.task.language.format.max_length
+
+    def stream(self, examples: Iterable[Any]) -> Iterator[tuple[Any, Result]]:
+        """Each example with its result, in order. Examples are read as they are needed, a bounded number at a time."""
+        source = (self.task.example(given) for given in examples)
+        while window := list(itertools.islice(source, _WINDOW)):
+            yield from zip(window, self._results(window), strict=True)
+
+    def _results(self, examples: Sequence[Any]) -> list[Any]:
+        """Sequences of similar length are computed together."""
+        features = self.task.features(examples)
+        self._count(examples, features)
+        order = sorted(range(len(features)), key=lambda index: -features[index].tokens)
+        read: list[Any] = [None] * len(features)
+        done = 0
+        for group in by_budget((features[index] for index in order), self.tokens_per_batch):
+            batch: TaskBatch = self.task.batch(group).to(self._device)
+            enabled = self.precision == "bfloat16"
+            with torch.inference_mode(), torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled):
+                found = self.task.read(batch, self.task.logits(self.model, batch))
+            for index, each in zip(order[done : done + len(group)], found, strict=True):
+                read[index] = each
+            done += len(group)
+        results = self.task.results(examples, features, read)
+        self.counts.words += sum(each.probabilities.count(None) for each in results if hasattr(each, "tags"))
+        return results
+
+    def _count(self, examples: Sequence[Any], features: Sequence[Feature]) -> None:
+        form = self.task.language.format
+        around = len(form.first) + len(form.last)
+        for feature in features:
+            if not all(sequence.ids for sequence in feature.sequences):
+                where = self.counts.examples + feature.example + 1
+                raise DataError(f"example {where}: expected a text with tokens, got none")
+        self.counts.examples += len(examples)
+        self.counts.empty += sum(feature.tokens <= around for feature in features)
+        cut: dict[int, int] = {}
+        for feature in features:
+            cut[feature.example] = cut.get(feature.example, 0) + feature.cut
+        self.counts.truncated += sum(count > 0 for count in cut.values())
+        self.counts.left_out += sum(cut.values())
+
+
+def load(
+    directory: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    max_length: int | None = None,
+    device: str | torch.device | None = None,
+    precision: str | None = None,
+    tokens_per_batch: int = 8192,
+    **options: Any,
+) -> Predictor:
+    """The model of a directory that ``fasttfm finetune`` or transformers wrote, to be called with examples.
+
+    What a checkpoint of fasttfm states (task, labels, maximum length, threshold) holds for the predictor. For other
+    checkpoints the task follows from the architecture, which a warning says.
+
+    Args:
+        tokenizer: Where it is, if not in ``directory``.
+        max_length: The most tokens of a sequence, instead of the checkpoint's.
+        device: By default a GPU if there is one.
+        precision: By default ``"bfloat16"`` on a GPU and ``"float32"`` on a CPU.
+        options: Arguments of the task instead of the checkpoint's, such as ``threshold`` of ``QuestionTask``.
+    """
+    path = checkpoint_of(directory)
+    family = family_of(path)
+    config: Any = family.config.from_pretrained(path)
+    kind, stated = _task_of(path, config, family)
+    for name in options:
+        if name not in kind.kept:
+            expected = f"an option of the task {kind.name} ({', '.join(kind.kept) or 'it has none'})"
+            raise ValueError(f"{name}: expected {expected}")
+    words = tokenizer_of(path if tokenizer is None else tokenizer)
+    length = stated.get("max_length") if max_length is None else max_length
+    language = Language(words, family, _format(family, config, words, length, kind))
+    known = _labels(config) if kind.head in _WITH_LABELS and not issubclass(kind, ValueTask) else []
+    kept = {name: stated[name] for name in kind.kept if stated.get(name) is not None}
+    if max_length is not None:  # windows of questions are made for the new length
+        kept = {name: value for name, value in kept.items() if name not in ("stride", "max_question")}
+    task = kind(language, None, known=known, **kept | options)
+    where = device if isinstance(device, torch.device) else device_named(device)
+    model = open_model(path, kind.head, trained=True, dtype=torch.float32).to(where)
+    default = "bfloat16" if where.type == "cuda" else "float32"
+    return Predictor(model, task, tokens_per_batch=tokens_per_batch, precision=precision or default)
+
+
+def _task_of(path: Path, config: Any, family: Family) -> tuple[type[Task], dict[str, Any]]:
+    """The class of the task, and what the checkpoint states about it; where it states nothing, what follows from its
+    architecture."""
+    stated = config.extra.get(TASK_KEY)
+    if stated is None:
+        return _inferred(path, config, family), {}
+    named = TASKS.get(str(stated.get("task"))) if isinstance(stated, dict) else None
+    found = named.for_values() if named is not None and stated.get("values") else named
+    if found is None:
+        expected = f"an object with a task of {', '.join(TASKS)}"
+        raise CheckpointError(f"{path / CONFIG}: {TASK_KEY}: expected {expected}, got {stated!r:.80}")
+    return found, stated
+
+
+def _inferred(path: Path, config: Any, family: Family) -> type[Task]:
+    architecture = next(iter(config.extra.get("architectures") or ["a model without a head"]))
+    head = next((head for head, model in family.models.items() if model.__name__ == architecture), None)
+    named = next((task for task in TASKS.values() if task.head is head), None)
+    if named is None:
+        expected = "a model that was trained for a task (fasttfm finetune)"
+        raise CheckpointError(f"{path}: expected {expected}, got {architecture}")
+    if config.problem_type == "multi_label_classification":
+        raise CheckpointError(f"{path / CONFIG}: problem_type: expected one label for each text, got several")
+    values = named.for_values()
+    numbers = values is not None and (config.problem_type == "regression" or config.num_labels == 1)
+    about = "numbers" if numbers else f"the labels {some(_labels(config))}"
+    about = f" with {about}" if head in _WITH_LABELS else ""
+    warnings.warn(f"{path} does not state its task: {architecture} is taken for {named.name}{about}", stacklevel=4)
+    return values if values is not None and numbers else named
+
+
+def _labels(config: Any) -> list[str]:
+    return label_names(config) or [f"LABEL_{number}" for number in range(config.num_labels)]
+
+
+def _format(family: Family, config: Any, tokenizer: Tokenizer, length: int | None, kind: type[Task]) -> Format:
+    """That of fine-tuning; a causal model that knows no task tokens reads texts as they are."""
+    longest = longest_input(config)
+    length = min(longest, max(kind.max_length, 512)) if length is None else length
+    plain = family.causal and tokenizer.backend.token_to_id(TASK_TOKENS[0]) is None
+    found = Format([], [], [], length, segments=False) if plain else format_of(family, config, tokenizer, length)
+    least = length - found.room + 2
+    if not least <= length <= longest:
+        raise ValueError(f"max_length: expected {least} to the model's {longest} positions, got {length}")
+    return found

@@ -1,0 +1,161 @@
+"""Files of examples to be predicted, which may have no labels, and files of what was predicted."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from fasttfm.atomic_files import atomic_write
+from fasttfm.data.task_files import TagExample
+from fasttfm.data.texts import SURROGATE, DataError, data_error, read_lines
+from fasttfm.tasks.task import Task
+
+FORMATS = ("csv", "jsonl")
+STDIN = "-"
+_LINES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz")  # files that are read line by line
+
+
+# ---- in --------------------------------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """Examples, read as they are needed, and their number where it is known."""
+
+    examples: Iterator[Any]
+    total: int | None
+
+
+def read_inputs(task: Task, source: str) -> Inputs:
+    """The examples of a file or of stdin (``-``).
+
+    Lines of text (``.txt``, stdin) are examples whose texts are separated by tabulators; lines that are JSON objects
+    (``.jsonl``, also in stdin) have their fields. They are never in memory as a whole, unlike files of the task's own
+    format, with or without labels.
+    """
+    if source == STDIN:
+        return Inputs(_of_lines(task, "stdin", _stdin(), None), None)
+    path = Path(source)
+    if path.name.endswith(_LINES):
+        is_json = path.name.endswith((".jsonl", ".jsonl.gz"))
+        total = sum(1 for _, line in read_lines(path) if not is_json or line.strip())
+        return Inputs(_of_lines(task, source, read_lines(path), is_json), total)
+    examples = _words(path) if task.name == "tag" and _columns(path) == 1 else task.read_file(path)
+    return Inputs(iter(examples), len(examples))
+
+
+def _of_lines(task: Task, source: str, lines: Iterable[tuple[int, str]], is_json: bool | None) -> Iterator[Any]:
+    """``is_json`` None: as the first line that is not blank."""
+    for number, line in lines:
+        if is_json is None and line.strip():
+            is_json = line.lstrip().startswith("{")
+        if is_json and not line.strip():
+            continue
+        try:
+            yield task.example(_object(line)) if is_json else task.example_of_line(line)
+        except DataError as error:
+            raise DataError(f"{source}, line {number}: {error}") from None
+
+
+def _object(line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"expected a JSON object, got {line:.60} ({error})") from None
+    if not isinstance(found, dict):
+        raise DataError(f"expected a JSON object, got {line:.60}")
+    if SURROGATE.search(json.dumps(found, ensure_ascii=False)):  # "\\ud800" is JSON, but no character
+        raise DataError("expected UTF-8 text, got half of a surrogate pair")
+    return found
+
+
+def _columns(path: Path) -> int:
+    return next((len(line.split()) for _, line in read_lines(path) if line.strip()), 0)
+
+
+def _words(path: Path) -> list[TagExample]:
+    """Sentences of a file with one word a line and no tags, a blank line between sentences."""
+    sentences: list[list[str]] = [[]]
+    for number, line in read_lines(path):
+        words = line.split()
+        if len(words) > 1:
+            raise data_error(path, "one word, as in the lines before", f"{line[:60]!r}", line=number)
+        if words:
+            sentences[-1] += words
+        elif sentences[-1]:
+            sentences.append([])
+    return [TagExample(words, []) for words in sentences if words]
+
+
+def read_texts(source: str) -> Iterator[Any]:
+    """The texts of a file or of stdin (``-``), one a line, or the objects of a .jsonl file."""
+    is_json = source.endswith((".jsonl", ".jsonl.gz"))
+    if source != STDIN and not source.endswith(_LINES):
+        raise data_error(source, f"a name that ends in {', '.join(_LINES)}, or - for stdin", repr(Path(source).name))
+    lines = _stdin() if source == STDIN else read_lines(Path(source))
+    for number, line in lines:
+        if not is_json:
+            yield line
+        elif line.strip():
+            try:
+                yield _object(line)
+            except DataError as error:
+                raise DataError(f"{source}, line {number}: {error}") from None
+
+
+def _stdin() -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(sys.stdin, 1):
+        try:
+            line.encode()
+        except UnicodeEncodeError:
+            raise data_error("stdin", "UTF-8 text", "other bytes", line=number) from None
+        yield number, line.rstrip("\r\n")
+
+
+# ---- out -------------------------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """Writes records as they come: one object a line, or a table with a header line.
+
+    Args:
+        format: One of ``FORMATS``.
+        table: The rows of a record in a table.
+    """
+
+    def __init__(self, file: TextIO, format: str, table: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:
+        self.file, self.format, self.table = file, format, table
+        self._rows: Any = None
+        self._records = 0
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._records += 1
+        if self.format == "jsonl":
+            self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            return
+        rows = self.table(record)
+        if "word" in (rows[0] if rows else ()):
+            rows = [{"sentence": self._records, **row} for row in rows]
+        if self._rows is None and rows:
+            self._rows = csv.DictWriter(self.file, list(rows[0]), lineterminator="\n")
+            self._rows.writeheader()
+        for row in rows:
+            if extra := set(row) - set(self._rows.fieldnames):
+                expected = f"the columns of the first example ({', '.join(self._rows.fieldnames)})"
+                got = f"also {', '.join(sorted(extra))}; jsonl takes any"
+                raise DataError(f"example {self._records}: expected {expected}, got {got}")
+            self._rows.writerow(row)
+
+
+@contextlib.contextmanager
+def opened(output: Path | None) -> Iterator[TextIO]:
+    """The terminal, or a file that is there when it is whole."""
+    if output is None:
+        yield sys.stdout
+        return
+    with atomic_write(output) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+        yield file

@@ -1,0 +1,52 @@
+"""What a trained model says about an example: the results of ``tasks.load`` and of ``fasttfm predict``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LabelResult:
+    """The label of a text or of a pair of texts."""
+
+    label: str
+    probability: float
+    probabilities: dict[str, float]  # of every label
+
+
+@dataclass(frozen=True)
+class ValueResult:
+    """The number that is estimated for a text or a pair of texts."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class TagResult:
+    """The tags of a sentence's words."""
+
+    tags: list[str]
+    probabilities: list[float | None]  # None of words without a token, which get the most frequent tag
+
+
+@dataclass(frozen=True)
+class AnswerResult:
+    """The span of a context that answers a question; empty, and without a place, if there seems to be no answer."""
+
+    answer: str
+    start: int | None  # its first character in the context
+    end: int | None  # the one after its last
+    score: float  # the sum of the logits of the best span's first and last token
+    no_answer: float  # the score of having no answer, minus that
+
+
+@dataclass(frozen=True)
+class ChoiceResult:
+    """The ending that is chosen."""
+
+    choice: int  # its number, from 0 on
+    ending: str
+    probabilities: list[float]  # of every ending
+
+
+Result = LabelResult | ValueResult | TagResult | AnswerResult | ChoiceResult

@@ -1,0 +1,193 @@
+"""Words for masks and likelihoods of texts, against sums over the logits of single sequences; ``fasttfm fill-mask`` and
+``fasttfm score``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_families import save_small
+
+from fasttfm.cli.main import main
+from fasttfm.data import DataError, Tokenizer
+from fasttfm.models import CheckpointError
+from fasttfm.tasks.language_models import LanguageModel, load_language_model
+
+TEXTS = ["The state of the union is strong.", "war", "", "peace and commerce with all nations, and an army"]
+
+
+@pytest.fixture(scope="module")
+def masked(bert_directory: Path) -> LanguageModel:
+    return load_language_model(bert_directory, device="cpu", tokens_per_batch=40)
+
+
+@pytest.fixture(scope="module")
+def causal(gpt_directory: Path) -> LanguageModel:
+    return load_language_model(gpt_directory, device="cpu", tokens_per_batch=40)
+
+
+def log_likelihoods(language_model: LanguageModel, ids: list[int]) -> torch.Tensor:
+    """log P [tokens, vocabulary] of the model's own call."""
+    with torch.no_grad():
+        logits: torch.Tensor = language_model.model(torch.tensor([ids])).logits[0]
+    return logits.log_softmax(-1)
+
+
+def pseudo(language_model: LanguageModel, text: str, begin: int = 0) -> list[float]:
+    special = language_model.tokenizer.special
+    ids = [special.cls, *language_model.tokenizer.encode(text), special.sep]
+    found = []
+    for place in range(1 + begin, len(ids) - 1):
+        changed = [*ids[:place], special.mask, *ids[place + 1 :]]
+        found.append(float(log_likelihoods(language_model, changed)[place, ids[place]]))  # type: ignore[arg-type]
+    return found
+
+
+def test_likelihoods_of_a_causal_model(causal: LanguageModel) -> None:
+    for text, score in zip(TEXTS, causal.score(TEXTS), strict=True):
+        ids = causal.tokenizer.encode(text)
+        rows = log_likelihoods(causal, ids) if ids else None
+        expected = [float(rows[place - 1, ids[place]]) for place in range(1, len(ids))] if rows is not None else []
+        assert score.tokens == len(expected)
+        assert score.log_likelihood == pytest.approx(sum(expected), abs=1e-4)
+        if expected:
+            assert score.perplexity == pytest.approx(math.exp(-sum(expected) / len(expected)), rel=1e-4)
+        else:
+            assert score.perplexity is None
+
+
+def test_pseudo_likelihoods_of_a_masked_model(masked: LanguageModel) -> None:
+    for text, score in zip(TEXTS, masked.score(TEXTS), strict=True):
+        expected = pseudo(masked, text)
+        assert score.tokens == len(expected)
+        assert score.log_likelihood == pytest.approx(sum(expected), abs=1e-4)
+
+
+def test_continuations(causal: LanguageModel, masked: LanguageModel) -> None:
+    text, continuation = "The state of the", " union"
+    whole, before, rest = causal.score([text + continuation, text, (text, continuation)])
+    assert rest.log_likelihood == pytest.approx(whole.log_likelihood - before.log_likelihood, abs=1e-4)
+    assert rest.tokens == whole.tokens - before.tokens > 0
+    (score,) = masked.score([(text, continuation)])
+    begin = len(masked.tokenizer.encode(text))
+    assert score.log_likelihood == pytest.approx(sum(pseudo(masked, text + continuation, begin)), abs=1e-4)
+
+
+@pytest.mark.parametrize("stride", [None, 50, 127])
+def test_texts_longer_than_the_model(causal: LanguageModel, stride: int | None) -> None:
+    text = "the state of the union and the army " * 60
+    ids = causal.tokenizer.encode(text)
+    assert len(ids) > 3 * causal.longest
+    (score,) = causal.score([text], stride=stride)
+    step = causal.longest // 2 if stride is None else stride
+    expected, done = [], 1
+    for start in range(0, len(ids), step):
+        rows = log_likelihoods(causal, ids[start : start + causal.longest])
+        end = min(len(ids), start + causal.longest)
+        expected += [float(rows[place - start - 1, ids[place]]) for place in range(max(done, start + 1), end)]
+        done = end
+        if end == len(ids):
+            break
+    assert score.tokens == len(expected) == len(ids) - 1
+    assert score.log_likelihood == pytest.approx(sum(expected), rel=1e-5)
+
+
+def test_words_for_masks(masked: LanguageModel) -> None:
+    texts = ["The [MASK] of the [MASK].", "[MASK]", "peace and [MASK] with all"]
+    special = masked.tokenizer.special
+    for text, masks in zip(texts, masked.fill_mask(iter(texts), top_k=3), strict=True):
+        ids = [special.cls, *masked.tokenizer.encode(text), special.sep]
+        places = [place for place, id in enumerate(ids) if id == special.mask]
+        assert len(masks) == len(places) == text.count("[MASK]")
+        rows = log_likelihoods(masked, ids)  # type: ignore[arg-type]
+        for guesses, place in zip(masks, places, strict=True):
+            best = rows[place].exp().topk(3)
+            assert [guess.token for guess in guesses] == [masked.tokenizer.token(id) for id in best.indices.tolist()]
+            assert [guess.probability for guess in guesses] == pytest.approx(best.values.tolist(), abs=1e-6)
+    with pytest.raises(DataError, match=r"text 2: expected \[MASK\] where a word is missing, got none here"):
+        list(masked.fill_mask(["[MASK]", "none here"]))
+    with pytest.raises(DataError, match="got none in its first 128 tokens"):
+        list(masked.fill_mask(["war " * 300 + "[MASK]"]))
+
+
+def test_electras_generator_fills_masks(wordpiece: Tokenizer, tmp_path: Path) -> None:
+    for part, head in (("discriminator", "ForPreTraining"), ("generator", "ForMaskedLM")):
+        save_small("electra", wordpiece, tmp_path / "latest" / part, head=head)
+    found = load_language_model(tmp_path, device="cpu")
+    assert type(found.model).__name__ == "ElectraForMaskedLM"
+    assert len(next(found.fill_mask(["the [MASK]"], 2))[0]) == 2
+    with pytest.raises(CheckpointError, match="expected a model with a trained head"):
+        load_language_model(tmp_path / "latest" / "discriminator", device="cpu")
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def called(command: str, folder: Path, *options: Any) -> int:
+    return main([command, "--model", str(folder), "--device", "cpu", "--quiet", *map(str, options)])
+
+
+def test_fill_mask_on_the_terminal(
+    bert_directory: Path, masked: LanguageModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "The [MASK] of the [MASK]."
+    ((first, second),) = masked.fill_mask([text], 2)
+    assert called("fill-mask", bert_directory, "--text", text, "--top-k", 2) == 0
+    lines = [text]
+    for number, guesses in ((1, first), (2, second)):
+        lines += [f"mask {number}", *(f"  {guess.probability:.4f}  {guess.token}" for guess in guesses)]
+    assert capsys.readouterr().out.splitlines() == lines
+    (tmp_path / "texts.txt").write_text(f"{text}\n[MASK]\n")
+    options = ("--data", tmp_path / "texts.txt", "--top-k", 2, "--output")
+    assert called("fill-mask", bert_directory, *options, tmp_path / "words.csv") == 0
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "words.csv").read_text())))
+    assert [row["token"] for row in rows[:4]] == [guess.token for guess in (*first, *second)]
+    assert [(row["mask"], row["rank"]) for row in rows] == [*zip("112211", "121212", strict=True)]
+
+
+def test_score_of_a_file_and_of_stdin(
+    gpt_directory: Path,
+    causal: LanguageModel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = list(causal.score(TEXTS))
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS) + "\n")
+    options = ("--data", tmp_path / "texts.txt", "--output", tmp_path / "scores.jsonl")
+    assert called("score", gpt_directory, *options) == 0
+    total, tokens = sum(each.log_likelihood for each in expected), sum(each.tokens for each in expected)
+    said = capsys.readouterr().out
+    assert f"all texts  perplexity {math.exp(-total / tokens):.3f} over {tokens} tokens" in said
+    found = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [each["text"] for each in found] == TEXTS
+    assert [each["log_likelihood"] for each in found] == pytest.approx([each.log_likelihood for each in expected])
+    assert [each["perplexity"] for each in found] == [
+        None if each.perplexity is None else pytest.approx(each.perplexity) for each in expected
+    ]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(TEXTS)))
+    assert called("score", gpt_directory, "--data", "-", "--format", "jsonl") == 0
+    assert [json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines()] == [
+        each.tokens for each in expected
+    ]
+
+
+def test_score_of_continuations(
+    gpt_directory: Path, causal: LanguageModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (expected,) = causal.score([("The state of the", " union")])
+    call = ("--text", "The state of the", "--continuation", " union", "--format", "jsonl")
+    assert called("score", gpt_directory, *call) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["probability"] == pytest.approx(math.exp(expected.log_likelihood), rel=1e-4)
+    line = {"text": "The state of the", "continuation": " union"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(line) + "\n")
+    assert called("score", gpt_directory, "--data", tmp_path / "a.jsonl", "--format", "jsonl") == 0
+    assert json.loads(capsys.readouterr().out) == found
