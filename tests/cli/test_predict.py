@@ -62,8 +62,9 @@ def test_labelled_files_of_every_task(
     assert f"scores     {scores}\n" in said
     records = objects(tmp_path / "found.jsonl")
     assert len(records) == len(examples)
-    field = {"tag": "tags", "qa": "answer", "choice": "choice"}.get(name, "label")
-    assert [record[field] for record in records] == [each.text if name == "qa" else each for each in expected]
+    field = {"tag": "tags", "qa": "answer", "choice": "choice", "entity-typing": "labels"}.get(name, "label")
+    plain = {"qa": lambda answer: answer.text, "entity-typing": list}.get(name, lambda prediction: prediction)
+    assert [record[field] for record in records] == [plain(each) for each in expected]
     assert [record["gold"] for record in records] == [task.gold(example) for example in examples]
     assert all(records[0].keys() >= set(task.inputs(examples[0])) for record in records)
     assert predicted(folder, source, "--output", tmp_path / "found.csv") == 0
@@ -73,7 +74,7 @@ def test_labelled_files_of_every_task(
         assert [row["tag"] for row in rows] == [tag for record in records for tag in record["tags"]]
         assert [row["word"] for row in rows] == [word for record in records for word in record["words"]]
         assert rows[-1]["sentence"] == str(len(examples))
-    else:
+    elif name != "entity-typing":
         assert [row[field] for row in rows] == [str(record[field]) for record in records]
     if name in ("classify", "pair"):
         for row, record in zip(rows, records, strict=True):

@@ -137,9 +137,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _on_corpus(arguments: argparse.Namespace) -> None:
     from fasttfm import data
     from fasttfm.tasks.distillation_runs import CorpusRun, save_student
+    from fasttfm.tasks.families import tokenizer_of
 
     device = device_of(arguments)
-    tokenizer = data.load_tokenizer(arguments.teacher)
+    tokenizer = tokenizer_of(arguments.teacher)
     recipe = _recipe(arguments).to(device)
     recipe.teacher.to(device)
     tokens = 4096 if arguments.tokens_per_batch is None else arguments.tokens_per_batch

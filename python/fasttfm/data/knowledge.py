@@ -11,10 +11,10 @@ out where a text is read by a model: that mention is like any other word. Files 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from fasttfm.data.texts import DataError, data_error, read_json_lines, read_lines
 from fasttfm.data.tokenizer import Tokenizer
+
+Example = TypeVar("Example")
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 
@@ -129,14 +131,14 @@ def json_rows(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
         yield line, row
 
 
-def text_of(path: Path, line: int, row: Mapping[str, Any]) -> str:
+def text_of(path: Path, line: int | None, row: Mapping[str, Any]) -> str:
     text = row.get("text")
     if not isinstance(text, str) or not text.strip():
         raise data_error(path, "a string 'text'", f"{text!r:.60}", line=line)
     return text
 
 
-def spans_of(path: Path, line: int, row: Mapping[str, Any], text: str) -> list[Span]:
+def spans_of(path: Path, line: int | None, row: Mapping[str, Any], text: str) -> list[Span]:
     """The row's ``entities`` in the order of their starts; none where it has no such key."""
     rows = row.get("entities", [])
     if not isinstance(rows, list):
@@ -146,7 +148,7 @@ def spans_of(path: Path, line: int, row: Mapping[str, Any], text: str) -> list[S
     return spans
 
 
-def span_of(path: Path, line: int, row: Any, text: str, name: str) -> Span:
+def span_of(path: Path, line: int | None, row: Any, text: str, name: str) -> Span:
     """A span of the text, which must lie in it."""
     start, end, entity = (row.get(key) if isinstance(row, dict) else None for key in ("start", "end", "entity"))
     if type(start) is not int or type(end) is not int or not (entity is None or isinstance(entity, str)):
@@ -158,7 +160,7 @@ def span_of(path: Path, line: int, row: Any, text: str, name: str) -> Span:
     return Span(start, end, entity)
 
 
-def check_apart(path: Path, line: int, spans: Sequence[Span], text: str) -> None:
+def check_apart(path: Path, line: int | None, spans: Sequence[Span], text: str) -> None:
     """Raises DataError if two neighbours overlap."""
     for first, second in itertools.pairwise(spans):
         if second.start < first.end:
@@ -223,32 +225,37 @@ class TypingExample:
 
 def read_relations(path: str | Path) -> list[RelationExample]:
     """Lines {"text", "head": {"start", "end", "entity"}, "tail": {...}, "label"}, and perhaps "entities"."""
-    path = Path(path)
-    found = []
-    for line, row in json_rows(path):
-        text = text_of(path, line, row)
-        head, tail = (span_of(path, line, row.get(name), text, f"{name!r}") for name in ("head", "tail"))
-        check_apart(path, line, sorted([head, tail]), text)
-        label = row.get("label")
-        if label is not None and not isinstance(label, str):
-            raise data_error(path, "a string 'label', or none", f"{label!r:.60}", line=line)
-        found.append(RelationExample(text, head, tail, spans_of(path, line, row, text), label))
-    if not found:
-        raise data_error(path, "examples, one a line", "none")
-    return found
+    return _examples(Path(path), relation_of)
+
+
+def relation_of(path: Path, line: int | None, row: Any) -> RelationExample:
+    """The example of such a line."""
+    text = text_of(path, line, row)
+    head, tail = (span_of(path, line, row.get(name), text, f"{name!r}") for name in ("head", "tail"))
+    check_apart(path, line, sorted([head, tail]), text)
+    label = row.get("label")
+    if label is not None and not isinstance(label, str):
+        raise data_error(path, "a string 'label', or none", f"{label!r:.60}", line=line)
+    return RelationExample(text, head, tail, spans_of(path, line, row, text), label)
 
 
 def read_types(path: str | Path) -> list[TypingExample]:
     """Lines {"text", "mention": {"start", "end", "entity"}, "labels": [...]}, and perhaps "entities"."""
-    path = Path(path)
-    found = []
-    for line, row in json_rows(path):
-        text = text_of(path, line, row)
-        mention, labels = span_of(path, line, row.get("mention"), text, "'mention'"), row.get("labels")
-        if labels is not None and not (isinstance(labels, list) and all(isinstance(each, str) for each in labels)):
-            raise data_error(path, "a list of strings 'labels', or none", f"{labels!r:.60}", line=line)
-        types = None if labels is None else tuple(sorted(set(labels)))
-        found.append(TypingExample(text, mention, spans_of(path, line, row, text), types))
+    return _examples(Path(path), typing_of)
+
+
+def typing_of(path: Path, line: int | None, row: Any) -> TypingExample:
+    """The example of such a line."""
+    text = text_of(path, line, row)
+    mention, labels = span_of(path, line, row.get("mention"), text, "'mention'"), row.get("labels")
+    if labels is not None and not (isinstance(labels, list) and all(isinstance(each, str) for each in labels)):
+        raise data_error(path, "a list of strings 'labels', or none", f"{labels!r:.60}", line=line)
+    types = None if labels is None else tuple(sorted(set(labels)))
+    return TypingExample(text, mention, spans_of(path, line, row, text), types)
+
+
+def _examples(path: Path, example_of: Callable[[Path, int, Any], Example]) -> list[Example]:
+    found = [example_of(path, line, row) for line, row in json_rows(path)]
     if not found:
         raise data_error(path, "examples, one a line", "none")
     return found

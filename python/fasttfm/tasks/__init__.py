@@ -6,6 +6,7 @@ from fasttfm.tasks.embedding import Embedder, EmbedSettings, embed
 from fasttfm.tasks.families import open_model
 from fasttfm.tasks.finetune_run import FinetuneRun, RunOptions
 from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare, save
+from fasttfm.tasks.language_models import LanguageModel, load_language_model
 from fasttfm.tasks.loading import Predictor, load
 from fasttfm.tasks.lora import Lora
 from fasttfm.tasks.prompts import Prompt, Shot, read_shots
@@ -20,6 +21,7 @@ __all__ = [
     "FineTuning",
     "FinetuneRun",
     "FinetuneSettings",
+    "LanguageModel",
     "Lora",
     "Predictor",
     "Prompt",
@@ -32,6 +34,7 @@ __all__ = [
     "embed",
     "freeze",
     "load",
+    "load_language_model",
     "open_model",
     "predict",
     "prepare",

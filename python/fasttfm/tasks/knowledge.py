@@ -8,20 +8,33 @@ the spans and of other mentions too, if their table has them. Other encoders rea
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fasttfm.data.knowledge import AlignedTokens, Span, align, read_relations, read_types
+from fasttfm.data.knowledge import (
+    AlignedTokens,
+    RelationExample,
+    Span,
+    TypingExample,
+    align,
+    read_relations,
+    read_types,
+    relation_of,
+    typing_of,
+)
 from fasttfm.data.texts import DataError
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.nn import AlignedEntities
+from fasttfm.tasks.given import unusable
 from fasttfm.tasks.inputs import Feature, TaskBatch
 from fasttfm.tasks.labels import ClassifyTask
 from fasttfm.tasks.metrics import Scores, most_common, type_scores
+from fasttfm.tasks.results import TypesResult
 from fasttfm.tasks.task import Language, Predictions, Task, in_known_order
 
 
@@ -59,6 +72,24 @@ class MarkedTask(ClassifyTask):
 
     def marked(self, example: Any) -> list[MarkedSpan]:
         raise NotImplementedError
+
+    def example(self, given: Any) -> Any:
+        if isinstance(given, RelationExample | TypingExample):
+            return given
+        if not isinstance(given, Mapping):
+            raise unusable(self.name, "an object with a text and its marked spans", given)
+        return self.parsed(given)
+
+    def parsed(self, row: Mapping[str, Any]) -> Any:
+        """The example of a line of a file."""
+        raise NotImplementedError
+
+    def inputs(self, example: Any) -> dict[str, Any]:
+        spans = {name: value._asdict() for name, value in vars(example).items() if isinstance(value, Span)}
+        return {"text": example.text, **spans}
+
+    def without_text(self, example: Any) -> Any:
+        return replace(example, text="", entities=[])
 
     def features(self, examples: Sequence[Any]) -> list[Feature]:
         found: list[Feature] = []
@@ -127,6 +158,9 @@ class RelationTask(MarkedTask):
     read_file = staticmethod(read_relations)  # type: ignore[assignment]
     marks = ("[HD]", "[TL]")
 
+    def parsed(self, row: Mapping[str, Any]) -> Any:
+        return relation_of(Path(self.name), None, row)
+
     def marked(self, example: Any) -> list[MarkedSpan]:
         return [MarkedSpan(example.head, "[HD]"), MarkedSpan(example.tail, "[TL]")]
 
@@ -140,6 +174,9 @@ class EntityTypingTask(MarkedTask):
     read_file = staticmethod(read_types)  # type: ignore[assignment]
     marks = ("[ENT]",)
     main_score = "micro_f1"
+
+    def parsed(self, row: Mapping[str, Any]) -> Any:
+        return typing_of(Path(self.name), None, row)
 
     def marked(self, example: Any) -> list[MarkedSpan]:
         return [MarkedSpan(example.mention, "[ENT]")]
@@ -161,12 +198,19 @@ class EntityTypingTask(MarkedTask):
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
         return {"labels": torch.tensor([feature.target for feature in batch.features])}
 
-    def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
-        """The types with a probability above one half."""
-        return [row.nonzero().flatten().tolist() for row in (logits > 0).cpu()]
+    def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
+        found = []
+        for logits in read:
+            shares = torch.from_numpy(logits).sigmoid().tolist()
+            labels = sorted(label for label, logit in zip(self.labels, logits, strict=True) if logit > 0)
+            found.append(TypesResult(labels, dict(zip(self.labels, shares, strict=True))))
+        return found
 
-    def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
-        return [tuple(sorted(self.labels[number] for number in found)) for found in read]
+    def prediction(self, result: Any) -> Any:
+        return tuple(result.labels)
+
+    def gold(self, example: Any) -> Any:
+        return None if example.label is None else list(example.label)
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
         return type_scores([example.label for example in examples], predictions)

@@ -173,6 +173,7 @@ def load(
     task = kind(language, None, known=known, **kept | options)
     where = device if isinstance(device, torch.device) else device_named(device)
     model = open_model(path, kind.head, trained=True, dtype=torch.float32).to(where)
+    task.adjust(model)
     default = "bfloat16" if where.type == "cuda" else "float32"
     return Predictor(model, task, tokens_per_batch=tokens_per_batch, precision=precision or default)
 

@@ -49,4 +49,12 @@ class ChoiceResult:
     probabilities: list[float]  # of every ending
 
 
-Result = LabelResult | ValueResult | TagResult | AnswerResult | ChoiceResult
+@dataclass(frozen=True)
+class TypesResult:
+    """The labels of an example that may have several."""
+
+    labels: list[str]  # those with a probability above one half
+    probabilities: dict[str, float]  # of every label
+
+
+Result = LabelResult | ValueResult | TagResult | AnswerResult | ChoiceResult | TypesResult

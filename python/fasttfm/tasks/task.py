@@ -172,8 +172,9 @@ class Task(ABC):
         """A record as rows of a .csv file: one for most tasks."""
         row: dict[str, Any] = {}
         for name, value in record.items():
-            if isinstance(value, dict):  # the probabilities of labels
-                row |= {f"probability_{key}": each for key, each in value.items()}
+            if isinstance(value, dict):
+                prefix = "probability" if name == "probabilities" else name
+                row |= {f"{prefix}_{key}": each for key, each in value.items()}
             else:
                 row[name] = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
         return [row]
