@@ -29,22 +29,17 @@ from fasttfm.cli.options import (
     exit_on_user_error,
     sentence,
 )
-
-_LINES = """\
-  task       a line of text                     fields of a line of .jsonl
-  classify   the text                           text, label
-  pair       two texts, a tabulator between     text, text_pair, label
-  tag        the words, spaces between          words (or text), tags
-  qa         question, tabulator, context       question, context, id, answers
-  choice     context, tabulator, endings        context, endings, label"""
+from fasttfm.tasks.registry import TASKS
 
 
 def add_parser(subparsers: Any) -> None:
     """Adds the ``predict`` command to a command line."""
+    lines = f"  {'task':14} {'a line of text':34} fields of a line of .jsonl\n"
+    lines += "\n".join(f"  {name:14} {task.line_format:34} {task.json_fields}" for name, task in TASKS.items())
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "predict",
         help="use a model that was trained for a task",
-        description=str(__doc__).format(lines=_LINES),
+        description=str(__doc__).format(lines=lines),
         formatter_class=Formatter,
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="directory of a model that was fine-tuned")

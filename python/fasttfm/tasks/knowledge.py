@@ -52,6 +52,7 @@ class MarkedTask(ClassifyTask):
     """Classifies texts with marked spans."""
 
     marks: ClassVar[tuple[str, ...]]
+    line_format = "none"
 
     def __init__(self, language: Language, train: Sequence[Any] | None, **options: Any) -> None:
         super().__init__(language, train, **options)
@@ -155,6 +156,7 @@ class RelationTask(MarkedTask):
     name = "relation"
     about = "the relation of two entities"
     file_format = "JSONL with text, head, tail and label"
+    json_fields = "text, head, tail, label"
     read_file = staticmethod(read_relations)  # type: ignore[assignment]
     marks = ("[HD]", "[TL]")
 
@@ -171,6 +173,7 @@ class EntityTypingTask(MarkedTask):
     name = "entity-typing"
     about = "the types of an entity"
     file_format = "JSONL with text, mention and labels"
+    json_fields = "text, mention, labels"
     read_file = staticmethod(read_types)  # type: ignore[assignment]
     marks = ("[ENT]",)
     main_score = "micro_f1"

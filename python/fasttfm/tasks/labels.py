@@ -41,6 +41,8 @@ class ClassifyTask(Task):
     name = "classify"
     about = "a label for each text"
     file_format = "tsv, csv, jsonl or parquet with a text"
+    line_format = "the text"
+    json_fields = "text, label"
     read_file = staticmethod(read_texts)
     head = Head.SEQUENCE_CLASSIFICATION
     main_score = "accuracy"
@@ -176,6 +178,8 @@ class PairTask(ClassifyTask):
     name = "pair"
     about = "a label for each pair of texts"
     file_format = "the same with two texts, as GLUE's"
+    line_format = "two texts, a tabulator between"
+    json_fields = "text, text_pair, label"
 
     @classmethod
     def for_values(cls) -> type[Task]:
@@ -231,6 +235,8 @@ class PairValueTask(ValueTask):
     name = PairTask.name
     about = PairTask.about
     file_format = PairTask.file_format
+    line_format = PairTask.line_format
+    json_fields = PairTask.json_fields
 
     def example_of_line(self, line: str) -> Any:
         return self.example(_two_texts(line))
@@ -274,6 +280,8 @@ class TagTask(Task):
     name = "tag"
     about = "a tag for each word"
     file_format = "CoNLL's columns: a word and its tag a line"
+    line_format = "the words, spaces between"
+    json_fields = "words (or text), tags"
     read_file = staticmethod(read_conll)
     head = Head.TOKEN_CLASSIFICATION
     kept = ("common",)
@@ -437,6 +445,8 @@ class ChoiceTask(Task):
     name = "choice"
     about = "the right one of some endings"
     file_format = "SWAG, RACE, StoryCloze, CommonsenseQA"
+    line_format = "context, tabulator, endings"
+    json_fields = "context, endings, label"
     read_file = staticmethod(read_choices)
     head = Head.MULTIPLE_CHOICE
     main_score = "accuracy"

@@ -48,6 +48,8 @@ class QuestionTask(Task):
     name = "qa"
     about = "the span that answers"
     file_format = "SQuAD 1.1 or 2.0, CoQA, TriviaQA"
+    line_format = "question, tabulator, context"
+    json_fields = "question, context, id, answers"
     read_file = staticmethod(read_questions)
     head = Head.QUESTION_ANSWERING
     max_length = 384

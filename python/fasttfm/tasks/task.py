@@ -47,6 +47,8 @@ class Task(ABC):
     about: ClassVar[str]  # what is learnt, in a few words
     file_format: ClassVar[str]  # of its examples
     read_file: ClassVar[Any]  # a function: the examples of a file, by its path
+    line_format: ClassVar[str] = "none"  # of an example in a line of text, for predictions
+    json_fields: ClassVar[str]  # of an example in a line of .jsonl, for predictions
     head: ClassVar[Head]
     max_length: ClassVar[int] = 128  # tokens of a sequence by default, where a model has as many
     options: ClassVar[tuple[str, ...]] = ()  # arguments of its own
