@@ -24,8 +24,10 @@ from typing import Any
 
 from fasttfm.cli.options import (
     Formatter,
+    add_column_options,
     add_device_option,
     check_output_file,
+    columns_of,
     exit_on_user_error,
     sentence,
 )
@@ -61,6 +63,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_device_option(parser)
+    add_column_options(parser.add_argument_group("columns", "of csv, tsv, jsonl and parquet files"))
     parser.set_defaults(refuse=parser.error)
 
 
@@ -84,7 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
             **options,
         )
         task = predictor.task
-        examples, total = read_inputs(task, arguments.data)
+        named = (arguments.text_column, arguments.pair_column, arguments.label_column)
+        columns = columns_of(arguments) if any(named) or arguments.no_header else None
+        examples, total = read_inputs(task, arguments.data, columns)
         found: Any = predictor.stream(examples)
         if not arguments.quiet:
             found = tracked(found, "examples", total=total)

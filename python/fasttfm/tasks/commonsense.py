@@ -98,6 +98,7 @@ class CommonsenseTask(ChoiceTask):
     read_file = staticmethod(read_commonsense)
     head = Head.GRAPH_CHOICE
     options = ("graph", "graph_vectors", "path_score", "path_length", "max_paths")
+    kept = options
 
     def __init__(
         self,
@@ -198,6 +199,15 @@ class CommonsenseTask(ChoiceTask):
             ChosenAnswer(int(row.argmax()), row[:count].tolist(), [next(paths) for _ in range(count)])
             for row, count in zip(logits.float().cpu(), (len(each.sequences) for each in batch.features), strict=True)
         ]
+
+    def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
+        return list(read)
+
+    def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
+        return super().results(examples, features, [np.array(found.scores) for found in read])
+
+    def prediction(self, result: Any) -> Any:
+        return ChosenAnswer(result.choice)
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
         return super().scores(examples, [found.choice for found in predictions])

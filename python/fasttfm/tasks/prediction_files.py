@@ -30,22 +30,35 @@ class Inputs(NamedTuple):
     total: int | None
 
 
-def read_inputs(task: Task, source: str) -> Inputs:
+def read_inputs(task: Task, source: str, columns: Any = None) -> Inputs:
     """The examples of a file or of stdin (``-``).
 
     Lines of text (``.txt``, stdin) are examples whose texts are separated by tabulators; lines that are JSON objects
-    (``.jsonl``, also in stdin) have their fields. They are never in memory as a whole, unlike files of the task's own
-    format, with or without labels.
+    (``.jsonl``, also in stdin) have the fields that ``task.example`` knows. They are never in memory as a whole, unlike
+    other files, which the task's ``read_file`` reads, with ``columns`` if there are any.
     """
     if source == STDIN:
         return Inputs(_of_lines(task, "stdin", _stdin(), None), None)
     path = Path(source)
-    if path.name.endswith(_LINES):
-        is_json = path.name.endswith((".jsonl", ".jsonl.gz"))
+    is_json = path.name.endswith((".jsonl", ".jsonl.gz"))
+    if columns is None and path.name.endswith(_LINES) and (not is_json or _is_known(task, path)):
         total = sum(1 for _, line in read_lines(path) if not is_json or line.strip())
         return Inputs(_of_lines(task, source, read_lines(path), is_json), total)
-    examples = _words(path) if task.name == "tag" and _columns(path) == 1 else task.read_file(path)
+    if columns is not None:
+        examples = task.read_file(path, columns)
+    else:
+        examples = _words(path) if task.name == "tag" and _columns(path) == 1 else task.read_file(path)
     return Inputs(iter(examples), len(examples))
+
+
+def _is_known(task: Task, path: Path) -> bool:
+    """Whether the first object has the fields that ``task.example`` knows."""
+    first = next((line for _, line in read_lines(path) if line.strip()), "")
+    try:
+        task.example(_object(first))
+    except DataError:
+        return False
+    return True
 
 
 def _of_lines(task: Task, source: str, lines: Iterable[tuple[int, str]], is_json: bool | None) -> Iterator[Any]:
