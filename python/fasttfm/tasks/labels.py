@@ -47,6 +47,7 @@ class ClassifyTask(Task):
     head = Head.SEQUENCE_CLASSIFICATION
     main_score = "accuracy"
     options = ("both_orders",)
+    kept = options
 
     def __init__(
         self, language: Language, train: Sequence[Any] | None, *, both_orders: bool = False, **options: Any
