@@ -62,8 +62,13 @@ def test_labelled_files_of_every_task(
     assert f"scores     {scores}\n" in said
     records = objects(tmp_path / "found.jsonl")
     assert len(records) == len(examples)
-    field = {"tag": "tags", "qa": "answer", "choice": "choice", "entity-typing": "labels"}.get(name, "label")
-    plain = {"qa": lambda answer: answer.text, "entity-typing": list}.get(name, lambda prediction: prediction)
+    fields = {"tag": "tags", "qa": "answer", "choice": "choice", "commonsense": "choice", "entity-typing": "labels"}
+    parts = {
+        "qa": lambda answer: answer.text,
+        "commonsense": lambda answer: answer.choice,
+        "entity-typing": list,
+    }
+    field, plain = fields.get(name, "label"), parts.get(name, lambda prediction: prediction)
     assert [record[field] for record in records] == [plain(each) for each in expected]
     assert [record["gold"] for record in records] == [task.gold(example) for example in examples]
     assert all(records[0].keys() >= set(task.inputs(examples[0])) for record in records)
