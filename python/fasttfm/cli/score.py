@@ -48,8 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
         from fasttfm.data.texts import DataError
         from fasttfm.tasks.language_models import TextScore
 
+        read = texts_of(arguments)
+
         def given() -> Iterator[tuple[str, str | None]]:
-            for each in texts_of(arguments):
+            for each in read:
                 continuation = each.get("continuation", arguments.continuation)
                 if not isinstance(continuation, str | None):
                     raise DataError(f"{arguments.data}: continuation: expected a text, got {continuation!r:.60}")

@@ -55,7 +55,11 @@ def _is_known(task: Task, path: Path) -> bool:
     """Whether the first object has the fields that ``task.example`` knows."""
     first = next((line for _, line in read_lines(path) if line.strip()), "")
     try:
-        task.example(_object(first))
+        found = _object(first)
+    except DataError:
+        return True  # reading it line by line says which line it is
+    try:
+        task.example(found)
     except DataError:
         return False
     return True
