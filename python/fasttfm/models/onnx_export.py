@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,15 @@ def _check(model: PretrainedModel, path: Path) -> None:
         raise ValueError(f"export_onnx: path: expected a name that ends in .onnx, got {path}")
     if "JointPreTraining" in name or "DoubleHeads" in name:
         raise ValueError(f"export_onnx: model: expected one with a single head, got {name}; export its parts")
+    needed = [
+        each.name
+        for each in signature(model.forward).parameters.values()
+        if each.kind is each.KEYWORD_ONLY and each.default is each.empty
+    ]
+    if needed:
+        raise ValueError(
+            f"export_onnx: model: expected one that reads tokens only, got {name}, which needs {needed[0]}"
+        )
     base = _base(model)
     if not _is_plain_stack(base):
         raise ValueError(f"export_onnx: model: expected BERT's or GPT's layers, got {name}, whose layers are others")
