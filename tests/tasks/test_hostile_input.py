@@ -225,7 +225,7 @@ CASES: list[tuple[str, str, int, str]] = [
         ("link --overwrite", "--output: expected another directory than --"),
         ("full/../bert --overwrite", "--output: expected another directory than --"),
     )),
-    (EMBED, "--output full", 2, "expected a name that ends in .npy or .safetensors"),
+    (EMBED, "--output full", 2, "expected a name that ends in .npy, .npz, .safetensors, .jsonl, .csv"),
     (EMBED, "--output texts.txt/x.npy", 1, "texts.txt"),
     (EMBED, "--output /proc/nowhere/x.npy", 1, "/proc/nowhere"),
     (EMBED, "--output bert/model.safetensors --overwrite", 2, "expected a file that is not the model's"),
@@ -280,7 +280,7 @@ CASES: list[tuple[str, str, int, str]] = [
     (PRETRAIN, "--data empty.txt", 1, "expected text, got no document with a token"),
     (PRETRAIN, "--prepared texts.txt", 1, "texts.txt: File exists"),
     (DISTILL, "--data empty.txt", 1, "expected text, got no document with a token"),
-    (EMBED, "--data empty.txt", 2, "--data: expected texts, got none"),
+    (EMBED, "--data empty.txt", 1, "--data: expected texts, got none"),
     *((FINETUNE, f"--task {task} --data {name}", 1, name.split(".")[0]) for task, names in (
         ("classify", "empty.txt binary.txt latin.txt column.tsv folder loop dangling nowhere.tsv"),
         ("tag", "empty.txt binary.txt folder"),
