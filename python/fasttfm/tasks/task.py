@@ -48,7 +48,7 @@ class Task(ABC):
     file_format: ClassVar[str]  # of its examples
     read_file: ClassVar[Any]  # a function: the examples of a file, by its path
     line_format: ClassVar[str] = "none"  # of an example in a line of text, for predictions
-    json_fields: ClassVar[str]  # of an example in a line of .jsonl, for predictions
+    json_fields: ClassVar[str] = "none"  # of an example in a line of .jsonl, for predictions
     head: ClassVar[Head]
     max_length: ClassVar[int] = 128  # tokens of a sequence by default, where a model has as many
     options: ClassVar[tuple[str, ...]] = ()  # arguments of its own
@@ -85,10 +85,10 @@ class Task(ABC):
 
     # ---- examples in -------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def example(self, given: Any) -> Any:
         """The example that a caller gives as texts, as a dictionary (a line of a .jsonl file) or as it is. Raises
         DataError for anything else."""
+        raise self._no_predictions()
 
     def example_of_line(self, line: str) -> Any:
         """The example of a line of plain text: its texts are separated by tabulators."""
@@ -133,13 +133,13 @@ class Task(ABC):
     def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
         """Each feature's own part of the logits, on the CPU, as ``predictions`` wants it."""
 
-    @abstractmethod
     def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
         """What the model says about each example, from the logits of its features."""
+        raise self._no_predictions()
 
-    @abstractmethod
     def prediction(self, result: Any) -> Any:
         """A result's part that is scored."""
+        raise self._no_predictions()
 
     def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
         """The model's prediction for each example, from the logits of its features."""
@@ -157,13 +157,13 @@ class Task(ABC):
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
         """The majority baseline: predicts the most frequent answer of ``train`` for every example."""
 
-    @abstractmethod
     def inputs(self, example: Any) -> dict[str, Any]:
         """An example's texts, by name."""
+        raise self._no_predictions()
 
-    @abstractmethod
     def gold(self, example: Any) -> Any:
         """The right answer; None where it is not known."""
+        raise self._no_predictions()
 
     def record(self, example: Any, result: Result) -> dict[str, Any]:
         """An example with its result, as an object of a .jsonl file."""
@@ -181,13 +181,18 @@ class Task(ABC):
                 row[name] = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
         return [row]
 
-    @abstractmethod
     def without_text(self, example: Any) -> Any:
         """The part of an example that ``scores`` needs."""
+        raise self._no_predictions()
 
     @abstractmethod
     def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
         """The predictions as files: names and texts."""
+
+    def _no_predictions(self) -> DataError:
+        return DataError(
+            f"{self.name}: expected a task that predicts something of an example; fasttfm embed makes vectors"
+        )
 
     def adjust(self, model: PretrainedModel) -> None:
         """Writes what the task knows into the model's configuration: labels where transformers looks for them, and
