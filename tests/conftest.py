@@ -1,6 +1,7 @@
 """Without a GPU, Triton kernels run in Triton's interpreter: the variable must be set before Triton is imported.
 
-Processes that run tests in parallel share the cores: OpenMP reads its variables when torch is imported.
+Processes that run tests in parallel share the cores: OpenMP reads its variables when torch is imported. No test asks
+the network for a model.
 """
 
 import importlib.util
@@ -11,6 +12,7 @@ import warnings
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     cores, workers = len(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))

@@ -95,7 +95,8 @@ def add_parser(subparsers: Any) -> None:
     training = add_training_options(parser, rate=5e-4, about_rate="peak learning rate")
     training.add_argument("--steps", type=int, default=1000, metavar="N", help="optimizer steps on a corpus")
     group = parser.add_argument_group("task")
-    group.add_argument("--task", choices=tuple(TASKS), help="tinybert's second stage")
+    tasks = tuple(name for name, task in TASKS.items() if task.distills)
+    group.add_argument("--task", choices=tasks, help="tinybert's second stage")
     group.add_argument(
         "--dev", type=Path, metavar="FILE", help="dev set; by default the directory's, or a tenth of the examples"
     )

@@ -93,6 +93,7 @@ class CommonsenseTask(ChoiceTask):
     """
 
     name = "commonsense"
+    distills = False
     about = "the right answer, with a graph"
     file_format = "CommonsenseQA's jsonl, and --graph"
     read_file = staticmethod(read_commonsense)

@@ -51,6 +51,7 @@ class EntityFeature(Feature):
 class MarkedTask(ClassifyTask):
     """Classifies texts with marked spans."""
 
+    distills = False
     marks: ClassVar[tuple[str, ...]]
     line_format = "none"
 

@@ -52,6 +52,7 @@ class SimilarityTask(Task):
     """
 
     name = "similarity"
+    distills = False
     about = "text vectors, by pairs or triplets"
     file_format = "anchor, positive, perhaps negative or score"
     read_file = staticmethod(read_similarity)

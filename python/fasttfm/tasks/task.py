@@ -54,6 +54,7 @@ class Task(ABC):
     options: ClassVar[tuple[str, ...]] = ()  # arguments of its own
     kept: ClassVar[tuple[str, ...]] = ()  # arguments that a checkpoint keeps
     main_score: ClassVar[str]  # the one to look at first
+    distills: ClassVar[bool] = True  # whether a student can learn from a teacher's logits
 
     def __init__(
         self, language: Language, train: Sequence[Any] | None, *, known: Sequence[str] = (), auxiliary: float = 0.5
