@@ -107,11 +107,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"fasttfm"}
     shipped = {name.removeprefix("fasttfm/data/corpus/") for name in names if name.startswith("fasttfm/data/corpus/")}
     tasks = {"classify": "tsv", "pair": "tsv", "tag": "conll", "qa": "json", "choice": "csv"}
-    tasks |= {"relation": "jsonlines", "entity-typing": "jsonlines"}
+    tasks |= {"relation": "jsonlines", "entity-typing": "jsonlines", "commonsense": "jsonlines", "similarity": "tsv"}
     sets = {f"tasks/{task}-{part}.{suffix}" for task, suffix in tasks.items() for part in ("train", "dev")}
-    graph = {"knowledge/triples.tsv", "knowledge/mentions.jsonlines.gz"}
+    graph = {"knowledge/triples.tsv", "knowledge/mentions.jsonlines.gz", "tasks/commonsense-graph.tsv"}
     assert shipped == {"README.md", "state-of-the-union.txt.gz", "moby-dick.txt.gz", *sets, *graph}
-    others = {name for name in names if not name.startswith("fasttfm/data/corpus/")}
+    others = {name for name in names if not name.startswith(("fasttfm/data/corpus/", "fasttfm/data/languages/"))}
     assert {Path(name).suffix for name in others} == {".py", ".pyi", ".so", ".typed"}
 
 

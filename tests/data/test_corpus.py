@@ -92,7 +92,9 @@ def test_there_is_something_to_learn() -> None:
 
 
 def test_an_unknown_task() -> None:
-    with pytest.raises(ValueError, match=r"name: expected one of choice, classify, .*, relation, tag, got 'squad'"):
+    with pytest.raises(
+        ValueError, match=r"name: expected one of choice, classify, .*, relation, similarity, tag, got 'squad'"
+    ):
         data.shipped_task("squad")
 
 

@@ -33,7 +33,7 @@ ENCODERS = ("Bert", "Roberta", "Albert", "Electra", "DistilBert", "ModernBert")
 CLASSES = [
     name
     for name in models.__all__
-    if name.startswith(ENCODERS) and not name.endswith("Config") and name != "ElectraForJointPreTraining"
+    if name.startswith(ENCODERS) and not name.endswith(("Config", "KagNet")) and name != "ElectraForJointPreTraining"
 ]
 
 

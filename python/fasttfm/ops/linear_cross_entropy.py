@@ -178,7 +178,7 @@ class _VocabularyLoss(OpFunction):
     gradients of the sum, and the backward multiplies them. With "none" each row has a factor that only the backward
     knows: it computes the logits again."""
 
-    op = f"{OP} (masked_lm_loss)"
+    op = f"{OP} (masked_lm_loss, contrastive_loss)"
     instead = "torch.nn.functional.linear and cross_entropy"
 
     @staticmethod
