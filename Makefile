@@ -49,7 +49,7 @@ demo: .venv/installed ## set everything up, pre-train a small GPT-2 in about a m
 
 .PHONY: test
 test: .venv/installed ## set everything up and run the tests, one process on each core
-	.venv/bin/pytest -n auto --dist worksteal $(PYTEST_ARGS)
+	PYTHONHASHSEED=0 .venv/bin/pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 .PHONY: bench
 bench: .venv/installed ## time one case of each op against its peers (PYTEST_ARGS=--all for every case)
