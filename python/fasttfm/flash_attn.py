@@ -44,18 +44,8 @@ def flash_attn_func(
     ``causal`` and ``window_size`` align the last query with the last key. ``deterministic`` has no effect.
     """
     refuse("flash_attn_func", softcap=softcap, alibi_slopes=alibi_slopes)
-    out = ops.attention(
-        q,
-        k,
-        v,
-        dropout_p=dropout_p,
-        scale=softmax_scale,
-        causal=causal,
-        window=window_size,
-        alibi_slopes=alibi_slopes,
-        return_lse=return_attn_probs,
-    )
-    return (*out, None) if isinstance(out, tuple) else out
+    options: dict[str, Any] = {"dropout_p": dropout_p, "causal": causal, "window": window_size}
+    return _attend(q, k, v, softmax_scale, alibi_slopes, return_attn_probs, **options)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Result:
@@ -94,19 +84,8 @@ def flash_attn_varlen_func(
     boundaries: dict[str, Any] = {"cu_seqlens": cu_seqlens_q, "max_seqlen": int(max_seqlen_q)}
     if cu_seqlens_k is not cu_seqlens_q:
         boundaries |= {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": int(max_seqlen_k)}
-    out = ops.attention(
-        q,
-        k,
-        v,
-        **boundaries,
-        dropout_p=dropout_p,
-        scale=softmax_scale,
-        causal=causal,
-        window=window_size,
-        alibi_slopes=alibi_slopes,
-        return_lse=return_attn_probs,
-    )
-    return (*out, None) if isinstance(out, tuple) else out
+    options: dict[str, Any] = {"dropout_p": dropout_p, "causal": causal, "window": window_size}
+    return _attend(q, k, v, softmax_scale, alibi_slopes, return_attn_probs, **options, **boundaries)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -121,6 +100,19 @@ def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **name
     """``flash_attn_varlen_func`` of ``q [Tq, H, D]`` and ``kv [Tk, 2, Hk, D]``, with its boundaries and options."""
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(q, k, v, *options, **named)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    alibi_slopes: Tensor | None,
+    return_attn_probs: bool,
+    **options: Any,
+) -> Result:
+    out = ops.attention(q, k, v, scale=scale, alibi_slopes=alibi_slopes, return_lse=return_attn_probs, **options)
+    return (*out, None) if isinstance(out, tuple) else out
 
 
 def refuse(function: str, **given: Any) -> None:
@@ -188,9 +180,10 @@ def flash_attn_with_kvcache(
             raise checks.bad_value(op, "rotary_cos", "rotary_sin, k and v next to it", None)
         steps = torch.arange(q.shape[1], device=q.device)
         local = causal or tuple(window_size) != (-1, -1)
-        q = rotated(q, rotary_cos, rotary_sin, held[:, None] + (steps if local else steps * 0), rotary_interleaved)
+        places = held[:, None] + (steps if local else steps * 0)
+        q = ops.rotary(q, rotary_cos, rotary_sin, positions=places, interleaved=rotary_interleaved)
         places = held[:, None] + torch.arange(k.shape[1], device=q.device)
-        k = rotated(k, rotary_cos, rotary_sin, places, rotary_interleaved)
+        k = ops.rotary(k, rotary_cos, rotary_sin, positions=places, interleaved=rotary_interleaved)
     rows = torch.arange(q.shape[0], device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
     if k is not None and v is not None:
         _append(op, k_cache, k, held, rows, block_table)
@@ -256,14 +249,3 @@ def _append(op: str, cache: Tensor, new: Tensor, held: Tensor, rows: Tensor, blo
         cache[rows[:, None], places] = new
     else:
         cache[block_table.long().gather(1, places // size), places % size] = new
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """``x [B, S, H, D]`` with its first columns rotated by the angles of ``positions [B, S]``, in fp32."""
-    half = cos.shape[-1]
-    c, s = (table.float()[positions.long()][:, :, None, :] for table in (cos, sin))
-    turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
-    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.split(half, dim=-1)
-    pair = (a * c - b * s, a * s + b * c)
-    out = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat([out.to(x.dtype), rest], dim=-1)
