@@ -13,6 +13,10 @@ FASTTFM_BINDING(gemm) {
   bind_launcher(module, "gemm_cuda", &cuda::gemm, GEMM(a), GEMM(b), GEMM(bias), GEMM(c), GEMM(d), GEMM(workspace),
                 GEMM(rows), GEMM(columns), GEMM(inner), GEMM(transposed_a), GEMM(transposed_b), GEMM(dtype),
                 GEMM(out_dtype), GEMM(device), GEMM(stream));
+  bind_launcher(module, "fp8_gemm_cuda", &cuda::gemm, GEMM(a), GEMM(b), GEMM(bias), GEMM(c), GEMM(d), GEMM(workspace),
+                GEMM(rows), GEMM(columns), GEMM(inner), GEMM(transposed_a), GEMM(transposed_b), GEMM(dtype),
+                GEMM(out_dtype), GEMM(device), GEMM(stream), GEMM(a_fp8), GEMM(b_fp8), GEMM(a_scale), GEMM(b_scale),
+                GEMM(fast_accumulation));
 #endif
 }
 

@@ -71,10 +71,9 @@ void fill(void* params, const std::string& launcher, const std::vector<KeyedFiel
   throw py::type_error(launcher + ": unknown arguments:" + unknown);
 }
 
-// StatusCode::does_not_fit.
-class DoesNotFit : public std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
+// Python's exception for StatusCode::does_not_fit. It is set as Python's error rather than thrown as a C++ type of its
+// own, so that every way into the core (pybind11's functions and those of calls.cpp) raises the same exception.
+PyObject* does_not_fit = nullptr;
 
 Isa parse_isa(const std::string& name) {
   if (name == "baseline") return Isa::baseline;
@@ -104,7 +103,7 @@ void raise_unless_ok(const Status& status) {
   switch (status.code) {
     case StatusCode::ok: return;
     case StatusCode::cuda_error: throw std::runtime_error(status.detail);
-    case StatusCode::does_not_fit: throw DoesNotFit(status.detail);
+    case StatusCode::does_not_fit: PyErr_SetString(does_not_fit, status.detail); throw py::error_already_set();
     default: throw py::value_error(status.detail);
   }
 }
@@ -168,7 +167,8 @@ PYBIND11_MODULE(_C, python) {
   python.attr("cuda_version") = cuda::compiled_version();
   python.attr("cuda_archs") = FASTTFM_CUDA_ARCHS_TEXT;
 
-  py::register_exception<DoesNotFit>(python, "DoesNotFit", PyExc_RuntimeError);
+  does_not_fit = PyErr_NewException("fasttfm._C.DoesNotFit", PyExc_RuntimeError, nullptr);
+  python.attr("DoesNotFit") = py::handle(does_not_fit);
   python.def("driver_version", &cuda::driver_version);
   python.def("compute_capability", &cuda::compute_capability, py::arg("device"));
   python.def("block_memory", &cuda::block_memory, py::arg("device"));

@@ -8,7 +8,7 @@ namespace {
 
 // x is [T, H, D] with adjacent columns, positions int64 [T] or None; `sequence` tokens make a sequence.
 Status forward(const Place& place, const Tensor& x, const Tensor& cos, const Tensor& sin,
-               const OptionalTensor& positions, const Tensor& y, int64_t sequence, double sign) {
+               const OptionalTensor& positions, const Tensor& y, int64_t sequence, int64_t turned_heads, double sign) {
   const Rotary params{
       .x = x.data,
       .cos = static_cast<const float*>(cos.data),
@@ -18,6 +18,7 @@ Status forward(const Place& place, const Tensor& x, const Tensor& cos, const Ten
       .tokens = x.shape[0],
       .sequence = sequence,
       .heads = x.shape[1],
+      .turned_heads = turned_heads,
       .columns = x.shape[2],
       .pairs = cos.columns(),
       .token_stride = x.strides[0],
@@ -31,6 +32,8 @@ Status forward(const Place& place, const Tensor& x, const Tensor& cos, const Ten
 
 }  // namespace
 
-FASTTFM_BINDING(rotary) { bind_call(module, "rotary_cpu", "x, cos, sin, positions, y, sequence, sign", &forward); }
+FASTTFM_BINDING(rotary) {
+  bind_call(module, "rotary_cpu", "x, cos, sin, positions, y, sequence, turned_heads, sign", &forward);
+}
 
 }  // namespace fasttfm

@@ -28,7 +28,7 @@ FASTTFM_BINDING(transformer_block) {
   bind_launcher(module, "transformer_block_sizes_" #DEVICE, &DEVICE::transformer_block_sizes, SHAPE(SIZES),         \
                 SIZES(sizes));                                                                                      \
   bind_launcher(module, "transformer_block_forward_" #DEVICE, &DEVICE::transformer_block_forward, CALL(FORWARD),    \
-                FORWARD(residual), FORWARD(y), FORWARD(z));                                                         \
+                FORWARD(residual), FORWARD(y), FORWARD(z), FORWARD(few_rows), FORWARD(short_attention));            \
   bind_launcher(module, "transformer_block_backward_" #DEVICE, &DEVICE::transformer_block_backward, CALL(BACKWARD), \
                 BACKWARD(z), BACKWARD(dy), BACKWARD(dz), BACKWARD(dx), BACKWARD(dresidual), BACKWARD(gradients),    \
                 BACKWARD(block_memory), BACKWARD(part), BACKWARD(dout), BACKWARD(dqkv))

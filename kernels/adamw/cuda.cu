@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(AdamW p, Table
   }
   if (!whole_step) return;
   const float factor = gradient_factor(p, norm);
-  const bool skip = p.found_inf != nullptr && *p.found_inf == 1.0f;
+  const bool skip = p.found_inf != nullptr && (*p.found_inf == 1.0f || !isfinite(norm));
   for (int64_t i = threadIdx.x; i < p.tensors; i += kPrepareThreads) {
     const AdamWTensor& tensor = table.tensors[i];
     const AdamWGroup& group = table.groups[tensor.group];

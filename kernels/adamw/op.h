@@ -4,8 +4,8 @@
 //   m <- b1 m + (1 - b1) g'           v <- b2 v + (1 - b2) g'^2           t <- t + 1
 //   p <- p - lr (decay p + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))           copy <- p in 16 bits
 //
-// If *found_inf is 1 nothing changes. Bytes per parameter: 28 (g, p, m, v read; p, m, v written), 2 less with 16-bit
-// gradients, 2 more with a copy; the norm reads the gradients again, 4 or 2.
+// If *found_inf is 1, or it is given and the norm is not finite, nothing changes. Bytes per parameter: 28 (g, p, m, v
+// read; p, m, v written), 2 less with 16-bit gradients, 2 more with a copy; the norm reads the gradients again, 4 or 2.
 //
 // Gradients have new addresses in every step, so each call passes a table of addresses. It is passed in kernel
 // arguments: nothing has to be synchronized, and a CUDA graph that captures the call captures the table too.

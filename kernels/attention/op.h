@@ -62,7 +62,7 @@ struct AttentionBackward : AttentionCall {
   int64_t dq_sequence_stride, dq_token_stride, dq_head_stride;
   int64_t dk_sequence_stride, dk_token_stride, dk_head_stride;
   int64_t dv_sequence_stride, dv_token_stride, dv_head_stride;
-  // CUDA, head dim 64: the sums of dq, dk and dv over all tokens, computed before they are rounded, or null.
+  // CUDA, head dim 64, no window: the sums of dq, dk and dv over all tokens, computed before they are rounded, or null.
   void* column_sums;  // [3, heads, D]
   DType column_sums_dtype;
   float* column_parts;  // attention_column_parts() floats, at a multiple of 16 bytes
@@ -76,10 +76,12 @@ int64_t attention_backward_workspace(int64_t max_seqlen, int64_t max_seqlen_k, i
 }  // namespace cpu
 
 namespace cuda {
-// Hopper kernels (compute capability 9.0): bf16 and fp16, head dims 64 and 128, full or causal attention. q, k and v
-// are aligned to 16 bytes; their strides are multiples of 8 elements and not 0. The forward's workspace is one int32.
-// The backward requires kv_heads == heads, and the same alignment of dout, out and the gradients. Its workspace, in
-// floats, depends on the queries of all sequences (tokens) and on the longest sequence of queries or keys.
+// Hopper kernels (compute capability 9.0): bf16 and fp16, head dims 64 and 128, windows without dropout; without a
+// window also 32, and in the forward without dropout 80 and 96. q, k and v are aligned to 16 bytes; their strides are
+// multiples of 8 elements and not 0. The forward's workspace is one int32. The backward requires kv_heads == heads, the
+// same alignment of dout, out and the gradients and, with head dim 32, up to 512 queries. With head dim 64 and more
+// than 512 queries, it requires that a window's left and right add up to at most 321 keys. Its workspace, in floats,
+// depends on the queries of all sequences (tokens) and on the longest sequence of queries or keys.
 Status attention_forward(const AttentionForward&);
 Status attention_backward(const AttentionBackward&);
 int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t head_dim, int64_t tokens,

@@ -30,7 +30,7 @@ class AttentionProblem(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     lengths: Tensor | None = None  # int32 [B]: Lq of each dense sequence
     lengths_k: Tensor | None = None
-    bias: Tensor | None = None  # [H, >= max_seqlen, >= max_seqlen_k], added to the scaled scores
+    bias: Tensor | None = None  # [1 or B, 1 or H, >= max_seqlen, >= max_seqlen_k], added to the scaled scores
     alibi_slopes: Tensor | None = None  # fp32 [H]: -slope * distance is added to the scaled scores
     seed: Tensor | None = None  # int64 [1]; None means no dropout
     threshold: int = 0  # philox.threshold(p)
@@ -48,6 +48,11 @@ class AttentionProblem(NamedTuple):
     @property
     def packed(self) -> bool:
         return self.cu_seqlens is not None
+
+
+def of_sequences(bias: Tensor | None) -> Tensor | None:
+    """A bias [H, Sq, Sk], which all sequences share, as [1, H, Sq, Sk]."""
+    return bias[None] if bias is not None and bias.dim() == 3 else bias
 
 
 def window_bounds(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int, int]:

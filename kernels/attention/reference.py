@@ -4,7 +4,7 @@
     lse = log(sum over keys of exp(s))        P = exp(s - lse)        out = (kept * c * P) v
 
     dv = (kept * c * P)^T dout        dP = kept * c * (dout v^T)        delta = sum over D of dout * out
-    ds = P * (dP - delta)        dq = scale * ds k        dk = scale * ds^T q
+    ds = P * (dP - delta)        dq = scale * ds k        dk = scale * ds^T q        dbias = sum of ds
 
 kept and c are the mask and scale of dropout. The mask is a function of the seed and of the weights' positions
 (common/philox.py); without a seed both are 1. Query i of a sequence with Lq queries and Lk keys is at key position i +
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem, window_bounds
+from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem, of_sequences, window_bounds
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.linear import accumulate, without_autocast
 
@@ -72,7 +72,7 @@ def attention(
         cu_seqlens_k=cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
         lengths=lengths,
         lengths_k=lengths if lengths_k is None else lengths_k,
-        bias=bias,
+        bias=of_sequences(bias),
         alibi_slopes=alibi_slopes,
         seed=seed if threshold else None,
         threshold=threshold,
@@ -116,22 +116,44 @@ def attention_backward(
 ) -> None:
     """Writes dq, dk and dv, of the shapes of q, k and v."""
     queries, keys = _sides(q, k, problem)
+    weights, dscores, lse = _score_gradients(dout, q, k, v, out, lse, problem)
+    padded_dout, padded_q = queries.padded(dout), queries.padded(q)
+    with without_autocast(q):
+        rounded = _rounded(dscores, q)
+        padded_dq = problem.scale * torch.einsum("bhij,bjhd->bihd", rounded, _per_head(keys.padded(k), q))
+        padded_dk = problem.scale * torch.einsum("bhij,bihd->bjhd", rounded, padded_q)
+        padded_dv = torch.einsum("bhij,bihd->bjhd", _rounded(_dropout(weights, problem), q), padded_dout)
+    dq.copy_(queries.restored(_where_attending(lse, padded_dq)))
+    dk.copy_(keys.restored(_sum_groups(padded_dk, k)))
+    dv.copy_(keys.restored(_sum_groups(padded_dv, v)))
+
+
+def attention_bias_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: AttentionProblem, dbias: Tensor
+) -> None:
+    """Writes the gradient of the bias, [1 or B, 1 or H, rows, keys]."""
+    weights, dscores, _ = _score_gradients(dout, q, k, v, out, lse, problem)
+    dscores = torch.where(weights == 0, 0.0, dscores)  # a NaN among values or keys survives weights of 0
+    shared = [dimension for dimension in (0, 1) if dbias.shape[dimension] == 1]
+    found = dscores.sum(dim=shared, keepdim=True) if shared else dscores
+    dbias.zero_()
+    dbias[..., : found.shape[2], : found.shape[3]] = found.to(dbias.dtype)
+
+
+def _score_gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: AttentionProblem
+) -> tuple[Tensor, Tensor, Tensor]:
+    """P and ds [B, H, Sq, Sk] of the formula, and lse [B, H, Sq]."""
+    queries, keys = _sides(q, k, problem)
     if problem.packed:
         lse = queries.padded(lse.t()).transpose(1, 2)
     scores, attended = _scores(q, k, queries, keys, problem)
     weights = torch.where(attended, (scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None]).exp(), 0.0)
-    dout, out, padded_q = (queries.padded(tensor) for tensor in (dout, out, q))
-    padded_k, padded_v = (_per_head(keys.padded(tensor), q) for tensor in (k, v))
+    dout, out = queries.padded(dout), queries.padded(out)
     delta = (dout * out).sum(dim=-1).transpose(1, 2)[..., None]
     with without_autocast(q):
-        dweights = _dropout(torch.einsum("bihd,bjhd->bhij", dout, padded_v), problem)
-        dscores = _rounded(weights * (dweights - delta), q)
-        padded_dq = problem.scale * torch.einsum("bhij,bjhd->bihd", dscores, padded_k)
-        padded_dk = problem.scale * torch.einsum("bhij,bihd->bjhd", dscores, padded_q)
-        padded_dv = torch.einsum("bhij,bihd->bjhd", _rounded(_dropout(weights, problem), q), dout)
-    dq.copy_(queries.restored(_where_attending(lse, padded_dq)))
-    dk.copy_(keys.restored(_sum_groups(padded_dk, k)))
-    dv.copy_(keys.restored(_sum_groups(padded_dv, v)))
+        dweights = _dropout(torch.einsum("bihd,bjhd->bhij", dout, _per_head(keys.padded(v), q)), problem)
+    return weights, weights * (dweights - delta), lse
 
 
 # ---- scores and weights of a padded batch ----------------------------------------------------------------------------
@@ -151,7 +173,7 @@ def _scores(q: Tensor, k: Tensor, queries: _Side, keys: _Side, problem: Attentio
     if problem.window_right != UNLIMITED:
         attended = attended & (distance <= problem.window_right)
     if problem.bias is not None:
-        scores = scores + problem.bias[:, : queries.longest, : keys.longest].to(scores.dtype)
+        scores = scores + problem.bias[..., : queries.longest, : keys.longest].to(scores.dtype)
     if problem.alibi_slopes is not None:
         scores = scores - problem.alibi_slopes.to(scores.dtype)[:, None, None] * distance.abs()
     return torch.where(attended, scores, -torch.inf), attended

@@ -13,6 +13,7 @@ from torch import Tensor
 from fasttfm.kernels.attention import tuning
 from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem
 from fasttfm.kernels.attention.triton_backward import MAX_BLOCK_M, _bwd_kv_kernel, _bwd_q_kernel
+from fasttfm.kernels.attention.triton_bias import _bias_kernel
 from fasttfm.kernels.attention.triton_forward import _fwd_kernel
 from fasttfm.kernels.attention.triton_short import _short_bwd_kernel, _short_fwd_kernel
 from fasttfm.kernels.common.launch import block_memory, is_hopper, multiprocessors, on_device
@@ -82,8 +83,9 @@ def _added(q: Tensor, problem: AttentionProblem) -> dict[str, Any]:
     return {
         "bias": q if bias is None else bias,
         "slopes": q if slopes is None else slopes,
-        "bias_head": 0 if bias is None else bias.stride(0),
-        "bias_row": 0 if bias is None else bias.stride(1),
+        "bias_batch": 0 if bias is None or bias.shape[0] == 1 else bias.stride(0),
+        "bias_head": 0 if bias is None or bias.shape[1] == 1 else bias.stride(1),
+        "bias_row": 0 if bias is None else bias.stride(2),
     }
 
 
@@ -203,6 +205,45 @@ def _backward_by_tile(arguments: dict[str, Any], out: Tensor, problem: Attention
         KEYS_FIRST=chosen.keys_first,
         **_tile_options(problem, chosen),
     )
+
+
+def attention_bias_bwd_triton(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: AttentionProblem, dbias: Tensor
+) -> None:
+    """Writes the gradient of the bias, [1 or B, 1 or H, rows, keys] with adjacent keys. ``out`` is contiguous."""
+    if q.numel() == 0 or k.numel() == 0 or dbias.numel() == 0:
+        dbias.zero_()
+        return
+    tensors = {"q": q, "k": k, "v": v, "dout": dout}
+    strides, unit = _strides(tensors)
+    common = _common(q, k, problem)
+    chosen = tuning.bias_tiles(_call(q, problem))
+    batches, heads, rows, keys = dbias.shape
+    tiles = (triton.cdiv(rows, chosen.queries), triton.cdiv(keys, chosen.keys))
+    with on_device(q):
+        _bias_kernel[(tiles[0] * tiles[1] * heads * batches,)](
+            **tensors,
+            **strides,
+            **common,
+            **_added(q, problem),
+            out=out,
+            lse=lse,
+            dbias=dbias,
+            dbias_batch=dbias.stride(0),
+            dbias_head=dbias.stride(1),
+            dbias_row=dbias.stride(2),
+            sequences=problem.sequences,
+            group=q.shape[-2] // k.shape[-2],
+            query_tiles=tiles[0],
+            key_tiles=tiles[1],
+            bias_heads=heads,
+            rows=rows,
+            keys=keys,
+            UNIT=unit,
+            ALL_SEQUENCES=batches == 1,
+            ALL_HEADS=heads == 1,
+            **chosen.options(),
+        )
 
 
 def _without(arguments: dict[str, Any], *tensors: str) -> dict[str, Any]:

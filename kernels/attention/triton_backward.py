@@ -23,6 +23,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     SLOPES,
     after_last,
     clear_rows,
+    head_bias,
     head_rows,
     key_tiles,
     load_rows,
@@ -41,7 +42,7 @@ MAX_BLOCK_M = tl.constexpr(128)
 _SIZES = ["heads", "kv_heads", "tiles", "q_size", "k_size", "window_left", "window_right", "threshold"]
 _STRIDES = [
     f"{tensor}_{axis}" for tensor in ("q", "k", "v", "dout", "dq", "dk", "dv") for axis in ("batch", "row", "head")
-] + ["bias_head", "bias_row", "statistics_rows", "statistics_size"]
+] + ["bias_batch", "bias_head", "bias_row", "statistics_rows", "statistics_size"]
 
 
 @triton.jit
@@ -83,7 +84,7 @@ def _prefetch(
 
 
 @triton.jit
-def _tile_gradients(
+def tile_gradients(
     q_tile,
     dout_tile,
     k_tile,
@@ -100,7 +101,7 @@ def _tile_gradients(
     KEYS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Z P and dS / s of a tile, queries by keys or keys by queries, rounded to the type that matrix products take."""
+    """Z P and dS / s of a tile in fp32, queries by keys or keys by queries."""
     q_axis: tl.constexpr = 0 if KEYS_FIRST else 1  # along which what belongs to queries is repeated
     factor = terms[0] if FEATURES[PLAIN] else 1.0
     if KEYS_FIRST:
@@ -121,7 +122,19 @@ def _tile_gradients(
     else:
         dropped = weights
         dscores = weights * (dproducts - tl.expand_dims(delta, q_axis))
-    return dropped.to(q_tile.dtype), dscores.to(q_tile.dtype)
+    return dropped, dscores
+
+
+@triton.jit
+def row_deltas(out_tile, dout_tile, threshold, PRECISION: tl.constexpr):
+    """delta of each query, over dropout's scale."""
+    if PRECISION == "ieee":  # in the order of dP's sums: where a row has one key the two are equal, and dS is 0
+        row = tl.arange(0, out_tile.shape[0])
+        pairs = tl.dot(dout_tile, tl.trans(out_tile), input_precision=PRECISION)
+        delta = tl.sum(tl.where(row[:, None] == row[None, :], pairs, 0.0), 1)
+    else:
+        delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    return delta * ((256 - threshold) / 256.0)
 
 
 @triton.jit
@@ -155,7 +168,7 @@ def _over_queries(
         dout_tile = load_rows(dout_rows, first, shape[0], columns, not EVEN, D, BLOCK_M)
         lse = tl.load(statistics + queries)
         delta = tl.load(statistics + statistics_size + queries)
-        weights, dscores = _tile_gradients(
+        weights, dscores = tile_gradients(
             q_tile,
             dout_tile,
             k_tile,
@@ -172,6 +185,8 @@ def _over_queries(
             KEYS_FIRST,
             PRECISION,
         )
+        weights = weights.to(q_tile.dtype)
+        dscores = dscores.to(q_tile.dtype)
         if KEYS_FIRST:
             dv = tl.dot(weights, dout_tile, dv, input_precision=PRECISION)
             dk = tl.dot(dscores, q_tile, dk, input_precision=PRECISION)
@@ -192,7 +207,7 @@ def _bwd_kv_kernel(
     dv,
     q_bounds,  # int32: cu_seqlens or lengths, or unused
     k_bounds,
-    bias,  # [H, >= S, >= Sk] or unused
+    bias,  # [1 or B, 1 or H, >= S, >= Sk] or unused
     slopes,  # fp32 [H] or unused
     seed,  # int64 [1] or unused
     q_batch,  # strides in units of UNIT elements, those of bias in elements
@@ -213,6 +228,7 @@ def _bwd_kv_kernel(
     dv_batch,
     dv_row,
     dv_head,
+    bias_batch,
     bias_head,
     bias_row,
     heads,
@@ -306,7 +322,7 @@ def _bwd_kv_kernel(
                 statistics + _statistics_start(sequence, q_first, head, heads, statistics_rows, Q_LAYOUT),
                 statistics_size,
                 shape,
-                (scale, bias + head.to(tl.int64) * bias_head, bias_row, slope),
+                (scale, head_bias(bias, bias_batch, bias_head, sequence, head), bias_row, slope),
                 (seed_value, sequence, head, threshold),
                 part != 1,
                 FEATURES,
@@ -355,7 +371,7 @@ def _over_keys(
     for first in range(begin, end, BLOCK_N):
         k_tile = load_rows(k_rows, first, shape[1], columns, MASKED, D, BLOCK_N)
         v_tile = load_rows(v_rows, first, shape[1], columns, MASKED, D, BLOCK_N)
-        _, dscores = _tile_gradients(
+        _, dscores = tile_gradients(
             q_tile,
             dout_tile,
             k_tile,
@@ -372,7 +388,7 @@ def _over_keys(
             False,
             PRECISION,
         )
-        dq = tl.dot(dscores, k_tile, dq, input_precision=PRECISION)
+        dq = tl.dot(dscores.to(q_tile.dtype), k_tile, dq, input_precision=PRECISION)
     return dq
 
 
@@ -388,7 +404,7 @@ def _bwd_q_kernel(
     dq,
     q_bounds,  # int32: cu_seqlens or lengths, or unused
     k_bounds,
-    bias,  # [H, >= S, >= Sk] or unused
+    bias,  # [1 or B, 1 or H, >= S, >= Sk] or unused
     slopes,  # fp32 [H] or unused
     seed,  # int64 [1] or unused
     q_batch,  # strides in units of UNIT elements, those of bias in elements
@@ -406,6 +422,7 @@ def _bwd_q_kernel(
     dq_batch,
     dq_row,
     dq_head,
+    bias_batch,
     bias_head,
     bias_row,
     heads,
@@ -454,19 +471,14 @@ def _bwd_q_kernel(
     q_tile = load_rows(q_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
     dout_tile = load_rows(dout_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
     out_tile = load_rows((out + out_start * D, heads * D), first, q_length, columns, not EVEN, D, BLOCK_M)
-    if PRECISION == "ieee":  # in the order of dP's sums: where a row has one key the two are equal, and dS is 0
-        row = tl.arange(0, BLOCK_M)
-        pairs = tl.dot(dout_tile, tl.trans(out_tile), input_precision=PRECISION)
-        delta = tl.sum(tl.where(row[:, None] == row[None, :], pairs, 0.0), 1)
-    else:
-        delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
-    delta *= (256 - threshold) / 256.0
+    delta = row_deltas(out_tile, dout_tile, threshold, PRECISION)
     lse_row = lse_in_log2(lse + lse_start, queries, q_length)
     own = statistics + _statistics_start(sequence, q_first, head, heads, statistics_rows, Q_LAYOUT) + queries
     tl.store(own, lse_row)
     tl.store(own + statistics_size, delta)
     shape = (q_length, k_length, window_left, window_right)
-    terms = (scale, bias + head.to(tl.int64) * bias_head, bias_row, tl.load(slopes + head) if FEATURES[SLOPES] else 0.0)
+    slope = tl.load(slopes + head) if FEATURES[SLOPES] else 0.0
+    terms = (scale, head_bias(bias, bias_batch, bias_head, sequence, head), bias_row, slope)
     begin, full_begin, full_end, end = key_tiles(first, shape, FEATURES, BLOCK_M, BLOCK_N)
     dq_tile = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for part in tl.static_range(0 if FEATURES[LEFT] else 1, 2 if EVEN and not FEATURES[RIGHT] else 3):

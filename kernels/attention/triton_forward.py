@@ -18,6 +18,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     SLOPES,
     after_last,
     clear_outputs,
+    head_bias,
     head_rows,
     key_tiles,
     load_rows,
@@ -75,7 +76,11 @@ def _over_keys(
 
 
 _SIZES = ["heads", "group", "tiles", "q_size", "k_size", "window_left", "window_right", "threshold"]
-_STRIDES = [f"{tensor}_{axis}" for tensor in "qkv" for axis in ("batch", "row", "head")] + ["bias_head", "bias_row"]
+_STRIDES = [f"{tensor}_{axis}" for tensor in "qkv" for axis in ("batch", "row", "head")] + [
+    "bias_batch",
+    "bias_head",
+    "bias_row",
+]
 
 
 @triton.jit(do_not_specialize=[*_SIZES, *_STRIDES])
@@ -87,7 +92,7 @@ def _fwd_kernel(
     lse,  # fp32 [B, H, S] or [H, T]
     q_bounds,  # int32: cu_seqlens or lengths, or unused
     k_bounds,
-    bias,  # [H, >= S, >= Sk] or unused
+    bias,  # [1 or B, 1 or H, >= S, >= Sk] or unused
     slopes,  # fp32 [H] or unused
     seed,  # int64 [1] or unused
     q_batch,  # strides in units of UNIT elements, those of bias in elements
@@ -99,6 +104,7 @@ def _fwd_kernel(
     v_batch,
     v_row,
     v_head,
+    bias_batch,
     bias_head,
     bias_row,
     heads,
@@ -142,7 +148,8 @@ def _fwd_kernel(
     v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, head // group, UNIT)
     q_tile = load_rows(q_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
     shape = (q_length, k_length, window_left, window_right)
-    terms = (scale, bias + head.to(tl.int64) * bias_head, bias_row, tl.load(slopes + head) if FEATURES[SLOPES] else 0.0)
+    slope = tl.load(slopes + head) if FEATURES[SLOPES] else 0.0
+    terms = (scale, head_bias(bias, bias_batch, bias_head, sequence, head), bias_row, slope)
     dropout = (tl.load(seed) if FEATURES[DROPOUT] else 0, sequence, head, threshold)
     begin, full_begin, full_end, end = key_tiles(first, shape, FEATURES, BLOCK_M, BLOCK_N)
     accumulator = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)

@@ -9,11 +9,12 @@ import triton
 
 from fasttfm.kernels.attention import tuning
 from fasttfm.kernels.attention.triton_backward import _bwd_kv_kernel, _bwd_q_kernel
+from fasttfm.kernels.attention.triton_bias import _bias_kernel
 from fasttfm.kernels.attention.triton_forward import _fwd_kernel
 from fasttfm.kernels.attention.triton_short import _short_bwd_kernel, _short_fwd_kernel
 
 _FLOATS = ("lse", "statistics", "slopes")
-_TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias")
+_TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias", "dbias")
 
 
 def compile_signatures(
@@ -31,6 +32,7 @@ def compile_signatures(
         (_fwd_kernel, tuning.forward_tiles(long)),
         (_bwd_q_kernel, tuning.query_tiles(long)),
         (_bwd_kv_kernel, tuning.key_tiles(long)),
+        (_bias_kernel, tuning.bias_tiles(long)),
     ):
         if tiles is not None:
             few = kernel is not _fwd_kernel and kernel is not _short_fwd_kernel  # backward is a few registers short
@@ -45,7 +47,9 @@ def _describe(kernel: Any, tiles: tuning.Tiles, head_dim: int, element: str, dro
         "Q_LAYOUT": layout,
         "K_LAYOUT": layout,
         "UNIT": 8,
-        "FEATURES": (False, dropout, False, False, True, dropout),
+        "FEATURES": (False, dropout, kernel is _bias_kernel, False, kernel is not _bias_kernel, dropout),
+        "ALL_SEQUENCES": True,
+        "ALL_HEADS": False,
         "PRECISION": "ieee" if element == "fp32" else "tf32",
         "D": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),

@@ -51,6 +51,12 @@ def head_rows(tensor, strides, sequence, first, head, UNIT: tl.constexpr):
 
 
 @triton.jit
+def head_bias(bias, batch_stride, head_stride, sequence, head):
+    """The bias of a sequence and head; a stride is 0 where all share it."""
+    return bias + sequence.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
+
+
+@triton.jit
 def output_offsets(sequence, first, head, heads, size, LAYOUT: tl.constexpr):
     """The offset of a sequence's first row in lse, and in a contiguous out in rows of D."""
     if LAYOUT == "packed":

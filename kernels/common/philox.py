@@ -56,6 +56,11 @@ def row_positions(shape: torch.Size, cu_seqlens: Tensor | None, device: torch.de
     if cu_seqlens is None:
         tokens = max(1, shape[-2]) if len(shape) > 1 else 1
         return rows // tokens, rows % tokens
+    return packed_positions(rows, cu_seqlens)
+
+
+def packed_positions(rows: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequence and token index of rows of a packed tensor, int64."""
     sequences = torch.searchsorted(cu_seqlens[1:-1].contiguous(), rows.int(), right=True)
     return sequences, rows - cu_seqlens[sequences]
 

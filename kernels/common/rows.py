@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,13 @@ def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if x.is_contiguous() and dtype is None:
         return torch.empty_like(x)
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def empty_rows(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialized tensor whose rows (the last dimension) begin at multiples of 16 elements: kernels read them in
+    vectors. It is a view of a wider one where that makes a difference."""
+    *leading, columns = shape
+    return torch.empty((*leading, -(-columns // 16) * 16), dtype=dtype, device=device)[..., :columns]
 
 
 def empty_output(x: Tensor) -> Tensor:

@@ -70,6 +70,80 @@ struct EmbeddingTableBackward {
   int threads;
 };
 
+// ---- CUDA, for batches of few tokens --------------------------------------------------------------------------------
+
+constexpr int kEmbeddingTables = 3;
+constexpr int64_t kEmbeddingSegments = 2;       // rows of a segment table, at most
+constexpr int64_t kEmbeddingGpuRows = 8192;     // tokens, at most: the backward compares each with all others
+constexpr int64_t kEmbeddingGpuColumns = 2048;  // at most
+
+struct EmbeddingGpuRows {
+  const void* word_table;       // [word_rows, C], table_dtype
+  const void* position_table;   // [position_rows, C], table_dtype, or null
+  const void* segment_table;    // [segment_rows, C], table_dtype, or null
+  const int64_t* ids;           // [N]; an index outside of its table gives NaN, and no gradient
+  const int64_t* position_ids;  // [N], or null for a token's index in its sequence
+  const int64_t* segment_ids;   // [N], or null for 0
+  const int32_t* cu_seqlens;    // [sequences + 1], or null when all sequences have tokens_per_sequence
+  const void* weight;           // [C], weight_dtype, or null for 1
+  const int64_t* seed;          // [1], or null for no dropout
+  float* statistics;            // [2, N]: mean and 1 / sqrt(variance + eps); unused without LayerNorm
+  int64_t word_rows;
+  int64_t position_rows;
+  int64_t segment_rows;
+  int64_t sequences;
+  int64_t tokens_per_sequence;
+  int64_t rows;     // N
+  int64_t columns;  // C
+  int threshold;    // common/philox.py; 1 to 256
+  float scale;
+  bool layer_norm;
+  DType table_dtype;
+  DType dtype;  // of y and dy: table_dtype, or any if that is f32
+  DType weight_dtype;
+  DType bias_dtype;
+  int device;
+  void* stream;
+};
+
+struct EmbeddingGpuForward : EmbeddingGpuRows {
+  const void* bias;  // [C], bias_dtype, or null for 0
+  void* y;           // [N, C], dtype
+  int64_t* errors;   // [2, 3], common/index_errors.py
+  float eps;
+};
+
+struct EmbeddingGpuBackward : EmbeddingGpuRows {
+  const void* dy;         // [N, C], dtype
+  void* dword;            // [word_rows, C], table_dtype; null if not needed, as are the others
+  void* dposition;        // [position_rows, C], table_dtype
+  void* dsegment;         // [segment_rows, C], table_dtype
+  void* dweight;          // [C], weight_dtype
+  void* dbias;            // [C], bias_dtype
+  float* workspace;       // embedding_gpu_workspace(rows, columns) floats
+  int64_t padding_index;  // a row of the word table that gets no gradient, or -1
+};
+
+// The backward's workspace, cut up.
+struct EmbeddingGpuWorkspace {
+  float* dx;             // [N, C]
+  float* parts;          // [2, parts, C]: each block's sums for dweight and dbias
+  float* segment_parts;  // [2, segment parts, C]
+  int32_t* keys;         // [3, N]: the row of each table that a token's dx goes to, or -1
+
+  EmbeddingGpuWorkspace(float* start, int64_t rows, int64_t columns, int64_t parts, int64_t segment_parts)
+      : dx(start),
+        parts(dx + rows * columns),
+        segment_parts(this->parts + 2 * parts * columns),
+        keys(reinterpret_cast<int32_t*>(this->segment_parts + 2 * segment_parts * columns)) {}
+};
+
+namespace cuda {
+Status embedding_forward(const EmbeddingGpuForward&);
+Status embedding_backward(const EmbeddingGpuBackward&);
+int64_t embedding_gpu_workspace(int64_t rows, int64_t columns);  // in floats
+}  // namespace cuda
+
 namespace cpu {
 Status embedding_forward(const EmbeddingForward&);
 Status embedding_backward(const EmbeddingBackward&);

@@ -30,10 +30,11 @@ using Handle = void*;
 
 constexpr int kSuccess = 0;
 constexpr int kCompute32F = 68;
-constexpr int kReal32F = 0, kReal16F = 2, kReal16BF = 14;
+constexpr int kReal32F = 0, kReal16F = 2, kReal16BF = 14, kReal8FE4M3 = 28, kReal8FE5M2 = 29;
 constexpr int kTransposed = 1;
 // Attributes of a product, of a preference.
 constexpr int kTransposeA = 3, kTransposeB = 4, kEpilogue = 7, kBiasPointer = 8;
+constexpr int kScalePointerA = 17, kScalePointerB = 18, kFastAccumulation = 25;
 constexpr int kMaxWorkspace = 1, kReductionMask = 3, kAlignmentA = 5, kAlignmentB = 6, kAlignmentC = 7, kAlignmentD = 8;
 constexpr uint32_t kEpilogueBias = 4;
 constexpr uint32_t kReduceInComputeType = 2;

@@ -19,10 +19,11 @@ struct Kind {
   int32_t device;
   DType dtype, out_dtype;
   int8_t transposed_a, transposed_b, has_bias, adds;
+  int8_t a_fp8, b_fp8, fast_accumulation, unused[5];
 
   bool operator==(const Kind& other) const { return std::memcmp(this, &other, sizeof(Kind)) == 0; }
 };
-static_assert(sizeof(Kind) == 40, "no padding: kinds are compared and hashed as bytes");
+static_assert(sizeof(Kind) == 48, "no padding: kinds are compared and hashed as bytes");
 
 struct KindHash {
   size_t operator()(const Kind& kind) const {
@@ -54,6 +55,11 @@ int type_code(DType dtype) {
   return dtype == DType::f32 ? cublaslt::kReal32F : dtype == DType::bf16 ? cublaslt::kReal16BF : cublaslt::kReal16F;
 }
 
+int operand_code(DType dtype, int8_t fp8) {
+  if (fp8 == static_cast<int8_t>(Fp8Format::none)) return type_code(dtype);
+  return fp8 == static_cast<int8_t>(Fp8Format::e4m3) ? cublaslt::kReal8FE4M3 : cublaslt::kReal8FE5M2;
+}
+
 // One for each device, which is current; they live as long as the process.
 Status handle_of(const cublaslt::Library& library, int device, cublaslt::Handle* handle) {
   static std::mutex mutex;
@@ -68,15 +74,16 @@ Status handle_of(const cublaslt::Library& library, int device, cublaslt::Handle*
 
 // The library's matrices are column-major: it computes d^T [N, M] = b^T a^T, and its first factor is b.
 int describe(const cublaslt::Library& library, const Kind& kind, Prepared* prepared) {
-  const int type = type_code(kind.dtype), transposed = cublaslt::kTransposed;
+  const int transposed = cublaslt::kTransposed;
+  const int8_t fast = kind.fast_accumulation;
   const auto rows = static_cast<uint64_t>(kind.rows), columns = static_cast<uint64_t>(kind.columns),
              inner = static_cast<uint64_t>(kind.inner);
   const auto layout = [&](Descriptor* to, int code, bool across, uint64_t of_rows, uint64_t of_columns) {
     if (across) std::swap(of_rows, of_columns);
     return library.layout_init(to, sizeof(Descriptor), code, of_rows, of_columns, static_cast<int64_t>(of_rows));
   };
-  int status = layout(&prepared->b, type, kind.transposed_b, columns, inner);
-  if (status == 0) status = layout(&prepared->a, type, kind.transposed_a, inner, rows);
+  int status = layout(&prepared->b, operand_code(kind.dtype, kind.b_fp8), kind.transposed_b, columns, inner);
+  if (status == 0) status = layout(&prepared->a, operand_code(kind.dtype, kind.a_fp8), kind.transposed_a, inner, rows);
   if (status == 0) status = layout(&prepared->d, type_code(kind.out_dtype), false, columns, rows);
   if (status == 0)
     status = library.product_init(&prepared->product, sizeof(Descriptor), cublaslt::kCompute32F, cublaslt::kReal32F);
@@ -85,6 +92,7 @@ int describe(const cublaslt::Library& library, const Kind& kind, Prepared* prepa
   };
   if (kind.transposed_b) set(cublaslt::kTransposeA, &transposed, sizeof(transposed));
   if (kind.transposed_a) set(cublaslt::kTransposeB, &transposed, sizeof(transposed));
+  if (fast) set(cublaslt::kFastAccumulation, &fast, sizeof(fast));
   if (kind.has_bias) set(cublaslt::kEpilogue, &cublaslt::kEpilogueBias, sizeof(cublaslt::kEpilogueBias));
   return status;
 }
@@ -113,6 +121,19 @@ Status choose(const cublaslt::Library& library, cublaslt::Handle handle, Prepare
   return {};
 }
 
+// What differs between calls of one kind.
+int set_pointers(const cublaslt::Library& library, const Gemm& call, Prepared* prepared) {
+  int status = 0;
+  const auto set = [&](int attribute, const auto& pointer) {
+    if (status == 0 && pointer != nullptr)
+      status = library.product_set(&prepared->product, attribute, &pointer, sizeof(pointer));
+  };
+  set(cublaslt::kBiasPointer, call.bias);
+  set(cublaslt::kScalePointerA, call.b_scale);  // the library's first factor is b
+  set(cublaslt::kScalePointerB, call.a_scale);
+  return status;
+}
+
 class Cache {
  public:
   Status get(const cublaslt::Library& library, cublaslt::Handle handle, const Kind& kind, const Gemm& call,
@@ -124,9 +145,7 @@ class Cache {
       return {};
     }
     int code = describe(library, kind, prepared);
-    // The heuristic depends only on the bias's alignment.
-    if (code == 0 && kind.has_bias)
-      code = library.product_set(&prepared->product, cublaslt::kBiasPointer, &call.bias, sizeof(call.bias));
+    if (code == 0) code = set_pointers(library, call, prepared);  // the heuristic depends only on their alignment
     if (code != 0) return of_library(library, code);
     const Status status = choose(library, handle, prepared);
     if (status.code != StatusCode::ok) return status;
@@ -148,7 +167,12 @@ Status check(const Gemm& call) {
     if (size < 1 || size > 0x7fffffff) return bad_size("gemm: sizes are 1 to 2^31 - 1");
   const int64_t a_row = call.transposed_a ? call.rows : call.inner,
                 b_row = call.transposed_b ? call.inner : call.columns;
-  if (a_row % 8 != 0 || b_row % 8 != 0 || call.columns % 8 != 0) return bad_size("gemm: rows start at 16 bytes");
+  const bool fp8 = call.a_fp8 != Fp8Format::none;
+  if (fp8 != (call.b_fp8 != Fp8Format::none) || (fp8 && (call.transposed_a || !call.transposed_b)))
+    return {StatusCode::bad_value, "gemm: FP8: both operands or none, a [M, K] and b [N, K]"};
+  const int64_t vector = fp8 ? 16 : 8;
+  if (a_row % vector != 0 || b_row % vector != 0 || call.columns % 8 != 0)
+    return bad_size("gemm: rows start at 16 bytes");
   for (const void* tensor : {call.a, call.b, call.bias, call.c, static_cast<const void*>(call.d)})
     if (reinterpret_cast<uintptr_t>(tensor) % 16 != 0)
       return {StatusCode::bad_alignment, "gemm: tensors start at multiples of 16 bytes"};
@@ -180,13 +204,13 @@ Status gemm(const Gemm& call) {
   kind.transposed_b = call.transposed_b != 0;
   kind.has_bias = call.bias != nullptr;
   kind.adds = call.c != nullptr;
-  Prepared prepared;  // this thread's own: the bias is written into it
+  kind.a_fp8 = static_cast<int8_t>(call.a_fp8);
+  kind.b_fp8 = static_cast<int8_t>(call.b_fp8);
+  kind.fast_accumulation = call.fast_accumulation != 0;
+  Prepared prepared;  // this thread's own: pointers are written into it
   status = cache.get(*library, handle, kind, call, &prepared);
   if (status.code != StatusCode::ok) return status;
-  if (kind.has_bias) {
-    const int code = library->product_set(&prepared.product, cublaslt::kBiasPointer, &call.bias, sizeof(call.bias));
-    if (code != 0) return of_library(*library, code);
-  }
+  if (const int code = set_pointers(*library, call, &prepared); code != 0) return of_library(*library, code);
   const float one = 1.0f, beta = kind.adds ? 1.0f : 0.0f;
   const void* c = kind.adds ? call.c : call.d;
   return of_library(*library, library->matmul(handle, &prepared.product, &one, call.b, &prepared.b, call.a, &prepared.a,

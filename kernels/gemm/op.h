@@ -11,6 +11,8 @@
 
 namespace fasttfm {
 
+enum class Fp8Format : int32_t { none = 0, e4m3 = 1, e5m2 = 2 };
+
 struct Gemm {
   const void* a;     // [M, K], or [K, M] where transposed_a; dtype, contiguous
   const void* b;     // [K, N], or [N, K] where transposed_b; dtype, contiguous
@@ -27,6 +29,11 @@ struct Gemm {
   DType out_dtype;  // dtype or f32
   int device;       // CUDA
   void* stream;     // CUDA
+  // CUDA: a [M, K] and b [N, K] (transposed_b) in FP8, each to be multiplied by a number; dtype is d's type then.
+  Fp8Format a_fp8, b_fp8;  // both or none; one of them e4m3
+  const float* a_scale;    // [1], on the device
+  const float* b_scale;
+  int fast_accumulation;  // whether partial sums may stay in the tensor cores
 };
 
 namespace cpu {

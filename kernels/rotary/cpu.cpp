@@ -20,6 +20,10 @@ FASTTFM_KERNEL void rotate_token(const Rotary& p, int64_t token) {
   for (int64_t head = 0; head < p.heads; ++head) {
     const T* x = static_cast<const T*>(p.x) + token * p.token_stride + head * p.head_stride;
     T* y = static_cast<T*>(p.y) + (token * p.heads + head) * p.columns;
+    if (head >= p.turned_heads) {
+      std::memcpy(y, x, p.columns * sizeof(T));
+      continue;
+    }
     for_columns(p.pairs, [&](int64_t c, auto n) {
       const Lanes a = load(x + c, n), b = load(x + p.pairs + c, n);
       const Lanes cosine = load(cosines + c, n), sine = load(sines + c, n) * sign;

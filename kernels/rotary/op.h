@@ -20,6 +20,7 @@ struct Rotary {
   int64_t tokens;            // T
   int64_t sequence;          // tokens of a sequence
   int64_t heads;             // H
+  int64_t turned_heads;      // the heads from this one on are copied
   int64_t columns;           // D
   int64_t pairs;             // column i turns with column i + pairs; columns from 2 * pairs on are copied
   int64_t token_stride;

@@ -5,7 +5,8 @@ position p turns pair i by the angle whose cosine and sine are cos[p, i] and sin
 
     a' = a cos - b sin        b' = a sin + b cos
 
-The gradient turns back: the same with -sin. Columns from R on are copied. Arithmetic is fp32 (fp64 for fp64 input).
+The gradient turns back: the same with -sin. Columns from R on are copied, and heads from turned_heads on. Arithmetic is
+fp32 (fp64 for fp64 input).
 """
 
 from __future__ import annotations
@@ -15,9 +16,18 @@ from torch import Tensor
 
 
 def rotary(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool = False
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    turned_heads: int,
+    inverse: bool = False,
 ) -> Tensor:
     """Returns [..., S, H, D] in x's type; autograd can differentiate it."""
+    if turned_heads < x.shape[-2]:
+        turned = rotary(x[..., :turned_heads, :], cos, sin, positions, interleaved, turned_heads, inverse)
+        return torch.cat([turned, x[..., turned_heads:, :]], dim=-2)
     if positions is None:
         positions = torch.arange(x.shape[-3], device=x.device).expand(x.shape[:-2])
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32

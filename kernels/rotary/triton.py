@@ -31,6 +31,7 @@ def _rotary_kernel(
     head_stride,
     sign,  # -1 turns back
     H: tl.constexpr,
+    TURNED: tl.constexpr,  # heads from this one on are copied
     D: tl.constexpr,
     PAIRS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
@@ -42,7 +43,8 @@ def _rotary_kernel(
     heads = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = heads // H
     real = tokens < T
-    source = x + tokens * token_stride + heads % H * head_stride
+    head = heads % H
+    source = x + tokens * token_stride + head * head_stride
     target = y + heads * D
     place = tokens % S
     if HAS_POSITIONS:
@@ -50,7 +52,7 @@ def _rotary_kernel(
     pairs = tl.arange(0, BLOCK_PAIRS)
     mask = real[:, None] & (pairs < PAIRS)[None, :]
     # A position outside of the tables reads nothing and gives NaN.
-    known = mask & ((place >= 0) & (place < P))[:, None]
+    known = mask & ((place >= 0) & (place < P) & (head < TURNED))[:, None]
     angle = place[:, None] * PAIRS + pairs[None, :]
     c = tl.load(cos + angle, mask=known, other=float("nan")).to(tl.float32)
     s = tl.load(sin + angle, mask=known, other=float("nan")).to(tl.float32) * sign
@@ -62,8 +64,13 @@ def _rotary_kernel(
         second = pairs + PAIRS
     a = tl.load(source[:, None] + first[None, :], mask=mask, other=0.0).to(tl.float32)
     b = tl.load(source[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(target[:, None] + first[None, :], (a * c - b * s).to(y.dtype.element_ty), mask=mask)
-    tl.store(target[:, None] + second[None, :], (a * s + b * c).to(y.dtype.element_ty), mask=mask)
+    turned_a = a * c - b * s
+    turned_b = a * s + b * c
+    if TURNED < H:
+        turned_a = tl.where((head < TURNED)[:, None], turned_a, a)
+        turned_b = tl.where((head < TURNED)[:, None], turned_b, b)
+    tl.store(target[:, None] + first[None, :], turned_a.to(y.dtype.element_ty), mask=mask)
+    tl.store(target[:, None] + second[None, :], turned_b.to(y.dtype.element_ty), mask=mask)
     if BLOCK_REST > 0:
         rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)
         left = real[:, None] & (rest < D)[None, :]
@@ -71,7 +78,13 @@ def _rotary_kernel(
 
 
 def rotary_triton(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    turned_heads: int,
+    inverse: bool,
 ) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
@@ -95,6 +108,7 @@ def rotary_triton(
             given.stride(1),
             -1.0 if inverse else 1.0,
             H=heads,
+            TURNED=turned_heads,
             D=columns,
             PAIRS=cos.shape[-1],
             HAS_POSITIONS=positions is not None,
@@ -117,10 +131,10 @@ def _tile(columns: int, pairs: int) -> dict[str, int]:
 
 
 def compile_signatures(element: str, columns: int, pairs: int, interleaved: bool) -> list[dict[str, object]]:
-    """The kernel as the launcher compiles it for 12 heads, forward and backward."""
+    """The kernel as the launcher compiles it for queries, keys and values of 12 heads, forward and backward."""
     pointers = {"x": f"*{element}", "cos": "*fp32", "sin": "*fp32", "positions": "*i64", "y": f"*{element}"}
     sizes = dict.fromkeys(("T", "S", "P", "token_stride", "head_stride"), "i32")
-    constants = {"H": 12, "D": columns, "PAIRS": pairs, "HAS_POSITIONS": True, "INTERLEAVED": interleaved}
+    constants = {"H": 36, "TURNED": 24, "D": columns, "PAIRS": pairs, "HAS_POSITIONS": True, "INTERLEAVED": interleaved}
     return [
         {
             "kernel": _rotary_kernel,

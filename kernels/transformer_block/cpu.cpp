@@ -25,6 +25,8 @@ struct Cpu {
     Range(const char*, int64_t) {}
   };
 
+  static void short_attention(Steps*, const TransformerForward&, const ForwardTensors&) {}  // calls do not ask for it
+
   static Status add_norm_forward(const DropoutAddLayerNormForward& given) {
     DropoutAddLayerNormForward call = given;
     if (call.z == nullptr) call.z = call.y;  // a sum that is not wanted is normalised in place
@@ -98,6 +100,8 @@ Status transformer_block_sizes(const TransformerSizes& call) { return write_size
 
 Status transformer_block_forward(const TransformerForward& call) {
   const Status status = check_types(call);
+  if (status.code == StatusCode::ok && (call.few_rows || call.short_attention))
+    return {StatusCode::bad_value, "transformer_block: few_rows and short_attention are CUDA's"};
   return status.code == StatusCode::ok ? Forward<Cpu>(call).run() : status;
 }
 

@@ -11,6 +11,7 @@
 #include "common/cuda/hopper.cuh"
 #include "common/cuda/launch.cuh"
 #include "gelu_product/op.h"
+#include "transformer_block/few_rows_forward.h"
 #include "transformer_block/layer_backward.h"
 #include "transformer_block/layer_forward.h"
 
@@ -30,6 +31,13 @@ struct Hopper {
   static constexpr auto add_norm_backward = cuda::dropout_add_layer_norm_backward;
   static constexpr auto layer_norm_forward = cuda::layer_norm_forward;
   static constexpr auto column_sum = cuda::column_sum;
+
+  static void short_attention(Steps* steps, const TransformerForward& call, const ForwardTensors& tensors) {
+    auto attention = few_rows_attention_of(call, tensors.qkv, tensors.out);
+    attention.dtype = call.dtype;
+    set_device(call, &attention);
+    (*steps)(few_rows_attention, attention);
+  }
 
   // Names a layer's kernels in a profile (NVTX); without a profiler that is a test of a pointer.
   class Range {
@@ -132,6 +140,14 @@ Status check_call(const TransformerShape& shape) {
   return check_shape(shape);
 }
 
+Status check_few_rows(const TransformerForward& call) {
+  if (call.training || call.attention_threshold > 0 || call.threshold_a > 0 || call.threshold_b > 0)
+    return {StatusCode::bad_value, "transformer_block: few_rows and short_attention are for inference without dropout"};
+  if (call.few_rows != 0 && call.tokens > kGemmWorkspace / (4 * call.width))
+    return bad_size("transformer_block: few_rows takes as many tokens as one part in fp32 fits into the workspace");
+  return {};
+}
+
 }  // namespace
 
 int64_t transformer_block_names_layers() {
@@ -148,10 +164,12 @@ Status transformer_block_sizes(const TransformerSizes& call) {
 }
 
 Status transformer_block_forward(const TransformerForward& call) {
-  const Status status = check_call(call);
+  Status status = check_call(call);
+  if (status.code == StatusCode::ok && (call.few_rows != 0 || call.short_attention != 0)) status = check_few_rows(call);
   if (status.code != StatusCode::ok) return status;
   const DeviceGuard guard(call.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
+  if (call.few_rows != 0) return FewRowsForward(call).run<Hopper::Range>();
   return Forward<Hopper>(call).run();
 }
 

@@ -46,6 +46,11 @@ inline void* address_in(const int64_t* table, int64_t layer, TransformerParamete
 
 inline int64_t head_dim_of(const TransformerShape& shape) { return shape.width / shape.heads; }
 
+// The scale of attention's scores.
+inline float score_scale(const TransformerShape& shape) {
+  return static_cast<float>(1 / std::sqrt(static_cast<double>(head_dim_of(shape))));
+}
+
 // A layer's seed for attention (0) or one of the two blocks (1, 2), or null where nothing is dropped.
 inline const int64_t* seed_of(const TransformerCall& call, int64_t layer, int place, int threshold) {
   return threshold > 0 ? call.seeds + 3 * layer + place : nullptr;
@@ -94,7 +99,7 @@ Attention attention_of(const TransformerCall& call, int64_t layer, const void* q
   attention.max_seqlen = attention.max_seqlen_k = call.max_seqlen;
   attention.window_left = call.window_left;
   attention.window_right = call.window_right;
-  attention.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(head_dim)));
+  attention.scale = score_scale(call);
   attention.threshold = call.attention_threshold;
   attention.dropout_scale = call.attention_scale;
   attention.dtype = call.dtype;

@@ -80,10 +80,14 @@ class Forward {
                           tensors.workspace);
     qkv.bias = parameter(layer, kQkvBias);
     steps_(Device::gemm, qkv);
-    auto attention = attention_of<AttentionForward>(call_, layer, tensors.qkv, tensors.workspace);
-    attention.out = tensors.out;
-    attention.lse = tensors.lse;
-    steps_(Device::attention_forward, attention);
+    if (call_.short_attention) {
+      Device::short_attention(&steps_, call_, tensors);
+    } else {
+      auto attention = attention_of<AttentionForward>(call_, layer, tensors.qkv, tensors.workspace);
+      attention.out = tensors.out;
+      attention.lse = tensors.lse;
+      steps_(Device::attention_forward, attention);
+    }
     steps_(Device::gemm, product_of(call_, tensors.out, parameter(layer, kOutWeight), true, tensors.branch_a, width,
                                     width, tensors.workspace));
     auto norm = add_norm(layer, 1, tensors.branch_a, tensors.residual, tensors.y1, tensors.z1, tensors.statistics_a);

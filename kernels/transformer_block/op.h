@@ -82,6 +82,8 @@ struct TransformerForward : TransformerCall {
   const void* residual;  // [T, C], residual_dtype, in a pre-LN model; else null
   void* y;               // [T, C], dtype
   void* z;               // [T, C], residual_dtype, in a pre-LN model; else null
+  int few_rows;          // CUDA, without training and dropout: not 0 for the kernels of few_rows/op.h
+  int short_attention;   // CUDA, without training and dropout: not 0 for attention by few_rows/op.h
 };
 
 // A backward of one layer can be cut in two where attention's is another's: the first part ends with the gradient of
@@ -110,7 +112,8 @@ Status transformer_block_backward(const TransformerBackward&);
 
 namespace cuda {
 // With a cuBLASLt in the process: gemm/op.h. Compute capability 9.0; C and I are multiples of 8, D is 64 or 128,
-// full or causal attention; tensors are contiguous and aligned to 16 bytes.
+// full or causal attention; tensors are contiguous and aligned to 16 bytes. A forward with few_rows takes D of 32, 64
+// and 128, and every window.
 Status transformer_block_sizes(const TransformerSizes&);
 Status transformer_block_forward(const TransformerForward&);
 Status transformer_block_backward(const TransformerBackward&);

@@ -12,6 +12,8 @@
 // in shared memory when dQ is computed from it. P is kept in 16 bits and dK reads dS from shared memory, because there
 // are no registers for more.
 //
+// With a window, a tile of keys is processed for the tiles of queries that attend to it, in the same order.
+//
 // Several blocks share a (sequence, head) if there are few of them, or if that keeps the data in L2. Counters order
 // their additions to dQ. Blocks wait for one another then, so the launch is cooperative. Every sum has a fixed order.
 #include <algorithm>
@@ -32,10 +34,10 @@ namespace {
 
 constexpr int kProducerRegistersD128 = 24, kConsumerRegistersD128 = 240;
 
-template <class T, bool DROPOUT, bool CAUSAL>
+template <class T, bool DROPOUT, Mask MASK>
 __global__ void __launch_bounds__(kThreadsD128, 1) backward_kernel_d128(const __grid_constant__ ParametersD128 p) {
   extern __shared__ __align__(1024) char bytes[];
-  auto& memory = *reinterpret_cast<MemoryD128<CAUSAL>*>(bytes);
+  auto& memory = *reinterpret_cast<MemoryD128<MASK>*>(bytes);
   const int warpgroup = warp_uniform(threadIdx.x / kWarpgroup);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kQueryStages; ++i) {
@@ -74,15 +76,15 @@ __global__ void __launch_bounds__(kThreadsD128, 1) backward_kernel_d128(const __
     setmaxnreg_dec<kProducerRegistersD128>();
     const int warp = warp_uniform(threadIdx.x / 32);
     if (warp == 0) {
-      load_tiles_d128<CAUSAL>(p, memory);
+      load_tiles_d128<MASK>(p, memory);
     } else if (warp == 1) {
-      if (threadIdx.x % 32 == 0) sum_dq_d128<CAUSAL>(p, memory);
+      if (threadIdx.x % 32 == 0) sum_dq_d128<MASK>(p, memory);
     } else if constexpr (DROPOUT) {
-      draw_keep_bits_d128<CAUSAL>(p, memory, warp - 2);
+      draw_keep_bits_d128<MASK>(p, memory, warp - 2);
     }
   } else {
     setmaxnreg_inc<kConsumerRegistersD128>();
-    KeyWarpgroupD128<T, DROPOUT, CAUSAL> keys(p, memory, warpgroup - 1);
+    KeyWarpgroupD128<T, DROPOUT, MASK> keys(p, memory, warpgroup - 1);
     if (warpgroup == 2) keys.give_turn();
     for (int round = 0;; ++round) {
       const int index = unit_of_round(round, blockIdx.x / p.parts, gridDim.x / p.parts);
@@ -125,18 +127,26 @@ Status launch_d128(const AttentionBackward& call, ParametersD128& p) {
   status = launch_statistics<T, kHeadDim128>(call, p, statistics_in(call, 0), p.turns);
   if (status.code != StatusCode::ok) return status;
   const int64_t units = call.sequences * call.heads;
-  const bool causal = call.window_right == 0;
-  p.parts = parts_of(units, std::min(call.max_seqlen, call.queries), std::min(call.max_seqlen_k, call.keys),
-                     causal ? 0.5 : 1.0, processors);
+  const Mask mask = mask_of(call);
+  const int64_t queries = std::min(call.max_seqlen, call.queries);
+  const double met = mask == Mask::full     ? 1.0
+                     : mask == Mask::causal ? 0.5
+                                            : std::min(1.0, (kKeys + p.window.left + p.window.right) / (queries + 1.0));
+  p.parts = parts_of(units, queries, std::min(call.max_seqlen_k, call.keys), met, processors);
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors / p.parts) * p.parts));
   const auto start = [&](auto* kernel) {
     const dim3 block(kThreadsD128);
-    return p.parts > 1 ? launch_together(kernel, grid, block, sizeof(MemoryD128<false>), call.stream, p)
-                       : launch(kernel, grid, block, sizeof(MemoryD128<false>), call.stream, p);
+    constexpr size_t memory = sizeof(MemoryD128<Mask::window>);  // the largest
+    return p.parts > 1 ? launch_together(kernel, grid, block, memory, call.stream, p)
+                       : launch(kernel, grid, block, memory, call.stream, p);
   };
+  if (mask == Mask::window) return start(backward_kernel_d128<T, false, Mask::window>);
+  const bool causal = mask == Mask::causal;
   if (call.seed != nullptr)
-    return causal ? start(backward_kernel_d128<T, true, true>) : start(backward_kernel_d128<T, true, false>);
-  return causal ? start(backward_kernel_d128<T, false, true>) : start(backward_kernel_d128<T, false, false>);
+    return causal ? start(backward_kernel_d128<T, true, Mask::causal>)
+                  : start(backward_kernel_d128<T, true, Mask::full>);
+  return causal ? start(backward_kernel_d128<T, false, Mask::causal>)
+                : start(backward_kernel_d128<T, false, Mask::full>);
 }
 
 }  // namespace

@@ -43,15 +43,15 @@ __device__ __forceinline__ void prevent_sink(const uint32_t (&word)[16]) {
   if (__any_sync(0xffffffffu, all == 0xffffffffu)) __nanosleep(20);
 }
 
-template <class T, bool DROPOUT, bool CAUSAL>
+template <class T, bool DROPOUT, Mask MASK>
 struct KeyWarpgroupD128 {
   const ParametersD128& p;
-  MemoryD128<CAUSAL>& memory;
+  MemoryD128<MASK>& memory;
   const int number;       // 0 or 1: the warpgroup's half of a tile's keys and of dQ's columns
   uint32_t step, k_step;  // tiles of queries and of keys so far, which give the positions in all rings
   float dk[64], dv[64];
 
-  __device__ __forceinline__ KeyWarpgroupD128(const ParametersD128& p, MemoryD128<CAUSAL>& memory, int number)
+  __device__ __forceinline__ KeyWarpgroupD128(const ParametersD128& p, MemoryD128<MASK>& memory, int number)
       : p(p), memory(memory), number(number), step(0), k_step(0) {}
 
   static __device__ __forceinline__ uint32_t q_slot(uint32_t step) { return step % kQueryStages; }
@@ -126,7 +126,7 @@ struct KeyWarpgroupD128 {
 
   // Hands the completed dQ of a tile of queries over to sum_dq_d128(), or writes it if it is the last addition.
   __device__ __forceinline__ void accumulate_dq(float (&dq)[32], int tile, uint32_t step) {
-    const UnitD128<CAUSAL>& unit = memory.unit[number];
+    const UnitD128<MASK>& unit = memory.unit[number];
     arrive_warp(memory.dscores_empty[step % kScoreStages]);
     memory.staging_free[number].wait(step % 2);
     const int use = memory.staging_use;
@@ -160,8 +160,8 @@ struct KeyWarpgroupD128 {
   // Computes P^T = exp(S^T - lse) of a tile of queries in 16 bits, and `left`, the same after dropout.
   __device__ __forceinline__ void compute_weights(float (&scores)[32], uint32_t (&weights)[16], uint32_t (&left)[16],
                                                   int key, int tile, uint32_t step) {
-    const UnitD128<CAUSAL>& unit = memory.unit[number];
-    mask_scores<CAUSAL>(scores, key, tile * kQueries, unit.k.length, unit.offset());
+    const UnitD128<MASK>& unit = memory.unit[number];
+    mask_scores<MASK>(scores, key, tile * kQueries, unit);
     const float2* statistics = reinterpret_cast<const float2*>(memory.lse[q_slot(step)]) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -241,7 +241,7 @@ struct KeyWarpgroupD128 {
   __device__ __forceinline__ void process_query_tile(float (&dweights)[32], float (&scores)[32],
                                                      uint32_t (&weights)[16], uint32_t (&left)[16], int key, int tile) {
     constexpr bool LAST = AFTER == 0;
-    const UnitD128<CAUSAL>& unit = memory.unit[number];
+    const UnitD128<MASK>& unit = memory.unit[number];
     uint32_t dscores[16];
     wgmma_wait<LAST ? 0 : 1>();
     fence_operand(dweights);
@@ -289,10 +289,10 @@ struct KeyWarpgroupD128 {
 
   // Processes one tile of keys.
   __device__ __forceinline__ void process_key_tile(int key_tile) {
-    const UnitD128<CAUSAL>& unit = memory.unit[number];
+    const UnitD128<MASK>& unit = memory.unit[number];
     const int key = key_tile * kKeys + number * 64;
-    int tile = unit.first(),
-        after = warp_uniform(unit.query_tiles - unit.begin(key_tile) - 1);  // number of tiles after it
+    int tile = unit.first(key_tile),
+        after = warp_uniform(unit.end(key_tile) - unit.begin(key_tile) - 1);  // number of tiles after it
     float dweights[32], scores[32];
     uint32_t weights[16], left[16];
     memory.k_full[k_slot()].wait(k_step / kKeyStages % 2);
@@ -343,26 +343,32 @@ struct KeyWarpgroupD128 {
                   step - 1);  // the staging tile is free once the other warpgroup has handed over its previous dQ
   }
 
+  // Writes zeros to the gradients of `rows` keys from `key` on.
+  __device__ __forceinline__ void store_zero_keys(const UnitD128<MASK>& unit, int key, int rows) {
+    store_zeros_d128(row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token, rows);
+    store_zeros_d128(row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token, rows);
+  }
+
   __device__ __forceinline__ void process_unit(int index) {
     named_barrier_sync(kBackwardD128Unit + number, kWarpgroup);
-    if (threadIdx.x % kWarpgroup == 0) memory.unit[number] = UnitD128<CAUSAL>(p, index);
+    if (threadIdx.x % kWarpgroup == 0) memory.unit[number] = UnitD128<MASK>(p, index);
     named_barrier_sync(kBackwardD128Unit + number, kWarpgroup);
-    const UnitD128<CAUSAL>& unit = memory.unit[number];
+    const UnitD128<MASK>& unit = memory.unit[number];
     for (int round = 0; round < unit.rounds(); ++round)
-      if (unit.key_tile(round) < unit.key_tiles) process_key_tile(unit.key_tile(round));
+      if (unit.has_tile(round)) process_key_tile(unit.key_tile(round));
     if (unit.part > 0) return;
-    for (int key = unit.key_tiles * kKeys + number * 64; key < unit.k.stored; key += kKeys) {
-      const int rows = min(unit.k.stored - key, 64);
-      store_zeros_d128(row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token, rows);
-      store_zeros_d128(row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token, rows);
-    }
+    for (int key = unit.key_tiles * kKeys + number * 64; key < unit.k.stored; key += kKeys)
+      store_zero_keys(unit, key, min(unit.k.stored - key, 64));
+    if (MASK == Mask::window && unit.key_tiles > 0)
+      for (int key = number * 64; key < unit.first_key_tile() * kKeys; key += kKeys) store_zero_keys(unit, key, 64);
     if (number > 0) return;
     // Queries that attend to no keys, which are the first ones if causal, and rows past the sequence's end.
     const auto zeros = [&](int begin, int end) {
       if (begin < end)
         store_zeros_d128(row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + begin), p.dq.token, end - begin);
     };
-    if (CAUSAL && unit.key_tiles > 0) zeros(0, min(unit.begin(0) * kQueries, unit.q.stored));
+    if (MASK != Mask::full && unit.key_tiles > 0)
+      zeros(0, min(unit.begin(unit.first_key_tile()) * kQueries, unit.q.stored));
     zeros(unit.query_tiles * kQueries, unit.q.stored);
   }
 };

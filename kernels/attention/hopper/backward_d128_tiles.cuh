@@ -27,37 +27,53 @@ struct ParametersD128 : Parameters {
 // skipped. So the blocks add to a tile of dQ one after the other without waiting, and the last additions, after which
 // dQ is written, are spread over the blocks.
 constexpr int kSpread = 4;
-template <bool CAUSAL>
-struct UnitD128 : Unit<CAUSAL> {
+template <Mask MASK>
+struct UnitD128 : Unit<MASK> {
+  static constexpr bool kCausal = MASK == Mask::causal, kWindow = MASK == Mask::window;
   int part, parts;
   bool spread;
 
   __device__ __forceinline__ UnitD128(const ParametersD128& p, int unit)
-      : Unit<CAUSAL>(p, unit), part(blockIdx.x % p.parts), parts(p.parts) {
-    spread = !CAUSAL && parts * kSpread <= this->query_tiles && this->key_tiles % parts == 0;
+      : Unit<MASK>(p, unit), part(blockIdx.x % p.parts), parts(p.parts) {
+    spread = MASK == Mask::full && parts * kSpread <= this->query_tiles && this->key_tiles % parts == 0;
   }
 
-  // The tiles of queries in the block's order.
-  __device__ __forceinline__ int first() const { return this->query_tiles - 1 - (spread ? part * kSpread : 0); }
-  __device__ __forceinline__ int after(int tile) const { return (CAUSAL || tile > 0 ? tile : this->query_tiles) - 1; }
+  // The tiles of queries of a tile of keys in the block's order.
+  __device__ __forceinline__ int first(int key_tile) const {
+    if constexpr (kWindow) return this->end(key_tile) - 1;
+    return this->query_tiles - 1 - (spread ? part * kSpread : 0);
+  }
+  __device__ __forceinline__ int after(int tile) const {
+    return (MASK != Mask::full || tile > 0 ? tile : this->query_tiles) - 1;
+  }
   __device__ __forceinline__ int before(int tile) const {
-    return CAUSAL || tile + 1 < this->query_tiles ? tile + 1 : 0;
+    return MASK != Mask::full || tile + 1 < this->query_tiles ? tile + 1 : 0;
   }
 
   __device__ __forceinline__ int rounds() const { return divide_up(this->key_tiles, parts); }
+  // Whether the block has a tile of keys with queries in a round.
+  __device__ __forceinline__ bool has_tile(int round) const {
+    const int tile = key_tile(round);
+    return tile < this->key_tiles && (!kWindow || tile >= this->first_key_tile());
+  }
   // The block's tile of keys in a round; the last round may have none.
   __device__ __forceinline__ int key_tile(int round) const {
     return round * parts + (round % 2 ? parts - 1 - part : part);
   }
   // The index of this block's addition to a tile of dQ: round by round, from the last block to the first. If the blocks
-  // are spread, those that reach the tile before they wrap around to the last tile come first.
+  // are spread, those that reach the tile before they wrap around to the last tile come first. With a window the order
+  // is that of the keys: the block with the next tile of keys has two tiles of queries before those that they share.
   __device__ __forceinline__ int turn(int round, int tile) const {
+    if constexpr (kWindow) return key_tile(round) - this->first_key_tile(tile);
     const int before = round * parts;
     if (spread) {
       const int rank = min((this->query_tiles - 1 - tile) / kSpread, parts - 1) - part;
       return before + (rank < 0 ? rank + parts : rank);
     }
     return before + (round % 2 ? parts - 1 : min(parts - 1, this->last_key_tile(tile) - before)) - part;
+  }
+  __device__ __forceinline__ int last_turn(int tile) const {
+    return this->last_key_tile(tile) - this->first_key_tile(tile);
   }
 };
 
@@ -67,7 +83,7 @@ enum StagingUse {
   kAlone
 };  // the addition to dQ is one of several, the last of several, or the only one
 
-template <bool CAUSAL>
+template <Mask MASK>
 struct MemoryD128 {
   alignas(1024) char q[kQueryStages][2 * kQueryTileBytes];
   char dout[kGradientStages][2 * kQueryTileBytes];
@@ -80,24 +96,25 @@ struct MemoryD128 {
   Mbarrier q_full[kQueryStages], q_empty[kQueryStages], dout_full[kGradientStages], dout_empty[kGradientStages],
       k_full[kKeyStages], k_empty[kKeyStages], v_full, v_empty, raw, dscores_full[kScoreStages],
       dscores_empty[kScoreStages], staging_free[2], staging_done[2], kept_full[2], kept_empty[2];
-  UnitD128<CAUSAL> unit[2];  // of warpgroups 1 and 2, which have no registers for it
+  UnitD128<MASK> unit[2];  // of warpgroups 1 and 2, which have no registers for it
   int staging_use;
 };
-static_assert(sizeof(MemoryD128<true>) <= 227 * 1024);
+static_assert(sizeof(MemoryD128<Mask::window>) <= 227 * 1024);
 
 // Calls step(unit, round, tile of queries) for all of a block's steps, and start(unit, round) before the steps of a
 // round.
-template <bool CAUSAL, class Start, class Step>
+template <Mask MASK, class Start, class Step>
 __device__ __forceinline__ void for_each_step(const ParametersD128& p, Start start, Step step) {
   for (int unit_round = 0;; ++unit_round) {
     const int index = unit_of_round(unit_round, blockIdx.x / p.parts, gridDim.x / p.parts);
     if (index >= p.sequences * p.heads) break;
-    const UnitD128<CAUSAL> unit(p, index);
+    const UnitD128<MASK> unit(p, index);
     for (int round = 0; round < unit.rounds(); ++round) {
-      if (unit.key_tile(round) >= unit.key_tiles) continue;
+      if (!unit.has_tile(round)) continue;
       start(unit, round);
-      int tile = unit.first();
-      for (int left = unit.query_tiles - unit.begin(unit.key_tile(round)); left > 0; --left, tile = unit.after(tile))
+      const int key_tile = unit.key_tile(round);
+      int tile = unit.first(key_tile);
+      for (int left = unit.end(key_tile) - unit.begin(key_tile); left > 0; --left, tile = unit.after(tile))
         step(unit, round, tile);
     }
   }
@@ -107,8 +124,8 @@ __device__ __forceinline__ void for_each_step(const ParametersD128& p, Start sta
 
 // The producer: loads tiles. Rows past a sequence's end may belong to another sequence and are replaced by zeros,
 // because 0 * NaN would be NaN.
-template <bool CAUSAL>
-__device__ __forceinline__ void load_tiles_d128(const ParametersD128& p, MemoryD128<CAUSAL>& memory) {
+template <Mask MASK>
+__device__ __forceinline__ void load_tiles_d128(const ParametersD128& p, MemoryD128<MASK>& memory) {
   const bool first_lane = threadIdx.x % 32 == 0;
   const bool foreign = p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr;
   RingPosition<kQueryStages> q_stage;
@@ -137,9 +154,9 @@ __device__ __forceinline__ void load_tiles_d128(const ParametersD128& p, MemoryD
     if (first_lane) full.arrive();
   };
   bool values_due = false;  // v is loaded after the first tile of queries, whose slot is free earlier
-  for_each_step<CAUSAL>(
+  for_each_step<MASK>(
       p,
-      [&](const UnitD128<CAUSAL>& unit, int round) {
+      [&](const UnitD128<MASK>& unit, int round) {
         const int key_tile = unit.key_tile(round);
         memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
         start_loads(p.k, memory.k_full[k_stage.slot], memory.k[k_stage.slot], unit.head,
@@ -148,7 +165,7 @@ __device__ __forceinline__ void load_tiles_d128(const ParametersD128& p, MemoryD
         k_stage.next();
         values_due = true;
       },
-      [&](const UnitD128<CAUSAL>& unit, int round, int tile) {
+      [&](const UnitD128<MASK>& unit, int round, int tile) {
         const int key_tile = unit.key_tile(round);
         const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
         const int valid = unit.q.length - tile * kQueries, first = unit.q.first + tile * kQueries;
@@ -175,8 +192,8 @@ __device__ __forceinline__ void load_tiles_d128(const ParametersD128& p, MemoryD
 // Moves partial sums of dQ from the staging tile to the workspace, in order: the first one is stored, the others are
 // added. For the last one the sum is loaded into the staging tile, and warpgroups 1 and 2 write the result. Runs in one
 // thread, which waits for its turn before the partial sum is complete.
-template <bool CAUSAL>
-__device__ __forceinline__ void sum_dq_d128(const ParametersD128& p, MemoryD128<CAUSAL>& memory) {
+template <Mask MASK>
+__device__ __forceinline__ void sum_dq_d128(const ParametersD128& p, MemoryD128<MASK>& memory) {
   const uint32_t staging = shared_address(memory.staging);
   RingPosition<1> step;
   int *counter = nullptr, done = 0;  // published when the addition in flight is complete
@@ -193,13 +210,13 @@ __device__ __forceinline__ void sum_dq_d128(const ParametersD128& p, MemoryD128<
     }
     fence_proxy_async_global();
   };
-  for_each_step<CAUSAL>(
-      p, [](const UnitD128<CAUSAL>&, int) {},
-      [&](const UnitD128<CAUSAL>& unit, int round, int tile) {
+  for_each_step<MASK>(
+      p, [](const UnitD128<MASK>&, int) {},
+      [&](const UnitD128<MASK>& unit, int round, int tile) {
         const int turn = unit.turn(round, tile);
         int* turns = p.turns + unit.tile + tile;
         float* sums = p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloatsD128;
-        const bool last = turn == unit.last_key_tile(tile);
+        const bool last = turn == unit.last_turn(tile);
         for (int half = 0; half < 2; ++half) {
           float* to = sums + half * (kSumFloatsD128 / 2);
           memory.staging_use = !last ? kAdded : turn == 0 ? kAlone : kLast;
@@ -234,8 +251,8 @@ __device__ __forceinline__ void sum_dq_d128(const ParametersD128& p, MemoryD128<
 
 // Draws dropout's keep bits for 64 keys by 64 queries at a time, one word for each thread of warpgroup 1 or 2, in the
 // layout of draw_keep_bits(). A warp does both tasks of one warpgroup.
-template <bool CAUSAL>
-__device__ __forceinline__ void draw_keep_bits_d128(const ParametersD128& p, MemoryD128<CAUSAL>& memory, int number) {
+template <Mask MASK>
+__device__ __forceinline__ void draw_keep_bits_d128(const ParametersD128& p, MemoryD128<MASK>& memory, int number) {
   const int lane = threadIdx.x % 32;
   const uint64_t seed = static_cast<uint64_t>(*p.seed);
   const uint32_t low = (p.threshold & 127) * 0x01010101u;
@@ -244,9 +261,9 @@ __device__ __forceinline__ void draw_keep_bits_d128(const ParametersD128& p, Mem
   const int t = lane / 4 % 4, part = lane % 4;
   auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[number]) + 4 * t + part;
   uint32_t parity = 1;  // of the phase in which the words were read
-  for_each_step<CAUSAL>(
-      p, [](const UnitD128<CAUSAL>&, int) {},
-      [&](const UnitD128<CAUSAL>& unit, int round, int tile) {
+  for_each_step<MASK>(
+      p, [](const UnitD128<MASK>&, int) {},
+      [&](const UnitD128<MASK>& unit, int round, int tile) {
         const uint32_t block = unit.key_tile(round) * 2 + number, query = tile * kQueries + 16 * part + 2 * t;
 #pragma unroll 1
         for (int task = 0; task < 2; ++task) {

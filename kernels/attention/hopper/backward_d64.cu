@@ -1,4 +1,4 @@
-// attention backward for Hopper, head dim 64: one pass with the five products. Formulas: reference.py.
+// attention backward for Hopper, head dims 64 and 32: one pass with the five products. Formulas: reference.py.
 //
 // A block processes tiles of 128 keys of a (sequence, head); for each it iterates over all queries, 64 at a time. Four
 // warpgroups share the work:
@@ -15,12 +15,20 @@
 // the same time, so the queries and the sums are in L2. With one head per block the sums of 2,048 queries would take
 // 134 MB.
 //
+// With a window, blocks fetch chunks of keys (window.h) and accumulate dQ in shared memory, in a ring of as many
+// queries. Of dQ that two chunks contribute to, the block with the higher keys stores its part in the workspace, and
+// the block with the lower keys adds it.
+//
+// Head dim 32 is for up to kOnChipQueries queries, without a window. Its tiles have as many bytes as those of 64; TMA
+// fills the columns that it does not have with zeros.
+//
 // Every sum has one fixed order.
 #include <algorithm>
 
 #include "attention/hopper/backward_d128.h"
 #include "attention/hopper/backward_launch.cuh"
 #include "attention/hopper/backward_products.cuh"
+#include "attention/hopper/backward_sums.cuh"
 #include "attention/hopper/backward_tiles.cuh"
 #include "attention/hopper/call.h"
 #include "attention/op.h"
@@ -40,10 +48,10 @@ struct Registers {
   static constexpr int kProducer = DROPOUT ? 48 : 32, kKeys = DROPOUT ? 200 : 208, kSum = 64;
 };
 
-template <class T, bool DROPOUT, bool CAUSAL, bool ON_CHIP>
+template <class T, int HEAD_DIM, bool DROPOUT, Mask MASK, bool ON_CHIP>
 __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ Parameters p) {
   extern __shared__ __align__(1024) char bytes[];
-  auto& memory = *reinterpret_cast<Memory<ON_CHIP>*>(bytes);
+  auto& memory = *reinterpret_cast<Memory<ON_CHIP, MASK>*>(bytes);
   const int warpgroup = warp_uniform(threadIdx.x / kWarpgroup);
   if (threadIdx.x == 0) {
     memory.init();
@@ -57,38 +65,71 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     setmaxnreg_dec<Registers<DROPOUT>::kProducer>();
     const int warp = warp_uniform(threadIdx.x / 32);
     if (warp == 0)
-      load_tiles<DROPOUT, CAUSAL>(p, memory);
+      load_tiles<DROPOUT, MASK>(p, memory);
     else if constexpr (DROPOUT)
-      draw_keep_bits<CAUSAL>(p, memory, warp - 1);
+      draw_keep_bits<MASK>(p, memory, warp - 1);
   } else if (warpgroup == 3) {
     setmaxnreg_dec<Registers<DROPOUT>::kSum>();
-    sum_dq<T, CAUSAL>(p, memory);
+    sum_dq<T, HEAD_DIM, MASK>(p, memory);
   } else {
     setmaxnreg_inc<Registers<DROPOUT>::kKeys>();
-    KeyWarpgroup<T, DROPOUT, CAUSAL, ON_CHIP>(p, memory, warpgroup - 1).run();
+    KeyWarpgroup<T, HEAD_DIM, DROPOUT, MASK, ON_CHIP>(p, memory, warpgroup - 1).run();
   }
 }
 
 // ---- launchers -------------------------------------------------------------------------------------------------------
 
-template <class T, bool DROPOUT, bool CAUSAL>
+template <class T, int HEAD_DIM, bool DROPOUT, Mask MASK>
 Status launch_backward(const AttentionBackward& call, const Parameters& p, int processors) {
   const int64_t groups = std::min<int64_t>(call.sequences * call.heads, processors / p.blocks);
   const dim3 grid(static_cast<unsigned>(groups * p.blocks)), block(kThreads);
   if (call.max_seqlen <= kOnChipQueries)
-    return launch(backward_kernel<T, DROPOUT, CAUSAL, true>, grid, block, sizeof(Memory<true>), call.stream, p);
-  auto* kernel = backward_kernel<T, DROPOUT, CAUSAL, false>;
-  return p.blocks > 1 ? launch_together(kernel, grid, block, sizeof(Memory<false>), call.stream, p)
-                      : launch(kernel, grid, block, sizeof(Memory<false>), call.stream, p);
+    return launch(backward_kernel<T, HEAD_DIM, DROPOUT, MASK, true>, grid, block, sizeof(Memory<true, MASK>),
+                  call.stream, p);
+  if constexpr (HEAD_DIM == kHeadDim) {
+    auto* kernel = backward_kernel<T, HEAD_DIM, DROPOUT, MASK, false>;
+    constexpr size_t memory = sizeof(Memory<false, MASK>);
+    return p.blocks > 1 ? launch_together(kernel, grid, block, memory, call.stream, p)
+                        : launch(kernel, grid, block, memory, call.stream, p);
+  }
+  return bad_size("attention: the Hopper backward for head dim 32 supports up to 512 queries");
 }
 
+// A block may wait for one that has fetched its chunk earlier, so the launch is cooperative.
 template <class T>
-Status launch_kernel(const AttentionBackward& call, const Parameters& p, bool causal, int processors) {
+Status launch_window(const AttentionBackward& call, const Parameters& p, int processors) {
+  const dim3 grid(static_cast<unsigned>(std::clamp<int64_t>(static_cast<int64_t>(p.slots) * p.heads, 1, processors)));
+  return launch_together(backward_kernel<T, kHeadDim, false, Mask::window, true>, grid, dim3(kThreads),
+                         sizeof(Memory<true, Mask::window>), call.stream, p);
+}
+
+template <class T, int HEAD_DIM>
+Status launch_kernel(const AttentionBackward& call, const Parameters& p, int processors) {
+  const Mask mask = mask_of(call);
+  if (HEAD_DIM == kHeadDim && mask == Mask::window) return launch_window<T>(call, p, processors);
+  const bool causal = mask == Mask::causal;
   if (call.seed != nullptr)
-    return causal ? launch_backward<T, true, true>(call, p, processors)
-                  : launch_backward<T, true, false>(call, p, processors);
-  return causal ? launch_backward<T, false, true>(call, p, processors)
-                : launch_backward<T, false, false>(call, p, processors);
+    return causal ? launch_backward<T, HEAD_DIM, true, Mask::causal>(call, p, processors)
+                  : launch_backward<T, HEAD_DIM, true, Mask::full>(call, p, processors);
+  return causal ? launch_backward<T, HEAD_DIM, false, Mask::causal>(call, p, processors)
+                : launch_backward<T, HEAD_DIM, false, Mask::full>(call, p, processors);
+}
+
+// Sets the parameters of a call with a window. Windows whose queries fit into the ring divide keys into chunks.
+Status set_window(const AttentionBackward& call, Parameters* p) {
+  const bool chunks = fits_ring(p->window, kQueries, kKeys);
+  if (!chunks && call.max_seqlen > kOnChipQueries)
+    return bad_size("attention: the window is too wide for the Hopper backward of more than 512 queries");
+  if (call.column_sums != nullptr) return bad_size("attention: column sums require full or causal attention");
+  const int64_t longest = std::min(call.max_seqlen_k, call.keys);
+  p->chunk_keys =
+      chunks ? kChunkKeys : static_cast<int>(std::max<int64_t>((longest + kKeys - 1) / kKeys * kKeys, kKeys));
+  p->slots = static_cast<int>(count_slots(call.cu_seqlens_k != nullptr, call.sequences, call.keys, p->chunk_keys));
+  p->order = nullptr;
+  p->taken = reinterpret_cast<int*>(call.workspace);
+  if (longest > p->chunk_keys)
+    p->handed_over = reinterpret_cast<int*>(p->sums + call.heads * static_cast<int64_t>(p->tiles) * kSumFloats);
+  return {};
 }
 
 // initcheck does not see that TMA writes the sums of dQ and would report every read of them, so a build for
@@ -99,18 +140,17 @@ Status initialize_sums(const AttentionBackward& call, const Parameters& p) {
   return status_of(cudaMemsetAsync(p.sums, 0, bytes, static_cast<cudaStream_t>(call.stream)));
 }
 
-template <class T>
+template <class T, int HEAD_DIM>
 Status launch_typed(const AttentionBackward& call, Parameters p) {
   int processors = 0;
   Status status = count_multiprocessors(call.device, &processors);
   if (status.code != StatusCode::ok) return status;
   processors = std::min(processors, kMaxBlocks);
-  const bool causal = call.window_right == 0;
-  p.blocks = sharing_of(call, causal, processors).blocks;
+  p.blocks = has_window(call) ? 1 : sharing_of(call, mask_of(call) == Mask::causal, processors).blocks;
   status = initialize_sums(call, p);
   if (status.code == StatusCode::ok)
-    status = launch_statistics<T, kHeadDim>(call, p, statistics_in(call, kMaxBlocks), nullptr);
-  if (status.code == StatusCode::ok) status = launch_kernel<T>(call, p, causal, processors);
+    status = launch_statistics<T, HEAD_DIM>(call, p, statistics_in(call, kMaxBlocks), p.handed_over);
+  if (status.code == StatusCode::ok) status = launch_kernel<T, HEAD_DIM>(call, p, processors);
   if (status.code != StatusCode::ok || call.column_sums == nullptr) return status;
   return sum_parts(call.column_parts, {call.column_sums, call.column_sums_dtype}, {},
                    static_cast<int>(call.sequences * p.blocks * kColumnPlaces), 3 * call.heads * kHeadDim, call.stream);
@@ -125,7 +165,7 @@ int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t h
                                      int64_t longest) {
   if (head_dim == kHeadDim128) return attention_backward_d128_workspace(sequences, heads, tokens, longest);
   const int64_t tiles = tiles_of(sequences, tokens, true);  // at least as many as for dense sequences
-  const int64_t of_tile = 2 * kQueries + (longest > kOnChipQueries ? kSumFloats : 0);
+  const int64_t of_tile = 2 * kQueries + (longest > kOnChipQueries ? kSumFloats + 1 : 0);  // 1: Parameters::handed_over
   return (Count(heads) * tiles * of_tile + kMaxBlocks + order_floats(sequences)).value;
 }
 
@@ -137,6 +177,9 @@ int64_t attention_column_parts(int64_t sequences, int64_t heads, int64_t head_di
 Status attention_backward(const AttentionBackward& call) {
   Status status = check_hopper_call(call);
   if (status.code != StatusCode::ok) return status;
+  if (call.head_dim != 32 && call.head_dim != kHeadDim && call.head_dim != kHeadDim128)
+    return bad_size("attention: the Hopper backward supports head dims 32, 64 and 128");
+  if (call.head_dim == 32 && has_window(call)) return bad_size("attention: head dim 32 has no windows");
   if (call.column_sums != nullptr && call.head_dim != kHeadDim)
     return bad_size("attention: column sums require head dim 64");
   if (call.head_dim == kHeadDim128) return attention_backward_d128(call);
@@ -154,9 +197,11 @@ Status attention_backward(const AttentionBackward& call) {
   p.taken = has_lengths(call) ? reinterpret_cast<int*>(call.workspace) : nullptr;
   p.statistics = statistics_in(call, kMaxBlocks);
   p.sums = statistics_in(call, kMaxBlocks) + call.heads * static_cast<int64_t>(p.tiles) * 2 * kQueries;
-  return call.dtype == DType::bf16  ? launch_typed<bf16_t>(call, p)
-         : call.dtype == DType::f16 ? launch_typed<f16_t>(call, p)
-                                    : unknown_dtype();
+  if (has_window(call)) status = set_window(call, &p);
+  if (status.code != StatusCode::ok) return status;
+  if (call.dtype == DType::bf16)
+    return call.head_dim == 32 ? launch_typed<bf16_t, 32>(call, p) : launch_typed<bf16_t, kHeadDim>(call, p);
+  return call.head_dim == 32 ? launch_typed<f16_t, 32>(call, p) : launch_typed<f16_t, kHeadDim>(call, p);
 }
 
 }  // namespace cuda

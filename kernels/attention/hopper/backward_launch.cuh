@@ -36,12 +36,13 @@ __device__ __forceinline__ void rank_sequence(const Parameters& p, int sequence)
 }
 
 // Writes zeros to the gradients of a (sequence, head) that has no queries or no keys. Called by a whole block.
-template <class T>
+template <class T, int HEAD_DIM>
 __device__ __forceinline__ void store_empty_rows(const Parameters& p, int sequence, int head, const StoredSpan& q) {
   const StoredSpan k = span_of(p.cu_seqlens_k, p.lengths_k, sequence, p.keys, p.max_seqlen_k);
   if (q.length > 0 && k.length > 0) return;
   const auto zeros = [&](const Output& output, const StoredSpan& span) {
-    store_zeros<kStatisticsThreads>(row_of<T>(output, p, sequence, head, span.first), output.token, span.stored);
+    store_zeros<kStatisticsThreads, HEAD_DIM>(row_of<T>(output, p, sequence, head, span.first), output.token,
+                                              span.stored);
   };
   zeros(p.dq, q);
   zeros(p.dk, k);
@@ -55,8 +56,8 @@ __device__ __forceinline__ void store_rows_after_last(const Parameters& p, int h
     int row = max(cu_seqlens[p.sequences], 0) + static_cast<int>(blockIdx.x) * kQueries;
     for (; row < size; row += static_cast<int>(gridDim.x) * kQueries)
       for (int column = 0; column < HEAD_DIM; column += kTileColumns)
-        store_zeros<kStatisticsThreads>(row_of<T>(output, p, 0, head, row) + column, output.token,
-                                        min(size - row, kQueries));
+        store_zeros<kStatisticsThreads, (HEAD_DIM < kTileColumns ? HEAD_DIM : kTileColumns)>(
+            row_of<T>(output, p, 0, head, row) + column, output.token, min(size - row, kQueries));
   };
   zeros(p.dq, p.cu_seqlens, p.queries);
   zeros(p.dk, p.cu_seqlens_k, p.keys);
@@ -80,8 +81,8 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   if (first == 0) {
     if (p.column_parts != nullptr) clear_column_places(p, sequence, head);
     if (p.order != nullptr && head == 0) rank_sequence(p, sequence);
-    if constexpr (HEAD_DIM == kHeadDim)
-      store_empty_rows<T>(p, sequence, head, q);  // backward_kernel_d128 writes them itself
+    if constexpr (HEAD_DIM <= kHeadDim)
+      store_empty_rows<T, HEAD_DIM>(p, sequence, head, q);  // backward_kernel_d128 writes them itself
   }
   if (p.cu_seqlens != nullptr && sequence == p.sequences - 1) store_rows_after_last<T, HEAD_DIM>(p, head);
   if (first >= q.length) return;
@@ -186,6 +187,7 @@ inline Status set_parameters(const AttentionBackward& call, Parameters* p) {
   p->score_scale = call.scale * 1.4426950408889634f;
   p->dq_scale = call.scale * call.dropout_scale;
   p->dv_scale = call.dropout_scale;
+  p->window = Window::of(call.window_left, call.window_right, call.queries, call.keys);
   return status;
 }
 

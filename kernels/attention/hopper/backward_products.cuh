@@ -1,4 +1,4 @@
-// attention backward for Hopper: warpgroups 1 and 2, which process keys, and 3, which sums dQ.
+// attention backward for Hopper, head dim 64: warpgroups 1 and 2, which process keys.
 #pragma once
 
 #include "attention/hopper/backward_tiles.cuh"
@@ -26,15 +26,16 @@ __device__ __forceinline__ void exchange(uint32_t& low, uint32_t& high, int bit)
     high = received;
 }
 
-// Writes a warpgroup's 64 x 64 accumulator, times `factor`, up to `rows` rows. Four threads hold pairs of columns of a
-// row; they exchange them, so that each writes 8 consecutive columns.
-template <class T>
-__device__ __forceinline__ void store_product(const float (&value)[32], float factor, T* to, int64_t stride, int rows) {
+// Writes a warpgroup's accumulator of 64 rows and 2 * COUNT columns, times `factor`, up to `rows` rows. Four threads
+// hold pairs of columns of a row; they exchange them, so that each writes 8 consecutive columns.
+template <class T, int COUNT>
+__device__ __forceinline__ void store_product(const float (&value)[COUNT], float factor, T* to, int64_t stride,
+                                              int rows) {
   const int lane = reload_tid() % 32, row = reload_tid() % kWarpgroup / 32 * 16 + lane / 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
+    for (int part = 0; part < COUNT / 16; ++part) {
       uint32_t word[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -53,11 +54,12 @@ __device__ __forceinline__ void store_product(const float (&value)[32], float fa
     }
 }
 
-// Writes zeros to `rows` rows of 64 columns. Called by a whole warpgroup, or by THREADS threads.
-template <int THREADS = kWarpgroup, class T>
+// Writes zeros to `rows` rows of COLUMNS columns. Called by a whole warpgroup, or by THREADS threads.
+template <int THREADS = kWarpgroup, int COLUMNS = kTileColumns, class T>
 __device__ __forceinline__ void store_zeros(T* to, int64_t stride, int rows) {
-  for (int i = threadIdx.x % THREADS; i < 8 * rows; i += THREADS)
-    *reinterpret_cast<uint4*>(to + i / 8 * stride + i % 8 * 8) = make_uint4(0, 0, 0, 0);
+  constexpr int kRow = COLUMNS / 8;  // vectors
+  for (int i = threadIdx.x % THREADS; i < kRow * rows; i += THREADS)
+    *reinterpret_cast<uint4*>(to + i / kRow * stride + i % kRow * 8) = make_uint4(0, 0, 0, 0);
 }
 
 template <class T>
@@ -68,16 +70,47 @@ __device__ __forceinline__ T* row_of(const Output& output, const Parameters& p, 
 
 // ---- warpgroups 1 and 2 ----------------------------------------------------------------------------------------------
 
+// Masks the scores of pairs whose key is more than `right` after the query's position, or more than `left` before it.
+// Most tiles need one side or none.
+__device__ __forceinline__ void mask_window(float (&scores)[32], int key, int query, int keys, int offset,
+                                            const Window& window) {
+  const int lane = threadIdx.x % 32, row = key + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
+  const int distance = row - (query + offset + lane % 4 * 2);  // of the thread's first key from its first query
+  if (key + 63 > query + offset + window.right) {              // queries before these do not attend to the key
+    const int limit[2] = {distance - window.right, distance + 8 - window.right};
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+      if (i / 4 * 8 + i % 2 < limit[i % 4 / 2]) scores[i] = -__int_as_float(0x7f800000);
+  }
+  if (key < query + offset + 63 - window.left) {  // nor do queries after these
+    const int limit[2] = {distance + window.left, distance + 8 + window.left};
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+      if (i / 4 * 8 + i % 2 > limit[i % 4 / 2]) scores[i] = -__int_as_float(0x7f800000);
+  }
+  if (key + 64 > keys) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+      if (row + i % 4 / 2 * 8 >= keys) scores[i] = -__int_as_float(0x7f800000);
+  }
+}
+
 // Masks the scores of 64 keys from `key` on and 64 queries from `query` on.
-template <bool CAUSAL>
-__device__ __forceinline__ void mask_scores(float (&scores)[32], int key, int query, int keys, int offset) {
-  const bool whole = key + 64 <= keys && (!CAUSAL || key + 63 <= query + offset);
+template <Mask MASK>
+__device__ __forceinline__ void mask_scores(float (&scores)[32], int key, int query, const Unit<MASK>& unit) {
+  constexpr bool kCausal = MASK == Mask::causal;
+  const int keys = unit.k.length, offset = unit.offset();
+  if constexpr (MASK == Mask::window) {
+    mask_window(scores, key, query, keys, offset, unit.window);
+    return;
+  }
+  const bool whole = key + 64 <= keys && (!kCausal || key + 63 <= query + offset);
   if (whole) return;
   const int lane = threadIdx.x % 32, row = key + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
     const int own_key = row + i % 4 / 2 * 8, own_query = query + i / 4 * 8 + lane % 4 * 2 + i % 2;
-    if (own_key >= keys || (CAUSAL && own_key > own_query + offset)) scores[i] = -__int_as_float(0x7f800000);
+    if (own_key >= keys || (kCausal && own_key > own_query + offset)) scores[i] = -__int_as_float(0x7f800000);
   }
 }
 
@@ -102,13 +135,13 @@ __device__ __forceinline__ void prevent_hoist(float value) {
 // A step is a tile of queries for a tile of keys; steps run through all tiles of keys of all units. While P and dS of a
 // step are computed, wgmma of its neighbours are in flight: S of the next step is issued before dS is stored, and dP
 // after it, together with dK. The sign of a weight encodes whether it was dropped.
-template <class T, bool DROPOUT, bool CAUSAL, bool ON_CHIP>
+template <class T, int HEAD_DIM, bool DROPOUT, Mask MASK, bool ON_CHIP>
 class KeyWarpgroup {
-  static constexpr int kStages = Memory<ON_CHIP>::kStages;
+  static constexpr int kStages = Memory<ON_CHIP, MASK>::kStages;
 
  public:
   // `number`: 0 or 1, the warpgroup's half of the 128 keys of a tile.
-  __device__ __forceinline__ KeyWarpgroup(const Parameters& p, Memory<ON_CHIP>& memory, int number)
+  __device__ __forceinline__ KeyWarpgroup(const Parameters& p, Memory<ON_CHIP, MASK>& memory, int number)
       : p(p), memory(memory), number(number) {}
 
   __device__ __forceinline__ void run() {
@@ -135,12 +168,13 @@ class KeyWarpgroup {
     arrive_warp(memory.stage_empty[stage.slot]);
     stage.next();
     const int row = unit().k.first + first_key(), rows = min(unit().k.stored - first_key(), 64);
-    store_zeros(row_of<T>(p.dk, p, unit().sequence, unit().head, row), p.dk.token, rows);
-    store_zeros(row_of<T>(p.dv, p, unit().sequence, unit().head, row), p.dv.token, rows);
+    constexpr auto zeros = store_zeros<kWarpgroup, HEAD_DIM, T>;
+    zeros(row_of<T>(p.dk, p, unit().sequence, unit().head, row), p.dk.token, rows);
+    zeros(row_of<T>(p.dv, p, unit().sequence, unit().head, row), p.dv.token, rows);
 #pragma unroll
     for (int i = 0; i < 16; ++i) operand[i] = 0;
-    const int end = unit().query_tiles;  // after the last step is stored, the task may be overwritten
-    for (int tile = unit().begin(key_tile); tile < end; ++tile) {
+    const int end = task_end(unit(), key_tile);  // after the last step is stored, the task may be overwritten
+    for (int tile = task_begin(unit(), key_tile); tile < end; ++tile) {
       if constexpr (DROPOUT) {
         memory.kept_full[step.slot][number].wait(step.parity);
         arrive_warp(memory.kept_empty[step.slot][number]);
@@ -157,7 +191,7 @@ class KeyWarpgroup {
 
   // Processes tiles of keys until one has no keys for this warpgroup, or there are no more.
   __device__ __forceinline__ void process_key_tiles() {
-    int tile = unit().begin(key_tile);
+    int tile = task_begin(unit(), key_tile);
     load_values(stage);
     stage.next();
     memory.stage_full[stage.slot].wait(stage.parity);
@@ -171,9 +205,9 @@ class KeyWarpgroup {
       // The addresses of wgmma operands are warp-uniform, but the compiler does not see that in this loop.
       const int slot = warp_uniform(stage.slot);
       const int key = first_key();
-      const bool first = tile == unit().begin(key_tile);
+      const bool first = tile == task_begin(unit(), key_tile);
       compute(slot, key, tile * kQueries, first);
-      const bool last = tile + 1 == unit().query_tiles;
+      const bool last = tile + 1 == task_end(unit(), key_tile);
       Place own;
       stage.next();
       const RingPosition<kStages> values = stage;  // of v, if there is a next tile of keys
@@ -217,7 +251,7 @@ class KeyWarpgroup {
         store_dk(own, slot);
         store_dv(own);
       }
-      tile = last ? unit().begin(key_tile) : tile + 1;
+      tile = last ? task_begin(unit(), key_tile) : tile + 1;
       step.next();
     }
   }
@@ -245,21 +279,22 @@ class KeyWarpgroup {
   __device__ __forceinline__ void load_values(const RingPosition<kStages>& at) {
     memory.stage_full[at.slot].wait(at.parity);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) ldmatrix_x4(v + 4 * c, matrix_address(memory.v(at.slot)) ^ 32 * c);
+    for (int c = 0; c < HEAD_DIM / 16; ++c) ldmatrix_x4(v + 4 * c, matrix_address(memory.v(at.slot)) ^ 32 * c);
   }
-  __device__ __forceinline__ const Unit<CAUSAL>& unit() const { return unit_of<CAUSAL>(*task); }
+  __device__ __forceinline__ const Unit<MASK>& unit() const { return task->unit; }
 
   __device__ __forceinline__ void start_scores(int slot, uint32_t keys) {
     const uint32_t q = shared_address(memory.q(slot));
 #pragma unroll
-    for (int c = 0; c < 4; ++c)
+    for (int c = 0; c < HEAD_DIM / 16; ++c)
       wgmma<T>(scores, advance_lo32(k_major(keys), c * kKMajorStep), advance_lo32(k_major(q), c * kKMajorStep), c > 0);
     wgmma_commit();
   }
   __device__ __forceinline__ void start_dweights(int slot) {
     const uint32_t dout = shared_address(memory.dout(slot));
 #pragma unroll
-    for (int c = 0; c < 4; ++c) wgmma<T>(dweights, v + 4 * c, advance_lo32(k_major(dout), c * kKMajorStep), c > 0);
+    for (int c = 0; c < HEAD_DIM / 16; ++c)
+      wgmma<T>(dweights, v + 4 * c, advance_lo32(k_major(dout), c * kKMajorStep), c > 0);
     wgmma_commit();
   }
 
@@ -306,7 +341,7 @@ class KeyWarpgroup {
     const auto give_free = [&] { arrive_warp(memory.stage_empty[slot == 0 ? kStages - 1 : slot - 1]); };
     if (ON_CHIP && !first) give_free();  // dK of the previous step has read it
     take_turn();
-    mask_scores<CAUSAL>(scores, key, query, unit().k.length, unit().offset());
+    mask_scores(scores, key, query, unit());
     compute_weights(statistics, dropped);
     if constexpr (!ON_CHIP) {
       prevent_hoist(scores[31]);
@@ -377,136 +412,24 @@ class KeyWarpgroup {
     store_product(dv, p.dv_scale, row_of<T>(p.dv, p, at.sequence, at.head, at.row), p.dv.token, at.rows);
     store_columns(dv, p.dv_scale, at, 2);
   }
-  __device__ __forceinline__ void store_columns(const float (&value)[32], float factor, const Place& at, int which) {
-    if (p.column_parts == nullptr) return;
+  __device__ __forceinline__ void store_columns(const float (&value)[HEAD_DIM / 2], float factor, const Place& at,
+                                                int which) {
+    if (HEAD_DIM != kHeadDim || p.column_parts == nullptr) return;
     add_columns(value, factor, column_place(p, at.sequence, Share(p).rank, reload_tid() / 32 - 4, which, at.head));
   }
 
   const Parameters& p;
-  Memory<ON_CHIP>& memory;
+  Memory<ON_CHIP, MASK>& memory;
   const int number;
-  const Task* task;
+  const Task<MASK>* task;
   int key_tile;
   RingPosition<kStages> stage;
   RingPosition<2> k_stage;
-  RingPosition<Memory<ON_CHIP>::kBuffers> step;
-  float dk[32], dv[32], scores[32], dweights[32];
-  uint32_t v[16], operand[16];
+  RingPosition<Memory<ON_CHIP, MASK>::kBuffers> step;
+  float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2], scores[32], dweights[32];
+  uint32_t v[HEAD_DIM / 4], operand[16];
   uint32_t k;  // shared address of the warpgroup's keys
 };
-
-// ---- warpgroup 3 -----------------------------------------------------------------------------------------------------
-
-// Writes zeros to gradients that are not computed: of queries that attend to no keys and of rows past the sequence's
-// end. This is for a (sequence, head) that has queries and keys; statistics_kernel() writes the zeros of the others.
-template <class T, bool CAUSAL>
-__device__ __forceinline__ void store_zero_rows(const Parameters& p, const Unit<CAUSAL>& unit) {
-  const auto zeros = [&](const Output& output, const StoredSpan& span, int begin, int end) {
-    if (begin < end)
-      store_zeros(row_of<T>(output, p, unit.sequence, unit.head, span.first + begin), output.token, end - begin);
-  };
-  if (CAUSAL) zeros(p.dq, unit.q, 0, min(unit.begin(0) * kQueries, unit.q.stored));
-  zeros(p.dq, unit.q, unit.query_tiles * kQueries, unit.q.stored);
-  zeros(p.dk, unit.k, unit.key_tiles * kKeys, unit.k.stored);
-  zeros(p.dv, unit.k, unit.key_tiles * kKeys, unit.k.stored);
-}
-
-// dQ of one block in shared memory; each thread has its own elements.
-class SharedSums {
- public:
-  explicit __device__ __forceinline__ SharedSums(float4* sums) : sums_(sums) {}
-
-  __device__ __forceinline__ void load(float (&value)[32], int tile) const {
-    const float4* from = sums_ + tile * (kSumFloats / 4) + reload_tid() % kWarpgroup;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float4 part = from[i * kWarpgroup];
-      value[4 * i] = part.x;
-      value[4 * i + 1] = part.y;
-      value[4 * i + 2] = part.z;
-      value[4 * i + 3] = part.w;
-    }
-  }
-  __device__ __forceinline__ void store(const float (&value)[32], int tile) {
-    float4* to = sums_ + tile * (kSumFloats / 4) + reload_tid() % kWarpgroup;
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      to[i * kWarpgroup] = make_float4(value[4 * i], value[4 * i + 1], value[4 * i + 2], value[4 * i + 3]);
-  }
-
- private:
-  float4* sums_;
-};
-
-template <class T, bool CAUSAL, bool ON_CHIP>
-__device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP>& memory) {
-  const int rank = ON_CHIP ? 0 : blockIdx.x % p.blocks;
-  uint32_t* own_progress = p.progress + blockIdx.x;
-  auto sums = [&] {
-    if constexpr (ON_CHIP)
-      return SharedSums(memory.sums);
-    else
-      return OrderedSums<kSumFloats / kWarpgroup>(memory.sums, kBackwardSums, own_progress,
-                                                  rank == 0 ? own_progress + p.blocks - 1 : own_progress - 1);
-  }();
-  RingPosition<2> k_stage;
-  RingPosition<Memory<ON_CHIP>::kBuffers> step;
-  for (;;) {
-    memory.k_full[k_stage.slot].wait(k_stage.parity);
-    const Task& task = memory.task[k_stage.slot];
-    const Unit<CAUSAL>& unit = unit_of<CAUSAL>(task);
-    const int key_tile = task.key_tile;
-    const uint32_t place = task.place;
-    if (key_tile < 0) {
-      if constexpr (!ON_CHIP) sums.finish(place);
-      return;
-    }
-    for (int tile = unit.begin(key_tile); tile < unit.query_tiles; ++tile, step.next()) {
-      float* sum = p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloats;
-      const bool last = key_tile == unit.last_key_tile(tile), load = (last || ON_CHIP) && key_tile > 0;
-      const uint32_t dscores = shared_address(memory.dscores[warp_uniform(step.slot)]);
-      const uint32_t k = shared_address(memory.k[warp_uniform(k_stage.slot)]);
-      float dq[32];
-      if (load) {
-        if constexpr (ON_CHIP)
-          sums.load(dq, tile);
-        else
-          sums.load(dq, sum, place + tile, rank == 0 ? unit.query_tiles : 0);
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        memory.dscores_full[step.slot][half].wait(step.parity);
-        wgmma_fence();
-#pragma unroll
-        for (int c = 4 * half; c < 4 * half + 4; ++c)
-          wgmma<T, Major::mn, Major::mn>(dq, advance_lo32(mn_major(dscores, 0), c * kMnMajorStep),
-                                         advance_lo32(mn_major(k, 0), c * kMnMajorStep), c > 0 || load);
-        wgmma_commit();
-      }
-      wgmma_wait<1>();
-      arrive_warp(memory.dscores_empty[step.slot][0]);
-      wgmma_wait<0>();
-      fence_operand(dq);
-      arrive_warp(memory.dscores_empty[step.slot][1]);
-      if (last) {
-        const int query = tile * kQueries;
-        store_product(dq, p.dq_scale, row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
-                      unit.q.stored - query);
-        __syncwarp();  // otherwise the compiler assumes diverged warps here, and uses uniform registers nowhere
-        if (p.column_parts != nullptr)
-          add_columns(dq, p.dq_scale,
-                      column_place(p, unit.sequence, rank, reload_tid() % kWarpgroup / 32, 0, unit.head));
-      } else if constexpr (ON_CHIP) {
-        sums.store(dq, tile);
-      } else {
-        sums.add(dq, sum, place + tile, rank == 0 ? unit.query_tiles : 0, key_tile == 0);
-      }
-    }
-    if (key_tile == 0) store_zero_rows<T>(p, unit);
-    arrive_warp(memory.k_empty[k_stage.slot]);
-    k_stage.next();
-  }
-}
 
 }  // namespace hopper_backward
 }  // namespace cuda

@@ -5,6 +5,7 @@
 
 #include "attention/hopper/seqlen.cuh"
 #include "attention/hopper/sharing.h"
+#include "attention/hopper/window.h"
 #include "common/cuda/hopper.cuh"
 
 namespace fasttfm {
@@ -43,6 +44,10 @@ struct Parameters {
   float dv_scale;
   int blocks;           // of a group, which shares a (sequence, head)
   float* column_parts;  // [sequences, blocks, kColumnPlaces, 3, heads, kHeadDim], or null: see column_sums.cuh
+  // For Mask::window:
+  Window window;
+  int chunk_keys, slots;  // head dim 64: see window.h
+  int* handed_over;       // [heads, tiles], head dim 64: warps that have stored a sum of dQ for another block to add
 };
 
 // The tokens of one sequence, and the number of rows of results to write for it.
@@ -66,31 +71,70 @@ __device__ __forceinline__ int first_tile(const int32_t* cu_seqlens, int sequenc
   return cu_seqlens == nullptr ? sequence * divide_up(queries, kQueries) : first / kQueries + sequence;
 }
 
+// For windows: which tiles of queries attend to which tiles of keys, and the chunk of keys that a block processes.
+template <Mask MASK>
+struct UnitWindow {};
+template <>
+struct UnitWindow<Mask::window> {
+  Window window;
+  Tiles chunk;        // head dim 64: tiles of keys
+  bool has_next;      // whether another block processes the next chunk
+  Tiles query_range;  // head dim 64: tiles of queries of the task's tile of keys
+};
+
 // One (sequence, head), and which tiles of queries attend to which tiles of keys.
-template <bool CAUSAL>
-struct Unit {
+template <Mask MASK>
+struct Unit : UnitWindow<MASK> {
+  static constexpr bool kCausal = MASK == Mask::causal, kWindow = MASK == Mask::window;
   int sequence, head;
   StoredSpan q, k;
   int query_tiles, key_tiles, tile;  // tile: index of the first one in statistics and sums
 
   Unit() = default;
   __device__ __forceinline__ Unit(const Parameters& p, int unit)
-      : sequence(p.order == nullptr ? unit / p.heads : p.order[unit / p.heads]),
-        head(unit % p.heads),
+      : Unit(p, p.order == nullptr ? unit / p.heads : p.order[unit / p.heads], unit % p.heads) {}
+  __device__ __forceinline__ Unit(const Parameters& p, int own_sequence, int own_head)
+      : sequence(own_sequence),
+        head(own_head),
         q(span_of(p.cu_seqlens, p.lengths, sequence, p.queries, p.max_seqlen)),
         k(span_of(p.cu_seqlens_k, p.lengths_k, sequence, p.keys, p.max_seqlen_k)),
         query_tiles(k.length > 0 ? divide_up(q.length, kQueries) : 0),
         key_tiles(q.length > 0 ? divide_up(k.length, kKeys) : 0),
-        tile(head * p.tiles + first_tile(p.cu_seqlens, sequence, q.first, p.queries)) {}
+        tile(head * p.tiles + first_tile(p.cu_seqlens, sequence, q.first, p.queries)) {
+    if constexpr (kWindow) this->window = p.window;
+  }
 
   __device__ __forceinline__ int offset() const { return k.length - q.length; }
-  // The first tile of queries that attends to a tile of keys. The last one always does.
-  __device__ __forceinline__ int begin(int key_tile) const {
-    return CAUSAL ? max(key_tile * kKeys - offset(), 0) / kQueries : 0;
+  // Window: the tiles of queries that attend to a tile of keys.
+  __device__ __forceinline__ Tiles queries_of(int key_tile) const {
+    return attending_tiles<kQueries>(this->window, key_tile * kKeys, kKeys, q.length, k.length);
   }
-  // The last tile of keys that a tile of queries attends to, or -1 for none.
+  // The first tile of queries that attends to a tile of keys, and the tile after the last one.
+  __device__ __forceinline__ int begin(int key_tile) const {
+    if constexpr (kWindow) return queries_of(key_tile).begin;
+    return kCausal ? max(key_tile * kKeys - offset(), 0) / kQueries : 0;
+  }
+  __device__ __forceinline__ int end(int key_tile) const {
+    if constexpr (kWindow) return queries_of(key_tile).end;
+    return query_tiles;
+  }
+  // The first tile of keys that any query attends to; all after it have queries.
+  __device__ __forceinline__ int first_key_tile() const {
+    if constexpr (kWindow) return first_attended_key(this->window, q.length, k.length) / kKeys;
+    return 0;
+  }
+  // Window: the tiles of keys that a tile of queries attends to.
+  __device__ __forceinline__ Tiles keys_of(int query_tile) const {
+    return attended_tiles<kKeys>(this->window, query_tile * kQueries, kQueries, q.length, k.length);
+  }
+  // The first and the last tile of keys that a tile of queries attends to; the last one is -1 for none.
+  __device__ __forceinline__ int first_key_tile(int query_tile) const {
+    if constexpr (kWindow) return keys_of(query_tile).begin;
+    return 0;
+  }
   __device__ __forceinline__ int last_key_tile(int query_tile) const {
-    if (!CAUSAL) return key_tiles - 1;
+    if constexpr (kWindow) return keys_of(query_tile).end - 1;
+    if (!kCausal) return key_tiles - 1;
     const int last = query_tile * kQueries + kQueries - 1 + offset();
     return last < 0 ? -1 : min(last / kKeys, key_tiles - 1);
   }
@@ -114,12 +158,69 @@ struct Share {
         units(p.sequences * p.heads) {}
 };
 
+// The windowed backward for head dim 64: the chunk of keys of a head with that index. Chunks with higher keys of the
+// same head have lower indices, so they are fetched earlier and a block may wait for them.
+__device__ __forceinline__ Unit<Mask::window> chunk_unit(const Parameters& p, int index) {
+  const Chunk chunk = chunk_of_slot(p.cu_seqlens_k, p.sequences, p.keys, p.chunk_keys, p.slots - 1 - index / p.heads);
+  Unit<Mask::window> unit(p, chunk.sequence, index % p.heads);
+  const int tiles = p.chunk_keys / kKeys, begin = chunk.index * tiles, end = begin + tiles;
+  unit.chunk = {max(begin, unit.first_key_tile()), min(end, unit.key_tiles)};
+  unit.has_next = chunk.followed && end < unit.key_tiles;
+  return unit;
+}
+
+// The (sequence, head), or its chunk of keys, with that index, and the number of indices.
+template <Mask MASK>
+__device__ __forceinline__ Unit<MASK> unit_at(const Parameters& p, int index) {
+  if constexpr (MASK == Mask::window)
+    return chunk_unit(p, index);
+  else
+    return Unit<MASK>(p, index);
+}
+template <Mask MASK>
+__device__ __forceinline__ int count_units(const Parameters& p, const Share& share) {
+  return MASK == Mask::window ? p.slots * p.heads : share.units;
+}
+
+// The block's first tile of keys of a unit, and the end of the unit's tiles of keys.
+template <Mask MASK>
+__device__ __forceinline__ int first_key_tile(const Unit<MASK>& unit, const Share& share) {
+  if constexpr (MASK == Mask::window)
+    return unit.chunk.begin;
+  else
+    return share.rank;
+}
+template <Mask MASK>
+__device__ __forceinline__ int end_key_tile(const Unit<MASK>& unit) {
+  if constexpr (MASK == Mask::window)
+    return unit.chunk.end;
+  else
+    return unit.key_tiles;
+}
+
 // A tile of keys of this block. The producer warp, which fetches the work, publishes it to the other warps.
+template <Mask MASK>
 struct Task {
-  Unit<true> unit;
+  Unit<MASK> unit;
   int key_tile;    // -1: there are no more
   uint32_t place;  // of the first tile of queries in the order of additions: see OrderedSums
 };
+
+// begin() and end() of a task's tile of keys, which the producer computes for windows.
+template <Mask MASK>
+__device__ __forceinline__ int task_begin(const Unit<MASK>& unit, int key_tile) {
+  if constexpr (MASK == Mask::window)
+    return unit.query_range.begin;
+  else
+    return unit.begin(key_tile);
+}
+template <Mask MASK>
+__device__ __forceinline__ int task_end(const Unit<MASK>& unit, int key_tile) {
+  if constexpr (MASK == Mask::window)
+    return unit.query_range.end;
+  else
+    return unit.end(key_tile);
+}
 
 }  // namespace hopper_backward
 }  // namespace cuda

@@ -15,7 +15,7 @@ namespace cuda {
 namespace hopper_backward {
 
 // ON_CHIP: dQ is accumulated in shared memory, where each thread has its own elements.
-template <bool ON_CHIP>
+template <bool ON_CHIP, Mask MASK>
 struct Memory {
   static constexpr int kStages = ON_CHIP ? 3 : 5;   // each holds a tile of q and of dout, or a tile of v
   static constexpr int kBuffers = ON_CHIP ? 1 : 2;  // of dS and of dropout's bits
@@ -27,7 +27,7 @@ struct Memory {
   Sums sums;
   float statistics[kStages][2][kQueries];
   uint32_t kept[kBuffers][2][kWarpgroup];  // of each of the two warpgroups
-  Task task[2];                            // of the next tile of keys, valid when k_full completes
+  Task<MASK> task[2];                      // of the next tile of keys, valid when k_full completes
   Mbarrier stage_full[kStages], stage_empty[kStages], k_full[2], k_empty[2], task_full[2], raw[3],
       dscores_full[kBuffers][2], dscores_empty[kBuffers][2], kept_full[kBuffers][2], kept_empty[kBuffers][2];
 
@@ -59,12 +59,7 @@ struct Memory {
     fence_mbarrier_init();
   }
 };
-static_assert(sizeof(Memory<true>) <= 227 * 1024 && sizeof(Memory<false>) <= 227 * 1024);
-
-template <bool CAUSAL>
-__device__ __forceinline__ const Unit<CAUSAL>& unit_of(const Task& task) {
-  return reinterpret_cast<const Unit<CAUSAL>&>(task.unit);
-}
+static_assert(sizeof(Memory<true, Mask::window>) <= 227 * 1024 && sizeof(Memory<false, Mask::full>) <= 227 * 1024);
 
 // ---- warpgroup 0: tiles ----------------------------------------------------------------------------------------------
 
@@ -100,11 +95,11 @@ __device__ __forceinline__ void finish_loads(const Mbarrier& landed, uint32_t pa
   arrive_warp(full);
 }
 
-template <bool DROPOUT, bool CAUSAL, bool ON_CHIP>
-__device__ __forceinline__ void publish_task(Memory<ON_CHIP>& memory, int slot, const Unit<CAUSAL>& unit, int key_tile,
-                                             uint32_t place) {
+template <bool DROPOUT, Mask MASK, bool ON_CHIP>
+__device__ __forceinline__ void publish_task(Memory<ON_CHIP, MASK>& memory, int slot, const Unit<MASK>& unit,
+                                             int key_tile, uint32_t place) {
   if (threadIdx.x % 32 == 0) {
-    reinterpret_cast<Unit<CAUSAL>&>(memory.task[slot].unit) = unit;
+    memory.task[slot].unit = unit;
     memory.task[slot].key_tile = key_tile;
     memory.task[slot].place = place;
   }
@@ -122,22 +117,24 @@ __device__ __forceinline__ int atomic_increment(int* counter) {
 // The producer: loads tiles and publishes tasks. Rows past a sequence's end may belong to another sequence and are
 // replaced by zeros, because 0 * NaN would be NaN. With ON_CHIP the block may fetch its next (sequence, head) from a
 // counter; it does so early, to hide the latency of the atomic.
-template <bool DROPOUT, bool CAUSAL, bool ON_CHIP>
-__device__ __forceinline__ void load_tiles(const Parameters& p, Memory<ON_CHIP>& memory) {
+template <bool DROPOUT, Mask MASK, bool ON_CHIP>
+__device__ __forceinline__ void load_tiles(const Parameters& p, Memory<ON_CHIP, MASK>& memory) {
   const Share share(p);
   const bool foreign = p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr;
-  RingPosition<Memory<ON_CHIP>::kStages> stage;
+  const int units = count_units<MASK>(p, share);
+  RingPosition<Memory<ON_CHIP, MASK>::kStages> stage;
   RingPosition<2> k_stage;
   RingPosition<1> raw_keys, raw_queries;
   uint32_t place = 0;
   int index = share.group, taken = 0;
-  for (int round = 0; index < share.units; ++round) {
+  for (int round = 0; index < units; ++round) {
     if (ON_CHIP && p.taken != nullptr && threadIdx.x % 32 == 0) taken = atomic_increment(p.taken);
-    const Unit<CAUSAL> unit(p, index);
+    Unit<MASK> unit = unit_at<MASK>(p, index);
     const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
-    for (int key_tile = share.rank; key_tile - share.rank < unit.key_tiles;
+    for (int key_tile = first_key_tile(unit, share); key_tile - share.rank < end_key_tile(unit);
          key_tile += p.blocks, place += unit.query_tiles) {
-      if (key_tile >= unit.key_tiles) continue;
+      if (key_tile >= end_key_tile(unit)) continue;
+      if constexpr (MASK == Mask::window) unit.query_range = unit.queries_of(key_tile);
       const int valid_keys = unit.k.length - key_tile * kKeys, first_key = unit.k.first + key_tile * kKeys;
       const bool whole_keys = !foreign || valid_keys >= kKeys;
       char *k = memory.k[k_stage.slot], *v = memory.v(stage.slot);
@@ -151,7 +148,7 @@ __device__ __forceinline__ void load_tiles(const Parameters& p, Memory<ON_CHIP>&
                   [&](Mbarrier& landed) { tma_load(&p.v, landed, shared_address(v), 0, unit.head, first_key, batch); });
       k_stage.next();
       stage.next();
-      for (int query_tile = unit.begin(key_tile); query_tile < unit.query_tiles; ++query_tile) {
+      for (int query_tile = task_begin(unit, key_tile); query_tile < task_end(unit, key_tile); ++query_tile) {
         const int valid = unit.q.length - query_tile * kQueries, first = unit.q.first + query_tile * kQueries;
         const bool whole = !foreign || valid >= kQueries;
         char *q = memory.q(stage.slot), *dout = memory.dout(stage.slot);
@@ -163,7 +160,7 @@ __device__ __forceinline__ void load_tiles(const Parameters& p, Memory<ON_CHIP>&
           bulk_load(landed, shared_address(memory.statistics[stage.slot]),
                     p.statistics + static_cast<int64_t>(unit.tile + query_tile) * 2 * kQueries, kStatisticsBytes);
         });
-        if (!whole_keys && query_tile == unit.begin(key_tile)) {  // all three loads are in flight
+        if (!whole_keys && query_tile == task_begin(unit, key_tile)) {  // all three loads are in flight
           finish_loads(memory.raw[0], raw_keys.parity, k_full, [&] { clear_rows(k, valid_keys, kKeys); });
           finish_loads(memory.raw[1], raw_keys.parity, v_full, [&] { clear_rows(v, valid_keys, kKeys); });
           raw_keys.next();
@@ -182,7 +179,7 @@ __device__ __forceinline__ void load_tiles(const Parameters& p, Memory<ON_CHIP>&
                                           : unit_of_round(round + 1, share.group, share.groups);
   }
   memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
-  publish_task<DROPOUT>(memory, k_stage.slot, Unit<CAUSAL>{}, -1, place);
+  publish_task<DROPOUT>(memory, k_stage.slot, Unit<MASK>{}, -1, place);
   arrive_warp(memory.k_full[k_stage.slot]);
 }
 
@@ -204,23 +201,23 @@ __device__ __forceinline__ uint32_t top_bits(uint32_t top, uint32_t rest) {
 // with keys 2 * d + {0, 1} and queries 2 * t + {0, 1} modulo 8, from the draws of its 4 queries. The three warps take
 // tasks in a cycle. Each warp takes part in every phase of the mbarriers, even without a task: a warp that missed a
 // phase could not tell the previous phase from the next one by its parity.
-template <bool CAUSAL, bool ON_CHIP>
-__device__ __forceinline__ void draw_keep_bits(const Parameters& p, Memory<ON_CHIP>& memory, int warp) {
+template <Mask MASK, bool ON_CHIP>
+__device__ __forceinline__ void draw_keep_bits(const Parameters& p, Memory<ON_CHIP, MASK>& memory, int warp) {
   const int lane = threadIdx.x % 32;
   const uint64_t seed = static_cast<uint64_t>(*p.seed);
   const uint32_t low = __byte_perm(p.threshold & 127, 0, 0);  // nvcc would recompute a multiplication each time
   uint32_t either = p.threshold < 128 ? 0xffffffffu : 0u;
   asm("" : "+r"(either));  // otherwise nvcc selects it again each time
   const uint32_t any = p.threshold < 256 ? 0xf0f0f0f0u : 0u;
-  RingPosition<Memory<ON_CHIP>::kBuffers> step;
+  RingPosition<Memory<ON_CHIP, MASK>::kBuffers> step;
   RingPosition<2> k_stage;
   int turn = warp;
   for (;; k_stage.next()) {
     memory.task_full[k_stage.slot].wait(k_stage.parity);
     const int key_tile = memory.task[k_stage.slot].key_tile;
     if (key_tile < 0) return;
-    const Unit<CAUSAL> unit = unit_of<CAUSAL>(memory.task[k_stage.slot]);
-    for (int query_tile = unit.begin(key_tile); query_tile < unit.query_tiles; ++query_tile, step.next())
+    const Unit<MASK> unit = memory.task[k_stage.slot].unit;
+    for (int query_tile = task_begin(unit, key_tile); query_tile < task_end(unit, key_tile); ++query_tile, step.next())
       for (int consumer = 0; consumer < 2; ++consumer) {
         int half = -1;  // of the words, if it is this warp's turn
         for (int i = 0; i < 2; ++i)

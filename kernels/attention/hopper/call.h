@@ -5,18 +5,25 @@
 
 #include <cstdint>
 
+#include "attention/hopper/window.h"
 #include "attention/op.h"
 #include "common/cuda/launch.cuh"
 
 namespace fasttfm {
 namespace cuda {
 
+// Whether a call needs the kernels for windows: those for full and causal attention do not serve it.
+inline bool has_window(const AttentionCall& call) { return call.window_left != -1 || call.window_right > 0; }
+inline Mask mask_of(const AttentionCall& call) {
+  return has_window(call) ? Mask::window : call.window_right == 0 ? Mask::causal : Mask::full;
+}
+
 inline Status check_hopper_call(const AttentionCall& call) {
   if (call.dtype != DType::bf16 && call.dtype != DType::f16) return unknown_dtype();
-  if (call.head_dim != 64 && call.head_dim != 128)
-    return bad_size("attention: the Hopper kernels support head dims 64 and 128");
-  if (call.window_left != -1 || call.window_right > 0 || !(call.scale > 0.0f))
-    return {StatusCode::bad_value, "attention: the Hopper kernels support full or causal attention, and scale > 0"};
+  if (call.window_left < -1 || call.window_right < -1 || !(call.scale > 0.0f))
+    return {StatusCode::bad_value, "attention: the Hopper kernels require windows of -1 or more, and scale > 0"};
+  if (has_window(call) && call.seed != nullptr)
+    return {StatusCode::bad_value, "attention: the Hopper kernels for windows have no dropout"};
   if (call.sequences > 0x7fffffff / 2 || call.queries > 0x7fffffff / 2 || call.keys > 0x7fffffff / 2)
     return bad_size("attention: too many tokens for 32-bit indices");
   for (const void* tensor : {call.q, call.k, call.v})

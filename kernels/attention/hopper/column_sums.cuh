@@ -40,6 +40,9 @@ __device__ __forceinline__ void add_columns(const float (&value)[32], float fact
                : "memory");
 }
 
+// Other head dims have no column sums.
+__device__ __forceinline__ void add_columns(const float (&)[16], float, float*) {}
+
 // The partial sums of a warp for dq (0), dk (1) or dv (2). `place`: the warp's index among kColumnPlaces, given by its
 // rows of a tile; `rank`: the block's index among those that share the head.
 __device__ __forceinline__ float* column_place(const Parameters& p, int sequence, int rank, int place, int which,

@@ -19,8 +19,15 @@ template <bool DROPOUT>
 using Shape64 = ForwardShape<64, 4, 64, 8, DROPOUT>;
 using SmallShape64 = ForwardShape<64, 2, 128, 3, false>;
 using LongShape64 = ForwardShape<64, 3, 128, 3, false>;
+// Head dim 32 as 64: the exponentials take longer than the products.
+template <bool DROPOUT>
+using Shape32 = ForwardShape<32, 4, 64, 8, DROPOUT>;
 template <bool DROPOUT>
 using Shape128 = ForwardShape<128, 2, 128, 2, DROPOUT>;
+
+// Windows are shorter than sequences, so the steps are as small as for head dim 64: a warpgroup computes few scores
+// outside of its queries' windows.
+using WindowShape128 = ForwardShape<128, 2, 64, 4, false>;
 
 int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
@@ -55,10 +62,11 @@ Order order_of(const AttentionForward& call, int blocks) {
   const int64_t heads = call.sequences * call.heads, rounds = (heads + blocks - 1) / blocks;
   // Where a tile is a whole sequence and a block has many of them, the load balances by itself. Resetting the counter
   // costs a launch.
-  if (!is_even(call)) return {call.head_dim != 64 || longest_of(call) > Shape64<false>::kQueries || rounds < 8, 1};
+  if (!is_even(call)) return {call.head_dim > 64 || longest_of(call) > Shape64<false>::kQueries || rounds < 8, 1};
   // A few heads are processed together, but more than one: blocks that all read the same keys at the same time wait for
   // each other.
-  if (call.window_right != 0) return {false, 4};
+  if (mask_of(call) == Mask::window) return {false, static_cast<int>(call.heads)};
+  if (mask_of(call) == Mask::full) return {false, 4};
   constexpr int64_t kCached = 16 << 20;  // bytes of k and v of the heads that are processed together
   const int64_t bytes = std::max<int64_t>(4 * call.head_dim * call.keys, 1);
   const int batched = static_cast<int>(std::max<int64_t>(kCached / bytes, 1));
@@ -69,8 +77,8 @@ Order order_of(const AttentionForward& call, int blocks) {
 template <class T, class S>
 Status forward_of(const AttentionForward& call, int blocks, const TileSchedule& schedule) {
   // WarpSchedulerBarrier does not help four warpgroups, nor three if causal, whose work is too unequal.
-  return call.window_right == 0 ? launch_forward<T, S, true, S::kGroups == 2>(call, blocks, schedule)
-                                : launch_forward<T, S, false, (S::kGroups < 4)>(call, blocks, schedule);
+  return mask_of(call) == Mask::causal ? launch_forward<T, S, Mask::causal, S::kGroups == 2>(call, blocks, schedule)
+                                       : launch_forward<T, S, Mask::full, (S::kGroups < 4)>(call, blocks, schedule);
 }
 
 template <class T, template <bool> class SHAPE>
@@ -80,17 +88,45 @@ Status forward_of(const AttentionForward& call, int blocks, const TileSchedule& 
 }
 
 template <class T>
+Status window_forward_of(const AttentionForward& call, int blocks, const TileSchedule& schedule) {
+  return call.head_dim == 128 ? launch_forward<T, WindowShape128, Mask::window, false>(call, blocks, schedule)
+                              : launch_forward<T, Shape64<false>, Mask::window, false>(call, blocks, schedule);
+}
+
+// Head dims between 64 and 128 take as much shared memory as 128, and less of the tensor cores' time.
+template <class T, int HEAD_DIM>
+Status wide_forward_of(const AttentionForward& call, int blocks, const TileSchedule& schedule) {
+  return forward_of<T, ForwardShape<HEAD_DIM, 2, 128, 2, false>>(call, blocks, schedule);
+}
+
+template <class T>
 Status forward_of(const AttentionForward& call, int blocks, const TileSchedule& schedule) {
+  if (has_window(call)) return window_forward_of<T>(call, blocks, schedule);
+  if (call.head_dim == 32) return forward_of<T, Shape32>(call, blocks, schedule);
+  if (call.head_dim == 80) return wide_forward_of<T, 80>(call, blocks, schedule);
+  if (call.head_dim == 96) return wide_forward_of<T, 96>(call, blocks, schedule);
   if (call.head_dim == 128) return forward_of<T, Shape128>(call, blocks, schedule);
   if (is_small(call, blocks)) return forward_of<T, SmallShape64>(call, blocks, schedule);
   return is_long(call) ? forward_of<T, LongShape64>(call, blocks, schedule)
                        : forward_of<T, Shape64>(call, blocks, schedule);
 }
 
+Status check_forward_head_dim(const AttentionForward& call) {
+  const int64_t size = call.head_dim;
+  if (size == 64 || size == 128) return {};
+  if (size != 32 && size != 80 && size != 96)
+    return bad_size("attention: the Hopper forward supports head dims 32, 64, 80, 96 and 128");
+  if (has_window(call) || (size != 32 && call.seed != nullptr))
+    return bad_size(
+        "attention: the Hopper forward has no windows for head dims 32, 80 and 96, nor dropout for 80 and 96");
+  return {};
+}
+
 }  // namespace
 
 Status attention_forward(const AttentionForward& call) {
   Status status = check_hopper_call(call);
+  if (status.code == StatusCode::ok) status = check_forward_head_dim(call);
   if (status.code != StatusCode::ok || call.queries == 0 || call.sequences == 0 && call.cu_seqlens == nullptr)
     return status;
   const DeviceGuard guard(call.device);

@@ -68,13 +68,13 @@ struct KeyCopies {
 };
 
 // Runs in one warp, whose first lane issues the loads.
-template <class S, bool CAUSAL>
+template <class S, Mask MASK>
 __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>& memory, const CUtensorMap* q_map,
                                         const CUtensorMap* k_map, const CUtensorMap* v_map) {
   const bool issues = threadIdx.x % 32 == 0;
   RingPosition<S::kQuerySlots> at;
   KeyCopies<S> keys{memory, k_map, v_map};
-  TileScheduler<S, CAUSAL> walk(p);
+  TileScheduler<S, MASK> walk(p);
   for (uint32_t number = 0;; ++number) {
     const QueryTile tile = walk.take();
     if (issues) {
@@ -116,9 +116,11 @@ struct WarpSchedulerBarrier {
 };
 
 // A warpgroup of the block: 64 queries of each tile.
-template <class T, class S, bool CAUSAL, bool TURNS>
+template <class T, class S, Mask MASK, bool TURNS>
 class Consumer {
-  static_assert((S::kQueries - 64 + S::kKeys - 1) / S::kKeys < S::kStages, "see pass_steps()");
+  static constexpr bool kCausal = MASK == Mask::causal, kWindow = MASK == Mask::window;
+  static_assert((S::kQueries - 64 + S::kKeys - 1) / S::kKeys < S::kStages, "see skip_steps()");
+  static_assert(!kWindow || S::kOverlapTiles, "only run() skips steps after a warpgroup's last one");
 
  public:
   __device__ __forceinline__ Consumer(const ForwardParams& params, ForwardMemory<S>& shared, int number)
@@ -144,12 +146,13 @@ class Consumer {
       begin_tile(s, weights, kept, softmax);
       clear(o);
       while (true) {
-        while (--block >= 0) {
+        while (--block >= (kWindow ? low : 0)) {
           step<false>(s, o, weights, kept, softmax);
           softmax.correct(o);
           make_operand(s, weights, kept);
         }
         results = finish(softmax);
+        if constexpr (kWindow) skip_steps(after);
         leave_tile();
         if (!find_near_tile()) break;
         skip_steps(absent);
@@ -222,13 +225,29 @@ class Consumer {
     memory.q_full[q_at.slot].wait(q_at.parity);
     const QueryTile tile = memory.tile_of(number);
     first = tile.first + 64 * part();
-    block = (tile.sequence < 0 ? 0 : tile.steps<S, CAUSAL>(first, 64)) - 1;
-    if (block < 0) return false;
-    absent = CAUSAL ? tile.blocks - 1 - block : 0;
+    if constexpr (kWindow) {
+      if (tile.sequence < 0 || !find_window_steps(tile)) return false;
+    } else {
+      block = (tile.sequence < 0 ? 0 : tile.steps<S, kCausal>(first, 64)) - 1;
+      if (block < 0) return false;
+      absent = kCausal ? tile.blocks - 1 - block : 0;
+    }
     q_tile = static_cast<uint32_t>(k_major(shared_address(memory.q[q_at.slot]) + part() * 64 * kTileRowBytes));
     k_length = tile.k_length;
-    diagonal = tile.causal_keys(first);
+    diagonal = tile.causal_keys(first) + (kWindow ? p.window.right : 0);
     if (S::kDropout) dropout.begin(tile.sequence, tile.head, first + row_in_group());
+    return true;
+  }
+
+  // The warpgroup's steps among those of the tile, which other warpgroups may begin earlier and end later.
+  __device__ __forceinline__ bool find_window_steps(const QueryTile& tile) {
+    const Tiles own = tile.window_steps<S>(p.window, first, 64);
+    if (own.begin == own.end) return false;
+    const Tiles all = tile.window_steps<S>(p.window, tile.first, S::kQueries);
+    block = own.end - 1;
+    low = own.begin;
+    absent = all.end - own.end;
+    after = own.begin - all.begin;
     return true;
   }
 
@@ -256,6 +275,7 @@ class Consumer {
   static constexpr int kNear = S::kStages - S::kSharedStages;
   __device__ __forceinline__ bool find_near_tile() {
     int passed = 0;
+    if constexpr (kWindow) passed = after;
     while (!wait_for_tile()) {
       const QueryTile& tile = memory.tile_of(number);
       if (tile.sequence < 0) return false;
@@ -371,7 +391,10 @@ class Consumer {
     release_keys();
     v_slot = at.slot;
     at.next();
-    if (FIRST || CAUSAL) mask_step<S, CAUSAL>(s, block, k_length, diagonal);
+    if constexpr (kWindow)
+      mask_window<S>(s, block, k_length, diagonal, p.window);
+    else if (FIRST || kCausal)
+      mask_step<S, kCausal>(s, block, k_length, diagonal);
   }
 
   __device__ __forceinline__ void draw(uint32_t (&kept)[S::kKeys / 8]) const {
@@ -407,12 +430,13 @@ class Consumer {
   uint32_t q_tile;                    // low word of the descriptor of the warpgroup's queries
   int block;                          // the step's block of keys
   int first;                          // the warpgroup's first query of the tile
-  int absent;                         // causal: steps of the tile that the warpgroup skips first
+  int absent;                         // causal, window: steps of the tile that the warpgroup skips first
+  int low, after;                     // window: block of the last step; steps that the warpgroup skips after it
   int k_length;                       // of the tile's sequence
-  int diagonal;                       // causal: how many keys the warpgroup's first query attends to
+  int diagonal;                       // causal, window: one past the last key that its first query attends to
 };
 
-template <class T, class S, bool CAUSAL, bool TURNS>
+template <class T, class S, Mask MASK, bool TURNS>
 __global__ void __launch_bounds__(S::kThreads, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map, const __grid_constant__ ForwardParams p) {
@@ -430,10 +454,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   __syncthreads();
   if (warp < 4) {
     setmaxnreg_dec<S::kProducerRegisters>();
-    if (warp == 0) produce<S, CAUSAL>(p, memory, &q_map, &k_map, &v_map);
+    if (warp == 0) produce<S, MASK>(p, memory, &q_map, &k_map, &v_map);
   } else {
     setmaxnreg_inc<S::kConsumerRegisters>();
-    Consumer<T, S, CAUSAL, TURNS> consumer(p, memory, warp / 4 - 1);
+    Consumer<T, S, MASK, TURNS> consumer(p, memory, warp / 4 - 1);
     if (S::kOverlapTiles)
       consumer.run();
     else
@@ -443,14 +467,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 
 // ---- launch ----------------------------------------------------------------------------------------------------------
 
-template <class T, class S, bool CAUSAL, bool TURNS>
+template <class T, class S, Mask MASK, bool TURNS>
 Status launch_forward(const AttentionForward& call, int multiprocessors, const TileSchedule& schedule) {
   ForwardMaps maps;
   const Status status = make_forward_maps(&maps, call, S::kKeys);
   if (status.code != StatusCode::ok) return status;
   constexpr size_t memory = sizeof(ForwardMemory<S>) + ForwardMemory<S>::kSlack;
   static_assert(memory <= 227 * 1024, "more shared memory than an SM has");
-  return launch(forward_kernel<T, S, CAUSAL, TURNS>, dim3(multiprocessors), dim3(S::kThreads), memory, call.stream,
+  return launch(forward_kernel<T, S, MASK, TURNS>, dim3(multiprocessors), dim3(S::kThreads), memory, call.stream,
                 maps.q, maps.k, maps.v, make_forward_params<S>(call, schedule));
 }
 

@@ -5,6 +5,7 @@
 
 #include "attention/hopper/forward_shape.cuh"
 #include "attention/hopper/seqlen.cuh"
+#include "attention/hopper/window.h"
 
 namespace fasttfm {
 namespace cuda {
@@ -29,7 +30,12 @@ struct alignas(16) QueryTile {
     return max(min((q_length - first + 63) >> 6, S::kQueries / 64), 1);
   }
 
-  // The number of steps of keys for the `count` queries from `query` on.
+  // The steps of keys for the `count` queries from `query` on.
+  template <class S>
+  __device__ __forceinline__ Tiles window_steps(const Window& window, int query, int count) const {
+    return attended_tiles<S::kKeys>(window, query, count, q_length, k_length);
+  }
+  // Their number without a window; they begin at 0.
   template <class S, bool CAUSAL>
   __device__ __forceinline__ int steps(int query, int count) const {
     int keys = query < q_length ? k_length : 0;
@@ -43,7 +49,7 @@ struct alignas(16) QueryTile {
 
 // Assigns tiles to a block, in ascending order of their index: neighbouring tiles share keys, which are then in L2. All
 // lanes of a warp call it together.
-template <class S, bool CAUSAL>
+template <class S, Mask MASK>
 class TileScheduler {
  public:
   explicit __device__ __forceinline__ TileScheduler(const ForwardParams& params)
@@ -65,13 +71,20 @@ class TileScheduler {
     fetch_next_tile();
     QueryTile tile = p.packed() ? packed_tile(current) : dense_tile(current);
     if (tile.sequence < 0) return tile;
-    tile.blocks = tile.steps<S, CAUSAL>(tile.first, S::kQueries);
+    if constexpr (MASK == Mask::window) {
+      const Tiles steps = tile.window_steps<S>(p.window, tile.first, S::kQueries);
+      tile.blocks = steps.end - steps.begin;
+      k_first = (p.packed() ? k_first : 0) + steps.begin * S::kKeys;
+    } else {
+      tile.blocks = tile.steps<S, kCausal>(tile.first, S::kQueries);
+    }
     return tile;
   }
 
-  int q_first = 0, k_first = 0;  // rows of the tile's first query and key; within its sequence if dense
+  int q_first = 0, k_first = 0;  // rows of the first query and key of its steps; within the sequence if dense
 
  private:
+  static constexpr bool kCausal = MASK == Mask::causal;
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
   // Prefetches the index of the tile after the next one, so that nothing waits for the atomic here.
@@ -85,7 +98,7 @@ class TileScheduler {
     const int pairs = p.sequences * p.heads, batched = max(p.batched, 1);
     const int batch = index / (batched * p.tiles), rest = index - batch * batched * p.tiles;
     const int size = max(min(batched, pairs - batch * batched), 1);
-    const int step = CAUSAL ? p.tiles - 1 - rest / size : rest / size;
+    const int step = kCausal ? p.tiles - 1 - rest / size : rest / size;
     const int pair = batch * batched + rest % size;
     if (index >= pairs * p.tiles) {
       tile.sequence = -1;
@@ -150,9 +163,11 @@ class TileScheduler {
     tile.q_length = __shfl_sync(0xffffffffu, span.length, owner);
     const int tiles = (tile.q_length + S::kQueries - 1) / S::kQueries;
     const int index_in_sequence = index - (__shfl_sync(0xffffffffu, end, owner) - tiles * p.heads);
-    tile.head = index_in_sequence / tiles;
-    const int step = index_in_sequence - tile.head * tiles;
-    tile.first = (CAUSAL ? tiles - 1 - step : step) * S::kQueries;
+    // With a window, neighbouring heads come one after the other: their rows are next to each other in memory, and each
+    // is read about once. Without one, tiles of a head share their keys.
+    tile.head = MASK == Mask::window ? index_in_sequence % p.heads : index_in_sequence / tiles;
+    const int step = MASK == Mask::window ? index_in_sequence / p.heads : index_in_sequence - tile.head * tiles;
+    tile.first = (kCausal ? tiles - 1 - step : step) * S::kQueries;
     tile.out_row = origin * p.heads + tile.head;
     tile.lse_row = tile.head * p.queries + origin;
     q_first = origin + tile.first;

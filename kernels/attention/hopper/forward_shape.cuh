@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "attention/hopper/window.h"
 #include "attention/op.h"
 #include "common/cuda/hopper.cuh"
 
@@ -25,7 +26,8 @@ struct ForwardShape {
   static constexpr bool kPreventHoist = GROUPS < 4;
   static constexpr int kQueries = 64 * GROUPS;
   static constexpr int kThreads = kWarpgroup * (GROUPS + 1);
-  static constexpr int kParts = HEAD_DIM / kTileColumns;  // swizzled tiles side by side
+  // Swizzled tiles next to each other. TMA fills the columns of the last one that the head does not have with zeros.
+  static constexpr int kParts = (HEAD_DIM + kTileColumns - 1) / kTileColumns;
   static constexpr uint32_t kQueryPart = kQueries * kTileRowBytes, kQueryBytes = kParts * kQueryPart;
   static constexpr uint32_t kKeyPart = KEYS * kTileRowBytes, kKeyBytes = kParts * kKeyPart;
   static constexpr int kMaxQuerySlots = (225 * 1024 - 2 * STAGES * kKeyBytes) / kQueryBytes;
@@ -52,6 +54,7 @@ struct ForwardParams {
   float scale;  // of scores, in units of log2
   float dropout_scale;
   int threshold;
+  Window window;  // for Mask::window
 
   __host__ __device__ bool packed() const { return cu_seqlens != nullptr; }
 };

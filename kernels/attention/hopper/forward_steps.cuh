@@ -208,6 +208,7 @@ ForwardParams make_forward_params(const AttentionForward& call, const TileSchedu
   p.scale = call.scale * 1.44269504088896f;
   p.dropout_scale = S::kDropout ? call.dropout_scale : 1.0f;
   p.threshold = call.threshold;
+  p.window = Window::of(call.window_left, call.window_right, call.queries, call.keys);
   return p;
 }
 

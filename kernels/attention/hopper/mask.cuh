@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "attention/hopper/window.h"
 #include "common/cuda/hopper.cuh"
 
 namespace fasttfm {
@@ -26,6 +27,31 @@ __device__ __forceinline__ int thread_in_group() { return static_cast<int>(reloa
 __device__ __forceinline__ int row_in_group() {
   const int number = thread_in_group();
   return number / 32 * 16 + number % 32 / 4;
+}
+
+// Sets the scores of keys before limit[half] to -infinity, counted in the same way.
+template <int COUNT>
+__device__ __forceinline__ void mask_scores_before(float (&s)[COUNT], const int (&limit)[2]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i)
+    if (i / 4 * 8 + i % 2 < limit[i / 2 % 2]) s[i] = kMinusInfinity;
+}
+
+// Sets the scores of keys outside of the queries' windows to -infinity. end: one past the last key that the
+// warpgroup's first query attends to, which may be past the sequence's end. Most steps need one side or none.
+template <class S>
+__device__ __forceinline__ void mask_window(float (&s)[S::kKeys / 2], int block, int k_length, int end,
+                                            const Window& window) {
+  const int key = block * S::kKeys, span = window.left + window.right + 1;
+  const int column = key + thread_in_group() % 4 * 2, row = end + row_in_group();
+  if (key + S::kKeys > min(end, k_length)) {
+    const int limit[2] = {min(row, k_length) - column, min(row + 8, k_length) - column};
+    mask_scores(s, limit);
+  }
+  if (key < end + 63 - span) {
+    const int limit[2] = {row - span - column, row + 8 - span - column};
+    mask_scores_before(s, limit);
+  }
 }
 
 // Sets the scores of keys past the end, and of keys that a query does not attend to, to -infinity. diagonal: the number

@@ -1,0 +1,188 @@
+// attention backward for Hopper, head dim 64: warpgroup 3, which sums dQ.
+#pragma once
+
+#include "attention/hopper/backward_products.cuh"
+
+namespace fasttfm {
+namespace cuda {
+namespace hopper_backward {
+
+// Writes zeros to gradients that are not computed: of queries that attend to no keys and of rows past the sequence's
+// end. This is for a (sequence, head) that has queries and keys; statistics_kernel() writes the zeros of the others.
+template <class T, int HEAD_DIM, Mask MASK>
+__device__ __forceinline__ void store_zero_rows(const Parameters& p, const Unit<MASK>& unit) {
+  const auto zeros = [&](const Output& output, const StoredSpan& span, int begin, int end) {
+    if (begin < end)
+      store_zeros<kWarpgroup, HEAD_DIM>(row_of<T>(output, p, unit.sequence, unit.head, span.first + begin),
+                                        output.token, end - begin);
+  };
+  if (MASK != Mask::full) zeros(p.dq, unit.q, 0, min(unit.begin(unit.first_key_tile()) * kQueries, unit.q.stored));
+  if (MASK == Mask::window) {
+    zeros(p.dk, unit.k, 0, unit.first_key_tile() * kKeys);
+    zeros(p.dv, unit.k, 0, unit.first_key_tile() * kKeys);
+  }
+  zeros(p.dq, unit.q, unit.query_tiles * kQueries, unit.q.stored);
+  zeros(p.dk, unit.k, unit.key_tiles * kKeys, unit.k.stored);
+  zeros(p.dv, unit.k, unit.key_tiles * kKeys, unit.k.stored);
+}
+
+// dQ of one block in shared memory; each thread has its own FLOATS elements of a tile.
+template <int FLOATS>
+class SharedSums {
+ public:
+  explicit __device__ __forceinline__ SharedSums(float4* sums) : sums_(sums) {}
+
+  __device__ __forceinline__ void load(float (&value)[FLOATS], int tile) const {
+    const float4* from = sums_ + tile * (kSumFloats / 4) + reload_tid() % kWarpgroup;
+#pragma unroll
+    for (int i = 0; i < FLOATS / 4; ++i) {
+      const float4 part = from[i * kWarpgroup];
+      value[4 * i] = part.x;
+      value[4 * i + 1] = part.y;
+      value[4 * i + 2] = part.z;
+      value[4 * i + 3] = part.w;
+    }
+  }
+  __device__ __forceinline__ void store(const float (&value)[FLOATS], int tile) {
+    float4* to = sums_ + tile * (kSumFloats / 4) + reload_tid() % kWarpgroup;
+#pragma unroll
+    for (int i = 0; i < FLOATS / 4; ++i)
+      to[i * kWarpgroup] = make_float4(value[4 * i], value[4 * i + 1], value[4 * i + 2], value[4 * i + 3]);
+  }
+
+ private:
+  float4* sums_;
+};
+
+// What a block does with its part of dQ of a tile of queries and a tile of keys: see ChunkStep.
+template <Mask MASK>
+struct DqStep {
+  bool follows, last;
+  static constexpr bool given = false, received = false;
+  __device__ __forceinline__ DqStep(const Unit<MASK>& unit, int key_tile, int tile)
+      : follows(key_tile > 0), last(key_tile == unit.last_key_tile(tile)) {}
+};
+template <>
+struct DqStep<Mask::window> : ChunkStep {
+  __device__ __forceinline__ DqStep(const Unit<Mask::window>& unit, int key_tile, int tile)
+      : ChunkStep(chunk_step(unit.keys_of(tile), unit.chunk, unit.has_next, key_tile)) {}
+};
+
+// Stores a tile's sum for the block that completes it, and counts the warps that have done so. Each thread has its own
+// elements.
+__device__ __forceinline__ void hand_over(const float (&value)[32], float* sum, int* handed_over) {
+  float4* to = reinterpret_cast<float4*>(sum) + reload_tid() % kWarpgroup;
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    __stcg(to + i * kWarpgroup, make_float4(value[4 * i], value[4 * i + 1], value[4 * i + 2], value[4 * i + 3]));
+  __syncwarp();
+  if (reload_tid() % 32 == 0)
+    asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(handed_over) : "memory");
+  __syncwarp();
+}
+
+// Waits for the sum of the other block, and adds it.
+__device__ __forceinline__ void add_handed_over(float (&value)[32], const float* sum, const int* handed_over) {
+  if (reload_tid() % 32 == 0) {
+    while (load_relaxed(handed_over) < kWarpgroup / 32) {
+    }
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  }
+  __syncwarp();
+  const float4* from = reinterpret_cast<const float4*>(sum) + reload_tid() % kWarpgroup;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float4 part = __ldcg(from + i * kWarpgroup);
+    value[4 * i] += part.x;
+    value[4 * i + 1] += part.y;
+    value[4 * i + 2] += part.z;
+    value[4 * i + 3] += part.w;
+  }
+}
+
+// The place of a tile of queries in SharedSums, which is a ring for windows.
+template <Mask MASK>
+__device__ __forceinline__ int ring_tile(int tile) {
+  return MASK == Mask::window ? tile % (kRingQueries / kQueries) : tile;
+}
+static_assert(kRingQueries == kOnChipQueries);
+
+template <class T, int HEAD_DIM, Mask MASK, bool ON_CHIP>
+__device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP, MASK>& memory) {
+  const int rank = ON_CHIP ? 0 : blockIdx.x % p.blocks;
+  uint32_t* own_progress = p.progress + blockIdx.x;
+  auto sums = [&] {
+    if constexpr (ON_CHIP)
+      return SharedSums<HEAD_DIM / 2>(memory.sums);
+    else
+      return OrderedSums<kSumFloats / kWarpgroup>(memory.sums, kBackwardSums, own_progress,
+                                                  rank == 0 ? own_progress + p.blocks - 1 : own_progress - 1);
+  }();
+  RingPosition<2> k_stage;
+  RingPosition<Memory<ON_CHIP, MASK>::kBuffers> step;
+  for (;;) {
+    memory.k_full[k_stage.slot].wait(k_stage.parity);
+    const Task<MASK>& task = memory.task[k_stage.slot];
+    const Unit<MASK>& unit = task.unit;
+    const int key_tile = task.key_tile;
+    const uint32_t place = task.place;
+    if (key_tile < 0) {
+      if constexpr (!ON_CHIP) sums.finish(place);
+      return;
+    }
+    for (int tile = task_begin(unit, key_tile); tile < task_end(unit, key_tile); ++tile, step.next()) {
+      float* sum = p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloats;
+      const DqStep<MASK> dq_step(unit, key_tile, tile);
+      const bool last = dq_step.last, load = (last || ON_CHIP) && dq_step.follows;
+      const uint32_t dscores = shared_address(memory.dscores[warp_uniform(step.slot)]);
+      const uint32_t k = shared_address(memory.k[warp_uniform(k_stage.slot)]);
+      float dq[HEAD_DIM / 2];
+      if (load) {
+        if constexpr (ON_CHIP)
+          sums.load(dq, ring_tile<MASK>(tile));
+        else
+          sums.load(dq, sum, place + tile, rank == 0 ? unit.query_tiles : 0);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        memory.dscores_full[step.slot][half].wait(step.parity);
+        wgmma_fence();
+#pragma unroll
+        for (int c = 4 * half; c < 4 * half + 4; ++c)
+          wgmma<T, Major::mn, Major::mn>(dq, advance_lo32(mn_major(dscores, 0), c * kMnMajorStep),
+                                         advance_lo32(mn_major(k, 0), c * kMnMajorStep), c > 0 || load);
+        wgmma_commit();
+      }
+      wgmma_wait<1>();
+      arrive_warp(memory.dscores_empty[step.slot][0]);
+      wgmma_wait<0>();
+      fence_operand(dq);
+      arrive_warp(memory.dscores_empty[step.slot][1]);
+      if constexpr (MASK == Mask::window) {
+        if (last && dq_step.received) add_handed_over(dq, sum, p.handed_over + unit.tile + tile);
+      }
+      if (last && dq_step.given) {
+        if constexpr (MASK == Mask::window) hand_over(dq, sum, p.handed_over + unit.tile + tile);
+      } else if (last) {
+        const int query = tile * kQueries;
+        store_product(dq, p.dq_scale, row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
+                      unit.q.stored - query);
+        __syncwarp();  // otherwise the compiler assumes diverged warps here, and uses uniform registers nowhere
+        if (p.column_parts != nullptr)
+          add_columns(dq, p.dq_scale,
+                      column_place(p, unit.sequence, rank, reload_tid() % kWarpgroup / 32, 0, unit.head));
+      } else if constexpr (ON_CHIP) {
+        sums.store(dq, ring_tile<MASK>(tile));
+      } else {
+        sums.add(dq, sum, place + tile, rank == 0 ? unit.query_tiles : 0, key_tile == 0);
+      }
+    }
+    if (key_tile == unit.first_key_tile()) store_zero_rows<T, HEAD_DIM>(p, unit);
+    arrive_warp(memory.k_empty[k_stage.slot]);
+    k_stage.next();
+  }
+}
+
+}  // namespace hopper_backward
+}  // namespace cuda
+}  // namespace fasttfm

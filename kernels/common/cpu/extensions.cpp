@@ -1,0 +1,41 @@
+#include "common/cpu/extensions.h"
+
+#include "common/cpu/isa.h"
+
+#ifdef FASTTFM_X86
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace fasttfm {
+
+bool has_avx512_vnni() {
+  __builtin_cpu_init();
+  return isa_supported(Isa::avx512) && __builtin_cpu_supports("avx512vnni");
+}
+
+bool may_use_amx_int8() {
+  static const bool permitted = [] {
+    unsigned a, b, c, d;
+    constexpr unsigned kTileAndInt8 = (1u << 24) | (1u << 25);  // of leaf 7's edx
+    if (!isa_supported(Isa::avx512) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    if ((d & kTileAndInt8) != kTileAndInt8) return false;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl's ARCH_REQ_XCOMP_PERM
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
+  return permitted;
+}
+
+}  // namespace fasttfm
+
+#else
+
+namespace fasttfm {
+
+bool has_avx512_vnni() { return false; }
+bool may_use_amx_int8() { return false; }
+
+}  // namespace fasttfm
+
+#endif

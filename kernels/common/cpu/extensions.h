@@ -1,0 +1,10 @@
+// Extensions of the avx512 instruction set that some CPUs have.
+#pragma once
+
+namespace fasttfm {
+
+bool has_avx512_vnni();
+// Asks the system for the use of the tiles, once.
+bool may_use_amx_int8();
+
+}  // namespace fasttfm

@@ -1,0 +1,31 @@
+"""Programmatic dependent launch: a kernel starts while the one before it still runs, and waits where it needs results.
+
+What a kernel loads before ``wait_for_inputs`` must not have been written by kernels before it in the stream: weights,
+say. Every kernel that is launched so waits, so that all earlier kernels have ended after the wait, not only the last.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait_for_inputs(DEPENDENT: tl.constexpr):
+    """Lets the next kernel start, and waits for the end of all kernels before this one."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+def launch_options(tensor: Tensor, overlap: bool) -> dict[str, Any]:
+    """The options of a launch on the tensor's GPU: with ``overlap`` a dependent one where the hardware has it, from
+    sm_90 on."""
+    if overlap and tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0):
+        return {"DEPENDENT": True, "launch_pdl": True}
+    return {"DEPENDENT": False}

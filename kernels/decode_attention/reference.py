@@ -1,0 +1,64 @@
+"""Attention of one new token of each sequence to the keys and values in a cache, in plain torch: the specification.
+
+With L = lengths[b] tokens of sequence b in the cache, between 0 and room - 1, the new token is at position L:
+
+    key_cache[b, L] = k[b],  value_cache[b, L] = v[b]
+    out[b, h] = sum over j of softmax_j(scale * q[b, h] key_cache[b, j, g]) value_cache[b, j, g],   g = h // (H / Hk)
+
+j runs from max(0, L - left) to L; ``left`` < 0 means no limit. Lengths outside count as the nearest one inside.
+Arithmetic is fp32 (fp64 for fp64 input).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.common.linear import accumulate, without_autocast
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    lengths: Tensor,
+    left: int,
+    scale: float,
+) -> Tensor:
+    """Only the result, with the new keys and values in copies of the caches."""
+    return _attend(q, _appended(key_cache, k, lengths), _appended(value_cache, v, lengths), lengths, left, scale)
+
+
+def append(cache: Tensor, new: Tensor, lengths: Tensor) -> None:
+    """Writes ``new`` [B, Hk, D] into row ``lengths`` of each sequence's cache."""
+    cache[torch.arange(len(cache), device=cache.device), last_row(cache, lengths)] = new.to(cache.dtype)
+
+
+def last_row(cache: Tensor, lengths: Tensor) -> Tensor:
+    """The row of each sequence's new token: int64 [B]."""
+    return lengths.clamp(0, cache.shape[1] - 1).long()
+
+
+def _appended(cache: Tensor, new: Tensor, lengths: Tensor) -> Tensor:
+    here = torch.arange(cache.shape[1], device=cache.device) == last_row(cache, lengths)[:, None]
+    return torch.where(here[:, :, None, None], new[:, None], cache)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, left: int, scale: float) -> Tensor:
+    batch, heads, width = q.shape
+    groups = keys.shape[2]
+    grouped = accumulate(q).reshape(batch, groups, heads // groups, width)
+    places = torch.arange(keys.shape[1], device=q.device)
+    last = last_row(keys, lengths)[:, None]
+    seen = places <= last
+    if left >= 0:
+        seen = seen & (places >= last - left)
+    seen = seen[:, None, None, :]
+    with without_autocast(grouped):
+        scores = torch.einsum("bghd,btgd->bght", grouped, accumulate(keys)) * scale
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        read = accumulate(values).masked_fill(~seen[:, 0, 0, :, None, None], 0.0)  # what is not read may be NaN
+        out = torch.einsum("bght,btgd->bghd", weights, read)
+    return out.reshape(batch, heads, width).to(q.dtype)

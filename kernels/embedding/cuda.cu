@@ -1,0 +1,419 @@
+// Embedding on NVIDIA GPUs for batches of few tokens, where launches decide; the formulas are in reference.py.
+//
+// A block takes a token's row. The backward writes dx, the gradient of every token's sum of rows, to the workspace.
+// A table's gradient is summed without sorting: the block of a token returns if an earlier token has the same row of
+// the table, and otherwise adds up dx of all tokens that have it, in their order. All tokens are compared with all
+// others, which is why the number of tokens is limited.
+#include <cstdint>
+
+#include "common/count.h"
+#include "common/cuda/dropout.cuh"
+#include "common/cuda/launch.cuh"
+#include "common/cuda/normalize.cuh"
+#include "common/cuda/rows.cuh"
+#include "embedding/op.h"
+
+namespace fasttfm {
+namespace cuda {
+namespace {
+
+constexpr int kBlock = 128;
+
+// One token's rows of the tables. An index outside of its table is read as 0.
+struct TokenIndices {
+  int64_t word = 0, position = 0, segment = 0;
+  bool bad_word = false, bad_position = false, bad_segment = false;
+
+  __device__ __forceinline__ TokenIndices(const EmbeddingGpuRows& p, int64_t row) {
+    word = inside(p.ids[row], p.word_rows, bad_word);
+    if (p.position_table != nullptr) {
+      const int64_t given = p.position_ids != nullptr ? p.position_ids[row] : int64_t{positions_of(p)(row).token};
+      position = inside(given, p.position_rows, bad_position);
+    }
+    if (p.segment_table != nullptr && p.segment_ids != nullptr)
+      segment = inside(p.segment_ids[row], p.segment_rows, bad_segment);
+  }
+
+  __device__ __forceinline__ bool bad() const { return bad_word || bad_position || bad_segment; }
+
+  static __device__ __forceinline__ RowPositions positions_of(const EmbeddingGpuRows& p) {
+    return {p.cu_seqlens, p.sequences, p.tokens_per_sequence};
+  }
+
+ private:
+  static __device__ __forceinline__ int64_t inside(int64_t given, int64_t limit, bool& bad) {
+    bad = given < 0 || given >= limit;
+    return bad ? 0 : given;
+  }
+};
+
+// Records the first bad row of an argument, as common/index_errors.py reads it.
+__device__ __forceinline__ void note(bool bad, int64_t* errors, int argument, int64_t row, int64_t given,
+                                     int64_t limit) {
+  if (!bad) return;
+  const int64_t saturated = given < INT32_MIN ? INT32_MIN : given > INT32_MAX ? INT32_MAX : given;
+  const auto word = static_cast<long long>((row << 32) | (saturated & 0xffffffffll));
+  atomicMin(reinterpret_cast<long long*>(errors) + argument, word);
+  errors[kEmbeddingTables + argument] = limit;
+}
+
+// The sum of a token's rows, zero past their end.
+template <class Table, class S>
+__device__ __forceinline__ void look_up(const EmbeddingGpuRows& p, const TokenIndices& at,
+                                        float (&x)[S::kVectors][kVector]) {
+  const int columns = static_cast<int>(p.columns);
+  const Table* const row[kEmbeddingTables] = {
+      static_cast<const Table*>(p.word_table) + at.word * columns,
+      static_cast<const Table*>(p.position_table) + at.position * columns,
+      static_cast<const Table*>(p.segment_table) + at.segment * columns,
+  };
+  const bool present[kEmbeddingTables] = {true, p.position_table != nullptr, p.segment_table != nullptr};
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+    const bool inside = in_row<S>(v, columns);
+    Packed<Table> packed[kEmbeddingTables];
+#pragma unroll
+    for (int t = 0; t < kEmbeddingTables; ++t)
+      packed[t] = load_packed_if(inside && present[t], row[t] + column_of<S>(v));
+    widen(packed[0], x[v]);
+#pragma unroll
+    for (int t = 1; t < kEmbeddingTables; ++t) {
+      float added[kVector];
+      widen(packed[t], added);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) x[v][i] += added[i];
+    }
+  }
+}
+
+// The mean and the inverse deviation of a row, which becomes its normalized values.
+template <class S>
+__device__ __forceinline__ void normalize(const EmbeddingGpuForward& p, int64_t row, float (&x)[S::kVectors][kVector]) {
+  __shared__ float scratch[2][2 * S::kBlock / 32];
+  const int columns = static_cast<int>(p.columns);
+  const float inverse_c = 1.0f / static_cast<float>(columns);
+  float mean[1] = {};
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v)
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) mean[0] += x[v][i];
+  group_sum<S::kGroup, S::kBlock>(mean, scratch[0]);
+  mean[0] *= inverse_c;
+  float sums[2] = {};  // of the squares of the deviations, and of the deviations: zero but for the mean's rounding
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+    const float center = in_row<S>(v, columns) ? mean[0] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      x[v][i] -= center;
+      sums[0] = fmaf(x[v][i], x[v][i], sums[0]);
+      sums[1] += x[v][i];
+    }
+  }
+  group_sum<S::kGroup, S::kBlock>(sums, scratch[1]);
+  const float correction = sums[1] * inverse_c;
+  const float rstd = inverse_root<float>(fmaxf(sums[0] * inverse_c - correction * correction, 0.0f) + p.eps);
+  if (threadIdx.x == 0) {
+    p.statistics[row] = mean[0] + correction;
+    p.statistics[p.rows + row] = rstd;
+  }
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+    if (!in_row<S>(v, columns)) continue;
+    float weight[kVector], bias[kVector];
+    load_parameter(p.weight, p.weight_dtype, column_of<S>(v), 1.0f, weight);
+    load_parameter(p.bias, p.bias_dtype, column_of<S>(v), 0.0f, bias);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[v][i] = fmaf(fmaf(x[v][i], rstd, -correction * rstd), weight[i], bias[i]);
+  }
+}
+
+template <class Table, class Out, class S>
+__global__ void __launch_bounds__(S::kBlock) forward_kernel(EmbeddingGpuForward p) {
+  const int64_t row = blockIdx.x;
+  const TokenIndices at(p, row);
+  if (threadIdx.x == 0 && at.bad()) {
+    note(at.bad_word, p.errors, 0, row, p.ids[row], p.word_rows);
+    const int64_t position = p.position_ids != nullptr ? p.position_ids[row] : TokenIndices::positions_of(p)(row).token;
+    note(at.bad_position, p.errors, 1, row, position, p.position_rows);
+    if (at.bad_segment) note(true, p.errors, 2, row, p.segment_ids[row], p.segment_rows);
+  }
+  float x[S::kVectors][kVector];
+  look_up<Table, S>(p, at, x);
+  if (at.bad()) {
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v)
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) x[v][i] = __int_as_float(0x7fffffff);
+  }
+  if (p.layer_norm) normalize<S>(p, row, x);
+  const Dropout dropout(p);
+  RowDraws<S> draws;
+  dropout.draw(row, draws);
+  Out* y = static_cast<Out*>(p.y) + row * p.columns;
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+    if (p.seed != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) x[v][i] = draws.kept(v, i, dropout.limit) ? x[v][i] * dropout.scale : 0.0f;
+    }
+    store_packed_if(in_row<S>(v, static_cast<int>(p.columns)), y + column_of<S>(v), narrow<Out>(x[v]));
+  }
+}
+
+// ---- backward --------------------------------------------------------------------------------------------------------
+
+// A block takes every gridDim.x-th row. It writes dx and the keys, the row of each table that a token's dx goes to or
+// -1, and its part of the sums over rows.
+template <class Table, class Out, class S>
+__global__ void __launch_bounds__(S::kBlock) rows_kernel(EmbeddingGpuBackward p, EmbeddingGpuWorkspace workspace) {
+  __shared__ float scratch[2][3 * S::kBlock / 32];
+  const int columns = static_cast<int>(p.columns);
+  const float inverse_c = 1.0f / static_cast<float>(columns);
+  const Dropout dropout(p);
+  float weight[S::kVectors][kVector];
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) weight[v][i] = 0.0f;
+    if (in_row<S>(v, columns)) load_parameter(p.weight, p.weight_dtype, column_of<S>(v), 1.0f, weight[v]);
+  }
+  float dweight[S::kVectors][kVector] = {}, dbias[S::kVectors][kVector] = {};
+  int round = 0;
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x, round ^= 1) {
+    const TokenIndices at(p, row);
+    if (threadIdx.x == 0) {
+      const bool word = !at.bad_word && at.word != p.padding_index;
+      workspace.keys[row] = word ? static_cast<int32_t>(at.word) : -1;
+      workspace.keys[p.rows + row] = at.bad_position ? -1 : static_cast<int32_t>(at.position);
+      workspace.keys[2 * p.rows + row] = at.bad_segment ? -1 : static_cast<int32_t>(at.segment);
+    }
+    RowDraws<S> draws;
+    dropout.draw(row, draws);
+    const Out* dy = static_cast<const Out*>(p.dy) + row * columns;
+    float h[S::kVectors][kVector];
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {
+      widen(load_packed_if(in_row<S>(v, columns), dy + column_of<S>(v)), h[v]);
+      if (p.seed != nullptr) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) h[v][i] = draws.kept(v, i, dropout.limit) ? h[v][i] * dropout.scale : 0.0f;
+      }
+    }
+    float* dx = workspace.dx + row * columns;
+    if (p.layer_norm) {
+      float x[S::kVectors][kVector];
+      look_up<Table, S>(p, at, x);
+      const float mean = p.statistics[row], rstd = p.statistics[p.rows + row];
+      float sums[3] = {};  // of the deviations (zero but for rounding), of g = h * weight and of their product
+#pragma unroll
+      for (int v = 0; v < S::kVectors; ++v) {
+        const float center = in_row<S>(v, columns) ? mean : 0.0f;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          x[v][i] -= center;
+          const float g = __fmul_rn(h[v][i], weight[v][i]);
+          sums[0] += x[v][i];
+          sums[1] += g;
+          sums[2] = fmaf(g, x[v][i], sums[2]);
+        }
+      }
+      group_sum<S::kGroup, S::kBlock>(sums, scratch[round]);
+      const float correction = sums[0] * inverse_c, mean_g = sums[1] * inverse_c;
+      const float slope = rstd * (rstd * (rstd * (sums[2] * inverse_c - correction * mean_g)));
+#pragma unroll
+      for (int v = 0; v < S::kVectors; ++v) {
+        float out[kVector];
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          const float deviation = x[v][i] - correction;
+          // Rounded as in the sum: the difference is exact where it should be zero.
+          out[i] = rstd * (__fmul_rn(h[v][i], weight[v][i]) - mean_g) - slope * deviation;
+          dweight[v][i] = fmaf(h[v][i] * rstd, deviation, dweight[v][i]);
+          dbias[v][i] += h[v][i];
+        }
+        store_packed_if(in_row<S>(v, columns), dx + column_of<S>(v), narrow<float>(out));
+      }
+    } else {
+#pragma unroll
+      for (int v = 0; v < S::kVectors; ++v)
+        store_packed_if(in_row<S>(v, columns), dx + column_of<S>(v), narrow<float>(h[v]));
+    }
+  }
+  if (!p.layer_norm) return;
+  float* part = workspace.parts + static_cast<int64_t>(blockIdx.x) * columns;
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+    const bool inside = in_row<S>(v, columns);
+    store_packed_if(inside, part + column_of<S>(v), narrow<float>(dweight[v]));
+    store_packed_if(inside, part + gridDim.x * p.columns + column_of<S>(v), narrow<float>(dbias[v]));
+  }
+}
+
+constexpr int kSumVector = 4;  // columns of a thread in the kernels that add up dx
+constexpr int kSliceColumns = kBlock * kSumVector;
+
+__device__ __forceinline__ void add_row(const float* dx, bool inside, float (&total)[kSumVector]) {
+  if (!inside) return;
+  const float4 value = *reinterpret_cast<const float4*>(dx);
+  total[0] += value.x;
+  total[1] += value.y;
+  total[2] += value.z;
+  total[3] += value.w;
+}
+
+// Block (n, slice of columns, table): the gradient of the row of the table that token n has, if n is its first token.
+__global__ void __launch_bounds__(kBlock) tables_kernel(EmbeddingGpuBackward p, EmbeddingGpuWorkspace workspace) {
+  __shared__ unsigned matches[kBlock / 32];
+  void* dtable = blockIdx.z == 0 ? p.dword : p.dposition;
+  if (dtable == nullptr) return;
+  const int32_t* keys = workspace.keys + blockIdx.z * p.rows;
+  const int rows = static_cast<int>(p.rows), first = static_cast<int>(blockIdx.x);
+  const int32_t key = keys[first];
+  if (key < 0) return;
+  bool earlier = false;
+  for (int n = static_cast<int>(threadIdx.x); n < first; n += kBlock) earlier |= keys[n] == key;
+  if (__syncthreads_or(earlier)) return;
+
+  const int64_t column = static_cast<int64_t>(blockIdx.y) * kSliceColumns + threadIdx.x * kSumVector;
+  const bool inside = column < p.columns;
+  float total[kSumVector] = {};
+  for (int start = first; start < rows; start += kBlock) {
+    const int n = start + static_cast<int>(threadIdx.x);
+    const unsigned mine = __ballot_sync(0xffffffffu, n < rows && keys[n < rows ? n : first] == key);
+    if (threadIdx.x % 32 == 0) matches[threadIdx.x / 32] = mine;
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < kBlock / 32; ++warp)
+      for (unsigned left = matches[warp]; left != 0; left &= left - 1) {
+        const int64_t token = start + 32 * warp + __ffs(static_cast<int>(left)) - 1;
+        add_row(workspace.dx + token * p.columns + column, inside, total);
+      }
+    __syncthreads();
+  }
+  if (!inside) return;
+#pragma unroll
+  for (int i = 0; i < kSumVector; ++i) store_as(p.table_dtype, dtable, key * p.columns + column + i, total[i]);
+}
+
+// Block (part, slice of columns): the part's sums of dx over the tokens of segments 0 and 1.
+__global__ void __launch_bounds__(kBlock) segments_kernel(EmbeddingGpuBackward p, EmbeddingGpuWorkspace workspace) {
+  const int64_t column = static_cast<int64_t>(blockIdx.y) * kSliceColumns + threadIdx.x * kSumVector;
+  if (column >= p.columns) return;
+  const int64_t span = (p.rows + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * span;
+  const int64_t end = begin + span < p.rows ? begin + span : p.rows;
+  float total[kEmbeddingSegments][kSumVector] = {};
+  for (int64_t n = begin; n < end; ++n) {
+    const int32_t segment = workspace.keys[2 * p.rows + n];
+#pragma unroll
+    for (int s = 0; s < kEmbeddingSegments; ++s) add_row(workspace.dx + n * p.columns + column, segment == s, total[s]);
+  }
+#pragma unroll
+  for (int s = 0; s < kEmbeddingSegments; ++s)
+#pragma unroll
+    for (int i = 0; i < kSumVector; ++i)
+      workspace.segment_parts[(s * static_cast<int64_t>(gridDim.x) + blockIdx.x) * p.columns + column + i] =
+          total[s][i];
+}
+
+// ---- launchers -------------------------------------------------------------------------------------------------------
+
+Status check(const EmbeddingGpuRows& p) {
+  if (p.columns < kVector || p.columns % kVector != 0 || p.columns > kEmbeddingGpuColumns)
+    return bad_size("embedding: the CUDA kernels take columns that are a multiple of 8, from 8 to 2048");
+  if (p.rows > kEmbeddingGpuRows) return bad_size("embedding: the CUDA kernels take up to 8192 tokens");
+  if (p.segment_rows > kEmbeddingSegments) return bad_size("embedding: the CUDA kernels take up to 2 segments");
+  for (const void* tensor : {p.word_table, p.position_table, p.segment_table, p.weight})
+    if (!rows_aligned(tensor, 0)) return misaligned_rows();
+  return {};
+}
+
+// Calls use(table element, output element, RowShape) for the types and the row size.
+template <class Use>
+Status for_types(const EmbeddingGpuRows& p, Use use) {
+  const auto with_shape = [&](auto table, auto out) {
+    if (p.columns <= 1024) return use(table, out, RowShape<kBlock, 1, kBlock>{});
+    return use(table, out, RowShape<kBlock, 2, kBlock>{});
+  };
+  return with_dtype(p.dtype, unknown_dtype(), [&](auto out) {
+    if (p.table_dtype == p.dtype) return with_shape(out, out);
+    if (p.table_dtype == DType::f32) return with_shape(float{}, out);
+    return bad_size("embedding: the CUDA kernels take tables in fp32 or in the output's type");
+  });
+}
+
+constexpr int64_t kMostParts = 256;
+constexpr int64_t kMostSegmentParts = 64;
+int64_t parts_of(int64_t rows) { return rows < kMostParts ? rows : kMostParts; }
+int64_t segment_parts_of(int64_t rows) { return rows < kMostSegmentParts ? rows : kMostSegmentParts; }
+
+int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+Status clear(void* table, int64_t rows, const EmbeddingGpuBackward& p) {
+  if (table == nullptr) return {};
+  const auto bytes = static_cast<size_t>(rows * p.columns * element_bytes(p.table_dtype));
+  return status_of(cudaMemsetAsync(table, 0, bytes, static_cast<cudaStream_t>(p.stream)));
+}
+
+Status sum_segments(const EmbeddingGpuBackward& p, const EmbeddingGpuWorkspace& workspace, unsigned slices) {
+  const int64_t parts = segment_parts_of(p.rows);
+  const Status status =
+      launch(segments_kernel, dim3(static_cast<unsigned>(parts), slices), kBlock, 0, p.stream, p, workspace);
+  if (status.code != StatusCode::ok) return status;
+  SumOutput second{};
+  if (p.segment_rows > 1)
+    second = {static_cast<char*>(p.dsegment) + p.columns * element_bytes(p.table_dtype), p.table_dtype};
+  return sum_parts(workspace.segment_parts, {p.dsegment, p.table_dtype}, second, static_cast<int>(parts), p.columns,
+                   p.stream);
+}
+
+}  // namespace
+
+Status embedding_forward(const EmbeddingGpuForward& p) {
+  Status status = check(p);
+  if (status.code != StatusCode::ok || p.rows == 0) return status;
+  if (!rows_aligned(p.bias, 0) || !rows_aligned(p.y, 0)) return misaligned_rows();
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
+  return for_types(p, [&](auto table, auto out, auto shape) {
+    using S = decltype(shape);
+    return launch(forward_kernel<decltype(table), decltype(out), S>, static_cast<unsigned>(p.rows), S::kBlock, 0,
+                  p.stream, p);
+  });
+}
+
+Status embedding_backward(const EmbeddingGpuBackward& p) {
+  Status status = check(p);
+  if (status.code != StatusCode::ok) return status;
+  if (!rows_aligned(p.dy, 0)) return misaligned_rows();
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
+  const int64_t parts = parts_of(p.rows);
+  const EmbeddingGpuWorkspace workspace(p.workspace, p.rows, p.columns, parts, segment_parts_of(p.rows));
+  status = clear(p.dword, p.word_rows, p);
+  if (status.code == StatusCode::ok) status = clear(p.dposition, p.position_rows, p);
+  if (p.rows > 0 && status.code == StatusCode::ok)
+    status = for_types(p, [&](auto table, auto out, auto shape) {
+      using S = decltype(shape);
+      return launch(rows_kernel<decltype(table), decltype(out), S>, static_cast<unsigned>(parts), S::kBlock, 0,
+                    p.stream, p, workspace);
+    });
+  if (status.code == StatusCode::ok && (p.dweight != nullptr || p.dbias != nullptr))
+    status = sum_parts(workspace.parts, {p.dweight, p.weight_dtype}, {p.dbias, p.bias_dtype}, static_cast<int>(parts),
+                       p.columns, p.stream);
+  const auto slices = static_cast<unsigned>((p.columns + kSliceColumns - 1) / kSliceColumns);
+  if (status.code == StatusCode::ok && p.dsegment != nullptr)
+    status = p.rows == 0 ? clear(p.dsegment, p.segment_rows, p) : sum_segments(p, workspace, slices);
+  if (status.code != StatusCode::ok || p.rows == 0 || (p.dword == nullptr && p.dposition == nullptr)) return status;
+  const unsigned tables = p.dposition == nullptr ? 1 : 2;
+  return launch(tables_kernel, dim3(static_cast<unsigned>(p.rows), slices, tables), kBlock, 0, p.stream, p, workspace);
+}
+
+int64_t embedding_gpu_workspace(int64_t rows, int64_t columns) {
+  using baseline::Count;
+  const Count parts = 2 * (parts_of(rows) + segment_parts_of(rows));
+  return (Count(rows) * columns + parts * columns + Count(rows) * kEmbeddingTables).value;
+}
+
+}  // namespace cuda
+}  // namespace fasttfm

@@ -1,0 +1,91 @@
+// Inference over few tokens: matrix products of 1 to some hundred rows, the LayerNorm that adds up their partial sums,
+// and attention of short sequences. Kernels of one chain overlap: each starts while the one before it still runs,
+// fetches what does not depend on it (weights), and waits (programmatic dependent launch).
+//
+//   product      y = activation(x weight^T + bias)       x [M, K], weight [N, K]; or fp32 sums over parts of K
+//   add_norm     z = residual + sum of parts + bias,  y = LayerNorm(z)
+//   attention    softmax(q k^T scale) v over packed sequences
+#pragma once
+
+#include <cstdint>
+
+#include "common/activation.h"
+#include "common/dtype.h"
+#include "common/status.h"
+
+namespace fasttfm {
+
+// `dependent`, of every launcher: not 0 if the last kernel of the stream is one of these three, of the same chain. Then
+// weights, biases and cu_seqlens are read before that kernel has ended; the chain's first kernel orders them.
+struct FewRowsProduct {
+  const void* x;       // [M, K], dtype, contiguous
+  const void* weight;  // [N, K], dtype, contiguous
+  const void* bias;    // [N], bias_dtype, or null for 0; null with parts
+  void* y;             // [M, N], dtype, contiguous; null with parts
+  float* parts;        // [part_count, M, N]: sums over parts of K, or null
+  int64_t rows;        // M
+  int64_t columns;     // N
+  int64_t inner;       // K
+  int tile;            // index into few_rows::kTiles
+  int part_count;      // of K; 1 without parts
+  int activates;       // not 0 for the activation
+  Activation activation;
+  DType dtype;  // bf16 or f16
+  DType bias_dtype;
+  int dependent;
+  int device;
+  void* stream;
+};
+
+struct FewRowsAddNorm {
+  const float* parts;       // [part_count, N, C]
+  const void* residual;     // [N, C], residual_dtype, contiguous
+  const void* linear_bias;  // [C], parameter_dtype, or null for 0
+  const void* weight;       // [C], parameter_dtype, or null for 1
+  const void* bias;         // [C], parameter_dtype, or null for 0
+  void* y;                  // [N, C], dtype, contiguous
+  void* z;                  // [N, C], residual_dtype, contiguous, or null if not needed; may be residual
+  int64_t rows;             // N
+  int64_t columns;          // C
+  int part_count;
+  float eps;
+  DType dtype;  // bf16 or f16
+  DType residual_dtype;
+  DType parameter_dtype;
+  int dependent;
+  int device;
+  void* stream;
+};
+
+struct FewRowsAttention {
+  const void* qkv;            // [T, 3, H, D], dtype, contiguous
+  void* out;                  // [T, H, D], dtype, contiguous: every row is written, 0 for those of no sequence
+  const int32_t* cu_seqlens;  // [sequences + 1]
+  int64_t tokens;             // T
+  int64_t sequences;
+  int64_t heads;         // H
+  int64_t head_dim;      // D: 32, 64 or 128
+  int64_t max_seqlen;    // no sequence is longer
+  int64_t window_left;   // as in attention/op.h
+  int64_t window_right;  //
+  float scale;           // of the scores
+  int split_keys;        // not 0 for blocks of 16 queries whose warps share the keys
+  DType dtype;           // bf16 or f16
+  int dependent;
+  int device;
+  void* stream;
+};
+
+// The tile and the number of parts of K for the sizes of a product on a GPU with so many SMs; `partial` is not 0 if
+// there may be several parts.
+int64_t few_rows_tile(int64_t rows, int64_t columns, int64_t inner, int64_t processors, int64_t partial);
+int64_t few_rows_parts(int64_t rows, int64_t columns, int64_t inner, int64_t processors, int64_t partial);
+
+namespace cuda {
+// Compute capability 9.0. N, K and C are multiples of 8, C is at most 8192; tensors are aligned to 16 bytes.
+Status few_rows_product(const FewRowsProduct&);
+Status few_rows_add_norm(const FewRowsAddNorm&);
+Status few_rows_attention(const FewRowsAttention&);
+}  // namespace cuda
+
+}  // namespace fasttfm

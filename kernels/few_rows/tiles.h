@@ -1,0 +1,73 @@
+// The tiles of the matrix products for few rows, and which element of a tile each thread moves or holds: plain index
+// arithmetic, the same on the host, where tests check it, and in kernels.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define FASTTFM_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FASTTFM_HOST_DEVICE inline
+#endif
+
+namespace fasttfm {
+namespace few_rows {
+
+constexpr int kInner = 64;      // elements of K in one stage: rows of 128 bytes
+constexpr int kChunk = 8;       // elements in 16 bytes
+constexpr int kTileChunks = 8;  // of a row of a stage
+
+// A block computes rows x columns of the product. Its warps are inner_groups grids of warp_rows x warp_columns; each
+// grid computes the whole tile over its share of every stage, and the first one adds up their sums. With wgmma a warp
+// has 16 rows, and four of them are a warpgroup; otherwise warps use mma.sync. Stages come by TMA.
+struct Tile {
+  int rows, columns;
+  int warp_rows, warp_columns;
+  int inner_groups;
+  int stages;
+  bool wgmma;
+};
+
+// Shared memory has room for one block of an SM: blocks of a kernel that starts early lie on different SMs.
+constexpr Tile kTiles[] = {
+    {16, 32, 1, 2, 4, 19, false}, {32, 32, 1, 2, 4, 14, false},  {32, 48, 1, 2, 4, 12, false},
+    {64, 32, 2, 2, 2, 10, false}, {64, 48, 2, 2, 2, 9, false},   {64, 64, 2, 2, 2, 8, false},
+    {128, 64, 2, 2, 2, 5, false}, {128, 128, 2, 4, 1, 4, false}, {64, 64, 4, 1, 2, 8, true},
+    {64, 96, 4, 1, 2, 6, true},   {128, 64, 8, 1, 1, 5, true},   {128, 96, 8, 1, 1, 5, true},
+    {128, 128, 8, 1, 1, 5, true},
+};
+constexpr int kTileCount = static_cast<int>(sizeof(kTiles) / sizeof(kTiles[0]));
+
+constexpr int threads_of(const Tile& tile) { return 32 * tile.warp_rows * tile.warp_columns * tile.inner_groups; }
+constexpr int stage_bytes(const Tile& tile) { return (tile.rows + tile.columns) * kInner * 2; }
+// How many stages are copied ahead: one is in use, and with wgmma the one before it, too.
+constexpr int stages_ahead(const Tile& tile) { return tile.stages - (tile.wgmma ? 2 : 1); }
+// Bytes of shared memory: the stages, and a barrier for each.
+constexpr int memory_of(const Tile& tile) { return tile.stages * (stage_bytes(tile) + 8); }
+
+// The byte offset of a 16-byte chunk in a tile whose rows have `chunks` chunks (4, 8 or 16). Chunks are permuted within
+// 128 bytes such that the same chunk of eight consecutive rows lies in different banks.
+FASTTFM_HOST_DEVICE constexpr int chunk_offset(int row, int chunk, int chunks) {
+  return (row * chunks + (chunk ^ (chunks >= 8 ? row & 7 : (row >> 1) & 3))) * 16;
+}
+
+// The row and the chunk whose address a lane gives to ldmatrix.x4.
+struct MatrixRow {
+  int row, chunk;
+};
+// 16 rows x 16 columns: an operand A of mma.m16n8k16, or, transposed, operands B of two tiles of 8 columns.
+FASTTFM_HOST_DEVICE constexpr MatrixRow matrix_row_a(int lane) { return {lane & 15, lane >> 4}; }
+// 16 rows of a matrix whose transpose is the operand B: two tiles of 8 columns. Lanes 0 to 15 give the first one.
+FASTTFM_HOST_DEVICE constexpr MatrixRow matrix_row_b(int lane) {
+  return {(lane >> 4) * 8 + (lane & 7), (lane >> 3) & 1};
+}
+
+// The first of two neighbouring elements that a lane holds of an accumulator of 16 x 8; the other two are 8 rows below.
+FASTTFM_HOST_DEVICE constexpr int accumulator_row(int lane) { return lane >> 2; }
+FASTTFM_HOST_DEVICE constexpr int accumulator_column(int lane) { return 2 * (lane & 3); }
+
+// The first stage of a part of K.
+FASTTFM_HOST_DEVICE constexpr int first_stage(int stages, int part, int parts) { return stages * part / parts; }
+
+}  // namespace few_rows
+}  // namespace fasttfm

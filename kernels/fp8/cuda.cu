@@ -1,0 +1,438 @@
+// Casts to FP8 on Hopper. The rules are in reference.py.
+//
+// A block has a tile of 128 rows and 128 columns, a thread 8 x 8 elements of it: it reads 16 bytes of each row, writes
+// 8 FP8 numbers of each row, and transposes its elements in registers. By way of shared memory, columns of the tile are
+// then written 16 bytes at a time, 128 bytes of a column by 8 lanes.
+#include <cstdint>
+#include <type_traits>
+
+#include "common/count.h"
+#include "common/cuda/activation.cuh"
+#include "common/cuda/convert.cuh"
+#include "common/cuda/hopper.cuh"
+#include "common/cuda/launch.cuh"
+#include "common/cuda/reduce.cuh"
+#include "common/cuda/rows.cuh"
+#include "common/philox.h"
+#include "fp8/op.h"
+
+namespace fasttfm {
+namespace cuda {
+namespace {
+
+constexpr int kTile = 128;  // rows and columns
+constexpr int kBlock = 256;
+constexpr int kWarps = kBlock / 32;
+constexpr int kGroups = kTile / kVector;  // of 8 columns, or of 8 rows, in a tile
+static_assert(kGroups * kGroups == kBlock, "a thread has 8 x 8 elements");
+
+// The activation's forward: a warp has 256 columns, a block 32 rows.
+constexpr int kStripeColumns = 32 * kVector;
+constexpr int kStripeRows = 4;  // of a thread
+
+template <class T>
+constexpr bool kExact = sizeof(T) == 4;
+
+// ---- rounding --------------------------------------------------------------------------------------------------------
+
+// Finite values saturate (satfinite); x - x is NaN where x is infinite.
+__device__ __forceinline__ float scaled(float x, float scale) { return fmaf(x, scale, x - x); }
+
+template <bool E5M2>
+__device__ __forceinline__ uint32_t round_pair(float low, float high) {
+  uint16_t pair;
+  if constexpr (E5M2)
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// Eight numbers, the first in the lowest byte.
+template <bool E5M2>
+__device__ __forceinline__ uint2 round_vector(const float (&x)[kVector], float scale) {
+  uint32_t pair[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pair[i] = round_pair<E5M2>(scaled(x[2 * i], scale), scaled(x[2 * i + 1], scale));
+  return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
+}
+
+// NaN is left out, as fmaxf does.
+__device__ __forceinline__ float largest(const float (&x)[kVector], float so_far) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) so_far = fmaxf(so_far, fabsf(x[i]));
+  return so_far;
+}
+
+// The order of magnitudes is that of their bits. Most blocks find a number that is large enough already.
+__device__ __forceinline__ void record(float* amax, uint32_t value) {
+  auto* bits = reinterpret_cast<unsigned*>(amax);
+  if (value > *static_cast<volatile unsigned*>(bits)) atomicMax(bits, value);
+}
+
+// ---- transposition ---------------------------------------------------------------------------------------------------
+
+// 4 x 4 bytes: the i-th byte of the j-th word becomes the j-th byte of the i-th word.
+__device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
+  const uint32_t low01 = __byte_perm(word[0], word[1], 0x5140), high01 = __byte_perm(word[0], word[1], 0x7362);
+  const uint32_t low23 = __byte_perm(word[2], word[3], 0x5140), high23 = __byte_perm(word[2], word[3], 0x7362);
+  word[0] = __byte_perm(low01, low23, 0x5410);
+  word[1] = __byte_perm(low01, low23, 0x7632);
+  word[2] = __byte_perm(high01, high23, 0x5410);
+  word[3] = __byte_perm(high01, high23, 0x7632);
+}
+
+// A tile's columns in shared memory, 128 bytes each: the 8 bytes of row group r of column c are in chunk
+// r ^ (c / 8), so that neither writing nor reading has bank conflicts.
+struct alignas(16) Columns {
+  uint8_t byte[kTile * kTile];
+
+  // The thread's columns of 4 rows: `half` 0 or 1 of its 8.
+  __device__ __forceinline__ void put(const uint2 (&row)[4], int column_group, int row_group, int half) {
+    uint32_t low[4], high[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      low[r] = row[r].x;
+      high[r] = row[r].y;
+    }
+    transpose_bytes(low);
+    transpose_bytes(high);
+    uint8_t* to = byte + column_group * kVector * kTile + (row_group ^ column_group) * 8 + 4 * half;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      *reinterpret_cast<uint32_t*>(to + i * kTile) = low[i];
+      *reinterpret_cast<uint32_t*>(to + (4 + i) * kTile) = high[i];
+    }
+  }
+
+  // Writes the tile's columns to [C, P]. All threads of the block have put theirs.
+  __device__ __forceinline__ void store(void* to, int64_t first_column, int64_t first_row, int64_t columns,
+                                        int64_t padded) const {
+#pragma unroll
+    for (int i = 0; i < kTile * kTile / 16 / kBlock; ++i) {
+      const int index = i * kBlock + static_cast<int>(threadIdx.x);
+      const int column = index / (kTile / 16), part = index % (kTile / 16), group = column / kVector;
+      uint4 value = *reinterpret_cast<const uint4*>(byte + column * kTile + ((2 * part) ^ (group & ~1)) * 8);
+      if (group & 1) value = make_uint4(value.z, value.w, value.x, value.y);
+      if (first_column + column < columns && first_row + part * 16 < padded)
+        *reinterpret_cast<uint4*>(static_cast<uint8_t*>(to) + (first_column + column) * padded + first_row +
+                                  part * 16) = value;
+    }
+  }
+};
+
+// Where a thread's elements are.
+struct Place {
+  int column_group, row_group;
+  int64_t first_column, first_row;  // of the tile
+  int64_t column, row;
+
+  __device__ __forceinline__ Place(int64_t column_tile, int64_t row_tile)
+      : column_group(threadIdx.x % kGroups),
+        row_group(threadIdx.x / kGroups),
+        first_column(column_tile * kTile),
+        first_row(row_tile * kTile),
+        column(first_column + column_group * kVector),
+        row(first_row + row_group * kVector) {}
+};
+
+__device__ __forceinline__ void store_rows(void* to, const Place& at, int r, int64_t rows, int64_t columns,
+                                           uint2 value) {
+  if (at.column < columns && at.row + r < rows)
+    *reinterpret_cast<uint2*>(static_cast<uint8_t*>(to) + (at.row + r) * columns + at.column) = value;
+}
+
+// ---- kernels ---------------------------------------------------------------------------------------------------------
+
+// Dropout of a thread's 8 columns, a row after the other.
+struct DroppedRows {
+  const Fp8Cast& p;
+  PhiloxKeys keys;
+  RowPosition position;
+  uint32_t limit;
+  uint32_t draw, half;
+
+  __device__ __forceinline__ DroppedRows(const Fp8Cast& p, const Place& at)
+      : p(p),
+        keys(static_cast<uint64_t>(*p.seed)),
+        position(RowPositions{p.cu_seqlens, p.sequences, 1}(at.row < p.rows ? at.row : p.rows - 1)),
+        limit((static_cast<uint32_t>(p.threshold) << 24) - 1),
+        draw(static_cast<uint32_t>(at.column / 16)),
+        half(at.column_group % 2) {}
+
+  // Sets what is dropped in this row to 0, scales the rest, and goes on to the next row.
+  __device__ __forceinline__ void apply(float (&value)[kVector]) {
+    const Draw drawn = philox_rounds(keys, 0, {{draw, position.token, position.sequence, 0}});
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const uint32_t word = half ? drawn.word[2 + i / 4] : drawn.word[i / 4];
+      value[i] = (word << (24 - 8 * (i % 4))) > limit ? value[i] * p.kept_scale : 0.0f;
+    }
+    ++position.token;
+    while (position.sequence + 1 < p.sequences &&
+           p.cu_seqlens[position.sequence] + static_cast<int64_t>(position.token) >=
+               p.cu_seqlens[position.sequence + 1]) {
+      ++position.sequence;
+      position.token = 0;
+    }
+  }
+};
+
+struct Nothing {
+  __device__ __forceinline__ Nothing(const Fp8Cast&, const Place&) {}
+};
+
+// One tile of a matrix.
+template <class T, bool E5M2, bool DROPS = false>
+__device__ __forceinline__ void cast_tile(const Fp8Cast& p, const Place& at) {
+  __shared__ Columns turned;
+  __shared__ uint32_t magnitude[kWarps];
+  const T* x = static_cast<const T*>(p.x) + at.row * p.x_stride + at.column;
+  Packed<T> packed[kVector];
+#pragma unroll
+  for (int r = 0; r < kVector; ++r)
+    packed[r] = load_packed_if(at.column < p.columns && at.row + r < p.rows, x + r * p.x_stride);
+  const float scale = *p.scale;
+  float most = 0.0f;
+  [[maybe_unused]] std::conditional_t<DROPS, DroppedRows, Nothing> dropped(p, at);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint2 row[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      float value[kVector];
+      widen(packed[4 * half + r], value);
+      if constexpr (DROPS) dropped.apply(value);
+      most = largest(value, most);
+      row[r] = round_vector<E5M2>(value, scale);
+      if (p.as_rows != nullptr) store_rows(p.as_rows, at, 4 * half + r, p.rows, p.columns, row[r]);
+    }
+    turned.put(row, at.column_group, at.row_group, half);
+  }
+  const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
+  if (threadIdx.x % 32 == 0) magnitude[threadIdx.x / 32] = bits;
+  __syncthreads();
+  if (p.as_columns != nullptr) turned.store(p.as_columns, at.first_column, at.first_row, p.columns, p.padded);
+  if (threadIdx.x < kWarps) {
+    const uint32_t whole = __reduce_max_sync((1u << kWarps) - 1, magnitude[threadIdx.x]);
+    if (threadIdx.x == 0) record(p.amax, whole);
+  }
+}
+
+// Grid (column tiles, row tiles).
+template <class T, bool E5M2, bool DROPS>
+__global__ void __launch_bounds__(kBlock, sizeof(T) == 4 || DROPS ? 2 : 3) cast_kernel(Fp8Cast p) {
+  cast_tile<T, E5M2, DROPS>(p, Place(blockIdx.x, blockIdx.y));
+}
+
+// Grid (tiles of all matrices).
+template <bool E5M2>
+__global__ void __launch_bounds__(kBlock, 2) cast_many_kernel(Fp8CastMany many) {
+  const auto* rows = reinterpret_cast<const Fp8CastRow*>(many.table);
+  int64_t low = 0, high = many.count;  // the last matrix whose first tile is not after this block's
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (rows[middle].first_tile <= blockIdx.x ? low : high) = middle;
+  }
+  const Fp8CastRow own = rows[low];
+  const int64_t tile = blockIdx.x - own.first_tile, across = (own.columns + kTile - 1) / kTile;
+  Fp8Cast p{};
+  p.x = own.x;
+  p.scale = own.scale;
+  p.amax = own.amax;
+  p.as_rows = own.as_rows;
+  p.as_columns = own.as_columns;
+  p.rows = p.padded = own.rows;
+  p.columns = p.x_stride = own.columns;
+  cast_tile<float, E5M2>(p, Place(tile % across, tile / across));
+}
+
+// Grid (tiles of rows * stripes of columns).
+template <class T, bool E5M2, Activation A>
+__global__ void __launch_bounds__(kBlock) gelu_forward_kernel(Fp8GeluForward p, unsigned stripes) {
+  __shared__ uint32_t magnitude[kWarps];
+  const int64_t column = static_cast<int64_t>(blockIdx.x % stripes) * kStripeColumns + threadIdx.x % 32 * kVector;
+  const int64_t first = static_cast<int64_t>(blockIdx.x / stripes) * (kWarps * kStripeRows) + threadIdx.x / 32;
+  const T* h = static_cast<const T*>(p.h) + first * p.columns + column;
+  uint8_t* to = static_cast<uint8_t*>(p.as_rows) + first * p.columns + column;
+  const int64_t step = kWarps * p.columns;
+  float most = 0.0f;
+  if (column < p.columns) {
+    Packed<T> packed[kStripeRows];
+#pragma unroll
+    for (int r = 0; r < kStripeRows; ++r) packed[r] = load_packed_if(first + r * kWarps < p.rows, h + r * step);
+    float bias[kVector];
+    load_parameter(p.bias, p.bias_dtype, static_cast<int>(column), 0.0f, bias);
+    const float scale = *p.scale;
+#pragma unroll
+    for (int r = 0; r < kStripeRows; ++r) {
+      if (first + r * kWarps >= p.rows) break;
+      float value[kVector];
+      widen(packed[r], value);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) value[i] = activated<A, kExact<T>>(value[i] + bias[i]).value;
+      most = largest(value, most);
+      *reinterpret_cast<uint2*>(to + r * step) = round_vector<E5M2>(value, scale);
+    }
+  }
+  const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
+  if (threadIdx.x % 32 == 0) magnitude[threadIdx.x / 32] = bits;
+  __syncthreads();
+  if (threadIdx.x < kWarps) {
+    const uint32_t whole = __reduce_max_sync((1u << kWarps) - 1, magnitude[threadIdx.x]);
+    if (threadIdx.x == 0) record(p.amax, whole);
+  }
+}
+
+// Grid (column tiles, row tiles).
+template <class T, bool E5M2, Activation A>
+__global__ void __launch_bounds__(kBlock, std::is_same_v<T, bf16_t> ? 3 : 2) gelu_backward_kernel(Fp8GeluBackward p) {
+  __shared__ Columns a_turned, turned;
+  __shared__ __align__(16) float sums[kGroups][kTile];
+  __shared__ uint32_t magnitude[kWarps];
+  const Place at(blockIdx.x, blockIdx.y);
+  const int64_t offset = at.row * p.columns + at.column;
+  const T* h = static_cast<const T*>(p.h) + offset;
+  const T* da = static_cast<const T*>(p.da) + offset;
+  const bool inside = at.column < p.columns;
+  const float scale = *p.scale, a_scale = *p.a_scale;
+  float bias[kVector] = {}, sum[kVector] = {};
+  if (inside) load_parameter(p.bias, p.bias_dtype, static_cast<int>(at.column), 0.0f, bias);
+  float most = 0.0f;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    Packed<T> value_packed[4], gradient_packed[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const bool wanted = inside && at.row + 4 * half + r < p.rows;
+      value_packed[r] = load_packed_if(wanted, h + (4 * half + r) * p.columns);
+      gradient_packed[r] = load_packed_if(wanted, da + (4 * half + r) * p.columns);
+    }
+    uint2 again[4], gradient[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      float value[kVector], out[kVector];
+      widen(value_packed[r], value);
+      widen(gradient_packed[r], out);
+      const float own_scale = at.row + 4 * half + r < p.rows ? a_scale : 0.0f;  // zeros after the last row
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const auto at_u = activated<A, kExact<T>>(value[i] + bias[i]);
+        value[i] = at_u.value;
+        out[i] *= at_u.derivative;
+        sum[i] += out[i];
+      }
+      most = largest(out, most);
+      again[r] = round_vector<false>(value, own_scale);
+      gradient[r] = round_vector<E5M2>(out, scale);
+      store_rows(p.as_rows, at, 4 * half + r, p.rows, p.columns, gradient[r]);
+    }
+    a_turned.put(again, at.column_group, at.row_group, half);
+    turned.put(gradient, at.column_group, at.row_group, half);
+  }
+  const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
+  if (threadIdx.x % 32 == 0) magnitude[threadIdx.x / 32] = bits;
+  store_packed(&sums[at.row_group][at.column_group * kVector], narrow<float>(sum));
+  __syncthreads();
+  a_turned.store(p.a_columns, at.first_column, at.first_row, p.columns, p.padded);
+  turned.store(p.as_columns, at.first_column, at.first_row, p.columns, p.padded);
+  if (p.dbias != nullptr && threadIdx.x < kTile && at.first_column + threadIdx.x < p.columns) {
+    float total = 0.0f;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) total += sums[group][threadIdx.x];
+    p.workspace[static_cast<int64_t>(blockIdx.y) * p.columns + at.first_column + threadIdx.x] = total;
+  }
+  if (threadIdx.x < kWarps) {
+    const uint32_t whole = __reduce_max_sync((1u << kWarps) - 1, magnitude[threadIdx.x]);
+    if (threadIdx.x == 0) record(p.amax, whole);
+  }
+}
+
+// ---- launches --------------------------------------------------------------------------------------------------------
+
+int64_t tiles(int64_t size) { return (size + kTile - 1) / kTile; }
+
+Status check(int64_t rows, int64_t columns, int64_t padded) {
+  if (columns % 16 != 0 || padded % 16 != 0 || padded < rows) return bad_size("fp8: sizes must be multiples of 16");
+  if (tiles(rows) > 65535) return bad_size("fp8: at most 65535 * 128 rows");
+  return {};
+}
+
+dim3 grid_of(int64_t rows, int64_t columns) {
+  return dim3(static_cast<unsigned>(tiles(columns)), static_cast<unsigned>(tiles(rows)));
+}
+
+// Calls body(T{}, E5M2) with both as compile-time constants.
+template <class Body>
+Status with_types(DType dtype, int e5m2, Body body) {
+  return with_dtype(dtype, unknown_dtype(), [&](auto element) {
+    return e5m2 ? body(element, std::true_type{}) : body(element, std::false_type{});
+  });
+}
+
+}  // namespace
+
+int64_t fp8_gelu_workspace(int64_t rows, int64_t columns) { return (baseline::Count(tiles(rows)) * columns).value; }
+
+Status fp8_cast(const Fp8Cast& p) {
+  if (!rows_aligned(p.x, p.x_stride)) return misaligned_rows();
+  if (const Status status = check(p.rows, p.columns, p.padded); status.code != StatusCode::ok) return status;
+  if (p.rows == 0) return {};
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
+  return with_types(p.dtype, p.e5m2, [&](auto element, auto e5m2) {
+    using T = decltype(element);
+    constexpr bool kE5M2 = decltype(e5m2)::value;
+    return launch(p.seed == nullptr ? cast_kernel<T, kE5M2, false> : cast_kernel<T, kE5M2, true>,
+                  grid_of(p.rows, p.columns), kBlock, 0, p.stream, p);
+  });
+}
+
+int64_t fp8_cast_tiles(int64_t rows, int64_t columns) { return tiles(rows) * tiles(columns); }
+
+Status fp8_cast_many(const Fp8CastMany& p) {
+  if (p.tiles > INT32_MAX) return bad_size("fp8: the matrices are too large for one launch");
+  if (p.tiles == 0) return {};
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
+  return launch(p.e5m2 ? cast_many_kernel<true> : cast_many_kernel<false>, static_cast<unsigned>(p.tiles), kBlock, 0,
+                p.stream, p);
+}
+
+Status fp8_gelu_forward(const Fp8GeluForward& p) {
+  if (!rows_aligned(p.h, p.columns) || !rows_aligned(p.bias, 0)) return misaligned_rows();
+  if (const Status status = check(0, p.columns, 0); status.code != StatusCode::ok) return status;
+  if (p.rows == 0) return {};
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
+  const auto stripes = static_cast<unsigned>((p.columns + kStripeColumns - 1) / kStripeColumns);
+  const int64_t blocks = (p.rows + kWarps * kStripeRows - 1) / (kWarps * kStripeRows) * stripes;
+  if (blocks > INT32_MAX) return bad_size("fp8: h is too large for one launch");
+  return with_types(p.dtype, p.e5m2, [&](auto element, auto e5m2) {
+    return with_activation(p.activation, [&](auto activation) {
+      return launch(gelu_forward_kernel<decltype(element), decltype(e5m2)::value, decltype(activation)::value>,
+                    static_cast<unsigned>(blocks), kBlock, 0, p.stream, p, stripes);
+    });
+  });
+}
+
+Status fp8_gelu_backward(const Fp8GeluBackward& p) {
+  if (!rows_aligned(p.h, p.columns) || !rows_aligned(p.da, p.columns) || !rows_aligned(p.bias, 0))
+    return misaligned_rows();
+  if (const Status status = check(p.rows, p.columns, p.padded); status.code != StatusCode::ok) return status;
+  if (p.rows == 0) return {};
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
+  return with_types(p.dtype, p.e5m2, [&](auto element, auto e5m2) {
+    return with_activation(p.activation, [&](auto activation) {
+      using T = decltype(element);
+      const Status status = launch(gelu_backward_kernel<T, decltype(e5m2)::value, decltype(activation)::value>,
+                                   grid_of(p.rows, p.columns), kBlock, 0, p.stream, p);
+      if (status.code != StatusCode::ok || p.dbias == nullptr) return status;
+      return sum_parts(p.workspace, {p.dbias, p.bias_dtype}, {}, static_cast<int>(tiles(p.rows)), p.columns, p.stream);
+    });
+  });
+}
+
+}  // namespace cuda
+}  // namespace fasttfm

@@ -1,0 +1,109 @@
+// Casts to FP8 with one scale for a tensor, by themselves and with an activation; the rules are in reference.py. N rows
+// of C columns; P is N rounded up to a multiple of 16.
+//
+// Bytes per element of 16-bit tensors: cast reads 2 and writes 2; the activation's forward reads 2 and writes 1, its
+// backward reads 4 and writes 3.
+#pragma once
+
+#include <cstdint>
+
+#include "common/activation.h"
+#include "common/dtype.h"
+#include "common/status.h"
+
+namespace fasttfm {
+
+struct Fp8Cast {
+  const void* x;       // [N, C], dtype; rows x_stride elements apart
+  const float* scale;  // [1]
+  float* amax;         // [1]: raised to the largest magnitude of x
+  void* as_rows;       // [N, C], FP8, or null if not needed
+  void* as_columns;    // [C, P], FP8, or null if not needed
+  int64_t rows;        // N
+  int64_t columns;     // C, a multiple of 16
+  int64_t padded;      // P
+  int64_t x_stride;
+  int e5m2;  // the format: e5m2, or e4m3 where it is 0
+  DType dtype;
+  int device;
+  void* stream;
+  // Dropout of x before the cast: see common/philox.h. Columns of packed tokens.
+  const int64_t* seed;  // [1], or null for none
+  const int32_t* cu_seqlens;
+  int64_t sequences;
+  int threshold;
+  float kept_scale;  // of the elements that are kept
+};
+
+// Several fp32 matrices at once, by one launch.
+struct Fp8CastMany {
+  const int64_t* table;  // [count, 8] on the device; see Fp8CastRow
+  int64_t count;
+  int64_t tiles;  // of all matrices: fp8_cast_tiles(rows, columns) each
+  int e5m2;
+  int device;
+  void* stream;
+};
+
+// A row of the table; fasttfm/ops/fp8_native.py has the same fields in the same order.
+struct Fp8CastRow {
+  int64_t first_tile;  // the number of tiles of the matrices before
+  const float* x;      // [N, C], contiguous, both multiples of 16
+  const float* scale;
+  float* amax;
+  void* as_rows;
+  void* as_columns;
+  int64_t rows;
+  int64_t columns;
+};
+
+struct Fp8GeluForward {
+  const void* h;     // [N, C], dtype, contiguous
+  const void* bias;  // [C], bias_dtype, or null for 0
+  const float* scale;
+  float* amax;    // of the activation
+  void* as_rows;  // [N, C], FP8
+  int64_t rows;
+  int64_t columns;
+  int e5m2;
+  Activation activation;
+  DType dtype;
+  DType bias_dtype;
+  int device;
+  void* stream;
+};
+
+struct Fp8GeluBackward {
+  const void* da;        // [N, C], dtype, contiguous
+  const void* h;         // [N, C], dtype, contiguous
+  const void* bias;      // [C], bias_dtype, or null for 0
+  const float* a_scale;  // [1]
+  const float* scale;    // [1], of dh
+  float* amax;           // of dh
+  void* as_rows;         // [N, C], FP8: dh
+  void* as_columns;      // [C, P], FP8: dh
+  void* a_columns;       // [C, P], e4m3: the activation, computed again
+  void* dbias;           // [C], bias_dtype, or null if not needed
+  float* workspace;      // fp8_gelu_workspace(rows, columns) floats; unused without dbias
+  int64_t rows;
+  int64_t columns;
+  int64_t padded;
+  int e5m2;  // the format of dh
+  Activation activation;
+  DType dtype;
+  DType bias_dtype;
+  int device;
+  void* stream;
+};
+
+namespace cuda {
+// Tensors start at multiples of 16 bytes, and so do rows.
+Status fp8_cast(const Fp8Cast&);
+Status fp8_cast_many(const Fp8CastMany&);
+int64_t fp8_cast_tiles(int64_t rows, int64_t columns);
+Status fp8_gelu_forward(const Fp8GeluForward&);
+Status fp8_gelu_backward(const Fp8GeluBackward&);
+int64_t fp8_gelu_workspace(int64_t rows, int64_t columns);  // in floats
+}  // namespace cuda
+
+}  // namespace fasttfm

@@ -1,0 +1,236 @@
+#include <cstring>
+
+#include "common/cpu/activation.h"
+#include "common/cpu/extensions.h"
+#include "common/cpu/parallel.h"
+#include "common/cpu/simd.h"
+#include "int8_linear/op.h"
+
+namespace fasttfm {
+namespace FASTTFM_ISA {
+namespace {
+
+constexpr int64_t kBlock = kInt8Block, kPanel = kInt8Panel;
+
+// ---- rows of x -------------------------------------------------------------------------------------------------------
+
+typedef uint8_t RegB __attribute__((vector_size(kRegisterLanes)));
+
+// Rounds to nearest, ties to even: of |x| up to 2^22 the sum's last bits are the number, in two's complement.
+// `flipped` has the signs' bits set.
+FASTTFM_KERNEL void store_rounded(int8_t* to, const Lanes& x, uint8_t flipped) {
+  const Lanes shifted = x + broadcast(12582912.0f);  // 1.5 * 2^23
+  for (int i = 0; i < kRegisters; ++i) {
+    const RegB bytes = __builtin_convertvector(bits(shifted.r[i]), RegB) ^ flipped;
+    std::memcpy(to + i * kRegisterLanes, &bytes, sizeof(bytes));
+  }
+}
+
+// Numbers that are not finite make the row's scale NaN, and with it the row of y.
+FASTTFM_KERNEL void round_row(const Int8Linear& p, int64_t row) {
+  int8_t* to = p.rounded + row * p.inner;
+  if (row >= p.rows) {
+    std::memset(to, 0, static_cast<size_t>(p.inner));
+    p.row_scales[row] = 0.0f;
+    return;
+  }
+  const float* x = p.x + row * p.x_columns;
+  Lanes top = broadcast(0.0f), odd = broadcast(0.0f);
+  for_columns(p.x_columns, [&](int64_t c, auto n) {
+    const Lanes v = load(x + c, n);
+    top = larger(top, larger(v, broadcast(0.0f) - v));
+    odd = odd + (v - v);
+  });
+  const float most = largest(top), factor = most > 0.0f ? 127.0f / most : 0.0f;
+  p.row_scales[row] = most / 127.0f + sum(odd);
+  const uint8_t flipped = p.products == Int8Products::vnni ? 0x80 : 0;
+  const int64_t whole = p.x_columns / kLanes * kLanes;
+  for (int64_t c = 0; c < whole; c += kLanes) store_rounded(to + c, load(x + c) * broadcast(factor), flipped);
+  if (whole < p.inner) {
+    std::memset(to + whole, 0, static_cast<size_t>(p.inner - whole));
+    float rest[kLanes] = {};
+    std::memcpy(rest, x + whole, sizeof(float) * static_cast<size_t>(p.x_columns - whole));
+    if (whole < p.x_columns) store_rounded(to + whole, load(rest) * broadcast(factor), flipped);
+  }
+}
+
+// ---- products of 32 rows and 32 columns: c [32, 32] ------------------------------------------------------------------
+
+// `b` is two panels, each of inner * 16 bytes.
+void generic_products(const Int8Linear& p, const int8_t* a, const int8_t* b, int64_t, int rows, int32_t* c) {
+  for (int row = 0; row < rows; ++row)
+    for (int panel = 0; panel < 2; ++panel) {
+      const int8_t *left = a + row * p.inner, *right = b + panel * p.inner * kPanel;
+      int32_t total[kPanel] = {};
+      for (int64_t k = 0; k < p.inner; k += 4)
+        for (int column = 0; column < kPanel; ++column)
+          for (int i = 0; i < 4; ++i) total[column] += left[k + i] * right[k * kPanel + 4 * column + i];
+      std::memcpy(c + row * kBlock + panel * kPanel, total, sizeof(total));
+    }
+}
+
+#if defined(__AVX512F__)
+
+// The instruction multiplies unsigned by signed numbers: those of a are 128 larger (round_row), and 128 times the
+// columns' sums are taken off.
+template <int ROWS>
+__attribute__((target("avx512vnni"))) inline void vnni_rows(const Int8Linear& p, const int8_t* a, const int8_t* b,
+                                                            int64_t first, int32_t* c) {
+  __m512i total[ROWS][2];
+  for (int panel = 0; panel < 2; ++panel) {
+    const __m512i sums = _mm512_loadu_si512(p.sums + first + panel * kPanel);
+    const __m512i start = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_maskz_slli_epi32(0xffff, sums, 7));
+    for (int row = 0; row < ROWS; ++row) total[row][panel] = start;
+  }
+  for (int64_t k = 0; k < p.inner; k += 4) {
+    const __m512i b0 = _mm512_loadu_si512(b + k * kPanel), b1 = _mm512_loadu_si512(b + (p.inner + k) * kPanel);
+    for (int row = 0; row < ROWS; ++row) {
+      int32_t four;
+      std::memcpy(&four, a + row * p.inner + k, sizeof(four));
+      const __m512i left = _mm512_set1_epi32(four);
+      total[row][0] = _mm512_dpbusd_epi32(total[row][0], left, b0);
+      total[row][1] = _mm512_dpbusd_epi32(total[row][1], left, b1);
+    }
+  }
+  for (int row = 0; row < ROWS; ++row)
+    for (int panel = 0; panel < 2; ++panel) _mm512_storeu_si512(c + row * kBlock + panel * kPanel, total[row][panel]);
+}
+
+__attribute__((target("avx512vnni"))) void vnni_products(const Int8Linear& p, const int8_t* a, const int8_t* b,
+                                                         int64_t first, int rows, int32_t* c) {
+  for (int row = 0; row < rows; row += 8) vnni_rows<8>(p, a + row * p.inner, b, first, c + row * kBlock);
+}
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// In static memory: GCC's _tile_loadconfig says of the first bytes only that they are read.
+const TileConfig kTiles;
+
+// Tiles 0 to 3 are c, 4 and 5 sixteen rows of a, 6 and 7 sixteen columns of b.
+__attribute__((target("amx-tile,amx-int8"))) void amx_products(const Int8Linear& p, const int8_t* a, const int8_t* b,
+                                                               int64_t, int, int32_t* c) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t k = 0; k < p.inner; k += kInt8Step) {
+    _tile_loadd(4, a + k, p.inner);
+    _tile_loadd(5, a + 16 * p.inner + k, p.inner);
+    _tile_loadd(6, b + k * kPanel, 64);
+    _tile_loadd(7, b + (p.inner + k) * kPanel, 64);
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 7);
+    _tile_dpbssd(2, 5, 6);
+    _tile_dpbssd(3, 5, 7);
+  }
+  _tile_stored(0, c, 4 * kBlock);
+  _tile_stored(1, c + kPanel, 4 * kBlock);
+  _tile_stored(2, c + 16 * kBlock, 4 * kBlock);
+  _tile_stored(3, c + 16 * kBlock + kPanel, 4 * kBlock);
+}
+
+__attribute__((target("amx-tile,amx-int8"))) void configure_tiles() { _tile_loadconfig(&kTiles); }
+__attribute__((target("amx-tile,amx-int8"))) void release_tiles() { _tile_release(); }
+
+#endif
+
+// ---- y ---------------------------------------------------------------------------------------------------------------
+
+inline Lanes to_floats(const int32_t* from) {
+  Lanes out;
+  for (int i = 0; i < kRegisters; ++i) {
+    RegI number;
+    std::memcpy(&number, from + i * kRegisterLanes, sizeof(number));
+    out.r[i] = __builtin_convertvector(number, RegF);
+  }
+  return out;
+}
+
+template <class Activate>
+FASTTFM_KERNEL void write(const Int8Linear& p, const int32_t* c, int64_t row, int64_t column, int rows,
+                          Activate activate) {
+  for (int64_t first = column; first < column + kBlock && first < p.y_columns; first += kPanel) {
+    const Lanes scale = load(p.scales + first);
+    const Lanes bias = p.bias == nullptr ? broadcast(0.0f) : load(p.bias + first);
+    const int64_t left = p.y_columns - first;
+    for (int i = 0; i < rows; ++i) {
+      const Lanes product = to_floats(c + i * kBlock + first - column) * (scale * broadcast(p.row_scales[row + i]));
+      const Lanes value = activate(product + bias);
+      float* y = p.y + (row + i) * p.y_columns + first;
+      if (left >= kPanel) {
+        store(y, value);
+      } else {
+        float all[kLanes];
+        store(all, value);
+        std::memcpy(y, all, sizeof(float) * static_cast<size_t>(left));
+      }
+    }
+  }
+}
+
+using Products = void (*)(const Int8Linear&, const int8_t*, const int8_t*, int64_t, int, int32_t*);
+
+template <class Activate>
+Status run(const Int8Linear& p, Products products, Activate activate) {
+  const int64_t blocks = (p.rows + kBlock - 1) / kBlock, pairs = p.columns / kBlock;
+  parallel_items(blocks, p.threads, [&](int64_t block) {
+    for (int64_t row = block * kBlock; row < (block + 1) * kBlock; ++row) round_row(p, row);
+  });
+  // Few rows are divided by columns, so that every thread has something to do.
+  int64_t parts = (2 * p.threads + blocks - 1) / blocks;
+  parts = parts < pairs ? parts : pairs;
+  parallel_items(blocks * parts, p.threads, [&](int64_t item) {
+    const int64_t block = item / parts, part = item % parts, row = block * kBlock;
+    const int rows = static_cast<int>(p.rows - row < kBlock ? p.rows - row : kBlock);
+    alignas(64) int32_t c[kBlock * kBlock];
+#if defined(__AVX512F__)
+    if (p.products == Int8Products::amx) configure_tiles();
+#endif
+    for (int64_t pair = part * pairs / parts; pair < (part + 1) * pairs / parts; ++pair) {
+      const int64_t column = pair * kBlock;
+      products(p, p.rounded + row * p.inner, p.w + column * p.inner, column, rows, c);
+      write(p, c, row, column, rows, activate);
+    }
+#if defined(__AVX512F__)
+    if (p.products == Int8Products::amx) release_tiles();
+#endif
+  });
+  return {};
+}
+
+}  // namespace
+
+Status int8_linear(const Int8Linear& p) {
+  if (p.rows < 1 || p.inner < 1 || p.inner % kInt8Step || p.x_columns < 1 || p.x_columns > p.inner)
+    return bad_size("int8_linear: expected rows of x, and K in multiples of 64");
+  if (p.columns < 1 || p.columns % kBlock || p.y_columns < 1 || p.y_columns > p.columns)
+    return bad_size("int8_linear: expected columns of y, and N in multiples of 32");
+  if (p.inner > 1 << 17) return bad_size("int8_linear: expected K up to 131072, so that sums fit into 32 bits");
+  Products products = generic_products;
+#if defined(__AVX512F__)
+  if (p.products == Int8Products::vnni) products = vnni_products;
+  if (p.products == Int8Products::amx) products = amx_products;
+#endif
+  if (p.activation < 0) return run(p, products, [](const Lanes& x) { return x; });
+  return with_activation(static_cast<Activation>(p.activation), [&](auto activation) {
+    return run(p, products, [](const Lanes& x) { return activated<decltype(activation)::value, true>(x).value; });
+  });
+}
+
+}  // namespace FASTTFM_ISA
+
+#ifdef FASTTFM_ISA_BASELINE
+int64_t cpu::int8_products() {
+  if (active_isa() != Isa::avx512) return static_cast<int64_t>(Int8Products::generic);
+  if (may_use_amx_int8()) return static_cast<int64_t>(Int8Products::amx);
+  return static_cast<int64_t>(has_avx512_vnni() ? Int8Products::vnni : Int8Products::generic);
+}
+#endif
+
+}  // namespace fasttfm
+
+FASTTFM_CPU_LAUNCHER(int8_linear, Int8Linear)

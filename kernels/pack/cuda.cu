@@ -1,0 +1,71 @@
+// Removes and restores padding on NVIDIA GPUs, for batches of few bytes, where launches decide. A thread copies one
+// unit of 1 to 16 bytes. Boundaries are not validated here: whatever they are, every token of the target is written,
+// and nothing outside of the tensors is read.
+#include <cstdint>
+
+#include "common/cuda/launch.cuh"
+#include "common/philox.h"
+#include "pack/op.h"
+
+namespace fasttfm {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// The token of the source for the target's, or -1 where there is none.
+__device__ __forceinline__ int64_t padded_of(const PackCopy& p, int64_t packed) {
+  const RowPosition at = RowPositions{p.cu_seqlens, p.sequences, p.max_seqlen}(packed);
+  const bool present = at.token < p.max_seqlen && packed < p.cu_seqlens[at.sequence + 1];
+  return present ? at.sequence * p.max_seqlen + at.token : -1;
+}
+__device__ __forceinline__ int64_t packed_of(const PackCopy& p, int64_t padded) {
+  const int64_t sequence = padded / p.max_seqlen;
+  const int64_t packed = p.cu_seqlens[sequence] + padded % p.max_seqlen;
+  return packed >= 0 && packed < p.total && packed < p.cu_seqlens[sequence + 1] ? packed : -1;
+}
+
+template <class Unit, bool TO_PACKED>
+__global__ void __launch_bounds__(kThreads) copy_kernel(PackCopy p, int64_t tokens, int64_t units) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (index >= tokens * units) return;
+  const int64_t token = index / units, unit = index % units;
+  const int64_t from = TO_PACKED ? padded_of(p, token) : packed_of(p, token);
+  Unit value{};
+  if (from >= 0) value = static_cast<const Unit*>(p.source)[from * units + unit];
+  static_cast<Unit*>(p.target)[index] = value;
+}
+
+template <class Unit, bool TO_PACKED>
+Status launch_units(const PackCopy& p, int64_t tokens) {
+  const int64_t units = p.token_bytes / static_cast<int64_t>(sizeof(Unit));
+  const int64_t blocks = (tokens * units + kThreads - 1) / kThreads;
+  if (blocks > INT32_MAX) return bad_size("pack: too many bytes for one launch");
+  return launch(copy_kernel<Unit, TO_PACKED>, static_cast<unsigned>(blocks), kThreads, 0, p.stream, p, tokens, units);
+}
+
+template <bool TO_PACKED>
+Status copy(const PackCopy& p) {
+  const int64_t tokens = TO_PACKED ? p.total : p.sequences * p.max_seqlen;
+  if (tokens == 0 || p.token_bytes == 0) return {};
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
+  if (p.sequences == 0 || p.max_seqlen == 0 || p.source == nullptr)
+    return status_of(
+        cudaMemsetAsync(p.target, 0, static_cast<size_t>(tokens * p.token_bytes), static_cast<cudaStream_t>(p.stream)));
+  const auto places = reinterpret_cast<uintptr_t>(p.source) | reinterpret_cast<uintptr_t>(p.target) |
+                      static_cast<uintptr_t>(p.token_bytes);
+  if (places % 16 == 0) return launch_units<uint4, TO_PACKED>(p, tokens);
+  if (places % 8 == 0) return launch_units<uint2, TO_PACKED>(p, tokens);
+  if (places % 4 == 0) return launch_units<uint32_t, TO_PACKED>(p, tokens);
+  if (places % 2 == 0) return launch_units<uint16_t, TO_PACKED>(p, tokens);
+  return launch_units<uint8_t, TO_PACKED>(p, tokens);
+}
+
+}  // namespace
+
+Status pack(const PackCopy& p) { return copy<true>(p); }
+Status unpack(const PackCopy& p) { return copy<false>(p); }
+
+}  // namespace cuda
+}  // namespace fasttfm
