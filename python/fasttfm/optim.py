@@ -57,7 +57,8 @@ class AdamW(torch.optim.AdamW):
         params: Parameters or groups of them, all on one device.
         lr: A number, or a tensor of one, which a CUDA graph of the step reads in each replay.
         max_norm: Gradients whose norm, of all together, is greater are scaled down to it, as
-            ``torch.nn.utils.clip_grad_norm_`` does, but inside the step: they themselves stay as they are.
+            ``torch.nn.utils.clip_grad_norm_`` does, but inside the step: they themselves stay as they are. Infinity
+            only computes the norm.
         weight_copies: Keep copies of parameters in the type that forwards under autocast cast them to, written by the
             step itself, on a GPU. Whoever then changes parameters in a way that torch does not count (through
             ``parameter.data``) must call ``refresh_copies(everything=True)``.
@@ -95,12 +96,14 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. ``grad_scale`` and ``found_inf``, which torch's gradient scaler sets, are followed as by torch's
-        fused optimizers, but the gradients of a GPU are not written."""
+        fused optimizers, but the gradients of a GPU are not written. With ``found_inf`` and ``max_norm``, a norm that
+        is not finite leaves everything as it is, too."""
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
         given = self._given()
+        self.last_norm = None
         if given.parameters:
             (self._step_gpu if given.parameters[0].is_cuda else self._step_cpu)(given)
         return result
@@ -165,6 +168,8 @@ class AdamW(torch.optim.AdamW):
             norm = self.last_norm if scale is None else self.last_norm / scale
             clipping = ((norm + 1e-6) / self.max_norm).clamp(min=1.0)
             scale = clipping if scale is None else clipping * scale
+            if found_inf is not None:
+                found_inf = torch.maximum(found_inf, (norm * 0 != 0).to(found_inf.dtype))
         if not all(each.is_cpu for each in given.parameters):
             raise ValueError("AdamW: params: expected all on the CPU or all on one GPU")
         states = self._states(given)

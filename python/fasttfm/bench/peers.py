@@ -52,6 +52,12 @@ def flash_attn(name: str) -> Any:
     return _attribute("flash_attn", name, needs_gpu=True)
 
 
+def flash_attn_4(name: str) -> Any:
+    """A function of FlashAttention-4 (``flash_attn.cute`` of the package flash-attn-4), which runs on a GPU only. Its
+    attention functions return out and lse."""
+    return _attribute("flash_attn.cute", name, needs_gpu=True)
+
+
 def transformers(module: str, name: str) -> Any:
     """A name out of ``transformers.<module>``, for example its activations."""
     return _attribute(f"transformers.{module}", name, needs_gpu=False)
@@ -92,7 +98,7 @@ def with_cudnn_attention(build: Build) -> Build:
 def version_of(contender: str) -> str:
     """The version of the package that a contender's name begins with (up to a dot or blank); "" if there is none."""
     head = contender.replace(" ", ".").partition(".")[0]
-    package = {"liger": "liger_kernel", "sdpa": "torch"}.get(head, head)
+    package = {"liger": "liger_kernel", "sdpa": "torch", "fa4": "flash-attn-4"}.get(head, head)
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

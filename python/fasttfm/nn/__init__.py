@@ -1,6 +1,7 @@
 """Modules with torch.nn's arguments and state_dict, and modules over packed tokens, served by fasttfm's ops."""
 
 from fasttfm.nn.embeddings import Embeddings
+from fasttfm.nn.fp8 import Fp8Training
 from fasttfm.nn.gated import GatedActivation, GatedMLP
 from fasttfm.nn.graph import GraphBatch, GraphReasoner
 from fasttfm.nn.knowledge_layer import AlignedEntities, KnowledgeLayer, KnowledgeTransformer
@@ -10,6 +11,7 @@ from fasttfm.nn.multihead_attention import MultiheadAttention
 from fasttfm.nn.packed_batch import PackedBatch
 from fasttfm.nn.packed_layer import PackedLayer
 from fasttfm.nn.packed_transformer import PackedTransformer
+from fasttfm.nn.patch_embeddings import PatchEmbeddings
 from fasttfm.nn.rotary_layer import RotaryLayer, RotaryTransformer
 from fasttfm.nn.transformer_encoder import TransformerEncoder
 from fasttfm.nn.transformer_encoder_layer import TransformerEncoderLayer
@@ -18,6 +20,7 @@ __all__ = [
     "AlignedEntities",
     "CausalLMHead",
     "Embeddings",
+    "Fp8Training",
     "GatedActivation",
     "GatedMLP",
     "GraphBatch",
@@ -30,6 +33,7 @@ __all__ = [
     "PackedBatch",
     "PackedLayer",
     "PackedTransformer",
+    "PatchEmbeddings",
     "RMSNorm",
     "RotaryLayer",
     "RotaryTransformer",

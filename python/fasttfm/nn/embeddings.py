@@ -90,7 +90,7 @@ class Embeddings(nn.Module):
             p=self.dropout if self.training else 0.0,
             cu_seqlens=cu_seqlens,
             padding_idx=self.word.padding_idx,
-            dtype=_autocast_type(word),
+            dtype=autocast_type(word),
             seed=seed,
         )
         return x if self.projection is None else self.projection(x)
@@ -121,7 +121,7 @@ class Embeddings(nn.Module):
         if segment is not None:
             x = x + segment(torch.zeros_like(ids) if segment_ids is None else segment_ids)
         x = x if self.norm is None else layer_norm(self.norm, x)
-        dtype = _autocast_type(x)
+        dtype = autocast_type(x)
         x = x if dtype is None else x.to(dtype)
         if not self.training or self.dropout == 0:
             return x
@@ -130,7 +130,7 @@ class Embeddings(nn.Module):
         return dropped
 
 
-def _autocast_type(x: Tensor) -> torch.dtype | None:
+def autocast_type(x: Tensor) -> torch.dtype | None:
     device = x.device.type
     autocast = device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if autocast else None

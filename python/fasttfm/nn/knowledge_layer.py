@@ -28,11 +28,10 @@ from fasttfm.nn.packed_transformer import PackedTransformer
 from fasttfm.nn.parts import packed_residual_norm, product
 from fasttfm.nn.plain import is_plain
 from fasttfm.ops import checks, linear
+from fasttfm.ops.knowledge_block import SEEDS, Alignment, KnowledgeOptions, knowledge_block, whole_head_dim
+from fasttfm.ops.transformer_block import BlockParameters
 
 _NAME = "KnowledgeLayer"
-_VECTOR = 8  # GEMMs and attention are fast for widths that are multiples of it
-_LEAST_HEAD_DIM = 16
-_SEEDS = 6
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,7 @@ class AlignedEntities:
     no sequence is without an entity: with entity -1, the null entity, if it has no other."""
 
     ids: Tensor  # int64 [A]: rows of a table of entities; -1 is the null entity
-    order: Tensor  # int64 [T]: the numbers of the aligned tokens, then those of the others, both ascending
-    inverse: Tensor  # int64 [T]: each token's place in ``order``
+    positions: Tensor  # int64 [A]: the numbers of the aligned tokens, ascending
     cu_seqlens: Tensor  # int32 [sequences + 1]: the entities of sequence i are those from [i] to [i + 1]
     max_seqlen: int  # no sequence has more entities
 
@@ -58,16 +56,13 @@ class AlignedEntities:
         bounds = cu_seqlens.long()
         firsts = bounds[:-1][bounds.diff() > 0]
         aligned = aligned.index_fill(0, firsts, True)
-        positions, others = aligned.nonzero().squeeze(1), (~aligned).nonzero().squeeze(1)
-        order = torch.cat([positions, others])
-        numbers = torch.arange(len(order), device=order.device)
+        positions = aligned.nonzero().squeeze(1)
         counts = functional.pad(aligned.cumsum(0, dtype=torch.int32), (1, 0)).index_select(0, bounds)
         if counts.device.type == "cpu" and len(counts) > 1:
             max_seqlen = min(max_seqlen, 64 * -(-int(counts.diff().max()) // 64))
         return AlignedEntities(
             ids=entity_ids.index_select(0, positions),
-            order=order,
-            inverse=torch.empty_like(order).index_copy(0, order, numbers),
+            positions=positions,
             cu_seqlens=counts,
             max_seqlen=max_seqlen,
         )
@@ -88,30 +83,11 @@ class AlignedEntities:
         return replace(self, **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)})
 
 
-class _Permute(torch.autograd.Function):
-    """Rows in another order; the gradient's rows go back by a gather too, where index_select's would be added up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return dy.index_select(0, inverse), None, None
-
-
-def _permute(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    return cast("Tensor", _Permute.apply(x, order, inverse))
-
-
 class KnowledgeLayer(PackedLayer):
     """A post-LN layer that mixes tokens and entities. The parameters of the token stream are ``PackedLayer``'s.
 
-    The fusion is one GEMM with two inputs: tokens are gathered by whether they have an entity, aligned ones next to
-    theirs, so that ``mlp`` reads [w~, e~] for a quarter of the tokens, say, and w~ for the others. The entity stream
-    has a row for every aligned token only.
+    One autograd node (ops/knowledge_block.py) while its linear layers and LayerNorms are plain (plain.py); otherwise
+    modules are called. The entity stream has a row for every aligned token only.
 
     Args:
         width, heads, intermediate: ``PackedLayer``'s.
@@ -176,15 +152,38 @@ class KnowledgeLayer(PackedLayer):
         x, entities = linear.autocast(x, entities)
         self.check(x, cu_seqlens, None, None)
         checks.check_shape(_NAME, "entities", entities, (aligned.count, self.entity_width))
-        checks.check_shape(_NAME, "aligned.order", aligned.order, (len(x),))
         if not any(self.rates()):
             seeds = None
         elif seeds is None:
             seeds = draw_knowledge_seeds(x.device)
-        own = (None,) * _SEEDS if seeds is None else seeds.split(1)
+        modules = self._knowledge_modules()
+        if is_plain(*(each for each in modules if each is not None)):
+            where = Alignment(cu_seqlens, aligned.cu_seqlens, aligned.positions)
+            return knowledge_block(
+                x, entities, where, seeds, self._knowledge_options(max_seqlen, aligned), _of(modules)
+            )
+        own = (None,) * SEEDS if seeds is None else seeds.split(1)
         x = self._attend(x, cu_seqlens, max_seqlen, own)
         entities = self._attend_to_entities(entities, aligned, own)
         return self._fuse(x, entities, cu_seqlens, aligned, own)
+
+    def _knowledge_modules(self) -> tuple[nn.Module | None, ...]:
+        """Those of the tokens, then those of the entities, both in the order of ``BlockParameters``."""
+        own = self._modules
+        names = ("qkv", "out", "norm1", "up", "down", "norm2")
+        return *(own[name] for name in names), *(own.get(f"entity_{name}") for name in names)
+
+    def _knowledge_options(self, max_seqlen: int, aligned: AlignedEntities) -> KnowledgeOptions:
+        tokens = self.block_options(max_seqlen, None)
+        eps_a = tokens.eps_a if self.entity_norm1 is None else self.entity_norm1.eps
+        changes: dict[str, Any] = {
+            "eps_a": eps_a,
+            "eps_b": self.entity_norm2.eps,
+            "window_left": -1,
+            "window_right": -1,
+        }
+        entities = tokens._replace(heads=self.entity_heads, max_seqlen=aligned.max_seqlen, **changes)
+        return KnowledgeOptions(tokens, entities, self.last)
 
     def _attend(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, seeds: Any) -> Tensor:
         """w~"""
@@ -198,63 +197,43 @@ class KnowledgeLayer(PackedLayer):
         return packed_residual_norm(self.norm1, branch, x, linear_bias=bias, **options)[0]
 
     def _attend_to_entities(self, entities: Tensor, aligned: AlignedEntities, seeds: Any) -> Tensor:
-        """e~. Heads are filled up with zeros to a size that attention's kernels take: 25 of ERNIE-base to 32."""
+        """e~. Heads are filled up with zeros to a size that attention's kernels take: 25 of ERNIE-base."""
         if self.entity_qkv is None:
             return entities
         assert self.entity_out is not None
         attention_p, p, _ = self.rates()
         head_dim = self.entity_width // self.entity_heads
-        padded = max(_LEAST_HEAD_DIM, _rounded(head_dim))
+        whole = whole_head_dim(head_dim, entities)
         qkv = self.entity_qkv(entities).unflatten(-1, (3, self.entity_heads, head_dim))
         context = ops.attention(
-            functional.pad(qkv, (0, padded - head_dim)) if padded > head_dim else qkv,
+            functional.pad(qkv, (0, whole - head_dim)) if whole > head_dim else qkv,
             scale=head_dim**-0.5,
             cu_seqlens=aligned.cu_seqlens,
             max_seqlen=aligned.max_seqlen,
             dropout_p=attention_p,
-            seed=seeds[2],
+            seed=seeds[3],
         )
         assert isinstance(context, Tensor)
         branch, bias = product(self.entity_out, context[..., :head_dim].flatten(-2))
-        options: dict[str, Any] = {"p": p, "seed": seeds[3], "cu_seqlens": aligned.cu_seqlens}
+        options: dict[str, Any] = {"p": p, "seed": seeds[4], "cu_seqlens": aligned.cu_seqlens}
         return packed_residual_norm(self.entity_norm1, branch, entities, linear_bias=bias, **options)[0]
 
     def _fuse(
         self, x: Tensor, entities: Tensor, cu_seqlens: Tensor, aligned: AlignedEntities, seeds: Any
     ) -> tuple[Tensor, Tensor | None]:
         """w' and e' of w~ and e~."""
-        fused = is_plain(self.up, self.entity_up, self.down, self.entity_down)
-        branch, entity_branch = (self._fused if fused else self._called)(x, entities, aligned)
+        branch, entity_branch = self._called(x, entities, aligned)
         _, _, p = self.rates()
-        bias = self.down.bias if fused else None
-        options: dict[str, Any] = {"p": p, "seed": seeds[4], "cu_seqlens": cu_seqlens}
-        y, _ = packed_residual_norm(self.norm2, branch, x, linear_bias=bias, **options)
+        options: dict[str, Any] = {"p": p, "seed": seeds[2], "cu_seqlens": cu_seqlens}
+        y, _ = packed_residual_norm(self.norm2, branch, x, **options)
         if entity_branch is None:
             return y, None
-        bias = self.entity_down.bias if fused else None
         options = {"p": p, "seed": seeds[5], "cu_seqlens": aligned.cu_seqlens}
-        return y, packed_residual_norm(self.entity_norm2, entity_branch, entities, linear_bias=bias, **options)[0]
-
-    def _fused(self, x: Tensor, entities: Tensor, aligned: AlignedEntities) -> tuple[Tensor, Tensor | None]:
-        """``W_t' h`` [T, C] and ``W_e' h`` [A, E], without biases."""
-        width, count, last = self.width, aligned.count, self.last
-        fill = _rounded(width + self.entity_width) - width - self.entity_width
-        parameters = (self.up.weight, self.entity_up.weight, self.down.weight, self.entity_down.weight)
-        _, up, entity_up, down, entity_down = linear.autocast(x, *parameters)
-        bias = self.up.bias + self.entity_up.bias
-        sorted_x = _permute(x, aligned.order, aligned.inverse)
-        options: dict[str, Any] = {"activation": self.activation, "recompute": self.recompute}
-        pairs = torch.cat([sorted_x[:count], entities, x.new_zeros(count, fill)], dim=1)
-        both_up = functional.pad(torch.cat([up, entity_up], dim=1), (0, fill))
-        both_down = down if last else functional.pad(torch.cat([down, entity_down]), (0, 0, 0, fill))
-        with_entity = ops.mlp(pairs, both_up, bias, both_down, None, **options)
-        without = ops.mlp(sorted_x[count:], up, bias, down, None, **options)
-        branch = _permute(torch.cat([with_entity[:, :width], without]), aligned.inverse, aligned.order)
-        return branch, None if last else with_entity[:, width : width + self.entity_width]
+        return y, packed_residual_norm(self.entity_norm2, entity_branch, entities, **options)[0]
 
     def _called(self, x: Tensor, entities: Tensor, aligned: AlignedEntities) -> tuple[Tensor, Tensor | None]:
-        """The same with biases, where a module is more than its parameters: modules are called."""
-        positions = aligned.order[: aligned.count]
+        """``W_t' h + b_t'`` [T, C] and ``W_e' h + b_e'`` [A, E]."""
+        positions = aligned.positions
         nothing = self.entity_up(torch.zeros_like(entities[:1]))
         hidden = (self.up(x) + nothing).index_add(0, positions, self.entity_up(entities) - nothing)
         hidden = ops.bias_gelu(hidden, activation=self.activation)
@@ -267,12 +246,17 @@ class KnowledgeLayer(PackedLayer):
 
 def draw_knowledge_seeds(device: torch.device, layers: int | None = None) -> Tensor:
     """Seeds of one layer, or of several ``[layers, 6]``, by one call of torch's generator."""
-    shape = (_SEEDS,) if layers is None else (layers, _SEEDS)
+    shape = (SEEDS,) if layers is None else (layers, SEEDS)
     return torch.randint(-(2**63), 2**63 - 1, shape, dtype=torch.int64, device=device)
 
 
-def _rounded(size: int) -> int:
-    return -(-size // _VECTOR) * _VECTOR
+def _of(modules: tuple[Any, ...]) -> tuple[BlockParameters, BlockParameters]:
+    """The parameters of the tokens and of the entities; None for those of modules that are not there."""
+    values: list[Any] = [
+        None if each is None else each._parameters[name] for each in modules for name in ("weight", "bias")
+    ]
+    half = len(values) // 2
+    return BlockParameters(*values[:half]), BlockParameters(*values[half:])
 
 
 class KnowledgeTransformer(PackedTransformer):
@@ -291,14 +275,17 @@ class KnowledgeTransformer(PackedTransformer):
         """Runs the layers over ``x`` [T, C] and ``entities`` [A, E]; ``hidden_states`` collects the token stream before
         each of them."""
         stream: Tensor | None = entities
-        for part in self._parts():
+        parts = self._parts()
+        of_layers: Iterator[Any] = itertools.repeat(None)
+        if self.training:
+            of_layers = iter(draw_knowledge_seeds(x.device, len(parts)).unbind())
+        for part, seeds in zip(parts, of_layers, strict=False):
             if isinstance(part, PackedTransformer):
                 part.training, part.checkpointing = self.training, self.checkpointing
                 x = part(x, cu_seqlens, max_seqlen, hidden_states=hidden_states)
                 continue
             if hidden_states is not None:
                 hidden_states.append(x)
-            seeds = draw_knowledge_seeds(x.device) if self.training else None
             run: Any = partial(part, entities=stream, aligned=aligned, seeds=seeds)
             if self.checkpointing and self.training:
                 run = partial(checkpoint, run, use_reentrant=False)

@@ -14,6 +14,7 @@ from fasttfm.nn.plain import is_plain
 from fasttfm.ops import checks, linear
 from fasttfm.ops.attention import window_bounds
 from fasttfm.ops.backends import requested
+from fasttfm.ops.fp8_block import fp8_block
 from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
 from fasttfm.ops.transformer_stack import transformer_stack
 
@@ -42,12 +43,15 @@ class PackedLayer(nn.Module):
         causal: Whether tokens attend only to those up to themselves.
         window: ``(left, right)``: how far before and after itself a token attends; None for no limit.
         bias: Whether the linear layers have one.
+        qkv_bias: Whether the projection of queries, keys and values has one; as the others by default.
         recompute: Whether the backward computes the inner LayerNorm again instead of keeping its result: 22 bytes
             instead of 24 for each of C elements of a token, in 16-bit training.
         keep_activation: Whether the feed-forward block's activation is kept for the backward instead of being computed
             again: 32 bytes instead of 24, and the fastest step.
         device, dtype: The parameters'.
     """
+
+    fp8: Any = None  # Fp8Training sets it
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class PackedLayer(nn.Module):
         causal: bool = False,
         window: Sequence[int | None] | None = None,
         bias: bool = True,
+        qkv_bias: bool | None = None,
         recompute: bool = False,
         keep_activation: bool = False,
         device: Any = None,
@@ -81,7 +86,7 @@ class PackedLayer(nn.Module):
         self.width, self.heads, self.norm_first, self.activation = width, heads, norm_first, activation
         self.window = window_bounds(causal, window)
         self.recompute, self.keep_activation = recompute, keep_activation
-        self.qkv = nn.Linear(width, 3 * width, bias=bias, **factory)
+        self.qkv = nn.Linear(width, 3 * width, bias=bias if qkv_bias is None else qkv_bias, **factory)
         self.out = nn.Linear(width, width, bias=bias, **factory)
         self.norm1 = nn.LayerNorm(width, eps=eps, **factory)
         self.up = nn.Linear(width, intermediate, bias=bias, **factory)
@@ -126,10 +131,13 @@ class PackedLayer(nn.Module):
         norm_a, norm_b = (self.norm2, next_norm) if self.norm_first else (self.norm1, self.norm2)
         if not self.is_fusable(next_norm):
             return self._call_modules(x, residual, cu_seqlens, max_seqlen, (norm_a, norm_b), rates, seeds)
-        seeds = None if seeds is None else seeds.view(1, SEEDS)
         options, modules = self.block_options(max_seqlen, next_norm), self.block_modules(next_norm)
         parameters = BlockParameters(*(module._parameters[name] for module in modules for name in _PARAMETERS))
-        y, z = transformer_stack(x, residual, cu_seqlens, seeds, options, [parameters])
+        if self.uses_fp8():
+            y, z = fp8_block(x, residual, cu_seqlens, seeds, options, parameters, self.fp8.linears)
+        else:
+            seeds = None if seeds is None else seeds.view(1, SEEDS)
+            y, z = transformer_stack(x, residual, cu_seqlens, seeds, options, [parameters])
         return (z, None) if norm_b is None and z is not None else (y, z)
 
     def block_modules(self, next_norm: nn.LayerNorm | None) -> tuple[Any, ...]:
@@ -176,6 +184,10 @@ class PackedLayer(nn.Module):
         modules = [own["qkv"], own["out"], own["up"], own["down"], own["norm2"]]
         norm = next_norm if self.norm_first else own["norm1"]
         return is_plain(*modules) if norm is None else is_plain(*modules, norm)
+
+    def uses_fp8(self) -> bool:
+        """Whether ``forward`` has FP8 operands in its GEMMs, where the layer's modules are plain."""
+        return self.fp8 is not None and self.training and torch.is_grad_enabled()
 
     def _call_modules(
         self,

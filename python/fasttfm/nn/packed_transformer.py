@@ -57,10 +57,12 @@ class PackedTransformer(nn.Module):
         max_seqlen: int,
         *,
         hidden_states: list[Tensor] | None = None,
+        with_last: bool = False,
         **inputs: Any,
     ) -> Tensor:
-        """Runs the layers over ``x`` [T, C]; ``hidden_states`` collects the stream before each of them. ``inputs`` are
-        what layers of another class take in addition."""
+        """Runs the layers over ``x`` [T, C]; ``hidden_states`` collects the stream before each of them, and
+        ``with_last`` that after the last one, before the LayerNorm that ends a pre-LN model. ``inputs`` are what layers
+        of another class take in addition."""
         blocks = self._blocks(max_seqlen) if hidden_states is None and not inputs else None
         if blocks is not None:
             return self._run_whole(x, cu_seqlens, blocks)
@@ -82,12 +84,16 @@ class PackedTransformer(nn.Module):
                 draws = module is not layers[index] or not layers[index].is_fusable(following)
                 run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=draws)
             x, residual = run(x, cu_seqlens, max_seqlen)
+        if hidden_states is not None and with_last:
+            hidden_states.append(x if residual is None else residual)
         return x
 
     def _blocks(self, max_seqlen: int) -> list[Block] | None:
         """The layers as the op takes them; None if something sees where one layer ends: a layer or one of its modules
-        is not plain, or layers run again in the backward. Compilers see the layers one by one."""
+        is not plain, has FP8 GEMMs, or layers run again in the backward. Compilers see the layers one by one."""
         if (self.checkpointing and self.training) or torch.compiler.is_dynamo_compiling():
+            return None
+        if self.training and any(isinstance(each, PackedLayer) and each.uses_fp8() for each in self.layers):
             return None
         plan: _Plan | None = self.__dict__.get("_plan")
         if plan is None or plan.tree.root is not self or not plan.tree.is_unchanged():
@@ -116,11 +122,11 @@ class PackedTransformer(nn.Module):
         return x
 
     def explain(self, x: Tensor, max_seqlen: int) -> Explanation:
-        """How ``forward`` runs the layers over ``x`` [T, C], and why not in another way: "cpu" or "cuda" is one native
-        call, "ops" a layer's ops one by one. Nothing is computed."""
+        """How ``forward`` runs the layers over ``x`` [T, C], and why not in another way: "cpu", "cuda" or
+        "cuda_few_rows" is one native call, "ops" a layer's ops one by one. Nothing is computed."""
         blocks = self._blocks(max_seqlen)
         if blocks is None:
-            reasons = {"cpu": _NOT_WHOLE, "cuda": _NOT_WHOLE, "ops": None}
+            reasons = {"cpu": _NOT_WHOLE, "cuda_few_rows": _NOT_WHOLE, "cuda": _NOT_WHOLE, "ops": None}
             return Explanation("transformer_stack", "ops", reasons, "ops")
         residual = None if self.final_norm is None else x
         (normalised,) = linear.autocast(x)

@@ -36,6 +36,9 @@ def linear_activation(linear: Any, activation: Activation, x: Tensor) -> Tensor:
     if name is not None and is_plain(linear):
         weight = linear.weight if isinstance(linear, nn.Linear) else linear.weight.t()  # transformers' Conv1D
         return ops.linear_gelu(x, weight, linear.bias, activation=name)
+    if name is not None and hasattr(linear, "activated"):  # a packed product applies it by itself
+        activated: Tensor = linear.activated(x, ops.ACTIVATIONS[name])
+        return activated
     hidden: Tensor = linear(x)
     return ops.bias_gelu(hidden, activation=activation) if isinstance(activation, str) else activation(hidden)
 

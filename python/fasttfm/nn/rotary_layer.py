@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,10 +107,10 @@ class RotaryLayer(PackedLayer):
         seed = seed_a = None
         if attention_p or p_a:
             seed, seed_a, _ = (draw_seeds(x.device) if seeds is None else seeds).split(1)
-        q, k, v = self.rotated(x, cu_seqlens, max_seqlen, tables, positions)
+        qkv = self.rotated(x, cu_seqlens, max_seqlen, tables, positions)
         packed: dict[str, Any] = {"cu_seqlens": cu_seqlens}
         context = ops.attention(
-            q, k, v, window=self.window, max_seqlen=max_seqlen, dropout_p=attention_p, seed=seed, **packed
+            qkv, window=self.window, max_seqlen=max_seqlen, dropout_p=attention_p, seed=seed, **packed
         )
         assert isinstance(context, Tensor)
         branch, bias = product(self.out, context.flatten(-2))
@@ -128,16 +129,17 @@ class RotaryLayer(PackedLayer):
         max_seqlen: int,
         tables: Tables | None,
         positions: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [T, H, D] of ``x``; queries and keys are rotated, by one call."""
+    ) -> Tensor:
+        """Queries, keys and values [T, 3, H, D] of ``x``; queries and keys are rotated. One tensor, so that attention's
+        gradient goes back in one piece."""
         if positions is None:
             positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
         if tables is None:
-            tables = {self.theta: rotary_tables(self.theta, max_seqlen, self.width // self.heads, like=x)}
-        qkv = self.project(x)
-        turned = ops.rotary(qkv[:, :2].flatten(1, 2), *tables[self.theta], positions=positions)
-        q, k = turned.chunk(2, dim=1)
-        return q, k, qkv[:, 2]
+            places = torch.arange(max_seqlen, device=x.device)
+            tables = {self.theta: rotary_tables(self.theta, places, self.width // self.heads, like=x)}
+        heads = self.project(x).flatten(1, 2)
+        turned = ops.rotary(heads, *tables[self.theta], positions=positions, turned_heads=2 * self.heads)
+        return turned.unflatten(1, (3, self.heads))
 
     def is_fusable(self, next_norm: nn.Module | None = None) -> bool:
         """There is no op of the whole layer."""
@@ -146,17 +148,17 @@ class RotaryLayer(PackedLayer):
     def attention_weights(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """Attention's weights for ``forward``'s ``x``, fp32 ``[sequences, H, max_seqlen, max_seqlen]``, for plots.
         Plain torch, all in memory."""
-        q, k, _ = self.rotated(x, cu_seqlens, max_seqlen, None, None)
+        q, k, _ = self.rotated(x, cu_seqlens, max_seqlen, None, None).unbind(1)
         left, right = self.window
         return ops.attention_weights(q, k, window=(left, right), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
 
 
-def rotary_tables(theta: float, positions: int, columns: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_tables(theta: float, positions: Tensor, columns: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles ``position * theta ** (-2 i / columns)``, [positions, columns / 2]: in fp32, for
     fp64 tensors in fp64."""
     kind: dict[str, Any] = {"device": like.device, "dtype": _table_type(like)}
     rates = 1.0 / theta ** (torch.arange(0, columns, 2, **kind) / columns)
-    angles = torch.arange(positions, **kind)[:, None] * rates
+    angles = positions.to(**kind)[:, None] * rates
     return angles.cos(), angles.sin()
 
 
@@ -168,12 +170,12 @@ class RotaryTransformer(PackedTransformer):
     """A stack of ``RotaryLayer``.
 
     The tables of angles are computed at the first call on a device, for all of ``positions``, and kept in fp32 (in fp64
-    for fp64 models) whatever the parameters' type is.
+    for fp64 models) whatever the parameters' type is. They grow where a sequence is longer.
 
     Args:
         layers: In order; each ``theta`` has tables of its own.
         final_norm: The model's last LayerNorm.
-        positions: No token has a position beyond this number.
+        positions: Of the tables to begin with.
     """
 
     layer_class = RotaryLayer
@@ -193,24 +195,31 @@ class RotaryTransformer(PackedTransformer):
         positions: Tensor | None = None,
         **inputs: Any,
     ) -> Tensor:
-        """``PackedTransformer.forward``; ``positions`` int64 [T] are by default those in each token's own sequence."""
+        """``PackedTransformer.forward``; ``positions`` int64 [T] are by default those in each token's own sequence. Of
+        others, which may be any numbers, each token has tables of its own, for this call."""
         if positions is None:
             positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
-        angles: dict[str, Any] = {"tables": self.tables(x), "positions": positions}
+            tables = self.tables(x, max_seqlen)
+        else:
+            tables = self._make_tables(x, positions)
+            positions = torch.arange(len(positions), device=positions.device)
+        angles: dict[str, Any] = {"tables": tables, "positions": positions}
         return super().forward(x, cu_seqlens, max_seqlen, hidden_states=hidden_states, **angles, **inputs)
 
-    def tables(self, x: Tensor) -> Tables:
+    def tables(self, x: Tensor, max_seqlen: int) -> Tables:
         """Cosines and sines by ``theta``. A compiler sees them computed: it cannot trace what is kept between calls."""
         if torch.compiler.is_compiling():
-            return self._make_tables(x)
+            return self._make_tables(x, torch.arange(max(self.positions, max_seqlen), device=x.device))
         key = (x.device, _table_type(x))
-        if key not in self._tables:
-            self._tables[key] = self._make_tables(x)
+        if key not in self._tables or len(next(iter(self._tables[key].values()))[0]) < max_seqlen:
+            # Twice as many as before, so that they grow a few times only.
+            longer = self.positions * 2 ** max(0, math.ceil(math.log2(max(1, max_seqlen) / self.positions)))
+            self._tables[key] = self._make_tables(x, torch.arange(longer, device=x.device))
         return self._tables[key]
 
     @torch.no_grad()
-    def _make_tables(self, x: Tensor) -> Tables:
+    def _make_tables(self, x: Tensor, positions: Tensor) -> Tables:
         layers: list[Any] = self.in_order()
         thetas = dict.fromkeys(layer.theta for layer in layers)
         sizes = [layer.width // layer.heads for layer in layers[:1]]
-        return {theta: rotary_tables(theta, self.positions, *sizes, like=x) for theta in thetas}
+        return {theta: rotary_tables(theta, positions, *sizes, like=x) for theta in thetas}

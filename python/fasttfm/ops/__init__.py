@@ -5,6 +5,8 @@ from fasttfm.ops.attention import attention, attention_weights
 from fasttfm.ops.bias_gelu import ACTIVATIONS, bias_gelu
 from fasttfm.ops.column_sum import column_sum
 from fasttfm.ops.contrastive_loss import contrastive_loss
+from fasttfm.ops.decode_attention import decode_attention
+from fasttfm.ops.decode_linear import decode_linear
 from fasttfm.ops.distillation_loss import distillation_loss
 from fasttfm.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from fasttfm.ops.embedding import embedding
@@ -14,6 +16,7 @@ from fasttfm.ops.layer_norm import layer_norm
 from fasttfm.ops.linear_cross_entropy import CountedLoss, linear_cross_entropy
 from fasttfm.ops.linear_gelu import linear_gelu
 from fasttfm.ops.masked_lm_loss import masked_lm_loss
+from fasttfm.ops.maxsim import maxsim
 from fasttfm.ops.mlp import mlp
 from fasttfm.ops.pack import (
     cu_seqlens_from_lengths,
@@ -27,6 +30,7 @@ from fasttfm.ops.qkv_projection import fuse_qkv, qkv_projection
 from fasttfm.ops.replaced_token_loss import replaced_token_loss
 from fasttfm.ops.rms_norm import rms_norm
 from fasttfm.ops.rotary import rotary
+from fasttfm.ops.sample_tokens import sample_tokens
 
 __all__ = [
     "ACTIVATIONS",
@@ -39,6 +43,8 @@ __all__ = [
     "contrastive_loss",
     "cu_seqlens_from_lengths",
     "cu_seqlens_from_mask",
+    "decode_attention",
+    "decode_linear",
     "distillation_loss",
     "dropout_add_layer_norm",
     "embedding",
@@ -49,6 +55,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_gelu",
     "masked_lm_loss",
+    "maxsim",
     "mlp",
     "pack",
     "position_ids_from_cu_seqlens",
@@ -56,6 +63,7 @@ __all__ = [
     "replaced_token_loss",
     "rms_norm",
     "rotary",
+    "sample_tokens",
     "token_indices_from_mask",
     "unpack",
 ]

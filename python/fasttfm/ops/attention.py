@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.attention import reference
-from fasttfm.kernels.attention.problem import AttentionProblem, window_bounds
+from fasttfm.kernels.attention.problem import AttentionProblem, of_sequences, window_bounds
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.rows import contiguous_like, empty_output
 from fasttfm.ops import attention_choice, attention_native, checks
@@ -70,7 +70,9 @@ def attention(
         lengths: int32 ``[B]``, for dense tensors: how many tokens of each sequence are real. Rows past that are no
             keys, and give zeros and zero gradients.
         lengths_k: The same for k and v, if they differ from ``lengths``.
-        bias: ``[H, Sq or more, Sk or more]``, added to the scaled scores; -inf excludes a key. Has no gradient.
+        bias: ``[1 or B, 1 or H, Sq or more, Sk or more]`` (of packed sequences, B is their number), or without the
+            first dimension: added to the scaled scores; -inf excludes a key. Its gradient is summed over what shares
+            it, in a fixed order.
         alibi_slopes: fp32 ``[H]``: ``-slope * |i + Lk - Lq - j|`` is added for key j. Has no gradient.
         seed: int64 ``[1]``, decides what is dropped; by default drawn from torch's generator.
         return_lse: Returns ``(out, lse)``.
@@ -166,7 +168,7 @@ def _call(q: Any, k: Any, v: Any, options: Options, backend: str | None) -> tupl
         options = options._replace(seed=None)  # from here on, a seed means dropout
     outputs: tuple[Tensor, Tensor]
     if key is None:
-        apply = _Attention.apply if needs_gradient(q, k, v) else forward_op
+        apply = _Attention.apply if needs_gradient(q, k, v, options.bias) else forward_op
         outputs = apply(q, k, v, *_schema_options(q, k, options), asked)
         return outputs
     problem = _problem(q, k, *_schema_options(q, k, options))
@@ -217,11 +219,13 @@ class _Attention(OpFunction):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        gradients = (None, None, None)
-        if dout is not None:
-            gradients = backward_op(dout, *ctx.saved_tensors, *ctx.numbers)
-        wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
-        return *(gradient if want else None for gradient, want in wanted), *(None for _ in ctx.needs_input_grad[3:])
+        gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if dout is not None and any(ctx.needs_input_grad[:3]):
+            gradients[:3] = backward_op(dout, *ctx.saved_tensors, *ctx.numbers)
+        if dout is not None and any(ctx.needs_input_grad[_BIAS : _BIAS + 1]):  # common calls have none
+            gradients[_BIAS] = bias_backward_op(dout, *ctx.saved_tensors, *ctx.numbers)
+        wanted = zip(gradients, ctx.needs_input_grad, strict=True)
+        return tuple(gradient if want else None for gradient, want in wanted)
 
 
 class _PlainAttention(_Attention):
@@ -246,6 +250,7 @@ class _PlainAttention(_Attention):
 
 _TENSORS = 7  # cu_seqlens, cu_seqlens_k, lengths, lengths_k, bias, alibi_slopes, seed
 _PLACES = 4  # the first of them say where sequences are
+_BIAS = 3 + _PLACES  # among the arguments of _Attention
 
 
 def _forward(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
@@ -319,6 +324,30 @@ def _backward_fake(
     return dq, dk, dv
 
 
+def _bias_backward(
+    dout: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, lse: Tensor, *options: Any
+) -> Tensor:
+    *others, backend = options
+    q, k, v = _separate(q, k, v)
+    problem = _problem(q, k, *others)
+    chosen = TABLE.select_backward(backend, q, k, v, **attention_choice.options_of(problem))
+    dbias = _bias_backward_fake(dout, q, k, v, out, lse, *options)
+    whole = dbias[None] if dbias.dim() == 3 else dbias
+    if chosen.name == "triton":
+        from fasttfm.kernels.attention import triton
+
+        triton.attention_bias_bwd_triton(dout.contiguous(), q, k, v, out, lse, problem, whole)
+    else:  # no other backend takes a bias
+        reference.attention_bias_backward(dout, q, k, v, out, lse, problem, whole)
+    return dbias
+
+
+def _bias_backward_fake(
+    dout: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, lse: Tensor, *options: Any
+) -> Tensor:
+    return contiguous_like(options[_PLACES])
+
+
 def _qkv_backward(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, sums_dtype: torch.dtype, *options: Any
 ) -> tuple[Tensor, Tensor]:
@@ -386,7 +415,7 @@ def _problem(
         cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
         lengths,
         lengths if lengths_k is None else lengths_k,
-        None if bias is None else _readable(bias),
+        None if bias is None else _readable(of_sequences(bias)),
         None if alibi_slopes is None else _readable(alibi_slopes),
         seed,
         threshold,
@@ -409,6 +438,13 @@ backward_op = register(
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     _backward,
     _backward_fake,
+)
+
+bias_backward_op = register(
+    f"attention_bias_backward(Tensor dout, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor lse, {_OPTIONS})"
+    " -> Tensor",
+    _bias_backward,
+    _bias_backward_fake,
 )
 
 # Of one qkv: also the sums of its gradient over all tokens, which are the bias gradient of the product that made it.

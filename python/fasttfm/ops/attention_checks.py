@@ -66,7 +66,8 @@ def check_call(op: str, q: Any, k: Any, v: Any, options: Options) -> None:
     if options.scale is not None:
         checks.check_number(op, "scale", options.scale, low=-math.inf, high=math.inf)
     bounds = bounds_of(q, k, options.cu_seqlens_k, options.max_seqlen, options.max_seqlen_k)
-    _check_bias(op, q, *bounds, options.bias, options.alibi_slopes)
+    sequences = q.shape[0] if options.cu_seqlens is None else options.cu_seqlens.shape[0] - 1
+    _check_bias(op, q, sequences, *bounds, bias=options.bias, alibi_slopes=options.alibi_slopes)
     checks.check_seed(op, options.seed, like=q)
 
 
@@ -175,14 +176,15 @@ def _check_window(op: str, causal: Any, window: Any) -> None:
             raise checks.bad_value(op, "window", "numbers of keys, -1 or None for no limit", side)
 
 
-def _check_bias(op: str, q: Tensor, queries: int, keys: int, bias: Any, alibi_slopes: Any) -> None:
-    """``bias`` [H, >= queries, >= keys] and ``alibi_slopes`` [H]."""
+def _check_bias(op: str, q: Tensor, sequences: int, queries: int, keys: int, *, bias: Any, alibi_slopes: Any) -> None:
+    """``bias`` [1 or B, 1 or H, >= queries, >= keys] or without the first, and ``alibi_slopes`` [H]."""
     heads = q.shape[-2]
     if bias is not None:
         checks.check_floating(op, "bias", bias, optional=True)
-        if bias.dim() != 3 or bias.shape[0] != heads or bias.shape[1] < queries or bias.shape[2] < keys:
-            expected = f"shape ({heads}, at least {queries}, at least {keys})"
-            raise checks.bad_value(op, "bias", expected, f"shape {tuple(bias.shape)}")
+        shared = bias.dim() == 3 or (bias.dim() == 4 and bias.shape[0] in (1, sequences))
+        if not shared or bias.shape[-3] not in (1, heads) or bias.shape[-2] < queries or bias.shape[-1] < keys:
+            expected = f"shape (1 or {sequences}, 1 or {heads}, at least {queries}, at least {keys})"
+            raise checks.bad_value(op, "bias", f"{expected}, or without the first", f"shape {tuple(bias.shape)}")
         checks.check_device(op, "bias", bias, like=q)
     if alibi_slopes is not None:
         if not isinstance(alibi_slopes, Tensor):
@@ -192,6 +194,7 @@ def _check_bias(op: str, q: Tensor, queries: int, keys: int, bias: Any, alibi_sl
         checks.check_shape(op, "alibi_slopes", alibi_slopes, (heads,))
         checks.check_device(op, "alibi_slopes", alibi_slopes, like=q)
     checks.check_double(op, q=q, bias=bias, alibi_slopes=alibi_slopes)
-    for name, tensor in (("bias", bias), ("alibi_slopes", alibi_slopes)):
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            raise checks.bad_value(op, name, "a tensor that requires no gradient", "one that does; detach() it")
+    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise checks.bad_value(
+            op, "alibi_slopes", "a tensor that requires no gradient", "one that does; a bias has a gradient"
+        )

@@ -22,8 +22,11 @@ def sequences_of(q: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 _HEAD_DIMS = range(16, 257, 8)
-_CUDA_HEAD_DIMS = (64, 128)
+_CUDA_HEAD_DIMS = (32, 64, 80, 96, 128)
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
+# Above 512 queries, Hopper's backward for heads of 64 keeps the queries of a tile of keys on chip: fits_ring() in
+# kernels/attention/hopper/window.h.
+_WINDOW_QUERIES, _WINDOW_KEYS = 512, 321
 
 
 def options_of(problem: AttentionProblem) -> dict[str, Any]:
@@ -36,6 +39,7 @@ def options_of(problem: AttentionProblem) -> dict[str, Any]:
         "max_seqlen_k": problem.max_seqlen_k,
         "bias": problem.bias,
         "alibi_slopes": problem.alibi_slopes,
+        "dropout_p": 0.0 if problem.seed is None else problem.threshold / 256,
     }
 
 
@@ -65,16 +69,21 @@ def refuse_cuda(
     scale: float | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
     **_: Any,
 ) -> str | None:
     """Hopper's own kernels: see kernels/attention/op.h."""
     if q.dtype not in _CUDA_DTYPES:
         return f"takes bfloat16 and float16, got {dtype_name(q.dtype)}"
     if q.shape[-1] not in _CUDA_HEAD_DIMS:
-        return f"takes head dims of 64 and 128, got {q.shape[-1]}"
+        return f"takes head dims of 32, 64, 80, 96 and 128, got {q.shape[-1]}"
+    if dropout_p > 0 and q.shape[-1] not in (64, 128):
+        return f"takes dropout with head dims of 64 and 128, got {q.shape[-1]}"
     left, right = window_bounds(causal, window)
-    if left != UNLIMITED or right > 0:
-        return f"attends to all keys or causally, got a window of ({left}, {right})"
+    if _is_window(left, right) and q.shape[-1] not in (64, 128):
+        return f"takes windows with head dims of 64 and 128, got {q.shape[-1]}"
+    if _is_window(left, right) and dropout_p > 0:
+        return f"takes windows without dropout, got a window of ({left}, {right}) and dropout_p {dropout_p}"
     if scale is not None and scale <= 0:
         return f"takes a scale above 0, got {scale}"
     for tensor in (q, k, v):
@@ -96,10 +105,35 @@ def _tensor_map_takes(tensor: Tensor) -> bool:
     return math.gcd(*strides) % 8 == 0 and (0 not in strides or tensor.numel() == 0)
 
 
+def _is_window(left: int, right: int) -> bool:
+    """Whether a call is neither full nor causal."""
+    return left != UNLIMITED or right > 0
+
+
 def refuse_cuda_backward(
-    q: Tensor, k: Tensor | None = None, *_: Any, cu_seqlens: Tensor | None = None, **__: Any
+    q: Tensor,
+    k: Tensor | None = None,
+    *_: Any,
+    causal: bool = False,
+    window: Window | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen: int | None = None,
+    max_seqlen_k: int | None = None,
+    **__: Any,
 ) -> str | None:
     """Why the Hopper backward does not support a call whose forward ``refuse_cuda`` accepts."""
+    head_dim = q.shape[-1]
+    if head_dim not in (32, 64, 128):
+        return f"goes backward with head dims of 32, 64 and 128, got {head_dim}"
+    longest, _longest_k = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
+    if head_dim == 32 and longest > 512:
+        return f"goes backward with heads of 32 up to 512 queries, got {longest}"
+    left, right = window_bounds(causal, window)
+    wide = _is_window(left, right) and (min(left, right) < 0 or left + right > _WINDOW_KEYS)
+    if wide and head_dim == 64 and longest > _WINDOW_QUERIES:
+        most = f"up to {_WINDOW_KEYS} keys in addition to a query's own above {_WINDOW_QUERIES} queries"
+        return f"goes backward with windows of {most}, got ({left}, {right})"
     heads = q.shape[-2]
     if k is not None and k.shape[-2] != heads:
         return f"goes backward with as many heads of k and v as of q, got {k.shape[-2]} and {heads}"
@@ -112,6 +146,8 @@ def yield_cuda_backward(
     k: Tensor | None = None,
     v: Tensor | None = None,
     *,
+    causal: bool = False,
+    window: Window | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen: int | None = None,
@@ -122,17 +158,22 @@ def yield_cuda_backward(
 
     With heads of 64, one tile of Triton's holds a head up to 128 queries and keys. Up to 512 queries one block of
     Hopper's has a head: that wants half as many of them as multiprocessors, unless they are short. Beyond, blocks share
-    a head by its tiles of 128 keys, so that nearly all multiprocessors have work.
+    a head by its tiles of 128 keys, so that nearly all multiprocessors have work; with a window, by chunks of 512 keys.
     """
     if q.shape[-1] == 128:
         return None
     longest, longest_k = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
     sequences, heads, processors = sequences_of(q, cu_seqlens), q.shape[-2], multiprocessors(q)
-    if max(longest, longest_k) <= 128:
+    if q.shape[-1] == 64 and max(longest, longest_k) <= 128:
         return f"is slower backward up to 128 queries and keys, got {longest} and {longest_k}"
     units = sequences * heads
     if 256 < longest <= 512 and 2 * units < processors:
         return f"is slower backward below {processors // 2} heads of all sequences, above 256 queries, got {units}"
+    if _is_window(*window_bounds(causal, window)):
+        tokens = math.prod(q.shape[: -3 if k is None else -2])
+        chunks = heads * (sequences if longest_k <= 512 else tokens // 512)
+        few = f"is slower backward with windows below {processors // 2} chunks of 512 keys, got {chunks}"
+        return few if 2 * chunks < processors else None
     if longest > 512 and _efficiency(sequences, heads, longest, longest_k, processors) < 800:
         return f"is slower backward above 512 queries where it cannot use all multiprocessors, got {units} heads"
     return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fasttfm import _native
-from fasttfm.kernels.attention.problem import AttentionProblem
+from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem
 from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows
 
 
@@ -70,10 +70,12 @@ _COLUMN_PARTS_TOKENS = 64  # of a sequence: what it takes to sum columns would b
 def sums_columns(q: Tensor, problem: AttentionProblem) -> bool:
     """Whether CUDA's ``backward`` can give ``column_sums`` of gradients of q, k and v, and with gain.
 
-    Each sequence has places of its own for them, so that there should not be many sequences of few tokens.
+    Each sequence has places of its own for them, so that there should not be many sequences of few tokens. With a
+    window, several blocks process a head at the same time, and the sums would have no fixed order.
     """
     *tokens, _, head_dim = q.shape
-    return head_dim == 64 and math.prod(tokens) >= _COLUMN_PARTS_TOKENS * problem.sequences
+    windowed = problem.window_left != UNLIMITED or problem.window_right > 0
+    return head_dim == 64 and not windowed and math.prod(tokens) >= _COLUMN_PARTS_TOKENS * problem.sequences
 
 
 def _arguments(problem: AttentionProblem) -> tuple[Any, ...]:

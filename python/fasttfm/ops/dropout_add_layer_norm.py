@@ -309,10 +309,12 @@ def _backward_native(
     seed: Tensor | None,
     p: float,
     wanted: list[bool],
+    *,
+    want_dx: bool = True,
 ) -> Gradients:
     core = _native.core()
     dresidual = contiguous_like(z)
-    separate = _separate(dy, z, seed)
+    separate = want_dx and _separate(dy, z, seed)
     dx = contiguous_like(dy) if separate else empty_output(dy)
     parameters = (weight, bias, linear_bias)
     gradients = [gradient_like(parameter, want, dy) for parameter, want in zip(parameters, wanted, strict=True)]
@@ -346,6 +348,18 @@ def _parameters(x: Tensor, residual: Tensor, *parameters: Tensor | None) -> list
     if x.is_cuda and residual.dtype == x.dtype and all(each is None or each.dtype == x.dtype for each in parameters):
         dtype = x.dtype
     return [_native.as_parameter(parameter, dtype) for parameter in parameters]
+
+
+def stream_backward_cuda(dy: Tensor, *others: Any) -> Gradients | None:
+    """The backward without dx, which a caller computes from dresidual by the same seed: the arguments of the
+    registered op. None where another backend serves the call."""
+    *given, backend = others
+    _, z, _, weight, bias, linear_bias = given[:6]
+    dy = contiguous_rows(dy)
+    if _choose(backend, dy, z, weight, bias, linear_bias).name != "cuda":
+        return None
+    dz = None if given[0] is None else contiguous_rows(given[0])
+    return _backward_native(dy, dz, *given[1:], want_dx=False)
 
 
 # ---- backends --------------------------------------------------------------------------------------------------------

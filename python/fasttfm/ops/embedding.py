@@ -9,10 +9,9 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common import philox
-from fasttfm.kernels.common.index_errors import IndexErrors
 from fasttfm.kernels.common.rows import gradient_like
 from fasttfm.kernels.embedding import reference
-from fasttfm.ops import checks
+from fasttfm.ops import checks, embedding_native
 from fasttfm.ops.backends import (
     Backend,
     BackendTable,
@@ -23,12 +22,8 @@ from fasttfm.ops.backends import (
     requested,
     triton_absent,
 )
+from fasttfm.ops.embedding_native import INDEX_ARGUMENTS, OP, errors
 from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
-
-OP = "embedding"
-_TABLE_NAMES = ("word", "position", "segment")
-_INDEX_ARGUMENTS = ("ids", "position_ids", "segment_ids")
-_errors = IndexErrors(OP, _INDEX_ARGUMENTS)
 
 
 def embedding(
@@ -170,7 +165,7 @@ def _check_values(tables: reference.Triple, indices: reference.Triple, cu_seqlen
     ids = indices[0]
     if ids.is_cuda:
         return
-    for name, table, given in zip(_INDEX_ARGUMENTS, tables, indices, strict=True):
+    for name, table, given in zip(INDEX_ARGUMENTS, tables, indices, strict=True):
         if given is None or table is None or given.numel() == 0:
             continue
         low, high = (int(value) for value in torch.aminmax(given))
@@ -241,9 +236,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     tables, indices = (word_table, position_table, segment_table), (ids, position_ids, segment_ids)
     _check_values(tables, indices, cu_seqlens)
-    outputs: tuple[Tensor, Tensor] = TABLE.select(backend, ids, word_table).forward(
-        tables, indices, cu_seqlens, weight, bias, seed, layer_norm, eps, p, dtype
-    )
+    outputs: tuple[Tensor, Tensor] = TABLE.select(
+        backend, ids, word_table, position_table, segment_table, dtype
+    ).forward(tables, indices, cu_seqlens, weight, bias, seed, layer_norm, eps, p, dtype)
     return outputs
 
 
@@ -275,7 +270,7 @@ def _backward(
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tables, indices = (word_table, position_table, segment_table), (ids, position_ids, segment_ids)
-    chosen = TABLE.select(backend, ids, word_table)
+    chosen = TABLE.select(backend, ids, *tables, dy.dtype)
     gradients: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = chosen.backward(
         dy, tables, indices, cu_seqlens, weight, bias, statistics, seed, layer_norm, p, padding_idx, wanted
     )
@@ -310,150 +305,6 @@ backward_op = register(
 )
 
 
-# ---- the native core: CPU --------------------------------------------------------------------------------------------
-
-
-def _row_fields(
-    tables: reference.Triple,
-    indices: reference.Triple,
-    cu_seqlens: Tensor | None,
-    weight: Tensor | None,
-    seed: Tensor | None,
-    layer_norm: bool,
-    p: float,
-) -> dict[str, Any]:
-    """The fields that both directions share. What they point to must outlive the call: the caller holds it."""
-    ids = indices[0]
-    threshold = philox.threshold(p)
-    return {
-        **{f"{name}_table": _native.address(table) for name, table in zip(_TABLE_NAMES, tables, strict=True)},
-        **{name: _native.address(given) for name, given in zip(_INDEX_ARGUMENTS, indices, strict=True)},
-        "cu_seqlens": _native.address(cu_seqlens),
-        "weight": _native.address(weight),
-        "seed": _native.address(seed),
-        "sequences": 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        "tokens_per_sequence": max(1, ids.shape[-1]),
-        "rows": ids.numel(),
-        "columns": tables[0].shape[1],
-        "threshold": threshold,
-        "scale": philox.scale(threshold),
-        "layer_norm": int(layer_norm),
-        "table_dtype": _native.DTYPE_CODES[tables[0].dtype],
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _forward_native(
-    tables: reference.Triple,
-    indices: reference.Triple,
-    cu_seqlens: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    layer_norm: bool,
-    eps: float,
-    p: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    tables, indices, cu_seqlens = _contiguous(tables, indices, cu_seqlens)
-    weight, bias = _native.as_parameter(weight, torch.float32), _native.as_parameter(bias, torch.float32)
-    count = indices[0].numel() if layer_norm else 0
-    y = torch.empty((*indices[0].shape, tables[0].shape[1]), dtype=dtype)
-    statistics = torch.empty((2, count), dtype=torch.float32)
-    _native.core().embedding_forward_cpu(
-        **_row_fields(tables, indices, cu_seqlens, weight, seed, layer_norm, p),
-        bias=_native.address(bias),
-        y=y.data_ptr(),
-        mean=statistics.data_ptr(),
-        rstd=statistics.data_ptr() + 4 * count,
-        eps=eps,
-        dtype=_native.DTYPE_CODES[dtype],
-    )
-    return y, statistics
-
-
-def _backward_native(
-    dy: Tensor,
-    tables: reference.Triple,
-    indices: reference.Triple,
-    cu_seqlens: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    statistics: Tensor,
-    seed: Tensor | None,
-    layer_norm: bool,
-    p: float,
-    padding_idx: int | None,
-    wanted: list[bool],
-) -> tuple[Tensor, ...]:
-    core = _native.core()
-    dy = dy.contiguous()
-    tables, indices, cu_seqlens = _contiguous(tables, indices, cu_seqlens)
-    fp32_weight = _native.as_parameter(weight, torch.float32)
-    count, columns = indices[0].numel(), tables[0].shape[1]
-    dx = torch.empty((count, columns), dtype=torch.float32)
-    # The core sums in fp32 and leaves the rounding to torch.
-    sums = [torch.empty(columns if wants else 0, dtype=torch.float32) for wants in wanted[3:]]
-    positions = torch.empty(count if wanted[1] and indices[1] is None else 0, dtype=torch.int64)
-    workspace = torch.empty(core.embedding_workspace(count, columns), dtype=torch.float32)
-    core.embedding_backward_cpu(
-        **_row_fields(tables, indices, cu_seqlens, fp32_weight, seed, layer_norm, p),
-        dy=dy.data_ptr(),
-        mean=statistics.data_ptr(),
-        rstd=statistics.data_ptr() + 4 * count,
-        dx=dx.data_ptr(),
-        positions=positions.data_ptr(),  # 0 for an empty tensor: not needed
-        dweight=sums[0].data_ptr(),
-        dbias=sums[1].data_ptr(),
-        workspace=workspace.data_ptr(),
-        dtype=_native.DTYPE_CODES[dy.dtype],
-    )
-    ids, position_ids, segment_ids = indices
-    used = (ids, positions if position_ids is None else position_ids, segment_ids)
-    dtables = [
-        _table_gradient(dx, table, given, excluded) if wants and table is not None else tables[0].new_empty(0)
-        for table, given, excluded, wants in zip(tables, used, (padding_idx, None, None), wanted[:3], strict=True)
-    ]
-    dweight, dbias = (
-        total if parameter is None or not wants else total.to(parameter.dtype)
-        for total, parameter, wants in zip(sums, (weight, bias), wanted[3:], strict=True)
-    )
-    return (*dtables, dweight, dbias)
-
-
-def _table_gradient(dx: Tensor, table: Tensor, indices: Tensor | None, excluded: int | None) -> Tensor:
-    """The sum of dx [N, C] over the tokens of each row of ``table``; without indices all are row 0's."""
-    count, columns = dx.shape
-    indices = torch.zeros(count, dtype=torch.int64) if indices is None else indices
-    dtable = torch.empty_like(table, memory_format=torch.contiguous_format)
-    workspace = torch.empty(len(table) + count, dtype=torch.int32)
-    _native.core().embedding_table_backward_cpu(
-        dx=dx.data_ptr(),
-        indices=indices.data_ptr(),
-        dtable=dtable.data_ptr(),
-        first=workspace.data_ptr(),
-        next=workspace.data_ptr() + 4 * len(table),
-        rows=count,
-        columns=columns,
-        table_rows=len(table),
-        excluded=-1 if excluded is None else excluded,
-        dtype=_native.DTYPE_CODES[table.dtype],
-        threads=torch.get_num_threads(),
-    )
-    return dtable
-
-
-def _contiguous(
-    tables: reference.Triple, indices: reference.Triple, cu_seqlens: Tensor | None
-) -> tuple[Any, Any, Tensor | None]:
-    """Tables, int64 indices and cu_seqlens as kernels read them; themselves where they are that already."""
-    return (
-        tuple(_native.as_parameter(table, tables[0].dtype) for table in tables),
-        tuple(_native.as_parameter(given, torch.int64) for given in indices),
-        _native.as_parameter(cu_seqlens, torch.int32),
-    )
-
-
 # ---- backends --------------------------------------------------------------------------------------------------------
 
 
@@ -461,9 +312,9 @@ def _forward_triton(tables: reference.Triple, *args: Any) -> tuple[Tensor, Tenso
     from fasttfm.kernels.embedding import triton
 
     device = tables[0].device
-    _errors.raise_if_seen(device)
-    outputs: tuple[Tensor, Tensor] = triton.embedding_forward_triton(tables, *args, _errors.words(device))
-    _errors.watch(device)
+    errors.raise_if_seen(device)
+    outputs: tuple[Tensor, Tensor] = triton.embedding_forward_triton(tables, *args, errors.words(device))
+    errors.watch(device)
     return outputs
 
 
@@ -491,8 +342,15 @@ TABLE = BackendTable(
             "cpu",
             _native.missing,
             lambda ids, word_table, *_: refuse_native_cpu(word_table),
-            _forward_native,
-            _backward_native,
+            embedding_native.forward_cpu,
+            embedding_native.backward_cpu,
+        ),
+        Backend(
+            "cuda",
+            _native.missing_cuda,
+            embedding_native.refuse_gpu,
+            embedding_native.forward_cuda,
+            embedding_native.backward_cuda,
         ),
         Backend("triton", triton_absent, _refuse_triton, _forward_triton, _backward_triton),
         Backend("reference", always, lambda *_: None, reference.embedding_forward, reference.embedding_backward),

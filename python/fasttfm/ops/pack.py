@@ -172,7 +172,7 @@ def position_ids_from_cu_seqlens(cu_seqlens: Tensor, *, total: int | None = None
         total = int(cu_seqlens[-1])
     if is_plain((cu_seqlens,)):
         checks.check_cu_seqlens_values(op, cu_seqlens, total, exact=False)
-    return philox.row_positions(torch.Size([total, 1]), cu_seqlens, cu_seqlens.device)[1]
+    return philox.packed_positions(torch.arange(total, device=cu_seqlens.device), cu_seqlens)[1]
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
@@ -251,34 +251,26 @@ _unpack_op = register(
 )
 
 
-# ---- the native core: CPU --------------------------------------------------------------------------------------------
+# ---- the native core -------------------------------------------------------------------------------------------------
 
 
 def _pack_native(x: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
     x = x.contiguous()
-    packed = torch.empty((total, *x.shape[2:]), dtype=x.dtype)
-    _native.core().pack_cpu(**_fields(x, packed, cu_seqlens.contiguous(), x, packed))
+    packed = torch.empty((total, *x.shape[2:]), dtype=x.dtype, device=x.device)
+    _native.core().pack(x, packed, cu_seqlens.contiguous(), x.shape[1], total, _token_bytes(packed))
     return packed
 
 
 def _unpack_native(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     packed = packed.contiguous()
-    x = torch.empty((cu_seqlens.shape[0] - 1, max_seqlen, *packed.shape[1:]), dtype=packed.dtype)
-    _native.core().unpack_cpu(**_fields(packed, x, cu_seqlens.contiguous(), x, packed))
+    shape = (cu_seqlens.shape[0] - 1, max_seqlen, *packed.shape[1:])
+    x = torch.empty(shape, dtype=packed.dtype, device=packed.device)
+    _native.core().unpack(packed, x, cu_seqlens.contiguous(), max_seqlen, packed.shape[0], _token_bytes(packed))
     return x
 
 
-def _fields(source: Tensor, target: Tensor, cu_seqlens: Tensor, padded: Tensor, packed: Tensor) -> dict[str, int]:
-    return {
-        "source": source.data_ptr(),
-        "target": target.data_ptr(),
-        "cu_seqlens": cu_seqlens.data_ptr(),
-        "sequences": padded.shape[0],
-        "max_seqlen": padded.shape[1],
-        "total": packed.shape[0],
-        "token_bytes": packed.shape[1:].numel() * packed.element_size(),
-        "threads": torch.get_num_threads(),
-    }
+def _token_bytes(packed: Tensor) -> int:
+    return packed.shape[1:].numel() * packed.element_size()
 
 
 # ---- backends --------------------------------------------------------------------------------------------------------
@@ -302,6 +294,19 @@ def _refuse_native(tensor: Tensor, *_: Any) -> str | None:
     return None if tensor.device.type == "cpu" else f"takes CPU tensors, got {tensor.device.type}"
 
 
+_CUDA_BYTES = 2**24  # beyond it the copy decides, not the launch, and Triton's kernels copy faster
+
+
+def _refuse_cuda(tensor: Tensor, *_: Any) -> str | None:
+    if not tensor.is_cuda:
+        return f"takes CUDA tensors, got {tensor.device.type}"
+    if (reason := _native.missing_on(tensor.get_device())) is not None:
+        return reason
+    if (given := tensor.numel() * tensor.element_size()) > _CUDA_BYTES:
+        return f"takes up to {_CUDA_BYTES} bytes, got {given}"
+    return None
+
+
 def _refuse_triton(tensor: Tensor, *_: Any) -> str | None:
     expected = "cpu" if triton_interpreted() else "cuda"
     if tensor.device.type != expected:
@@ -314,6 +319,7 @@ TABLE = BackendTable(
     OP,
     (
         Backend("cpu", _native.missing, _refuse_native, _pack_native, _unpack_native),
+        Backend("cuda", _native.missing_cuda, _refuse_cuda, _pack_native, _unpack_native),
         Backend("triton", triton_absent, _refuse_triton, _pack_triton, _unpack_triton),
         Backend("reference", always, lambda *_: None, reference.pack, reference.unpack),
     ),

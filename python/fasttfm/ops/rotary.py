@@ -32,6 +32,7 @@ def rotary(
     *,
     positions: Tensor | None = None,
     interleaved: bool = False,
+    turned_heads: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Turns pairs of columns of each head by angles that grow with the token's position.
@@ -47,17 +48,21 @@ def rotary(
             validated on the GPU, where one that is outside of the tables gives NaN.
         interleaved: Pairs are columns 0 and 1, 2 and 3, ... (GPT-J); by default columns i and i + R / 2 (GPT-NeoX,
             Llama, ModernBERT).
+        turned_heads: Heads from this one on are copied: all are turned by default. ``2 H`` of
+            ``qkv.flatten(-3, -2)`` turns the queries and keys of ``qkv [..., 3, H, D]``, and the result is one tensor
+            for ``attention``.
         backend: Requests one backend; by default the first that can serve the call does.
 
     Returns:
         ``x``'s shape and type, contiguous. Arithmetic is fp32, rounded once.
     """
-    _check(x, cos, sin, positions, interleaved)
+    _check(x, cos, sin, positions, interleaved, turned_heads)
     TABLE.check_name(backend)
-    return _turned(x, cos, sin, positions, interleaved, False, requested(backend))
+    turned = x.shape[-2] if turned_heads is None else turned_heads
+    return _turned(x, cos, sin, positions, interleaved, turned, False, requested(backend))
 
 
-def _check(x: Any, cos: Any, sin: Any, positions: Any, interleaved: Any) -> None:
+def _check(x: Any, cos: Any, sin: Any, positions: Any, interleaved: Any, turned_heads: Any) -> None:
     checks.check_floating(OP, "x", x)
     if x.dim() < 3 or 0 in x.shape[-2:]:
         raise checks.bad_value(OP, "x", "shape [..., S, H, D] or [T, H, D]", f"shape {tuple(x.shape)}")
@@ -75,6 +80,11 @@ def _check(x: Any, cos: Any, sin: Any, positions: Any, interleaved: Any) -> None
     checks.check_double(OP, x=x, cos=cos, sin=sin)
     if not isinstance(interleaved, bool):
         raise checks.bad_type(OP, "interleaved", "a bool", type(interleaved).__name__)
+    if turned_heads is not None:
+        if isinstance(turned_heads, bool) or not isinstance(turned_heads, (int, torch.SymInt)):
+            raise checks.bad_type(OP, "turned_heads", "an integer", type(turned_heads).__name__)
+        if not 0 <= turned_heads <= x.shape[-2]:
+            raise checks.bad_value(OP, "turned_heads", f"0 to x's {x.shape[-2]} heads", turned_heads)
     if positions is None:
         return
     checks.check_index(OP, "positions", positions)
@@ -99,31 +109,32 @@ class _Rotary(OpFunction):
         sin: Tensor,
         positions: Tensor | None,
         interleaved: bool,
+        turned_heads: int,
         inverse: bool,
         backend: str | None,
     ) -> Tensor:
         ctx.save_for_backward(cos, sin, *unshared(positions))
-        ctx.options = (interleaved, not inverse, backend)
-        y: Tensor = _rotary_op(x, cos, sin, positions, interleaved, inverse, backend)
+        ctx.options = (interleaved, turned_heads, not inverse, backend)
+        y: Tensor = _rotary_op(x, cos, sin, positions, interleaved, turned_heads, inverse, backend)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _turned(dy, *ctx.saved_tensors, *ctx.options), None, None, None, None, None, None
+        return _turned(dy, *ctx.saved_tensors, *ctx.options), None, None, None, None, None, None, None
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 
 def _forward(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, *options: Any) -> Tensor:
-    interleaved, inverse, asked = options
+    interleaved, turned_heads, inverse, asked = options
     if positions is not None and positions.is_cpu and positions.numel():
         least, most = (int(bound) for bound in positions.aminmax())
         if least < 0 or most >= cos.shape[0]:
             expected = f"numbers in [0, {cos.shape[0]}), the rows of cos"
             raise checks.bad_value(OP, "positions", expected, least if least < 0 else most)
     chosen = TABLE.select(asked, x, interleaved)
-    y: Tensor = chosen.forward(x, cos, sin, positions, interleaved, inverse)
+    y: Tensor = chosen.forward(x, cos, sin, positions, interleaved, turned_heads, inverse)
     return y
 
 
@@ -132,8 +143,8 @@ def _forward_fake(x: Tensor, *_: Any) -> Tensor:
 
 
 _rotary_op = register(
-    "rotary(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse, str? backend)"
-    " -> Tensor",
+    "rotary(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, SymInt turned_heads, bool inverse,"
+    " str? backend) -> Tensor",
     _forward,
     _forward_fake,
 )
@@ -143,7 +154,13 @@ _rotary_op = register(
 
 
 def _native_rotary(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    turned_heads: int,
+    inverse: bool,
 ) -> Tensor:
     y = contiguous_like(x)
     if y.numel() == 0:
@@ -151,7 +168,7 @@ def _native_rotary(
     heads = (x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, *x.shape[-2:])
     tables = (table.float().contiguous() for table in (cos, sin))
     positions = None if positions is None else positions.long().contiguous()
-    _native.core().rotary_cpu(heads, *tables, positions, y, x.shape[-3], -1.0 if inverse else 1.0)
+    _native.core().rotary_cpu(heads, *tables, positions, y, x.shape[-3], turned_heads, -1.0 if inverse else 1.0)
     return y
 
 

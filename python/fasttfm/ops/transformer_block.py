@@ -128,13 +128,13 @@ def _forward(
     qkv = product.view(tokens, 3, options.heads, columns // options.heads)
     out, lse = attention(qkv, None, None, *attention_options(qkv, cu_seqlens, seeds[0], options))
     branch = linear.matmul(out.view(tokens, columns), own.out_weight.t())
-    norm_a = (own.norm_a_weight, own.norm_a_bias, own.out_bias, *_dropout(cu_seqlens, seeds[1], options.p_a))
+    norm_a = (own.norm_a_weight, own.norm_a_bias, own.out_bias, *dropout_arguments(cu_seqlens, seeds[1], options.p_a))
     stream = x if residual is None else residual
     y1, z1, statistics1 = add_norm(branch, stream, *norm_a, options.eps_a, want_z, backend)
 
     a, left = gelu_product.forward_op(y1, own.up_weight, own.up_bias, options.activation, kept, backend)
     branch = linear.matmul(a, own.down_weight.t())
-    norm_b = (own.norm_b_weight, own.norm_b_bias, own.down_bias, *_dropout(cu_seqlens, seeds[2], options.p_b))
+    norm_b = (own.norm_b_weight, own.norm_b_bias, own.down_bias, *dropout_arguments(cu_seqlens, seeds[2], options.p_b))
     stream = y1 if residual is None else z1
     y, z, statistics = add_norm(branch, stream, *norm_b, options.eps_b, want_z, backend)
 
@@ -231,13 +231,13 @@ class BlockBackward:
         options = self.options
         dy = torch.zeros_like(x) if dy is None else dy
 
-        dropout = _dropout(cu_seqlens, seed_b, options.p_b)
+        dropout = dropout_arguments(cu_seqlens, seed_b, options.p_b)
         y1 = self.norm_a(saved.z1).to(x.dtype) if saved.y1 is None else saved.y1
         inner = Inner(kept, saved.left, saved.a)
         dy1, dz1 = self.feed_forward(dy, dz, y1, inner, saved.z, saved.statistics, dropout)
         del y1
 
-        dropout = _dropout(cu_seqlens, seed_a, options.p_a)
+        dropout = dropout_arguments(cu_seqlens, seed_a, options.p_a)
         dout, dstream = self.projection(dy1, dz1, saved.out, saved.z1, saved.statistics1, dropout)
         attention = attention_options(saved.qkv, cu_seqlens, seed, options)
         dqkv = self.attention(dout, saved.qkv, saved.out, saved.lse, attention)
@@ -289,7 +289,7 @@ class BlockBackward:
     ) -> tuple[Tensor, Tensor]:
         """The gradients of attention's output and of what the block is added to."""
         dstream, dbranch = self._add_norm(("norm_a_weight", "norm_a_bias", "out_bias"), dy, dz, z1, statistics, dropout)
-        self._weight("out_weight", dbranch, out.view_as(dbranch))
+        self._weight("out_weight", dbranch, out.flatten(1))
         return linear.matmul(dbranch, self.own.out_weight).view_as(out), dstream
 
     def attention(self, dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, options: tuple[Any, ...]) -> Tensor:
@@ -359,14 +359,17 @@ def separate_seeds(seeds: Tensor | None, options: BlockOptions) -> Seeds:
     return attention, a, b
 
 
-def _dropout(cu_seqlens: Tensor, seed: Tensor | None, p: float) -> Dropout:
+def dropout_arguments(cu_seqlens: Tensor, seed: Tensor | None, p: float) -> Dropout:
     return (None, None, 0.0) if seed is None else (cu_seqlens, seed, p)
 
 
-def attention_options(qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, options: BlockOptions) -> tuple[Any, ...]:
-    """The arguments of attention's registered ops after q, k and v."""
+def attention_options(
+    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, options: BlockOptions, head_dim: int | None = None
+) -> tuple[Any, ...]:
+    """The arguments of attention's registered ops after q, k and v. ``head_dim`` is smaller than qkv's where heads are
+    filled up with zeros."""
     window = (options.window_left, options.window_right)
-    scale, p = qkv.shape[-1] ** -0.5, 0.0 if seed is None else options.attention_p
+    scale, p = (head_dim or qkv.shape[-1]) ** -0.5, 0.0 if seed is None else options.attention_p
     bounds = (options.max_seqlen, options.max_seqlen)
     return cu_seqlens, None, None, None, None, None, seed, *bounds, *window, scale, p, options.backend
 

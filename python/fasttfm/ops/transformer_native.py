@@ -28,6 +28,12 @@ PARAMETERS = len(BlockParameters._fields)
 _UP_WEIGHT = BlockParameters._fields.index("up_weight")
 _ALIGNMENT = 16
 
+# Tokens up to which a forward without gradients and without dropout takes the kernels for few rows (kernels/few_rows),
+# and tokens of its longest sequence up to which it takes their attention, if heads are of 64: docs/kernels.md.
+MOST_FEW_ROWS = 640
+MOST_SHORT_TOKENS = 128
+_SHORT_HEAD_DIM = 64
+
 
 class Layers(NamedTuple):
     """The parameters of layers that follow each other, as the core takes them."""
@@ -80,8 +86,15 @@ def _differences(given: list[Tensor | None]) -> str | None:
     return None
 
 
-def refuse(x: Tensor, residual: Tensor | None, layers: Layers, options: BlockOptions) -> str | None:
-    """Why the core does not take a call; None if it does."""
+def takes_few_rows(x: Tensor, *, gradient: bool, drops: bool) -> bool:
+    """Whether a call's tokens are few enough for the kernels for few rows, and it has no backward and no dropout."""
+    return x.is_cuda and x.shape[0] <= MOST_FEW_ROWS and not gradient and not drops
+
+
+def refuse(
+    x: Tensor, residual: Tensor | None, layers: Layers, options: BlockOptions, *, few_rows: bool = False
+) -> str | None:
+    """Why the core does not take a call; None if it does. ``few_rows``: with the kernels for few rows."""
     tokens, width = x.shape
     if tokens == 0 or not x.is_contiguous() or (residual is not None and not residual.is_contiguous()):
         return "takes contiguous rows, at least one"
@@ -93,9 +106,10 @@ def refuse(x: Tensor, residual: Tensor | None, layers: Layers, options: BlockOpt
         return f"takes tensors that start at a multiple of {_ALIGNMENT} bytes"
     window = (options.window_left, options.window_right)
     types = (x.dtype, stream, layers.dtype)
-    refused = _refuse_cuda if x.is_cuda else _refuse_cpu
     sizes = (width, options.heads, layers.intermediate)
-    return refused(x.device, options.backend, types, sizes, window, options.recompute)
+    if x.is_cuda:
+        return _refuse_cuda(x.device, options.backend, types, sizes, window, options.recompute, few_rows)
+    return _refuse_cpu(x.device, options.backend, types, sizes)
 
 
 @functools.lru_cache(maxsize=256)
@@ -116,13 +130,23 @@ def _fit(shapes: tuple[torch.Size | None, ...], width: int) -> bool:
     return all(found is None or found == wanted for found, wanted in zip(shapes, expected, strict=True))
 
 
+def _listed(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}"
+
+
 Types = tuple[torch.dtype, torch.dtype, torch.dtype]  # of x, of the stream, of parameters
 Sizes = tuple[int, int, int]  # width, heads, intermediate
 
 
 @functools.lru_cache(maxsize=256)
 def _refuse_cuda(
-    device: torch.device, backend: str | None, types: Types, sizes: Sizes, window: tuple[int, int], recompute: bool
+    device: torch.device,
+    backend: str | None,
+    types: Types,
+    sizes: Sizes,
+    window: tuple[int, int],
+    recompute: bool,
+    few_rows: bool,
 ) -> str | None:
     dtype, stream, parameters = types
     width, heads, intermediate = sizes
@@ -134,9 +158,11 @@ def _refuse_cuda(
         return f"takes bfloat16 and float16, got {dtype_name(dtype)}"
     if parameters not in (dtype, torch.float32) or (parameters != torch.float32 and stream != dtype):
         return "takes parameters in x's type or float32, and float32 ones where the stream is float32"
-    if width // heads not in (64, 128) or width % 8 or intermediate % 8 or width > 8192:
-        return f"takes head dims of 64 and 128, up to 8192 columns, in multiples of 8, got {width // heads} and {width}"
-    if window not in ((-1, -1), (-1, 0)):
+    head_dims = (32, 64, 128) if few_rows else (64, 128)
+    if width // heads not in head_dims or width % 8 or intermediate % 8 or width > 8192:
+        dims = _listed(head_dims)
+        return f"takes head dims of {dims}, up to 8192 columns, in multiples of 8, got {width // heads} and {width}"
+    if window not in ((-1, -1), (-1, 0)) and not few_rows:
         return f"attends to all keys or causally, got a window of {window}"
     if recompute and stream != dtype:
         return "takes no recompute with a float32 stream"
@@ -148,9 +174,7 @@ def _refuse_cuda(
 
 
 @functools.lru_cache(maxsize=256)
-def _refuse_cpu(
-    device: torch.device, backend: str | None, types: Types, sizes: Sizes, window: tuple[int, int], recompute: bool
-) -> str | None:
+def _refuse_cpu(device: torch.device, backend: str | None, types: Types, sizes: Sizes) -> str | None:
     width, heads, _ = sizes
     if backend not in (None, "cpu"):
         return f"takes calls without a backend or for cpu, got {backend}"
@@ -217,8 +241,10 @@ def forward(
     options: BlockOptions,
     *,
     training: bool,
+    few_rows: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y, z of a pre-LN model, and what is kept for the backward. ``own``: the parameters, weights in x's type."""
+    """y, z of a pre-LN model, and what is kept for the backward. ``own``: the parameters, weights in x's type.
+    ``few_rows``: with the kernels for few rows."""
     x = batch.x
     check_values("attention", x.shape[0], options.max_seqlen, batch.cu_seqlens, None)
     shape = _shape(batch, layers, options, training=training)
@@ -234,6 +260,8 @@ def forward(
         residual=_native.address(residual),
         y=y.data_ptr(),
         z=_native.address(z),
+        few_rows=int(few_rows),
+        short_attention=int(_has_short_sequences(batch, options) and not training),
     )
     return y, z, kept
 
@@ -283,6 +311,11 @@ def backward(
     dqkv = attention(dout)
     run(**fields, part=_AFTER_ATTENTION, dout=0, dqkv=dqkv.data_ptr())
     return dx, dresidual
+
+
+def _has_short_sequences(batch: Batch, options: BlockOptions) -> bool:
+    few = batch.x.is_cuda and batch.seeds is None and options.max_seqlen <= MOST_SHORT_TOKENS
+    return few and batch.x.shape[1] == options.heads * _SHORT_HEAD_DIM
 
 
 _WHOLE, _BEFORE_ATTENTION, _AFTER_ATTENTION = range(3)  # kernels/transformer_block/op.h: BackwardPart

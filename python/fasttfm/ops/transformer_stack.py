@@ -37,7 +37,7 @@ _MULTIPLIED = tuple(
 )
 # Multiply-adds of a layer's [C, C] product from which on the GPU takes longer for a layer than the host: each layer is
 # an autograd node of its own then, whose memory is free as soon as its backward has run.
-_LARGE = 2**33
+_LARGE = 2**34
 
 _requires_grad, _version_of = operator.attrgetter("requires_grad"), operator.attrgetter("_version")
 _hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
@@ -57,8 +57,14 @@ def transformer_stack(
     cu_seqlens, seeds = cu_seqlens.contiguous(), None if seeds is None else seeds.contiguous()
     if is_plain((x, residual, cu_seqlens, seeds, *given)) and 1 < cu_seqlens.shape[0] <= 1 + _MOST_SEQUENCES:
         found = transformer_native.layers_of(given)
-        if isinstance(found, Layers) and transformer_native.refuse(x, residual, found, options) is None:
-            return _run_native(x, residual, cu_seqlens, seeds, options, found)
+        if isinstance(found, Layers):
+            gradient = needs_gradient(x, residual, *given)
+            few_rows = transformer_native.takes_few_rows(x, gradient=gradient, drops=seeds is not None)
+            if transformer_native.refuse(x, residual, found, options, few_rows=few_rows) is None:
+                batch = Batch(x, None if residual is None else residual.dtype, cu_seqlens, seeds)
+                if gradient:
+                    return _run_with_gradient(batch, residual, options, found)
+                return _run_native(batch, residual, options, found, few_rows=few_rows)
     return _run_op_by_op(x, residual, cu_seqlens, seeds, options, layers)
 
 
@@ -81,29 +87,47 @@ def _run_op_by_op(
 
 def refused(x: Tensor, residual: Tensor | None, options: BlockOptions, layers: Sequence[BlockParameters]) -> str | None:
     """Why layers are run op by op; None where they are run in one native call."""
+    return _refused(x, residual, options, layers, few_rows=_has_few_rows(x, residual, options, layers))
+
+
+def _refused(
+    x: Tensor,
+    residual: Tensor | None,
+    options: BlockOptions,
+    layers: Sequence[BlockParameters],
+    *,
+    few_rows: bool,
+) -> str | None:
     given = list(chain.from_iterable(layers))
     if not is_plain((x, residual, *given)):
         return "takes plain tensors in eager calls"
     found = transformer_native.layers_of(given)
-    return found if isinstance(found, str) else transformer_native.refuse(x, residual, found, options)
+    if isinstance(found, str):
+        return found
+    return transformer_native.refuse(x, residual, found, options, few_rows=few_rows)
+
+
+def _has_few_rows(x: Tensor, residual: Tensor | None, options: BlockOptions, layers: Sequence[BlockParameters]) -> bool:
+    gradient = needs_gradient(x, residual, *chain.from_iterable(layers))
+    drops = options.attention_p + options.p_a + options.p_b > 0
+    return transformer_native.takes_few_rows(x, gradient=gradient, drops=drops)
 
 
 def _run_native(
-    x: Tensor,
-    residual: Tensor | None,
-    cu_seqlens: Tensor,
-    seeds: Tensor | None,
-    options: BlockOptions,
-    layers: Layers,
+    batch: Batch, residual: Tensor | None, options: BlockOptions, layers: Layers, *, few_rows: bool
 ) -> tuple[Tensor, Tensor | None]:
-    if not needs_gradient(x, residual, *layers.given):
-        batch = Batch(x, None if residual is None else residual.dtype, cu_seqlens, seeds)
-        own = _in_type(layers, x.dtype, copies=False)
-        y, z, _ = transformer_native.forward(batch, residual, layers, own, options, training=False)
-        return y, z
-    for part, own_seeds in _parts(x, seeds, layers):
+    own = _in_type(layers, batch.x.dtype, copies=False)
+    y, z, _ = transformer_native.forward(batch, residual, layers, own, options, training=False, few_rows=few_rows)
+    return y, z
+
+
+def _run_with_gradient(
+    batch: Batch, residual: Tensor | None, options: BlockOptions, layers: Layers
+) -> tuple[Tensor, Tensor | None]:
+    x = batch.x
+    for part, seeds in _parts(x, batch.seeds, layers):
         unique = {id(each): each for each in part.present}  # layers may share parameters
-        x, residual = _TransformerStack.apply(x, residual, cu_seqlens, own_seeds, options, part, *unique.values())
+        x, residual = _TransformerStack.apply(x, residual, batch.cu_seqlens, seeds, options, part, *unique.values())
     return x, residual
 
 
@@ -308,15 +332,26 @@ def _refuse_cpu(x: Tensor, *call: Any) -> str | None:
     return refused(x, *call) if x.is_cpu else f"takes CPU tensors, got {x.device.type}"
 
 
+def _refuse_few_rows(x: Tensor, *call: Any) -> str | None:
+    if not x.is_cuda:
+        return f"takes CUDA tensors, got {x.device.type}"
+    if not _has_few_rows(x, *call):
+        most = transformer_native.MOST_FEW_ROWS
+        return f"takes up to {most} tokens without gradients and without dropout, got {x.shape[0]} tokens"
+    return _refused(x, *call, few_rows=True)
+
+
 def _refuse_cuda(x: Tensor, *call: Any) -> str | None:
-    return refused(x, *call) if x.is_cuda else f"takes CUDA tensors, got {x.device.type}"
+    return _refused(x, *call, few_rows=False) if x.is_cuda else f"takes CUDA tensors, got {x.device.type}"
 
 
-# ``explain("transformer_stack", x, residual, options, layers)``. "cpu" and "cuda" are one native call.
+# ``explain("transformer_stack", x, residual, options, layers)``. "cpu", "cuda" and "cuda_few_rows", which has its own
+# kernels for few tokens, are one native call.
 TABLE = BackendTable(
     "transformer_stack",
     (
         Backend("cpu", transformer_native.missing_cpu, _refuse_cpu, _run_native),
+        Backend("cuda_few_rows", transformer_native.missing_hopper, _refuse_few_rows, _run_native),
         Backend("cuda", transformer_native.missing_hopper, _refuse_cuda, _run_native),
         Backend("ops", always, lambda *_: None, _run_op_by_op),
     ),

@@ -14,6 +14,7 @@ from fasttfm.testing.random_sizes import random_lengths, random_size
 _ONE_LENGTH = ("dense", "transposed", "fused")  # all sequences are of one length
 _ONE_QKV = ("sliced", "fused", "fused packed")  # as many keys as queries, and as many heads of both
 _PACKED = ("packed", "sliced", "fused packed")
+_BIASES = ("full", "of all", "of sequences", "of each")
 
 
 def random_arguments(source: random.Random) -> dict[str, Any]:
@@ -44,7 +45,8 @@ def random_arguments(source: random.Random) -> dict[str, Any]:
     if layout in _PACKED and (bias == "full" or source.random() < 0.5):
         arguments["max_seqlen"] = longest
     if max(lengths) and max(lengths_k) and not (layout in _PACKED and lengths != lengths_k):
-        arguments["bias"] = bias
+        # By the sizes and not by another draw, which would change all cases after this one.
+        arguments["bias"] = _BIASES[(len(lengths) + kv_heads) % len(_BIASES)] if bias == "full" else bias
     if source.random() < 0.25:
         arguments["window"] = (source.choice((None, 0, 3, 20)), source.choice((None, 0, 5)))
     if source.random() < 0.2:

@@ -75,6 +75,8 @@ def check_non_finite(call: Call) -> None:
     """A NaN or an infinity in any floating input and in any incoming gradient goes where it goes in the reference."""
     inputs = call.inputs()
     incoming = call.incoming(inputs)
+    if not incoming:  # integers: they have no such numbers
+        return
     for place in places(inputs, incoming):
         check_place(call, inputs, incoming, place, values_for(call, place))
 

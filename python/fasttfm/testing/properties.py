@@ -274,5 +274,7 @@ PROPERTIES: Mapping[str, Callable[[Call], None]] = {
     "without_data": check_without_data,
     "threads": check_threads,
 }
+# Of ops with gradients.
+GRADIENT_PROPERTIES = ("gradient_layouts", "absent_gradients", "second_order", "forward_mode")
 # What runs in Triton's interpreter, which is slow: the others depend on the code around the kernels.
 KERNEL_PROPERTIES = ("non_finite", "poisoned_memory")

@@ -13,7 +13,7 @@ from fasttfm import _native
 from fasttfm.ops.backends import BackendRefused, tables, triton_interpreted
 from fasttfm.testing import fuzz, harness
 from fasttfm.testing.call import Call, backends_on
-from fasttfm.testing.properties import KERNEL_PROPERTIES, PROPERTIES
+from fasttfm.testing.properties import GRADIENT_PROPERTIES, KERNEL_PROPERTIES, PROPERTIES
 from fasttfm.testing.spec import BadCall, OpCase, OpSpec
 
 # For tests that give Triton kernels CPU tensors (tests/conftest.py).
@@ -88,6 +88,8 @@ def op_tests(spec: OpSpec) -> type:
         def test_mutant_is_rejected(self, name: str) -> None:
             harness.check_mutant_rejected(spec, spec.mutants[name])
 
+    if not spec.differentiable:
+        del OpTests.test_gradcheck
     return type("OpTests", (OpTests, _property_tests(spec)), {})
 
 
@@ -101,7 +103,7 @@ def _property_tests(spec: OpSpec) -> type:
                 PROPERTIES[name](Call(spec, case, torch.float32, backend))
 
         @pytest.mark.gpu
-        @pytest.mark.parametrize("name", PROPERTIES)
+        @pytest.mark.parametrize("name", _properties(spec))
         @pytest.mark.parametrize("backend", _gpu_backends(spec))
         def test_property_gpu(self, name: str, backend: str) -> None:
             case = spec.cases[0]
@@ -162,10 +164,15 @@ def _property_calls(spec: OpSpec) -> list[Any]:
     found = []
     for backend in backends_on(spec, "cpu"):
         interpreted = backend == "triton"
-        names = KERNEL_PROPERTIES if interpreted else tuple(PROPERTIES)
+        names = KERNEL_PROPERTIES if interpreted else _properties(spec)
         for case in cases[:1] if backend in ("triton", "reference") else cases:
             found += [pytest.param(name, backend, case, id=f"{name}-{backend}-{case}") for name in names]
     return found
+
+
+def _properties(spec: OpSpec) -> tuple[str, ...]:
+    """The properties that hold for an op."""
+    return tuple(name for name in PROPERTIES if spec.differentiable or name not in GRADIENT_PROPERTIES)
 
 
 def _gpu_backends(spec: OpSpec) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import random
 from collections.abc import Callable, Mapping
@@ -10,15 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.attention import SDPBackend
 
-from fasttfm.bench.peers import PeerUnavailable, peer_module
 from fasttfm.kernels.attention import reference
 from fasttfm.kernels.attention.problem import window_bounds
 from fasttfm.kernels.common import philox
 from fasttfm.ops import attention
-from fasttfm.ops.linear import cpu_multiplies_bf16
+from fasttfm.testing.attention_peers import fa4, sdpa_cpu, sdpa_forced, sdpa_widened, varlen
 from fasttfm.testing.attention_random import random_arguments, without_delta
 from fasttfm.testing.chips import BLOCK_MEMORY
 from fasttfm.testing.row_cases import spoil
@@ -29,7 +26,6 @@ from fasttfm.testing.spec import (
     OpCase,
     OpSpec,
     Peer,
-    PeerCall,
     TritonKernel,
     draw,
 )
@@ -58,7 +54,7 @@ def _case(
 
     layout: "dense" (no padding: sequences of one length), "padded", "packed"; then, each in its own way not contiguous:
     "transposed" (dense, [B, H, S, D] seen as [B, S, H, D]), "sliced" (packed slices of one qkv), and "fused" or
-    "fused packed", one qkv. ``magnitude`` multiplies q and k. ``bias``: "full", "alibi" or none.
+    "fused packed", one qkv. ``magnitude`` multiplies q and k. ``bias``: one of _BIASES, "alibi" or none.
     """
     sizes = {
         "lengths": lengths,
@@ -72,6 +68,14 @@ def _case(
     }
     return OpCase(name, sizes, options, interpret=interpret)
 
+
+# Whether each sequence has a bias of its own (None: it has three dimensions), and whether each head has one.
+_BIASES: dict[str, tuple[bool | None, bool]] = {
+    "full": (None, True),
+    "of all": (False, False),
+    "of sequences": (True, False),
+    "of each": (True, True),
+}
 
 CASES = (
     _case("typical", (33, 33), 2, 64, dropout_p=0.1),
@@ -100,6 +104,8 @@ CASES = (
     _case("no_keys", (4,), 2, 16, lengths_k=(0,)),
     _case("bias", (17, 17), 2, 16, bias="full", scale=0.7, return_lse=True),
     _case("bias_packed", (9, 14), 2, 16, bias="full", layout="packed", max_seqlen=16, causal=True, dropout_p=0.1),
+    _case("bias_of_all", (9, 14), 4, 16, kv_heads=2, bias="of all", layout="padded", window=(6, 4)),
+    _case("bias_of_each", (7, 7), 2, 16, lengths_k=(12, 12), bias="of each", causal=True),
     _case("alibi", (9,), 4, 16, lengths_k=(15,), kv_heads=2, bias="alibi"),
     _case("head_dim_72", (20, 20), 1, 72, dropout_p=0.1),
     _case("head_dim_128", (18, 18), 1, 128, causal=True),
@@ -159,8 +165,10 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
     if layout == "transposed":
         inputs = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in inputs.items()}
     inputs |= _boundaries(layout, lengths, lengths_k, device)
-    if sizes["bias"] == "full":
-        inputs["bias"] = tensor(heads, max(lengths) + 3, max(lengths_k) + 5)
+    if sizes["bias"] in _BIASES:
+        every, per_head = _BIASES[sizes["bias"]]
+        leading = (() if every is None else (len(lengths) if every else 1,)) + (heads if per_head else 1,)
+        inputs["bias"] = tensor(*leading, max(lengths) + 3, max(lengths_k) + 5)
     elif sizes["bias"] == "alibi":
         slopes = 2.0 ** -torch.arange(1, heads + 1, dtype=torch.float32)
         inputs["alibi_slopes"] = slopes.to(device, torch.promote_types(dtype, torch.float32))
@@ -217,99 +225,6 @@ def _backward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
     """Reads q, k, v, out, dout and lse, writes dq, dk and dv. Five products, one of which recomputes the scores."""
     query, key, lse = _sides(case, dtype)
     return Cost(bytes=4 * query + 4 * key + lse, flops=2.5 * _forward_cost(case, dtype).flops)
-
-
-# ---- peers -----------------------------------------------------------------------------------------------------------
-
-
-def _sdpa(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
-    """torch's attention; sequences of several lengths are padded, in advance, and masked."""
-    q, k, v, starts = inputs["q"], inputs["k"], inputs["v"], inputs.get("cu_seqlens")
-    leaves = None
-    if starts is not None:
-        longest = options["max_seqlen"]
-        lengths = starts.diff()
-        parts = [x.detach().split(lengths.tolist()) for x in (q, k, v)]
-        leaves = [torch.stack([pad(x, (0, 0, 0, 0, 0, longest - len(x))) for x in part]) for part in parts]
-        q, k, v = (leaf.requires_grad_() for leaf in leaves)
-    else:
-        lengths = inputs.get("lengths")
-    mask = None
-    if lengths is not None:  # additive, in q's type: what the fast paths take without a conversion
-        absent = torch.arange(k.shape[1], device=k.device) >= lengths[:, None]
-        mask = torch.zeros_like(absent, dtype=q.dtype).masked_fill(absent, -torch.inf)[:, None, None, :]
-        if options.get("causal", False):
-            raise PeerUnavailable("SDPA takes a mask or is_causal, not both")
-
-    def call() -> Any:
-        return scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            dropout_p=options.get("dropout_p", 0.0),
-            is_causal=options.get("causal", False),
-        ).transpose(1, 2)
-
-    return call if leaves is None else PeerCall(call, leaves)
-
-
-def _sdpa_forced(backend: SDPBackend) -> Callable[[Inputs, Mapping[str, Any]], Callable[[], Any]]:
-    """SDPA with one of its kernels; a call that it cannot serve raises."""
-
-    def build(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
-        if not torch.cuda.is_available():
-            raise PeerUnavailable(f"{backend.name} needs a GPU")
-        masked = "lengths" in inputs or "cu_seqlens" in inputs
-        if backend is SDPBackend.FLASH_ATTENTION and masked:
-            raise PeerUnavailable("FLASH_ATTENTION takes no mask")
-        function = _sdpa(inputs, options)
-
-        def call() -> Any:
-            with sdpa_kernel(backend):
-                return function()
-
-        return PeerCall(call, function.leaves) if isinstance(function, PeerCall) else call
-
-    return build
-
-
-def _sdpa_cpu(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
-    if inputs["q"].is_cuda:
-        raise PeerUnavailable("on a GPU each of SDPA's kernels is a peer of its own")
-    if inputs["q"].dtype == torch.bfloat16 and not cpu_multiplies_bf16():
-        raise PeerUnavailable("torch multiplies bf16 hundreds of times slower than fp32 on this CPU")
-    return _sdpa(inputs, options)
-
-
-def _sdpa_widened(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
-    """A workaround that makes SDPA fast on such a CPU."""
-    dtype = inputs["q"].dtype
-    if inputs["q"].is_cuda or dtype == torch.float32:
-        raise PeerUnavailable("for 16-bit types on a CPU")
-
-    def call() -> Any:
-        wide = {name: inputs[name].float() for name in "qkv"}
-        return _sdpa({**inputs, **wide}, options)().to(dtype)
-
-    return call
-
-
-def _varlen(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
-    """torch's FlashAttention-2 for packed sequences."""
-    if "cu_seqlens" not in inputs or not inputs["q"].is_cuda:
-        raise PeerUnavailable("varlen_attn takes packed sequences, on a GPU")
-    if options.get("dropout_p", 0.0):
-        raise PeerUnavailable("varlen_attn has no dropout")
-    varlen_attn = getattr(peer_module("torch.nn.attention.varlen"), "varlen_attn", None)
-    if varlen_attn is None:
-        raise PeerUnavailable(f"torch {torch.__version__} has no varlen_attn")
-    causal = options.get("causal", False)
-    windowed = "window_size" in inspect.signature(varlen_attn).parameters
-    mask = {"window_size": (-1, 0 if causal else -1)} if windowed else {"is_causal": causal}
-    starts, longest = inputs["cu_seqlens"], options["max_seqlen"]
-    tensors = (inputs["q"], inputs["k"], inputs["v"], starts, starts, longest, longest)
-    return lambda: varlen_attn(*tensors, **mask)
 
 
 # ---- benchmarks ------------------------------------------------------------------------------------------------------
@@ -433,8 +348,10 @@ BAD_CALLS = (
     BadCall("lengths too long", "lengths", ValueError, _add(lengths=_ints(3, 34))),
     BadCall("lengths_k negative", "lengths_k", ValueError, _add(lengths_k=_ints(3, -1))),
     BadCall("bias too small", "bias", ValueError, _add(bias=torch.ones(2, 33, 32))),
-    BadCall("bias of one head", "bias", ValueError, _add(bias=torch.ones(1, 33, 33))),
-    BadCall("bias that learns", "bias", ValueError, _add(bias=torch.ones(2, 33, 33, requires_grad=True))),
+    BadCall("bias of other heads", "bias", ValueError, _add(bias=torch.ones(3, 33, 33))),
+    BadCall("bias of other sequences", "bias", ValueError, _add(bias=torch.ones(3, 2, 33, 33))),
+    BadCall("bias of two dimensions", "bias", ValueError, _add(bias=torch.ones(33, 33))),
+    BadCall("slopes that learn", "alibi_slopes", ValueError, _add(alibi_slopes=torch.ones(2, requires_grad=True))),
     BadCall("double bias, single q", "q", TypeError, _add(bias=torch.ones(2, 33, 33, dtype=torch.float64))),
     BadCall("alibi_slopes in a list", "alibi_slopes", TypeError, _add(alibi_slopes=[0.5, 0.25])),
     BadCall("alibi_slopes of bf16", "alibi_slopes", TypeError, _add(alibi_slopes=torch.ones(2).bfloat16())),
@@ -536,6 +453,9 @@ def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, t
         (torch.ops.fasttfm.attention_forward.default, (q, k, v, *rest)),
         (torch.ops.fasttfm.attention_backward.default, (torch.ones_like(out), q, k, v, out, lse, *rest)),
     ]
+    if inputs.get("bias") is not None:
+        operator = torch.ops.fasttfm.attention_bias_backward.default
+        found.append((operator, (torch.ones_like(out), q, k, v, out, lse, *rest)))
     if k is None:
         operator = torch.ops.fasttfm.attention_qkv_backward.default
         found.append((operator, (torch.ones_like(out), q, out, lse, torch.float32, *rest)))
@@ -547,7 +467,7 @@ SPEC = OpSpec(
     function=attention,
     reference=reference.attention,
     inputs=_inputs,
-    differentiable=("q", "k", "v"),
+    differentiable=("q", "k", "v", "bias"),
     cases=CASES,
     random_case=_random_case,
     property_cases=("packed", "causal", "fused"),
@@ -558,12 +478,13 @@ SPEC = OpSpec(
     forward_cost=_forward_cost,
     backward_cost=_backward_cost,
     peers=(
-        Peer("sdpa", _sdpa_cpu),
-        Peer("sdpa.float32", _sdpa_widened),
-        Peer("sdpa.cudnn", _sdpa_forced(SDPBackend.CUDNN_ATTENTION)),
-        Peer("sdpa.flash", _sdpa_forced(SDPBackend.FLASH_ATTENTION)),
-        Peer("sdpa.efficient", _sdpa_forced(SDPBackend.EFFICIENT_ATTENTION)),
-        Peer("torch.varlen_attn", _varlen),
+        Peer("sdpa", sdpa_cpu),
+        Peer("sdpa.float32", sdpa_widened),
+        Peer("sdpa.cudnn", sdpa_forced(SDPBackend.CUDNN_ATTENTION)),
+        Peer("sdpa.flash", sdpa_forced(SDPBackend.FLASH_ATTENTION)),
+        Peer("sdpa.efficient", sdpa_forced(SDPBackend.EFFICIENT_ATTENTION)),
+        Peer("torch.varlen_attn", varlen),
+        Peer("fa4", fa4),
     ),
     curves=CURVES,
     bad_calls=BAD_CALLS,

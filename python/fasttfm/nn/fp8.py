@@ -1,0 +1,122 @@
+"""``Fp8Training``: transformer layers with FP8 operands in their GEMMs, while a model is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fasttfm.nn.packed_layer import PackedLayer
+from fasttfm.nn.plain import Uncopied
+from fasttfm.ops import checks, fp8
+from fasttfm.ops.fp8 import Fp8Linear, LayerFp8, Scales
+
+_NAME = "Fp8Training"
+
+
+class _Fp8(Uncopied):
+    """What a layer has in its ``fp8``."""
+
+    def __init__(self, linears: LayerFp8) -> None:
+        self.linears = linears
+
+
+class Fp8Training:
+    """Has the layers of a model compute their GEMMs in FP8 in training; in evaluation and without gradients they stay
+    in the activations' type. Use it under bf16 autocast, and call ``update`` after each step of the optimizer:
+
+        scaling = fasttfm.nn.Fp8Training(model)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        scaling.update()
+
+    Each tensor has one scale, which follows from its largest magnitudes in the last steps; before the first ``update``
+    from the tensor itself. Scales and magnitudes stay on the device: steps can be captured in a CUDA graph.
+
+    Args:
+        model: A model with ``PackedLayer``s, on its device: those of BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT and
+            GPT-2. GPUs need compute capability 8.9; on a CPU FP8 is emulated, slowly.
+        gradients: The format of gradients: "e5m2", or "e4m3", which has one more bit and less range. Weights and
+            activations are e4m3.
+        history: The number of steps whose largest magnitudes a scale follows from.
+        skip_first, skip_last: The number of layers at the start and the end of the model to leave as they are.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, gradients: str = "e5m2", history: int = 16, skip_first: int = 0, skip_last: int = 0
+    ) -> None:
+        if gradients not in fp8.FORMATS:
+            raise checks.bad_value(_NAME, "gradients", f"one of {', '.join(fp8.FORMATS)}", repr(gradients))
+        if history < 1:
+            raise checks.bad_value(_NAME, "history", "at least 1", history)
+        layers = [each for each in model.modules() if type(each) is PackedLayer]
+        end = len(layers) - skip_last
+        self._layers = layers[skip_first:end] if 0 <= skip_first <= end <= len(layers) else []
+        if not self._layers:
+            got = f"{type(model).__name__} with {len(layers)} of them, skip_first={skip_first}, skip_last={skip_last}"
+            raise checks.bad_value(_NAME, "model", "one with PackedLayers to compute in FP8", got)
+        for layer in self._layers:
+            _check(layer)
+        device = self._layers[0].qkv.weight.device
+        if (reason := fp8.missing(device)) is not None:
+            raise RuntimeError(f"{_NAME}: {reason}")
+        formats = [fp8.E4M3, fp8.E4M3, fp8.FORMATS[gradients]]
+        self.scales = Scales(formats * len(LayerFp8._fields) * len(self._layers), history, device)
+        slots = iter(self.scales.slots)
+        self._linears: list[Fp8Linear] = []
+        self._table: Any = None  # of the launch that casts all weights
+        for layer in self._layers:
+            own = [Fp8Linear(each.weight, (next(slots), next(slots), next(slots))) for each in _linears(layer)]
+            layer.fp8 = _Fp8(LayerFp8(*own))
+            self._linears += own
+        self.refresh()
+
+    def update(self, *, reduce: bool = False) -> None:
+        """Ends a step: computes the scales of the next one and casts the weights by them. With ``reduce`` all processes
+        have the same scales, by the largest magnitudes of all of them."""
+        if reduce:
+            torch.distributed.all_reduce(self.scales.amax, torch.distributed.ReduceOp.MAX)
+        self.scales.update()
+        self._table = fp8.refresh_all(self._linears, self._table)
+
+    def refresh(self) -> None:
+        """Casts weights that have changed otherwise than by steps, as far as torch counts it. Forwards do so too; a
+        CUDA graph cannot."""
+        for each in self._linears:
+            each.refresh_changed()
+
+    def remove(self) -> None:
+        """The layers are as they were."""
+        for layer in self._layers:
+            layer.fp8 = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scales and histories, on the CPU."""
+        return self.scales.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues with the scales of a ``state_dict``, of a model that has the weights of that moment by now."""
+        self.scales.load_state_dict(state)
+        self._table = fp8.refresh_all(self._linears, self._table)
+
+
+def _linears(layer: PackedLayer) -> list[nn.Linear]:
+    """In the order of ``LayerFp8``."""
+    return [layer.qkv, layer.out, layer.up, layer.down]
+
+
+def _check(layer: PackedLayer) -> None:
+    if not layer.is_fusable():
+        raise checks.bad_value(_NAME, "model", "layers of plain modules", "one with hooks, LoRA or another replacement")
+    for each in _linears(layer):
+        weight = each.weight
+        if not weight.is_contiguous():
+            got = f"strides {weight.stride()} of shape {tuple(weight.shape)}"
+            raise checks.bad_value(_NAME, "model", "contiguous parameters", got)
+        if any(size % fp8.ALIGNMENT for size in weight.shape):
+            expected = f"linear layers whose sizes are multiples of {fp8.ALIGNMENT}"
+            raise checks.bad_value(_NAME, "model", expected, f"shape {tuple(weight.shape)}")

@@ -1,0 +1,243 @@
+"""``embedding`` by the native core: on CPUs, and on GPUs for batches of few tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm import _native
+from fasttfm.kernels.common import philox
+from fasttfm.kernels.common.index_errors import IndexErrors
+from fasttfm.kernels.common.rows import aligned, contiguous_rows, gradient_like
+from fasttfm.kernels.embedding import reference
+from fasttfm.ops.backends import dtype_name, refuse_cuda, refuse_cuda_rows
+
+OP = "embedding"
+TABLE_NAMES = ("word", "position", "segment")
+INDEX_ARGUMENTS = ("ids", "position_ids", "segment_ids")
+errors = IndexErrors(OP, INDEX_ARGUMENTS)
+
+
+# ---- CPU -------------------------------------------------------------------------------------------------------------
+
+
+def _row_fields(
+    tables: reference.Triple,
+    indices: reference.Triple,
+    cu_seqlens: Tensor | None,
+    weight: Tensor | None,
+    seed: Tensor | None,
+    layer_norm: bool,
+    p: float,
+) -> dict[str, Any]:
+    """The fields that both directions share. What they point to must outlive the call: the caller holds it."""
+    ids = indices[0]
+    threshold = philox.threshold(p)
+    return {
+        **{f"{name}_table": _native.address(table) for name, table in zip(TABLE_NAMES, tables, strict=True)},
+        **{name: _native.address(given) for name, given in zip(INDEX_ARGUMENTS, indices, strict=True)},
+        "cu_seqlens": _native.address(cu_seqlens),
+        "weight": _native.address(weight),
+        "seed": _native.address(seed),
+        "sequences": 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        "tokens_per_sequence": max(1, ids.shape[-1]),
+        "rows": ids.numel(),
+        "columns": tables[0].shape[1],
+        "threshold": threshold,
+        "scale": philox.scale(threshold),
+        "layer_norm": int(layer_norm),
+        "table_dtype": _native.DTYPE_CODES[tables[0].dtype],
+        "threads": torch.get_num_threads(),
+    }
+
+
+def forward_cpu(
+    tables: reference.Triple,
+    indices: reference.Triple,
+    cu_seqlens: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    layer_norm, eps, p, dtype = options
+    tables, indices, cu_seqlens = _contiguous(tables, indices, cu_seqlens)
+    weight, bias = _native.as_parameter(weight, torch.float32), _native.as_parameter(bias, torch.float32)
+    count = indices[0].numel() if layer_norm else 0
+    y = torch.empty((*indices[0].shape, tables[0].shape[1]), dtype=dtype)
+    statistics = torch.empty((2, count), dtype=torch.float32)
+    _native.core().embedding_forward_cpu(
+        **_row_fields(tables, indices, cu_seqlens, weight, seed, layer_norm, p),
+        bias=_native.address(bias),
+        y=y.data_ptr(),
+        mean=statistics.data_ptr(),
+        rstd=statistics.data_ptr() + 4 * count,
+        eps=eps,
+        dtype=_native.DTYPE_CODES[dtype],
+    )
+    return y, statistics
+
+
+def backward_cpu(
+    dy: Tensor,
+    tables: reference.Triple,
+    indices: reference.Triple,
+    cu_seqlens: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor,
+    seed: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, ...]:
+    layer_norm, p, padding_idx, wanted = options
+    core = _native.core()
+    dy = dy.contiguous()
+    tables, indices, cu_seqlens = _contiguous(tables, indices, cu_seqlens)
+    fp32_weight = _native.as_parameter(weight, torch.float32)
+    count, columns = indices[0].numel(), tables[0].shape[1]
+    dx = torch.empty((count, columns), dtype=torch.float32)
+    # The core sums in fp32 and leaves the rounding to torch.
+    sums = [torch.empty(columns if wants else 0, dtype=torch.float32) for wants in wanted[3:]]
+    positions = torch.empty(count if wanted[1] and indices[1] is None else 0, dtype=torch.int64)
+    workspace = torch.empty(core.embedding_workspace(count, columns), dtype=torch.float32)
+    core.embedding_backward_cpu(
+        **_row_fields(tables, indices, cu_seqlens, fp32_weight, seed, layer_norm, p),
+        dy=dy.data_ptr(),
+        mean=statistics.data_ptr(),
+        rstd=statistics.data_ptr() + 4 * count,
+        dx=dx.data_ptr(),
+        positions=positions.data_ptr(),  # 0 for an empty tensor: not needed
+        dweight=sums[0].data_ptr(),
+        dbias=sums[1].data_ptr(),
+        workspace=workspace.data_ptr(),
+        dtype=_native.DTYPE_CODES[dy.dtype],
+    )
+    ids, position_ids, segment_ids = indices
+    used = (ids, positions if position_ids is None else position_ids, segment_ids)
+    dtables = [
+        _table_gradient(dx, table, given, excluded) if wants and table is not None else tables[0].new_empty(0)
+        for table, given, excluded, wants in zip(tables, used, (padding_idx, None, None), wanted[:3], strict=True)
+    ]
+    dweight, dbias = (
+        total if parameter is None or not wants else total.to(parameter.dtype)
+        for total, parameter, wants in zip(sums, (weight, bias), wanted[3:], strict=True)
+    )
+    return (*dtables, dweight, dbias)
+
+
+def _table_gradient(dx: Tensor, table: Tensor, indices: Tensor | None, excluded: int | None) -> Tensor:
+    """The sum of dx [N, C] over the tokens of each row of ``table``; without indices all are row 0's."""
+    count, columns = dx.shape
+    indices = torch.zeros(count, dtype=torch.int64) if indices is None else indices
+    dtable = torch.empty_like(table, memory_format=torch.contiguous_format)
+    workspace = torch.empty(len(table) + count, dtype=torch.int32)
+    _native.core().embedding_table_backward_cpu(
+        dx=dx.data_ptr(),
+        indices=indices.data_ptr(),
+        dtable=dtable.data_ptr(),
+        first=workspace.data_ptr(),
+        next=workspace.data_ptr() + 4 * len(table),
+        rows=count,
+        columns=columns,
+        table_rows=len(table),
+        excluded=-1 if excluded is None else excluded,
+        dtype=_native.DTYPE_CODES[table.dtype],
+        threads=torch.get_num_threads(),
+    )
+    return dtable
+
+
+def _contiguous(
+    tables: reference.Triple, indices: reference.Triple, cu_seqlens: Tensor | None
+) -> tuple[Any, Any, Tensor | None]:
+    """Tables, int64 indices and cu_seqlens as kernels read them; themselves where they are that already."""
+    return (
+        tuple(_native.as_parameter(table, tables[0].dtype) for table in tables),
+        tuple(_native.as_parameter(given, torch.int64) for given in indices),
+        _native.as_parameter(cu_seqlens, torch.int32),
+    )
+
+
+# ---- CUDA, for few tokens --------------------------------------------------------------------------------------------
+
+
+def refuse_gpu(
+    ids: Tensor,
+    word_table: Tensor,
+    position_table: Tensor | None = None,
+    segment_table: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> str | None:
+    if (reason := refuse_cuda(word_table)) is not None:
+        return reason
+    core, tables = _native.core(), (word_table, position_table, segment_table)
+    if ids.numel() > core.embedding_gpu_rows:
+        return f"takes up to {core.embedding_gpu_rows} tokens, got {ids.numel()}"
+    if word_table.shape[1] > core.embedding_gpu_columns:
+        return f"takes up to {core.embedding_gpu_columns} columns, got {word_table.shape[1]}"
+    if segment_table is not None and len(segment_table) > core.embedding_gpu_segments:
+        return f"takes up to {core.embedding_gpu_segments} segments, got {len(segment_table)}"
+    if dtype is not None and word_table.dtype not in (dtype, torch.float32):
+        return f"takes tables in float32 or in the output's type, got {dtype_name(word_table.dtype)}"
+    if not all(table is None or table.is_contiguous() for table in tables):
+        return "takes contiguous tables"
+    return refuse_cuda_rows(tables)
+
+
+def _whole_vectors(parameter: Tensor | None) -> Tensor | None:
+    """A parameter as kernels read it: 16 bytes at a time."""
+    return None if parameter is None else aligned(parameter.contiguous())
+
+
+def forward_cuda(
+    tables: reference.Triple,
+    indices: reference.Triple,
+    cu_seqlens: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    layer_norm, eps, p, dtype = options
+    device, (tables, (ids, positions, segments), bounds) = tables[0].device, _contiguous(tables, indices, cu_seqlens)
+    errors.raise_if_seen(device)
+    y = torch.empty((*ids.shape, tables[0].shape[1]), dtype=dtype, device=device)
+    statistics = torch.empty((2, ids.numel() if layer_norm else 0), dtype=torch.float32, device=device)
+    threshold = philox.threshold(p)
+    _native.core().embedding_forward_cuda(
+        *(ids, *tables, positions, segments, bounds, _whole_vectors(weight), _whole_vectors(bias), seed, y, statistics),
+        *(errors.words(device), int(layer_norm), eps, threshold, philox.scale(threshold)),
+    )
+    errors.watch(device)
+    return y, statistics
+
+
+def backward_cuda(
+    dy: Tensor,
+    tables: reference.Triple,
+    indices: reference.Triple,
+    cu_seqlens: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor,
+    seed: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, ...]:
+    layer_norm, p, padding_idx, wanted = options
+    core, word_table = _native.core(), tables[0]
+    tables, (ids, positions, segments), bounds = _contiguous(tables, indices, cu_seqlens)
+    gradients = [
+        gradient_like(parameter, wants, word_table)
+        for parameter, wants in zip((*tables, weight, bias), wanted, strict=True)
+    ]
+    written = [found if wants else None for found, wants in zip(gradients, wanted, strict=True)]
+    size = core.embedding_workspace_cuda(rows=ids.numel(), columns=word_table.shape[1])
+    workspace, threshold = torch.empty(size, dtype=torch.float32, device=dy.device), philox.threshold(p)
+    core.embedding_backward_cuda(
+        *(contiguous_rows(dy), ids, *tables, positions, segments, bounds, _whole_vectors(weight), seed, statistics),
+        *(*written, workspace, int(layer_norm), threshold, philox.scale(threshold)),
+        -1 if padding_idx is None else padding_idx,
+    )
+    return tuple(gradients)

@@ -1,0 +1,313 @@
+"""Linear layers whose three GEMMs have FP8 operands with one scale for each tensor.
+
+    forward            y = x8 W8^T + bias
+    gradient of x      dx = g8 W8
+    gradient of W      dW = g8^T x8
+
+x8, W8 and g8 are the input, the weight and the incoming gradient, rounded as kernels/fp8/reference.py says. Hopper's
+FP8 tensor cores read both operands along the dimension that is summed over, so every tensor has two layouts, ``rows``
+and ``columns``, which one pass writes. Products are summed in fp32 and come in the type of the activations, those of
+weights in the type of the weight.
+
+Scales are delayed: a tensor's scale follows from the largest magnitudes that it had in the last steps, so the pass that
+casts it is the only one. Scales are powers of two, hence products are scaled back without rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasttfm import _native
+from fasttfm.kernels.common.rows import as_rows
+from fasttfm.kernels.fp8 import reference
+from fasttfm.kernels.fp8.reference import ALIGNMENT as ALIGNMENT
+from fasttfm.kernels.fp8.reference import LIMITS
+from fasttfm.ops import checks, fp8_native
+from fasttfm.ops.backends import Backend, BackendTable, always
+from fasttfm.ops.bias_gelu import backward_op as bias_gelu_backward_op
+from fasttfm.ops.bias_gelu import forward_op as bias_gelu_forward_op
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS: Mapping[str, torch.dtype] = {"e4m3": E4M3, "e5m2": E5M2}
+_EXPONENT_BITS = 0x7F800000  # of an fp32 number
+_ALIGNED = 4  # fp32 numbers in 16 bytes
+_SMALLEST, _LARGEST = 2.0**-100, 2.0**100  # scales, which keep clear of fp32's limits
+
+
+def missing(device: torch.device) -> str | None:
+    """Why there are no FP8 products on a device; None where there are: by tensor cores, or emulated on the CPU."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"takes CPU and CUDA tensors, got {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        return f"needs a GPU with FP8 tensor cores, of compute capability 8.9 or later, got {major}.{minor}"
+    return None
+
+
+# ---- scales ----------------------------------------------------------------------------------------------------------
+
+
+class Scales:
+    """The scales of many tensors and what they follow from, in flat fp32 tensors that stay where they are: a CUDA graph
+    may read and write them, and nothing synchronizes with the GPU.
+
+    Args:
+        formats: The FP8 type of each tensor.
+        history: The number of steps whose largest magnitudes a scale follows from.
+    """
+
+    def __init__(self, formats: list[torch.dtype], history: int, device: torch.device) -> None:
+        count = len(formats)
+        self.limits = torch.tensor([LIMITS[each] for each in formats], device=device)
+        self.amax = torch.zeros(count, device=device)  # of the current step
+        self.history = torch.zeros(history, count, device=device)  # the latest step first
+        self.scale = torch.ones(count, device=device)
+        # 16 bytes for each: cuBLASLt reads no scales at other addresses.
+        self.inverse = torch.ones(count, _ALIGNED, device=device)[:, 0]
+        self.updates = 0  # how many there were
+        self.measuring = True  # no step has been recorded: tensors are measured before they are cast
+        self.slots = [
+            Slot(self, each, self.scale[place], self.inverse[place], self.amax[place], self.limits[place])
+            for place, each in enumerate(formats)
+        ]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Ends a step. An infinite magnitude is not recorded: the one of the step before it counts again."""
+        amax = torch.where(self.amax.isfinite(), self.amax, self.history[0])
+        self.history.copy_(torch.cat([amax[None], self.history[:-1]]))
+        _set_scales(self.history.amax(0), self.limits, self.scale, self.inverse)
+        self.amax.zero_()
+        self.measuring = False
+        self.updates += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {name: getattr(self, name).cpu().clone() for name in _STATE}
+        return {**state, "measuring": self.measuring}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in _STATE:
+            own, given = getattr(self, name), state[name]
+            if own.shape != given.shape:
+                got = f"shape {tuple(given.shape)}"
+                raise checks.bad_value("fp8", name, f"the state of such a model, shape {tuple(own.shape)}", got)
+            own.copy_(given)
+        self.inverse.copy_(self.scale.reciprocal())
+        self.measuring = bool(state["measuring"])
+
+
+_STATE = ("amax", "history", "scale")
+
+
+def _set_scales(largest: Tensor, limits: Tensor, scale: Tensor, inverse: Tensor) -> None:
+    """The largest power of two by which no magnitude exceeds the limit; a tensor of zeros keeps its scale."""
+    quotient = (limits / largest).clamp(_SMALLEST, _LARGEST)
+    power = (quotient.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    scale.copy_(torch.where(largest > 0, power, scale))
+    inverse.copy_(scale.reciprocal())
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor's numbers in ``Scales``: views of one element, without dimensions."""
+
+    scales: Scales
+    dtype: torch.dtype
+    scale: Tensor
+    inverse: Tensor
+    amax: Tensor
+    limit: Tensor
+
+    @torch.no_grad()
+    def measure(self, x: Tensor) -> None:
+        """Sets the scale by ``x`` itself."""
+        largest = torch.zeros_like(self.amax)
+        reference.record_amax(largest, x)
+        _set_scales(torch.where(largest.isfinite(), largest, 0.0), self.limit, self.scale, self.inverse)
+
+
+# ---- casts -----------------------------------------------------------------------------------------------------------
+
+
+class Quantized(NamedTuple):
+    """A matrix in FP8. ``rows`` [N, C] and ``columns`` [C, P] are empty where they are not needed."""
+
+    rows: Tensor
+    columns: Tensor
+    inverse: Tensor  # what to multiply by
+
+
+def cast(x: Tensor, slot: Slot, *, backend: str | None = None) -> Quantized:
+    """``x`` [N, C], both layouts, in the slot's format and scale. Its largest magnitude is recorded."""
+    if slot.scales.measuring:
+        slot.measure(x)
+    x = as_rows(x)
+    rows, columns = _room(x, slot.dtype)
+    TABLE.select(backend, x).forward("cast", x, slot.scale, slot.amax, rows, columns)
+    return Quantized(rows, columns, slot.inverse)
+
+
+def drops_in_cast(x: Tensor, slot: Slot) -> bool:
+    """Whether ``cast_dropped`` takes x: not before the first update, where tensors are measured."""
+    return not slot.scales.measuring and _native.missing_hopper() is None and fp8_native.refuse(x) is None
+
+
+def cast_dropped(x: Tensor, slot: Slot, dropout: tuple[Tensor, Tensor, float]) -> Quantized:
+    """``cast`` of x after dropout, which is that of ``dropout_add_layer_norm``: ``cu_seqlens``, seed and p."""
+    rows, columns = _room(x, slot.dtype)
+    fp8_native.cast_dropped(x, slot.scale, slot.amax, rows, columns, dropout)
+    return Quantized(rows, columns, slot.inverse)
+
+
+def _room(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows = torch.empty(*x.shape, dtype=dtype, device=x.device)
+    return rows, torch.empty(x.shape[1], reference.padded(x.shape[0]), dtype=dtype, device=x.device)
+
+
+def gelu(h: Tensor, bias: Tensor | None, kind: str, slot: Slot, backend: str | None = None) -> Quantized:
+    """The activation of ``h + bias``, as rows."""
+    if slot.scales.measuring:
+        slot.measure(bias_gelu_forward_op(h, bias, kind, None))
+    rows: Tensor = TABLE.select(backend, h).forward("gelu_forward", h, bias, kind, slot.scale, slot.amax, slot.dtype)
+    return Quantized(rows, rows.new_empty(0), slot.inverse)
+
+
+def gelu_backward(
+    da: Tensor,
+    h: Tensor,
+    bias: Tensor | None,
+    kind: str,
+    a_slot: Slot,
+    slot: Slot,
+    want_dbias: bool,
+    backend: str | None = None,
+) -> tuple[Quantized, Quantized, Tensor]:
+    """The gradient dh of ``h``, the activation again, as columns, and the bias's gradient."""
+    if slot.scales.measuring:
+        slot.measure(bias_gelu_backward_op(da, h, bias, kind, False, False, None)[0])
+    run = TABLE.select(backend, h).forward
+    scales = (a_slot.scale, a_slot.dtype, slot.scale, slot.amax, slot.dtype)
+    rows, columns, again, dbias = run("gelu_backward", da, h, bias, kind, *scales, want_dbias)
+    return Quantized(rows, columns, slot.inverse), Quantized(again.new_empty(0), again, a_slot.inverse), dbias
+
+
+def _run_reference(name: str, *arguments: Any) -> Any:
+    return getattr(reference, f"fp8_{name}")(*arguments)
+
+
+TABLE = BackendTable(
+    "fp8",
+    (
+        Backend("cuda", _native.missing_hopper, fp8_native.refuse, fp8_native.run),
+        Backend("reference", always, lambda _: None, _run_reference),
+    ),
+)
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+def product(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool
+) -> Tensor:
+    """``a b^T + bias`` of FP8 matrices a [M, K] and b [N, K], each with what it is to be multiplied by.
+
+    Args:
+        fast: Whether Hopper's tensor cores may keep their partial sums, which have fewer bits than fp32's, over all of
+            K. Gradients do not: their sums over tokens are long.
+    """
+    (left, left_scale), (right, right_scale) = a, b
+    if not left.is_cuda:
+        with torch.autocast("cpu", enabled=False):  # whose products would be rounded to bf16
+            total = (left.float() @ right.float().t()).mul_(left_scale * right_scale)
+        return (total if bias is None else total.add_(bias.float())).to(dtype)
+    own = bias if bias is None or bias.dtype == dtype else bias.to(dtype)
+    return torch._scaled_mm(left, right.t(), left_scale, right_scale, bias=own, out_dtype=dtype, use_fast_accum=fast)
+
+
+class Fp8Linear:
+    """The scales of one linear layer, and its weight in FP8.
+
+    Args:
+        weight: ``[outputs, inputs]``, both multiples of 16. The layer's parameter itself: it is read by ``refresh``.
+        slots: Those of input, weight and gradient.
+    """
+
+    def __init__(self, weight: Tensor, slots: tuple[Slot, Slot, Slot]) -> None:
+        self.parameter = weight
+        self.input, self.weight, self.gradient = slots
+        self._noted = -1, -1  # version and address of what is in FP8
+        outputs, inputs = weight.shape
+        self.rows = torch.empty(outputs, inputs, dtype=self.weight.dtype, device=weight.device)
+        self.columns = torch.empty(inputs, outputs, dtype=self.weight.dtype, device=weight.device)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Casts the weight by its delayed scale into the same memory, which a CUDA graph may read."""
+        arguments = self.cast_arguments()
+        TABLE.select(None, arguments[0]).forward("cast", *arguments)
+        self.note_version()
+
+    def cast_arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Of ``fp8_cast``."""
+        return self.parameter.detach(), self.weight.scale, self.weight.amax, self.rows, self.columns
+
+    def note_version(self) -> None:
+        """The weight is in FP8 as it is now."""
+        self._noted = self.parameter._version, self.parameter.data_ptr()
+
+    def refresh_changed(self) -> None:
+        """Casts the weight again where it has moved, or torch has counted a change since ``refresh``: by its own
+        magnitude then."""
+        if self._noted != (self.parameter._version, self.parameter.data_ptr()):
+            self.weight.measure(self.parameter)
+            self.refresh()
+
+    def forward(self, x: Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """``x`` has rows."""
+        return product((x.rows, x.inverse), (self.rows, self.weight.inverse), dtype, bias, fast=True)
+
+    def input_gradient(self, dy: Quantized, dtype: torch.dtype) -> Tensor:
+        """``dy`` has rows."""
+        return product((dy.rows, dy.inverse), (self.columns, self.weight.inverse), dtype, fast=False)
+
+    def add_input_gradient(self, total: Tensor, dy: Quantized) -> Tensor:
+        """Adds it to ``total``, in its place, and rounds once. ``dy`` has rows."""
+        operands = (dy.rows, dy.inverse), (self.columns, self.weight.inverse)
+        if total.is_cuda and fp8_native.refuse_product(total) is None:
+            return fp8_native.add_product(total, *operands)
+        return total.copy_(product(*operands, torch.float32, fast=False).add_(total))
+
+    def weight_gradient(self, dy: Quantized, x: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+        """``dy`` has columns, ``x`` are the input's columns and what to multiply them by."""
+        return product((dy.columns, dy.inverse), x, dtype, fast=False)
+
+
+def refresh_all(layers: Sequence[Fp8Linear], table: fp8_native.CastTable | None) -> fp8_native.CastTable | None:
+    """``refresh`` of each layer, by one launch on Hopper. Returns the launch's table, for the next call."""
+    if not all(fp8_native.CastTable.takes(each.parameter) for each in layers):
+        for each in layers:
+            each.refresh()
+        return None
+    if table is None or table.addresses != [each.parameter.data_ptr() for each in layers]:
+        table = fp8_native.CastTable([each.cast_arguments() for each in layers])
+    table.run()
+    for each in layers:
+        each.note_version()
+    return table
+
+
+class LayerFp8(NamedTuple):
+    """The linear layers of a transformer layer."""
+
+    qkv: Fp8Linear
+    out: Fp8Linear
+    up: Fp8Linear
+    down: Fp8Linear

@@ -1,0 +1,243 @@
+"""A transformer layer as one autograd node, with FP8 operands in its GEMMs (fp8.py).
+
+The layer is transformer_block's. Attention, LayerNorms, dropout and residual additions are in the activations' type.
+What the GEMMs of weights read is saved in FP8; the activation is computed again from its input, in the pass over its
+gradient. For each of C elements of a token 23 bytes are kept in 16-bit training.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasttfm.ops import fp8, linear
+from fasttfm.ops.attention import forward_op as attention_forward_op
+from fasttfm.ops.dropout_add_layer_norm import forward_op as add_norm_forward_op
+from fasttfm.ops.dropout_add_layer_norm import stream_backward_cuda
+from fasttfm.ops.fp8 import LayerFp8
+from fasttfm.ops.library import OpFunction, unshared
+from fasttfm.ops.transformer_block import (
+    BlockBackward,
+    BlockOptions,
+    BlockParameters,
+    Dropout,
+    Seeds,
+    attention_options,
+    dropout_arguments,
+    separate_seeds,
+)
+
+
+class Saved(NamedTuple):
+    """What a layer saves for its backward, in addition to parameters. ``x8``, ``out8`` and ``y8`` are the columns of
+    what the projections of qkv and out and the feed-forward block multiply."""
+
+    x8: Tensor
+    qkv: Tensor  # [T, 3, H, D]
+    out: Tensor  # [T, H, D]
+    lse: Tensor
+    out8: Tensor
+    z1: Tensor
+    statistics1: Tensor
+    y8: Tensor
+    h: Tensor  # [T, I], without the bias
+    z: Tensor
+    statistics: Tensor
+
+
+class Inverses(NamedTuple):
+    """What to multiply the columns by. Not among the saved tensors: they are views of one tensor of all layers, which
+    changes where a layer is cast again."""
+
+    x8: Tensor
+    out8: Tensor
+    y8: Tensor
+
+
+def fp8_block(
+    x: Tensor,
+    residual: Tensor | None,
+    cu_seqlens: Tensor,
+    seeds: Tensor | None,
+    options: BlockOptions,
+    parameters: BlockParameters,
+    layer: LayerFp8,
+) -> tuple[Tensor, Tensor | None]:
+    """Runs a layer over packed tokens, as ``transformer_block`` does."""
+    y, z = _Fp8Block.apply(x, residual, cu_seqlens.contiguous(), seeds, options, layer, *parameters)
+    return y, z
+
+
+class _Fp8Block(OpFunction):
+    op = "fp8_block"
+    instead = "transformer_block"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        cu_seqlens: Tensor,
+        seeds: Tensor | None,
+        options: BlockOptions,
+        layer: LayerFp8,
+        *parameters: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        own, separate = BlockParameters(*parameters), separate_seeds(seeds, options)
+        weights = (own.qkv_weight, own.out_weight, own.up_weight, own.down_weight)
+        for each, weight in zip(layer, weights, strict=True):
+            if each.parameter is not weight:
+                raise RuntimeError("fp8_block: a weight is another parameter than before; make Fp8Training anew")
+            each.refresh_changed()
+        y, z, saved, ctx.inverses = _forward(x, residual, cu_seqlens, separate, options, own, layer)
+        ctx.save_for_backward(*unshared(cu_seqlens), *separate, *saved, *own)
+        ctx.options, ctx.layer = options, layer
+        ctx.updates = layer.qkv.input.scales.updates
+        ctx.pre_norm = residual is not None
+        ctx.set_materialize_grads(False)
+        return y, z if residual is not None else None
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
+        tensors, count = ctx.saved_tensors, len(Saved._fields)
+        if ctx.updates != ctx.layer.qkv.input.scales.updates:
+            raise RuntimeError("fp8_block: expected the backward before the scales' update, got it after")
+        cu_seqlens, *seeds = tensors[:4]
+        saved, own = Saved(*tensors[4 : 4 + count]), BlockParameters(*tensors[4 + count :])
+        inputs = len(ctx.needs_input_grad) - len(own)
+        wanted = BlockParameters(*ctx.needs_input_grad[inputs:])
+        types = BlockParameters(*(None if each is None else each.dtype for each in own))  # type: ignore[arg-type]
+        block = _Backward((*tensors, dy, dz), own, wanted, types, ctx.options, ctx.pre_norm)
+        dx, dresidual = block.run_fp8(ctx.layer, cu_seqlens, tuple(seeds), saved, ctx.inverses, dy, dz)
+        gradients = (block.gradients.get(name) for name in BlockParameters._fields)
+        return dx, dresidual, None, None, None, None, *gradients
+
+
+def _forward(
+    x: Tensor,
+    residual: Tensor | None,
+    cu_seqlens: Tensor,
+    seeds: Seeds,
+    options: BlockOptions,
+    own: BlockParameters,
+    layer: LayerFp8,
+) -> tuple[Tensor, Tensor, Saved, Inverses]:
+    """y, z and what the backward reads in addition to parameters."""
+    tokens, columns = x.shape
+    dtype = x.dtype
+    x8 = fp8.cast(x, layer.qkv.input)
+    (qkv_bias,) = linear.in_type([own.qkv_bias], dtype, copies=True)
+    qkv = layer.qkv.forward(x8, dtype, qkv_bias).view(tokens, 3, options.heads, columns // options.heads)
+    out, lse = attention_forward_op(qkv, None, None, *attention_options(qkv, cu_seqlens, seeds[0], options))
+    out8 = fp8.cast(out.view(tokens, columns), layer.out.input)
+    branch = layer.out.forward(out8, dtype)
+    norm_a = (own.norm_a_weight, own.norm_a_bias, own.out_bias, *dropout_arguments(cu_seqlens, seeds[1], options.p_a))
+    stream = x if residual is None else residual
+    y1, z1, statistics1 = add_norm_forward_op(branch, stream, *norm_a, options.eps_a, True, options.backend)
+
+    y8 = fp8.cast(y1, layer.up.input)
+    h = layer.up.forward(y8, dtype)
+    branch = layer.down.forward(fp8.gelu(h, own.up_bias, options.activation, layer.down.input), dtype)
+    norm_b = (own.norm_b_weight, own.norm_b_bias, own.down_bias, *dropout_arguments(cu_seqlens, seeds[2], options.p_b))
+    stream = y1 if residual is None else z1
+    y, z, statistics = add_norm_forward_op(branch, stream, *norm_b, options.eps_b, True, options.backend)
+
+    inverses = Inverses(x8.inverse, out8.inverse, y8.inverse)
+    if layer.qkv.input.scales.measuring:  # the next use of a layer that is used more than once sets the scales anew
+        inverses = Inverses(*(each.clone() for each in inverses))
+    saved = Saved(x8.columns, qkv, out, lse, out8.columns, z1, statistics1, y8.columns, h, z, statistics)
+    return y, z, saved, inverses
+
+
+class _Backward(BlockBackward):
+    """The backward pass, whose GEMMs have FP8 operands."""
+
+    def run_fp8(
+        self,
+        layer: LayerFp8,
+        cu_seqlens: Tensor,
+        seeds: Seeds,
+        saved: Saved,
+        inverses: Inverses,
+        dy: Tensor | None,
+        dz: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradients of x and, in a pre-LN model, of the stream."""
+        seed, seed_a, seed_b = seeds
+        options, dtype = self.options, saved.h.dtype
+        dy = torch.zeros_like(saved.out.flatten(1)) if dy is None else dy
+
+        dropout = dropout_arguments(cu_seqlens, seed_b, options.p_b)
+        dy1, dz1 = self._feed_forward(layer, dy, dz, saved, inverses.y8, dropout)
+        dropout = dropout_arguments(cu_seqlens, seed_a, options.p_a)
+        names = ("norm_a_weight", "norm_a_bias", "out_bias")
+        dstream, g8 = self._branch_gradient(names, (dy1, dz1), saved.z1, saved.statistics1, dropout, layer.out)
+        self._fp8_weight("out_weight", layer.out, g8, (saved.out8, inverses.out8))
+        dout = layer.out.input_gradient(g8, dtype).view_as(saved.out)
+        attention = attention_options(saved.qkv, cu_seqlens, seed, options)
+        dqkv = self.attention(dout, saved.qkv, saved.out, saved.lse, attention)
+        g8 = fp8.cast(dqkv.flatten(1), layer.qkv.gradient)
+        self._fp8_weight("qkv_weight", layer.qkv, g8, (saved.x8, inverses.x8))
+        return self._input_gradient(layer.qkv, g8, dtype, dstream)
+
+    def _feed_forward(
+        self,
+        layer: LayerFp8,
+        dy: Tensor,
+        dz: Tensor | None,
+        saved: Saved,
+        y_inverse: Tensor,
+        dropout: Dropout,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradients of y1 and, in a pre-LN model, of z1."""
+        names, dtype = ("norm_b_weight", "norm_b_bias", "down_bias"), saved.h.dtype
+        dstream, g8 = self._branch_gradient(names, (dy, dz), saved.z, saved.statistics, dropout, layer.down)
+        da = layer.down.input_gradient(g8, dtype)
+        want_dbias = bool(self.wanted.up_bias)
+        slots = (layer.down.input, layer.up.gradient)
+        dh8, a8, dbias = fp8.gelu_backward(da, saved.h, self.own.up_bias, self.options.activation, *slots, want_dbias)
+        if want_dbias:
+            self.gradients["up_bias"] = dbias
+        self._fp8_weight("down_weight", layer.down, g8, (a8.columns, a8.inverse))
+        self._fp8_weight("up_weight", layer.up, dh8, (saved.y8, y_inverse))
+        return self._input_gradient(layer.up, dh8, dtype, dstream)
+
+    def _branch_gradient(
+        self,
+        names: tuple[str, str, str],
+        gradients: tuple[Tensor, Tensor | None],
+        z: Tensor,
+        statistics: Tensor,
+        dropout: Dropout,
+        layer: fp8.Fp8Linear,
+    ) -> tuple[Tensor, fp8.Quantized]:
+        """The gradients of both terms of the sum z, that of the branch in FP8. On Hopper its dropout is part of the
+        cast, which then reads the stream's gradient."""
+        dy, dz = gradients
+        cu_seqlens, seed, p = dropout
+        if cu_seqlens is not None and seed is not None and dy.dtype == z.dtype and fp8.drops_in_cast(z, layer.gradient):
+            parameters = [getattr(self.own, name) for name in names]
+            wanted = [bool(getattr(self.wanted, name)) for name in names]
+            found = stream_backward_cuda(dy, dz, z, statistics, *parameters, *dropout, wanted, self.options.backend)
+            if found is not None:
+                dstream, _, *sums = found
+                self.gradients.update(
+                    (name, value) for name, value, want in zip(names, sums, wanted, strict=True) if want
+                )
+                return dstream, fp8.cast_dropped(dstream, layer.gradient, (cu_seqlens, seed, p))
+        dstream, dbranch = self._add_norm(names, dy, dz, z, statistics, dropout)
+        return dstream, fp8.cast(dbranch, layer.gradient)
+
+    def _fp8_weight(self, name: str, layer: fp8.Fp8Linear, dy: fp8.Quantized, x: tuple[Tensor, Tensor]) -> None:
+        if getattr(self.wanted, name):
+            self.gradients[name] = layer.weight_gradient(dy, x, getattr(self.types, name))
+
+    def _input_gradient(
+        self, layer: fp8.Fp8Linear, dy: fp8.Quantized, dtype: torch.dtype, dstream: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """That of a block's input: as ``_meet``, with FP8 operands."""
+        if self.pre_norm:
+            return layer.input_gradient(dy, dtype), dstream
+        return layer.add_input_gradient(dstream, dy), None

@@ -1,0 +1,211 @@
+"""Hopper's kernels for casts to FP8 (kernels/fp8/cuda.cu), with the arguments of kernels/fp8/reference.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm import _native
+from fasttfm.kernels.common import philox
+from fasttfm.kernels.common.activation import CODES
+from fasttfm.kernels.common.launch import is_hopper
+from fasttfm.kernels.common.rows import gradient_like
+from fasttfm.kernels.fp8.reference import ALIGNMENT, padded
+from fasttfm.ops.backends import refuse_cuda, refuse_cuda_rows
+
+
+def refuse(x: Tensor) -> str | None:
+    """Why the kernels cannot take x [N, C]."""
+    if (reason := refuse_cuda(x)) is not None:
+        return reason
+    if not is_hopper(x.device):
+        return "takes tensors on a GPU of compute capability 9.0"
+    if x.shape[-1] % ALIGNMENT:
+        return f"takes a multiple of {ALIGNMENT} columns, got {x.shape[-1]}"
+    return refuse_cuda_rows((x,))
+
+
+def run(name: str, *arguments: Any) -> Any:
+    kernels: dict[str, Any] = {"cast": _cast, "gelu_forward": _gelu_forward, "gelu_backward": _gelu_backward}
+    return kernels[name](*arguments)
+
+
+def _cast(x: Tensor, scale: Tensor, amax: Tensor, rows: Tensor, columns: Tensor) -> None:
+    _native.core().fp8_cast_cuda(
+        x=x.data_ptr(),
+        scale=scale.data_ptr(),
+        amax=amax.data_ptr(),
+        as_rows=rows.data_ptr() if rows.numel() else 0,
+        as_columns=columns.data_ptr() if columns.numel() else 0,
+        rows=x.shape[0],
+        columns=x.shape[1],
+        padded=padded(x.shape[0]),
+        x_stride=x.stride(0),
+        e5m2=int(rows.dtype == torch.float8_e5m2),
+        **_call(x),
+    )
+
+
+def cast_dropped(
+    x: Tensor, scale: Tensor, amax: Tensor, rows: Tensor, columns: Tensor, dropout: tuple[Tensor, Tensor, float]
+) -> None:
+    """As ``fp8_cast``, of x after dropout: ``cu_seqlens``, the seed and the probability."""
+    cu_seqlens, seed, p = dropout
+    threshold = philox.threshold(p)
+    _native.core().fp8_cast_dropped_cuda(
+        x=x.data_ptr(),
+        scale=scale.data_ptr(),
+        amax=amax.data_ptr(),
+        as_rows=rows.data_ptr(),
+        as_columns=columns.data_ptr(),
+        rows=x.shape[0],
+        columns=x.shape[1],
+        padded=padded(x.shape[0]),
+        x_stride=x.stride(0),
+        e5m2=int(rows.dtype == torch.float8_e5m2),
+        seed=seed.data_ptr(),
+        cu_seqlens=cu_seqlens.data_ptr(),
+        sequences=cu_seqlens.shape[0] - 1,
+        threshold=threshold,
+        kept_scale=philox.scale(threshold),
+        **_call(x),
+    )
+
+
+def _gelu_forward(h: Tensor, bias: Tensor | None, kind: str, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
+    rows = torch.empty(h.shape, dtype=dtype, device=h.device)
+    _native.core().fp8_gelu_forward_cuda(
+        h=h.data_ptr(),
+        bias=_native.address(bias),
+        scale=scale.data_ptr(),
+        amax=amax.data_ptr(),
+        as_rows=rows.data_ptr(),
+        rows=h.shape[0],
+        columns=h.shape[1],
+        e5m2=int(dtype == torch.float8_e5m2),
+        activation=CODES[kind],
+        bias_dtype=_native.dtype_code(bias),
+        **_call(h),
+    )
+    return rows
+
+
+def _gelu_backward(
+    da: Tensor,
+    h: Tensor,
+    bias: Tensor | None,
+    kind: str,
+    a_scale: Tensor,
+    a_dtype: torch.dtype,
+    scale: Tensor,
+    amax: Tensor,
+    dtype: torch.dtype,
+    want_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    count, width = h.shape
+    core = _native.core()
+    want_dbias = want_dbias and bias is not None
+    rows = torch.empty(h.shape, dtype=dtype, device=h.device)
+    columns, again = (torch.empty(width, padded(count), dtype=each, device=h.device) for each in (dtype, a_dtype))
+    dbias = gradient_like(bias, want_dbias, h)
+    floats = core.fp8_gelu_workspace_cuda(count, width) if want_dbias else 0
+    workspace = torch.empty(floats, dtype=torch.float32, device=h.device)
+    core.fp8_gelu_backward_cuda(
+        da=da.data_ptr(),
+        h=h.data_ptr(),
+        bias=_native.address(bias),
+        a_scale=a_scale.data_ptr(),
+        scale=scale.data_ptr(),
+        amax=amax.data_ptr(),
+        as_rows=rows.data_ptr(),
+        as_columns=columns.data_ptr(),
+        a_columns=again.data_ptr(),
+        dbias=dbias.data_ptr() if want_dbias else 0,
+        workspace=workspace.data_ptr(),
+        rows=count,
+        columns=width,
+        padded=padded(count),
+        e5m2=int(dtype == torch.float8_e5m2),
+        activation=CODES[kind],
+        bias_dtype=_native.dtype_code(bias),
+        **_call(h),
+    )
+    return rows, columns, again, dbias
+
+
+class CastTable:
+    """The arguments of casts of many fp32 matrices, which one launch runs: e4m3, both layouts.
+
+    Args:
+        casts: x, scale, amax, rows and columns of each, as ``fp8_cast`` takes them. The tensors stay where they are.
+    """
+
+    def __init__(self, casts: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]) -> None:
+        core, rows = _native.core(), []
+        self.tiles = 0
+        for tensors in casts:
+            size = tensors[0].shape
+            rows.append([self.tiles, *(each.data_ptr() for each in tensors), *size])  # Fp8CastRow in kernels/fp8/op.h
+            self.tiles += core.fp8_cast_tiles_cuda(*size)
+        self.addresses = [x.data_ptr() for x, *_ in casts]
+        self.table = torch.tensor(rows, dtype=torch.int64, device=casts[0][0].device)
+
+    @staticmethod
+    def takes(x: Tensor) -> bool:
+        """Whether a matrix can be one of them."""
+        return x.dtype == torch.float32 and x.is_contiguous() and _native.missing_hopper() is None and refuse(x) is None
+
+    def run(self) -> None:
+        _native.core().fp8_cast_many_cuda(
+            table=self.table.data_ptr(),
+            count=len(self.addresses),
+            tiles=self.tiles,
+            e5m2=0,
+            device=self.table.get_device(),
+            stream=_native.stream(self.table),
+        )
+
+
+_FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  # Fp8Format in kernels/gemm/op.h
+
+
+def refuse_product(total: Tensor) -> str | None:
+    """Why ``add_product`` cannot add to a tensor."""
+    if total.dtype == torch.float32:
+        return "takes bfloat16 and float16, got float32"
+    return refuse_cuda(total) or refuse_cuda_rows((total,))
+
+
+def add_product(total: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+    """``total + a b^T`` in total's place, in cuBLASLt's epilogue, of a [M, K] and b [N, K]; each has its scale."""
+    (left, left_scale), (right, right_scale) = a, b
+    core = _native.core()
+    workspace = torch.empty(core.gemm_workspace_bytes_cuda(), dtype=torch.int8, device=total.device)
+    core.fp8_gemm_cuda(
+        a=left.data_ptr(),
+        b=right.data_ptr(),
+        bias=0,
+        c=total.data_ptr(),
+        d=total.data_ptr(),
+        workspace=workspace.data_ptr(),
+        rows=left.shape[0],
+        columns=right.shape[0],
+        inner=left.shape[1],
+        transposed_a=0,
+        transposed_b=1,
+        out_dtype=_native.DTYPE_CODES[total.dtype],
+        a_fp8=_FORMATS[left.dtype],
+        b_fp8=_FORMATS[right.dtype],
+        a_scale=left_scale.data_ptr(),
+        b_scale=right_scale.data_ptr(),
+        fast_accumulation=0,
+        **_call(total),
+    )
+    return total
+
+
+def _call(x: Tensor) -> dict[str, int]:
+    return {"dtype": _native.DTYPE_CODES[x.dtype], "device": x.get_device(), "stream": _native.stream(x)}

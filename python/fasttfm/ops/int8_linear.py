@@ -1,0 +1,88 @@
+"""Linear layers with 8-bit products on a CPU, for inference: kernels/int8_linear/op.h has the formula."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasttfm import _native
+from fasttfm.kernels.common.activation import CODES
+from fasttfm.ops import checks
+
+_NAME = "int8_linear"
+_PANEL, _GROUP = 16, 4  # columns of a panel, and numbers of K that are together
+_BLOCK, _STEP = 32, 64  # N and K are padded to multiples
+PRODUCTS = ("generic", "vnni", "amx")
+
+
+class Int8Weight(NamedTuple):
+    """A weight ``[N, K]`` as the kernel reads it, made once by ``pack_int8``."""
+
+    panels: Tensor  # int8 [N / 16, K / 4, 16, 4]
+    sums: Tensor  # int32 [N]
+    scales: Tensor  # fp32 [N]
+    bias: Tensor | None  # fp32 [N]
+    shape: tuple[int, int]  # of the weight
+
+
+def pack_int8(weight: Tensor, bias: Tensor | None = None) -> Int8Weight:
+    """Rounds each row of a weight to int8, with a scale of its own (per-channel quantisation)."""
+    checks.check_floating(_NAME, "weight", weight)
+    rows, columns = weight.shape
+    exact = weight.detach().to("cpu", torch.float32)
+    scales = exact.abs().amax(1) / 127
+    rounded = (exact / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round()
+    padded = torch.nn.functional.pad(rounded, (0, -columns % _STEP, 0, -rows % _BLOCK)).to(torch.int8)
+    panels = padded.unflatten(1, (-1, _GROUP)).unflatten(0, (-1, _PANEL)).transpose(1, 2).contiguous()
+    more = (0, -rows % _BLOCK)
+    own_bias = None if bias is None else torch.nn.functional.pad(bias.detach().to("cpu", torch.float32), more)
+    sums = padded.sum(1, dtype=torch.int32)
+    return Int8Weight(panels, sums, torch.nn.functional.pad(scales, more), own_bias, (rows, columns))
+
+
+def int8_linear(x: Tensor, weight: Int8Weight, *, activation: str | None = None, products: str | None = None) -> Tensor:
+    """``activation(x @ weight.T + bias)`` with rows of ``x`` rounded to int8: fp32 ``[..., N]``. Without gradients.
+
+    Args:
+        x: fp32 ``[..., K]`` on the CPU.
+        activation: A name out of ``ops.ACTIVATIONS``' values.
+        products: One of ``PRODUCTS``; by default the fastest that the CPU has. All give the same bits.
+    """
+    checks.check_floating(_NAME, "x", x)
+    rows, columns = weight.shape
+    if x.dtype != torch.float32 or not x.is_cpu or x.shape[-1] != columns:
+        got = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"
+        raise checks.bad_value(_NAME, "x", f"float32 [..., {columns}] on the CPU", got)
+    core = _native.core()
+    fastest = core.int8_products_cpu()
+    chosen = fastest if products is None else PRODUCTS.index(products)
+    if chosen > fastest:
+        raise checks.bad_value(_NAME, "products", f"one that this CPU has, up to {PRODUCTS[fastest]}", repr(products))
+    given = x.detach().contiguous().view(-1, columns)
+    y = torch.empty(len(given), rows)
+    if len(given) == 0:
+        return y.view(*x.shape[:-1], rows)
+    room, inner = -(-len(given) // _BLOCK) * _BLOCK, weight.panels.shape[1] * _GROUP
+    rounded = torch.empty(room, inner, dtype=torch.int8)
+    row_scales = torch.empty(room)
+    core.int8_linear_cpu(
+        x=given.data_ptr(),
+        w=weight.panels.data_ptr(),
+        sums=weight.sums.data_ptr(),
+        scales=weight.scales.data_ptr(),
+        bias=_native.address(weight.bias),
+        y=y.data_ptr(),
+        rounded=rounded.data_ptr(),
+        row_scales=row_scales.data_ptr(),
+        rows=len(given),
+        x_columns=columns,
+        y_columns=rows,
+        inner=inner,
+        columns=len(weight.sums),
+        activation=-1 if activation is None else CODES[activation],
+        products=chosen,
+        threads=torch.get_num_threads(),
+    )
+    return y.view(*x.shape[:-1], rows)

@@ -1,0 +1,411 @@
+"""A layer over tokens and entities as one autograd node: nn/knowledge_layer.py has the equations.
+
+Each stream's attention block is ``transformer_block``'s. The fusion is one GEMM with two inputs for all tokens: a
+token's row is followed by its entity's, or by zeros, and so are the weights' rows; the activation is in the epilogue of
+that GEMM. Its output has two parts again, of which entities take the rows of aligned tokens. Multiplying the zeros
+costs less than sorting the tokens: ERNIE-base's rows have 768 columns for the token and 104 for the entity.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fasttfm.ops import gelu_product, linear
+from fasttfm.ops.attention import forward_op as attention_forward_op
+from fasttfm.ops.dropout_add_layer_norm import forward_op as add_norm_forward_op
+from fasttfm.ops.library import OpFunction, bypass_dispatcher, needs_gradient, unshared
+from fasttfm.ops.transformer_block import (
+    BlockBackward,
+    BlockOptions,
+    BlockParameters,
+    Inner,
+    Seeds,
+    attention_options,
+    dropout_arguments,
+    kept_of,
+    separate_seeds,
+)
+
+_VECTOR = 8  # GEMMs and attention are fast for sizes that are multiples of it
+_LEAST_HEAD_DIM = 16
+_GPU_HEAD_DIMS = (64, 128)  # of the fastest kernels
+_COUNT = len(BlockParameters._fields)
+SEEDS = 6  # three for the tokens, three for the entities
+
+
+class KnowledgeOptions(NamedTuple):
+    tokens: BlockOptions
+    entities: BlockOptions
+    last: bool  # whether there is no output for entities
+
+
+class Alignment(NamedTuple):
+    """Where the sequences of both streams begin, and which tokens have an entity."""
+
+    cu_seqlens: Tensor  # int32 [sequences + 1]
+    entity_cu_seqlens: Tensor  # int32 [sequences + 1]
+    positions: Tensor  # int64 [A], ascending
+
+
+class Attended(NamedTuple):
+    """What an attention block saves for its backward."""
+
+    qkv: Tensor | None = None  # [T, 3, H, D]
+    out: Tensor | None = None  # [T, H, D]
+    lse: Tensor | None = None
+    z: Tensor | None = None
+    statistics: Tensor | None = None
+
+
+class Fusion(NamedTuple):
+    """The parameters of the fusion."""
+
+    up: Tensor  # [I, C + E + filling]
+    bias: Tensor | None  # [I]
+    down: Tensor  # [C + E + filling, I], or [C, I] where there is no output for entities
+
+
+class Fused(NamedTuple):
+    """What the fusion saves for its backward."""
+
+    rows: Tensor | None  # [T, C + E + filling]; None where the backward computes them again
+    left: Tensor  # of the activation: gelu_product's PRODUCT or DERIVATIVE
+    a: Tensor | None
+    z: Tensor
+    statistics: Tensor
+    entity_z: Tensor | None
+    entity_statistics: Tensor | None
+
+
+def knowledge_block(
+    x: Tensor,
+    entities: Tensor,
+    where: Alignment,
+    seeds: Tensor | None,
+    options: KnowledgeOptions,
+    parameters: tuple[BlockParameters, BlockParameters],
+) -> tuple[Tensor, Tensor | None]:
+    """Runs a layer over tokens ``x`` [T, C] and ``entities`` [A, E], of one type.
+
+    Args:
+        seeds: int64 ``[6]``: of attention and the two blocks of the tokens, then of the entities; None where nothing is
+            dropped.
+        parameters: Of the tokens and of the entities. In the latter, ``up_weight`` is [I, E], ``down_weight`` [E, I],
+            and ``qkv_weight`` is None where entities do not attend to each other.
+
+    Returns:
+        Both streams; None for the entities of the last layer.
+    """
+    given = (*parameters[0], *parameters[1])
+    if needs_gradient(x, entities, *given):
+        y, e = _KnowledgeBlock.apply(x, entities, *where, seeds, options, *given)
+        return y, e
+    call = _Forward(x, entities, where, _both_seeds(seeds, options), options)
+    own, fusion = _in_type(parameters, x, options, copies=False)
+    return call.run(own, fusion, gelu_product.NOTHING)[:2]
+
+
+class _Forward:
+    """The forward pass, a step at a time."""
+
+    def __init__(
+        self, x: Tensor, entities: Tensor, where: Alignment, seeds: tuple[Seeds, Seeds], options: KnowledgeOptions
+    ) -> None:
+        self.x, self.entities, self.where, self.seeds, self.options = x, entities, where, seeds, options
+
+    def run(
+        self, own: tuple[BlockParameters, BlockParameters], fusion: Fusion, kept: str
+    ) -> tuple[Tensor, Tensor | None, tuple[Attended, Attended, Fused] | None]:
+        """Both streams and, if ``kept``, what the backward reads in addition to inputs and parameters."""
+        where, options, seeds = self.where, self.options, self.seeds
+        tensors = (self.x, self.entities, *where, *seeds[0], *seeds[1], *own[0], *own[1])
+        self.attention, self.add_norm = bypass_dispatcher(tensors, attention_forward_op, add_norm_forward_op)
+        self.keep = kept != gelu_product.NOTHING
+        y1, attended = self._attend(self.x, where.cu_seqlens, seeds[0], options.tokens, own[0], self.x.shape[1])
+        e1, entity_attended = self.entities, Attended()
+        if own[1].qkv_weight is not None:
+            call = (where.entity_cu_seqlens, seeds[1], options.entities, own[1], self.entities.shape[1])
+            e1, entity_attended = self._attend(self.entities, *call)
+        y, e, fused = self._fuse(y1, e1, own, fusion, kept)
+        return y, e, (attended, entity_attended, fused) if self.keep else None
+
+    def _attend(
+        self, x: Tensor, cu_seqlens: Tensor, seeds: Seeds, options: BlockOptions, own: BlockParameters, width: int
+    ) -> tuple[Tensor, Attended]:
+        """``LN(x + Attention(x))``; heads may be filled up with zeros."""
+        product = linear.matmul(x, own.qkv_weight.t(), own.qkv_bias)
+        qkv = product.view(len(x), 3, options.heads, -1)
+        call = attention_options(qkv, cu_seqlens, seeds[0], options, width // options.heads)
+        out, lse = self.attention(qkv, None, None, *call)
+        branch = linear.matmul(out.view(len(x), -1), own.out_weight.t())
+        norm = (own.norm_a_weight, own.norm_a_bias, own.out_bias, *dropout_arguments(cu_seqlens, seeds[1], options.p_a))
+        y, z, statistics = self.add_norm(branch, x, *norm, options.eps_a, self.keep, options.backend)
+        return y, Attended(qkv, out, lse, z, statistics)
+
+    def _fuse(
+        self, y1: Tensor, e1: Tensor, own: tuple[BlockParameters, BlockParameters], fusion: Fusion, kept: str
+    ) -> tuple[Tensor, Tensor | None, Fused]:
+        """``LN(w~ + W_t' h + b_t')`` and ``LN(e~ + W_e' h + b_e')``"""
+        where, (options, of_entities, last) = self.where, self.options
+        width, entity_width = y1.shape[1], e1.shape[1]
+        rows = _side_by_side(y1, e1, where.positions, fusion.up.shape[1])
+        a, left = gelu_product.forward_op(rows, fusion.up, fusion.bias, options.activation, kept, options.backend)
+        both = linear.matmul(a, fusion.down.t())
+        norm = (own[0].norm_b_weight, own[0].norm_b_bias, own[0].down_bias)
+        dropout = dropout_arguments(where.cu_seqlens, self.seeds[0][2], options.p_b)
+        branch = both if last else both[:, :width]
+        y, z, statistics = self.add_norm(branch, y1, *norm, *dropout, options.eps_b, self.keep, options.backend)
+        kept_rows, kept_a = None if options.recompute else rows, a if options.keep_activation else None
+        fused = Fused(kept_rows, left, kept_a, z, statistics, None, None)
+        if last:
+            return y, None, fused
+        branch = both[:, width : width + entity_width].index_select(0, where.positions)
+        norm = (own[1].norm_b_weight, own[1].norm_b_bias, own[1].down_bias)
+        dropout = dropout_arguments(where.entity_cu_seqlens, self.seeds[1][2], of_entities.p_b)
+        e, z, statistics = self.add_norm(branch, e1, *norm, *dropout, of_entities.eps_b, self.keep, options.backend)
+        return y, e, fused._replace(entity_z=z, entity_statistics=statistics)
+
+
+class _KnowledgeBlock(OpFunction):
+    op = "knowledge_block"
+    instead = "the layer's modules in plain torch"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        entities: Tensor,
+        cu_seqlens: Tensor,
+        entity_cu_seqlens: Tensor,
+        positions: Tensor,
+        seeds: Tensor | None,
+        options: KnowledgeOptions,
+        *parameters: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        given = BlockParameters(*parameters[:_COUNT]), BlockParameters(*parameters[_COUNT:])
+        own, fusion = _in_type(given, x, options, copies=True)
+        where = Alignment(cu_seqlens, entity_cu_seqlens, positions)
+        call = _Forward(x, entities, where, _both_seeds(seeds, options), options)
+        kept = kept_of(x, own[0]._replace(up_weight=fusion.up, down_weight=fusion.down), options.tokens)
+        y, e, saved = call.run(own, fusion, kept)
+        assert saved is not None
+        attended, entity_attended, fused = saved
+        streams = (x, entities, *unshared(*where), seeds)
+        ctx.save_for_backward(*streams, *attended, *entity_attended, *fused, *fusion, *own[0], *own[1])
+        ctx.options, ctx.kept = options, kept
+        ctx.types = [None if parameter is None else parameter.dtype for parameter in parameters]
+        ctx.set_materialize_grads(False)
+        return y, e
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, de: Tensor | None) -> tuple[Any, ...]:
+        all_tensors = ctx.saved_tensors
+        tensors = iter(all_tensors)
+        x, entities, *where, seeds = (next(tensors) for _ in range(6))
+        saved: Any = [kind(*(next(tensors) for _ in kind._fields)) for kind in (Attended, Attended, Fused, Fusion)]
+        own = [BlockParameters(*(next(tensors) for _ in range(_COUNT))) for _ in range(2)]
+        attended, entity_attended, fused, fusion = saved
+        wanted = ctx.needs_input_grad[-2 * _COUNT :]
+        streams = []
+        for number, options in enumerate(ctx.options[:2]):
+            part = slice(number * _COUNT, (number + 1) * _COUNT)
+            needed, types = BlockParameters(*wanted[part]), BlockParameters(*ctx.types[part])
+            streams.append(_Stream((*all_tensors, dy, de), own[number], needed, types, options, False))
+        call = _Backward(
+            streams[0], streams[1], fusion, Alignment(*where), ctx.options, _both_seeds(seeds, ctx.options)
+        )
+        dy1, de1 = call.fusion(fused, ctx.kept, attended, entity_attended, entities, dy, de)
+        dx = call.attention(streams[0], 0, dy1, x, attended)
+        dentities = (
+            de1 if entity_attended.qkv is None else call.attention(streams[1], 1, de1, entities, entity_attended)
+        )
+        gradients = (each.gradients.get(name) for each in streams for name in BlockParameters._fields)
+        return dx, dentities, *[None] * 5, *gradients
+
+
+class _Stream(BlockBackward):
+    """The backward of one stream's blocks. The fusion's two weights are one matrix each for both streams."""
+
+    def norm_b(self, dy: Tensor, z: Tensor, statistics: Tensor, dropout: Any) -> tuple[Tensor, Tensor]:
+        """The gradients of both terms of the block's sum."""
+        return self._add_norm(("norm_b_weight", "norm_b_bias", "down_bias"), dy, None, z, statistics, dropout)
+
+    def fused_activation(self, dbranch: Tensor, inner: Inner) -> tuple[Tensor, Tensor]:
+        return self._activation(dbranch, inner)
+
+    def fused_weight(self, name: str, dy: Tensor, x: Tensor) -> Tensor | None:
+        """The gradient of both streams' weight."""
+        self._weight(name, dy, x)
+        return self.gradients.pop(name, None)
+
+
+class _Backward:
+    """The backward pass of both streams; the streams collect the parameters' gradients."""
+
+    def __init__(
+        self,
+        tokens: _Stream,
+        entities: _Stream,
+        fusion: Fusion,
+        where: Alignment,
+        options: KnowledgeOptions,
+        seeds: tuple[Seeds, Seeds],
+    ) -> None:
+        self.tokens, self.entities, self.parameters = tokens, entities, fusion
+        self.where, self.options, self.seeds = where, options, seeds
+
+    def fusion(
+        self,
+        saved: Fused,
+        kept: str,
+        attended: Attended,
+        entity_attended: Attended,
+        given: Tensor,
+        dy: Tensor | None,
+        de: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of w~ and e~; ``given`` is the layer's input of entities."""
+        where, tokens, entities, last = self.where, self.tokens, self.entities, self.options.last
+        width, entity_width = saved.z.shape[1], given.shape[1]
+        dropout = dropout_arguments(where.cu_seqlens, self.seeds[0][2], self.options.tokens.p_b)
+        dy = torch.zeros_like(saved.z) if dy is None else dy
+        dstream, dbranch = tokens.norm_b(dy, saved.z, saved.statistics, dropout)
+        dstream_e: Tensor | None = None
+        if not last and de is not None:
+            assert saved.entity_z is not None
+            assert saved.entity_statistics is not None
+            dropout = dropout_arguments(where.entity_cu_seqlens, self.seeds[1][2], self.options.entities.p_b)
+            dstream_e, dbranch_e = entities.norm_b(de, saved.entity_z, saved.entity_statistics, dropout)
+            dbranch = _side_by_side(dbranch, dbranch_e, where.positions, self.parameters.down.shape[0])
+        elif not last:
+            dbranch = functional.pad(dbranch, (0, self.parameters.down.shape[0] - width))
+        rows = self._rows(saved, attended, entity_attended, given) if saved.rows is None else saved.rows
+        dh = self._products(dbranch, rows, Inner(kept, saved.left, saved.a), width, entity_width)
+        up = self.parameters.up
+        found = linear.matmul(dh, up[:, width:]).index_select(0, where.positions)[:, :entity_width]
+        de1 = found.contiguous() if dstream_e is None else dstream_e.add_(found)
+        return linear.add_matmul(dstream, dh, up[:, :width]), de1
+
+    def _rows(self, saved: Fused, attended: Attended, entity_attended: Attended, given: Tensor) -> Tensor:
+        """The input of the fusion, computed again."""
+        assert attended.z is not None
+        y1 = self.tokens.norm_a(attended.z).to(saved.left.dtype)
+        e1 = given if entity_attended.z is None else self.entities.norm_a(entity_attended.z).to(given.dtype)
+        return _side_by_side(y1, e1, self.where.positions, self.parameters.up.shape[1])
+
+    def _products(self, dbranch: Tensor, rows: Tensor, inner: Inner, width: int, entity_width: int) -> Tensor:
+        """The gradient in front of the activation; those of the fusion's parameters go to their streams."""
+        tokens, entities, last = self.tokens, self.entities, self.options.last
+        own, wanted, of_entities = tokens.own, tokens.wanted, entities.wanted
+        fused: dict[str, Any] = {"up_weight": self.parameters.up, "up_bias": self.parameters.bias}
+        tokens.own = own._replace(**fused, down_weight=self.parameters.down)
+        names = ("up_weight", "up_bias", "down_weight")
+        needed: Any = {name: bool(getattr(wanted, name) or getattr(of_entities, name)) for name in names}
+        tokens.wanted = wanted._replace(**needed)
+        dh, a = tokens.fused_activation(dbranch, inner)
+        dbias = tokens.gradients.pop("up_bias", None)
+        ddown, dup = tokens.fused_weight("down_weight", dbranch, a), tokens.fused_weight("up_weight", dh, rows)
+        tokens.own, tokens.wanted = own, wanted
+        end = width + entity_width
+        for stream, needed, columns in ((tokens, wanted, slice(width)), (entities, of_entities, slice(width, end))):
+            if needed.up_bias and dbias is not None:
+                stream.gradients["up_bias"] = dbias
+            if needed.up_weight and dup is not None:
+                stream.gradients["up_weight"] = dup[:, columns]
+            if needed.down_weight and ddown is not None and not (last and stream is entities):
+                stream.gradients["down_weight"] = ddown[columns]
+        return dh
+
+    def attention(self, stream: _Stream, number: int, dy1: Tensor, x: Tensor, attended: Any) -> Tensor:
+        """The gradient of a stream's input."""
+        options, (seed, seed_a, _) = stream.options, self.seeds[number]
+        cu_seqlens, head_dim = self.where[number], x.shape[1] // options.heads
+        dropout = dropout_arguments(cu_seqlens, seed_a, options.p_a)
+        dout, dstream = stream.projection(dy1, None, attended.out, attended.z, attended.statistics, dropout)
+        call = attention_options(attended.qkv, cu_seqlens, seed, options, head_dim)
+        dqkv = stream.attention(dout, attended.qkv, attended.out, attended.lse, call)
+        dx, _ = stream.qkv(dqkv, x, dstream)
+        if attended.qkv.shape[-1] > head_dim:
+            _cut_heads(stream.gradients, options.heads, attended.qkv.shape[-1], head_dim)
+        return dx
+
+
+def _both_seeds(seeds: Tensor | None, options: KnowledgeOptions) -> tuple[Seeds, Seeds]:
+    if seeds is None:
+        return (None, None, None), (None, None, None)
+    return separate_seeds(seeds[:3], options.tokens), separate_seeds(seeds[3:], options.entities)
+
+
+def _side_by_side(x: Tensor, entities: Tensor, positions: Tensor, columns: int) -> Tensor:
+    """[T, columns]: each token's row, its entity's, and zeros."""
+    width = x.shape[1]
+    rows = x.new_zeros(len(x), columns)
+    rows[:, :width].copy_(x)
+    rows[:, width : width + entities.shape[1]].index_copy_(0, positions, entities)
+    return rows
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+
+
+def _in_type(
+    given: tuple[BlockParameters, BlockParameters], x: Tensor, options: KnowledgeOptions, *, copies: bool
+) -> tuple[tuple[BlockParameters, BlockParameters], Fusion]:
+    """The operands of GEMMs in x's type, heads of entities filled up, and those of the fusion.
+
+    Args:
+        copies: Whether the optimizer's may be used, as in transformer_block.
+    """
+    names = ("qkv_weight", "qkv_bias", "out_weight", "up_weight", "down_weight")
+    cast = linear.in_type([getattr(each, name) for each in given for name in names], x.dtype, copies=copies)
+    tokens = given[0]._replace(**dict(zip(names, cast[:5], strict=True)))
+    entities = given[1]._replace(**dict(zip(names, cast[5:], strict=True)))
+    filling = -(tokens.up_weight.shape[1] + entities.up_weight.shape[1]) % _VECTOR
+    up, down = [tokens.up_weight, entities.up_weight], [tokens.down_weight, entities.down_weight]
+    if filling:
+        up.append(x.new_zeros(len(up[0]), filling))
+        down.append(x.new_zeros(filling, len(up[0])))
+    biases = [each for each in (given[0].up_bias, given[1].up_bias) if each is not None]
+    bias = biases[0] + biases[1] if len(biases) == 2 else next(iter(biases), None)
+    fusion = Fusion(torch.cat(up, 1), bias, tokens.down_weight if options.last else torch.cat(down))
+    head_dim = entities.up_weight.shape[1] // options.entities.heads
+    if entities.qkv_weight is not None and (whole := whole_head_dim(head_dim, x)) > head_dim:
+        entities = _fill_heads(entities, options.entities.heads, whole)
+    unused: Any = {"up_weight": None, "down_weight": None}  # the fusion's replace them
+    return (tokens._replace(**unused), entities._replace(**unused)), fusion
+
+
+def whole_head_dim(head_dim: int, x: Tensor) -> int:
+    """The head dim that attention's kernels take: 25 of ERNIE-base is filled up with zeros."""
+    if x.is_cuda:
+        for whole in _GPU_HEAD_DIMS:
+            if head_dim <= whole:
+                return whole
+    return max(_LEAST_HEAD_DIM, head_dim + -head_dim % _VECTOR)
+
+
+def _fill_heads(own: BlockParameters, heads: int, whole: int) -> BlockParameters:
+    """The parameters of attention with zeros up to the head dim ``whole``."""
+    width = own.qkv_weight.shape[1]
+    more = whole - width // heads
+    weight = functional.pad(own.qkv_weight.view(3 * heads, -1, width), (0, 0, 0, more)).view(-1, width)
+    bias = None if own.qkv_bias is None else functional.pad(own.qkv_bias.view(3 * heads, -1), (0, more)).view(-1)
+    out = functional.pad(own.out_weight.view(width, heads, -1), (0, more)).view(width, -1)
+    return own._replace(qkv_weight=weight, qkv_bias=bias, out_weight=out)
+
+
+def _cut_heads(gradients: dict[str, Tensor], heads: int, whole: int, head_dim: int) -> None:
+    """Leaves the zeros out of the gradients of attention's parameters."""
+    width = heads * head_dim
+    for name, shape in (("qkv_weight", (3 * heads, whole, width)), ("qkv_bias", (3 * heads, whole))):
+        if name in gradients:
+            found = gradients[name].view(shape)[:, :head_dim]
+            gradients[name] = found.reshape(3 * width, *found.shape[2:])
+    if "out_weight" in gradients:
+        gradients["out_weight"] = (
+            gradients["out_weight"].view(width, heads, whole)[..., :head_dim].reshape(width, width)
+        )

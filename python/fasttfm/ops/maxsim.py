@@ -1,0 +1,377 @@
+"""``maxsim``: the score of late interaction (ColBERT), without the matrix of similarities of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.common.linear import accumulate
+from fasttfm.kernels.common.rows import empty_output
+from fasttfm.kernels.maxsim import reference
+from fasttfm.ops import checks, linear
+from fasttfm.ops.backends import (
+    Backend,
+    BackendTable,
+    always,
+    dtype_name,
+    refuse_native_cpu,
+    requested,
+    torch_reference,
+    triton_kernels,
+)
+from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, register, unshared
+
+OP = "maxsim"
+_BLOCK_BYTES = 4 * 2**20  # of similarities on the CPU: they stay in its caches
+
+
+def maxsim(
+    queries: Tensor,
+    documents: Tensor,
+    *,
+    query_lengths: Tensor | None = None,
+    document_lengths: Tensor | None = None,
+    query_cu_seqlens: Tensor | None = None,
+    document_cu_seqlens: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    document_mask: Tensor | None = None,
+    pairs: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """For each query token the largest dot product with a document's tokens, summed over the query's tokens.
+
+    Args:
+        queries: ``[B, Sq, D]``, or with ``query_cu_seqlens`` packed ``[Tq, D]``; fp32, bf16 or fp16 (fp64 on the
+            reference backend). For cosine similarity normalize both sides first.
+        documents: ``[C, Sd, D]``, or with ``document_cu_seqlens`` packed ``[Td, D]``, in the queries' type.
+        query_lengths, document_lengths: int32 or int64 ``[B]`` and ``[C]``, for dense tensors: how many tokens of each
+            count; by default all.
+        query_cu_seqlens, document_cu_seqlens: int32 ``[B + 1]`` and ``[C + 1]``, the first row of each packed sequence,
+            and the row count.
+        query_mask, document_mask: Truth values or integers, of the tensors' shape without D: tokens that are 0 do not
+            count. They may be anywhere: ColBERT leaves out the punctuation of documents.
+        pairs: Whether queries are scored only against documents of their own: of ``n B`` documents the first n are the
+            first query's, and so on. By default every query is scored against every document.
+        backend: Requests one backend; by default the first that can serve the call does.
+
+    Returns:
+        fp32 (fp64 for fp64) ``[B, C]``, or with ``pairs`` ``[B, n]``. A document without tokens scores -inf. A
+        maximum that is not finite has no gradient. Under autocast both sides are cast to its type first.
+
+    Boundaries and lengths are not validated on a GPU, where nothing outside of the tensors is accessed whatever they
+    are: a call never synchronizes with the GPU.
+    """
+    queries, documents = linear.autocast(queries, documents)
+    _check_tensors(queries, documents, query_cu_seqlens, document_cu_seqlens)
+    query = side("query", queries, query_lengths, query_cu_seqlens, query_mask)
+    document = side("document", documents, document_lengths, document_cu_seqlens, document_mask)
+    _check_pairs(pairs, len(query.starts), len(document.starts))
+    TABLE.check_name(backend)
+    call = _Scores.apply if needs_gradient(queries, documents) else _scores
+    scores: Tensor = call(*arguments(query, document), pairs, requested(backend))
+    return scores
+
+
+class Side(NamedTuple):
+    """Queries or documents as the kernels read them: rows, and where each sequence begins and ends."""
+
+    rows: Tensor  # [T, D]
+    starts: Tensor  # int32 [sequences]
+    ends: Tensor
+    mask: Tensor | None  # bool [T]: rows that count
+    padded: int | None  # rows of each sequence, where it is the same
+
+
+def arguments(query: Side, document: Side) -> tuple[Any, ...]:
+    """The tensors of ``fasttfm::maxsim_forward``."""
+    spans = (query.starts, query.ends, document.starts, document.ends)
+    return query.rows, document.rows, _owners(query), *spans, document.mask
+
+
+def side(name: str, tokens: Tensor, lengths: Any, cu_seqlens: Any, mask: Any) -> Side:
+    """Checks one side's arguments. ``name`` is the first word of their names."""
+    _check_mask(f"{name}_mask", mask, tokens)
+    counted = None if mask is None else (mask if mask.dtype == torch.bool else mask != 0).flatten()
+    if cu_seqlens is not None:
+        if lengths is not None:
+            raise checks.bad_value(OP, f"{name}_lengths", f"None next to {name}_cu_seqlens", "a tensor")
+        if is_plain((cu_seqlens,)):
+            argument = f"{name}_cu_seqlens"
+            checks.check_cu_seqlens_values(OP, cu_seqlens, len(tokens), exact=False, argument=argument)
+        cu_seqlens = cu_seqlens.contiguous()
+        return Side(tokens, cu_seqlens[:-1], cu_seqlens[1:], counted, None)
+    count, longest = tokens.shape[:2]
+    bounds = torch.arange(count + 1, dtype=torch.int32, device=tokens.device) * longest
+    starts, ends = bounds[:-1], bounds[1:]
+    if lengths is not None:
+        _check_lengths(f"{name}_lengths", lengths, tokens)
+        ends = starts + lengths.clamp(0, longest).to(torch.int32)
+        real = (torch.arange(longest, device=tokens.device) < lengths[:, None]).flatten()
+        counted = real if counted is None else counted & real
+    return Side(tokens.flatten(0, 1), starts, ends, counted, longest)
+
+
+def _owners(query: Side) -> Tensor:
+    """int32 [Tq]: the query that each row belongs to, -1 for rows that do not count."""
+    count, rows = len(query.starts), torch.arange(len(query.rows), dtype=torch.int32, device=query.rows.device)
+    if query.padded is not None:
+        owners = rows // max(1, query.padded)
+    else:
+        owners = torch.searchsorted(query.ends, rows, right=True, out_int32=True)
+        owners = torch.where(owners < count, owners, -1)
+    return owners if query.mask is None else torch.where(query.mask, owners, -1)
+
+
+class _Scores(OpFunction):
+    op = OP
+    instead = "torch.einsum and amax"
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, documents: Tensor, owners: Tensor, *rest: Any) -> Tensor:
+        scores, index = forward_op(queries, documents, owners, *rest[:-1], True, rest[-1])
+        ctx.save_for_backward(queries, documents, *unshared(owners), index)
+        ctx.backend = rest[-1]
+        result: Tensor = scores
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[:2]
+        gradients = backward_op(dscores, *ctx.saved_tensors, *wanted, ctx.backend)
+        found = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
+        return *found, *[None] * 8
+
+
+def _scores(*args: Any) -> Tensor:
+    scores: Tensor = forward_op(*args[:-1], False, args[-1])[0]
+    return scores
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_tensors(queries: Any, documents: Any, query_cu_seqlens: Any, document_cu_seqlens: Any) -> None:
+    for name, tensor, cu_seqlens in (
+        ("queries", queries, query_cu_seqlens),
+        ("documents", documents, document_cu_seqlens),
+    ):
+        checks.check_floating(OP, name, tensor)
+        singular = "query" if name == "queries" else "document"
+        if tensor.dim() != (3 if cu_seqlens is None else 2) or tensor.shape[-1] == 0:
+            layout = "sequences, S, D" if cu_seqlens is None else "T, D"
+            expected = f"[{layout}] {'without' if cu_seqlens is None else 'next to'} {singular}_cu_seqlens"
+            raise checks.bad_value(OP, name, expected, f"shape {tuple(tensor.shape)}")
+        checks.check_device(OP, name, tensor, like=queries)
+        if cu_seqlens is not None:
+            checks.check_cu_seqlens(OP, cu_seqlens, like=tensor, argument=f"{singular}_cu_seqlens")
+    if documents.shape[-1] != queries.shape[-1]:
+        raise checks.bad_value(OP, "documents", f"the queries' {queries.shape[-1]} columns", documents.shape[-1])
+    if documents.dtype != queries.dtype:
+        raise checks.bad_type(OP, "documents", f"the queries' {dtype_name(queries.dtype)}", dtype_name(documents.dtype))
+
+
+def _check_mask(argument: str, mask: Any, tokens: Tensor) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise checks.bad_type(OP, argument, "a tensor or None", type(mask).__name__)
+    if mask.is_floating_point() or mask.is_complex():
+        raise checks.bad_type(OP, argument, "a tensor of bool or integers", dtype_name(mask.dtype))
+    checks.check_shape(OP, argument, mask, tokens.shape[:-1])
+    checks.check_device(OP, argument, mask, like=tokens)
+
+
+def _check_lengths(argument: str, lengths: Any, tokens: Tensor) -> None:
+    checks.check_index(OP, argument, lengths)
+    checks.check_shape(OP, argument, lengths, tokens.shape[:1])
+    checks.check_device(OP, argument, lengths, like=tokens)
+    if lengths.is_cpu and is_plain((lengths,)):
+        for sequence, length in enumerate(lengths.tolist()):
+            if not 0 <= length <= tokens.shape[1]:
+                got = f"{length} of sequence {sequence}"
+                raise checks.bad_value(OP, argument, f"lengths in [0, {tokens.shape[1]}]", got)
+
+
+def _check_pairs(pairs: Any, queries: int, documents: int) -> None:
+    if not isinstance(pairs, bool):
+        raise checks.bad_type(OP, "pairs", "True or False", type(pairs).__name__)
+    if pairs and (documents % queries if queries else documents):
+        got = f"{documents} for {queries} queries"
+        raise checks.bad_value(OP, "documents", "as many for each query, with pairs", got)
+
+
+# ---- torch.library ---------------------------------------------------------------------------------------------------
+
+
+def _forward(queries: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    scores, index = TABLE.select(rest[-1], queries).forward(queries, *rest[:-1])
+    return scores, index
+
+
+def _forward_fake(
+    queries: Tensor,
+    documents: Tensor,
+    owners: Tensor,
+    query_starts: Tensor,
+    query_ends: Tensor,
+    document_starts: Tensor,
+    document_ends: Tensor,
+    document_mask: Tensor | None,
+    pairs: bool,
+    keep: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    count, columns = query_starts.shape[0], document_starts.shape[0]
+    columns = columns // max(1, count) if pairs else columns
+    dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
+    index = (columns, queries.shape[0]) if keep else (0,)
+    return queries.new_empty((count, columns), dtype=dtype), owners.new_empty(index)
+
+
+def _backward(dscores: Tensor, queries: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    dqueries, ddocuments = TABLE.select(rest[-1], queries).backward(dscores, queries, *rest[:-1])
+    return dqueries, ddocuments
+
+
+def _backward_fake(
+    dscores: Tensor,
+    queries: Tensor,
+    documents: Tensor,
+    owners: Tensor,
+    index: Tensor,
+    want_dqueries: bool,
+    want_ddocuments: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    return (
+        queries.new_empty(queries.shape if want_dqueries else (0,)),
+        documents.new_empty(documents.shape if want_ddocuments else (0,)),
+    )
+
+
+forward_op = register(
+    "maxsim_forward(Tensor queries, Tensor documents, Tensor owners, Tensor query_starts, Tensor query_ends,"
+    " Tensor document_starts, Tensor document_ends, Tensor? document_mask, bool pairs, bool keep, str? backend)"
+    " -> (Tensor scores, Tensor index)",
+    _forward,
+    _forward_fake,
+)
+backward_op = register(
+    "maxsim_backward(Tensor dscores, Tensor queries, Tensor documents, Tensor owners, Tensor index,"
+    " bool want_dqueries, bool want_ddocuments, str? backend) -> (Tensor dqueries, Tensor ddocuments)",
+    _backward,
+    _backward_fake,
+)
+
+
+# ---- the CPU: blocks of torch's products -----------------------------------------------------------------------------
+
+
+def _forward_cpu(
+    queries: Tensor,
+    documents: Tensor,
+    owners: Tensor,
+    query_starts: Tensor,
+    query_ends: Tensor,
+    document_starts: Tensor,
+    document_ends: Tensor,
+    document_mask: Tensor | None,
+    pairs: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    q, d = accumulate(queries), accumulate(documents)
+    spans, count = list(zip(query_starts.tolist(), query_ends.tolist(), strict=True)), len(document_starts)
+    own = count // max(1, len(spans)) if pairs else count
+    best = q.new_zeros(own, len(q))
+    index = torch.full((own, len(q)), -1, dtype=torch.int32)
+    ignored = None if document_mask is None else ~document_mask
+    counted = owners >= 0
+    documents_of = list(zip(document_starts.tolist(), document_ends.tolist(), strict=True))
+    for number, several in _equal_runs(documents_of, 1 if pairs else max(1, _BLOCK_BYTES // (4 * 128))):
+        first, end = documents_of[number]
+        rows = slice(*spans[number // own]) if pairs else slice(0, len(q))
+        columns = slice(number % own, number % own + several)
+        tokens = slice(first, first + several * (end - first))
+        hidden = None if ignored is None else ignored[tokens].unflatten(0, (several, -1))
+        if end <= first:
+            best[columns, rows] = torch.where(counted[rows], -torch.inf, 0.0)
+            continue
+        step = max(1, _BLOCK_BYTES // (q.element_size() * (tokens.stop - first)))
+        for row in range(rows.start, rows.stop, step):
+            block = slice(row, min(row + step, rows.stop))
+            similarities = linear.matmul(q[block], d[tokens].t()).unflatten(1, (several, -1))
+            if hidden is not None:
+                similarities.masked_fill_(hidden, -torch.inf)
+            if not keep:
+                best[columns, block] = torch.where(counted[block], similarities.amax(dim=2).t(), 0.0)
+                continue
+            values, places = similarities.max(dim=2)
+            finite = counted[block, None] & (values < torch.inf)
+            if hidden is not None:
+                finite &= ~hidden.all(dim=1)
+            places += torch.arange(first, tokens.stop, end - first)
+            best[columns, block] = torch.where(counted[block], values.t(), 0.0)
+            index[columns, block] = torch.where(finite, places, -1).t().int()
+    scores = torch.stack([best[:, first:end].sum(dim=1) for first, end in spans]) if spans else q.new_zeros(0, own)
+    return scores, index if keep else index.new_empty(0)
+
+
+def _equal_runs(spans: Sequence[tuple[int, int]], most: int) -> Iterator[tuple[int, int]]:
+    """The first of documents of one length that follow each other without a gap, and how many they are, of at most
+    ``most`` tokens together: they are multiplied at once."""
+    number = 0
+    while number < len(spans):
+        first, end = spans[number]
+        length, several = end - first, 1
+        while (
+            length > 0
+            and (several + 1) * length <= most
+            and spans[number + several : number + several + 1] == [(first + several * length, end + several * length)]
+        ):
+            several += 1
+        yield number, several
+        number += several
+
+
+def _backward_cpu(
+    dscores: Tensor,
+    queries: Tensor,
+    documents: Tensor,
+    owners: Tensor,
+    index: Tensor,
+    want_dqueries: bool,
+    want_ddocuments: bool,
+) -> tuple[Tensor, Tensor]:
+    q, d = accumulate(queries), accumulate(documents)
+    dqueries, ddocuments = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, d))
+    every = (index >= 0).all(dim=1).tolist()
+    for column, places in enumerate(index):
+        rows = slice(None) if every[column] else (places >= 0).nonzero().squeeze(1)
+        found = places[rows]
+        weights = dscores[owners[rows], column, None]
+        if want_dqueries:
+            dqueries[rows] += d[found] * weights
+        if want_ddocuments:
+            ddocuments.index_add_(0, found, q[rows] * weights)
+    return (
+        dqueries.to(queries.dtype) if want_dqueries else empty_output(queries),
+        ddocuments.to(documents.dtype) if want_ddocuments else empty_output(documents),
+    )
+
+
+def _refuse_cpu(queries: Tensor, *_: Any) -> str | None:
+    return refuse_native_cpu(queries)
+
+
+# The CPU's comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
+TABLE = BackendTable(
+    OP,
+    (
+        Backend("cpu", always, _refuse_cpu, _forward_cpu, _backward_cpu),
+        triton_kernels(OP),
+        torch_reference(reference.maxsim_forward, reference.maxsim_backward),
+    ),
+)

@@ -1,0 +1,180 @@
+"""``sample_tokens``: the next token of each sequence from its logits, the most likely one or one drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.sample_tokens import reference
+from fasttfm.ops import checks
+from fasttfm.ops.backends import (
+    Backend,
+    BackendTable,
+    always,
+    dtype_name,
+    refuse_native_cpu,
+    refuse_triton,
+    requested,
+    triton_absent,
+)
+from fasttfm.ops.library import register
+
+OP = "sample_tokens"
+
+
+class Sequences(NamedTuple):
+    """Sequences that are decoded together, changed in place: an active one gets its token, and ends with one of its
+    ``ends`` or when it has ``limits`` tokens."""
+
+    ids: Tensor  # int64 [B]: the last token; stays where a sequence is not active
+    active: Tensor  # bool [B]
+    limits: Tensor  # int32 [B]: tokens of a whole sequence at most
+    ends: Tensor  # int64 [B, a power of two]; -1 for none
+    history: Tensor  # int64 [B, room]: tokens at their positions
+
+
+def sample_tokens(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    *,
+    sequences: Sequences | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """A token for each row of logits. What is drawn depends only on the row's own seed and position: a sequence gets
+    the same tokens in every batch. Nothing synchronizes with the GPU.
+
+    Args:
+        logits: ``[B, V]``, fp32, bf16 or fp16 (fp64 on the reference backend).
+        seeds: int64 ``[B]``.
+        positions: int32 or int64 ``[B]``: the token's position in its sequence.
+        temperature: fp32 ``[B]``, divides the logits; 0 takes the most likely token.
+        top_k: int32 ``[B]``: only the k most likely tokens are kept; 0 for all.
+        top_p: fp32 ``[B]``: of these the most likely ones up to this total probability; 1 for all.
+        sequences: The sequences that get the tokens, changed in place: the rest of a decoding step.
+        backend: Requests one backend; by default the first that can serve the call does.
+
+    Returns:
+        int64 ``[B]``.
+    """
+    checks.check_floating(OP, "logits", logits)
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise checks.bad_value(OP, "logits", "shape (B, V)", f"shape {tuple(logits.shape)}")
+    floats, integers = (torch.float32,), (torch.int32,)
+    for name, tensor, types in (
+        ("seeds", seeds, (torch.int64,)),
+        ("positions", positions, checks.INDEX),
+        ("temperature", temperature, floats),
+        ("top_k", top_k, integers),
+        ("top_p", top_p, floats),
+    ):
+        expected = " or ".join(dtype_name(dtype) for dtype in types)
+        if not isinstance(tensor, Tensor):
+            raise checks.bad_type(OP, name, f"a tensor of {expected}", type(tensor).__name__)
+        if tensor.dtype not in types:
+            raise checks.bad_type(OP, name, f"a tensor of {expected}", dtype_name(tensor.dtype))
+        checks.check_shape(OP, name, tensor, logits.shape[:1])
+        checks.check_device(OP, name, tensor, like=logits)
+    if sequences is not None:
+        _check_sequences(sequences, logits)
+    TABLE.check_name(backend)
+    tensors = (logits.detach(), seeds, positions, temperature, top_k, top_p)
+    tokens: Tensor = sample_tokens_op(*tensors, *(sequences or _NO_SEQUENCES), requested(backend))
+    return tokens
+
+
+_NO_SEQUENCES = (None,) * len(Sequences._fields)
+_SEQUENCE_TYPES = (torch.int64, torch.bool, torch.int32, torch.int64, torch.int64)
+
+
+def _check_sequences(sequences: Any, logits: Tensor) -> None:
+    if not isinstance(sequences, Sequences):
+        raise checks.bad_type(OP, "sequences", "Sequences or None", type(sequences).__name__)
+    rows = logits.shape[0]
+    for name, tensor, dtype in zip(sequences._fields, sequences, _SEQUENCE_TYPES, strict=True):
+        argument = f"sequences.{name}"
+        if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+            got = dtype_name(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise checks.bad_type(OP, argument, f"a tensor of {dtype_name(dtype)}", got)
+        table = name in ("ends", "history")
+        if tensor.dim() != 1 + table or tensor.shape[0] != rows or tensor.stride(-1) != 1:
+            expected = f"({rows}, any)" if table else f"({rows},)"
+            raise checks.bad_value(
+                OP, argument, f"shape {expected}, elements of a row next to each other", tensor.shape
+            )
+        checks.check_device(OP, argument, tensor, like=logits)
+    count = sequences.ends.shape[1]
+    if count < 1 or count & (count - 1) or not sequences.ends.is_contiguous():
+        raise checks.bad_value(OP, "sequences.ends", "a contiguous table of 1, 2, 4, ... columns", f"{count} columns")
+
+
+def _forward(logits: Tensor, *others: Any) -> Tensor:
+    *given, backend = others
+    tokens: Tensor = TABLE.select(backend, logits).forward(logits, *given)
+    return tokens
+
+
+def _fake(logits: Tensor, *_: Any) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
+sample_tokens_op = register(
+    "sample_tokens(Tensor logits, Tensor seeds, Tensor positions, Tensor temperature, Tensor top_k, Tensor top_p,"
+    " Tensor(a!)? ids, Tensor(b!)? active, Tensor? limits, Tensor? ends, Tensor(c!)? history, str? backend) -> Tensor",
+    _forward,
+    _fake,
+)
+
+
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+def _forward_triton(*given: Any) -> Tensor:
+    from fasttfm.kernels.sample_tokens import triton
+
+    tokens: Tensor = triton.sample_tokens_triton(*given)
+    return tokens
+
+
+def _advancing(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A forward that gives sequences what ``draw`` draws."""
+
+    def forward(logits: Tensor, *given: Any) -> Tensor:
+        sampling, sequences = given[:5], given[5:]
+        tokens = draw(logits, *sampling)
+        if sequences[0] is not None:
+            reference.advance(tokens, sampling[1], *sequences)
+        return tokens
+
+    return forward
+
+
+def _forward_cpu(
+    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
+) -> Tensor:
+    """The reference's result without the work that no row asks for."""
+    drawn = temperature > 0
+    if not bool(drawn.any()):
+        return logits.argmax(dim=-1)
+    limited = drawn & ((top_k > 0) | (top_p < 1))
+    if bool(limited.any()):
+        kept = reference.kept_logits(logits, temperature, top_k, top_p)
+    else:
+        kept = reference.scaled(logits, temperature)
+    return reference.drawn(logits, kept, seeds, positions, temperature)
+
+
+TABLE = BackendTable(
+    OP,
+    (
+        Backend("cpu", always, lambda logits, *_: refuse_native_cpu(logits), _advancing(_forward_cpu)),
+        Backend("triton", triton_absent, lambda logits, *_: refuse_triton(logits), _forward_triton),
+        Backend("reference", always, lambda *_: None, _advancing(reference.sample_tokens)),
+    ),
+)

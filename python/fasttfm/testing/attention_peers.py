@@ -1,0 +1,120 @@
+"""The peers of attention's benchmarks: SDPA's kernels, torch's varlen_attn and FlashAttention-4."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from fasttfm.bench.peers import PeerUnavailable, flash_attn_4, peer_module
+from fasttfm.ops.linear import cpu_multiplies_bf16
+from fasttfm.testing.spec import Inputs, PeerCall
+
+
+def _sdpa(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
+    """torch's attention; sequences of several lengths are padded, in advance, and masked."""
+    q, k, v, starts = inputs["q"], inputs["k"], inputs["v"], inputs.get("cu_seqlens")
+    leaves = None
+    if starts is not None:
+        longest = options["max_seqlen"]
+        lengths = starts.diff()
+        parts = [x.detach().split(lengths.tolist()) for x in (q, k, v)]
+        leaves = [torch.stack([pad(x, (0, 0, 0, 0, 0, longest - len(x))) for x in part]) for part in parts]
+        q, k, v = (leaf.requires_grad_() for leaf in leaves)
+    else:
+        lengths = inputs.get("lengths")
+    mask = None
+    if lengths is not None:  # additive, in q's type: what the fast paths take without a conversion
+        absent = torch.arange(k.shape[1], device=k.device) >= lengths[:, None]
+        mask = torch.zeros_like(absent, dtype=q.dtype).masked_fill(absent, -torch.inf)[:, None, None, :]
+        if options.get("causal", False):
+            raise PeerUnavailable("SDPA takes a mask or is_causal, not both")
+
+    def call() -> Any:
+        return scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            dropout_p=options.get("dropout_p", 0.0),
+            is_causal=options.get("causal", False),
+        ).transpose(1, 2)
+
+    return call if leaves is None else PeerCall(call, leaves)
+
+
+def sdpa_forced(backend: SDPBackend) -> Callable[[Inputs, Mapping[str, Any]], Callable[[], Any]]:
+    """SDPA with one of its kernels; a call that it cannot serve raises."""
+
+    def build(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
+        if not torch.cuda.is_available():
+            raise PeerUnavailable(f"{backend.name} needs a GPU")
+        masked = "lengths" in inputs or "cu_seqlens" in inputs
+        if backend is SDPBackend.FLASH_ATTENTION and masked:
+            raise PeerUnavailable("FLASH_ATTENTION takes no mask")
+        function = _sdpa(inputs, options)
+
+        def call() -> Any:
+            with sdpa_kernel(backend):
+                return function()
+
+        return PeerCall(call, function.leaves) if isinstance(function, PeerCall) else call
+
+    return build
+
+
+def sdpa_cpu(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
+    if inputs["q"].is_cuda:
+        raise PeerUnavailable("on a GPU each of SDPA's kernels is a peer of its own")
+    if inputs["q"].dtype == torch.bfloat16 and not cpu_multiplies_bf16():
+        raise PeerUnavailable("torch multiplies bf16 hundreds of times slower than fp32 on this CPU")
+    return _sdpa(inputs, options)
+
+
+def sdpa_widened(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
+    """A workaround that makes SDPA fast on such a CPU."""
+    dtype = inputs["q"].dtype
+    if inputs["q"].is_cuda or dtype == torch.float32:
+        raise PeerUnavailable("for 16-bit types on a CPU")
+
+    def call() -> Any:
+        wide = {name: inputs[name].float() for name in "qkv"}
+        return _sdpa({**inputs, **wide}, options)().to(dtype)
+
+    return call
+
+
+def varlen(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
+    """torch's FlashAttention-2 for packed sequences."""
+    if "cu_seqlens" not in inputs or not inputs["q"].is_cuda:
+        raise PeerUnavailable("varlen_attn takes packed sequences, on a GPU")
+    if options.get("dropout_p", 0.0):
+        raise PeerUnavailable("varlen_attn has no dropout")
+    varlen_attn = getattr(peer_module("torch.nn.attention.varlen"), "varlen_attn", None)
+    if varlen_attn is None:
+        raise PeerUnavailable(f"torch {torch.__version__} has no varlen_attn")
+    causal = options.get("causal", False)
+    windowed = "window_size" in inspect.signature(varlen_attn).parameters
+    mask = {"window_size": (-1, 0 if causal else -1)} if windowed else {"is_causal": causal}
+    starts, longest = inputs["cu_seqlens"], options["max_seqlen"]
+    tensors = (inputs["q"], inputs["k"], inputs["v"], starts, starts, longest, longest)
+    return lambda: varlen_attn(*tensors, **mask)
+
+
+def fa4(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
+    """FlashAttention-4: no dropout, no padding, no bias; its backward adds with atomics."""
+    if options.get("dropout_p", 0.0) or "lengths" in inputs or inputs.get("bias") is not None:
+        raise PeerUnavailable("FlashAttention-4 has no dropout, no lengths of padded sequences and no bias")
+    packed = "cu_seqlens" in inputs
+    function = flash_attn_4("flash_attn_varlen_func" if packed else "flash_attn_func")
+    named: dict[str, Any] = {"causal": options.get("causal", False), "softmax_scale": options.get("scale")}
+    named["window_size"] = tuple(options.get("window") or (None, None))
+    if packed:
+        starts, longest = inputs["cu_seqlens"], options["max_seqlen"]
+        named |= {"cu_seqlens_q": starts, "cu_seqlens_k": inputs.get("cu_seqlens_k", starts)}
+        named |= {"max_seqlen_q": longest, "max_seqlen_k": options.get("max_seqlen_k", longest)}
+    return lambda: function(inputs["q"], inputs["k"], inputs["v"], **named)[0]
