@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,67 +12,156 @@ from fasttfm import ops
 from fasttfm.models.text_model import TextModel
 from fasttfm.nn import PackedBatch, PackedLayer
 from fasttfm.nn.parts import layer_norm, linear_activation, packed_residual_norm, product
-from fasttfm.nn.plain import is_watched
+from fasttfm.nn.plain import is_plain, is_watched
+from fasttfm.ops.backends import triton_absent
 
 Attend = Callable[[int, PackedLayer, Tensor], Tensor]  # of a layer's number, the layer and qkv [n, 3, H, D]
+# Steps of more rows use torch's products: below, the weights' bytes decide, and one kernel for a product with all that
+# is around it takes less time.
+FUSED_ROWS = 16
 
 
 class CachedDecoder:
     """Keys and values of all tokens so far, for every layer, and the model that adds to them.
 
-    Sequences may differ in length: each has its own count of tokens, which are at the front of its rows.
+    Each sequence has a place in the cache with room for a fixed number of tokens: [layers, sequences, H, room, D], the
+    tokens of a head next to each other. Sequences may differ in length; their lengths are on the device, so that a step
+    does not depend on them and can be captured in a CUDA graph.
     """
 
-    def __init__(self, model: TextModel, room: int) -> None:
-        """``room`` is for the tokens of the longest sequence, at the end."""
+    def __init__(self, model: TextModel, room: int, sequences: int | None = None, *, fused: bool = False) -> None:
+        """``room`` is for the tokens of the longest sequence, at the end; ``sequences`` the most at a time, by default
+        those that are read first; ``fused`` whether steps on a GPU use the kernels for few rows."""
         self.model = model
         self.layers = model.encoder.in_order()
         _check_calls(model)
-        self.room = room
-        self.keys: list[Tensor] = []  # of each layer, [B, room, H, D]
-        self.values: list[Tensor] = []
-        self.lengths = torch.empty(0, dtype=torch.int32)  # [B]: tokens of each sequence
+        self.room, self.sequences, self.fused = room, sequences, fused
+        self.keys = self.values = torch.empty(0)  # [layers, sequences, H, room, D]
+        self.lengths = torch.empty(0, dtype=torch.int32)  # [sequences]: tokens in the cache
+        self._arrived = torch.empty(0, dtype=torch.int32)  # of ops.decode_attention
 
-    def read(self, ids: Tensor, batch: PackedBatch) -> Tensor:
-        """Begins with the packed prompts ``ids`` [T]. Returns the state [B, C] of each one's last token."""
+    # ---- prompts ----
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, batch: PackedBatch, places: Tensor | None = None) -> Tensor:
+        """Begins sequences with the packed prompts ``ids`` [T], at ``places`` (int64) of the cache, by default the
+        first. Returns the state [B, C] of each one's last token."""
         cu_seqlens = batch.cu_seqlens
         sequences = cu_seqlens.shape[0] - 1
-        self.lengths = cu_seqlens.diff()
+        if places is None:
+            places = torch.arange(sequences, device=ids.device)
         numbers = ops.position_ids_from_cu_seqlens(cu_seqlens, total=batch.tokens)
         owners = torch.searchsorted(cu_seqlens[1:], torch.arange(batch.tokens, device=ids.device), right=True)
-        places = owners * self.room + numbers
+        rows = places[owners]
 
         def attend(index: int, layer: PackedLayer, qkv: Tensor) -> Tensor:
-            shape = (sequences, self.room, *qkv.shape[2:])
-            self.keys.append(qkv.new_zeros(shape))
-            self.values.append(qkv.new_zeros(shape))
-            self._store(index, places, qkv)
+            self._allocate(qkv, sequences)
+            _, k, v = qkv.unbind(1)
+            self.keys[index][rows, :, numbers] = k
+            self.values[index][rows, :, numbers] = v
             out = ops.attention(qkv, window=layer.window, cu_seqlens=cu_seqlens, max_seqlen=batch.max_seqlen)
             assert isinstance(out, Tensor)
             return out
 
         x = self._run(self.model.embeddings(ids, cu_seqlens), attend)
+        self.lengths[places] = cu_seqlens.diff()
         return x.index_select(0, cu_seqlens[1:] - 1)
 
-    def step(self, ids: Tensor) -> Tensor:
-        """Goes on with one token ``ids`` [B] of each sequence. Returns its state [B, C]. Waits for no GPU."""
-        positions = self.lengths.long()
-        places = torch.arange(len(ids), device=ids.device) * self.room + positions
-        self.lengths = self.lengths + 1
+    def _allocate(self, qkv: Tensor, sequences: int) -> None:
+        """The cache, in the type of the first keys."""
+        if self.keys.numel():
+            return
+        if self.sequences is None:
+            self.sequences = sequences
+        _, _, heads, width = qkv.shape
+        shape = (len(self.layers), self.sequences, heads, self.room, width)
+        self.keys, self.values = qkv.new_zeros(shape), qkv.new_zeros(shape)
+        self.lengths = torch.zeros(self.sequences, dtype=torch.int32, device=qkv.device)
+        self._arrived = torch.zeros(self.sequences, heads, dtype=torch.int32, device=qkv.device)
 
-        def attend(index: int, layer: PackedLayer, qkv: Tensor) -> Tensor:
-            self._store(index, places, qkv)
-            keys, values = self.keys[index], self.values[index]
-            out = ops.attention(qkv[:, :1], keys, values, window=layer.window, lengths_k=self.lengths)
+    def copy(self, source: Tensor, target: Tensor, tokens: int | None = None) -> None:
+        """Copies sequences from places of the cache to others: int64 [n] each, whole or their first ``tokens``. All are
+        read before any is written."""
+        for cache in (self.keys, self.values):
+            for layer in cache:
+                layer[target, :, :tokens] = layer[source, :, :tokens]
+        self.lengths[target] = self.lengths[source]
+
+    # ---- steps ----
+
+    @torch.no_grad()
+    def step(self, ids: Tensor, active: Tensor | None = None) -> Tensor:
+        """Goes on with one token ``ids`` [n] of each of the first n sequences. Returns its state [n, C]. ``active``
+        (bool [n]) says which sequences become longer by it, by default all. Waits for no GPU."""
+        x = self._step(ids)
+        self._count(len(ids), active)
+        return x
+
+    @torch.no_grad()
+    def next_logits(self, head: Any, ids: Tensor, active: Tensor | None = None) -> Tensor:
+        """As ``step``, with the logits [n, V] that ``head`` gives for the states."""
+        if self._is_fused(ids) and is_plain(head):
+            logits = self._step_fused(ids, head.decoder)
+            self._count(len(ids), active)
+            return logits
+        return _logits(head, self.step(ids, active))
+
+    def _count(self, rows: int, active: Tensor | None) -> None:
+        self.lengths[:rows].add_(1 if active is None else active)
+
+    def _attend(self, index: int, layer: PackedLayer, qkv: Tensor, overlap: bool = False) -> Tensor:
+        rows = len(qkv)
+        q, k, v = qkv.unbind(1)
+        keys, values = (cache[index, :rows].transpose(1, 2) for cache in (self.keys, self.values))
+        lengths = self.lengths[:rows]
+        if qkv.is_cuda and not self.fused:
+            places = torch.arange(rows, device=qkv.device), lengths.long()
+            keys[places], values[places] = k, v
+            out = ops.attention(q[:, None], keys, values, window=layer.window, lengths_k=lengths + 1)
             assert isinstance(out, Tensor)
             return out
+        left, _ = layer.window
+        return ops.decode_attention(
+            q,
+            k,
+            v,
+            keys,
+            values,
+            lengths,
+            window=None if left < 0 else left,
+            arrived=self._arrived[:rows],
+            overlap=overlap,
+        )
 
-        return self._run(self.model.embeddings(ids, position_ids=positions), attend)
+    def _step(self, ids: Tensor) -> Tensor:
+        positions = self.lengths[: len(ids)].long()
+        return self._run(self.model.embeddings(ids, position_ids=positions), self._attend)
 
-    def _store(self, index: int, places: Tensor, qkv: Tensor) -> None:
-        _, k, v = qkv.unbind(1)
-        self.keys[index].flatten(0, 1).index_copy_(0, places, k)
-        self.values[index].flatten(0, 1).index_copy_(0, places, v)
+    def _is_fused(self, ids: Tensor) -> bool:
+        """Whether a step runs as one kernel for each product, with LayerNorm, activation and addition in it."""
+        encoder = self.model.encoder
+        if not self.fused or not ids.is_cuda or len(ids) > FUSED_ROWS or triton_absent() is not None:
+            return False
+        if encoder.final_norm is None or torch.is_autocast_enabled("cuda") or self.keys.dtype == torch.float64:
+            return False
+        modules = [module for layer in self.layers for module in (layer.norm1, *layer.block_modules(None)[:5])]
+        return is_plain(encoder.final_norm, *modules)
+
+    def _step_fused(self, ids: Tensor, decoder: Any) -> Tensor:
+        """The logits in fp32, and the residual stream in fp32 between the layers. Only kernels that write no parameter
+        are around these, which may overlap therefore."""
+        positions = self.lengths[: len(ids)].long()
+        x: Tensor = self.model.embeddings(ids, position_ids=positions)
+        dtype = x.dtype
+        for index, layer in enumerate(self.layers):
+            qkv = _fused(x, layer.qkv, dtype, norm=layer.norm1)
+            context = self._attend(index, layer, qkv.unflatten(1, (3, layer.heads, -1)), overlap=True)
+            x = _fused(context.flatten(1), layer.out, torch.float32, residual=x)
+            hidden = _fused(x, layer.up, dtype, norm=layer.norm2, activation=layer.activation)
+            x = _fused(hidden, layer.down, torch.float32, residual=x)
+        return _fused(x, decoder, torch.float32, norm=self.model.encoder.final_norm)
+
+    # ---- layers ----
 
     def _run(self, x: Tensor, attend: Attend) -> Tensor:
         """The layers over rows ``x`` [n, C], as ``nn.PackedTransformer`` runs them."""
@@ -97,6 +187,42 @@ class CachedDecoder:
         """The block's output and its last bias, which the residual addition adds."""
         layer = self.layers[index]
         return product(layer.out, attend(index, layer, layer.project(x)).reshape(x.shape))
+
+
+def _fused(
+    x: Tensor,
+    linear: Any,
+    dtype: torch.dtype,
+    *,
+    norm: Any = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    parameters = {} if norm is None else {"norm_weight": norm.weight, "norm_bias": norm.bias, "eps": norm.eps}
+    return ops.decode_linear(
+        x,
+        linear.weight,
+        linear.bias,
+        **parameters,
+        activation=activation,
+        residual=residual,
+        dtype=dtype,
+        overlap=True,
+    )
+
+
+def _logits(head: Any, x: Tensor) -> Tensor:
+    """``head(x)``; on a GPU by a product of a multiple of 16 tokens, for which there are faster kernels, and one of the
+    others."""
+    words = head.decoder.out_features if is_plain(head) else 0
+    if not x.is_cuda or words % 16 == 0 or head.decoder.bias is not None or torch.is_autocast_enabled("cuda"):
+        found: Tensor = head(x)
+        return found
+    logits = x.new_empty(len(x), -(-words // 16) * 16)[:, :words]
+    weight, most = head.decoder.weight.t(), words // 16 * 16
+    for part in (slice(most), slice(most, words)):
+        torch.mm(x, weight[:, part], out=logits[:, part])
+    return logits
 
 
 def _feed_forward(layer: PackedLayer, x: Tensor) -> tuple[Tensor, Tensor | None]:

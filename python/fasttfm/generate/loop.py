@@ -8,13 +8,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fasttfm.generate.decoder import CachedDecoder
+from fasttfm.generate.beams import BeamSearch, search_beams
 from fasttfm.generate.sampling import Sampling
+from fasttfm.generate.session import Generation, GenerationSession
 from fasttfm.models.text_model import TextModel
 from fasttfm.nn import CausalLMHead, PackedBatch
+from fasttfm.nn.plain import Uncopied
 
 _NAME = "generate"
-_STEPS_BETWEEN_CHECKS = 8  # checking whether all sequences have ended synchronizes with the GPU
+_KEPT = "_generation"  # the name of a model's session
+_ROOM_STEP = 128
+_FAST_ON_GPU = False  # whether a model's session uses CUDA graphs and the kernels for decoding
 
 
 class CausalModel(Protocol):
@@ -37,6 +41,10 @@ def generate(
     max_new_tokens: int = 20,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
+    num_beams: int = 1,
+    num_return_sequences: int = 1,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
     **sampling: Any,
 ) -> Tensor:
     """Continues the prompts ``input_ids`` [B, S], each by as many tokens as it takes to its end.
@@ -52,21 +60,26 @@ def generate(
         eos_token_id: One or several tokens, each of which ends a sequence; the configuration's by default, none for [].
         pad_token_id: The token after the end where other sequences continue; by default the configuration's, or else
             the first ``eos_token_id``.
+        num_beams: Above 1, beam search: the continuation with the largest probability of those that are found by
+            following this many at a time.
+        num_return_sequences: How many continuations of each prompt are returned, the best first.
+        length_penalty: Continuations are compared by log-probability / length^length_penalty.
+        early_stopping: See ``BeamSearch``.
         sampling: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``generator``: see ``Sampling``.
 
     Returns:
-        ``[B, S + new]``: ``input_ids``, then the new tokens, up to the longest sequence's end.
+        ``[B * num_return_sequences, S + new]``: ``input_ids``, then the new tokens, up to the longest sequence's end.
     """
     ends = _Ends.of(model.config, eos_token_id, pad_token_id)
     batch = PackedBatch.of(input_ids, attention_mask, lengths=lengths)
     _check(model, batch, max_new_tokens)
-    steps = _steps(model, input_ids, batch, max_new_tokens, ends, Sampling(**sampling), looks=_STEPS_BETWEEN_CHECKS)
-    columns = list(steps)
-    if not columns:
-        return input_ids
-    tokens, going = (torch.stack(each, 1) for each in zip(*columns, strict=True))
-    width = int(going.any(0).sum()) if ends.tokens else len(columns)
-    return torch.cat([input_ids, tokens[:, :width].to(input_ids.dtype)], 1)
+    choice = Sampling(**sampling)
+    search = BeamSearch(num_beams, num_return_sequences, length_penalty, early_stopping)
+    if num_beams > 1:
+        if choice.do_sample:
+            raise ValueError(f"{_NAME}: do_sample: expected False with several beams, got True")
+        return _searched(model, input_ids, batch, max_new_tokens, ends, search)
+    return _continued(model, input_ids, batch, max_new_tokens, ends, choice)
 
 
 def stream(
@@ -83,39 +96,80 @@ def stream(
     ends = _Ends.of(model.config, eos_token_id, None)
     batch = PackedBatch.of(prompt)
     _check(model, batch, max_new_tokens)
-    steps = _steps(model, prompt, batch, max_new_tokens, ends, Sampling(**sampling), looks=1)
-    return (int(token) for token, _ in steps)
+    session = session_of(model, 1, batch.max_seqlen + max_new_tokens)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": ends.tokens}
+    return _streamed(session.submit(prompt[0], **options, sampling=Sampling(**sampling)))
 
 
-@torch.no_grad()
-def _steps(
-    model: CausalModel,
-    input_ids: Tensor,
-    batch: PackedBatch,
-    most: int,
-    ends: _Ends,
-    choice: Sampling,
-    *,
-    looks: int,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The next token [B] of every sequence, and which sequences had not ended before it, until all have; every
-    ``looks`` steps somebody looks whether they have."""
-    if most == 0:
-        return
-    decoder = CachedDecoder(model.transformer, batch.max_seqlen + most - 1)
-    state = decoder.read(batch.pack(input_ids), batch)
-    stops = torch.tensor(ends.tokens, dtype=torch.int64, device=input_ids.device)
-    ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-    for number in range(1, most + 1):
-        going = ~ended
-        token = choice.choose(model.lm_head(state))
-        if ends.tokens:
-            token = token.where(going, ends.padding)
-            ended = ended | torch.isin(token, stops)
-        yield token, going
-        if number == most or (ends.tokens and number % looks == 0 and bool(ended.all())):
-            return
-        state = decoder.step(token)
+def _streamed(sequence: Generation) -> Iterator[int]:
+    """The tokens; a sequence that is not read to its end is given up."""
+    try:
+        yield from sequence
+    finally:
+        sequence.cancel()
+
+
+def _continued(
+    model: CausalModel, input_ids: Tensor, batch: PackedBatch, new: int, ends: _Ends, choice: Sampling
+) -> Tensor:
+    """The sequences of a session, next to each other."""
+    if new == 0 or len(input_ids) == 0:
+        return input_ids
+    session = session_of(model, len(input_ids), batch.max_seqlen + new)
+    prompts = batch.pack(input_ids).split(batch.cu_seqlens.diff().tolist())
+    options: dict[str, Any] = {"max_new_tokens": new, "eos_token_id": ends.tokens, "sampling": choice}
+    sequences = [session.submit(prompt, **options) for prompt in prompts]
+    try:
+        found = [sequence.result() for sequence in sequences]
+    finally:
+        for sequence in sequences:
+            sequence.cancel()
+    width = max(map(len, found))
+    padded = [[*tokens, *[ends.padding] * (width - len(tokens))] for tokens in found]
+    tokens = torch.tensor(padded, dtype=input_ids.dtype, device=input_ids.device)
+    return torch.cat([input_ids, tokens], 1)
+
+
+class _Kept(Uncopied):
+    """The session of a model on a GPU between calls."""
+
+    def __init__(self, session: GenerationSession) -> None:
+        self.session = session
+
+
+def release(model: Any) -> None:
+    """Frees the cache and the CUDA graphs that ``generate`` and ``stream`` keep with a model on a GPU."""
+    model.__dict__.pop(_KEPT, None)
+
+
+def session_of(model: Any, sequences: int, tokens: int) -> GenerationSession:
+    """A session for so many sequences of so many tokens. On a GPU it is kept with the model, for its graphs take longer
+    to capture than a short call; sizes are rounded up, so that it serves similar calls, too."""
+    parameter = next(model.transformer.parameters())
+    if not parameter.is_cuda or torch.is_autocast_enabled("cuda"):
+        return GenerationSession(model, max_batch=sequences, max_length=tokens, graphs=False, fused=_FAST_ON_GPU)
+    kept: _Kept | None = model.__dict__.get(_KEPT)
+    if kept is not None and kept.session.fits(sequences, tokens):
+        return kept.session
+    release(model)
+    batch = 1 << (sequences - 1).bit_length()
+    room = min(model.config.n_positions, -(-tokens // _ROOM_STEP) * _ROOM_STEP)
+    graphs = None if _FAST_ON_GPU else False
+    session = GenerationSession(model, max_batch=batch, max_length=room, graphs=graphs, fused=_FAST_ON_GPU)
+    model.__dict__[_KEPT] = _Kept(session)
+    return session
+
+
+def _searched(
+    model: CausalModel, input_ids: Tensor, batch: PackedBatch, new: int, ends: _Ends, search: BeamSearch
+) -> Tensor:
+    """The best sequences of a beam search."""
+    prompts = input_ids.repeat_interleave(search.num_return_sequences, 0)
+    if new == 0 or len(input_ids) == 0:
+        return prompts
+    tokens = search_beams(model, batch.pack(input_ids), batch, new, ends.tokens, search)
+    tokens = tokens.masked_fill(tokens < 0, ends.padding).to(input_ids.dtype)
+    return torch.cat([prompts, tokens], 1)
 
 
 class _Ends(NamedTuple):

@@ -1,4 +1,4 @@
-"""``Sampling``: selects the next token from a model's logits."""
+"""``Sampling``: how tokens are drawn from a model's logits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Sampling:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
-    generator: torch.Generator | None = None  # on the logits' device; torch's by default
+    generator: torch.Generator | None = None  # gives the seeds of sequences; torch's by default
 
     def __post_init__(self) -> None:
         for name, fits, expected in (
@@ -32,23 +31,12 @@ class Sampling:
             if not fits:
                 raise ValueError(f"generate: {name}: expected {expected}, got {getattr(self, name)}")
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """A token for each row: int64 [B] for ``logits`` [B, V]."""
+    def row(self, seed: int | None = None) -> tuple[int, float, int, float]:
+        """Seed, temperature (0: the most likely token), top_k (0: all) and top_p of one sequence, as
+        ``ops.sample_tokens`` takes them. A seed that is not given is drawn."""
         if not self.do_sample:
-            return logits.argmax(-1)
-        probabilities = self.filter(logits.float()).softmax(-1)
-        return torch.multinomial(probabilities, 1, generator=self.generator).squeeze(-1)
-
-    def filter(self, logits: Tensor) -> Tensor:
-        """Logits at this temperature, -inf for excluded tokens."""
-        logits = logits / self.temperature
-        if self.top_k is not None and self.top_k < logits.shape[-1]:
-            least = logits.topk(self.top_k).values[..., -1:]
-            logits = logits.masked_fill(logits < least, float("-inf"))
-        if self.top_p is not None and self.top_p < 1:
-            ordered, words = logits.sort(descending=True, stable=True)
-            probabilities = ordered.softmax(-1)
-            likelier = probabilities.cumsum(-1) - probabilities  # total probability of the tokens before
-            ruled_out = likelier >= self.top_p  # never the first: nothing is in front of it
-            logits = ordered.masked_fill(ruled_out, float("-inf")).gather(-1, words.argsort(-1))
-        return logits
+            return 0, 0.0, 0, 1.0
+        if seed is None:
+            device = "cpu" if self.generator is None else self.generator.device
+            seed = int(torch.randint(-(2**63), 2**63 - 1, (), generator=self.generator, device=device))
+        return seed, self.temperature, self.top_k or 0, 1.0 if self.top_p is None else self.top_p

@@ -1,0 +1,6 @@
+"""Inference: trained models as sessions that turn texts into vectors, hidden states and logits."""
+
+from fasttfm.inference.session import Session
+from fasttfm.inference.settings import EmbedSettings
+
+__all__ = ["EmbedSettings", "Session"]

@@ -1,0 +1,134 @@
+"""``Dispatcher``: requests of many threads, computed together by one."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+Item = TypeVar("Item")
+Finish = Callable[[], Sequence[Any]]  # waits for a group, and returns the result of each item
+
+
+@dataclass
+class Request(Generic[Item]):
+    """A request that waits for its result."""
+
+    item: Item
+    tokens: int
+    future: Future[Any] = field(default_factory=Future)
+
+
+class Dispatcher(Generic[Item]):
+    """A queue of requests, and a thread that takes as many at a time as are waiting, up to a number of tokens. While a
+    group is computed, the next one gathers: batches grow with the rate of requests, and a single one does not wait.
+
+    Args:
+        launch: Starts the computation of items; what it returns waits for it and returns their results. A group is
+            launched before the one in front of it is waited for.
+        max_tokens: Of a group. A request with more is a group of its own.
+        max_waiting: Requests in the queue; ``submit`` waits while it is full.
+    """
+
+    def __init__(self, launch: Callable[[list[Item]], Finish], *, max_tokens: int, max_waiting: int) -> None:
+        self._launch, self._max_tokens = launch, max_tokens
+        self._queue: queue.Queue[Request[Item] | None] = queue.Queue(max_waiting)
+        self._lock = threading.Lock()  # of _thread and _closed
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._held: Request[Item] | None = None  # taken from the queue, for the next group
+
+    def submit(self, item: Item, tokens: int, timeout: float | None = None) -> Future[Any]:
+        """The future of an item's result. Raises ``queue.Full`` if there is no room in the queue for ``timeout``
+        seconds."""
+        request = Request(item, tokens)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("Session: submit: expected an open session, got a closed one")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="fasttfm-session", daemon=True)
+                self._thread.start()
+        self._queue.put(request, timeout=timeout)
+        if self._closed and not self._is_working():  # closed in the meantime: no request is taken any more
+            self._refuse_waiting()
+        return request.future
+
+    def close(self) -> None:
+        """Computes what is waiting, and ends the thread."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed, thread = True, self._thread
+        if thread is not None:
+            self._queue.put(None)
+            thread.join()
+        self._refuse_waiting()
+
+    def _is_working(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _refuse_waiting(self) -> None:
+        while True:
+            try:
+                request = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            if request is not None and request.future.set_running_or_notify_cancel():
+                request.future.set_exception(RuntimeError("Session: submit: the session was closed"))
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        launched: deque[tuple[list[Request[Item]], Finish]] = deque()
+        is_open = True
+        while is_open or launched:
+            group: list[Request[Item]] = []
+            if is_open:
+                group, is_open = self._take(wait=not launched)
+            group = [request for request in group if request.future.set_running_or_notify_cancel()]
+            if group:
+                try:
+                    launched.append((group, self._launch([request.item for request in group])))
+                except BaseException as error:
+                    _fail(group, error)
+            if launched and (not group or len(launched) > 1):
+                _finish(*launched.popleft())
+
+    def _take(self, *, wait: bool) -> tuple[list[Request[Item]], bool]:
+        """The requests of the next group, and whether more may come."""
+        group: list[Request[Item]] = []
+        tokens = 0
+        while True:
+            request = self._held
+            self._held = None
+            if request is None:
+                try:
+                    request = self._queue.get(block=wait and not group)
+                except queue.Empty:
+                    return group, True
+                if request is None:
+                    return group, False
+            if group and tokens + request.tokens > self._max_tokens:
+                self._held = request
+                return group, True
+            group.append(request)
+            tokens += request.tokens
+
+
+def _finish(group: list[Request[Any]], finish: Finish) -> None:
+    try:
+        results = finish()
+    except BaseException as error:
+        _fail(group, error)
+        return
+    for request, result in zip(group, results, strict=True):
+        request.future.set_result(result)
+
+
+def _fail(group: list[Request[Any]], error: BaseException) -> None:
+    for request in group:
+        request.future.set_exception(error)

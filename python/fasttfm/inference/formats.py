@@ -1,0 +1,77 @@
+"""The sequences of ids that a family's models read: texts with the special tokens around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fasttfm.data.texts import DataError
+from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.models.families import family_of_type
+from fasttfm.models.family import Family
+
+
+class Tokens(NamedTuple):
+    """A sequence as a model reads it."""
+
+    ids: list[int]
+    segments: list[int]
+    cut: int = 0  # the number of tokens of the texts that did not fit
+
+
+@dataclass(frozen=True)
+class Format:
+    """The sequence format of one text or two: ``first`` text ``last``, or ``first`` text ``between`` text ``last``.
+
+    BERT writes ``[CLS] a [SEP] b [SEP]``, RoBERTa ``<s> a </s></s> b </s>``, and GPT-1 start, delimiter and extract,
+    which are additional tokens.
+    """
+
+    first: Sequence[int]
+    between: Sequence[int]
+    last: Sequence[int]
+    max_length: int
+    segments: bool = True  # whether the second text is of another segment
+
+    def one(self, text: Sequence[int]) -> Tokens:
+        """A single text, truncated if it is too long."""
+        room = max(0, self.max_length - len(self.first) - len(self.last))
+        ids = [*self.first, *text[:room], *self.last]
+        return Tokens(ids, [0] * len(ids), max(0, len(text) - room))
+
+    def two(self, text: Sequence[int], other: Sequence[int]) -> Tokens:
+        """Two texts; as long as they are too long together, the longer one loses its last token."""
+        kept = min(len(text), max(self.room - len(other), self.room // 2, 0))
+        cut = max(0, len(text) + len(other) - max(0, self.room))
+        text, other = text[:kept], other[: max(0, self.room - kept)]
+        return self.joined(text, other)._replace(cut=cut)
+
+    def joined(self, text: Sequence[int], other: Sequence[int]) -> Tokens:
+        """Two texts that fit."""
+        ids = [*self.first, *text, *self.between]
+        segments = [0] * len(ids) + [int(self.segments)] * (len(other) + len(self.last))
+        return Tokens([*ids, *other, *self.last], segments)
+
+    @property
+    def room(self) -> int:
+        """For the tokens of two texts."""
+        return self.max_length - len(self.first) - len(self.between) - len(self.last)
+
+
+def encoder_format(family: Family, config: Any, tokenizer: Tokenizer, max_length: int) -> Format:
+    """The format of one text or two that a family of encoders is pre-trained with."""
+    first, last = tokenizer.special.cls, tokenizer.special.sep
+    if first is None or last is None:
+        expected = f"[CLS] and [SEP], or <s> and </s>, which {family.title} reads"
+        raise DataError(f"tokenizer: expected {expected}, got {tokenizer.special}")
+    return Format([first], [last] * family.separators, [last], max_length, segments=config.type_vocab_size > 1)
+
+
+def text_format(config: Any, tokenizer: Tokenizer, max_length: int) -> Format:
+    """How a model with this configuration reads a text that is no task: a causal model's has no additional tokens."""
+    family = family_of_type(config.model_type)
+    assert family is not None
+    if family.causal:
+        return Format([], [], [], max_length, segments=False)
+    return encoder_format(family, config, tokenizer, max_length)

@@ -1,0 +1,167 @@
+"""``Network``: a model as a session runs it, from packed ids to vectors, hidden states or logits."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fasttfm.inference.batches import Packed
+from fasttfm.inference.cpu_products import pack_products
+from fasttfm.inference.opening import base_of
+from fasttfm.inference.pooling import POOLING, Layers, Tokens, pooling_names
+from fasttfm.inference.sentence_folder import Normalize
+from fasttfm.inference.settings import EmbedSettings
+from fasttfm.models.families import FAMILIES
+from fasttfm.models.family import Head
+from fasttfm.models.outputs import QuestionAnsweringOutput
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.nn.packed_batch import on_device
+
+
+class Output(Enum):
+    """What a session computes."""
+
+    VECTORS = "vectors"  # fp32 [width] of each sequence
+    STATES = "states"  # fp32 [tokens, width of the layers]
+    LOGITS = "logits"  # of the model's head: fp32 [labels] of each sequence, or [tokens, labels]
+
+
+# The heads whose logits are rows of sequences, and of tokens.
+_OF_SEQUENCES = (Head.SEQUENCE_CLASSIFICATION,)
+_OF_TOKENS = (
+    *(Head.MASKED_LM, Head.CAUSAL_LM, Head.REPLACED_TOKENS),
+    *(Head.TOKEN_CLASSIFICATION, Head.QUESTION_ANSWERING),
+)
+
+
+class Inputs(NamedTuple):
+    """A packed batch on the device."""
+
+    ids: Tensor  # int32 [T]
+    segments: Tensor | None  # int32 [T]
+    cu_seqlens: Tensor  # int32 [sequences + 1]
+    longest: int  # no sequence is longer
+
+    @classmethod
+    def of(cls, batch: Packed, device: torch.device) -> Inputs:
+        """A copy of the batch there, for which nothing waits."""
+        segments = None if batch.segments is None else on_device(batch.segments, device)
+        return cls(on_device(batch.ids, device), segments, on_device(batch.cu_seqlens, device), batch.longest)
+
+
+class Network:
+    """A model in evaluation, in one type on one device. The model that is given stays as it is.
+
+    Args:
+        dtype: Of weights and states. On a CPU, bf16 is the type of products only.
+        skipped: The number of tokens at the beginning of a text that are not pooled.
+        int8: Whether products are of int8, on a CPU.
+    """
+
+    def __init__(
+        self,
+        model: PretrainedModel,
+        settings: EmbedSettings,
+        device: torch.device,
+        dtype: torch.dtype,
+        skipped: int = 0,
+        *,
+        int8: bool = False,
+    ) -> None:
+        self.settings, self.layers = settings, Layers.of(settings.layers)
+        self.pooling = pooling_names(settings.pooling)
+        packed = "int8" if int8 else "bfloat16" if device.type == "cpu" and dtype == torch.bfloat16 else None
+        self.model = _own_copy(model, device, dtype if packed is None else torch.float32, always=packed is not None)
+        if packed is not None:
+            pack_products(self.model, packed)
+        self.base = base_of(self.model)
+        self.layers.check(len(self.base.encoder.order))
+        self.device, self.skipped = device, skipped
+        after = (*settings.after, *([Normalize()] if settings.normalize else []))
+        self._after = copy.deepcopy(nn.Sequential(*after)).to(device)
+        self.head = _head_of(model)
+        self.state_width = self.layers.widths * self.base.encoder.in_order()[0].width
+
+    @property
+    def has_segments(self) -> bool:
+        return self.base.embeddings.segment is not None
+
+    @functools.cached_property
+    def vector_width(self) -> int:
+        """The numbers of a vector."""
+        with torch.inference_mode():
+            pooled = torch.zeros(1, self.state_width * len(self.pooling), device=self.device)
+            return int(self._after(pooled).shape[-1])
+
+    def check(self, output: Output) -> None:
+        """Raises ValueError if the model does not compute the output."""
+        if output is Output.LOGITS and self.head not in (*_OF_SEQUENCES, *_OF_TOKENS):
+            able = ", ".join(head.value for head in (*_OF_SEQUENCES, *_OF_TOKENS))
+            raise ValueError(f"Session: output: logits: expected a model with a head for {able}, got {self.head.value}")
+
+    def is_of_sequences(self, output: Output) -> bool:
+        """Whether the output has a row for each sequence; otherwise one for each token."""
+        return output is Output.VECTORS or (output is Output.LOGITS and self.head in _OF_SEQUENCES)
+
+    @torch.inference_mode()
+    def run(self, output: Output, inputs: Inputs) -> Tensor:
+        """fp32 [sequences, ...] or [T, ...]"""
+        if output is Output.LOGITS:
+            return self._logits(inputs).float()
+        states = self._states(inputs)
+        if output is Output.STATES:
+            return states
+        tokens = Tokens(states, inputs.cu_seqlens, inputs.longest, self.skipped)
+        pooled = torch.cat([POOLING[name](tokens) for name in self.pooling], -1)
+        found: Tensor = self._after(pooled)
+        return found
+
+    def _states(self, inputs: Inputs) -> Tensor:
+        """fp32 [T, width of the layers]"""
+        last = self.layers == Layers()
+        encoded = self.base.encode(**self._arguments(inputs), output_hidden_states=not last)
+        if last:
+            return encoded.x.float()
+        assert encoded.hidden_states is not None
+        return self.layers.join(encoded.hidden_states)
+
+    def _logits(self, inputs: Inputs) -> Tensor:
+        output: Any = self.model(**self._arguments(inputs))
+        if isinstance(output, QuestionAnsweringOutput):
+            assert output.start_logits is not None
+            assert output.end_logits is not None
+            return torch.stack([output.start_logits, output.end_logits], -1)
+        logits: Tensor = output.logits
+        return logits
+
+    def _arguments(self, inputs: Inputs) -> dict[str, Any]:
+        segments = inputs.segments if self.has_segments else None
+        return {
+            "input_ids": inputs.ids,
+            "token_type_ids": segments,
+            "cu_seqlens": inputs.cu_seqlens,
+            "max_seqlen": inputs.longest,
+        }
+
+
+def _own_copy(
+    model: PretrainedModel, device: torch.device, dtype: torch.dtype, *, always: bool = False
+) -> PretrainedModel:
+    """The model itself if it is as the session needs it, otherwise a copy; ``always`` a copy."""
+    tensors = [each for each in model.parameters() if each.is_floating_point()]
+    if not always and not model.training and all(each.dtype == dtype and each.device == device for each in tensors):
+        return model
+    return copy.deepcopy(model).eval().requires_grad_(False).to(device=device, dtype=dtype)
+
+
+def _head_of(model: PretrainedModel) -> Head:
+    for family in FAMILIES.values():
+        for head, kind in family.models.items():
+            if type(model) is kind:
+                return head
+    return Head.NONE

@@ -1,0 +1,120 @@
+"""Which model opens a checkpoint directory, and what models of all families have under the same names."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
+from fasttfm.models.checkpoint_files import CONFIG, LATEST, CheckpointError, read_json
+from fasttfm.models.families import FAMILIES, family_of_type
+from fasttfm.models.family import Family, Head
+from fasttfm.models.hub import Part, model_directory
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.models.text_model import BaseModel, TextModel
+
+
+def checkpoint_of(directory: str | Path, head: Head = Head.NONE, *, part: Part = Part.WEIGHTS) -> Path:
+    """The checkpoint in a directory, or a model of the hub: the directory itself, the newest checkpoint of a
+    pre-training run, and of ELECTRA's two models the generator for masked tokens and otherwise the discriminator."""
+    path = model_directory(directory, part)
+    if not (path / CONFIG).exists() and (path / LATEST).is_dir():
+        path = path / LATEST
+    model = path / ("generator" if head is Head.MASKED_LM else "discriminator")
+    return model if not (path / CONFIG).exists() and (model / CONFIG).is_file() else path
+
+
+def tokenizer_of(directory: str | Path, head: Head = Head.NONE) -> Tokenizer:
+    """The tokenizer of the checkpoint in a directory, of a file or of a model of the hub."""
+    if not Path(directory).is_dir():
+        return load_tokenizer(directory)
+    path = checkpoint_of(directory, head)
+    in_parent = path.name in ("generator", "discriminator") and not (path / "tokenizer.json").exists()
+    return load_tokenizer(path.parent if in_parent else path)
+
+
+def family_of(directory: str | Path) -> Family:
+    """The family of the ``model_type`` that a checkpoint directory or a model of the hub states."""
+    path = checkpoint_of(directory, part=Part.CONFIG)
+    for each in FAMILIES.values():  # a release's own file, which states no type
+        if not (path / CONFIG).is_file() and any((path / name).is_file() for name in each.config.config_files):
+            return each
+    stated = read_json(path / CONFIG).get("model_type")
+    family = family_of_type(stated)
+    if family is None:
+        known = ", ".join(each.config.model_type for each in FAMILIES.values())
+        raise CheckpointError(f"{path / CONFIG}: model_type: expected one of {known}, got {stated!r}")
+    return family
+
+
+def model_class(family: Family, head: Head, purpose: str | None = None) -> type[PretrainedModel]:
+    """The family's class with the head; ``purpose`` is what the head is for, in an error's words."""
+    found = family.models.get(head)
+    if found is None:
+        able = ", ".join(each.config.model_type for each in FAMILIES.values() if head in each.models)
+        got = f"{family.config.model_type} has no head for it"
+        raise ValueError(f"{purpose or head.value}: expected a model of {able}; {got}")
+    return found
+
+
+def open_model(directory: str | Path, head: Head, *, trained: bool = False, **changes: Any) -> PretrainedModel:
+    """The checkpoint with the head, which is randomly initialized, with a warning, if the checkpoint has none; with
+    ``trained`` that raises CheckpointError. Hidden states need no pooler, which is all that a model without a head may
+    lack."""
+    directory = checkpoint_of(directory, head)
+    model_cls = model_class(family_of(directory), head)
+    with warnings.catch_warnings():
+        if trained or head is Head.NONE:
+            warnings.simplefilter("ignore")
+        model = checked(model_cls.from_pretrained(directory, **changes), directory)
+    return with_trained_head(model, directory, head.value) if trained else model
+
+
+def open_whole(directory: str | Path) -> PretrainedModel:
+    """The checkpoint with the head that its configuration names; without one where the family has no such head."""
+    family = family_of(directory)
+    config: Any = family.config.from_pretrained(checkpoint_of(directory, part=Part.CONFIG))
+    named = config.extra.get("architectures") or []
+    return open_model(
+        directory, next((head for head, kind in family.models.items() if kind.__name__ in named), Head.NONE)
+    )
+
+
+def checked(model: PretrainedModel, directory: str | Path) -> PretrainedModel:
+    """The model, unless a parameter is not finite: everything computed with it would be worthless."""
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise CheckpointError(f"{directory}: {name}: expected finite numbers, got inf or NaN")
+    return model
+
+
+def with_trained_head(model: PretrainedModel, directory: str | Path, purpose: str) -> PretrainedModel:
+    """The model, unless its head was randomly initialized; ``purpose`` is what the head is for, in an error's words."""
+    if model.new_heads:
+        raise CheckpointError(
+            f"{directory}: expected a model with a trained head, got one without a head for {purpose}"
+        )
+    return model
+
+
+def base_of(model: PretrainedModel) -> TextModel:
+    """The model without its head, of those that read text."""
+    base = stack_of(model)
+    assert isinstance(base, TextModel)
+    return base
+
+
+def stack_of(model: PretrainedModel) -> BaseModel:
+    """The model without its head: embeddings and layers."""
+    base = model if model.base else getattr(model, model.names.prefix)
+    assert isinstance(base, BaseModel)
+    return base
+
+
+def longest_input(config: Any) -> int:
+    """The most tokens that the model has positions for."""
+    family = family_of_type(config.model_type)
+    assert family is not None
+    unused = config.pad_token_id + 1 if family.unused_positions else 0  # its positions start after the padding's
+    return int(getattr(config, family.positions)) - unused

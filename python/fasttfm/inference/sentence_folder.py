@@ -1,0 +1,147 @@
+"""The settings of a sentence-transformers folder: pooling, prompts, lengths and the modules after pooling."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fasttfm.inference.pooling import SENTENCE_POOLING
+from fasttfm.models.checkpoint_files import CheckpointError, CheckpointReader, read_json
+from fasttfm.models.hub import model_directory
+
+MODULES = "modules.json"
+_LEGACY = {  # pooling_mode of older folders, one flag each, in the order in which vectors are concatenated
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
+_MAX_LENGTH = 1_000_000  # tokenizers without a limit state a larger number
+
+
+@dataclass(frozen=True)
+class SentenceFolder:
+    """What a sentence-transformers folder says about its vectors; for any other folder, the defaults.
+
+    Args:
+        model: The folder of the transformer.
+        pooling: Names out of ``POOLING``, whose vectors are concatenated.
+        pool_prompt: Whether the tokens of a prompt are pooled too.
+        after: The modules that follow pooling, by their order: dense layers and ``"normalize"``.
+        prompts: Texts that are put in front of each text, by their names.
+        default_prompt: The name of the prompt that is used by default.
+        max_length: Tokens of a text; None where the folder states none.
+        lowercase: Whether texts are lowercased first.
+    """
+
+    model: Path
+    pooling: tuple[str, ...] = ("mean",)
+    pool_prompt: bool = True
+    after: tuple[nn.Module, ...] = ()
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    max_length: int | None = None
+    lowercase: bool = False
+
+    def prompt(self, name: str | None = None) -> str:
+        """The text of a prompt; the default prompt, if there is one, without a name."""
+        name = self.default_prompt if name is None else name
+        if name is None:
+            return ""
+        if name not in self.prompts:
+            known = ", ".join(self.prompts) or "none"
+            raise ValueError(f"prompt_name: expected one of the model's prompts ({known}), got {name!r}")
+        return self.prompts[name]
+
+
+class Normalize(nn.Module):
+    """Vectors of length 1; a vector of zeros stays."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.normalize(x, dim=-1)
+
+
+def read_sentence_folder(directory: str | Path) -> SentenceFolder:
+    """The settings of a directory or a model of the hub, which need not be of sentence-transformers."""
+    folder = model_directory(directory)
+    listed = folder / MODULES
+    if not listed.is_file():
+        return SentenceFolder(folder)
+    modules = _listed(listed)
+    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+    if kinds[:2] != ["Transformer", "Pooling"]:
+        raise CheckpointError(f"{listed}: expected a Transformer and then Pooling, got {', '.join(kinds) or 'nothing'}")
+    paths = [folder / str(module.get("path", "")) for module in modules]
+    pooling = read_json(paths[1] / "config.json")
+    after = tuple(_module_after(kind, path, listed) for kind, path in zip(kinds[2:], paths[2:], strict=True))
+    settings = _optional(folder / "config_sentence_transformers.json")
+    transformer = _optional(paths[0] / "sentence_bert_config.json")
+    lengths = (transformer.get("max_seq_length"), _optional(paths[0] / "tokenizer_config.json").get("model_max_length"))
+    return SentenceFolder(
+        paths[0],
+        _pooling(pooling, paths[1] / "config.json"),
+        bool(pooling.get("include_prompt", True)),
+        after,
+        {name: text for name, text in (settings.get("prompts") or {}).items() if isinstance(text, str)},
+        settings.get("default_prompt_name"),
+        next((int(length) for length in lengths if length is not None and length < _MAX_LENGTH), None),
+        bool(transformer.get("do_lower_case", False)),
+    )
+
+
+def _pooling(config: dict[str, Any], path: Path) -> tuple[str, ...]:
+    stated = config.get("pooling_mode")
+    if stated is None:
+        stated = [mode for key, mode in _LEGACY.items() if config.get(key)] or "mean"
+    names = (stated,) if isinstance(stated, str) else tuple(stated)
+    for name in names:
+        if name not in SENTENCE_POOLING:
+            raise CheckpointError(f"{path}: pooling_mode: expected {', '.join(SENTENCE_POOLING)}, got {name!r}")
+    return tuple(SENTENCE_POOLING[name] for name in names)
+
+
+def _module_after(kind: str, path: Path, listed: Path) -> nn.Module:
+    if kind == "Normalize":
+        return Normalize()
+    if kind == "Dropout":
+        return nn.Identity()  # nothing is dropped outside of training
+    if kind != "Dense":
+        raise CheckpointError(f"{listed}: after Pooling: expected Dense, Dropout or Normalize, got {kind}")
+    config = read_json(path / "config.json")
+    activation = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    if activation not in _ACTIVATIONS:
+        expected = f"expected {', '.join(_ACTIVATIONS)}, got {activation!r}"
+        raise CheckpointError(f"{path / 'config.json'}: activation_function: {expected}")
+    if config.get("use_residual"):
+        raise CheckpointError(f"{path / 'config.json'}: use_residual: expected false, got true")
+    reader = CheckpointReader(path)
+    weights = {name: reader.tensor(name) for name in reader.files}
+    try:
+        linear = nn.Linear(int(config["in_features"]), int(config["out_features"]), bool(config.get("bias", True)))
+        linear.load_state_dict({name.removeprefix("linear."): value for name, value in weights.items()})
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{path}: expected the weights of a dense layer, got {error}") from None
+    return nn.Sequential(linear, getattr(nn, activation)()).requires_grad_(False)
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _listed(path: Path) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: expected JSON: {error}") from None
+    if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
+        raise CheckpointError(f"{path}: expected a JSON list of objects, got {type(found).__name__}")
+    return found

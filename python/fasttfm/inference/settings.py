@@ -1,0 +1,59 @@
+"""``EmbedSettings``: how a text becomes a vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fasttfm.inference.sentence_folder import Normalize, SentenceFolder, read_sentence_folder
+
+
+@dataclass(frozen=True)
+class EmbedSettings:
+    """How a text becomes a vector. ``EmbedSettings.of_folder`` has those of a sentence-transformers folder.
+
+    Args:
+        pooling: ``"mean"`` of a text's tokens, special ones included, ``"first"`` ([CLS]), ``"last"``, ``"max"``,
+            ``"mean-sqrt"`` (the sum over the root of the number), ``"weighted"`` (a mean with the weights 1, 2, 3,
+            ...), or several, whose vectors are concatenated.
+        layers: As ``Layers.of`` reads it: ``"last"``, ``"second-to-last"``, ``"sum:4"``, ``"mean:4"``, ``"concat:4"``
+            or ``"weights:0.1,0.3,0.6"``. A number N concatenates the last N layers.
+        normalize: Whether vectors get length 1.
+        prompt: Put in front of each text.
+        pool_prompt: Whether the prompt's tokens are pooled too.
+        max_length: Tokens; the rest of a text is left out. By default as many as the model has positions for.
+        lowercase: Whether texts are lowercased first, whatever the tokenizer does.
+        after: Modules that are applied to the pooled vectors, before ``normalize``.
+    """
+
+    pooling: str | Sequence[str] = "mean"
+    layers: Any = "last"
+    normalize: bool = False
+    prompt: str = ""
+    pool_prompt: bool = True
+    max_length: int | None = None
+    lowercase: bool = False
+    after: tuple[nn.Module, ...] = ()
+
+    @classmethod
+    def of_folder(cls, folder: SentenceFolder | str | Path, *, prompt_name: str | None = None) -> EmbedSettings:
+        """Those of a sentence-transformers folder: vectors are then those of ``SentenceTransformer.encode``. For any
+        other folder, the defaults."""
+        found = folder if isinstance(folder, SentenceFolder) else read_sentence_folder(folder)
+        return cls(
+            pooling=found.pooling,
+            prompt=found.prompt(prompt_name),
+            pool_prompt=found.pool_prompt,
+            max_length=found.max_length,
+            lowercase=found.lowercase,
+            after=found.after,
+        )
+
+    @property
+    def is_normalized(self) -> bool:
+        """Whether every vector has length 1."""
+        return self.normalize or bool(self.after and isinstance(self.after[-1], Normalize))
