@@ -103,6 +103,12 @@ from fasttfm.models.roberta import (
     RobertaKagNetConfig,
     RobertaModel,
 )
+from fasttfm.models.vit import (
+    ViTConfig,
+    ViTForImageClassification,
+    ViTForMaskedImageModeling,
+    ViTModel,
+)
 
 __all__ = [
     "AlbertConfig",
@@ -186,6 +192,10 @@ __all__ = [
     "RobertaKagNet",
     "RobertaKagNetConfig",
     "RobertaModel",
+    "ViTConfig",
+    "ViTForImageClassification",
+    "ViTForMaskedImageModeling",
+    "ViTModel",
     "export_onnx",
     "model_directory",
 ]

@@ -17,6 +17,7 @@ from torch import Tensor
 from fasttfm.atomic_files import atomic_writes, first_line, json_text
 
 CONFIG = "config.json"
+LATEST = "latest"  # the newest checkpoint in the directory of a training run
 SAFETENSORS = "model.safetensors"
 TORCH = "pytorch_model.bin"
 SHARD_BYTES = 5 * 10**9

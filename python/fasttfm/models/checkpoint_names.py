@@ -54,6 +54,7 @@ class Names:
     base: Sequence[Rule]
     heads: Sequence[Rule] = ()
     ignored: Sequence[str] = ()  # regular expressions of names that hold nothing to learn
+    optional: Sequence[str] = ("pooler",)  # parts of the base model that not every model with a head has
 
     @cached_property
     def rules(self) -> list[Rule]:

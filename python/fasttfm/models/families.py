@@ -15,11 +15,12 @@ from fasttfm.models import (
     modernbert,
     openai_gpt,
     roberta,
+    vit,
 )
 from fasttfm.models.family import Family, Head
 from fasttfm.models.objectives import CausalLM, MaskedLM, Pretraining
 
-_FILES = (bert, roberta, albert, electra, distilbert, modernbert, ernie_knowledge, openai_gpt, gpt, gpt3)
+_FILES = (bert, roberta, albert, electra, distilbert, modernbert, ernie_knowledge, openai_gpt, gpt, gpt3, vit)
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 
 

@@ -24,6 +24,8 @@ class Head(Enum):
     QUESTION_ANSWERING = "spans that answer"
     MULTIPLE_CHOICE = "the choice of an ending"
     GRAPH_CHOICE = "the choice of an answer with a graph"
+    IMAGE_CLASSIFICATION = "labels of images"
+    MASKED_IMAGE = "masked patches of images"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import os
 import re
 import warnings
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
 )
 _SMALL_SUFFIXES = (".json", ".txt", ".model")  # the configuration, the tokenizer and their relatives
+_ANSWER_SECONDS = 5.0  # of the hub; HF_HUB_ETAG_TIMEOUT sets another
 _MODULE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors|pytorch_model\.bin)")  # of sentence-transformers
 
 
@@ -44,8 +46,9 @@ def model_directory(
 
     The hub's local cache is read first, and nothing is asked of the network if it has what is needed. Otherwise the
     files that fasttfm reads are downloaded to the cache with huggingface_hub: configuration and tokenizer, and for
-    ``Part.WEIGHTS`` one set of weights, safetensors if there are any. ``HF_HUB_OFFLINE``, ``HF_HOME``, ``HF_TOKEN`` and
-    its other variables are respected.
+    ``Part.WEIGHTS`` one set of weights, safetensors if there are any. A hub that does not
+    answer within 5 seconds (``HF_HUB_ETAG_TIMEOUT``) cannot be reached. ``HF_HUB_OFFLINE``, ``HF_HOME``, ``HF_TOKEN``
+    and its other variables are respected.
 
     Args:
         name: A directory; or, as a string, a hub id such as ``"bert-base-uncased"`` or ``"org/name"``, followed by
@@ -131,7 +134,9 @@ def weight_files(names: Iterable[str]) -> list[str]:
 def _download(hub: ModuleType, name: str, revision: str | None, token: str | bool | None, part: Part) -> Path:
     options = {"revision": revision, "token": token}
     try:
-        found = hub.list_repo_files(name, **options)
+        # One request, which is not repeated: `list_repo_files` tries for half a minute where there is no network.
+        answer = hub.model_info(name, timeout=_answer_seconds(hub), **options)
+        found = [file.rfilename for file in answer.siblings or ()]
         wanted = [file for file in found if _is_small(file)]
         if part is Part.WEIGHTS:
             chosen = weight_files(found)
@@ -146,6 +151,11 @@ def _download(hub: ModuleType, name: str, revision: str | None, token: str | boo
         raise
     except Exception as error:  # of huggingface_hub, its HTTP library or the system
         _raise_in_words(hub, name, revision, error)
+
+
+def _answer_seconds(hub: ModuleType) -> float:
+    """How long the hub has to say which files a model has."""
+    return hub.constants.HF_HUB_ETAG_TIMEOUT if "HF_HUB_ETAG_TIMEOUT" in os.environ else _ANSWER_SECONDS
 
 
 def _is_small(file: str) -> bool:

@@ -322,4 +322,5 @@ FAMILY = Family(
     pretraining=MaskedLM,
     sequences="single",
     tokenizer="wordpiece",
+    patching="modernbert",
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from fasttfm.atomic_files import atomic_write
 from fasttfm.models.outputs import ModelOutput, QuestionAnsweringOutput
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import Encoded, TextModel
-from fasttfm.nn import PackedBatch, PackedLayer, PackedTransformer
+from fasttfm.nn import PackedBatch, PackedLayer, PackedTransformer, RotaryLayer, RotaryTransformer
+from fasttfm.nn.rotary_layer import rotary_tables
 
 _ACTIVATIONS = {
     "gelu": functional.gelu,
@@ -103,7 +105,8 @@ def _check(model: PretrainedModel, path: Path) -> None:
         )
     base = _base(model)
     if not _is_plain_stack(base):
-        raise ValueError(f"export_onnx: model: expected BERT's or GPT's layers, got {name}, whose layers are others")
+        expected = "BERT's, GPT's or ModernBERT's layers"
+        raise ValueError(f"export_onnx: model: expected {expected}, got {name}, whose layers are others")
     causal = base.encoder.in_order()[0].window[1] == 0
     if causal and "SequenceClassification" in name:
         expected = "an encoder, or a GPT without a head or with that of next tokens"
@@ -121,8 +124,10 @@ def _check(model: PretrainedModel, path: Path) -> None:
 
 def _is_plain_stack(base: TextModel) -> bool:
     own = (type(base).encode_packed, type(base).run_layers) != (TextModel.encode_packed, TextModel.run_layers)
-    stack = base.encoder
-    return not own and type(stack) is PackedTransformer and all(type(layer) is PackedLayer for layer in stack.layers)
+    if type(base.encoder) is RotaryTransformer:
+        return all(type(layer) is RotaryLayer for layer in base.encoder.layers)
+    plain = type(base.encoder) is PackedTransformer and all(type(layer) is PackedLayer for layer in base.encoder.layers)
+    return not own and plain
 
 
 def _base(model: PretrainedModel) -> TextModel:
@@ -187,9 +192,12 @@ def _plain(model: PretrainedModel) -> Iterator[None]:
             module.activation = name
 
 
+@dataclass(frozen=True)
 class _PaddedBatch(PackedBatch):
     """A batch that stays [B, S, ...] where others are packed: rows of padding are computed too, and no token attends to
     them. Reshapes from [B, S] to [T] and back give a tracer of any size conditions that it cannot prove."""
+
+    mask: Tensor | None = None  # bool [B, S]: true for tokens
 
     def pack(self, x: Tensor) -> Tensor:
         return x
@@ -198,7 +206,8 @@ class _PaddedBatch(PackedBatch):
         return x
 
     def per_sequence(self, x: Tensor, *, fill: float) -> Tensor:
-        return x
+        assert self.mask is not None
+        return torch.where(self.mask[(...,) + (None,) * (x.dim() - 2)], x, fill)
 
     def first_tokens(self, x: Tensor) -> Tensor:
         return x[:, 0]
@@ -208,16 +217,18 @@ def _encoded(
     base: TextModel, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None
 ) -> Encoded:
     """The states [B, S, C] of a padded batch, in plain torch."""
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
     full = PackedBatch.full(input_ids)
-    batch = _PaddedBatch(full.cu_seqlens, full.max_seqlen, full.tokens, full.shape)
+    boundaries = functional.pad(attention_mask.sum(1).cumsum(0), (1, 0))
+    batch = _PaddedBatch(boundaries, full.max_seqlen, full.tokens, full.shape, mask=attention_mask != 0)
     positions = base.positions(input_ids, input_ids, None, batch)
     if positions is None:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     x = base.embeddings(input_ids, position_ids=positions, segment_ids=token_type_ids)
-    if attention_mask is None:
-        attention_mask = torch.ones_like(input_ids)
     for layer in base.encoder.in_order():
-        x = _layer(layer, x, _bias(layer, attention_mask))
+        run = _rotary_layer if isinstance(layer, RotaryLayer) else _layer
+        x = run(layer, x, _bias(layer, attention_mask))
     if base.encoder.final_norm is not None:
         x = base.encoder.final_norm(x)
     return Encoded(x, batch, None, None)
@@ -240,16 +251,40 @@ def _bias(layer: PackedLayer, attention_mask: Tensor) -> Tensor:
 
 def _layer(layer: PackedLayer, x: Tensor, bias: Tensor) -> Tensor:
     """A layer over [B, S, C]."""
-    normed = layer.norm1(x) if layer.norm_first else x
-    q, k, v = (  # [B, H, S, D]
-        each.unflatten(-1, (layer.heads, layer.width // layer.heads)).transpose(1, 2)
-        for each in layer.qkv(normed).split(layer.width, -1)
-    )
-    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(layer.width // layer.heads) + bias
-    context = torch.einsum("bhqk,bhkd->bqhd", scores.softmax(-1), v).contiguous().flatten(2)
+    context = _context(layer, *_heads(layer, layer.norm1(x) if layer.norm_first else x), bias)
     activation: Any = layer.activation  # a function within _plain
     if layer.norm_first:
         x = x + layer.out(context)
         return x + layer.down(activation(layer.up(layer.norm2(x))))
     x = layer.norm1(x + layer.out(context))
     return layer.norm2(x + layer.down(activation(layer.up(x))))
+
+
+def _rotary_layer(layer: Any, x: Tensor, bias: Tensor) -> Tensor:
+    """ModernBERT's layer over [B, S, C]."""
+    q, k, v = _heads(layer, x if layer.norm1 is None else layer.norm1(x))
+    places = torch.arange(x.shape[1], device=x.device)
+    tables = rotary_tables(layer.theta, places, layer.width // layer.heads, like=x)
+    x = x + layer.out(_context(layer, _turned(q, *tables), _turned(k, *tables), v, bias))
+    gate, up = layer.up(layer.norm2(x)).chunk(2, -1)
+    y: Tensor = x + layer.down(layer.activation(gate) * up)
+    return y
+
+
+def _heads(layer: PackedLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [B, H, S, D]."""
+    split = (layer.heads, layer.width // layer.heads)
+    q, k, v = (each.unflatten(-1, split).transpose(1, 2) for each in layer.qkv(x).split(layer.width, -1))
+    return q, k, v
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``ops.rotary`` of [B, H, S, D], by the halves of a head."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def _context(layer: PackedLayer, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """What attention gives, [B, S, C]."""
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(layer.width // layer.heads) + bias
+    return torch.einsum("bhqk,bhkd->bqhd", scores.softmax(-1), v).contiguous().flatten(2)

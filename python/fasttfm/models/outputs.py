@@ -94,6 +94,16 @@ class ClassifierOutput(ModelOutput):
 
 
 @dataclass
+class MaskedImageOutput(ModelOutput):
+    """The pixels of images, with those of masked patches reconstructed."""
+
+    loss: Tensor | None = None
+    reconstruction: Tensor | None = None
+    hidden_states: States = None
+    attentions: States = None
+
+
+@dataclass
 class GraphChoiceOutput(ModelOutput):
     """Scores of answers, and the weights of the paths and pairs of concepts of their graphs (``nn.GraphBatch``)."""
 

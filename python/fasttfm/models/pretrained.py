@@ -231,11 +231,11 @@ class PretrainedModel(nn.Module):
         return state, new
 
     def _check_nothing_left(self, reader: CheckpointReader, keys: dict[str, str], ours: list[str]) -> None:
-        """Every parameter of the base model in a checkpoint has a place here; a pooler may be left out."""
+        """Every parameter of the base model in a checkpoint has a place here; optional parts may be left out."""
         used = {theirs for name in ours for theirs in self.names.find(self._full(name))[0]}
         prefix = f"{self.names.prefix}."
         left = [name for name in keys if name.startswith(prefix) and name not in used]
-        left = [name for name in left if not name.startswith(f"{prefix}pooler.")]
+        left = [name for name in left if self._optional_part(name.removeprefix(prefix)) is None]
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise CheckpointError(
@@ -291,18 +291,22 @@ class PretrainedModel(nn.Module):
             warnings.warn(
                 f"{directory} has no trained head ({heads}): randomly initialized, to be trained", stacklevel=4
             )
-        replaced = present - {"", "pooler", "lm_head"} if new_head is not None else set()
+        replaced = present - {"", *self.names.optional, "lm_head"} if new_head is not None else set()
         if replaced:
             warnings.warn(f"{directory}: {new_head}: the head is randomly initialized, to be trained", stacklevel=4)
         self.new_heads = (*missing, *sorted(replaced))
         return [name for name in wanted if self._head(name) in self.new_heads]
 
     def _head(self, name: str) -> str:
-        """The head that a parameter belongs to; empty for the base model's, save its pooler."""
+        """The head that a parameter belongs to; empty for the base model's, save its optional parts."""
         inner = self._full(name).removeprefix(f"{self.names.prefix}.")
         if inner != self._full(name):
-            return "pooler" if inner.startswith("pooler.") else ""
+            return self._optional_part(inner) or ""
         return name.partition(".")[0]
+
+    def _optional_part(self, name: str) -> str | None:
+        """The optional part of the base model that a parameter of it belongs to."""
+        return next((part for part in self.names.optional if f"{name}.".startswith(f"{part}.")), None)
 
     def _draw(self, new: list[str], dtype: torch.dtype) -> None:
         """Gives new parameters memory, and draws them."""

@@ -1,4 +1,5 @@
-"""``TextModel``: what the models without a head of all families share: from a batch of ids to packed states."""
+"""``BaseModel``, what the models without a head of all families share, and ``TextModel``: from a batch of ids to packed
+states."""
 
 from __future__ import annotations
 
@@ -38,16 +39,30 @@ class Encoded(NamedTuple):
         return {"hidden_states": self.hidden_states, "attentions": self.attentions}
 
 
-class TextModel(PretrainedModel):
-    """Embeddings and a stack of layers over packed tokens; a subclass makes both.
+class BaseModel(PretrainedModel):
+    """A model without a head: embeddings and a stack of layers over packed tokens; a subclass makes both."""
+
+    base = True
+    embeddings: Any
+    encoder: PackedTransformer
+
+    def attentions(self, states: list[Tensor], batch: PackedBatch) -> tuple[Tensor, ...]:
+        """Every layer's attention weights [sequences, H, S, S], for inspection: a sequence's tokens come first."""
+        longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
+        return tuple(
+            layer.attention_weights(layer_norm(layer.norm1, x) if layer.norm_first else x, batch.cu_seqlens, longest)
+            for layer, x in zip(self.encoder.in_order(), states, strict=True)
+        )
+
+
+class TextModel(BaseModel):
+    """A model without a head that reads token ids.
 
     Called with ``input_ids`` [B, S] and an ``attention_mask`` (or ``lengths``, which need no synchronization), or
     packed with ``input_ids`` [T], ``cu_seqlens`` and ``max_seqlen``. Results are padded where the input is.
     """
 
-    base = True
     embeddings: Embeddings
-    encoder: PackedTransformer
 
     def encode(
         self,
@@ -109,14 +124,6 @@ class TextModel(PretrainedModel):
     ) -> Tensor | None:
         """Each packed token's position; None for its number in its own sequence."""
         return batch.columns() if position_ids is None else batch.pack(position_ids.expand_as(input_ids))
-
-    def attentions(self, states: list[Tensor], batch: PackedBatch) -> tuple[Tensor, ...]:
-        """Every layer's attention weights [sequences, H, S, S], for inspection: a sequence's tokens come first."""
-        longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
-        return tuple(
-            layer.attention_weights(layer_norm(layer.norm1, x) if layer.norm_first else x, batch.cu_seqlens, longest)
-            for layer, x in zip(self.encoder.in_order(), states, strict=True)
-        )
 
 
 def _split(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

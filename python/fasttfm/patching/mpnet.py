@@ -86,6 +86,6 @@ CLASSES = (
     MPNetForMaskedLM,
 )
 LEFT = {
-    "attention": "the bias of relative positions learns, and ops.attention has no gradient for it: torch's attention",
+    "attention": "torch's attention adds the bias of relative positions",
     "padding": "its rows are computed, as torch's attention with a bias needs them",
 }

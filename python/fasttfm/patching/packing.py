@@ -40,11 +40,11 @@ class PackedLayers(Patched):
         self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         forward = super().forward  # type: ignore[misc]
-        if _is_special(hidden_states, attention_mask, args, kwargs) or (
+        if is_special(hidden_states, attention_mask, args, kwargs) or (
             self.keeps_padding and attention_mask is not None
         ):
             return forward(hidden_states, attention_mask, *args, **kwargs)
-        batch = _flattened(hidden_states, kwargs) or layout_of(attention_mask, hidden_states)
+        batch = flattened(hidden_states, kwargs) or layout_of(attention_mask, hidden_states)
         stack = stack_of(self)
         if stack is not None:
             y = stack.run(self.before_layers(batch.pack(hidden_states)), batch.cu_seqlens, batch.max_seqlen)
@@ -87,7 +87,7 @@ def _called(forward: Any, x: Tensor, batch: PackedBatch, kwargs: dict[str, Any])
     return output
 
 
-def _flattened(x: Tensor, kwargs: dict[str, Any]) -> PackedBatch | None:
+def flattened(x: Tensor, kwargs: dict[str, Any]) -> PackedBatch | None:
     """The layout of a batch of one row in which the caller has packed several sequences."""
     boundaries = kwargs.get("cu_seq_lens_q")
     if boundaries is None:
@@ -103,7 +103,7 @@ _HARMLESS = frozenset(
 )
 
 
-def _is_special(x: Tensor, mask: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_special(x: Tensor, mask: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call asks for more than the last layer's states of tokens, or something traces or transforms it."""
     if not is_plain((x,)) or (mask is not None and (mask.dim() > 2 or mask.shape[0] != x.shape[0])):
         return True

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 import fasttfm.nn
 from fasttfm import ops
+from fasttfm.nn.embeddings import autocast_type
 from fasttfm.nn.parts import linear_activation, masked_lm_transform, product, residual_norm
 from fasttfm.nn.plain import dropout_rate, is_plain, register_activation, register_plain_class
 from fasttfm.patching.attention import attend, captured
@@ -74,7 +75,6 @@ class Embeddings(Patched):
         if position_ids is None:
             position_ids = self.default_positions(input_ids, **others)
         word, position, norm = self.word_embeddings, self.position_embeddings, self.LayerNorm
-        device = word.weight.device.type
         return ops.embedding(
             input_ids,
             word.weight,
@@ -87,7 +87,7 @@ class Embeddings(Patched):
             eps=norm.eps,
             p=dropout_rate(self.dropout),
             padding_idx=word.padding_idx,
-            dtype=torch.get_autocast_dtype(device) if _autocast(word.weight) else None,
+            dtype=autocast_type(word.weight),
         )
 
     def default_positions(self: Any, input_ids: Tensor, past_key_values_length: int = 0) -> Tensor | None:
@@ -169,11 +169,6 @@ class HeadTransform(Patched):
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         activation = self.transform_act_fn if hasattr(self, "transform_act_fn") else self.activation
         return masked_lm_transform(self.dense, activation, self.LayerNorm, hidden_states)
-
-
-def _autocast(weight: Tensor) -> bool:
-    device = weight.device.type
-    return device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and weight.dtype != torch.float64
 
 
 class _WithoutGradientOfRow(torch.autograd.Function):

@@ -22,8 +22,8 @@ def patch(model: nn.Module, *, remove_padding: bool | None = None, logits_in_tra
     same model. ``unpatch`` restores it.
 
     Args:
-        model: A BERT, RoBERTa, XLM-RoBERTa, ALBERT, ELECTRA, DistilBERT, MPNet or GPT-2 of transformers, with or
-            without a head; or a module that holds such models, like a SentenceTransformer, a CrossEncoder of
+        model: A BERT, RoBERTa, XLM-RoBERTa, ALBERT, ELECTRA, DistilBERT, ModernBERT, MPNet or GPT-2 of transformers,
+            with or without a head; or a module that holds such models, like a SentenceTransformer, a CrossEncoder of
             sentence-transformers, or a PEFT model.
         remove_padding: Whether layers skip padding tokens: their rows are 0 after the layers, where transformers has
             meaningless numbers. By default yes, except in models for question answering, whose loss reads these rows.

@@ -21,7 +21,7 @@ from fasttfm.ops.transformer_stack import transformer_stack
 _PLAIN = frozenset((*PLAIN_TENSORS, type(None)))
 _PARAMETERS = 16  # of a layer: weight and bias of six linear layers and two norms
 # Containers whose forward is known: transformers' own, patched or not.
-_KNOWN = ("transformers.models.", "fasttfm.patching.", "torch.nn.modules.container")
+KNOWN = ("transformers.models.", "fasttfm.patching.", "torch.nn.modules.container")
 
 
 class LayerModules(NamedTuple):
@@ -65,7 +65,7 @@ class Stack(Uncopied):
         self.fusable = (
             bool(layers)
             and all(
-                type(each).__module__.startswith(_KNOWN)
+                type(each).__module__.startswith(KNOWN)
                 for each in containers
                 if next(each.children(), None) is not None
             )
@@ -159,7 +159,7 @@ class Stack(Uncopied):
         ]
 
 
-def _collect_outputs(hooks: dict[int, Any]) -> bool:
+def collect_outputs(hooks: dict[int, Any]) -> bool:
     """Whether hooks are those that transformers leaves in a model after its layers' outputs were once requested: they
     do nothing unless they are requested again."""
     return all(getattr(hook, "__module__", "") == "transformers.utils.output_capturing" for hook in hooks.values())
@@ -203,24 +203,24 @@ class _Join(torch.autograd.Function):
 
 # ---- encoders --------------------------------------------------------------------------------------------------------
 
-_ATTRIBUTE = "_fasttfm_stack"
+ATTRIBUTE = "_fasttfm_stack"
 
 
 def stack_of(encoder: Any) -> Stack | None:
     """The encoder's stack, if its layers need not be called one by one."""
-    stack: Stack | None = encoder.__dict__.get(_ATTRIBUTE)
+    stack: Stack | None = encoder.__dict__.get(ATTRIBUTE)
     if stack is None or stack.tree.root is not encoder or not stack.tree.is_unchanged():
-        tree = Tree(encoder, _collect_outputs)
+        tree = Tree(encoder, collect_outputs)
         if not tree.is_unchanged():  # something watches a module
             return None
         try:
             stack = Stack(tree, encoder.layer_modules())
         except AttributeError:  # a module that has replaced a layer has other parts
             stack = Stack(tree, [])
-        encoder.__dict__[_ATTRIBUTE] = stack
+        encoder.__dict__[ATTRIBUTE] = stack
     return stack if stack.fusable else None
 
 
 def forget(module: nn.Module) -> None:
     """Removes what ``stack_of`` keeps in a module."""
-    module.__dict__.pop(_ATTRIBUTE, None)
+    module.__dict__.pop(ATTRIBUTE, None)
