@@ -4,8 +4,8 @@
   fasttfm distill --recipe tinybert --teacher DIR --layers 4 --width 312 --intermediate 1200 --output general
   fasttfm distill --recipe tinybert --task classify --teacher FINE_TUNED --student general
 
-distilbert  a student with every second layer of its teacher learns its soft targets, the masked LM loss and
-            the direction of its last states.
+distilbert  a student with every second layer of its teacher learns its soft targets, the masked LM loss (of a
+            GPT the causal one) and the direction of its last states.
 tinybert    a student of any size learns its teacher's embeddings, attention maps and states: first on a corpus; then
             (--task) those of a teacher that was fine-tuned on a task, and at the end its predictions.
 
@@ -137,8 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _on_corpus(arguments: argparse.Namespace) -> None:
     from fasttfm import data
+    from fasttfm.inference.opening import family_of, tokenizer_of
     from fasttfm.tasks.distillation_runs import CorpusRun, save_student
-    from fasttfm.tasks.families import tokenizer_of
 
     device = device_of(arguments)
     tokenizer = tokenizer_of(arguments.teacher)
@@ -148,12 +148,13 @@ def _on_corpus(arguments: argparse.Namespace) -> None:
     settings = settings_of(arguments, device, arguments.learning_rate, tokens_per_batch=tokens)
     output = output_of(arguments, arguments.recipe)
     source: Any = arguments.data or data.shipped_corpus()
+    causal = family_of(arguments.teacher).causal
     shards = data.prepare(source, tokenizer, arguments.prepared or output / "shards", progress=not arguments.quiet)
     streams = [
         data.BatchStream(
             part,
-            data.SequenceFormat("single", arguments.max_length),
-            data.Masking(arguments.masking),
+            data.SequenceFormat("causal" if causal else "single", arguments.max_length),
+            None if causal else data.Masking(arguments.masking),
             tokens_per_batch=tokens,
             seed=arguments.seed,
         )
@@ -175,13 +176,14 @@ def _on_corpus(arguments: argparse.Namespace) -> None:
 
 
 def _recipe(arguments: argparse.Namespace) -> Any:
+    from fasttfm.inference.opening import family_of, open_model
     from fasttfm.models.family import Head
     from fasttfm.tasks.distillation_recipes import DistilBertRecipe, TinyBertRecipe
     from fasttfm.tasks.distillation_runs import distilbert_student, tinybert_student
-    from fasttfm.tasks.families import open_model
 
     if arguments.recipe == "distilbert":
-        teacher = open_model(arguments.teacher, Head.MASKED_LM, trained=True)
+        head = Head.CAUSAL_LM if family_of(arguments.teacher).causal else Head.MASKED_LM
+        teacher = open_model(arguments.teacher, head, trained=True)
         return DistilBertRecipe(
             distilbert_student(teacher, arguments.layers),
             teacher,
@@ -281,9 +283,9 @@ def _augmented(arguments: argparse.Namespace, examples: list[Any], device: Any) 
     from functools import partial
 
     from fasttfm.data.tokenizer import load_tokenizer
+    from fasttfm.inference.opening import open_model
     from fasttfm.models.family import Head
     from fasttfm.tasks.augmentation import Augmenter
-    from fasttfm.tasks.families import open_model
     from fasttfm.train.progress import tracked
 
     model = open_model(arguments.augment, Head.MASKED_LM).to(device)

@@ -103,9 +103,16 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
         help="max tokens per text; by default that of a sentence-transformers folder, or as many as the model has "
         "positions",
     )
-    group.add_argument("--tokens-per-batch", type=int, default=16384, metavar="N", help="tokens per batch")
     group.add_argument(
-        "--precision", choices=("float32", "bfloat16"), help="by default bfloat16 on a GPU and float32 on a CPU"
+        "--tokens-per-batch",
+        type=int,
+        metavar="N",
+        help="tokens per batch; by default 16384 on a GPU and 2048 on a CPU",
+    )
+    group.add_argument(
+        "--precision",
+        choices=("float32", "bfloat16", "int8"),
+        help="by default bfloat16 on a GPU and float32 on a CPU; int8: 8-bit products, on a CPU",
     )
     add_device_option(group)
 
@@ -130,7 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.output, _some(rows), dtype=arguments.dtype, settings=_settings(arguments)
         )
         kind = "texts' token vectors" if arguments.tokens else "vectors"
-        print(f"{count:,} {kind} of {width:,} numbers: {arguments.output}")
+        rate = f"{embedder.session.counts.tokens_per_second:,.0f} tokens/s"
+        print(f"{count:,} {kind} of {width:,} numbers: {arguments.output} ({rate})")
     return 0
 
 
@@ -138,10 +146,10 @@ def embedder_of(arguments: argparse.Namespace, prompt_name: str | None = None) -
     """The model with the settings of ``add_model_options``, over those of its folder."""
     from dataclasses import replace
 
+    from fasttfm.inference.opening import open_model, tokenizer_of
+    from fasttfm.inference.sentence_folder import read_sentence_folder
     from fasttfm.models.family import Head
     from fasttfm.tasks.embedding import Embedder, EmbedSettings
-    from fasttfm.tasks.families import open_model, tokenizer_of
-    from fasttfm.tasks.sentence_folder import read_sentence_folder
 
     if arguments.prompt is not None and arguments.prompt_name is not None:
         raise ValueError("--prompt: expected without --prompt-name, got both")

@@ -4,6 +4,7 @@
   fasttfm finetune --task pair --model DIR --data glue/RTE               a directory with train.tsv and dev.tsv
   fasttfm finetune --task qa --model DIR --data train-v2.0.json --dev dev-v2.0.json --max-length 384 --stride 128
   fasttfm finetune --task pair --model DIR --data glue/RTE --search 5e-5,4e-5,3e-5,2e-5 --restarts 3
+  fasttfm finetune --task image --model DIR --data pictures               a folder of images for each label
 
 tasks:
 {tasks}

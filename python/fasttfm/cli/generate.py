@@ -2,6 +2,7 @@
 
   fasttfm generate --model DIR --prompt "Once upon a time" --temperature 0.8
   fasttfm generate --model DIR --prompt "cheese" --description "Translate English to French:" --shots examples.jsonl
+  fasttfm generate --model DIR --prompt "The meaning of" --num-beams 4
 
 examples.jsonl has one example a line: {"input": "sea otter", "output": "loutre de mer"}. With a description or examples
 the prompt is written as one more example, to which the output is missing: zero-, one- or few-shot prompting.
@@ -53,6 +54,9 @@ def add_parser(subparsers: Any) -> None:
         "--top-p", type=float, metavar="P", help="sample from the most likely tokens with total probability P"
     )
     group.add_argument("--seed", type=int, metavar="N", help="random seed of the samples")
+    group.add_argument(
+        "--num-beams", type=int, default=1, metavar="N", help="search with N beams; the text is printed at the end"
+    )
     group.add_argument("--show-prompt", action="store_true", help="print the whole prompt first")
     add_device_option(parser)
     parser.set_defaults(refuse=parser.error)
@@ -63,9 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
     with exit_on_user_error(arguments):
         import torch
 
-        from fasttfm.generate import stream
+        from fasttfm.generate import generate, stream
+        from fasttfm.inference.opening import open_model, tokenizer_of
         from fasttfm.models.family import Head
-        from fasttfm.tasks.families import open_model, tokenizer_of
         from fasttfm.tasks.prompts import text_pieces, until
         from fasttfm.train.settings import random_seed
 
@@ -85,13 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
             options = {"do_sample": True, "temperature": temperature}
             options |= {"top_k": arguments.top_k, "top_p": arguments.top_p}
         end = tokenizer.special.eos if model.config.eos_token_id is None else None
-        tokens = stream(
-            model,
-            torch.tensor(ids, device=device),
-            max_new_tokens=arguments.max_new_tokens,
-            eos_token_id=end,
-            **options,
-        )
+        options |= {"max_new_tokens": arguments.max_new_tokens, "eos_token_id": end}
+        prompt = torch.tensor([ids], device=device)
+        if arguments.num_beams != 1:
+            found = generate(model, prompt, num_beams=arguments.num_beams, **options)
+            tokens = iter(found[0, len(ids) :].tolist())
+        else:
+            tokens = stream(model, prompt, **options)
         if arguments.show_prompt:
             print(text, end="", flush=True)
         for piece in until(text_pieces(tokenizer, tokens), stop):

@@ -43,7 +43,9 @@ def add_training_options(parser: argparse.ArgumentParser, *, rate: float | None,
     group.add_argument("--clip", type=float, default=1.0, metavar="NORM", help="max gradient norm; 0 disables clipping")
     group.add_argument("--accumulation", type=int, default=1, metavar="N", help="gradient accumulation steps")
     group.add_argument(
-        "--precision", choices=("float32", "bfloat16"), help="by default bfloat16 on a GPU and float32 on a CPU"
+        "--precision",
+        choices=("float32", "bfloat16", "fp8"),
+        help="by default bfloat16 on a GPU and float32 on a CPU; fp8: the layers' GEMMs in FP8 while training",
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed")
     return group

@@ -138,7 +138,9 @@ def _add_training(group: Any) -> None:
     group.add_argument("--warmup", type=int, help="warmup steps; default: a tenth of all steps")
     group.add_argument("--clip", type=float, help="max gradient norm; 0 disables clipping (1.0)")
     group.add_argument("--dropout", type=float, help="dropout probability; default: that of the size")
-    group.add_argument("--precision", help="bfloat16 (default on a GPU) or float32 (default on a CPU)")
+    group.add_argument(
+        "--precision", help="bfloat16 (default on a GPU), float32 (default on a CPU) or fp8: the layers' GEMMs in FP8"
+    )
     group.add_argument("--compile", action="store_true", default=None, help="compile the forward with torch.compile")
     group.add_argument(
         "--cuda-graph", action="store_true", default=None, help="run the step as a CUDA graph: one GPU, fixed shapes"
@@ -298,9 +300,9 @@ def _new_settings(arguments: argparse.Namespace) -> Any:
 def _checkpoint(name: str, family: str | None, asked: str | None) -> tuple[str, str | None, str]:
     """The family of a checkpoint, what it is made to predict (None: what its family predicts), and its directory: of a
     run that of its newest checkpoint, of ELECTRA the one with both models. ``asked`` is the objective that is given."""
+    from fasttfm.inference.opening import family_of
     from fasttfm.models.checkpoint_files import CONFIG, read_json
     from fasttfm.models.hub import model_directory
-    from fasttfm.tasks.families import family_of
     from fasttfm.train.checkpoints import LATEST
 
     path = model_directory(name)

@@ -107,8 +107,8 @@ def _model(arguments: argparse.Namespace, tokenizer: Any, width: int) -> Any:
     """The checkpoint ``--init``, or a model of ``--size`` with drawn parameters."""
     import torch
 
+    from fasttfm.inference.opening import family_of
     from fasttfm.models import ErnieKnowledgeConfig, ErnieKnowledgeForPreTraining
-    from fasttfm.tasks.families import family_of
 
     torch.manual_seed(arguments.seed)
     if arguments.init is None:

@@ -123,8 +123,8 @@ def _numbers(arguments: argparse.Namespace) -> list[int]:
 
 def _evaluation(arguments: argparse.Namespace, preset: Any) -> Any:
     from fasttfm.data.tokenizer import load_tokenizer
+    from fasttfm.inference.opening import open_model
     from fasttfm.models.family import Head
-    from fasttfm.tasks.families import open_model
     from fasttfm.tasks.prompt_eval import Evaluation
     from fasttfm.tasks.prompts import TEMPLATE, Prompt
 

@@ -87,7 +87,7 @@ def _queries(arguments: argparse.Namespace, settings: dict[str, str]) -> tuple[l
     import numpy as np
 
     from fasttfm.data.texts import DataError
-    from fasttfm.tasks.sentence_folder import read_sentence_folder
+    from fasttfm.inference.sentence_folder import read_sentence_folder
     from fasttfm.tasks.vector_files import VectorFile
 
     if arguments.query_vectors is not None:

@@ -47,9 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--max-tokens: expected a number from 3 on, got {arguments.max_tokens}")
         layers, heads = (_numbers(name, getattr(arguments, name)) for name in ("layers", "heads"))
 
+        from fasttfm.inference.opening import open_model, tokenizer_of
         from fasttfm.models.family import Head
         from fasttfm.tasks.attention_maps import attention_maps
-        from fasttfm.tasks.families import open_model, tokenizer_of
 
         tokenizer = tokenizer_of(arguments.tokenizer or arguments.model)
         model = open_model(arguments.model, Head.NONE).to(device_of(arguments))

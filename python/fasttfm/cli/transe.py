@@ -3,11 +3,13 @@
   fasttfm transe                                            the graph that is shipped
   fasttfm transe --data triples.tsv --width 100 --epochs 500
   fasttfm transe --data train.tsv --test test.tsv --output kg
+  fasttfm transe --graph conceptnet.tsv --output kg         for finetune --graph conceptnet.tsv --graph-vectors kg
 
-A triple is a line with head, relation and tail, divided by tabulators. The output directory holds entity2id.txt,
-entity2vec.vec, relation2id.txt and relation2vec.vec in the format of OpenKE and of ERNIE's released knowledge
-embeddings, and metrics.json. Hits@10 and mean rank are filtered: a test fact's head or tail is ranked among all
-entities that do not make another known fact.
+A line of --data has head, relation and tail, divided by tabulators. A line of --graph is an edge as finetune --graph
+reads it: relation, head, tail and, if there is one, a weight, which TransE ignores. The output directory holds
+entity2id.txt, entity2vec.vec, relation2id.txt and relation2vec.vec in the format of OpenKE and of ERNIE's released
+knowledge embeddings, and metrics.json. Hits@10 and mean rank are filtered: a test fact's head or tail is ranked among
+all entities that do not make another known fact.
 """
 
 from __future__ import annotations
@@ -26,8 +28,17 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "transe", help="vectors of a knowledge graph", description=__doc__, formatter_class=Formatter
     )
-    parser.add_argument("--data", type=Path, metavar="FILE", help="triples; by default the shipped graph")
-    parser.add_argument("--test", type=Path, metavar="FILE", help="triples to rank; by default a share of the data")
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument(
+        "--data", type=Path, metavar="FILE", help="triples: head, relation, tail; by default the shipped graph"
+    )
+    files.add_argument("--graph", type=Path, metavar="FILE", help="edges: relation, head, tail and a weight or none")
+    parser.add_argument(
+        "--test",
+        type=Path,
+        metavar="FILE",
+        help="triples to rank: head, relation, tail; by default a share of the data",
+    )
     parser.add_argument(
         "--held-out",
         type=float,
@@ -53,27 +64,30 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     with exit_on_user_error(arguments):
-        from fasttfm.data.knowledge import read_triples
+        from fasttfm.data.graphs import read_graph
+        from fasttfm.data.knowledge import facts_of, read_triples
         from fasttfm.data.texts import shipped_knowledge
         from fasttfm.models.entity_files import write_embeddings
         from fasttfm.train.progress import tracked
         from fasttfm.train.transe import TransESettings, train_transe
 
-        check_output(arguments, data=arguments.data, test=arguments.test)
+        check_output(arguments, data=arguments.data, graph=arguments.graph, test=arguments.test)
         names = ("width", "epochs", "batch_size", "learning_rate", "margin", "negatives", "norm", "seed")
         settings = TransESettings(
             **{name: getattr(arguments, name) for name in names},
             held_out=0.0 if arguments.test is not None else arguments.held_out,
         )
-        source = arguments.data or shipped_knowledge("triples")
-        graph = read_triples(source)
+        source = arguments.graph or arguments.data or shipped_knowledge("triples")
+        graph = read_triples(source) if arguments.graph is None else facts_of(read_graph(source))
         test = None
         if arguments.test is not None:
             test = read_triples(arguments.test, entities=graph.entities, relations=graph.relations).triples
         print(
             f"{len(graph.triples):,} triples, {len(graph.entities):,} entities, {len(graph.relations):,} relations: "
-            f"{source if arguments.data else 'the shipped graph'}"
+            f"{source if arguments.data or arguments.graph else 'the shipped graph'}"
         )
+        if len(graph.relations) > len(graph.triples[:, 0].unique()):
+            print("note       more names of relations than of heads: lines of relation, head, tail are read by --graph")
         output = output_of(arguments, "transe")
         watch: Any = iter if arguments.quiet else partial(tracked, unit="epochs", total=settings.epochs)
         found = train_transe(graph, settings, test=test, watch=watch)

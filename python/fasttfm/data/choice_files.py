@@ -1,7 +1,8 @@
 """``read_choices``: the right one of several endings or answers.
 
 SWAG            csv: sent1, sent2, ending0, ending1, ..., label
-StoryCloze      csv: InputSentence1 to 4, RandomFifthSentenceQuiz1 and 2, AnswerRightEnding
+StoryCloze      csv: InputSentence1 to 4, RandomFifthSentenceQuiz1 and 2, AnswerRightEnding; or as the hub has it
+                (input_sentence_1 to 4, sentence_quiz1 and 2, answer_right_ending)
 HellaSwag       rows: ctx, endings, label
 RACE            a file or a folder of files with one object: article, questions, options, answers; or rows of one
                 question each (article, question, options, answer), as the hub has it
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fasttfm.data.commonsense import commonsense_rows
 from fasttfm.data.tables import Table, is_dataset, open_table, read_json
 from fasttfm.data.task_files import ChoiceExample
 from fasttfm.data.texts import DataError, data_error
@@ -42,8 +44,10 @@ def _rows(table: Table) -> Iterator[ChoiceExample]:
     endings = [name for name in table.columns if name.startswith("ending") and name != "endings"]
     if {"sent1", "sent2"} <= names and len(endings) > 1:
         yield from _swag(table, endings)
-    elif "AnswerRightEnding" in names or "RandomFifthSentenceQuiz1" in names:
-        yield from _story_cloze(table)
+    elif "RandomFifthSentenceQuiz1" in names:
+        yield from _story_cloze(table, "InputSentence", "RandomFifthSentenceQuiz", "AnswerRightEnding")
+    elif "sentence_quiz1" in names:
+        yield from _story_cloze(table, "input_sentence_", "sentence_quiz", "answer_right_ending")
     elif {"ctx", "endings"} <= names:
         for number, row in table.rows():
             found = _texts(table, number, row, "endings")
@@ -51,8 +55,9 @@ def _rows(table: Table) -> Iterator[ChoiceExample]:
     elif {"article", "options"} <= names:
         for number, row in table.rows():
             yield from _race(table.path, dict(row), (table, number))
-    elif {"question", "choices"} <= names or "question" in names:
-        yield from _commonsense(table)
+    elif "question" in names:
+        for each in commonsense_rows(table):
+            yield ChoiceExample(each.context, each.start, each.endings, each.label)
     else:
         expected = "a header with 'sent1', 'sent2', 'ending0', 'ending1', ... or another form of choices"
         raise data_error(table.path, expected, ", ".join(map(repr, table.columns)), line=table.header_line)
@@ -82,33 +87,15 @@ def _texts(table: Table, number: int, row: Mapping[str, Any], column: str) -> li
     return found
 
 
-def _story_cloze(table: Table) -> Iterator[ChoiceExample]:
+def _story_cloze(table: Table, sentence: str, quiz: str, answer: str) -> Iterator[ChoiceExample]:
     """Labels are 1 and 2."""
     for number, row in table.rows():
-        story = " ".join(table.text(number, row, f"InputSentence{each}") for each in range(1, 5))
-        endings = [table.text(number, row, f"RandomFifthSentenceQuiz{each}") for each in (1, 2)]
-        label = row.get("AnswerRightEnding")
+        story = " ".join(table.text(number, row, f"{sentence}{each}") for each in range(1, 5))
+        endings = [table.text(number, row, f"{quiz}{each}") for each in (1, 2)]
+        label = row.get(answer)
         if label not in (None, "", "1", "2", 1, 2):
-            raise table.error(number, "an AnswerRightEnding of 1, 2", repr(label))
+            raise table.error(number, f"an {answer} of 1, 2", repr(label))
         yield ChoiceExample(story, "", endings, int(label) - 1 if label else None)
-
-
-def _commonsense(table: Table) -> Iterator[ChoiceExample]:
-    for number, row in table.rows():
-        question: Any = row.get("question")
-        choices: Any = row.get("choices")
-        if isinstance(question, dict):  # as CommonsenseQA's own files have it
-            question, choices = question.get("stem"), question.get("choices")
-            if isinstance(choices, list) and all(isinstance(each, dict) for each in choices):
-                choices = {name: [each.get(name) for each in choices] for name in ("label", "text")}
-        texts = choices.get("text") if isinstance(choices, dict) else None
-        if not isinstance(question, str) or not isinstance(texts, list) or len(texts) < 2:
-            expected = "an object with 'question' and 'choices' as CommonsenseQA has them"
-            raise table.error(number, expected, f"{dict(row)!r:.60}")
-        keys, key = list(choices["label"]), row.get("answerKey") or None
-        if key is not None and key not in keys:
-            raise table.error(number, f"an answerKey of {', '.join(keys)}", repr(key))
-        yield ChoiceExample(question, "", [str(each) for each in texts], None if key is None else keys.index(key))
 
 
 def _race(path: Path, passage: Any, place: tuple[Table, int] | None) -> Iterator[ChoiceExample]:

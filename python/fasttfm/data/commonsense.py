@@ -1,13 +1,16 @@
-"""Reader of CommonsenseQA's JSON lines: a question, its choices and the key of the right one."""
+"""Reader of CommonsenseQA's rows: a question, its choices and the key of the right one."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fasttfm.data.tables import Row, Table, open_table
 from fasttfm.data.task_files import ChoiceExample
-from fasttfm.data.texts import data_error, read_json_lines, shipped_corpus
+from fasttfm.data.texts import data_error, shipped_corpus
 
 
 @dataclass(frozen=True)
@@ -27,38 +30,38 @@ def shipped_graph() -> Path:
 
 
 def read_commonsense(path: str | Path) -> list[CommonsenseExample]:
-    """Questions of a file of JSON lines.
+    """Questions of a file of JSON lines, or of another table.
 
-    Each line is an object as CommonsenseQA has it (``question`` with ``stem`` and a list of ``choices``), or as its
+    Each row is an object as CommonsenseQA has it (``question`` with ``stem`` and a list of ``choices``), or as its
     data set on the Hugging Face hub (``question`` a text, ``choices`` with the lists ``label`` and ``text``). Without
     an ``answerKey``, or with an empty one, it has no label, as in test sets.
     """
     path = Path(path)
-    examples: list[CommonsenseExample] = []
-    for number, line, row in read_json_lines(path):
-        found = _parts(row)
-        if found is None:
-            expected = "an object with 'question' and 'choices' as CommonsenseQA has them"
-            raise data_error(path, expected, f"{line:.60}", line=number)
-        question, choices = found
-        if len(choices) < 2:
-            raise data_error(path, "two choices or more", str(len(choices)), line=number)
-        keys = tuple(choices)
-        key = row.get("answerKey") or None
-        if key is not None and key not in keys:
-            raise data_error(path, f"an answerKey of {', '.join(keys)}", repr(key), line=number)
-        label = None if key is None else keys.index(key)
-        name = str(row.get("id", number))
-        examples.append(CommonsenseExample(question, "", list(choices.values()), label, name, keys))
+    examples = list(commonsense_rows(open_table(path)))
     if not examples:
-        raise data_error(path, "questions, one a line", "none")
+        raise data_error(path, "questions", "none")
     return examples
 
 
-def _parts(row: Any) -> tuple[str, dict[str, str]] | None:
+def commonsense_rows(table: Table) -> Iterator[CommonsenseExample]:
+    for number, row in table.rows():
+        found = _parts(row)
+        if found is None:
+            expected = "an object with 'question' and 'choices' as CommonsenseQA has them"
+            raise table.error(number, expected, f"{json.dumps(row, default=str):.60}")
+        question, choices = found
+        if len(choices) < 2:
+            raise table.error(number, "two choices or more", str(len(choices)))
+        keys = tuple(choices)
+        key = row.get("answerKey") or None
+        if key is not None and key not in keys:
+            raise table.error(number, f"an answerKey of {', '.join(keys)}", repr(key))
+        label = None if key is None else keys.index(key)
+        yield CommonsenseExample(question, "", list(choices.values()), label, str(row.get("id", number)), keys)
+
+
+def _parts(row: Row) -> tuple[str, dict[str, str]] | None:
     """The question and its choices by their keys; None where the object has another form."""
-    if not isinstance(row, dict):
-        return None
     question = row.get("question")
     if isinstance(question, dict):
         stem, listed = question.get("stem"), question.get("choices")

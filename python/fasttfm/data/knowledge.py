@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fasttfm.data.graphs import ConceptGraph
 from fasttfm.data.texts import DataError, data_error, read_json_lines, read_lines
 from fasttfm.data.tokenizer import Tokenizer
 
@@ -92,6 +93,13 @@ def read_triples(
     if not triples:
         raise data_error(path, "triples, one a line", "none")
     return Graph([*numbers[0]], [*numbers[1]], torch.tensor([*triples], dtype=torch.int64))
+
+
+def facts_of(graph: ConceptGraph) -> Graph:
+    """The edges of a graph of concepts as facts, in their own direction."""
+    own = graph.relation_ids < len(graph.relations)
+    rows = np.stack([graph.heads[own], graph.relation_ids[own], graph.tails[own]], axis=1)
+    return Graph(graph.concepts, graph.relations, torch.from_numpy(rows))
 
 
 # ---- mentions --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """``read_questions``: questions whose answers are spans of a text.
 
 SQuAD 1.1 and 2.0, KorQuAD 1.0, KLUE-MRC     {"data": [{"paragraphs": [{"context": ..., "qas": [...]}]}]}
-CoQA                                         {"data": [{"story": ..., "questions": [...], "answers": [...]}]}
+CoQA                                         {"data": [{"story": ..., "questions": [...], "answers": [...]}]}, or rows
+                                             with story, questions and answers, as the hub has it
 TriviaQA                                     {"Data": [{"Question": ..., "Answer": ..., "EntityPages": [...]}]}
 rows (``tables``)                            question, context, answers {"text": [...], "answer_start": [...]}
 """
@@ -9,11 +10,11 @@ rows (``tables``)                            question, context, answers {"text":
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fasttfm.data.tables import is_dataset, open_table, read_json
+from fasttfm.data.tables import Row, Table, is_dataset, open_table, read_json
 from fasttfm.data.task_files import Answer, QuestionExample
 from fasttfm.data.texts import data_error, read_lines
 
@@ -26,9 +27,11 @@ def read_questions(path: str | Path) -> list[QuestionExample]:
     """Questions of a file, see above.
 
     CoQA: a question is followed by the turns before it, the nearest first; its answer is the free answer where the
-    story has it, or else the span that people marked; a question without one has none. TriviaQA: the context is the
+    story has it, or else the span that people marked; a question without one has none. Its references are people's
+    free answers; if there are several, all but one in turn, as CoQA's evaluation has it. TriviaQA: the context is the
     beginning of a document under ``evidence`` in the folder above the file's, and its answers are the places of an
-    alias in it; questions without a place or a document are left out and counted in a warning.
+    alias in it, its references all aliases; questions without a place or a document are left out and counted in a
+    warning, and those that a verified file rejects are left out.
     """
     path = Path(path)
     if path.name.endswith(_ROWS) or is_dataset(path):
@@ -73,6 +76,8 @@ def _question(path: Path, place: str, asked: Any, context: str) -> QuestionExamp
 
 
 def _answer(where: str, context: str, text: str, start: int) -> Answer:
+    if start >= 0 and text[:1].strip():  # the hub's KLUE has answers without the space that they begin with
+        start += len(context[start:]) - len(context[start:].lstrip())
     if start < 0 or context[start : start + len(text)] != text:
         got = f"{context[max(0, start) : max(0, start) + len(text)]!r}"
         raise data_error(where, f"{text!r} at character {start} of the context", got)
@@ -94,14 +99,34 @@ def _questions_of_rows(path: Path) -> Iterator[QuestionExample]:
     """As the hub has SQuAD: an object with lists of the answers' texts and of their first characters."""
     table = open_table(path)
     for number, row in table.rows():
+        if "story" in row:
+            yield from _coqa_turns(path, f"{table.unit} {number}", _coqa_row(table, number, row))
+            continue
         context, question = table.text(number, row, "context"), table.text(number, row, "question")
         found = row.get("answers")
         if found is not None and not (isinstance(found, dict) and {"text", "answer_start"} <= set(found)):
             raise table.error(number, "answers with lists 'text' and 'answer_start'", f"{found!r:.60}")
         pairs = [] if found is None else list(zip(found["text"], found["answer_start"], strict=False))
         where = f"{path}, {table.unit} {number}"
-        answers = [_answer(where, context, text, start) for text, start in pairs]
-        yield QuestionExample(str(row.get("id", number)), question, context, answers, found is not None and not answers)
+        impossible = bool(row.get("is_impossible", found is not None and not pairs))  # KLUE's have plausible answers
+        answers = [] if impossible else [_answer(where, context, text, start) for text, start in pairs]
+        yield QuestionExample(str(row.get("id", row.get("guid", number))), question, context, answers, impossible)
+
+
+def _coqa_row(table: Table, number: int, row: Row) -> dict[str, Any]:
+    """A row of the hub's as CoQA's own file has it."""
+    questions, answers = row.get("questions"), row.get("answers")
+    names = ("input_text", "answer_start", "answer_end")
+    lists = [answers.get(name) for name in names] if isinstance(answers, dict) else [None]
+    if not all(isinstance(each, list) for each in (questions, *lists)):
+        raise table.error(number, f"lists of 'questions' and of their answers' {', '.join(names)}", f"{answers!r:.60}")
+    keys = ("input_text", "span_start", "span_end")
+    return {
+        "id": row.get("id", number),
+        "story": row["story"],
+        "questions": [{"input_text": question} for question in questions or ()],
+        "answers": [dict(zip(keys, each, strict=True)) for each in zip(*lists, strict=False)],
+    }
 
 
 # ---- CoQA ------------------------------------------------------------------------------------------------------------
@@ -109,22 +134,27 @@ def _questions_of_rows(path: Path) -> Iterator[QuestionExample]:
 
 def _coqa(path: Path, root: Any) -> Iterator[QuestionExample]:
     for i, each in enumerate(_field(path, "the file", root, "data", list)):
-        place = f"data[{i}]"
-        story = _field(path, place, each, "story", str)
-        questions, answers = (_field(path, place, each, name, list) for name in ("questions", "answers"))
-        if len(questions) != len(answers):
-            raise data_error(f"{path}, {place}", f"{len(questions)} answers, as there are questions", f"{len(answers)}")
-        others: Any = each.get("additional_answers") or {}
-        for turn, asked in enumerate(questions):
-            inside = f"{place}.questions[{turn}]"
-            parts = [_field(path, inside, asked, "input_text", str)]
-            for earlier in range(turn - 1, max(-1, turn - 1 - _TURNS), -1):
-                parts += [str(questions[earlier].get("input_text")), str(answers[earlier].get("input_text"))]
-            given = [answers[turn], *(other[turn] for other in others.values() if turn < len(other))]
-            spans = [_coqa_span(path, f"{place}.answers[{turn}]", story, answer) for answer in given]
-            found = [span for span in spans if span is not None]
-            id = f"{each.get('id', i)}-{asked.get('turn_id', turn + 1)}"
-            yield QuestionExample(id, " ".join(parts), story, found, not found)
+        yield from _coqa_turns(path, f"data[{i}]", each)
+
+
+def _coqa_turns(path: Path, place: str, each: Any) -> Iterator[QuestionExample]:
+    story = _field(path, place, each, "story", str)
+    questions, answers = (_field(path, place, each, name, list) for name in ("questions", "answers"))
+    if len(questions) != len(answers):
+        raise data_error(f"{path}, {place}", f"{len(questions)} answers, as there are questions", f"{len(answers)}")
+    others: Any = each.get("additional_answers") or {}
+    for turn, asked in enumerate(questions):
+        parts = [_field(path, f"{place}.questions[{turn}]", asked, "input_text", str)]
+        for earlier in range(turn - 1, max(-1, turn - 1 - _TURNS), -1):
+            parts += [str(questions[earlier].get("input_text")), str(answers[earlier].get("input_text"))]
+        given = [answers[turn], *(other[turn] for other in others.values() if turn < len(other))]
+        spans = [_coqa_span(path, f"{place}.answers[{turn}]", story, answer) for answer in given]
+        found = [span for span in spans if span is not None]
+        texts = [answer["input_text"].strip() for answer in given]
+        texts = ["" if text.lower() == "unknown" else text for text in texts]
+        several = [[*texts[:one], *texts[one + 1 :]] for one in range(len(texts))]
+        id = f"{each.get('id', place)}-{asked.get('turn_id', turn + 1)}"
+        yield QuestionExample(id, " ".join(parts), story, found, not found, several if len(texts) > 1 else [texts])
 
 
 def _coqa_span(path: Path, place: str, story: str, answer: Any) -> Answer | None:
@@ -144,19 +174,21 @@ def _coqa_span(path: Path, place: str, story: str, answer: Any) -> Answer | None
 
 def _triviaqa(path: Path, root: Any) -> list[QuestionExample]:
     examples, without = [], 0
+    verified = bool(root.get("VerifiedEval"))
     for i, each in enumerate(_field(path, "the file", root, "Data", list)):
         place = f"Data[{i}]"
+        if verified and isinstance(each, dict) and not each.get("QuestionPartOfVerifiedEval"):
+            continue
         question = _field(path, place, each, "Question", str)
         answer = each.get("Answer")
         aliases = [] if answer is None else _aliases(path, place, answer)
-        for name, document in _evidence(path, each):
+        for name, document in _evidence(path, each, verified and root.get("Domain") == "Web"):
             context = _beginning(document)
             places = {at: alias for alias in aliases for at in [context.lower().find(alias.lower())] if at >= 0}
             found = [Answer(context[at : at + len(alias)], at) for at, alias in sorted(places.items())]
             if found or answer is None:
-                examples.append(
-                    QuestionExample(f"{each.get('QuestionId', i)}--{name}", question, context, found, False)
-                )
+                id = f"{each.get('QuestionId', i)}--{name}"
+                examples.append(QuestionExample(id, question, context, found, False, [aliases] if aliases else []))
                 break
         else:
             without += 1
@@ -167,17 +199,19 @@ def _triviaqa(path: Path, root: Any) -> list[QuestionExample]:
     return examples
 
 
-def _aliases(path: Path, place: str, answer: Any) -> Sequence[str]:
+def _aliases(path: Path, place: str, answer: Any) -> list[str]:
     value = _field(path, f"{place}.Answer", answer, "Value", str)
-    return [value, *(alias for alias in answer.get("Aliases") or [] if alias and alias != value)]
+    lists = (answer.get(name) or [] for name in ("Aliases", "HumanAnswers", "NormalizedAliases"))
+    return list(dict.fromkeys(filter(None, [value, *(alias for each in lists for alias in each)])))
 
 
-def _evidence(path: Path, each: Any) -> Iterator[tuple[str, Path]]:
+def _evidence(path: Path, each: Any, verified: bool) -> Iterator[tuple[str, Path]]:
+    """A question's documents that are there; with ``verified`` those that were checked."""
     folder = path.parent.parent / "evidence"
     for kind, pages in (("wikipedia", each.get("EntityPages")), ("web", each.get("SearchResults"))):
         for page in pages or []:
             document = folder / kind / str(page.get("Filename"))
-            if document.is_file():
+            if document.is_file() and (not verified or page.get("DocPartOfVerifiedEval")):
                 yield str(page.get("Filename")), document
     if not folder.is_dir():
         raise data_error(folder, "the folder of TriviaQA's documents", "none")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +45,9 @@ class QuestionExample:
     context: str
     answers: list[Answer]  # several if people answered differently; none if the context has no answer
     impossible: bool
+    # Answers in people's own words, for scores: the nearest of each list counts, and the mean over the lists. Without
+    # any, a prediction is compared with ``answers``.
+    references: list[list[str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -195,8 +198,8 @@ def _label(table: Table, number: int, value: Any) -> str | None:
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 _CONLLU = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "deprel", "deps", "misc")
-# Lines of CoNLL-U and of KLUE before a sentence; a word may be "#", too.
-_COMMENT = re.compile(r"# ?(?:\S+ ?=|newdoc\b|newpar\b)|## ?klue-")
+# Lines of CoNLL-U and of KLUE before a sentence, and KLUE's before the first; a word may be "#" or "##", too.
+_COMMENT = re.compile(r"# ?(?:\S+ ?=|newdoc\b|newpar\b)|## ?klue-|## [^\t]* : ")
 
 
 def read_conll(path: str | Path, columns: Columns = BY_NAME) -> list[TagExample]:

@@ -1,9 +1,9 @@
 """Fine-tuning, distillation and prompting: what is done with a trained model."""
 
+from fasttfm.inference.opening import open_model
 from fasttfm.tasks.distillation_recipes import DistilBertRecipe, TinyBertRecipe
 from fasttfm.tasks.distillation_runs import CorpusRun, TaskRun, distilbert_student, save_student, tinybert_student
 from fasttfm.tasks.embedding import Embedder, EmbedSettings, embed
-from fasttfm.tasks.families import open_model
 from fasttfm.tasks.finetune_run import FinetuneRun, RunOptions
 from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare, save
 from fasttfm.tasks.language_models import LanguageModel, load_language_model

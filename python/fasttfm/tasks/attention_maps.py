@@ -16,10 +16,10 @@ import torch
 
 from fasttfm.atomic_files import atomic_write, write_text
 from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.inference.opening import base_of, longest_input
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.attention_page import PAGE
 from fasttfm.tasks.embedding import sequence_format
-from fasttfm.tasks.families import base_of, longest_input
 from fasttfm.tasks.inputs import Feature, collate
 
 _LABELS = 40  # tokens that can be read at the sides of a map

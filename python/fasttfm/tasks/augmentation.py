@@ -19,9 +19,9 @@ from torch import Tensor
 from fasttfm.data.task_files import TextExample
 from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.inference.opening import base_of, longest_input
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.nn import MaskedLMHead
-from fasttfm.tasks.families import base_of, longest_input
 from fasttfm.train.settings import at_least
 
 _WORD = re.compile(r"[^\W\d_]+")

@@ -21,7 +21,7 @@ def balanced_weights(task: Task, features: Sequence[Feature]) -> list[float]:
     """A weight for each label, inversely proportional to how often it occurs: ``total / (labels * count)``, so that all
     labels together count alike and the mean weight of the examples is 1."""
     _check(task)
-    labels = task.batch(features).targets["labels"]
+    labels = task.label_numbers(features)
     counts = torch.bincount(labels[labels != IGNORED], minlength=len(task.labels))
     return (counts.sum() / (len(task.labels) * counts.clamp(min=1))).tolist()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -248,27 +247,15 @@ def collate_graphs(graphs: Sequence[SchemaGraph]) -> GraphBatch:
     longest = len(paths[0][1]) if paths else 0
     by_step = [[triples[step] for _, triples in paths if len(triples) > step] for step in range(longest)]
     edges.sort()
-    degrees = Counter(node for node, _ in edges)
-    return GraphBatch(
-        torch.tensor(concepts, dtype=torch.int64),
-        _columns(edges, 2),
-        torch.tensor([1 / degrees[node] for node, _ in edges], dtype=torch.float32),
-        _columns(pairs, 3),
-        torch.tensor([owner for owner, _ in paths], dtype=torch.int64),
-        _columns([triple for triples in by_step for triple in triples], 3),
-        tuple(map(len, by_step)),
-        len(graphs),
-    )
+    triples = [triple for triples in by_step for triple in triples]
+    owners = [owner for owner, _ in paths]
+    batch: GraphBatch = GraphBatch.of(concepts, edges, pairs, owners, triples, list(map(len, by_step)), len(graphs))
+    return batch
 
 
 def _triples(path: ConceptPath, nodes: dict[int, int]) -> list[tuple[int, int, int]]:
     ends = [nodes[concept] for concept in path.concepts]
     return list(zip(ends, path.relations, ends[1:], strict=False))
-
-
-def _columns(rows: list[Any], width: int) -> Tensor:
-    """int64 [width, rows]"""
-    return torch.from_numpy(np.array(rows, dtype=np.int64).reshape(-1, width).T.copy())
 
 
 def weighted_paths(batch: GraphTaskBatch) -> list[list[WeightedPath]]:

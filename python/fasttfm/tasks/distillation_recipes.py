@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fasttfm import ops
+from fasttfm.inference.opening import base_of
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import Encoded
-from fasttfm.nn import MaskedLMHead, PackedBatch, PackedLayer
+from fasttfm.nn import CausalLMHead, MaskedLMHead, PackedBatch, PackedLayer
 from fasttfm.nn.plain import is_plain
-from fasttfm.tasks.families import base_of
 from fasttfm.train.settings import at_least
 
 ATTENTION = ("scores", "weights")
@@ -63,16 +63,15 @@ def encode(model: PretrainedModel, batch: Any, hidden_states: bool = False) -> E
 
 
 class DistilBertRecipe(Recipe):
-    """The teacher's distribution softened by a temperature, the masked LM loss, and the direction of the last hidden
-    states.
+    """The teacher's distribution softened by a temperature, the LM loss, and the direction of the last hidden states.
 
         soft   = temperature^2 * KL(softmax(teacher / temperature) || softmax(student / temperature))
-        words  = cross entropy of the masked tokens
+        words  = cross entropy of the masked tokens; of a GPT, of each token's successor
         cosine = 1 - cos(student's state, teacher's state)
 
     Args:
-        student: A masked-LM model, as wide as the teacher.
-        teacher: One with the same vocabulary.
+        student: A masked-LM or causal LM model, as wide as the teacher.
+        teacher: One of the same kind with the same vocabulary.
         weights: The weights of the three terms.
         all_tokens: Whether the soft targets are those of every token, as the paper's, or of masked ones only, which
             are about a seventh.
@@ -90,10 +89,11 @@ class DistilBertRecipe(Recipe):
         all_tokens: bool = True,
     ) -> None:
         super().__init__(student, teacher)
-        for name in ("vocab_size", "hidden_size"):
-            expected, got = getattr(teacher.config, name), getattr(student.config, name)
+        for name, expected, got in zip(("vocab_size", "hidden_size"), _sizes(teacher), _sizes(student), strict=True):
             if expected != got:
                 raise ValueError(f"DistilBertRecipe: student: expected the teacher's {name} {expected}, got {got}")
+        if not all_tokens and isinstance(_lm_head(teacher), CausalLMHead):
+            raise ValueError("soft targets: expected those of all tokens of a GPT, which masks none, got masked")
         check_temperature(temperature)
         for weight in weights:
             at_least("weights", weight, 0)
@@ -107,15 +107,15 @@ class DistilBertRecipe(Recipe):
     def forward(self, batch: Any) -> tuple[Tensor, ...]:
         student, teacher = self.both(batch)
         head, theirs = _lm_head(self.student), _lm_head(self.teacher)
-        words = head.loss(student.x, batch.labels, positions=batch.positions) * batch.predictions
+        words = _words(head, student.x, batch)
         cosine = (1 - functional.cosine_similarity(student.x.float(), teacher.x.float(), dim=-1)).sum()
         x, y = student.x, teacher.x
         if not self.all_tokens:
             x, y = (rows.index_select(0, batch.positions) for rows in (x, y))
         with torch.no_grad():
-            y = theirs.transform(y)
+            y = _transformed(theirs, y)
         soft = ops.distillation_loss(
-            head.transform(x),
+            _transformed(head, x),
             head.decoder.weight,
             y,
             theirs.decoder.weight,
@@ -127,9 +127,26 @@ class DistilBertRecipe(Recipe):
         return tuple(weight * term for weight, term in zip(self.weights, (soft, words, cosine), strict=True))
 
 
-def _lm_head(model: PretrainedModel) -> MaskedLMHead:
+def _sizes(model: PretrainedModel) -> tuple[int, int]:
+    """The vocabulary's, and the width."""
+    return model.config.vocab_size, base_of(model).encoder.in_order()[0].width
+
+
+def _words(head: MaskedLMHead | CausalLMHead, x: Tensor, batch: Any) -> Tensor:
+    """The sum of the LM loss."""
+    if isinstance(head, CausalLMHead):
+        return head.loss(x, batch.input_ids, batch.cu_seqlens, reduction="sum")
+    return head.loss(x, batch.labels, positions=batch.positions) * batch.predictions
+
+
+def _transformed(head: MaskedLMHead | CausalLMHead, x: Tensor) -> Tensor:
+    """What the decoder reads."""
+    return x if isinstance(head, CausalLMHead) else head.transform(x)
+
+
+def _lm_head(model: PretrainedModel) -> MaskedLMHead | CausalLMHead:
     head = model.get_submodule("lm_head")
-    assert isinstance(head, MaskedLMHead)
+    assert isinstance(head, (MaskedLMHead, CausalLMHead))
     if not is_plain(head):
         expected = "a head and a decoder without hooks, wrappers or LoRA (the loss reads their weights)"
         raise ValueError(f"DistilBertRecipe: lm_head: expected {expected}, got {head!r}")

@@ -19,10 +19,11 @@ from torch import Tensor
 from fasttfm.atomic_files import atomic_write
 from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
+from fasttfm.inference.opening import base_of, longest_input, with_trained_head
 from fasttfm.models import BertModel, CheckpointError, DistilBertForMaskedLM
+from fasttfm.models.gpt import GPTConfig
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.distillation_recipes import Recipe, TinyBertRecipe, check_temperature, soft_cross_entropy
-from fasttfm.tasks.families import base_of, longest_input, with_trained_head
 from fasttfm.tasks.finetuning import FinetuneSettings, label_names, prepare, shuffled_steps, trainer_of
 from fasttfm.tasks.task import Task
 from fasttfm.train import Objective, StepResult, Trainer
@@ -40,21 +41,22 @@ OnResults = Callable[[list[StepResult]], Any]
 
 def distilbert_student(teacher: PretrainedModel, layers: int | None = None) -> PretrainedModel:
     """A student that begins with the teacher's embeddings, its head and so many of its layers, from the first on and
-    evenly: every second one by default. A BERT's student is a DistilBERT; that of a RoBERTa or of an ELECTRA generator
-    is of the teacher's own kind."""
+    evenly: every second one by default. A BERT's student is a DistilBERT; that of a RoBERTa, of an ELECTRA generator or
+    of a GPT is of the teacher's own kind."""
     depth = len(base_of(teacher).encoder.order)
     count = max(1, depth // 2) if layers is None else layers
     if not 1 <= count <= depth:
         raise ValueError(f"layers: expected 1 to the teacher's {depth}, got {count}")
     chosen = [index * depth // count for index in range(count)]
-    if teacher.config.model_type in ("roberta", "electra"):
+    if teacher.config.model_type in ("roberta", "electra") or isinstance(teacher.config, GPTConfig):
         return shallower(teacher, chosen)
     return DistilBertForMaskedLM.from_teacher(teacher, chosen)  # type: ignore[arg-type]
 
 
 def shallower(teacher: PretrainedModel, layers: Sequence[int]) -> PretrainedModel:
     """A copy of the teacher with only these of its layers."""
-    student = type(teacher)(replace(teacher.config, num_hidden_layers=len(layers), extra={}))
+    depth: Any = "n_layer" if isinstance(teacher.config, GPTConfig) else "num_hidden_layers"
+    student = type(teacher)(replace(teacher.config, **{depth: len(layers)}, extra={}))
     places = {theirs: ours for ours, theirs in enumerate(layers)}
     state = {}
     for name, tensor in teacher.state_dict().items():

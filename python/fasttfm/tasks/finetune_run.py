@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -234,8 +233,8 @@ class FinetuneRun:
             flat |= {f"{part} {name}": value for name, value in nested[part].items()}
         for name, features in (("training", self.work.features), ("dev", self.dev_features)):
             checksum = 0
-            for sequence in (sequence for feature in features for sequence in feature.sequences):
-                checksum = zlib.crc32(np.asarray(sequence.ids, np.int32).tobytes(), checksum)
+            for content in (content for feature in features for content in feature.content()):
+                checksum = zlib.crc32(content, checksum)
             flat[f"{name} examples"] = f"{len(features)} features with checksum {checksum:08x}"
         flat |= {"task": self.task.name, "labels": list(self.task.labels), "keep": self.options.keep}
         flat |= {

@@ -13,15 +13,19 @@ from torch import Tensor, nn
 
 from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.inference.batches import one_ahead
+from fasttfm.inference.formats import encoder_format
+from fasttfm.inference.opening import checked, checkpoint_of, family_of, longest_input, model_class, tokenizer_of
 from fasttfm.models.family import Family
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.class_weights import balanced_weights, weight_of, weighted_sum
-from fasttfm.tasks.families import checked, checkpoint_of, family_of, longest_input, model_class, tokenizer_of
 from fasttfm.tasks.gpt_inputs import TASK_TOKENS, grow_vocabulary, with_task_tokens
+from fasttfm.tasks.images import image_language
 from fasttfm.tasks.inputs import Feature, Format, TaskBatch, by_budget, by_count, truncation
 from fasttfm.tasks.labels import some
 from fasttfm.tasks.rates import Rates
 from fasttfm.tasks.registry import TASKS
+from fasttfm.tasks.running import FeatureRunner
 from fasttfm.tasks.task import Language, Predictions, Task
 from fasttfm.train import (
     Objective,
@@ -71,10 +75,40 @@ def prepare(
     if kind is None:
         able = " and ".join(each.name for each in TASKS.values() if each.for_values() is not None)
         raise ValueError(f"values: expected with the tasks {able}, got {name}")
-    if family.tokenizer is None:
-        raise ValueError(f"{name}: expected a model that reads text, got {family.title}, which has no tokenizer")
-    model_cls = model_class(family, kind.head, name)
-    config: Any = model_cls.config_class.from_pretrained(directory)
+    if kind.reads == "images":
+        check_text_options(kind, tokenizer, max_length)
+        model_cls = model_class(family, kind.head, name)
+        config: Any = model_cls.config_class.from_pretrained(directory)
+        language: Language = image_language(directory, family, config)
+    else:
+        if family.tokenizer is None:
+            raise ValueError(f"{name}: expected a model that reads text, got {family.title}, which has no tokenizer")
+        model_cls = model_class(family, kind.head, name)
+        config = model_cls.config_class.from_pretrained(directory)
+        language = text_language(directory, family, config, kind, tokenizer=tokenizer, max_length=max_length)
+    known = label_names(config) if labels is None else labels
+    task = kind(language, train, known=known, **options)
+    reason = "a new head is requested" if new_head else unusable_head(config, model_cls, task)
+    changes = task.configuration()
+    model = checked(model_cls.from_pretrained(directory, dtype=torch.float32, new_head=reason, **changes), directory)
+    if kind.reads == "text":
+        grow_vocabulary(model, language.tokenizer.vocab_size)
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = language.tokenizer.special.pad
+    task.adjust(model)
+    return model, task
+
+
+def text_language(
+    directory: Path,
+    family: Family,
+    config: Any,
+    kind: type[Task],
+    *,
+    tokenizer: str | Path | None,
+    max_length: int | None,
+) -> Language:
+    """How the model of a checkpoint is written to; arguments are those of ``prepare``."""
     text_tokenizer = tokenizer_of(directory if tokenizer is None else tokenizer)
     if family.causal:
         text_tokenizer = with_task_tokens(text_tokenizer)
@@ -91,17 +125,14 @@ def prepare(
         raise ValueError(
             f"max_length: expected at least {least} tokens, for two texts and what is around, got {length}"
         )
-    language = Language(text_tokenizer, family, form)
-    known = label_names(config) if labels is None else labels
-    task = kind(language, train, known=known, **options)
-    reason = "a new head is requested" if new_head else unusable_head(config, model_cls, task)
-    changes = task.configuration()
-    model = checked(model_cls.from_pretrained(directory, dtype=torch.float32, new_head=reason, **changes), directory)
-    grow_vocabulary(model, text_tokenizer.vocab_size)
-    task.adjust(model)
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = text_tokenizer.special.pad
-    return model, task
+    return Language(text_tokenizer, family, form)
+
+
+def check_text_options(kind: type[Task], tokenizer: Any, max_length: int | None) -> None:
+    """Raises ValueError for options that a task without text has no use for."""
+    for name, given in (("tokenizer", tokenizer), ("max_length", max_length)):
+        if given is not None:
+            raise ValueError(f"{name}: expected with a task that reads text, got {given} with {kind.name}")
 
 
 def unusable_head(config: Any, model_cls: type[PretrainedModel], task: Task) -> str | None:
@@ -132,11 +163,7 @@ def format_of(family: Family, config: Any, tokenizer: Tokenizer, max_length: int
     if family.causal:
         start, delimiter, extract = (tokenizer.backend.token_to_id(token) for token in TASK_TOKENS)
         return Format([start], [delimiter], [extract], max_length, segments=False)
-    first, last = tokenizer.special.cls, tokenizer.special.sep
-    if first is None or last is None:
-        expected = f"[CLS] and [SEP], or <s> and </s>, which {family.title} reads"
-        raise DataError(f"tokenizer: expected {expected}, got {tokenizer.special}")
-    return Format([first], [last] * family.separators, [last], max_length, segments=config.type_vocab_size > 1)
+    return encoder_format(family, config, tokenizer, max_length)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -235,8 +262,10 @@ class FineTuning:
             completed, first = self.trainer.completed - first, first + len(groups)
             if completed >= len(groups):
                 continue
-            for left in range(len(groups) - completed - 1, -1, -1):
-                on_results(self.trainer.step([self._batch(each) for each in groups[-1 - left]]))
+            left = len(groups) - completed
+            for batches in one_ahead(groups[completed:], self._step_batches):
+                on_results(self.trainer.step(batches))
+                left -= 1
                 if left:
                     on_step()
             on_results(self.trainer.flush())
@@ -244,6 +273,10 @@ class FineTuning:
             if on_epoch(number):
                 break
         on_results(self.trainer.finish())
+
+    def _step_batches(self, groups: list[list[Feature]]) -> list[TaskBatch]:
+        batches = [self._batch(each) for each in groups]
+        return [each.pin_memory() for each in batches] if self.world.device.type == "cuda" else batches
 
     def _batch(self, group: list[Feature]) -> TaskBatch:
         """This process's part of a batch. A process for which no feature is left computes one that counts nothing."""
@@ -298,16 +331,14 @@ def shuffled_steps(
         yield step
 
 
-def save(model: PretrainedModel, task: Task, directory: Path) -> None:
-    """Writes a checkpoint that transformers opens, with the tokenizer and what the model needs to be used for the task.
-
-    The tokenizer's maximum length is the model's; the task's is in the configuration (``TASK_KEY``).
-    """
+def save(model: PretrainedModel, task: Task, directory: str | Path) -> None:
+    """Writes a checkpoint that transformers opens, with the tokenizer (or how images are prepared) and what the model
+    needs to be used for the task. The maximum length of its sequences is in the configuration (``TASK_KEY``)."""
     check_finite(model)
     task.adjust(model)
     model.save_pretrained(directory)
-    task.language.tokenizer.save(directory, model_max_length=longest_input(model.config), config=model.config)
-    task.save(directory)
+    task.language.save(Path(directory), model.config)
+    task.save(Path(directory))
 
 
 @torch.no_grad()
@@ -324,15 +355,9 @@ def predict(
 
     Args:
         tokens: The maximum number of tokens of a batch.
-        precision: "float32" or "bfloat16".
+        precision: "float32", or "bfloat16" or "fp8" for bf16: FP8 is for training.
         features: ``task.features(examples)``, if they are known already.
     """
-    device = next(model.parameters()).device
-    model.eval()
     features = task.features(examples) if features is None else features
-    read: list[Any] = []
-    for group in by_budget(features, tokens):
-        batch: TaskBatch = task.batch(group).to(device)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16"):
-            read += task.read(batch, task.logits(model, batch))
+    read = FeatureRunner(model, task, tokens=tokens, precision=precision).read(features)
     return task.predictions(examples, features, read)

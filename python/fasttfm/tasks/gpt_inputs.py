@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.inference.opening import base_of
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.tasks.families import base_of
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -5,63 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fasttfm.inference.formats import Format, Tokens
+
+__all__ = ["Feature", "Format", "TaskBatch", "Tokens", "by_budget", "by_count", "collate", "truncation"]
 LENGTH_STEP = 64  # bounds of lengths are multiples of it, so that few different ones occur
-
-
-# ---- one sequence ----------------------------------------------------------------------------------------------------
-
-
-class Tokens(NamedTuple):
-    """A sequence as a model reads it."""
-
-    ids: list[int]
-    segments: list[int]
-    cut: int = 0  # the number of tokens of the texts that did not fit
-
-
-@dataclass(frozen=True)
-class Format:
-    """The sequence format of one text or two: ``first`` text ``last``, or ``first`` text ``between`` text ``last``.
-
-    BERT writes ``[CLS] a [SEP] b [SEP]``, RoBERTa ``<s> a </s></s> b </s>``, and GPT-1 start, delimiter and extract,
-    which are additional tokens.
-    """
-
-    first: Sequence[int]
-    between: Sequence[int]
-    last: Sequence[int]
-    max_length: int
-    segments: bool = True  # whether the second text is of another segment
-
-    def one(self, text: Sequence[int]) -> Tokens:
-        """A single text, truncated if it is too long."""
-        room = max(0, self.max_length - len(self.first) - len(self.last))
-        ids = [*self.first, *text[:room], *self.last]
-        return Tokens(ids, [0] * len(ids), max(0, len(text) - room))
-
-    def two(self, text: Sequence[int], other: Sequence[int]) -> Tokens:
-        """Two texts; as long as they are too long together, the longer one loses its last token."""
-        kept = min(len(text), max(self.room - len(other), self.room // 2, 0))
-        cut = max(0, len(text) + len(other) - max(0, self.room))
-        text, other = text[:kept], other[: max(0, self.room - kept)]
-        return self.joined(text, other)._replace(cut=cut)
-
-    def joined(self, text: Sequence[int], other: Sequence[int]) -> Tokens:
-        """Two texts that fit."""
-        ids = [*self.first, *text, *self.between]
-        segments = [0] * len(ids) + [int(self.segments)] * (len(other) + len(self.last))
-        return Tokens([*ids, *other, *self.last], segments)
-
-    @property
-    def room(self) -> int:
-        """For the tokens of two texts."""
-        return self.max_length - len(self.first) - len(self.between) - len(self.last)
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -83,6 +36,10 @@ class Feature:
     def cut(self) -> int:
         """The number of tokens of its texts that did not fit."""
         return sum(sequence.cut for sequence in self.sequences)
+
+    def content(self) -> Iterator[bytes]:
+        """What tells it from others, for checksums."""
+        return (np.asarray(sequence.ids, np.int32).tobytes() for sequence in self.sequences)
 
 
 @dataclass

@@ -158,7 +158,7 @@ class RelationTask(MarkedTask):
     about = "the relation of two entities"
     file_format = "JSONL with text, head, tail and label"
     json_fields = "text, head, tail, label"
-    read_file = staticmethod(read_relations)  # type: ignore[assignment]
+    read_file = staticmethod(read_relations)
     marks = ("[HD]", "[TL]")
 
     def parsed(self, row: Mapping[str, Any]) -> Any:
@@ -175,7 +175,7 @@ class EntityTypingTask(MarkedTask):
     about = "the types of an entity"
     file_format = "JSONL with text, mention and labels"
     json_fields = "text, mention, labels"
-    read_file = staticmethod(read_types)  # type: ignore[assignment]
+    read_file = staticmethod(read_types)
     marks = ("[ENT]",)
     main_score = "micro_f1"
 

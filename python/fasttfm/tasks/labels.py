@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -43,11 +43,11 @@ class ClassifyTask(Task):
     file_format = "tsv, csv, jsonl or parquet with a text"
     line_format = "the text"
     json_fields = "text, label"
-    read_file = staticmethod(read_texts)
+    read_file: ClassVar[Any] = staticmethod(read_texts)
     head = Head.SEQUENCE_CLASSIFICATION
     main_score = "accuracy"
-    options = ("both_orders",)
-    kept = options
+    options: ClassVar[tuple[str, ...]] = ("both_orders",)
+    kept: ClassVar[tuple[str, ...]] = options
 
     def __init__(
         self, language: Language, train: Sequence[Any] | None, *, both_orders: bool = False, **options: Any
@@ -122,6 +122,11 @@ class ClassifyTask(Task):
     def logits(self, model: Any, batch: TaskBatch) -> Tensor:
         logits: Tensor = model(**batch.inputs(), **self._orders()).logits
         return logits
+
+    @property
+    def on_session(self) -> bool:
+        own = (type(self).batch, type(self).logits) != (Task.batch, ClassifyTask.logits)
+        return not own and not self.both_orders
 
     def _orders(self) -> dict[str, int]:
         return {"num_orders": 2} if self.both_orders else {}
@@ -372,6 +377,10 @@ class TagTask(Task):
 
     def rows(self, batch: TaskBatch) -> int:
         return batch.tokens
+
+    @property
+    def on_session(self) -> bool:
+        return True
 
     def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
         """The number and the probability of each word's best tag."""

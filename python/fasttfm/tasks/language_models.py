@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.inference.opening import checkpoint_of, family_of, longest_input, open_model, tokenizer_of
 from fasttfm.models.family import Family, Head
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.distillation_recipes import encode
-from fasttfm.tasks.families import checkpoint_of, family_of, longest_input, open_model, tokenizer_of
 from fasttfm.tasks.finetuning import format_of
 from fasttfm.tasks.inputs import Feature, Tokens, by_budget, collate
 from fasttfm.train.distributed import device_named

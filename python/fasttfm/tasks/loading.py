@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,25 @@ import torch
 
 from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.inference.opening import checkpoint_of, family_of, longest_input, open_model, tokenizer_of
 from fasttfm.models.checkpoint_files import CONFIG, CheckpointError
 from fasttfm.models.family import Family, Head
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.tasks.families import checkpoint_of, family_of, longest_input, open_model, tokenizer_of
-from fasttfm.tasks.finetuning import format_of, label_names
+from fasttfm.tasks.finetuning import check_text_options, format_of, label_names
 from fasttfm.tasks.gpt_inputs import TASK_TOKENS
-from fasttfm.tasks.inputs import Feature, Format, TaskBatch, by_budget
+from fasttfm.tasks.images import image_language
+from fasttfm.tasks.inputs import Feature, Format
 from fasttfm.tasks.labels import ValueTask, some
 from fasttfm.tasks.registry import TASKS
 from fasttfm.tasks.results import Result
+from fasttfm.tasks.running import FeatureRunner
 from fasttfm.tasks.task import TASK_KEY, Language, Task
 from fasttfm.train.distributed import device_named
 from fasttfm.train.settings import at_least
 
 PRECISIONS = ("float32", "bfloat16")
-_WITH_LABELS = (Head.SEQUENCE_CLASSIFICATION, Head.TOKEN_CLASSIFICATION)
+_WITH_LABELS = (Head.SEQUENCE_CLASSIFICATION, Head.TOKEN_CLASSIFICATION, Head.IMAGE_CLASSIFICATION)
+_GRAPHS = 128  # CUDA graphs of a predictor
 _WINDOW = 2048  # examples that are sorted by their length at a time
 
 
@@ -59,12 +62,13 @@ class Predictor:
     """A model, where it is, and the task that it was trained for. Calling it with examples returns their results.
 
     An example is what the task reads: a text, or a tuple of two (classify, pair); a sentence or a list of its words
-    (tag); a tuple of question and context (qa); a tuple of context and endings (choice); or a dictionary of these, or
-    what ``tasks.read_examples`` returns. ``counts`` says what has been read.
+    (tag); a tuple of question and context (qa); a tuple of context and endings (choice); an image as an array, a tensor
+    or its path (image); or a dictionary of these, or what ``tasks.read_examples`` returns. ``counts`` says what was
+    read.
 
     Args:
         tokens_per_batch: At least one example is computed at a time.
-        precision: ``"float32"``, or ``"bfloat16"`` for autocast.
+        precision: ``"float32"`` or ``"bfloat16"``.
     """
 
     def __init__(
@@ -76,11 +80,11 @@ class Predictor:
         self.model, self.task = model.eval(), task
         self.tokens_per_batch, self.precision = tokens_per_batch, precision
         self.counts = Counts()
-        self._device = next(model.parameters()).device
+        self._runner = FeatureRunner(model, task, tokens=tokens_per_batch, precision=precision, max_graphs=_GRAPHS)
 
     def __call__(self, examples: Any) -> Any:
         """The result of each example, or that of a single one. A warning says if examples were truncated."""
-        single = isinstance(examples, (str, tuple, Mapping))
+        single = self.task.is_example(examples)
         self.counts = Counts()
         found = [result for _, result in self.stream([examples] if single else examples)]
         if note := self.counts.note(self.max_length):
@@ -102,17 +106,7 @@ class Predictor:
         """Sequences of similar length are computed together."""
         features = self.task.features(examples)
         self._count(examples, features)
-        order = sorted(range(len(features)), key=lambda index: -features[index].tokens)
-        read: list[Any] = [None] * len(features)
-        done = 0
-        for group in by_budget((features[index] for index in order), self.tokens_per_batch):
-            batch: TaskBatch = self.task.batch(group).to(self._device)
-            enabled = self.precision == "bfloat16"
-            with torch.inference_mode(), torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled):
-                found = self.task.read(batch, self.task.logits(self.model, batch))
-            for index, each in zip(order[done : done + len(group)], found, strict=True):
-                read[index] = each
-            done += len(group)
+        read = self._runner.read(features)
         results = self.task.results(examples, features, read)
         self.counts.words += sum(each.probabilities.count(None) for each in results if hasattr(each, "tags"))
         return results
@@ -163,9 +157,13 @@ def load(
         if name not in kind.kept:
             expected = f"an option of the task {kind.name} ({', '.join(kind.kept) or 'it has none'})"
             raise ValueError(f"{name}: expected {expected}")
-    words = tokenizer_of(path if tokenizer is None else tokenizer)
-    length = stated.get("max_length") if max_length is None else max_length
-    language = Language(words, family, _format(family, config, words, length, kind))
+    if kind.reads == "images":
+        check_text_options(kind, tokenizer, max_length)
+        language: Language = image_language(path, family, config)
+    else:
+        words = tokenizer_of(path if tokenizer is None else tokenizer)
+        length = stated.get("max_length") if max_length is None else max_length
+        language = Language(words, family, _format(family, config, words, length, kind))
     known = _labels(config) if kind.head in _WITH_LABELS and not issubclass(kind, ValueTask) else []
     kept = {name: stated[name] for name in kind.kept if stated.get(name) is not None}
     if max_length is not None:  # windows of questions are made for the new length

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fasttfm.atomic_files import atomic_write, write_json
+from fasttfm.inference.opening import stack_of
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.tasks.families import base_of
 from fasttfm.train.settings import at_least
 
 TARGETS = ("qkv", "out", "up", "down")  # the linear maps of a layer
@@ -44,7 +44,7 @@ class Lora:
         self.config = _peft().LoraConfig(
             r=rank, lora_alpha=2 * rank if alpha is None else alpha, target_modules=list(TARGETS)
         )
-        _peft().inject_adapter_in_model(self.config, base_of(model).encoder, _NAME)
+        _peft().inject_adapter_in_model(self.config, stack_of(model).encoder, _NAME)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in self.heads or name.endswith((_A, _B)))
 
@@ -89,7 +89,7 @@ class Lora:
         """Adds the updates to the weights: the model is then one without LoRA."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        for parent in list(base_of(self.model).encoder.modules()):
+        for parent in list(stack_of(self.model).encoder.modules()):
             for name, child in list(parent.named_children()):
                 if isinstance(child, BaseTunerLayer):
                     child.merge()

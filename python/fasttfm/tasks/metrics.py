@@ -137,19 +137,23 @@ def answer_f1(gold: str, answer: str) -> float:
     return 2 * common / (len(wanted) + len(found))
 
 
-def answer_scores(gold: Mapping[Any, Sequence[str]], answers: Mapping[Any, str]) -> Scores:
+Gold = Sequence[str] | Sequence[Sequence[str]]
+
+
+def answer_scores(gold: Mapping[Any, Gold], answers: Mapping[Any, str]) -> Scores:
     """SQuAD's exact match and F1, means over all questions and, where both kinds exist, over those with an answer and
     those without.
 
     Args:
-        gold: Every question's right answers by its id or number; none where it has no answer (SQuAD 2.0).
+        gold: Every question's right answers by its id or number; none where it has no answer (SQuAD 2.0). Of several
+            lists of them, the scores' mean over the lists counts (CoQA).
         answers: One answer for each id, empty for none.
     """
     exact, f1 = _best(gold, answers, exact_match), _best(gold, answers, answer_f1)
     scores = {"exact": _mean(exact, gold), "f1": _mean(f1, gold)}
     kinds = {
-        "answerable": [key for key in gold if _real(gold[key])],
-        "unanswerable": [key for key in gold if not _real(gold[key])],
+        "answerable": [key for key in gold if _answerable(gold[key])],
+        "unanswerable": [key for key in gold if not _answerable(gold[key])],
     }
     if all(kinds.values()):
         for kind, keys in kinds.items():
@@ -157,9 +161,7 @@ def answer_scores(gold: Mapping[Any, Sequence[str]], answers: Mapping[Any, str])
     return scores
 
 
-def best_threshold(
-    gold: Mapping[Any, Sequence[str]], answers: Mapping[Any, str], no_answer: Mapping[Any, float]
-) -> float:
+def best_threshold(gold: Mapping[Any, Gold], answers: Mapping[Any, str], no_answer: Mapping[Any, float]) -> float:
     """The number that ``no_answer`` may have before a question counts as one without an answer, so that F1 is as large
     as it can be (SQuAD's ``best_f1_thresh``). What is tuned on one set of questions should be used on others.
 
@@ -168,29 +170,40 @@ def best_threshold(
         answers: The best answer of each question that is not empty.
         no_answer: How much more likely it is than that answer that there is none.
     """
-    f1 = _best(gold, answers, answer_f1)
+    f1, none = _best(gold, answers, answer_f1), _best(gold, dict.fromkeys(gold, ""), answer_f1)
     order = sorted(gold, key=lambda key: no_answer[key])
-    gains = [f1[key] if _real(gold[key]) else -float(answers[key] != "") for key in order]
-    score = best = float(sum(not _real(gold[key]) for key in gold))  # with no question answered
+    score = best = sum(none.values())  # with no question answered
     threshold = min(no_answer.values(), default=0.0) - 1
-    for index, gain in enumerate(gains):
-        score += gain
-        last_of_equals = index + 1 == len(order) or no_answer[order[index]] < no_answer[order[index + 1]]
+    for index, key in enumerate(order):
+        score += f1[key] - none[key]
+        last_of_equals = index + 1 == len(order) or no_answer[key] < no_answer[order[index + 1]]
         if score > best and last_of_equals:
-            best, threshold = score, no_answer[order[index]]
+            best, threshold = score, no_answer[key]
     return float(threshold)
 
 
-def _real(answers: Sequence[str]) -> list[str]:
-    """Without those of which nothing is left when they are compared."""
-    return [answer for answer in answers if normalized(answer)]
+def _lists(right: Gold) -> list[list[str]]:
+    """The lists of right answers, with an empty one where there is none. SQuAD ignores answers of which nothing is left
+    when they are compared, unless there are no others."""
+    lists = [list(each) for each in right if not isinstance(each, str)]
+    texts = [each for each in right if isinstance(each, str) and normalized(each)]
+    return lists or [texts or [""]]
 
 
-def _best(gold: Mapping[Any, Sequence[str]], answers: Mapping[Any, str], score: Any) -> dict[Any, float]:
+def _answerable(right: Gold) -> bool:
+    return any(normalized(answer) for answers in _lists(right) for answer in answers)
+
+
+def _best(gold: Mapping[Any, Gold], answers: Mapping[Any, str], score: Any) -> dict[Any, float]:
     """Each question's score, against whichever right answer is nearest."""
     if missing := [key for key in gold if key not in answers]:
         raise ValueError(f"answer_scores: answers: expected one for every question, got none for {missing[0]!r}")
-    return {key: max(score(each, answers[key]) for each in _real(right) or [""]) for key, right in gold.items()}
+
+    def of(right: Gold, answer: str) -> float:
+        lists = _lists(right)
+        return sum(max(score(each, answer) for each in answers) for answers in lists) / len(lists)
+
+    return {key: of(right, answers[key]) for key, right in gold.items()}
 
 
 def _mean(scores: Mapping[Any, float], keys: Iterable[Any]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,15 +16,17 @@ from torch import Tensor
 from fasttfm import extras
 from fasttfm.data.texts import data_error, read_json_lines
 from fasttfm.data.tokenizer import Tokenizer
-from fasttfm.generate import stream
+from fasttfm.generate import Generation
+from fasttfm.generate.loop import session_of
+from fasttfm.inference.opening import longest_input
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.distillation_recipes import encode
-from fasttfm.tasks.families import longest_input
 from fasttfm.tasks.inputs import Feature, Tokens, by_budget, collate
 from fasttfm.tasks.metrics import Scores, answer_f1, exact_match, label_scores, scikit_learn
 from fasttfm.tasks.prompts import Prompt, Shot, text_pieces, until
 
 NORMALIZATIONS = ("none", "tokens", "bytes", "unconditional")
+_SEQUENCES = 8  # that are generated at a time
 METRICS = ("accuracy", "f1", "exact_match", "answer_f1", "bleu", "rouge")
 
 
@@ -113,16 +116,22 @@ class Evaluation:
         """An answer to each question, after a prompt with ``k`` of the ``shots``, drawn for each question by the
         seed. A question is not drawn for itself."""
         labels = list(dict.fromkeys(each.outputs[0] for each in (shots or questions)))
+        prompts = self._prompts(questions, shots, k, seed)
+        if self.answer == "generate":
+            yield from self._generated(prompts)
+        else:
+            for prompt, question in prompts:
+                yield self._most_likely(prompt, question, question.choices or labels)
+
+    def _prompts(
+        self, questions: Sequence[Question], shots: Sequence[Question], k: int, seed: int
+    ) -> Iterator[tuple[Prompt, Question]]:
         for index, question in enumerate(questions):
             others = [shot for shot in shots if shot.input != question.input]
             if k > len(others):
                 raise ValueError(f"shots: expected at least {k} examples to draw from, got {len(others)}")
             drawn = random.Random(f"{seed} {k} {index}").sample(others, k)
-            prompt = replace(self.prompt, shots=[Shot(shot.input, shot.outputs[0]) for shot in drawn])
-            if self.answer == "generate":
-                yield self._generated(prompt, question)
-            else:
-                yield self._most_likely(prompt, question, question.choices or labels)
+            yield replace(self.prompt, shots=[Shot(shot.input, shot.outputs[0]) for shot in drawn]), question
 
     def _fitting(self, prompt: Prompt, question: Question, room: int) -> list[int]:
         """The ids of the prompt, without the first examples if all are too long."""
@@ -132,13 +141,26 @@ class Evaluation:
         self.left_out += len(prompt.shots) - len(fitting.shots)
         return self.tokenizer.encode(fitting.text(question.input))
 
-    def _generated(self, prompt: Prompt, question: Question) -> str:
-        ids = self._fitting(prompt, question, self._longest - self.max_new_tokens)
-        end = self.tokenizer.special.eos if self.model.config.eos_token_id is None else None
+    def _generated(self, prompts: Iterable[tuple[Prompt, Question]]) -> Iterator[str]:
+        """The answers to several questions at a time, each up to where it stops."""
         model: Any = self.model
-        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "eos_token_id": end, "do_sample": False}
-        tokens = stream(model, torch.tensor(ids, device=self._device), **options)
-        return "".join(until(text_pieces(self.tokenizer, tokens), self.stop)).strip()
+        session = session_of(model, _SEQUENCES, self._longest)
+        end = self.tokenizer.special.eos if self.model.config.eos_token_id is None else None
+        waiting: deque[Generation] = deque()
+
+        def answer() -> str:
+            sequence = waiting.popleft()
+            text = "".join(until(text_pieces(self.tokenizer, iter(sequence)), self.stop)).strip()
+            sequence.cancel()
+            return text
+
+        for prompt, question in prompts:
+            ids = self._fitting(prompt, question, self._longest - self.max_new_tokens)
+            waiting.append(session.submit(ids, max_new_tokens=self.max_new_tokens, eos_token_id=end))
+            if len(waiting) == 2 * _SEQUENCES:  # some wait for those that stop early
+                yield answer()
+        while waiting:
+            yield answer()
 
     def _most_likely(self, prompt: Prompt, question: Question, choices: Sequence[str]) -> str:
         endings = [self.tokenizer.encode(prompt.answer_prefix + choice) for choice in choices]

@@ -19,7 +19,7 @@ from fasttfm.nn import PackedBatch
 from fasttfm.tasks.answers import Found, Offsets, Window, Windows, best_of_windows, span_of_characters
 from fasttfm.tasks.given import unusable
 from fasttfm.tasks.inputs import Feature, TaskBatch
-from fasttfm.tasks.metrics import Scores, answer_scores, best_threshold, most_common
+from fasttfm.tasks.metrics import Gold, Scores, answer_scores, best_threshold, most_common
 from fasttfm.tasks.results import AnswerResult
 from fasttfm.tasks.task import Language, Predictions, Task
 from fasttfm.train.settings import at_least
@@ -117,9 +117,16 @@ class QuestionTask(Task):
     def logits(self, model: Any, batch: TaskBatch) -> Tensor:
         """[2 * features, longest]: of the first tokens of spans, then of the last ones."""
         output = model(**batch.inputs())
-        both = torch.stack([output.start_logits, output.end_logits], -1)  # [T, 2]
+        return self.logits_of_rows(batch, torch.stack([output.start_logits, output.end_logits], -1))
+
+    @property
+    def on_session(self) -> bool:
+        return True
+
+    def logits_of_rows(self, batch: TaskBatch, rows: Tensor) -> Tensor:
+        """``rows`` [T, 2]: of the first token of a span and of the last."""
         packed = PackedBatch(batch.cu_seqlens, batch.max_seqlen, batch.tokens)
-        padded = packed.per_sequence(both, fill=torch.finfo(both.dtype).min / 2)
+        padded = packed.per_sequence(rows, fill=torch.finfo(rows.dtype).min / 2)
         return padded.permute(2, 0, 1).flatten(0, 1)
 
     def rows(self, batch: TaskBatch) -> int:
@@ -175,16 +182,16 @@ class QuestionTask(Task):
 
     def tune(self, examples: Sequence[Any], predictions: Predictions) -> None:
         """Sets the threshold with which the F1 of these answers is largest, if some of the questions have none."""
-        gold = {number: _texts(example) for number, example in enumerate(examples)}
-        if all(gold.values()):
+        if all(example.answers for example in examples):
             return
+        gold = {number: _right(example) for number, example in enumerate(examples)}
         texts = {number: answer.text for number, answer in enumerate(predictions)}
         scores = {number: answer.no_answer for number, answer in enumerate(predictions)}
         self.threshold = best_threshold(gold, texts, scores)
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
         """Questions are counted by their numbers: ids may be missing, and repeated."""
-        gold = {number: _texts(example) for number, example in enumerate(examples)}
+        gold = {number: _right(example) for number, example in enumerate(examples)}
         return answer_scores(gold, dict(enumerate(self._texts(predictions))))
 
     def description(self) -> dict[str, Any]:
@@ -240,3 +247,8 @@ def _answers(given: Any) -> list[RightAnswer]:
 
 def _texts(example: Any) -> list[str]:
     return [answer.text for answer in example.answers]
+
+
+def _right(example: Any) -> Gold:
+    """What a prediction is compared with."""
+    return example.references or _texts(example)

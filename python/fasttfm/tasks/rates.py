@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from fasttfm.inference.opening import stack_of
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.models.text_model import TextModel
-from fasttfm.tasks.families import base_of
+from fasttfm.models.text_model import BaseModel
 from fasttfm.train.optimizers import parameter_groups
 
 
@@ -41,7 +41,7 @@ class Rates:
 
     def groups(self, model: PretrainedModel) -> list[dict[str, Any]]:
         """The model's trained parameters as an optimizer takes them; biases and LayerNorms do not decay."""
-        rates = {parameter: self.rate * factor for parameter, factor in self._factors(base_of(model))}
+        rates = {parameter: self.rate * factor for parameter, factor in self._factors(stack_of(model))}
         head = self.rate if self.head_rate is None else self.head_rate
         found = []
         for group in parameter_groups(model, self.weight_decay):
@@ -51,7 +51,7 @@ class Rates:
             found += [{**group, "params": some, "lr": rate} for rate, some in sorted(by_rate.items())]
         return found
 
-    def _factors(self, base: TextModel) -> Iterator[tuple[nn.Parameter, float]]:
+    def _factors(self, base: BaseModel) -> Iterator[tuple[nn.Parameter, float]]:
         layers = len(base.encoder.layers)
         for name, parameter in base.named_parameters():
             layer = re.match(r"encoder\.layers\.(\d+)\.", name)
@@ -61,13 +61,13 @@ class Rates:
 
 def default_rate(model: PretrainedModel) -> float:
     """The learning rate of BERT-base, more for narrower models and less for wider ones."""
-    return 5e-5 * 768 / base_of(model).encoder.in_order()[0].width
+    return 5e-5 * 768 / stack_of(model).encoder.in_order()[0].width
 
 
 def freeze(model: PretrainedModel, layers: int | None = None) -> None:
     """Leaves only the head to be trained, with a pooler if it has one; with ``layers``, only the embeddings and that
     many of the lowest layers are frozen. What is frozen keeps its values and drops nothing."""
-    base = base_of(model)
+    base = stack_of(model)
     order = base.encoder.in_order()
     if layers is not None:
         if len(base.encoder.layers) < len(order):

@@ -9,15 +9,25 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fasttfm.data.images import is_image_folder
 from fasttfm.data.task_files import BY_NAME, Columns, describe_columns, read_texts
 from fasttfm.data.texts import data_error, shipped_task
+from fasttfm.tasks.images import ImageTask
 from fasttfm.tasks.labels import PairTask
 from fasttfm.tasks.registry import TASKS
 
 # The parts of data sets by the words in the names of their files; CoNLL-2003's dev set is "testa".
 _PARTS = {"train": ("train", "training"), "dev": ("dev", "valid", "validation", "val", "testa"), "test": ("test",)}
 _SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.)")
-_SUFFIXES = (".jsonl", ".parquet", ".tsv", ".csv", ".json", ".txt")  # of files with the same content, the best first
+_SUFFIXES = (
+    ".jsonl",
+    ".parquet",
+    ".tsv",
+    ".csv",
+    ".json",
+    ".txt",
+    ".npz",
+)  # of files with the same content, the best first
 _HELD_OUT = 0.1
 
 
@@ -45,7 +55,7 @@ def read_examples(
         source = "the shipped sample"
     else:
         parts = {"train": [data]}
-        if data.is_dir() and not _is_split(data):
+        if data.is_dir() and not _is_split(data) and not (task == ImageTask.name and is_image_folder(data)):
             wanted = ("train",) if dev is not None else ("train", "dev")
             parts = {part: files for part in wanted if (files := part_files(data, part))}
             if "train" not in parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fasttfm.tasks.commonsense import CommonsenseTask
+from fasttfm.tasks.images import ImageTask
 from fasttfm.tasks.knowledge import EntityTypingTask, RelationTask
 from fasttfm.tasks.labels import ChoiceTask, ClassifyTask, PairTask, TagTask
 from fasttfm.tasks.questions import QuestionTask
@@ -12,6 +13,6 @@ from fasttfm.tasks.task import Task
 _TASKS: tuple[type[Task], ...] = (
     *(ClassifyTask, PairTask, TagTask, QuestionTask, ChoiceTask),
     *(EntityTypingTask, RelationTask, CommonsenseTask),
-    SimilarityTask,
+    *(SimilarityTask, ImageTask),
 )
 TASKS: dict[str, type[Task]] = {task.name: task for task in _TASKS}

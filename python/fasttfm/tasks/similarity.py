@@ -15,11 +15,11 @@ from torch.nn.functional import mse_loss, normalize
 from fasttfm import ops
 from fasttfm.data.pair_files import read_similarity
 from fasttfm.data.texts import DataError
+from fasttfm.inference.pooling import POOLING, Tokens
 from fasttfm.models.family import Head
 from fasttfm.tasks.inputs import Feature, TaskBatch, collate
 from fasttfm.tasks.labels import table
 from fasttfm.tasks.metrics import Scores, value_scores
-from fasttfm.tasks.pooling import POOLING, Tokens
 from fasttfm.tasks.task import Language, Predictions, Task
 from fasttfm.train.gradient_cache import cached_loss
 from fasttfm.train.settings import at_least
@@ -100,7 +100,7 @@ class SimilarityTask(Task):
     def logits(self, model: Any, batch: TaskBatch) -> Tensor:
         """The vectors of all texts of a batch, of length 1: fp32 [texts, D]."""
         states = model(**batch.inputs()).last_hidden_state
-        return normalize(POOLING["mean"](Tokens(states.float(), batch.cu_seqlens.long())), dim=-1)
+        return normalize(POOLING["mean"](Tokens(states.float(), batch.cu_seqlens, batch.max_seqlen)), dim=-1)
 
     def loss(self, model: Any, batch: TaskBatch) -> Tensor:
         features, size = batch.features, self.mini_batch

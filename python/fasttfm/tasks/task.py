@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.inference.opening import longest_input
 from fasttfm.models.family import Family, Head
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.inputs import Feature, Format, TaskBatch, collate
@@ -32,6 +33,11 @@ class Language:
     family: Family
     format: Format
 
+    def save(self, directory: Path, config: Any) -> None:
+        """Writes what a model's inputs are made with into its directory. The tokenizer's maximum length is the
+        model's."""
+        self.tokenizer.save(directory, model_max_length=longest_input(config), config=config)
+
 
 class Task(ABC):
     """A task with its examples' form and its head.
@@ -47,6 +53,7 @@ class Task(ABC):
     about: ClassVar[str]  # what is learnt, in a few words
     file_format: ClassVar[str]  # of its examples
     read_file: ClassVar[Any]  # a function: the examples of a file, by its path
+    reads: ClassVar[str] = "text"  # or "images"
     line_format: ClassVar[str] = "none"  # of an example in a line of text, for predictions
     json_fields: ClassVar[str] = "none"  # of an example in a line of .jsonl, for predictions
     head: ClassVar[Head]
@@ -95,6 +102,10 @@ class Task(ABC):
         """The example of a line of plain text: its texts are separated by tabulators."""
         return self.example(tuple(line.split("\t")) if "\t" in line else line)
 
+    def is_example(self, given: Any) -> bool:
+        """Whether something that a caller gives is one example, and not several."""
+        return isinstance(given, (str, tuple, Mapping))
+
     @abstractmethod
     def features(self, examples: Sequence[Any]) -> list[Feature]:
         """The features of these examples, which are the model's inputs."""
@@ -111,6 +122,10 @@ class Task(ABC):
             batch.count = self.count(batch)
         return batch
 
+    def label_numbers(self, features: Sequence[Feature]) -> Tensor:
+        """The numbers of all labels of features that have targets."""
+        return self.batch(features).targets["labels"]
+
     def count(self, batch: TaskBatch) -> float:
         """The number of elements over which the loss of a batch with targets is a mean."""
         return len(batch.features)
@@ -125,6 +140,16 @@ class Task(ABC):
         """The model's logits, one row for every feature: [features, classes] in most tasks."""
         logits: Tensor = model(**batch.inputs()).logits
         return logits
+
+    @property
+    def on_session(self) -> bool:
+        """Whether ``logits`` are ``logits_of_rows`` of the model's head over packed ids, which an
+        ``inference.Session`` computes."""
+        return False
+
+    def logits_of_rows(self, batch: TaskBatch, rows: Tensor) -> Tensor:
+        """``logits``, from the rows of the head's for sequences or tokens."""
+        return rows
 
     def rows(self, batch: TaskBatch) -> int:
         """The number of rows of ``logits``."""

@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 
 from fasttfm.atomic_files import first_line, sync_file
 from fasttfm.models import CheckpointError
+from fasttfm.models.checkpoint_files import LATEST
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.train.distributed import World, like, whole
 
 MANIFEST = "manifest.json"
 STATE = "training_state.pt"
-LATEST = "latest"
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"  # a checkpoint while another one of the same step takes its name
 _NAME = re.compile(r"checkpoint-(\d{6,})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,12 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fasttfm import optim
+from fasttfm.nn import Fp8Training
 from fasttfm.train.cuda_graph import Graphs
 from fasttfm.train.distributed import World, gradients_summed, whole
 from fasttfm.train.schedule import Schedule
 from fasttfm.train.settings import StepSettings
 
-_PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.bfloat16}  # autocast's
 _MAX_PENDING = 8  # metrics in flight before the host synchronizes
 
 
@@ -92,23 +94,36 @@ class Trainer:
         self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
         self._call: Any = torch.compile(module, dynamic=True) if self.settings.compile else module
         # What goes into a step and comes out of it: the same memory each time, so that a CUDA graph can hold the work.
+        # The host reads all of it in one copy.
         terms, device = len(objective.terms), self.world.device
-        self._totals = torch.zeros(terms + 2, dtype=torch.float64, device=device)  # counts, tokens, flops
-        self._sums = torch.zeros(terms, dtype=torch.float64, device=device)
-        self._report = torch.zeros(terms + 5, dtype=torch.float64, device=device)
+        self._report = torch.zeros(2 * terms + 3, dtype=torch.float64, device=device)
+        self._sums, self._totals, self._norm = self._report.split(
+            [terms, terms + 2, 1]
+        )  # totals: counts, tokens, flops
         self._metrics: AsyncMetrics = AsyncMetrics(device)
+        if isinstance(optimizer, optim.AdamW):
+            optimizer.max_norm = self.settings.clip or math.inf  # its step then also computes the norm
+        self.fp8 = self._fp8_training() if self.settings.precision == "fp8" else None
         self._graphs = Graphs(self._accumulate, self._update) if self.settings.cuda_graph else None
+
+    def _fp8_training(self) -> Fp8Training:
+        if self.world.parallel == "fsdp":
+            raise ValueError("precision: fp8 expects whole parameters, got those that FSDP has cut up; use ddp")
+        return Fp8Training(self.module)
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def step(self, batches: Sequence[Any]) -> list[StepResult]:
         """One step over ``batches``, which together are one batch. Returns results of earlier steps that are there."""
-        self.module.train()
+        if not self.module.training:  # setting it in every module takes a fraction of a millisecond
+            self.module.train()
         rate = self.schedule.set(self.completed)
         self._set_totals(batches)
         self._sums.zero_()
         if self._graphs is not None and isinstance(self.optimizer, optim.AdamW):
             self.optimizer.refresh_copies()  # a graph does not notice that somebody has changed parameters
+        if self._graphs is not None and self.fp8 is not None:
+            self.fp8.refresh()
         for index, batch in enumerate(batches):
             with gradients_summed(self.module, last=index + 1 == len(batches)):
                 (self._accumulate if self._graphs is None else self._graphs.accumulate)(self._moved(batch))
@@ -167,38 +182,50 @@ class Trainer:
 
     @torch.no_grad()
     def _update(self) -> None:
-        means = self._sums / self._counts()
-        loss = means.sum()
-        gradients = [each.grad for each in self._parameters if each.grad is not None]
-        norm = self._norm(gradients)
-        bad = ~torch.isfinite(norm + loss)
-        scale = torch.ones_like(norm) if self.settings.clip is None else (norm / self.settings.clip).clamp(min=1)
-        self.optimizer.grad_scale = scale.float()  # type: ignore[attr-defined]
-        self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self._report.copy_(torch.cat([means, self._totals[-2:], torch.stack([loss, norm.double(), bad.double()])]))
+        not_finite = (self._sums.sum() * 0 != 0).float()  # 0 * inf is NaN
+        if isinstance(self.optimizer, optim.AdamW):
+            self.optimizer.found_inf = not_finite  # type: ignore[attr-defined]
+            self.optimizer.step()
+            norm = self.optimizer.last_norm
+        else:
+            norm = self._gradient_norm()
+            scale = torch.ones_like(norm) if self.settings.clip is None else (norm / self.settings.clip).clamp(min=1)
+            self.optimizer.grad_scale = scale.float()  # type: ignore[attr-defined]
+            self.optimizer.found_inf = torch.maximum(not_finite, (norm * 0 != 0).float())  # type: ignore[attr-defined]
+            self.optimizer.step()
+        if self.fp8 is not None:
+            self.fp8.update(reduce=self.world.size > 1)
+        if norm is None:  # no parameter has a gradient
+            self._norm.zero_()
+        else:
+            self._norm.copy_(norm)
         if self._graphs is None:
             self.optimizer.zero_grad(set_to_none=True)
         else:  # a graph adds to the same gradients each time
-            torch._foreach_zero_(gradients)
+            torch._foreach_zero_(self._gradients())
 
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
-        """The norm of all gradients. On the CPU torch adds a tensor's squares sequentially, so it is computed in
-        fp64."""
-        if isinstance(self.optimizer, optim.AdamW):
-            return self.optimizer.gradient_norm()
+    def _gradients(self) -> list[Tensor]:
+        return [each.grad for each in self._parameters if each.grad is not None]
+
+    def _gradient_norm(self) -> Tensor:
+        """On the CPU torch adds a tensor's squares sequentially, so it is computed in fp64."""
         dtype = torch.float64 if self.world.device.type == "cpu" else None
-        norms = torch._foreach_norm(gradients, 2, dtype=dtype)
+        norms = torch._foreach_norm(self._gradients(), 2, dtype=dtype)
         return whole(torch.linalg.vector_norm(torch.stack(norms)))
 
     # ---- results -----------------------------------------------------------------------------------------------------
 
     def _arrived(self, values: Iterable[tuple[Any, list[float]]]) -> list[StepResult]:
         results = []
-        for (step, rate), (*means, tokens, flops, loss, norm, bad) in values:
+        for (step, rate), (*sums_and_counts, tokens, flops, norm) in values:
+            count = len(self.objective.terms)
+            pairs = zip(sums_and_counts[:count], sums_and_counts[count:], strict=True)
+            means = [total / max(number, 1.0) for total, number in pairs]
+            loss = sum(means)
+            bad = not math.isfinite(loss + norm)
             terms = dict(zip(self.objective.terms, means, strict=True))
-            results.append(StepResult(step, loss, terms, norm, rate, int(tokens), flops, skipped=bool(bad)))
-            self.skipped += bool(bad)
+            results.append(StepResult(step, loss, terms, norm, rate, int(tokens), flops, skipped=bad))
+            self.skipped += bad
             self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
             if self._bad_in_a_row >= self.settings.bad_steps:
                 raise NonFiniteError(
@@ -224,11 +251,15 @@ class Trainer:
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The state in addition to that of module and optimizer. Results must have been flushed."""
-        return {"completed": self.completed, "skipped": self.skipped, "bad_in_a_row": self._bad_in_a_row}
+        counts = {"completed": self.completed, "skipped": self.skipped, "bad_in_a_row": self._bad_in_a_row}
+        return counts if self.fp8 is None else {**counts, "fp8": self.fp8.state_dict()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The module has its parameters already."""
+        if self.fp8 is not None:
+            self.fp8.load_state_dict(state["fp8"])
         self.completed, self.skipped, self._bad_in_a_row = (
             state[name] for name in ("completed", "skipped", "bad_in_a_row")
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 OPTIMIZERS = ("adamw", "lamb")
 SCHEDULES = ("linear", "cosine", "constant")
-PRECISIONS = ("float32", "bfloat16")
+PRECISIONS = ("float32", "bfloat16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class StepSettings:
     """The settings of one step."""
 
     clip: float | None = 1.0  # the gradient's largest norm
-    precision: str = "float32"  # of the products; parameters and optimizer keep float32
+    precision: str = "float32"  # of the products; parameters and optimizer keep float32; fp8 is nn.Fp8Training in bf16
     compile: bool = False  # the forward, with torch.compile
     cuda_graph: bool = False  # the whole step: batches must have fixed shapes
     bad_steps: int = 5  # consecutive steps without a finite loss and gradient that end the run
@@ -62,6 +62,8 @@ class StepSettings:
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)
         at_least("bad_steps", self.bad_steps, 1)
+        if self.precision == "fp8" and self.compile:
+            raise ValueError("precision: fp8 expects compile=False: its layers are single autograd functions already")
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"clip: expected a max gradient norm above 0 or None, got {self.clip}")
 

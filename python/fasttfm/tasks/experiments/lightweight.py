@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from fasttfm.inference.opening import base_of
 from fasttfm.models import AlbertConfig, AlbertForMaskedLM, BertConfig, BertForMaskedLM
 from fasttfm.models.objectives import MaskedLM
 from fasttfm.tasks.distillation_recipes import DistilBertRecipe, TinyBertRecipe, encode
 from fasttfm.tasks.distillation_runs import CorpusRun, distilbert_student, tinybert_student
 from fasttfm.tasks.experiments.lab import Experiment, Lab, Row, parameters
-from fasttfm.tasks.families import base_of
 from fasttfm.tasks.finetuning import FinetuneSettings
 from fasttfm.tasks.rates import Rates
 

@@ -1,0 +1,204 @@
+"""Images: readers of labelled ones, and the way from an image to a model's pixels.
+
+Files of arrays (.npz, .npy) need nothing but NumPy; PNG, JPEG and other images are decoded by Pillow.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fasttfm import extras
+from fasttfm.data.texts import DataError, data_error
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+_ARRAYS = (".npz", ".npy")
+_IMAGES, _LABELS, _NAMES = ("images", "image", "x"), ("labels", "label", "y"), "names"
+_GREY = np.array([0.299, 0.587, 0.114])  # ITU-R 601, as Pillow converts colours to grey
+
+
+@dataclass(frozen=True, eq=False)
+class ImageExample:
+    """An image, and its label if it has one."""
+
+    name: str  # its path, or that of its file with its number
+    image: np.ndarray | Path  # uint8 [height, width] or [height, width, channels]; or the file to decode
+    label: str | None = None
+
+    def pixels(self) -> np.ndarray:
+        """uint8 [height, width, channels]; grey images have one channel, others three."""
+        found = decoded(self.image) if isinstance(self.image, Path) else self.image
+        return found[..., None] if found.ndim == 2 else found
+
+
+def read_images(path: str | Path) -> list[ImageExample]:
+    """The images of a folder, of a file of arrays, or of one image file.
+
+    A folder has a folder of images for each label, or images without labels. An ``.npz`` file has the array ``images``
+    [count, height, width] or [count, height, width, channels], uint8 or numbers from 0 to 1, and mostly ``labels``
+    [count]: texts, or numbers, to which the array ``names`` may give names. An ``.npy`` file has images only.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _of_folder(path)
+    if path.suffix in _ARRAYS:
+        return _of_arrays(path)
+    if path.suffix.lower() not in SUFFIXES:
+        raise data_error(path, f"a folder, or a name that ends in {', '.join((*_ARRAYS, *SUFFIXES))}", repr(path.name))
+    if not path.is_file():
+        raise data_error(path, "an image", "no such file")
+    return [ImageExample(str(path), path)]
+
+
+def images_of(dataset: Any) -> list[ImageExample]:
+    """The examples of a data set of (image, label) pairs, such as those of torchvision: images are arrays, tensors
+    [channels, height, width] or Pillow's; numbers of labels have the names in ``classes``, if the data set has it."""
+    classes = getattr(dataset, "classes", None)
+    found = []
+    for number in range(len(dataset)):
+        image, label = dataset[number]
+        name = str(label) if classes is None or not isinstance(label, int) else str(classes[label])
+        found.append(ImageExample(f"image {number}", as_pixels(image, f"image {number}"), name))
+    return found
+
+
+def is_image_folder(folder: Path) -> bool:
+    """Whether a folder has images, or folders that have images."""
+    places = [folder, *(path for path in sorted(folder.iterdir()) if path.is_dir())]
+    return any(True for place in places for _ in _files(place))
+
+
+def as_pixels(image: Any, name: str) -> np.ndarray:
+    """uint8 [height, width] or [height, width, channels] of an array, a tensor [channels, height, width] or Pillow's
+    image."""
+    if isinstance(image, Tensor):
+        image = image.detach().cpu().movedim(0, -1).numpy() if image.dim() == 3 else image.detach().cpu().numpy()
+    elif hasattr(image, "getbands"):
+        image = _of_pillow(image)
+    return _bytes(np.asarray(image), name, (2, 3))
+
+
+def decoded(path: Path) -> np.ndarray:
+    """The pixels of an image file, uint8 [height, width] or [height, width, 3], turned as its camera was held."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise extras.missing("reading image files", "Pillow", "images") from None
+    try:
+        with Image.open(path) as image:
+            return _of_pillow(ImageOps.exif_transpose(image))
+    except FileNotFoundError:
+        raise data_error(path, "an image", "no such file") from None
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise data_error(path, "an image that Pillow decodes", f"{error}") from None
+
+
+def _of_pillow(image: Any) -> np.ndarray:
+    return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.iterdir()) if path.suffix.lower() in SUFFIXES and path.is_file())
+
+
+def _of_folder(folder: Path) -> list[ImageExample]:
+    labelled = [(label, file) for label in sorted(folder.iterdir()) if label.is_dir() for file in _files(label)]
+    if labelled:
+        return [ImageExample(str(file), file, label.name) for label, file in labelled]
+    found = [ImageExample(str(file), file) for file in _files(folder)]
+    if not found:
+        raise data_error(folder, f"images ({', '.join(SUFFIXES)}), or a folder of them for each label", "none")
+    return found
+
+
+def _of_arrays(path: Path) -> list[ImageExample]:
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        arrays = {name: loaded[name] for name in loaded.files} if path.suffix == ".npz" else {_IMAGES[0]: loaded}
+    except OSError as error:
+        raise data_error(path, "a readable file", error.strerror or str(error)) from None
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise data_error(path, "arrays as NumPy saves them", str(error)) from None
+    images = next((arrays[name] for name in _IMAGES if name in arrays), None)
+    labels = next((arrays[name] for name in _LABELS if name in arrays), None)
+    if images is None:
+        raise data_error(path, f"an array {_IMAGES[0]}", ", ".join(arrays) or "no array")
+    images = _bytes(images, str(path), (3, 4))
+    if labels is not None and labels.shape != (len(images),):
+        raise data_error(path, f"labels of shape ({len(images)},), one for each image", f"shape {labels.shape}")
+    names = arrays.get(_NAMES)
+    if labels is not None and names is not None:
+        if labels.dtype.kind not in "iu" or (len(labels) and not 0 <= labels.min() <= labels.max() < len(names)):
+            raise data_error(path, f"labels from 0 to {len(names) - 1}, as there are names", "others")
+        labels = names[labels]
+    return [
+        ImageExample(f"{path}:{number}", image, None if labels is None else str(labels[number]))
+        for number, image in enumerate(images)
+    ]
+
+
+def _bytes(images: np.ndarray, where: str, dimensions: tuple[int, int]) -> np.ndarray:
+    """An image or several as uint8."""
+    if images.ndim not in dimensions or (images.ndim == dimensions[1] and images.shape[-1] not in (1, 3, 4)):
+        count = "count, " if dimensions[0] == 3 else ""
+        expected = f"[{count}height, width] or [{count}height, width, 1 or 3 channels]"
+        raise data_error(where, expected, f"shape {images.shape}")
+    if images.ndim == dimensions[1] and images.shape[-1] == 4:
+        images = images[..., :3]  # without transparency
+    if images.dtype == np.uint8:
+        return images
+    if images.dtype.kind == "f" and images.size and images.min() >= 0 and images.max() <= 1:
+        scaled: np.ndarray = (images * 255).round().astype(np.uint8)
+        return scaled
+    raise data_error(where, "uint8 pixels, or numbers from 0 to 1", f"{images.dtype} from {images.min()} on")
+
+
+# ---- a model's pixels ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ImageFormat:
+    """How an image becomes a model's pixels: ``(resized / 255 - mean) / std``.
+
+    Args:
+        size: Height and width.
+        channels: 1 for grey, 3 for colours.
+        mean, std: One number for each channel.
+        bicubic: How images are resized; bilinearly otherwise.
+    """
+
+    size: tuple[int, int]
+    channels: int = 3
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    bicubic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.channels not in (1, 3):
+            raise DataError(f"images: num_channels: expected 1 or 3, got {self.channels}")
+        if not len(self.mean) == len(self.std) == self.channels or 0 in self.std:
+            expected = f"{self.channels} numbers, std without 0"
+            raise DataError(f"images: image_mean, image_std: expected {expected}, got {self.mean}, {self.std}")
+
+    def __call__(self, pixels: np.ndarray) -> Tensor:
+        """fp32 [channels, height, width] of uint8 [height, width, channels]."""
+        if pixels.shape[-1] == 3 and self.channels == 1:
+            pixels = (pixels @ _GREY).round().astype(np.uint8)[..., None]
+        x = torch.from_numpy(np.array(pixels)).permute(2, 0, 1).float()  # a copy: Pillow's arrays are not writable
+        if x.shape[1:] != self.size:
+            mode = "bicubic" if self.bicubic else "bilinear"
+            x = functional.interpolate(x[None], self.size, mode=mode, antialias=True)[0].round_().clamp_(0, 255)
+        mean, std = (torch.tensor(each).view(-1, 1, 1) for each in (self.mean, self.std))
+        return ((x / 255 - mean) / std).expand(self.channels, -1, -1)
+
+    def batch(self, examples: Sequence[ImageExample]) -> Tensor:
+        """fp32 [examples, channels, height, width]."""
+        return torch.stack([self(example.pixels()) for example in examples])

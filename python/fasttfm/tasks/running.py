@@ -1,0 +1,97 @@
+"""``FeatureRunner``: the features of a task through a model, for evaluation and predictions."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fasttfm.inference import Session
+from fasttfm.inference.batches import Packed, plan
+from fasttfm.inference.network import Output
+from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.ops.library import PLAIN_TENSORS
+from fasttfm.tasks.inputs import Feature, TaskBatch
+from fasttfm.tasks.task import Task
+
+_IN_FLIGHT = 2  # batches that are launched before the first is waited for
+_MOST = 1 << 20  # features of a batch
+
+
+class FeatureRunner:
+    """Reads what a task wants of its features' logits. Features of similar length are computed together.
+
+    A session computes the logits where they are those of the model's head over packed ids (``Task.on_session``): its
+    weights are cast once. Other models are called under autocast.
+
+    Args:
+        model: Where it is; it is set to evaluation.
+        tokens: Of a batch, which has at least one feature.
+        precision: ``"float32"``, or another name for bf16.
+        max_graphs: CUDA graphs of the session.
+    """
+
+    def __init__(
+        self, model: PretrainedModel, task: Task, *, tokens: int, precision: str = "float32", max_graphs: int = 0
+    ) -> None:
+        self.model, self.task, self.tokens = model.eval(), task, tokens
+        self._device = next(model.parameters()).device
+        self._dtype = torch.float32 if precision == "float32" else torch.bfloat16
+        self._session: Session | None = None
+        if task.on_session and all(type(each) in PLAIN_TENSORS for each in model.parameters()):
+            self._session = Session(model, dtype=self._dtype, max_tokens=tokens, max_graphs=max_graphs)
+
+    def read(self, features: Sequence[Feature]) -> list[Any]:
+        """What ``Task.read`` returns of each feature."""
+        found: list[Any] = [None] * len(features)
+        groups = plan([max(1, feature.tokens) for feature in features], self.tokens, _MOST)
+        launched: deque[tuple[list[int], Callable[[], list[Any]]]] = deque()
+        for group, finish in self._launched(groups, features):
+            launched.append((group, finish))
+            if len(launched) > _IN_FLIGHT:
+                _put(found, *launched.popleft())
+        for group, finish in launched:
+            _put(found, group, finish)
+        return found
+
+    def _launched(
+        self, groups: list[list[int]], features: Sequence[Feature]
+    ) -> Iterator[tuple[list[int], Callable[[], list[Any]]]]:
+        for group in groups:
+            batch = self.task.batch([features[index] for index in group])
+            if self._session is None or batch.others:
+                read = self._called(batch)
+                yield group, lambda read=read: read  # type: ignore[misc]
+            else:
+                rows = self._session.run(_packed(batch), Output.LOGITS)
+                yield group, lambda batch=batch, rows=rows: self._of_rows(batch, rows())  # type: ignore[misc]
+
+    def _of_rows(self, batch: TaskBatch, rows: np.ndarray) -> list[Any]:
+        return self.task.read(batch, self.task.logits_of_rows(batch, torch.from_numpy(rows)))
+
+    @torch.inference_mode()
+    def _called(self, batch: TaskBatch) -> list[Any]:
+        batch = batch.to(self._device)
+        enabled = self._dtype != torch.float32
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled):
+            logits: Tensor = self.task.logits(self.model, batch)
+            return self.task.read(batch, logits)
+
+
+def _put(found: list[Any], group: list[int], finish: Callable[[], list[Any]]) -> None:
+    for index, each in zip(group, finish(), strict=True):
+        found[index] = each
+
+
+def _packed(batch: TaskBatch) -> Packed:
+    segments = batch.token_type_ids
+    return Packed(
+        batch.input_ids.numpy().astype(np.int32),
+        None if segments is None or not bool(segments.any()) else segments.numpy().astype(np.int32),
+        batch.cu_seqlens.numpy(),
+        int(batch.cu_seqlens.diff().max()),
+    )
