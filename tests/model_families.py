@@ -20,6 +20,7 @@ SMALL_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "albert": ("Albert", {**_SMALL, "embedding_size": 16, "max_position_embeddings": 64}, "wordpiece"),
     "electra": ("Electra", {**_SMALL, "embedding_size": 16, "max_position_embeddings": 64}, "wordpiece"),
     "distilbert": ("DistilBert", _DISTILBERT, "wordpiece"),
+    "modernbert": ("ModernBert", {**_SMALL, "max_position_embeddings": 64, "pad_token_id": 0}, "wordpiece"),
     "openai-gpt": ("OpenAIGPT", _GPT, "bpe"),
     "gpt2": ("GPT2", _GPT, "bpe"),
 }

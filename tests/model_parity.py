@@ -50,6 +50,7 @@ FAMILIES = (
     "DistilBert",
     "ModernBert",
     "ErnieKnowledge",
+    "ViT",
     "GPT2",
     "GPT3",
     "OpenAIGPT",

@@ -18,6 +18,23 @@ def addresses(count: int | None = None) -> Iterator[str]:
     return islice(read_documents(shipped_corpus() / "state-of-the-union.txt.gz"), count)
 
 
+VOCABULARY = 300  # of small_bert
+
+
+def small_bert(kind: str = "BertForSequenceClassification", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    fields = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 96,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.1,
+    }
+    return getattr(models, kind)(models.BertConfig(**{**fields, **changes})).eval()
+
+
 def save_bert(tokenizer: Tokenizer, directory: Path, **changes: Any) -> Path:
     torch.manual_seed(0)
     fields = {

@@ -51,6 +51,8 @@ def _an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
         ((1, 16384, 8, 128), {"causal": True}, None),
         ((128, 128, 16, 64), {}, "is slower backward up to 128 queries and keys, got 128 and 128"),
         ((4, 129, 16, 64), {}, None),
+        ((128, 128, 12, 32), {}, None),
+        ((4, 512, 12, 32), {}, "got 48"),
         ((4, 256, 16, 64), {}, None),
         ((4, 257, 16, 64), {}, "is slower backward below 66 heads of all sequences, above 256 queries, got 64"),
         ((4, 512, 16, 64), {}, "got 64"),
@@ -91,12 +93,46 @@ def test_keys_count_where_queries_are_few() -> None:
     [
         (empty(16, 512, 16, 64), 4, {}, "goes backward with as many heads of k and v as of q, got 4 and 16"),
         (empty(2**16, 1, 1, 64), 1, {}, "goes backward with up to 65535 sequences, got 65536"),
+        (empty(4, 513, 2, 32), 2, {}, "goes backward with heads of 32 up to 512 queries, got 513"),
+        (empty(4, 100, 2, 80), 2, {}, "goes backward with head dims of 32, 64 and 128, got 80"),
     ],
 )
 def test_what_the_backward_cannot(q: Tensor, kv_heads: int, options: dict[str, Any], said: str) -> None:
     k = empty(*q.shape[:2], kv_heads, q.shape[-1])
     for requested in (None, "cuda"):
         assert HOPPER.backward_reason(requested, q, k, k, **options) == said
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "length", "options", "said"),
+    [
+        (64, 8192, {"window": (64, 64)}, None),
+        (64, 8192, {"window": (321, None), "causal": True}, None),
+        (64, 512, {"window": (400, None)}, None),
+        (64, 513, {"window": (400, None)}, "above 512 queries, got (400, -1)"),
+        (
+            64,
+            8192,
+            {"window": (160, 162)},
+            "up to 321 keys in addition to a query's own above 512 queries, got (160, 162)",
+        ),
+        (128, 8192, {"window": (2000, None)}, None),
+        (64, 100, {"window": (64, 64)}, "is slower backward up to 128 queries and keys, got 100 and 100"),
+        (64, 1000, {"window": (64, 64), "cu_seqlens": starts(1000)}, "below 66 chunks of 512 keys, got 16"),
+    ],
+)
+@pytest.mark.usefixtures("_an_h200")
+def test_which_windows_go_backward(head_dim: int, length: int, options: dict[str, Any], said: str | None) -> None:
+    q = empty(*(() if "cu_seqlens" in options else (8,)), length, 16, head_dim)
+    reason = HOPPER.backward_reason(None, q, q, q, **options)
+    assert reason is None if said is None else reason is not None and reason.endswith(said)
+
+
+def test_windows_have_no_dropout() -> None:
+    q = empty(4, 1024, 16, 64)
+    reason = HOPPER.refuse(q, q, q, window=(64, 64), dropout_p=0.1)
+    assert reason == "takes windows without dropout, got a window of (64, 64) and dropout_p 0.1"
+    assert HOPPER.refuse(q, q, q, window=(-1, 0), dropout_p=0.1) != reason
 
 
 @pytest.mark.gpu
@@ -114,6 +150,7 @@ def test_explain_names_who_goes_backward() -> None:
 # ---- the kernel ------------------------------------------------------------------------------------------------------
 
 HEADS = {64: 16, 128: 8}  # of each head dim
+FORWARD_HEADS = {**HEADS, 32: 12, 80: 4, 96: 4}  # of those that Hopper's forward takes
 DIFFERENT = [*(1 + 37 * i % 512 for i in range(40)), 0, 64]
 
 # Queries and keys of each sequence.
@@ -264,6 +301,70 @@ def test_the_order_of_sequences_changes_no_bit(head_dim: int, factor: int) -> No
         assert same_bits(own[other], found), name
 
 
+# Queries and keys of each sequence, and the window.
+WINDOWS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+    "own key only": ([700, 1, 64], [700, 1, 64], {"window": (0, 0)}),
+    "64 and 64": ([2000, 513, 0, 77, 1024], [2000, 513, 0, 77, 1024], {"window": (64, 64)}),
+    "64 and 64, one long sequence": ([5000], [5000], {"window": (64, 64)}),
+    "127 before": ([1500, 130], [1500, 130], {"window": (127, None), "causal": True}),
+    "127 after": ([1500, 130], [1500, 130], {"window": (0, 127)}),
+    "13 and 200, more keys": ([600, 3, 900], [1700, 800, 911], {"window": (13, 200)}),
+    "200 and 13, more queries": ([1700, 800, 911], [600, 3, 900], {"window": (200, 13)}),
+    "as wide as the ring": ([1300, 640], [1300, 641], {"window": (160, 161)}),
+    "wider than a sequence": ([512, 60, 300], [512, 60, 300], {"window": (600, 20)}),
+    "one side": ([500, 60, 300], [400, 600, 300], {"window": (None, 33)}),
+    "different": (DIFFERENT, DIFFERENT, {"window": (64, 64)}),
+    "different, more of either": (DIFFERENT, DIFFERENT[::-1], {"window": (30, 100)}),
+}
+
+
+def window_call(case: str, head_dim: int, dtype: torch.dtype) -> tuple[Any, list[Tensor], Tensor]:
+    lengths, lengths_k, options = WINDOWS[case]
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(sum(n), 3, head_dim, dtype=dtype, device="cuda") for n in (lengths, lengths_k, lengths_k))
+    packed: dict[str, Any] = {
+        "cu_seqlens": cu_seqlens_from_lengths(lengths, device="cuda"),
+        "cu_seqlens_k": cu_seqlens_from_lengths(lengths_k, device="cuda"),
+        "max_seqlen": max(lengths),
+        "max_seqlen_k": max(lengths_k),
+    }
+    return partial(attention, **packed, **options), [q, k, v], torch.randn_like(q)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", HEADS)
+@pytest.mark.parametrize("case", WINDOWS)
+def test_windows_against_the_reference(case: str, head_dim: int, dtype: torch.dtype) -> None:
+    function, inputs, dout = window_call(case, head_dim, dtype)
+    found = gradients(partial(function, backend="cuda"), inputs, dout)
+    naive = gradients(partial(function, backend="reference"), inputs, dout)
+    exact = gradients(partial(function, backend="reference"), [x.double() for x in inputs], dout.double())
+    for index, name in enumerate(("out", "dq", "dk", "dv")):
+        factor = GRADIENT_FACTOR if index else OUTPUT_FACTOR
+        comparison = compare(name, found[index], naive[index], exact[index], factor)
+        assert comparison.ok, comparison
+    for _ in range(50):
+        repeated = gradients(partial(function, backend="cuda"), inputs, dout)
+        for name, own, first in zip(("out", "dq", "dk", "dv"), repeated, found, strict=True):
+            assert same_bits(own, first), name
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", HEADS)
+def test_a_window_ends_what_is_no_number(head_dim: int) -> None:
+    """Rows of the neighbouring sequence, and tiles outside of a query's window, are not read."""
+    function, inputs, dout = window_call("64 and 64", head_dim, torch.bfloat16)
+    for x in inputs:
+        x[2000 + 300] = float("nan")  # of the second sequence
+    for index, x in enumerate(gradients(partial(function, backend="cuda"), inputs, dout)):
+        unaffected = torch.cat([x[:2000], x[2513:]])
+        assert unaffected.isfinite().all(), index
+        assert x[2000 + 300].isnan().all(), index
+
+
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("case", ["causal, sums in memory, dropout", "heads handed out, dropout"])
@@ -281,6 +382,28 @@ def test_a_cuda_graph_gives_the_same_bits(head_dim: int, case: str) -> None:
         graph.replay()
         for found, wanted in zip(captured, expected, strict=True):
             assert same_bits(found, wanted)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_heads_of_32(causal: bool, dtype: torch.dtype) -> None:
+    """Against the reference, and the same bits 100 times."""
+    torch.manual_seed(6)
+    inputs = [torch.randn(sum(DIFFERENT), 4, 32, dtype=dtype, device="cuda") for _ in range(4)]
+    where = {"cu_seqlens": cu_seqlens_from_lengths(DIFFERENT, device="cuda"), "max_seqlen": max(DIFFERENT)}
+    function = partial(attention, causal=causal, **where)
+    found = gradients(partial(function, backend="cuda"), inputs[:3], inputs[3])
+    naive = gradients(partial(function, backend="reference"), inputs[:3], inputs[3])
+    exact = gradients(partial(function, backend="reference"), [x.double() for x in inputs[:3]], inputs[3].double())
+    for index, name in enumerate(("out", "dq", "dk", "dv")):
+        factor = GRADIENT_FACTOR if index else OUTPUT_FACTOR
+        comparison = compare(name, found[index], naive[index], exact[index], factor)
+        assert comparison.ok, comparison
+    for _ in range(100):
+        for own, first in zip(gradients(partial(function, backend="cuda"), inputs[:3], inputs[3]), found, strict=True):
+            assert same_bits(own, first)
 
 
 # ---- the forward for few keys ----------------------------------------------------------------------------------------
@@ -306,7 +429,7 @@ def few_keys_call(case: str, head_dim: int, dtype: torch.dtype, padded: bool) ->
     lengths, lengths_k, options = FEW_KEYS[case]
     torch.manual_seed(2)
     sizes = (lengths, lengths_k, lengths_k)
-    heads = (HEADS[head_dim], head_dim)
+    heads = (FORWARD_HEADS[head_dim], head_dim)
     parts = [[torch.randn(n, *heads, dtype=dtype, device="cuda") for n in of_tensor] for of_tensor in sizes]
     where: dict[str, Any] = {}
     if padded:
@@ -329,10 +452,12 @@ def few_keys_call(case: str, head_dim: int, dtype: torch.dtype, padded: bool) ->
 @on_hopper
 @pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", HEADS)
+@pytest.mark.parametrize("head_dim", FORWARD_HEADS)
 @pytest.mark.parametrize("case", FEW_KEYS)
 def test_few_keys_against_the_reference(case: str, head_dim: int, dtype: torch.dtype, padded: bool) -> None:
     function, inputs = few_keys_call(case, head_dim, dtype, padded)
+    if head_dim not in HEADS:
+        function = partial(function, dropout_p=0.0)  # they have no dropout
     naive = function(*inputs, backend="reference")
     exact = function(*(x.double() for x in inputs), backend="reference")
     first = function(*inputs, backend="cuda")

@@ -19,6 +19,7 @@ from fasttfm.kernels.attention.problem import AttentionProblem
 from fasttfm.ops import attention, attention_weights, backends, cu_seqlens_from_lengths
 from fasttfm.ops.attention import backward_op, qkv_backward_op
 from fasttfm.ops.backends import BackendRefused
+from fasttfm.testing.pytest_ops import interpreted
 
 HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="requires Hopper"
@@ -44,14 +45,12 @@ def gradients(backend: str, device: str, **options: Any) -> list[Tensor]:
     [
         ("cpu", "cpu"),
         ("reference", "cpu"),
-        pytest.param("triton", "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")),
+        pytest.param("triton", "cpu", marks=interpreted),
         pytest.param("triton", "cuda", marks=pytest.mark.gpu),
         pytest.param("cuda", "cuda", marks=[pytest.mark.gpu, HOPPER]),
     ],
 )
 def test_bounds_above_the_tokens_change_nothing(backend: str, device: str, options: dict[str, Any]) -> None:
-    if backend == "cuda" and "window" in options:
-        pytest.skip("Hopper's own kernels take no window")
     for found, expected in zip(gradients(backend, device, **options), gradients(backend, device), strict=True):
         torch.testing.assert_close(found, expected)
 
@@ -189,7 +188,7 @@ def test_meta_tensors_have_shapes() -> None:
     assert attention_weights(q, k).shape == (2, 4, 5, 7)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")
+@interpreted
 def test_the_interpreter_refuses_bfloat16() -> None:
     q = torch.randn(1, 5, 2, 16, dtype=torch.bfloat16)
     with pytest.raises(BackendRefused, match="triton: takes no bfloat16 in Triton's interpreter"):

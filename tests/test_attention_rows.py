@@ -12,16 +12,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fasttfm.kernels.attention.problem import AttentionProblem
 from fasttfm.ops import attention, attention_weights, backends, cu_seqlens_from_lengths
+from fasttfm.testing.pytest_ops import interpreted
 
 HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="requires Hopper"
 )
-INTERPRETER = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")
 # Backend, device, head dim.
 BACKENDS = [
     ("cpu", "cpu", 16),
     ("reference", "cpu", 16),
-    pytest.param("triton", "cpu", 16, marks=INTERPRETER),
+    pytest.param("triton", "cpu", 16, marks=interpreted),
     pytest.param("reference", "cuda", 64, marks=pytest.mark.gpu),
     pytest.param("triton", "cuda", 64, marks=pytest.mark.gpu),
     pytest.param("triton", "cuda", 128, marks=pytest.mark.gpu),
@@ -195,7 +195,7 @@ def test_every_row_is_written(
     ("backend", "device", "tokens"),
     [
         ("reference", "cpu", 5),
-        pytest.param("triton", "cpu", 5, marks=INTERPRETER),
+        pytest.param("triton", "cpu", 5, marks=interpreted),
         pytest.param("reference", "cuda", 70, marks=pytest.mark.gpu),
         pytest.param("triton", "cuda", 70, marks=pytest.mark.gpu),
     ],

@@ -216,3 +216,52 @@ def test_a_wrong_cache_is_refused(options: dict[str, Any], sentence: str) -> Non
     q, cache = drawn(2, 1, 4, 8), drawn(2, 6, 4, 8)
     with pytest.raises(ValueError, match=sentence):
         flash.flash_attn_with_kvcache(q, cache, cache, **{"k": q, "v": q, "cache_seqlens": 2, **options})
+
+
+# ---- FlashAttention-4 itself, where it is installed on a GPU machine -------------------------------------------------
+
+
+def gradients(out: Tensor, *inputs: Tensor) -> list[Tensor]:
+    torch.manual_seed(1)
+    return list(torch.autograd.grad(out, inputs, torch.randn_like(out)))
+
+
+FA4_CASES = [
+    {"causal": False, "window": (-1, -1), "kv_heads": 4},
+    {"causal": True, "window": (-1, -1), "kv_heads": 2},
+    {"causal": False, "window": (64, 64), "kv_heads": 4},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("case", FA4_CASES, ids=["full", "causal", "window"])
+def test_flash_attention_4_gives_the_same(case: dict[str, Any], packed: bool) -> None:
+    """Both against fp32 attention of the same bf16 numbers: ours is no further from it than 1.5 times theirs, as by the
+    rule of docs/numerics.md, and a bf16 step of the largest number."""
+    theirs = pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    torch.manual_seed(0)
+    lengths = (300, 17, 195)
+    shape = (sum(lengths),) if packed else (2, 256)
+    heads = {"q": 4, "k": case["kv_heads"], "v": case["kv_heads"]}
+    drawn = [torch.randn(*shape, count, 64, device="cuda").bfloat16().requires_grad_() for count in heads.values()]
+    left, right = case["window"]
+    options = {"causal": case["causal"]}
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    named = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 300, "max_seqlen_k": 300}
+    named = named if packed else {}
+    ours = flash.flash_attn_varlen_func if packed else flash.flash_attn_func
+    other = theirs.flash_attn_varlen_func if packed else theirs.flash_attn_func
+    out = ours(*drawn, **named, **options, window_size=(left, right))
+    window = (None, None) if left < 0 else (left, right)
+    expected, _ = other(*drawn, **named, **options, window_size=window)
+    wide = [tensor.detach().float().requires_grad_() for tensor in drawn]
+    exact = ours(*wide, **named, **options, window_size=(left, right))
+    for mine, peer, truth in zip(
+        [out, *gradients(out, *drawn)],
+        [expected, *gradients(expected, *drawn)],
+        [exact, *gradients(exact.bfloat16(), *wide)],
+        strict=True,
+    ):
+        own, other_error = ((each.float() - truth.float()).abs().max() for each in (mine, peer))
+        assert own <= 1.5 * other_error + 2**-8 * truth.abs().max()

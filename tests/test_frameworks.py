@@ -32,7 +32,8 @@ def test_every_op_on_numpys_arrays(spec: OpSpec) -> None:
         assert result.ctypes.data == one.data_ptr()
         assert same_bits(torch.from_numpy(result), other)
     for name, array in arrays.items():
-        np.testing.assert_array_equal(array, before[name])
+        if name not in ("key_cache", "value_cache"):  # decode_attention writes them
+            np.testing.assert_array_equal(array, before[name])
 
 
 def test_gradients_of_numpys_arrays() -> None:

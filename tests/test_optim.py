@@ -252,6 +252,26 @@ def test_what_the_kernel_cannot_take_is_refused(change: Callable[[AdamW, Tensor]
         optimizer.step()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("max_norm", [1.0, float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1.0])
+def test_a_norm_that_is_not_finite_leaves_everything(bad: float, max_norm: float, device: str) -> None:
+    """Where ``found_inf`` is given."""
+    parameters = made((40, 5, 20000), device)
+    before = [each.detach().clone() for each in parameters]
+    for each, gradient in zip(parameters, gradients_of(parameters, 0), strict=True):
+        each.grad = gradient
+    parameters[0].grad[7] = bad  # type: ignore[index]
+    optimizer = AdamW(parameters, **OPTIONS, max_norm=max_norm)
+    optimizer.found_inf = torch.tensor(0.0, device=device)  # type: ignore[attr-defined]
+    optimizer.step()
+    finite = bad == 1.0
+    assert optimizer.last_norm is not None
+    assert bool(optimizer.last_norm.isfinite()) == finite
+    assert all(torch.equal(a, b) != finite for a, b in zip(parameters, before, strict=True))
+    assert all(float(state["step"]) == finite for state in optimizer.state.values())
+
+
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 

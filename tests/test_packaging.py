@@ -108,6 +108,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     shipped = {name.removeprefix("fasttfm/data/corpus/") for name in names if name.startswith("fasttfm/data/corpus/")}
     tasks = {"classify": "tsv", "pair": "tsv", "tag": "conll", "qa": "json", "choice": "csv"}
     tasks |= {"relation": "jsonlines", "entity-typing": "jsonlines", "commonsense": "jsonlines", "similarity": "tsv"}
+    tasks["image"] = "npz"
     sets = {f"tasks/{task}-{part}.{suffix}" for task, suffix in tasks.items() for part in ("train", "dev")}
     graph = {"knowledge/triples.tsv", "knowledge/mentions.jsonlines.gz", "tasks/commonsense-graph.tsv"}
     assert shipped == {"README.md", "state-of-the-union.txt.gz", "moby-dick.txt.gz", *sets, *graph}

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from fasttfm import models
 from fasttfm.cli import pretrain as pretrain_command
 from fasttfm.cli.main import main
+from fasttfm.inference.opening import family_of, model_class, open_model
 from fasttfm.models.checkpoint_names import Names
 from fasttfm.models.families import FAMILIES, family_of_type, trained_on_text
 from fasttfm.models.family import Family, Head
 from fasttfm.models.objectives import Pretraining
 from fasttfm.patching import patch
-from fasttfm.tasks.families import family_of, model_class, open_model
 from fasttfm.tasks.finetuning import prepare
 from fasttfm.train.pretrain import pretrain
 from fasttfm.train.settings import PretrainSettings, RunSettings, ScheduleSettings
@@ -107,7 +107,9 @@ def test_tasks_on_text_refuse_it_in_words(toy: Path, monkeypatch: pytest.MonkeyP
 
 def test_patching_names_it_once_it_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(TypeError, match=r"RoBERTa, ALBERT, ELECTRA, DistilBERT, GPT-2, XLM-RoBERTa or MPNet of"):
+    with pytest.raises(
+        TypeError, match=r"RoBERTa, ALBERT, ELECTRA, DistilBERT, ModernBERT, GPT-2, XLM-RoBERTa or MPNet of"
+    ):
         patch(nn.Linear(2, 2))
     monkeypatch.setitem(FAMILIES, "toy", replace(FAMILY, patching="toy"))
     with pytest.raises(TypeError, match=r"expected a BERT, .*, Toy, XLM-RoBERTa or MPNet of transformers"):

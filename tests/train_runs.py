@@ -35,6 +35,7 @@ from fasttfm.train.settings import (
 
 with contextlib.suppress(ModuleNotFoundError):
     import matplotlib.pyplot  # noqa: F401 - the same
+    import sklearn.metrics  # noqa: F401
 
 # Processes find the functions of test modules by their names from the repository's root. At the end: kernels/ there is
 # not to be taken for Hugging Face's package.

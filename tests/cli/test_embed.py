@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 
 from fasttfm.cli.main import main
 from fasttfm.data import Tokenizer, load_tokenizer
+from fasttfm.inference.opening import open_model
 from fasttfm.models.family import Head
 from fasttfm.tasks.embedding import Embedder, EmbedSettings, embed
-from fasttfm.tasks.families import open_model
 from fasttfm.tasks.vector_files import VectorFile
 
 TEXTS = ["Peace and commerce with all nations.", "", "The army and the navy of the United States."]
@@ -127,8 +127,9 @@ def test_token_vectors_are_those_that_are_pooled(bert_directory: Path, texts: Pa
     assert [np.shape(row["vectors"]) for row in rows] == [(len(row["ids"]), 64) for row in rows]
 
 
-def test_normalized_vectors(bert_directory: Path, texts: Path, tmp_path: Path) -> None:
-    found = run(bert_directory, texts, tmp_path / "vectors.npy", "--normalize", "--precision", "bfloat16")
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+def test_normalized_vectors(bert_directory: Path, texts: Path, tmp_path: Path, precision: str) -> None:
+    found = run(bert_directory, texts, tmp_path / "vectors.npy", "--normalize", "--precision", precision)
     assert found is not None
     assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
     exact = of_model(bert_directory, TEXTS, normalize=True)

@@ -20,8 +20,8 @@ from fasttfm.cli.main import main
 from fasttfm.data import Tokenizer, load_tokenizer
 from fasttfm.extras import how_to_install
 from fasttfm.generate import generate
+from fasttfm.inference.opening import open_model
 from fasttfm.models.family import Head
-from fasttfm.tasks.families import open_model
 
 TEXTS = ["Peace and commerce with all nations.", "War.", "The army and the navy of the United States."]
 
@@ -137,6 +137,10 @@ def test_the_terminal_shows_what_generate_gives(gpt_directory: Path, capsys: pyt
     torch.manual_seed(3)
     sampled = continued(gpt_directory, "The state of the", max_new_tokens=20, do_sample=True, temperature=0.9, top_k=50)
     assert capsys.readouterr().out == f"{sampled}\n" * 2
+    assert run(*call, "--num-beams", 3) == 0
+    assert (
+        capsys.readouterr().out == continued(gpt_directory, "The state of the", max_new_tokens=20, num_beams=3) + "\n"
+    )
 
 
 def test_examples_come_in_front_of_the_prompt(
@@ -209,6 +213,18 @@ def test_a_distilbert_from_a_corpus(wordpiece: Tokenizer, corpus: Path, tmp_path
     with (tmp_path / "student" / "log.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {"soft", "words", "cosine"} < rows[0].keys()
+
+
+def test_a_gpt_from_a_corpus(
+    gpt_directory: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    student = tmp_path / "student"
+    metrics = distilled("distilbert", gpt_directory, student, "--data", corpus, "--steps", 20, "--layers", 1)
+    before, after = metrics["held_out_before"], metrics["held_out"]
+    assert after["loss"] < before["loss"], metrics
+    assert models.OpenAIGPTLMHeadModel.from_pretrained(student).config.n_layer == 1
+    call = ("distill", "--recipe", "distilbert", "--teacher", gpt_directory, "--soft-targets", "masked")
+    assert stopped(capsys, call)[1].endswith("expected those of all tokens of a GPT, which masks none, got masked")
 
 
 def test_a_tinybert_in_two_stages(wordpiece: Tokenizer, corpus: Path, tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ import torch
 
 from fasttfm.cli.main import main
 from fasttfm.data import load_tokenizer
+from fasttfm.inference.opening import open_model
 from fasttfm.models.family import Head
 from fasttfm.tasks import search as search_module
-from fasttfm.tasks.families import open_model
 from fasttfm.tasks.search import search
 from fasttfm.tasks.vector_files import Row, VectorFile, write_vectors
 

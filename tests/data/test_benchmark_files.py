@@ -86,17 +86,37 @@ def test_klue(tmp_path: Path) -> None:
     assert read_texts(path) == [TextExample("가", "나", "3.7")]
     assert read_texts(path, Columns(label="labels.binary-label"))[0].label == "1"
     nli = [{"guid": "x", "source": "s", "premise": "가", "hypothesis": "나", "gold_label": "entailment", "author": "a"}]
+    nli[0] |= {"label2": "neutral", "label3": "entailment", "label4": "neutral", "label5": "entailment"}
     assert read_texts(write(tmp_path, "nli.json", nli)) == [TextExample("가", "나", "entailment")]
     ynat = [{"guid": "x", "title": "유튜브 내달 2일까지", "predefined_news_category": "IT과학", "label": "생활문화"}]
+    ynat[0] |= {"annotations": {"annotators": ["08"], "annotations": {}}, "url": "https://n", "date": "2016.06.30."}
     assert read_texts(write(tmp_path, "ynat.json", ynat)) == [TextExample("유튜브 내달 2일까지", None, "생활문화")]
-    ner = "##klue-ner-v1_train_00000-nsmc\t<특히:OG>\n특\tB-OG\n히\tI-OG\n \tO\n김\tB-PS\n"
-    ner += "\n##klue-ner-v1_train_00001-nsmc\t<x>\n아\tO\n"
-    expected = [TagExample(["특", "히", "김"], ["B-OG", "I-OG", "B-PS"]), TagExample(["아"], ["O"])]
+    ner = "## 토큰, 레이블 구분자 : \\t\n## 토큰 구분자 : \\n\n## 문장 구분자 : \\n\\n\n## 주석 : ##\n"
+    ner += "## 컬럼명 : CHAR\tNE_TAG\n"
+    ner += "## klue-ner-v1_train_00000-nsmc\t<특히:OG>\n특\tB-OG\n히\tI-OG\n \tO\n김\tB-PS\n"
+    ner += "\n## klue-ner-v1_train_00001-nsmc\t<x>\n##\tO\n아\tO\n"
+    expected = [TagExample(["특", "히", "김"], ["B-OG", "I-OG", "B-PS"]), TagExample(["##", "아"], ["O", "O"])]
     assert read_conll(write(tmp_path, "klue-ner-v1.1_train.tsv", ner)) == expected
     asked = {"question": "누구?", "answers": [{"text": "김", "answer_start": 0}], "guid": "k7", "question_type": 1}
-    mrc = {"data": [{"title": "t", "paragraphs": [{"context": "김 씨", "qas": [{**asked, "is_impossible": False}]}]}]}
-    (found,) = read_questions(write(tmp_path, "mrc.json", mrc))
+    none = {**asked, "guid": "k8", "answers": [], "plausible_answers": asked["answers"], "is_impossible": True}
+    paragraph = {"context": "김 씨", "qas": [{**asked, "is_impossible": False}, none]}
+    news = {"title": "t", "news_category": "기획", "source": "hankyung", "paragraphs": [paragraph]}
+    found, impossible = read_questions(write(tmp_path, "mrc.json", {"version": "klue-mrc-v1.1", "data": [news]}))
     assert (found.id, found.answers) == ("k7", [Answer("김", 0)])
+    assert (impossible.id, impossible.answers, impossible.impossible) == ("k8", [], True)
+
+
+def test_klue_mrc_of_the_hub(tmp_path: Path) -> None:
+    """Questions without an answer have plausible ones, and answers have lost the spaces around them."""
+    row = {"guid": "k7", "context": "또 김 씨", "question": "누구?", "is_impossible": False}
+    rows = [
+        {**row, "answers": {"answer_start": [1], "text": ["김"]}},
+        {**row, "answers": {"answer_start": [2], "text": ["김"]}, "is_impossible": True},
+    ]
+    path = write(tmp_path, "mrc.jsonl", "".join(json.dumps(each) + "\n" for each in rows))
+    found, impossible = read_questions(path)
+    assert (found.id, found.answers, found.impossible) == ("k7", [Answer("김", 2)], False)
+    assert (impossible.answers, impossible.impossible) == ([], True)
 
 
 # ---- any table -------------------------------------------------------------------------------------------------------
@@ -197,19 +217,38 @@ def test_coqa(tmp_path: Path) -> None:
         answer("yes", "It was happy", 3),
     ]
     answers.append(answer("unknown", "", 4))
-    found = read_questions(
-        write(
-            tmp_path,
-            "coqa-dev-v1.0.json",
-            {"version": "1.0", "data": [{"id": "s1", "story": story, "questions": questions, "answers": answers}]},
-        )
-    )
+    others = [answer("Snow white", "white", 1), *answers[1:3], answer("three", "It was happy", 4)]
+    example = {"source": "mctest", "id": "s1", "filename": "mc1.txt", "name": "mc1.txt", "story": story}
+    example |= {"questions": questions, "answers": answers, "additional_answers": {"0": others}}
+    found = read_questions(write(tmp_path, "coqa-dev-v1.0.json", {"version": "1.0", "data": [example]}))
     assert [example.id for example in found] == ["s1-1", "s1-2", "s1-3", "s1-4"]
-    assert found[0].answers == [Answer("white", 4)]
-    assert found[1].answers == [Answer("in a barn", story.index("in a"))]
-    assert found[2].answers == [Answer("It was happy", story.index("It"))]
+    assert found[0].answers == 2 * [Answer("white", 4)]
+    assert found[1].answers == 2 * [Answer("in a barn", story.index("in a"))]
+    assert found[2].answers == 2 * [Answer("It was happy", story.index("It"))]
     assert found[2].question == "Glad? Where? in a barn What color? White"
-    assert found[3].impossible
+    assert [each.references for each in found] == [
+        [["Snow white"], ["White"]],
+        [["in a barn"], ["in a barn"]],
+        [["yes"], ["yes"]],
+        [["three"], [""]],
+    ]
+    del example["additional_answers"]
+    (*_, last) = read_questions(write(tmp_path, "coqa-train-v1.0.json", {"version": "1.0", "data": [example]}))
+    assert last.impossible
+    assert last.references == [[""]]
+
+
+def test_coqa_of_the_hub(tmp_path: Path) -> None:
+    answers = {"input_text": ["white", "unknown"], "answer_start": [4, -1], "answer_end": [9, -1]}
+    row = {"source": "mctest", "story": "The white cat.", "questions": ["What color?", "Age?"], "answers": answers}
+    first, second = read_questions(write(tmp_path, "coqa.jsonl", json.dumps(row) + "\n"))
+    assert (first.id, first.answers, first.references) == ("1-1", [Answer("white", 4)], [["white"]])
+    assert (second.question, second.impossible) == ("Age? What color? white", True)
+    wrong = {**row, "answers": {"input_text": ["white", "unknown"]}}
+    with pytest.raises(
+        DataError, match=r"line 1: expected lists of 'questions' and of their answers' input_text, answer_"
+    ):
+        read_questions(write(tmp_path, "coqa.jsonl", json.dumps(wrong) + "\n"))
 
 
 def test_triviaqa(tmp_path: Path) -> None:
@@ -217,13 +256,17 @@ def test_triviaqa(tmp_path: Path) -> None:
     row = {
         "Answer": {
             "Aliases": ["The Pequod", "Pequod"],
+            "MatchedWikiEntityName": "Pequod",
             "NormalizedAliases": ["pequod"],
+            "NormalizedMatchedWikiEntityName": "pequod",
+            "NormalizedValue": "pequod",
             "Type": "WikipediaEntity",
-            "Value": "pequod",
+            "Value": "Pequod",
         },
         "EntityPages": [{"DocSource": "TagMe", "Filename": "Ahab.txt", "Title": "Ahab"}],
         "Question": "Which ship?",
         "QuestionId": "tc_1",
+        "QuestionSource": "http://www.quiz.com/",
         "SearchResults": [],
     }
     lost = {**row, "QuestionId": "tc_2", "Answer": {"Value": "Rachel", "Aliases": []}}
@@ -233,6 +276,11 @@ def test_triviaqa(tmp_path: Path) -> None:
     assert found.id == "tc_1--Ahab.txt"
     assert found.context == "Captain Ahab sails the Pequod."
     assert found.answers == [Answer("the Pequod", 19), Answer("Pequod", 23)]
+    assert found.references == [["Pequod", "The Pequod", "pequod"]]
+    checked = [{**row, "QuestionId": f"tc_{each}", "QuestionPartOfVerifiedEval": each == 4} for each in (3, 4)]
+    verified = {"Data": checked, "Domain": "Wikipedia", "Split": "dev", "VerifiedEval": True, "Version": 1.0}
+    (found,) = read_questions(write(tmp_path, "qa/verified-wikipedia-dev.json", verified))
+    assert found.id == "tc_4--Ahab.txt"
 
 
 def test_questions_of_rows(tmp_path: Path) -> None:
@@ -253,6 +301,9 @@ def test_story_cloze(tmp_path: Path) -> None:
     header += "RandomFifthSentenceQuiz1,RandomFifthSentenceQuiz2,AnswerRightEnding\n"
     path = write(tmp_path, "cloze.csv", header + 'x,"A, b.",C.,D.,E.,F.,G.,2\n')
     assert read_choices(path) == [ChoiceExample("A, b. C. D. E.", "", ["F.", "G."], 1)]
+    hub = {f"input_sentence_{number}": text for number, text in enumerate(("A, b.", "C.", "D.", "E."), 1)}
+    hub |= {"story_id": "x", "sentence_quiz1": "F.", "sentence_quiz2": "G.", "answer_right_ending": 2}
+    assert read_choices(write(tmp_path, "cloze.jsonl", json.dumps(hub) + "\n")) == read_choices(path)
     with pytest.raises(DataError, match=r"cloze\.csv, line 2: expected an AnswerRightEnding of 1, 2, got '3'"):
         read_choices(write(tmp_path, "cloze.csv", header + "x,A,B,C,D,E,F,3\n"))
 

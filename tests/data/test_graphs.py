@@ -228,9 +228,9 @@ def test_questions_in_both_forms(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "expected questions, one a line, got none"),
+        ("", "expected a header line and examples, got an empty file"),
         ("{}\n", "line 1: expected an object with 'question' and 'choices' as CommonsenseQA has them"),
-        ("[1]\n", "line 1: expected an object with 'question'"),
+        ("[1]\n", "line 1: expected a JSON object"),
         (QUESTION % (CHOICES, "C"), "line 1: expected an answerKey of A, B, got 'C'"),
         (QUESTION % ('{"label": "A", "text": "here"}', "A"), "line 1: expected two choices or more, got 1"),
         (QUESTION % ('{"label": "A", "text": 1}, 2', "A"), "line 1: expected an object with 'question'"),

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from fasttfm import models, nn
+from fasttfm.inference.opening import family_of
 from fasttfm.models import CheckpointError
 from fasttfm.models.entity_files import read_entities, read_names, read_vectors, write_embeddings
 from fasttfm.models.ernie_knowledge import EntityTargets
-from fasttfm.tasks.families import family_of
 
 B, S, V, E, N = 3, 9, 61, 20, 7
 SIZES: dict[str, Any] = {
@@ -216,7 +216,7 @@ def test_a_packed_batch_with_its_entities_prepared() -> None:
     aligned = layout["entities"]
     assert aligned.count == int((ENTITIES[MASK] >= 0).sum()) + B  # and the first tokens
     assert aligned.cu_seqlens[-1] == aligned.count
-    assert torch.equal(aligned.order[aligned.inverse], torch.arange(len(ids)))
+    assert torch.equal(ENTITIES[MASK][aligned.positions], aligned.ids)
 
 
 def test_modules_with_hooks_are_called() -> None:
@@ -381,3 +381,70 @@ def test_files_of_vectors(tmp_path: Path) -> None:
         read_entities(tmp_path)
     with pytest.raises(CheckpointError, match="expected a readable file of UTF-8 text"):
         read_names(tmp_path / "nowhere")
+
+
+# ---- one node, or modules --------------------------------------------------------------------------------------------
+
+LAYER = {"width": 24, "heads": 3, "intermediate": 40, "entity_width": 20, "entity_heads": 4}
+
+
+def layer_results(
+    layer: Any, x: Tensor, entities: Tensor, aligned: Any, cu_seqlens: Tensor, drop: bool
+) -> dict[str, Tensor]:
+    """Both outputs, and the gradients of a sum of them weighted by numbers."""
+    x, entities = x.clone().requires_grad_(), entities.clone().requires_grad_()
+    layer.zero_grad()
+    seeds = torch.arange(6) * 7919 if drop else None
+    found = layer(x, cu_seqlens, S, entities=entities, aligned=aligned, seeds=seeds)
+    outputs = [each for each in found if each is not None]
+    sum((each * torch.arange(each.numel()).view_as(each).sin()).sum() for each in outputs).backward()
+    gradients = {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
+    return {**dict(enumerate(outputs)), "x": x.grad, "entities": entities.grad, **gradients}
+
+
+@pytest.mark.parametrize(
+    ("changes", "frozen"),
+    [
+        ({}, ()),
+        ({"last": True, "keep_activation": True}, ("up", "entity_out.bias")),
+        ({"entity_attention": False, "recompute": True}, ("entity_up", "down")),
+        ({"recompute": True, "activation": "relu"}, ("qkv", "entity_qkv", "entity_norm2", "norm1.weight")),
+    ],
+)
+@pytest.mark.parametrize("drop", [False, True])
+def test_the_node_has_the_numbers_of_the_modules(changes: dict[str, Any], frozen: tuple[str, ...], drop: bool) -> None:
+    torch.manual_seed(0)
+    rate = 0.25 if drop else 0.0
+    layer = nn.KnowledgeLayer(**LAYER, dropout=rate, attention_dropout=rate, dtype=torch.float64, **changes)
+    for name, parameter in layer.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+        if name.startswith(frozen):
+            parameter.requires_grad_(False)
+    called = copy.deepcopy(layer)
+    calls: list[Any] = []
+    for module in called.children():
+        module.register_forward_hook(lambda *_: calls.append(0))
+    cu_seqlens = nn.PackedBatch.of(IDS, MASK).cu_seqlens
+    aligned = nn.AlignedEntities.of(ENTITIES[MASK], cu_seqlens, S)
+    inputs = (torch.randn(int(MASK.sum()), 24).double(), torch.randn(aligned.count, 20).double())
+    expected, found = (layer_results(each, *inputs, aligned, cu_seqlens, drop) for each in (called, layer))
+    assert calls
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=str(name))
+
+
+def test_entities_that_leave_a_layer_unused() -> None:
+    """Their gradient is None in the backward of the node."""
+    torch.manual_seed(0)
+    layer = nn.KnowledgeLayer(**LAYER, dropout=0.0, attention_dropout=0.0, dtype=torch.float64)
+    cu_seqlens = nn.PackedBatch.of(IDS, MASK).cu_seqlens
+    aligned = nn.AlignedEntities.of(ENTITIES[MASK], cu_seqlens, S)
+    inputs = (torch.randn(int(MASK.sum()), 24).double(), torch.randn(aligned.count, 20).double().requires_grad_())
+    gradients = []
+    for factor in (None, 0.0):
+        y, e = layer(inputs[0], cu_seqlens, S, entities=inputs[1], aligned=aligned)
+        loss = y.square().sum() if factor is None else y.square().sum() + factor * e.sum()
+        gradients.append(torch.autograd.grad(loss, [inputs[1], layer.entity_up.weight, layer.down.weight]))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from fasttfm import models
 from fasttfm.generate import CachedDecoder, Sampling, generate, stream
+from fasttfm.kernels.sample_tokens.reference import kept_logits
 from fasttfm.nn import PackedBatch
+from fasttfm.ops import sample_tokens
 from fasttfm.testing import compare
 from fasttfm.testing.tolerance import OUTPUT_FACTOR
 
@@ -119,14 +121,18 @@ def test_words_are_ruled_out_as_by_transformers(options: dict[str, Any], warpers
     expected = logits
     for name, value in warpers:
         expected = getattr(transformers, name)(value)(PROMPTS, expected)
-    assert torch.equal(Sampling(do_sample=True, **options).filter(logits), expected)
+    _, *row = Sampling(do_sample=True, **options).row(seed=0)
+    types = (torch.float32, torch.int32, torch.float32)
+    columns = (torch.full((50,), value, dtype=dtype) for value, dtype in zip(row, types, strict=True))
+    assert torch.equal(kept_logits(logits, *columns), expected)
 
 
 def test_words_are_drawn_with_their_probabilities() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 1.5])
     draws = 20_000
-    sampling = Sampling(do_sample=True, temperature=0.8, top_k=4, generator=torch.Generator().manual_seed(0))
-    found = sampling.choose(logits.expand(draws, -1)).bincount(minlength=5) / draws
+    options = (torch.full((draws,), 0.8), torch.full((draws,), 4, dtype=torch.int32), torch.ones(draws))
+    seeds = torch.arange(draws) * 2**33
+    found = sample_tokens(logits.expand(draws, -1), seeds, seeds.int(), *options).bincount(minlength=5) / draws
     expected = torch.tensor([0.0, 1.0, 2.0, float("-inf"), 1.5]).div(0.8).softmax(-1)
     deviations = (expected * (1 - expected) / draws).sqrt()
     assert ((found - expected).abs() <= 5 * deviations).all()
@@ -186,7 +192,7 @@ def test_a_stream_computes_no_token_before_it_is_asked_for(monkeypatch: pytest.M
     module = model()
     calls: list[int] = []
     step = CachedDecoder.step
-    monkeypatch.setattr(CachedDecoder, "step", lambda self, ids: calls.append(1) or step(self, ids))
+    monkeypatch.setattr(CachedDecoder, "step", lambda self, *given: calls.append(1) or step(self, *given))
     tokens = stream(module, PROMPTS[1], max_new_tokens=12, eos_token_id=[])
     next(tokens)
     assert not calls

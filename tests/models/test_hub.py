@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import importlib
 import shutil
+import socket
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +19,9 @@ from model_fixtures import bert_directory, wordpiece
 from fasttfm import models
 from fasttfm.cli.main import main
 from fasttfm.data import load_tokenizer
+from fasttfm.inference.opening import family_of
 from fasttfm.models import CheckpointError
 from fasttfm.models.hub import Part, model_directory, weight_files
-from fasttfm.tasks.families import family_of
 
 hub: Any = pytest.importorskip("huggingface_hub", reason="it comes with transformers")
 for module in ("constants", "errors"):
@@ -52,6 +55,11 @@ def names_in(directory: Path) -> list[str]:
     return [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
 
 
+def described(files: list[str]) -> Any:
+    """A model's files as the hub answers with them."""
+    return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in files])
+
+
 @pytest.fixture(autouse=True)
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of the test's own, and no network: what asks for it fails."""
@@ -61,7 +69,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub, "list_repo_files", unreachable)
+    monkeypatch.setattr(hub, "model_info", unreachable)
     monkeypatch.setattr(hub, "snapshot_download", unreachable)
 
 
@@ -80,7 +88,7 @@ def online(bert_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return str(add_to_cache(name, remote, allow_patterns))
 
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "list_repo_files", lambda name, **_: names_in(remote))
+    monkeypatch.setattr(hub, "model_info", lambda name, **_: described(names_in(remote)))
     monkeypatch.setattr(hub, "snapshot_download", download)
     return calls
 
@@ -165,7 +173,7 @@ def test_weight_files() -> None:
 
 @pytest.mark.usefixtures("online")
 def test_a_model_without_weights_that_are_safe_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "list_repo_files", lambda *_, **__: ["config.json", "model.pkl"])
+    monkeypatch.setattr(hub, "model_info", lambda *_, **__: described(["config.json", "model.pkl"]))
     with pytest.raises(CheckpointError, match=r"no model.safetensors and no pytorch_model.bin; its files: model.pkl"):
         model_directory(NAME)
 
@@ -206,6 +214,41 @@ def test_a_path_is_no_hub_id(tmp_path: Path) -> None:
         model_directory("bert@a", revision="b")
 
 
+@pytest.mark.usefixtures("online")
+def test_an_unreachable_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub repeats some requests for half a minute, which a mistyped name without network would wait for."""
+    asked: list[float] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        api = hub.HfApi(endpoint=f"http://127.0.0.1:{server.getsockname()[1]}")
+
+        def ask(name: str, *, timeout: float, **options: Any) -> Any:
+            asked.append(timeout)
+            return api.model_info(name, timeout=timeout, **options)
+
+        def hang_up() -> None:
+            while True:
+                try:
+                    server.accept()[0].close()
+                except OSError:
+                    return
+                connections.append(None)
+
+        connections: list[None] = []
+        monkeypatch.setattr(hub, "model_info", ask)
+        thread = threading.Thread(target=hang_up, daemon=True)
+        thread.start()
+        with pytest.raises(CheckpointError, match="cannot be reached: "):
+            model_directory(NAME)
+        monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "30")
+        monkeypatch.setattr(hub.constants, "HF_HUB_ETAG_TIMEOUT", 30)
+        with pytest.raises(CheckpointError, match="cannot be reached: "):
+            model_directory(NAME)
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join()
+    assert asked == [5.0, 30]
+    assert len(connections) == 2
+
+
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
@@ -221,7 +264,7 @@ def test_refusals_of_the_hub_are_sentences(kind: str, sentence: str, monkeypatch
         cls = getattr(hub.errors, kind)
         raise cls.__new__(cls)  # their constructors want an HTTP response
 
-    monkeypatch.setattr(hub, "list_repo_files", refuse)
+    monkeypatch.setattr(hub, "model_info", refuse)
     with pytest.raises(CheckpointError, match=sentence) as error:
         model_directory(NAME, revision="v9")
     assert "\n" not in str(error.value)

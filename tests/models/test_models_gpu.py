@@ -50,7 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ElectraForMaskedLM": NARROW,
     "ElectraForPreTraining": NARROW,
     "DistilBertForMaskedLM": {},
-    "ModernBertForMaskedLM": {"local_attention": 16, "pad_token_id": 0},
+    "ModernBertForMaskedLM": {"local_attention": 16, "pad_token_id": 0},  # drops nothing by default
 }
 
 
@@ -58,7 +58,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_same_numbers_as_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    ours = model(name, **FAMILIES[name], **dict.fromkeys(DROPOUT, 0.0)).to(dtype)
+    dropout = () if name.startswith("ModernBert") else DROPOUT
+    ours = model(name, **FAMILIES[name], **dict.fromkeys(dropout, 0.0)).to(dtype)
     ours.save_pretrained(tmp_path)
     theirs = getattr(transformers, name).from_pretrained(tmp_path, dtype=dtype).cuda().train()
     given = batch()

@@ -89,6 +89,19 @@ def test_positions_count_by_their_distance() -> None:
     assert not torch.allclose(spread, plain, atol=1e-3)
 
 
+def test_sequences_beyond_the_configured_positions(tmp_path: Path) -> None:
+    """transformers computes the angles of any position; our tables grow."""
+    name = "ModernBertForMaskedLM"
+    ours, theirs = pair(name, tmp_path, **{**LOCAL, "max_position_embeddings": 4})
+    assert ours.model.encoder.positions == 4
+    check_layout(name, ours, theirs, "behind", packed=False, segments=False)
+    ids = IDS.repeat(1, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
+    ((cos, _), _) = ours.model.encoder.tables(torch.ones(1), 1).values()
+    assert len(cos) == 64
+
+
 def test_weights_of_local_layers_end_at_the_window() -> None:
     weights = made()(IDS, output_attentions=True).attentions
     distance = (torch.arange(IDS.shape[1])[:, None] - torch.arange(IDS.shape[1])).abs()
@@ -133,3 +146,13 @@ def test_segments_are_refused() -> None:
         made()(IDS, token_type_ids=torch.zeros_like(IDS))
     with pytest.raises(ValueError, match="position_ids: expected None with output_attentions"):
         made()(IDS, position_ids=torch.arange(IDS.shape[1]), output_attentions=True)
+
+
+@pytest.mark.gpu
+def test_sequences_beyond_the_configured_positions_on_a_gpu() -> None:
+    """Positions outside of the tables would give NaN there."""
+    model = made(max_position_embeddings=4).cuda()
+    with torch.no_grad():
+        short, long = model(IDS.cuda()).last_hidden_state, model(IDS.cuda().repeat(1, 3)).last_hidden_state
+    assert short.isfinite().all()
+    assert long.isfinite().all()

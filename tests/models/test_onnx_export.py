@@ -18,7 +18,7 @@ _SIZES = {
     "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
     "max_position_embeddings": 40, "embedding_size": 16, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64,
     "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 40, "initializer_range": 0.3,
-    "pad_token_id": 0,
+    "pad_token_id": 0, "local_attention": 4, "classifier_pooling": "mean",
 }  # fmt: skip
 _ALL = [(name, head) for name, family in FAMILIES.items() for head in family.models]
 _LENGTHS = (9, 4, 6, 9)
@@ -63,7 +63,7 @@ def of_tokens(output: Any, key: str, inputs: dict[str, Tensor]) -> Tensor:
 def test_the_plain_form_is_the_model(name: str, head: Head) -> None:
     model = small(name, head)
     labels_last_token = FAMILIES[name].causal and head in (Head.SEQUENCE_CLASSIFICATION, Head.MULTIPLE_CHOICE)
-    other = name in ("modernbert", "ernie_knowledge") or (name, head) == ("electra", Head.PRETRAINING)
+    other = name in ("ernie_knowledge", "vit") or (name, head) == ("electra", Head.PRETRAINING)
     other = other or head is Head.GRAPH_CHOICE
     assert refused(model) == (labels_last_token or other)
     if refused(model):
@@ -89,6 +89,7 @@ def test_the_plain_form_is_the_model(name: str, head: Head) -> None:
         ("albert", Head.MULTIPLE_CHOICE),
         ("electra", Head.REPLACED_TOKENS),
         ("distilbert", Head.SEQUENCE_CLASSIFICATION),
+        ("modernbert", Head.SEQUENCE_CLASSIFICATION),
         ("gpt2", Head.CAUSAL_LM),
     ],
     ids=lambda each: getattr(each, "name", each),

@@ -19,6 +19,7 @@ PUBLISHED = {
     "ElectraModel": {"small": 14, "base": 110, "large": 335},
     "DistilBertModel": {"base": 66},
     "ModernBertModel": {"base": 149, "large": 395},
+    "ViTModel": {"mini": 0.22, "tiny": 5.7, "small": 22, "base": 86, "large": 307, "huge": 632},  # mini is ours
     "ErnieKnowledgeModel": {"tiny": 4.4, "mini": 11.3, "base": 114},  # the smaller ones: BERT's with entities
     "OpenAIGPTLMHeadModel": {"base": 117},
     "GPT2LMHeadModel": {"small": 124, "medium": 355, "large": 774, "xl": 1558},

@@ -86,6 +86,28 @@ def test_an_encoder_is_exported() -> None:
         assert torch.equal(exported.module()(ids).last_hidden_state, module(ids).last_hidden_state)
 
 
+class _Packed(torch.nn.Module):
+    def __init__(self, encoder: torch.nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        states: Tensor = self.encoder(ids, cu_seqlens=cu_seqlens, max_seqlen=16).last_hidden_state
+        return states
+
+
+@pytest.mark.parametrize("name", ["RobertaModel", "AlbertModel", "ElectraModel", "DistilBertModel"])
+def test_packed_encoders_are_exported_for_any_batch(name: str) -> None:
+    torch.manual_seed(0)
+    module = _Packed(getattr(models, name)(config_of(models, name, SIZES)).eval())
+    batches = [(IDS, torch.tensor([0, 5, 9, 14], dtype=torch.int32)), (IDS[:12], torch.tensor([0, 3, 4, 9, 12]).int())]
+    sizes = {"ids": {0: torch.export.Dim("tokens", min=3)}, "cu_seqlens": {0: torch.export.Dim("boundaries", min=4)}}
+    with torch.no_grad():
+        program = torch.export.export(module, batches[0], dynamic_shapes=sizes).module()
+        for given in batches:
+            assert torch.equal(program(*given), module(*given))
+
+
 @each_family
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_copies_train_alike_and_stay_tied(name: str, duplicate: Any) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fasttfm.data.graphs import ConceptPath, Pair, SchemaGraph
-from fasttfm.nn.graph import GraphReasoner, softmax_of_groups
+from fasttfm.nn.graph import GraphReasoner, Slots
 from fasttfm.tasks.commonsense import collate_graphs
 
 CONCEPTS, RELATIONS = 9, 4
@@ -169,10 +169,28 @@ def test_weights_of_paths_and_pairs(reasoner: GraphReasoner, graphs: list[Schema
     assert sums.tolist() == pytest.approx([1, 1, 0, 0, 1])
 
 
-def test_a_softmax_of_large_scores_is_finite() -> None:
-    scores = torch.tensor([1e4, 1e4 - 1, -1e4])
-    found = softmax_of_groups(scores, torch.tensor([0, 0, 2]), 3)
-    assert found.tolist() == pytest.approx([*torch.tensor([1.0, 0.0]).softmax(0).tolist(), 1.0])
+def test_slots_hold_the_members_of_each_group() -> None:
+    slots = Slots.of([2, 0, 2, 2, 0], 4)
+    assert slots.members.tolist() == [[1, 4, 5], [5, 5, 5], [0, 2, 3], [5, 5, 5]]
+    assert (slots.scores.squeeze(1) < 0).equal(slots.members == 5)
+    assert slots.places.tolist() == [6, 0, 7, 8, 1]
+    assert Slots.of([], 2).members.tolist() == [[0], [0]]
+
+
+def test_softmaxes_of_large_scores_are_finite(reasoner: GraphReasoner, graphs: list[SchemaGraph]) -> None:
+    with torch.no_grad():
+        reasoner.path_query.weight *= 1e6
+        reasoner.pair_query.weight *= 1e6
+    found = reasoner(collate_graphs(graphs), torch.randn(len(graphs), 10, dtype=torch.float64))
+    assert bool(found.vectors.isfinite().all())
+    found.vectors.sum().backward()
+    assert all(bool(each.grad.isfinite().all()) for each in reasoner.parameters())  # type: ignore[union-attr]
+
+
+def test_a_batch_without_concepts(reasoner: GraphReasoner) -> None:
+    found = reasoner(collate_graphs([SchemaGraph([], [], [])] * 2), torch.randn(2, 10, dtype=torch.float64))
+    assert found.vectors.shape == (2, reasoner.output_size)
+    assert not found.vectors.any()
 
 
 def test_autocast_keeps_sums_in_the_precision_of_the_parameters(

@@ -377,9 +377,17 @@ def test_boundaries_of_a_request_are_clear() -> None:
     ("said", "change"),
     [
         ("takes bfloat16 and float16, got float32", {"q": torch.randn(2, 9, 2, 64)}),
-        ("takes head dims of 64 and 128, got 80", {"q": torch.randn(2, 9, 2, 80).bfloat16()}),
-        ("attends to all keys or causally, got a window of (5, -1)", {"window": (5, None)}),
-        ("attends to all keys or causally, got a window of (3, 0)", {"window": (3, None), "causal": True}),
+        ("takes head dims of 32, 64, 80, 96 and 128, got 72", {"q": torch.randn(2, 9, 2, 72).bfloat16()}),
+        (
+            "takes dropout with head dims of 64 and 128, got 80",
+            {"q": torch.randn(2, 9, 2, 80).bfloat16(), "dropout_p": 0.1},
+        ),
+        (
+            "takes windows with head dims of 64 and 128, got 32",
+            {"q": torch.randn(2, 9, 2, 32).bfloat16(), "window": (5, 5)},
+        ),
+        ("got a window of (5, -1) and dropout_p 0.1", {"window": (5, None), "dropout_p": 0.1}),
+        ("got a window of (3, 0) and dropout_p 0.1", {"window": (3, None), "causal": True, "dropout_p": 0.1}),
         ("takes a scale above 0, got -1.0", {"scale": -1.0}),
         (
             "got strides (1152, 128, 64, 1)",

@@ -169,7 +169,7 @@ def test_bad_calls_of_helpers(call: Any, error: type[Exception]) -> None:
 @pytest.mark.parametrize(
     "device",
     [
-        pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")),
+        pytest.param("cpu", marks=interpreted),
         pytest.param("cuda", marks=pytest.mark.gpu),
     ],
 )

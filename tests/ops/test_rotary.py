@@ -46,6 +46,19 @@ def test_queries_and_keys_of_one_projection_are_read_in_place() -> None:
     assert torch.equal(turned[:, 2:], ops.rotary(qkv[:, 1], cos, sin))
 
 
+def test_heads_that_are_not_turned_are_copied_bit_by_bit() -> None:
+    """Infinities and NaN included: values go through the op next to queries and keys."""
+    torch.manual_seed(0)
+    qkv, (cos, sin) = torch.randn(5, 3, 2, 8), tables(5, 4)
+    qkv[:, 2, 0, 0], qkv[:, 2, 1, 4] = torch.inf, torch.nan
+    for backend in ("cpu", "reference", "triton"):
+        if backend == "triton":
+            pytest.importorskip("triton")
+        turned = ops.rotary(qkv.flatten(1, 2), cos, sin, turned_heads=4, backend=backend).unflatten(1, (3, 2))
+        assert torch.equal(turned[:, 2].view(torch.int32), qkv[:, 2].view(torch.int32))
+        torch.testing.assert_close(turned[:, :2].flatten(1, 2), ops.rotary(qkv[:, :2].flatten(1, 2), cos, sin))
+
+
 @pytest.mark.gpu
 def test_a_position_outside_of_the_tables_gives_nan_on_a_gpu() -> None:
     x, (cos, sin) = torch.ones(3, 1, 8, device="cuda"), (table.cuda() for table in tables(4, 4))

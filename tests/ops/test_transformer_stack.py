@@ -46,6 +46,13 @@ LAYOUTS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def kernels_of_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the kernels for few rows, which have their own tests (tests/test_few_rows.py)."""
+    monkeypatch.setattr(transformer_native, "MOST_FEW_ROWS", 0)
+    monkeypatch.setattr(transformer_native, "MOST_SHORT_TOKENS", 0)
+
+
 class Problem:
     """A stack of layers and its inputs, drawn from a fixed seed."""
 
@@ -350,6 +357,14 @@ def test_boundaries_and_seeds_that_are_strided() -> None:
     assert problem.seeds is not None
     problem.seeds = problem.seeds.t().contiguous().t()
     assert different(problem.results(problem.in_one_call), expected) == []
+
+
+def test_few_rows_are_explained() -> None:
+    problem = Problem("cpu", torch.float32, torch.float32)
+    reasons = transformer_stack.TABLE.reasons(problem.x, None, problem.options, problem.layers)
+    assert list(reasons) == ["cpu", "cuda_few_rows", "cuda", "ops"]
+    assert "CUDA" in str(reasons["cuda_few_rows"])
+    assert not transformer_native.takes_few_rows(problem.x, gradient=False, drops=False)
 
 
 def test_what_the_core_does_not_take() -> None:

@@ -135,6 +135,17 @@ def test_scores_are_means_over_the_nearest_answers() -> None:
         answer_scores(gold, {"a": ""})
 
 
+def test_several_lists_count_by_their_mean() -> None:
+    """CoQA: each person's answer is left out in turn, and the nearest of the others' counts."""
+    gold = {"a": [["in a barn", "barn"], ["the barn", "barn"], ["the barn", "in a barn"]], "b": [["yes"], [""]]}
+    scores = answer_scores(gold, {"a": "barn", "b": ""})
+    assert scores["exact"] == pytest.approx((1 + 1 / 2) / 2)  # "the barn" is "barn"
+    assert answer_scores(gold, {"a": "in barn", "b": "yes"})["f1"] == pytest.approx((8 / 9 + 1 / 2) / 2)
+    assert set(scores) == {"exact", "f1"}  # somebody answered b
+    # With no answer b has 1/2, as with a right one; with a wrong one it has none.
+    assert best_threshold(gold, {"a": "barn", "b": "no"}, {"a": 0.0, "b": 1.0}) == 0.0
+
+
 def f1_at(threshold: float, gold: dict, answers: dict, no_answer: dict) -> float:
     kept = {key: "" if no_answer[key] > threshold else answer for key, answer in answers.items()}
     return answer_scores(gold, kept)["f1"]

@@ -10,9 +10,9 @@ import torch
 from fasttfm.data.task_files import TagExample, TextExample
 from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import load_tokenizer
+from fasttfm.inference.opening import base_of, open_model
 from fasttfm.models.family import Head
 from fasttfm.tasks.augmentation import Augmenter
-from fasttfm.tasks.families import base_of, open_model
 
 TEXT = "The Congress of 1801 met, and zyxomatic peace came."
 

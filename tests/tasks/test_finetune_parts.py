@@ -15,9 +15,9 @@ from torch.nn import functional
 from fasttfm import models
 from fasttfm.data import DataError, Tokenizer
 from fasttfm.data.task_files import ChoiceExample, TagExample, TextExample
+from fasttfm.inference.opening import open_model
 from fasttfm.models.family import Head
 from fasttfm.tasks.class_weights import balanced_weights, read_weights
-from fasttfm.tasks.families import open_model
 from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare, save
 from fasttfm.tasks.lora import Lora
 from fasttfm.tasks.rates import Rates, freeze

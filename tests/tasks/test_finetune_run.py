@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -275,6 +277,48 @@ def test_two_processes_have_the_numbers_of_one(model_directory: Path, tmp_path: 
     for ours, theirs in zip(found[0], expected, strict=True):
         # Sums of the same fp32 numbers in another order, over 12 steps.
         assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def ranked_finetune(model: Path, data: Path, output: Path, stop_after: int | None, *options: Any) -> None:
+    """The command in one of torchrun's processes, which all get torchrun's SIGTERM after a step."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    original = Trainer.step
+
+    def interrupted(self: Trainer, batches: Any) -> Any:
+        found = original(self, batches)
+        if self.completed == stop_after:
+            signal.raise_signal(signal.SIGTERM)
+        return found
+
+    Trainer.step = interrupted  # type: ignore[method-assign]
+    with (output.parent / f"said-{os.environ['RANK']}").open("w") as said, contextlib.redirect_stderr(said):
+        finetune(model, data, output, "--checkpoint-every", 2, *options)
+
+
+def test_processes_stop_and_resume_with_the_same_bits(
+    model_directory: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each process has random numbers of its own. A signal reaches them after different steps, so that only the
+    checkpoints that are due are written: the run continues after the last of them."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+
+    def run(output: Path, stop_after: int | None, *options: Any) -> list[int | None]:
+        processes = train_runs.start_ranks(2, ranked_finetune, model_directory, data, output, stop_after, *options)
+        for process in processes:
+            process.join()
+        return [process.exitcode for process in processes]
+
+    assert run(whole, None) == [0, 0]
+    assert run(parts, 5) == [1, 1]
+    said = (tmp_path / "said-0").read_text().splitlines()[-1]
+    assert said.endswith(f"after step 5 of 9; {parts}/checkpoint-000004 was written; --resume continues")
+    with pytest.raises(SystemExit):
+        finetune(model_directory, data, parts, "--checkpoint-every", 2, "--resume")
+    assert "other settings: processes was 2, is 1" in capsys.readouterr().err
+    assert run(parts, None, "--resume") == [0, 0]
+    assert left(parts) == left(whole)
 
 
 # ---- reports and pictures --------------------------------------------------------------------------------------------

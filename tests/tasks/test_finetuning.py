@@ -149,7 +149,7 @@ def test_every_family_takes_a_step(family: str, request: pytest.FixtureRequest, 
             continue
         model, task = prepare(task_name, tmp_path, examples)
         batch = task.batch(task.features(examples))
-        assert (batch.token_type_ids is None) == (gpt or family in ("roberta", "distilbert"))
+        assert (batch.token_type_ids is None) == (gpt or family in ("roberta", "distilbert", "modernbert"))
         separators = batch.input_ids.tolist().count(tokenizer.special.sep)
         assert (
             separators == (0 if gpt else {"roberta": 3}.get(family, 2)) * (len(batch.cu_seqlens) - 1)

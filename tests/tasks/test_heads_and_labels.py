@@ -13,10 +13,10 @@ import torch
 from fasttfm.cli.main import main
 from fasttfm.data import DataError
 from fasttfm.data.task_files import TagExample, TextExample
+from fasttfm.inference.opening import open_model
 from fasttfm.models import CheckpointError
 from fasttfm.models.family import Head
 from fasttfm.tasks.distillation_runs import prepare_task
-from fasttfm.tasks.families import open_model
 from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, prepare, save, shuffled_steps
 from fasttfm.tasks.inputs import truncation
 

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from model_families import save_small
@@ -16,11 +17,12 @@ from model_families import save_small
 from fasttfm import models, tasks
 from fasttfm.data import DataError, Tokenizer
 from fasttfm.data.task_files import Answer, ChoiceExample, QuestionExample, TagExample, TextExample
+from fasttfm.inference.opening import checkpoint_of, tokenizer_of
 from fasttfm.models import CheckpointError
 from fasttfm.tasks import loading
-from fasttfm.tasks.families import checkpoint_of, tokenizer_of
 from fasttfm.tasks.finetuning import predict, prepare, save
 from fasttfm.tasks.results import AnswerResult, ChoiceResult, LabelResult, TagResult, ValueResult
+from fasttfm.tasks.running import FeatureRunner
 from fasttfm.tasks.task import TASK_KEY
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*randomly initialized, to be trained")
@@ -93,6 +95,26 @@ def test_a_saved_model_says_the_same(
             assert found == expected
     first = GIVEN[name][0] if name != "tag" else " ".join(GIVEN[name][0])
     assert type(predictor(first)) is RESULTS[name]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_session_reads_what_a_call_of_the_model_reads(
+    name: str, saved: dict[str, tuple[Path, Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model, task = saved[name]
+    features = task.features(EXAMPLES[name])
+    runner = FeatureRunner(model, task, tokens=24)
+    assert (runner._session is not None) == (name != "choice")
+    found = runner.read(features)
+    monkeypatch.setattr(type(task), "on_session", False)
+    expected = FeatureRunner(model, task, tokens=100_000).read(features)
+    for one, other in zip(found, expected, strict=True):
+        if name == "tag":
+            assert [number for number, _ in one.values()] == [number for number, _ in other.values()]
+        else:
+            rows, others = np.atleast_1d(one), np.atleast_1d(other)
+            length = min(rows.shape[-1], others.shape[-1])  # qa: of the batch's longest
+            assert np.allclose(rows[..., :length], others[..., :length], atol=1e-5)
 
 
 def test_probabilities(saved: dict[str, tuple[Path, Any, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Students of a RoBERTa and of an ELECTRA generator: models of the teacher's kind with some of its layers."""
+"""Students of a RoBERTa, of an ELECTRA generator and of GPTs: models of the teacher's kind with some of its layers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from fasttfm import models
 from fasttfm.tasks.distillation_recipes import DistilBertRecipe
@@ -56,3 +57,59 @@ def test_the_recipe_trains_them(family: str) -> None:
     sum(terms).backward()
     assert all(bool(term.isfinite()) and float(term.detach()) > 0 for term in terms)
     assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+# ---- GPTs ------------------------------------------------------------------------------------------------------------
+
+
+def gpt(name: str = "GPT2", seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    cls = {"GPT2": "GPT2LMHeadModel", "OpenAIGPT": "OpenAIGPTLMHeadModel"}[name]
+    sizes = {"n_embd": 32, "n_layer": 4, "n_head": 2, "vocab_size": 60, "n_positions": 16}
+    return getattr(models, cls)(getattr(models, f"{name}Config")(**sizes, initializer_range=0.2)).eval()
+
+
+@pytest.mark.parametrize("name", ["GPT2", "OpenAIGPT"])
+def test_a_gpt_has_a_gpt(name: str) -> None:
+    teacher = gpt(name)
+    student: Any = distilbert_student(teacher)
+    assert type(student) is type(teacher)
+    assert student.config.n_layer == 2
+    for ours, number in zip(student.encoder.encoder.layers, (0, 2), strict=True):
+        assert torch.equal(ours.qkv.weight, teacher.encoder.encoder.layers[number].qkv.weight)
+    whole: Any = distilbert_student(teacher, 4).eval()
+    ids = torch.randint(5, 60, (2, 7))
+    assert torch.equal(whole(ids, output_logits=True).logits, teacher(ids, output_logits=True).logits)
+
+
+def test_terms_of_a_gpt() -> None:
+    teacher, student = gpt(), distilbert_student(gpt(seed=1)).eval()
+    recipe = DistilBertRecipe(student, teacher, weights=(1.0, 1.0, 1.0)).eval()
+    ids = torch.randint(5, 60, (12,))
+    batch = SimpleNamespace(
+        input_ids=ids,
+        token_type_ids=None,
+        cu_seqlens=torch.tensor([0, 5, 12], dtype=torch.int32),
+        max_seqlen=64,
+        positions=None,
+        labels=None,
+        predictions=10,
+        tokens=12,
+    )
+    assert recipe.counts(batch) == (12, 10, 12)
+    layout = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": 64, "output_logits": True, "output_hidden_states": True}
+    ours, theirs = (model(ids, **layout) for model in (student, teacher))
+    soft = 4 * functional.kl_div((ours.logits / 2).log_softmax(-1), (theirs.logits / 2).softmax(-1), reduction="sum")
+    followed = [*range(4), *range(5, 11)]
+    words = functional.cross_entropy(ours.logits[followed], ids[[place + 1 for place in followed]], reduction="sum")
+    states = [
+        model.encoder(ids, cu_seqlens=batch.cu_seqlens, max_seqlen=64).last_hidden_state for model in (student, teacher)
+    ]
+    cosine = (1 - functional.cosine_similarity(*states, dim=-1)).sum()
+    terms = recipe(batch)
+    for found, expected in zip(terms, (soft, words, cosine), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    sum(terms).backward()
+    assert all(parameter.grad is not None for parameter in student.parameters())
+    with pytest.raises(ValueError, match="soft targets: expected those of all tokens of a GPT"):
+        DistilBertRecipe(student, teacher, all_tokens=False)

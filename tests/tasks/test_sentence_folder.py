@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from fasttfm.data import Tokenizer, load_tokenizer
+from fasttfm.inference.opening import open_model
+from fasttfm.inference.sentence_folder import read_sentence_folder
 from fasttfm.models import CheckpointError
 from fasttfm.models.family import Head
 from fasttfm.tasks.embedding import EmbedSettings, embed
-from fasttfm.tasks.families import open_model
-from fasttfm.tasks.sentence_folder import read_sentence_folder
 
 TEXTS = ["Peace and commerce with all nations.", "", "war " * 60, "  The army and the navy. "]
 

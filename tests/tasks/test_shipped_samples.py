@@ -14,7 +14,7 @@ from fasttfm.cli.main import main
 from fasttfm.data.question_files import read_questions
 from fasttfm.data.task_files import read_conll
 from fasttfm.data.texts import shipped_task
-from fasttfm.tasks.families import open_model
+from fasttfm.inference.opening import open_model
 from fasttfm.tasks.registry import TASKS
 
 # Epochs, learning rate, the score to look at, and by how much it must be above the majority's.

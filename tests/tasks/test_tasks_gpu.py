@@ -48,7 +48,8 @@ def test_vectors_and_words_are_the_cpus(
     for device in ("cpu", "cuda"):
         output = tmp_path / f"{device}.npy"
         run(
-            "embed", "--model", bert_directory, "--data", tmp_path / "texts.txt", "--output", output, "--device", device
+            *("embed", "--model", bert_directory, "--data", tmp_path / "texts.txt", "--output", output),
+            *("--device", device, "--precision", "float32"),
         )
         capsys.readouterr()
         run("generate", "--model", gpt_directory, "--prompt", "The war", "--max-new-tokens", 5, "--device", device)

@@ -17,8 +17,8 @@ from fasttfm import models
 from fasttfm.data import Tokenizer
 from fasttfm.data.task_files import Answer, ChoiceExample, QuestionExample, TagExample, TextExample
 from fasttfm.generate import generate
+from fasttfm.inference.opening import open_model
 from fasttfm.models.family import Head
-from fasttfm.tasks.families import open_model
 from fasttfm.tasks.finetuning import predict, prepare, save
 from fasttfm.tasks.task import TASK_KEY
 

@@ -70,7 +70,7 @@ def test_sequences_and_their_entities(tokenizer: Tokenizer) -> None:
     for batch in islice(stream(tokenizer, **quiet), 12):
         aligned, targets = batch.entities, batch.entity_targets
         rows = torch.full((batch.tokens,), -1)
-        rows[aligned.order[: aligned.count]] = aligned.ids
+        rows[aligned.positions] = aligned.ids
         assert torch.equal(targets.candidates[targets.labels], rows[targets.positions])
         assert set(rows[rows >= 0].tolist()) <= {1, 3, 7}
         names = {tokenizer.token(int(id)) for id in batch.input_ids[rows == 7]}
@@ -88,7 +88,7 @@ def test_sequences_and_their_entities(tokenizer: Tokenizer) -> None:
 def test_the_seed_decides(tokenizer: Tokenizer) -> None:
     first, again, other = (next(iter(stream(tokenizer, seed=seed))) for seed in (0, 0, 1))
     assert torch.equal(first.input_ids, again.input_ids)
-    assert torch.equal(first.entities.order, again.entities.order)
+    assert torch.equal(first.entities.positions, again.entities.positions)
     assert len(first.input_ids) != len(other.input_ids) or not torch.equal(first.input_ids, other.input_ids)
     assert first.predictions > 0
 

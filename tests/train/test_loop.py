@@ -209,7 +209,7 @@ def test_group_rates_follow_the_schedule() -> None:
         (lambda: OptimizerSettings("sgd"), "optimizer: expected one of adamw, lamb, got 'sgd'"),
         (lambda: OptimizerSettings(learning_rate=-1.0), "learning_rate: expected a number from 0 on, got -1.0"),
         (lambda: StepSettings(clip=0.0), "clip: expected a max gradient norm above 0 or None, got 0.0"),
-        (lambda: StepSettings(precision="int8"), "precision: expected one of float32, bfloat16, got 'int8'"),
+        (lambda: StepSettings(precision="int8"), "precision: expected one of float32, bfloat16, fp8, got 'int8'"),
         (lambda: make_optimizer([], OptimizerSettings()), "expected some that are trained, got none"),
     ],
 )

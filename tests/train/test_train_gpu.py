@@ -20,6 +20,11 @@ from fasttfm.train.logs import read_rows
 from fasttfm.train.pretrain import objective_of, pretrain
 
 pytestmark = pytest.mark.gpu
+_HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+PRECISIONS = [
+    "bfloat16",
+    pytest.param("fp8", marks=pytest.mark.skipif(not _HAS_FP8, reason="needs FP8 tensor cores")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +40,8 @@ def trainer(**settings: Any) -> Trainer:
     optimizer = make_optimizer(module, OptimizerSettings(), capturable=settings.get("cuda_graph", False))
     schedule = Schedule(optimizer, ScheduleSettings(40, 4))
     torch.manual_seed(1)
-    return Trainer(module, objective_of(module), optimizer, schedule, StepSettings(precision="bfloat16", **settings))
+    step = StepSettings(**{"precision": "bfloat16", **settings})
+    return Trainer(module, objective_of(module), optimizer, schedule, step)
 
 
 def batches(shards: data.TokenShards, *, fixed: bool) -> Iterator[data.Batch]:
@@ -44,8 +50,9 @@ def batches(shards: data.TokenShards, *, fixed: bool) -> Iterator[data.Batch]:
     return (filled(batch, shape) if fixed else batch for batch in stream)
 
 
-def test_a_step_waits_for_nothing(shards: data.TokenShards) -> None:
-    made, source = trainer(), batches(shards, fixed=False)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_step_waits_for_nothing(precision: str, shards: data.TokenShards) -> None:
+    made, source = trainer(precision=precision), batches(shards, fixed=False)
     assert isinstance(made.optimizer, optim.AdamW)
     for _ in range(3):
         made.step([next(source), next(source)])
@@ -61,14 +68,15 @@ def test_a_step_waits_for_nothing(shards: data.TokenShards) -> None:
     assert made.skipped == 0
 
 
-def test_a_cuda_graph_gives_the_same_numbers(shards: data.TokenShards) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_cuda_graph_gives_the_same_numbers(precision: str, shards: data.TokenShards) -> None:
     """Dropout included: a graph draws anew each time it is replayed. A batch of another shape runs without it."""
     given = list(itertools.islice(batches(shards, fixed=True), 16))
     assert all(isinstance(batch, FixedBatch) for batch in given)
     given[9] = next(batches(shards, fixed=False))
     losses = []
     for graph in (False, True):
-        made = trainer(cuda_graph=graph)
+        made = trainer(cuda_graph=graph, precision=precision)
         found = [result for batch in given for result in made.step([batch])] + made.flush()
         losses.append([(result.loss, result.gradient_norm) for result in found])
         if graph:
@@ -77,8 +85,9 @@ def test_a_cuda_graph_gives_the_same_numbers(shards: data.TokenShards) -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_graph_skips_what_is_not_finite(shards: data.TokenShards) -> None:
-    made, source = trainer(cuda_graph=True), batches(shards, fixed=True)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_graph_skips_what_is_not_finite(precision: str, shards: data.TokenShards) -> None:
+    made, source = trainer(cuda_graph=True, precision=precision), batches(shards, fixed=True)
     for _ in range(6):
         made.step([next(source)])
     parameter = next(made.module.parameters())
@@ -97,10 +106,13 @@ def test_compiled_steps_learn(shards: data.TokenShards) -> None:
     assert found[-1].loss < found[0].loss
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("cuda_graph", [False, True])
-def test_a_run_goes_on_from_a_checkpoint(cuda_graph: bool, corpus: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_goes_on_from_a_checkpoint(
+    cuda_graph: bool, precision: str, corpus: dict[str, Path], tmp_path: Path
+) -> None:
     settings = settings_of(
-        corpus, steps=12, step=StepSettings(precision="bfloat16", cuda_graph=cuda_graph), tokens_per_step=512
+        corpus, steps=12, step=StepSettings(precision=precision, cuda_graph=cuda_graph), tokens_per_step=512
     )
     options: dict[str, Any] = {"device": "cuda", "checkpoint_every": 6, "workers": 1}
     pretrain(settings, run_of(tmp_path / "whole", **options))

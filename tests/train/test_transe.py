@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fasttfm.cli.main import main
-from fasttfm.data.knowledge import Graph, read_triples
+from fasttfm.data.graphs import read_graph, read_graph_vectors
+from fasttfm.data.knowledge import Graph, facts_of, read_triples
 from fasttfm.data.texts import shipped_knowledge
 from fasttfm.models.entity_files import read_entities, read_names
 from fasttfm.train.transe import TransESettings, ranks, train_transe
@@ -93,3 +94,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             main(["transe", *options, *arguments])
         assert stopped.value.code == status
         assert message in capsys.readouterr().err
+
+
+def test_edge_files_of_kagnet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edges = tmp_path / "edges.tsv"
+    edges.write_text("/r/IsA\t/c/en/Red_Cup\tthing\t2.0\nAtLocation\tred cup\tkitchen\nIsA\tkitchen\troom\n")
+    options = ["--width", "8", "--epochs", "2", "--held-out", "0", "--quiet"]
+    assert main(["transe", "--graph", str(edges), "--output", str(tmp_path / "kg"), *options]) == 0
+    assert "3 triples, 4 entities, 2 relations" in capsys.readouterr().out
+    graph = read_graph(edges)
+    facts = {tuple(row) for row in facts_of(graph).triples.tolist()}
+    assert facts == {(0, 0, 1), (0, 1, 2), (2, 0, 3)}  # without inverses
+    assert read_graph_vectors(tmp_path / "kg", graph).concepts.shape == (4, 8)
+    edges.write_text("IsA\tcup\tthing\nIsA\tkitchen\troom\n")
+    assert main(["transe", "--data", str(edges), "--output", str(tmp_path / "wrong"), *options]) == 0
+    assert "lines of relation, head, tail are read by --graph" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        main(["transe", "--data", str(edges), "--graph", str(edges), *options])
+    assert stopped.value.code == 2

@@ -1,0 +1,103 @@
+"""Requests of many threads: what is computed together, errors, a full queue, and the end."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from fasttfm.inference.dispatch import Dispatcher
+
+
+class Worker:
+    """Squares numbers, while ``gate`` is open; an item of 13 fails."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[int]] = []
+        self.gate, self.started = threading.Event(), threading.Event()
+
+    def launch(self, items: list[int]) -> Callable[[], Sequence[int]]:
+        self.groups.append(items)
+        self.started.set()
+        self.gate.wait()
+        if 13 in items:
+            raise ValueError("unlucky")
+        if 14 in items:
+            return lambda: 1 // 0
+        return lambda: [item * item for item in items]
+
+
+def test_waiting_requests_are_computed_together() -> None:
+    worker = Worker()
+    dispatcher = Dispatcher(worker.launch, max_tokens=10, max_waiting=100)
+    first = dispatcher.submit(1, 3)
+    worker.started.wait()  # the first is being computed: the others gather
+    others = [dispatcher.submit(item, 3) for item in range(2, 9)]
+    large = dispatcher.submit(9, 50)
+    worker.gate.set()
+    assert [future.result(10) for future in (first, *others, large)] == [item * item for item in range(1, 10)]
+    assert worker.groups == [[1], [2, 3, 4], [5, 6, 7], [8], [9]]
+    dispatcher.close()
+
+
+def test_errors_reach_the_futures_and_the_rest_goes_on() -> None:
+    worker = Worker()
+    worker.gate.set()
+    dispatcher = Dispatcher(worker.launch, max_tokens=1, max_waiting=100)
+    with pytest.raises(ValueError, match="unlucky"):
+        dispatcher.submit(13, 1).result(10)
+    with pytest.raises(ZeroDivisionError):
+        dispatcher.submit(14, 1).result(10)
+    assert dispatcher.submit(3, 1).result(10) == 9
+    dispatcher.close()
+
+
+def test_a_full_queue_refuses_and_a_cancelled_request_is_left_out() -> None:
+    worker = Worker()
+    dispatcher = Dispatcher(worker.launch, max_tokens=1, max_waiting=2)
+    first = dispatcher.submit(1, 1)
+    worker.started.wait()
+    second, third = dispatcher.submit(2, 1), dispatcher.submit(3, 1)
+    with pytest.raises(queue.Full):
+        dispatcher.submit(4, 1, timeout=0)
+    assert second.cancel()
+    worker.gate.set()
+    assert first.result(10) == 1
+    assert third.result(10) == 9
+    dispatcher.close()
+    assert worker.groups == [[1], [3]]
+
+
+def test_closing_computes_what_waits() -> None:
+    worker = Worker()
+    dispatcher = Dispatcher(worker.launch, max_tokens=2, max_waiting=100)
+    futures = [dispatcher.submit(item, 1) for item in range(10)]
+    worker.gate.set()
+    dispatcher.close()
+    assert [future.result(0) for future in futures] == [item * item for item in range(10)]
+    with pytest.raises(RuntimeError, match="closed"):
+        dispatcher.submit(1, 1)
+    dispatcher.close()  # again
+    Dispatcher(worker.launch, max_tokens=2, max_waiting=1).close()  # without a request
+
+
+def test_many_threads_get_their_own_results() -> None:
+    worker = Worker()
+    worker.gate.set()
+    dispatcher = Dispatcher(worker.launch, max_tokens=64, max_waiting=8)
+    wrong: list[int] = []
+
+    def ask(start: int) -> None:
+        numbers = range(start, start + 50)
+        futures = [dispatcher.submit(100 + item, 1) for item in numbers]
+        wrong.extend(i for i, future in zip(numbers, futures, strict=True) if future.result(30) != (100 + i) ** 2)
+
+    threads = [threading.Thread(target=ask, args=(50 * index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    dispatcher.close()
+    assert wrong == []

@@ -1,0 +1,237 @@
+"""Sessions on a CPU: the model's numbers, in the order of the inputs, whatever is computed with them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_models import save_bert, small_bert
+from torch import Tensor
+
+from fasttfm import models
+from fasttfm.data import Tokenizer, load_tokenizer
+from fasttfm.inference import EmbedSettings, Session, cpu_products
+from fasttfm.testing.tolerance import OUTPUT_FACTOR, compare
+
+Ids = Sequence[Sequence[int]]
+
+
+@torch.no_grad()
+def states_of(model: Any, ids: Sequence[int]) -> Tensor:
+    found: Tensor = model.bert(torch.tensor([ids])).last_hidden_state[0]
+    return found
+
+
+def check(found: Any, model: Any, ids: Sequence[int], pooled: bool) -> None:
+    """By the rule of numerics.md, with the model on the sequence without others as plain fp32."""
+    exact, naive = states_of(copy.deepcopy(model).double(), ids), states_of(model, ids)
+    if pooled:
+        exact, naive = exact.mean(0), naive.mean(0)
+    comparison = compare("session", torch.from_numpy(np.array(found)), naive, exact, OUTPUT_FACTOR)
+    assert comparison.ok, str(comparison)
+
+
+def test_results_are_the_models_in_order(bert: Any, sentences: Ids) -> None:
+    with Session(bert, max_tokens=200) as session:
+        vectors, states = session.encode(sentences), session.encode(sentences, output="states")
+        logits = session.encode(sentences, output="logits")
+    assert vectors.shape == (128, 64)
+    assert logits.shape == (128, 2)
+    assert [state.shape for state in states] == [(len(ids), 64) for ids in sentences]
+    for index in (0, 17, 127):
+        check(vectors[index], bert, sentences[index], pooled=True)
+        check(states[index], bert, sentences[index], pooled=False)
+        with torch.no_grad():
+            expected = bert(torch.tensor([sentences[index]])).logits[0]
+        assert np.allclose(logits[index], expected, atol=1e-5)
+    assert session.counts.texts == 3 * 128
+    assert session.counts.tokens == 3 * sum(map(len, sentences))
+
+
+def test_a_sentence_alone_and_among_127_others(bert: Any, sentences: Ids) -> None:
+    with Session(bert, max_tokens=100_000) as session:
+        together = session.encode(sentences)
+        for index in (5, 64):
+            check(session.encode(sentences[index]), bert, sentences[index], pooled=True)
+            check(together[index], bert, sentences[index], pooled=True)
+        assert session.counts.batches == 3
+
+
+def test_requests_of_threads(bert: Any, sentences: Ids) -> None:
+    with Session(bert, max_tokens=300) as session:
+        expected = session.encode(sentences)
+        logits = session.encode(sentences, output="logits")
+        found: dict[int, np.ndarray] = {}
+
+        def ask(start: int) -> None:
+            own = range(start, 128, 4)
+            kind = "logits" if start % 2 else "vectors"
+            futures = {index: session.submit(sentences[index], output=kind) for index in own}
+            found.update({index: future.result(60) for index, future in futures.items()})
+
+        threads = [threading.Thread(target=ask, args=(start,)) for start in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for index, result in found.items():
+            assert np.allclose(result, logits[index] if index % 2 else expected[index], atol=1e-5)
+        assert len(found) == 128
+    with pytest.raises(RuntimeError, match="closed"):
+        session.encode(sentences[0])
+    with pytest.raises(RuntimeError, match="closed"):
+        session.submit(sentences[0])
+
+
+def test_what_is_given_stays(sentences: Ids) -> None:
+    model = small_bert().train()
+    parameter = next(model.parameters())
+    session = Session(model, dtype=torch.bfloat16)
+    session.encode(sentences[:3])
+    assert model.training
+    assert parameter.dtype == torch.float32
+    assert parameter.requires_grad
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first", "last", "max", "mean-sqrt", "weighted"])
+def test_pooling_and_normalisation(bert: Any, sentences: Ids, pooling: str) -> None:
+    settings = EmbedSettings(pooling=pooling, normalize=True)
+    ids = sentences[:4]
+    for found, own in zip(Session(bert, settings=settings).encode(ids), ids, strict=True):
+        states = states_of(bert, own).double()
+        numbers = torch.arange(1, len(own) + 1)[:, None]
+        expected = {
+            "mean": states.mean(0),
+            "first": states[0],
+            "last": states[-1],
+            "max": states.amax(0),
+            "mean-sqrt": states.mean(0),  # of length 1, the same
+            "weighted": (states * numbers).sum(0),
+        }[pooling]
+        assert np.allclose(found, expected / expected.norm(), atol=1e-5)
+
+
+def test_texts_pairs_and_ids(bert_directory: Path) -> None:
+    tokenizer = load_tokenizer(bert_directory)
+    texts = ["Peace and commerce.", "", "The army and the navy of the United States."]
+    with Session(bert_directory) as session:
+        vectors = session.encode(texts)
+        first, last = tokenizer.special.cls, tokenizer.special.sep
+        assert first is not None
+        assert last is not None
+        ids = [[first, *tokenizer.encode(text), last] for text in texts]
+        assert np.allclose(session.encode(ids), vectors, atol=1e-5)
+        assert np.allclose(session.encode(texts[2]), vectors[2], atol=1e-5)
+        assert np.allclose(session.encode(torch.tensor(ids[0])), vectors[0], atol=1e-5)
+        pair = session.encode((texts[0], texts[2]))
+        other = session.encode([*ids[0], *ids[2][1:]])  # the same ids, of one segment
+        assert pair.shape == other.shape
+        assert not np.allclose(pair, other, atol=1e-3)
+        logits = session.encode(texts, output="logits")  # the checkpoint's head predicts masked tokens
+        assert [each.shape for each in logits] == [(len(own), tokenizer.vocab_size) for own in ids]
+        assert session.encode([]).shape == (0, 64)
+
+
+def test_many_windows_of_an_iterator(bert_directory: Path) -> None:
+    texts = [f"The number {index} " * (1 + index % 7) for index in range(1100)]
+    with Session(bert_directory) as session:
+        some = session.encode(texts[::100])
+        found = np.stack(list(session.stream(iter(texts))))
+    assert np.allclose(found[::100], some, atol=1e-5)
+
+
+def test_a_text_without_tokens(gpt_directory: Path) -> None:
+    with Session(gpt_directory) as session:
+        assert not session.encode("").any()
+        nothing, something = session.encode(["", "war"], output="states")
+        assert nothing.shape == (0, 64)
+        assert len(something) > 0
+        assert not session.submit("").result(60).any()
+
+
+def test_a_prompt_that_is_not_pooled(wordpiece: Tokenizer, tmp_path: Path) -> None:
+    directory = save_bert(wordpiece, tmp_path)
+    settings = EmbedSettings(prompt="query: ", pool_prompt=False)
+    with Session(directory, settings=settings) as session, Session(directory) as plain:
+        states = plain.encode("query: peace", output="states")
+        skipped = 1 + len(wordpiece.encode("query: "))
+        assert np.allclose(session.encode("peace"), states[skipped:].mean(0), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda s: s.encode([[1, 300]]), "inputs: expected ids from 0 to 299, got 1 to 300"),
+        (lambda s: s.encode([[1] * 129]), "inputs: expected up to 128 ids, got 129"),
+        (lambda s: s.encode([[1.5]]), "inputs: expected texts, pairs of texts or lists of ids"),
+        (lambda s: s.encode(["a text"]), "tokenizer: expected one for texts, got None"),
+        (lambda s: s.encode([[1]], output="tokens"), "output: expected vectors, states, logits, got 'tokens'"),
+        (lambda s: s.submit([1, -1]), "inputs: expected ids from 0 to 299, got -1 to 1"),
+        (lambda s: Session(s.network.model, max_tokens=0), "max_tokens: expected a number from 1 on, got 0"),
+        (
+            lambda s: Session(s.network.model, settings=EmbedSettings(max_length=200)),
+            "max_length: expected 3 to the model's 128 positions, got 200",
+        ),
+        (
+            lambda s: Session(small_bert("BertModel")).encode([1, 2], output="logits"),
+            "logits: expected a model with a head for labels of sequences, .*, got hidden states",
+        ),
+    ],
+)
+def test_sentences_say_what_is_wrong(bert: Any, call: Any, sentence: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        call(Session(bert))
+
+
+# ---- products in other types -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"precision": "int8"}], ids=["bf16", "int8"])
+def test_products_in_other_types_are_close(bert: Any, sentences: Ids, options: dict[str, Any]) -> None:
+    settings = EmbedSettings(normalize=True)
+    expected = Session(bert, settings=settings).encode(sentences)
+    with Session(bert, settings=settings, **options) as session:
+        found, logits = session.encode(sentences), session.encode(sentences, output="logits")
+        assert (found * expected).sum(1).min() >= 0.99
+        assert not np.array_equal(found, expected)
+        assert np.isfinite(logits).all()
+        # Rows have scales of their own: a sentence's result is the same among others.
+        assert np.allclose(session.encode(sentences[9]), found[9], atol=1e-3)
+    assert type(bert.bert.encoder.layers[0].qkv) is torch.nn.Linear
+
+
+def test_bf16_is_fp32_on_a_cpu_without_it(bert: Any, sentences: Ids, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_products, "multiplies_bf16", lambda: False)
+    found = Session(bert, dtype=torch.bfloat16).encode(sentences[:8])
+    assert np.array_equal(found, Session(bert).encode(sentences[:8]))
+
+
+def test_int8_of_other_families(sentences: Ids) -> None:
+    config = models.ModernBertConfig(
+        vocab_size=300,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=96,
+        initializer_range=0.1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = models.ModernBertModel(config).eval()
+    settings = EmbedSettings(normalize=True)
+    expected = Session(model, settings=settings).encode(sentences[:8])
+    found = Session(model, settings=settings, precision="int8").encode(sentences[:8])
+    assert (found * expected).sum(1).min() >= 0.99
+
+
+def test_int8_is_for_fp32_on_a_cpu(bert: Any) -> None:
+    with pytest.raises(ValueError, match="precision: expected float32 on a CPU with 'int8', got bfloat16 on cpu"):
+        Session(bert, precision="int8", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="precision: expected None or 'int8', got 'int4'"):
+        Session(bert, precision="int4")

@@ -1,0 +1,124 @@
+"""Sessions on a GPU: graphs give the numbers of the model without them, are bounded in number, and share memory."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_models import small_bert
+from torch import Tensor
+
+from fasttfm import models
+from fasttfm.inference import EmbedSettings, Session
+from fasttfm.testing.tolerance import OUTPUT_FACTOR, compare
+
+pytestmark = pytest.mark.gpu
+
+Ids = Sequence[Sequence[int]]
+FAMILIES: dict[str, Any] = {
+    "bert": lambda: small_bert("BertModel", hidden_size=128),
+    "bert, heads of 32": lambda: small_bert("BertModel", hidden_size=128, num_attention_heads=4),
+    "roberta": lambda: models.RobertaModel(models.RobertaConfig(**_sizes(), max_position_embeddings=130)),
+    "modernbert": lambda: models.ModernBertModel(models.ModernBertConfig(**_sizes(), pad_token_id=0)),
+    "gpt": lambda: models.GPT2Model(
+        models.GPT2Config(vocab_size=300, n_embd=128, n_layer=2, n_head=2, n_positions=128)
+    ),
+}
+
+
+def _sizes() -> dict[str, int]:
+    return {
+        "vocab_size": 300,
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 256,
+    }
+
+
+@torch.no_grad()
+def pooled(model: Any, ids: Sequence[int]) -> Tensor:
+    found: Tensor = model(torch.tensor([ids]).to(next(model.parameters()).device)).last_hidden_state[0].float()
+    return found.mean(0).cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_graphs_give_the_models_numbers(name: str, dtype: torch.dtype, sentences: Ids) -> None:
+    torch.manual_seed(0)
+    model = FAMILIES[name]().eval()
+    cuda = copy.deepcopy(model).cuda().to(dtype)
+    chosen = [ids for ids in sentences if len(ids) <= 64][:12]
+    with Session(model, device="cuda", dtype=dtype, max_tokens=256, max_graphs=0) as session:
+        first = session.encode(chosen)
+    with Session(model, device="cuda", dtype=dtype, max_tokens=256) as session:
+        session.encode(chosen)  # graphs are captured when a shape comes again
+        second, third = session.encode(chosen), session.encode(chosen)
+        assert session.graph_counts.captured > 0
+        assert session.graph_counts.replayed >= 2 * session.graph_counts.captured
+    assert np.array_equal(second, third)
+    exact = torch.stack([pooled(copy.deepcopy(cuda).cpu().double(), ids) for ids in chosen])
+    naive = torch.stack([pooled(cuda, ids) for ids in chosen])
+    for found in (first, second):
+        comparison = compare(name, torch.from_numpy(found), naive, exact.float(), OUTPUT_FACTOR)
+        assert comparison.ok, str(comparison)
+
+
+def test_every_output_and_a_sentence_among_others(sentences: Ids) -> None:
+    model = small_bert(hidden_size=128)
+    with Session(model, device="cuda", max_tokens=512) as session:
+        for output in ("vectors", "states", "logits"):
+            together = [session.encode(sentences, output=output) for _ in range(3)]
+            alone = [session.encode(sentences[7], output=output) for _ in range(3)]
+            for again in (*(each[7] for each in together), *alone):
+                assert again.shape == alone[0].shape
+                assert np.abs(again - alone[0]).max() <= 0.05 * np.abs(alone[0]).max()
+
+
+def test_graphs_are_bounded_and_memory_is_flat(sentences: Ids) -> None:
+    model = small_bert(hidden_size=128)
+    generator = np.random.default_rng(0)
+    with Session(model, device="cuda", max_graphs=4) as session:
+
+        def some() -> None:
+            chosen = generator.choice(128, generator.integers(1, 40), replace=False)
+            session.encode([sentences[index] for index in chosen])
+
+        for _ in range(200):
+            some()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        captured = session.graph_counts.captured
+        for _ in range(200):
+            some()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() <= before + 2**20
+        assert session._graphs is not None
+        assert len(session._graphs._cache) <= 4
+        assert session.graph_counts.captured - captured < 20
+
+
+def test_threads_share_a_session(sentences: Ids) -> None:
+    model = small_bert(hidden_size=128)
+    settings = EmbedSettings(normalize=True)
+    with Session(model, settings=settings, device="cuda", max_tokens=1024) as session:
+        expected = session.encode(sentences)
+        found: dict[int, np.ndarray] = {}
+
+        def ask(start: int) -> None:
+            for _ in range(3):
+                futures = {index: session.submit(sentences[index]) for index in range(start, 128, 4)}
+                found.update({index: future.result(60) for index, future in futures.items()})
+
+        threads = [threading.Thread(target=ask, args=(start,)) for start in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    together = np.stack([found[index] for index in range(128)])
+    assert (together * expected).sum(1).min() > 0.999

@@ -1,0 +1,153 @@
+"""``GenerationSession``: sequences that come and go change nothing for the others."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from fasttfm import models
+from fasttfm.generate import GenerationSession, generate, stream
+
+SIZES = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 40}
+PROMPTS = [[5, 9, 11], [7], [20, 21, 22, 23, 24, 25, 26], [8, 8], [30, 31, 32, 33], [12]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    made = models.GPT2LMHeadModel(models.GPT2Config(**SIZES, eos_token_id=3)).eval()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return made
+
+
+def alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    return GenerationSession(model, max_batch=1).submit(prompt, **options).result()
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"max_new_tokens": 9},
+    {"max_new_tokens": 4, "do_sample": True, "seed": 7},
+    {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5, "top_k": 7, "seed": -1},
+    {"max_new_tokens": 1},
+    {"max_new_tokens": 15, "do_sample": True, "top_p": 0.8, "seed": 2**40},
+    {"max_new_tokens": 6, "eos_token_id": []},
+]
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 4])
+def test_sequences_are_those_of_sessions_of_their_own(model: Any, max_batch: int) -> None:
+    """More sequences than places, of different lengths and options: they wait, end and move."""
+    session = GenerationSession(model, max_batch=max_batch)
+    running = [session.submit(prompt, **options) for prompt, options in zip(PROMPTS, OPTIONS, strict=True)]
+    late = None
+    for index, generation in enumerate(running):
+        assert generation.result() == alone(model, PROMPTS[index], **OPTIONS[index])
+        if index == 2:
+            late = session.submit(PROMPTS[0], **OPTIONS[0])
+    assert late is not None
+    assert late.result() == running[0].result()
+
+
+def test_greedy_tokens_are_those_of_whole_sequences(model: Any) -> None:
+    ids = list(PROMPTS[2])
+    for _ in range(10):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert alone(model, PROMPTS[2], max_new_tokens=10, eos_token_id=[]) == ids[len(PROMPTS[2]) :]
+
+
+def test_a_seed_decides_what_is_drawn(model: Any) -> None:
+    options = {"max_new_tokens": 12, "do_sample": True, "eos_token_id": []}
+    first = alone(model, PROMPTS[0], seed=1, **options)
+    assert alone(model, PROMPTS[0], seed=1, **options) == first
+    assert alone(model, PROMPTS[0], seed=2, **options) != first
+
+
+def test_tokens_come_one_by_one_and_others_go_on(model: Any) -> None:
+    session = GenerationSession(model, max_batch=2)
+    streamed = session.submit(PROMPTS[0], max_new_tokens=8, eos_token_id=[])
+    other = session.submit(PROMPTS[1], max_new_tokens=8, eos_token_id=[])
+    tokens = iter(streamed)
+    next(tokens)
+    assert len(streamed.tokens) == len(other.tokens) == 1
+    next(tokens)
+    assert len(streamed.tokens) == len(other.tokens) == 2
+    assert [*streamed.tokens, *tokens] == alone(model, PROMPTS[0], max_new_tokens=8, eos_token_id=[])
+    assert other.done
+
+
+def test_an_end_frees_the_place(model: Any) -> None:
+    whole = alone(model, PROMPTS[4], max_new_tokens=20, eos_token_id=[])
+    end = whole[2]
+    session = GenerationSession(model, max_batch=1)
+    first, second = (session.submit(PROMPTS[4], max_new_tokens=20, eos_token_id=[end, 60]) for _ in range(2))
+    assert first.result() == whole[: whole.index(end) + 1]
+    assert not second.done
+    assert second.result() == first.result()
+
+
+def test_a_sequence_that_is_given_up_makes_room(model: Any) -> None:
+    session = GenerationSession(model, max_batch=1)
+    first, second, third = (session.submit(prompt, max_new_tokens=9, eos_token_id=[]) for prompt in PROMPTS[:3])
+    next(iter(first))
+    first.cancel()
+    third.cancel()
+    assert len(first.result()) == 1
+    assert third.result() == []
+    assert second.result() == alone(model, PROMPTS[1], max_new_tokens=9, eos_token_id=[])
+    second.cancel()
+    assert len(second.tokens) == 9
+
+
+def test_threads_may_submit_and_wait(model: Any) -> None:
+    session = GenerationSession(model, max_batch=3)
+    found: dict[int, list[int]] = {}
+
+    def run(index: int) -> None:
+        found[index] = session.submit(PROMPTS[index], **OPTIONS[index]).result()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {index: alone(model, PROMPTS[index], **OPTIONS[index]) for index in range(len(PROMPTS))}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch": 0}, "max_batch: expected at least 1, got 0"),
+        ({"max_length": 41}, "max_length: expected from 1 to the model's 40 positions, got 41"),
+        ({"graphs": True}, "graphs: expected plain modules on a GPU, got others"),
+    ],
+)
+def test_wrong_sessions_are_named(model: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GenerationSession(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "input_ids: expected prompts of at least one token"),
+        ([1], {"max_new_tokens": -1}, "max_new_tokens: expected at least 0, got -1"),
+        ([1, 2], {"max_new_tokens": 9}, "expected no more than 10 tokens with the prompt, got 9 after 2"),
+        ([1], {"max_new_tokens": 1, "eos_token_id": list(range(9))}, "eos_token_id: expected at most 8 tokens, got 9"),
+        ([1], {"max_new_tokens": 1, "top_k": 0}, "top_k: expected None or a number of tokens"),
+    ],
+)
+def test_wrong_prompts_are_named(model: Any, prompt: list[int], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GenerationSession(model, max_length=10).submit(prompt, **options)
+
+
+def test_generate_and_stream_are_sessions(model: Any) -> None:
+    prompt = torch.tensor([PROMPTS[2]])
+    expected = alone(model, PROMPTS[2], max_new_tokens=10)
+    assert generate(model, prompt, max_new_tokens=10)[0, len(PROMPTS[2]) :].tolist() == expected
+    assert list(stream(model, prompt, max_new_tokens=10)) == expected

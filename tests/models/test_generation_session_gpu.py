@@ -1,0 +1,118 @@
+"""Sessions on a GPU: graphs and fused kernels give the tokens of plain steps, and wait for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fasttfm import models
+from fasttfm.generate import CachedDecoder, GenerationSession, generate, stream
+from fasttfm.nn import PackedBatch
+from fasttfm.testing import compare
+from fasttfm.testing.tolerance import OUTPUT_FACTOR
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {"vocab_size": 1000, "n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 300}
+FAMILIES: dict[str, dict[str, Any]] = {"GPT2": {}, "GPT3": {"local_window": 20}, "OpenAIGPT": {}}
+
+
+def model(family: str = "GPT2", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(models, f"{family}Config")(**{**SIZES, **FAMILIES[family], **changes})
+    made = getattr(models, f"{family}LMHeadModel")(config).eval()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    return made.cuda().to(dtype)
+
+
+def prompts(count: int) -> list[list[int]]:
+    lengths = [5 + 37 * index % 200 for index in range(count)]
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 1000, (length,), generator=generator).tolist() for length in lengths]
+
+
+def run(session: GenerationSession, count: int, **options: Any) -> list[list[int]]:
+    options = {"max_new_tokens": 20, "eos_token_id": [], **options}
+    submitted = [session.submit(prompt, seed=index, **options) for index, prompt in enumerate(prompts(count))]
+    return [generation.result() for generation in submitted]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rows", [1, 5, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_of_steps(family: str, rows: int, dtype: torch.dtype) -> None:
+    """Fused and plain steps against the whole sequences in fp64."""
+    module = model(family, dtype)
+    given = prompts(rows)
+    following = torch.randint(0, 1000, (rows, 3), device="cuda")
+    decoder = CachedDecoder(module.transformer, 300, rows, fused=True)
+    flat = torch.tensor([token for prompt in given for token in prompt], device="cuda")
+    bounds = torch.tensor([0, *map(len, given)], device="cuda").cumsum(0).int()
+    decoder.read(flat, PackedBatch(bounds, max(map(len, given)), len(flat)))
+    found = torch.stack([decoder.next_logits(module.lm_head, following[:, step]) for step in range(3)], 1)
+    for row in (0, rows - 1):
+        whole = torch.cat([torch.tensor(given[row], device="cuda"), following[row]])[None]
+        with torch.no_grad():
+            expected = module(whole).logits[0, -3:]
+            exact = module.double()(whole).logits[0, -3:]
+        module.to(dtype)
+        comparison = compare("logits", found[row].to(dtype), expected, exact, OUTPUT_FACTOR)
+        assert comparison.ok, str(comparison)
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95}])
+def test_graphs_and_batches_change_no_token(options: dict[str, Any]) -> None:
+    module = model()
+    plain = run(GenerationSession(module, max_batch=8, graphs=False, fused=False), 7, **options)
+    for batch in (1, 3, 8):
+        assert run(GenerationSession(module, max_batch=batch), 7, **options) == plain
+
+
+def test_steps_do_not_synchronize() -> None:
+    module = model()
+    session = GenerationSession(module, max_batch=4)
+    run(session, 4)
+    running = [session.submit(prompt, max_new_tokens=30, eos_token_id=[]) for prompt in prompts(4)]
+    next(iter(running[0]))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            session._step(4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_graphs_follow_the_model() -> None:
+    module = model()
+    session = GenerationSession(module, max_batch=2)
+    run(session, 2)
+    with torch.no_grad():
+        module.transformer.encoder.layers[0].up.weight.mul_(-1.0)  # in place
+        module.lm_head.decoder.weight = torch.nn.Parameter(module.lm_head.decoder.weight.flip(0).contiguous())
+    expected = run(GenerationSession(module, max_batch=2, graphs=False, fused=False), 2)
+    assert run(session, 2) == expected
+
+
+def test_modules_with_hooks_are_called() -> None:
+    module = model()
+    session = GenerationSession(module, max_batch=2)
+    run(session, 2)
+    calls: list[int] = []
+    handle = module.transformer.encoder.layers[0].up.register_forward_hook(lambda *_: calls.append(1))
+    hooked = run(session, 2)
+    assert len(calls) >= 20
+    handle.remove()
+    assert run(session, 2) == hooked
+
+
+def test_generate_and_stream() -> None:
+    module = model()
+    ids = torch.randint(0, 1000, (3, 12), device="cuda")
+    found = generate(module, ids, max_new_tokens=15, eos_token_id=[])
+    session = GenerationSession(module, max_batch=3, graphs=False, fused=False)
+    expected = [session.submit(row, max_new_tokens=15, eos_token_id=[]).result() for row in ids]
+    assert found[:, 12:].tolist() == expected
+    assert list(stream(module, ids[1], max_new_tokens=15, eos_token_id=[])) == expected[1]

@@ -1,0 +1,206 @@
+"""``Fp8Training``: models train in FP8, and neither outliers nor steps without finite numbers end that."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fasttfm import models
+from fasttfm.nn import Fp8Training, PackedLayer
+from fasttfm.ops import fp8
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 64}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+
+
+def model(kind: str = "bert") -> Any:
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        return models.GPT2LMHeadModel(models.GPT2Config(**GPT))
+    if kind == "albert":
+        return models.AlbertForMaskedLM(models.AlbertConfig(**SMALL, embedding_size=16))
+    return models.BertForMaskedLM(models.BertConfig(**SMALL))
+
+
+def batch(seed: int = 0) -> Tensor:
+    return torch.randint(5, 64, (2, 13), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(network: nn.Module, ids: Tensor, *, seed: int = 0) -> Tensor:
+    torch.manual_seed(seed)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss: Tensor = network(ids, labels=ids).loss
+    return loss
+
+
+def train(network: nn.Module, scaling: Fp8Training | None, steps: int) -> list[float]:
+    """Losses of steps over one batch."""
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
+    found = []
+    for step in range(steps):
+        loss = loss_of(network.train(), batch(), seed=step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if scaling is not None:
+            scaling.update()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["bert", "albert", "gpt2"])
+def test_models_learn_as_in_bf16(kind: str) -> None:
+    """The losses' differences are far below what is learnt."""
+    network = model(kind)
+    other = copy.deepcopy(network)
+    found, expected = train(network, Fp8Training(network), 12), train(other, None, 12)
+    assert expected[0] - expected[-1] > 0.2
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 0.1 * (expected[0] - expected[-1])
+    assert found != expected
+
+
+def test_evaluation_is_that_of_the_model() -> None:
+    network = model()
+    expected = loss_of(network.eval(), batch())
+    with torch.no_grad():
+        without = loss_of(network.train(), batch())
+    scaling = Fp8Training(network)
+    assert torch.equal(loss_of(network.eval(), batch()), expected)
+    with torch.no_grad():
+        assert torch.equal(loss_of(network.train(), batch()), without)
+    in_fp8 = loss_of(network.train(), batch())
+    assert not torch.equal(in_fp8, without)
+    scaling.remove()
+    assert torch.equal(loss_of(network.train(), batch()), without)
+
+
+def test_a_copy_of_a_model_has_no_fp8() -> None:
+    network = model()
+    Fp8Training(network)
+    assert all(each.fp8 is None for each in copy.deepcopy(network).modules() if isinstance(each, PackedLayer))
+
+
+def gradients(network: nn.Module, ids: Tensor) -> list[Tensor]:
+    network.zero_grad()
+    loss_of(network.train(), ids).backward()
+    return [each.grad.clone() for each in network.parameters() if each.grad is not None]
+
+
+def test_a_step_without_finite_numbers_leaves_the_scales() -> None:
+    """What is not finite reaches the gradients, where training loops find it; the next step is as if it had not been,
+    apart from one place in the histories."""
+    network = model()
+    scaling = Fp8Training(network)
+    for _ in range(2):
+        expected = gradients(network, batch())
+        scaling.update()
+    scales = scaling.scales.scale.clone()
+    kept = network.bert.embeddings.norm.weight.detach().clone()
+    for bad in (math.nan, math.inf):
+        with torch.no_grad():
+            network.bert.embeddings.norm.weight.fill_(bad)
+        assert not all(each.isfinite().all() for each in gradients(network, batch()))
+        scaling.update()
+        assert torch.equal(scaling.scales.scale, scales)
+        with torch.no_grad():
+            network.bert.embeddings.norm.weight.copy_(kept)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(network, batch()), expected, strict=True))
+
+
+def test_an_outlier_saturates_and_is_followed() -> None:
+    network = model()
+    scaling = Fp8Training(network, history=3)
+    gradients(network, batch())
+    scaling.update()
+    slot = network.bert.encoder.layers[0].fp8.linears.qkv.input
+    before = slot.scale.item()
+    weight = network.bert.embeddings.norm.weight
+    with torch.no_grad():
+        weight.mul_(1000)
+    assert all(each.isfinite().all() for each in gradients(network, batch()))
+    scaling.update()
+    assert before / 2048 <= slot.scale.item() <= before / 512
+    with torch.no_grad():
+        weight.mul_(1e-3)
+    for _ in range(3):
+        assert slot.scale.item() < before
+        gradients(network, batch())
+        scaling.update()
+    assert slot.scale.item() == before
+
+
+def test_weights_that_are_loaded_are_cast_again() -> None:
+    network, other = model(), model()
+    scaling = Fp8Training(network)
+    gradients(network, batch())
+    scaling.update()
+    with torch.no_grad():
+        for each in other.parameters():
+            each.mul_(64)
+    network.load_state_dict(other.state_dict())
+    linear = network.bert.encoder.layers[1].fp8.linears.up
+    gradients(network, batch())
+    rounded = linear.rows.float() * linear.weight.inverse
+    assert (rounded - linear.parameter).norm() < 0.05 * linear.parameter.norm()
+    assert torch.equal(linear.rows.float(), linear.columns.float().t())
+
+
+def test_replaced_parameters_are_told() -> None:
+    network = model()
+    Fp8Training(network)
+    network.load_state_dict(model().state_dict(), assign=True)
+    with pytest.raises(RuntimeError, match="another parameter than before; make Fp8Training anew"):
+        gradients(network, batch())
+
+
+def test_state_goes_on_with_the_same_bits() -> None:
+    network = model()
+    scaling = Fp8Training(network)
+    train(network, scaling, 3)
+    other = copy.deepcopy(network)
+    restored = Fp8Training(other)
+    restored.load_state_dict(scaling.state_dict())
+    assert train(network, scaling, 3) == train(other, restored, 3)
+    assert torch.equal(scaling.scales.history, restored.scales.history)
+
+
+def test_layers_can_be_left_as_they_are() -> None:
+    network = model()
+    Fp8Training(network, skip_first=1)
+    first, second = network.bert.encoder.layers
+    assert first.fp8 is None
+    assert second.fp8 is not None
+
+
+def test_activation_checkpointing_gives_the_same_gradients() -> None:
+    network = model()
+    scaling = Fp8Training(network)
+    gradients(network, batch())
+    scaling.update()
+    expected = gradients(network, batch())
+    network.bert.encoder.checkpointing = True
+    assert all(torch.equal(a, b) for a, b in zip(gradients(network, batch()), expected, strict=True))
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="Fp8Training: gradients: expected one of e4m3, e5m2, got 'int8'"):
+        Fp8Training(model(), gradients="int8")
+    with pytest.raises(
+        ValueError, match="Fp8Training: model: expected one with PackedLayers to compute in FP8, got Lin"
+    ):
+        Fp8Training(nn.Linear(16, 16))
+    with pytest.raises(ValueError, match="with 2 of them, skip_first=1, skip_last=1"):
+        Fp8Training(model(), skip_first=1, skip_last=1)
+    with pytest.raises(ValueError, match=r"sizes are multiples of 16, got shape \(72, 24\)"):
+        Fp8Training(PackedLayer(24, 2, 48))
+    hooked = model()
+    hooked.bert.encoder.layers[0].up.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="layers of plain modules, got one with hooks"):
+        Fp8Training(hooked)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert "compute capability 8.9 or later, got 8.0" in str(fp8.missing(torch.device("cuda", 0)))

@@ -1,0 +1,87 @@
+"""Linear layers with 8-bit products: the sums are exact, rows have scales of their own, and every instruction set gives
+the same bits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fasttfm import _native, ops
+from fasttfm.ops.int8_linear import PRODUCTS, int8_linear, pack_int8
+
+pytestmark = pytest.mark.skipif(_native.missing() is not None, reason=str(_native.missing()))
+SHAPES = [(1, 1, 1), (3, 64, 32), (33, 100, 70), (70, 384, 48), (130, 65, 257)]
+
+
+def available() -> list[str]:
+    return list(PRODUCTS[: 1 + _native.core().int8_products_cpu()])
+
+
+def inputs(rows: int, inner: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows + inner)
+    sizes = torch.logspace(-3, 3, rows)[:, None]  # rows of very different scales
+    x = sizes * torch.randn(rows, inner, generator=generator)
+    return x, torch.randn(columns, inner, generator=generator), torch.randn(columns, generator=generator)
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The formula in fp64, of the numbers that are rounded in fp32."""
+    most = x.abs().amax(1, keepdim=True)
+    scales = weight.abs().amax(1) / 127
+    products = (x * (127 / most)).round().double() @ (weight / scales[:, None]).round().double().T
+    return products * (most / 127).double() * scales.double() + bias
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_formula(shape: tuple[int, int, int]) -> None:
+    x, weight, bias = inputs(*shape)
+    packed = pack_int8(weight, bias)
+    expected = exact(x, weight, bias)
+    found = {name: int8_linear(x, packed, products=name) for name in available()}
+    for name, y in found.items():
+        # Three roundings of fp32, of the scales' product, the product and the sum.
+        bound = 4 * torch.finfo(torch.float32).eps * (expected.abs() + (expected - bias).abs())
+        assert bool(((y.double() - expected).abs() <= bound).all()), name
+        assert torch.equal(y, found["generic"]), name
+    for activation in ("gelu", "gelu_tanh", "relu", "silu"):
+        applied = ops.bias_gelu(found["generic"], activation=activation, backend="cpu")
+        assert torch.equal(int8_linear(x, packed, activation=activation), applied), activation
+    assert torch.equal(int8_linear(x.view(1, *x.shape), packed)[0], found["generic"])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_row_does_not_depend_on_others(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = inputs(70, 96, 64)
+    packed = pack_int8(weight, bias)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    together = int8_linear(x, packed)
+    for row in (0, 31, 69):
+        assert torch.equal(int8_linear(x[row : row + 1], packed)[0], together[row])
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+def test_numbers_that_are_not_finite_stay_in_their_rows(products: str) -> None:
+    if products not in available():
+        pytest.skip(f"this CPU has no {products}")
+    x, weight, bias = inputs(5, 70, 33)
+    expected = int8_linear(x, pack_int8(weight, bias), products=products)
+    x[1, 69], x[3, 0] = math.nan, math.inf
+    x[4] = 0
+    found = int8_linear(x, pack_int8(weight, bias), products=products)
+    assert found[[1, 3]].isnan().all()
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+    assert torch.equal(found[4], bias)
+
+
+def test_wrong_inputs_are_refused() -> None:
+    packed = pack_int8(torch.ones(4, 8))
+    assert int8_linear(torch.ones(0, 8), packed).shape == (0, 4)
+    with pytest.raises(
+        ValueError, match=r"int8_linear: x: expected float32 \[\.\.\., 8\] on the CPU, got float32 \(2, 9\)"
+    ):
+        int8_linear(torch.ones(2, 9), packed)
+    with pytest.raises(ValueError, match="got float64"):
+        int8_linear(torch.ones(2, 8, dtype=torch.float64), packed)

@@ -1,0 +1,232 @@
+"""Kernels for inference over few tokens (kernels/few_rows), each against fp64, and layers that run on them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fasttfm import _native
+from fasttfm.kernels.common.activation import CODES, activate
+from fasttfm.kernels.transformer_block import reference
+from fasttfm.ops import transformer_native, transformer_stack
+from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
+from fasttfm.testing.harness import same_bits
+from fasttfm.testing.tolerance import OUTPUT_FACTOR, compare
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(_native.missing_hopper() is not None, reason=f"Hopper: {_native.missing_hopper()}"),
+]
+TILES = 13
+ROWS = [1, 7, 16, 33, 64, 128, 200, 512]
+# N and K of the products of BERT-base, BERT-large and MiniLM, and sizes that are no multiples of a tile.
+SIZES = [
+    *((2304, 768), (768, 768), (3072, 768), (768, 3072)),
+    *((3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)),
+    *((1152, 384), (384, 384), (1536, 384), (384, 1536)),
+    (72, 200),
+]
+TYPES = [torch.bfloat16, torch.float16]
+
+
+def draw(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(*shape, device="cuda")).to(dtype)
+
+
+def launch(name: str, given: Tensor, /, **fields: Any) -> None:
+    places = {key: _native.address(value) if isinstance(value, Tensor) or value is None else value
+              for key, value in fields.items()}  # fmt: skip
+    where = {"dtype": _native.DTYPE_CODES[given.dtype], "device": given.get_device(), "stream": _native.stream(given)}
+    getattr(_native.core(), f"few_rows_{name}_cuda")(dependent=0, **places, **where)
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    kind: str | None = None,
+    *,
+    partial: bool = False,
+    tile: int | None = None,
+    parts: int | None = None,
+) -> Tensor:
+    (rows, inner), columns = x.shape, weight.shape[0]
+    sizes = (rows, columns, inner, torch.cuda.get_device_properties(0).multi_processor_count, int(partial))
+    core = _native.core()
+    count = core.few_rows_parts(*sizes) if parts is None else parts
+    out = x.new_empty(count, rows, columns, dtype=torch.float32) if partial else x.new_empty(rows, columns)
+    launch(
+        "product", x, x=x, weight=weight, bias=bias, y=None if partial else out, parts=out if partial else None,
+        rows=rows, columns=columns, inner=inner, tile=core.few_rows_tile(*sizes) if tile is None else tile,
+        part_count=count, activates=int(kind is not None), activation=CODES[kind or "gelu"],
+        bias_dtype=_native.DTYPE_CODES[x.dtype if bias is None else bias.dtype],
+    )  # fmt: skip
+    return out
+
+
+def hold(name: str, out: Tensor, naive: Tensor, exact: Tensor) -> None:
+    comparison = compare(name, out, naive, exact, OUTPUT_FACTOR)
+    assert comparison.ok, comparison
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("columns", "inner"), SIZES)
+def test_products(columns: int, inner: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = draw(columns, inner, dtype=dtype, scale=inner**-0.5)
+    bias = draw(columns, dtype=dtype)
+    for rows in ROWS:
+        x = draw(rows, inner, dtype=dtype)
+        exact, naive = x.double() @ weight.double().t(), x.float() @ weight.float().t()
+        hold(f"bias, {rows} rows", product(x, weight, bias), (naive + bias).to(dtype), exact + bias)
+        for kind in ("gelu", "gelu_tanh", "relu") if rows == 33 else ("gelu",):
+            expected = activate(exact + bias.double(), kind)
+            found = product(x, weight, bias.float(), kind)
+            hold(f"{kind}, {rows} rows", found, activate(naive + bias, kind).to(dtype), expected)
+        parts = product(x, weight, partial=True)
+        hold(f"parts, {rows} rows", parts.sum(0).to(dtype), naive.to(dtype), exact)
+        assert same_bits(parts, product(x, weight, partial=True))
+
+
+@pytest.mark.parametrize("tile", range(TILES))
+def test_every_tile(tile: int) -> None:
+    """Also with more parts of K than the plan takes, and without a bias."""
+    torch.manual_seed(0)
+    x, weight = draw(200, 776, dtype=torch.bfloat16), draw(296, 776, dtype=torch.bfloat16, scale=0.05)
+    exact, naive = x.double() @ weight.double().t(), (x.float() @ weight.float().t()).to(x.dtype)
+    hold("no bias", product(x, weight, tile=tile), naive, exact)
+    found = product(x, weight, partial=True, tile=tile, parts=7).sum(0)
+    hold("parts", found.to(x.dtype), naive, exact)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("stream", [torch.float32, None], ids=["fp32", "same"])
+@pytest.mark.parametrize("columns", [8, 384, 768, 1024, 8192])
+def test_add_norm(columns: int, stream: torch.dtype | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows, count = 37, 5
+    parts = draw(count, rows, columns, dtype=torch.float32)
+    residual = 1 + draw(rows, columns, dtype=stream or dtype)
+    linear_bias, weight, bias = (draw(columns, dtype=torch.float32) for _ in range(3))
+    y, z = residual.new_empty(rows, columns, dtype=dtype), torch.empty_like(residual)
+    launch(
+        "add_norm", y, parts=parts, residual=residual, linear_bias=linear_bias, weight=weight, bias=bias, y=y, z=z,
+        rows=rows, columns=columns, part_count=count, eps=1e-5, residual_dtype=_native.DTYPE_CODES[residual.dtype],
+        parameter_dtype=_native.DTYPE_CODES[torch.float32],
+    )  # fmt: skip
+
+    def expected(wide: torch.dtype) -> tuple[Tensor, Tensor]:
+        total = parts.to(wide).sum(0) + linear_bias.to(wide) + residual.to(wide)
+        total = total.to(residual.dtype).to(wide) if wide == torch.float32 else total
+        return functional.layer_norm(total, (columns,), weight.to(wide), bias.to(wide), 1e-5), total
+
+    (naive_y, naive_z), (exact_y, exact_z) = expected(torch.float32), expected(torch.float64)
+    hold("z", z, naive_z.to(z.dtype), exact_z)
+    hold("y", y, naive_y.to(dtype), exact_y)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 3)], ids=str)
+@pytest.mark.parametrize("split", [0, 1], ids=["queries", "keys"])
+def test_attention(split: int, window: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+    """An empty sequence, one of a single token, others that are no multiples of 64; two tokens belong to none."""
+    torch.manual_seed(0)
+    places, heads = [0, 64, 64, 65, 198, 500], 3
+    tokens = places[-1] + 2
+    qkv = draw(tokens, 3, heads, head_dim, dtype=dtype)
+    out = torch.full((tokens, heads, head_dim), torch.nan, dtype=dtype, device="cuda")
+    launch(
+        "attention", qkv, qkv=qkv, out=out, cu_seqlens=torch.tensor(places, dtype=torch.int32, device="cuda"),
+        tokens=tokens, sequences=len(places) - 1, heads=heads, head_dim=head_dim, max_seqlen=302,
+        window_left=window[0], window_right=window[1], scale=head_dim**-0.5, split_keys=split,
+    )  # fmt: skip
+    options = BlockOptions(heads, 302, *window, "gelu", 0.0, 0.0, 0.0, 1e-5, 1e-5, False, False, None)
+
+    def expected(given: Tensor) -> Tensor:
+        each = [reference._attention(given[first:end], options) for first, end in pairwise(places)]
+        return torch.cat(each).view(-1, heads, head_dim)
+
+    hold("out", out[: places[-1]], expected(qkv[: places[-1]]), expected(qkv[: places[-1]].double()))
+    assert torch.equal(out[places[-1] :], torch.zeros_like(out[places[-1] :]))
+
+
+def layer_of(width: int, inner: int, dtype: torch.dtype) -> BlockParameters:
+    def weight(outputs: int, inputs: int) -> Tensor:
+        return draw(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
+
+    def vector(size: int, mean: float = 0.0) -> Tensor:
+        return mean + draw(size, dtype=dtype, scale=0.1)
+
+    return BlockParameters(
+        *(weight(3 * width, width), vector(3 * width), weight(width, width), vector(width), vector(width, 1.0)),
+        *(vector(width), weight(inner, width), vector(inner), weight(width, inner), vector(width)),
+        *(vector(width, 1.0), vector(width)),
+    )
+
+
+def in_type(layer: BlockParameters, dtype: torch.dtype) -> BlockParameters:
+    return BlockParameters(*(None if each is None else each.to(dtype) for each in layer))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pre_norm", [False, True], ids=["post-LN", "pre-LN"])
+@pytest.mark.parametrize(("width", "heads"), [(128, 4), (768, 12), (256, 2)])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_layers(dtype: torch.dtype, width: int, heads: int, pre_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers: as the reference, within the rule; the same bits run after run, and from a CUDA graph."""
+    monkeypatch.setattr(transformer_native, "MOST_FEW_ROWS", 512)
+    torch.manual_seed(0)
+    places = torch.tensor([0, 9, 9, 140, 200], dtype=torch.int32, device="cuda")
+    x = draw(200, width, dtype=dtype)
+    residual = draw(200, width, dtype=torch.float32) if pre_norm else None
+    layers = [in_type(layer_of(width, 2 * width, dtype), torch.float32) for _ in range(2)]
+    options = BlockOptions(heads, 131, -1, -1, "gelu", 0.0, 0.0, 0.0, 1e-5, 1e-6, False, False, None)
+    call = (x, residual, places, None, options, layers)
+    chosen = transformer_stack.TABLE.select(None, x, residual, options, layers)
+    assert chosen.name == "cuda_few_rows"
+    y, z = transformer_stack.transformer_stack(*call)
+    again, _ = transformer_stack.transformer_stack(*call)
+    assert same_bits(y, again)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = transformer_stack.transformer_stack(*call)
+    graph.replay()
+    assert same_bits(captured, y)
+
+    def expected(wide: torch.dtype, stream: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        state, rest = x.to(wide), None if residual is None else residual.to(stream)
+        for layer in layers:
+            own = in_type(layer, wide)
+            state, rest = reference.transformer_block(state, rest, places, options, own)
+            state = state.to(wide)
+        return state, rest
+
+    exact_y, exact_z = expected(torch.float64, torch.float64)
+    naive_y, naive_z = expected(dtype, dtype)
+    hold("y", y, naive_y, exact_y)
+    if z is not None and naive_z is not None and exact_z is not None:
+        hold("z", z.to(dtype), naive_z, exact_z)
+
+
+def test_short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens than few, in short sequences: attention's kernel for few rows between the other products."""
+    monkeypatch.setattr(transformer_native, "MOST_FEW_ROWS", 0)
+    torch.manual_seed(0)
+    places = torch.tensor([0, 30, 30, 100], dtype=torch.int32, device="cuda")
+    x = draw(100, 128, dtype=torch.bfloat16)
+    layers = [layer_of(128, 256, torch.bfloat16) for _ in range(2)]
+    options = BlockOptions(2, 70, -1, -1, "gelu", 0.0, 0.0, 0.0, 1e-5, 1e-6, False, False, None)
+    y, _ = transformer_stack.transformer_stack(x, None, places, None, options, layers)
+    assert same_bits(y, transformer_stack.transformer_stack(x, None, places, None, options, layers)[0])
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        state = x.to(dtype)
+        for layer in layers:
+            state, _ = reference.transformer_block(state, None, places, options, in_type(layer, dtype))
+        results.append(state)
+    hold("y", y, *results)
