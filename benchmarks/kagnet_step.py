@@ -1,13 +1,14 @@
 """Times KagNet's training step and the part of it that the graph takes.
 
     python benchmarks/kagnet_step.py                                     BERT-base, 32 questions, on a GPU
+    python benchmarks/kagnet_step.py --cuda-graph                        what the GPU takes
     python benchmarks/kagnet_step.py --device cpu --questions 2
 
 The step (forward, backward, clipping, AdamW) of BERT-base with a graph is timed in turns with that of BERT-base without
 one, for the same packed texts; the graph's part is the difference. Graphs are random, of the size that questions of
 CommonsenseQA have: 7 concepts in a question, 1 in an answer, up to 12 paths a pair of 1 to 3 edges. Concepts keep their
-vectors, as with TransE's. ``--products`` times the neighbours' mean by itself: torch's sparse product in COO and CSR
-form, and a gather with index_add.
+vectors, as with TransE's. ``--products`` times the neighbours' mean by itself: as it is computed, by embedding_bag;
+torch's sparse product in COO and CSR form; a gather with index_add.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 from fasttfm import models, optim
 from fasttfm.bench.timing import device_name
 from fasttfm.data.graphs import ConceptPath, Pair, SchemaGraph
-from fasttfm.nn.graph import GraphBatch
+from fasttfm.nn.graph import GraphBatch, neighbour_mean
 from fasttfm.tasks.commonsense import collate_graphs
 
 CHOICES, CONCEPTS, RELATIONS = 5, 5000, 34
@@ -81,6 +82,18 @@ def steps(device: torch.device, questions: int, length: int) -> dict[str, Callab
     return {"with the graph": step_of(with_graph, graph=graph), "text only": step_of(plain)}
 
 
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """The step as a CUDA graph, which the host launches as one."""
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
 def products(device: torch.device, questions: int) -> dict[str, Callable[[], None]]:
     """Ways to the neighbours' mean, forward and backward."""
     random = np.random.default_rng(0)
@@ -89,7 +102,7 @@ def products(device: torch.device, questions: int) -> dict[str, Callable[[], Non
     h = torch.randn(count, 100, device=device, requires_grad=True)
     upstream = torch.randn(count, 100, device=device)
     node, neighbour = graph.edges
-    starts = torch.searchsorted(node.contiguous(), torch.arange(count + 1, device=device))
+    starts, scales = graph.starts, graph.scales[0]
 
     def run(mean: Callable[[], Tensor]) -> Callable[[], None]:
         def call() -> None:
@@ -101,17 +114,20 @@ def products(device: torch.device, questions: int) -> dict[str, Callable[[], Non
     def coo() -> Tensor:
         size = (count, count)
         return torch.sparse.mm(
-            torch.sparse_coo_tensor(graph.edges, graph.scales, size, is_coalesced=True, check_invariants=False), h
+            torch.sparse_coo_tensor(graph.edges, scales, size, is_coalesced=True, check_invariants=False), h
         )
 
     def csr() -> Tensor:
         size = (count, count)
-        return torch.sparse_csr_tensor(starts, neighbour, graph.scales, size, check_invariants=False) @ h
+        return torch.sparse_csr_tensor(starts, neighbour, scales, size, check_invariants=False) @ h
 
     def gather() -> Tensor:
-        return torch.zeros_like(h).index_add(0, node, h.index_select(0, neighbour) * graph.scales[:, None])
+        return torch.zeros_like(h).index_add(0, node, h.index_select(0, neighbour) * scales[:, None])
 
-    return {"sparse COO": run(coo), "sparse CSR": run(csr), "gather, index_add": run(gather)}
+    def bag() -> Tensor:
+        return neighbour_mean(h, graph)
+
+    return {"embedding_bag": run(bag), "sparse COO": run(coo), "sparse CSR": run(csr), "gather, index_add": run(gather)}
 
 
 def timed(calls: dict[str, Callable[[], None]], device: torch.device, rounds: int) -> dict[str, float]:
@@ -134,6 +150,7 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=32)
     parser.add_argument("--length", type=int, default=64, help="tokens of a question with an answer")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--cuda-graph", action="store_true", help="steps are CUDA graphs: the host's time is left out")
     parser.add_argument("--products", action="store_true", help="time the neighbours' mean only")
     parsed = parser.parse_args()
     device = torch.device(parsed.device)
@@ -142,7 +159,10 @@ def main() -> int:
     if parsed.products:
         found = timed(products(device, parsed.questions), device, parsed.rounds)
     else:
-        found = timed(steps(device, parsed.questions, parsed.length), device, parsed.rounds)
+        calls = steps(device, parsed.questions, parsed.length)
+        if parsed.cuda_graph:
+            calls = {name: captured(call) for name, call in calls.items()}
+        found = timed(calls, device, parsed.rounds)
         found["graph"] = found["with the graph"] - found["text only"]
     for name, milliseconds in found.items():
         print(f"{name:20} {milliseconds:10.3f} ms")

@@ -1,6 +1,7 @@
 """Times a training step of ERNIE (of Tsinghua University) and one of BERT on the same tokens.
 
     python benchmarks/knowledge_step.py --batch 64x256                      base, on a GPU: the bar is a ratio of 1.25
+    python benchmarks/knowledge_step.py --batch 64x256 --cuda-graph         what the GPU takes
     python benchmarks/knowledge_step.py --size tiny --batch 8x128 --device cpu
 
 A quarter of the tokens have an entity (--aligned). Steps are forward, backward and AdamW, with dropout, in bf16
@@ -56,6 +57,15 @@ def batch_of(batch: int, length: int, aligned: float, vocabulary: int, device: t
     return {name: value.to(device) for name, value in found.items()} | {"max_seqlen": length}
 
 
+def models_of(size: str, batch: int, length: int, aligned: float, device: torch.device) -> tuple[Any, Any, Any]:
+    """BERT, ERNIE, and their inputs."""
+    torch.manual_seed(0)
+    bert = BertForPreTraining(BertConfig.named(size)).to(device)
+    ernie = ErnieKnowledgeForPreTraining(ErnieKnowledgeConfig.named(size)).to(device)
+    ernie.set_entities([""] * ENTITIES, torch.randn(ENTITIES, ernie.config.vector_size()))
+    return bert, ernie, batch_of(batch, length, aligned, bert.config.vocab_size, device)
+
+
 def step_of(model: Any, inputs: dict[str, Any], device: torch.device) -> Callable[[], None]:
     on_gpu = device.type == "cuda"
     trained = [each for each in model.parameters() if each.requires_grad]
@@ -70,6 +80,18 @@ def step_of(model: Any, inputs: dict[str, Any], device: torch.device) -> Callabl
         optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """The step as a CUDA graph, which the host launches as one."""
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 def flops(model: Any, inputs: dict[str, Any], length: int) -> float:
@@ -118,17 +140,16 @@ def main() -> int:
     parser.add_argument("--aligned", type=float, default=0.25, metavar="SHARE", help="of the tokens")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--cuda-graph", action="store_true", help="steps are CUDA graphs: the host's time is left out")
     parser.add_argument("--out", type=Path, metavar="CSV", help="write the row to this file")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     batch, length = map(int, arguments.batch.split("x"))
-    torch.manual_seed(0)
-    bert = BertForPreTraining(BertConfig.named(arguments.size)).to(device)
-    ernie = ErnieKnowledgeForPreTraining(ErnieKnowledgeConfig.named(arguments.size)).to(device)
-    ernie.set_entities([""] * ENTITIES, torch.randn(ENTITIES, ernie.config.vector_size()))
-    inputs = batch_of(batch, length, arguments.aligned, bert.config.vocab_size, device)
+    bert, ernie, inputs = models_of(arguments.size, batch, length, arguments.aligned, device)
     plain = {name: value for name, value in inputs.items() if not name.startswith("entit")}
     steps = {"bert": step_of(bert, plain, device), "ernie": step_of(ernie, inputs, device)}
+    if arguments.cuda_graph:
+        steps = {name: captured(step) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(arguments.steps + 3):
         for name, step in steps.items():
@@ -141,6 +162,7 @@ def main() -> int:
         "size": arguments.size,
         "batch": arguments.batch,
         "aligned": arguments.aligned,
+        "cuda_graph": arguments.cuda_graph,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "bert_ms": round(medians["bert"], 3),
         "ernie_ms": round(medians["ernie"], 3),

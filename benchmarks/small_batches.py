@@ -260,7 +260,7 @@ def single_ops(bench: Bench) -> None:
 RUN = dict(zip(PARTS, (training, inference, grid, new_tokens, command, single_ops), strict=True))
 
 
-def write(folder: Path, bench: Bench) -> Path:
+def write(folder: Path, bench: Bench, name: str = "small_batches") -> Path:
     from importlib.metadata import version
 
     same = {
@@ -270,7 +270,7 @@ def write(folder: Path, bench: Bench) -> Path:
         "fasttfm_version": __version__,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{file_stem(bench.device)}-small_batches.csv"
+    path = folder / f"{file_stem(bench.device)}-{name}.csv"
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()

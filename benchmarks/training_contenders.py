@@ -21,6 +21,8 @@ CONTENDERS = (
     "fasttfm-fast",
     "fasttfm-fast-graph",
     "fasttfm-recompute",
+    "fasttfm-fp8",
+    "fasttfm-fp8-graph",
     "handmade",
     "handmade-compile",
     "hf",

@@ -8,10 +8,10 @@ Contenders take their turns one after the other, for a model with its optimizer 
 gets the same ids, lengths and labels; with --padded, lengths are spread evenly from S/8 to S, and every contender gets
 them as it takes them: packed, or with a mask. Steps follow each other as in a training run: a GPU is waited for only
 after the last. "fasttfm-graph" holds its whole step in a CUDA graph, as ``fasttfm pretrain --cuda-graph`` does;
-"fasttfm-fast" keeps activations (``keep_activation``), "fasttfm-recompute" keeps least; "hf-patched" is transformers'
-model after ``fasttfm.patch``. On a GPU contenders named fasttfm step with ``fasttfm.optim.AdamW``, as ``fasttfm
-pretrain`` does; the others with torch's fused AdamW, as their users do. With --inference the model is called without
-labels and without gradients.
+"fasttfm-fast" keeps activations (``keep_activation``), "fasttfm-recompute" keeps least, "fasttfm-fp8" has the layers'
+GEMMs in FP8 (``nn.Fp8Training``); "hf-patched" is transformers' model after ``fasttfm.patch``. On a GPU contenders
+named fasttfm step with ``fasttfm.optim.AdamW``, as ``fasttfm pretrain`` does; the others with torch's fused AdamW, as
+their users do. With --inference the model is called without labels and without gradients.
 """
 
 from __future__ import annotations
@@ -45,11 +45,15 @@ def training_step(name: str, case: Case, batch: Batch, device: torch.device) -> 
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=graph)
 
+    scaling = fasttfm.nn.Fp8Training(model) if "fp8" in name else None
+
     def step() -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             loss = loss_of()
         loss.backward()
         optimizer.step()
+        if scaling is not None:
+            scaling.update()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 

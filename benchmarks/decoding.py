@@ -1,0 +1,154 @@
+"""Times the decoding of GPT-2 small: milliseconds for a token of every sequence, as users' clocks see them.
+
+    python benchmarks/decoding.py --out benchmarks/results
+    python benchmarks/decoding.py --quick --batches 1 16 --peers eager
+    OMP_NUM_THREADS=2 python benchmarks/decoding.py --device cpu --batches 1 8 --out benchmarks/results
+
+Weights are random, in bf16 on a GPU and fp32 on a CPU. All sequences have prompts of 128 tokens and no end: a token's
+time is the difference between a call for many new tokens and one for a single token, over the number of steps between
+them. Times are wall-clock medians of calls that are waited for. Contenders:
+
+    session            a ``GenerationSession``: on a GPU CUDA graphs with sampling inside
+    session top-k      the same with temperature, top_k 50 and top_p 0.9
+    transformers       ``generate`` of transformers
+    transformers static  the same with a static cache, which transformers compiles on a GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fasttfm import __version__, models
+from fasttfm.bench.timing import device_name, file_stem
+from fasttfm.generate import GenerationSession
+
+PROMPT = 128
+COLUMNS = (
+    *("model", "batch", "prompt", "steps", "contender", "ms_per_token", "ms_first_token"),
+    *("device", "torch_version", "transformers_version", "fasttfm_version"),
+)
+Call = Callable[[int], object]  # of a number of new tokens
+
+
+def session_call(model: Any, prompts: torch.Tensor, steps: int, **options: Any) -> Call:
+    session = GenerationSession(model, max_batch=len(prompts), max_length=PROMPT + steps + 1)
+    rows = prompts.tolist()
+
+    def run(new: int) -> list[list[int]]:
+        submitted = [session.submit(row, max_new_tokens=new, eos_token_id=[], **options) for row in rows]
+        return [each.result() for each in submitted]
+
+    return run
+
+
+def transformers_call(directory: str, prompts: torch.Tensor, dtype: torch.dtype, static: bool) -> Call:
+    import transformers
+
+    model = transformers.GPT2LMHeadModel.from_pretrained(directory, dtype=dtype).to(prompts.device).eval()
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    if static:
+        options["cache_implementation"] = "static"
+    mask = torch.ones_like(prompts)
+
+    def run(new: int) -> torch.Tensor:
+        found: torch.Tensor = model.generate(
+            prompts, attention_mask=mask, min_new_tokens=new, max_new_tokens=new, **options
+        )
+        return found
+
+    return run
+
+
+def measured(call: Call, steps: int, rounds: int, device: torch.device) -> tuple[float, float]:
+    """Milliseconds for a token of every sequence, and for the first one."""
+    seconds: dict[int, list[float]] = {1: [], steps + 1: []}
+    for new in seconds:
+        call(new)
+    for _ in range(rounds):
+        for new, samples in seconds.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            call(new)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            samples.append(time.perf_counter() - start)
+    first, whole = (statistics.median(samples) for samples in seconds.values())
+    return 1e3 * (whole - first) / steps, 1e3 * first
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 128])
+    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--peers", nargs="*", choices=("eager", "static"), default=["eager", "static"])
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--out", type=Path, help="directory of the .csv file")
+    settings = parser.parse_args()
+    device = torch.device(settings.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    model: Any = models.GPT2LMHeadModel(models.GPT2Config()).to(device, dtype).eval()
+    rows: list[dict[str, Any]] = []
+    for batch in settings.batches:
+        prompts = torch.randint(0, 50000, (batch, PROMPT), device=device)
+        contenders: dict[str, Callable[[], Call]] = {
+            "session": lambda prompts=prompts: session_call(model, prompts, settings.steps),
+            "session top-k": lambda prompts=prompts: session_call(
+                model, prompts, settings.steps, do_sample=True, temperature=0.8, top_k=50, top_p=0.9, seed=1
+            ),
+        }
+        for name, static in (("transformers", False), ("transformers static", True)):
+            if ("static" if static else "eager") in settings.peers:
+                contenders[name] = lambda prompts=prompts, static=static: peer(model, prompts, dtype, static)
+        for name, make in contenders.items():
+            token, first = measured(make(), settings.steps, 2 if settings.quick else 6, device)
+            print(f"B{batch} {name}: {token:.3f} ms a token, {first:.2f} ms to the first", flush=True)
+            figures = {"ms_per_token": f"{token:.4f}", "ms_first_token": f"{first:.3f}"}
+            case = {"model": "gpt2-small", "batch": batch, "prompt": PROMPT, "steps": settings.steps}
+            rows.append({**case, "contender": name, **figures})
+            gc.collect()
+    if settings.out is not None:
+        write(settings.out, rows, device)
+
+
+def peer(model: Any, prompts: torch.Tensor, dtype: torch.dtype, static: bool) -> Call:
+    """transformers' model with the same weights."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        return transformers_call(directory, prompts, dtype, static)
+
+
+def write(directory: Path, rows: list[dict[str, Any]], device: torch.device) -> None:
+    try:
+        from transformers import __version__ as transformers_version
+    except ImportError:
+        transformers_version = ""
+    versions = {
+        "device": device_name(device),
+        "torch_version": torch.__version__,
+        "transformers_version": transformers_version,
+        "fasttfm_version": __version__,
+    }
+    path = directory / f"{file_stem(device)}-decoding.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows({**row, **versions} for row in rows)
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
