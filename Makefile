@@ -76,8 +76,9 @@ hub-kernel: ## the folder build/hub-kernel, which Hugging Face's `kernels` loads
 	$(PYTHON) tools/hub_kernel.py build/hub-kernel
 
 .PHONY: release-check
+release-check: export TAG := $(TAG)
 release-check: ## fail unless TAG is v and the version of the package
-	$(PYTHON) tools/wheel.py version $(TAG)
+	$(PYTHON) tools/wheel.py version "$$TAG"
 
 # Without a GPU, Triton's interpreter serves some of the calls.
 .PHONY: fuzz
@@ -86,12 +87,13 @@ fuzz: .venv/installed ## random calls of every op against the reference in fp64 
 	  $(ops:%=--op %) --calls $(CALLS) --seed $(SEED)
 
 .PHONY: lint
-lint: .venv/installed ## ruff, mypy, clang-format and check-jsonschema; changes nothing
+lint: .venv/installed ## ruff, mypy, clang-format, check-jsonschema and zizmor; changes nothing
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/clang-format --dry-run -Werror $(cpp_sources)
 	.venv/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	.venv/bin/zizmor --quiet --no-progress --offline --min-severity medium .github
 
 .PHONY: format
 format: .venv/installed ## lay out Python and C++ as `make lint` wants them

@@ -61,9 +61,16 @@ def strange_commands(workflow: str, targets: set[str]) -> list[str]:
 
 
 def unpinned_actions(workflow: str) -> list[str]:
-    """Actions that are neither of this repository nor of one stated version."""
-    used = re.findall(r"uses: (\S+)", workflow)
-    return [action for action in used if not re.search(r"^\./|@v\d+\.\d+\.\d+$", action)]
+    """Actions that are neither of this repository nor of one commit, with its version beside it."""
+    used = re.findall(r"uses: (.+)", workflow)
+    return [action for action in used if not re.search(r"^\./|@[0-9a-f]{40} # v\d+\.\d+\.\d+$", action)]
+
+
+def test_an_action_has_one_version() -> None:
+    """Two workflows that use an action use the same commit of it."""
+    used = {line for path in WORKFLOWS for line in re.findall(r"uses: (\S+@.+)", path.read_text())}
+    names = [line.partition("@")[0] for line in used]
+    assert sorted(names) == sorted(set(names))
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -74,9 +81,9 @@ def test_steps_are_make_targets_and_actions_are_pinned(path: Path) -> None:
 
 
 def test_strange_steps_are_found() -> None:
-    text = "- run: make lint\n- run: make nothing\n- run: pip install .\n- uses: actions/cache@main\n"
+    text = "- run: make lint\n- run: make nothing\n- run: pip install .\n- uses: actions/cache@v4.0.0\n"
     assert strange_commands(text, {"lint"}) == ["make nothing", "pip install ."]
-    assert unpinned_actions(text) == ["actions/cache@main"]
+    assert unpinned_actions(text) == ["actions/cache@v4.0.0"]
 
 
 def test_pre_commit_runs_the_tools_of_lint() -> None:
