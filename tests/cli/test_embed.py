@@ -64,7 +64,7 @@ def test_truncated_texts_are_counted(bert_directory: Path, tmp_path: Path, capsy
     found = run(bert_directory, tmp_path / "texts.txt", tmp_path / "vectors.npy")
     output = capsys.readouterr()
     # The model has 128 positions, two of them for [CLS] and [SEP].
-    note = "2 of 3 texts have more than 128 tokens and are truncated (88 tokens are left out)"
+    note = "2 of 3 texts have more than 128 tokens and are truncated (88 tokens are ignored)"
     assert f"note: {note}" in output.err
     assert found is not None
     assert "3 vectors of 64 numbers" in output.out
@@ -80,7 +80,7 @@ def test_a_gpts_text_without_tokens_has_a_vector_of_zeros(
     assert not found[1].any()
     assert found[0].any()
     assert found[2].any()
-    assert "1 of 3 texts have no token, and a vector of zeros" in capsys.readouterr().err
+    assert "1 of 3 texts have no tokens; their vectors are zero" in capsys.readouterr().err
 
 
 def test_lines_of_stdin(bert_directory: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fasttfm.inference.batches import Bucket, bucket_of, fill, pack, parts, plan, size_of
+from fasttfm.inference.batches import Bucket, bucket_for, buffer_size, pack, plan, split_buffer, write_bucket
 from fasttfm.inference.graphs import GraphCache
 from fasttfm.inference.network import Inputs, Network, Output
 from fasttfm.inference.settings import EmbedSettings
@@ -38,16 +38,16 @@ def test_a_batch_fits_its_bucket() -> None:
     for _ in range(2000):
         lengths = generator.integers(1, generator.integers(2, 129), generator.integers(1, 40)).tolist()
         tokens, sequences, longest = sum(lengths), len(lengths), max(lengths)
-        bucket = bucket_of(tokens, sequences, longest, most=128)
+        bucket = bucket_for(tokens, sequences, longest, max_length=128)
         assert bucket.tokens >= tokens
-        assert 128 >= bucket.longest >= longest
-        assert bucket.sequences >= sequences + -(-(bucket.tokens - tokens) // bucket.longest)
+        assert 128 >= bucket.max_seqlen >= longest
+        assert bucket.sequences >= sequences + -(-(bucket.tokens - tokens) // bucket.max_seqlen)
         assert bucket.tokens - tokens < max(16, tokens / 8)
         assert bucket.tokens % 16 == 0
         found.add(bucket)
     assert len(found) < 160  # of 2000 shapes
-    assert bucket_of(32, 1, 32, most=512) == Bucket(32, 1, 64)
-    assert bucket_of(300, 1, 300, most=300).longest == 300
+    assert bucket_for(32, 1, 32, max_length=512) == Bucket(32, 1, 64)
+    assert bucket_for(300, 1, 300, max_length=300).max_seqlen == 300
 
 
 @pytest.mark.parametrize("segments", [False, True])
@@ -59,14 +59,14 @@ def test_a_bucket_changes_no_result(
     kinds = [[index % 2 for index in range(len(each))] for each in chosen] if segments else None
     batch = pack(chosen, kinds)
     network = Network(bert, EmbedSettings(pooling=pooling), torch.device("cpu"), torch.float32, 0)
-    bucket = bucket_of(batch.tokens, batch.sequences, batch.longest, most=128)
+    bucket = bucket_for(batch.tokens, batch.sequences, batch.max_seqlen, max_length=128)
     assert (bucket.tokens, bucket.sequences) != (batch.tokens, batch.sequences)
-    whole = np.full(size_of(bucket, segments), -1, np.int32)
-    fill(whole, batch, bucket, padding=0)
-    inputs = Inputs(*(parts(torch.from_numpy(whole), bucket, segments)), bucket.longest)
+    buffer = np.full(buffer_size(bucket, segments), -1, np.int32)
+    write_bucket(buffer, batch, bucket, padding=0)
+    inputs = Inputs(*(split_buffer(torch.from_numpy(buffer), bucket, segments)), bucket.max_seqlen)
     exact = Inputs.of(batch, torch.device("cpu"))
     for output in Output:
-        rows = batch.sequences if network.is_of_sequences(output) else batch.tokens
+        rows = batch.sequences if network.is_per_sequence(output) else batch.tokens
         found, expected = network.run(output, inputs)[:rows], network.run(output, exact)
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
         assert bool(network.run(output, inputs).isfinite().all())

@@ -40,7 +40,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("max_batch", [1, 2, 4])
 def test_sequences_are_those_of_sessions_of_their_own(model: Any, max_batch: int) -> None:
-    """More sequences than places, of different lengths and options: they wait, end and move."""
+    """More sequences than slots, of different lengths and options: they wait, end and move."""
     session = GenerationSession(model, max_batch=max_batch)
     running = [session.submit(prompt, **options) for prompt, options in zip(PROMPTS, OPTIONS, strict=True)]
     late = None
@@ -123,7 +123,7 @@ def test_threads_may_submit_and_wait(model: Any) -> None:
     [
         ({"max_batch": 0}, "max_batch: expected at least 1, got 0"),
         ({"max_length": 41}, "max_length: expected from 1 to the model's 40 positions, got 41"),
-        ({"graphs": True}, "graphs: expected plain modules on a GPU, got others"),
+        ({"graphs": True}, "graphs: expected modules without hooks and wrappers on a GPU, got others"),
     ],
 )
 def test_wrong_sessions_are_named(model: Any, options: dict[str, Any], message: str) -> None:

@@ -150,11 +150,11 @@ def test_weights_that_are_loaded_are_cast_again() -> None:
     assert torch.equal(linear.rows.float(), linear.columns.float().t())
 
 
-def test_replaced_parameters_are_told() -> None:
+def test_replaced_parameters_are_reported() -> None:
     network = model()
     Fp8Training(network)
     network.load_state_dict(model().state_dict(), assign=True)
-    with pytest.raises(RuntimeError, match="another parameter than before; make Fp8Training anew"):
+    with pytest.raises(RuntimeError, match="replaced by another parameter; create Fp8Training again"):
         gradients(network, batch())
 
 

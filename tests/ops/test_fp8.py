@@ -227,7 +227,7 @@ def test_state_is_restored() -> None:
         each.update()
     assert torch.equal(scales.scale, other.scale)
     assert torch.equal(scales.history, other.history)
-    with pytest.raises(ValueError, match=r"fp8: amax: expected the state of such a model, shape \(1,\)"):
+    with pytest.raises(ValueError, match=r"fp8: amax: expected the state of the same model, shape \(1,\)"):
         Scales([E4M3], 3, torch.device("cpu")).load_state_dict(scales.state_dict())
 
 

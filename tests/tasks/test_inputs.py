@@ -9,7 +9,7 @@ import torch
 
 from fasttfm import models
 from fasttfm.data.tokenizer_training import train_tokenizer
-from fasttfm.inference.batches import one_ahead
+from fasttfm.inference.batches import prefetch
 from fasttfm.inference.opening import base_of, family_of, longest_input, model_class
 from fasttfm.models.families import FAMILIES
 from fasttfm.models.family import Head
@@ -67,13 +67,13 @@ def test_batches_are_packed() -> None:
 
 def test_one_is_prepared_ahead() -> None:
     begun: list[int] = []
-    ahead = one_ahead(range(5), lambda item: begun.append(item) or 10 // (4 - item))  # type: ignore[func-returns-value]
+    ahead = prefetch(range(5), lambda item: begun.append(item) or 10 // (4 - item))  # type: ignore[func-returns-value]
     assert next(ahead) == 2
     assert begun in ([0], [0, 1])
     assert [next(ahead), next(ahead), next(ahead)] == [3, 5, 10]
     with pytest.raises(ZeroDivisionError):
         next(ahead)
-    assert list(one_ahead([], len)) == []
+    assert list(prefetch([], len)) == []
 
 
 def test_a_budget_of_tokens_is_kept() -> None:

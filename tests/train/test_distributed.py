@@ -119,7 +119,8 @@ def test_a_rank_that_dies_ends_the_run_with_a_message(corpus: dict[str, Path], t
         os.kill(rank_process(process.pid, 1), signal.SIGKILL)
         assert process.wait() != 0
     text = (tmp_path / "said").read_text()
-    # Which comes first is chance: the collective that fails, or the SIGTERM that torchrun sends to the ranks that are left.
+    # Which comes first is chance: the collective that fails, or the SIGTERM that torchrun sends to the ranks that are
+    # left.
     collective_failed = r"rank 0 of 2 cannot continue, most likely because another rank has ended: .*"
     stopped_by_launcher = r"stopped by a signal after step \d+; \S+ was written"
     assert re.search(f"{collective_failed}|{stopped_by_launcher}", text), text

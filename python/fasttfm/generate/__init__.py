@@ -1,4 +1,4 @@
-"""Text from a causal model: ``generate``, ``stream`` and ``GenerationSession``, with a cache of keys and values."""
+"""Text generation with causal models and a KV cache: ``generate``, ``stream`` and ``GenerationSession``."""
 
 from fasttfm.generate.beams import BeamSearch
 from fasttfm.generate.decoder import CachedDecoder

@@ -1,8 +1,8 @@
-"""Beam search: the likeliest continuations as a whole, of several that are followed at a time.
+"""Beam search, with the rules and results of transformers.
 
-Every prompt has K running beams with the sum of their tokens' log-probabilities, and up to K finished sequences with
-that sum over length^length_penalty. A step takes the best candidates of all beams' next tokens: those that end, and are
-among the K best, compete with the finished ones; the best K others run on. Rules and results are those of transformers.
+Every prompt has K running beams, scored by the sum of their tokens' log-probabilities, and up to K finished sequences,
+scored by that sum / length^length_penalty. A step ranks the next tokens of all beams. Candidates that end and are among
+the K best compete with the finished sequences; the K best of the others become the running beams.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from torch import Tensor
 from fasttfm.generate.decoder import CachedDecoder
 from fasttfm.nn import PackedBatch
 
-_NONE = -1e9  # the score of what does not exist
+_NO_SCORE = -1e9  # the score of a beam or sequence that does not exist
 
 
 @dataclass(frozen=True)
 class BeamSearch:
     """The options of a search.
 
-    ``early_stopping``: True ends as soon as there are ``num_beams`` finished sequences; False when no running one can
-    become better by the tokens it has; "never" when none could by any number of tokens.
+    ``early_stopping``: True stops as soon as there are ``num_beams`` finished sequences. False stops when no running
+    beam, scored at its current length, is better than the worst finished sequence; "never" when none could become
+    better at any length.
     """
 
     num_beams: int = 4
@@ -44,35 +45,35 @@ class BeamSearch:
 
 
 class _Beams:
-    """The state of a search over B prompts, on the device: scores [B, K] and new tokens [B, K, new]."""
+    """The state of a search for B prompts, on the device: scores [B, K] and new tokens [B, K, new]."""
 
     def __init__(self, search: BeamSearch, prompts: int, new: int, ends: Tensor, device: torch.device) -> None:
         self.search, self.new, self.ends = search, new, ends
         shape = (prompts, search.num_beams)
-        self.scores = torch.full(shape, _NONE, device=device)
-        self.scores[:, 0] = 0.0  # all beams are the same at first
+        self.scores = torch.full(shape, _NO_SCORE, device=device)
+        self.scores[:, 0] = 0.0  # all beams are equal at first: only one of them counts
         self.tokens = torch.full((*shape, new), -1, dtype=torch.int64, device=device)
-        self.finished_scores = torch.full(shape, _NONE, device=device)
+        self.finished_scores = torch.full(shape, _NO_SCORE, device=device)
         self.finished = self.tokens.clone()
         self.has_finished = torch.zeros(shape, dtype=torch.bool, device=device)
         self.improving = torch.ones(prompts, 1, dtype=torch.bool, device=device)
 
-    def take(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def advance(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Adds token number ``count`` from logits [B * K, V]. Returns the last token of each running beam and the beam
-        that it goes on from: int64 [B, K]."""
+        that it continues: int64 [B, K]."""
         beams = self.search.num_beams
-        words = logits.shape[-1]
-        sums = logits.float().log_softmax(-1).view(-1, beams, words) + self.scores[:, :, None]
+        vocab = logits.shape[-1]
+        sums = logits.float().log_softmax(-1).view(-1, beams, vocab) + self.scores[:, :, None]
         kept = max(2, 1 + len(self.ends)) * beams
-        best, places = sums.flatten(1).topk(min(kept, beams * words))
-        origins, chosen = places // words, places % words
+        best, indices = sums.flatten(1).topk(min(kept, beams * vocab))
+        origins, chosen = indices // vocab, indices % vocab
         sequences = self.tokens.gather(1, origins[:, :, None].expand(-1, -1, self.new))
         sequences[:, :, count] = chosen
         ending = torch.isin(chosen, self.ends) | (count + 1 == self.new)
         self._finish(best, sequences, ending, count)
-        self.scores, running = (best + ending * _NONE).topk(beams)
+        self.scores, running = (best + ending * _NO_SCORE).topk(beams)
         self.tokens = sequences.gather(1, running[:, :, None].expand(-1, -1, self.new))
-        self._stop(count)
+        self._update_improving(count)
         return chosen.gather(1, running), origins.gather(1, running)
 
     def _finish(self, best: Tensor, sequences: Tensor, ending: Tensor, count: int) -> None:
@@ -83,18 +84,18 @@ class _Beams:
             closed = closed | self.has_finished.all(1, keepdim=True)
         ranks = torch.arange(best.shape[1], device=best.device)
         counts = ending & (ranks < beams) & ~closed
-        merged = torch.cat([self.finished_scores, torch.where(counts, scores, _NONE)], 1)
+        merged = torch.cat([self.finished_scores, torch.where(counts, scores, _NO_SCORE)], 1)
         self.finished_scores, order = merged.topk(beams)
         sequences = torch.cat([self.finished, sequences], 1)
         self.finished = sequences.gather(1, order[:, :, None].expand(-1, -1, self.new))
         self.has_finished = torch.cat([self.has_finished, counts], 1).gather(1, order)
 
-    def _stop(self, count: int) -> None:
-        """Notes which prompts can still get a better sequence."""
+    def _update_improving(self, count: int) -> None:
+        """Updates which prompts can still get a better sequence."""
         search = self.search
         longest = self.new if search.early_stopping == "never" and search.length_penalty > 0 else count + 1
         possible = self.scores[:, :1] / longest**search.length_penalty
-        worst = torch.where(self.has_finished, self.finished_scores.amin(1, keepdim=True), _NONE)
+        worst = torch.where(self.has_finished, self.finished_scores.amin(1, keepdim=True), _NO_SCORE)
         self.improving = self.improving & (possible > worst).any(1, keepdim=True)
 
     def is_done(self) -> bool:
@@ -115,17 +116,17 @@ def search_beams(model: Any, ids: Tensor, batch: PackedBatch, new: int, ends: li
     prompts, count = batch.cu_seqlens.shape[0] - 1, search.num_beams
     decoder = CachedDecoder(model.transformer, batch.max_seqlen + new, prompts * count)
     device = ids.device
-    firsts = torch.arange(prompts, device=device) * count
-    state = decoder.read(ids, batch, firsts)
-    everywhere = torch.arange(prompts * count, device=device)
-    decoder.copy(everywhere // count * count, everywhere, batch.max_seqlen)
+    first_slots = torch.arange(prompts, device=device) * count
+    state = decoder.read(ids, batch, first_slots)
+    every_slot = torch.arange(prompts * count, device=device)
+    decoder.copy(every_slot // count * count, every_slot, batch.max_seqlen)
     logits = model.lm_head(state).repeat_interleave(count, 0)
     beams = _Beams(search, prompts, new, torch.tensor(ends, dtype=torch.int64, device=device), device)
     for number in range(new):
-        tokens, origins = beams.take(logits, number)
+        tokens, origins = beams.advance(logits, number)
         if number + 1 == new or beams.is_done():
             break
-        decoder.copy((origins + firsts[:, None]).flatten(), everywhere, batch.max_seqlen + number)
+        decoder.copy((origins + first_slots[:, None]).flatten(), every_slot, batch.max_seqlen + number)
         logits = decoder.next_logits(model.lm_head, tokens.flatten())
     found = beams.results()
     return found[:, : int((found >= 0).any(0).sum())]

@@ -1,4 +1,4 @@
-"""``CachedDecoder``: a causal model that reads its prompts once, then one token of each sequence at a time."""
+"""``CachedDecoder``: a causal model with a KV cache that reads prompts once, then one token per sequence and step."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from fasttfm.nn.parts import layer_norm, linear_activation, packed_residual_norm
 from fasttfm.nn.plain import is_plain, is_watched
 from fasttfm.ops.backends import triton_absent
 
-Attend = Callable[[int, PackedLayer, Tensor], Tensor]  # of a layer's number, the layer and qkv [n, 3, H, D]
-# Steps of more rows use torch's products: below, the weights' bytes decide, and one kernel for a product with all that
-# is around it takes less time.
+Attend = Callable[[int, PackedLayer, Tensor], Tensor]  # takes a layer's index, the layer and qkv [n, 3, H, D]
+# The maximum number of rows for the fused kernels. So few rows are bound by the bytes of the weights, and one kernel
+# for a GEMM with its prologue and epilogue is faster; for more rows torch's GEMMs are.
 FUSED_ROWS = 16
 
 
 class CachedDecoder:
-    """Keys and values of all tokens so far, for every layer, and the model that adds to them.
+    """A causal model and its KV cache.
 
-    Each sequence has a place in the cache with room for a fixed number of tokens: [layers, sequences, H, room, D], the
-    tokens of a head next to each other. Sequences may differ in length; their lengths are on the device, so that a step
-    does not depend on them and can be captured in a CUDA graph.
+    Each sequence has a slot in the cache for a fixed number of tokens: [layers, sequences, H, capacity, D]. Sequences
+    may differ in length. Their lengths are stored on the device, so that the launches of a step do not depend on them
+    and can be captured in a CUDA graph.
     """
 
-    def __init__(self, model: TextModel, room: int, sequences: int | None = None, *, fused: bool = False) -> None:
-        """``room`` is for the tokens of the longest sequence, at the end; ``sequences`` the most at a time, by default
-        those that are read first; ``fused`` whether steps on a GPU use the kernels for few rows."""
+    def __init__(self, model: TextModel, capacity: int, sequences: int | None = None, *, fused: bool = False) -> None:
+        """``capacity`` is the maximum number of tokens in a sequence, ``sequences`` the number of slots (by default the
+        number of the first prompts), ``fused`` whether steps on a GPU use the kernels for few rows."""
         self.model = model
         self.layers = model.encoder.in_order()
         _check_calls(model)
-        self.room, self.sequences, self.fused = room, sequences, fused
-        self.keys = self.values = torch.empty(0)  # [layers, sequences, H, room, D]
+        self.capacity, self.sequences, self.fused = capacity, sequences, fused
+        self.keys = self.values = torch.empty(0)  # [layers, sequences, H, capacity, D]
         self.lengths = torch.empty(0, dtype=torch.int32)  # [sequences]: tokens in the cache
-        self._arrived = torch.empty(0, dtype=torch.int32)  # of ops.decode_attention
+        self._arrivals = torch.empty(0, dtype=torch.int32)  # counters of ops.decode_attention
 
     # ---- prompts ----
 
     @torch.no_grad()
-    def read(self, ids: Tensor, batch: PackedBatch, places: Tensor | None = None) -> Tensor:
-        """Begins sequences with the packed prompts ``ids`` [T], at ``places`` (int64) of the cache, by default the
-        first. Returns the state [B, C] of each one's last token."""
+    def read(self, ids: Tensor, batch: PackedBatch, slots: Tensor | None = None) -> Tensor:
+        """Starts sequences with the packed prompts ``ids`` [T] in these ``slots`` (int64) of the cache, by default the
+        first ones. Returns the hidden state [B, C] of the last token of each."""
         cu_seqlens = batch.cu_seqlens
         sequences = cu_seqlens.shape[0] - 1
-        if places is None:
-            places = torch.arange(sequences, device=ids.device)
+        if slots is None:
+            slots = torch.arange(sequences, device=ids.device)
         numbers = ops.position_ids_from_cu_seqlens(cu_seqlens, total=batch.tokens)
         owners = torch.searchsorted(cu_seqlens[1:], torch.arange(batch.tokens, device=ids.device), right=True)
-        rows = places[owners]
+        rows = slots[owners]
 
         def attend(index: int, layer: PackedLayer, qkv: Tensor) -> Tensor:
             self._allocate(qkv, sequences)
@@ -64,24 +64,24 @@ class CachedDecoder:
             return out
 
         x = self._run(self.model.embeddings(ids, cu_seqlens), attend)
-        self.lengths[places] = cu_seqlens.diff()
+        self.lengths[slots] = cu_seqlens.diff()
         return x.index_select(0, cu_seqlens[1:] - 1)
 
     def _allocate(self, qkv: Tensor, sequences: int) -> None:
-        """The cache, in the type of the first keys."""
+        """Allocates the cache in the dtype of ``qkv``, on the first call."""
         if self.keys.numel():
             return
         if self.sequences is None:
             self.sequences = sequences
         _, _, heads, width = qkv.shape
-        shape = (len(self.layers), self.sequences, heads, self.room, width)
+        shape = (len(self.layers), self.sequences, heads, self.capacity, width)
         self.keys, self.values = qkv.new_zeros(shape), qkv.new_zeros(shape)
         self.lengths = torch.zeros(self.sequences, dtype=torch.int32, device=qkv.device)
-        self._arrived = torch.zeros(self.sequences, heads, dtype=torch.int32, device=qkv.device)
+        self._arrivals = torch.zeros(self.sequences, heads, dtype=torch.int32, device=qkv.device)
 
     def copy(self, source: Tensor, target: Tensor, tokens: int | None = None) -> None:
-        """Copies sequences from places of the cache to others: int64 [n] each, whole or their first ``tokens``. All are
-        read before any is written."""
+        """Copies sequences, or only their first ``tokens``, from slots ``source`` to slots ``target``: int64 [n] each.
+        All slots are read before any is written."""
         for cache in (self.keys, self.values):
             for layer in cache:
                 layer[target, :, :tokens] = layer[source, :, :tokens]
@@ -91,15 +91,15 @@ class CachedDecoder:
 
     @torch.no_grad()
     def step(self, ids: Tensor, active: Tensor | None = None) -> Tensor:
-        """Goes on with one token ``ids`` [n] of each of the first n sequences. Returns its state [n, C]. ``active``
-        (bool [n]) says which sequences become longer by it, by default all. Waits for no GPU."""
+        """Appends one token ``ids`` [n] to each of the first n sequences and returns its hidden state [n, C]. Only the
+        ``active`` sequences (bool [n], by default all) keep the token. Does not synchronize with the GPU."""
         x = self._step(ids)
         self._count(len(ids), active)
         return x
 
     @torch.no_grad()
     def next_logits(self, head: Any, ids: Tensor, active: Tensor | None = None) -> Tensor:
-        """As ``step``, with the logits [n, V] that ``head`` gives for the states."""
+        """As ``step``, but returns the logits [n, V] of ``head``."""
         if self._is_fused(ids) and is_plain(head):
             logits = self._step_fused(ids, head.decoder)
             self._count(len(ids), active)
@@ -115,8 +115,8 @@ class CachedDecoder:
         keys, values = (cache[index, :rows].transpose(1, 2) for cache in (self.keys, self.values))
         lengths = self.lengths[:rows]
         if qkv.is_cuda and not self.fused:
-            places = torch.arange(rows, device=qkv.device), lengths.long()
-            keys[places], values[places] = k, v
+            slots = torch.arange(rows, device=qkv.device), lengths.long()
+            keys[slots], values[slots] = k, v
             out = ops.attention(q[:, None], keys, values, window=layer.window, lengths_k=lengths + 1)
             assert isinstance(out, Tensor)
             return out
@@ -129,7 +129,7 @@ class CachedDecoder:
             values,
             lengths,
             window=None if left < 0 else left,
-            arrived=self._arrived[:rows],
+            arrived=self._arrivals[:rows],
             overlap=overlap,
         )
 
@@ -138,7 +138,7 @@ class CachedDecoder:
         return self._run(self.model.embeddings(ids, position_ids=positions), self._attend)
 
     def _is_fused(self, ids: Tensor) -> bool:
-        """Whether a step runs as one kernel for each product, with LayerNorm, activation and addition in it."""
+        """Whether a step runs as one kernel per GEMM, which includes LayerNorm, activation and residual addition."""
         encoder = self.model.encoder
         if not self.fused or not ids.is_cuda or len(ids) > FUSED_ROWS or triton_absent() is not None:
             return False
@@ -148,8 +148,8 @@ class CachedDecoder:
         return is_plain(encoder.final_norm, *modules)
 
     def _step_fused(self, ids: Tensor, decoder: Any) -> Tensor:
-        """The logits in fp32, and the residual stream in fp32 between the layers. Only kernels that write no parameter
-        are around these, which may overlap therefore."""
+        """Returns fp32 logits; the residual stream is fp32 too. No kernel of a step writes a parameter, so each may
+        load its weights while the previous kernel still runs (``overlap``)."""
         positions = self.lengths[: len(ids)].long()
         x: Tensor = self.model.embeddings(ids, position_ids=positions)
         dtype = x.dtype
@@ -164,7 +164,7 @@ class CachedDecoder:
     # ---- layers ----
 
     def _run(self, x: Tensor, attend: Attend) -> Tensor:
-        """The layers over rows ``x`` [n, C], as ``nn.PackedTransformer`` runs them."""
+        """Applies the layers to rows ``x`` [n, C] as ``nn.PackedTransformer`` does."""
         final_norm = self.model.encoder.final_norm
         if final_norm is None:
             for index, layer in enumerate(self.layers):
@@ -184,7 +184,7 @@ class CachedDecoder:
         return x
 
     def _attention(self, index: int, x: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
-        """The block's output and its last bias, which the residual addition adds."""
+        """The attention block's output without its last bias, and this bias, which the residual addition adds."""
         layer = self.layers[index]
         return product(layer.out, attend(index, layer, layer.project(x)).reshape(x.shape))
 
@@ -212,26 +212,27 @@ def _fused(
 
 
 def _logits(head: Any, x: Tensor) -> Tensor:
-    """``head(x)``; on a GPU by a product of a multiple of 16 tokens, for which there are faster kernels, and one of the
-    others."""
-    words = head.decoder.out_features if is_plain(head) else 0
-    if not x.is_cuda or words % 16 == 0 or head.decoder.bias is not None or torch.is_autocast_enabled("cuda"):
+    """``head(x)``. On a GPU, if V is not a multiple of 16, two GEMMs: cuBLAS has faster kernels for the first
+    V // 16 * 16 columns."""
+    vocab = head.decoder.out_features if is_plain(head) else 0
+    if not x.is_cuda or vocab % 16 == 0 or head.decoder.bias is not None or torch.is_autocast_enabled("cuda"):
         found: Tensor = head(x)
         return found
-    logits = x.new_empty(len(x), -(-words // 16) * 16)[:, :words]
-    weight, most = head.decoder.weight.t(), words // 16 * 16
-    for part in (slice(most), slice(most, words)):
+    logits = x.new_empty(len(x), -(-vocab // 16) * 16)[:, :vocab]
+    weight, most = head.decoder.weight.t(), vocab // 16 * 16
+    for part in (slice(most), slice(most, vocab)):
         torch.mm(x, weight[:, part], out=logits[:, part])
     return logits
 
 
 def _feed_forward(layer: PackedLayer, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The same of the feed-forward block."""
+    """The feed-forward block's output without its last bias, and this bias."""
     return product(layer.down, linear_activation(layer.up, layer.activation, x))
 
 
 def _check_calls(model: TextModel) -> None:
-    """Decoding runs the parts of layers: what waits for a call of a layer, or of what holds the layers, is refused."""
+    """Raises ValueError for hooks and subclasses of the layers and of the modules that contain them: decoding calls the
+    parts of layers, so their ``forward`` would not run."""
     for module in (model, model.encoder, *model.encoder.layers):
         if is_watched(module) or not type(module).__module__.startswith("fasttfm."):
             expected = "a model, an encoder and layers without hooks, wrappers or subclasses (their parts are called)"

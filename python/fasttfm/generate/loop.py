@@ -16,9 +16,9 @@ from fasttfm.nn import CausalLMHead, PackedBatch
 from fasttfm.nn.plain import Uncopied
 
 _NAME = "generate"
-_KEPT = "_generation"  # the name of a model's session
-_ROOM_STEP = 128
-_FAST_ON_GPU = False  # whether a model's session uses CUDA graphs and the kernels for decoding
+_SESSION_ATTRIBUTE = "_generation"  # the attribute of a model that holds its session
+_LENGTH_MULTIPLE = 128
+_FAST_ON_GPU = False  # whether ``generate`` and ``stream`` use CUDA graphs and the kernels for decoding
 
 
 class CausalModel(Protocol):
@@ -47,30 +47,29 @@ def generate(
     early_stopping: bool | str = False,
     **sampling: Any,
 ) -> Tensor:
-    """Continues the prompts ``input_ids`` [B, S], each by as many tokens as it takes to its end.
+    """Continues the prompts ``input_ids`` [B, S], each until it ends or has ``max_new_tokens`` new tokens.
 
-    Prompts are read once, without padding; after that each step computes one token of every sequence.
+    Prompts are read once, without padding; then each step computes one token of every sequence.
 
     Args:
         model: In evaluation mode.
-        attention_mask: ``[B, S]``, not 0 for tokens: prompts of different lengths; padding may be anywhere. A token's
-            position is its number in its own prompt.
-        lengths: ``B`` numbers of tokens instead of a mask, for padding at the end.
+        attention_mask: ``[B, S]``, nonzero for tokens and 0 for padding, which may be anywhere. Positions count only
+            the tokens of a prompt.
+        lengths: The number of tokens of each prompt, instead of a mask, for padding at the end.
         max_new_tokens: The maximum number of new tokens.
         eos_token_id: One or several tokens, each of which ends a sequence; the configuration's by default, none for [].
-        pad_token_id: The token after the end where other sequences continue; by default the configuration's, or else
-            the first ``eos_token_id``.
-        num_beams: Above 1, beam search: the continuation with the largest probability of those that are found by
-            following this many at a time.
-        num_return_sequences: How many continuations of each prompt are returned, the best first.
-        length_penalty: Continuations are compared by log-probability / length^length_penalty.
+        pad_token_id: The token that follows the end of a sequence while others continue; by default the
+            configuration's, or else the first ``eos_token_id``.
+        num_beams: Above 1, beam search with this many beams.
+        num_return_sequences: How many continuations of each prompt beam search returns, the best first.
+        length_penalty: Beam search compares continuations by log-probability / length^length_penalty.
         early_stopping: See ``BeamSearch``.
         sampling: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``generator``: see ``Sampling``.
 
     Returns:
-        ``[B * num_return_sequences, S + new]``: ``input_ids``, then the new tokens, up to the longest sequence's end.
+        ``[B * num_return_sequences, S + new]``: ``input_ids``, then the new tokens, up to the end of the longest.
     """
-    ends = _Ends.of(model.config, eos_token_id, pad_token_id)
+    ends = _StopTokens.of(model.config, eos_token_id, pad_token_id)
     batch = PackedBatch.of(input_ids, attention_mask, lengths=lengths)
     _check(model, batch, max_new_tokens)
     choice = Sampling(**sampling)
@@ -78,8 +77,8 @@ def generate(
     if num_beams > 1:
         if choice.do_sample:
             raise ValueError(f"{_NAME}: do_sample: expected False with several beams, got True")
-        return _searched(model, input_ids, batch, max_new_tokens, ends, search)
-    return _continued(model, input_ids, batch, max_new_tokens, ends, choice)
+        return _run_beam_search(model, input_ids, batch, max_new_tokens, ends, search)
+    return _run_session(model, input_ids, batch, max_new_tokens, ends, choice)
 
 
 def stream(
@@ -90,29 +89,29 @@ def stream(
     eos_token_id: int | Sequence[int] | None = None,
     **sampling: Any,
 ) -> Iterator[int]:
-    """Continues one prompt ``input_ids`` [S] or [1, S], and gives each token as soon as it is there: those that
-    ``generate`` adds with the same arguments, the one that ends the sequence included."""
+    """Continues one prompt ``input_ids`` [S] or [1, S] and yields each token as soon as it is computed. The tokens are
+    those of ``generate`` with the same arguments, including the one that ends the sequence."""
     prompt = input_ids.view(1, -1)
-    ends = _Ends.of(model.config, eos_token_id, None)
+    ends = _StopTokens.of(model.config, eos_token_id, None)
     batch = PackedBatch.of(prompt)
     _check(model, batch, max_new_tokens)
     session = session_of(model, 1, batch.max_seqlen + max_new_tokens)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": ends.tokens}
-    return _streamed(session.submit(prompt[0], **options, sampling=Sampling(**sampling)))
+    return _iterate(session.submit(prompt[0], **options, sampling=Sampling(**sampling)))
 
 
-def _streamed(sequence: Generation) -> Iterator[int]:
-    """The tokens; a sequence that is not read to its end is given up."""
+def _iterate(sequence: Generation) -> Iterator[int]:
+    """Yields the tokens; cancels the sequence if the caller does not read it to its end."""
     try:
         yield from sequence
     finally:
         sequence.cancel()
 
 
-def _continued(
-    model: CausalModel, input_ids: Tensor, batch: PackedBatch, new: int, ends: _Ends, choice: Sampling
+def _run_session(
+    model: CausalModel, input_ids: Tensor, batch: PackedBatch, new: int, ends: _StopTokens, choice: Sampling
 ) -> Tensor:
-    """The sequences of a session, next to each other."""
+    """Continues each prompt as a sequence of a session, and pads the results to one tensor."""
     if new == 0 or len(input_ids) == 0:
         return input_ids
     session = session_of(model, len(input_ids), batch.max_seqlen + new)
@@ -130,8 +129,8 @@ def _continued(
     return torch.cat([input_ids, tokens], 1)
 
 
-class _Kept(Uncopied):
-    """The session of a model on a GPU between calls."""
+class _SessionHolder(Uncopied):
+    """Holds the session of a model on a GPU between calls; copies of the model do not get it."""
 
     def __init__(self, session: GenerationSession) -> None:
         self.session = session
@@ -139,31 +138,31 @@ class _Kept(Uncopied):
 
 def release(model: Any) -> None:
     """Frees the cache and the CUDA graphs that ``generate`` and ``stream`` keep with a model on a GPU."""
-    model.__dict__.pop(_KEPT, None)
+    model.__dict__.pop(_SESSION_ATTRIBUTE, None)
 
 
 def session_of(model: Any, sequences: int, tokens: int) -> GenerationSession:
-    """A session for so many sequences of so many tokens. On a GPU it is kept with the model, for its graphs take longer
-    to capture than a short call; sizes are rounded up, so that it serves similar calls, too."""
+    """A session for this many sequences of this many tokens. On a GPU the model keeps it, because capturing its graphs
+    takes longer than a short call; its sizes are rounded up so that similar calls can use it too."""
     parameter = next(model.transformer.parameters())
     if not parameter.is_cuda or torch.is_autocast_enabled("cuda"):
         return GenerationSession(model, max_batch=sequences, max_length=tokens, graphs=False, fused=_FAST_ON_GPU)
-    kept: _Kept | None = model.__dict__.get(_KEPT)
-    if kept is not None and kept.session.fits(sequences, tokens):
-        return kept.session
+    holder: _SessionHolder | None = model.__dict__.get(_SESSION_ATTRIBUTE)
+    if holder is not None and holder.session.fits(sequences, tokens):
+        return holder.session
     release(model)
     batch = 1 << (sequences - 1).bit_length()
-    room = min(model.config.n_positions, -(-tokens // _ROOM_STEP) * _ROOM_STEP)
+    capacity = min(model.config.n_positions, -(-tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
     graphs = None if _FAST_ON_GPU else False
-    session = GenerationSession(model, max_batch=batch, max_length=room, graphs=graphs, fused=_FAST_ON_GPU)
-    model.__dict__[_KEPT] = _Kept(session)
+    session = GenerationSession(model, max_batch=batch, max_length=capacity, graphs=graphs, fused=_FAST_ON_GPU)
+    model.__dict__[_SESSION_ATTRIBUTE] = _SessionHolder(session)
     return session
 
 
-def _searched(
-    model: CausalModel, input_ids: Tensor, batch: PackedBatch, new: int, ends: _Ends, search: BeamSearch
+def _run_beam_search(
+    model: CausalModel, input_ids: Tensor, batch: PackedBatch, new: int, ends: _StopTokens, search: BeamSearch
 ) -> Tensor:
-    """The best sequences of a beam search."""
+    """Continues each prompt by its best sequences of a beam search."""
     prompts = input_ids.repeat_interleave(search.num_return_sequences, 0)
     if new == 0 or len(input_ids) == 0:
         return prompts
@@ -172,18 +171,18 @@ def _searched(
     return torch.cat([prompts, tokens], 1)
 
 
-class _Ends(NamedTuple):
-    """The tokens that end a sequence, and the one after the end."""
+class _StopTokens(NamedTuple):
+    """The tokens that end a sequence, and the one that pads it after its end."""
 
     tokens: list[int]
     padding: int
 
     @staticmethod
-    def of(config: Any, eos_token_id: int | Sequence[int] | None, pad_token_id: int | None) -> _Ends:
+    def of(config: Any, eos_token_id: int | Sequence[int] | None, pad_token_id: int | None) -> _StopTokens:
         given = config.eos_token_id if eos_token_id is None else eos_token_id
         ends = [] if given is None else [given] if isinstance(given, int) else list(given)
         padding = config.pad_token_id if pad_token_id is None else pad_token_id
-        return _Ends(ends, padding if padding is not None else ends[0] if ends else 0)
+        return _StopTokens(ends, padding if padding is not None else ends[0] if ends else 0)
 
 
 def _check(model: CausalModel, batch: PackedBatch, new: int) -> None:

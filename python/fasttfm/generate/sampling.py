@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled; if ``do_sample`` is false the most likely one is taken.
+    """How tokens are sampled; if ``do_sample`` is false the most likely token is taken.
 
     ``temperature`` divides the logits; then only the ``top_k`` most likely tokens are kept, and of these the smallest
     set of the most likely ones whose total probability reaches ``top_p``.
@@ -20,7 +20,7 @@ class Sampling:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
-    generator: torch.Generator | None = None  # gives the seeds of sequences; torch's by default
+    generator: torch.Generator | None = None  # draws the seeds of sequences; torch's default generator if None
 
     def __post_init__(self) -> None:
         for name, fits, expected in (
@@ -33,7 +33,7 @@ class Sampling:
 
     def row(self, seed: int | None = None) -> tuple[int, float, int, float]:
         """Seed, temperature (0: the most likely token), top_k (0: all) and top_p of one sequence, as
-        ``ops.sample_tokens`` takes them. A seed that is not given is drawn."""
+        ``ops.sample_tokens`` takes them. By default the seed is drawn."""
         if not self.do_sample:
             return 0, 0.0, 0, 1.0
         if seed is None:

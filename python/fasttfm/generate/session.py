@@ -1,9 +1,9 @@
-"""``GenerationSession``: sequences that are submitted at any time are continued together, one token a step.
+"""``GenerationSession``: continuous batching. Sequences are submitted at any time and continued together.
 
-All sequences have a place in one cache (decoder.py) and a row in tensors on the device: the last token, the length,
-what ends it, how tokens are drawn. A step reads and writes only these, so that on a GPU one CUDA graph for each number
-of rows serves all steps, sampling included, and no step synchronizes with the host. The host looks at results that were
-copied in the background, every few steps: ended sequences leave then, and waiting ones take their places.
+Every sequence has a slot in one KV cache (decoder.py) and a row in tensors on the device: its last token, its length,
+the tokens that end it, how its tokens are drawn. A step reads and writes only these tensors. On a GPU one CUDA graph
+for each number of rows therefore runs all steps, sampling included, and no step synchronizes with the host. Every few
+steps the state is copied to the host asynchronously; finished sequences then leave, and waiting ones take their slots.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from fasttfm.nn.plain import Tree, is_plain
 from fasttfm.ops.sample_tokens import Sequences
 
 _NAME = "GenerationSession"
-_MOST_ENDS = 8  # tokens that end a sequence, each
-_PROMPT_TOKENS = 16384  # the most that are read together, but for a single prompt
-_STEPS_BETWEEN_LOOKS = 8
+_MAX_STOP_TOKENS = 8  # of one sequence
+_MAX_PROMPT_TOKENS = 16384  # of prompts that are read together; a longer prompt is read by itself
+_STEPS_PER_ROUND = 8  # steps between two copies of the state to the host
 
 
 class Generation:
-    """A sequence that a session continues: ``result()`` waits for all its tokens, and iteration gives each as soon as
-    it is there. Whoever waits runs the session's steps."""
+    """A sequence that a session continues. ``result()`` waits for all its tokens; iteration yields each one as soon as
+    it is computed. The thread that waits runs the session's steps."""
 
     def __init__(self, session: GenerationSession, prompt: list[int], row: _Row) -> None:
         self.prompt = prompt
-        self.tokens: list[int] = []  # new ones, as far as they are known
+        self.tokens: list[int] = []  # the new tokens that have reached the host
         self.done = False
         self._session, self._row = session, row
-        self._steps = 0  # tokens that are computed or on their way
+        self._steps = 0  # the number of new tokens that are launched
 
     def result(self) -> list[int]:
-        """The new tokens, the one that ends the sequence included."""
+        """The new tokens, including the one that ends the sequence."""
         while not self.done:
-            self._session._advance(_STEPS_BETWEEN_LOOKS)
+            self._session._advance(_STEPS_PER_ROUND)
         return self.tokens
 
     def cancel(self) -> None:
-        """Ends the sequence with the tokens that are known; nothing where it has ended."""
+        """Ends the sequence with the tokens in ``tokens``; does nothing if it has ended."""
         self._session._cancel(self)
 
     def __iter__(self) -> Iterator[int]:
@@ -64,9 +64,9 @@ class Generation:
 
 @dataclass(frozen=True)
 class _Row:
-    """What a sequence brings along."""
+    """The options of a sequence."""
 
-    new: int  # tokens at most
+    new: int  # the maximum number of new tokens
     ends: tuple[int, ...]
     seed: int
     temperature: float  # 0: the most likely token
@@ -76,38 +76,38 @@ class _Row:
 
 @dataclass
 class _State:
-    """The rows of all places, on the device."""
+    """The state of n slots, on the device."""
 
     ids: Tensor  # int64 [n]: the last token, which is not in the cache yet
-    active: Tensor  # bool [n]: whether the sequence goes on
-    limits: Tensor  # int32 [n]: tokens of the sequence at its end, at most
-    ends: Tensor  # int64 [n, _MOST_ENDS]: filled with -1
+    active: Tensor  # bool [n]: whether the sequence continues
+    limits: Tensor  # int32 [n]: the maximum length of the sequence, prompt included
+    ends: Tensor  # int64 [n, _MAX_STOP_TOKENS]: padded with -1
     seeds: Tensor  # int64 [n]
     temperature: Tensor  # fp32 [n]
     top_k: Tensor  # int32 [n]
     top_p: Tensor  # fp32 [n]
-    history: Tensor  # int64 [n, room]: drawn tokens at their positions
+    history: Tensor  # int64 [n, capacity]: drawn tokens at their positions
 
     @staticmethod
-    def empty(places: int, room: int, device: torch.device) -> _State:
+    def empty(slots: int, capacity: int, device: torch.device) -> _State:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return _State(
-            ids=zeros(places, dtype=torch.int64),
-            active=zeros(places, dtype=torch.bool),
-            limits=zeros(places, dtype=torch.int32),
-            ends=zeros(places, _MOST_ENDS, dtype=torch.int64) - 1,
-            seeds=zeros(places, dtype=torch.int64),
-            temperature=zeros(places, dtype=torch.float32),
-            top_k=zeros(places, dtype=torch.int32),
-            top_p=zeros(places, dtype=torch.float32) + 1,
-            history=zeros(places, room, dtype=torch.int64),
+            ids=zeros(slots, dtype=torch.int64),
+            active=zeros(slots, dtype=torch.bool),
+            limits=zeros(slots, dtype=torch.int32),
+            ends=zeros(slots, _MAX_STOP_TOKENS, dtype=torch.int64) - 1,
+            seeds=zeros(slots, dtype=torch.int64),
+            temperature=zeros(slots, dtype=torch.float32),
+            top_k=zeros(slots, dtype=torch.int32),
+            top_p=zeros(slots, dtype=torch.float32) + 1,
+            history=zeros(slots, capacity, dtype=torch.int64),
         )
 
     @staticmethod
-    def of(generations: Sequence[Generation], room: int, device: torch.device) -> _State:
-        """Rows of new sequences."""
+    def of(generations: Sequence[Generation], capacity: int, device: torch.device) -> _State:
+        """The state of new sequences."""
         rows = [generation._row for generation in generations]
 
         def tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
@@ -118,20 +118,20 @@ class _State:
             ids=torch.zeros(len(rows), dtype=torch.int64, device=device),
             active=torch.ones(len(rows), dtype=torch.bool, device=device),
             limits=tensor(limits, torch.int32),
-            ends=tensor([[*row.ends, *[-1] * (_MOST_ENDS - len(row.ends))] for row in rows], torch.int64),
+            ends=tensor([[*row.ends, *[-1] * (_MAX_STOP_TOKENS - len(row.ends))] for row in rows], torch.int64),
             seeds=tensor([row.seed for row in rows], torch.int64),
             temperature=tensor([row.temperature for row in rows], torch.float32),
             top_k=tensor([row.top_k for row in rows], torch.int32),
             top_p=tensor([row.top_p for row in rows], torch.float32),
-            history=torch.zeros(len(rows), room, dtype=torch.int64, device=device),
+            history=torch.zeros(len(rows), capacity, dtype=torch.int64, device=device),
         )
 
     def first(self, rows: int) -> _State:
         return _State(*(getattr(self, each.name)[:rows] for each in fields(self)))
 
-    def store(self, places: Tensor, rows: _State) -> None:
+    def store(self, slots: Tensor, rows: _State) -> None:
         for each in fields(self):
-            getattr(self, each.name)[places] = getattr(rows, each.name)
+            getattr(self, each.name)[slots] = getattr(rows, each.name)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         for each in fields(self):
@@ -139,47 +139,48 @@ class _State:
             tensor[target] = tensor[source]
 
     def take(self, logits: Tensor, lengths: Tensor, backend: str | None) -> None:
-        """Draws the token at position ``lengths`` of each active sequence, and ends those that it ends."""
+        """Draws the token at position ``lengths`` of each active sequence, and clears ``active`` where it is the
+        last."""
         sampling = (self.temperature, self.top_k, self.top_p)
         sequences = Sequences(self.ids, self.active, self.limits, self.ends, self.history)
         ops.sample_tokens(logits, self.seeds, lengths, *sampling, sequences=sequences, backend=backend)
 
 
 @dataclass
-class _Look:
-    """The state of the sequences at some step, on its way to the host."""
+class _Snapshot:
+    """A copy of the state of sequences at some step, on the host once ``ready`` is reached."""
 
-    holders: dict[int, Generation]
+    generations: dict[int, Generation]
     active: Tensor
     lengths: Tensor
     history: Tensor
     ready: Any  # a CUDA event, or None
 
     def apply(self) -> None:
-        """Gives sequences their tokens, and ends them."""
+        """Appends the new tokens to their sequences, and marks finished sequences."""
         if self.ready is not None:
             self.ready.synchronize()
         lengths, active = self.lengths.tolist(), self.active.tolist()
-        for place, generation in self.holders.items():
+        for slot, generation in self.generations.items():
             if generation.done:
                 continue
             known = len(generation.prompt) + len(generation.tokens)
-            generation.tokens += self.history[place, known : lengths[place] + 1].tolist()
-            generation.done = not active[place]
+            generation.tokens += self.history[slot, known : lengths[slot] + 1].tolist()
+            generation.done = not active[slot]
 
 
 class GenerationSession:
-    """Continues sequences of a causal model together. ``submit`` may be called from several threads.
+    """Continues many sequences of a causal model together. ``submit`` may be called from several threads.
 
     Args:
         model: GPT2LMHeadModel or one of its variants, in evaluation mode.
-        max_batch: The most sequences at a time; others wait.
-        max_length: The most tokens of a sequence, with its prompt; the model's positions by default. The cache is
-            allocated for ``max_batch * max_length`` tokens.
-        graphs: Whether steps run as CUDA graphs; by default on a GPU where all modules are plain (no hooks, wrappers).
-            True raises where they cannot.
-        fused: Whether steps use the kernels for decoding on a GPU: attention to the cache, products of few rows and
-            sampling; False for those of other ops and plain torch.
+        max_batch: The maximum number of sequences at a time; others wait.
+        max_length: The maximum number of tokens in a sequence, prompt included; the model's positions by default. The
+            cache is allocated for ``max_batch * max_length`` tokens.
+        graphs: Whether steps run as CUDA graphs. By default they do on a GPU if all modules are plain (no hooks or
+            wrappers). True raises ValueError if they cannot.
+        fused: Whether steps on a GPU use the kernels for decoding (attention to the cache, GEMMs of few rows, sampling)
+            instead of the other ops and plain torch.
     """
 
     def __init__(
@@ -194,24 +195,26 @@ class GenerationSession:
         if model.training:
             raise ValueError(f"{_NAME}: model: expected evaluation mode (model.eval()), got training mode")
         positions = model.config.n_positions
-        room = positions if max_length is None else max_length
-        if not 1 <= room <= positions:
-            raise ValueError(f"{_NAME}: max_length: expected from 1 to the model's {positions} positions, got {room}")
+        capacity = positions if max_length is None else max_length
+        if not 1 <= capacity <= positions:
+            raise ValueError(
+                f"{_NAME}: max_length: expected from 1 to the model's {positions} positions, got {capacity}"
+            )
         if max_batch < 1:
             raise ValueError(f"{_NAME}: max_batch: expected at least 1, got {max_batch}")
         transformer: TextModel = model.transformer
-        self.model, self.max_batch, self.room = model, max_batch, room
+        self.model, self.max_batch, self.capacity = model, max_batch, capacity
         self.head: CausalLMHead = model.lm_head
-        self.decoder = CachedDecoder(transformer, room, max_batch, fused=fused)
+        self.decoder = CachedDecoder(transformer, capacity, max_batch, fused=fused)
         parameter = next(transformer.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self._sampler = None if fused or self.device.type == "cpu" else "reference"
-        self._state = _State.empty(max_batch, room, self.device)
+        self._state = _State.empty(max_batch, capacity, self.device)
         self._waiting: deque[Generation] = deque()
         self._running: dict[int, Generation] = {}
-        self._looks: deque[_Look] = deque()
+        self._snapshots: deque[_Snapshot] = deque()
         self._lock = threading.RLock()
-        self._graphs = _Graphs(model) if _takes_graphs(model, self.device, graphs) else None
+        self._graphs = _Graphs(model) if _uses_graphs(model, self.device, graphs) else None
 
     def submit(
         self,
@@ -223,12 +226,12 @@ class GenerationSession:
         sampling: Sampling | None = None,
         **options: Any,
     ) -> Generation:
-        """Adds a sequence that begins with ``prompt``. Its tokens do not depend on the sequences it is computed with.
+        """Adds a sequence that starts with ``prompt``. Its tokens do not depend on the other sequences of the session.
 
         Args:
             max_new_tokens: The maximum number of new tokens.
             eos_token_id: One or several tokens, each of which ends the sequence; the configuration's by default.
-            seed: Decides what is drawn with ``do_sample``; by default from torch's generator.
+            seed: The random seed with ``do_sample``; by default drawn from torch's generator.
             sampling: How tokens are drawn; by default ``Sampling(**options)``.
             options: ``do_sample``, ``temperature``, ``top_k``, ``top_p``: see ``Sampling``.
         """
@@ -237,14 +240,14 @@ class GenerationSession:
             raise ValueError("generate: input_ids: expected prompts of at least one token, got an empty one")
         if max_new_tokens < 0:
             raise ValueError(f"generate: max_new_tokens: expected at least 0, got {max_new_tokens}")
-        if len(ids) + max_new_tokens > self.room:
+        if len(ids) + max_new_tokens > self.capacity:
             got = f"{max_new_tokens} after {len(ids)}"
-            expected = f"no more than {self.room} tokens with the prompt"
+            expected = f"no more than {self.capacity} tokens with the prompt"
             raise ValueError(f"generate: max_new_tokens: expected {expected}, got {got}")
         given = self.model.config.eos_token_id if eos_token_id is None else eos_token_id
         ends = () if given is None else (given,) if isinstance(given, int) else tuple(given)
-        if len(ends) > _MOST_ENDS:
-            raise ValueError(f"generate: eos_token_id: expected at most {_MOST_ENDS} tokens, got {len(ends)}")
+        if len(ends) > _MAX_STOP_TOKENS:
+            raise ValueError(f"generate: eos_token_id: expected at most {_MAX_STOP_TOKENS} tokens, got {len(ends)}")
         row = (Sampling(**options) if sampling is None else sampling).row(seed)
         generation = Generation(self, ids, _Row(max_new_tokens, ends, *row))
         if max_new_tokens == 0:
@@ -255,20 +258,20 @@ class GenerationSession:
         return generation
 
     def fits(self, sequences: int, tokens: int) -> bool:
-        """Whether so many sequences of so many tokens have places, and the model's parameters still have the device and
-        type of the cache."""
+        """Whether the cache has room for this many sequences of this many tokens, and still has the device and dtype of
+        the model's parameters."""
         parameter = next(self.model.transformer.parameters())
         is_same = parameter.device == self.device and parameter.dtype == self.dtype
-        return is_same and sequences <= self.max_batch and tokens <= self.room
+        return is_same and sequences <= self.max_batch and tokens <= self.capacity
 
     # ---- rounds ----
 
     @torch.no_grad()
     def _advance(self, steps: int) -> None:
-        """A round: takes waiting sequences in, runs up to ``steps`` steps and looks at earlier results. On a GPU the
-        host is one round ahead."""
+        """Runs a round: admits waiting sequences, launches up to ``steps`` steps and reads earlier results. On a GPU
+        the results are those of the previous round, so that the GPU does not wait for the host."""
         with self._lock:
-            steps -= self._take_in()
+            steps -= self._admit_waiting()
             missing = [generation._row.new - generation._steps for generation in self._running.values()]
             steps = min(steps, max(missing, default=0))
             rows = max(self._running, default=-1) + 1
@@ -276,40 +279,40 @@ class GenerationSession:
                 self._step(rows)
             for generation in self._running.values():
                 generation._steps += steps
-            if steps or not self._looks:
-                self._looks.append(self._look(rows))
+            if steps or not self._snapshots:
+                self._snapshots.append(self._snapshot(rows))
             ahead = 1 if steps and self.device.type == "cuda" else 0
-            while len(self._looks) > ahead:
-                self._looks.popleft().apply()
-            self._running = {place: each for place, each in self._running.items() if not each.done}
-            self._close_gaps()
+            while len(self._snapshots) > ahead:
+                self._snapshots.popleft().apply()
+            self._running = {slot: each for slot, each in self._running.items() if not each.done}
+            self._compact_slots()
 
-    def _take_in(self) -> bool:
-        """Reads the prompts of waiting sequences for which there are places, and draws their first tokens. Returns
-        whether there are any."""
-        free = [place for place in range(self.max_batch) if place not in self._running]
+    def _admit_waiting(self) -> bool:
+        """Reads the prompts of waiting sequences for which there are free slots, and draws their first tokens. Returns
+        whether there were any."""
+        free = [slot for slot in range(self.max_batch) if slot not in self._running]
         taken: list[Generation] = []
         tokens = 0
         while self._waiting and len(taken) < len(free):
             tokens += len(self._waiting[0].prompt)
-            if taken and tokens > _PROMPT_TOKENS:
+            if taken and tokens > _MAX_PROMPT_TOKENS:
                 break
             taken.append(self._waiting.popleft())
         if not taken:
             return False
         if self._graphs is not None:
-            self._graphs.follow_model()
+            self._graphs.drop_if_model_changed()
         lengths = [len(generation.prompt) for generation in taken]
         flat = torch.tensor([token for generation in taken for token in generation.prompt])
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         batch = PackedBatch(bounds.to(self.device), max(lengths), len(flat))
-        places = torch.tensor(free[: len(taken)]).to(self.device)
-        rows = _State.of(taken, self.room, self.device)
-        logits = self.head(self.decoder.read(flat.to(self.device), batch, places))
-        rows.take(logits, self.decoder.lengths[places], self._sampler)
-        self._state.store(places, rows)
-        for place, generation in zip(free, taken, strict=False):
-            self._running[place] = generation
+        slots = torch.tensor(free[: len(taken)]).to(self.device)
+        rows = _State.of(taken, self.capacity, self.device)
+        logits = self.head(self.decoder.read(flat.to(self.device), batch, slots))
+        rows.take(logits, self.decoder.lengths[slots], self._sampler)
+        self._state.store(slots, rows)
+        for slot, generation in zip(free, taken, strict=False):
+            self._running[slot] = generation
             generation._steps = 1
         return True
 
@@ -320,10 +323,10 @@ class GenerationSession:
             generation.done = True
             if generation in self._waiting:
                 self._waiting.remove(generation)
-            for place, running in list(self._running.items()):
+            for slot, running in list(self._running.items()):
                 if running is generation:
-                    self._state.active[place] = False
-                    del self._running[place]
+                    self._state.active[slot] = False
+                    del self._running[slot]
 
     def _step(self, rows: int) -> None:
         if self._graphs is None:
@@ -332,7 +335,7 @@ class GenerationSession:
             self._graphs.run(self._bucket(rows), self._step_eagerly, self._state.active)
 
     def _bucket(self, rows: int) -> int:
-        """Graphs exist for powers of two of rows, and for all of them."""
+        """The number of rows of the graph to use: a power of two or ``max_batch``."""
         return min(self.max_batch, 1 << (rows - 1).bit_length())
 
     def _step_eagerly(self, rows: int) -> None:
@@ -340,31 +343,31 @@ class GenerationSession:
         logits = self.decoder.next_logits(self.head, state.ids, state.active)
         state.take(logits, self.decoder.lengths[:rows], self._sampler)
 
-    def _look(self, rows: int) -> _Look:
-        """Copies what the host wants to know, in the background on a GPU."""
+    def _snapshot(self, rows: int) -> _Snapshot:
+        """Copies the state that the host reads, asynchronously on a GPU."""
         sources = (self._state.active[:rows], self.decoder.lengths[:rows], self._state.history[:rows])
-        holders = dict(self._running)
+        generations = dict(self._running)
         if self.device.type != "cuda":
             active, lengths, history = (source.clone() for source in sources)
-            return _Look(holders, active, lengths, history, None)
+            return _Snapshot(generations, active, lengths, history, None)
         copies = [torch.empty(source.shape, dtype=source.dtype, pin_memory=True) for source in sources]
         for copy, source in zip(copies, sources, strict=True):
             copy.copy_(source, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
         active, lengths, history = copies
-        return _Look(holders, active, lengths, history, ready)
+        return _Snapshot(generations, active, lengths, history, ready)
 
-    def _close_gaps(self) -> None:
-        """Moves the last sequences to free places in front where fewer rows then make a smaller graph."""
+    def _compact_slots(self) -> None:
+        """Moves the last sequences to free slots in front of them if a smaller graph then is enough."""
         if not self._running:
             return
         rows, count = max(self._running) + 1, len(self._running)
         if self._bucket(rows) == self._bucket(count):
             return
-        moved = sorted(place for place in self._running if place >= count)
-        free = [place for place in range(count) if place not in self._running]
-        source, target = (torch.tensor(places).to(self.device) for places in (moved, free))
+        moved = sorted(slot for slot in self._running if slot >= count)
+        free = [slot for slot in range(count) if slot not in self._running]
+        source, target = (torch.tensor(slots).to(self.device) for slots in (moved, free))
         self.decoder.copy(source, target)
         self._state.move(source, target)
         self._state.active[source] = False
@@ -372,21 +375,21 @@ class GenerationSession:
             self._running[after] = self._running.pop(before)
 
 
-def _takes_graphs(model: Any, device: torch.device, wanted: bool | None) -> bool:
+def _uses_graphs(model: Any, device: torch.device, wanted: bool | None) -> bool:
     if wanted and not (device.type == "cuda" and _has_plain_modules(model)):
-        raise ValueError(f"{_NAME}: graphs: expected plain modules on a GPU, got others")
+        raise ValueError(f"{_NAME}: graphs: expected modules without hooks and wrappers on a GPU, got others")
     return device.type == "cuda" if wanted is None else wanted
 
 
 def _has_plain_modules(model: Any) -> bool:
-    """Whether no module of the model does more than its class says: a graph would leave out what Python code does."""
+    """Whether no module has hooks or wrappers, whose Python code a replayed graph would not run."""
     return all(is_plain(each) for each in model.modules() if not list(each.children()))
 
 
 @dataclass
 class _Graphs:
-    """The CUDA graphs of steps, by number of rows. They are captured again where the model has changed; steps of a
-    model whose modules are not plain run without."""
+    """The CUDA graphs of steps, by number of rows. They are captured again if the model has changed. Steps of a model
+    with hooks or wrappers run without graphs."""
 
     model: Any
     captured: dict[int, Any] = field(default_factory=dict)
@@ -400,7 +403,7 @@ class _Graphs:
     def _addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self.model.parameters()]
 
-    def follow_model(self) -> None:
+    def drop_if_model_changed(self) -> None:
         if not self._usable or not self._tree.is_unchanged() or self._addresses() != self._parameters:
             self.captured.clear()
             self.__post_init__()
@@ -414,8 +417,9 @@ class _Graphs:
         self.captured[rows].replay()
 
     def _capture(self, rows: int, step: Any, active: Tensor) -> Any:
-        """Without an active sequence a step changes nothing that is read later: it may run to compile its kernels."""
-        kept = active.clone()
+        """Captures a step, after a first run that compiles its kernels. Without active sequences that run changes
+        nothing that is read later."""
+        saved = active.clone()
         active.zero_()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -427,5 +431,5 @@ class _Graphs:
             self.pool = torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self.pool):
             step(rows)
-        active.copy_(kept)
+        active.copy_(saved)
         return graph

@@ -12,24 +12,24 @@ import numpy as np
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
 
-_LEAST_TOKENS = 16  # token counts of buckets are multiples of it
-_STEPS = 8  # of token counts between a power of two and the next one
-_LEAST_LENGTH = 64  # the smallest bound of lengths
-_WASTE = 2  # a padded batch has at most as many times the tokens of the budget
+_TOKENS_MULTIPLE = 16  # the token counts of buckets are multiples of it
+_STEPS_PER_DOUBLING = 8  # token counts of buckets between one power of two and the next
+_MIN_SEQLEN = 64  # the smallest max_seqlen of a bucket
+_MAX_PADDED = 2  # padded to its longest sequence, a batch has at most this many times max_tokens
 
 
 def plan(lengths: Sequence[int], max_tokens: int, max_batch: int) -> list[list[int]]:
-    """Groups of the indices of sequences, longest first, so that sequences of similar length are computed together.
+    """Groups the indices of sequences, longest first, so that sequences of similar length are computed together.
 
-    A group has at most ``max_tokens`` tokens and ``max_batch`` sequences, and at least one. Sequences without tokens
-    are in no group.
+    A group has at most ``max_tokens`` tokens and ``max_batch`` sequences; a longer sequence is a group by itself.
+    Sequences without tokens are in no group.
     """
     order = sorted((index for index, length in enumerate(lengths) if length), key=lambda index: -lengths[index])
     groups: list[list[int]] = []
     tokens = longest = 0
     for index in order:
         length, size = lengths[index], len(groups[-1]) if groups else max_batch
-        if size >= max_batch or tokens + length > max_tokens or (size + 1) * longest > _WASTE * max_tokens:
+        if size >= max_batch or tokens + length > max_tokens or (size + 1) * longest > _MAX_PADDED * max_tokens:
             groups.append([])
             tokens, longest = 0, length
         groups[-1].append(index)
@@ -43,7 +43,7 @@ class Packed(NamedTuple):
     ids: np.ndarray  # int32 [T]
     segments: np.ndarray | None  # int32 [T]
     cu_seqlens: np.ndarray  # int32 [sequences + 1]
-    longest: int
+    max_seqlen: int
 
     @property
     def tokens(self) -> int:
@@ -55,25 +55,26 @@ class Packed(NamedTuple):
 
 
 def pack(ids: Sequence[Sequence[int]], segments: Sequence[Sequence[int]] | None = None) -> Packed:
-    """A batch of these sequences, in their order."""
+    """Concatenates the sequences to one batch."""
     lengths = [len(each) for each in ids]
     total = sum(lengths)
     return Packed(
-        _joined(ids, total),
-        None if segments is None else _joined(segments, total),
+        _concatenate(ids, total),
+        None if segments is None else _concatenate(segments, total),
         np.cumsum([0, *lengths], dtype=np.int32),
         max(lengths, default=0),
     )
 
 
-def _joined(lists: Sequence[Sequence[int]], total: int) -> np.ndarray:
+def _concatenate(lists: Sequence[Sequence[int]], total: int) -> np.ndarray:
     if isinstance(lists[0], np.ndarray):
         return np.concatenate(lists).astype(np.int32)
     return np.fromiter(itertools.chain.from_iterable(lists), np.int32, total)
 
 
-def one_ahead(items: Iterable[Item], prepare: Callable[[Item], Prepared]) -> Iterator[Prepared]:
-    """``prepare(item)`` for each of ``items``, computed in a thread while the result before it is in use."""
+def prefetch(items: Iterable[Item], prepare: Callable[[Item], Prepared]) -> Iterator[Prepared]:
+    """Yields ``prepare(item)`` for each of ``items``; a thread prepares the next item while the caller uses this
+    one."""
     with ThreadPoolExecutor(1, thread_name_prefix="fasttfm-batches") as pool:
         following: Future[Prepared] | None = None
         for item in items:
@@ -88,20 +89,21 @@ def one_ahead(items: Iterable[Item], prepare: Callable[[Item], Prepared]) -> Ite
 
 
 class Bucket(NamedTuple):
-    """The shape that a batch is filled up to. A batch fits if it has no more of each."""
+    """The shape that batches are padded to. A batch fits if it does not exceed any of these numbers."""
 
     tokens: int
     sequences: int
-    longest: int
+    max_seqlen: int
 
 
-def bucket_of(tokens: int, sequences: int, longest: int, most: int) -> Bucket:
-    """The smallest bucket for a batch; ``most`` is the most tokens of a sequence of the model.
+def bucket_for(tokens: int, sequences: int, max_seqlen: int, max_length: int) -> Bucket:
+    """The smallest bucket for a batch; ``max_length`` is the maximum number of tokens that the model reads.
 
-    Tokens go up in eighths of a power of two, so that at most an eighth of a large batch is filler. Sequences and their
-    bound, for which attention only starts more blocks that have nothing to do, go up by factors of 4 and 2.
+    Token counts increase by eighths of a power of two, so that at most an eighth of a large batch is padding. The
+    number of sequences and ``max_seqlen`` increase by factors of 4 and 2: if they are larger than needed, attention
+    only launches blocks that return at once.
     """
-    length = max(longest, min(most, max(_LEAST_LENGTH, power_of_two(longest))))
+    length = max(max_seqlen, min(max_length, max(_MIN_SEQLEN, next_power_of_two(max_seqlen))))
     filled = -(-tokens // (step := _step(tokens))) * step
     fillers = -(-(filled - tokens) // length)
     count = 1
@@ -111,22 +113,22 @@ def bucket_of(tokens: int, sequences: int, longest: int, most: int) -> Bucket:
 
 
 def _step(tokens: int) -> int:
-    return max(_LEAST_TOKENS, power_of_two(tokens) // 2 // _STEPS)
+    return max(_TOKENS_MULTIPLE, next_power_of_two(tokens) // 2 // _STEPS_PER_DOUBLING)
 
 
-def power_of_two(value: int) -> int:
-    """The smallest one that is not below ``value``."""
+def next_power_of_two(value: int) -> int:
+    """The smallest power of two that is at least ``value``."""
     return 1 << max(0, value - 1).bit_length()
 
 
-def fill(whole: np.ndarray, batch: Packed, bucket: Bucket, padding: int) -> None:
-    """Writes the batch in the shape of the bucket into an array of int32, which ``parts`` divides: ids, segments if the
-    batch has them, and boundaries.
+def write_bucket(buffer: np.ndarray, batch: Packed, bucket: Bucket, padding: int) -> None:
+    """Writes the batch, padded to the bucket, into an int32 array: ids, segments if the batch has them, and boundaries.
+    ``split_buffer`` returns views of these.
 
-    Fillers are sequences of their own after the batch's, so that no sequence of the batch changes, and empty sequences
-    follow them.
+    Padding tokens form sequences of their own at the end, so that the sequences of the batch do not change. Empty
+    sequences follow them.
     """
-    ids, segments, boundaries = parts(whole, bucket, batch.segments is not None)
+    ids, segments, boundaries = split_buffer(buffer, bucket, batch.segments is not None)
     ids[: batch.tokens] = batch.ids
     ids[batch.tokens :] = padding
     if segments is not None:
@@ -134,17 +136,17 @@ def fill(whole: np.ndarray, batch: Packed, bucket: Bucket, padding: int) -> None
         segments[batch.tokens :] = 0
     known = len(batch.cu_seqlens)
     boundaries[:known] = batch.cu_seqlens
-    more = np.arange(1, len(boundaries) - known + 1, dtype=np.int64) * bucket.longest + batch.tokens
+    more = np.arange(1, len(boundaries) - known + 1, dtype=np.int64) * bucket.max_seqlen + batch.tokens
     boundaries[known:] = np.minimum(more, bucket.tokens)
 
 
-def size_of(bucket: Bucket, segments: bool) -> int:
-    """The numbers that ``fill`` writes."""
+def buffer_size(bucket: Bucket, segments: bool) -> int:
+    """The length of the array that ``write_bucket`` fills."""
     return bucket.tokens * (1 + segments) + bucket.sequences + 1
 
 
-def parts(whole: Any, bucket: Bucket, segments: bool) -> tuple[Any, Any, Any]:
-    """Views of an array or a tensor as ``fill`` writes it: ids, segments or None, boundaries."""
+def split_buffer(buffer: Any, bucket: Bucket, segments: bool) -> tuple[Any, Any, Any]:
+    """Views of an array or tensor that ``write_bucket`` has filled: ids, segments or None, boundaries."""
     tokens = bucket.tokens
     end = tokens * (1 + segments)
-    return whole[:tokens], whole[tokens:end] if segments else None, whole[end : end + bucket.sequences + 1]
+    return buffer[:tokens], buffer[tokens:end] if segments else None, buffer[end : end + bucket.sequences + 1]

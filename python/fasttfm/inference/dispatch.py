@@ -1,4 +1,4 @@
-"""``Dispatcher``: requests of many threads, computed together by one."""
+"""``Dispatcher``: one thread computes the requests of many threads in groups."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ class Request(Generic[Item]):
 
 
 class Dispatcher(Generic[Item]):
-    """A queue of requests, and a thread that takes as many at a time as are waiting, up to a number of tokens. While a
-    group is computed, the next one gathers: batches grow with the rate of requests, and a single one does not wait.
+    """A queue of requests, and a thread that takes all waiting requests at a time, up to a number of tokens. While one
+    group is computed, requests for the next one arrive: groups grow with the rate of requests, and a single request
+    does not wait.
 
     Args:
-        launch: Starts the computation of items; what it returns waits for it and returns their results. A group is
-            launched before the one in front of it is waited for.
-        max_tokens: Of a group. A request with more is a group of its own.
-        max_waiting: Requests in the queue; ``submit`` waits while it is full.
+        launch: Starts the computation of items and returns a function that waits for it and returns their results. The
+            next group is launched before this function is called.
+        max_tokens: The maximum number of tokens in a group. A request with more is a group by itself.
+        max_waiting: The maximum number of requests in the queue; ``submit`` waits while it is full.
     """
 
     def __init__(self, launch: Callable[[list[Item]], Finish], *, max_tokens: int, max_waiting: int) -> None:
         self._launch, self._max_tokens = launch, max_tokens
         self._queue: queue.Queue[Request[Item] | None] = queue.Queue(max_waiting)
-        self._lock = threading.Lock()  # of _thread and _closed
+        self._lock = threading.Lock()  # guards _thread and _closed
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._held: Request[Item] | None = None  # taken from the queue, for the next group
+        self._deferred: Request[Item] | None = None  # taken from the queue, but did not fit the group
 
     def submit(self, item: Item, tokens: int, timeout: float | None = None) -> Future[Any]:
-        """The future of an item's result. Raises ``queue.Full`` if there is no room in the queue for ``timeout``
+        """Returns the future of an item's result. Raises ``queue.Full`` if the queue stays full for ``timeout``
         seconds."""
         request = Request(item, tokens)
         with self._lock:
@@ -53,12 +54,12 @@ class Dispatcher(Generic[Item]):
                 self._thread = threading.Thread(target=self._work, name="fasttfm-session", daemon=True)
                 self._thread.start()
         self._queue.put(request, timeout=timeout)
-        if self._closed and not self._is_working():  # closed in the meantime: no request is taken any more
+        if self._closed and not self._is_working():  # closed in the meantime: the thread takes no more requests
             self._refuse_waiting()
         return request.future
 
     def close(self) -> None:
-        """Computes what is waiting, and ends the thread."""
+        """Computes the waiting requests and ends the thread."""
         with self._lock:
             if self._closed:
                 return
@@ -99,12 +100,12 @@ class Dispatcher(Generic[Item]):
                 _finish(*launched.popleft())
 
     def _take(self, *, wait: bool) -> tuple[list[Request[Item]], bool]:
-        """The requests of the next group, and whether more may come."""
+        """Returns the requests of the next group, and whether the dispatcher is still open."""
         group: list[Request[Item]] = []
         tokens = 0
         while True:
-            request = self._held
-            self._held = None
+            request = self._deferred
+            self._deferred = None
             if request is None:
                 try:
                     request = self._queue.get(block=wait and not group)
@@ -113,7 +114,7 @@ class Dispatcher(Generic[Item]):
                 if request is None:
                     return group, False
             if group and tokens + request.tokens > self._max_tokens:
-                self._held = request
+                self._deferred = request
                 return group, True
             group.append(request)
             tokens += request.tokens

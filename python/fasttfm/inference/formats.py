@@ -1,4 +1,4 @@
-"""The sequences of ids that a family's models read: texts with the special tokens around them."""
+"""The input format of a model family: the ids of one or two texts with special tokens around them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class Tokens(NamedTuple):
 
     ids: list[int]
     segments: list[int]
-    cut: int = 0  # the number of tokens of the texts that did not fit
+    cut: int = 0  # how many tokens of the texts were truncated
 
 
 @dataclass(frozen=True)
 class Format:
     """The sequence format of one text or two: ``first`` text ``last``, or ``first`` text ``between`` text ``last``.
 
-    BERT writes ``[CLS] a [SEP] b [SEP]``, RoBERTa ``<s> a </s></s> b </s>``, and GPT-1 start, delimiter and extract,
-    which are additional tokens.
+    BERT's is ``[CLS] a [SEP] b [SEP]``, RoBERTa's ``<s> a </s></s> b </s>``; GPT-1's uses three additional tokens
+    (start, delimiter and extract).
     """
 
     first: Sequence[int]
     between: Sequence[int]
     last: Sequence[int]
     max_length: int
-    segments: bool = True  # whether the second text is of another segment
+    segments: bool = True  # whether the second text has segment 1
 
     def one(self, text: Sequence[int]) -> Tokens:
         """A single text, truncated if it is too long."""
@@ -41,7 +41,7 @@ class Format:
         return Tokens(ids, [0] * len(ids), max(0, len(text) - room))
 
     def two(self, text: Sequence[int], other: Sequence[int]) -> Tokens:
-        """Two texts; as long as they are too long together, the longer one loses its last token."""
+        """Two texts; while they are too long together, the longer one loses its last token."""
         kept = min(len(text), max(self.room - len(other), self.room // 2, 0))
         cut = max(0, len(text) + len(other) - max(0, self.room))
         text, other = text[:kept], other[: max(0, self.room - kept)]
@@ -55,7 +55,7 @@ class Format:
 
     @property
     def room(self) -> int:
-        """For the tokens of two texts."""
+        """The maximum number of tokens of two texts."""
         return self.max_length - len(self.first) - len(self.between) - len(self.last)
 
 
@@ -69,7 +69,7 @@ def encoder_format(family: Family, config: Any, tokenizer: Tokenizer, max_length
 
 
 def text_format(config: Any, tokenizer: Tokenizer, max_length: int) -> Format:
-    """How a model with this configuration reads a text that is no task: a causal model's has no additional tokens."""
+    """The format of plain text for a model with this configuration; causal models use no special tokens."""
     family = family_of_type(config.model_type)
     assert family is not None
     if family.causal:

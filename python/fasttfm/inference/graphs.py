@@ -1,4 +1,4 @@
-"""CUDA graphs of a network, one for each bucket of shapes, captured when a bucket is seen again."""
+"""CUDA graphs of a network: one for each bucket of shapes, captured when the bucket is used for the second time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fasttfm.inference.batches import Bucket, Packed, bucket_of, fill, parts, power_of_two, size_of
+from fasttfm.inference.batches import (
+    Bucket,
+    Packed,
+    bucket_for,
+    buffer_size,
+    next_power_of_two,
+    split_buffer,
+    write_bucket,
+)
 from fasttfm.inference.network import Inputs, Network, Output
 
 Value = TypeVar("Value")
-_SEEN = 2  # calls of a bucket from which on it is worth a capture
-_HALVED = 4096  # lookups after which what was counted so far counts half
+_MIN_LOOKUPS = 2  # a key that is looked up this often gets a value
+_DECAY_INTERVAL = 4096  # after this many lookups all counts are halved
 
 
 @dataclass
@@ -29,10 +37,10 @@ class GraphCounts:
 
 
 class GraphCache(Generic[Value]):
-    """A bounded number of values by key, which are made when their key comes the second time.
+    """A bounded cache whose values are made when their key is looked up for the second time.
 
-    In a full cache the least recently used value makes room, but only for a key that was looked up more often lately:
-    more keys in turn than fit do not replace each other over and over.
+    A full cache evicts the least recently used value, but only for a key that was looked up more often in the recent
+    past. Otherwise keys that take turns, more than fit, would evict each other on every lookup.
     """
 
     def __init__(self, make: Callable[[Any], Value], limit: int) -> None:
@@ -46,7 +54,7 @@ class GraphCache(Generic[Value]):
         return len(self._values)
 
     def get(self, key: Hashable) -> Value | None:
-        """The value of a key; None where there is none yet."""
+        """The value of a key; None if the key is not in the cache and not admitted yet."""
         self._count(key)
         value = self._values.get(key)
         if value is None:
@@ -66,12 +74,12 @@ class GraphCache(Generic[Value]):
 
     def _count(self, key: Hashable) -> None:
         self._lookups += 1
-        if self._lookups % _HALVED == 0:
+        if self._lookups % _DECAY_INTERVAL == 0:
             self._seen = Counter({each: count // 2 for each, count in self._seen.items() if count > 1})
         self._seen[key] += 1
 
     def _is_admitted(self, key: Hashable) -> bool:
-        if self._limit < 1 or self._seen[key] < _SEEN:
+        if self._limit < 1 or self._seen[key] < _MIN_LOOKUPS:
             return False
         return len(self._values) < self._limit or self._seen[key] > self._seen[next(iter(self._values))]
 
@@ -84,25 +92,25 @@ class _Key(NamedTuple):
 
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    result: Tensor  # in the memory that all graphs share: to be copied before the next replay
+    result: Tensor  # in memory that all graphs share: copy it before the next replay
 
 
 class Graphs:
-    """Runs batches of up to ``max_tokens`` tokens by graphs, on the current stream. All graphs read one buffer of
-    inputs and share one memory pool: they are replayed one after the other, in the order of the stream.
+    """Runs batches of up to ``max_tokens`` tokens by CUDA graphs, on the current stream. All graphs read the same input
+    buffer and share one memory pool, so they must be replayed in stream order.
 
     Args:
-        limit: The most graphs that are kept.
-        most: The most tokens of a sequence of the model.
-        padding: The id of filler tokens.
+        limit: The maximum number of graphs that are kept.
+        max_length: The maximum number of tokens in a sequence.
+        padding: The id of padding tokens.
     """
 
-    def __init__(self, network: Network, *, limit: int, max_tokens: int, most: int, padding: int) -> None:
-        self._network, self._max_tokens, self._most, self._padding = network, max_tokens, most, padding
-        self._cache: GraphCache[_Graph] = GraphCache(self._captured, limit)
+    def __init__(self, network: Network, *, limit: int, max_tokens: int, max_length: int, padding: int) -> None:
+        self._network, self._max_tokens, self._max_length, self._padding = network, max_tokens, max_length, padding
+        self._cache: GraphCache[_Graph] = GraphCache(self._capture, limit)
         self._pool = torch.cuda.graph_pool_handle()
-        room = bucket_of(max_tokens, max_tokens, 1, most)
-        self._static = torch.zeros(size_of(room, True), dtype=torch.int32, device=network.device)
+        room = bucket_for(max_tokens, max_tokens, 1, max_length)
+        self._static = torch.zeros(buffer_size(room, True), dtype=torch.int32, device=network.device)
         self._results: dict[Output, Tensor] = {}
 
     @property
@@ -111,43 +119,43 @@ class Graphs:
 
     @torch.inference_mode()
     def run(self, output: Output, batch: Packed) -> Tensor | None:
-        """The output's rows, which the next call overwrites; None where the batch is to be run without a graph."""
+        """The rows of the output, which the next call overwrites; None if the batch has to run without a graph."""
         if batch.tokens > self._max_tokens:
             return None
         key = _Key(output, self.bucket(batch), batch.segments is not None)
         try:
             found = self._cache.get(key)
         except RuntimeError as error:
-            self._cache = GraphCache(self._captured, 0)  # what cannot be captured once cannot be later
+            self._cache = GraphCache(self._capture, 0)  # a later capture would fail too
             warnings.warn(f"Session: runs without CUDA graphs: {error}", stacklevel=2)
             return None
         if found is None:
             return None
-        host = torch.empty(size_of(key.bucket, key.segments), dtype=torch.int32, pin_memory=True)
-        fill(host.numpy(), batch, key.bucket, self._padding)
+        host = torch.empty(buffer_size(key.bucket, key.segments), dtype=torch.int32, pin_memory=True)
+        write_bucket(host.numpy(), batch, key.bucket, self._padding)
         self._static[: len(host)].copy_(host, non_blocking=True)
         found.graph.replay()
-        count = batch.sequences if self._network.is_of_sequences(output) else batch.tokens
+        count = batch.sequences if self._network.is_per_sequence(output) else batch.tokens
         return found.result[:count]
 
     def bucket(self, batch: Packed) -> Bucket:
-        return bucket_of(batch.tokens, batch.sequences, batch.longest, self._most)
+        return bucket_for(batch.tokens, batch.sequences, batch.max_seqlen, self._max_length)
 
     def clear(self) -> None:
         self._cache.clear()
 
-    def _captured(self, key: _Key) -> _Graph:
-        """A graph of the bucket, from the shared inputs to the shared results."""
+    def _capture(self, key: _Key) -> _Graph:
+        """Captures a graph of the bucket, which reads the shared inputs and writes the shared results."""
         bucket = key.bucket
-        ids, segments, boundaries = parts(self._static, bucket, key.segments)
+        ids, segments, boundaries = split_buffer(self._static, bucket, key.segments)
         ids.zero_()
         if segments is not None:
             segments.zero_()
-        ends = torch.arange(len(boundaries), device=boundaries.device) * bucket.longest
+        ends = torch.arange(len(boundaries), device=boundaries.device) * bucket.max_seqlen
         boundaries.copy_(ends.clamp(max=bucket.tokens))
-        inputs = Inputs(ids, segments, boundaries, bucket.longest)
+        inputs = Inputs(ids, segments, boundaries, bucket.max_seqlen)
         stream = torch.cuda.current_stream()
-        warm = self._network.run(key.output, inputs)  # kernels are compiled, tuned and loaded
+        warm = self._network.run(key.output, inputs)  # compiles, tunes and loads the kernels
         result = self._result(key.output, warm)
         del warm
         stream.synchronize()
@@ -158,10 +166,10 @@ class Graphs:
         return _Graph(graph, result)
 
     def _result(self, output: Output, like: Tensor) -> Tensor:
-        """A part of the memory that graphs of an output share for their results, with the shape of ``like``. Larger
-        memory is made where the first is too small; graphs that use that keep it."""
+        """A slice, in the shape of ``like``, of the memory that the graphs of an output share for their results. If it
+        is too small, larger memory is allocated; existing graphs keep the old one."""
         room = self._results.get(output)
         if room is None or len(room) < len(like):
-            rows = power_of_two(len(like))
+            rows = next_power_of_two(len(like))
             room = self._results[output] = like.new_empty((rows, *like.shape[1:]))
         return room[: len(like)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fasttfm.inference.batches import Packed
-from fasttfm.inference.cpu_products import pack_products
+from fasttfm.inference.cpu_linear import pack_linears
 from fasttfm.inference.opening import base_of
 from fasttfm.inference.pooling import POOLING, Layers, Tokens, pooling_names
 from fasttfm.inference.sentence_folder import Normalize
@@ -31,9 +31,9 @@ class Output(Enum):
     LOGITS = "logits"  # of the model's head: fp32 [labels] of each sequence, or [tokens, labels]
 
 
-# The heads whose logits are rows of sequences, and of tokens.
-_OF_SEQUENCES = (Head.SEQUENCE_CLASSIFICATION,)
-_OF_TOKENS = (
+# The heads with a row of logits for each sequence, and those with one for each token.
+_SEQUENCE_HEADS = (Head.SEQUENCE_CLASSIFICATION,)
+_TOKEN_HEADS = (
     *(Head.MASKED_LM, Head.CAUSAL_LM, Head.REPLACED_TOKENS),
     *(Head.TOKEN_CLASSIFICATION, Head.QUESTION_ANSWERING),
 )
@@ -45,22 +45,22 @@ class Inputs(NamedTuple):
     ids: Tensor  # int32 [T]
     segments: Tensor | None  # int32 [T]
     cu_seqlens: Tensor  # int32 [sequences + 1]
-    longest: int  # no sequence is longer
+    max_seqlen: int
 
     @classmethod
     def of(cls, batch: Packed, device: torch.device) -> Inputs:
-        """A copy of the batch there, for which nothing waits."""
+        """Copies the batch to the device without synchronizing with it."""
         segments = None if batch.segments is None else on_device(batch.segments, device)
-        return cls(on_device(batch.ids, device), segments, on_device(batch.cu_seqlens, device), batch.longest)
+        return cls(on_device(batch.ids, device), segments, on_device(batch.cu_seqlens, device), batch.max_seqlen)
 
 
 class Network:
-    """A model in evaluation, in one type on one device. The model that is given stays as it is.
+    """A model in evaluation mode, on one device and in one dtype. The given model is not modified.
 
     Args:
-        dtype: Of weights and states. On a CPU, bf16 is the type of products only.
+        dtype: The dtype of weights and hidden states. On a CPU, bf16 applies only to the GEMMs.
         skipped: The number of tokens at the beginning of a text that are not pooled.
-        int8: Whether products are of int8, on a CPU.
+        int8: Whether GEMMs are computed in int8 (CPU only).
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Network:
         packed = "int8" if int8 else "bfloat16" if device.type == "cpu" and dtype == torch.bfloat16 else None
         self.model = _own_copy(model, device, dtype if packed is None else torch.float32, always=packed is not None)
         if packed is not None:
-            pack_products(self.model, packed)
+            pack_linears(self.model, packed)
         self.base = base_of(self.model)
         self.layers.check(len(self.base.encoder.order))
         self.device, self.skipped = device, skipped
@@ -93,20 +93,20 @@ class Network:
 
     @functools.cached_property
     def vector_width(self) -> int:
-        """The numbers of a vector."""
+        """The number of elements of a vector."""
         with torch.inference_mode():
             pooled = torch.zeros(1, self.state_width * len(self.pooling), device=self.device)
             return int(self._after(pooled).shape[-1])
 
     def check(self, output: Output) -> None:
         """Raises ValueError if the model does not compute the output."""
-        if output is Output.LOGITS and self.head not in (*_OF_SEQUENCES, *_OF_TOKENS):
-            able = ", ".join(head.value for head in (*_OF_SEQUENCES, *_OF_TOKENS))
+        if output is Output.LOGITS and self.head not in (*_SEQUENCE_HEADS, *_TOKEN_HEADS):
+            able = ", ".join(head.value for head in (*_SEQUENCE_HEADS, *_TOKEN_HEADS))
             raise ValueError(f"Session: output: logits: expected a model with a head for {able}, got {self.head.value}")
 
-    def is_of_sequences(self, output: Output) -> bool:
+    def is_per_sequence(self, output: Output) -> bool:
         """Whether the output has a row for each sequence; otherwise one for each token."""
-        return output is Output.VECTORS or (output is Output.LOGITS and self.head in _OF_SEQUENCES)
+        return output is Output.VECTORS or (output is Output.LOGITS and self.head in _SEQUENCE_HEADS)
 
     @torch.inference_mode()
     def run(self, output: Output, inputs: Inputs) -> Tensor:
@@ -116,7 +116,7 @@ class Network:
         states = self._states(inputs)
         if output is Output.STATES:
             return states
-        tokens = Tokens(states, inputs.cu_seqlens, inputs.longest, self.skipped)
+        tokens = Tokens(states, inputs.cu_seqlens, inputs.max_seqlen, self.skipped)
         pooled = torch.cat([POOLING[name](tokens) for name in self.pooling], -1)
         found: Tensor = self._after(pooled)
         return found
@@ -145,14 +145,15 @@ class Network:
             "input_ids": inputs.ids,
             "token_type_ids": segments,
             "cu_seqlens": inputs.cu_seqlens,
-            "max_seqlen": inputs.longest,
+            "max_seqlen": inputs.max_seqlen,
         }
 
 
 def _own_copy(
     model: PretrainedModel, device: torch.device, dtype: torch.dtype, *, always: bool = False
 ) -> PretrainedModel:
-    """The model itself if it is as the session needs it, otherwise a copy; ``always`` a copy."""
+    """The model itself if it already is in evaluation mode with this device and dtype, otherwise a copy of it; with
+    ``always``, a copy in any case."""
     tensors = [each for each in model.parameters() if each.is_floating_point()]
     if not always and not model.training and all(each.dtype == dtype and each.device == device for each in tensors):
         return model

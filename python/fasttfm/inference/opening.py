@@ -1,4 +1,4 @@
-"""Which model opens a checkpoint directory, and what models of all families have under the same names."""
+"""Opens checkpoint directories of any family, and finds the parts that the models of all families have."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fasttfm.models.text_model import BaseModel, TextModel
 
 
 def checkpoint_of(directory: str | Path, head: Head = Head.NONE, *, part: Part = Part.WEIGHTS) -> Path:
-    """The checkpoint in a directory, or a model of the hub: the directory itself, the newest checkpoint of a
-    pre-training run, and of ELECTRA's two models the generator for masked tokens and otherwise the discriminator."""
+    """The directory of the checkpoint in a directory or hub model: the directory itself, or the newest checkpoint of a
+    pre-training run. Of ELECTRA's two models it is the generator for masked LM, otherwise the discriminator."""
     path = model_directory(directory, part)
     if not (path / CONFIG).exists() and (path / LATEST).is_dir():
         path = path / LATEST
@@ -26,7 +26,7 @@ def checkpoint_of(directory: str | Path, head: Head = Head.NONE, *, part: Part =
 
 
 def tokenizer_of(directory: str | Path, head: Head = Head.NONE) -> Tokenizer:
-    """The tokenizer of the checkpoint in a directory, of a file or of a model of the hub."""
+    """The tokenizer of a checkpoint directory, of a tokenizer file or of a hub model."""
     if not Path(directory).is_dir():
         return load_tokenizer(directory)
     path = checkpoint_of(directory, head)
@@ -35,9 +35,9 @@ def tokenizer_of(directory: str | Path, head: Head = Head.NONE) -> Tokenizer:
 
 
 def family_of(directory: str | Path) -> Family:
-    """The family of the ``model_type`` that a checkpoint directory or a model of the hub states."""
+    """The family that ``model_type`` of a checkpoint directory or hub model names."""
     path = checkpoint_of(directory, part=Part.CONFIG)
-    for each in FAMILIES.values():  # a release's own file, which states no type
+    for each in FAMILIES.values():  # the config files of original releases have no model_type
         if not (path / CONFIG).is_file() and any((path / name).is_file() for name in each.config.config_files):
             return each
     stated = read_json(path / CONFIG).get("model_type")
@@ -49,7 +49,7 @@ def family_of(directory: str | Path) -> Family:
 
 
 def model_class(family: Family, head: Head, purpose: str | None = None) -> type[PretrainedModel]:
-    """The family's class with the head; ``purpose`` is what the head is for, in an error's words."""
+    """The family's model class with this head. ``purpose`` describes the head in error messages."""
     found = family.models.get(head)
     if found is None:
         able = ", ".join(each.config.model_type for each in FAMILIES.values() if head in each.models)
@@ -59,9 +59,9 @@ def model_class(family: Family, head: Head, purpose: str | None = None) -> type[
 
 
 def open_model(directory: str | Path, head: Head, *, trained: bool = False, **changes: Any) -> PretrainedModel:
-    """The checkpoint with the head, which is randomly initialized, with a warning, if the checkpoint has none; with
-    ``trained`` that raises CheckpointError. Hidden states need no pooler, which is all that a model without a head may
-    lack."""
+    """Opens a checkpoint with the head. A head that the checkpoint lacks is randomly initialized with a warning, or
+    raises CheckpointError with ``trained``. There is no warning for ``Head.NONE``, where only the pooler, which hidden
+    states do not need, can be missing."""
     directory = checkpoint_of(directory, head)
     model_cls = model_class(family_of(directory), head)
     with warnings.catch_warnings():
@@ -71,8 +71,9 @@ def open_model(directory: str | Path, head: Head, *, trained: bool = False, **ch
     return with_trained_head(model, directory, head.value) if trained else model
 
 
-def open_whole(directory: str | Path) -> PretrainedModel:
-    """The checkpoint with the head that its configuration names; without one where the family has no such head."""
+def open_with_stated_head(directory: str | Path) -> PretrainedModel:
+    """Opens a checkpoint with the head that its configuration names, or without a head if the family has no such
+    one."""
     family = family_of(directory)
     config: Any = family.config.from_pretrained(checkpoint_of(directory, part=Part.CONFIG))
     named = config.extra.get("architectures") or []
@@ -82,7 +83,7 @@ def open_whole(directory: str | Path) -> PretrainedModel:
 
 
 def checked(model: PretrainedModel, directory: str | Path) -> PretrainedModel:
-    """The model, unless a parameter is not finite: everything computed with it would be worthless."""
+    """Returns the model; raises CheckpointError if a parameter is not finite."""
     for name, parameter in model.named_parameters():
         if not bool(parameter.isfinite().all()):
             raise CheckpointError(f"{directory}: {name}: expected finite numbers, got inf or NaN")
@@ -90,7 +91,7 @@ def checked(model: PretrainedModel, directory: str | Path) -> PretrainedModel:
 
 
 def with_trained_head(model: PretrainedModel, directory: str | Path, purpose: str) -> PretrainedModel:
-    """The model, unless its head was randomly initialized; ``purpose`` is what the head is for, in an error's words."""
+    """Returns the model; raises CheckpointError if its head is randomly initialized. ``purpose`` describes the head."""
     if model.new_heads:
         raise CheckpointError(
             f"{directory}: expected a model with a trained head, got one without a head for {purpose}"
@@ -99,22 +100,22 @@ def with_trained_head(model: PretrainedModel, directory: str | Path, purpose: st
 
 
 def base_of(model: PretrainedModel) -> TextModel:
-    """The model without its head, of those that read text."""
+    """A text model without its head."""
     base = stack_of(model)
     assert isinstance(base, TextModel)
     return base
 
 
 def stack_of(model: PretrainedModel) -> BaseModel:
-    """The model without its head: embeddings and layers."""
+    """A text or image model without its head: embeddings and layers."""
     base = model if model.base else getattr(model, model.names.prefix)
     assert isinstance(base, BaseModel)
     return base
 
 
 def longest_input(config: Any) -> int:
-    """The most tokens that the model has positions for."""
+    """The number of tokens that the model has positions for."""
     family = family_of_type(config.model_type)
     assert family is not None
-    unused = config.pad_token_id + 1 if family.unused_positions else 0  # its positions start after the padding's
+    unused = config.pad_token_id + 1 if family.unused_positions else 0  # positions start at pad_token_id + 1
     return int(getattr(config, family.positions)) - unused

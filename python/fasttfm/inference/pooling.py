@@ -1,4 +1,4 @@
-"""From the hidden states of packed tokens to one vector for each text: which layers, and how tokens are pooled."""
+"""Turns the hidden states of packed tokens into one vector per text: which layers are used, how tokens are pooled."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fasttfm import ops
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens that are pooled, packed. Nothing is read on the host, so that pooling can be part of a CUDA graph.
+    """The packed tokens to pool. Pooling does not synchronize with the host, so a CUDA graph can contain it.
 
     Args:
         x: fp32 [T, C].
         cu_seqlens: int32 [texts + 1].
-        max_seqlen: No text has more tokens.
-        skipped: The number of tokens at the beginning of each text that take no part (those of a prompt).
+        max_seqlen: An upper bound of the number of tokens of a text.
+        skipped: The number of tokens at the beginning of each text that are not pooled (those of a prompt).
     """
 
     x: Tensor
@@ -30,18 +30,18 @@ class Tokens:
     skipped: int = 0
 
     def lengths(self) -> Tensor:
-        """int32 [texts]: the tokens of each text that take part."""
+        """int32 [texts]: the number of pooled tokens of each text."""
         return (self.cu_seqlens.diff() - self.skipped).clamp(min=0)
 
     def numbers(self) -> Tensor:
-        """int32 [texts, S, 1]: the numbers of tokens within their texts, counted from 1; 0 for those that take no
-        part, and after a text's end."""
+        """int32 [texts, S, 1]: the positions of pooled tokens in their texts, counted from 1; 0 for other tokens and
+        after the end of a text."""
         numbers = torch.arange(1, self.max_seqlen + 1, dtype=torch.int32, device=self.x.device)
         taken = (numbers > self.skipped) & (numbers <= self.cu_seqlens.diff()[:, None])
         return (numbers * taken)[..., None]
 
     def padded(self, fill: float = 0.0) -> Tensor:
-        """[texts, S, C]: the tokens that take part, ``fill`` elsewhere."""
+        """[texts, S, C]: the pooled tokens, ``fill`` elsewhere."""
         x = ops.unpack(self.x, self.cu_seqlens, self.max_seqlen)
         return x if fill == 0 and not self.skipped else torch.where(self.numbers() > 0, x, fill)
 
@@ -78,11 +78,10 @@ def _last(tokens: Tokens) -> Tensor:
 
 
 def _rows(tokens: Tokens, rows: Tensor) -> Tensor:
-    """A row of each text; a text without tokens, as those that fill up a graph's batch, has another's."""
+    """The given row of each text. Texts without tokens, which pad the batch of a CUDA graph, get some other row."""
     return tokens.x.index_select(0, rows.clamp(0, max(0, len(tokens.x) - 1)))
 
 
-# By name; the second names are those of sentence-transformers.
 POOLING: dict[str, Callable[[Tokens], Tensor]] = {
     "mean": _mean,
     "first": _first,
@@ -91,7 +90,7 @@ POOLING: dict[str, Callable[[Tokens], Tensor]] = {
     "mean-sqrt": _mean_sqrt,
     "weighted": _weighted,
 }
-SENTENCE_POOLING = {
+SENTENCE_POOLING = {  # the names of sentence-transformers
     "cls": "first",
     "max": "max",
     "mean": "mean",
@@ -102,7 +101,7 @@ SENTENCE_POOLING = {
 
 
 def pooling_names(value: str | Sequence[str]) -> tuple[str, ...]:
-    """``"mean"`` or ``"mean,max"``, whose vectors are concatenated, as names out of ``POOLING``."""
+    """Reads ``"mean"`` or ``"mean,max"`` (whose vectors are concatenated) as keys of ``POOLING``."""
     names = tuple(value.split(",")) if isinstance(value, str) else tuple(value)
     if not names or any(name not in POOLING for name in names):
         raise ValueError(f"pooling: expected {', '.join(POOLING)}, or several of them, got {value!r}")
@@ -114,13 +113,13 @@ def pooling_names(value: str | Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Layers:
-    """Which layers' hidden states make a vector, and how. ``Layers.of`` reads one as the command line writes it.
+    """Which layers' hidden states are used, and how they are combined. ``Layers.of`` reads the command line's notation.
 
     Args:
-        last: The number of last layers that are joined.
+        last: The number of layers that are combined.
         joined: ``"concat"``, ``"sum"``, ``"mean"`` or ``"weights"``.
-        weights: For ``"weights"``, one for each of these layers, the last layer's last.
-        skipped: The number of layers at the end that are left out.
+        weights: For ``"weights"``, one weight for each of these layers, in the order of the layers.
+        skipped: The number of layers at the end of the model that are not used.
     """
 
     last: int = 1
@@ -152,17 +151,17 @@ class Layers:
         raise ValueError(f"layers: expected {forms}, got {value!r}")
 
     def check(self, depth: int) -> None:
-        """Raises ValueError if a model of ``depth`` layers has no such ones."""
+        """Raises ValueError if a model with ``depth`` layers has too few."""
         if not 1 <= self.last + self.skipped <= depth:
             raise ValueError(f"layers: expected 1 to the model's {depth}, got {self.last + self.skipped}")
 
     @property
     def widths(self) -> int:
-        """A vector's width, in widths of the model."""
+        """The width of the combined states, as a multiple of the model's width."""
         return self.last if self.joined == "concat" else 1
 
     def join(self, states: Sequence[Tensor]) -> Tensor:
-        """fp32 [T, C * widths] of all layers' states [T, C]."""
+        """Combines the states [T, C] of all layers to fp32 [T, C * widths]."""
         chosen = states[len(states) - self.last - self.skipped : len(states) - self.skipped]
         if self.joined == "concat":
             return torch.cat([state.float() for state in chosen], -1)

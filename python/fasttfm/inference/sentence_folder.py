@@ -16,7 +16,7 @@ from fasttfm.models.checkpoint_files import CheckpointError, CheckpointReader, r
 from fasttfm.models.hub import model_directory
 
 MODULES = "modules.json"
-_LEGACY = {  # pooling_mode of older folders, one flag each, in the order in which vectors are concatenated
+_LEGACY = {  # older folders have one flag per pooling mode; in the order in which vectors are concatenated
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
@@ -25,7 +25,7 @@ _LEGACY = {  # pooling_mode of older folders, one flag each, in the order in whi
     "pooling_mode_lasttoken": "lasttoken",
 }
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
-_MAX_LENGTH = 1_000_000  # tokenizers without a limit state a larger number
+_MAX_LENGTH = 1_000_000  # a larger model_max_length means that the tokenizer has no limit
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class SentenceFolder:
 
     Args:
         model: The folder of the transformer.
-        pooling: Names out of ``POOLING``, whose vectors are concatenated.
+        pooling: Keys of ``POOLING``, whose vectors are concatenated.
         pool_prompt: Whether the tokens of a prompt are pooled too.
-        after: The modules that follow pooling, by their order: dense layers and ``"normalize"``.
-        prompts: Texts that are put in front of each text, by their names.
+        after: The modules that are applied to the pooled vectors, in this order: dense layers and ``Normalize``.
+        prompts: Texts that are put in front of each text, by name.
         default_prompt: The name of the prompt that is used by default.
-        max_length: Tokens of a text; None where the folder states none.
+        max_length: The maximum number of tokens of a text; None if the folder does not state one.
         lowercase: Whether texts are lowercased first.
     """
 
@@ -53,7 +53,7 @@ class SentenceFolder:
     lowercase: bool = False
 
     def prompt(self, name: str | None = None) -> str:
-        """The text of a prompt; the default prompt, if there is one, without a name."""
+        """The text of a prompt; without a name, the default prompt or ``""``."""
         name = self.default_prompt if name is None else name
         if name is None:
             return ""
@@ -64,19 +64,19 @@ class SentenceFolder:
 
 
 class Normalize(nn.Module):
-    """Vectors of length 1; a vector of zeros stays."""
+    """Divides vectors by their L2 norm; a vector of zeros stays zero."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.normalize(x, dim=-1)
 
 
 def read_sentence_folder(directory: str | Path) -> SentenceFolder:
-    """The settings of a directory or a model of the hub, which need not be of sentence-transformers."""
+    """The settings of a directory or hub model; the defaults if it is not of sentence-transformers."""
     folder = model_directory(directory)
     listed = folder / MODULES
     if not listed.is_file():
         return SentenceFolder(folder)
-    modules = _listed(listed)
+    modules = _read_modules(listed)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     if kinds[:2] != ["Transformer", "Pooling"]:
         raise CheckpointError(f"{listed}: expected a Transformer and then Pooling, got {', '.join(kinds) or 'nothing'}")
@@ -113,7 +113,7 @@ def _module_after(kind: str, path: Path, listed: Path) -> nn.Module:
     if kind == "Normalize":
         return Normalize()
     if kind == "Dropout":
-        return nn.Identity()  # nothing is dropped outside of training
+        return nn.Identity()
     if kind != "Dense":
         raise CheckpointError(f"{listed}: after Pooling: expected Dense, Dropout or Normalize, got {kind}")
     config = read_json(path / "config.json")
@@ -137,7 +137,7 @@ def _optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _listed(path: Path) -> list[dict[str, Any]]:
+def _read_modules(path: Path) -> list[dict[str, Any]]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""``Session``: a trained model that is ready to compute."""
+"""``Session``: a trained model that computes vectors, hidden states and logits of texts."""
 
 from __future__ import annotations
 
@@ -18,80 +18,80 @@ import torch
 from torch import Tensor
 
 from fasttfm.data.tokenizer import Tokenizer
-from fasttfm.inference.batches import Packed, one_ahead, pack, plan
+from fasttfm.inference.batches import Packed, pack, plan, prefetch
 from fasttfm.inference.dispatch import Dispatcher
 from fasttfm.inference.formats import Tokens, text_format
 from fasttfm.inference.graphs import GraphCounts, Graphs
 from fasttfm.inference.network import Inputs, Network, Output
-from fasttfm.inference.opening import longest_input, open_whole, tokenizer_of
+from fasttfm.inference.opening import longest_input, open_with_stated_head, tokenizer_of
 from fasttfm.inference.sentence_folder import read_sentence_folder
 from fasttfm.inference.settings import EmbedSettings
 from fasttfm.models.pretrained import PretrainedModel
 
 Text = str | tuple[str, str] | Sequence[int]  # a text, a pair of texts, or ids with the special tokens
-_WINDOWS = (256, 4096)  # texts that are sorted by length at a time: the first window, and the largest
-_IN_FLIGHT = 2  # batches that are launched before the first is waited for
-# Tokens of a batch by default. On a CPU a batch's activations are to fit into its caches.
+_WINDOWS = (256, 4096)  # how many texts are sorted by length together: the first window, and the largest
+_IN_FLIGHT = 2  # how many batches are launched before the first one is waited for
+# The default number of tokens in a batch. On a CPU the activations of a batch should fit into its caches.
 _MAX_TOKENS = {"cuda": 16384, "cpu": 2048}
-_GRAPH_TOKENS = 4096  # above, a GPU takes longer for a batch than the host for its launches
+_GRAPH_TOKENS = 4096  # for larger batches the GPU's time exceeds the host's for the launches
 
 
 @dataclass
 class SessionCounts:
-    """What a session has read so far."""
+    """Statistics of what a session has computed."""
 
     texts: int = 0
     tokens: int = 0
     batches: int = 0
-    seconds: float = 0.0  # in which something was computed or waited for
-    empty: int = 0  # texts without a token, whose vector is 0
-    truncated: int = 0
-    left_out: int = 0  # tokens of truncated texts
+    seconds: float = 0.0  # from the launch of batches until their results are on the host
+    empty: int = 0  # texts without tokens, whose vector is 0
+    truncated: int = 0  # texts
+    left_out: int = 0  # tokens of the truncated texts
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def note(self, max_length: int) -> str:
-        """What a reader of the results has to know; empty if every text was read as a whole."""
+        """A message about truncated and empty texts; empty if there are none."""
         parts = []
         if self.truncated:
             texts = f"{self.truncated:,} of {self.texts:,} texts have more than {max_length} tokens and are truncated"
-            parts.append(f"{texts} ({self.left_out:,} tokens are left out)")
+            parts.append(f"{texts} ({self.left_out:,} tokens are ignored)")
         if self.empty:
-            parts.append(f"{self.empty:,} of {self.texts:,} texts have no token, and a vector of zeros")
+            parts.append(f"{self.empty:,} of {self.texts:,} texts have no tokens; their vectors are zero")
         return "; ".join(parts)
 
 
 class _Item(NamedTuple):
-    """A sequence of ``submit``, and what is computed of it."""
+    """A sequence that was submitted, and the output to compute."""
 
     tokens: Tokens
     output: Output
 
 
 class Session:
-    """A model that computes vectors, hidden states and logits of any number of texts of any lengths.
+    """Computes vectors, hidden states and logits of any number of texts of any length.
 
-    Weights are cast once, and the model that is given stays as it is. Texts are sorted by length, packed without
-    padding under a budget of tokens, and their results are put back in order. On a GPU small batches run as CUDA
-    graphs, one for each bucket of shapes. ``encode`` and ``submit`` may be called by several threads.
+    Weights are cast once; the given model is not modified. Texts are sorted by length and packed without padding into
+    batches of up to ``max_tokens`` tokens; results come in the order of the texts. On a GPU small batches run as CUDA
+    graphs, one for each bucket of shapes. ``encode`` and ``submit`` may be called from several threads.
 
     Args:
         model: A model of ``fasttfm.models``, or a checkpoint directory or hub id of transformers, sentence-transformers
-            or fasttfm, which brings its tokenizer and settings.
-        tokenizer: Needed for texts where ``model`` is no directory.
-        settings: How vectors are pooled; by default those of the directory.
+            or fasttfm, whose tokenizer and settings are used.
+        tokenizer: Required for texts if ``model`` is not a directory or hub id.
+        settings: How vectors are pooled; by default the settings of the directory.
         device: By default a GPU if there is one.
-        dtype: Of weights and states; by default bf16 on a GPU and fp32 on a CPU. On a CPU bf16 is the type of the
-            layers' products, where the CPU has instructions for them. Results are fp32.
-        precision: ``"int8"`` for 8-bit products of the layers on a CPU: weights have a scale for each row, inputs one
-            for each token.
-        max_tokens: The most tokens of a batch; a single longer text is a batch of its own. By default 16,384 on a GPU
-            and 2,048 on a CPU.
-        max_batch: The most sequences of a batch.
-        max_graphs: The most CUDA graphs that are kept; 0 for none.
-        max_waiting: The most requests of ``submit`` that wait.
+        dtype: The dtype of weights and hidden states; by default bf16 on a GPU and fp32 on a CPU. On a CPU bf16 applies
+            only to the layers' GEMMs, and only if the CPU has bf16 instructions. Results are fp32.
+        precision: ``"int8"`` computes the layers' GEMMs in 8 bits on a CPU, with one scale for each row of a weight and
+            one for each token.
+        max_tokens: The maximum number of tokens in a batch; a longer text is a batch by itself. By default 16,384 on a
+            GPU and 2,048 on a CPU.
+        max_batch: The maximum number of sequences in a batch.
+        max_graphs: The maximum number of CUDA graphs that are kept; 0 disables them.
+        max_waiting: The maximum number of submitted requests in the queue.
     """
 
     def __init__(
@@ -124,30 +124,30 @@ class Session:
             folder = read_sentence_folder(model)
             settings = settings or EmbedSettings.of_folder(folder)
             tokenizer = tokenizer or tokenizer_of(folder.model)
-            model = open_whole(folder.model).eval().requires_grad_(False).to(self.device)
+            model = open_with_stated_head(folder.model).eval().requires_grad_(False).to(self.device)
         self.settings, self.tokenizer = settings or EmbedSettings(), tokenizer
         longest = longest_input(model.config)
         self.max_length = longest if self.settings.max_length is None else self.settings.max_length
         if not 3 <= self.max_length <= longest:
             expected = f"3 to the model's {longest} positions"
             raise ValueError(f"Session: max_length: expected {expected}, got {self.max_length}")
-        self._longest = longest
+        self._max_positions = longest
         self._form = None if tokenizer is None else text_format(model.config, tokenizer, self.max_length)
         self._vocabulary: int = model.config.vocab_size
         self.network = Network(
             model, self.settings, self.device, self.dtype, self._prompt_tokens(), int8=precision == "int8"
         )
         self.counts = SessionCounts()
-        self._lock = threading.Lock()  # of the device's buffers and the counts
+        self._lock = threading.Lock()  # guards the device's buffers and the counts
         self._graphs: Graphs | None = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which has the weights
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # until the weights are copied
             if max_graphs > 0:
                 padding = model.config.pad_token_id or 0
-                most_tokens = min(self.max_tokens, _GRAPH_TOKENS)
+                graph_tokens = min(self.max_tokens, _GRAPH_TOKENS)
                 self._graphs = Graphs(
-                    self.network, limit=max_graphs, max_tokens=most_tokens, most=longest, padding=padding
+                    self.network, limit=max_graphs, max_tokens=graph_tokens, max_length=longest, padding=padding
                 )
         self._dispatcher: Dispatcher[_Item] = Dispatcher(
             self._launch_items, max_tokens=self.max_tokens, max_waiting=max_waiting
@@ -170,40 +170,40 @@ class Session:
         """
         single = _is_single(inputs)
         kind = self._output(output)
-        found = [result for _, result in self._streamed([inputs] if single else inputs, kind)]
+        found = [result for _, result in self._results([inputs] if single else inputs, kind)]
         if single:
             return found[0]
-        if self.network.is_of_sequences(kind):
+        if self.network.is_per_sequence(kind):
             return np.stack(found) if found else np.zeros((0, self._width(kind)), np.float32)
         return found
 
     def stream(self, inputs: Iterable[Any], *, output: str = "vectors") -> Iterator[np.ndarray]:
-        """The results of ``encode`` one by one, in order. Inputs are read as they are needed, a bounded number at a
-        time. A warning at the end says how many texts were truncated."""
+        """Yields the results of ``encode`` one by one, in order. Inputs are read lazily, a bounded number ahead. A
+        warning at the end says how many texts were truncated."""
         for _, result in self.stream_with_ids(inputs, output=output):
             yield result
 
     def stream_with_ids(
         self, inputs: Iterable[Any], *, output: str = "vectors"
     ) -> Iterator[tuple[list[int], np.ndarray]]:
-        """``stream``, with the ids of each input's tokens, special ones included."""
-        for tokens, result in self._streamed(inputs, self._output(output)):
+        """As ``stream``, with the ids of each input, special tokens included."""
+        for tokens, result in self._results(inputs, self._output(output)):
             yield list(tokens.ids), result
         if note := self.counts.note(self.max_length):
             warnings.warn(note, stacklevel=2)
 
     def submit(self, input: Any, *, output: str = "vectors", timeout: float | None = None) -> Future[Any]:
-        """The future of one input's result, for servers: requests that wait at the same time are computed together.
+        """Returns the future of one input's result, for servers: requests that wait at the same time form a batch.
 
         Args:
-            timeout: Seconds to wait for room in the queue before ``queue.Full`` is raised; by default any time.
+            timeout: Seconds to wait for room in the queue before ``queue.Full`` is raised; without limit by default.
         """
         kind = self._output(output)
-        (tokens,) = self._tokenized([input])
+        (tokens,) = self._tokenize([input])
         return self._dispatcher.submit(_Item(tokens, kind), len(tokens.ids), timeout)
 
     def close(self) -> None:
-        """Computes what was submitted and frees graphs. Calls that follow raise RuntimeError."""
+        """Computes the submitted requests and frees the CUDA graphs. Later calls raise RuntimeError."""
         self._dispatcher.close()
         with self._lock:
             self._closed = True
@@ -218,7 +218,7 @@ class Session:
 
     @property
     def width(self) -> int:
-        """The numbers of a vector."""
+        """The number of elements of a vector."""
         return self.network.vector_width
 
     @property
@@ -227,29 +227,29 @@ class Session:
 
     # ---- texts -------------------------------------------------------------------------------------------------------
 
-    def _streamed(self, inputs: Iterable[Any], output: Output) -> Iterator[tuple[Tokens, np.ndarray]]:
-        """Windows of inputs: while one is computed, the next one is tokenized."""
+    def _results(self, inputs: Iterable[Any], output: Output) -> Iterator[tuple[Tokens, np.ndarray]]:
+        """The tokens and result of each input, by windows: while one is computed, the next one is tokenized."""
         if isinstance(inputs, Sequence) and len(inputs) <= _WINDOWS[0]:
-            sequences = self._tokenized(inputs)
+            sequences = self._tokenize(inputs)
             yield from zip(sequences, self._launch(sequences, output)(), strict=True)
             return
-        for sequences in one_ahead(_windows(inputs), self._tokenized):
+        for sequences in prefetch(_windows(inputs), self._tokenize):
             yield from zip(sequences, self._launch(sequences, output)(), strict=True)
 
-    def _tokenized(self, inputs: Sequence[Any]) -> list[Tokens]:
-        """The sequences of inputs; ids are taken as they are."""
+    def _tokenize(self, inputs: Sequence[Any]) -> list[Tokens]:
+        """The sequences of inputs. Inputs that are lists of ids get no special tokens."""
         found: list[Tokens | None] = [None] * len(inputs)
         texts: list[str] = []
-        places: list[tuple[int, int]] = []  # of an input's texts: where they begin in ``texts``, and how many they are
+        places: list[tuple[int, int]] = []  # the index of each input that is text, and how many texts it has
         for index, each in enumerate(inputs):
             if isinstance(each, str):
                 places.append((index, 1))
-                texts.append(self._written(each))
+                texts.append(self._with_prompt(each))
             elif isinstance(each, tuple) and len(each) == 2 and all(isinstance(text, str) for text in each):
                 places.append((index, 2))
                 texts += each
             else:
-                found[index] = self._checked(each)
+                found[index] = self._from_ids(each)
         if len(places) < len(inputs):
             self._check_values([each.ids for each in found if each is not None])  # type: ignore[misc]
         if texts:
@@ -260,13 +260,13 @@ class Session:
                 found[index] = self._form.one(next(ids)) if count == 1 else self._form.two(next(ids), next(ids))
         return found  # type: ignore[return-value]
 
-    def _checked(self, given: Any) -> Tokens:
-        """The sequence of ids that are given; their values are validated with all others'."""
+    def _from_ids(self, given: Any) -> Tokens:
+        """A sequence of given ids. ``_check_values`` validates the values of all sequences together."""
         ids = given.cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
             raise TypeError(f"Session: inputs: expected texts, pairs of texts or lists of ids, got {given!r:.80}")
-        if ids.size > self._longest:
-            raise ValueError(f"Session: inputs: expected up to {self._longest} ids, got {ids.size}")
+        if ids.size > self._max_positions:
+            raise ValueError(f"Session: inputs: expected up to {self._max_positions} ids, got {ids.size}")
         return Tokens(ids, [0] * ids.size)  # type: ignore[arg-type]
 
     def _check_values(self, ids: list[np.ndarray]) -> None:
@@ -275,21 +275,21 @@ class Session:
             got = f"{every.min()} to {every.max()}"
             raise ValueError(f"Session: inputs: expected ids from 0 to {self._vocabulary - 1}, got {got}")
 
-    def _written(self, text: str) -> str:
+    def _with_prompt(self, text: str) -> str:
         text = self.settings.prompt + text
         return text.lower() if self.settings.lowercase else text
 
     def _prompt_tokens(self) -> int:
-        """The tokens in front of a text that are not pooled."""
+        """The number of tokens at the beginning of a text that are not pooled."""
         if self.tokenizer is None or self._form is None or self.settings.pool_prompt:
             return 0
-        prompt = self.tokenizer.encode(self._written(""))
+        prompt = self.tokenizer.encode(self._with_prompt(""))
         return len(self._form.first) + len(prompt) if prompt else 0
 
     # ---- batches -----------------------------------------------------------------------------------------------------
 
     def _launch_items(self, items: list[_Item]) -> Callable[[], Sequence[np.ndarray]]:
-        """Starts the computation of requests, which may be of several outputs."""
+        """Starts the computation of requests, which may ask for different outputs."""
         outputs = list(dict.fromkeys(item.output for item in items))
         places = [[index for index, item in enumerate(items) if item.output is output] for output in outputs]
         waiting = [
@@ -307,9 +307,9 @@ class Session:
         return finish
 
     def _launch(self, sequences: Sequence[Tokens], output: Output) -> Callable[[], list[np.ndarray]]:
-        """Starts the computation of sequences; the result waits for it and returns what belongs to each."""
+        """Starts the computation of sequences. Returns a function that waits for it and returns each one's result."""
         begun = time.perf_counter()
-        of_sequences = self.network.is_of_sequences(output)
+        per_sequence = self.network.is_per_sequence(output)
         groups = deque(plan([len(each.ids) for each in sequences], self.max_tokens, self.max_batch))
         launched: deque[tuple[list[int], Packed, Callable[[], np.ndarray]]] = deque()
 
@@ -334,17 +334,18 @@ class Session:
                 rows = wait()
                 ends = batch.cu_seqlens
                 for number, index in enumerate(group):
-                    found[index] = rows[number] if of_sequences else rows[ends[number] : ends[number + 1]]
+                    found[index] = rows[number] if per_sequence else rows[ends[number] : ends[number + 1]]
             self._count(sequences, time.perf_counter() - begun)
             for index, each in enumerate(sequences):
                 if not len(each.ids):
-                    found[index] = np.zeros(self._shape_of_nothing(output), np.float32)
+                    found[index] = np.zeros(self._empty_shape(output), np.float32)
             return found
 
         return finish
 
     def run(self, batch: Packed, output: Output) -> Callable[[], np.ndarray]:
-        """Starts the computation of a packed batch; the result waits for it and returns the rows on the host."""
+        """Starts the computation of a packed batch. Returns a function that waits for it and returns the host's
+        rows."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("Session: expected an open session, got a closed one")
@@ -389,12 +390,12 @@ class Session:
         return output
 
     def _width(self, output: Output) -> int:
-        """Of a row of an output that has one for each sequence."""
+        """The width of an output that has one row per sequence."""
         return self.width if output is Output.VECTORS else int(self.network.model.config.num_labels)
 
-    def _shape_of_nothing(self, output: Output) -> tuple[int, ...]:
-        """That of the result of a text without tokens."""
-        if self.network.is_of_sequences(output):
+    def _empty_shape(self, output: Output) -> tuple[int, ...]:
+        """The shape of the result of a text without tokens."""
+        if self.network.is_per_sequence(output):
             return (self._width(output),)
         return (0, self.network.state_width if output is Output.STATES else 0)
 
@@ -418,7 +419,7 @@ def _is_single(inputs: Any) -> bool:
 
 
 def _windows(inputs: Iterable[Any]) -> Iterator[list[Any]]:
-    """The inputs in lists that grow from the first size of ``_WINDOWS`` to the second."""
+    """Splits the inputs into lists whose size grows from ``_WINDOWS[0]`` to ``_WINDOWS[1]``."""
     source, size = iter(inputs), _WINDOWS[0]
     while window := list(itertools.islice(source, size)):
         yield window

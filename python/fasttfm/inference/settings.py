@@ -14,18 +14,18 @@ from fasttfm.inference.sentence_folder import Normalize, SentenceFolder, read_se
 
 @dataclass(frozen=True)
 class EmbedSettings:
-    """How a text becomes a vector. ``EmbedSettings.of_folder`` has those of a sentence-transformers folder.
+    """How a text becomes a vector. ``EmbedSettings.of_folder`` reads the settings of a sentence-transformers folder.
 
     Args:
-        pooling: ``"mean"`` of a text's tokens, special ones included, ``"first"`` ([CLS]), ``"last"``, ``"max"``,
-            ``"mean-sqrt"`` (the sum over the root of the number), ``"weighted"`` (a mean with the weights 1, 2, 3,
-            ...), or several, whose vectors are concatenated.
+        pooling: ``"mean"`` over a text's tokens, special tokens included, ``"first"`` ([CLS]), ``"last"``, ``"max"``,
+            ``"mean-sqrt"`` (the sum divided by the square root of the length), ``"weighted"`` (a mean with the weights
+            1, 2, 3, ...), or several of them, whose vectors are concatenated.
         layers: As ``Layers.of`` reads it: ``"last"``, ``"second-to-last"``, ``"sum:4"``, ``"mean:4"``, ``"concat:4"``
             or ``"weights:0.1,0.3,0.6"``. A number N concatenates the last N layers.
-        normalize: Whether vectors get length 1.
-        prompt: Put in front of each text.
+        normalize: Whether vectors are divided by their L2 norm.
+        prompt: A text that is put in front of each text.
         pool_prompt: Whether the prompt's tokens are pooled too.
-        max_length: Tokens; the rest of a text is left out. By default as many as the model has positions for.
+        max_length: The maximum number of tokens; longer texts are truncated. By default the model's positions.
         lowercase: Whether texts are lowercased first, whatever the tokenizer does.
         after: Modules that are applied to the pooled vectors, before ``normalize``.
     """
@@ -41,8 +41,8 @@ class EmbedSettings:
 
     @classmethod
     def of_folder(cls, folder: SentenceFolder | str | Path, *, prompt_name: str | None = None) -> EmbedSettings:
-        """Those of a sentence-transformers folder: vectors are then those of ``SentenceTransformer.encode``. For any
-        other folder, the defaults."""
+        """The settings of a sentence-transformers folder, with which vectors are those of
+        ``SentenceTransformer.encode``; the defaults for any other folder."""
         found = folder if isinstance(folder, SentenceFolder) else read_sentence_folder(folder)
         return cls(
             pooling=found.pooling,

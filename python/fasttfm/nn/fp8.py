@@ -1,4 +1,4 @@
-"""``Fp8Training``: transformer layers with FP8 operands in their GEMMs, while a model is trained."""
+"""``Fp8Training``: training of transformer layers with FP8 operands in their GEMMs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _NAME = "Fp8Training"
 
 
 class _Fp8(Uncopied):
-    """What a layer has in its ``fp8``."""
+    """The value of ``PackedLayer.fp8``; copies of a layer do not get it."""
 
     def __init__(self, linears: LayerFp8) -> None:
         self.linears = linears
 
 
 class Fp8Training:
-    """Has the layers of a model compute their GEMMs in FP8 in training; in evaluation and without gradients they stay
-    in the activations' type. Use it under bf16 autocast, and call ``update`` after each step of the optimizer:
+    """Makes the layers of a model compute their GEMMs in FP8 in training; in evaluation mode and without gradients they
+    use the activations' dtype. Use it under bf16 autocast, and call ``update`` after each optimizer step:
 
         scaling = fasttfm.nn.Fp8Training(model)
         with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -34,16 +34,17 @@ class Fp8Training:
         optimizer.step()
         scaling.update()
 
-    Each tensor has one scale, which follows from its largest magnitudes in the last steps; before the first ``update``
-    from the tensor itself. Scales and magnitudes stay on the device: steps can be captured in a CUDA graph.
+    Each tensor has one scale, computed from its largest magnitudes in the last steps (delayed scaling), or from the
+    tensor itself before the first ``update``. Scales and magnitudes stay on the device, so that a CUDA graph can
+    capture steps.
 
     Args:
         model: A model with ``PackedLayer``s, on its device: those of BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT and
             GPT-2. GPUs need compute capability 8.9; on a CPU FP8 is emulated, slowly.
-        gradients: The format of gradients: "e5m2", or "e4m3", which has one more bit and less range. Weights and
-            activations are e4m3.
-        history: The number of steps whose largest magnitudes a scale follows from.
-        skip_first, skip_last: The number of layers at the start and the end of the model to leave as they are.
+        gradients: The format of gradients: "e5m2", or "e4m3", which has one more mantissa bit and less range. Weights
+            and activations are e4m3.
+        history: The number of steps whose largest magnitudes determine a scale.
+        skip_first, skip_last: The number of layers at the start and the end of the model that stay in 16 bits.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Fp8Training:
         self.scales = Scales(formats * len(LayerFp8._fields) * len(self._layers), history, device)
         slots = iter(self.scales.slots)
         self._linears: list[Fp8Linear] = []
-        self._table: Any = None  # of the launch that casts all weights
+        self._table: Any = None  # the arguments of the launch that casts all weights
         for layer in self._layers:
             own = [Fp8Linear(each.weight, (next(slots), next(slots), next(slots))) for each in _linears(layer)]
             layer.fp8 = _Fp8(LayerFp8(*own))
@@ -76,21 +77,21 @@ class Fp8Training:
         self.refresh()
 
     def update(self, *, reduce: bool = False) -> None:
-        """Ends a step: computes the scales of the next one and casts the weights by them. With ``reduce`` all processes
-        have the same scales, by the largest magnitudes of all of them."""
+        """Ends a step: computes the scales of the next step and casts the weights with them. With ``reduce`` all
+        processes get the same scales, from the largest magnitudes of all processes."""
         if reduce:
             torch.distributed.all_reduce(self.scales.amax, torch.distributed.ReduceOp.MAX)
         self.scales.update()
         self._table = fp8.refresh_all(self._linears, self._table)
 
     def refresh(self) -> None:
-        """Casts weights that have changed otherwise than by steps, as far as torch counts it. Forwards do so too; a
-        CUDA graph cannot."""
+        """Casts the weights that have changed since the last ``update``, according to torch's version counters. The
+        forward does this too, but not when a CUDA graph is replayed."""
         for each in self._linears:
             each.refresh_changed()
 
     def remove(self) -> None:
-        """The layers are as they were."""
+        """Undoes the constructor: the layers compute in the activations' dtype again."""
         for layer in self._layers:
             layer.fp8 = None
 
@@ -99,13 +100,13 @@ class Fp8Training:
         return self.scales.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues with the scales of a ``state_dict``, of a model that has the weights of that moment by now."""
+        """Loads scales and histories. Load the model's weights of the same step first."""
         self.scales.load_state_dict(state)
         self._table = fp8.refresh_all(self._linears, self._table)
 
 
 def _linears(layer: PackedLayer) -> list[nn.Linear]:
-    """In the order of ``LayerFp8``."""
+    """The linear layers in the order of ``LayerFp8``."""
     return [layer.qkv, layer.out, layer.up, layer.down]
 
 

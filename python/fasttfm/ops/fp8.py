@@ -5,12 +5,12 @@
     gradient of W      dW = g8^T x8
 
 x8, W8 and g8 are the input, the weight and the incoming gradient, rounded as kernels/fp8/reference.py says. Hopper's
-FP8 tensor cores read both operands along the dimension that is summed over, so every tensor has two layouts, ``rows``
-and ``columns``, which one pass writes. Products are summed in fp32 and come in the type of the activations, those of
-weights in the type of the weight.
+FP8 tensor cores need both operands contiguous along the summed dimension, so every tensor is stored in two layouts,
+``rows`` and ``columns``, which one pass writes. GEMMs accumulate in fp32. Results have the dtype of the activations,
+gradients of weights that of the weight.
 
-Scales are delayed: a tensor's scale follows from the largest magnitudes that it had in the last steps, so the pass that
-casts it is the only one. Scales are powers of two, hence products are scaled back without rounding.
+Scaling is delayed: a tensor's scale follows from its largest magnitudes in the last steps, so that casting reads the
+tensor only once. Scales are powers of two, so dividing by them does not round.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS: Mapping[str, torch.dtype] = {"e4m3": E4M3, "e5m2": E5M2}
 _EXPONENT_BITS = 0x7F800000  # of an fp32 number
 _ALIGNED = 4  # fp32 numbers in 16 bytes
-_SMALLEST, _LARGEST = 2.0**-100, 2.0**100  # scales, which keep clear of fp32's limits
+_MIN_SCALE, _MAX_SCALE = 2.0**-100, 2.0**100  # their products with tensors do not overflow fp32
 
 
 def missing(device: torch.device) -> str | None:
-    """Why there are no FP8 products on a device; None where there are: by tensor cores, or emulated on the CPU."""
+    """Why a device has no FP8 GEMMs; None if it has: on tensor cores, or emulated on the CPU."""
     if device.type == "cpu":
         return None
     if device.type != "cuda":
@@ -55,12 +55,12 @@ def missing(device: torch.device) -> str | None:
 
 
 class Scales:
-    """The scales of many tensors and what they follow from, in flat fp32 tensors that stay where they are: a CUDA graph
-    may read and write them, and nothing synchronizes with the GPU.
+    """The scales of many tensors and the histories of their magnitudes, in fp32 tensors that are never reallocated: a
+    CUDA graph can read and write them. Nothing here synchronizes with the GPU.
 
     Args:
-        formats: The FP8 type of each tensor.
-        history: The number of steps whose largest magnitudes a scale follows from.
+        formats: The FP8 dtype of each tensor.
+        history: The number of steps whose largest magnitudes determine a scale.
     """
 
     def __init__(self, formats: list[torch.dtype], history: int, device: torch.device) -> None:
@@ -69,10 +69,10 @@ class Scales:
         self.amax = torch.zeros(count, device=device)  # of the current step
         self.history = torch.zeros(history, count, device=device)  # the latest step first
         self.scale = torch.ones(count, device=device)
-        # 16 bytes for each: cuBLASLt reads no scales at other addresses.
+        # One per 16 bytes: cuBLASLt requires scales at aligned addresses.
         self.inverse = torch.ones(count, _ALIGNED, device=device)[:, 0]
-        self.updates = 0  # how many there were
-        self.measuring = True  # no step has been recorded: tensors are measured before they are cast
+        self.updates = 0  # the number of calls of update
+        self.measuring = True  # before the first update: a tensor is measured before it is cast
         self.slots = [
             Slot(self, each, self.scale[place], self.inverse[place], self.amax[place], self.limits[place])
             for place, each in enumerate(formats)
@@ -80,7 +80,7 @@ class Scales:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Ends a step. An infinite magnitude is not recorded: the one of the step before it counts again."""
+        """Ends a step. An infinite or NaN magnitude is replaced by that of the previous step."""
         amax = torch.where(self.amax.isfinite(), self.amax, self.history[0])
         self.history.copy_(torch.cat([amax[None], self.history[:-1]]))
         _set_scales(self.history.amax(0), self.limits, self.scale, self.inverse)
@@ -97,7 +97,7 @@ class Scales:
             own, given = getattr(self, name), state[name]
             if own.shape != given.shape:
                 got = f"shape {tuple(given.shape)}"
-                raise checks.bad_value("fp8", name, f"the state of such a model, shape {tuple(own.shape)}", got)
+                raise checks.bad_value("fp8", name, f"the state of the same model, shape {tuple(own.shape)}", got)
             own.copy_(given)
         self.inverse.copy_(self.scale.reciprocal())
         self.measuring = bool(state["measuring"])
@@ -107,8 +107,9 @@ _STATE = ("amax", "history", "scale")
 
 
 def _set_scales(largest: Tensor, limits: Tensor, scale: Tensor, inverse: Tensor) -> None:
-    """The largest power of two by which no magnitude exceeds the limit; a tensor of zeros keeps its scale."""
-    quotient = (limits / largest).clamp(_SMALLEST, _LARGEST)
+    """Sets each scale to the largest power of two with ``scale * largest <= limit``; a tensor of zeros keeps its
+    scale."""
+    quotient = (limits / largest).clamp(_MIN_SCALE, _MAX_SCALE)
     power = (quotient.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
     scale.copy_(torch.where(largest > 0, power, scale))
     inverse.copy_(scale.reciprocal())
@@ -116,7 +117,7 @@ def _set_scales(largest: Tensor, limits: Tensor, scale: Tensor, inverse: Tensor)
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor's numbers in ``Scales``: views of one element, without dimensions."""
+    """One tensor's elements of ``Scales``, as zero-dimensional views."""
 
     scales: Scales
     dtype: torch.dtype
@@ -127,7 +128,7 @@ class Slot:
 
     @torch.no_grad()
     def measure(self, x: Tensor) -> None:
-        """Sets the scale by ``x`` itself."""
+        """Sets the scale from the largest magnitude of ``x``."""
         largest = torch.zeros_like(self.amax)
         reference.record_amax(largest, x)
         _set_scales(torch.where(largest.isfinite(), largest, 0.0), self.limit, self.scale, self.inverse)
@@ -137,42 +138,42 @@ class Slot:
 
 
 class Quantized(NamedTuple):
-    """A matrix in FP8. ``rows`` [N, C] and ``columns`` [C, P] are empty where they are not needed."""
+    """A matrix in FP8. ``rows`` [N, C] or ``columns`` [C, P] is empty if it is not needed."""
 
     rows: Tensor
     columns: Tensor
-    inverse: Tensor  # what to multiply by
+    inverse: Tensor  # 1 / scale
 
 
 def cast(x: Tensor, slot: Slot, *, backend: str | None = None) -> Quantized:
-    """``x`` [N, C], both layouts, in the slot's format and scale. Its largest magnitude is recorded."""
+    """Casts ``x`` [N, C] to both layouts with the slot's format and scale, and records its largest magnitude."""
     if slot.scales.measuring:
         slot.measure(x)
     x = as_rows(x)
-    rows, columns = _room(x, slot.dtype)
+    rows, columns = _empty_layouts(x, slot.dtype)
     TABLE.select(backend, x).forward("cast", x, slot.scale, slot.amax, rows, columns)
     return Quantized(rows, columns, slot.inverse)
 
 
 def drops_in_cast(x: Tensor, slot: Slot) -> bool:
-    """Whether ``cast_dropped`` takes x: not before the first update, where tensors are measured."""
+    """Whether ``cast_dropped`` supports x; not before the first update, when tensors are measured."""
     return not slot.scales.measuring and _native.missing_hopper() is None and fp8_native.refuse(x) is None
 
 
 def cast_dropped(x: Tensor, slot: Slot, dropout: tuple[Tensor, Tensor, float]) -> Quantized:
-    """``cast`` of x after dropout, which is that of ``dropout_add_layer_norm``: ``cu_seqlens``, seed and p."""
-    rows, columns = _room(x, slot.dtype)
+    """``cast`` of x after the dropout of ``dropout_add_layer_norm``, given by ``cu_seqlens``, seed and p."""
+    rows, columns = _empty_layouts(x, slot.dtype)
     fp8_native.cast_dropped(x, slot.scale, slot.amax, rows, columns, dropout)
     return Quantized(rows, columns, slot.inverse)
 
 
-def _room(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _empty_layouts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows = torch.empty(*x.shape, dtype=dtype, device=x.device)
     return rows, torch.empty(x.shape[1], reference.padded(x.shape[0]), dtype=dtype, device=x.device)
 
 
 def gelu(h: Tensor, bias: Tensor | None, kind: str, slot: Slot, backend: str | None = None) -> Quantized:
-    """The activation of ``h + bias``, as rows."""
+    """The activation of ``h + bias`` in FP8, only as rows."""
     if slot.scales.measuring:
         slot.measure(bias_gelu_forward_op(h, bias, kind, None))
     rows: Tensor = TABLE.select(backend, h).forward("gelu_forward", h, bias, kind, slot.scale, slot.amax, slot.dtype)
@@ -189,7 +190,7 @@ def gelu_backward(
     want_dbias: bool,
     backend: str | None = None,
 ) -> tuple[Quantized, Quantized, Tensor]:
-    """The gradient dh of ``h``, the activation again, as columns, and the bias's gradient."""
+    """The gradient dh of ``h`` in both layouts, the recomputed activation as columns, and the bias's gradient."""
     if slot.scales.measuring:
         slot.measure(bias_gelu_backward_op(da, h, bias, kind, False, False, None)[0])
     run = TABLE.select(backend, h).forward
@@ -211,21 +212,21 @@ TABLE = BackendTable(
 )
 
 
-# ---- products --------------------------------------------------------------------------------------------------------
+# ---- GEMMs -----------------------------------------------------------------------------------------------------------
 
 
-def product(
+def gemm(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool
 ) -> Tensor:
-    """``a b^T + bias`` of FP8 matrices a [M, K] and b [N, K], each with what it is to be multiplied by.
+    """``a b^T + bias`` of FP8 matrices a [M, K] and b [N, K], each with its inverse scale.
 
     Args:
-        fast: Whether Hopper's tensor cores may keep their partial sums, which have fewer bits than fp32's, over all of
-            K. Gradients do not: their sums over tokens are long.
+        fast: Whether Hopper's tensor cores accumulate over all of K, in fewer bits than fp32 has. Gradients do not use
+            it, because their sums over tokens are long.
     """
     (left, left_scale), (right, right_scale) = a, b
     if not left.is_cuda:
-        with torch.autocast("cpu", enabled=False):  # whose products would be rounded to bf16
+        with torch.autocast("cpu", enabled=False):  # autocast would round the operands to bf16
             total = (left.float() @ right.float().t()).mul_(left_scale * right_scale)
         return (total if bias is None else total.add_(bias.float())).to(dtype)
     own = bias if bias is None or bias.dtype == dtype else bias.to(dtype)
@@ -236,62 +237,62 @@ class Fp8Linear:
     """The scales of one linear layer, and its weight in FP8.
 
     Args:
-        weight: ``[outputs, inputs]``, both multiples of 16. The layer's parameter itself: it is read by ``refresh``.
-        slots: Those of input, weight and gradient.
+        weight: ``[outputs, inputs]``, both multiples of 16. The layer's parameter itself, which ``refresh`` reads.
+        slots: The slots of input, weight and gradient.
     """
 
     def __init__(self, weight: Tensor, slots: tuple[Slot, Slot, Slot]) -> None:
         self.parameter = weight
         self.input, self.weight, self.gradient = slots
-        self._noted = -1, -1  # version and address of what is in FP8
+        self._cast_version = -1, -1  # version and address of the weight that was cast
         outputs, inputs = weight.shape
         self.rows = torch.empty(outputs, inputs, dtype=self.weight.dtype, device=weight.device)
         self.columns = torch.empty(inputs, outputs, dtype=self.weight.dtype, device=weight.device)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Casts the weight by its delayed scale into the same memory, which a CUDA graph may read."""
+        """Casts the weight with its delayed scale, in place, so that a CUDA graph can read it."""
         arguments = self.cast_arguments()
         TABLE.select(None, arguments[0]).forward("cast", *arguments)
         self.note_version()
 
     def cast_arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Of ``fp8_cast``."""
+        """The arguments of ``fp8_cast`` for the weight."""
         return self.parameter.detach(), self.weight.scale, self.weight.amax, self.rows, self.columns
 
     def note_version(self) -> None:
-        """The weight is in FP8 as it is now."""
-        self._noted = self.parameter._version, self.parameter.data_ptr()
+        """Records that the FP8 weight is up to date."""
+        self._cast_version = self.parameter._version, self.parameter.data_ptr()
 
     def refresh_changed(self) -> None:
-        """Casts the weight again where it has moved, or torch has counted a change since ``refresh``: by its own
-        magnitude then."""
-        if self._noted != (self.parameter._version, self.parameter.data_ptr()):
+        """Casts the weight again, with a scale from its own magnitude, if its address or torch's version counter has
+        changed since ``refresh``."""
+        if self._cast_version != (self.parameter._version, self.parameter.data_ptr()):
             self.weight.measure(self.parameter)
             self.refresh()
 
     def forward(self, x: Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """``x`` has rows."""
-        return product((x.rows, x.inverse), (self.rows, self.weight.inverse), dtype, bias, fast=True)
+        """``x`` needs rows."""
+        return gemm((x.rows, x.inverse), (self.rows, self.weight.inverse), dtype, bias, fast=True)
 
     def input_gradient(self, dy: Quantized, dtype: torch.dtype) -> Tensor:
-        """``dy`` has rows."""
-        return product((dy.rows, dy.inverse), (self.columns, self.weight.inverse), dtype, fast=False)
+        """``dy`` needs rows."""
+        return gemm((dy.rows, dy.inverse), (self.columns, self.weight.inverse), dtype, fast=False)
 
     def add_input_gradient(self, total: Tensor, dy: Quantized) -> Tensor:
-        """Adds it to ``total``, in its place, and rounds once. ``dy`` has rows."""
+        """Adds the input's gradient to ``total`` in place, and rounds once. ``dy`` needs rows."""
         operands = (dy.rows, dy.inverse), (self.columns, self.weight.inverse)
-        if total.is_cuda and fp8_native.refuse_product(total) is None:
-            return fp8_native.add_product(total, *operands)
-        return total.copy_(product(*operands, torch.float32, fast=False).add_(total))
+        if total.is_cuda and fp8_native.refuse_add_gemm(total) is None:
+            return fp8_native.add_gemm(total, *operands)
+        return total.copy_(gemm(*operands, torch.float32, fast=False).add_(total))
 
     def weight_gradient(self, dy: Quantized, x: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-        """``dy`` has columns, ``x`` are the input's columns and what to multiply them by."""
-        return product((dy.columns, dy.inverse), x, dtype, fast=False)
+        """``dy`` needs columns; ``x`` are the input's columns and their inverse scale."""
+        return gemm((dy.columns, dy.inverse), x, dtype, fast=False)
 
 
 def refresh_all(layers: Sequence[Fp8Linear], table: fp8_native.CastTable | None) -> fp8_native.CastTable | None:
-    """``refresh`` of each layer, by one launch on Hopper. Returns the launch's table, for the next call."""
+    """Refreshes all layers, by one launch on Hopper. Returns the launch's table, which the next call can use again."""
     if not all(fp8_native.CastTable.takes(each.parameter) for each in layers):
         for each in layers:
             each.refresh()

@@ -1,8 +1,8 @@
 """A transformer layer as one autograd node, with FP8 operands in its GEMMs (fp8.py).
 
-The layer is transformer_block's. Attention, LayerNorms, dropout and residual additions are in the activations' type.
-What the GEMMs of weights read is saved in FP8; the activation is computed again from its input, in the pass over its
-gradient. For each of C elements of a token 23 bytes are kept in 16-bit training.
+The layer is transformer_block's. Attention, LayerNorms, dropout and residual additions use the activations' dtype. The
+inputs of the weight gradients' GEMMs are saved in FP8; the activation is recomputed from its input, in the pass that
+computes the gradient of that input. With 16-bit activations 23 bytes per token and column (of C) are saved.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from fasttfm.ops.transformer_block import (
 
 
 class Saved(NamedTuple):
-    """What a layer saves for its backward, in addition to parameters. ``x8``, ``out8`` and ``y8`` are the columns of
-    what the projections of qkv and out and the feed-forward block multiply."""
+    """What the forward saves for the backward, in addition to parameters. ``x8``, ``out8`` and ``y8`` are the inputs of
+    the qkv projection, the output projection and the feed-forward block in FP8, as columns."""
 
     x8: Tensor
     qkv: Tensor  # [T, 3, H, D]
@@ -48,8 +48,8 @@ class Saved(NamedTuple):
 
 
 class Inverses(NamedTuple):
-    """What to multiply the columns by. Not among the saved tensors: they are views of one tensor of all layers, which
-    changes where a layer is cast again."""
+    """The inverse scales of the columns. They are not among the saved tensors, because they are views of one tensor for
+    all layers, which changes when any layer is cast again."""
 
     x8: Tensor
     out8: Tensor
@@ -89,7 +89,7 @@ class _Fp8Block(OpFunction):
         weights = (own.qkv_weight, own.out_weight, own.up_weight, own.down_weight)
         for each, weight in zip(layer, weights, strict=True):
             if each.parameter is not weight:
-                raise RuntimeError("fp8_block: a weight is another parameter than before; make Fp8Training anew")
+                raise RuntimeError("fp8_block: a weight was replaced by another parameter; create Fp8Training again")
             each.refresh_changed()
         y, z, saved, ctx.inverses = _forward(x, residual, cu_seqlens, separate, options, own, layer)
         ctx.save_for_backward(*unshared(cu_seqlens), *separate, *saved, *own)
@@ -124,7 +124,7 @@ def _forward(
     own: BlockParameters,
     layer: LayerFp8,
 ) -> tuple[Tensor, Tensor, Saved, Inverses]:
-    """y, z and what the backward reads in addition to parameters."""
+    """Returns y, z and what the backward reads in addition to parameters."""
     tokens, columns = x.shape
     dtype = x.dtype
     x8 = fp8.cast(x, layer.qkv.input)
@@ -145,7 +145,7 @@ def _forward(
     y, z, statistics = add_norm_forward_op(branch, stream, *norm_b, options.eps_b, True, options.backend)
 
     inverses = Inverses(x8.inverse, out8.inverse, y8.inverse)
-    if layer.qkv.input.scales.measuring:  # the next use of a layer that is used more than once sets the scales anew
+    if layer.qkv.input.scales.measuring:  # if a layer is used more than once, its next use sets the scales again
         inverses = Inverses(*(each.clone() for each in inverses))
     saved = Saved(x8.columns, qkv, out, lse, out8.columns, z1, statistics1, y8.columns, h, z, statistics)
     return y, z, saved, inverses
@@ -213,8 +213,8 @@ class _Backward(BlockBackward):
         dropout: Dropout,
         layer: fp8.Fp8Linear,
     ) -> tuple[Tensor, fp8.Quantized]:
-        """The gradients of both terms of the sum z, that of the branch in FP8. On Hopper its dropout is part of the
-        cast, which then reads the stream's gradient."""
+        """The gradients of both terms of the sum z: the residual stream's, and the branch's in FP8. On Hopper the cast
+        applies the branch's dropout, and reads the stream's gradient."""
         dy, dz = gradients
         cu_seqlens, seed, p = dropout
         if cu_seqlens is not None and seed is not None and dy.dtype == z.dtype and fp8.drops_in_cast(z, layer.gradient):
@@ -237,7 +237,7 @@ class _Backward(BlockBackward):
     def _input_gradient(
         self, layer: fp8.Fp8Linear, dy: fp8.Quantized, dtype: torch.dtype, dstream: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """That of a block's input: as ``_meet``, with FP8 operands."""
+        """The gradient of a block's input: as ``_meet``, with FP8 operands."""
         if self.pre_norm:
             return layer.input_gradient(dy, dtype), dstream
         return layer.add_input_gradient(dstream, dy), None

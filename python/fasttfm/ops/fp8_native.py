@@ -1,4 +1,4 @@
-"""Hopper's kernels for casts to FP8 (kernels/fp8/cuda.cu), with the arguments of kernels/fp8/reference.py."""
+"""Calls of Hopper's FP8 kernels (kernels/fp8/cuda.cu), with the arguments of kernels/fp8/reference.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fasttfm.ops.backends import refuse_cuda, refuse_cuda_rows
 
 
 def refuse(x: Tensor) -> str | None:
-    """Why the kernels cannot take x [N, C]."""
+    """Why the kernels do not support x [N, C]; None if they do."""
     if (reason := refuse_cuda(x)) is not None:
         return reason
     if not is_hopper(x.device):
@@ -52,7 +52,7 @@ def _cast(x: Tensor, scale: Tensor, amax: Tensor, rows: Tensor, columns: Tensor)
 def cast_dropped(
     x: Tensor, scale: Tensor, amax: Tensor, rows: Tensor, columns: Tensor, dropout: tuple[Tensor, Tensor, float]
 ) -> None:
-    """As ``fp8_cast``, of x after dropout: ``cu_seqlens``, the seed and the probability."""
+    """As ``fp8_cast``, of x after dropout, which ``cu_seqlens``, seed and probability define."""
     cu_seqlens, seed, p = dropout
     threshold = philox.threshold(p)
     _native.core().fp8_cast_dropped_cuda(
@@ -137,10 +137,11 @@ def _gelu_backward(
 
 
 class CastTable:
-    """The arguments of casts of many fp32 matrices, which one launch runs: e4m3, both layouts.
+    """The arguments of one launch that casts many fp32 matrices to e4m3 in both layouts.
 
     Args:
-        casts: x, scale, amax, rows and columns of each, as ``fp8_cast`` takes them. The tensors stay where they are.
+        casts: The arguments x, scale, amax, rows and columns of ``fp8_cast`` for each. The table stores their
+            addresses.
     """
 
     def __init__(self, casts: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]) -> None:
@@ -155,7 +156,7 @@ class CastTable:
 
     @staticmethod
     def takes(x: Tensor) -> bool:
-        """Whether a matrix can be one of them."""
+        """Whether the launch supports a matrix."""
         return x.dtype == torch.float32 and x.is_contiguous() and _native.missing_hopper() is None and refuse(x) is None
 
     def run(self) -> None:
@@ -172,15 +173,15 @@ class CastTable:
 _FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  # Fp8Format in kernels/gemm/op.h
 
 
-def refuse_product(total: Tensor) -> str | None:
-    """Why ``add_product`` cannot add to a tensor."""
+def refuse_add_gemm(total: Tensor) -> str | None:
+    """Why ``add_gemm`` does not support ``total``; None if it does."""
     if total.dtype == torch.float32:
         return "takes bfloat16 and float16, got float32"
     return refuse_cuda(total) or refuse_cuda_rows((total,))
 
 
-def add_product(total: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
-    """``total + a b^T`` in total's place, in cuBLASLt's epilogue, of a [M, K] and b [N, K]; each has its scale."""
+def add_gemm(total: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+    """``total += a b^T`` in cuBLASLt's epilogue, of a [M, K] and b [N, K], each with its inverse scale."""
     (left, left_scale), (right, right_scale) = a, b
     core = _native.core()
     workspace = torch.empty(core.gemm_workspace_bytes_cuda(), dtype=torch.int8, device=total.device)

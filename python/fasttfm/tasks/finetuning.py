@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer
-from fasttfm.inference.batches import one_ahead
+from fasttfm.inference.batches import prefetch
 from fasttfm.inference.formats import encoder_format
 from fasttfm.inference.opening import checked, checkpoint_of, family_of, longest_input, model_class, tokenizer_of
 from fasttfm.models.family import Family
@@ -263,7 +263,7 @@ class FineTuning:
             if completed >= len(groups):
                 continue
             left = len(groups) - completed
-            for batches in one_ahead(groups[completed:], self._step_batches):
+            for batches in prefetch(groups[completed:], self._step_batches):
                 on_results(self.trainer.step(batches))
                 left -= 1
                 if left:

@@ -1,4 +1,4 @@
-"""Linear layers of a model on a CPU with weights that are packed once: fp32, bf16 or int8 products, fp32 results."""
+"""Linear layers on a CPU whose weights are packed once: GEMMs in fp32, bf16 or int8, with fp32 results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from fasttfm.nn import PackedLayer
 from fasttfm.nn.plain import is_plain
 from fasttfm.ops.int8_linear import int8_linear, pack_int8
 
-_BLOCK = 32  # oneDNN reads bf16 in blocks of columns: with others, what follows a row could be multiplied by 0
-# The names of oneDNN's functions after a product, by ours.
-_AFTER: dict[str | None, tuple[str, str]] = {
+# oneDNN reads bf16 rows in blocks of 32 columns. With other widths it would read past the end of a row and multiply
+# that by 0, which is NaN where it is not finite.
+_BLOCK = 32
+# For each activation: the name and the algorithm of oneDNN's post-op.
+_ONEDNN_ACTIVATIONS: dict[str | None, tuple[str, str]] = {
     None: ("none", ""),
     "gelu": ("gelu", "none"),
     "gelu_tanh": ("gelu", "tanh"),
@@ -25,9 +27,9 @@ _AFTER: dict[str | None, tuple[str, str]] = {
 }
 
 
-class PackedProduct(nn.Module):
-    """A linear layer without gradients whose weight is in the order in which it is read. ``activated`` applies an
-    activation to the product while it is in the cache."""
+class PackedLinear(nn.Module):
+    """A linear layer without gradients whose weight is stored in the order in which the kernel reads it. ``activated``
+    applies an activation to the result while it is in the cache."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.activated(x, None)
@@ -36,7 +38,7 @@ class PackedProduct(nn.Module):
         raise NotImplementedError
 
 
-class Int8Product(PackedProduct):
+class Int8Linear(PackedLinear):
     """Weights with a scale for each row, inputs with a scale for each token (ops/int8_linear.py)."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -47,8 +49,8 @@ class Int8Product(PackedProduct):
         return int8_linear(x, self.weight, activation=activation)
 
 
-class OneDnnProduct(PackedProduct):
-    """A weight in oneDNN's own order, in fp32 or bf16."""
+class OneDnnLinear(PackedLinear):
+    """A weight in oneDNN's blocked layout, in fp32 or bf16."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
@@ -57,21 +59,21 @@ class OneDnnProduct(PackedProduct):
         self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
 
     def activated(self, x: Tensor, activation: str | None) -> Tensor:
-        name, form = _AFTER[activation]
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, name, [], form)
+        name, algorithm = _ONEDNN_ACTIVATIONS[activation]
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, name, [], algorithm)
         return y.float()
 
 
-def pack_products(model: nn.Module, precision: str) -> None:
-    """Replaces the linear layers of a model's transformer layers, in fp32 on the CPU, by packed ones.
+def pack_linears(model: nn.Module, precision: str) -> None:
+    """Replaces the linear layers of a model's transformer layers, which are in fp32 on the CPU, by packed ones.
 
     Args:
-        precision: ``"int8"`` or ``"bfloat16"``; the latter is left out on a CPU without instructions for it, where
-            bf16 products take longer than fp32's.
+        precision: ``"int8"`` or ``"bfloat16"``. On a CPU without bf16 instructions ``"bfloat16"`` changes nothing,
+            because bf16 GEMMs take longer than fp32 GEMMs there.
     """
-    make: Callable[[nn.Linear], PackedProduct] = Int8Product
+    make: Callable[[nn.Linear], PackedLinear] = Int8Linear
     if precision == "bfloat16":
-        if not multiplies_bf16():
+        if not has_bf16_instructions():
             return
         make = _bf16
     for layer in model.modules():
@@ -82,13 +84,13 @@ def pack_products(model: nn.Module, precision: str) -> None:
                     setattr(layer, name, make(linear))
 
 
-def _bf16(linear: nn.Linear) -> PackedProduct:
-    return OneDnnProduct(linear, torch.bfloat16)
+def _bf16(linear: nn.Linear) -> PackedLinear:
+    return OneDnnLinear(linear, torch.bfloat16)
 
 
 @cache
-def multiplies_bf16() -> bool:
-    """Whether the CPU has instructions for products of bf16: AMX, AVX512-BF16 or Arm's."""
+def has_bf16_instructions() -> bool:
+    """Whether the CPU has instructions that multiply bf16 numbers: AMX, AVX512-BF16 or Arm's BF16 extension."""
     if not torch.backends.mkldnn.is_available():
         return False
     if platform.machine() in ("x86_64", "AMD64"):
