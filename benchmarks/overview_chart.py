@@ -16,7 +16,7 @@ PANELS = (
         "training_step",
         {"model": "bert-large", "batch": "64x512", "padded": "False", "mode": "training"},
         {
-            "fasttfm-fast": "fasttfm",
+            "fasttfm-fast": "fasttfm, keep_activation",
             "handmade-compile": "hand-written torch, compiled",
             "hf-compile": "transformers, torch.compile",
         },
@@ -46,6 +46,18 @@ def rows_of(path: Path, wanted: dict[str, str], contenders: dict[str, str]) -> l
     return [(label, times[name]) for name, label in contenders.items()]
 
 
+def panel_rows(stem: Path) -> list[list[tuple[str, float]]]:
+    """The labels and times of each panel."""
+    return [
+        rows_of(stem.with_name(f"{stem.name}-{file}.csv"), wanted, contenders) for _, file, wanted, contenders in PANELS
+    ]
+
+
+def description(panels: list[list[tuple[str, float]]]) -> str:
+    """What the chart shows, as its file's metadata says it."""
+    return "; ".join(f"{label}: {time:.1f} ms" for rows in panels for label, time in rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draws STEM-overview.png from STEM-*.csv.")
     parser.add_argument("stem", type=Path, help="for example benchmarks/results/nvidia-h200")
@@ -55,8 +67,8 @@ def main() -> None:
 
     figure = Figure(figsize=(11, 2.4), layout="constrained")
     FigureCanvasAgg(figure)
-    for panel, (title, file, wanted, contenders) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
-        rows = rows_of(stem.with_name(f"{stem.name}-{file}.csv"), wanted, contenders)
+    panels = panel_rows(stem)
+    for panel, (title, *_), rows in zip(figure.subplots(1, len(PANELS)), PANELS, panels, strict=True):
         labels, times = zip(*rows, strict=True)
         colors = [OURS if "fasttfm" in label else PEER for label in labels]
         bars = panel.barh(labels, times, color=colors)
@@ -66,7 +78,7 @@ def main() -> None:
         panel.invert_yaxis()
         panel.spines[["top", "right", "bottom"]].set_visible(False)
     path = stem.with_name(f"{stem.name}-overview.png")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata={"Description": description(panels)})
     print(path)
 
 

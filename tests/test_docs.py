@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,52 @@ def test_every_op_has_its_chart_on_its_page() -> None:
     for page in ROOT.glob("docs/ops/*.md"):
         if page.stem in charts:
             assert charts[page.stem].name in page.read_text(), f"{page.name} does not show {charts[page.stem].name}"
+
+
+# ---- the README's figures --------------------------------------------------------------------------------------------
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def _speed_rows(text: str) -> list[tuple[str, str, float]]:
+    """Of each row of a table of speeds: both times as they are printed, and the printed ratio."""
+    found = re.findall(r"^\|[^|]*\| ([\d.]+) ms \| ([\d.]+) ms[^|]*\| ([\d.]+)x \|$", text, re.MULTILINE)
+    return [(ours, peer, float(ratio)) for ours, peer, ratio in found]
+
+
+def _wrong_speeds(text: str) -> list[str]:
+    """Times that are no row's median, and ratios that are not those of the row's times."""
+    rows = [row for path in RESULTS.glob("*-*_*.csv") for row in csv.DictReader(path.open())]
+    rows += [row for path in RESULTS.glob("*-inference.csv") for row in csv.DictReader(path.open())]
+    rows += [row for path in RESULTS.glob("*-encoders.csv") for row in csv.DictReader(path.open())]
+    medians = [float(row["ms_p50"]) for row in rows if row.get("ms_p50")]
+    wrong = []
+    for ours, peer, ratio in _speed_rows(text):
+        for time in (ours, peer):
+            decimals = len(time.partition(".")[2])
+            if not any(f"{median:.{decimals}f}" == time for median in medians):
+                wrong.append(f"{time} ms is no row of benchmarks/results")
+        if abs(float(peer) / float(ours) / ratio - 1) > 0.02:  # both are rounded
+            wrong.append(f"{peer} / {ours} is not {ratio}")
+    return wrong
+
+
+def test_the_readme_s_speeds_are_rows() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(_speed_rows(text)) == text.count("x |\n") > 10
+    assert _wrong_speeds(text) == []
+
+
+def test_a_speed_without_a_row_is_found() -> None:
+    table = "| a | 124.7 ms | 182.6 ms | 1.46x |\n| b | 124.7 ms | 999.9 ms, torch | 8.02x |\n"
+    table += "| c | 124.7 ms | 182.6 ms | 2x |\n"
+    assert _wrong_speeds(table) == ["999.9 ms is no row of benchmarks/results", "182.6 / 124.7 is not 2.0"]
+
+
+def test_the_readme_s_chart_shows_the_rows() -> None:
+    image = pytest.importorskip("PIL.Image")
+    chart = runpy.run_path(str(ROOT / "benchmarks" / "overview_chart.py"))
+    stem = RESULTS / "nvidia-h200"
+    expected = chart["description"](chart["panel_rows"](stem))
+    with image.open(f"{stem}-overview.png") as png:
+        assert png.text["Description"] == expected, "run benchmarks/overview_chart.py benchmarks/results/nvidia-h200"

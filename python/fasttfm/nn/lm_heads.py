@@ -82,7 +82,7 @@ class MaskedLMHead(nn.Module):
         Args:
             labels: ``[T]`` with -100 where nothing is predicted; with ``positions``, one label for each of them.
             positions: int ``[n]``: the rows that are predicted, which avoids a synchronization with the GPU. To keep n
-            the same from step to step, pad with any row and the label -100.
+                the same from step to step, pad with any row and the label -100.
             max_predictions: Without ``positions``, the maximum number of rows that have a label; it also avoids the
                 synchronization. If there are more the loss is NaN.
             reduction: "mean" or "sum".
