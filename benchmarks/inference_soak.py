@@ -1,27 +1,32 @@
 """Runs a session at its full rate with random lengths and batch sizes, and watches memory, captures and latencies.
 
     python benchmarks/inference_soak.py --minutes 3
-    python benchmarks/inference_soak.py --device cpu --size tiny --minutes 20
+    python benchmarks/inference_soak.py --device cpu --size tiny --minutes 20 --out benchmarks/results
 
 Half of the calls are ``encode`` with 1 to 64 sequences of 1 to 512 ids, half are single requests of ``submit`` from
 several threads. Every ten seconds a line says what has happened since the last one. The run fails (exit code 1) if
 memory after the first third grows by more than a hundredth, or if in the last two thirds captures go on at more than
-one in a hundred calls.
+one in a hundred calls. ``--out`` adds a row for each kind of call to the machine's CSV file, in place of those of the
+same model.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import resource
 import statistics
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from fasttfm import __version__
+from fasttfm.bench.timing import device_name, file_stem
 from fasttfm.inference import Session
 from fasttfm.models import BertConfig, BertModel
 
@@ -110,14 +115,16 @@ def run(soak: Soak, seconds: float) -> list[tuple[float, int, int, int]]:
     return samples
 
 
-def report(soak: Soak, samples: list[tuple[float, int, int, int]]) -> bool:
-    """Prints the result; whether it is good."""
+def report(soak: Soak, samples: list[tuple[float, int, int, int]]) -> tuple[bool, list[dict[str, Any]]]:
+    """Prints the result; whether it is good, and its rows."""
     if soak.errors:
         print(f"failed: {soak.errors[0]!r}")
-        return False
+        return False, []
+    rows = []
     for kind, latencies in soak.latencies.items():
         p50, p99 = np.percentile(latencies, [50, 99]) * 1e3
         print(f"{kind}: {len(latencies):,} calls, p50 {p50:.3f} ms, p99 {p99:.3f} ms, p99 / p50 {p99 / p50:.1f}")
+        rows.append({"kind": kind, "calls": len(latencies), "ms_p50": round(p50, 3), "ms_p99": round(p99, 3)})
     counts, graphs = soak.session.counts, soak.session.graph_counts
     print(f"{counts.tokens:,} tokens in {counts.batches:,} batches")
     print(f"{graphs.captured} captures, {graphs.evicted} evicted, {graphs.replayed:,} replays")
@@ -129,7 +136,30 @@ def report(soak: Soak, samples: list[tuple[float, int, int, int]]) -> bool:
     calls = samples[-1][3] - samples[third - 1][3]
     print(f"memory {before / 2**20:,.0f} MiB, then {after / 2**20:,.0f} MiB ({growth:+.2%})")
     print(f"captures after the first third: {captures} in {calls:,} calls")
-    return growth <= 0.01 and captures <= max(1, calls // 100)
+    memory = {"mib_second_third": round(before / 2**20, 1), "mib_last_third": round(after / 2**20, 1)}
+    shared = {**memory, "captures": graphs.captured, "tokens": counts.tokens, "minutes": round(samples[-1][0] / 60, 1)}
+    return growth <= 0.01 and captures <= max(1, calls // 100), [{**row, **shared} for row in rows]
+
+
+def write(rows: list[dict[str, Any]], session: Session, model: str, folder: Path) -> None:
+    """Replaces the rows of the same model in the machine's file."""
+    path = folder / f"{file_stem(session.device)}-soak.csv"
+    threads = f", {torch.get_num_threads()} threads" if session.device.type == "cpu" else ""
+    fixed = {
+        "model": model,
+        "device": device_name(session.device) + threads,
+        "torch_version": torch.__version__,
+        "fasttfm_version": __version__,
+    }
+    rows = [{**row, **fixed} for row in rows]
+    if path.is_file():
+        with path.open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["model"] != model] + rows
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[-1], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"wrote {path}")
 
 
 def main() -> int:
@@ -137,12 +167,16 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", default="base", choices=sorted(BertConfig.sizes), help="of BERT")
+    parser.add_argument("--out", type=Path, help="a folder for the CSV file")
     settings = parser.parse_args()
     config = BertConfig.named(settings.size)
     torch.manual_seed(0)
     with Session(BertModel(config), device=settings.device) as session:
         soak = Soak(session, config.vocab_size, config.max_position_embeddings)
-        return 0 if report(soak, run(soak, 60 * settings.minutes)) else 1
+        good, rows = report(soak, run(soak, 60 * settings.minutes))
+        if rows and settings.out is not None:
+            write(rows, session, f"bert-{settings.size}", settings.out)
+        return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -403,6 +403,7 @@ def test_a_cpu_whose_name_has_no_number_is_named_by_its_model() -> None:
     assert timing._cpu_name(lscpu.format("Neoverse-N1")) == "Neoverse-N1"
     named = timing._cpu_name(lscpu.format("Intel(R) Xeon(R) Processor"))
     assert named == "Intel(R) Xeon(R) Processor family 6 model 207"
+    assert timing._cpu_name(lscpu.format("Intel(R) Xeon(R) Processor @ 2.50GHz")) == named
     assert timing._cpu_name("") == ""
 
 

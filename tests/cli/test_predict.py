@@ -16,7 +16,10 @@ from fasttfm.cli.main import main
 from fasttfm.data import shipped_task
 from fasttfm.tasks import loading
 from fasttfm.tasks.finetuning import predict, prepare, save
+from fasttfm.tasks.questions import Answer as QuestionAnswer
+from fasttfm.tasks.questions import QuestionTask
 from fasttfm.tasks.registry import TASKS
+from fasttfm.tasks.results import AnswerResult
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*randomly initialized, to be trained")
 
@@ -163,3 +166,54 @@ def test_truncation_and_thresholds(
     for threshold, empty in ((-1e9, True), (1e9, False)):
         assert predicted(trained["qa"][0], tmp_path / "a.txt", f"--threshold={threshold}") == 0
         assert (json.loads(capsys.readouterr().out)["answer"] == "") == empty
+
+
+def test_scores_of_coqa_by_domain(
+    bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """finetune and predict print CoQA's table of domains, and metrics.json has it. The model answers "white" wherever a
+    story has it, so that every number is known."""
+    monkeypatch.setattr(QuestionTask, "predictions", _answers_white)
+    monkeypatch.setattr(QuestionTask, "_result", lambda self, answer: AnswerResult(answer.text, None, None, 0.0, 0.0))
+    stories = [
+        ("mctest", "The white cat.", "white"),
+        ("cnn", "The white house.", "house"),
+        ("cnn", "A white dog.", "white"),
+    ]
+    data = {"data": [_coqa(*story) for story in stories]}
+    (tmp_path / "coqa-dev-v1.0.json").write_text(json.dumps(data))
+    source, model = str(tmp_path / "coqa-dev-v1.0.json"), str(tmp_path / "model")
+    call = ["finetune", "--task", "qa", "--model", str(bert_directory), "--data", source, "--dev", source]
+    assert main([*call, "--test", source, "--output", model, "--epochs", "1", "--quiet", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    for part in ("dev", "test"):
+        assert (
+            f"""{part + ", by domain":18}  questions  exact     f1
+children's stories          1  1.000  1.000
+news                        2  0.500  0.500
+"""
+            in said
+        )
+    domains = {
+        "children's stories": {"questions": 1, "exact": 1.0, "f1": 1.0},
+        "news": {"questions": 2, "exact": 0.5, "f1": 0.5},
+    }
+    metrics = json.loads((tmp_path / "model" / "metrics.json").read_text())
+    assert metrics["dev_domains"] == metrics["test_domains"] == domains
+    assert predicted(tmp_path / "model", source, "--output", tmp_path / "found.jsonl") == 0
+    assert "news                        2  0.500  0.500\n" in capsys.readouterr().out
+    del data["data"][0]  # one domain: the scores of all are its own
+    (tmp_path / "coqa-dev-v1.0.json").write_text(json.dumps(data))
+    assert predicted(tmp_path / "model", source, "--output", tmp_path / "one.jsonl") == 0
+    assert "by domain" not in capsys.readouterr().out
+
+
+def _coqa(source: str, story: str, answer: str) -> dict[str, Any]:
+    start = story.index(answer)
+    given = {"input_text": answer, "span_start": start, "span_end": start + len(answer), "turn_id": 1}
+    asked = [{"input_text": "What?", "turn_id": 1}]
+    return {"id": story, "source": source, "story": story, "questions": asked, "answers": [given]}
+
+
+def _answers_white(self: Any, examples: Any, features: Any, read: Any) -> list[Any]:
+    return [QuestionAnswer("white" if "white" in example.context else "", -1.0) for example in examples]

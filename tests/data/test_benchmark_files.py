@@ -222,6 +222,7 @@ def test_coqa(tmp_path: Path) -> None:
     example |= {"questions": questions, "answers": answers, "additional_answers": {"0": others}}
     found = read_questions(write(tmp_path, "coqa-dev-v1.0.json", {"version": "1.0", "data": [example]}))
     assert [example.id for example in found] == ["s1-1", "s1-2", "s1-3", "s1-4"]
+    assert {example.domain for example in found} == {"children's stories"}
     assert found[0].answers == 2 * [Answer("white", 4)]
     assert found[1].answers == 2 * [Answer("in a barn", story.index("in a"))]
     assert found[2].answers == 2 * [Answer("It was happy", story.index("It"))]
@@ -244,6 +245,7 @@ def test_coqa_of_the_hub(tmp_path: Path) -> None:
     first, second = read_questions(write(tmp_path, "coqa.jsonl", json.dumps(row) + "\n"))
     assert (first.id, first.answers, first.references) == ("1-1", [Answer("white", 4)], [["white"]])
     assert (second.question, second.impossible) == ("Age? What color? white", True)
+    assert first.domain == second.domain == "children's stories"
     wrong = {**row, "answers": {"input_text": ["white", "unknown"]}}
     with pytest.raises(
         DataError, match=r"line 1: expected lists of 'questions' and of their answers' input_text, answer_"

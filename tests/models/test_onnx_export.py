@@ -18,7 +18,7 @@ _SIZES = {
     "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
     "max_position_embeddings": 40, "embedding_size": 16, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64,
     "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 40, "initializer_range": 0.3,
-    "pad_token_id": 0, "local_attention": 4, "classifier_pooling": "mean",
+    "pad_token_id": 0, "local_attention": 4, "local_window": 4, "classifier_pooling": "mean",
 }  # fmt: skip
 _ALL = [(name, head) for name, family in FAMILIES.items() for head in family.models]
 _LENGTHS = (9, 4, 6, 9)
@@ -35,7 +35,8 @@ def small(name: str, head: Head, **changes: Any) -> Any:
 def padded(model: Any) -> dict[str, Tensor]:
     """Four sequences with padding; two choices each where the model has choices."""
     generator = torch.Generator().manual_seed(1)
-    shape = (2, 2, 9) if "MultipleChoice" in type(model).__name__ else (4, 9)
+    choices = any(head in type(model).__name__ for head in ("MultipleChoice", "DoubleHeads"))
+    shape = (2, 2, 9) if choices else (4, 9)
     inputs = {"input_ids": torch.randint(3, 50, shape, generator=generator)}
     mask = torch.tensor([[int(column < length) for column in range(9)] for length in _LENGTHS])
     inputs["attention_mask"] = mask.view(shape)
@@ -56,16 +57,15 @@ def refused(model: Any) -> bool:
 def of_tokens(output: Any, key: str, inputs: dict[str, Tensor]) -> Tensor:
     """An output without the rows of padding."""
     value, mask = torch.as_tensor(output), inputs["attention_mask"]
-    return value[mask.bool()] if value.shape[:2] == mask.shape and key != "start_logits" else value
+    return value[mask.bool()] if value.shape[: mask.dim()] == mask.shape and key != "start_logits" else value
 
 
 @pytest.mark.parametrize(("name", "head"), _ALL, ids=[f"{name}-{head.name}" for name, head in _ALL])
 def test_the_plain_form_is_the_model(name: str, head: Head) -> None:
     model = small(name, head)
-    labels_last_token = FAMILIES[name].causal and head in (Head.SEQUENCE_CLASSIFICATION, Head.MULTIPLE_CHOICE)
     other = name in ("ernie_knowledge", "vit") or (name, head) == ("electra", Head.PRETRAINING)
     other = other or head is Head.GRAPH_CHOICE
-    assert refused(model) == (labels_last_token or other)
+    assert refused(model) == other
     if refused(model):
         return
     model, inputs = model.double(), padded(model)
@@ -81,6 +81,22 @@ def test_the_plain_form_is_the_model(name: str, head: Head) -> None:
         assert torch.allclose(of_tokens(found[key], key, inputs), of_tokens(expected[key], key, inputs), atol=1e-10)
 
 
+@pytest.mark.parametrize("head", [Head.SEQUENCE_CLASSIFICATION, Head.MULTIPLE_CHOICE], ids=lambda head: head.name)
+@pytest.mark.parametrize("pad_token_id", [None, 7])
+def test_gpt_heads_read_the_last_token_wherever_padding_is(head: Head, pad_token_id: int | None) -> None:
+    model = small("gpt2", head, pad_token_id=pad_token_id).double()
+    inputs = padded(model)
+    inputs["attention_mask"] = inputs["attention_mask"].flip(-1)  # padding in front
+    inputs["input_ids"].view(4, 9)[0, 6:] = 7  # padding by its id, which the mask does not know of
+    inputs["input_ids"].view(4, 9)[1, 5:] = 7  # of all tokens: the first one counts
+    with torch.no_grad():
+        expected = model(**inputs)
+        with _plain(model):
+            found = _PlainModel(model).called(*inputs.values())
+    key = "mc_logits" if head is Head.MULTIPLE_CHOICE else "logits"
+    assert torch.allclose(found[key], expected[key], atol=1e-10)
+
+
 @pytest.mark.parametrize(
     ("name", "head"),
     [
@@ -91,6 +107,10 @@ def test_the_plain_form_is_the_model(name: str, head: Head) -> None:
         ("distilbert", Head.SEQUENCE_CLASSIFICATION),
         ("modernbert", Head.SEQUENCE_CLASSIFICATION),
         ("gpt2", Head.CAUSAL_LM),
+        ("gpt2", Head.SEQUENCE_CLASSIFICATION),
+        ("gpt2", Head.MULTIPLE_CHOICE),
+        ("gpt", Head.SEQUENCE_CLASSIFICATION),
+        ("gpt3", Head.MULTIPLE_CHOICE),
     ],
     ids=lambda each: getattr(each, "name", each),
 )
@@ -117,8 +137,7 @@ def test_onnxruntime_computes_the_same(name: str, head: Head, tmp_path: Path) ->
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     cases = [
-        (small("gpt2", Head.SEQUENCE_CLASSIFICATION), path, "expected an encoder, or a GPT without a head"),
-        (models.GPT2DoubleHeadsModel(models.GPT2Config(n_embd=32, n_layer=1, n_head=2)), path, "with a single head"),
+        (small("electra", Head.PRETRAINING), path, "one of its two models, got ElectraForJointPreTraining"),
         (small("bert", Head.NONE).bfloat16(), path, "expected fp32 parameters on a CPU, got embeddings.*bfloat16"),
         (small("bert", Head.NONE), tmp_path / "model.pt", "a name that ends in .onnx"),
     ]

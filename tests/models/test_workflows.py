@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_parity import config_of
+from model_parity import GPT_SIZES, config_of
 from torch import Tensor
 
 from fasttfm import models
@@ -96,12 +96,23 @@ class _Packed(torch.nn.Module):
         return states
 
 
-@pytest.mark.parametrize("name", ["RobertaModel", "AlbertModel", "ElectraModel", "DistilBertModel"])
+ENCODERS = [
+    *("BertModel", "RobertaModel", "AlbertModel", "ElectraModel", "DistilBertModel", "ModernBertModel"),
+    *("OpenAIGPTModel", "GPT2Model", "GPT3Model"),
+]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
 def test_packed_encoders_are_exported_for_any_batch(name: str) -> None:
     torch.manual_seed(0)
-    module = _Packed(getattr(models, name)(config_of(models, name, SIZES)).eval())
+    gpt = {**GPT_SIZES, "vocab_size": 61, "local_window": 3} if name == "GPT3Model" else {**GPT_SIZES, "vocab_size": 61}
+    small = {**SIZES, "pad_token_id": 0, "local_attention": 4} if name == "ModernBertModel" else SIZES
+    module = _Packed(getattr(models, name)(config_of(models, name, gpt if "GPT" in name else small)).eval())
     batches = [(IDS, torch.tensor([0, 5, 9, 14], dtype=torch.int32)), (IDS[:12], torch.tensor([0, 3, 4, 9, 12]).int())]
-    sizes = {"ids": {0: torch.export.Dim("tokens", min=3)}, "cu_seqlens": {0: torch.export.Dim("boundaries", min=4)}}
+    sizes: dict[str, Any] = {"ids": {0: torch.export.Dim("tokens", min=3)}}
+    sizes["cu_seqlens"] = {0: torch.export.Dim("boundaries", min=4)}
+    if name == "ModernBertModel":  # a program takes as many sequences as its example
+        batches[1], sizes["cu_seqlens"] = (IDS[:12], torch.tensor([0, 3, 4, 12]).int()), None
     with torch.no_grad():
         program = torch.export.export(module, batches[0], dynamic_shapes=sizes).module()
         for given in batches:

@@ -1,4 +1,4 @@
-"""Students of a RoBERTa, of an ELECTRA generator and of GPTs: models of the teacher's kind with some of its layers."""
+"""Students of other teachers than BERT: models of the teacher's kind, with some of its layers or of other sizes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch.nn import functional
 
 from fasttfm import models
-from fasttfm.tasks.distillation_recipes import DistilBertRecipe
-from fasttfm.tasks.distillation_runs import distilbert_student
+from fasttfm.inference.opening import base_of
+from fasttfm.tasks.distillation_recipes import DistilBertRecipe, TinyBertRecipe
+from fasttfm.tasks.distillation_runs import distilbert_student, tinybert_student
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 60}
 
@@ -64,9 +65,10 @@ def test_the_recipe_trains_them(family: str) -> None:
 
 def gpt(name: str = "GPT2", seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    cls = {"GPT2": "GPT2LMHeadModel", "OpenAIGPT": "OpenAIGPTLMHeadModel"}[name]
     sizes = {"n_embd": 32, "n_layer": 4, "n_head": 2, "vocab_size": 60, "n_positions": 16}
-    return getattr(models, cls)(getattr(models, f"{name}Config")(**sizes, initializer_range=0.2)).eval()
+    sizes |= {"local_window": 3} if name == "GPT3" else {}
+    config = getattr(models, f"{name}Config")(**sizes, initializer_range=0.2)
+    return getattr(models, f"{name}LMHeadModel")(config).eval()
 
 
 @pytest.mark.parametrize("name", ["GPT2", "OpenAIGPT"])
@@ -113,3 +115,75 @@ def test_terms_of_a_gpt() -> None:
     assert all(parameter.grad is not None for parameter in student.parameters())
     with pytest.raises(ValueError, match="soft targets: expected those of all tokens of a GPT"):
         DistilBertRecipe(student, teacher, all_tokens=False)
+
+
+# ---- TinyBERT's ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["Roberta", "Electra", "Albert", "DistilBert", "GPT2", "OpenAIGPT", "GPT3"])
+@pytest.mark.parametrize("attention", ["scores", "weights"])
+def test_tinyberts_terms_of_other_kinds(family: str, attention: str) -> None:
+    """Against the formulas over the keys that each query attends to. The terms are computed in fp32."""
+    teacher = base_of(gpt(family) if "GPT" in family else tiny_teacher(family)).double()
+    student: Any = tinybert_student(teacher, layers=2).double().eval()
+    assert type(student) is type(teacher)
+    assert student.encoder.in_order()[0].width == 16
+    recipe = TinyBertRecipe(student, teacher, attention=attention).double().eval()
+    ids, lengths = torch.randint(5, 60, (12,)), (5, 7)
+    batch = SimpleNamespace(
+        input_ids=ids, token_type_ids=None, cu_seqlens=torch.tensor([0, 5, 12]).int(), max_seqlen=7, tokens=12
+    )
+    wanted = {"output_hidden_states": True, "output_attentions": True, "cu_seqlens": batch.cu_seqlens, "max_seqlen": 7}
+    with torch.no_grad():
+        ours, theirs = (model(ids, **wanted) for model in (student, teacher))
+        found = [float(term) for term in recipe(batch)]
+    project, x, y = recipe.projections, ours.hidden_states, theirs.hidden_states
+    assert found[0] == pytest.approx(distance(project["embeddings"](x[0]), y[0]), rel=1e-5)
+    states = sum(distance(project["hidden"](x[m]), y[2 * m]) for m in (1, 2))
+    assert found[2] == pytest.approx(states, rel=1e-5)
+    maps = 0.0
+    for m in (0, 1):
+        weights = [output.attentions[layer] for output, layer in ((ours, m), (theirs, 2 * m + 1))]
+        for row, length in enumerate(lengths):
+            for query in range(length):
+                a, b = (each[row, :, query, :length] for each in weights)
+                keys = (a[0] > 0) & (b[0] > 0)
+                if attention == "scores":
+                    a = score_row(student, ours, m, row, query)
+                    b = score_row(teacher, theirs, 2 * m + 1, row, query)
+                maps += float((a - b)[:, keys].square().mean().detach())
+    assert found[1] == pytest.approx(maps, rel=1e-5)
+    assert min(found) > 1e-6
+
+
+def score_row(model: Any, output: Any, layer: int, row: int, query: int) -> torch.Tensor:
+    """A query's scores [H, keys], from the layer's own parameters."""
+    begin, end = ((0, 5), (5, 12))[row]
+    own = model.encoder.in_order()[layer]
+    x = output.hidden_states[layer][begin:end]
+    x = own.norm1(x) if own.norm_first else x
+    q, k, _ = own.qkv(x).unflatten(-1, (3, own.heads, -1)).unbind(-3)
+    return torch.einsum("hd,khd->hk", q[query], k) / q.shape[-1] ** 0.5
+
+
+def distance(x: torch.Tensor, target: torch.Tensor) -> float:
+    return float((x - target).square().mean(-1).sum().detach())
+
+
+def tiny_teacher(family: str) -> Any:
+    torch.manual_seed(0)
+    names = {"hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
+    names |= {"intermediate_size": "hidden_dim"}
+    sizes: dict[str, Any] = {**SIZES, "initializer_range": 0.2}
+    if family == "DistilBert":
+        sizes = {names.get(key, key): value for key, value in sizes.items()}
+    more = {"embedding_size": 16} if family in ("Electra", "Albert") else {}
+    return getattr(models, f"{family}Model")(getattr(models, f"{family}Config")(**sizes, **more)).eval()
+
+
+def test_sizes_that_a_student_cannot_have() -> None:
+    with pytest.raises(ValueError, match="intermediate: expected 64, four times the width, as in every GPT-1, got 20"):
+        tinybert_student(gpt("OpenAIGPT"), intermediate=20)
+    assert tinybert_student(gpt("GPT2"), intermediate=20).config.n_inner == 20
+    with pytest.raises(ValueError, match=r"teacher: expected a BERT, RoBERTa, .* or GPT, got 'modernbert'"):
+        tinybert_student(models.ModernBertModel(models.ModernBertConfig(**SIZES, pad_token_id=0)))

@@ -262,9 +262,9 @@ def device_name(device: torch.device) -> str:
 
 def _cpu_name(lscpu: str) -> str:
     """The CPU's name in lscpu's text; with its family and model where the name, as virtual machines give it, has no
-    number: ``Intel(R) Xeon(R) Processor``."""
+    number but the clock's: ``Intel(R) Xeon(R) Processor @ 2.50GHz``."""
     found = dict(re.findall(r"^(Model name|CPU family|Model):\s*(.+?)\s*$", lscpu, re.MULTILINE))
-    name = found.get("Model name", "")
+    name = re.sub(r"\s*@.*", "", found.get("Model name", ""))
     if name and not re.search(r"\d", name) and "Model" in found:
         name += f" family {found.get('CPU family', '-')} model {found['Model']}"
     return name

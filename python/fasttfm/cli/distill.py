@@ -6,8 +6,8 @@
 
 distilbert  a student with every second layer of its teacher learns its soft targets, the masked LM loss (of a
             GPT the causal one) and the direction of its last states.
-tinybert    a student of any size learns its teacher's embeddings, attention maps and states: first on a corpus; then
-            (--task) those of a teacher that was fine-tuned on a task, and at the end its predictions.
+tinybert    a student of its teacher's kind and of any size learns its embeddings, attention maps and states: first on a
+            corpus; then (--task) those of a teacher that was fine-tuned on a task, and at the end its predictions.
 
 Without --data the corpus or the task's sample that is shipped serves. The output directory holds the student, which
 transformers opens, metrics.json, log.csv and curves.png, and of a task also the student's predictions.

@@ -37,6 +37,7 @@ from fasttfm.cli.options import (
     add_training_options,
     check_output,
     columns_of,
+    domain_table,
     draw_curves,
     exit_on_user_error,
     output_of,
@@ -410,6 +411,7 @@ class Session:
         }
         if getattr(task, "threshold", None) is not None:
             metrics["no_answer_threshold"] = task.threshold
+        metrics |= _domains("dev", task, dev, predictions)
         save(run.model, task, directory)
         files = task.files(dev, predictions)
         if self.test is not None:
@@ -417,6 +419,7 @@ class Session:
             files |= {f"test_{name}": text for name, text in task.files(self.test, found).items()}
             if task.labelled(self.test):
                 metrics["test"] = task.scores(self.test, found)
+                metrics |= _domains("test", task, self.test, found)
         for name, text in files.items():
             write_text(directory / name, text)
         if (directory / CSV).is_file():
@@ -477,6 +480,9 @@ class Session:
         print(f"majority   {sentence(metrics['majority'])}")
         if "test" in metrics:
             print(f"test       {sentence(metrics['test'])}")
+        for part in ("dev", "test"):
+            if f"{part}_domains" in metrics:
+                print(domain_table(part, metrics[f"{part}_domains"]))
         if "no_answer_threshold" in metrics:
             print(f"threshold  {metrics['no_answer_threshold']:.3f}, tuned on the dev set")
         if metrics["best_epoch"] is not None:
@@ -491,6 +497,12 @@ class Session:
                 )
         files = sorted(path.name for path in output.iterdir() if path.suffix in (".tsv", ".csv", ".conll", ".png"))
         print(f"output     {output} ({', '.join([*files, METRICS])} and the model)")
+
+
+def _domains(part: str, task: Any, examples: list[Any], predictions: list[Any]) -> dict[str, Any]:
+    """The metrics of a set of examples by domain, where its file tells several."""
+    found = task.domain_scores(examples, predictions)
+    return {f"{part}_domains": found} if found else {}
 
 
 def draw_confusions(directory: Path, task: Any, examples: list[Any], predictions: list[Any]) -> None:

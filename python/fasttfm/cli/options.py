@@ -209,3 +209,18 @@ def draw_curves(log: Path, title: str) -> None:
 def sentence(scores: Mapping[str, float]) -> str:
     """Scores on one line."""
     return ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in scores.items())
+
+
+def domain_table(name: str, domains: Mapping[str, Mapping[str, float]]) -> str:
+    """The scores of each domain as a table: a line for each, numbers in columns."""
+    names = list(next(iter(domains.values())))
+    rows = [[f"{name}, by domain", *names]]
+    for domain, scores in domains.items():
+        cells = (f"{value:,}" if isinstance(value, int) else f"{value:.3f}" for value in scores.values())
+        rows.append([domain, *cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *numbers in rows:
+        cells = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return "\n".join(lines)

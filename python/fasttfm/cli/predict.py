@@ -28,6 +28,7 @@ from fasttfm.cli.options import (
     add_device_option,
     check_output_file,
     columns_of,
+    domain_table,
     exit_on_user_error,
     sentence,
 )
@@ -121,6 +122,8 @@ def _summary(arguments: argparse.Namespace, predictor: Any, known: list[tuple[An
         except ValueError as error:
             warnings.warn(f"{error}; they count as wrong", stacklevel=2)
         print(f"scores     {sentence(task.scores(examples, predictions))}", file=file)
+        if domains := task.domain_scores(examples, predictions):
+            print(domain_table("scores", domains), file=file)
     if arguments.output is not None:
         print(f"output     {arguments.output} ({task.name}, {count:,} examples)", file=file)
 

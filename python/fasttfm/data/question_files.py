@@ -21,6 +21,16 @@ from fasttfm.data.texts import data_error, read_lines
 _TURNS = 2  # earlier turns of a conversation that follow a question
 _EVIDENCE_WORDS = 800  # of a TriviaQA document, as its authors' conversion to SQuAD's format takes
 _ROWS = (".jsonl", ".jsonl.gz", ".parquet")
+# CoQA's sources by the names of the domains that its evaluation reports.
+_DOMAINS = {
+    "mctest": "children's stories",
+    "gutenberg": "literature",
+    "race": "mid-high school",
+    "cnn": "news",
+    "wikipedia": "wikipedia",
+    "reddit": "reddit",
+    "science": "science",
+}
 
 
 def read_questions(path: str | Path) -> list[QuestionExample]:
@@ -28,10 +38,10 @@ def read_questions(path: str | Path) -> list[QuestionExample]:
 
     CoQA: a question is followed by the turns before it, the nearest first; its answer is the free answer where the
     story has it, or else the span that people marked; a question without one has none. Its references are people's
-    free answers; if there are several, all but one in turn, as CoQA's evaluation has it. TriviaQA: the context is the
-    beginning of a document under ``evidence`` in the folder above the file's, and its answers are the places of an
-    alias in it, its references all aliases; questions without a place or a document are left out and counted in a
-    warning, and those that a verified file rejects are left out.
+    free answers; if there are several, all but one in turn, as CoQA's evaluation has it, and its domain is the story's.
+    TriviaQA: the context is the beginning of a document under ``evidence`` in the folder above the file's, and its
+    answers are the places of an alias in it, its references all aliases; questions without a place or a document are
+    left out and counted in a warning, and those that a verified file rejects are left out.
     """
     path = Path(path)
     if path.name.endswith(_ROWS) or is_dataset(path):
@@ -123,6 +133,7 @@ def _coqa_row(table: Table, number: int, row: Row) -> dict[str, Any]:
     keys = ("input_text", "span_start", "span_end")
     return {
         "id": row.get("id", number),
+        "source": row.get("source"),
         "story": row["story"],
         "questions": [{"input_text": question} for question in questions or ()],
         "answers": [dict(zip(keys, each, strict=True)) for each in zip(*lists, strict=False)],
@@ -143,6 +154,8 @@ def _coqa_turns(path: Path, place: str, each: Any) -> Iterator[QuestionExample]:
     if len(questions) != len(answers):
         raise data_error(f"{path}, {place}", f"{len(questions)} answers, as there are questions", f"{len(answers)}")
     others: Any = each.get("additional_answers") or {}
+    source = str(each.get("source") or "")
+    domain = _DOMAINS.get(source, source)
     for turn, asked in enumerate(questions):
         parts = [_field(path, f"{place}.questions[{turn}]", asked, "input_text", str)]
         for earlier in range(turn - 1, max(-1, turn - 1 - _TURNS), -1):
@@ -154,7 +167,8 @@ def _coqa_turns(path: Path, place: str, each: Any) -> Iterator[QuestionExample]:
         texts = ["" if text.lower() == "unknown" else text for text in texts]
         several = [[*texts[:one], *texts[one + 1 :]] for one in range(len(texts))]
         id = f"{each.get('id', place)}-{asked.get('turn_id', turn + 1)}"
-        yield QuestionExample(id, " ".join(parts), story, found, not found, several if len(texts) > 1 else [texts])
+        references = several if len(texts) > 1 else [texts]
+        yield QuestionExample(id, " ".join(parts), story, found, not found, references, domain)
 
 
 def _coqa_span(path: Path, place: str, story: str, answer: Any) -> Answer | None:

@@ -48,6 +48,7 @@ class QuestionExample:
     # Answers in people's own words, for scores: the nearest of each list counts, and the mean over the lists. Without
     # any, a prediction is compared with ``answers``.
     references: list[list[str]] = field(default_factory=list)
+    domain: str = ""  # where the context comes from, in files that say so (CoQA)
 
 
 @dataclass(frozen=True)

@@ -271,14 +271,15 @@ class GPT2DoubleHeadsModel(GPT2Head):
 
     def choose(self, encoded: Encoded, columns: Tensor | None) -> Tensor:
         """A number [sequences, 1] for each continuation."""
-        batch = encoded.batch
+        batch, known = encoded.batch, None
         if columns is None:
-            rows, known = batch.cu_seqlens[1:] - 1, None
+            states = batch.last_tokens(encoded.x)
         else:
             rows, known = batch.rows(columns.flatten())
+            states = encoded.x.index_select(0, rows)
             if not torch.compiler.is_compiling():  # a compiled model gives NaN
                 _errors.note("mc_token_ids", columns.flatten(), known, batch.cu_seqlens.diff())
-        scores: Tensor = self.multiple_choice(self.dropout(encoded.x.index_select(0, rows)))
+        scores: Tensor = self.multiple_choice(self.dropout(states))
         if known is not None:
             scores = scores.where(known[:, None], torch.nan)
         return torch.tanh(scores) if self.config.summary_activation == "tanh" else scores
@@ -313,7 +314,8 @@ class GPT2ForSequenceClassification(GPT2Head):
         self, encoded: Encoded, input_ids: Tensor, labels: Tensor | None, num_orders: int = 1
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [sequences / num_orders, labels], and their loss."""
-        states = encoded.x.index_select(0, last_words(encoded, input_ids, self.config.pad_token_id))
+        batch, padding = encoded.batch, self.config.pad_token_id
+        states = batch.last_tokens(encoded.x, None if padding is None else batch.pack(input_ids) != padding)
         if num_orders > 1:
             states = states.unflatten(0, (-1, num_orders)).sum(1)
         logits = self.score(states)
@@ -327,16 +329,6 @@ def predict(
     batch = encoded.batch
     loss = None if labels is None else head.loss(encoded.x, batch.pack(labels), batch.cu_seqlens)
     return loss, batch.unpack(head(encoded.x)) if labels is None or output_logits else None
-
-
-def last_words(encoded: Encoded, input_ids: Tensor, padding: int | None) -> Tensor:
-    """The packed row of each sequence's last token that is not ``padding``; of the first where all are."""
-    batch = encoded.batch
-    if padding is None:
-        return batch.cu_seqlens[1:] - 1
-    ids = batch.pack(input_ids)
-    rows = torch.arange(batch.tokens, device=ids.device).where(ids != padding, -1)
-    return torch.maximum(batch.per_sequence(rows, fill=-1).amax(1), batch.cu_seqlens[:-1])
 
 
 FAMILY = Family(

@@ -40,7 +40,8 @@ def export_onnx(model: PretrainedModel, path: str | Path, *, opset_version: int 
 
     Inputs are ``input_ids`` and ``attention_mask``, int64 [batch, sequence] ([batch, choices, sequence] for a choice),
     and ``token_type_ids`` where the model has segments. Outputs have the names of the model's outputs, and mean nothing
-    where ``attention_mask`` is 0. A GPT is exported without its cache of keys and values.
+    where ``attention_mask`` is 0. A GPT is exported without its cache of keys and values; its head for sequences or
+    choices reads the last token.
 
     Args:
         model: In fp32, on a CPU; it is not changed.
@@ -59,7 +60,7 @@ def export_onnx(model: PretrainedModel, path: str | Path, *, opset_version: int 
     names = ["input_ids", "attention_mask"]
     if _base(model).embeddings.segment is not None:
         names.append("token_type_ids")
-    choices = "MultipleChoice" in type(model).__name__
+    choices = any(head in type(model).__name__ for head in ("MultipleChoice", "DoubleHeads"))
     dimensions = ("batch", "choices", "sequence") if choices else ("batch", "sequence")
     sizes = {index: torch.export.Dim(name, min=1) for index, name in enumerate(dimensions)}
     shape = (2, 3, 5) if choices else (2, 5)
@@ -92,8 +93,8 @@ def _check(model: PretrainedModel, path: Path) -> None:
     name = type(model).__name__
     if path.suffix != ".onnx":
         raise ValueError(f"export_onnx: path: expected a name that ends in .onnx, got {path}")
-    if "JointPreTraining" in name or "DoubleHeads" in name:
-        raise ValueError(f"export_onnx: model: expected one with a single head, got {name}; export its parts")
+    if "JointPreTraining" in name:
+        raise ValueError(f"export_onnx: model: expected one of its two models, got {name}; export its parts")
     needed = [
         each.name
         for each in signature(model.forward).parameters.values()
@@ -107,11 +108,6 @@ def _check(model: PretrainedModel, path: Path) -> None:
     if not _is_plain_stack(base):
         expected = "BERT's, GPT's or ModernBERT's layers"
         raise ValueError(f"export_onnx: model: expected {expected}, got {name}, whose layers are others")
-    causal = base.encoder.in_order()[0].window[1] == 0
-    if causal and "SequenceClassification" in name:
-        expected = "an encoder, or a GPT without a head or with that of next tokens"
-        got = f"{name}, which reads a label from the last token of a packed sequence"
-        raise ValueError(f"export_onnx: model: expected {expected}, got {got}")
     for key, parameter in model.named_parameters():
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
             got = f"{key} in {str(parameter.dtype).removeprefix('torch.')} on {parameter.device}"
@@ -211,6 +207,14 @@ class _PaddedBatch(PackedBatch):
 
     def first_tokens(self, x: Tensor) -> Tensor:
         return x[:, 0]
+
+    def last_tokens(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
+        assert self.mask is not None
+        columns = torch.arange(x.shape[1], device=x.device).expand_as(self.mask)
+        there = self.mask if chosen is None else self.mask & chosen
+        first = columns.where(self.mask, x.shape[1] - 1).amin(1)
+        last = torch.maximum(columns.where(there, -1).amax(1), first)
+        return x.gather(1, last[:, None, None].expand(-1, 1, x.shape[2])).squeeze(1)
 
 
 def _encoded(

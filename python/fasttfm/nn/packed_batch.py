@@ -140,6 +140,15 @@ class PackedBatch:
             return x.unflatten(0, self.shape)[:, 0]
         return x.index_select(0, self.cu_seqlens[:-1].clamp(max=max(0, self.tokens - 1)))
 
+    def last_tokens(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """The row of each sequence's last token, of those that are ``chosen`` (bool [T]) if there are any: the last of
+        them, or the sequence's first token where there is none. ``[sequences, ...]``"""
+        rows = self.cu_seqlens[1:] - 1
+        if chosen is not None:
+            numbers = torch.arange(self.tokens, device=x.device).where(chosen, -1)
+            rows = torch.maximum(self.per_sequence(numbers, fill=-1).amax(1), self.cu_seqlens[:-1])
+        return x.index_select(0, rows)
+
     def rows(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """The row of one token of each sequence, by its column in the padded batch or, packed, its number; and whether
         there is such a token. The row is 0 where there is none."""

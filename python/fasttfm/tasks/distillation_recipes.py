@@ -19,6 +19,7 @@ from fasttfm.inference.opening import base_of
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import Encoded
 from fasttfm.nn import CausalLMHead, MaskedLMHead, PackedBatch, PackedLayer
+from fasttfm.nn.parts import layer_norm
 from fasttfm.nn.plain import is_plain
 from fasttfm.train.settings import at_least
 
@@ -175,7 +176,8 @@ class TinyBertRecipe(Recipe):
 
     The projections W_e and W_h are learnt with the student, and absent if both have the same width. A are the scores
     before the softmax, with which the paper found faster convergence, or the weights after it. Means over a sequence's
-    pairs of tokens are taken for each query, and then over queries, so that every token of a batch counts alike.
+    pairs of tokens are taken for each query, over the keys that it attends to (in a GPT those before it), and then over
+    queries, so that every token of a batch counts alike.
 
     Args:
         layers: g, by default evenly (``layer_map``).
@@ -232,9 +234,11 @@ class TinyBertRecipe(Recipe):
         maps = []
         for m, g in enumerate(self.layers):
             own = base_of(self.student).encoder.in_order()[m]
+            other = base_of(self.teacher).encoder.in_order()[g - 1]
             with torch.no_grad():
-                target = self._map(base_of(self.teacher).encoder.in_order()[g - 1], theirs[g - 1], teacher.batch)
-            maps.append(_map_distance(self._map(own, ours[m], student.batch), target, student.batch))
+                target = self._map(other, theirs[g - 1], teacher.batch)
+            pairs = _pairs(student.batch, own.window, other.window)
+            maps.append(_map_distance(self._map(own, ours[m], student.batch), target, pairs))
         return embeddings, torch.stack(maps).sum(), hidden
 
     def _distance(self, name: str, x: Tensor, target: Tensor) -> Tensor:
@@ -244,7 +248,9 @@ class TinyBertRecipe(Recipe):
         return (x.float() - target.float()).square().mean(-1).sum()
 
     def _map(self, layer: PackedLayer, x: Tensor, batch: PackedBatch) -> Tensor:
-        """[sequences, H, S, S], 0 where there are no tokens, of the layer that reads ``x``."""
+        """[sequences, H, S, S] of the layer that reads ``x``."""
+        if layer.norm_first:
+            x = layer_norm(layer.norm1, x)
         if self.attention == "weights":
             return layer.attention_weights(x, batch.cu_seqlens, batch.max_seqlen)
         q, k, _ = layer.project(x).unbind(-3)  # [T, H, D]
@@ -252,10 +258,24 @@ class TinyBertRecipe(Recipe):
         return q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
 
 
-def _map_distance(found: Tensor, target: Tensor, batch: PackedBatch) -> Tensor:
-    """The sum over queries of the mean over heads and the sequence's keys of squared differences."""
-    keys = batch.cu_seqlens.diff().clamp(min=1)
-    return ((found - target).square().mean(1).sum((1, 2)) / keys).sum()
+def _pairs(batch: PackedBatch, *windows: tuple[int | None, int | None]) -> Tensor:
+    """Bool [sequences, S, S]: whether a query attends to a key in layers with all of these windows."""
+    longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
+    places = torch.arange(longest, device=batch.cu_seqlens.device)
+    inside = places < batch.cu_seqlens.diff()[:, None]
+    pairs = inside[:, :, None] & inside[:, None, :]
+    distance = places[None, :] - places[:, None]  # of the key from the query
+    for left, right in windows:
+        for bound, beyond in ((left, -distance), (right, distance)):
+            if bound is not None and bound >= 0:
+                pairs = pairs & (beyond <= bound)
+    return pairs
+
+
+def _map_distance(found: Tensor, target: Tensor, pairs: Tensor) -> Tensor:
+    """The sum over queries of the mean over heads and the query's keys of squared differences."""
+    squares = (found - target).square().mean(1).where(pairs, 0.0)
+    return (squares.sum(-1) / pairs.sum(-1).clamp(min=1)).sum()
 
 
 # ---- a task's predictions --------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from fasttfm.atomic_files import atomic_write
 from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
 from fasttfm.inference.opening import base_of, longest_input, with_trained_head
-from fasttfm.models import BertModel, CheckpointError, DistilBertForMaskedLM
+from fasttfm.models import CheckpointError, DistilBertForMaskedLM
 from fasttfm.models.gpt import GPTConfig
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.distillation_recipes import Recipe, TinyBertRecipe, check_temperature, soft_cross_entropy
@@ -31,6 +31,8 @@ from fasttfm.train.loop import check_finite
 from fasttfm.train.settings import at_least
 
 _LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
+_POOLED = ("bert", "roberta", "albert")  # types of models with a pooler
+_BERTS = (*_POOLED, "electra")  # whose sizes have BERT's names
 PROJECTIONS = "projections.safetensors"  # TinyBERT's, in the student's directory
 
 OnResults = Callable[[list[StepResult]], Any]
@@ -72,20 +74,35 @@ def shallower(teacher: PretrainedModel, layers: Sequence[int]) -> PretrainedMode
 def tinybert_student(
     teacher: PretrainedModel, layers: int | None = None, width: int | None = None, intermediate: int | None = None
 ) -> PretrainedModel:
-    """A BERT of other sizes, by default half of the teacher's, with as many attention heads; randomly initialized."""
-    config = teacher.config
-    if config.model_type != "bert":
-        raise ValueError(f"tinybert: teacher: expected a BERT, got {config.model_type!r}")
-    heads = config.num_attention_heads
-    width = config.hidden_size // 2 if width is None else width
+    """A model of the teacher's kind and of other sizes, by default half of the teacher's, with as many attention heads;
+    randomly initialized."""
+    config, stack = teacher.config, base_of(teacher).encoder.in_order()
+    names = _size_names(config)
+    if names is None:
+        expected = "a BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT or GPT"
+        raise ValueError(f"tinybert: teacher: expected {expected}, got {config.model_type!r}")
+    heads = stack[0].heads
+    width = stack[0].width // 2 if width is None else width
     if width < 1 or width % heads:
         raise ValueError(f"width: expected a multiple of the teacher's {heads} attention heads, got {width}")
-    sizes = {
-        "num_hidden_layers": max(1, config.num_hidden_layers // 2) if layers is None else layers,
-        "hidden_size": width,
-        "intermediate_size": 4 * width if intermediate is None else intermediate,
-    }
-    return BertModel(replace(config, **sizes, extra={}), add_pooling_layer=False)
+    inner = 4 * width if intermediate is None else intermediate
+    depth = max(1, getattr(config, names[0]) // 2) if layers is None else layers
+    sizes: dict[str, Any] = dict(zip(names, (depth, width, inner), strict=False))
+    if len(names) < 3 and inner != 4 * width:
+        raise ValueError(f"intermediate: expected {4 * width}, four times the width, as in every GPT-1, got {inner}")
+    if hasattr(config, "embedding_size"):
+        sizes["embedding_size"] = min(config.embedding_size, width)
+    options = {"add_pooling_layer": False} if config.model_type in _POOLED else {}
+    return type(base_of(teacher))(replace(config, **sizes, extra={}), **options)
+
+
+def _size_names(config: Any) -> tuple[str, ...] | None:
+    """The names of depth, width and inner width in a configuration; GPT-1's has no inner width."""
+    if isinstance(config, GPTConfig):
+        return ("n_layer", "n_embd", "n_inner") if hasattr(config, "n_inner") else ("n_layer", "n_embd")
+    if config.model_type == "distilbert":
+        return ("n_layers", "dim", "hidden_dim")
+    return ("num_hidden_layers", "hidden_size", "intermediate_size") if config.model_type in _BERTS else None
 
 
 def save_student(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:

@@ -194,6 +194,20 @@ class QuestionTask(Task):
         gold = {number: _right(example) for number, example in enumerate(examples)}
         return answer_scores(gold, dict(enumerate(self._texts(predictions))))
 
+    def domain_scores(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, Scores]:
+        """Exact match and F1 of every domain, as CoQA's evaluation reports them, with its number of questions."""
+        places: dict[str, list[int]] = {}
+        for place, example in enumerate(examples):
+            places.setdefault(example.domain or "other", []).append(place)
+        if len(places) < 2:
+            return {}
+        found: dict[str, Scores] = {}
+        for domain, chosen in sorted(places.items()):
+            some = ([every[place] for place in chosen] for every in (examples, predictions))
+            scores = self.scores(*some)
+            found[domain] = {"questions": len(chosen), "exact": scores["exact"], "f1": scores["f1"]}
+        return found
+
     def description(self) -> dict[str, Any]:
         windows = {"stride": self.windows.stride, "max_question": self.windows.max_question}
         return {**super().description(), **windows, "max_answer": self.max_answer, "threshold": self.threshold}

@@ -175,6 +175,10 @@ class Task(ABC):
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
         """The scores of predictions."""
 
+    def domain_scores(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, Scores]:
+        """The scores of the examples of each domain; empty unless the file tells several."""
+        return {}
+
     def labelled(self, examples: Sequence[Any]) -> bool:
         """Whether examples can be scored."""
         return all(example.label is not None for example in examples)
