@@ -216,8 +216,9 @@ def domain_table(name: str, domains: Mapping[str, Mapping[str, float]]) -> str:
     names = list(next(iter(domains.values())))
     rows = [[f"{name}, by domain", *names]]
     for domain, scores in domains.items():
-        cells = (f"{value:,}" if isinstance(value, int) else f"{value:.3f}" for value in scores.values())
-        rows.append([domain, *cells])
+        rows.append(
+            [domain, *(f"{value:,}" if isinstance(value, int) else f"{value:.3f}" for value in scores.values())]
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *numbers in rows:
