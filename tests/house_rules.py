@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 MAX_FILE_LINES = 600
@@ -150,6 +151,21 @@ def backward_imports(module: str, text: str) -> list[str]:
     return violations
 
 
+def import_circle(texts: Mapping[str, str]) -> list[str]:
+    """Modules of which each imports the one before it, and the first the last; empty where there is no such circle.
+
+    Imports inside functions count: they hide a circle, they do not remove it.
+    """
+    graph: dict[str, set[str]] = {module: set() for module in texts}
+    for module, text in texts.items():
+        graph[module] = {imported for imported in fasttfm_imports(module, text, texts) if imported in texts}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 def room_of(module: str) -> str:
     parts = module.split(".")
     if len(parts) == 1:
@@ -169,15 +185,17 @@ def _crosses_implementations(module: str, imported: str) -> bool:
     return target[2] not in (*SHARED_KERNELS, own)
 
 
-def fasttfm_imports(module: str, text: str) -> Iterator[str]:
-    """Every module of fasttfm that ``text`` imports, at its top or inside functions, relative imports resolved."""
+def fasttfm_imports(module: str, text: str, known: Collection[str] = ()) -> Iterator[str]:
+    """Every module of fasttfm that ``text`` imports, at its top or inside functions, relative imports resolved.
+    ``from package import name`` imports a module if it is ``known``, otherwise what the package's __init__ has."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = module.split(".")[: -node.level] if node.level else []
             source = ".".join([*base, *([node.module] if node.module else [])])
-            names = [f"{source}.{alias.name}" if _is_package(source) else source for alias in node.names]
+            full = [f"{source}.{alias.name}" for alias in node.names]
+            names = [name if name in known or _is_package(source) else source for name in full]
         else:
             continue
         yield from (name for name in names if name.split(".")[0] == "fasttfm")

@@ -65,6 +65,10 @@ def test_imports_run_one_way() -> None:
     assert [violation for module, text in found.items() for violation in rules.backward_imports(module, text)] == []
 
 
+def test_no_imports_run_in_a_circle() -> None:
+    assert rules.import_circle(dict(modules())) == []
+
+
 def test_no_file_is_long() -> None:
     found = list(sources(".py", ".pyi", ".md", *CPP))
     assert [violation for path, text in found for violation in rules.long_file(path, text)] == []
@@ -178,6 +182,17 @@ def test_anonymous_namespaces_are_found() -> None:
 )
 def test_backward_imports_are_found(module: str, line: str, allowed: bool) -> None:
     assert (rules.backward_imports(module, line) == []) is allowed
+
+
+def test_an_import_circle_is_found() -> None:
+    texts = {
+        "fasttfm.data.a": "from fasttfm.data import b",
+        "fasttfm.data.b": "from fasttfm.data.c import read",
+        "fasttfm.data.c": "import json",
+    }
+    assert rules.import_circle(texts) == []
+    texts["fasttfm.data.c"] = "def read():\n    from fasttfm.data.a import table"
+    assert {"fasttfm.data.a", "fasttfm.data.b", "fasttfm.data.c"} == set(rules.import_circle(texts))
 
 
 def test_long_files_are_found() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from fasttfm.cli.main import main
 from fasttfm.data import load_tokenizer
-from fasttfm.data.texts import DataError
+from fasttfm.data.lines import DataError
 from fasttfm.inference.opening import open_model
 from fasttfm.models.family import Head
 from fasttfm.tasks.prompt_eval import Evaluation, Question, prompt_scores, read_questions

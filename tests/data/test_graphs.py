@@ -12,7 +12,7 @@ import torch
 from fasttfm.data.commonsense import read_commonsense, shipped_graph
 from fasttfm.data.graphs import ConceptGraph, GraphVectors, PathFinder, read_graph, read_graph_vectors, schema_graph
 from fasttfm.data.grounding import Grounder, base_forms
-from fasttfm.data.texts import DataError
+from fasttfm.data.lines import DataError
 from fasttfm.models.entity_files import write_embeddings
 
 EDGES = """\

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fasttfm.data.lines import DataError
 from fasttfm.data.task_files import TagExample, TextExample
-from fasttfm.data.texts import DataError
-from fasttfm.data.tokenizer import load_tokenizer
+from fasttfm.data.tokenizer_files import load_tokenizer
 from fasttfm.inference.opening import base_of, open_model
 from fasttfm.models.family import Head
 from fasttfm.tasks.augmentation import Augmenter

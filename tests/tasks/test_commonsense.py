@@ -15,7 +15,8 @@ from fasttfm.cli.main import main
 from fasttfm.data import Tokenizer
 from fasttfm.data.commonsense import CommonsenseExample, read_commonsense, shipped_graph
 from fasttfm.data.graphs import read_graph
-from fasttfm.data.texts import DataError, shipped_task
+from fasttfm.data.lines import DataError
+from fasttfm.data.texts import shipped_task
 from fasttfm.models.entity_files import write_embeddings
 from fasttfm.tasks.commonsense import CommonsenseTask, path_text
 from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare

@@ -15,7 +15,7 @@ from fasttfm import models, tasks
 from fasttfm.cli.main import main
 from fasttfm.data import shipped_task
 from fasttfm.data.images import ImageExample, ImageFormat, images_of, read_images
-from fasttfm.data.texts import DataError
+from fasttfm.data.lines import DataError
 from fasttfm.tasks.class_weights import balanced_weights
 from fasttfm.tasks.finetuning import prepare, save
 from fasttfm.tasks.images import image_language

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fasttfm.data.texts import DataError
+from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer_training import train_tokenizer
 from fasttfm.tasks.prompts import Prompt, Shot, read_shots, text_pieces, until
 

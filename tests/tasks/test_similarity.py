@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fasttfm.cli.main import main
+from fasttfm.data.lines import DataError
 from fasttfm.data.pair_files import SimilarityExample, read_similarity
-from fasttfm.data.texts import DataError, shipped_task
+from fasttfm.data.texts import shipped_task
 from fasttfm.tasks.finetuning import predict, prepare
 from fasttfm.tasks.similarity import retrieval_scores
 from fasttfm.train import cached_loss

@@ -282,7 +282,7 @@ def _augmented(arguments: argparse.Namespace, examples: list[Any], device: Any) 
     """The examples and their copies with other words."""
     from functools import partial
 
-    from fasttfm.data.tokenizer import load_tokenizer
+    from fasttfm.data.tokenizer_files import load_tokenizer
     from fasttfm.inference.opening import open_model
     from fasttfm.models.family import Head
     from fasttfm.tasks.augmentation import Augmenter

@@ -182,7 +182,8 @@ def _check_output(arguments: argparse.Namespace) -> None:
 def read_texts(sources: Sequence[str], split: str, column: str = "text") -> Iterator[str]:
     """The texts of files, directories, patterns and stdin (``-``); ``split`` is one of ``SPLITS``, and ``column`` that
     of files with columns."""
-    from fasttfm.data.texts import files_of, read_documents, read_lines
+    from fasttfm.data.lines import read_lines
+    from fasttfm.data.texts import files_of, read_documents
 
     for source in sources:
         if source == "-":
@@ -210,7 +211,7 @@ def _tracked(arguments: argparse.Namespace, rows: Iterator[Any]) -> Iterator[Any
 
 
 def _some(rows: Iterator[Any]) -> Iterator[Any]:
-    from fasttfm.data.texts import DataError
+    from fasttfm.data.lines import DataError
 
     first = next(rows, None)
     if first is None:

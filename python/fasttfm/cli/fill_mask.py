@@ -92,7 +92,7 @@ def _lines(record: dict[str, Any]) -> str:
 
 def texts_of(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Objects with a ``text``: that of ``--text``, or those of ``--data``."""
-    from fasttfm.data.texts import DataError
+    from fasttfm.data.lines import DataError
     from fasttfm.tasks.prediction_files import read_texts
 
     if (arguments.text is None) == (arguments.data is None):
@@ -134,7 +134,7 @@ def language_model_of(arguments: argparse.Namespace, *, masked: bool) -> Any:
 
 def write_records(arguments: argparse.Namespace, model: Any, records: Iterator[Any], table: Any, lines: Any) -> int:
     """Writes records as they come, to the terminal or to ``--output``; returns their number."""
-    from fasttfm.data.texts import DataError
+    from fasttfm.data.lines import DataError
     from fasttfm.tasks.prediction_files import Writer, opened
     from fasttfm.train.progress import tracked
 

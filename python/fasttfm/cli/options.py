@@ -168,7 +168,7 @@ def precision_of(arguments: argparse.Namespace, device: Any) -> str:
 def exit_on_user_error(arguments: argparse.Namespace) -> Iterator[None]:
     """Wraps a command's work: a wrong argument exits with a message and status 2; data, a checkpoint, a directory or a
     package that cannot be used exits with a message and status 1. Warnings become lines on stderr."""
-    from fasttfm.data.texts import DataError
+    from fasttfm.data.lines import DataError
     from fasttfm.models import CheckpointError
     from fasttfm.train import NonFiniteError
     from fasttfm.train.pretrain import RunError

@@ -71,7 +71,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     with exit_on_user_error(arguments):
-        from fasttfm.data.texts import DataError
+        from fasttfm.data.lines import DataError
         from fasttfm.tasks.loading import load
         from fasttfm.tasks.prediction_files import Writer, opened, read_inputs
         from fasttfm.train.progress import tracked

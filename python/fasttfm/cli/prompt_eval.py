@@ -122,7 +122,7 @@ def _numbers(arguments: argparse.Namespace) -> list[int]:
 
 
 def _evaluation(arguments: argparse.Namespace, preset: Any) -> Any:
-    from fasttfm.data.tokenizer import load_tokenizer
+    from fasttfm.data.tokenizer_files import load_tokenizer
     from fasttfm.inference.opening import open_model
     from fasttfm.models.family import Head
     from fasttfm.tasks.prompt_eval import Evaluation

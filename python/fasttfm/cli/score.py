@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     with exit_on_user_error(arguments):
-        from fasttfm.data.texts import DataError
+        from fasttfm.data.lines import DataError
         from fasttfm.tasks.language_models import TextScore
 
         read = texts_of(arguments)

@@ -86,7 +86,7 @@ def _queries(arguments: argparse.Namespace, settings: dict[str, str]) -> tuple[l
     """The queries' texts, or their numbers, and their vectors."""
     import numpy as np
 
-    from fasttfm.data.texts import DataError
+    from fasttfm.data.lines import DataError
     from fasttfm.inference.sentence_folder import read_sentence_folder
     from fasttfm.tasks.vector_files import VectorFile
 

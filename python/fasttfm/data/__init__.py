@@ -8,10 +8,12 @@
 
 from fasttfm.data.batches import Batch, BatchStream
 from fasttfm.data.examples import SequenceFormat
+from fasttfm.data.lines import DataError
 from fasttfm.data.masking import Masking
 from fasttfm.data.shards import TokenShards, prepare
-from fasttfm.data.texts import DataError, read_documents, shipped_corpus, shipped_task
-from fasttfm.data.tokenizer import SpecialIds, Tokenizer, load_tokenizer
+from fasttfm.data.texts import read_documents, shipped_corpus, shipped_task
+from fasttfm.data.tokenizer import SpecialIds, Tokenizer
+from fasttfm.data.tokenizer_files import load_tokenizer
 from fasttfm.data.tokenizer_training import train_tokenizer
 
 __all__ = [

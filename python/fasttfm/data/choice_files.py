@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from fasttfm.data.commonsense import commonsense_rows
+from fasttfm.data.lines import DataError, data_error
 from fasttfm.data.tables import Table, is_dataset, open_table, read_json
 from fasttfm.data.task_files import ChoiceExample
-from fasttfm.data.texts import DataError, data_error
 
 _LETTERS = "ABCDEFGHIJ"
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fasttfm.data.lines import data_error
 from fasttfm.data.tables import Row, Table, open_table
 from fasttfm.data.task_files import ChoiceExample
-from fasttfm.data.texts import data_error, shipped_corpus
+from fasttfm.data.texts import shipped_corpus
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fasttfm.data.texts import data_error, read_lines
+from fasttfm.data.lines import data_error, read_lines
 from fasttfm.models.entity_files import (
     ENTITY_IDS,
     ENTITY_VECTORS,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fasttfm import extras
-from fasttfm.data.texts import DataError, data_error
+from fasttfm.data.lines import DataError, data_error
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _ARRAYS = (".npz", ".npy")

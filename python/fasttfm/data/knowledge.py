@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.data.graphs import ConceptGraph
-from fasttfm.data.texts import DataError, data_error, read_json_lines, read_lines
+from fasttfm.data.lines import DataError, data_error, read_json_lines, read_lines
 from fasttfm.data.tokenizer import Tokenizer
 
 Example = TypeVar("Example")

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fasttfm.data.batches import Batch
 from fasttfm.data.knowledge import MentionExample, align
+from fasttfm.data.lines import DataError
 from fasttfm.data.masking import Masking, Vocabulary
 from fasttfm.data.sentences import sentence_starts
-from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.models.ernie_knowledge import EntityTargets
 from fasttfm.nn import AlignedEntities

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fasttfm.data.lines import data_error
 from fasttfm.data.tables import Table, open_table
-from fasttfm.data.texts import data_error
 
 # The names of columns, as datasets of pairs have them.
 _FIRST = ("anchor", "query", "question", "sentence1", "question1")

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fasttfm.data.lines import data_error, read_lines
 from fasttfm.data.tables import Row, Table, is_dataset, open_table, read_json
 from fasttfm.data.task_files import Answer, QuestionExample
-from fasttfm.data.texts import data_error, read_lines
 
 _TURNS = 2  # earlier turns of a conversation that follow a question
 _EVIDENCE_WORDS = 800  # of a TriviaQA document, as its authors' conversion to SQuAD's format takes

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fasttfm.data.texts import data_error
+from fasttfm.data.lines import data_error
 
 _KINDS = {1: "unigram", 2: "bpe"}
 _UNKNOWN = 2

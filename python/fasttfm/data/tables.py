@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fasttfm import extras
-from fasttfm.data.texts import DataError, data_error, read_json_lines, read_lines
+from fasttfm.data.lines import DataError, data_error, read_json_lines, read_lines
 
 Row = Mapping[str, Any]
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fasttfm.data.lines import data_error, read_lines
 from fasttfm.data.tables import Delimited, Table, open_table
-from fasttfm.data.texts import data_error, read_lines
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import glob
-import gzip
-import json
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from fasttfm.data.lines import SURROGATE, data_error, read_lines
+from fasttfm.data.tables import Parquet, open_table
 
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 # Of a folder only where it has none of these; by their own name always.
@@ -18,16 +18,6 @@ OTHER_SUFFIXES = (*_MARKUP, *_TABLES)
 _HERE = Path(__file__).parent
 # Lines of Markdown and reStructuredText that are no part of a paragraph: headings, items, quotes, tables, directives.
 _OWN_LINE = re.compile(r"\s{4,}|\s*(?:#|[-*+] |\d+[.)] |>|\||\.\. |:\w|([-=~^\"'`*+#])\1{2,}\s*$)")
-SURROGATE = re.compile("[\\ud800-\\udfff]")
-
-
-class DataError(ValueError):
-    """A file or a text that cannot be used: which one, where in it, what was expected and what came."""
-
-
-def data_error(where: str | Path, expected: str, got: str, *, line: int | None = None) -> DataError:
-    place = f"{where}" if line is None else f"{where}, line {line}"
-    return DataError(f"{place}: expected {expected}, got {got}")
 
 
 def read_documents(source: Any, *, column: str = "text") -> Iterator[str]:
@@ -170,8 +160,6 @@ def _read_markup(path: Path) -> Iterator[str]:
 
 
 def _read_column(path: Path, column: str) -> Iterator[str]:
-    from fasttfm.data.tables import Parquet, open_table  # which builds on this module
-
     if path.stat().st_size == 0 and path.suffix != ".parquet":
         return
     table = open_table(path)
@@ -186,36 +174,3 @@ def _read_column(path: Path, column: str) -> Iterator[str]:
         if SURROGATE.search(text):  # "\\ud800" is JSON, but no character
             raise table.error(number, "UTF-8 text", "half of a surrogate pair")
         yield text
-
-
-def read_json_lines(path: Path) -> Iterator[tuple[int, str, Any]]:
-    """Number, text and value of each line that is not blank."""
-    for number, line in read_lines(path):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise data_error(path, "a JSON object", f"{line:.60} ({error})", line=number) from None
-        yield number, line, value
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number (from 1) and text of every line of a UTF-8 file, compressed or not, without the line's end."""
-    try:
-        with _open(path) as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    got = f"byte 0x{line[error.start]:02x} as number {error.start + 1} of the line"
-                    raise data_error(path, "UTF-8 text", got, line=number) from None
-                yield number, text.rstrip("\r\n")
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise data_error(path, "a whole gzip file", str(error)) from None
-    except OSError as error:
-        raise data_error(path, "a readable file", error.strerror or str(error)) from None
-
-
-def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]

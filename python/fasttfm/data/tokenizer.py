@@ -18,7 +18,6 @@ from fasttfm import extras
 from fasttfm.atomic_files import atomic_writes, json_text
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.families import family_of_type
-from fasttfm.models.hub import Part, model_directory
 
 
 @dataclass(frozen=True)
@@ -144,16 +143,6 @@ class Tokenizer:
     def _wraps_texts(self) -> bool:
         """Whether transformers puts [CLS] or [SEP] around a text."""
         return not {self.special.cls, self.special.sep}.isdisjoint(self.backend.encode("").ids)
-
-
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A tokenizer from a folder, a ``tokenizer.json``, a ``vocab.txt``, a ``vocab.json`` with ``merges.txt``, a
-    SentencePiece ``.model``, or a model of the hub (``model_directory``). Special tokens are those that the folder's
-    settings name, or else those with a well-known name."""
-    from fasttfm.data import tokenizer_files  # its readers build on this module
-
-    is_hub_id = isinstance(path, str) and not Path(path).exists()
-    return tokenizer_files.read_tokenizer(model_directory(path, Part.TOKENIZER) if is_hub_id else Path(path))
 
 
 # ---- parts of training and loading -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``read_tokenizer``: a tokenizer from the files that models come with.
+"""``load_tokenizer``: a tokenizer from the files that models come with.
 
 tokenizer.json               the tokenizers library's own
 vocab.txt                    WordPiece: BERT's, DistilBERT's and ELECTRA's
@@ -12,17 +12,25 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fasttfm.data.lines import data_error, read_lines
 from fasttfm.data.sentencepiece_model import SentencePieceModel, read_sentencepiece
-from fasttfm.data.texts import data_error, read_lines
 from fasttfm.data.tokenizer import Tokenizer, finished, library, special_by_name
 from fasttfm.data.tokenizer_training import wordpiece
-from fasttfm.models.hub import TOKENIZER_FILES
+from fasttfm.models.hub import TOKENIZER_FILES, Part, model_directory
 
 _EXPECTED = "a tokenizer.json, a vocab.txt, a vocab.json with merges.txt or a SentencePiece .model"
 _WORD_END = "</w>"  # of GPT's pieces that end a word
 
 
-def read_tokenizer(path: Path) -> Tokenizer:
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """A tokenizer from a folder, a ``tokenizer.json``, a ``vocab.txt``, a ``vocab.json`` with ``merges.txt``, a
+    SentencePiece ``.model``, or a model of the hub (``model_directory``). Special tokens are those that the folder's
+    settings name, or else those with a well-known name."""
+    is_hub_id = isinstance(path, str) and not Path(path).exists()
+    return _read_tokenizer(model_directory(path, Part.TOKENIZER) if is_hub_id else Path(path))
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a folder or a file."""
     tokenizers = library()
     folder = path if path.is_dir() else path.parent

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
-from fasttfm.data.texts import DataError
+from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer, finished, library, special_by_name
 
 Kind = Literal["wordpiece", "bpe", "unigram"]

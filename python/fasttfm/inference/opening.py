@@ -6,7 +6,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
+from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.data.tokenizer_files import load_tokenizer
 from fasttfm.models.checkpoint_files import CONFIG, LATEST, CheckpointError, read_json
 from fasttfm.models.families import FAMILIES, family_of_type
 from fasttfm.models.family import Family, Head

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fasttfm.data.lines import DataError
 from fasttfm.data.task_files import TextExample
-from fasttfm.data.texts import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.inference.opening import base_of, longest_input
 from fasttfm.models.pretrained import PretrainedModel

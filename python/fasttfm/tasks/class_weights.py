@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fasttfm.data.texts import DataError, data_error
+from fasttfm.data.lines import DataError, data_error
 from fasttfm.tasks.inputs import Feature
 from fasttfm.tasks.task import Task
 

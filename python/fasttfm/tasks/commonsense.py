@@ -24,7 +24,7 @@ from fasttfm.data.graphs import (
     schema_graph,
 )
 from fasttfm.data.grounding import Grounder
-from fasttfm.data.texts import DataError
+from fasttfm.data.lines import DataError
 from fasttfm.models.family import Head
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.nn.graph import GraphBatch

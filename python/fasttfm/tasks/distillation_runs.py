@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fasttfm.atomic_files import atomic_write
-from fasttfm.data.texts import DataError
-from fasttfm.data.tokenizer import Tokenizer, load_tokenizer
+from fasttfm.data.lines import DataError
+from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.data.tokenizer_files import load_tokenizer
 from fasttfm.inference.opening import base_of, longest_input, with_trained_head
 from fasttfm.models import CheckpointError, DistilBertForMaskedLM
 from fasttfm.models.gpt import GPTConfig

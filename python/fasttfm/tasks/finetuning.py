@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fasttfm.data.texts import DataError
+from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.inference.batches import prefetch
 from fasttfm.inference.formats import encoder_format

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fasttfm.data.texts import DataError
+from fasttfm.data.lines import DataError
 
 TEXT_NAMES = ("text", "sentence", "sentence1", "premise")
 PAIR_NAMES = ("text_pair", "pair", "sentence2", "hypothesis")

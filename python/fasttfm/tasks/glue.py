@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fasttfm.data.texts import data_error
+from fasttfm.data.lines import data_error
 from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare, save
 from fasttfm.tasks.metrics import Scores
 from fasttfm.tasks.reading import part_files, read_files

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fasttfm.atomic_files import write_json
 from fasttfm.data.images import ImageExample, ImageFormat, as_pixels, read_images
-from fasttfm.data.texts import DataError
+from fasttfm.data.lines import DataError
 from fasttfm.models.checkpoint_files import CheckpointError, read_json
 from fasttfm.models.family import Family, Head
 from fasttfm.tasks.inputs import Feature, Format, TaskBatch

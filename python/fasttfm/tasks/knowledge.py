@@ -27,7 +27,7 @@ from fasttfm.data.knowledge import (
     relation_of,
     typing_of,
 )
-from fasttfm.data.texts import DataError
+from fasttfm.data.lines import DataError
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.nn import AlignedEntities
 from fasttfm.tasks.given import unusable

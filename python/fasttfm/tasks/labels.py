@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fasttfm.data.choice_files import read_choices
+from fasttfm.data.lines import DataError
 from fasttfm.data.task_files import ChoiceExample, TagExample, TextExample, read_conll, read_texts
-from fasttfm.data.texts import DataError
 from fasttfm.models.family import Head
 from fasttfm.tasks.given import PAIR_NAMES, TEXT_NAMES, field, unusable
 from fasttfm.tasks.inputs import Feature, TaskBatch

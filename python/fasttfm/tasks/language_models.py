@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fasttfm.data.texts import DataError
+from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.inference.opening import checkpoint_of, family_of, longest_input, open_model, tokenizer_of
 from fasttfm.models.family import Family, Head

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fasttfm.data.texts import DataError
+from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.inference.opening import checkpoint_of, family_of, longest_input, open_model, tokenizer_of
 from fasttfm.models.checkpoint_files import CONFIG, CheckpointError

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from fasttfm.atomic_files import atomic_write
+from fasttfm.data.lines import SURROGATE, DataError, data_error, read_lines
 from fasttfm.data.task_files import TagExample
-from fasttfm.data.texts import SURROGATE, DataError, data_error, read_lines
 from fasttfm.tasks.task import Task
 
 FORMATS = ("csv", "jsonl")

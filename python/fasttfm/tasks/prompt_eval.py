@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fasttfm import extras
-from fasttfm.data.texts import data_error, read_json_lines
+from fasttfm.data.lines import data_error, read_json_lines
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.generate import Generation
 from fasttfm.generate.loop import session_of

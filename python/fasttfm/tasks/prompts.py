@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fasttfm.data.texts import data_error, read_json_lines
+from fasttfm.data.lines import data_error, read_json_lines
 from fasttfm.data.tokenizer import Tokenizer
 
 TEMPLATE = "Input: {input}\nOutput: {output}"

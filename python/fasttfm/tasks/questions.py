@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fasttfm.data.lines import DataError
 from fasttfm.data.question_files import read_questions
 from fasttfm.data.task_files import Answer as RightAnswer
 from fasttfm.data.task_files import QuestionExample
-from fasttfm.data.texts import DataError
 from fasttfm.models.family import Head
 from fasttfm.nn import PackedBatch
 from fasttfm.tasks.answers import Found, Offsets, Window, Windows, best_of_windows, span_of_characters

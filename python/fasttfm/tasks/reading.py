@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fasttfm.data.images import is_image_folder
+from fasttfm.data.lines import data_error
 from fasttfm.data.task_files import BY_NAME, Columns, describe_columns, read_texts
-from fasttfm.data.texts import data_error, shipped_task
+from fasttfm.data.texts import shipped_task
 from fasttfm.tasks.images import ImageTask
 from fasttfm.tasks.labels import PairTask
 from fasttfm.tasks.registry import TASKS

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fasttfm.data.texts import data_error
+from fasttfm.data.lines import data_error
 from fasttfm.tasks.vector_files import VectorFile
 from fasttfm.train.progress import tracked
 

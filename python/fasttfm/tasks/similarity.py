@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import mse_loss, normalize
 
 from fasttfm import ops
+from fasttfm.data.lines import DataError
 from fasttfm.data.pair_files import read_similarity
-from fasttfm.data.texts import DataError
 from fasttfm.inference.pooling import POOLING, Tokens
 from fasttfm.models.family import Head
 from fasttfm.tasks.inputs import Feature, TaskBatch, collate

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fasttfm.data.texts import DataError
+from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.inference.opening import longest_input
 from fasttfm.models.family import Family, Head

@@ -1,0 +1,55 @@
+"""``read_lines`` and ``read_json_lines``: a file line by line; ``DataError``: what is wrong with a file, and where."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+SURROGATE = re.compile("[\\ud800-\\udfff]")
+
+
+class DataError(ValueError):
+    """A file or a text that cannot be used: which one, where in it, what was expected and what came."""
+
+
+def data_error(where: str | Path, expected: str, got: str, *, line: int | None = None) -> DataError:
+    place = f"{where}" if line is None else f"{where}, line {line}"
+    return DataError(f"{place}: expected {expected}, got {got}")
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, str, Any]]:
+    """Number, text and value of each line that is not blank."""
+    for number, line in read_lines(path):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise data_error(path, "a JSON object", f"{line:.60} ({error})", line=number) from None
+        yield number, line, value
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Number (from 1) and text of every line of a UTF-8 file, compressed or not, without the line's end."""
+    try:
+        with _open(path) as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    got = f"byte 0x{line[error.start]:02x} as number {error.start + 1} of the line"
+                    raise data_error(path, "UTF-8 text", got, line=number) from None
+                yield number, text.rstrip("\r\n")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise data_error(path, "a whole gzip file", str(error)) from None
+    except OSError as error:
+        raise data_error(path, "a readable file", error.strerror or str(error)) from None
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
