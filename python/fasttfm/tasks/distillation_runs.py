@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,15 @@ from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.data.tokenizer_files import load_tokenizer
 from fasttfm.inference.opening import base_of, longest_input, with_trained_head
-from fasttfm.models import CheckpointError, DistilBertForMaskedLM
+from fasttfm.models import (
+    AlbertConfig,
+    BertConfig,
+    CheckpointError,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    ElectraConfig,
+    RobertaConfig,
+)
 from fasttfm.models.gpt import GPTConfig
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.distillation_recipes import Recipe, TinyBertRecipe, check_temperature, soft_cross_entropy
@@ -32,8 +41,7 @@ from fasttfm.train.loop import check_finite
 from fasttfm.train.settings import at_least
 
 _LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
-_POOLED = ("bert", "roberta", "albert")  # types of models with a pooler
-_BERTS = (*_POOLED, "electra")  # whose sizes have BERT's names
+_BERT_SIZES = (AlbertConfig, BertConfig, ElectraConfig, RobertaConfig)  # fields have BERT's names
 PROJECTIONS = "projections.safetensors"  # TinyBERT's, in the student's directory
 
 OnResults = Callable[[list[StepResult]], Any]
@@ -93,17 +101,18 @@ def tinybert_student(
         raise ValueError(f"intermediate: expected {4 * width}, four times the width, as in every GPT-1, got {inner}")
     if hasattr(config, "embedding_size"):
         sizes["embedding_size"] = min(config.embedding_size, width)
-    options = {"add_pooling_layer": False} if config.model_type in _POOLED else {}
-    return type(base_of(teacher))(replace(config, **sizes, extra={}), **options)
+    cls = type(base_of(teacher))
+    options = {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(cls).parameters else {}
+    return cls(replace(config, **sizes, extra={}), **options)
 
 
 def _size_names(config: Any) -> tuple[str, ...] | None:
     """The names of depth, width and inner width in a configuration; GPT-1's has no inner width."""
     if isinstance(config, GPTConfig):
         return ("n_layer", "n_embd", "n_inner") if hasattr(config, "n_inner") else ("n_layer", "n_embd")
-    if config.model_type == "distilbert":
+    if type(config) is DistilBertConfig:
         return ("n_layers", "dim", "hidden_dim")
-    return ("num_hidden_layers", "hidden_size", "intermediate_size") if config.model_type in _BERTS else None
+    return ("num_hidden_layers", "hidden_size", "intermediate_size") if type(config) in _BERT_SIZES else None
 
 
 def save_student(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
