@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -126,9 +126,16 @@ def _run_with_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     x = batch.x
     for part, seeds in _parts(x, batch.seeds, layers):
-        unique = {id(each): each for each in part.present}  # layers may share parameters
-        x, residual = _TransformerStack.apply(x, residual, batch.cu_seqlens, seeds, options, part, *unique.values())
+        unique: Iterable[Tensor] = part.present
+        if _is_shared(part):
+            unique = {id(each): each for each in part.present}.values()
+        x, residual = _TransformerStack.apply_plain(x, residual, batch.cu_seqlens, seeds, options, part, *unique)
     return x, residual
+
+
+def _is_shared(layers: Layers) -> bool:
+    """Whether layers share parameters."""
+    return len(set(map(id, layers.present))) < len(layers.present)
 
 
 def _parts(x: Tensor, seeds: Tensor | None, layers: Layers) -> list[tuple[Layers, Tensor | None]]:
@@ -249,7 +256,7 @@ def _attention_backward(batch: Batch, options: BlockOptions, saved: Saved, dout:
 
 
 def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
-    return list(map(_version_of, (each for each in tensors if each is not None)))
+    return list(map(_version_of, [each for each in tensors if each is not None]))
 
 
 def _wanted(layers: Layers, of_unique: Sequence[bool]) -> Sequence[bool]:
@@ -264,7 +271,9 @@ def _wanted(layers: Layers, of_unique: Sequence[bool]) -> Sequence[bool]:
 def _summed(gradients: Sequence[Tensor | None], layers: Layers) -> Sequence[Tensor | None]:
     """The gradient of each parameter. Those of one that layers share are added in the order of the backward, as
     autograd adds up those of several nodes."""
-    if len({id(each) for each in layers.present}) == len(layers.present):
+    if not _is_shared(layers):
+        if len(layers.present) == len(layers.given):
+            return gradients
         return [gradient for gradient, each in zip(gradients, layers.given, strict=True) if each is not None]
     places: dict[int, list[int]] = {}
     for place, each in enumerate(layers.given):
