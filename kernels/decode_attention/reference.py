@@ -1,12 +1,12 @@
-"""Attention of one new token of each sequence to the keys and values in a cache, in plain torch: the specification.
+"""Attention of one new token of each sequence to a KV cache, in plain torch: the specification.
 
-With L = lengths[b] tokens of sequence b in the cache, between 0 and room - 1, the new token is at position L:
+If sequence b has L = lengths[b] tokens in the cache, between 0 and room - 1, the new token is at position L:
 
     key_cache[b, L] = k[b],  value_cache[b, L] = v[b]
     out[b, h] = sum over j of softmax_j(scale * q[b, h] key_cache[b, j, g]) value_cache[b, j, g],   g = h // (H / Hk)
 
-j runs from max(0, L - left) to L; ``left`` < 0 means no limit. Lengths outside count as the nearest one inside.
-Arithmetic is fp32 (fp64 for fp64 input).
+j runs from max(0, L - left) to L; ``left`` < 0 means no limit. Lengths outside of [0, room) are clamped. Arithmetic is
+fp32 (fp64 for fp64 input).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def decode_attention(
     left: int,
     scale: float,
 ) -> Tensor:
-    """Only the result, with the new keys and values in copies of the caches."""
+    """Returns only ``out``: the new keys and values are appended to copies of the caches."""
     return _attend(q, _appended(key_cache, k, lengths), _appended(value_cache, v, lengths), lengths, left, scale)
 
 
@@ -59,6 +59,6 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, left: int,
     with without_autocast(grouped):
         scores = torch.einsum("bghd,btgd->bght", grouped, accumulate(keys)) * scale
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        read = accumulate(values).masked_fill(~seen[:, 0, 0, :, None, None], 0.0)  # what is not read may be NaN
+        read = accumulate(values).masked_fill(~seen[:, 0, 0, :, None, None], 0.0)  # unused rows may be NaN
         out = torch.einsum("bght,btgd->bghd", weights, read)
     return out.reshape(batch, heads, width).to(q.dtype)

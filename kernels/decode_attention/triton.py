@@ -1,10 +1,10 @@
-"""Attention of one new token of each sequence to a cache in Triton; the formulas are in reference.py.
+"""Attention of one new token of each sequence to a KV cache in Triton (split-K); the formulas are in reference.py.
 
-A program takes one sequence, one key/value head with all its query heads, and SPLIT keys. Programs without a key that
-is seen end at once. The others leave their parts of the sums in memory, and the last to arrive adds them up in the
-order of the keys and writes the result: which one that is does not matter. The number of programs and the bounds of the
-splits depend on the shapes, never on the lengths, so that a CUDA graph serves all lengths and repeated calls give the
-same bits. The program that sees the new token writes its key and value into the cache.
+A program computes one sequence, one key/value head with all its query heads, and SPLIT keys. Programs without visible
+keys return at once. The others store their partial sums; the last program to arrive adds them up in the order of the
+keys and writes the result, so the result does not depend on which program that is. The number of programs and the
+bounds of the splits depend on the shapes and not on the lengths: one CUDA graph works for all lengths, and repeated
+calls give the same bits. The program whose split contains the new token writes its key and value into the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _combined(parts, sums, first, end, PART_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The sum of the parts from split ``first`` to ``end``: [PART_G, BLOCK_D]."""
+    """Merges the partial results of the splits from ``first`` to ``end``: [PART_G, BLOCK_D]."""
     heads = tl.arange(0, PART_G)
     columns = tl.arange(0, BLOCK_D)
     largest = tl.full([PART_G], float("-inf"), tl.float32)
@@ -32,13 +32,13 @@ def _combined(parts, sums, first, end, PART_G: tl.constexpr, BLOCK_S: tl.constex
         splits = start + tl.arange(0, BLOCK_S)
         here = (splits < end)[:, None]
         at = splits[:, None] * PART_G + heads[None, :]
-        # Other programs have written these: not from the first-level cache.
+        # Other programs have written these: .cg bypasses L1, which is not coherent.
         m = tl.load(sums + at * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
         weight = tl.load(sums + at * 2 + 1, mask=here, other=0.0, cache_modifier=".cg")
         places = at[:, :, None] * BLOCK_D + columns[None, None, :]
         values = tl.load(parts + places, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
         new = tl.maximum(largest, tl.max(m, axis=0))
-        # Rows that pad the group of heads have seen nothing: their maximum is -inf.
+        # Padding rows of the group of heads have no scores: their maximum is -inf.
         base = tl.where(new == float("-inf"), 0.0, new)
         old = tl.exp2(largest - base)
         factor = tl.exp2(m - base[None, :])
@@ -78,8 +78,8 @@ def decode_attention_kernel(
     values_stride_h,
     values_stride_d,
     D: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads of a key/value head
-    PART_G: tl.constexpr,  # the same, padded for tensor cores: 1 or at least 16
+    GROUP: tl.constexpr,  # query heads per key/value head
+    PART_G: tl.constexpr,  # GROUP padded for tensor cores: 1 or at least 16
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -105,7 +105,7 @@ def decode_attention_kernel(
         new_value = tl.load(v + wide * v_stride_b + head * v_stride_h + columns, mask=in_d, other=0.0)
         keys = key_cache + wide * keys_stride_b + head * keys_stride_h
         values = value_cache + wide * values_stride_b + head * values_stride_h
-        # The new token's own part is what the sums begin with: the loop reads the cache as it is.
+        # The new token's key and value initialize the sums; the loop reads only older rows of the cache.
         has_new = length // SPLIT == split
         if has_new:
             at = length.to(tl.int64)
@@ -129,7 +129,7 @@ def decode_attention_kernel(
                 scores = tl.dot(query, tl.trans(key), input_precision="ieee")
             scores = tl.where(seen[None, :], scores * scale_log2, float("-inf"))
             new = tl.maximum(largest, tl.max(scores, axis=1))
-            base = tl.where(new == float("-inf"), 0.0, new)  # a block may lie in front of the window
+            base = tl.where(new == float("-inf"), 0.0, new)  # all keys of a block may be before the window
             weights = tl.exp2(scores - base[:, None])
             rescale = tl.exp2(largest - base)
             total = total * rescale + tl.sum(weights, axis=1)
@@ -152,7 +152,7 @@ def decode_attention_kernel(
                 tl.store(sums + at * 2, largest)
                 tl.store(sums + at * 2 + 1, total)
                 tl.store(parts + at[:, None] * BLOCK_D + columns[None, :], acc)
-                tl.debug_barrier()  # all of the program's parts are written when it says so
+                tl.debug_barrier()  # all threads have stored their parts before the program counts as arrived
                 before = tl.atomic_add(arrived + row, 1, sem="acq_rel")
                 if before == end_split - first_split - 1:
                     base_parts, base_sums = parts + first_part * BLOCK_D, sums + first_part * 2
@@ -164,8 +164,8 @@ def decode_attention_kernel(
 
 
 def tile(batch: int, key_heads: int, group: int, width: int, wide: bool) -> dict[str, int]:
-    """Sizes of a program; ``wide`` for fp32. Small batches get short splits, so that there are programs for all
-    multiprocessors, and multiply element by element; large ones, and groups of heads, use tensor cores."""
+    """Tile sizes; ``wide`` for fp32. Small batches use short splits, so that there are programs for all SMs, and CUDA
+    cores; large batches and groups of heads use tensor cores."""
     block_d = max(16, triton.next_power_of_2(width))
     programs = batch * key_heads
     split = 128 if programs <= 64 else 256 if programs <= 2048 else 1024
@@ -189,7 +189,7 @@ def decode_attention_triton(
     scale: float,
     overlap: bool,
 ) -> Tensor:
-    """``arrived``: int32 [B, Hk] of zeros, which are zeros again after the call."""
+    """``arrived``: int32 [B, Hk] of zeros, which the kernel resets to 0."""
     batch, heads, width = q.shape
     _, room, key_heads, _ = key_cache.shape
     out = torch.empty((batch, heads, width), dtype=q.dtype, device=q.device)

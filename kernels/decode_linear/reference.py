@@ -1,6 +1,6 @@
-"""A linear layer of few rows and what is around it in a decoding step, in plain torch: the specification.
+"""A linear layer with LayerNorm, activation and residual addition, as in a decoding step: the specification.
 
-    u = x, or LayerNorm(x) = (x - mean) / sqrt(var + eps) * norm_weight + norm_bias, rounded to the weight's type
+    u = x, or LayerNorm(x) = (x - mean) / sqrt(var + eps) * norm_weight + norm_bias, rounded to the weight's dtype
     y = activation(u weight^T + bias) + residual
 
 Rows are all dimensions but the last. Sums are fp32 (fp64 for fp64 input), and y is rounded once.
@@ -28,7 +28,7 @@ def decode_linear(
     out_dtype: torch.dtype,
     overlap: bool = False,
 ) -> Tensor:
-    """``eps`` is None where there is no LayerNorm, ``activation`` "" where there is none; ``overlap`` is of GPUs."""
+    """``eps`` is None without LayerNorm, ``activation`` is "" for none; ``overlap`` has no effect here."""
     rows = accumulate(x)
     if eps is not None:
         centered = rows - rows.mean(dim=-1, keepdim=True)

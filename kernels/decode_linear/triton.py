@@ -1,12 +1,12 @@
 """The linear layers of a decoding step in Triton; the formulas are in reference.py.
 
-With few rows the weight's bytes are the cost: every program streams BLOCK_N rows of it once, and computes the LayerNorm
-of its input rows itself, which costs less than a kernel of its own. Where K fits into one chunk the weight is loaded
-before the wait for the previous kernel, so that its latency overlaps with that kernel.
+With few rows the time is that of reading the weight. Every program reads BLOCK_N rows of it once, and computes the
+LayerNorm of its input rows itself, which costs less than a separate kernel. If K fits into one chunk, the weight is
+loaded before the wait for the previous kernel, so that its latency overlaps with that kernel.
 
-One row is multiplied element by element. More rows are multiplied by tensor cores, BLOCK_M at a time: K is divided into
-PARTS that different warps multiply, for a warp's chain of dependent products would be long otherwise. The order of all
-sums depends on the shapes and the GPU only.
+One row is multiplied by CUDA cores. More rows are multiplied by tensor cores, BLOCK_M at a time: K is divided into
+PARTS for different warps, because one warp would have a long chain of dependent mma instructions. The order of all sums
+depends only on the shapes and the GPU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fasttfm.kernels.common.rows import empty_rows
 from fasttfm.kernels.common.triton.activation import activated
 from fasttfm.kernels.common.triton.dependent_launch import launch_options, wait_for_inputs
 
-TILE_ROWS = 16  # of a tensor core's product
-_DEEP_MEMORY = 200_000  # bytes of shared memory: Hopper's and larger
+TILE_ROWS = 16  # the M of an mma instruction
+_DEEP_MEMORY = 200_000  # bytes of shared memory per block, which Hopper and later GPUs exceed
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _mean(values, K):
 
 @triton.jit
 def _statistics(x_rows, columns, in_rows, K, eps, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Mean and 1 / standard deviation of rows of several chunks, in two passes."""
+    """Mean and 1 / standard deviation of rows that have several chunks, in two passes."""
     total = tl.zeros([PARTS, BLOCK_M, BLOCK_K // PARTS], tl.float32)
     for first in range(0, K, BLOCK_K):
         total += tl.load(x_rows + first + columns, mask=in_rows & (first + columns < K), other=0.0).to(tl.float32)
@@ -49,7 +49,7 @@ def _statistics(x_rows, columns, in_rows, K, eps, PARTS: tl.constexpr, BLOCK_M: 
 
 @triton.jit
 def _product(value, w, total, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """``total`` plus the products of rows [PARTS, BLOCK_M, part] and rows of weight [PARTS, BLOCK_N, part]."""
+    """``total`` plus the products of input rows [PARTS, BLOCK_M, part] and weight rows [PARTS, BLOCK_N, part]."""
     if BLOCK_M == 1:
         total += tl.sum(tl.sum(w.to(tl.float32) * value.to(tl.float32), axis=2), axis=0)[None, None, :]
     elif PARTS == 1:
@@ -145,8 +145,8 @@ def decode_linear_kernel(
 
 
 def tile(count: int, outputs: int, columns: int, *, wide: bool = False, deep: bool = False) -> dict[str, int]:
-    """Sizes of a program for ``count`` rows of ``columns``, ``outputs`` rows of weight; ``wide`` for an fp32 weight,
-    ``deep`` where shared memory has room for many chunks of 16-bit rows."""
+    """Tile sizes for ``count`` rows of ``columns`` and ``outputs`` rows of weight; ``wide`` for an fp32 weight,
+    ``deep`` if shared memory has room for many chunks of 16-bit rows."""
     block_k = max(64, triton.next_power_of_2(columns))
     if count == 1:
         block_k = min(block_k, 2048 if wide else 4096)
@@ -156,9 +156,9 @@ def tile(count: int, outputs: int, columns: int, *, wide: bool = False, deep: bo
     block_n, stages = 16, 1
     if wide:
         block_k, stages = min(block_k, 256), 2
-    elif outputs > 16384:  # a vocabulary: many programs, which need not be quick one by one
+    elif outputs > 16384:  # a vocabulary: there are many programs, so throughput matters more than their latency
         block_n, block_k, stages = 64, min(block_k, 128), 3
-    elif block_k > 1024:  # with 6 stages all chunks of 3,072 columns but one are on their way from the beginning
+    elif block_k > 1024:  # 6 stages: for 3,072 columns the loads of all chunks but one are in flight at the start
         block_k, stages = 512, 6 if deep else 3
     parts = max(1, min(4, block_k // 32))
     sizes = {"BLOCK_M": TILE_ROWS, "BLOCK_N": block_n, "BLOCK_K": block_k, "PARTS": parts}
@@ -178,7 +178,7 @@ def decode_linear_triton(
     overlap: bool = False,
     sizes: dict[str, int] | None = None,
 ) -> Tensor:
-    """``sizes`` replaces those of ``tile``, for measurements."""
+    """``sizes`` replaces the result of ``tile``, for measurements."""
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     count, columns = rows.shape

@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
     }
     RowDraws<S> draws;
     dropout.draw(row, draws);
-    wait_copies<2 * (kRowStages - 1)>();  // two rings, two groups of copies for each row
+    cp_async_wait<2 * (kRowStages - 1)>();  // two rings, two groups of copies for each row
 
     float sums[3] = {0.0f, 0.0f, 0.0f};  // of xhat (zero but for rounding), of g and of g * xhat
 #pragma unroll
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
     row += stride;
   }
   pass_missed_barriers<1>(p.rows, rows);
-  wait_copies<0>();
+  cp_async_wait<0>();
   const int64_t parts = static_cast<int64_t>(gridDim.x) * columns;
   float* part = p.workspace + static_cast<int64_t>(blockIdx.x) * columns;
   if (p.dweight != nullptr) store_part<S>(dweight, memory.shares, part, columns);

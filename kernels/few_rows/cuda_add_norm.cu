@@ -1,5 +1,5 @@
-// z = residual + sum of a product's parts + bias, y = LayerNorm(z), for few rows: a block for each row, a vector of 8
-// columns for each thread. Parameters are loaded before the product has ended.
+// z = residual + sum of a GEMM's parts + bias, y = LayerNorm(z), for few rows: one block per row, 8 columns per thread.
+// Parameters are loaded before the GEMM has ended.
 #include <cstdint>
 
 #include "common/cuda/hopper.cuh"
@@ -14,8 +14,8 @@ namespace {
 constexpr int kMostThreads = static_cast<int>(kMaxRowColumns) / kVector;
 constexpr int kAtOnce = 4;  // parts whose loads are in flight at the same time
 
-// The sum over the block's threads, in a fixed order; every thread gets it. `scratch` has room for 32 sums, and is not
-// in use by the call before this one.
+// The sum over the block's threads, in a fixed order; every thread gets it. `scratch` has room for 32 sums and differs
+// from that of the previous call, which other threads may still read.
 template <int COUNT>
 __device__ __forceinline__ void block_sum(float (&value)[COUNT], float (*scratch)[32]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void add_parts(const float* from, int64_t stride, int
 template <class T, class R>
 __global__ void __launch_bounds__(kMostThreads) add_norm_kernel(const __grid_constant__ FewRowsAddNorm p) {
   __shared__ float scratch[3][32];
-  launch_dependents();
+  griddepcontrol_launch_dependents();
   const int columns = static_cast<int>(p.columns), column = static_cast<int>(threadIdx.x) * kVector;
   const bool inside = column < columns;
   const int64_t at = blockIdx.x * p.columns + column;
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kMostThreads) add_norm_kernel(const __grid_con
     load_parameter(p.bias, p.parameter_dtype, column, 0.0f, bias);
     load_parameter(p.linear_bias, p.parameter_dtype, column, 0.0f, z);
   }
-  wait_for_previous();
+  griddepcontrol_wait();
   if (inside) {
     float residual[kVector];
     const Packed<R> packed = load_packed(static_cast<const R*>(p.residual) + at);
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kMostThreads) add_norm_kernel(const __grid_con
   for (int i = 0; i < kVector; ++i) mean[0] += z[i];
   block_sum(mean, scratch);
   mean[0] *= inverse_c;
-  float sums[2] = {};  // of the squares of the deviations, and of the deviations, which the mean's rounding leaves
+  float sums[2] = {};  // of the squared deviations, and of the deviations, which is not 0 because the mean is rounded
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     z[i] -= inside ? mean[0] : 0.0f;

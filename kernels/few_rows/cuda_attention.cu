@@ -1,11 +1,11 @@
-// Attention forward of short packed sequences on Hopper, without dropout and without lse: for inference over few
+// Attention forward of short packed sequences on Hopper, without dropout and without lse, for inference over few
 // tokens.
 //
-// The four warps of a block compute 64 queries of one head, 16 each, over steps of 64 keys, or 16 queries over steps of
-// 128 keys, a quarter each, whose softmaxes are merged in the end: that is four times as many blocks, for calls with so
-// few queries that they would leave most SMs idle. The softmax is online; the next step's keys and values come by
-// cp.async meanwhile. There is one row of blocks more than sequences: it writes zeros for the tokens after the last
-// sequence.
+// A block computes 64 queries of one head over steps of 64 keys, 16 queries per warp. With SPLIT it computes 16 queries
+// over steps of 128 keys, a quarter of the keys per warp, and merges the warps' softmaxes at the end: that gives four
+// times as many blocks, for calls whose queries would leave most SMs idle. The softmax is online. cp.async loads the
+// keys and values of the next step during the current one. The blocks with z = sequences write zeros for the tokens
+// after the last sequence.
 #include <cstdint>
 
 #include "common/activation.h"
@@ -23,13 +23,13 @@ using namespace few_rows;
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 
-// SPLIT: warps share the keys, not the queries.
+// SPLIT: each warp has all queries and a part of the keys.
 template <int D, bool SPLIT>
 struct AttentionShape {
   static constexpr int kQueries = SPLIT ? 16 : 16 * kWarps;
-  static constexpr int kKeys = SPLIT ? 128 : 64;                    // of a step
-  static constexpr int kWarpKeys = SPLIT ? kKeys / kWarps : kKeys;  // of a warp in a step
-  static constexpr int kChunks = D / kChunk;                        // of a row
+  static constexpr int kKeys = SPLIT ? 128 : 64;                    // per step
+  static constexpr int kWarpKeys = SPLIT ? kKeys / kWarps : kKeys;  // per warp and step
+  static constexpr int kChunks = D / kChunk;                        // per row
   static constexpr uint32_t kQueryBytes = kQueries * D * 2, kKeyBytes = kKeys * D * 2;
   static constexpr int kMemory = kQueryBytes + 4 * kKeyBytes;  // queries, and two stages of keys and values
   static_assert(kThreads * (D / 2 + 4) * 4 <= kMemory, "room for the warps' sums");
@@ -45,11 +45,11 @@ __device__ __forceinline__ void copy_rows(uint32_t shared, const T* from, int64_
     if (ROWS * kChunks % kThreads != 0 && row >= ROWS) continue;
     const bool inside = row < rows;
     const T* source = inside ? from + row * stride + chunk * kChunk : from;
-    start_copy_if(inside, shared + chunk_offset(row, chunk, kChunks), source);
+    cp_async_zfill(inside, shared + chunk_offset(row, chunk, kChunks), source);
   }
 }
 
-// The scores of a warp's 16 queries: with 8 N keys.
+// The scores of a warp's 16 queries and 8 N keys.
 template <class T, int D, int N>
 __device__ __forceinline__ void scores_of(const uint32_t (&q)[D / 16][4], uint32_t keys, float (&scores)[N][4]) {
   const MatrixRow of = matrix_row_b(static_cast<int>(threadIdx.x) % 32);
@@ -59,8 +59,8 @@ __device__ __forceinline__ void scores_of(const uint32_t (&q)[D / 16][4], uint32
     for (int n = 0; n < N; n += 2) {
       uint32_t k[4];
       ldmatrix_x4(k, keys + chunk_offset(8 * n + of.row, 2 * step + of.chunk, D / kChunk));
-      multiply(scores[n], q[step], k, T{});
-      multiply(scores[n + 1], q[step], k + 2, T{});
+      mma_m16n8k16(scores[n], q[step], k, T{});
+      mma_m16n8k16(scores[n + 1], q[step], k + 2, T{});
     }
 }
 
@@ -78,8 +78,8 @@ __device__ __forceinline__ void add_values(const float (&weights)[N][4], uint32_
     for (int n = 0; n < D / 8; n += 2) {
       uint32_t v[4];
       ldmatrix_x4_transposed(v, values + chunk_offset(16 * step + of.row, n + of.chunk, D / kChunk));
-      multiply(out[n], p, v, T{});
-      multiply(out[n + 1], p, v + 2, T{});
+      mma_m16n8k16(out[n], p, v, T{});
+      mma_m16n8k16(out[n + 1], p, v + 2, T{});
     }
   }
 }
@@ -88,8 +88,8 @@ __device__ __forceinline__ void add_values(const float (&weights)[N][4], uint32_
 struct Softmax {
   float largest[2] = {-INFINITY, -INFINITY}, total[2] = {0.0f, 0.0f};
 
-  // Scores become weights, and `out` is scaled to the new largest scores. `scale` includes log2(e). Keys from `first`
-  // to `last` (exclusive), relative to the first of these scores, are those that each row sees.
+  // Turns scores into weights, and rescales `out` to the new largest scores. `scale` includes log2(e). Each row sees
+  // the keys from `first` to `last` (exclusive), relative to the first of these scores.
   template <int N, int COLUMNS>
   __device__ __forceinline__ void step(float (&scores)[N][4], const int (&first)[2], const int (&last)[2], float scale,
                                        float (&out)[COLUMNS][4]) {
@@ -138,17 +138,17 @@ struct Softmax {
     }
   }
 
-  // What `out` is multiplied with in the end: 0 for a row that sees no key.
+  // The factor of `out` at the end: 0 for a row that sees no key.
   __device__ __forceinline__ float inverse(int row) const { return total[row] > 0.0f ? 1.0f / total[row] : 0.0f; }
 };
 
-// Merges what the warps have found for the same queries, in their order, into the first one's. True for its threads.
+// Merges the results of all warps for the same queries into the first warp's, in order. Returns true for its threads.
 template <int COLUMNS>
 __device__ __forceinline__ bool merge_warps(float* exchange, float scale, Softmax& softmax, float (&out)[COLUMNS][4]) {
   constexpr int kValues = 4 * COLUMNS + 4;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const auto at = [&](int of, int value) -> float& { return exchange[(of * kValues + value) * 32 + lane]; };
-  wait_copies<0>();
+  cp_async_wait<0>();
   __syncthreads();  // keys and values are read
   if (warp > 0) {
 #pragma unroll
@@ -186,7 +186,7 @@ __device__ __forceinline__ bool merge_warps(float* exchange, float scale, Softma
   return true;
 }
 
-// Zeros for the tokens from `first` on, of one head.
+// Writes zeros for the tokens from `first` on, for one head.
 template <class T, int D>
 __device__ __forceinline__ void clear_rows(const FewRowsAttention& p, int first) {
   const int64_t stride = p.heads * D;
@@ -196,21 +196,21 @@ __device__ __forceinline__ void clear_rows(const FewRowsAttention& p, int first)
     *reinterpret_cast<uint32_t*>(out + index / (D / 2) * stride + 2 * (index % (D / 2))) = 0;
 }
 
-// Grid (queries / those of a block, heads, sequences + 1).
+// Grid (blocks of queries, heads, sequences + 1).
 template <class T, int D, bool SPLIT>
 __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_constant__ FewRowsAttention p) {
   using S = AttentionShape<D, SPLIT>;
   extern __shared__ __align__(128) char memory[];
-  launch_dependents();
+  griddepcontrol_launch_dependents();
   const int begin = p.cu_seqlens[blockIdx.z];
   const int first_query = static_cast<int>(blockIdx.x) * S::kQueries;
   if (blockIdx.z == p.sequences) {
-    wait_for_previous();
+    griddepcontrol_wait();
     if (blockIdx.x == 0) clear_rows<T, D>(p, begin);
     return;
   }
   const int length = p.cu_seqlens[blockIdx.z + 1] - begin;
-  wait_for_previous();
+  griddepcontrol_wait();
   if (first_query >= length) return;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int warp_row = SPLIT ? 0 : 16 * warp, warp_key = SPLIT ? S::kWarpKeys * warp : 0;
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_consta
   const T *k = q + p.heads * D, *v = k + p.heads * D;
   const uint32_t q_tile = shared_address(memory), stages = q_tile + S::kQueryBytes;
 
-  // The keys that the block's queries see, from a multiple of a step on.
+  // The keys that the block's queries see; first_key is rounded down to a multiple of a step.
   const int left = static_cast<int>(p.window_left), right = static_cast<int>(p.window_right);
   const int last_query = min(first_query + S::kQueries, length) - 1;
   const int first_key = left < 0 ? 0 : max(first_query - left, 0) / S::kKeys * S::kKeys;
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_consta
   };
   copy_rows<T, D, S::kQueries>(q_tile, q + first_query * stride, stride, length - first_query);
   copy_keys(first_key, 0);
-  commit_copies();
+  cp_async_commit();
 
   uint32_t queries[D / 16][4];
   float out[D / 8][4] = {};
@@ -240,8 +240,8 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_consta
   int slot = 0;
   for (int key = first_key; key < end_key; key += S::kKeys, slot ^= 1) {
     if (key + S::kKeys < end_key) copy_keys(key + S::kKeys, slot ^ 1);
-    commit_copies();
-    wait_copies<1>();
+    cp_async_commit();
+    cp_async_wait<1>();
     __syncthreads();
     if (key == first_key) {
       const MatrixRow of = matrix_row_a(lane);
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_consta
     }
     softmax.step(scores, first, last, scale, out);
     add_values<T, D>(scores, keys + S::kKeyBytes, out);
-    __syncthreads();  // the stage is read before the next but one takes its place
+    __syncthreads();  // all warps have read the stage before the step after next overwrites it
   }
 
   softmax.finish();

@@ -1,8 +1,8 @@
-// Matrix products for few rows on Hopper: x [M, K] times weight [N, K]^T, both read along K.
+// GEMMs for few rows on Hopper: x [M, K] times weight [N, K]^T, both K-major.
 //
-// A block computes one tile (tiles.h) over one part of K. Stages of 64 elements of K come by TMA; a block starts to
-// fetch its weights before the kernel that writes x has ended. Tensor cores are used by mma.sync, whose
-// 16 rows fit few rows best, or by wgmma, which reads shared memory less often. Both have the same accumulators.
+// A block computes one tile (tiles.h) over one part of K. TMA loads stages of 64 elements of K; a block starts to load
+// its weights before the kernel that writes x has ended. Tensor cores are used by mma.sync, whose 16 rows fit few rows
+// best, or by wgmma, which reads shared memory less often. Both have the same accumulator layout.
 #include <cstdint>
 
 #include "common/cuda/activation.cuh"
@@ -26,9 +26,9 @@ struct Shape {
   static constexpr int kGroups = kTile.inner_groups;
   static constexpr int kGroupThreads = kThreads / kGroups;
   static constexpr int kWarpRows = kRows / kTile.warp_rows, kWarpColumns = kColumns / kTile.warp_columns;
-  static constexpr int kM = kWarpRows / 16, kN = kWarpColumns / 8;  // accumulators of a warp
+  static constexpr int kM = kWarpRows / 16, kN = kWarpColumns / 8;  // a warp's accumulators of 16 x 8
   static constexpr int kAhead = stages_ahead(kTile);
-  static constexpr int kSteps = kInner / 16 / kGroups;  // of a warp in a stage
+  static constexpr int kSteps = kInner / 16 / kGroups;  // steps of 16 elements of K per warp and stage
   static constexpr int kMemory = memory_of(kTile);
   static constexpr uint32_t kStageBytes = stage_bytes(kTile), kABytes = kRows * kInner * 2;
   static_assert(kWarpRows % 16 == 0 && kWarpColumns % 8 == 0 && kSteps * kGroups * 16 == kInner, "whole tiles");
@@ -36,16 +36,16 @@ struct Shape {
                 "room for the groups' sums");
 };
 
-// The copies of a block's stages, by one thread.
+// Starts the TMA loads of a block's stages; used by one thread.
 template <class S>
 struct StageCopies {
   const CUtensorMap *a_map, *b_map;
-  Mbarrier* full;   // of each slot
-  uint32_t tiles;   // the slots' address
-  int row, column;  // the first ones of the tile
+  Mbarrier* full;   // one for each slot
+  uint32_t tiles;   // the address of the slots
+  int row, column;  // the first row and column of the tile
   int start;        // the first stage of the part of K
 
-  // Stages are counted from the first one of the part.
+  // `stage` is relative to the first stage of the part.
   __device__ __forceinline__ void start_weights(int stage, int slot) const {
     full[slot].arrive_expect_tx(S::kStageBytes);
     tma_load(b_map, full[slot], tiles + slot * S::kStageBytes + S::kABytes, (start + stage) * kInner, column, 0, 0);
@@ -55,7 +55,7 @@ struct StageCopies {
   }
 };
 
-// Fetches the weights of the stages from `first` on into L2: the blocks of the first rows do, for all rows.
+// Prefetches the weights of the stages from `first` on into L2. Only the blocks of the first rows do this.
 template <class T, class S>
 __device__ __forceinline__ void prefetch_weights(const FewRowsProduct& p, int first_column, int start, int first,
                                                  int stages) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void prefetch_weights(const FewRowsProduct& p, int fi
   }
 }
 
-// The warp's sums over its steps of one stage.
+// Adds the products of the warp's steps of one stage to its sums, by mma.sync.
 template <class T, class S>
 __device__ __forceinline__ void multiply_stage(uint32_t a_tile, uint32_t b_tile, int group,
                                                float (&sums)[S::kM][S::kN][4]) {
@@ -88,12 +88,12 @@ __device__ __forceinline__ void multiply_stage(uint32_t a_tile, uint32_t b_tile,
 #pragma unroll
     for (int m = 0; m < S::kM; ++m)
 #pragma unroll
-      for (int n = 0; n < S::kN; ++n) multiply(sums[m][n], a[m], b[n], T{});
+      for (int n = 0; n < S::kN; ++n) mma_m16n8k16(sums[m][n], a[m], b[n], T{});
   }
 }
 
-// The same by the wgmmas of a warpgroup; those of the stage before have ended, these have not. `a_tile` are the
-// warpgroup's 64 rows, `b_tile` all columns.
+// The same by wgmma. On return the wgmmas of the previous stage are complete, those of this stage are in flight.
+// `a_tile` has the warpgroup's 64 rows, `b_tile` all columns.
 template <class T, class S>
 __device__ __forceinline__ void start_stage(uint32_t a_tile, uint32_t b_tile, int group, float (&sums)[S::kN * 4]) {
   const uint32_t first = static_cast<uint32_t>(group * S::kSteps) * kKMajorStep;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void start_stage(uint32_t a_tile, uint32_t b_tile, in
   wgmma_wait<1>();
 }
 
-// Adds the groups' sums to those of the first one, in order. True for threads of the first group.
+// Adds the sums of all groups to those of the first group, in order. Returns true for threads of the first group.
 template <class S>
 __device__ __forceinline__ bool add_groups(float* exchange, int group, float (&sums)[S::kM][S::kN][4]) {
   if constexpr (S::kGroups == 1) return true;
@@ -190,7 +190,7 @@ __device__ __forceinline__ void load_bias(const FewRowsProduct& p, int column, f
   }
 }
 
-// What a warp computes: its tile's first row and column, its own in the tile, its group, and its part of K.
+// What a warp computes: the tile's first row and column, the warp's own within the tile, its group, and its stages.
 struct Place {
   int row, column, warp_row, warp_column, group;
   int start, stages;
@@ -230,7 +230,7 @@ __device__ __forceinline__ void multiply_part(char* memory, const CUtensorMap* a
     for (int stage = 0; stage < ahead; ++stage) copies.start_weights(stage, stage);
   }
   __syncthreads();  // the barriers are initialized
-  wait_for_previous();
+  griddepcontrol_wait();
   if (copies_stages)
     for (int stage = 0; stage < ahead; ++stage) copies.start_rows(stage, stage);
   RingPosition<S::kStages> ring;
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(S::kThreads)
     product_kernel(const __grid_constant__ FewRowsProduct p, const __grid_constant__ CUtensorMap a_map,
                    const __grid_constant__ CUtensorMap b_map) {
   extern __shared__ __align__(1024) char memory[];
-  launch_dependents();
+  griddepcontrol_launch_dependents();
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int warp = warp_uniform(thread / 32), group = warp / (S::kGroupThreads / 32);
   const int place = warp % (S::kGroupThreads / 32);

@@ -1,4 +1,4 @@
-// Programmatic dependent launch, and the tensor core instructions of kernels for few rows.
+// Programmatic dependent launch, and wrappers of PTX instructions for the kernels for few rows. Names follow PTX.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,15 @@
 namespace fasttfm {
 namespace cuda {
 
-// Lets the stream's next kernel start as soon as every block of this one has got here, if it is a dependent launch.
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// Waits until the kernel before this one has ended, and what it wrote is visible; at once if this is not a dependent
-// launch. Every block calls it before it reads or writes a tensor of the chain, so that the kernels before that one
-// have ended, too.
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Lets the stream's next kernel, if it is a dependent launch, start when all blocks of this one have executed this.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+// Waits until the previous kernel has ended and its writes are visible; returns at once if this is not a dependent
+// launch. Every block calls it before it reads or writes a tensor of the chain, so all earlier kernels have ended, too.
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Launches a kernel that may start before the stream's last one has ended, if `dependent`.
+// Launches a kernel; if `dependent`, it may start before the previous kernel in the stream has ended.
 template <class... Parameters, class... Arguments>
 Status launch_after(bool dependent, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memory, void* stream,
                     const Arguments&... arguments) {
@@ -30,13 +31,13 @@ Status launch_after(bool dependent, void (*kernel)(Parameters...), dim3 grid, di
   return launch_as(config, kernel, arguments...);
 }
 
-// cp.async of 16 bytes, or zeros if not `wanted`; the address is read only if wanted, but must be valid.
-__device__ __forceinline__ void start_copy_if(bool wanted, uint32_t shared, const void* global) {
+// cp.async of 16 bytes, or of zeros if not `wanted`. The address is read only if wanted, but must be valid.
+__device__ __forceinline__ void cp_async_zfill(bool wanted, uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 16 : 0)
                : "memory");
 }
 
-// Fetches the 128 bytes around an address into L2.
+// Prefetches the 128 bytes around an address into L2.
 __device__ __forceinline__ void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
@@ -54,15 +55,15 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t* words, uint32_t
                : "memory");
 }
 
-// d [16, 8] += a [16, 16] b [16, 8], in fp32.
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t* b, bf16_t) {
+// mma.sync: d [16, 8] += a [16, 16] b [16, 8], in fp32.
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t* b, bf16_t) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
       " {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t* b, f16_t) {
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t* b, f16_t) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
       " {%0, %1, %2, %3};"

@@ -1,8 +1,8 @@
-// Inference over few tokens: matrix products of 1 to some hundred rows, the LayerNorm that adds up their partial sums,
-// and attention of short sequences. Kernels of one chain overlap: each starts while the one before it still runs,
-// fetches what does not depend on it (weights), and waits (programmatic dependent launch).
+// Inference over few tokens: GEMMs of 1 to some hundred rows, the LayerNorm that adds up their partial sums, and
+// attention of short sequences. Consecutive kernels overlap by programmatic dependent launch: each starts while the
+// previous one still runs, fetches what does not depend on it (weights), and then waits for it.
 //
-//   product      y = activation(x weight^T + bias)       x [M, K], weight [N, K]; or fp32 sums over parts of K
+//   product      y = activation(x weight^T + bias)       x [M, K], weight [N, K]; or fp32 partial sums (split-K)
 //   add_norm     z = residual + sum of parts + bias,  y = LayerNorm(z)
 //   attention    softmax(q k^T scale) v over packed sequences
 #pragma once
@@ -15,20 +15,21 @@
 
 namespace fasttfm {
 
-// `dependent`, of every launcher: not 0 if the last kernel of the stream is one of these three, of the same chain. Then
-// weights, biases and cu_seqlens are read before that kernel has ended; the chain's first kernel orders them.
+// `dependent`, in every struct: not 0 if the previous kernel in the stream is one of these three kernels. Then weights,
+// biases and cu_seqlens may be read before that kernel has ended. The first kernel of a chain is launched with 0, so
+// that it waits for the kernels that write them.
 struct FewRowsProduct {
   const void* x;       // [M, K], dtype, contiguous
   const void* weight;  // [N, K], dtype, contiguous
   const void* bias;    // [N], bias_dtype, or null for 0; null with parts
   void* y;             // [M, N], dtype, contiguous; null with parts
-  float* parts;        // [part_count, M, N]: sums over parts of K, or null
+  float* parts;        // [part_count, M, N]: the partial sums over K, or null
   int64_t rows;        // M
   int64_t columns;     // N
   int64_t inner;       // K
   int tile;            // index into few_rows::kTiles
-  int part_count;      // of K; 1 without parts
-  int activates;       // not 0 for the activation
+  int part_count;      // into how many parts K is split; 1 without parts
+  int activates;       // not 0 to apply the activation
   Activation activation;
   DType dtype;  // bf16 or f16
   DType bias_dtype;
@@ -59,13 +60,13 @@ struct FewRowsAddNorm {
 
 struct FewRowsAttention {
   const void* qkv;            // [T, 3, H, D], dtype, contiguous
-  void* out;                  // [T, H, D], dtype, contiguous: every row is written, 0 for those of no sequence
+  void* out;                  // [T, H, D], dtype, contiguous; rows after the last sequence are set to 0
   const int32_t* cu_seqlens;  // [sequences + 1]
   int64_t tokens;             // T
   int64_t sequences;
   int64_t heads;         // H
   int64_t head_dim;      // D: 32, 64 or 128
-  int64_t max_seqlen;    // no sequence is longer
+  int64_t max_seqlen;    // an upper bound of the sequences' lengths
   int64_t window_left;   // as in attention/op.h
   int64_t window_right;  //
   float scale;           // of the scores
@@ -76,7 +77,7 @@ struct FewRowsAttention {
   void* stream;
 };
 
-// The tile and the number of parts of K for the sizes of a product on a GPU with so many SMs; `partial` is not 0 if
+// The tile and the number of parts of K for a GEMM of these sizes on a GPU with `processors` SMs; `partial` is not 0 if
 // there may be several parts.
 int64_t few_rows_tile(int64_t rows, int64_t columns, int64_t inner, int64_t processors, int64_t partial);
 int64_t few_rows_parts(int64_t rows, int64_t columns, int64_t inner, int64_t processors, int64_t partial);

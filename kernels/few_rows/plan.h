@@ -1,5 +1,5 @@
-// Which tile a matrix product for few rows takes, and into how many parts it cuts K: an estimate of the time from the
-// sizes and the number of SMs. It depends on nothing else, so the same call always gives the same bits.
+// The tile of a GEMM for few rows and the number of parts into which K is split, chosen by an estimate of the time from
+// the sizes and the number of SMs. It depends on nothing else, so the same call always gives the same bits.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,9 @@ struct Plan {
   int parts;  // of K
 };
 
-// An estimate in picoseconds, fitted to measurements on an H200: what a stage costs a block, what each of its rows does
-// (1.75 times as much with mma.sync, which reads shared memory more often), and what each row costs all SMs together.
-// The sums of every part are written and read.
+// An estimate in picoseconds, fitted to measurements on an H200. A block spends kStage on each stage and kStageRow on
+// each of the stage's rows, 1.75 times as much with mma.sync, which reads shared memory more often. All SMs together
+// need at least kAllStageRow per row. Writing and reading a part's sums costs 1 per element.
 inline int64_t time_of(const Tile& tile, int parts, int64_t rows, int64_t columns, int64_t inner, int64_t processors) {
   constexpr int64_t kStage = 50'000, kStageRow = 1000, kAllStageRow = 12;
   const auto steps = [](int64_t count, int64_t step) { return (count + step - 1) / step; };
@@ -30,7 +30,7 @@ inline int64_t time_of(const Tile& tile, int parts, int64_t rows, int64_t column
   return product + parts * rows * columns;
 }
 
-// `partial`: whether parts of K are summed up by the kernel that follows.
+// `partial`: whether K may be split; the next kernel then adds up the parts.
 inline Plan plan_product(int64_t rows, int64_t columns, int64_t inner, int64_t processors, bool partial) {
   const int64_t stages = (inner + kInner - 1) / kInner;
   const int most = partial ? static_cast<int>(std::min<int64_t>(kMaxParts, stages)) : 1;
@@ -47,7 +47,7 @@ inline Plan plan_product(int64_t rows, int64_t columns, int64_t inner, int64_t p
   return best;
 }
 
-// Whether attention takes blocks of 16 queries whose warps share the keys: while these are at most two for each SM.
+// Whether attention uses blocks of 16 queries whose warps share the keys: if there are at most two such blocks per SM.
 inline bool splits_keys(int64_t sequences, int64_t heads, int64_t max_seqlen, int64_t processors) {
   return sequences * heads * ((max_seqlen + 15) / 16) <= 2 * processors;
 }

@@ -1,5 +1,5 @@
-// The tiles of the matrix products for few rows, and which element of a tile each thread moves or holds: plain index
-// arithmetic, the same on the host, where tests check it, and in kernels.
+// The tiles of the GEMMs for few rows, and which element of a tile each thread moves or holds: index arithmetic that
+// kernels and, in tests, the host compile.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,11 @@ namespace few_rows {
 
 constexpr int kInner = 64;      // elements of K in one stage: rows of 128 bytes
 constexpr int kChunk = 8;       // elements in 16 bytes
-constexpr int kTileChunks = 8;  // of a row of a stage
+constexpr int kTileChunks = 8;  // chunks in a row of a stage
 
-// A block computes rows x columns of the product. Its warps are inner_groups grids of warp_rows x warp_columns; each
-// grid computes the whole tile over its share of every stage, and the first one adds up their sums. With wgmma a warp
-// has 16 rows, and four of them are a warpgroup; otherwise warps use mma.sync. Stages come by TMA.
+// A block computes rows x columns of the result. Its warps form inner_groups grids of warp_rows x warp_columns. Each
+// grid computes the whole tile over its part of every stage, and the first one adds up their sums. With wgmma a warp
+// has 16 rows, and four warps are a warpgroup; otherwise warps use mma.sync. TMA loads the stages.
 struct Tile {
   int rows, columns;
   int warp_rows, warp_columns;
@@ -28,7 +28,7 @@ struct Tile {
   bool wgmma;
 };
 
-// Shared memory has room for one block of an SM: blocks of a kernel that starts early lie on different SMs.
+// Only one block fits into an SM's shared memory, so blocks of a kernel that starts early run on other SMs.
 constexpr Tile kTiles[] = {
     {16, 32, 1, 2, 4, 19, false}, {32, 32, 1, 2, 4, 14, false},  {32, 48, 1, 2, 4, 12, false},
     {64, 32, 2, 2, 2, 10, false}, {64, 48, 2, 2, 2, 9, false},   {64, 64, 2, 2, 2, 8, false},
@@ -40,13 +40,13 @@ constexpr int kTileCount = static_cast<int>(sizeof(kTiles) / sizeof(kTiles[0]));
 
 constexpr int threads_of(const Tile& tile) { return 32 * tile.warp_rows * tile.warp_columns * tile.inner_groups; }
 constexpr int stage_bytes(const Tile& tile) { return (tile.rows + tile.columns) * kInner * 2; }
-// How many stages are copied ahead: one is in use, and with wgmma the one before it, too.
+// How many stages are loaded ahead: one is in use, and with wgmma also the previous one.
 constexpr int stages_ahead(const Tile& tile) { return tile.stages - (tile.wgmma ? 2 : 1); }
 // Bytes of shared memory: the stages, and a barrier for each.
 constexpr int memory_of(const Tile& tile) { return tile.stages * (stage_bytes(tile) + 8); }
 
 // The byte offset of a 16-byte chunk in a tile whose rows have `chunks` chunks (4, 8 or 16). Chunks are permuted within
-// 128 bytes such that the same chunk of eight consecutive rows lies in different banks.
+// 128 bytes such that the same chunk of eight consecutive rows is in different banks.
 FASTTFM_HOST_DEVICE constexpr int chunk_offset(int row, int chunk, int chunks) {
   return (row * chunks + (chunk ^ (chunks >= 8 ? row & 7 : (row >> 1) & 3))) * 16;
 }

@@ -1,8 +1,8 @@
 // Casts to FP8 on Hopper. The rules are in reference.py.
 //
-// A block has a tile of 128 rows and 128 columns, a thread 8 x 8 elements of it: it reads 16 bytes of each row, writes
-// 8 FP8 numbers of each row, and transposes its elements in registers. By way of shared memory, columns of the tile are
-// then written 16 bytes at a time, 128 bytes of a column by 8 lanes.
+// A block computes a tile of 128 rows and 128 columns, a thread 8 x 8 elements of it. A thread reads 16 bytes of each
+// of its rows, writes 8 FP8 numbers of each, and transposes its elements in registers. The columns of the tile go
+// through shared memory, so that 8 lanes write 128 bytes of a column, 16 bytes each.
 #include <cstdint>
 #include <type_traits>
 
@@ -23,19 +23,20 @@ namespace {
 constexpr int kTile = 128;  // rows and columns
 constexpr int kBlock = 256;
 constexpr int kWarps = kBlock / 32;
-constexpr int kGroups = kTile / kVector;  // of 8 columns, or of 8 rows, in a tile
+constexpr int kGroups = kTile / kVector;  // groups of 8 columns, or of 8 rows, in a tile
 static_assert(kGroups * kGroups == kBlock, "a thread has 8 x 8 elements");
 
-// The activation's forward: a warp has 256 columns, a block 32 rows.
+// The activation's forward: a warp computes 256 columns, a block 32 rows.
 constexpr int kStripeColumns = 32 * kVector;
-constexpr int kStripeRows = 4;  // of a thread
+constexpr int kStripeRows = 4;  // rows per thread
 
 template <class T>
 constexpr bool kExact = sizeof(T) == 4;
 
-// ---- rounding --------------------------------------------------------------------------------------------------------
+// ---- rounding
+// --------------------------------------------------------------------------------------------------------
 
-// Finite values saturate (satfinite); x - x is NaN where x is infinite.
+// The conversion saturates finite values (satfinite); x - x makes infinite values NaN.
 __device__ __forceinline__ float scaled(float x, float scale) { return fmaf(x, scale, x - x); }
 
 template <bool E5M2>
@@ -57,20 +58,22 @@ __device__ __forceinline__ uint2 round_vector(const float (&x)[kVector], float s
   return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
 }
 
-// NaN is left out, as fmaxf does.
+// fmaxf ignores NaN.
 __device__ __forceinline__ float largest(const float (&x)[kVector], float so_far) {
 #pragma unroll
   for (int i = 0; i < kVector; ++i) so_far = fmaxf(so_far, fabsf(x[i]));
   return so_far;
 }
 
-// The order of magnitudes is that of their bits. Most blocks find a number that is large enough already.
+// Nonnegative fp32 numbers compare like their bits. The load avoids most atomics: usually *amax is large enough
+// already.
 __device__ __forceinline__ void record(float* amax, uint32_t value) {
   auto* bits = reinterpret_cast<unsigned*>(amax);
   if (value > *static_cast<volatile unsigned*>(bits)) atomicMax(bits, value);
 }
 
-// ---- transposition ---------------------------------------------------------------------------------------------------
+// ---- transposition
+// ---------------------------------------------------------------------------------------------------
 
 // 4 x 4 bytes: the i-th byte of the j-th word becomes the j-th byte of the i-th word.
 __device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
@@ -87,7 +90,7 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
 struct alignas(16) Columns {
   uint8_t byte[kTile * kTile];
 
-  // The thread's columns of 4 rows: `half` 0 or 1 of its 8.
+  // Writes the thread's columns of 4 of its 8 rows, the first or second `half`.
   __device__ __forceinline__ void put(const uint2 (&row)[4], int column_group, int row_group, int half) {
     uint32_t low[4], high[4];
 #pragma unroll
@@ -105,7 +108,7 @@ struct alignas(16) Columns {
     }
   }
 
-  // Writes the tile's columns to [C, P]. All threads of the block have put theirs.
+  // Writes the tile's columns to [C, P], after put() of all threads and a barrier.
   __device__ __forceinline__ void store(void* to, int64_t first_column, int64_t first_row, int64_t columns,
                                         int64_t padded) const {
 #pragma unroll
@@ -121,7 +124,7 @@ struct alignas(16) Columns {
   }
 };
 
-// Where a thread's elements are.
+// The position of a thread's elements.
 struct Place {
   int column_group, row_group;
   int64_t first_column, first_row;  // of the tile
@@ -142,9 +145,10 @@ __device__ __forceinline__ void store_rows(void* to, const Place& at, int r, int
     *reinterpret_cast<uint2*>(static_cast<uint8_t*>(to) + (at.row + r) * columns + at.column) = value;
 }
 
-// ---- kernels ---------------------------------------------------------------------------------------------------------
+// ---- kernels
+// ---------------------------------------------------------------------------------------------------------
 
-// Dropout of a thread's 8 columns, a row after the other.
+// Dropout of a thread's 8 columns, row by row.
 struct DroppedRows {
   const Fp8Cast& p;
   PhiloxKeys keys;
@@ -160,7 +164,7 @@ struct DroppedRows {
         draw(static_cast<uint32_t>(at.column / 16)),
         half(at.column_group % 2) {}
 
-  // Sets what is dropped in this row to 0, scales the rest, and goes on to the next row.
+  // Sets the dropped elements of this row to 0, scales the others, and advances to the next row.
   __device__ __forceinline__ void apply(float (&value)[kVector]) {
     const Draw drawn = philox_rounds(keys, 0, {{draw, position.token, position.sequence, 0}});
 #pragma unroll
@@ -348,7 +352,8 @@ __global__ void __launch_bounds__(kBlock, std::is_same_v<T, bf16_t> ? 3 : 2) gel
   }
 }
 
-// ---- launches --------------------------------------------------------------------------------------------------------
+// ---- launches
+// --------------------------------------------------------------------------------------------------------
 
 int64_t tiles(int64_t size) { return (size + kTile - 1) / kTile; }
 

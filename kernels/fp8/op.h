@@ -1,5 +1,5 @@
-// Casts to FP8 with one scale for a tensor, by themselves and with an activation; the rules are in reference.py. N rows
-// of C columns; P is N rounded up to a multiple of 16.
+// Casts to FP8 with one scale per tensor, without and with an activation; the rules are in reference.py. Tensors have N
+// rows and C columns; P is N rounded up to a multiple of 16.
 //
 // Bytes per element of 16-bit tensors: cast reads 2 and writes 2; the activation's forward reads 2 and writes 1, its
 // backward reads 4 and writes 3.
@@ -23,23 +23,23 @@ struct Fp8Cast {
   int64_t columns;     // C, a multiple of 16
   int64_t padded;      // P
   int64_t x_stride;
-  int e5m2;  // the format: e5m2, or e4m3 where it is 0
+  int e5m2;  // not 0 for e5m2, 0 for e4m3
   DType dtype;
   int device;
   void* stream;
-  // Dropout of x before the cast: see common/philox.h. Columns of packed tokens.
+  // Dropout of x before the cast, with the masks of packed tokens: see common/philox.h.
   const int64_t* seed;  // [1], or null for none
   const int32_t* cu_seqlens;
   int64_t sequences;
   int threshold;
-  float kept_scale;  // of the elements that are kept
+  float kept_scale;  // the factor of the elements that are kept
 };
 
-// Several fp32 matrices at once, by one launch.
+// Casts several fp32 matrices by one launch.
 struct Fp8CastMany {
   const int64_t* table;  // [count, 8] on the device; see Fp8CastRow
   int64_t count;
-  int64_t tiles;  // of all matrices: fp8_cast_tiles(rows, columns) each
+  int64_t tiles;  // the sum of fp8_cast_tiles(rows, columns) over all matrices
   int e5m2;
   int device;
   void* stream;
@@ -47,7 +47,7 @@ struct Fp8CastMany {
 
 // A row of the table; fasttfm/ops/fp8_native.py has the same fields in the same order.
 struct Fp8CastRow {
-  int64_t first_tile;  // the number of tiles of the matrices before
+  int64_t first_tile;  // the number of tiles of the matrices before it
   const float* x;      // [N, C], contiguous, both multiples of 16
   const float* scale;
   float* amax;
@@ -82,7 +82,7 @@ struct Fp8GeluBackward {
   float* amax;           // of dh
   void* as_rows;         // [N, C], FP8: dh
   void* as_columns;      // [C, P], FP8: dh
-  void* a_columns;       // [C, P], e4m3: the activation, computed again
+  void* a_columns;       // [C, P], e4m3: the recomputed activation
   void* dbias;           // [C], bias_dtype, or null if not needed
   float* workspace;      // fp8_gelu_workspace(rows, columns) floats; unused without dbias
   int64_t rows;

@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(GeluLayerNormBac
     row += rows.stride;
   }
   pass_missed_barriers<kExact<T> ? 2 : 1>(p.rows, rows);
-  wait_copies<0>();
+  cp_async_wait<0>();
   shares.store(p, memory.shares, columns);
 }
 

@@ -12,12 +12,13 @@ namespace {
 
 constexpr int64_t kBlock = kInt8Block, kPanel = kInt8Panel;
 
-// ---- rows of x -------------------------------------------------------------------------------------------------------
+// ---- rows of x
+// -------------------------------------------------------------------------------------------------------
 
 typedef uint8_t RegB __attribute__((vector_size(kRegisterLanes)));
 
-// Rounds to nearest, ties to even: of |x| up to 2^22 the sum's last bits are the number, in two's complement.
-// `flipped` has the signs' bits set.
+// Rounds to nearest, ties to even: for |x| up to 2^22 the low bits of the sum are the rounded integer in two's
+// complement. `flipped` is XORed to the bytes: 0x80 adds 128 to them.
 FASTTFM_KERNEL void store_rounded(int8_t* to, const Lanes& x, uint8_t flipped) {
   const Lanes shifted = x + broadcast(12582912.0f);  // 1.5 * 2^23
   for (int i = 0; i < kRegisters; ++i) {
@@ -26,7 +27,7 @@ FASTTFM_KERNEL void store_rounded(int8_t* to, const Lanes& x, uint8_t flipped) {
   }
 }
 
-// Numbers that are not finite make the row's scale NaN, and with it the row of y.
+// If a number of a row is not finite, the row's scale is NaN, and so is its row of y.
 FASTTFM_KERNEL void round_row(const Int8Linear& p, int64_t row) {
   int8_t* to = p.rounded + row * p.inner;
   if (row >= p.rows) {
@@ -54,7 +55,8 @@ FASTTFM_KERNEL void round_row(const Int8Linear& p, int64_t row) {
   }
 }
 
-// ---- products of 32 rows and 32 columns: c [32, 32] ------------------------------------------------------------------
+// ---- products of 32 rows and 32 columns: c [32, 32]
+// ------------------------------------------------------------------
 
 // `b` is two panels, each of inner * 16 bytes.
 void generic_products(const Int8Linear& p, const int8_t* a, const int8_t* b, int64_t, int rows, int32_t* c) {
@@ -71,8 +73,8 @@ void generic_products(const Int8Linear& p, const int8_t* a, const int8_t* b, int
 
 #if defined(__AVX512F__)
 
-// The instruction multiplies unsigned by signed numbers: those of a are 128 larger (round_row), and 128 times the
-// columns' sums are taken off.
+// dpbusd multiplies unsigned by signed bytes: round_row adds 128 to the bytes of a, and the sums start at -128 times
+// the columns' sums of b.
 template <int ROWS>
 __attribute__((target("avx512vnni"))) inline void vnni_rows(const Int8Linear& p, const int8_t* a, const int8_t* b,
                                                             int64_t first, int32_t* c) {
@@ -107,10 +109,10 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// In static memory: GCC's _tile_loadconfig says of the first bytes only that they are read.
+// In static memory, because GCC's _tile_loadconfig declares only the first bytes as read.
 const TileConfig kTiles;
 
-// Tiles 0 to 3 are c, 4 and 5 sixteen rows of a, 6 and 7 sixteen columns of b.
+// Tiles 0 to 3 hold c, 4 and 5 sixteen rows of a each, 6 and 7 sixteen columns of b each.
 __attribute__((target("amx-tile,amx-int8"))) void amx_products(const Int8Linear& p, const int8_t* a, const int8_t* b,
                                                                int64_t, int, int32_t* c) {
   _tile_zero(0);
@@ -138,7 +140,8 @@ __attribute__((target("amx-tile,amx-int8"))) void release_tiles() { _tile_releas
 
 #endif
 
-// ---- y ---------------------------------------------------------------------------------------------------------------
+// ---- y
+// ---------------------------------------------------------------------------------------------------------------
 
 inline Lanes to_floats(const int32_t* from) {
   Lanes out;
@@ -180,7 +183,7 @@ Status run(const Int8Linear& p, Products products, Activate activate) {
   parallel_items(blocks, p.threads, [&](int64_t block) {
     for (int64_t row = block * kBlock; row < (block + 1) * kBlock; ++row) round_row(p, row);
   });
-  // Few rows are divided by columns, so that every thread has something to do.
+  // If there are few blocks of rows, the columns are divided too, so that every thread has work.
   int64_t parts = (2 * p.threads + blocks - 1) / blocks;
   parts = parts < pairs ? parts : pairs;
   parallel_items(blocks * parts, p.threads, [&](int64_t item) {

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fasttfm.kernels.common import philox
 
-COUNTER = 0xFFFFFFFE  # the fourth word of a draw's counter: neither dropout nor the losses' samples use it
+COUNTER = 0xFFFFFFFE  # the fourth word of the Philox counter, which neither dropout nor the losses use
 
 
 def sample_tokens(
@@ -36,15 +36,15 @@ def sample_tokens(
 def advance(
     tokens: Tensor, positions: Tensor, ids: Tensor, active: Tensor, limits: Tensor, ends: Tensor, history: Tensor
 ) -> None:
-    """Gives each active sequence its token: ``ids`` is its last one, ``history`` has it at its position, and a sequence
-    is no longer active after one of its ``ends`` (-1 for none) or when it has ``limits`` tokens."""
+    """Appends its token to each active sequence, in ``ids`` and in ``history``, and makes the sequence inactive if the
+    token is one of its ``ends`` (-1 for none) or if it then has ``limits`` tokens."""
     ids.copy_(torch.where(active, tokens, ids))
     history.scatter_(1, positions.long()[:, None], ids[:, None])
     active &= (ids[:, None] != ends).all(1) & (positions + 1 < limits)
 
 
 def drawn(logits: Tensor, kept: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor) -> Tensor:
-    """The tokens of rows whose ``kept`` logits are known."""
+    """Draws the tokens from the ``kept`` logits; greedy rows take the largest of ``logits``."""
     running = (kept - kept.amax(dim=-1, keepdim=True)).exp().cumsum(dim=-1)
     target = uniform(seeds, positions)[:, None] * running[:, -1:]
     tokens = (~(running > target)).sum(dim=-1).clamp(max=logits.shape[-1] - 1)
@@ -58,7 +58,7 @@ def kept_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     count = z.shape[-1]
     last = torch.where((top_k > 0) & (top_k < count), top_k, count).long() - 1
     z = z.masked_fill(z < ordered.gather(1, last[:, None]), float("-inf"))
-    # The least z that is kept: the last of the order with less than p in front of it. Equal ones are kept together.
+    # The smallest z that is kept: the last in the order with a total probability below p before it. Ties are all kept.
     ordered = ordered.masked_fill(ordered < ordered.gather(1, last[:, None]), float("-inf"))
     weights = (ordered - ordered[:, :1]).exp()
     before = weights.cumsum(dim=-1) - weights

@@ -1,8 +1,8 @@
 """Tokens drawn from logits in Triton; the rules are in reference.py.
 
-One program per row, which goes over the row in chunks: it stays in the caches. The bounds of top_k and top_p are found
-two bits at a time, in 16 passes each, as the largest value for which a count (a sum) over the row is large enough:
-exact, and without a sort. Greedy rows and rows without these bounds take no such pass.
+Each row has one program, which reads it in chunks, several times from L2. The thresholds of top_k and top_p are found
+by a radix search, two bits per pass in 16 passes each: the largest value for which a count (or a sum of probabilities)
+over the row is large enough. This is exact and needs no sort. Rows without top_k and top_p skip these passes.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from fasttfm.kernels.common.launch import on_device
 from fasttfm.kernels.common.triton.philox import philox
 
 _COUNTER = tl.constexpr(0xFFFFFFFE)
-_LINES, _COLUMNS = 32, 256  # of a chunk
+_LINES, _COLUMNS = 32, 256  # the shape of a chunk
 _NUM_WARPS = 16
 
 
 @triton.jit
 def _ordered(z):
-    """uint32 that compare as the numbers do."""
+    """Maps fp32 numbers to uint32 in the same order."""
     bits = z.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _chunk(row, start, V, inverse, LINES: tl.constexpr, COLUMNS: tl.constexpr):
-    """The ids of a chunk, and its logits over the temperature; -inf after the end."""
+    """The token ids of a chunk and its logits divided by the temperature, -inf after the end of the row."""
     tokens = start + tl.arange(0, LINES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     return tokens, tl.load(row + tokens, mask=tokens < V, other=float("-inf")).to(tl.float32) * inverse
 
 
 @triton.jit
 def _largest(row, V, inverse, LINES: tl.constexpr, COLUMNS: tl.constexpr):
-    """The largest logit over the temperature, and the first token that has it."""
+    """The largest logit divided by the temperature, and the first token that has it."""
     best = tl.full([LINES, COLUMNS], float("-inf"), tl.float32)
     words = tl.zeros([LINES, COLUMNS], tl.int32)
     for start in range(0, V, LINES * COLUMNS):
@@ -49,13 +49,13 @@ def _largest(row, V, inverse, LINES: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _higher(bound, step, part):
-    """The bound with ``part`` (1 to 3) as its next two bits, of 16 steps from the highest bits on."""
+    """The bound with ``part`` (1 to 3) as its bits 31 - 2 * step and 30 - 2 * step."""
     return bound | (tl.full([], part, tl.uint32) << (30 - 2 * step)).to(tl.uint32)
 
 
 @triton.jit
 def _kth(row, V, inverse, k, LINES: tl.constexpr, COLUMNS: tl.constexpr):
-    """The k-th largest number as ``_ordered`` gives it: two bits in a pass."""
+    """The k-th largest number, mapped by ``_ordered``."""
     bound = tl.full([], 0, tl.uint32)
     for step in range(16):
         first, second, third = _higher(bound, step, 1), _higher(bound, step, 2), _higher(bound, step, 3)
@@ -76,7 +76,7 @@ def _kth(row, V, inverse, k, LINES: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _weight(row, V, inverse, best, least, above, LINES: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of exp(z - best) over numbers of at least ``least`` and above ``above``, chunk by chunk."""
+    """The sum of exp(z - best) over the numbers that are at least ``least`` and above ``above``."""
     total = 0.0
     for start in range(0, V, LINES * COLUMNS):
         _, z = _chunk(row, start, V, inverse, LINES, COLUMNS)
@@ -87,7 +87,7 @@ def _weight(row, V, inverse, best, least, above, LINES: tl.constexpr, COLUMNS: t
 
 @triton.jit
 def _nucleus(row, V, inverse, best, least, p, LINES: tl.constexpr, COLUMNS: tl.constexpr):
-    """The largest bound for which the numbers above it weigh at least p of all: those are kept, without it."""
+    """The largest bound such that the numbers above it have at least the probability p; only these are kept."""
     above = tl.full([], 0, tl.uint32)
     enough = p * _weight(row, V, inverse, best, least, above, LINES, COLUMNS)
     for step in range(16):
@@ -110,12 +110,12 @@ def _nucleus(row, V, inverse, best, least, p, LINES: tl.constexpr, COLUMNS: tl.c
 
 @triton.jit
 def _picked(weights, tokens, before, target):
-    """The first token of a chunk at which the running sum, which begins with ``before``, exceeds the target."""
+    """The first token of a chunk at which the running sum, starting at ``before``, exceeds the target."""
     lines = tl.sum(weights, axis=1)
     numbers = tl.arange(0, weights.shape[0])
     running = before + tl.cumsum(lines, axis=0)
     line = tl.min(tl.where((running > target) & (lines > 0.0), numbers, weights.shape[0]), axis=0)
-    line = tl.minimum(line, tl.max(tl.where(lines > 0.0, numbers, 0), axis=0))  # where rounding has left none
+    line = tl.minimum(line, tl.max(tl.where(lines > 0.0, numbers, 0), axis=0))  # if, by rounding, no line exceeds it
     at_line = (numbers == line)[:, None]
     passed = before + tl.sum(tl.where(numbers < line, lines, 0.0), axis=0)
     values = tl.sum(tl.where(at_line, weights, 0.0), axis=0)
@@ -134,7 +134,7 @@ def sample_tokens_kernel(
     top_k,  # int32 [B]
     top_p,  # fp32 [B]
     chosen,  # int64 [B]
-    ids,  # int64 [B] or unused, as all that follow
+    ids,  # int64 [B]; this and the next four pointers are unused if ENDS is 0
     active,  # bool [B]
     limits,  # int32 [B]
     ends,  # int64 [B, ENDS]
@@ -142,7 +142,7 @@ def sample_tokens_kernel(
     V,
     stride,
     history_stride,
-    ENDS: tl.constexpr,  # 0: no sequences to go on with
+    ENDS: tl.constexpr,  # stop tokens per sequence; 0 without sequences
     LINES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):

@@ -1,5 +1,5 @@
-// A stack of transformer layers over few tokens, forward, without dropout and without a backward: seven kernels a layer
-// that overlap (few_rows/op.h), on memory that is laid out in regions.h.
+// The forward of a stack of transformer layers over few tokens, for inference: seven overlapping kernels per layer
+// (few_rows/op.h). regions.h lays out the memory.
 #pragma once
 
 #include <algorithm>
@@ -74,7 +74,7 @@ class FewRowsForward {
   }
   float* parts() const { return static_cast<float*>(scratch(baseline::transformer::kForwardWorkspace)); }
 
-  // The first kernel starts after everything before it in the stream.
+  // The first kernel is not dependent: it waits for all earlier work in the stream.
   template <class Launcher, class Params>
   void step(Launcher launcher, Params params) {
     params.dtype = call_.dtype;

@@ -224,7 +224,7 @@ def test_a_gpt_from_a_corpus(
     assert after["loss"] < before["loss"], metrics
     assert models.OpenAIGPTLMHeadModel.from_pretrained(student).config.n_layer == 1
     call = ("distill", "--recipe", "distilbert", "--teacher", gpt_directory, "--soft-targets", "masked")
-    assert stopped(capsys, call)[1].endswith("expected those of all tokens of a GPT, which masks none, got masked")
+    assert stopped(capsys, call)[1].endswith("expected all tokens for a GPT, which has no masked tokens, got masked")
 
 
 def test_a_tinybert_in_two_stages(wordpiece: Tokenizer, corpus: Path, tmp_path: Path) -> None:

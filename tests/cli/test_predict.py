@@ -152,7 +152,7 @@ def test_a_bad_line_leaves_no_file(
     with pytest.raises(SystemExit) as error:
         predicted(trained["pair"][0], tmp_path / "a.txt", "--output", tmp_path / "b.csv")
     assert error.value.code == 1
-    assert "a.txt, line 2: expected two texts with a tabulator between them" in capsys.readouterr().err
+    assert "a.txt, line 2: expected two texts with a tab between them" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 

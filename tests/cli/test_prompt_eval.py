@@ -155,7 +155,7 @@ def test_bleu_and_rouge() -> None:
         ('{"input": "a"}', 'line 1: expected an object with the texts "input" and "output"'),
         ('{"input": "a", "output": []}', "line 1: expected an object"),
         ('{"input": "a", "output": "b", "choices": ["c"]}', 'line 1: expected "output" among "choices", got b'),
-        ("", "expected examples, one object a line, got none"),
+        ("", "expected examples, one object per line, got none"),
     ],
 )
 def test_lines_that_are_no_examples(line: str, sentence: str, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_sentences_say_what_is_wrong(
     assert "--model: expected the model that made the vectors" in refused(capsys, *vectors, "--query", "a")
     query = ("--query", "a", "--model", bert_directory, "--device", "cpu")
     assert "--top: expected a number from 1 on, got 0" in refused(capsys, *vectors, *query, "--top", 0)
-    assert "vectors of 128 numbers, as the queries have, got 64" in refused(
+    assert "vectors of the queries' width 128, got 64" in refused(
         capsys, *vectors, *query, "--pooling", "mean,max"
     )
     (tmp_path / "texts.txt").write_text("a\nb\n")

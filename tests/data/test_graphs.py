@@ -56,7 +56,7 @@ def test_an_edge_file(graph: ConceptGraph) -> None:
     ("text", "message"),
     [
         ("", "expected edges, one a line, got none"),
-        ("AtLocation\tcup\n", "line 1: expected relation, head, tail and a weight or none, divided by tabulators"),
+        ("AtLocation\tcup\n", "line 1: expected relation, head, tail and a weight or none, separated by tabs"),
         ("IsA\ta\tb\nIsA\ta\t \t1\n", "line 2: expected relation, head, tail"),
         ("IsA\ta\tb\theavy\n", "line 1: expected a weight from 0 on, got 'heavy'"),
         ("IsA\ta\tb\t-1\n", "line 1: expected a weight from 0 on, got '-1'"),

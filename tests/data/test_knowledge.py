@@ -48,7 +48,7 @@ def test_triples(tmp_path: Path) -> None:
     again = read_triples(tmp_path / "graph.tsv", entities=["Pequod", "Ahab", "Ishmael"], relations=["sails"])
     assert again.triples.tolist() == [[1, 0, 0], [2, 0, 0]]
     for row, message in (
-        ("Ahab\tsails", "line 1: expected a head, a relation and a tail, divided by tabulators, got 'Ahab"),
+        ("Ahab\tsails", "line 1: expected a head, a relation and a tail, separated by tabs, got 'Ahab"),
         ("Ahab\t \tPequod", "line 1: expected a head, a relation and a tail"),
         ("", "expected triples, one a line, got none"),
     ):

@@ -361,7 +361,7 @@ def test_files_of_vectors(tmp_path: Path) -> None:
     torch.testing.assert_close(read, vectors, atol=1e-6, rtol=0)
     for text, message in (
         ("", "line 1: expected the number of lines that follow, got an empty file"),
-        ("2\na\t0\nb 1\n", "line 3: expected a name, a tabulator and a number"),
+        ("2\na\t0\nb 1\n", "line 3: expected a name, a tab and a number"),
         ("2\na\t0\nb\t0\n", "line 3: expected a number below 2 that no other line has, got 0"),
         ("2\na\t0\n", "expected 2 names, got none with the number 1"),
     ):
@@ -370,7 +370,7 @@ def test_files_of_vectors(tmp_path: Path) -> None:
             read_names(tmp_path / "names")
     for text, message in (
         ("1\t2\n3\n", "line 2: expected 2 finite numbers, as in line 1, got 1"),
-        ("1\tx\n", "line 1: expected numbers, divided by tabulators"),
+        ("1\tx\n", "line 1: expected numbers, separated by tabs"),
         ("", "expected a vector a line, got none"),
     ):
         (tmp_path / "vectors").write_text(text)

@@ -99,7 +99,7 @@ def test_explain(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main([*command, *asked]) == 0
     assert "kettle --AtLocation--> kitchen" in capsys.readouterr().out
     assert main([*command, "--question", "Where is it?", "--choices", "kitchen", "xyzzy"]) == 0
-    assert "no path joins the question to this answer" in capsys.readouterr().out
+    assert "no path connects the question with this answer" in capsys.readouterr().out
 
 
 def test_explain_refuses_in_words(trained: Path, bert_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

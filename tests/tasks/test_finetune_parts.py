@@ -122,7 +122,7 @@ def test_what_is_above_frozen_layers_has_the_same_gradients(model_directory: Pat
 def test_shared_layers_cannot_be_frozen_one_by_one(wordpiece: Tokenizer, tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
     config = models.AlbertConfig(vocab_size=wordpiece.vocab_size, embedding_size=16, **sizes)
-    with pytest.raises(ValueError, match="expected a model with parameters of its own in each layer, got shared ones"):
+    with pytest.raises(ValueError, match="expected a model whose layers do not share parameters, got shared ones"):
         freeze(models.AlbertForSequenceClassification(config), 1)
 
 

@@ -333,9 +333,9 @@ def test_a_tenth_is_held_out_where_nothing_else_is_there(tmp_path: Path) -> None
 
 
 def test_examples_without_labels_teach_nothing(bert_directory: Path) -> None:
-    with pytest.raises(DataError, match="expected a label for every example to learn from"):
+    with pytest.raises(DataError, match="expected a label for every training example"):
         prepare("classify", bert_directory, [TextExample("a", None, None)])
-    with pytest.raises(DataError, match="expected examples to learn from, got none"):
+    with pytest.raises(DataError, match="expected training examples, got none"):
         prepare("tag", bert_directory, [])
 
 

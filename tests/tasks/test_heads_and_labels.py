@@ -133,7 +133,7 @@ def test_numbers_are_not_classes(bert_directory: Path) -> None:
 def test_truncation_is_counted(tuned: Path) -> None:
     examples = [*labelled("peace", "war"), TextExample("war " * 30, None, "war"), TextExample("a", "an " * 40, "war")]
     model, task = prepare("classify", tuned, examples, max_length=16)
-    expected = "2 of 6 examples have more than 16 tokens, the longest 44, and are truncated: 44 tokens are not read"
+    expected = "2 of 6 examples have more than 16 tokens, the longest 44, and are truncated: 44 tokens are ignored"
     assert FineTuning(model, task, examples, FinetuneSettings()).truncation == expected
     assert truncation(task.features(examples[:4]), 16) is None
 

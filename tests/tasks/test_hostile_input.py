@@ -313,7 +313,7 @@ CASES: list[tuple[str, str, int, str]] = [
     )),
     (FINETUNE, "--dev empty.txt", 1, "empty.txt: expected a header line and examples, got an empty file"),
     (FINETUNE, "--test column.tsv", 1, "column.tsv"),
-    (GENERATE, "--shots empty.txt", 1, "empty.txt: expected examples, one object a line, got none"),
+    (GENERATE, "--shots empty.txt", 1, "empty.txt: expected examples, one object per line, got none"),
     (GENERATE, "--shots binary.jsonl", 1, "binary.jsonl, line 1: expected UTF-8 text"),
     (GENERATE, "--shots folder", 1, "folder"),
     (GENERATE, "--template x", 2, "template: expected {input} once"),

@@ -149,11 +149,11 @@ def test_what_is_not_read_is_told(saved: dict[str, tuple[Path, Any, Any]]) -> No
     predictor = tasks.load(saved["classify"][0], device="cpu")
     with pytest.warns(UserWarning, match=r"1 of 3 examples do not fit into 40 tokens and are truncated: 62 tokens"):
         predictor(["war", "war " * 100, "peace"])
-    with pytest.warns(UserWarning, match="2 of 3 examples have no token"):
+    with pytest.warns(UserWarning, match="2 of 3 examples have no tokens"):
         assert len(predictor(["", " ", "war"])) == 3
     tagger = tasks.load(saved["tag"][0], device="cpu")
     words = ["war", "\u200b", *["army"] * 90]
-    with pytest.warns(UserWarning, match="^1 words have no token and get the most frequent tag$"):
+    with pytest.warns(UserWarning, match="^1 words have no tokens and get the most frequent tag$"):
         result = tagger([words])[0]
     assert len(result.tags) == len(result.probabilities) == 92
     assert [index for index, each in enumerate(result.probabilities) if each is None] == [1]

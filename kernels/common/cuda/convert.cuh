@@ -73,9 +73,9 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Starts a cp.async copy of one vector to shared memory, which is complete after wait_copies<N>() in the same thread.
+// Starts a cp.async copy of one vector to shared memory, which is complete after cp_async_wait<N>() in the same thread.
 template <class T>
-__device__ __forceinline__ void start_copy(uint32_t shared, const T* global) {
+__device__ __forceinline__ void cp_async(uint32_t shared, const T* global) {
 #pragma unroll
   for (int offset = 0; offset < static_cast<int>(sizeof(Packed<T>)); offset += 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared + offset),
@@ -83,10 +83,10 @@ __device__ __forceinline__ void start_copy(uint32_t shared, const T* global) {
                  : "memory");
 }
 // cp.async.commit_group: the copies since the last call form a group.
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most PENDING of the thread's latest groups are in flight.
 template <int PENDING>
-__device__ __forceinline__ void wait_copies() {
+__device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 

@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) norm_backward_kernel(Params p) {
     row += rows.stride;
   }
   pass_missed_barriers<1>(p.rows, rows);
-  wait_copies<0>();
+  cp_async_wait<0>();
   float* part = p.workspace + static_cast<int64_t>(blockIdx.x) * columns;
   if (p.dweight != nullptr) store_part<S>(dweight, memory.shares, part, columns);
   if constexpr (kCenter)

@@ -170,16 +170,16 @@ struct RowRing {
       for (int v = 0; v < S::kVectors; ++v) {
         if (!in_row<S>(v, columns)) continue;
         int tensor = 0;
-        (start_copy(first + static_cast<uint32_t>(sizeof(Packed<T>)) * S::kBlock * (tensor++ * S::kVectors + v),
-                    walks.vector + vector_offset<S>(v)),
+        (cp_async(first + static_cast<uint32_t>(sizeof(Packed<T>)) * S::kBlock * (tensor++ * S::kVectors + v),
+                  walks.vector + vector_offset<S>(v)),
          ...);
       }
     }
-    commit_copies();
+    cp_async_commit();
     (walks.next(), ...);
   }
 
-  __device__ __forceinline__ void wait() { wait_copies<kRowStages - 1>(); }
+  __device__ __forceinline__ void wait() { cp_async_wait<kRowStages - 1>(); }
 
   __device__ __forceinline__ const Packed<T>& at(int slot, int tensor, int v) const {
     return vector[slot][tensor][v][threadIdx.x];

@@ -5,7 +5,7 @@
   fasttfm transe --data train.tsv --test test.tsv --output kg
   fasttfm transe --graph conceptnet.tsv --output kg         for finetune --graph conceptnet.tsv --graph-vectors kg
 
-A line of --data has head, relation and tail, divided by tabulators. A line of --graph is an edge as finetune --graph
+A line of --data has head, relation and tail, separated by tabs. A line of --graph is an edge as finetune --graph
 reads it: relation, head, tail and, if there is one, a weight, which TransE ignores. The output directory holds
 entity2id.txt, entity2vec.vec, relation2id.txt and relation2vec.vec in the format of OpenKE and of ERNIE's released
 knowledge embeddings, and metrics.json. Hits@10 and mean rank are filtered: a test fact's head or tail is ranked among

@@ -1,6 +1,6 @@
 """Graphs of concepts: ConceptNet-like edge files, vectors of their concepts, and the paths between two concepts.
 
-An edge file has one edge a line: relation, head, tail and, if there is one, its weight, divided by tabulators.
+An edge file has one edge a line: relation, head, tail and, if there is one, its weight, separated by tabs.
 ``AtLocation<TAB>cup<TAB>kitchen<TAB>2.0``. Words of a concept are joined by underscores; ConceptNet's own spellings
 (``/r/AtLocation``, ``/c/en/cup``) are read too.
 """
@@ -111,7 +111,7 @@ def read_graph(path: str | Path) -> ConceptGraph:
             continue
         fields = line.split("\t")
         if len(fields) not in (3, 4) or not all(field.strip() for field in fields):
-            expected = "relation, head, tail and a weight or none, divided by tabulators"
+            expected = "relation, head, tail and a weight or none, separated by tabs"
             raise data_error(path, expected, f"{line[:60]!r}", line=number)
         relation, head, tail = fields[0].strip().removeprefix("/r/"), *(concept_name(field) for field in fields[1:3])
         weight = _weight(path, number, fields[3]) if len(fields) == 4 else 1.0

@@ -1,6 +1,6 @@
 """Knowledge graphs and the texts that mention their entities.
 
-triples     .tsv, a line ``head<TAB>relation<TAB>tail`` for each fact; names are any texts without tabulators
+triples     .tsv, a line ``head<TAB>relation<TAB>tail`` for each fact; names are any texts without tabs
 mentions    JSONL, a line for each text: {"text": "Ahab sails the Pequod.", "entities": [{"start": 0, "end": 4,
             "entity": "Ahab"}, ...]}, with characters from ``start`` up to ``end``
 
@@ -87,7 +87,7 @@ def read_triples(
             continue
         parts = [part.strip() for part in text.split("\t")]
         if len(parts) != 3 or not all(parts):
-            raise data_error(path, "a head, a relation and a tail, divided by tabulators", f"{text!r:.80}", line=line)
+            raise data_error(path, "a head, a relation and a tail, separated by tabs", f"{text!r:.80}", line=line)
         head, relation, tail = parts
         triples[number(0, head, line), number(1, relation, line), number(0, tail, line)] = None
     if not triples:

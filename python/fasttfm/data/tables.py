@@ -1,6 +1,6 @@
 """``Table``: rows with named columns from CSV, TSV, JSON and parquet files and from folders of ``datasets``.
 
-    .tsv                    columns separated by tabulators; nothing is quoted
+    .tsv                    columns separated by tabs; nothing is quoted
     .csv                    columns separated by commas, or by semicolons where the first line has no comma; quoted
     .jsonl, .json           an object a line; a list of objects
     .parquet                needs pyarrow; class labels have the names that the ``datasets`` library stored with them

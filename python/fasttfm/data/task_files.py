@@ -208,7 +208,7 @@ def read_conll(path: str | Path, columns: Columns = BY_NAME) -> list[TagExample]
     of CoNLL-2000 and 2003, CoNLL-U (form and universal part of speech), and KLUE's names (a syllable a line).
 
     Args:
-        path: The file; columns are divided by tabulators or by spaces. ``-DOCSTART-`` lines are left out, and of
+        path: The file; columns are separated by tabs or by spaces. ``-DOCSTART-`` lines are left out, and of
             CoNLL-U comments, ranges of words and empty nodes.
         columns: ``text`` and ``label`` are the columns of words and tags, by number, or by name in CoNLL-U.
     """
@@ -231,7 +231,7 @@ def read_conll(path: str | Path, columns: Columns = BY_NAME) -> list[TagExample]
                 words, tags = [], []
             continue
         if len(row) != width or width < 2:
-            expected = "a word and a tag" if width < 2 else f"{width} columns, as in the lines before"
+            expected = "a word and a tag" if width < 2 else f"{width} columns, as in the previous lines"
             raise data_error(path, expected, f"{' '.join(row)[:60]!r}", line=number)
         if row[word].strip() and not (is_conllu and not row[0].isdigit()):
             words.append(row[word])

@@ -1,7 +1,7 @@
 """Files of entities and their vectors, in the format of OpenKE and of the knowledge embeddings released with ERNIE.
 
 entity2id.txt    the number of entities, then a line ``name<TAB>number`` for each of them
-entity2vec.vec   a line for each number: the entity's vector, its elements divided by tabulators
+entity2vec.vec   a line for each number: the entity's vector, its elements separated by tabs
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_names(path: Path) -> list[str]:
     for number, line in enumerate(lines[1:], 2):
         name, tab, id = line.rpartition("\t")
         if not tab or not id.strip().isdigit() or not name:
-            raise _error(path, number, "a name, a tabulator and a number", f"{line!r:.80}")
+            raise _error(path, number, "a name, a tab and a number", f"{line!r:.80}")
         if int(id) >= count or names[int(id)] is not None:
             expected = f"a number below {count} that no other line has"
             raise _error(path, number, expected, id.strip())
@@ -58,7 +58,7 @@ def read_vectors(path: Path) -> Tensor:
         try:
             values = np.array(line.split(), dtype=np.float32)
         except ValueError:
-            raise _error(path, number + 1, "numbers, divided by tabulators", f"{line!r:.60}") from None
+            raise _error(path, number + 1, "numbers, separated by tabs", f"{line!r:.60}") from None
         if len(values) != rows.shape[1] or not np.isfinite(values).all():
             raise _error(path, number + 1, f"{rows.shape[1]} finite numbers, as in line 1", f"{len(values)}")
         rows[number] = values

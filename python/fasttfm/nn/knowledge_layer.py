@@ -28,7 +28,7 @@ from fasttfm.nn.packed_transformer import PackedTransformer
 from fasttfm.nn.parts import packed_residual_norm, product
 from fasttfm.nn.plain import is_plain
 from fasttfm.ops import checks, linear
-from fasttfm.ops.knowledge_block import SEEDS, Alignment, KnowledgeOptions, knowledge_block, whole_head_dim
+from fasttfm.ops.knowledge_block import SEEDS, Alignment, KnowledgeOptions, knowledge_block, padded_head_dim
 from fasttfm.ops.transformer_block import BlockParameters
 
 _NAME = "KnowledgeLayer"
@@ -203,10 +203,10 @@ class KnowledgeLayer(PackedLayer):
         assert self.entity_out is not None
         attention_p, p, _ = self.rates()
         head_dim = self.entity_width // self.entity_heads
-        whole = whole_head_dim(head_dim, entities)
+        padded = padded_head_dim(head_dim, entities)
         qkv = self.entity_qkv(entities).unflatten(-1, (3, self.entity_heads, head_dim))
         context = ops.attention(
-            functional.pad(qkv, (0, whole - head_dim)) if whole > head_dim else qkv,
+            functional.pad(qkv, (0, padded - head_dim)) if padded > head_dim else qkv,
             scale=head_dim**-0.5,
             cu_seqlens=aligned.cu_seqlens,
             max_seqlen=aligned.max_seqlen,

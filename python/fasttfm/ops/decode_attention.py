@@ -1,4 +1,4 @@
-"""``decode_attention``: one new token of each sequence attends to a cache of keys and values, and is added to it."""
+"""``decode_attention``: attention of one new token of each sequence to a KV cache, to which the token is appended."""
 
 from __future__ import annotations
 
@@ -49,17 +49,18 @@ def decode_attention(
         k, v: ``[B, Hk, D]``. Hk divides H: each key/value head serves H / Hk query heads.
         key_cache, value_cache: ``[B, room, Hk, D]``, changed in place, with any strides: views of ``[B, Hk, room, D]``
             are read fastest.
-        lengths: int32 ``[B]``: tokens of each sequence in the cache before the call. The new one goes to that row. They
-            are not validated on a GPU: a length outside ``[0, room)`` counts as the nearest one inside.
+        lengths: int32 ``[B]``: the number of tokens of each sequence in the cache before the call, and so the row of
+            the new token. Not validated on a GPU: a length outside ``[0, room)`` is clamped.
         window: How many tokens before itself a token attends to; None for all.
         scale: The factor of the scores; 1 / sqrt(D) by default.
-        arrived: int32 ``[B, Hk]`` of zeros, which are zeros again afterwards: room that the GPU kernel needs, made by
-            each call where it is not given. Calls that run at the same time must not share it.
-        overlap: On GPUs from sm_90 on, lets the kernel start while the kernel before it runs, and the next one so too.
-        backend: Requests one backend; by default the first that can serve the call does.
+        arrived: int32 ``[B, Hk]`` of zeros: counters of the GPU kernel, which resets them to 0. By default each call
+            allocates them. Calls that run at the same time must not share them.
+        overlap: On GPUs from sm_90 on, lets the kernel start before the previous kernel has ended, and the next kernel
+            before this one has (programmatic dependent launch).
+        backend: Requests one backend; by default the first that supports the call.
 
     Returns:
-        ``[B, H, D]`` in q's type, contiguous. It has no gradient.
+        ``[B, H, D]`` in q's dtype, contiguous. It has no gradient.
     """
     _check(q, k, v, key_cache, value_cache, lengths, arrived)
     left = _left(window)
@@ -147,8 +148,8 @@ def _forward_triton(*given: Any) -> Tensor:
     return out
 
 
-def _appended(attend: Any) -> Any:
-    """A forward that first writes the new tokens into the caches."""
+def _append_first(attend: Any) -> Any:
+    """A forward that writes the new tokens into the caches and then calls ``attend``."""
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, _: Any, *options: Any
@@ -164,7 +165,7 @@ def _appended(attend: Any) -> Any:
 def _attend_cpu(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, left: int, scale: float
 ) -> Tensor:
-    """The core's attention of one query, over caches that have the new tokens."""
+    """The core's attention of one query per sequence, over caches that contain the new tokens."""
     tokens = (reference.last_row(keys, lengths) + 1).int()
     options: dict[str, Any] = {"window": None if left < 0 else (left, 0), "scale": scale, "lengths_k": tokens}
     out = attention(q[:, None], keys, values, **options, backend="cpu")
@@ -187,8 +188,8 @@ def _refuse_triton(q: Tensor) -> str | None:
 TABLE = BackendTable(
     OP,
     (
-        Backend("cpu", _native.missing, _refuse_cpu, _appended(_attend_cpu)),
+        Backend("cpu", _native.missing, _refuse_cpu, _append_first(_attend_cpu)),
         Backend("triton", triton_absent, _refuse_triton, _forward_triton),
-        Backend("reference", always, lambda *_: None, _appended(reference.decode_attention)),
+        Backend("reference", always, lambda *_: None, _append_first(reference.decode_attention)),
     ),
 )

@@ -1,4 +1,4 @@
-"""``decode_linear``: a linear layer of few rows with the LayerNorm, activation and residual addition around it."""
+"""``decode_linear``: a linear layer for few rows, fused with LayerNorm, activation and residual addition."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def decode_linear(
     overlap: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """``activation(LayerNorm(x) weight^T + bias) + residual``, for inference with few rows: a decoding step's.
+    """``activation(LayerNorm(x) weight^T + bias) + residual``, for inference with few rows, as in a decoding step.
 
     Args:
-        x: ``[..., K]``, fp32, bf16 or fp16 (fp64 on the reference backend), in the weight's type or another.
+        x: ``[..., K]``, fp32, bf16 or fp16 (fp64 on the reference backend); its dtype may differ from the weight's.
         weight: ``[N, K]``.
         bias: ``[N]``.
-        norm_weight, norm_bias: ``[K]``: LayerNorm's parameters. Its result is rounded to the weight's type.
+        norm_weight, norm_bias: ``[K]``: LayerNorm's parameters. Its result is rounded to the weight's dtype.
         eps: Added to LayerNorm's variance; None for no LayerNorm.
-        activation: A name out of ``ops.ACTIVATIONS``; None for none.
+        activation: A key of ``ops.ACTIVATIONS``; None for none.
         residual: ``[..., N]``.
-        dtype: The result's; by default the weight's.
-        overlap: On GPUs from sm_90 on, lets the kernel load its parameters while the kernel before it runs. The kernels
-            before it must not write them.
-        backend: Requests one backend; by default the first that can serve the call does.
+        dtype: The dtype of the result; by default the weight's.
+        overlap: On GPUs from sm_90 on, lets the kernel load its parameters before the previous kernel has ended
+            (programmatic dependent launch). That kernel must not write them.
+        backend: Requests one backend; by default the first that supports the call.
 
     Returns:
-        ``[..., N]``, whose rows begin at multiples of 16 elements. It has no gradient.
+        ``[..., N]``, whose rows start at multiples of 16 elements. It has no gradient.
     """
     _check(x, weight, bias, norm_weight, norm_bias, eps, residual)
     kind = _activation(activation)

@@ -54,16 +54,16 @@ def embedding(
         segment_table: ``[segments, C]`` of the same type, or None.
         position_ids: In ``ids``'s shape; by default a token's index in its own sequence.
         segment_ids: In ``ids``'s shape; by default 0.
-        layer_norm: Normalises also where neither weight nor bias is given; with either of them it always does.
+        layer_norm: Whether to normalise without weight and bias; with either of them it always does.
         weight: LayerNorm's, ``[C]``, of any precision; None for 1.
         bias: LayerNorm's, ``[C]``; None for 0.
         eps: Added to the variance.
-        p: Probability of dropout, taken in steps of 1/256.
+        p: The dropout probability, rounded to a multiple of 1/256.
         cu_seqlens: int32 ``[sequences + 1]``: sequence i is made of the tokens from cu_seqlens[i] to cu_seqlens[i + 1].
         padding_idx: A row of the word table that gets no gradient.
-        dtype: The output's type, by default the tables': bf16 from fp32 tables is usual in training.
+        dtype: The dtype of the output, by default the tables'. In training, bf16 from fp32 tables is usual.
         seed: int64 ``[1]``; by default drawn from torch's generator. The same seed drops the same elements.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call.
 
     Returns:
         ``[..., S, C]`` or ``[T, C]``, contiguous.
@@ -132,7 +132,7 @@ def _check_indices(ids: Any, position_ids: Any, segment_ids: Any, cu_seqlens: An
         position_ids is None and tables["position_table"] is not None and ids.shape[-1] > len(tables["position_table"])
     ):
         most = len(tables["position_table"])
-        raise checks.bad_value(OP, "ids", f"at most {most} tokens, as position_table has rows", ids.shape[-1])
+        raise checks.bad_value(OP, "ids", f"at most {most} tokens, the rows of position_table", ids.shape[-1])
 
 
 def _check_options(
@@ -161,7 +161,7 @@ def _check_options(
 
 
 def _check_values(tables: reference.Triple, indices: reference.Triple, cu_seqlens: Tensor | None) -> None:
-    """Checks values: on the CPU here; on a GPU in the kernels, because it would synchronize."""
+    """Validates indices on the CPU. On a GPU the kernels do, because reading the values here would synchronize."""
     ids = indices[0]
     if ids.is_cuda:
         return
@@ -184,8 +184,8 @@ def _check_values(tables: reference.Triple, indices: reference.Triple, cu_seqlen
 
 
 class _Embedding(OpFunction):
-    """Saved are inputs, the seed and two numbers a token. The sum of the rows is looked up again in the backward: that
-    reads as much as a stored sum, and nothing has to be written for it."""
+    """Saves the inputs, the seed and two numbers per token. The backward looks up the sum of the rows again: that reads
+    as many bytes as a saved sum would, and the forward does not have to write it."""
 
     op = OP
     instead = "torch.nn.functional.embedding and layer_norm"

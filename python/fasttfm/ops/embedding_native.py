@@ -32,7 +32,7 @@ def _row_fields(
     layer_norm: bool,
     p: float,
 ) -> dict[str, Any]:
-    """The fields that both directions share. What they point to must outlive the call: the caller holds it."""
+    """The fields that forward and backward share. The caller keeps the tensors alive that they point to."""
     ids = indices[0]
     threshold = philox.threshold(p)
     return {
@@ -108,7 +108,7 @@ def backward_cpu(
         mean=statistics.data_ptr(),
         rstd=statistics.data_ptr() + 4 * count,
         dx=dx.data_ptr(),
-        positions=positions.data_ptr(),  # 0 for an empty tensor: not needed
+        positions=positions.data_ptr(),  # an empty tensor's is 0: not needed
         dweight=sums[0].data_ptr(),
         dbias=sums[1].data_ptr(),
         workspace=workspace.data_ptr(),
@@ -128,7 +128,7 @@ def backward_cpu(
 
 
 def _table_gradient(dx: Tensor, table: Tensor, indices: Tensor | None, excluded: int | None) -> Tensor:
-    """The sum of dx [N, C] over the tokens of each row of ``table``; without indices all are row 0's."""
+    """The sum of dx [N, C] over the tokens of each row of ``table``; without indices all tokens belong to row 0."""
     count, columns = dx.shape
     indices = torch.zeros(count, dtype=torch.int64) if indices is None else indices
     dtable = torch.empty_like(table, memory_format=torch.contiguous_format)
@@ -152,7 +152,7 @@ def _table_gradient(dx: Tensor, table: Tensor, indices: Tensor | None, excluded:
 def _contiguous(
     tables: reference.Triple, indices: reference.Triple, cu_seqlens: Tensor | None
 ) -> tuple[Any, Any, Tensor | None]:
-    """Tables, int64 indices and cu_seqlens as kernels read them; themselves where they are that already."""
+    """Contiguous tables, int64 indices and int32 cu_seqlens, copied only if they are not already."""
     return (
         tuple(_native.as_parameter(table, tables[0].dtype) for table in tables),
         tuple(_native.as_parameter(given, torch.int64) for given in indices),
@@ -187,7 +187,7 @@ def refuse_gpu(
 
 
 def _whole_vectors(parameter: Tensor | None) -> Tensor | None:
-    """A parameter as kernels read it: 16 bytes at a time."""
+    """A contiguous parameter whose address is a multiple of 16 bytes, as the kernels load 16 bytes at a time."""
     return None if parameter is None else aligned(parameter.contiguous())
 
 

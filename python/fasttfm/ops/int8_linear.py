@@ -1,4 +1,4 @@
-"""Linear layers with 8-bit products on a CPU, for inference: kernels/int8_linear/op.h has the formula."""
+"""Linear layers with int8 GEMMs on a CPU, for inference: kernels/int8_linear/op.h has the formula."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from fasttfm.kernels.common.activation import CODES
 from fasttfm.ops import checks
 
 _NAME = "int8_linear"
-_PANEL, _GROUP = 16, 4  # columns of a panel, and numbers of K that are together
-_BLOCK, _STEP = 32, 64  # N and K are padded to multiples
+_PANEL, _GROUP = 16, 4  # the layout of a weight: panels of 16 columns, groups of 4 elements of K
+_BLOCK, _STEP = 32, 64  # N and K are padded to multiples of these
 PRODUCTS = ("generic", "vnni", "amx")
 
 
 class Int8Weight(NamedTuple):
-    """A weight ``[N, K]`` as the kernel reads it, made once by ``pack_int8``."""
+    """A weight ``[N, K]`` in the kernel's layout, which ``pack_int8`` computes."""
 
     panels: Tensor  # int8 [N / 16, K / 4, 16, 4]
     sums: Tensor  # int32 [N]
     scales: Tensor  # fp32 [N]
     bias: Tensor | None  # fp32 [N]
-    shape: tuple[int, int]  # of the weight
+    shape: tuple[int, int]  # of the weight, without padding
 
 
 def pack_int8(weight: Tensor, bias: Tensor | None = None) -> Int8Weight:
-    """Rounds each row of a weight to int8, with a scale of its own (per-channel quantisation)."""
+    """Rounds a weight to int8 with one scale per row (per-channel quantisation)."""
     checks.check_floating(_NAME, "weight", weight)
     rows, columns = weight.shape
     exact = weight.detach().to("cpu", torch.float32)
@@ -43,12 +43,12 @@ def pack_int8(weight: Tensor, bias: Tensor | None = None) -> Int8Weight:
 
 
 def int8_linear(x: Tensor, weight: Int8Weight, *, activation: str | None = None, products: str | None = None) -> Tensor:
-    """``activation(x @ weight.T + bias)`` with rows of ``x`` rounded to int8: fp32 ``[..., N]``. Without gradients.
+    """``activation(x @ weight.T + bias)`` with the rows of ``x`` rounded to int8: fp32 ``[..., N]``, without gradient.
 
     Args:
         x: fp32 ``[..., K]`` on the CPU.
-        activation: A name out of ``ops.ACTIVATIONS``' values.
-        products: One of ``PRODUCTS``; by default the fastest that the CPU has. All give the same bits.
+        activation: One of the values of ``ops.ACTIVATIONS``.
+        products: One of ``PRODUCTS``; by default the fastest that the CPU supports. All give the same bits.
     """
     checks.check_floating(_NAME, "x", x)
     rows, columns = weight.shape

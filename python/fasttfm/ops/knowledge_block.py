@@ -1,9 +1,10 @@
 """A layer over tokens and entities as one autograd node: nn/knowledge_layer.py has the equations.
 
-Each stream's attention block is ``transformer_block``'s. The fusion is one GEMM with two inputs for all tokens: a
-token's row is followed by its entity's, or by zeros, and so are the weights' rows; the activation is in the epilogue of
-that GEMM. Its output has two parts again, of which entities take the rows of aligned tokens. Multiplying the zeros
-costs less than sorting the tokens: ERNIE-base's rows have 768 columns for the token and 104 for the entity.
+Each stream's attention block is ``transformer_block``'s. The fusion is one GEMM for all tokens: a token's row is
+concatenated with its entity's row, or with zeros, and the weights of both streams are concatenated likewise. The GEMM's
+epilogue applies the activation. The next GEMM's output again has the columns of both streams; entities take the rows of
+their tokens. Multiplying the zeros costs less than sorting the tokens: ERNIE-base's rows have 768 columns for the token
+and 104 for the entity.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from fasttfm.ops.transformer_block import (
     separate_seeds,
 )
 
-_VECTOR = 8  # GEMMs and attention are fast for sizes that are multiples of it
-_LEAST_HEAD_DIM = 16
+_VECTOR = 8  # GEMMs and attention are fast if sizes are multiples of it
+_MIN_HEAD_DIM = 16
 _GPU_HEAD_DIMS = (64, 128)  # of the fastest kernels
 _COUNT = len(BlockParameters._fields)
 SEEDS = 6  # three for the tokens, three for the entities
@@ -44,7 +45,7 @@ class KnowledgeOptions(NamedTuple):
 
 
 class Alignment(NamedTuple):
-    """Where the sequences of both streams begin, and which tokens have an entity."""
+    """The sequence boundaries of both streams, and the positions of the tokens that have an entity."""
 
     cu_seqlens: Tensor  # int32 [sequences + 1]
     entity_cu_seqlens: Tensor  # int32 [sequences + 1]
@@ -64,16 +65,16 @@ class Attended(NamedTuple):
 class Fusion(NamedTuple):
     """The parameters of the fusion."""
 
-    up: Tensor  # [I, C + E + filling]
+    up: Tensor  # [I, C + E + padding]
     bias: Tensor | None  # [I]
-    down: Tensor  # [C + E + filling, I], or [C, I] where there is no output for entities
+    down: Tensor  # [C + E + padding, I], or [C, I] if there is no output for entities
 
 
 class Fused(NamedTuple):
     """What the fusion saves for its backward."""
 
-    rows: Tensor | None  # [T, C + E + filling]; None where the backward computes them again
-    left: Tensor  # of the activation: gelu_product's PRODUCT or DERIVATIVE
+    rows: Tensor | None  # [T, C + E + padding]; None if the backward recomputes them
+    left: Tensor  # for the activation's backward: gelu_product's PRODUCT or DERIVATIVE
     a: Tensor | None
     z: Tensor
     statistics: Tensor
@@ -89,13 +90,13 @@ def knowledge_block(
     options: KnowledgeOptions,
     parameters: tuple[BlockParameters, BlockParameters],
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs a layer over tokens ``x`` [T, C] and ``entities`` [A, E], of one type.
+    """Runs a layer over tokens ``x`` [T, C] and ``entities`` [A, E], of the same dtype.
 
     Args:
-        seeds: int64 ``[6]``: of attention and the two blocks of the tokens, then of the entities; None where nothing is
-            dropped.
-        parameters: Of the tokens and of the entities. In the latter, ``up_weight`` is [I, E], ``down_weight`` [E, I],
-            and ``qkv_weight`` is None where entities do not attend to each other.
+        seeds: int64 ``[6]``: the dropout seeds of attention and of the two blocks, first the tokens', then the
+            entities'; None without dropout.
+        parameters: The tokens' and the entities' parameters. In the latter, ``up_weight`` is [I, E], ``down_weight``
+            [E, I], and ``qkv_weight`` is None if entities do not attend to each other.
 
     Returns:
         Both streams; None for the entities of the last layer.
@@ -110,7 +111,7 @@ def knowledge_block(
 
 
 class _Forward:
-    """The forward pass, a step at a time."""
+    """The forward pass."""
 
     def __init__(
         self, x: Tensor, entities: Tensor, where: Alignment, seeds: tuple[Seeds, Seeds], options: KnowledgeOptions
@@ -120,7 +121,8 @@ class _Forward:
     def run(
         self, own: tuple[BlockParameters, BlockParameters], fusion: Fusion, kept: str
     ) -> tuple[Tensor, Tensor | None, tuple[Attended, Attended, Fused] | None]:
-        """Both streams and, if ``kept``, what the backward reads in addition to inputs and parameters."""
+        """Returns both streams and, unless ``kept`` is NOTHING, what the backward reads in addition to inputs and
+        parameters."""
         where, options, seeds = self.where, self.options, self.seeds
         tensors = (self.x, self.entities, *where, *seeds[0], *seeds[1], *own[0], *own[1])
         self.attention, self.add_norm = bypass_dispatcher(tensors, attention_forward_op, add_norm_forward_op)
@@ -136,7 +138,7 @@ class _Forward:
     def _attend(
         self, x: Tensor, cu_seqlens: Tensor, seeds: Seeds, options: BlockOptions, own: BlockParameters, width: int
     ) -> tuple[Tensor, Attended]:
-        """``LN(x + Attention(x))``; heads may be filled up with zeros."""
+        """``LN(x + Attention(x))``; heads may be padded with zeros."""
         product = linear.matmul(x, own.qkv_weight.t(), own.qkv_bias)
         qkv = product.view(len(x), 3, options.heads, -1)
         call = attention_options(qkv, cu_seqlens, seeds[0], options, width // options.heads)
@@ -150,9 +152,9 @@ class _Forward:
         self, y1: Tensor, e1: Tensor, own: tuple[BlockParameters, BlockParameters], fusion: Fusion, kept: str
     ) -> tuple[Tensor, Tensor | None, Fused]:
         """``LN(w~ + W_t' h + b_t')`` and ``LN(e~ + W_e' h + b_e')``"""
-        where, (options, of_entities, last) = self.where, self.options
+        where, (options, entity_options, last) = self.where, self.options
         width, entity_width = y1.shape[1], e1.shape[1]
-        rows = _side_by_side(y1, e1, where.positions, fusion.up.shape[1])
+        rows = _concat_aligned(y1, e1, where.positions, fusion.up.shape[1])
         a, left = gelu_product.forward_op(rows, fusion.up, fusion.bias, options.activation, kept, options.backend)
         both = linear.matmul(a, fusion.down.t())
         norm = (own[0].norm_b_weight, own[0].norm_b_bias, own[0].down_bias)
@@ -165,8 +167,8 @@ class _Forward:
             return y, None, fused
         branch = both[:, width : width + entity_width].index_select(0, where.positions)
         norm = (own[1].norm_b_weight, own[1].norm_b_bias, own[1].down_bias)
-        dropout = dropout_arguments(where.entity_cu_seqlens, self.seeds[1][2], of_entities.p_b)
-        e, z, statistics = self.add_norm(branch, e1, *norm, *dropout, of_entities.eps_b, self.keep, options.backend)
+        dropout = dropout_arguments(where.entity_cu_seqlens, self.seeds[1][2], entity_options.p_b)
+        e, z, statistics = self.add_norm(branch, e1, *norm, *dropout, entity_options.eps_b, self.keep, options.backend)
         return y, e, fused._replace(entity_z=z, entity_statistics=statistics)
 
 
@@ -228,17 +230,17 @@ class _KnowledgeBlock(OpFunction):
 
 
 class _Stream(BlockBackward):
-    """The backward of one stream's blocks. The fusion's two weights are one matrix each for both streams."""
+    """The backward of one stream's blocks, without the GEMMs of the fusion, whose weights both streams share."""
 
     def norm_b(self, dy: Tensor, z: Tensor, statistics: Tensor, dropout: Any) -> tuple[Tensor, Tensor]:
-        """The gradients of both terms of the block's sum."""
+        """The gradients of both terms of the residual sum."""
         return self._add_norm(("norm_b_weight", "norm_b_bias", "down_bias"), dy, None, z, statistics, dropout)
 
     def fused_activation(self, dbranch: Tensor, inner: Inner) -> tuple[Tensor, Tensor]:
         return self._activation(dbranch, inner)
 
     def fused_weight(self, name: str, dy: Tensor, x: Tensor) -> Tensor | None:
-        """The gradient of both streams' weight."""
+        """The gradient of the concatenated weight of both streams."""
         self._weight(name, dy, x)
         return self.gradients.pop(name, None)
 
@@ -268,7 +270,7 @@ class _Backward:
         dy: Tensor | None,
         de: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of w~ and e~; ``given`` is the layer's input of entities."""
+        """The gradients of w~ and e~; ``given`` are the entities that the layer reads."""
         where, tokens, entities, last = self.where, self.tokens, self.entities, self.options.last
         width, entity_width = saved.z.shape[1], given.shape[1]
         dropout = dropout_arguments(where.cu_seqlens, self.seeds[0][2], self.options.tokens.p_b)
@@ -280,7 +282,7 @@ class _Backward:
             assert saved.entity_statistics is not None
             dropout = dropout_arguments(where.entity_cu_seqlens, self.seeds[1][2], self.options.entities.p_b)
             dstream_e, dbranch_e = entities.norm_b(de, saved.entity_z, saved.entity_statistics, dropout)
-            dbranch = _side_by_side(dbranch, dbranch_e, where.positions, self.parameters.down.shape[0])
+            dbranch = _concat_aligned(dbranch, dbranch_e, where.positions, self.parameters.down.shape[0])
         elif not last:
             dbranch = functional.pad(dbranch, (0, self.parameters.down.shape[0] - width))
         rows = self._rows(saved, attended, entity_attended, given) if saved.rows is None else saved.rows
@@ -291,27 +293,27 @@ class _Backward:
         return linear.add_matmul(dstream, dh, up[:, :width]), de1
 
     def _rows(self, saved: Fused, attended: Attended, entity_attended: Attended, given: Tensor) -> Tensor:
-        """The input of the fusion, computed again."""
+        """Recomputes the input of the fusion."""
         assert attended.z is not None
         y1 = self.tokens.norm_a(attended.z).to(saved.left.dtype)
         e1 = given if entity_attended.z is None else self.entities.norm_a(entity_attended.z).to(given.dtype)
-        return _side_by_side(y1, e1, self.where.positions, self.parameters.up.shape[1])
+        return _concat_aligned(y1, e1, self.where.positions, self.parameters.up.shape[1])
 
     def _products(self, dbranch: Tensor, rows: Tensor, inner: Inner, width: int, entity_width: int) -> Tensor:
-        """The gradient in front of the activation; those of the fusion's parameters go to their streams."""
+        """The gradient of the activation's input. The gradients of the fusion's parameters go to their streams."""
         tokens, entities, last = self.tokens, self.entities, self.options.last
-        own, wanted, of_entities = tokens.own, tokens.wanted, entities.wanted
+        own, wanted, entity_wanted = tokens.own, tokens.wanted, entities.wanted
         fused: dict[str, Any] = {"up_weight": self.parameters.up, "up_bias": self.parameters.bias}
         tokens.own = own._replace(**fused, down_weight=self.parameters.down)
         names = ("up_weight", "up_bias", "down_weight")
-        needed: Any = {name: bool(getattr(wanted, name) or getattr(of_entities, name)) for name in names}
+        needed: Any = {name: bool(getattr(wanted, name) or getattr(entity_wanted, name)) for name in names}
         tokens.wanted = wanted._replace(**needed)
         dh, a = tokens.fused_activation(dbranch, inner)
         dbias = tokens.gradients.pop("up_bias", None)
         ddown, dup = tokens.fused_weight("down_weight", dbranch, a), tokens.fused_weight("up_weight", dh, rows)
         tokens.own, tokens.wanted = own, wanted
         end = width + entity_width
-        for stream, needed, columns in ((tokens, wanted, slice(width)), (entities, of_entities, slice(width, end))):
+        for stream, needed, columns in ((tokens, wanted, slice(width)), (entities, entity_wanted, slice(width, end))):
             if needed.up_bias and dbias is not None:
                 stream.gradients["up_bias"] = dbias
             if needed.up_weight and dup is not None:
@@ -330,7 +332,7 @@ class _Backward:
         dqkv = stream.attention(dout, attended.qkv, attended.out, attended.lse, call)
         dx, _ = stream.qkv(dqkv, x, dstream)
         if attended.qkv.shape[-1] > head_dim:
-            _cut_heads(stream.gradients, options.heads, attended.qkv.shape[-1], head_dim)
+            _unpad_heads(stream.gradients, options.heads, attended.qkv.shape[-1], head_dim)
         return dx
 
 
@@ -340,8 +342,8 @@ def _both_seeds(seeds: Tensor | None, options: KnowledgeOptions) -> tuple[Seeds,
     return separate_seeds(seeds[:3], options.tokens), separate_seeds(seeds[3:], options.entities)
 
 
-def _side_by_side(x: Tensor, entities: Tensor, positions: Tensor, columns: int) -> Tensor:
-    """[T, columns]: each token's row, its entity's, and zeros."""
+def _concat_aligned(x: Tensor, entities: Tensor, positions: Tensor, columns: int) -> Tensor:
+    """[T, columns]: each token's row, then its entity's row or zeros, then zeros."""
     width = x.shape[1]
     rows = x.new_zeros(len(x), columns)
     rows[:, :width].copy_(x)
@@ -355,57 +357,57 @@ def _side_by_side(x: Tensor, entities: Tensor, positions: Tensor, columns: int) 
 def _in_type(
     given: tuple[BlockParameters, BlockParameters], x: Tensor, options: KnowledgeOptions, *, copies: bool
 ) -> tuple[tuple[BlockParameters, BlockParameters], Fusion]:
-    """The operands of GEMMs in x's type, heads of entities filled up, and those of the fusion.
+    """The operands of GEMMs in x's dtype, with the heads of entities padded, and the concatenated ones of the fusion.
 
     Args:
-        copies: Whether the optimizer's may be used, as in transformer_block.
+        copies: Whether the optimizer's low-precision copies may be used, as in transformer_block.
     """
     names = ("qkv_weight", "qkv_bias", "out_weight", "up_weight", "down_weight")
     cast = linear.in_type([getattr(each, name) for each in given for name in names], x.dtype, copies=copies)
     tokens = given[0]._replace(**dict(zip(names, cast[:5], strict=True)))
     entities = given[1]._replace(**dict(zip(names, cast[5:], strict=True)))
-    filling = -(tokens.up_weight.shape[1] + entities.up_weight.shape[1]) % _VECTOR
+    padding = -(tokens.up_weight.shape[1] + entities.up_weight.shape[1]) % _VECTOR
     up, down = [tokens.up_weight, entities.up_weight], [tokens.down_weight, entities.down_weight]
-    if filling:
-        up.append(x.new_zeros(len(up[0]), filling))
-        down.append(x.new_zeros(filling, len(up[0])))
+    if padding:
+        up.append(x.new_zeros(len(up[0]), padding))
+        down.append(x.new_zeros(padding, len(up[0])))
     biases = [each for each in (given[0].up_bias, given[1].up_bias) if each is not None]
     bias = biases[0] + biases[1] if len(biases) == 2 else next(iter(biases), None)
     fusion = Fusion(torch.cat(up, 1), bias, tokens.down_weight if options.last else torch.cat(down))
     head_dim = entities.up_weight.shape[1] // options.entities.heads
-    if entities.qkv_weight is not None and (whole := whole_head_dim(head_dim, x)) > head_dim:
-        entities = _fill_heads(entities, options.entities.heads, whole)
-    unused: Any = {"up_weight": None, "down_weight": None}  # the fusion's replace them
+    if entities.qkv_weight is not None and (padded := padded_head_dim(head_dim, x)) > head_dim:
+        entities = _pad_heads(entities, options.entities.heads, padded)
+    unused: Any = {"up_weight": None, "down_weight": None}  # replaced by the fusion's
     return (tokens._replace(**unused), entities._replace(**unused)), fusion
 
 
-def whole_head_dim(head_dim: int, x: Tensor) -> int:
-    """The head dim that attention's kernels take: 25 of ERNIE-base is filled up with zeros."""
+def padded_head_dim(head_dim: int, x: Tensor) -> int:
+    """The head dim that attention's kernels support: ERNIE-base's 25 is padded with zeros."""
     if x.is_cuda:
-        for whole in _GPU_HEAD_DIMS:
-            if head_dim <= whole:
-                return whole
-    return max(_LEAST_HEAD_DIM, head_dim + -head_dim % _VECTOR)
+        for padded in _GPU_HEAD_DIMS:
+            if head_dim <= padded:
+                return padded
+    return max(_MIN_HEAD_DIM, head_dim + -head_dim % _VECTOR)
 
 
-def _fill_heads(own: BlockParameters, heads: int, whole: int) -> BlockParameters:
-    """The parameters of attention with zeros up to the head dim ``whole``."""
+def _pad_heads(own: BlockParameters, heads: int, padded: int) -> BlockParameters:
+    """Pads the parameters of attention with zeros to the head dim ``padded``."""
     width = own.qkv_weight.shape[1]
-    more = whole - width // heads
+    more = padded - width // heads
     weight = functional.pad(own.qkv_weight.view(3 * heads, -1, width), (0, 0, 0, more)).view(-1, width)
     bias = None if own.qkv_bias is None else functional.pad(own.qkv_bias.view(3 * heads, -1), (0, more)).view(-1)
     out = functional.pad(own.out_weight.view(width, heads, -1), (0, more)).view(width, -1)
     return own._replace(qkv_weight=weight, qkv_bias=bias, out_weight=out)
 
 
-def _cut_heads(gradients: dict[str, Tensor], heads: int, whole: int, head_dim: int) -> None:
-    """Leaves the zeros out of the gradients of attention's parameters."""
+def _unpad_heads(gradients: dict[str, Tensor], heads: int, padded: int, head_dim: int) -> None:
+    """Removes the padding from the gradients of attention's parameters."""
     width = heads * head_dim
-    for name, shape in (("qkv_weight", (3 * heads, whole, width)), ("qkv_bias", (3 * heads, whole))):
+    for name, shape in (("qkv_weight", (3 * heads, padded, width)), ("qkv_bias", (3 * heads, padded))):
         if name in gradients:
             found = gradients[name].view(shape)[:, :head_dim]
             gradients[name] = found.reshape(3 * width, *found.shape[2:])
     if "out_weight" in gradients:
         gradients["out_weight"] = (
-            gradients["out_weight"].view(width, heads, whole)[..., :head_dim].reshape(width, width)
+            gradients["out_weight"].view(width, heads, padded)[..., :head_dim].reshape(width, width)
         )

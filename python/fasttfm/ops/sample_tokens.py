@@ -1,4 +1,4 @@
-"""``sample_tokens``: the next token of each sequence from its logits, the most likely one or one drawn."""
+"""``sample_tokens``: the next token of each sequence from its logits, greedily or by sampling."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ OP = "sample_tokens"
 
 
 class Sequences(NamedTuple):
-    """Sequences that are decoded together, changed in place: an active one gets its token, and ends with one of its
-    ``ends`` or when it has ``limits`` tokens."""
+    """The state of sequences that are decoded together, changed in place. Each active sequence gets its token, and
+    becomes inactive if that is one of its ``ends`` or if it then has ``limits`` tokens."""
 
-    ids: Tensor  # int64 [B]: the last token; stays where a sequence is not active
+    ids: Tensor  # int64 [B]: the last token, unchanged for inactive sequences
     active: Tensor  # bool [B]
-    limits: Tensor  # int32 [B]: tokens of a whole sequence at most
-    ends: Tensor  # int64 [B, a power of two]; -1 for none
-    history: Tensor  # int64 [B, room]: tokens at their positions
+    limits: Tensor  # int32 [B]: the maximum length of the sequence, prompt included
+    ends: Tensor  # int64 [B, a power of two], padded with -1
+    history: Tensor  # int64 [B, room]: each token at its position
 
 
 def sample_tokens(
@@ -47,18 +47,18 @@ def sample_tokens(
     sequences: Sequences | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """A token for each row of logits. What is drawn depends only on the row's own seed and position: a sequence gets
-    the same tokens in every batch. Nothing synchronizes with the GPU.
+    """Returns a token for each row of logits. A drawn token depends only on the row's own logits, seed and position, so
+    a sequence gets the same tokens in every batch. Does not synchronize with the GPU.
 
     Args:
         logits: ``[B, V]``, fp32, bf16 or fp16 (fp64 on the reference backend).
         seeds: int64 ``[B]``.
         positions: int32 or int64 ``[B]``: the token's position in its sequence.
         temperature: fp32 ``[B]``, divides the logits; 0 takes the most likely token.
-        top_k: int32 ``[B]``: only the k most likely tokens are kept; 0 for all.
-        top_p: fp32 ``[B]``: of these the most likely ones up to this total probability; 1 for all.
-        sequences: The sequences that get the tokens, changed in place: the rest of a decoding step.
-        backend: Requests one backend; by default the first that can serve the call does.
+        top_k: int32 ``[B]``: only the k most likely tokens are kept; 0 keeps all.
+        top_p: fp32 ``[B]``: of these, the most likely ones up to this total probability; 1 keeps all.
+        sequences: The state of the sequences, to which the tokens are appended in place.
+        backend: Requests one backend; by default the first that supports the call.
 
     Returns:
         int64 ``[B]``.
@@ -105,9 +105,7 @@ def _check_sequences(sequences: Any, logits: Tensor) -> None:
         table = name in ("ends", "history")
         if tensor.dim() != 1 + table or tensor.shape[0] != rows or tensor.stride(-1) != 1:
             expected = f"({rows}, any)" if table else f"({rows},)"
-            raise checks.bad_value(
-                OP, argument, f"shape {expected}, elements of a row next to each other", tensor.shape
-            )
+            raise checks.bad_value(OP, argument, f"shape {expected} with contiguous rows", tensor.shape)
         checks.check_device(OP, argument, tensor, like=logits)
     count = sequences.ends.shape[1]
     if count < 1 or count & (count - 1) or not sequences.ends.is_contiguous():
@@ -142,8 +140,8 @@ def _forward_triton(*given: Any) -> Tensor:
     return tokens
 
 
-def _advancing(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A forward that gives sequences what ``draw`` draws."""
+def _then_advance(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A forward that calls ``draw`` and then appends its tokens to the sequences."""
 
     def forward(logits: Tensor, *given: Any) -> Tensor:
         sampling, sequences = given[:5], given[5:]
@@ -158,7 +156,8 @@ def _advancing(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _forward_cpu(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
 ) -> Tensor:
-    """The reference's result without the work that no row asks for."""
+    """As the reference, but without the sort if no row has top_k or top_p, and without random numbers if all are
+    greedy."""
     drawn = temperature > 0
     if not bool(drawn.any()):
         return logits.argmax(dim=-1)
@@ -173,8 +172,8 @@ def _forward_cpu(
 TABLE = BackendTable(
     OP,
     (
-        Backend("cpu", always, lambda logits, *_: refuse_native_cpu(logits), _advancing(_forward_cpu)),
+        Backend("cpu", always, lambda logits, *_: refuse_native_cpu(logits), _then_advance(_forward_cpu)),
         Backend("triton", triton_absent, lambda logits, *_: refuse_triton(logits), _forward_triton),
-        Backend("reference", always, lambda *_: None, _advancing(reference.sample_tokens)),
+        Backend("reference", always, lambda *_: None, _then_advance(reference.sample_tokens)),
     ),
 )

@@ -17,8 +17,8 @@ Offsets = Sequence[tuple[int, int]]  # the first character of each token, and th
 class Windows:
     """The windows into which a long context is split.
 
-    Windows begin ``stride`` tokens apart, so that most tokens are in more than one. A question is truncated to its
-    first ``max_question`` tokens.
+    Windows start ``stride`` tokens apart, so that most tokens are in more than one window. A question is truncated to
+    its first ``max_question`` tokens.
     """
 
     format: Format
@@ -28,7 +28,7 @@ class Windows:
     def __post_init__(self) -> None:
         room = self.format.room - self.max_question
         if not 1 <= self.stride <= room:
-            expected = f"1 to {room}, which is what {self.format.max_length} tokens leave for a context"
+            expected = f"1 to {room}, the tokens that max_length {self.format.max_length} leaves for a context"
             raise ValueError(f"windows: stride: expected {expected}, got {self.stride}")
 
     def split(self, question: Sequence[int], context: Sequence[int]) -> list[Window]:
@@ -63,7 +63,7 @@ class Window(NamedTuple):
 
 
 def span_of_characters(offsets: Offsets, first: int, end: int) -> tuple[int, int] | None:
-    """The first and the last token that have a character in [first, end); None where no token does."""
+    """The first and the last token that overlap the characters [first, end); None if no token does."""
     inside = [index for index, (begin, stop) in enumerate(offsets) if begin < end and stop > first]
     return (inside[0], inside[-1]) if inside else None
 
@@ -77,9 +77,9 @@ class Span(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A question's best span, and the score of its having no answer."""
+    """A question's best span, and the score of "no answer"."""
 
-    span: Span | None  # None where no context has a token
+    span: Span | None  # None if no context has tokens
     none: float
 
     @property
@@ -89,24 +89,24 @@ class Found(NamedTuple):
 
 
 def best_span(window: Window, start: np.ndarray, end: np.ndarray, max_answer: int) -> Span | None:
-    """The span of no more than ``max_answer`` tokens, inside the window's context, with the largest sum of logits of
-    its first (``start``) and its last token (``end``), which is not before it."""
+    """The span of at most ``max_answer`` tokens of the window's context with the largest sum of the ``start`` logit of
+    its first token and the ``end`` logit of its last."""
     inside = slice(window.first, window.first + window.size)
     start, end = start[inside], end[inside]
     best = None
-    for longer in range(min(max_answer, window.size)):  # the last token is this many after the first
-        scores = start[: window.size - longer] + end[longer:]
+    for distance in range(min(max_answer, window.size)):  # from the first token to the last
+        scores = start[: window.size - distance] + end[distance:]
         index = int(scores.argmax())
         if best is None or scores[index] > best.score:
-            best = Span(window.start + index, window.start + index + longer, float(scores[index]))
+            best = Span(window.start + index, window.start + index + distance, float(scores[index]))
     return best
 
 
 def best_of_windows(
     windows: Sequence[Window], logits: Sequence[tuple[np.ndarray, np.ndarray]], max_answer: int = 30
 ) -> Found:
-    """The best span of all windows of a question. The score of "no answer" is its minimum over the windows, because an
-    answer is in some windows and not in others."""
+    """The best span of all windows of a question. The score of "no answer" is the minimum over the windows, because
+    windows that do not contain the answer rightly have a high one."""
     spans = [best_span(window, *each, max_answer) for window, each in zip(windows, logits, strict=True)]
     best = max((span for span in spans if span is not None), key=lambda span: span.score, default=None)
     return Found(best, min(float(start[0] + end[0]) for start, end in logits))

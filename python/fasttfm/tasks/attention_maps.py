@@ -22,17 +22,17 @@ from fasttfm.tasks.attention_page import PAGE
 from fasttfm.tasks.embedding import sequence_format
 from fasttfm.tasks.inputs import Feature, collate
 
-_LABELS = 40  # tokens that can be read at the sides of a map
-_LARGE = 6  # maps in a row that are large enough for labels
+_MAX_LABELS = 40  # with more tokens, their labels at the sides of a map are too small to read
+_MAX_LABELLED_HEADS = 6  # with more heads in a row, maps are too small for labels
 
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """The weights of a text.
+    """The attention weights of a text.
 
     Args:
-        tokens: The text's tokens, special ones included.
-        weights: fp32 [layers, heads, tokens, tokens]: what each token, a row, takes from each token, a column.
+        tokens: The text's tokens, special tokens included.
+        weights: fp32 [layers, heads, tokens, tokens]: queries are rows, keys are columns.
         layers, heads: Their numbers in the model, counted from 1.
     """
 
@@ -74,7 +74,7 @@ class AttentionMaps:
             "largest": [[round(float(value), 4) for value in row] for row in largest],
             "weights": base64.b64encode(scaled.tobytes()).decode(),
         }
-        text = json.dumps(data).replace("<", "\\u003c")  # no tag within a script ends it
+        text = json.dumps(data).replace("<", "\\u003c")  # so that no </script> in a token ends the script
         return PAGE.replace("$TITLE", html.escape(title)).replace("$DATA", text)
 
     def _picture(self, path: Path, title: str) -> None:
@@ -86,7 +86,7 @@ class AttentionMaps:
         from matplotlib import pyplot
 
         rows, columns = self.weights.shape[:2]
-        labelled = len(self.tokens) <= _LABELS and columns <= _LARGE
+        labelled = len(self.tokens) <= _MAX_LABELS and columns <= _MAX_LABELLED_HEADS
         side = max(1.0, 0.17 * len(self.tokens) + 0.6) if labelled else 1.0
         size = (columns * side + 0.8, rows * side + 1.0)
         figure, grid = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")

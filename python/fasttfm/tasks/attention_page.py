@@ -1,4 +1,4 @@
-"""The page of ``AttentionMaps``: HTML with its script and its data inside, which requests nothing."""
+"""The page of ``AttentionMaps``: one HTML file that contains its script and its data."""
 
 PAGE = """<!doctype html>
 <html lang="en">

@@ -33,9 +33,9 @@ class Augmenter:
     Args:
         model: A masked LM.
         tokenizer: Its tokenizer.
-        copies: Of each text, in addition to itself; 20 in the paper.
-        candidates: Proposals for each word; 15 in the paper.
-        probability: That a word is replaced; 0.4 in the paper.
+        copies: The number of copies of each text, in addition to the text itself; 20 in the paper.
+        candidates: The number of proposals for each word; 15 in the paper.
+        probability: The probability that a word is replaced; 0.4 in the paper.
         seed: Random seed.
     """
 
@@ -60,7 +60,7 @@ class Augmenter:
         self.copies, self.candidates, self.probability = copies, candidates, probability
         self._random = random.Random(seed)
         self._frame = (special.cls, special.sep, special.mask)
-        # Tokens that are words by themselves: what may be proposed.
+        # The tokens that are whole words: the possible proposals.
         names = {id: tokenizer.decode([id]).strip() for id in np.flatnonzero(tokenizer.starts_word).tolist()}
         self._words = {id: name for id, name in names.items() if _WORD.fullmatch(name)}
         self._ids = torch.tensor(sorted(self._words))
@@ -71,7 +71,7 @@ class Augmenter:
         examples: Sequence[Any],
         watch: Callable[[Iterable[Any]], Iterable[Any]] = iter,
     ) -> list[Any]:
-        """Each example, followed by its copies, which have its label. Examples are texts or pairs of texts."""
+        """Each example, followed by its copies with the same label. Examples are texts or pairs of texts."""
         found: list[Any] = []
         for example in watch(examples):
             if not isinstance(example, TextExample):
@@ -103,7 +103,7 @@ class Augmenter:
 
     @torch.no_grad()
     def proposals(self, text: str, words: Sequence[tuple[int, int]]) -> list[list[str]]:
-        """For each of the words (their first and last characters), other words that may take its place."""
+        """Other words that may replace each word, which is given by its first character and the one after its last."""
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         first, last, mask = self._frame
         room = longest_input(self.model.config) - 2
@@ -136,7 +136,7 @@ class Augmenter:
         return [self._ids[row].tolist() for row in best]
 
     def _nearest(self, word: str, ids: list[int]) -> list[str]:
-        """The words whose embeddings have the largest cosine with the mean of those of a word's tokens."""
+        """The words whose embeddings have the largest cosine similarity with the mean embedding of a word's tokens."""
         if word not in self._near:
             table: Tensor = base_of(self.model).embeddings.word.weight
             mean = table[torch.tensor(ids, device=table.device)].mean(0)

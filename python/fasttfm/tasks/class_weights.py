@@ -18,8 +18,8 @@ IGNORED = -100  # the label of tokens without one
 
 
 def balanced_weights(task: Task, features: Sequence[Feature]) -> list[float]:
-    """A weight for each label, inversely proportional to how often it occurs: ``total / (labels * count)``, so that all
-    labels together count alike and the mean weight of the examples is 1."""
+    """A weight for each label, inversely proportional to its frequency: ``total / (labels * count)``. All labels then
+    have the same total weight, and the mean weight of the examples is 1."""
     _check(task)
     labels = task.label_numbers(features)
     counts = torch.bincount(labels[labels != IGNORED], minlength=len(task.labels))

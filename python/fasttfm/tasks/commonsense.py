@@ -33,12 +33,12 @@ from fasttfm.tasks.labels import ChoiceTask
 from fasttfm.tasks.metrics import Scores, most_common
 from fasttfm.tasks.task import Language, Predictions
 
-TOLD_PATHS = 3  # of a chosen answer, in the file of predictions
-FINGERPRINT = "graph_fingerprint"  # of config.json: tells the graph that a model was trained with from others
+REPORTED_PATHS = 3  # per chosen answer, in the file of predictions
+FINGERPRINT = "graph_fingerprint"  # the key in config.json that identifies the graph of a model
 
 
 class WeightedPath(NamedTuple):
-    """A path of a schema graph with its attention: that of its pair of concepts times its own within the pair."""
+    """A path of a schema graph with its attention weight: its pair's weight times its own weight within the pair."""
 
     weight: float
     path: ConceptPath
@@ -46,7 +46,7 @@ class WeightedPath(NamedTuple):
 
 @dataclass(frozen=True)
 class ChosenAnswer:
-    """A question's prediction, and the paths of every choice, those with the highest attention first."""
+    """A question's prediction, and the paths of every choice, sorted by attention weight, the largest first."""
 
     choice: int
     scores: list[float] = field(default_factory=list)
@@ -62,7 +62,8 @@ class GraphFeature(Feature):
 
 @dataclass
 class GraphTaskBatch(TaskBatch):
-    """A packed batch with its schema graphs; ``weights`` are those of paths and pairs after the model has run."""
+    """A packed batch with its schema graphs; ``weights`` are the attention weights of paths and pairs, set when the
+    model has run."""
 
     graph: GraphBatch | None = None
     weights: tuple[Tensor, Tensor] | None = None
@@ -78,17 +79,17 @@ class GraphTaskBatch(TaskBatch):
 
 
 class CommonsenseTask(ChoiceTask):
-    """The right one of several answers to a question, by the text and by the paths of a graph between the concepts of
-    the question and those of the answer.
+    """Chooses one of several answers to a question, by the text and by the paths of a graph that connect the concepts
+    of the question with those of the answer.
 
     Args:
         graph: The edge file (``data.graphs``); by default the graph that is shipped with the sample.
         graph_vectors: A directory with TransE's vectors of the graph (``data.graphs.read_graph_vectors``). Concepts
-            keep these vectors, and paths are pruned by them. Without one the vectors are trained with the model, and no
+            keep these vectors, and paths are pruned by them. By default the vectors are trained with the model, and no
             path is pruned.
-        path_score: Paths whose TransE score is lower are left out.
-        path_length: The most edges of a path.
-        max_paths: The most paths of a pair of concepts.
+        path_score: Paths with a lower TransE score are ignored.
+        path_length: The maximum number of edges in a path.
+        max_paths: The maximum number of paths for a pair of concepts.
     """
 
     name = "commonsense"
@@ -132,7 +133,7 @@ class CommonsenseTask(ChoiceTask):
         return {**sizes, "concept_size": self.vectors.concepts.shape[1], "freeze_concepts": True}
 
     def adjust(self, model: PretrainedModel) -> None:
-        """Gives the model the graph's vectors, and writes into its configuration which graph it knows."""
+        """Copies the graph's vectors to the model, and writes the graph's fingerprint into its configuration."""
         super().adjust(model)
         extra = model.config.extra
         if extra.setdefault(FINGERPRINT, self.graph.fingerprint) != self.graph.fingerprint:
@@ -170,7 +171,7 @@ class CommonsenseTask(ChoiceTask):
         ]
 
     def schema(self, question: str, answer: str) -> SchemaGraph:
-        """The schema graph of a question and an answer. Concepts of the answer are not counted as the question's."""
+        """The schema graph of a question and an answer. Concepts in both are only the answer's."""
         key = (question, answer)
         if key not in self._known:
             answers = self.grounder.ground(answer)
@@ -216,13 +217,13 @@ class CommonsenseTask(ChoiceTask):
         return [ChosenAnswer(most_common(example.label for example in train))] * len(examples)
 
     def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
-        """A line for each question: its id, the key of the chosen answer, and the paths that count most for it."""
+        """A line for each question: its id, the key of the chosen answer, and the paths with the largest weights."""
         rows = [self._row(example, found) for example, found in zip(examples, predictions, strict=True)]
         return {"predictions.jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)}
 
     def _row(self, example: CommonsenseExample, found: ChosenAnswer) -> dict[str, Any]:
-        told = found.paths[found.choice][:TOLD_PATHS] if found.paths else []
-        paths = [{"weight": round(each.weight, 4), "path": path_text(self.graph, each.path)} for each in told]
+        best = found.paths[found.choice][:REPORTED_PATHS] if found.paths else []
+        paths = [{"weight": round(each.weight, 4), "path": path_text(self.graph, each.path)} for each in best]
         return {"id": example.id, "answerKey": example.key(found.choice), "paths": paths}
 
 
@@ -230,11 +231,11 @@ class CommonsenseTask(ChoiceTask):
 
 
 def collate_graphs(graphs: Sequence[SchemaGraph]) -> GraphBatch:
-    """The schema graphs of a batch, one after the other."""
+    """Concatenates the schema graphs of a batch."""
     concepts: list[int] = []
     edges: list[tuple[int, int]] = []
     pairs: list[tuple[int, int, int]] = []
-    paths: list[tuple[int, list[tuple[int, int, int]]]] = []  # the pair of each, and its triples
+    paths: list[tuple[int, list[tuple[int, int, int]]]] = []  # the pair of each path, and the path's triples
     for number, graph in enumerate(graphs):
         first = len(concepts)
         nodes = {concept: first + node for node, concept in enumerate(graph.concepts)}
@@ -259,14 +260,14 @@ def _triples(path: ConceptPath, nodes: dict[int, int]) -> list[tuple[int, int, i
 
 
 def weighted_paths(batch: GraphTaskBatch) -> list[list[WeightedPath]]:
-    """Each graph's paths with their weights, the highest first."""
+    """Each graph's paths with their weights, the largest first."""
     assert batch.weights is not None
     path_weights, pair_weights = (weights.float().cpu() for weights in batch.weights)
     graphs = [graph for feature in batch.features if isinstance(feature, GraphFeature) for graph in feature.graphs]
     paths = [(number, path) for number, graph in enumerate(graphs) for pair in graph.pairs for path in pair.paths]
     assert batch.graph is not None
     owners = batch.graph.owners.cpu()
-    # Paths were sorted by length, and stay in their order where they are as long.
+    # The batch has the paths sorted by length, the longest first, by a stable sort.
     order = sorted(range(len(paths)), key=lambda index: -len(paths[index][1].relations))
     found: list[list[WeightedPath]] = [[] for _ in graphs]
     for place, index in enumerate(order):
@@ -276,7 +277,7 @@ def weighted_paths(batch: GraphTaskBatch) -> list[list[WeightedPath]]:
     return [sorted(some, key=lambda each: -each.weight) for some in found]
 
 
-# ---- in words --------------------------------------------------------------------------------------------------------
+# ---- text ------------------------------------------------------------------------------------------------------------
 
 
 def path_text(graph: ConceptGraph, path: ConceptPath) -> str:

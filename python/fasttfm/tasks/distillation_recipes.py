@@ -1,7 +1,7 @@
 """Distillation losses: DistilBERT's (Sanh et al., 2019) and TinyBERT's (Jiao et al., 2020).
 
-Each recipe is a module around the student. It is called with a batch and returns its terms as sums, times their
-weights; ``counts`` says what their means divide by. The teacher is no part of it: it is neither trained nor saved.
+A recipe is a module around the student. Called with a batch, it returns its weighted loss terms as sums; ``counts``
+returns their divisors. The teacher is not a submodule, because it is neither trained nor saved.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Recipe(nn.Module):
     def __init__(self, student: PretrainedModel, teacher: PretrainedModel) -> None:
         super().__init__()
         self.student = student
-        self._teacher = (teacher.requires_grad_(False).eval(),)  # not a module of this one
+        self._teacher = (teacher.requires_grad_(False).eval(),)  # in a tuple, so that it is not a submodule
 
     @property
     def teacher(self) -> PretrainedModel:
         return self._teacher[0]
 
     def both(self, batch: Any, *, hidden_states: bool = False) -> tuple[Encoded, Encoded]:
-        """A batch as the student and as the teacher encode it."""
+        """Encodes a batch with the student and with the teacher."""
         with torch.no_grad():
             theirs = encode(self.teacher, batch, hidden_states)
         return encode(self.student, batch, hidden_states), theirs
@@ -53,7 +53,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def encode(model: PretrainedModel, batch: Any, hidden_states: bool = False) -> Encoded:
-    """A packed batch's states; segments are left out where the model has none."""
+    """Encodes a packed batch, without segments if the model has none."""
     base = base_of(model)
     segments = None if base.embeddings.segment is None else batch.token_type_ids
     layout = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen, "output_hidden_states": hidden_states}
@@ -64,17 +64,18 @@ def encode(model: PretrainedModel, batch: Any, hidden_states: bool = False) -> E
 
 
 class DistilBertRecipe(Recipe):
-    """The teacher's distribution softened by a temperature, the LM loss, and the direction of the last hidden states.
+    """The KL divergence from the teacher's softened distribution, the LM loss, and the cosine of the last hidden
+    states.
 
         soft   = temperature^2 * KL(softmax(teacher / temperature) || softmax(student / temperature))
-        words  = cross entropy of the masked tokens; of a GPT, of each token's successor
+        words  = cross entropy of the masked tokens, or of the next token for a GPT
         cosine = 1 - cos(student's state, teacher's state)
 
     Args:
-        student: A masked-LM or causal LM model, as wide as the teacher.
-        teacher: One of the same kind with the same vocabulary.
+        student: A masked LM or causal LM, as wide as the teacher.
+        teacher: A model of the same kind with the same vocabulary.
         weights: The weights of the three terms.
-        all_tokens: Whether the soft targets are those of every token, as the paper's, or of masked ones only, which
+        all_tokens: Whether the soft targets are those of all tokens, as in the paper, or only of the masked ones, which
             are about a seventh.
     """
 
@@ -94,7 +95,7 @@ class DistilBertRecipe(Recipe):
             if expected != got:
                 raise ValueError(f"DistilBertRecipe: student: expected the teacher's {name} {expected}, got {got}")
         if not all_tokens and isinstance(_lm_head(teacher), CausalLMHead):
-            raise ValueError("soft targets: expected those of all tokens of a GPT, which masks none, got masked")
+            raise ValueError("soft targets: expected all tokens for a GPT, which has no masked tokens, got masked")
         check_temperature(temperature)
         for weight in weights:
             at_least("weights", weight, 0)
@@ -129,7 +130,7 @@ class DistilBertRecipe(Recipe):
 
 
 def _sizes(model: PretrainedModel) -> tuple[int, int]:
-    """The vocabulary's, and the width."""
+    """The size of the vocabulary, and the width."""
     return model.config.vocab_size, base_of(model).encoder.in_order()[0].width
 
 
@@ -141,7 +142,7 @@ def _words(head: MaskedLMHead | CausalLMHead, x: Tensor, batch: Any) -> Tensor:
 
 
 def _transformed(head: MaskedLMHead | CausalLMHead, x: Tensor) -> Tensor:
-    """What the decoder reads."""
+    """The input of the head's decoder."""
     return x if isinstance(head, CausalLMHead) else head.transform(x)
 
 
@@ -158,8 +159,8 @@ def _lm_head(model: PretrainedModel) -> MaskedLMHead | CausalLMHead:
 
 
 def layer_map(student: int, teacher: int) -> list[int]:
-    """For each of the student's layers, counted from 1, the teacher's that it learns from: evenly, the last from the
-    last."""
+    """The teacher's layer, counted from 1, that each of the student's layers learns from: evenly spaced, the last from
+    the last."""
     if not 1 <= student <= teacher:
         raise ValueError(
             f"layer_map: student: expected 1 to {teacher} layers, as many as the teacher has, got {student}"
@@ -168,21 +169,22 @@ def layer_map(student: int, teacher: int) -> list[int]:
 
 
 class TinyBertRecipe(Recipe):
-    """Embeddings, attention maps and states of a teacher that may be wider; student layer m learns from layer g(m).
+    """The distances of embeddings, attention maps and hidden states to those of a teacher, which may be wider. Student
+    layer m learns from teacher layer g(m).
 
         embeddings = MSE(E_student W_e, E_teacher)
         attention  = sum over m of the mean over heads of MSE(A_student(m), A_teacher(g(m)))
         hidden     = sum over m of MSE(H_student(m) W_h, H_teacher(g(m)))
 
-    The projections W_e and W_h are learnt with the student, and absent if both have the same width. A are the scores
-    before the softmax, with which the paper found faster convergence, or the weights after it. Means over a sequence's
-    pairs of tokens are taken for each query, over the keys that it attends to (in a GPT those before it), and then over
-    queries, so that every token of a batch counts alike.
+    The projections W_e and W_h are trained with the student, and absent if both have the same width. A are the scores
+    before the softmax, with which the paper found faster convergence, or the weights after it. The MSE is a mean over
+    the keys that each query attends to (in a GPT only earlier ones), then over the queries of the batch, so that every
+    token has the same weight.
 
     Args:
-        layers: g, by default evenly (``layer_map``).
+        layers: g, evenly spaced by default (``layer_map``).
         attention: "scores" or "weights".
-        projections: A state dict of ``projections`` to begin with.
+        projections: The initial state dict of ``projections``.
     """
 
     terms = ("embeddings", "attention", "hidden")
@@ -248,7 +250,7 @@ class TinyBertRecipe(Recipe):
         return (x.float() - target.float()).square().mean(-1).sum()
 
     def _map(self, layer: PackedLayer, x: Tensor, batch: PackedBatch) -> Tensor:
-        """[sequences, H, S, S] of the layer that reads ``x``."""
+        """The attention map [sequences, H, S, S] of the layer for its input ``x``."""
         if layer.norm_first:
             x = layer_norm(layer.norm1, x)
         if self.attention == "weights":

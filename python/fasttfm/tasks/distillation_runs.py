@@ -1,5 +1,5 @@
-"""Distillation runs: students of a teacher, on a corpus (DistilBERT, TinyBERT's first stage) or on a task's examples
-(TinyBERT's second)."""
+"""Distillation runs: a student is trained on a corpus (DistilBERT, TinyBERT's first stage) or on the examples of a task
+(TinyBERT's second stage)."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ OnResults = Callable[[list[StepResult]], Any]
 
 
 def distilbert_student(teacher: PretrainedModel, layers: int | None = None) -> PretrainedModel:
-    """A student that begins with the teacher's embeddings, its head and so many of its layers, from the first on and
-    evenly: every second one by default. A BERT's student is a DistilBERT; that of a RoBERTa, of an ELECTRA generator or
-    of a GPT is of the teacher's own kind."""
+    """A student that starts with the teacher's embeddings, its head and ``layers`` of its layers, evenly spaced from
+    the first on: every second one by default. The student of a BERT is a DistilBERT; that of a RoBERTa, an ELECTRA
+    generator or a GPT has the teacher's class."""
     depth = len(base_of(teacher).encoder.order)
     count = max(1, depth // 2) if layers is None else layers
     if not 1 <= count <= depth:
         raise ValueError(f"layers: expected 1 to the teacher's {depth}, got {count}")
     chosen = [index * depth // count for index in range(count)]
     if teacher.config.model_type in ("roberta", "electra") or isinstance(teacher.config, GPTConfig):
-        return shallower(teacher, chosen)
+        return with_layers(teacher, chosen)
     return DistilBertForMaskedLM.from_teacher(teacher, chosen)  # type: ignore[arg-type]
 
 
-def shallower(teacher: PretrainedModel, layers: Sequence[int]) -> PretrainedModel:
+def with_layers(teacher: PretrainedModel, layers: Sequence[int]) -> PretrainedModel:
     """A copy of the teacher with only these of its layers."""
     depth: Any = "n_layer" if isinstance(teacher.config, GPTConfig) else "num_hidden_layers"
     student = type(teacher)(replace(teacher.config, **{depth: len(layers)}, extra={}))
@@ -83,8 +83,8 @@ def shallower(teacher: PretrainedModel, layers: Sequence[int]) -> PretrainedMode
 def tinybert_student(
     teacher: PretrainedModel, layers: int | None = None, width: int | None = None, intermediate: int | None = None
 ) -> PretrainedModel:
-    """A model of the teacher's kind and of other sizes, by default half of the teacher's, with as many attention heads;
-    randomly initialized."""
+    """A randomly initialized model of the teacher's kind with other sizes, by default half of the teacher's, and as many
+    attention heads."""
     config, stack = teacher.config, base_of(teacher).encoder.in_order()
     names = _size_names(config)
     if names is None:
@@ -116,7 +116,7 @@ def _size_names(config: Any) -> tuple[str, ...] | None:
 
 
 def save_student(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
-    """Saves the student as transformers opens it, and TinyBERT's projections in the same directory."""
+    """Saves the student in transformers' format, and TinyBERT's projections in the same directory."""
     check_finite(recipe.student)
     recipe.student.save_pretrained(directory)
     config = recipe.student.config
@@ -131,12 +131,12 @@ def save_student(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
 
 
 class CorpusRun:
-    """A recipe over a stream of batches.
+    """Trains a recipe on a stream of batches.
 
     Args:
         recipe: Student and teacher, on the device where they are to run.
         batches: Packed batches with masked tokens, for ``steps`` steps or more.
-        settings: Epochs are not looked at; nor are rates but the first.
+        settings: ``epochs`` and all rates but the first are ignored.
     """
 
     def __init__(self, recipe: Any, batches: Iterable[Any], settings: FinetuneSettings, steps: int) -> None:
@@ -169,7 +169,7 @@ def _trainer(recipe: Any, settings: FinetuneSettings, steps: int) -> Trainer:
 
 
 class PredictionRecipe(Recipe):
-    """The loss of a fine-tuned teacher's predictions: soft cross entropy of a task's logits."""
+    """The soft cross entropy between the student's and a fine-tuned teacher's logits of a task."""
 
     terms = ("predictions",)
 
@@ -192,7 +192,7 @@ class PredictionRecipe(Recipe):
 def prepare_task(
     name: str, teacher: str | Path, student: str | Path, train: Sequence[Any], **options: Any
 ) -> tuple[PretrainedModel, PretrainedModel, Task, dict[str, Tensor] | None]:
-    """Teacher, student, their task, and the projections that the student's first stage left.
+    """Opens teacher, student, their task, and the projections that the student's first stage has saved.
 
     Args:
         name: One of ``TASKS``.
@@ -203,25 +203,25 @@ def prepare_task(
     Raises:
         CheckpointError: The teacher has no trained head for the task and its labels.
     """
-    words = [load_tokenizer(directory) for directory in (teacher, student)]
-    if words[0].fingerprint != words[1].fingerprint:
+    tokenizers = [load_tokenizer(directory) for directory in (teacher, student)]
+    if tokenizers[0].fingerprint != tokenizers[1].fingerprint:
         raise DataError(f"{student}: expected the tokenizer of its teacher, {teacher}; got another")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about its head: an error follows
+        warnings.simplefilter("ignore")  # with_trained_head raises an error instead
         fine_tuned, task = prepare(name, teacher, train, **options)
     with_trained_head(fine_tuned, teacher, f"{name} and the labels of these examples; fasttfm finetune trains one")
     labels = label_names(fine_tuned.config)
-    pupil, _ = prepare(name, student, train, labels=labels, **options)
+    student_model, _ = prepare(name, student, train, labels=labels, **options)
     path = Path(student) / PROJECTIONS
     try:
         projections = load_file(path) if path.is_file() else None
     except SafetensorError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    return fine_tuned, pupil, task, projections
+    return fine_tuned, student_model, task, projections
 
 
 class TaskPart:
-    """A part of ``TaskRun``: what is learnt, and its steps."""
+    """A part of ``TaskRun``: a recipe and its steps."""
 
     def __init__(self, name: str, recipe: Any, task: Task, groups: list[Any], settings: FinetuneSettings) -> None:
         self.name, self.recipe, self.task, self.settings = name, recipe, task, settings
@@ -238,12 +238,12 @@ class TaskPart:
 
 
 class TaskRun:
-    """TinyBERT's second stage in its ``parts``, to be run one after the other: the layers of a teacher that was
-    fine-tuned on the task, then its predictions.
+    """TinyBERT's second stage. Its ``parts`` are to be run in order: the student learns the layers of a teacher that
+    was fine-tuned on the task, then its predictions.
 
     Args:
         recipe: Student and teacher, both with the task's head, on the device where they are to run.
-        settings: ``epochs`` of the first part.
+        settings: ``epochs`` applies to the first part.
         prediction_epochs: The number of epochs of the second part.
         temperature: The temperature of the predictions.
     """

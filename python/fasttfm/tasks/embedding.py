@@ -1,4 +1,4 @@
-"""Vectors of texts from a trained model that is left as it is."""
+"""Vectors of texts from a trained model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torc
 
 
 class Embedder:
-    """A model, where it is, with its tokenizer and settings, as an ``inference.Session``.
+    """An ``inference.Session`` of a model, on the model's device.
 
     Args:
-        tokens_per_batch: At least one text is computed at a time.
-        precision: ``"float32"``, ``"bfloat16"``, or on a CPU ``"int8"`` for 8-bit products. Vectors are fp32.
+        tokens_per_batch: The maximum number of tokens in a batch; a longer text is a batch by itself.
+        precision: ``"float32"``, ``"bfloat16"``, or on a CPU ``"int8"`` for int8 GEMMs. Vectors are fp32.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class Embedder:
 
     @property
     def width(self) -> int:
-        """The numbers of a vector."""
+        """The number of elements of a vector."""
         return self.session.width
 
     def vectors(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        """fp32 [width] for each text, in order; texts are read as they are needed."""
+        """Yields fp32 [width] for each text, in order; texts are read lazily."""
         return self.session.stream(texts)
 
     def token_vectors(self, texts: Iterable[str]) -> Iterator[tuple[list[int], np.ndarray]]:
-        """The ids of each text's tokens, special ones included, and their vectors, fp32 [tokens, width of the layers];
-        they are neither pooled nor normalized."""
+        """Yields the ids of each text's tokens, special tokens included, and their vectors, fp32 [tokens, width of the
+        layers], which are neither pooled nor normalized."""
         return self.session.stream_with_ids(texts, output="states")
 
 
@@ -71,11 +71,11 @@ def embed(
     precision: str = "float32",
     **changes: Any,
 ) -> Iterator[np.ndarray]:
-    """A vector for each text, fp32, in order; texts are read as they are needed. A warning at the end says how many
-    texts were truncated.
+    """Yields an fp32 vector for each text, in order; texts are read lazily. A warning at the end says how many texts
+    were truncated.
 
     Args:
-        model: Where it is to run.
+        model: The model, on the device where it is to run.
         settings: ``EmbedSettings()`` by default.
         tokens_per_batch, precision: As ``Embedder`` takes them.
         changes: Fields of the settings, such as ``pooling="first"``.
@@ -86,5 +86,5 @@ def embed(
 
 
 def sequence_format(model: PretrainedModel, tokenizer: Tokenizer, max_length: int) -> Format:
-    """How the model reads a text that is no task."""
+    """The model's format of plain text."""
     return text_format(model.config, tokenizer, max_length)

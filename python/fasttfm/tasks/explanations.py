@@ -1,4 +1,4 @@
-"""What a KagNet's answer rests on: the paths with the highest attention, as lines and as a picture."""
+"""Explains a KagNet's answer by the paths with the largest attention weights, as text and as a picture."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _COLOURS = {"question": "#cfe3f7", "answer": "#d7efcf", "": "#eeeeee"}
 
 
 def explanation(task: CommonsenseTask, example: Any, found: ChosenAnswer, *, paths: int = 5) -> str:
-    """The question, its choices with their probabilities, and the paths that count most for the chosen one."""
-    shares = _softmax(found.scores)
+    """The question, its choices with their probabilities, and the paths with the largest weights for the chosen one."""
+    probabilities = _softmax(found.scores)
     lines = [example.context]
     for number, ending in enumerate(example.endings):
         mark = "*" if number == found.choice else " "
         right = "  (right)" if number == example.label else ""
-        lines.append(f"  {mark} {example.key(number)}  {shares[number]:6.1%}  {ending}{right}")
-    told = found.paths[found.choice][:paths]
-    lines += [f"      {each.weight:.3f}  {path_text(task.graph, each.path)}" for each in told]
-    return "\n".join(lines if told else [*lines, "      no path joins the question to this answer"])
+        lines.append(f"  {mark} {example.key(number)}  {probabilities[number]:6.1%}  {ending}{right}")
+    best = found.paths[found.choice][:paths]
+    lines += [f"      {each.weight:.3f}  {path_text(task.graph, each.path)}" for each in best]
+    return "\n".join(lines if best else [*lines, "      no path connects the question with this answer"])
 
 
 def _softmax(scores: Sequence[float]) -> list[float]:
@@ -34,8 +34,8 @@ def _softmax(scores: Sequence[float]) -> list[float]:
 
 
 def draw_explanation(graph: ConceptGraph, example: Any, found: ChosenAnswer, path: Path, *, paths: int = 8) -> None:
-    """Draws the paths that count most for the chosen answer: from the question's concepts on the left to the answer's
-    on the right. A line is as wide as the attention of the paths over it."""
+    """Draws the paths with the largest weights for the chosen answer, from the question's concepts on the left to the
+    answer's on the right. The width of an edge shows the sum of its paths' weights."""
     try:
         import matplotlib
     except ImportError:
@@ -43,19 +43,19 @@ def draw_explanation(graph: ConceptGraph, example: Any, found: ChosenAnswer, pat
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    told = found.paths[found.choice][:paths]
-    places = _places(told)
-    tall = max([sum(1 for x, _ in places.values() if x == column) for column in {x for x, _ in places.values()}] or [1])
-    figure, panel = pyplot.subplots(figsize=(10, 1.6 + 0.9 * tall))
+    best = found.paths[found.choice][:paths]
+    places = _positions(best)
+    rows = max([sum(1 for x, _ in places.values() if x == column) for column in {x for x, _ in places.values()}] or [1])
+    figure, panel = pyplot.subplots(figsize=(10, 1.6 + 0.9 * rows))
     panel.set_title(f"{example.context}\n{example.endings[found.choice]}", fontsize=11)
     panel.axis("off")
     panel.set_xlim(-0.15, 1.15)
     panel.set_ylim(-0.08, 1.08)
-    if not told:
-        panel.text(0.5, 0.5, "no path joins the question to this answer", ha="center")
-    for (head, relation, tail), weight in _edges(graph, told).items():
+    if not best:
+        panel.text(0.5, 0.5, "no path connects the question with this answer", ha="center")
+    for (head, relation, tail), weight in _edges(graph, best).items():
         _draw_edge(panel, places[head], places[tail], relation, weight)
-    ends = {each.path.concepts[0]: "question" for each in told} | {each.path.concepts[-1]: "answer" for each in told}
+    ends = {each.path.concepts[0]: "question" for each in best} | {each.path.concepts[-1]: "answer" for each in best}
     for concept, (x, y) in places.items():
         colour = _COLOURS[ends.get(concept, "")]
         box = {"boxstyle": "round,pad=0.4", "facecolor": colour, "edgecolor": "#666666"}
@@ -66,7 +66,7 @@ def draw_explanation(graph: ConceptGraph, example: Any, found: ChosenAnswer, pat
 
 
 def _draw_edge(panel: Any, head: tuple[float, float], tail: tuple[float, float], name: str, weight: float) -> None:
-    """An arrow from head to tail, as the graph has the relation, with its name and weight."""
+    """Draws a relation of the graph as an arrow from head to tail, with its name and weight."""
     line = {"arrowstyle": "-|>", "color": "#30506f", "linewidth": 0.8 + 5 * weight, "alpha": 0.35 + 0.6 * weight}
     panel.annotate("", xy=tail, xytext=head, arrowprops={**line, "shrinkA": 26, "shrinkB": 26}, zorder=1)
     x, y = (head[0] + tail[0]) / 2, (head[1] + tail[1]) / 2
@@ -75,7 +75,7 @@ def _draw_edge(panel: Any, head: tuple[float, float], tail: tuple[float, float],
 
 
 def _edges(graph: ConceptGraph, paths: Sequence[WeightedPath]) -> dict[tuple[int, str, int], float]:
-    """The edges of paths as the graph has them, with the sum of their paths' weights."""
+    """The edges of paths, in the graph's direction, with the sum of their paths' weights."""
     count = len(graph.relations)
     found: dict[tuple[int, str, int], float] = defaultdict(float)
     for weight, path in paths:
@@ -87,8 +87,8 @@ def _edges(graph: ConceptGraph, paths: Sequence[WeightedPath]) -> dict[tuple[int
     return found
 
 
-def _places(paths: Sequence[WeightedPath]) -> dict[int, tuple[float, float]]:
-    """Where each concept is drawn: as far to the right as it is along the heaviest path that it is on."""
+def _positions(paths: Sequence[WeightedPath]) -> dict[int, tuple[float, float]]:
+    """The position of each concept in the picture; x is its position along the path with the largest weight."""
     along: dict[int, float] = {}
     for _, path in paths:
         for place, concept in enumerate(path.concepts):

@@ -1,5 +1,5 @@
-"""A fine-tuning run in a directory: log, evaluation after each epoch, the best epoch, early stopping, checkpoints from
-which an interrupted run continues with the same bits."""
+"""A fine-tuning run in a directory: a log, an evaluation after each epoch, the best epoch, early stopping, and
+checkpoints from which an interrupted run continues with the same bits."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from fasttfm.train.settings import at_least, one_of
 from fasttfm.train.stopping import Stop
 
 KEEP = ("best", "last")
-_SECONDS = 60.0  # between checkpoints, unless a number of steps is given: writing them takes time
+_MIN_SECONDS = 60.0  # between checkpoints, unless a number of steps is given, because writing them takes time
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Where and how a run is made; ``keep`` and ``patience`` decide what it leaves, the others do not."""
+    """The options of a run. Only ``keep`` and ``patience`` change the resulting model."""
 
     output: Path
-    keep: str = "best"  # the epoch whose model is kept: that with the best main score on the dev set, or the last
-    patience: int | None = None  # epochs without a better score after which the training ends; by default none does
-    checkpoint_every: int | None = None  # steps; by default the ends of epochs, no more than one a minute
+    keep: str = "best"  # the epoch whose model is kept: the one with the best main score on the dev set, or the last
+    patience: int | None = None  # stops after this many epochs without a better score; by default never
+    checkpoint_every: int | None = None  # steps; by default at the end of epochs, at most one per minute
     resume: bool = False
     progress: bool = True
-    reports: Sequence[Any] = ()  # what else takes the log's numbers, as in RunLog
+    reports: Sequence[Any] = ()  # other receivers of the log's numbers, as in RunLog
 
     def __post_init__(self) -> None:
         one_of("keep", self.keep, KEEP)
@@ -56,12 +56,12 @@ class Epoch:
     number: int
     step: int
     scores: dict[str, float]
-    threshold: float | None = None  # of a task with one, tuned on the dev set
+    threshold: float | None = None  # tuned on the dev set, if the task has one
 
 
 @dataclass
 class Kept:
-    """The parameters of an epoch, and its predictions if it was in this process."""
+    """The parameters of an epoch, and its predictions unless the epoch was read from a checkpoint."""
 
     epoch: Epoch
     parameters: dict[str, Tensor]
@@ -72,10 +72,10 @@ class FinetuneRun:
     """Runs a ``FineTuning`` in a directory.
 
     Args:
-        work: What is trained.
+        work: The training.
         dev: The examples that the epochs are scored on.
-        options: Where and how.
-        facts: What must be the same in a resumed run, in addition to the settings and the data.
+        options: The options of the run.
+        facts: What must be the same when the run is resumed, in addition to the settings and the data.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class FinetuneRun:
 
     @property
     def truncation(self) -> str | None:
-        """How many examples of the dev set are truncated, in words."""
+        """A message about truncated examples of the dev set; None if there are none."""
         return truncation(self.dev_features, self.task.language.format.max_length)
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class FinetuneRun:
         """Trains; afterwards the model has the parameters of the epoch that is kept.
 
         Args:
-            score_names: The scores' columns of the log.
+            score_names: The names of the scores, which are columns of the log.
         """
         if self.work.steps == 0:
             return
@@ -148,8 +148,8 @@ class FinetuneRun:
                 epoch = Epoch(number, self.work.trainer.completed, scores, threshold)
             log.write(scores)
             if progress is not None:
-                said = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in scores.items())
-                progress.note(f"epoch {number}/{self.work.settings.epochs}: {said}")
+                text = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in scores.items())
+                progress.note(f"epoch {number}/{self.work.settings.epochs}: {text}")
             self.epochs.append(epoch)
             if self._is_better(epoch):
                 changes = self.options.keep == "best" and number < self.work.settings.epochs
@@ -169,10 +169,10 @@ class FinetuneRun:
             self._stopped()
 
     def _is_due(self, *, end_of_epoch: bool = False) -> bool:
-        """Whether a checkpoint is to be written now; the same answer in all processes."""
+        """Whether to write a checkpoint now. All processes get the same answer."""
         if self.options.checkpoint_every is not None:
             return self.work.trainer.completed % self.options.checkpoint_every == 0
-        return end_of_epoch and self.world.agree(time.monotonic() - self._saved >= _SECONDS)
+        return end_of_epoch and self.world.agree(time.monotonic() - self._saved >= _MIN_SECONDS)
 
     def _is_better(self, epoch: Epoch) -> bool:
         if self.kept is None or self.options.keep == "last":
@@ -180,12 +180,12 @@ class FinetuneRun:
         return self._score(epoch) > self._score(self.kept.epoch)
 
     def _score(self, epoch: Epoch) -> float:
-        """The main score; -inf where it is not a number."""
+        """The main score; -inf if it is not finite."""
         value = epoch.scores.get(self.task.main_score, next(iter(epoch.scores.values())))
         return value if math.isfinite(value) else -math.inf
 
     def _is_over(self) -> bool:
-        """Whether the last ``patience`` epochs were no better than the best before them."""
+        """Whether none of the last ``patience`` epochs is better than the best epoch before them."""
         patience = self.options.patience
         if patience is None or len(self.epochs) <= patience:
             return False
@@ -193,13 +193,13 @@ class FinetuneRun:
         return max(scores[-patience:]) <= max(scores[:-patience])
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Copies of what is trained, on the CPU."""
+        """Copies of the trained parameters, on the CPU."""
         trained = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
         return {name: each.detach().to("cpu", copy=True) for name, each in trained}
 
     @torch.no_grad()
     def _restore(self) -> None:
-        """Gives the model the parameters of the epoch that is kept."""
+        """Copies the parameters of the kept epoch to the model."""
         if self.kept is None:
             return
         if hasattr(self.task, "threshold"):
@@ -218,7 +218,7 @@ class FinetuneRun:
         return found
 
     def dev_predictions(self) -> Predictions:
-        """Those of the model that is kept."""
+        """The predictions of the kept model for the dev set."""
         if self.kept is not None and self.kept.predictions is not None:
             return self.kept.predictions
         return self.predict(self.dev, self.dev_features, tune=True)
@@ -245,7 +245,7 @@ class FinetuneRun:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()}
 
     def _checkpoint(self, log: RunLog | None) -> None:
-        """Called by all processes."""
+        """Writes a checkpoint. All processes call this."""
         results = self.work.trainer.flush()
         own = files.random_state(self.world.device)
         random = self.world.gather(own)
@@ -293,4 +293,4 @@ class FinetuneRun:
             trainer.load_state_dict(state["trainer"])
             files.set_random_state(state["random"][self.world.rank], self.world.device)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise RunError(f"{found / files.STATE}: not the state of such a run: {error!r}") from error
+            raise RunError(f"{found / files.STATE}: not the state of a fine-tuning run: {error!r}") from error

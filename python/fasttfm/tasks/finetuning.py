@@ -1,4 +1,4 @@
-"""Fine-tuning: from a trained model and the examples of a task to a model for the task and its predictions."""
+"""Fine-tuning: trains a model on the examples of a task, and predicts with it."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ def prepare(
     new_head: bool = False,
     **options: Any,
 ) -> tuple[PretrainedModel, Task]:
-    """A checkpoint with a head for the task, in fp32, and the task as its ``train`` examples define it.
+    """Opens a checkpoint with a head for the task, in fp32, and the task that the ``train`` examples define.
 
     Args:
         name: One of ``TASKS``.
-        directory: The model's directory, as transformers writes it.
-        tokenizer: Where it is, if not in ``directory``.
-        max_length: Tokens of a sequence; the task's ``max_length`` by default.
-        values: Whether the labels of texts are numbers to be estimated.
-        labels: The order of the labels; by default the checkpoint's, if it has the same ones, or else the alphabet's.
-        new_head: Whether the head is randomly initialized even if the checkpoint has one for these labels. One for
-            other labels or for another task always is, with a warning.
-        options: The task's own, such as ``stride`` of ``QuestionTask``.
+        directory: The model's directory, in transformers' format.
+        tokenizer: The directory or file of the tokenizer, if it is not in ``directory``.
+        max_length: The maximum number of tokens in a sequence; the task's ``max_length`` by default.
+        values: Whether the labels of texts are numbers, for regression.
+        labels: The order of the labels; by default the checkpoint's if it has the same labels, or else alphabetical.
+        new_head: Whether to initialize the head randomly even if the checkpoint has one for these labels. A head for
+            other labels or for another task is always replaced, with a warning.
+        options: Options of the task, such as ``stride`` of ``QuestionTask``.
     """
     directory = checkpoint_of(directory)
     family = family_of(directory)
@@ -108,7 +108,7 @@ def text_language(
     tokenizer: str | Path | None,
     max_length: int | None,
 ) -> Language:
-    """How the model of a checkpoint is written to; arguments are those of ``prepare``."""
+    """The tokenizer and the input format of a checkpoint's model; arguments are those of ``prepare``."""
     text_tokenizer = tokenizer_of(directory if tokenizer is None else tokenizer)
     if family.causal:
         text_tokenizer = with_task_tokens(text_tokenizer)
@@ -123,20 +123,20 @@ def text_language(
     if form.room < 2:
         least = length - form.room + 2
         raise ValueError(
-            f"max_length: expected at least {least} tokens, for two texts and what is around, got {length}"
+            f"max_length: expected at least {least} tokens, for two texts and the special tokens, got {length}"
         )
     return Language(text_tokenizer, family, form)
 
 
 def check_text_options(kind: type[Task], tokenizer: Any, max_length: int | None) -> None:
-    """Raises ValueError for options that a task without text has no use for."""
+    """Raises ValueError for options that apply only to tasks with text."""
     for name, given in (("tokenizer", tokenizer), ("max_length", max_length)):
         if given is not None:
             raise ValueError(f"{name}: expected with a task that reads text, got {given} with {kind.name}")
 
 
 def unusable_head(config: Any, model_cls: type[PretrainedModel], task: Task) -> str | None:
-    """Why the head of a checkpoint with this configuration, if there is one, is not a head for the task: a clause."""
+    """Why the head of a checkpoint with this configuration does not fit the task, as a clause; None if it may fit."""
     trained_for = config.extra.get("architectures") or [model_cls.__name__]
     if model_cls.__name__ not in trained_for:
         return f"its head is that of {trained_for[0]}"
@@ -153,13 +153,13 @@ def unusable_head(config: Any, model_cls: type[PretrainedModel], task: Task) -> 
 
 
 def label_names(config: Any) -> list[str]:
-    """The labels that a configuration names, by their numbers."""
+    """The labels that a configuration names, in the order of their numbers."""
     names = config.extra.get("id2label") or {}
     return [str(names[key]) for key in sorted(names, key=int)]
 
 
 def format_of(family: Family, config: Any, tokenizer: Tokenizer, max_length: int) -> Format:
-    """The family's sequence format of one text or two."""
+    """The family's input format of one text or two."""
     if family.causal:
         start, delimiter, extract = (tokenizer.backend.token_to_id(token) for token in TASK_TOKENS)
         return Format([start], [delimiter], [extract], max_length, segments=False)
@@ -175,10 +175,10 @@ class FinetuneSettings:
 
     rates: Rates = field(default_factory=lambda: Rates(5e-5))
     epochs: int = 3
-    batch_size: int = 32  # examples to a batch; windows of long contexts and pieces of long sentences count as such
-    tokens_per_batch: int | None = None  # instead: as many examples as have no more tokens
-    accumulation: int = 1  # batches to a step
-    warmup: float = 0.1  # the share of all steps in which the rates rise; then they fall in a line
+    batch_size: int = 32  # examples per batch; windows of long contexts and pieces of long sentences count as examples
+    tokens_per_batch: int | None = None  # instead of batch_size: the maximum number of tokens in a batch
+    accumulation: int = 1  # batches per step
+    warmup: float = 0.1  # the fraction of steps in which the rates increase linearly; then they decrease linearly
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     step: StepSettings = field(default_factory=StepSettings)
     seed: int = 0
@@ -190,19 +190,19 @@ class FinetuneSettings:
             at_least("tokens_per_batch", self.tokens_per_batch, 1)
         random_seed(self.seed)
         if not 0 <= self.warmup <= 1:
-            raise ValueError(f"warmup: expected a share of all steps in [0, 1], got {self.warmup}")
+            raise ValueError(f"warmup: expected a fraction of all steps in [0, 1], got {self.warmup}")
 
 
 class FineTuning:
-    """Training a model, where it is, on the examples of a task.
+    """Trains a model, on its device, on the examples of a task.
 
-    ``steps`` is the number of all steps. Each epoch has an order of its own, which the seed decides. ``truncation``
+    ``steps`` is the total number of steps. The seed determines the order of the examples in each epoch. ``truncation``
     says how many examples were truncated, or is None.
 
     Args:
         class_weights: The weight of each label in the loss, by its number, or "balanced" (``balanced_weights``); by
-            default all count alike.
-        world: The processes, each of which takes its part of every batch; by default only this one.
+            default all weights are equal.
+        world: The processes, each of which computes its part of every batch; by default only this one.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class FineTuning:
 
     @functools.cached_property
     def trainer(self) -> Trainer:
-        """The training loop, with what is trained when it is first needed."""
+        """The training loop, created on first use, with the parameters that require gradients at that time."""
         return trainer_of(
             share_out(self.model, self.world),
             Objective((self.task.name,), lambda batch: (self._count(batch),), lambda *given: (self._sum(*given),)),
@@ -248,10 +248,10 @@ class FineTuning:
         """Trains from the first step that is not completed.
 
         Args:
-            on_results: Called with steps' results as they come.
-            on_epoch: Called after an epoch with its number, counted from 1; the model may be evaluated there. If it
-                returns True, the training ends.
-            on_step: Called after every other step.
+            on_results: Called with the results of steps as they become available.
+            on_epoch: Called after each epoch with its number, counted from 1; it may evaluate the model. If it returns
+                True, the training ends.
+            on_step: Called after each step that is not the last of its epoch.
         """
         if self.steps == 0:
             return
@@ -279,7 +279,8 @@ class FineTuning:
         return [each.pin_memory() for each in batches] if self.world.device.type == "cuda" else batches
 
     def _batch(self, group: list[Feature]) -> TaskBatch:
-        """This process's part of a batch. A process for which no feature is left computes one that counts nothing."""
+        """This process's part of a batch. If there are fewer features than processes, the others compute one feature
+        with weight 0."""
         own = group[self.world.rank :: self.world.size]
         batch = self.task.batch(own or group[:1])
         if not own:
@@ -287,7 +288,7 @@ class FineTuning:
         return batch
 
     def _count(self, batch: TaskBatch) -> float:
-        """What the loss of a step is divided by."""
+        """The divisor of a step's loss."""
         if self._weights is None or batch.count == 0:
             return batch.count
         return weight_of(batch.targets["labels"], self._weights)
@@ -308,7 +309,7 @@ def trainer_of(
     *,
     world: World | None = None,
 ) -> Trainer:
-    """The training loop of that many steps."""
+    """A training loop of ``steps`` steps."""
     optimizer = make_optimizer(groups, settings.optimizer)
     schedule = Schedule(optimizer, ScheduleSettings(steps, warmup=round(settings.warmup * steps)))
     return Trainer(module, objective, optimizer, schedule, settings.step, world=world)
@@ -317,7 +318,7 @@ def trainer_of(
 def shuffled_steps(
     features: Sequence[Feature], settings: FinetuneSettings, epoch: int
 ) -> Iterator[list[list[Feature]]]:
-    """An epoch's features in an order of its own, as batches of steps."""
+    """Yields the batches of each step of an epoch, in a random order that seed and epoch determine."""
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + epoch)
     order = torch.randperm(len(features), generator=generator).tolist()
     step: list[list[Feature]] = []
@@ -332,8 +333,8 @@ def shuffled_steps(
 
 
 def save(model: PretrainedModel, task: Task, directory: str | Path) -> None:
-    """Writes a checkpoint that transformers opens, with the tokenizer (or how images are prepared) and what the model
-    needs to be used for the task. The maximum length of its sequences is in the configuration (``TASK_KEY``)."""
+    """Writes a checkpoint that transformers can open, with the tokenizer (or the image preprocessing) and the task's
+    settings. The configuration has the maximum length of sequences (``TASK_KEY``)."""
     check_finite(model)
     task.adjust(model)
     model.save_pretrained(directory)
@@ -354,9 +355,9 @@ def predict(
     """The model's prediction for each example.
 
     Args:
-        tokens: The maximum number of tokens of a batch.
-        precision: "float32", or "bfloat16" or "fp8" for bf16: FP8 is for training.
-        features: ``task.features(examples)``, if they are known already.
+        tokens: The maximum number of tokens in a batch.
+        precision: "float32" or "bfloat16"; "fp8" is only for training and means bf16 here.
+        features: ``task.features(examples)``, if they are already computed.
     """
     features = task.features(examples) if features is None else features
     read = FeatureRunner(model, task, tokens=tokens, precision=precision).read(features)

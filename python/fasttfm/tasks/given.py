@@ -1,4 +1,4 @@
-"""What callers give for an example: names of fields, and what is said about values that cannot be used."""
+"""Examples that callers pass as objects: the names of their fields, and the error for unusable values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAIR_NAMES = ("text_pair", "pair", "sentence2", "hypothesis")
 
 
 def field(given: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The first of these fields that an object has; None if it has none."""
+    """The value of the first of these fields that is not None; None if there is none."""
     return next((given[name] for name in names if given.get(name) is not None), None)
 
 

@@ -23,11 +23,11 @@ class GlueTask:
     """One of GLUE's tasks.
 
     Args:
-        name: The leaderboard's, and its folder's.
+        name: The name on the leaderboard and of the folder.
         task: One of ``TASKS``.
-        measures: Those that make up its score.
-        values: Whether labels are numbers to be estimated.
-        parts: What the names of its dev and test sets end in, and the ends of their names on the leaderboard.
+        measures: The measures whose mean is the score.
+        values: Whether the task is a regression.
+        parts: The suffixes of its dev and test sets, in file names and on the leaderboard.
     """
 
     name: str
@@ -37,7 +37,7 @@ class GlueTask:
     parts: tuple[tuple[str, str], ...] = (("", ""),)
 
     def scores(self, gold: Sequence[str], predicted: Sequence[Any], scored: Scores) -> Scores:
-        """The measures of predictions, of which ``scored`` are the task's own scores."""
+        """The measures of predictions; ``scored`` are the scores that the task has computed."""
         positive = _positive_f1(gold, predicted) if "f1" in self.measures else 0.0
         return {name: positive if name == "f1" else scored[name] for name in self.measures}
 
@@ -59,16 +59,16 @@ _DIAGNOSTIC_FOLDERS = ("ax", "diagnostic", "diagnostics")
 
 @dataclass(frozen=True)
 class GlueResult:
-    """What a model has reached in a task."""
+    """The scores and the submission of a model for one task."""
 
     name: str
     examples: int
     dev: dict[str, Scores]  # by the leaderboard's name of the dev set
-    submission: dict[str, str] = field(default_factory=dict)  # files of the leaderboard: names and texts
+    submission: dict[str, str] = field(default_factory=dict)  # the leaderboard's files: names and contents
 
     @property
     def score(self) -> float:
-        """The mean of the measures, of all dev sets."""
+        """The mean of the measures over all dev sets."""
         return mean([value for scores in self.dev.values() for value in scores.values()])
 
 
@@ -80,7 +80,7 @@ def find_tasks(folder: Path, names: Sequence[str] = ()) -> dict[str, Path]:
     """The folders of GLUE's tasks below ``folder``, in the order of ``GLUE``.
 
     Args:
-        names: Only these tasks, all of which have to be there.
+        names: Only these tasks, all of which must exist.
     """
     known = [each.name for each in GLUE]
     for name in names:
@@ -111,10 +111,10 @@ def train_task(
     """Fine-tunes a model on a task and predicts its dev and test sets.
 
     Args:
-        folder: The task's, as it is downloaded.
+        folder: The task's folder, as downloaded.
         model: The model's directory.
         settings: Called with the prepared model.
-        output: Where the fine-tuned model is saved; nowhere by default.
+        output: The directory for the fine-tuned model; by default it is not saved.
         watch: Called with the training before it starts; its result is called with the results of steps.
     """
     train = read_files(glue.task, _files(folder, "train", ""))
@@ -138,13 +138,13 @@ def train_task(
 
 
 def submission_text(predictions: Sequence[Any], *, values: bool) -> str:
-    """A file of the leaderboard: index and prediction; numbers between 0 and 5, as STS-B's are."""
+    """A file for the leaderboard: index and prediction. Numbers are clamped to STS-B's range, 0 to 5."""
     lines = [f"{min(5.0, max(0.0, each)):.3f}" if values else str(each) for each in predictions]
     return "index\tprediction\n" + "".join(f"{index}\t{line}\n" for index, line in enumerate(lines))
 
 
 def _test_sets(glue: GlueTask, folder: Path) -> dict[str, Path]:
-    """The files of test sets by the leaderboard's names; MNLI's model predicts the diagnostic one, too."""
+    """The files of the test sets by their names on the leaderboard; MNLI's model also predicts the diagnostic set."""
     found = {}
     for part, ending in glue.parts:
         if files := _part_named(folder, "test", part):
@@ -174,7 +174,7 @@ def _part_named(folder: Path, part: str, ending: str) -> list[Path]:
 
 
 def _plain(name: str) -> str:
-    """A task's name without signs: sst2 for SST-2."""
+    """A task's name in lower case without punctuation: sst2 for SST-2."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 

@@ -1,5 +1,5 @@
-"""GPT-1's format of a task: three additional tokens, ``start``, ``delimiter`` and ``extract``, which the vocabulary
-does not have yet (Radford et al., 2018)."""
+"""GPT-1's input format for tasks (Radford et al., 2018): three additional tokens, ``start``, ``delimiter`` and
+``extract``, which are added to the vocabulary."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TASK_TOKENS = ("<start>", "<delimiter>", "<extract>")
 
 
 def with_task_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with the three tokens at the end of its vocabulary, unless it already has them; transformers then
-    puts them around a text."""
+    """Adds the three tokens at the end of the tokenizer's vocabulary, unless it already has them, and makes the
+    tokenizer put them around texts, as transformers does then."""
     from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 
@@ -35,26 +35,26 @@ def with_task_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def grow_vocabulary(model: PretrainedModel, size: int) -> None:
-    """Adds rows for new tokens to a model's embedding, randomly initialized. It never shrinks."""
+    """Adds randomly initialized rows for new tokens to a model's embedding. It never removes rows."""
     embeddings = base_of(model).embeddings
     old = embeddings.word
     if size <= old.num_embeddings:
         return
     new = nn.Embedding(size, old.embedding_dim, padding_idx=old.padding_idx)
-    embeddings.word = _grown(model, old, new)
+    embeddings.word = _with_rows_of(model, old, new)
     head = model._modules.get("lm_head")
     if head is not None and "lm_head.decoder.weight" not in model.tied():
         decoder = head.get_submodule("decoder")
         assert isinstance(decoder, nn.Linear)
-        head.decoder = _grown(model, decoder, nn.Linear(decoder.in_features, size, bias=False))
+        head.decoder = _with_rows_of(model, decoder, nn.Linear(decoder.in_features, size, bias=False))
     elif head is not None:
         head.get_submodule("decoder").out_features = size  # type: ignore[assignment]
     model.config.vocab_size = size
     model.tie_weights()
 
 
-def _grown(model: PretrainedModel, old: nn.Module, new: Module) -> Module:
-    """``new`` with the rows of ``old`` in front."""
+def _with_rows_of(model: PretrainedModel, old: nn.Module, new: Module) -> Module:
+    """Initializes ``new``, and copies the rows of ``old`` to its first rows."""
     weight = old.get_parameter("weight")
     model.initialise(new)
     with torch.no_grad():

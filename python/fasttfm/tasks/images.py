@@ -20,13 +20,13 @@ from fasttfm.tasks.inputs import Feature, Format, TaskBatch
 from fasttfm.tasks.labels import ClassifyTask
 from fasttfm.tasks.task import Language, Task
 
-PROCESSOR = "preprocessor_config.json"  # where transformers keeps how images are prepared
-_RESAMPLING = {2: False, 3: True}  # Pillow's numbers: bilinear, bicubic
+PROCESSOR = "preprocessor_config.json"  # transformers' file with the image preprocessing
+_RESAMPLING = {2: False, 3: True}  # Pillow's codes (bilinear, bicubic): whether it is bicubic
 
 
 @dataclass(frozen=True)
 class ImageLanguage(Language):
-    """A vision model's input: it has no tokenizer, and every image has the same number of tokens."""
+    """A vision model's input format: there is no tokenizer, and every image has the same number of tokens."""
 
     images: ImageFormat
 
@@ -47,7 +47,7 @@ class ImageLanguage(Language):
 
 
 def image_language(directory: Path, family: Family, config: Any) -> ImageLanguage:
-    """How the model of a checkpoint is written to: as its ``preprocessor_config.json`` says, in the model's size."""
+    """The input format of a checkpoint's model, from its ``preprocessor_config.json`` and the model's image size."""
     form = Format([], [], [], config.tokens(), segments=False)
     grey = dict.fromkeys(("image_mean", "image_std"), [0.5] * config.num_channels)
     found = {**grey, **(read_json(directory / PROCESSOR) if (directory / PROCESSOR).is_file() else {})}
@@ -65,7 +65,7 @@ def image_language(directory: Path, family: Family, config: Any) -> ImageLanguag
 
 @dataclass
 class ImageFeature(Feature):
-    """An image that is decoded when its batch is made."""
+    """An image, which is decoded when its batch is collated."""
 
     image: ImageExample = None  # type: ignore[assignment]  # it has no default, but follows fields that have one
     patches: int = 0

@@ -1,4 +1,4 @@
-"""From texts to the sequences of ids that a family's models read, and to packed batches of them."""
+"""The features of examples, and packed batches of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from fasttfm.inference.formats import Format, Tokens
 
 __all__ = ["Feature", "Format", "TaskBatch", "Tokens", "by_budget", "by_count", "collate", "truncation"]
-LENGTH_STEP = 64  # bounds of lengths are multiples of it, so that few different ones occur
+LENGTH_STEP = 64  # max_seqlen is rounded up to a multiple of it, so that few different values occur
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -22,9 +22,9 @@ LENGTH_STEP = 64  # bounds of lengths are multiples of it, so that few different
 
 @dataclass
 class Feature:
-    """The unit of a model's input: a sequence, or one for each choice; ``target`` belongs to the task."""
+    """The unit of a model's input: one sequence, or one for each choice. The task defines ``target``."""
 
-    example: int  # the number of the example that it is of
+    example: int  # the index of its example
     sequences: list[Tokens]
     target: Any = None
 
@@ -34,26 +34,26 @@ class Feature:
 
     @property
     def cut(self) -> int:
-        """The number of tokens of its texts that did not fit."""
+        """How many tokens of its texts were truncated."""
         return sum(sequence.cut for sequence in self.sequences)
 
     def content(self) -> Iterator[bytes]:
-        """What tells it from others, for checksums."""
+        """The bytes of its content, for checksums."""
         return (np.asarray(sequence.ids, np.int32).tobytes() for sequence in self.sequences)
 
 
 @dataclass
 class TaskBatch:
-    """Packed sequences; nothing is padded."""
+    """Packed sequences, without padding."""
 
     features: list[Feature]
     input_ids: Tensor  # int64 [T]
     token_type_ids: Tensor | None  # int64 [T]
     cu_seqlens: Tensor  # int32 [sequences + 1]
-    max_seqlen: int  # no sequence is longer
-    targets: dict[str, Tensor]  # additional arguments of the model, to compute a loss
-    count: float = 0.0  # what that loss is a mean of
-    others: dict[str, Any] = field(default_factory=dict)  # more inputs of the model, which move to devices too
+    max_seqlen: int  # an upper bound of the sequences' lengths
+    targets: dict[str, Tensor]  # the arguments with which the model computes its loss
+    count: float = 0.0  # the number of terms of which that loss is the mean
+    others: dict[str, Any] = field(default_factory=dict)  # more inputs of the model, which ``to`` moves too
 
     @property
     def tokens(self) -> int:
@@ -97,12 +97,12 @@ def collate(features: Sequence[Feature], segments: bool = True) -> TaskBatch:
 
 
 def _concatenated(lists: Iterable[list[int]], total: int) -> Tensor:
-    """int64 [total]; torch takes several times as long to read a list."""
+    """int64 [total]. torch.tensor of a list would take several times as long."""
     return torch.from_numpy(np.fromiter(itertools.chain.from_iterable(lists), np.int64, total))
 
 
 def truncation(features: Sequence[Feature], max_length: int) -> str | None:
-    """How many examples were truncated, in words; None if all fit."""
+    """A message about how many examples were truncated; None if all fit."""
     cut = [feature for feature in features if feature.cut]
     if not cut:
         return None
@@ -110,19 +110,19 @@ def truncation(features: Sequence[Feature], max_length: int) -> str | None:
     some, all_of_them = (len({feature.example for feature in each}) for each in (cut, features))
     return (
         f"{some:,} of {all_of_them:,} examples have more than {max_length} tokens, the "
-        f"longest {longest:,}, and are truncated: {sum(feature.cut for feature in cut):,} tokens are not read"
+        f"longest {longest:,}, and are truncated: {sum(feature.cut for feature in cut):,} tokens are ignored"
     )
 
 
 def by_count(features: Iterable[Feature], count: int) -> Iterator[list[Feature]]:
-    """Features in their order, ``count`` at a time."""
+    """Groups of ``count`` consecutive features."""
     rest = iter(features)
     while group := list(itertools.islice(rest, count)):
         yield group
 
 
 def by_budget(features: Iterable[Feature], tokens: int) -> Iterator[list[Feature]]:
-    """Features in their order, as many at a time as have no more than ``tokens`` tokens, at least one."""
+    """Groups of consecutive features with at most ``tokens`` tokens each; a longer feature is a group by itself."""
     group: list[Feature] = []
     size = 0
     for feature in features:

@@ -1,8 +1,8 @@
 """Tasks about entities in texts: the relation between two of them, and the types of one (ERNIE of Tsinghua).
 
-Tokens of their own mark the spans in question, as in the paper: ``[HD] Ahab [HD] sails the [TL] Pequod [TL]``, or
-``[ENT] Ahab [ENT] sails the Pequod``; the sequence's first token is classified. Models that read entities get those of
-the spans and of other mentions too, if their table has them. Other encoders read the marked text only.
+Special tokens mark the spans, as in the paper: ``[HD] Ahab [HD] sails the [TL] Pequod [TL]``, or ``[ENT] Ahab [ENT]
+sails the Pequod``; the first token of the sequence is classified. Models that read entities also get the entities of
+the spans and of other mentions that are in their table. Other encoders read only the marked text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MarkedSpan(NamedTuple):
 
 @dataclass
 class EntityFeature(Feature):
-    entities: list[int] = field(default_factory=list)  # of each token: a row of the model's table, -1 for none
+    entities: list[int] = field(default_factory=list)  # for each token a row of the model's table, or -1
 
 
 class MarkedTask(ClassifyTask):
@@ -67,7 +67,7 @@ class MarkedTask(ClassifyTask):
         return None
 
     def adjust(self, model: PretrainedModel) -> None:
-        """Also takes the names of the model's entities."""
+        """Also reads the names of the model's entities."""
         super().adjust(model)
         names: list[str] = getattr(model, "entity_names", [])
         self.entities = {name: number for number, name in enumerate(names)}
@@ -99,7 +99,7 @@ class MarkedTask(ClassifyTask):
         room = form.max_length - len(form.first) - len(form.last)
         for index, example in enumerate(examples):
             marked = self.marked(example)
-            others = [each for each in example.entities if all(_apart(each, mark.span) for mark in marked)]
+            others = [each for each in example.entities if all(_are_disjoint(each, mark.span) for mark in marked)]
             spans = sorted([*others, *(each.span for each in marked)])
             ids, entities = self._with_marks(align(tokenizer, example.text, spans, self.entities), marked)
             start = self._start(ids, room)
@@ -109,9 +109,9 @@ class MarkedTask(ClassifyTask):
         return found
 
     def _with_marks(self, text: AlignedTokens, marked: Sequence[MarkedSpan]) -> tuple[list[int], list[int]]:
-        """Ids and entities with marks around the spans."""
+        """The ids and entities, with marks inserted around the spans."""
         ids, entities = list(text.ids), list(text.entities)
-        for span, mark in sorted(marked, reverse=True):  # from the end on, so that places stay what they are
+        for span, mark in sorted(marked, reverse=True):  # from the end, so that earlier positions stay valid
             inside = [place for place, (start, end) in enumerate(text.offsets) if start < span.end and end > span.start]
             first = inside[0] if inside else sum(end <= span.start for _, end in text.offsets)
             last = inside[-1] + 1 if inside else first
@@ -125,7 +125,7 @@ class MarkedTask(ClassifyTask):
         return id
 
     def _start(self, ids: list[int], room: int) -> int:
-        """Where the part of a text begins that is read: all marks are in it, if it has the room."""
+        """The start of the part of a text that is read, chosen so that all marks are in it if they fit."""
         marks = {self._id(mark) for mark in self.marks}
         places = [place for place, id in enumerate(ids) if id in marks]
         return min(places[0], max(0, places[-1] + 1 - room))
@@ -138,12 +138,12 @@ class MarkedTask(ClassifyTask):
         return batch
 
 
-def _apart(one: Span, other: Span) -> bool:
+def _are_disjoint(one: Span, other: Span) -> bool:
     return one.end <= other.start or other.end <= one.start
 
 
 def _add_tokens(language: Language, names: Sequence[str]) -> None:
-    """Adds the marks to the vocabulary, unless it has them; models get rows for them when they are prepared."""
+    """Adds the marks to the vocabulary, unless it has them. ``prepare`` adds rows for them to the model."""
     from tokenizers import AddedToken
 
     tokenizer = language.tokenizer
@@ -169,7 +169,7 @@ class RelationTask(MarkedTask):
 
 
 class EntityTypingTask(MarkedTask):
-    """The types of a marked span, any number of them."""
+    """The types of a marked span (multi-label)."""
 
     name = "entity-typing"
     about = "the types of an entity"
@@ -187,11 +187,11 @@ class EntityTypingTask(MarkedTask):
 
     def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
         if any(example.label is None for example in train):
-            raise DataError("expected labels for every example to learn from, got one without")
+            raise DataError("expected labels for every training example, got one without")
         return in_known_order({label for example in train for label in example.label}, known)
 
     def check_labels(self, examples: Sequence[Any], source: str) -> None:
-        """A type that no training example has cannot be found: it counts as one that is missed."""
+        """Accepts all types: one that no training example has cannot be predicted and counts as missed."""
 
     def configuration(self) -> dict[str, Any]:
         return {"num_labels": len(self.labels), "problem_type": "multi_label_classification"}
@@ -205,9 +205,9 @@ class EntityTypingTask(MarkedTask):
     def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
         found = []
         for logits in read:
-            shares = torch.from_numpy(logits).sigmoid().tolist()
+            probabilities = torch.from_numpy(logits).sigmoid().tolist()
             labels = sorted(label for label, logit in zip(self.labels, logits, strict=True) if logit > 0)
-            found.append(TypesResult(labels, dict(zip(self.labels, shares, strict=True))))
+            found.append(TypesResult(labels, dict(zip(self.labels, probabilities, strict=True))))
         return found
 
     def prediction(self, result: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tasks with labels: of texts and of pairs of texts, of words, and of the right one of several endings."""
+"""Tasks with labels: for texts, pairs of texts and words, and the choice between several endings."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ClassifyTask(Task):
     """A label for each text, or for each pair of texts (GLUE).
 
     Args:
-        both_orders: In causal models, whether a pair is read in both orders, and the states of both are added: for
-            tasks without an order, such as the similarity of two sentences (GPT-1).
+        both_orders: Whether a causal model reads a pair in both orders and adds the states of both, for symmetric tasks
+            such as the similarity of two sentences (GPT-1).
     """
 
     name = "classify"
@@ -66,7 +66,7 @@ class ClassifyTask(Task):
         labels = {_labelled(example) for example in train}
         if (value := _fraction(labels)) is not None:
             got = f"{len(labels)} numbers such as {value!r}"
-            raise DataError(f"labels: expected names of classes, got {got}; --values (values=True) estimates numbers")
+            raise DataError(f"labels: expected names of classes, got {got}; --values (values=True) is for regression")
         return in_known_order(labels, known)
 
     def check_labels(self, examples: Sequence[Any], source: str) -> None:
@@ -77,10 +77,10 @@ class ClassifyTask(Task):
             raise DataError(f"{source}: expected labels of the training examples ({some(self.labels)}), got {got}")
 
     def configuration(self) -> dict[str, Any]:
-        return {"num_labels": len(self.labels), "problem_type": "single_label_classification", **self._words()}
+        return {"num_labels": len(self.labels), "problem_type": "single_label_classification", **self._auxiliary()}
 
-    def _words(self) -> dict[str, Any]:
-        """GPT-1 has an auxiliary causal LM loss in addition to that of the label; the later models do not."""
+    def _auxiliary(self) -> dict[str, Any]:
+        """The weight of GPT-1's auxiliary causal LM loss, which later models do not have."""
         known = hasattr(self.language.family.config, "auxiliary_loss_weight")
         return {"auxiliary_loss_weight": self.auxiliary} if known else {}
 
@@ -135,12 +135,12 @@ class ClassifyTask(Task):
         return {**super().description(), **({"both_orders": True} if self.both_orders else {})}
 
     def _target(self, example: Any) -> float | None:
-        """The label's number; none for labels that nothing was learnt about."""
+        """The label's number; None for labels that the training examples do not have."""
         return self.labels.index(example.label) if example.label in self.labels else None
 
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
         targets = {"labels": torch.tensor([feature.target for feature in batch.features])}
-        if self._words() and self.auxiliary:
+        if self._auxiliary() and self.auxiliary:
             targets["lm_labels"] = batch.input_ids
         return targets
 
@@ -150,10 +150,10 @@ class ClassifyTask(Task):
     def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
         found = []
         for logits in read:
-            shares = probabilities(logits)
+            values = probabilities(logits)
             best = int(logits.argmax())
-            named = dict(zip(self.labels, shares, strict=True))
-            found.append(LabelResult(self.labels[best], shares[best], named))
+            named = dict(zip(self.labels, values, strict=True))
+            found.append(LabelResult(self.labels[best], values[best], named))
         return found
 
     def prediction(self, result: Any) -> Any:
@@ -184,7 +184,7 @@ class PairTask(ClassifyTask):
     name = "pair"
     about = "a label for each pair of texts"
     file_format = "the same with two texts, as GLUE's"
-    line_format = "two texts, a tabulator between"
+    line_format = "two texts, a tab between"
     json_fields = "text, text_pair, label"
 
     @classmethod
@@ -211,7 +211,7 @@ class ValueTask(ClassifyTask):
         return {**super().description(), "values": True}
 
     def configuration(self) -> dict[str, Any]:
-        return {"num_labels": 1, "problem_type": "regression", **self._words()}
+        return {"num_labels": 1, "problem_type": "regression", **self._auxiliary()}
 
     def _target(self, example: Any) -> float | None:
         return None if example.label is None else _number(example.label)
@@ -251,18 +251,18 @@ class PairValueTask(ValueTask):
 def _two_texts(line: str) -> tuple[str, ...]:
     texts = tuple(line.split("\t"))
     if len(texts) != 2:
-        raise DataError(f"expected two texts with a tabulator between them, got {line:.60}")
+        raise DataError(f"expected two texts with a tab between them, got {line:.60}")
     return texts
 
 
 def _labelled(example: Any) -> str:
     if example.label is None:
-        raise DataError("expected a label for every example to learn from, got one without")
+        raise DataError("expected a label for every training example, got one without")
     return str(example.label)
 
 
 def _fraction(labels: Iterable[str]) -> str | None:
-    """A label that is no whole number, if all are numbers."""
+    """A label that is not an integer, if all labels are numbers; otherwise None."""
     try:
         return next((label for label in sorted(labels, key=float) if float(label) % 1), None)
     except ValueError:
@@ -307,7 +307,7 @@ class TagTask(Task):
         return in_known_order({tag for example in train for tag in example.tags}, known)
 
     def check_labels(self, examples: Sequence[Any], source: str) -> None:
-        """Rare tags are often missing from the training examples, so only a note is made."""
+        """Warns about tags that the training examples do not have: rare tags often are missing there."""
         counts = Counter(tag for example in examples for tag in example.tags if tag not in self.labels)
         if counts:
             words = sum(len(example.words) for example in examples)
@@ -352,13 +352,13 @@ class TagTask(Task):
         return found
 
     def _tokens(self, words: Sequence[str]) -> tuple[list[int], dict[int, int]]:
-        """A sentence's ids, and the words by the numbers of their first tokens."""
+        """The ids of a sentence, and the word that starts at each token that starts one."""
         ids, offsets = self.language.tokenizer.encode_with_offsets(" ".join(words))
-        owners = [number for number, word in enumerate(words) for _ in range(len(word) + 1)]  # of each character
+        owners = [number for number, word in enumerate(words) for _ in range(len(word) + 1)]  # each character's word
         firsts: dict[int, int] = {}
         seen: set[int] = set()
         for place, (_, end) in enumerate(offsets):
-            word = owners[max(0, end - 1)]  # a token may begin with the space in front of its word
+            word = owners[max(0, end - 1)]  # a token may start with the space before its word
             if word not in seen:
                 seen.add(word)
                 firsts[place] = word
@@ -384,11 +384,11 @@ class TagTask(Task):
 
     def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
         """The number and the probability of each word's best tag."""
-        shares, best = logits.float().softmax(-1).max(-1)
+        largest, best = logits.float().softmax(-1).max(-1)
         starts = batch.cu_seqlens[:-1].tolist()
-        numbers, probable = best.tolist(), shares.tolist()
+        numbers, values = best.tolist(), largest.tolist()
         return [
-            {word: (numbers[start + place], probable[start + place]) for place, word in feature.target.places.items()}
+            {word: (numbers[start + place], values[start + place]) for place, word in feature.target.places.items()}
             for feature, start in zip(batch.features, starts, strict=True)
         ]
 
@@ -430,7 +430,7 @@ class TagTask(Task):
         return [[self.common] * len(example.words) for example in examples]
 
     def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
-        """Words with their tags, and what they were taken for."""
+        """Words with their tags and their predicted tags."""
         sentences = [
             "\n".join(" ".join(row) for row in zip(*columns, strict=True))
             for example, tags in zip(examples, predictions, strict=True)
@@ -450,12 +450,12 @@ class TagTarget:
 
 
 class ChoiceTask(Task):
-    """The right one of several endings (SWAG): each follows the context in a sequence of its own."""
+    """Chooses one of several endings (SWAG). Each ending follows the context in its own sequence."""
 
     name = "choice"
     about = "the right one of some endings"
     file_format = "SWAG, RACE, StoryCloze, CommonsenseQA"
-    line_format = "context, tabulator, endings"
+    line_format = "context and endings, tabs between"
     json_fields = "context, endings, label"
     read_file = staticmethod(read_choices)
     head = Head.MULTIPLE_CHOICE
@@ -463,7 +463,9 @@ class ChoiceTask(Task):
 
     def __init__(self, language: Language, train: Sequence[Any] | None, **options: Any) -> None:
         super().__init__(language, train, **options)
-        self.choices = None if train is None else len(train[0].endings)  # a trained model chooses between any number
+        self.choices = (
+            None if train is None else len(train[0].endings)
+        )  # after training, any number of endings is allowed
 
     def example(self, given: Any) -> Any:
         if isinstance(given, ChoiceExample):
@@ -500,7 +502,7 @@ class ChoiceTask(Task):
         return {"mc_labels" if self.language.family.causal else "labels": labels}
 
     def _called(self, model: Any, batch: TaskBatch, targets: dict[str, Tensor], choices: int | None) -> Any:
-        """With labels of the causal LM loss, causal models do not compute every token's logits."""
+        """Calls the model. With ``labels``, causal models do not compute the logits of every token."""
         words = {"labels": batch.input_ids} if self.language.family.causal else {}
         return model(**batch.inputs(), **targets, **words, num_choices=choices)
 
@@ -510,7 +512,7 @@ class ChoiceTask(Task):
         return loss
 
     def logits(self, model: Any, batch: TaskBatch) -> Tensor:
-        """[features, endings]; -inf after the last ending of features with fewer."""
+        """[features, endings], padded with -inf."""
         counts = [len(feature.sequences) for feature in batch.features]
         same = len(set(counts)) == 1
         output = self._called(model, batch, {}, counts[0] if same else 1)
@@ -560,8 +562,8 @@ class ChoiceTask(Task):
 
 def probabilities(logits: np.ndarray) -> list[float]:
     """Softmax."""
-    shares = np.exp(logits - logits.max())
-    found: list[float] = (shares / shares.sum()).tolist()
+    powers = np.exp(logits - logits.max())
+    found: list[float] = (powers / powers.sum()).tolist()
     return found
 
 

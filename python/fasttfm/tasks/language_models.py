@@ -1,4 +1,4 @@
-"""What language models say about texts: the words for masks, and how likely texts and continuations are."""
+"""Predictions of language models: tokens for masks, and likelihoods of texts and continuations."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class Guess(NamedTuple):
     """A token for a mask."""
 
     token: str  # its entry in the vocabulary
-    text: str  # as it is written
+    text: str  # decoded
     probability: float
 
 
 @dataclass(frozen=True)
 class TextScore:
-    """How likely a text is; of a masked language model its pseudo-log-likelihood (Salazar et al., 2020)."""
+    """The log-likelihood of a text, or its pseudo-log-likelihood for a masked LM (Salazar et al., 2020)."""
 
     tokens: int  # the number of tokens that are predicted
     log_likelihood: float  # natural logarithm, the sum over these tokens
 
     @property
     def perplexity(self) -> float | None:
-        """None where no token is predicted."""
+        """None if no token is predicted."""
         if self.tokens == 0:
             return None
         mean = -self.log_likelihood / self.tokens
@@ -51,10 +51,10 @@ class TextScore:
 
 
 class LanguageModel:
-    """A masked or a causal language model with its tokenizer, where the model is.
+    """A masked or causal LM with its tokenizer, on the model's device.
 
     Args:
-        tokens_per_batch: At least one sequence is computed at a time.
+        tokens_per_batch: The maximum number of tokens in a batch; a longer sequence is a batch by itself.
         precision: ``"float32"``, or ``"bfloat16"`` for autocast.
     """
 
@@ -71,7 +71,7 @@ class LanguageModel:
         self.model, self.tokenizer, self.causal = model.eval(), tokenizer, family.causal
         self.tokens_per_batch, self.precision = tokens_per_batch, precision
         self.longest = longest_input(model.config)
-        self.truncated = 0  # texts of which not every token was read
+        self.truncated = 0  # the number of truncated texts
         self._form = None if family.causal else format_of(family, model.config, tokenizer, self.longest)
         self._device = next(model.parameters()).device
 
@@ -79,13 +79,13 @@ class LanguageModel:
 
     @property
     def mask(self) -> str:
-        """The token that ``fill_mask`` finds words for."""
+        """The mask token."""
         if self.causal or self.tokenizer.special.mask is None:
             raise ValueError("fill-mask: expected a masked language model with a mask token, got one without")
         return self.tokenizer.token(self.tokenizer.special.mask)
 
     def fill_mask(self, texts: Iterable[str], top_k: int = 5) -> Iterator[list[list[Guess]]]:
-        """For each mask of each text the likeliest tokens, the likeliest first; texts are read as they are needed."""
+        """Yields for each text the most likely tokens for each mask, the most likely first; texts are read lazily."""
         if not 1 <= top_k <= self.tokenizer.vocab_size:
             raise ValueError(f"top_k: expected 1 to the vocabulary's {self.tokenizer.vocab_size}, got {top_k}")
         mask = self.mask
@@ -97,8 +97,8 @@ class LanguageModel:
             for rows in torch.tensor(places, device=self._device).split(_ROWS):
                 with torch.inference_mode():
                     best = self._head(states.index_select(0, rows)).float().softmax(-1).topk(top_k)
-                for shares, ids in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                    guesses.append([self._guess(id, share) for id, share in zip(ids, shares, strict=True)])
+                for values, ids in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                    guesses.append([self._guess(id, value) for id, value in zip(ids, values, strict=True)])
             rest = iter(guesses)
             yield from ([next(rest) for _ in feature.target] for feature in group)
 
@@ -120,12 +120,12 @@ class LanguageModel:
     # ---- likelihoods -------------------------------------------------------------------------------------------------
 
     def score(self, texts: Iterable[str | tuple[str, str]], *, stride: int | None = None) -> Iterator[TextScore]:
-        """How likely each text is, or each continuation: a tuple is a text and what follows it.
+        """Yields the likelihood of each text, or, for a tuple of two texts, of the second after the first.
 
-        A causal model predicts every token but the first from those before it; texts that are longer than the model are
-        read in windows that begin ``stride`` tokens apart (by default half of the model's positions), each token
-        predicted once. A masked model predicts every token from all the others of the text, one at a time; it reads as
-        many tokens as it has positions.
+        A causal model predicts every token but the first from the previous ones. Texts longer than the model's
+        positions are read in windows that start ``stride`` tokens apart (by default half of the positions), and each
+        token is predicted once. A masked LM predicts every token from all others of the text, one at a time; longer
+        texts are truncated to its positions.
         """
         if stride is not None and not 1 <= stride < self.longest:
             raise ValueError(f"stride: expected 1 to {self.longest - 1}, got {stride}")
@@ -141,8 +141,8 @@ class LanguageModel:
                     total, tokens = 0.0, 0
 
     def _encoded(self, text: str | tuple[str, str]) -> tuple[list[int], int]:
-        """The ids of a text and its continuation, and where the continuation begins: with the first token that differs
-        from those of the text."""
+        """The ids of a text with its continuation, and the position where the continuation starts: the first token that
+        differs from those of the text by itself."""
         if isinstance(text, str):
             return self.tokenizer.encode(text), 0
         before, whole = (self.tokenizer.encode(each) for each in (text[0], text[0] + text[1]))
@@ -153,7 +153,7 @@ class LanguageModel:
     def _windows(self, number: int, text: str | tuple[str, str], stride: int | None) -> Iterator[Feature]:
         ids, begin = self._encoded(text)
         step = max(1, self.longest // 2) if stride is None else stride
-        done = max(1, begin)  # the first token has nothing before it
+        done = max(1, begin)  # the first token is not predicted
         for start in itertools.count(0, step):
             end = min(len(ids), start + self.longest)
             targets = [(place - start - 1, ids[place]) for place in range(max(done, start + 1), end)]
@@ -165,7 +165,7 @@ class LanguageModel:
                 return
 
     def _pseudo(self, number: int, text: str | tuple[str, str], stride: int | None) -> Iterator[Feature]:
-        """A sequence for each token, in which it is masked."""
+        """Yields a sequence for each token, in which that token is masked."""
         assert self._form is not None
         mask = self.tokenizer.special.mask
         if mask is None:
@@ -184,16 +184,16 @@ class LanguageModel:
 
     def _losses(self, group: Sequence[Feature]) -> list[list[float]]:
         """The negative log-likelihood of each target of each feature."""
-        asked = [feature for feature in group if feature.target.pairs]
-        starts = itertools.accumulate((feature.tokens for feature in asked), initial=0)
+        needed = [feature for feature in group if feature.target.pairs]
+        starts = itertools.accumulate((feature.tokens for feature in needed), initial=0)
         pairs = [
             (start + place, id)
-            for feature, start in zip(asked, starts, strict=False)
+            for feature, start in zip(needed, starts, strict=False)
             for place, id in feature.target.pairs
         ]
         losses: list[float] = []
         if pairs:
-            states = self._states(asked)
+            states = self._states(needed)
             for part in torch.tensor(pairs, device=self._device).split(_ROWS):
                 with torch.inference_mode():
                     logits = self._head(states.index_select(0, part[:, 0])).float()
@@ -218,7 +218,7 @@ class LanguageModel:
 
 
 class Targets(NamedTuple):
-    """Rows of a sequence and the tokens that they are to predict, and whether the text ends with them."""
+    """Positions of a sequence with the token that each predicts, and whether the text ends with this sequence."""
 
     pairs: list[tuple[int, int]]
     last: bool
@@ -233,19 +233,21 @@ def load_language_model(
     precision: str | None = None,
     tokens_per_batch: int = 8192,
 ) -> LanguageModel:
-    """The language model of a directory, or of a pre-training run's newest checkpoint.
+    """Opens the language model of a directory, or the newest checkpoint of a pre-training run.
 
     Args:
-        masked: Whether it has to be a masked language model; otherwise a causal one is welcome too.
-        tokenizer: Where it is, if not in ``directory``.
+        masked: Whether it must be a masked LM; otherwise a causal LM is opened too.
+        tokenizer: The directory or file of the tokenizer, if it is not in ``directory``.
         device: By default a GPU if there is one.
         precision: By default ``"bfloat16"`` on a GPU and ``"float32"`` on a CPU.
     """
     path = checkpoint_of(directory, Head.MASKED_LM)
     family = family_of(path)
     head = Head.CAUSAL_LM if family.causal and not masked else Head.MASKED_LM
-    words = tokenizer_of(path if tokenizer is None else tokenizer)
+    text_tokenizer = tokenizer_of(path if tokenizer is None else tokenizer)
     where = device if isinstance(device, torch.device) else device_named(device)
     model = open_model(path, head, trained=True, dtype=torch.float32).to(where)
     default = "bfloat16" if where.type == "cuda" else "float32"
-    return LanguageModel(model, words, family, tokens_per_batch=tokens_per_batch, precision=precision or default)
+    return LanguageModel(
+        model, text_tokenizer, family, tokens_per_batch=tokens_per_batch, precision=precision or default
+    )

@@ -1,4 +1,4 @@
-"""``load``: a model that was trained for a task, ready to be used."""
+"""``load``: opens a model that was fine-tuned for a task, for predictions."""
 
 from __future__ import annotations
 
@@ -31,43 +31,43 @@ from fasttfm.train.settings import at_least
 
 PRECISIONS = ("float32", "bfloat16")
 _WITH_LABELS = (Head.SEQUENCE_CLASSIFICATION, Head.TOKEN_CLASSIFICATION, Head.IMAGE_CLASSIFICATION)
-_GRAPHS = 128  # CUDA graphs of a predictor
-_WINDOW = 2048  # examples that are sorted by their length at a time
+_MAX_GRAPHS = 128  # CUDA graphs of a predictor
+_WINDOW = 2048  # how many examples are sorted by length together
 
 
 @dataclass
 class Counts:
-    """What a predictor has read so far."""
+    """Statistics of what a predictor has read."""
 
     examples: int = 0
-    empty: int = 0  # examples of which no text has a token
-    truncated: int = 0
-    left_out: int = 0  # tokens of truncated examples
-    words: int = 0  # tag: words without a token, which got the most frequent tag
+    empty: int = 0  # examples without tokens
+    truncated: int = 0  # examples
+    left_out: int = 0  # tokens of the truncated examples
+    words: int = 0  # tag: words without tokens, which got the most frequent tag
 
     def note(self, max_length: int) -> str:
-        """What a reader of the results has to know; empty if every example was read as a whole."""
+        """A message about truncated and empty examples; empty if there are none."""
         parts = []
         if self.truncated:
             cut = f"{self.truncated:,} of {self.examples:,} examples do not fit into {max_length} tokens"
-            parts.append(f"{cut} and are truncated: {self.left_out:,} tokens are not read")
+            parts.append(f"{cut} and are truncated: {self.left_out:,} tokens are ignored")
         if self.empty:
-            parts.append(f"{self.empty:,} of {self.examples:,} examples have no token")
+            parts.append(f"{self.empty:,} of {self.examples:,} examples have no tokens")
         if self.words:
-            parts.append(f"{self.words:,} words have no token and get the most frequent tag")
+            parts.append(f"{self.words:,} words have no tokens and get the most frequent tag")
         return "; ".join(parts)
 
 
 class Predictor:
-    """A model, where it is, and the task that it was trained for. Calling it with examples returns their results.
+    """A model, on its device, and the task that it was trained for. Calling it with examples returns their results.
 
-    An example is what the task reads: a text, or a tuple of two (classify, pair); a sentence or a list of its words
-    (tag); a tuple of question and context (qa); a tuple of context and endings (choice); an image as an array, a tensor
-    or its path (image); or a dictionary of these, or what ``tasks.read_examples`` returns. ``counts`` says what was
-    read.
+    An example is a text, or a tuple of two (classify, pair); a sentence or a list of its words (tag); a tuple of
+    question and context (qa); a tuple of context and endings (choice); an image as an array, a tensor or its path
+    (image); a dictionary of these; or an element of what ``tasks.read_examples`` returns. ``counts`` has statistics of
+    what was read.
 
     Args:
-        tokens_per_batch: At least one example is computed at a time.
+        tokens_per_batch: The maximum number of tokens in a batch; a longer example is a batch by itself.
         precision: ``"float32"`` or ``"bfloat16"``.
     """
 
@@ -80,10 +80,10 @@ class Predictor:
         self.model, self.task = model.eval(), task
         self.tokens_per_batch, self.precision = tokens_per_batch, precision
         self.counts = Counts()
-        self._runner = FeatureRunner(model, task, tokens=tokens_per_batch, precision=precision, max_graphs=_GRAPHS)
+        self._runner = FeatureRunner(model, task, tokens=tokens_per_batch, precision=precision, max_graphs=_MAX_GRAPHS)
 
     def __call__(self, examples: Any) -> Any:
-        """The result of each example, or that of a single one. A warning says if examples were truncated."""
+        """The results of a list of examples, or the result of a single one. Warns if examples were truncated."""
         single = self.task.is_example(examples)
         self.counts = Counts()
         found = [result for _, result in self.stream([examples] if single else examples)]
@@ -93,11 +93,11 @@ class Predictor:
 
     @property
     def max_length(self) -> int:
-        """The most tokens of a sequence."""
+        """The maximum number of tokens in a sequence."""
         return self.task.language.format.max_length
 
     def stream(self, examples: Iterable[Any]) -> Iterator[tuple[Any, Result]]:
-        """Each example with its result, in order. Examples are read as they are needed, a bounded number at a time."""
+        """Yields each example with its result, in order. Examples are read lazily, a bounded number ahead."""
         source = (self.task.example(given) for given in examples)
         while window := list(itertools.islice(source, _WINDOW)):
             yield from zip(window, self._results(window), strict=True)
@@ -137,14 +137,14 @@ def load(
     tokens_per_batch: int = 8192,
     **options: Any,
 ) -> Predictor:
-    """The model of a directory that ``fasttfm finetune`` or transformers wrote, to be called with examples.
+    """Opens the model of a directory that ``fasttfm finetune`` or transformers wrote, to be called with examples.
 
-    What a checkpoint of fasttfm states (task, labels, maximum length, threshold) holds for the predictor. For other
-    checkpoints the task follows from the architecture, which a warning says.
+    A checkpoint of fasttfm states task, labels, maximum length and threshold. For other checkpoints the task follows
+    from the architecture, with a warning.
 
     Args:
-        tokenizer: Where it is, if not in ``directory``.
-        max_length: The most tokens of a sequence, instead of the checkpoint's.
+        tokenizer: The directory or file of the tokenizer, if it is not in ``directory``.
+        max_length: The maximum number of tokens in a sequence, instead of the checkpoint's.
         device: By default a GPU if there is one.
         precision: By default ``"bfloat16"`` on a GPU and ``"float32"`` on a CPU.
         options: Arguments of the task instead of the checkpoint's, such as ``threshold`` of ``QuestionTask``.
@@ -161,12 +161,12 @@ def load(
         check_text_options(kind, tokenizer, max_length)
         language: Language = image_language(path, family, config)
     else:
-        words = tokenizer_of(path if tokenizer is None else tokenizer)
+        text_tokenizer = tokenizer_of(path if tokenizer is None else tokenizer)
         length = stated.get("max_length") if max_length is None else max_length
-        language = Language(words, family, _format(family, config, words, length, kind))
+        language = Language(text_tokenizer, family, _format(family, config, text_tokenizer, length, kind))
     known = _labels(config) if kind.head in _WITH_LABELS and not issubclass(kind, ValueTask) else []
     kept = {name: stated[name] for name in kind.kept if stated.get(name) is not None}
-    if max_length is not None:  # windows of questions are made for the new length
+    if max_length is not None:  # the windows of questions follow from the new length
         kept = {name: value for name, value in kept.items() if name not in ("stride", "max_question")}
     task = kind(language, None, known=known, **kept | options)
     where = device if isinstance(device, torch.device) else device_named(device)
@@ -177,8 +177,8 @@ def load(
 
 
 def _task_of(path: Path, config: Any, family: Family) -> tuple[type[Task], dict[str, Any]]:
-    """The class of the task, and what the checkpoint states about it; where it states nothing, what follows from its
-    architecture."""
+    """The class of the task, and what the checkpoint states about it. If it states nothing, the architecture determines
+    the class."""
     stated = config.extra.get(TASK_KEY)
     if stated is None:
         return _inferred(path, config, family), {}
@@ -212,7 +212,7 @@ def _labels(config: Any) -> list[str]:
 
 
 def _format(family: Family, config: Any, tokenizer: Tokenizer, length: int | None, kind: type[Task]) -> Format:
-    """That of fine-tuning; a causal model that knows no task tokens reads texts as they are."""
+    """The format of fine-tuning; plain text for a causal model without task tokens."""
     longest = longest_input(config)
     length = min(longest, max(kind.max_length, 512)) if length is None else length
     plain = family.causal and tokenizer.backend.token_to_id(TASK_TOKENS[0]) is None

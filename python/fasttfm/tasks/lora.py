@@ -1,5 +1,5 @@
-"""LoRA (Hu et al., 2022) through PEFT: low-rank updates of the layers' linear maps are trained, and the head; the rest
-is frozen. An adapter is saved under the names of transformers' models, where PEFT opens it."""
+"""LoRA (Hu et al., 2022) by PEFT: low-rank updates of the layers' linear modules and the head are trained, the rest is
+frozen. An adapter is saved with the parameter names of transformers' models, so that PEFT can open it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fasttfm.inference.opening import stack_of
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.train.settings import at_least
 
-TARGETS = ("qkv", "out", "up", "down")  # the linear maps of a layer
-ADAPTER = "adapter"  # the directory of an adapter, in that of the merged model
-_NAME = "default"  # of the adapter, as PEFT's
+TARGETS = ("qkv", "out", "up", "down")  # the linear modules of a layer
+ADAPTER = "adapter"  # the adapter's directory, in the directory of the merged model
+_NAME = "default"  # PEFT's default name of an adapter
 _A, _B = (f".lora_{part}.{_NAME}.weight" for part in "AB")
 
 
@@ -32,7 +32,8 @@ class Lora:
     """LoRA of all layers of a model.
 
     Args:
-        model: Is changed: frozen but for its head, with updates of this rank of the layers' linear maps.
+        model: The model, which is changed: all parameters but the head's are frozen, and the layers' linear modules get
+            low-rank updates.
         rank: The rank of the updates.
         alpha: Updates are multiplied by ``alpha / rank``; twice the rank by default.
     """
@@ -49,8 +50,8 @@ class Lora:
             parameter.requires_grad_(name in self.heads or name.endswith((_A, _B)))
 
     def adapter(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The adapter's tensors and configuration for transformers' model. The update of our product of queries, keys
-        and values is one of each of them: the same A, and some of the rows of B."""
+        """The adapter's tensors and configuration for transformers' model. The update of our ``qkv`` becomes three
+        updates, of queries, keys and values, with the same A and a third of the rows of B each."""
         model, tensors = self.model, {}
         parameters = {name: each.detach().cpu().contiguous() for name, each in model.named_parameters()}
         modules: list[str] = []
@@ -75,7 +76,7 @@ class Lora:
         return {f"base_model.model.{name}": value for name, value in tensors.items()}, values
 
     def save(self, directory: Path) -> None:
-        """Writes the adapter as PEFT does."""
+        """Writes the adapter in PEFT's format."""
         from safetensors.torch import save_file
 
         tensors, config = self.adapter()
@@ -86,7 +87,7 @@ class Lora:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Adds the updates to the weights: the model is then one without LoRA."""
+        """Adds the updates to the weights and removes LoRA's modules."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         for parent in list(stack_of(self.model).encoder.modules()):

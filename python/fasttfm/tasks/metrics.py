@@ -1,5 +1,5 @@
-"""Scores of predictions: of labels and values by scikit-learn and SciPy, of entities and answers by the definitions of
-their shared tasks. Every score is a number from 0 to 1 (correlations from -1), larger is better."""
+"""Scores of predictions: labels and values by scikit-learn and SciPy, entities and answers by the definitions of their
+shared tasks. Scores range from 0 to 1 (correlations from -1); larger is better."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Scores = dict[str, float]
 
 
 def label_scores(gold: Sequence[Any], predicted: Sequence[Any]) -> Scores:
-    """Accuracy, the mean of every label's F1, and the correlation of Matthews."""
+    """Accuracy, macro F1, and Matthews correlation."""
     metrics = scikit_learn()
     return {
         "accuracy": float(metrics.accuracy_score(gold, predicted)),
@@ -28,7 +28,7 @@ def label_scores(gold: Sequence[Any], predicted: Sequence[Any]) -> Scores:
 
 
 def value_scores(gold: Sequence[float], predicted: Sequence[float]) -> Scores:
-    """The correlations of Pearson and Spearman; 0 where either side is constant and there is none."""
+    """Pearson and Spearman correlation; 0 if either side is constant, where they are undefined."""
     scikit_learn()
     from scipy.stats import pearsonr, spearmanr
 
@@ -41,7 +41,7 @@ def value_scores(gold: Sequence[float], predicted: Sequence[float]) -> Scores:
 
 
 def most_common(values: Iterable[Any]) -> Any:
-    """The value that occurs most often, the first of several: what a model that has learnt nothing should say."""
+    """The most frequent value, the first of several: the prediction of a majority baseline."""
     return Counter(values).most_common(1)[0][0]
 
 
@@ -60,8 +60,8 @@ _SCHEME = re.compile(r"O|[BIES]-.+")
 
 
 def tag_scores(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> Scores:
-    """Accuracy of the words' tags; where the tags mark entities (B-, I-, perhaps E- and S-), also precision, recall and
-    F1 of whole entities, as CoNLL's shared tasks count them: kind, first and last word must all be right."""
+    """Accuracy of the words' tags. If the tags mark entities (B-, I-, perhaps E- and S-), also precision, recall and F1
+    of entities, as in CoNLL's shared tasks: kind, first and last word must all be right."""
     pairs = [pair for tags, others in zip(gold, predicted, strict=True) for pair in zip(tags, others, strict=True)]
     scores = {"accuracy": sum(a == b for a, b in pairs) / max(1, len(pairs))}
     if not all(_SCHEME.fullmatch(tag) for pair in pairs for tag in pair):
@@ -79,7 +79,7 @@ def tag_scores(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]
 
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """Kind, first word and end of every entity in a sentence. An I- or E- that continues nothing begins an entity."""
+    """Kind, first word and end of every entity in a sentence. An I- or E- without a predecessor starts an entity."""
     found = set()
     start, kind, closed = None, "", False
     for index, tag in enumerate([*tags, "O"]):
@@ -97,8 +97,8 @@ def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
 
 
 def type_scores(gold: Sequence[Collection[str]], predicted: Sequence[Collection[str]]) -> Scores:
-    """Strict accuracy (all types of an entity are right, and none is missing), and the loose F1 of Ling and Weld:
-    macro, of the means of each entity's precision and recall, and micro, over all types together."""
+    """Strict accuracy (the predicted types are exactly the right ones), and the loose F1 of Ling and Weld: macro, from
+    the means of each entity's precision and recall, and micro, over all types together."""
     pairs = [(set(ours), set(theirs)) for ours, theirs in zip(gold, predicted, strict=True)]
     count = max(1, len(pairs))
     right, wanted, found = (
@@ -120,7 +120,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalized(answer: str) -> str:
-    """An answer as SQuAD compares it: small letters, no punctuation, no articles, single spaces."""
+    """An answer as SQuAD compares it: lower case, no punctuation, no articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
@@ -129,7 +129,7 @@ def exact_match(gold: str, answer: str) -> float:
 
 
 def answer_f1(gold: str, answer: str) -> float:
-    """F1 of the words that both have, as often as both have them; of an empty answer, whether both are empty."""
+    """F1 of the common words, counted with multiplicity; if either answer is empty, whether both are."""
     wanted, found = normalized(gold).split(), normalized(answer).split()
     if not wanted or not found:
         return float(wanted == found)
@@ -141,12 +141,12 @@ Gold = Sequence[str] | Sequence[Sequence[str]]
 
 
 def answer_scores(gold: Mapping[Any, Gold], answers: Mapping[Any, str]) -> Scores:
-    """SQuAD's exact match and F1, means over all questions and, where both kinds exist, over those with an answer and
-    those without.
+    """SQuAD's exact match and F1: means over all questions and, if both kinds exist, over those with and without an
+    answer.
 
     Args:
-        gold: Every question's right answers by its id or number; none where it has no answer (SQuAD 2.0). Of several
-            lists of them, the scores' mean over the lists counts (CoQA).
+        gold: The right answers of every question by its id or number; an empty list if it has no answer (SQuAD 2.0). If
+            there are several lists of answers, the score is the mean over the lists (CoQA).
         answers: One answer for each id, empty for none.
     """
     exact, f1 = _best(gold, answers, exact_match), _best(gold, answers, answer_f1)
@@ -162,13 +162,13 @@ def answer_scores(gold: Mapping[Any, Gold], answers: Mapping[Any, str]) -> Score
 
 
 def best_threshold(gold: Mapping[Any, Gold], answers: Mapping[Any, str], no_answer: Mapping[Any, float]) -> float:
-    """The number that ``no_answer`` may have before a question counts as one without an answer, so that F1 is as large
-    as it can be (SQuAD's ``best_f1_thresh``). What is tuned on one set of questions should be used on others.
+    """The threshold of ``no_answer`` above which a question counts as unanswered, chosen to maximize F1 (SQuAD's
+    ``best_f1_thresh``). Tune it on other questions than those that are scored.
 
     Args:
         gold: As in ``answer_scores``.
-        answers: The best answer of each question that is not empty.
-        no_answer: How much more likely it is than that answer that there is none.
+        answers: The best nonempty answer of each question.
+        no_answer: The score of "no answer" minus the score of that answer.
     """
     f1, none = _best(gold, answers, answer_f1), _best(gold, dict.fromkeys(gold, ""), answer_f1)
     order = sorted(gold, key=lambda key: no_answer[key])
@@ -183,8 +183,8 @@ def best_threshold(gold: Mapping[Any, Gold], answers: Mapping[Any, str], no_answ
 
 
 def _lists(right: Gold) -> list[list[str]]:
-    """The lists of right answers, with an empty one where there is none. SQuAD ignores answers of which nothing is left
-    when they are compared, unless there are no others."""
+    """The lists of right answers, with an empty answer if there is none. SQuAD ignores answers that are empty after
+    normalization, unless there are no others."""
     lists = [list(each) for each in right if not isinstance(each, str)]
     texts = [each for each in right if isinstance(each, str) and normalized(each)]
     return lists or [texts or [""]]
@@ -195,7 +195,7 @@ def _answerable(right: Gold) -> bool:
 
 
 def _best(gold: Mapping[Any, Gold], answers: Mapping[Any, str], score: Any) -> dict[Any, float]:
-    """Each question's score, against whichever right answer is nearest."""
+    """Each question's best score over its right answers."""
     if missing := [key for key in gold if key not in answers]:
         raise ValueError(f"answer_scores: answers: expected one for every question, got none for {missing[0]!r}")
 

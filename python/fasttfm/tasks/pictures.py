@@ -1,4 +1,4 @@
-"""A picture of a classifier's confusions."""
+"""A picture of a classifier's confusion matrix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fasttfm import extras
 from fasttfm.atomic_files import atomic_write
 
 CONFUSION = "confusion.png"
-_MOST_LABELS = 40
+_MAX_LABELS = 40
 
 
 def confusion_counts(gold: Sequence[str], predicted: Sequence[str], labels: Sequence[str]) -> list[list[int]]:
@@ -24,8 +24,8 @@ def confusion_counts(gold: Sequence[str], predicted: Sequence[str], labels: Sequ
 
 
 def write_confusion(path: Path, counts: Sequence[Sequence[int]], labels: Sequence[str], title: str) -> None:
-    """Draws the matrix: fractions of each row as colors, counts as numbers. Nothing is drawn for very many labels."""
-    if not 1 < len(labels) <= _MOST_LABELS:
+    """Draws the matrix: fractions of each row as colors, counts as numbers. Draws nothing for more than 40 labels."""
+    if not 1 < len(labels) <= _MAX_LABELS:
         return
     try:
         import matplotlib
@@ -34,13 +34,13 @@ def write_confusion(path: Path, counts: Sequence[Sequence[int]], labels: Sequenc
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shares = [[count / max(1, sum(row)) for count in row] for row in counts]
+    fractions = [[count / max(1, sum(row)) for count in row] for row in counts]
     side = 2.6 + 0.55 * len(labels)
     figure, axes = pyplot.subplots(figsize=(side + 1.2, side))
-    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    image = axes.imshow(fractions, cmap="Blues", vmin=0, vmax=1)
     for row, values in enumerate(counts):
         for column, count in enumerate(values):
-            color = "white" if shares[row][column] > 0.5 else "black"
+            color = "white" if fractions[row][column] > 0.5 else "black"
             axes.text(column, row, f"{count:,}", ha="center", va="center", color=color, fontsize=9)
     names: list[Any] = [label if len(label) <= 20 else f"{label[:19]}…" for label in labels]
     axes.set_xticks(range(len(labels)), names, rotation=45, ha="right")

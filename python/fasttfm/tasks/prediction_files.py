@@ -1,4 +1,4 @@
-"""Files of examples to be predicted, which may have no labels, and files of what was predicted."""
+"""Files of examples to predict, which may have no labels, and files of predictions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LINES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz")  # files that are read line 
 
 
 class Inputs(NamedTuple):
-    """Examples, read as they are needed, and their number where it is known."""
+    """Examples, read lazily, and their number if it is known."""
 
     examples: Iterator[Any]
     total: int | None
@@ -33,9 +33,9 @@ class Inputs(NamedTuple):
 def read_inputs(task: Task, source: str, columns: Any = None) -> Inputs:
     """The examples of a file or of stdin (``-``).
 
-    Lines of text (``.txt``, stdin) are examples whose texts are separated by tabulators; lines that are JSON objects
-    (``.jsonl``, also in stdin) have the fields that ``task.example`` knows. They are never in memory as a whole, unlike
-    other files, which the task's ``read_file`` reads, with ``columns`` if there are any.
+    Lines of text (``.txt``, stdin) are examples whose texts are separated by tabs. Lines that are JSON objects
+    (``.jsonl``, also in stdin) have the fields that ``task.example`` reads. Both are streamed. Other files are read as
+    a whole by the task's ``read_file``, with ``columns`` if they are given.
     """
     if source == STDIN:
         return Inputs(_of_lines(task, "stdin", _stdin(), None), None)
@@ -52,12 +52,12 @@ def read_inputs(task: Task, source: str, columns: Any = None) -> Inputs:
 
 
 def _is_known(task: Task, path: Path) -> bool:
-    """Whether the first object has the fields that ``task.example`` knows."""
+    """Whether the first object has the fields that ``task.example`` reads."""
     first = next((line for _, line in read_lines(path) if line.strip()), "")
     try:
         found = _object(first)
     except DataError:
-        return True  # reading it line by line says which line it is
+        return True  # reading it line by line reports the line
     try:
         task.example(found)
     except DataError:
@@ -66,7 +66,7 @@ def _is_known(task: Task, path: Path) -> bool:
 
 
 def _of_lines(task: Task, source: str, lines: Iterable[tuple[int, str]], is_json: bool | None) -> Iterator[Any]:
-    """``is_json`` None: as the first line that is not blank."""
+    """The examples of lines. If ``is_json`` is None, the first line that is not blank determines it."""
     for number, line in lines:
         if is_json is None and line.strip():
             is_json = line.lstrip().startswith("{")
@@ -85,7 +85,7 @@ def _object(line: str) -> dict[str, Any]:
         raise DataError(f"expected a JSON object, got {line:.60} ({error})") from None
     if not isinstance(found, dict):
         raise DataError(f"expected a JSON object, got {line:.60}")
-    if SURROGATE.search(json.dumps(found, ensure_ascii=False)):  # "\\ud800" is JSON, but no character
+    if SURROGATE.search(json.dumps(found, ensure_ascii=False)):  # "\\ud800" is valid JSON, but not a character
         raise DataError("expected UTF-8 text, got half of a surrogate pair")
     return found
 
@@ -95,12 +95,12 @@ def _columns(path: Path) -> int:
 
 
 def _words(path: Path) -> list[TagExample]:
-    """Sentences of a file with one word a line and no tags, a blank line between sentences."""
+    """The sentences of a file with one word per line and no tags, separated by blank lines."""
     sentences: list[list[str]] = [[]]
     for number, line in read_lines(path):
         words = line.split()
         if len(words) > 1:
-            raise data_error(path, "one word, as in the lines before", f"{line[:60]!r}", line=number)
+            raise data_error(path, "one word, as in the previous lines", f"{line[:60]!r}", line=number)
         if words:
             sentences[-1] += words
         elif sentences[-1]:
@@ -109,7 +109,7 @@ def _words(path: Path) -> list[TagExample]:
 
 
 def read_texts(source: str) -> Iterator[Any]:
-    """The texts of a file or of stdin (``-``), one a line, or the objects of a .jsonl file."""
+    """The texts of a file or of stdin (``-``), one per line, or the objects of a .jsonl file."""
     is_json = source.endswith((".jsonl", ".jsonl.gz"))
     if source != STDIN and not source.endswith(_LINES):
         raise data_error(source, f"a name that ends in {', '.join(_LINES)}, or - for stdin", repr(Path(source).name))
@@ -137,11 +137,11 @@ def _stdin() -> Iterator[tuple[int, str]]:
 
 
 class Writer:
-    """Writes records as they come: one object a line, or a table with a header line.
+    """Writes records one by one: as one JSON object per line, or as a table with a header.
 
     Args:
         format: One of ``FORMATS``.
-        table: The rows of a record in a table.
+        table: Returns the rows of a record in a table.
     """
 
     def __init__(self, file: TextIO, format: str, table: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:
@@ -163,14 +163,14 @@ class Writer:
         for row in rows:
             if extra := set(row) - set(self._rows.fieldnames):
                 expected = f"the columns of the first example ({', '.join(self._rows.fieldnames)})"
-                got = f"also {', '.join(sorted(extra))}; jsonl takes any"
+                got = f"also {', '.join(sorted(extra))}; jsonl allows any fields"
                 raise DataError(f"example {self._records}: expected {expected}, got {got}")
             self._rows.writerow(row)
 
 
 @contextlib.contextmanager
 def opened(output: Path | None) -> Iterator[TextIO]:
-    """The terminal, or a file that is there when it is whole."""
+    """stdout, or a file that appears only when it is complete."""
     if output is None:
         yield sys.stdout
         return

@@ -1,4 +1,4 @@
-"""Zero-, one- and few-shot evaluation: prompts of labelled examples, answers by likelihood or by generation, scores."""
+"""Zero-, one- and few-shot evaluation: prompts with labelled examples, answers by likelihood or generation, scores."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from fasttfm.tasks.metrics import Scores, answer_f1, exact_match, label_scores, 
 from fasttfm.tasks.prompts import Prompt, Shot, text_pieces, until
 
 NORMALIZATIONS = ("none", "tokens", "bytes", "unconditional")
-_SEQUENCES = 8  # that are generated at a time
+_SEQUENCES = 8  # generated at a time
 METRICS = ("accuracy", "f1", "exact_match", "answer_f1", "bleu", "rouge")
 
 
 class Question(NamedTuple):
-    """An example to be answered."""
+    """A question with its right answers."""
 
     input: str
-    outputs: list[str]  # right answers; the first one where it is an example for others
-    choices: list[str]  # empty where any answer may be given
+    outputs: list[str]  # the right answers; prompts show the first
+    choices: list[str]  # the possible answers; empty if there is no such list
 
 
 @dataclass(frozen=True)
 class Preset:
-    """The form of a kind of task as the papers have it."""
+    """The prompt format of a kind of task, from the papers."""
 
     template: str | None
     separator: str
@@ -59,8 +59,8 @@ PRESETS = {
 
 
 def read_questions(path: str | Path) -> list[Question]:
-    """Examples from a .jsonl file: an object a line with the texts ``input`` and ``output`` (or a list of right
-    answers), and optionally ``choices``, a list of texts."""
+    """Reads a .jsonl file with one object per line: the texts ``input`` and ``output`` (or a list of right answers),
+    and optionally ``choices``, a list of texts."""
     found = []
     for number, line, row in read_json_lines(Path(path)):
         row = row if isinstance(row, dict) else {}
@@ -75,21 +75,21 @@ def read_questions(path: str | Path) -> list[Question]:
             raise data_error(path, '"output" among "choices"', f"{outputs[0]:.60}", line=number)
         found.append(Question(row["input"], outputs, choices))
     if not found:
-        raise data_error(path, "examples, one object a line", "none")
+        raise data_error(path, "examples, one object per line", "none")
     return found
 
 
 @dataclass
 class Evaluation:
-    """Answers of a causal language model to prompts.
+    """Answers of a causal LM to prompts.
 
     Args:
-        model: With the head of next tokens, where it is.
-        prompt: Description, template and separator; its examples are drawn.
-        answer: ``"likelihood"`` of each choice, or ``"generate"``.
-        normalization: How likelihoods of choices are compared: ``"none"``, for each of their ``"tokens"`` or
-            ``"bytes"``, or over their ``"unconditional"`` probability after the end of the template (GPT-3).
-        stop: Where a generated answer ends.
+        model: A causal LM, on the device where it is to run.
+        prompt: Description, template and separator; its examples are replaced by drawn ones.
+        answer: ``"likelihood"`` to compare the choices, or ``"generate"``.
+        normalization: How the log-likelihoods of choices are normalized: ``"none"``, by the number of ``"tokens"`` or
+            ``"bytes"``, or by the ``"unconditional"`` probability after the end of the template (GPT-3).
+        stop: The text at which a generated answer ends.
     """
 
     model: PretrainedModel
@@ -100,7 +100,7 @@ class Evaluation:
     max_new_tokens: int = 50
     stop: str = "\n"
     tokens_per_batch: int = 16384
-    left_out: int = 0  # examples that did not fit into prompts
+    left_out: int = 0  # the number of examples that did not fit into prompts
 
     def __post_init__(self) -> None:
         if self.answer not in ("likelihood", "generate"):
@@ -113,8 +113,8 @@ class Evaluation:
         self._device = next(self.model.parameters()).device
 
     def answers(self, questions: Sequence[Question], shots: Sequence[Question], k: int, seed: int) -> Iterator[str]:
-        """An answer to each question, after a prompt with ``k`` of the ``shots``, drawn for each question by the
-        seed. A question is not drawn for itself."""
+        """Yields an answer to each question, after a prompt with ``k`` of the ``shots``, drawn for each question with
+        the seed. A question's own example is never drawn."""
         labels = list(dict.fromkeys(each.outputs[0] for each in (shots or questions)))
         prompts = self._prompts(questions, shots, k, seed)
         if self.answer == "generate":
@@ -134,7 +134,7 @@ class Evaluation:
             yield replace(self.prompt, shots=[Shot(shot.input, shot.outputs[0]) for shot in drawn]), question
 
     def _fitting(self, prompt: Prompt, question: Question, room: int) -> list[int]:
-        """The ids of the prompt, without the first examples if all are too long."""
+        """The ids of the prompt, without the first examples if not all fit."""
         if room < 1:
             raise ValueError(f"prompt: expected fewer new tokens than the model's {self._longest} positions")
         fitting = prompt.fitting(question.input, lambda text: len(self.tokenizer.encode(text)), room)
@@ -142,7 +142,7 @@ class Evaluation:
         return self.tokenizer.encode(fitting.text(question.input))
 
     def _generated(self, prompts: Iterable[tuple[Prompt, Question]]) -> Iterator[str]:
-        """The answers to several questions at a time, each up to where it stops."""
+        """Yields generated answers, each up to ``stop``. Several questions are answered at a time."""
         model: Any = self.model
         session = session_of(model, _SEQUENCES, self._longest)
         end = self.tokenizer.special.eos if self.model.config.eos_token_id is None else None
@@ -157,7 +157,7 @@ class Evaluation:
         for prompt, question in prompts:
             ids = self._fitting(prompt, question, self._longest - self.max_new_tokens)
             waiting.append(session.submit(ids, max_new_tokens=self.max_new_tokens, eos_token_id=end))
-            if len(waiting) == 2 * _SEQUENCES:  # some wait for those that stop early
+            if len(waiting) == 2 * _SEQUENCES:  # some wait for the slots of those that stop early
                 yield answer()
         while waiting:
             yield answer()
@@ -183,7 +183,7 @@ class Evaluation:
 
     @torch.inference_mode()
     def log_likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[float]:
-        """``log P(ending | beginning)`` for each pair of ids; a beginning has at least one."""
+        """``log P(second | first)`` for each pair of lists of ids; the first has at least one id."""
         head: Any = self.model.get_submodule("lm_head")
         found: list[float] = []
         features = [
@@ -212,7 +212,7 @@ class Evaluation:
 
 
 def prompt_scores(metrics: Iterable[str], questions: Sequence[Question], answers: Sequence[str]) -> Scores:
-    """Scores by their names out of ``METRICS``, from 0 to 1, BLEU from 0 to 100."""
+    """The scores with these names of ``METRICS``, from 0 to 1, BLEU from 0 to 100."""
     scores: Scores = {}
     gold = [question.outputs for question in questions]
     for name in metrics:

@@ -1,4 +1,4 @@
-"""Prompts: a task told to a model in its own input, by a description and by examples (GPT-3; Brown et al., 2020)."""
+"""Prompts, which describe a task to a model in its input, by a text and by examples (GPT-3; Brown et al., 2020)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TEMPLATE = "Input: {input}\nOutput: {output}"
 
 
 class Shot(NamedTuple):
-    """An example: what is asked and what is to be answered."""
+    """An example of a question and its answer."""
 
     input: str
     output: str
 
 
 def read_shots(path: str | Path) -> list[Shot]:
-    """Examples from a .jsonl file: one object a line, with the texts ``input`` and ``output``."""
+    """Reads a .jsonl file with one object per line, which has the texts ``input`` and ``output``."""
     shots = []
     for number, line, row in read_json_lines(Path(path)):
         question, answer = (row.get("input"), row.get("output")) if isinstance(row, dict) else (None, None)
@@ -29,20 +29,20 @@ def read_shots(path: str | Path) -> list[Shot]:
             raise data_error(path, 'an object with two texts, "input" and "output"', f"{line:.60}", line=number)
         shots.append(Shot(question, answer))
     if not shots:
-        raise data_error(path, "examples, one object a line", "none")
+        raise data_error(path, "examples, one object per line", "none")
     return shots
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A description, examples in a form, and a question in the same form, to which the answer is missing.
+    """A description, examples in a template, and a question in the same template without its answer.
 
-    With no example this is called zero-shot, with one one-shot, with more few-shot. With no examples, no description
-    and no template, the question is all there is, as it is.
+    No example is called zero-shot, one example one-shot, more few-shot. Without examples, description and template, the
+    prompt is the question itself.
 
     Args:
-        template: The form of an example; the prompt ends where its {output} would begin. ``TEMPLATE`` by default.
-        separator: Between the description, the examples and the question.
+        template: The format of an example; the prompt ends before the question's {output}. ``TEMPLATE`` by default.
+        separator: The text between the description, the examples and the question.
     """
 
     description: str = ""
@@ -61,11 +61,12 @@ class Prompt:
             return question
         parts = [self.description] if self.description else []
         parts += [self._filled(shot.input) + shot.output for shot in self.shots]
-        # No space at the end: a vocabulary's words bring the space in front of them with them.
+        # No space at the end: the tokens of words include the space before them.
         return self.separator.join([*parts, self._filled(question)]).rstrip(" ")
 
     def fitting(self, question: str, size: Callable[[str], int], most: int) -> Prompt:
-        """This prompt with as many of its last examples as ``most`` tokens hold, by ``size``, a text's tokens."""
+        """This prompt with as many of its last examples as fit into ``most`` tokens; ``size`` counts a text's
+        tokens."""
         for left_out in range(len(self.shots) + 1):
             shorter = Prompt(self.description, self.shots[left_out:], self.template, self.separator)
             if size(shorter.text(question)) <= most:
@@ -80,8 +81,7 @@ class Prompt:
 
     @property
     def answer_prefix(self) -> str:
-        """What an answer begins with: the spaces in front of the template's {output}, which a prompt does not end
-        in."""
+        """The start of an answer: the spaces before the template's {output}, which are not at the end of a prompt."""
         before = self.form.removesuffix("{output}")
         return before[len(before.rstrip(" ")) :]
 
@@ -90,7 +90,8 @@ class Prompt:
 
 
 def until(pieces: Iterator[str], stop: str) -> Iterator[str]:
-    """Pieces of a text up to where ``stop`` begins, as early as it is certain that it does not; all if it is empty."""
+    """Yields the pieces of a text up to ``stop``, or all of them if ``stop`` is empty. A piece that may be the start of
+    ``stop`` is delayed until the next one decides."""
     if not stop:
         yield from pieces
         return
@@ -100,7 +101,6 @@ def until(pieces: Iterator[str], stop: str) -> Iterator[str]:
         if stop in held:
             held = held[: held.index(stop)]
             break
-        # What may be the beginning of the stop waits for the next piece.
         waits = next(size for size in range(len(stop) - 1, -1, -1) if held.endswith(stop[:size]))
         certain, held = held[: len(held) - waits], held[len(held) - waits :]
         if certain:
@@ -110,7 +110,7 @@ def until(pieces: Iterator[str], stop: str) -> Iterator[str]:
 
 
 def text_pieces(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
-    """The text of tokens as they come; a letter that takes several tokens comes with its last one."""
+    """Yields the text of tokens one by one; a character of several tokens comes with its last token."""
     from tokenizers.decoders import DecodeStream
 
     decoder = DecodeStream(skip_special_tokens=True)
@@ -122,6 +122,6 @@ def text_pieces(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
         if piece:
             size += len(piece)
             yield piece
-    rest = tokenizer.decode(ids)[size:]  # where the tokens end within a letter
+    rest = tokenizer.decode(ids)[size:]  # if the tokens end within a character
     if rest:
         yield rest

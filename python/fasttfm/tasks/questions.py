@@ -1,4 +1,4 @@
-"""Questions whose answer is a span of a context (SQuAD 1.1), or that have none there (2.0)."""
+"""Questions whose answer is a span of a context (SQuAD 1.1), or that have no answer there (2.0)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fasttfm.train.settings import at_least
 
 
 class SpanTarget(NamedTuple):
-    """A feature's window, and the position of the answer in it: the first token, twice, if it is not there."""
+    """A feature's window, and the position of the answer in it; (0, 0) if it does not contain the answer."""
 
     window: Window
     offsets: Offsets  # of the whole context's tokens
@@ -38,17 +38,17 @@ class QuestionTask(Task):
     """The span that answers a question.
 
     Args:
-        stride: Tokens between the beginnings of two windows over a long context.
-        max_question: The maximum number of tokens of a question; it is truncated.
-        max_answer: No answer has more tokens.
-        threshold: What a question's score of having no answer may be above that of its best span before none is given.
-            Tuned by ``tune``; without one every question is answered, as in SQuAD 1.1.
+        stride: The number of tokens between the starts of two windows over a long context.
+        max_question: The maximum number of tokens of a question; longer ones are truncated.
+        max_answer: The maximum number of tokens of an answer.
+        threshold: A question is answered if the score of "no answer" exceeds that of its best span by at most this
+            much. ``tune`` sets it; by default every question is answered, as in SQuAD 1.1.
     """
 
     name = "qa"
     about = "the span that answers"
     file_format = "SQuAD 1.1 or 2.0, CoQA, TriviaQA"
-    line_format = "question, tabulator, context"
+    line_format = "question, tab, context"
     json_fields = "question, context, id, answers"
     read_file = staticmethod(read_questions)
     head = Head.QUESTION_ANSWERING
@@ -115,7 +115,7 @@ class QuestionTask(Task):
         }
 
     def logits(self, model: Any, batch: TaskBatch) -> Tensor:
-        """[2 * features, longest]: of the first tokens of spans, then of the last ones."""
+        """[2 * features, longest]: the start logits of all features, then the end logits."""
         output = model(**batch.inputs())
         return self.logits_of_rows(batch, torch.stack([output.start_logits, output.end_logits], -1))
 
@@ -124,7 +124,7 @@ class QuestionTask(Task):
         return True
 
     def logits_of_rows(self, batch: TaskBatch, rows: Tensor) -> Tensor:
-        """``rows`` [T, 2]: of the first token of a span and of the last."""
+        """``rows`` [T, 2] are the start and end logits of each token."""
         packed = PackedBatch(batch.cu_seqlens, batch.max_seqlen, batch.tokens)
         padded = packed.per_sequence(rows, fill=torch.finfo(rows.dtype).min / 2)
         return padded.permute(2, 0, 1).flatten(0, 1)
@@ -174,14 +174,14 @@ class QuestionTask(Task):
         return float("inf") if self.threshold is None else self.threshold
 
     def answers(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
-        """The texts by the questions' ids; empty where there seems to be no answer."""
+        """The predicted answers by the questions' ids, empty for "no answer"."""
         return {example.id: text for example, text in zip(examples, self._texts(predictions), strict=True)}
 
     def _texts(self, predictions: Predictions) -> list[str]:
         return ["" if answer.no_answer > self._limit else answer.text for answer in predictions]
 
     def tune(self, examples: Sequence[Any], predictions: Predictions) -> None:
-        """Sets the threshold with which the F1 of these answers is largest, if some of the questions have none."""
+        """Sets the threshold that maximizes the F1 of these answers, if some of the questions have no answer."""
         if all(example.answers for example in examples):
             return
         gold = {number: _right(example) for number, example in enumerate(examples)}
@@ -190,7 +190,7 @@ class QuestionTask(Task):
         self.threshold = best_threshold(gold, texts, scores)
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
-        """Questions are counted by their numbers: ids may be missing, and repeated."""
+        """The scores. Questions are identified by their numbers, because ids may be missing or repeated."""
         gold = {number: _right(example) for number, example in enumerate(examples)}
         return answer_scores(gold, dict(enumerate(self._texts(predictions))))
 
@@ -220,7 +220,7 @@ class QuestionTask(Task):
         return [Answer(answer, float("-inf"))] * len(examples)
 
     def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
-        """SQuAD's own: each question's answer, and how much likelier it is that there is none."""
+        """SQuAD's files: the answer of each question, and the score of "no answer" minus that of its answer."""
         odds = {example.id: answer.no_answer for example, answer in zip(examples, predictions, strict=True)}
         return {
             "predictions.json": json.dumps(self.answers(examples, predictions), indent=1, ensure_ascii=False) + "\n",
@@ -229,7 +229,7 @@ class QuestionTask(Task):
 
 
 class Answer(NamedTuple):
-    """A question's best span, and how much more the score of having no answer is than that span's."""
+    """A question's best span, and the score of "no answer" minus that span's score."""
 
     text: str
     no_answer: float
@@ -246,7 +246,7 @@ class Answer(NamedTuple):
 
 
 def _answers(given: Any) -> list[RightAnswer]:
-    """Right answers as SQuAD's files or data sets have them, or as texts."""
+    """Right answers in the format of SQuAD's files, of its data set on the hub, or as texts."""
     if given is None:
         return []
     if isinstance(given, Mapping):

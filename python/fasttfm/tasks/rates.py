@@ -1,5 +1,4 @@
-"""Learning rates of a model that was trained before: smaller for lower layers, another for the new head, none for what
-is frozen."""
+"""Learning rates for fine-tuning: smaller ones for lower layers, another for the head, and frozen parameters."""
 
 from __future__ import annotations
 
@@ -21,8 +20,9 @@ from fasttfm.train.optimizers import parameter_groups
 class Rates:
     """The learning rate of each part of a model.
 
-    The highest layer has ``rate``, each one below it ``layer_decay`` times that of the layer above, and the embeddings
-    are one more step down; a pooler and a last LayerNorm have ``rate``, the head ``head_rate``.
+    The last layer has ``rate``, each layer below it ``layer_decay`` times the rate of the layer above, and the
+    embeddings ``layer_decay`` times that of the first layer. A pooler and a final LayerNorm have ``rate``, the head
+    ``head_rate``.
     """
 
     rate: float
@@ -40,7 +40,7 @@ class Rates:
             raise ValueError(f"rates: layer_decay: expected a number above 0 and up to 1, got {self.layer_decay}")
 
     def groups(self, model: PretrainedModel) -> list[dict[str, Any]]:
-        """The model's trained parameters as an optimizer takes them; biases and LayerNorms do not decay."""
+        """The optimizer's parameter groups of the model's trained parameters; biases and LayerNorms do not decay."""
         rates = {parameter: self.rate * factor for parameter, factor in self._factors(stack_of(model))}
         head = self.rate if self.head_rate is None else self.head_rate
         found = []
@@ -60,20 +60,18 @@ class Rates:
 
 
 def default_rate(model: PretrainedModel) -> float:
-    """The learning rate of BERT-base, more for narrower models and less for wider ones."""
+    """BERT-base's learning rate, scaled by the inverse of the model's width."""
     return 5e-5 * 768 / stack_of(model).encoder.in_order()[0].width
 
 
 def freeze(model: PretrainedModel, layers: int | None = None) -> None:
-    """Leaves only the head to be trained, with a pooler if it has one; with ``layers``, only the embeddings and that
-    many of the lowest layers are frozen. What is frozen keeps its values and drops nothing."""
+    """Freezes all but the head and the pooler; with ``layers``, only the embeddings and this many of the first layers.
+    Frozen layers have no dropout."""
     base = stack_of(model)
     order = base.encoder.in_order()
     if layers is not None:
         if len(base.encoder.layers) < len(order):
-            raise ValueError(
-                "freeze_layers: expected a model with parameters of its own in each layer, got shared ones"
-            )
+            raise ValueError("freeze_layers: expected a model whose layers do not share parameters, got shared ones")
         if not 0 <= layers <= len(order):
             raise ValueError(f"freeze_layers: expected 0 to the model's {len(order)} layers, got {layers}")
     frozen = order if layers is None else order[:layers]

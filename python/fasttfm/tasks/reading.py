@@ -1,4 +1,4 @@
-"""Reads a task's examples: from files of its formats, a directory of them, or the sample that is shipped."""
+"""Reads the examples of a task from files, from a directory, or from the shipped sample."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fasttfm.tasks.images import ImageTask
 from fasttfm.tasks.labels import PairTask
 from fasttfm.tasks.registry import TASKS
 
-# The parts of data sets by the words in the names of their files; CoNLL-2003's dev set is "testa".
+# The words in file names that identify the parts of a data set; CoNLL-2003's dev set is "testa".
 _PARTS = {"train": ("train", "training"), "dev": ("dev", "valid", "validation", "val", "testa"), "test": ("test",)}
 _SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.)")
 _SUFFIXES = (
@@ -28,7 +28,7 @@ _SUFFIXES = (
     ".json",
     ".txt",
     ".npz",
-)  # of files with the same content, the best first
+)  # if a file exists in several formats, the first of these is read
 _HELD_OUT = 0.1
 
 
@@ -45,11 +45,11 @@ def read_examples(
 
     Args:
         task: One of ``TASKS``.
-        data: A file to learn from, or a directory with one whose name has "train" in it and one with "dev", "val" or
-            "validation". By default the sample that is shipped.
-        dev: The file of the dev set. Without one, a tenth of the examples becomes the dev set.
+        data: A file of training examples, or a directory with one whose name has "train" in it and one with "dev",
+            "val" or "validation". By default the shipped sample.
+        dev: The file of the dev set. Without one, a random tenth of the examples becomes the dev set.
         seed: Random seed of that choice.
-        columns: The columns of the files, where their names do not tell.
+        columns: The columns of the files, if their names do not identify them.
     """
     if data is None:
         parts = {part: [path] for part, path in shipped_task(task).items()}
@@ -77,7 +77,7 @@ def read_examples(
 
 
 def read_files(task: str, files: list[Path], columns: Columns = BY_NAME) -> list[Any]:
-    """The examples of files of a task, one file after the other."""
+    """The examples of all files."""
     read: Any = TASKS[task].read_file
     if columns != BY_NAME and "columns" not in inspect.signature(read).parameters:
         able = [name for name, each in TASKS.items() if "columns" in inspect.signature(each.read_file).parameters]
@@ -92,15 +92,15 @@ def read_files(task: str, files: list[Path], columns: Columns = BY_NAME) -> list
 
 
 def part_files(folder: Path, part: str) -> list[Path]:
-    """The file of a part of a data set in a folder, or its shards; none if there is none. Of a file in several formats
-    the one that is read best, and of MNLI's dev and test sets the matched one."""
+    """The file of a part of a data set in a folder, or its shards; empty if there is none. If it exists in several
+    formats, the first of ``_SUFFIXES``; of MNLI's dev and test sets, the matched one."""
     names = _PARTS[part]
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         stem = _stem(path)
         if any(word in names for word in re.split(r"[^a-z]+", stem)) and (path.is_file() or path.is_dir()):
             found.setdefault(_SHARD.sub("", path.name), []).append(path)
-    if not found and (folder / "data").is_dir():  # as the hub has data sets
+    if not found and (folder / "data").is_dir():  # the layout of data sets on the hub
         return part_files(folder / "data", part)
     for chosen in (
         [key for key in found if _stem(Path(key)) in names],
@@ -117,7 +117,7 @@ def part_files(folder: Path, part: str) -> list[Path]:
 
 
 def _stem(path: Path) -> str:
-    """The name without its suffixes, in small letters."""
+    """The name without its suffixes, in lower case."""
     name = path.name.removesuffix(".gz")
     return (name.rpartition(".")[0] if name.endswith(_SUFFIXES) else name).lower()
 

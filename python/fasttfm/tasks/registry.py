@@ -1,4 +1,4 @@
-"""``TASKS``: every task, by its name. Everything that offers tasks reads this."""
+"""``TASKS``: all tasks by name. This is the only list of tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trained model says about an example: the results of ``tasks.load`` and of ``fasttfm predict``."""
+"""The results of a predictor (``tasks.load``, ``fasttfm predict``) for an example."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LabelResult:
 
 @dataclass(frozen=True)
 class ValueResult:
-    """The number that is estimated for a text or a pair of texts."""
+    """The predicted number for a text or a pair of texts."""
 
     value: float
 
@@ -26,25 +26,25 @@ class TagResult:
     """The tags of a sentence's words."""
 
     tags: list[str]
-    probabilities: list[float | None]  # None of words without a token, which get the most frequent tag
+    probabilities: list[float | None]  # None for words without tokens, which get the most frequent tag
 
 
 @dataclass(frozen=True)
 class AnswerResult:
-    """The span of a context that answers a question; empty, and without a place, if there seems to be no answer."""
+    """The span of a context that answers a question; empty, without start and end, if no answer is predicted."""
 
     answer: str
     start: int | None  # its first character in the context
     end: int | None  # the one after its last
     score: float  # the sum of the logits of the best span's first and last token
-    no_answer: float  # the score of having no answer, minus that
+    no_answer: float  # the score of "no answer" minus this score
 
 
 @dataclass(frozen=True)
 class ChoiceResult:
-    """The ending that is chosen."""
+    """The chosen ending."""
 
-    choice: int  # its number, from 0 on
+    choice: int  # its index
     ending: str
     probabilities: list[float]  # of every ending
 

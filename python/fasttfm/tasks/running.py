@@ -1,4 +1,4 @@
-"""``FeatureRunner``: the features of a task through a model, for evaluation and predictions."""
+"""``FeatureRunner``: runs a model on the features of a task, for evaluation and predictions."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from fasttfm.ops.library import PLAIN_TENSORS
 from fasttfm.tasks.inputs import Feature, TaskBatch
 from fasttfm.tasks.task import Task
 
-_IN_FLIGHT = 2  # batches that are launched before the first is waited for
-_MOST = 1 << 20  # features of a batch
+_IN_FLIGHT = 2  # how many batches are launched before the first one is waited for
+_MAX_FEATURES = 1 << 20  # of a batch: only the number of tokens limits it
 
 
 class FeatureRunner:
-    """Reads what a task wants of its features' logits. Features of similar length are computed together.
+    """Computes ``Task.read`` of features. Features of similar length are computed together.
 
-    A session computes the logits where they are those of the model's head over packed ids (``Task.on_session``): its
-    weights are cast once. Other models are called under autocast.
+    If the task's logits are those of the model's head over packed ids (``Task.on_session``), a session computes them;
+    its weights are cast once. Otherwise the model is called under autocast.
 
     Args:
-        model: Where it is; it is set to evaluation.
-        tokens: Of a batch, which has at least one feature.
-        precision: ``"float32"``, or another name for bf16.
-        max_graphs: CUDA graphs of the session.
+        model: The model, on the device where it is to run; it is set to evaluation mode.
+        tokens: The maximum number of tokens in a batch; a longer feature is a batch by itself.
+        precision: ``"float32"``; any other name means bf16.
+        max_graphs: The maximum number of CUDA graphs of the session.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class FeatureRunner:
             self._session = Session(model, dtype=self._dtype, max_tokens=tokens, max_graphs=max_graphs)
 
     def read(self, features: Sequence[Feature]) -> list[Any]:
-        """What ``Task.read`` returns of each feature."""
+        """The result of ``Task.read`` for each feature."""
         found: list[Any] = [None] * len(features)
-        groups = plan([max(1, feature.tokens) for feature in features], self.tokens, _MOST)
+        groups = plan([max(1, feature.tokens) for feature in features], self.tokens, _MAX_FEATURES)
         launched: deque[tuple[list[int], Callable[[], list[Any]]]] = deque()
         for group, finish in self._launched(groups, features):
             launched.append((group, finish))

@@ -14,15 +14,15 @@ from fasttfm.data.lines import data_error
 from fasttfm.tasks.vector_files import VectorFile
 from fasttfm.train.progress import tracked
 
-_BLOCK_BYTES = 1 << 26  # of fp32 vectors in memory at a time
+_BLOCK_BYTES = 1 << 26  # the size of a block of fp32 vectors
 
 
 class Match(NamedTuple):
     """A vector that was found."""
 
-    row: int  # its number in the file, counted from 0
-    score: float  # the cosine of its angle with the query's
-    text: str | None  # where the file has texts
+    row: int  # its index in the file
+    score: float  # its cosine similarity with the query
+    text: str | None  # None if the file has no texts
 
 
 def search(
@@ -33,13 +33,13 @@ def search(
     device: torch.device | str = "cpu",
     progress: bool = False,
 ) -> list[list[Match]]:
-    """The ``count`` nearest vectors to each query, the nearest first; of equal ones the first in the file.
+    """The ``count`` nearest vectors to each query, the nearest first; ties are ordered as in the file.
 
     Args:
-        vectors: A block of them is in memory at a time.
+        vectors: The file, of which one block is in memory at a time.
         queries: [queries, width].
-        device: Where similarities are computed.
-        progress: Whether to show it on stderr.
+        device: The device that computes the similarities.
+        progress: Whether to show the progress on stderr.
     """
     if count < 1:
         raise ValueError(f"search: count: expected a number from 1 on, got {count}")
@@ -52,8 +52,8 @@ def search(
         blocks = tracked(blocks, "blocks", total=None if vectors.count is None else -(-vectors.count // rows))
     for block, texts in blocks:
         if block.shape[1] != wanted.shape[1]:
-            got = f"{block.shape[1]}; a model's have the same width with the same --model, --layers and --pooling"
-            raise data_error(vectors.path, f"vectors of {wanted.shape[1]} numbers, as the queries have", got)
+            got = f"{block.shape[1]}; --model, --layers and --pooling must be those of the file"
+            raise data_error(vectors.path, f"vectors of the queries' width {wanted.shape[1]}", got)
         scores = wanted @ functional.normalize(torch.as_tensor(block, device=device), dim=-1).T
         for found, row in zip(best, _largest(scores, count), strict=True):
             found += [Match(first + at, score, None if texts is None else texts[at]) for at, score in row]
@@ -66,18 +66,18 @@ def search(
 
 
 def _largest(scores: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """The columns of the largest scores of each row, with these."""
+    """The columns and values of the largest scores of each row."""
     values, columns = scores.topk(min(count, scores.shape[1]), dim=1)
     return [list(zip(*row, strict=True)) for row in zip(columns.tolist(), values.tolist(), strict=True)]
 
 
 def with_texts(matches: list[list[Match]], texts: Iterable[str], total: int, source: str) -> list[list[Match]]:
-    """Matches with the texts that they are the vectors of. Only those texts are kept in memory.
+    """Adds their texts to matches. Only these texts are kept in memory.
 
     Args:
-        texts: All of them, in the order of the vectors.
+        texts: The texts of all vectors, in their order.
         total: The number of vectors.
-        source: Where the texts are from, for errors.
+        source: The origin of the texts, for error messages.
     """
     wanted = {match.row for row in matches for match in row}
     found: dict[int, str] = {}

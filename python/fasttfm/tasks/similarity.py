@@ -1,4 +1,4 @@
-"""``SimilarityTask``: text vectors that are close where texts belong together."""
+"""``SimilarityTask``: vectors of texts that are close if the texts belong together."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from fasttfm.tasks.task import Language, Predictions, Task
 from fasttfm.train.gradient_cache import cached_loss
 from fasttfm.train.settings import at_least
 
-_BLOCK = 1024  # rows of a matrix of similarities at a time
-_NEAREST = 10  # how far the reciprocal rank looks
+_BLOCK = 1024  # how many rows of the similarity matrix are computed at a time
+_MAX_RANK = 10  # larger ranks count 0 in the mean reciprocal rank
 
 
 class Pair(NamedTuple):
-    """The vectors of an example's two texts, of length 1: fp32 [D]."""
+    """The normalized vectors of an example's two texts: fp32 [D]."""
 
     first: np.ndarray
     second: np.ndarray
@@ -40,15 +40,16 @@ class Pair(NamedTuple):
 
 
 class SimilarityTask(Task):
-    """Vectors of texts, the mean over their tokens, compared by cosine.
+    """Trains vectors of texts, the mean over their tokens, which are compared by cosine similarity.
 
-    Pairs, or triplets with a hard negative, are trained with ``ops.contrastive_loss``: the other examples of the batch
-    are negatives. Pairs with scores are trained so that their cosine is the score, divided by the largest.
+    Pairs, or triplets with a hard negative, are trained with ``ops.contrastive_loss``, with the other examples of the
+    batch as negatives. Pairs with scores are trained with the MSE between their cosine and the score divided by the
+    largest score.
 
     Args:
-        temperature: Of the contrastive loss.
-        mini_batch: How many examples go through the model at a time; the batch is still one for the loss
-            (``train.cached_loss``). By default all.
+        temperature: The temperature of the contrastive loss.
+        mini_batch: How many examples the model computes at a time, while the loss still uses the whole batch
+            (``train.cached_loss``). By default the whole batch.
     """
 
     name = "similarity"
@@ -58,7 +59,7 @@ class SimilarityTask(Task):
     read_file = staticmethod(read_similarity)
     head = Head.NONE
     options = ("temperature", "mini_batch")
-    main_score = "mrr"  # spearman where pairs have scores
+    main_score = "mrr"  # spearman if pairs have scores
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class SimilarityTask(Task):
     # ---- vectors -----------------------------------------------------------------------------------------------------
 
     def logits(self, model: Any, batch: TaskBatch) -> Tensor:
-        """The vectors of all texts of a batch, of length 1: fp32 [texts, D]."""
+        """The normalized vectors of all texts of a batch: fp32 [texts, D]."""
         states = model(**batch.inputs()).last_hidden_state
         return normalize(POOLING["mean"](Tokens(states.float(), batch.cu_seqlens, batch.max_seqlen)), dim=-1)
 
@@ -124,7 +125,7 @@ class SimilarityTask(Task):
 
     @staticmethod
     def _rows(features: Sequence[Feature], device: torch.device) -> list[Tensor]:
-        """The numbers of the first texts among all, of the second ones and of the negatives."""
+        """The rows of the first texts, of the second texts and of the negatives in the vectors of a batch."""
         counts = np.array([len(feature.sequences) for feature in features], dtype=np.int64)
         first = np.cumsum(counts) - counts
         return [torch.from_numpy(rows).to(device) for rows in (first, first + 1, first[counts > 2] + 2)]
@@ -143,14 +144,14 @@ class SimilarityTask(Task):
         return True
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
-        """Correlations of scores and cosines; without scores, how often the first text finds its second one among all
-        examples' (``accuracy``) and the mean of the reciprocal ranks down to the tenth (``mrr``)."""
+        """Correlations of scores and cosines. Without scores, how often a first text's nearest neighbour among all
+        second texts is its own (``accuracy``), and the mean reciprocal rank at 10 (``mrr``)."""
         if all(example.label is not None for example in examples):
             return value_scores([example.label for example in examples], [pair.cosine for pair in predictions])
         return retrieval_scores(*(np.stack([pair[side] for pair in predictions]) for side in range(2)))
 
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
-        """All texts have the same vector."""
+        """The same vector for all texts."""
         same = np.ones(1, dtype=np.float32)
         return [Pair(same, same)] * len(examples)
 
@@ -159,7 +160,7 @@ class SimilarityTask(Task):
         return {"predictions.tsv": table(("index", "cosine"), rows, "\t")}
 
     def save(self, directory: Path) -> None:
-        """The files by which sentence-transformers and ``fasttfm embed`` know how vectors are made."""
+        """Writes the settings of the vectors, as sentence-transformers and ``fasttfm embed`` read them."""
         length = self.language.format.max_length
         names = ("models.Transformer", "models.Pooling", "models.Normalize")
         modules = [
@@ -181,7 +182,7 @@ class SimilarityTask(Task):
 
 
 def retrieval_scores(queries: np.ndarray, keys: np.ndarray) -> Scores:
-    """Of query i finding key i, by cosine; of several equal scores the middle of their ranks counts."""
+    """Accuracy and mean reciprocal rank of retrieving key i with query i, by cosine; ties get their mean rank."""
     own = (queries * keys).sum(-1)
     ranks = np.empty(len(queries))
     for first in range(0, len(queries), _BLOCK):
@@ -190,5 +191,5 @@ def retrieval_scores(queries: np.ndarray, keys: np.ndarray) -> Scores:
         scores[np.arange(len(scores)), np.arange(first, first + len(scores))] = -np.inf
         above, equal = (scores > own[rows, None]).sum(1), (scores == own[rows, None]).sum(1)
         ranks[rows] = 1 + above + equal / 2
-    found = ranks <= _NEAREST
+    found = ranks <= _MAX_RANK
     return {"accuracy": float((ranks == 1).mean()), "mrr": float(np.where(found, 1 / ranks, 0.0).mean())}

@@ -1,4 +1,4 @@
-"""``Task``: what fine-tuning needs to know about a kind of task, from its examples to its scores."""
+"""``Task``: the interface of a kind of task, from its examples to its scores."""
 
 from __future__ import annotations
 
@@ -22,52 +22,51 @@ from fasttfm.tasks.results import Result
 from fasttfm.train.settings import at_least
 
 Predictions = list[Any]  # one for each example, in their order
-TASK_KEY = "fasttfm_task"  # of config.json: the settings with which a model was trained for a task
+TASK_KEY = "fasttfm_task"  # the key in config.json of the settings with which a model was fine-tuned
 
 
 @dataclass(frozen=True)
 class Language:
-    """A model's input language: its tokenizer, its family and the format of its sequences."""
+    """A model's input: its tokenizer, its family and the format of its sequences."""
 
     tokenizer: Tokenizer
     family: Family
     format: Format
 
     def save(self, directory: Path, config: Any) -> None:
-        """Writes what a model's inputs are made with into its directory. The tokenizer's maximum length is the
-        model's."""
+        """Writes the tokenizer into a model's directory, with the model's maximum length."""
         self.tokenizer.save(directory, model_max_length=longest_input(config), config=config)
 
 
 class Task(ABC):
-    """A task with its examples' form and its head.
+    """A kind of task: the format of its examples, the head of its models, its predictions and scores.
 
     Args:
-        language: How the model is written to.
-        train: The training examples, which define the labels; None for a task that a model has been trained for.
-        known: The labels of a model that has been trained on the task, in its order.
+        language: The model's input.
+        train: The training examples, which define the labels; None for a model that is already trained.
+        known: The labels of the trained model, in its order.
         auxiliary: In causal models, the weight of the causal LM loss of the examples (GPT-1).
     """
 
     name: ClassVar[str]
-    about: ClassVar[str]  # what is learnt, in a few words
-    file_format: ClassVar[str]  # of its examples
-    read_file: ClassVar[Any]  # a function: the examples of a file, by its path
+    about: ClassVar[str]  # a short description, for help texts
+    file_format: ClassVar[str]  # the format of files of examples
+    read_file: ClassVar[Any]  # a function that returns the examples of a file
     reads: ClassVar[str] = "text"  # or "images"
-    line_format: ClassVar[str] = "none"  # of an example in a line of text, for predictions
-    json_fields: ClassVar[str] = "none"  # of an example in a line of .jsonl, for predictions
+    line_format: ClassVar[str] = "none"  # the format of an example in a line of text, for predictions
+    json_fields: ClassVar[str] = "none"  # the fields of an example in a line of .jsonl, for predictions
     head: ClassVar[Head]
-    max_length: ClassVar[int] = 128  # tokens of a sequence by default, where a model has as many
-    options: ClassVar[tuple[str, ...]] = ()  # arguments of its own
-    kept: ClassVar[tuple[str, ...]] = ()  # arguments that a checkpoint keeps
-    main_score: ClassVar[str]  # the one to look at first
+    max_length: ClassVar[int] = 128  # the default maximum number of tokens, if the model has as many positions
+    options: ClassVar[tuple[str, ...]] = ()  # arguments of the constructor that only this task has
+    kept: ClassVar[tuple[str, ...]] = ()  # arguments of the constructor that a checkpoint stores
+    main_score: ClassVar[str]  # the score that selects the best epoch
     distills: ClassVar[bool] = True  # whether a student can learn from a teacher's logits
 
     def __init__(
         self, language: Language, train: Sequence[Any] | None, *, known: Sequence[str] = (), auxiliary: float = 0.5
     ) -> None:
         if train is not None and not train:
-            raise DataError(f"{self.name}: expected examples to learn from, got none")
+            raise DataError(f"{self.name}: expected training examples, got none")
         at_least("auxiliary", auxiliary, 0)
         self.language = language
         self.auxiliary = auxiliary
@@ -75,35 +74,35 @@ class Task(ABC):
 
     @classmethod
     def for_values(cls) -> type[Task] | None:
-        """The same task where labels are numbers to be estimated; None where there is none."""
+        """The regression variant of the task; None if there is none."""
         return None
 
     def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
-        """The names of the labels, by their numbers; empty where a task has none."""
+        """The names of the labels in the order of their numbers; empty for a task without labels."""
         return []
 
     def check_labels(self, examples: Sequence[Any], source: str) -> None:
-        """Raises DataError if ``examples``, those of ``source``, have labels that the training examples lack: no model
-        can predict them."""
+        """Raises DataError if ``examples`` have labels that the training examples lack, which no model can predict.
+        ``source`` names them in the message."""
         return
 
     def configuration(self) -> dict[str, Any]:
-        """Fields of the model's configuration that the task sets."""
+        """The fields of the model's configuration that the task sets."""
         return {}
 
     # ---- examples in -------------------------------------------------------------------------------------------------
 
     def example(self, given: Any) -> Any:
-        """The example that a caller gives as texts, as a dictionary (a line of a .jsonl file) or as it is. Raises
-        DataError for anything else."""
+        """Converts what a caller passes to an example: texts, a dictionary (a line of a .jsonl file) or an example.
+        Raises DataError for anything else."""
         raise self._no_predictions()
 
     def example_of_line(self, line: str) -> Any:
-        """The example of a line of plain text: its texts are separated by tabulators."""
+        """The example of a line of plain text, whose texts are separated by tabs."""
         return self.example(tuple(line.split("\t")) if "\t" in line else line)
 
     def is_example(self, given: Any) -> bool:
-        """Whether something that a caller gives is one example, and not several."""
+        """Whether what a caller passes is one example, and not several."""
         return isinstance(given, (str, tuple, Mapping))
 
     @abstractmethod
@@ -112,7 +111,7 @@ class Task(ABC):
 
     @abstractmethod
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
-        """The model's arguments for a loss, where every feature has a target."""
+        """The arguments with which the model computes its loss; every feature of the batch has a target."""
 
     def batch(self, features: Sequence[Feature]) -> TaskBatch:
         """A packed batch; with targets if all its features have one."""
@@ -148,7 +147,7 @@ class Task(ABC):
         return False
 
     def logits_of_rows(self, batch: TaskBatch, rows: Tensor) -> Tensor:
-        """``logits``, from the rows of the head's for sequences or tokens."""
+        """Computes ``logits`` from the head's logits ``rows``, one for each sequence or token."""
         return rows
 
     def rows(self, batch: TaskBatch) -> int:
@@ -157,18 +156,18 @@ class Task(ABC):
 
     @abstractmethod
     def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
-        """Each feature's own part of the logits, on the CPU, as ``predictions`` wants it."""
+        """Each feature's part of the logits, on the CPU, in the form that ``results`` takes."""
 
     def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
-        """What the model says about each example, from the logits of its features."""
+        """The result of each example, from what ``read`` returned for its features."""
         raise self._no_predictions()
 
     def prediction(self, result: Any) -> Any:
-        """A result's part that is scored."""
+        """The part of a result that is scored."""
         raise self._no_predictions()
 
     def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
-        """The model's prediction for each example, from the logits of its features."""
+        """The prediction for each example, from what ``read`` returned for its features."""
         return [self.prediction(result) for result in self.results(examples, features, read)]
 
     @abstractmethod
@@ -192,7 +191,7 @@ class Task(ABC):
         raise self._no_predictions()
 
     def gold(self, example: Any) -> Any:
-        """The right answer; None where it is not known."""
+        """The right answer; None if it is not known."""
         raise self._no_predictions()
 
     def record(self, example: Any, result: Result) -> dict[str, Any]:
@@ -217,33 +216,29 @@ class Task(ABC):
 
     @abstractmethod
     def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
-        """The predictions as files: names and texts."""
+        """The predictions as files: names and contents."""
 
     def _no_predictions(self) -> DataError:
-        return DataError(
-            f"{self.name}: expected a task that predicts something of an example; fasttfm embed makes vectors"
-        )
+        return DataError(f"{self.name}: expected a task with predictions; fasttfm embed computes vectors")
 
     def adjust(self, model: PretrainedModel) -> None:
-        """Writes what the task knows into the model's configuration: labels where transformers looks for them, and
-        ``description``."""
+        """Writes the labels, where transformers reads them, and ``description`` into the model's configuration."""
         model.config.extra[TASK_KEY] = self.description()
         if self.labels:
             model.config.extra["id2label"] = {str(number): label for number, label in enumerate(self.labels)}
             model.config.extra["label2id"] = {label: number for number, label in enumerate(self.labels)}
 
     def save(self, directory: Path) -> None:
-        """Writes what a saved model needs beyond its checkpoint and tokenizer into their directory."""
+        """Writes further files that a saved model needs into its directory."""
         return
 
     def description(self) -> dict[str, Any]:
-        """What a trained model needs to be used for the task, as its configuration stores it under ``TASK_KEY``:
-        ``task`` and ``values`` name the class of the task, ``max_length`` is that of its sequences, and ``kept`` are
-        arguments of the constructor."""
+        """The settings that a checkpoint stores under ``TASK_KEY``: ``task`` and ``values`` identify the class,
+        ``max_length`` is the maximum number of tokens, and ``kept`` lists further arguments of the constructor."""
         length = self.language.format.max_length
         return {"task": self.name, "max_length": length, "values": False, "threshold": None}
 
 
 def in_known_order(labels: set[str], known: Sequence[str]) -> list[str]:
-    """Labels by their number: those of a trained model if they are the same, else sorted."""
+    """The labels in the order of the trained model if it has the same labels, else sorted."""
     return list(known) if set(known) == labels and len(known) == len(labels) else sorted(labels)

@@ -22,7 +22,7 @@ class Trial:
 
 
 def plan(rates: Sequence[float], seed: int, restarts: int = 1) -> list[Trial]:
-    """Every learning rate with every seed: ``seed`` and those that follow it."""
+    """Every learning rate with every seed from ``seed`` to ``seed + restarts - 1``."""
     if restarts < 1:
         raise ValueError(f"restarts: expected a number from 1 on, got {restarts}")
     if len(set(rates)) < len(rates):
@@ -31,7 +31,7 @@ def plan(rates: Sequence[float], seed: int, restarts: int = 1) -> list[Trial]:
 
 
 def best(scores: Sequence[float]) -> int:
-    """The number of the best score, the first of several; scores that are not numbers are worse than all others."""
+    """The index of the best score, the first of several; NaN is worse than all others."""
     return max(range(len(scores)), key=lambda index: (not math.isnan(scores[index]), scores[index], -index))
 
 

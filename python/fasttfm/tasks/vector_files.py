@@ -1,4 +1,4 @@
-"""Files of vectors, written and read a part at a time: .npy, .npz, .safetensors, .jsonl and .csv."""
+"""Files of vectors, written and read in blocks: .npy, .npz, .safetensors, .jsonl and .csv."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ class Row(NamedTuple):
 def write_vectors(
     path: Path, rows: Iterable[Row], *, dtype: str = "float32", settings: Mapping[str, str] | None = None
 ) -> tuple[int, int]:
-    """Writes rows as they come; the file is there when all of them are written. Returns the number of rows and of
-    numbers in a vector.
+    """Writes rows one by one; the file appears when it is complete. Returns the number of rows and the width.
 
     - ``.npy``: one array [texts, width].
     - ``.npz``, ``.safetensors``: the array ``vectors``; for token vectors [tokens of all texts, width] with ``ids`` and
       ``offsets`` (text i is the rows from offsets[i] to offsets[i + 1]). A .safetensors file has ``settings`` as its
       metadata.
-    - ``.jsonl``: an object a line with ``text`` and ``vector``, or ``text``, ``ids`` and ``vectors``.
-    - ``.csv``: the text and then a column for each number.
+    - ``.jsonl``: one object per line with ``text`` and ``vector``, or ``text``, ``ids`` and ``vectors``.
+    - ``.csv``: a column for the text and one for each element.
     """
     with atomic_write(path) as partial:
         if path.suffix in (".jsonl", ".csv"):
@@ -57,7 +56,7 @@ def write_vectors(
 
 
 class _Body:
-    """The bytes of vectors in a temporary file, and what a header says about them."""
+    """The bytes of vectors in a temporary file, and their shape for the header."""
 
     def __init__(self, file: IO[bytes], dtype: str) -> None:
         self._file, self.dtype = file, np.dtype(dtype)
@@ -80,7 +79,7 @@ class _Body:
         return self.rows, self.width
 
     def additional(self) -> dict[str, np.ndarray]:
-        """The arrays that token vectors have too."""
+        """The additional arrays of token vectors."""
         if len(self.offsets) == 1:
             return {}
         return {"ids": np.array(self.ids, np.int64), "offsets": np.array(self.offsets, np.int64)}
@@ -142,7 +141,7 @@ def _write_text(suffix: str, partial: Path, rows: Iterable[Row], dtype: str) -> 
 
 
 def _numbers(array: np.ndarray) -> list[Any]:
-    """Numbers with no more digits than fp32 needs to have them again."""
+    """The shortest decimal numbers that round to the same fp32 numbers."""
     if array.ndim > 1:
         return [_numbers(row) for row in array]
     return [float(str(number)) for number in array]
@@ -152,11 +151,11 @@ def _numbers(array: np.ndarray) -> list[Any]:
 
 
 class VectorFile:
-    """Vectors of a file that ``write_vectors`` has written, or any .npy, .npz or .safetensors with one array of rows.
+    """A file of vectors, written by ``write_vectors``, or any .npy, .npz or .safetensors with one array of rows.
 
-    ``blocks`` reads them a part at a time; ``texts`` come from .jsonl and .csv files, and are None otherwise.
-    ``settings`` are what the model's vectors were made with, where the file says so. ``count`` is the number of
-    vectors, None for .jsonl and .csv files before ``blocks`` has read them.
+    ``blocks`` reads it in blocks, with the texts of .jsonl and .csv files. ``settings`` are the settings of the
+    vectors, if the file has them. ``count`` is the number of vectors; for .jsonl and .csv files it is None until
+    ``blocks`` has read them.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -173,7 +172,7 @@ class VectorFile:
         self.count = None if self._array is None else len(self._array)
 
     def blocks(self, rows: int) -> Iterator[tuple[np.ndarray, list[str] | None]]:
-        """fp32 [up to ``rows``, width] and their texts, one after the other."""
+        """Yields blocks fp32 [up to ``rows``, width] and their texts."""
         if self._array is not None:
             for start in range(0, len(self._array), rows):
                 yield np.array(self._array[start : start + rows], np.float32), None
@@ -225,7 +224,7 @@ class VectorFile:
             raise data_error(self.path, "a file of vectors", str(error)) from None
 
     def _mapped_entry(self, archive: zipfile.ZipFile) -> np.ndarray:
-        """The entry ``vectors`` of a .npz, mapped where it is stored as it is."""
+        """The entry ``vectors`` of a .npz, memory-mapped if it is not compressed."""
         info = archive.getinfo("vectors.npy")
         with archive.open(info) as entry:
             version = np.lib.format.read_magic(entry)
@@ -236,7 +235,7 @@ class VectorFile:
                 entry.seek(0)
                 whole: np.ndarray = np.lib.format.read_array(entry, allow_pickle=False)
                 return whole
-        with self.path.open("rb") as file:  # the local header has a name and a field of its own lengths
+        with self.path.open("rb") as file:  # the local header's name and extra field may differ from the directory's
             file.seek(info.header_offset + 26)
             name, additional = struct.unpack("<HH", file.read(4))
         start = info.header_offset + 30 + name + additional + header

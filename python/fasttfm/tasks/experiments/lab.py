@@ -1,4 +1,4 @@
-"""``Lab`` and ``Experiment``: what the experiments share, from small models and data to a table and a plot."""
+"""``Lab`` and ``Experiment``: the small models, data, tables and plots that the experiments share."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Experiment:
     """An ablation of a paper, on small data.
 
     Args:
-        name: On the command line.
-        title: What is compared, in a few words.
-        paper: Whose ablation it is.
-        expect: A paragraph: what the paper found, and what to expect of models this small.
+        name: The name on the command line.
+        title: A short description of the comparison.
+        paper: The source of the ablation.
+        expect: A paragraph about the paper's results and what to expect of models this small.
         run: Yields the rows of the table, one at a time.
         label: The column that names a row.
-        plotted: The columns of the plot's panels; numbers.
-        x: The column of the horizontal axis, where rows are points of a curve; by default they are bars.
-        lines: The column whose values are one curve each.
+        plotted: The columns with numbers that are plotted, one panel each.
+        x: The column of the x axis, if rows are points of curves; by default they are bars.
+        lines: The column that distinguishes the curves.
     """
 
     name: str
@@ -65,8 +65,8 @@ class Lab:
     """Small data and short trainings, the same for every row of a table.
 
     Args:
-        folder: Where tokenizers, shards and models go.
-        quick: A few steps of the smallest models, to see that an experiment runs.
+        folder: The directory for tokenizers, shards and models.
+        quick: Whether to run only a few steps of the smallest models, as a test.
         seed: Random seed of every training.
     """
 
@@ -105,7 +105,7 @@ class Lab:
         return data.train_tokenizer("bpe", self.documents, 600 if self.quick else 4000)
 
     def batches(self, tokenizer: data.Tokenizer, sequences: Any) -> tuple[data.BatchStream, list[data.Batch]]:
-        """Batches to train on, and those of the validation set."""
+        """The batches of the training set and of the validation set."""
         folder = self.folder / f"shards-{tokenizer.fingerprint[:8]}"
         shards = data.prepare(iter(self.documents), tokenizer, folder, progress=False, workers=1)
         streams = [
@@ -122,7 +122,7 @@ class Lab:
     def pretrain(
         self, module: Pretraining, sequences: str, *, steps: int, tokenizer: data.Tokenizer | None = None
     ) -> dict[str, float]:
-        """Trains for so many steps; the terms' means over the validation set."""
+        """Trains for ``steps`` steps and returns the mean of each loss term over the validation set."""
         stream, held_out = self.batches(tokenizer or self.wordpiece, sequences)
         settings = FinetuneSettings(
             rates=Rates(1e-3), optimizer=OptimizerSettings(learning_rate=1e-3), warmup=0.1, seed=self.seed
@@ -158,7 +158,7 @@ class Lab:
 
 
 def parameters(model: torch.nn.Module) -> int:
-    """Shared ones count once."""
+    """The number of parameters; shared ones count once."""
     return sum(each.numel() for each in dict.fromkeys(model.parameters()))
 
 
@@ -174,7 +174,7 @@ def _csv(rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows as a table of Markdown."""
+    """Rows as a Markdown table."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -1,4 +1,4 @@
-"""Feature-based tagging: which layers' states of a frozen BERT a tagger should read."""
+"""Feature-based tagging: which layers of a frozen BERT give a tagger the best features."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fasttfm.tasks.inputs import by_budget
 from fasttfm.tasks.labels import IGNORED
 from fasttfm.tasks.reading import read_examples
 
-# From the states of the embeddings and of every layer.
+# Functions of the hidden states of the embeddings and of all layers.
 COMBINATIONS: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
     "embeddings": lambda states: states[0],
     "second to last": lambda states: states[-2],
@@ -55,7 +55,7 @@ def run(lab: Lab) -> Iterator[Row]:
 
 @torch.no_grad()
 def _states(model: nn.Module, task: object, examples: Sequence[object], tokens: int) -> tuple[list[Tensor], Tensor]:
-    """The states of every layer [words, C] of the words' first tokens, and the words' tags."""
+    """The hidden states [words, C] of the words' first tokens in every layer, and the words' tags."""
     from fasttfm.tasks.labels import TagTask
 
     assert isinstance(task, TagTask)

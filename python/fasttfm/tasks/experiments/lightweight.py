@@ -55,7 +55,7 @@ def _row(lab: Lab, name: str, model: Any) -> Row:
 
 @torch.no_grad()
 def _speed(model: Any, batch: Any) -> float:
-    """Tokens a second of the encoder in inference: the median of some batches."""
+    """Tokens per second of the encoder in inference, from the median time of 7 runs."""
     model.eval()
     times = []
     for _ in range(7):

@@ -1,4 +1,4 @@
-"""``EXPERIMENTS``: every experiment by its name. Everything that offers experiments reads this."""
+"""``EXPERIMENTS``: all experiments by name. This is the only list of experiments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masked LM against replaced token detection at equal compute, and what lies between them."""
+"""Masked LM, replaced token detection and the objectives between them, at equal compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""None, next sentence or sentence order: what a second pre-training task adds to masked LM."""
+"""What a second pre-training task adds to masked LM: none, next sentence or sentence order."""
 
 from __future__ import annotations
 
