@@ -93,9 +93,7 @@ def test_sentences_say_what_is_wrong(
     assert "--model: expected the model that made the vectors" in refused(capsys, *vectors, "--query", "a")
     query = ("--query", "a", "--model", bert_directory, "--device", "cpu")
     assert "--top: expected a number from 1 on, got 0" in refused(capsys, *vectors, *query, "--top", 0)
-    assert "vectors of the queries' width 128, got 64" in refused(
-        capsys, *vectors, *query, "--pooling", "mean,max"
-    )
+    assert "vectors of the queries' width 128, got 64" in refused(capsys, *vectors, *query, "--pooling", "mean,max")
     (tmp_path / "texts.txt").write_text("a\nb\n")
     assert "expected 4 texts, one for each vector, got 2" in refused(
         capsys, *vectors, *query, "--texts", tmp_path / "texts.txt"

@@ -55,7 +55,7 @@ def test_an_edge_file(graph: ConceptGraph) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "expected edges, one a line, got none"),
+        ("", "expected edges, one per line, got none"),
         ("AtLocation\tcup\n", "line 1: expected relation, head, tail and a weight or none, separated by tabs"),
         ("IsA\ta\tb\nIsA\ta\t \t1\n", "line 2: expected relation, head, tail"),
         ("IsA\ta\tb\theavy\n", "line 1: expected a weight from 0 on, got 'heavy'"),
@@ -91,11 +91,11 @@ def test_vectors(graph: ConceptGraph, tmp_path: Path) -> None:
 
 
 def random_graph(concepts: int, edges: int, seed: int) -> ConceptGraph:
-    from fasttfm.data.graphs import _both_ways
+    from fasttfm.data.graphs import _bidirectional
 
     random = np.random.default_rng(seed)
     rows = {tuple(map(int, row)): 1.0 for row in random.integers(0, (concepts, 3, concepts), (edges, 3))}
-    return _both_ways([f"c{i}" for i in range(concepts)], ["a", "b", "c"], rows)  # type: ignore[arg-type]
+    return _bidirectional([f"c{i}" for i in range(concepts)], ["a", "b", "c"], rows)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -229,7 +229,7 @@ def test_questions_in_both_forms(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "expected a header line and examples, got an empty file"),
-        ("{}\n", "line 1: expected an object with 'question' and 'choices' as CommonsenseQA has them"),
+        ("{}\n", "line 1: expected an object with 'question' and 'choices' in CommonsenseQA's format"),
         ("[1]\n", "line 1: expected a JSON object"),
         (QUESTION % (CHOICES, "C"), "line 1: expected an answerKey of A, B, got 'C'"),
         (QUESTION % ('{"label": "A", "text": "here"}', "A"), "line 1: expected two choices or more, got 1"),

@@ -20,15 +20,15 @@ from fasttfm.data.shards import TokenShards
 
 @dataclass(frozen=True)
 class Batch:
-    """T tokens of several sequences, one after the other, as the models take them."""
+    """A packed batch: T tokens of several concatenated sequences."""
 
     input_ids: Tensor  # int64 [T]
-    token_type_ids: Tensor | None  # int64 [T]; None where every sequence has one part
+    token_type_ids: Tensor | None  # int64 [T]; None if sequences are not pairs
     cu_seqlens: Tensor  # int32 [sequences + 1]
-    max_seqlen: int  # no sequence is longer; a multiple of 64, the same for all batches
-    positions: Tensor | None  # int64 [predictions]: which tokens are predicted; None: each from those before it
-    labels: Tensor | None  # int64 [predictions]: what was there
-    sentence_labels: Tensor | None  # int64 [sequences]: 0 as in the text, 1 another document's or swapped
+    max_seqlen: int  # an upper bound of the lengths; a multiple of 64, the same for all batches
+    positions: Tensor | None  # int64 [predictions]: the positions of predicted tokens; None for causal objectives
+    labels: Tensor | None  # int64 [predictions]: the original tokens at these positions
+    sentence_labels: Tensor | None  # int64 [sequences]: 0 for consecutive sentences, 1 for random or swapped ones
     tokens: int
     predictions: int
 
@@ -48,7 +48,7 @@ class Batch:
 
 
 class _Place(NamedTuple):
-    """The position between two steps: the next batch is ``offset`` batches after the beginning of a block."""
+    """A position in the stream between two steps: the next batch is batch ``offset`` of a block."""
 
     epoch: int = 0
     block: int = 0
@@ -56,24 +56,24 @@ class _Place(NamedTuple):
 
 
 class BatchStream:
-    """Batches of at most ``tokens_per_batch`` tokens, nearly full (each block's last one excepted).
+    """Batches of at most ``tokens_per_batch`` tokens, nearly full except for the last one of each block.
 
-    Batch i is a function of the corpus, the settings and i. Of ``world_size`` ranks, rank r has the batches r, r +
-    world_size, ... of the stream of one rank; the number of ``workers`` changes nothing. Iterating continues where it
-    stopped, also from a ``state_dict``; after the last of a number of ``epochs`` it starts again.
+    Batch i is a function of the corpus, the settings and i. Of ``world_size`` ranks, rank r gets the batches r, r +
+    world_size, ... of the stream of one rank; the number of ``workers`` does not change them. Iterating again continues
+    where the last iteration stopped, also after ``load_state_dict``; after the last of ``epochs`` it starts again.
 
     Args:
         shards: The corpus.
-        sequence_format: What a sequence is.
-        masking: What is predicted; ``Masking()`` by default, None for causal objectives.
-        tokens_per_batch: At least the sequence_format's ``max_length``.
+        sequence_format: The format of sequences.
+        masking: Which tokens are masked; ``Masking()`` by default, None for causal objectives.
+        tokens_per_batch: The maximum number of tokens in a batch, at least the ``max_length`` of ``sequence_format``.
         seed: Random seed.
-        rank: Which batches of the stream.
-        world_size: How many ranks there are.
-        workers: Number of processes that prepare batches in advance; 0 prepares them on demand.
-        epochs: Number of epochs; ranks may then differ by one batch. None: endless.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        workers: The number of processes that prepare batches in advance; 0 prepares them on demand.
+        epochs: The number of epochs; ranks may then differ by one batch. By default the stream is endless.
         pin_memory: Whether batches are in pinned memory.
-        block_tokens: Sequences are shuffled within blocks of this many tokens; documents, in the whole corpus.
+        block_tokens: Sequences are shuffled within blocks of this many tokens, documents within the whole corpus.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class BatchStream:
         numbered = _Numbered(self._plans, self._place, self.rank, self.world_size, self.epochs)
         batches: Iterable[tuple[tuple[int, int, int], Batch]] = numbered
         if self.workers:
-            # A generator of its own: the loader would draw a number from torch's, whose state belongs to the training.
+            # Without its own generator the loader would advance torch's, whose state the training uses.
             batches = DataLoader(
                 numbered,
                 batch_size=None,
@@ -125,17 +125,18 @@ class BatchStream:
 
     @property
     def max_predictions(self) -> int | None:
-        """No batch has more predictions; None for causal objectives."""
+        """An upper bound of the predictions of a batch; None for causal objectives."""
         masking = self._plans.masking
         return None if masking is None else masking.most(self._plans.tokens_per_batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the stream, as plain values, the same for all ranks; another number of ranks may resume from
-        it."""
+        """The position in the stream, as plain values. It is the same for all ranks, and another number of ranks can
+        resume from it."""
         return {**self._plans.identity, "batches": self._batches * self.world_size, **self._place._asdict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues after the batch at which ``state_dict`` was called. Other data or settings are refused."""
+        """Continues after the batch at which ``state_dict`` was called. Raises ValueError for other data or
+        settings."""
         for name, value in self._plans.identity.items():
             if state.get(name) != value:
                 raise _bad(f"state[{name!r}]", f"this stream's {value!r}", repr(state.get(name)))
@@ -146,7 +147,7 @@ class BatchStream:
 
 
 class _Numbered(IterableDataset[tuple[tuple[int, int, int], Batch]]):
-    """The batches of a rank, each with the position after it. Of W workers, each makes every W-th."""
+    """The batches of a rank, each with the position after it. Each of W workers makes every W-th batch."""
 
     def __init__(self, plans: _Plans, place: _Place, rank: int, world_size: int, epochs: int | None) -> None:
         self.plans, self.place, self.rank, self.world_size, self.epochs = plans, place, rank, world_size, epochs
@@ -161,9 +162,9 @@ class _Numbered(IterableDataset[tuple[tuple[int, int, int], Batch]]):
             plan = self.plans.plan(epoch, block)
             empty = 0 if plan.batches else empty + 1
             if empty >= self.plans.blocks.count:
-                raise ValueError(self.plans.nothing())
+                raise ValueError(self.plans.no_sequences())
             while offset < plan.batches:
-                # The next step of all ranks begins this many batches after the block's first.
+                # The first batch of all ranks' next step.
                 following = (epoch, block, offset - self.rank + self.world_size)
                 yield following, self.plans.batch(plan, epoch, block, offset)
                 offset += self.world_size * workers
@@ -174,7 +175,7 @@ class _Numbered(IterableDataset[tuple[tuple[int, int, int], Batch]]):
 
 
 class _Plan(NamedTuple):
-    """A block's sequences, and which of them make up each batch."""
+    """A block's sequences, and how they are divided into batches."""
 
     tokens: np.ndarray
     sequences: Sequences
@@ -187,7 +188,7 @@ class _Plan(NamedTuple):
 
 
 class _Plans:
-    """Makes any batch of the stream of one rank, by epoch, block and number in the block."""
+    """Computes any batch of the stream of one rank, given its epoch, block and number in the block."""
 
     def __init__(
         self,
@@ -230,12 +231,13 @@ class _Plans:
         }
         self._made: tuple[tuple[int, int], _Plan] | None = None
 
-    def nothing(self) -> str:
+    def no_sequences(self) -> str:
+        """The error message for a corpus without sequences."""
         kind = self.sequence_format.kind
         return f"BatchStream: shards: expected documents of two sentences or more for {kind}, got none in the corpus"
 
     def plan(self, epoch: int, number: int) -> _Plan:
-        """The plan of a block; the last one is kept."""
+        """The plan of a block; the last plan is cached."""
         if self._made is None or self._made[0] != (epoch, number):
             self._made = (epoch, number), self._plan_of(epoch, number)
         return self._made[1]

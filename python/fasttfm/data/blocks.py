@@ -1,7 +1,7 @@
-"""``Blocks``: which documents are worked on together: an epoch is a sequence of blocks, each some millions of tokens.
+"""``Blocks``: an epoch is a sequence of blocks of documents, each of some millions of tokens.
 
-Documents come in a random order, another in each epoch; sequences are shuffled within a block. So no plan of a whole
-corpus is ever made, and every block is a function of only (corpus, seed, epoch, its index).
+Documents are in a random order, another one in each epoch; sequences are shuffled within a block. So the whole corpus
+is never planned at once, and a block is a function only of corpus, seed, epoch and its index.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 from fasttfm.data.examples import Documents, SequenceFormat, limit, spread
 from fasttfm.data.shards import TokenShards
 
-# What a random number is for; a part of its key.
+# The purpose of random numbers, a part of their Philox key.
 ORDER, CUT, MASK = range(3)
 
 
 def generator(seed: int, purpose: int, *place: int) -> np.random.Generator:
-    """Random numbers that depend on nothing but the arguments (up to three numbers for a place)."""
+    """A generator that depends only on the arguments; ``place`` has up to three numbers."""
     counter = np.array([0, *place, *[0] * (3 - len(place))], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=np.array([seed, purpose], dtype=np.uint64), counter=counter))
 
@@ -33,8 +33,8 @@ class Blocks:
 
     Args:
         shards: The corpus.
-        sequence_format: What its sequences are.
-        size: Tokens of a block, about.
+        sequence_format: The format of its sequences.
+        size: The approximate number of tokens in a block.
         seed: Random seed of the order of documents.
     """
 
@@ -49,7 +49,8 @@ class Blocks:
         self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def load(self, epoch: int, number: int) -> Block:
-        """A block's tokens and documents. With one document only, next sentences come from a part of another."""
+        """A block's tokens and documents. If a block for nsp has only one document, a part of another one is added,
+        from which random second sentences are taken."""
         order, bounds = self._order(epoch)
         chosen = np.sort(order[bounds[number] : bounds[number + 1]])
         donors = 0
@@ -69,7 +70,7 @@ class Blocks:
     def _documents(self, rows: np.ndarray, ends: np.ndarray, donors: int) -> Documents:
         sentences, starts, lengths = rows[:, 3], rows[:, 4], rows[:, 5]
         local = np.cumsum(lengths) - lengths
-        # Where sentences end, in the block; a cut document's last one ends with it.
+        # The ends of sentences in the block; the last sentence of a part ends with the part.
         ends = np.minimum(ends - np.repeat(starts - local, sentences), np.repeat(local + lengths, sentences))
         sizes = np.diff(ends, prepend=0)
         pieces = -(-sizes // self.unit)
@@ -77,7 +78,7 @@ class Blocks:
         before = np.append(0, np.cumsum(pieces))
         owners = rows[:, 0].copy()
         if donors:
-            owners[-1] = np.iinfo(np.int64).max  # after the others, whatever its index
+            owners[-1] = np.iinfo(np.int64).max  # owners are ascending
         return Documents(
             bounds=np.append(units, int(lengths.sum())),
             firsts=before[np.append(0, np.cumsum(sentences))],
@@ -101,8 +102,8 @@ class Blocks:
 def _parts(shards: TokenShards, most: int, *, at_sentences: bool) -> np.ndarray:
     """int64 [parts, 7]: document, shard, first sentence, sentences, first token, tokens, whether the document ends.
 
-    Documents with more than ``most`` tokens are cut: into equal parts, each cut moved back to the end of a sentence,
-    unless that is far; or else exactly after every ``most`` tokens.
+    Documents with more than ``most`` tokens are split: with ``at_sentences`` into equal parts, whose bounds are moved
+    back to the end of a sentence if it is near; otherwise after every ``most`` tokens.
     """
     index, tokens = shards.index, shards.index[:, 4]
     count = -(-tokens // most)

@@ -1,12 +1,12 @@
-"""``read_choices``: the right one of several endings or answers.
+"""``read_choices``: reads examples with several endings or answers, of which one is right.
 
 SWAG            csv: sent1, sent2, ending0, ending1, ..., label
-StoryCloze      csv: InputSentence1 to 4, RandomFifthSentenceQuiz1 and 2, AnswerRightEnding; or as the hub has it
+StoryCloze      csv: InputSentence1 to 4, RandomFifthSentenceQuiz1 and 2, AnswerRightEnding; or the hub's names
                 (input_sentence_1 to 4, sentence_quiz1 and 2, answer_right_ending)
 HellaSwag       rows: ctx, endings, label
-RACE            a file or a folder of files with one object: article, questions, options, answers; or rows of one
-                question each (article, question, options, answer), as the hub has it
-CommonsenseQA   rows: question with a stem and choices, answerKey; or as the hub has it
+RACE            a file or a folder of files with one object: article, questions, options, answers; or, as on the hub,
+                rows of one question each (article, question, options, answer)
+CommonsenseQA   rows: question with a stem and choices, answerKey; or the format of the hub
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LETTERS = "ABCDEFGHIJ"
 
 
 def read_choices(path: str | Path) -> list[ChoiceExample]:
-    """Examples of a file, or of RACE's folders; see above."""
+    """The examples of a file, or of RACE's folders, in one of the formats above."""
     path = Path(path)
     if path.is_dir() and not is_dataset(path):
         files = sorted(each for each in path.rglob("*.txt") if each.is_file())
@@ -99,13 +99,13 @@ def _story_cloze(table: Table, sentence: str, quiz: str, answer: str) -> Iterato
 
 
 def _race(path: Path, passage: Any, place: tuple[Table, int] | None) -> Iterator[ChoiceExample]:
-    """The questions of one passage; a row of the hub's has one."""
+    """The questions of one passage; a row of the hub's data set has one question."""
 
     def error(expected: str, got: Any) -> DataError:
         return data_error(path, expected, f"{got!r:.80}") if place is None else place[0].error(place[1], expected, got)
 
     if not isinstance(passage, dict) or not isinstance(passage.get("article"), str):
-        raise error("an object with a text 'article', as RACE has it", str(passage))
+        raise error("an object with a text 'article', as in RACE", str(passage))
     single = "question" in passage
     questions = [passage["question"]] if single else passage.get("questions")
     options = [passage.get("options")] if single else passage.get("options")

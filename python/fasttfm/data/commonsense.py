@@ -26,16 +26,16 @@ class CommonsenseExample(ChoiceExample):
 
 
 def shipped_graph() -> Path:
-    """The edge file of the small graph that comes with fasttfm, which the questions of the shipped sample are about."""
+    """The edge file of the small graph that is shipped for the questions of the sample."""
     return shipped_corpus() / "tasks" / "commonsense-graph.tsv"
 
 
 def read_commonsense(path: str | Path) -> list[CommonsenseExample]:
-    """Questions of a file of JSON lines, or of another table.
+    """Reads questions from a file of JSON lines or another table.
 
-    Each row is an object as CommonsenseQA has it (``question`` with ``stem`` and a list of ``choices``), or as its
-    data set on the Hugging Face hub (``question`` a text, ``choices`` with the lists ``label`` and ``text``). Without
-    an ``answerKey``, or with an empty one, it has no label, as in test sets.
+    Each row has the format of CommonsenseQA (``question`` with ``stem`` and a list of ``choices``) or of its data set
+    on the Hugging Face hub (``question`` a text, ``choices`` with the lists ``label`` and ``text``). Rows with no or an
+    empty ``answerKey``, as in test sets, have no label.
     """
     path = Path(path)
     examples = list(commonsense_rows(open_table(path)))
@@ -48,7 +48,7 @@ def commonsense_rows(table: Table) -> Iterator[CommonsenseExample]:
     for number, row in table.rows():
         found = _parts(row)
         if found is None:
-            expected = "an object with 'question' and 'choices' as CommonsenseQA has them"
+            expected = "an object with 'question' and 'choices' in CommonsenseQA's format"
             raise table.error(number, expected, f"{json.dumps(row, default=str):.60}")
         question, choices = found
         if len(choices) < 2:
@@ -62,7 +62,7 @@ def commonsense_rows(table: Table) -> Iterator[CommonsenseExample]:
 
 
 def _parts(row: Row) -> tuple[str, dict[str, str]] | None:
-    """The question and its choices by their keys; None where the object has another form."""
+    """The question and its choices by their keys; None if the object has another format."""
     question = row.get("question")
     if isinstance(question, dict):
         stem, listed = question.get("stem"), question.get("choices")

@@ -1,10 +1,10 @@
-"""``SequenceFormat``: what a training sequence is made of; ``cut`` makes the sequences of some documents.
+"""``SequenceFormat``: the format of training sequences; ``cut`` makes sequences of documents.
 
-nsp      [CLS] A [SEP] B [SEP]   BERT's: B follows A (label 0), or is from another document (label 1, half of them)
-sop      [CLS] A [SEP] B [SEP]   ALBERT's: A and B follow each other (label 0), or are swapped (label 1, half)
-single   [CLS] A [SEP]           RoBERTa's: sentences of one document
-electra  [CLS] A [SEP]           the same; the model itself replaces the predicted tokens
-causal   A                       the GPTs': a document and its end token, in pieces
+nsp      [CLS] A [SEP] B [SEP]   BERT: B follows A (label 0), or is from another document (label 1, half of them)
+sop      [CLS] A [SEP] B [SEP]   ALBERT: B follows A (label 0), or they are swapped (label 1, half of them)
+single   [CLS] A [SEP]           RoBERTa: sentences of one document
+electra  [CLS] A [SEP]           the same; the model replaces the predicted tokens
+causal   A                       GPT: a document and its end token, in pieces
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 Kind = Literal["nsp", "sop", "single", "electra", "causal"]
-# Tokens of a sequence that are not of the texts.
+# The number of special tokens in a sequence.
 _ADDED = {"nsp": 3, "sop": 3, "single": 2, "electra": 2, "causal": 0}
 
 
@@ -26,9 +26,9 @@ class SequenceFormat:
 
     Args:
         kind: ``"nsp"``, ``"sop"``, ``"single"``, ``"electra"`` or ``"causal"``.
-        max_length: No sequence has more tokens, special ones included.
-        short_probability: Fraction of sequences that have a random shorter length, so that a model sees those too; not
-            with ``"causal"``.
+        max_length: The maximum number of tokens in a sequence, special tokens included.
+        short_probability: The fraction of sequences that get a random shorter length, so that a model also learns from
+            short sequences; not used with ``"causal"``.
     """
 
     kind: Kind
@@ -47,7 +47,7 @@ class SequenceFormat:
 
     @property
     def room(self) -> int:
-        """The number of text tokens of a sequence."""
+        """The maximum number of text tokens in a sequence."""
         return self.max_length - _ADDED[self.kind]
 
     @property
@@ -64,25 +64,23 @@ class SequenceFormat:
 
 
 class Documents(NamedTuple):
-    """Some documents, or parts of long ones, one after the other."""
+    """Documents, or parts of long documents, concatenated. A unit is a sentence, or a piece of a long one."""
 
-    bounds: (
-        np.ndarray
-    )  # int64 [units + 1]: unit i is the tokens from [i] to [i + 1]; a sentence, or a piece of a long one
-    firsts: np.ndarray  # int64 [documents + 1]: document i is the units from [i] to [i + 1]
-    ends: np.ndarray  # bool [documents]: whether the document ends here, or continues elsewhere
+    bounds: np.ndarray  # int64 [units + 1]: unit i has the tokens from bounds[i] to bounds[i + 1]
+    firsts: np.ndarray  # int64 [documents + 1]: document i has the units from firsts[i] to firsts[i + 1]
+    ends: np.ndarray  # bool [documents]: whether the part includes the end of its document
     owners: np.ndarray  # int64 [documents], ascending: parts of the same document have the same number
-    donors: int = 0  # number of documents at the end that only provide second sentences
+    donors: int = 0  # the number of documents at the end that only provide second sentences
 
 
 class Sequences(NamedTuple):
     """The positions of the parts of n sequences; all int64 [n]."""
 
-    first: np.ndarray  # token that A begins with
+    first: np.ndarray  # the first token of A
     first_length: np.ndarray
-    second: np.ndarray  # and B
-    second_length: np.ndarray  # 0 where there is none
-    label: np.ndarray  # nsp, sop: the sentence label; causal: 1 where the end token follows
+    second: np.ndarray  # the first token of B
+    second_length: np.ndarray  # 0 without B
+    label: np.ndarray  # nsp, sop: the sentence label; causal: 1 if the end token follows
     length: np.ndarray  # with special tokens
 
     def take(self, chosen: np.ndarray) -> Sequences:
@@ -90,17 +88,17 @@ class Sequences(NamedTuple):
 
 
 def limit(sequence_format: SequenceFormat) -> int:
-    """A longer sentence is cut: two of a pair have to fit."""
+    """The maximum number of tokens of a unit; longer sentences are split, so that the two of a pair fit."""
     return sequence_format.room // 2 if sequence_format.pairs else sequence_format.room
 
 
 def cut(
     sequence_format: SequenceFormat, documents: Documents, generator: np.random.Generator, *, end_token: bool
 ) -> Sequences:
-    """Every sequence of the documents, in no order that means anything.
+    """All sequences of the documents, in an arbitrary order.
 
-    single, electra and causal use every token once. A pair needs two sentences: one that is left over at a document's
-    end is not used, this time.
+    single, electra and causal use every token once. A pair needs two sentences, so a single sentence that is left over
+    at the end of a document is not used.
     """
     if sequence_format.kind == "causal":
         return _cut_causal(sequence_format, documents, end_token)
@@ -126,7 +124,7 @@ Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # S
 
 
 def _cut_single(sequence_format: SequenceFormat, documents: Documents, generator: np.random.Generator) -> Columns:
-    """All documents at the same time: each step makes the next sequence of every one that has sentences left."""
+    """Cuts all documents at the same time: each step makes the next sequence of every document with units left."""
     bounds = documents.bounds
     unit, end = documents.firsts[:-1], documents.firsts[1:]
     rows: list[tuple[np.ndarray, np.ndarray]] = []
@@ -141,7 +139,7 @@ def _cut_single(sequence_format: SequenceFormat, documents: Documents, generator
 
 
 def _cut_pairs(sequence_format: SequenceFormat, documents: Documents, generator: np.random.Generator) -> Columns:
-    """As ``_cut_single``. Where B comes from elsewhere, the sentences that it would have had are used again."""
+    """As ``_cut_single``. If B comes from another document, the sentences that would have been B are used again."""
     bounds, firsts = documents.bounds, documents.firsts
     ends_by_unit = np.repeat(firsts[1:], np.diff(firsts))
     count = len(firsts) - 1 - documents.donors
@@ -162,7 +160,7 @@ def _cut_pairs(sequence_format: SequenceFormat, documents: Documents, generator:
             state[0] = last
         else:
             any_unit = (other * (len(bounds) - 1 - (own_end - own))).astype(np.int64)
-            any_unit += np.where(any_unit >= own, own_end - own, 0)  # of another document
+            any_unit += np.where(any_unit >= own, own_end - own, 0)  # skips the units of the same document
             room = np.maximum(target, stop - first) - (second - first)
             fits = np.searchsorted(bounds, bounds[any_unit] + room, side="right") - 1
             fits = np.minimum(fits, ends_by_unit[np.minimum(any_unit, len(ends_by_unit) - 1)])
@@ -183,7 +181,7 @@ def _last_units(
     generator: np.random.Generator,
     least: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Up to which unit the sequences go that begin with ``unit``, and the lengths that they aim at."""
+    """The ends, in units, of the sequences that start with ``unit``, and their target lengths."""
     short, where = generator.random((2, len(unit)))
     shorter = 2 + (where * (sequence_format.room - 1)).astype(np.int64)
     target = np.where(short < sequence_format.short_probability, shorter, sequence_format.room)
@@ -192,7 +190,7 @@ def _last_units(
 
 
 def _own_units(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
-    """For each document, the units of all its parts: from, to."""
+    """The range of units of all parts of each document."""
     left = np.searchsorted(documents.owners, documents.owners, side="left")
     right = np.searchsorted(documents.owners, documents.owners, side="right")
     return documents.firsts[left], documents.firsts[right]
@@ -205,7 +203,7 @@ def _joined(rows: list[Any], columns: int) -> list[np.ndarray]:
 
 
 def spread(starts: np.ndarray, lengths: np.ndarray, *, step: int = 1) -> np.ndarray:
-    """starts[0], starts[0] + step, ... (lengths[0] numbers), starts[1], ... and so on."""
+    """Concatenates the ranges starts[i], starts[i] + step, ... of lengths[i] numbers."""
     before = np.cumsum(lengths) - lengths
     numbers = np.arange(int(lengths.sum()))
     result: np.ndarray = np.repeat(starts - step * before, lengths) + (numbers if step == 1 else step * numbers)
@@ -213,12 +211,13 @@ def spread(starts: np.ndarray, lengths: np.ndarray, *, step: int = 1) -> np.ndar
 
 
 def pack(lengths: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
-    """Puts sequences into batches of at most ``budget`` tokens, nearly full ones.
+    """Divides sequences into nearly full batches of at most ``budget`` tokens.
 
-    Some short sequences are kept back. The others fill batches in their order, until the next does not fit; what is
-    left free then takes the longest of the short ones that fit, until less than 1% is free.
+    Some short sequences are set aside as fillers. The others fill batches in their order until the next one does not
+    fit; the gap is then filled with the longest fillers that fit, until it is below 1%.
 
-    Returns: the sequences' numbers, batch by batch, and the batches' bounds among them.
+    Returns:
+        The numbers of the sequences, batch by batch, and the batches' bounds in them.
     """
     by_length = np.argsort(lengths, kind="stable")
     kept = min(len(lengths) // 4, 4 * (int(lengths.sum()) // budget))
@@ -240,5 +239,5 @@ def pack(lengths: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
                 order.append(fillers.pop(place))
             bounds.append(len(order))
             start = stop
-        waiting, fillers, sizes = np.sort(np.array(fillers, dtype=np.int64)), [], []  # those that were not needed
+        waiting, fillers, sizes = np.sort(np.array(fillers, dtype=np.int64)), [], []  # unused fillers
     return np.array(order, dtype=np.int64), np.array(bounds, dtype=np.int64)

@@ -1,6 +1,6 @@
 """Graphs of concepts: ConceptNet-like edge files, vectors of their concepts, and the paths between two concepts.
 
-An edge file has one edge a line: relation, head, tail and, if there is one, its weight, separated by tabs.
+An edge file has one edge per line: relation, head, tail and optionally its weight, separated by tabs:
 ``AtLocation<TAB>cup<TAB>kitchen<TAB>2.0``. Words of a concept are joined by underscores; ConceptNet's own spellings
 (``/r/AtLocation``, ``/c/en/cup``) are read too.
 """
@@ -34,7 +34,7 @@ INVERSE = "^-1"  # marks a relation that is followed from the tail to the head
 
 
 class ConceptPath(NamedTuple):
-    """A path: ``concepts[i]`` and ``concepts[i + 1]`` are joined by ``relations[i]``, which may be an inverse."""
+    """A path: ``relations[i]``, which may be an inverse, connects ``concepts[i]`` and ``concepts[i + 1]``."""
 
     concepts: tuple[int, ...]
     relations: tuple[int, ...]
@@ -52,9 +52,9 @@ class GraphVectors(NamedTuple):
 class ConceptGraph:
     """Concepts and the edges between them.
 
-    A relation has two numbers: r, and r + len(relations) where it is followed from tail to head. ``heads``,
-    ``relation_ids`` and ``tails`` hold every edge in both directions, sorted by head and then by tail; of edges that
-    are given twice the larger weight counts.
+    A relation has two numbers: r from head to tail, and r + len(relations) from tail to head. ``heads``,
+    ``relation_ids`` and ``tails`` have every edge in both directions, sorted by head and then by tail. A repeated edge
+    has the larger weight.
     """
 
     concepts: list[str]
@@ -76,7 +76,7 @@ class ConceptGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells apart graphs whose concepts or relations have other numbers."""
+        """A hash of the concepts and relations in their order."""
         return hashlib.sha256("\n".join([*self.concepts, "", *self.relations]).encode()).hexdigest()[:16]
 
     def relation_name(self, number: int) -> str:
@@ -84,12 +84,12 @@ class ConceptGraph:
         return self.relations[number] if number < count else self.relations[number - count] + INVERSE
 
     def neighbours(self, concept: int) -> Ids:
-        """The concepts that are joined to this one, each once, in their order."""
+        """The concepts with an edge to this one, each once, in ascending order."""
         found = self.tails[self.starts[concept] : self.starts[concept + 1]]
         return found[np.concatenate([[True], found[1:] != found[:-1]])] if len(found) else found
 
     def between(self, head: int, tail: int) -> list[tuple[int, float]]:
-        """Relations from one concept to another with their weights, the heaviest first."""
+        """The relations from one concept to another with their weights, the largest first."""
         low, high = self.starts[head], self.starts[head + 1]
         first = low + np.searchsorted(self.tails[low:high], tail)
         last = low + np.searchsorted(self.tails[low:high], tail, side="right")
@@ -101,7 +101,8 @@ class ConceptGraph:
 
 
 def read_graph(path: str | Path) -> ConceptGraph:
-    """The graph of an edge file, compressed (``.gz``) or not. Concepts and relations are numbered as they appear."""
+    """The graph of an edge file, which may be compressed (``.gz``). Concepts and relations are numbered as they
+    appear."""
     path = Path(path)
     concepts: dict[str, int] = {}
     relations: dict[str, int] = {}
@@ -122,8 +123,8 @@ def read_graph(path: str | Path) -> ConceptGraph:
         )
         edges[key] = max(weight, edges.get(key, 0.0))
     if not edges:
-        raise data_error(path, "edges, one a line", "none")
-    return _both_ways(list(concepts), list(relations), edges)
+        raise data_error(path, "edges, one per line", "none")
+    return _bidirectional(list(concepts), list(relations), edges)
 
 
 def concept_name(text: str) -> str:
@@ -144,10 +145,10 @@ def _weight(path: Path, line: int, text: str) -> float:
     return weight
 
 
-def _both_ways(concepts: list[str], relations: list[str], edges: dict[tuple[int, int, int], float]) -> ConceptGraph:
+def _bidirectional(concepts: list[str], relations: list[str], edges: dict[tuple[int, int, int], float]) -> ConceptGraph:
     rows = np.array(list(edges), dtype=np.int64).reshape(-1, 3)
     weights = np.fromiter(edges.values(), np.float32, len(edges))
-    rows, weights = rows[rows[:, 0] != rows[:, 2]], weights[rows[:, 0] != rows[:, 2]]  # a loop is on no path
+    rows, weights = rows[rows[:, 0] != rows[:, 2]], weights[rows[:, 0] != rows[:, 2]]  # no path contains a loop
     back = np.stack([rows[:, 2], rows[:, 1] + len(relations), rows[:, 0]], axis=1)
     rows, weights = np.concatenate([rows, back]), np.concatenate([weights, weights])
     order = np.lexsort((rows[:, 1], rows[:, 2], rows[:, 0]))
@@ -163,10 +164,10 @@ class PathFinder:
 
     Args:
         graph: The graph.
-        vectors: Paths are scored and pruned by them (KagNet's section 3.3); without any, every score is 1.
-        hops: The most edges of a path: 1, 2 or 3. The paper's paths have fewer than 5 concepts, so 3.
-        least_score: Paths with a lower score are left out.
-        most_paths: Of a pair with more, the shortest and then the best stay.
+        vectors: The vectors by which paths are scored and pruned (KagNet's section 3.3); without them all scores are 1.
+        hops: The maximum number of edges in a path: 1, 2 or 3. The paper's paths have fewer than 5 concepts, so 3.
+        least_score: Paths with a lower score are ignored.
+        most_paths: The maximum number of paths for a pair; the shortest are kept, and of equally short ones the best.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class PathFinder:
         self.hops, self.least_score, self.most_paths = hops, least_score, most_paths
 
     def find(self, source: int, target: int) -> list[ConceptPath]:
-        """The paths from one concept to another; none where they are too far apart."""
+        """The paths from one concept to another; empty if they are too far apart."""
         found: list[ConceptPath] = []
         for length in range(1, self.hops + 1):
             if len(found) >= self.most_paths:
@@ -199,12 +200,12 @@ class PathFinder:
         return found[: self.most_paths]
 
     def _concepts(self, source: int, target: int, length: int) -> Iterator[tuple[int, ...]]:
-        """Every simple path of so many edges, by its concepts."""
+        """The concepts of every simple path with ``length`` edges."""
         if source == target:
             return
         near = self.graph.neighbours(target)
         if length == 1:
-            if _holds(near, source):
+            if _contains(near, source):
                 yield source, target
         elif length == 2:
             for middle in np.intersect1d(self.graph.neighbours(source), near, assume_unique=True):
@@ -218,7 +219,7 @@ class PathFinder:
                         yield source, int(first), int(second), target
 
     def _labelled(self, concepts: tuple[int, ...]) -> Iterator[ConceptPath]:
-        """The paths over these concepts, one for each choice of relations, the heaviest first."""
+        """The paths over these concepts, one for each choice of relations, the largest weights first."""
         paths = [ConceptPath(concepts[:1], ())]
         for head, tail in itertools.pairwise(concepts):
             steps = self.graph.between(head, tail)[: self.most_paths]
@@ -231,7 +232,8 @@ class PathFinder:
         yield from paths
 
     def _score(self, head: int, relation: int, tail: int) -> float:
-        """Of a triple, in [0, 1]: how well the step from head to tail points as the relation does."""
+        """The score of a triple in [0, 1]: the cosine of ``tail - head`` and the relation's vector, mapped to [0,
+        1]."""
         if self.vectors is None:
             return 1.0
         count = len(self.graph.relations)
@@ -241,7 +243,7 @@ class PathFinder:
         return (1 + float(step @ named) / length) / 2 if length else 0.5
 
 
-def _holds(ordered: Ids, value: int) -> bool:
+def _contains(ordered: Ids, value: int) -> bool:
     place = int(np.searchsorted(ordered, value))
     return place < len(ordered) and int(ordered[place]) == value
 
@@ -250,28 +252,28 @@ def _holds(ordered: Ids, value: int) -> bool:
 
 
 class Pair(NamedTuple):
-    """A concept of the question, one of the answer (numbers of nodes), and the paths between them."""
+    """A concept of the question and one of the answer, as node numbers, and the paths between them."""
 
     question: int
     answer: int
-    paths: list[ConceptPath]  # of concepts' numbers
+    paths: list[ConceptPath]  # with concept numbers
 
 
 @dataclass(frozen=True)
 class SchemaGraph:
-    """The part of a graph that joins a question's concepts to an answer's (KagNet's section 3.2).
+    """The part of a graph that connects a question's concepts with an answer's (KagNet's section 3.2).
 
-    Its nodes are the concepts of both and those on the paths between them; its edges those of the paths and those
+    Its nodes are the concepts of both and those on the paths between them; its edges are those of the paths and those
     between two concepts of the question or two of the answer.
     """
 
-    concepts: list[int]  # of each node
-    edges: list[tuple[int, int]]  # of nodes, each once
+    concepts: list[int]  # the concept of each node
+    edges: list[tuple[int, int]]  # pairs of nodes, each once
     pairs: list[Pair]
 
 
 def schema_graph(finder: PathFinder, question: Sequence[int], answer: Sequence[int]) -> SchemaGraph:
-    """The schema graph of grounded concepts. Pairs that no path joins stay, without paths."""
+    """The schema graph of grounded concepts. Pairs without a path are included, with an empty list."""
     nodes: dict[int, int] = {}
 
     def node(concept: int) -> int:
@@ -297,7 +299,7 @@ def schema_graph(finder: PathFinder, question: Sequence[int], answer: Sequence[i
         for number, one in enumerate(group):
             near = finder.graph.neighbours(one)
             for other in group[number + 1 :]:
-                if _holds(near, other):
+                if _contains(near, other):
                     join(one, other)
     return SchemaGraph(list(nodes), sorted(edges), pairs)
 
@@ -306,9 +308,9 @@ def schema_graph(finder: PathFinder, question: Sequence[int], answer: Sequence[i
 
 
 def read_graph_vectors(directory: str | Path, graph: ConceptGraph) -> GraphVectors:
-    """TransE's vectors of a graph, of a directory in OpenKE's format, as ``fasttfm transe`` writes it: entity2id.txt,
-    entity2vec.vec, relation2id.txt and relation2vec.vec. Those of names that the graph does not have are left out; a
-    name without a vector raises DataError."""
+    """Reads TransE's vectors of a graph from a directory in OpenKE's format, as ``fasttfm transe`` writes it:
+    entity2id.txt, entity2vec.vec, relation2id.txt and relation2vec.vec. Names that the graph does not have are ignored;
+    a name of the graph without a vector raises DataError."""
     folder = Path(directory)
     found = []
     files = ((ENTITY_IDS, ENTITY_VECTORS, graph.concepts), (RELATION_IDS, RELATION_VECTORS, graph.relations))

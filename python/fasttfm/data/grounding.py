@@ -1,8 +1,8 @@
 """``Grounder``: finds the concepts of a vocabulary in English text.
 
-Words are matched as they are written or by their base forms. Base forms are proposed by rules of inflection and a short
-list of irregular forms, and the vocabulary decides, as in WordNet's morphy: nothing needs to be installed or
-downloaded, and a wrong proposal ("bus" -> "bu") does no harm because no concept has that name.
+Words are matched as written or by their base forms. Inflection rules and a short list of irregular forms propose base
+forms, and the vocabulary selects among them, as in WordNet's morphy. Nothing needs to be installed or downloaded, and a
+wrong proposal ("bus" -> "bu") does no harm because no concept has that name.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ _IRREGULAR = {
     for form in forms.split()
 }
 
-# Words that name no concept of a question by themselves, though ConceptNet has nodes for them.
+# Words that are not concepts by themselves, although ConceptNet has nodes for them.
 _STOP_WORDS = """
     a about all also am an and another any are as at be been being both but by can could did do does doing done each
     either else for from had has have having he her here him his how i if in into is it its just like may me might more
@@ -132,7 +132,7 @@ STOP_WORDS = frozenset(_STOP_WORDS.split())
 
 
 def base_forms(word: str) -> Iterator[str]:
-    """The word, and what it may be an inflected form of, the likeliest first."""
+    """The word, and the words that it may be an inflected form of, the most likely first."""
     yield word
     if word in _IRREGULAR:
         yield _IRREGULAR[word]
@@ -162,16 +162,16 @@ def words_of(text: str) -> list[str]:
 class Grounder:
     """Finds the concepts of a vocabulary in texts.
 
-    From left to right, the longest run of words that names a concept is taken; stop words name none by themselves.
+    From left to right, the longest run of words that names a concept is taken; stop words by themselves name none.
 
     Args:
-        concepts: The vocabulary: names with underscores between words, by their numbers.
-        longest: The most words of a concept that are looked for.
+        concepts: The names of the vocabulary, with underscores between words, in the order of their numbers.
+        longest: Concepts with more words are not found.
     """
 
     def __init__(self, concepts: Sequence[str], *, longest: int = 5) -> None:
         self._numbers = {tuple(concept.split("_")): number for number, concept in enumerate(concepts)}
-        self._sizes: dict[str, set[int]] = {}  # of the concepts that begin with a word
+        self._sizes: dict[str, set[int]] = {}  # the numbers of words of the concepts that start with a word
         for words in self._numbers:
             if len(words) <= longest:
                 self._sizes.setdefault(words[0], set()).add(len(words))
@@ -189,7 +189,7 @@ class Grounder:
         return list(found)
 
     def _at(self, words: Sequence[str], place: int) -> tuple[int | None, int]:
-        """The longest concept that begins at a word, and the number of its words."""
+        """The longest concept that starts at a word, and the number of its words; None and 1 if there is none."""
         firsts = list(dict.fromkeys(base_forms(words[place])))
         sizes = set(itertools.chain.from_iterable(self._sizes.get(word, ()) for word in firsts))
         for size in sorted(sizes, reverse=True):
@@ -202,5 +202,5 @@ class Grounder:
         return None, 1
 
     def _named(self, forms: Iterable[Sequence[str]]) -> int | None:
-        """The concept that some choice of forms names; the written forms come first."""
+        """The first concept that a combination of forms names; the written forms come first."""
         return next((self._numbers[each] for each in itertools.product(*forms) if each in self._numbers), None)
