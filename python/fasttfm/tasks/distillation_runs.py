@@ -83,8 +83,8 @@ def with_layers(teacher: PretrainedModel, layers: Sequence[int]) -> PretrainedMo
 def tinybert_student(
     teacher: PretrainedModel, layers: int | None = None, width: int | None = None, intermediate: int | None = None
 ) -> PretrainedModel:
-    """A randomly initialized model of the teacher's kind with other sizes, by default half of the teacher's, and as many
-    attention heads."""
+    """A randomly initialized model of the teacher's kind with other sizes, by default half of the teacher's, and as
+    many attention heads."""
     config, stack = teacher.config, base_of(teacher).encoder.in_order()
     names = _size_names(config)
     if names is None:
