@@ -39,7 +39,7 @@ class SlowProducts(TorchDispatchMode):
 
 @pytest.fixture
 def without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "cpu_multiplies_bf16", lambda: False)
+    monkeypatch.setattr(linear, "bf16_products", lambda: "none")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,3 +82,26 @@ def test_gradients_go_through(without_instructions: None) -> None:
     assert torch.allclose(y.double(), wanted, rtol=2**-8, atol=1e-5)
     for ours, theirs in zip(given, exact, strict=True):
         assert torch.allclose(ours.grad.double(), theirs.grad, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "in_bf16"),
+    [("none", 1, False), ("emulated", 15, True), ("emulated", 16, False), ("instructions", 64, True)],
+)
+def test_products_that_are_emulated_are_fp32_unless_rows_are_few(
+    kind: str, rows: int, in_bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows are those of the activations, also in the product of the weight's gradient."""
+    monkeypatch.setattr(linear, "bf16_products", lambda: kind)
+    torch.manual_seed(0)
+    x, weight, dy = (torch.randn(*shape).bfloat16() for shape in ((rows, 64), (96, 64), (rows, 96)))
+    with SlowProducts() as slow:
+        y, gradient = linear.matmul(x, weight.T), linear.matmul(dy.T, x)
+        total = linear.add_matmul(torch.ones(rows, 96).bfloat16(), x, weight.T)
+        dense = linear.dense(x.view(1, rows, 64), weight)
+    assert bool(slow.rows) == in_bf16
+    exact = x.double() @ weight.double().T
+    for found, wanted in ((y, exact), (total, exact + 1), (dense[0], exact), (gradient, dy.double().T @ x.double())):
+        assert found.dtype == torch.bfloat16
+        # One rounding to bf16, after a sum in fp32 that is far more exact.
+        assert torch.allclose(found.double(), wanted, rtol=2**-8, atol=1e-4)

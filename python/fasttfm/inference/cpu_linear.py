@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 from fasttfm.nn import PackedLayer
 from fasttfm.nn.plain import is_plain
 from fasttfm.ops.int8_linear import int8_linear, pack_int8
+from fasttfm.ops.linear import bf16_products
 
 # oneDNN reads bf16 rows in blocks of 32 columns. With other widths it would read past the end of a row and multiply
 # that by 0, which is NaN where it is not finite.
@@ -88,11 +87,5 @@ def _bf16(linear: nn.Linear) -> PackedLinear:
     return OneDnnLinear(linear, torch.bfloat16)
 
 
-@cache
 def has_bf16_instructions() -> bool:
-    """Whether the CPU has instructions that multiply bf16 numbers: AMX, AVX512-BF16 or Arm's BF16 extension."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if platform.machine() in ("x86_64", "AMD64"):
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bf16_products() == "instructions"

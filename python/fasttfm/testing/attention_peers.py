@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from fasttfm.bench.peers import PeerUnavailable, flash_attn_4, peer_module
-from fasttfm.ops.linear import cpu_multiplies_bf16
+from fasttfm.ops.linear import bf16_products
 from fasttfm.testing.spec import Inputs, PeerCall
 
 
@@ -70,7 +70,7 @@ def sdpa_forced(backend: SDPBackend) -> Callable[[Inputs, Mapping[str, Any]], Ca
 def sdpa_cpu(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
     if inputs["q"].is_cuda:
         raise PeerUnavailable("on a GPU each of SDPA's kernels is a peer of its own")
-    if inputs["q"].dtype == torch.bfloat16 and not cpu_multiplies_bf16():
+    if inputs["q"].dtype == torch.bfloat16 and bf16_products() == "none":
         raise PeerUnavailable("torch multiplies bf16 hundreds of times slower than fp32 on this CPU")
     return _sdpa(inputs, options)
 
