@@ -207,15 +207,34 @@ def test_what_is_not_supported_is_refused(options: dict[str, Any], sentence: str
         ({"cache_leftpad": torch.zeros(2)}, "cache_leftpad: expected nothing"),
         ({"v": None}, "v: expected both k and v"),
         ({"cache_seqlens": 6}, "cache_seqlens: expected room for at most 6 tokens, got 6 held and 1 new"),
+        ({"cache_seqlens": -1}, "cache_seqlens: expected room for at most 6 tokens, got -1 held and 1 new"),
         ({"cache_seqlens": torch.zeros(3)}, "cache_seqlens"),
+        ({"k": torch.ones(2, 1, 1, 8)}, r"k: expected shape \(2, 1, 4, 8\), got shape \(2, 1, 1, 8\)"),
+        ({"v": torch.ones(2, 1, 4, 1)}, r"v: expected shape \(2, 1, 4, 8\), got shape \(2, 1, 4, 1\)"),
+        ({"v": torch.ones(2, 2, 4, 8)}, r"v: expected shape \(2, 1, 4, 8\), got shape \(2, 2, 4, 8\)"),
+        ({"k": torch.ones(2, 1, 4, 8).half()}, "k: expected the cache's float32, got float16"),
+        ({"cache_batch_idx": torch.tensor([0, -1])}, "cache_batch_idx: expected numbers from 0 to 1, .*got -1 to 0"),
+        ({"cache_batch_idx": torch.tensor([0, 2])}, "cache_batch_idx: expected numbers from 0 to 1, .*got 0 to 2"),
+        ({"block_table": torch.tensor([[0], [-1]])}, "block_table: expected numbers from 0 to 1, .*got -1 to 0"),
         ({"rotary_cos": torch.ones(9, 2)}, "rotary_cos: expected rotary_sin, k and v next to it"),
         ({"block_table": torch.zeros(3, 1)}, "block_table: expected 2 rows"),
     ],
 )
 def test_a_wrong_cache_is_refused(options: dict[str, Any], sentence: str) -> None:
     q, cache = drawn(2, 1, 4, 8), drawn(2, 6, 4, 8)
-    with pytest.raises(ValueError, match=sentence):
+    before = cache.clone()
+    with pytest.raises((ValueError, TypeError), match=sentence):
         flash.flash_attn_with_kvcache(q, cache, cache, **{"k": q, "v": q, "cache_seqlens": 2, **options})
+    assert torch.equal(cache, before)
+
+
+def test_entries_of_unused_blocks_may_be_anything() -> None:
+    q, blocks = drawn(1, 1, 4, 8), drawn(3, 2, 4, 8)
+    given = {"cache_seqlens": torch.tensor([3], dtype=torch.int32)}
+    tables = [torch.tensor([[2, 0, unused]], dtype=torch.int32) for unused in (1, -1, 99)]
+    outs = [flash.flash_attn_with_kvcache(q, blocks, blocks, block_table=table, **given) for table in tables]
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
 
 
 # ---- FlashAttention-4 itself, where it is installed on a GPU machine -------------------------------------------------

@@ -380,3 +380,52 @@ def test_a_graph_holds_the_step() -> None:
         optimizer.step()
         assert (weight_copies.copy_of(parameters[1], torch.bfloat16) is None) == graphed
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# ---- layouts on a CPU ------------------------------------------------------------------------------------------------
+
+
+def _transposed() -> Tensor:
+    return torch.randn(5, 3).t()
+
+
+def _with_gaps() -> Tensor:
+    return torch.randn(3, 9)[:, :5]
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("gradient", [_transposed, _with_gaps, lambda: torch.randn(3, 1).expand(3, 5)])
+@pytest.mark.parametrize("parameter", [lambda: torch.randn(3, 5), _transposed, _with_gaps])
+def test_every_layout_gets_its_own_step(
+    parameter: Callable[[], Tensor], gradient: Callable[[], Tensor], clip: float | None
+) -> None:
+    """torch's fused step on a CPU takes elements in the order of memory."""
+    torch.manual_seed(0)
+    ours = nn.Parameter(parameter())
+    theirs = nn.Parameter(ours.detach().clone(memory_format=torch.contiguous_format))
+    around = torch.as_strided(ours.detach(), (ours.untyped_storage().size() // 4,), (1,), 0)
+    inside = torch.zeros_like(around, dtype=torch.bool)
+    torch.as_strided(inside, ours.shape, ours.stride(), 0).fill_(True)
+    outside = around[~inside].clone()
+    optimizer, peer = AdamW([ours], **OPTIONS, max_norm=clip), torch.optim.AdamW([theirs], **OPTIONS)
+    for _ in range(3):
+        ours.grad = gradient()
+        theirs.grad = ours.grad.contiguous().clone()
+        if clip is not None:
+            nn.utils.clip_grad_norm_([theirs], clip)
+        optimizer.step()
+        peer.step()
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(optimizer.state[ours]["exp_avg"], peer.state[theirs]["exp_avg"], rtol=1e-5, atol=1e-6)
+    assert torch.equal(around[~inside], outside)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_sparse_and_complex_gradients_are_refused(clip: float | None) -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    rotation = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    rotation.grad = torch.ones_like(rotation)
+    for parameter, got in ((table.weight, "torch.sparse_coo"), (rotation, "torch.complex64")):
+        with pytest.raises(ValueError, match=f"expected dense gradients of real numbers, got one of {got}"):
+            AdamW([parameter], max_norm=clip).step()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fasttfm import ops
 from fasttfm.ops import checks
+from fasttfm.ops.backends import dtype_name
 
 Windows = tuple[int, int]
 Result = Tensor | tuple[Tensor, Tensor, None]
@@ -175,6 +176,7 @@ def flash_attn_with_kvcache(
     refuse(op, softcap=softcap, cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
     _check_cache(op, q, k_cache, k, v, block_table, cache_batch_idx)
     held = _held(op, cache_seqlens, q, k_cache, block_table)
+    _check_places(op, k_cache, held, 0 if k is None else k.shape[1], block_table, cache_batch_idx)
     if rotary_cos is not None:
         if rotary_sin is None or k is None:
             raise checks.bad_value(op, "rotary_cos", "rotary_sin, k and v next to it", None)
@@ -186,11 +188,12 @@ def flash_attn_with_kvcache(
         k = ops.rotary(k, rotary_cos, rotary_sin, positions=places, interleaved=rotary_interleaved)
     rows = torch.arange(q.shape[0], device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
     if k is not None and v is not None:
-        _append(op, k_cache, k, held, rows, block_table)
-        _append(op, v_cache, v, held, rows, block_table)
+        _append(k_cache, k, held, rows, block_table)
+        _append(v_cache, v, held, rows, block_table)
         held = held + k.shape[1]
     if block_table is not None:
-        keys, values = (cache[block_table.long()].flatten(1, 2) for cache in (k_cache, v_cache))
+        blocks = torch.where(_used_blocks(held, block_table, k_cache.shape[1]), block_table, 0).long()
+        keys, values = (cache[blocks].flatten(1, 2) for cache in (k_cache, v_cache))
     elif cache_batch_idx is None:
         keys, values = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
     else:
@@ -226,6 +229,37 @@ def _check_cache(
         raise checks.bad_value(op, "block_table", f"{q.shape[0]} rows, one per sequence", f"{block_table.shape[0]}")
     if block_table is None and cache_batch_idx is None and cache.shape[0] < q.shape[0]:
         raise checks.bad_value(op, "k_cache", f"at least {q.shape[0]} sequences, as q has", cache.shape[0])
+    if cache_batch_idx is not None:
+        checks.check_shape(op, "cache_batch_idx", cache_batch_idx, q.shape[:1])
+    if k is not None and v is not None:
+        for name, new in (("k", k), ("v", v)):
+            checks.check_shape(op, name, new, (q.shape[0], k.shape[1], *cache.shape[2:]))
+            if new.dtype != cache.dtype:
+                raise checks.bad_type(op, name, f"the cache's {dtype_name(cache.dtype)}", dtype_name(new.dtype))
+
+
+def _check_places(
+    op: str, cache: Tensor, held: Tensor, new: int, block_table: Tensor | None, cache_batch_idx: Tensor | None
+) -> None:
+    """That every token has a place in the cache, before anything is written. Not validated on a GPU."""
+    if held.is_cuda or not len(held):
+        return
+    room = cache.shape[1] if block_table is None else cache.shape[1] * block_table.shape[1]
+    least, most = int(held.min()), int(held.max())
+    if least < 0 or most + new > room:
+        got = f"{min(least, 0) or most} held and {new} new"
+        raise checks.bad_value(op, "cache_seqlens", f"room for at most {room} tokens", got)
+    name, chosen = "cache_batch_idx", cache_batch_idx
+    if block_table is not None:
+        name, chosen = "block_table", block_table[_used_blocks(held + new, block_table, cache.shape[1])]
+    if chosen is not None and chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < len(cache):
+        got = f"{int(chosen.min())} to {int(chosen.max())}"
+        raise checks.bad_value(op, name, f"numbers from 0 to {len(cache) - 1}, as k_cache has", got)
+
+
+def _used_blocks(held: Tensor, block_table: Tensor, size: int) -> Tensor:
+    """Which of a sequence's blocks have tokens: bool like ``block_table``, whose other entries may be anything."""
+    return torch.arange(block_table.shape[1], device=held.device) * size < held[:, None]
 
 
 def _held(op: str, given: Any, q: Tensor, cache: Tensor, block_table: Tensor | None) -> Tensor:
@@ -237,14 +271,10 @@ def _held(op: str, given: Any, q: Tensor, cache: Tensor, block_table: Tensor | N
     return torch.full(q.shape[:1], room if given is None else given, dtype=torch.int32, device=q.device)
 
 
-def _append(op: str, cache: Tensor, new: Tensor, held: Tensor, rows: Tensor, block_table: Tensor | None) -> None:
+def _append(cache: Tensor, new: Tensor, held: Tensor, rows: Tensor, block_table: Tensor | None) -> None:
     """Writes ``new`` after the ``held`` tokens of each sequence."""
     places = held[:, None].long() + torch.arange(new.shape[1], device=new.device)
     size = cache.shape[1]
-    room = size if block_table is None else size * block_table.shape[1]
-    if not places.is_cuda and places.numel() and int(places.max()) >= room:
-        got = f"{int(held.max())} held and {new.shape[1]} new"
-        raise checks.bad_value(op, "cache_seqlens", f"room for at most {room} tokens", got)
     if block_table is None:
         cache[rows[:, None], places] = new
     else:

@@ -57,8 +57,8 @@ class AdamW(torch.optim.AdamW):
         params: Parameters or groups of them, all on one device.
         lr: A number, or a tensor of one, which a CUDA graph of the step reads in each replay.
         max_norm: Gradients whose norm, of all together, is greater are scaled down to it, as
-            ``torch.nn.utils.clip_grad_norm_`` does, but inside the step: they themselves stay as they are. Infinity
-            only computes the norm.
+            ``torch.nn.utils.clip_grad_norm_`` does, but inside the step: on a GPU they themselves stay as they are.
+            Infinity only computes the norm.
         weight_copies: Keep copies of parameters in the type that forwards under autocast cast them to, written by the
             step itself, on a GPU. Whoever then changes parameters in a way that torch does not count (through
             ``parameter.data``) must call ``refresh_copies(everything=True)``.
@@ -122,6 +122,7 @@ class AdamW(torch.optim.AdamW):
             _native.core().adamw_norm_cuda(**table.fields(memory))
             assert memory.norm is not None
             return memory.norm
+        _check_on_cpu(given)
         norms = torch._foreach_norm(given.gradients, 2, dtype=torch.float64)
         return torch.linalg.vector_norm(torch.stack(norms)).float()
 
@@ -162,6 +163,7 @@ class AdamW(torch.optim.AdamW):
         return self._table
 
     def _step_cpu(self, given: _Given) -> None:
+        _check_on_cpu(given)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self.max_norm is not None:
             self.last_norm = self.gradient_norm()
@@ -170,11 +172,10 @@ class AdamW(torch.optim.AdamW):
             scale = clipping if scale is None else clipping * scale
             if found_inf is not None:
                 found_inf = torch.maximum(found_inf, (norm * 0 != 0).to(found_inf.dtype))
-        if not all(each.is_cpu for each in given.parameters):
-            raise ValueError("AdamW: params: expected all on the CPU or all on one GPU")
         states = self._states(given)
-        columns = [[state[name] for state in states] for name in _STATES]
-        by_group = zip(*(given.split(each) for each in (given.parameters, given.gradients, *columns)), strict=True)
+        exp_avgs, exp_avg_sqs, steps = ([state[name] for state in states] for name in _STATES)
+        columns, copied = _in_one_layout(given.parameters, given.gradients, exp_avgs, exp_avg_sqs)
+        by_group = zip(*(given.split(each) for each in (*columns, steps)), strict=True)
         for group, (parameters, gradients, exp_avgs, exp_avg_sqs, steps) in zip(given.groups, by_group, strict=True):
             beta1, beta2 = group["betas"]
             torch_adamw(
@@ -195,6 +196,8 @@ class AdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 maximize=False,
             )
+        for tensor, copy in copied:
+            tensor.copy_(copy)
         weight_copies.forget(given.parameters)
 
     def _states(self, given: _Given) -> list[dict[str, Tensor]]:
@@ -251,6 +254,34 @@ class AdamW(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._enroll()
+
+
+def _check_on_cpu(given: _Given) -> None:
+    if not all(each.is_cpu for each in given.parameters):
+        raise ValueError("AdamW: params: expected all on the CPU or all on one GPU")
+    for each in given.gradients:
+        if each.layout != torch.strided or each.is_complex():
+            got = each.dtype if each.layout == torch.strided else each.layout
+            raise ValueError(f"AdamW: params: expected dense gradients of real numbers, got one of {got}")
+
+
+def _in_one_layout(
+    parameters: list[Tensor], gradients: list[Tensor], *states: list[Tensor]
+) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
+    """Each parameter with its gradient and states, as torch's fused step reads them: element by element in the order of
+    memory. Those that differ in their strides, or have gaps, are copied; copies of what the step changes have to be
+    written back."""
+    columns = (parameters, gradients, *states)
+    found, copied = [list(column) for column in columns], []
+    for index, row in enumerate(zip(*columns, strict=True)):
+        strides = row[0].stride()
+        if row[0].is_contiguous() and all(each.stride() == strides for each in row[1:]):
+            continue
+        for column, each in zip(found, row, strict=True):
+            column[index] = each.contiguous()
+            if column[index] is not each and column is not found[1]:
+                copied.append((each, column[index]))
+    return found, copied
 
 
 @functools.cache

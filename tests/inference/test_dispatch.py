@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 import queue
+import signal
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -101,3 +106,62 @@ def test_many_threads_get_their_own_results() -> None:
         thread.join()
     dispatcher.close()
     assert wrong == []
+
+
+def test_a_dispatcher_that_is_given_up_ends_its_thread() -> None:
+    worker = Worker()
+    dispatcher = Dispatcher(worker.launch, max_tokens=1, max_waiting=100)
+    futures = [dispatcher.submit(item, 1) for item in range(5)]
+    thread, gone = dispatcher._thread, weakref.ref(dispatcher)
+    del dispatcher  # requests still wait
+    worker.gate.set()
+    assert [future.result(10) for future in futures] == [0, 1, 4, 9, 16]
+    gc.collect()
+    assert thread is not None
+    thread.join(10)
+    assert not thread.is_alive()
+    assert gone() is None
+
+
+def test_a_callback_may_close() -> None:
+    worker = Worker()
+    dispatcher = Dispatcher(worker.launch, max_tokens=1, max_waiting=100)
+    errors: list[BaseException] = []
+
+    def close(_: object) -> None:
+        try:
+            dispatcher.close()
+        except BaseException as error:
+            errors.append(error)
+
+    first = dispatcher.submit(2, 1)
+    first.add_done_callback(close)
+    second = dispatcher.submit(3, 1)
+    worker.gate.set()
+    assert second.result(10) == 9
+    thread = dispatcher._thread
+    assert thread is not None
+    thread.join(10)
+    assert not thread.is_alive()
+    assert errors == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
+def test_a_child_process_computes_its_own_requests() -> None:
+    """It has the parent's queue and locks, one of them taken, but no thread."""
+    worker = Worker()
+    worker.gate.set()
+    dispatcher = Dispatcher(worker.launch, max_tokens=1, max_waiting=100)
+    assert dispatcher.submit(2, 1).result(10) == 4
+    with dispatcher._lock:
+        child = os.fork()
+        if child == 0:
+            result = 0
+            with contextlib.suppress(BaseException):
+                signal.alarm(20)  # ends the child if it waits for nothing
+                result = dispatcher.submit(3, 1).result(10)
+            os._exit(result)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 9
+    assert dispatcher.submit(4, 1).result(10) == 16
+    dispatcher.close()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
+import os
+import signal
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import save_bert, small_bert
+from small_models import VOCABULARY, save_bert, small_bert
 from torch import Tensor
 
 from fasttfm import models
@@ -173,6 +178,14 @@ def test_a_prompt_that_is_not_pooled(wordpiece: Tokenizer, tmp_path: Path) -> No
         (lambda s: s.encode([[1.5]]), "inputs: expected texts, pairs of texts or lists of ids"),
         (lambda s: s.encode(["a text"]), "tokenizer: expected one for texts, got None"),
         (lambda s: s.encode([[1]], output="tokens"), "output: expected vectors, states, logits, got 'tokens'"),
+        (lambda s: s.encode(5), "inputs: expected texts, pairs of texts or lists of ids, got int"),
+        (lambda s: s.encode([[1, [2]]]), r"inputs: expected texts, pairs of texts or lists of ids, got \[1, \[2\]\]"),
+        (lambda s: copy.deepcopy(s), "expected to stay in its process"),
+        (lambda s: Session(torch.nn.Linear(2, 2)), "model: expected a model of fasttfm.models, .*, got Linear"),
+        (lambda s: Session(vit()), "model: expected one that reads tokens, got ViTModel"),
+        (lambda s: Session(s.network.model, dtype="float16"), "dtype: expected a floating-point type .*'float16'"),
+        (lambda s: Session(s.network.model, dtype=torch.int8), "dtype: expected a floating-point type .*torch.int8"),
+        (lambda s: Session(s.network.model, max_tokens="9"), "max_tokens: expected a number from 1 on, got '9'"),
         (lambda s: s.submit([1, -1]), "inputs: expected ids from 0 to 299, got -1 to 1"),
         (lambda s: Session(s.network.model, max_tokens=0), "max_tokens: expected a number from 1 on, got 0"),
         (
@@ -188,6 +201,70 @@ def test_a_prompt_that_is_not_pooled(wordpiece: Tokenizer, tmp_path: Path) -> No
 def test_sentences_say_what_is_wrong(bert: Any, call: Any, sentence: str) -> None:
     with pytest.raises((TypeError, ValueError), match=sentence):
         call(Session(bert))
+
+
+def vit() -> Any:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    return models.ViTModel(models.ViTConfig(**sizes, image_size=32))
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "int8"}])
+def test_training_the_model_changes_no_mode(sentences: Ids, options: dict[str, Any]) -> None:
+    """Nothing is dropped, and the model learns on."""
+    model = small_bert(hidden_dropout_prob=0.5)
+    with Session(model, **options) as session:
+        expected = session.encode(sentences[:8])
+        model.train()
+        model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([1])).loss.backward()
+        assert np.array_equal(session.encode(sentences[:8]), expected)
+    assert model.bert.encoder.layers[0].qkv.weight.grad is not None
+
+
+def test_a_pair_is_lowercased_and_has_no_prompt(bert_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    encode = Tokenizer.encode_batch
+    monkeypatch.setattr(Tokenizer, "encode_batch", lambda self, texts: read.extend(texts) or encode(self, texts))
+    Session(bert_directory, settings=EmbedSettings(lowercase=True)).encode(["Peace", ("PEACE", "War")])
+    assert read == ["peace", "peace", "war"]
+    session = Session(bert_directory, settings=EmbedSettings(prompt="query: "))
+    with pytest.raises(ValueError, match="expected single texts with a prompt, got a pair"):
+        session.encode([("peace", "war")])
+
+
+def test_logits_of_no_token_have_a_width() -> None:
+    found = Session(small_bert("BertForMaskedLM")).encode([[], [1, 2]], output="logits")
+    assert [each.shape for each in found] == [(0, VOCABULARY), (2, VOCABULARY)]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
+def test_a_child_process_has_a_session(bert: Any, sentences: Ids) -> None:
+    with Session(bert) as session:
+        expected = session.submit(sentences[0]).result(30)
+        with session._lock:  # another thread computes
+            child = os.fork()
+            if child == 0:
+                result = 1
+                with contextlib.suppress(BaseException):
+                    signal.alarm(60)
+                    found = session.submit(sentences[0]).result(30)
+                    result = int(not np.allclose(found, expected, atol=1e-5))
+                os._exit(result)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_session_that_is_given_up_is_freed(sentences: Ids) -> None:
+    session = Session(small_bert())
+    session.submit(sentences[0]).result(30)
+    gone, thread = weakref.ref(session), session._dispatcher._thread
+    del session
+    assert thread is not None
+    for _ in range(50):  # the thread lets go of the request after its result is there
+        gc.collect()
+        thread.join(0.1)
+        if not thread.is_alive():
+            break
+    assert gone() is None
 
 
 # ---- GEMMs in other types --------------------------------------------------------------------------------------------

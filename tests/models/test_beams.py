@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -72,6 +73,9 @@ def test_enough_beams_find_the_best_of_all(model: Any) -> None:
         ({"num_beams": 0}, "num_beams: expected at least 1, got 0"),
         ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences: expected from 1 to the 2 beams, got 3"),
         ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping: expected True, False or"),
+        ({"num_beams": 2, "early_stopping": 1}, "early_stopping: expected True, False or"),
+        ({"num_beams": 2.5}, "num_beams: expected at least 1, got 2.5"),
+        ({"num_beams": 2, "length_penalty": math.nan}, "length_penalty: expected a finite number, got nan"),
         ({"num_beams": 2, "do_sample": True}, "do_sample: expected False with several beams, got True"),
     ],
 )

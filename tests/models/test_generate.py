@@ -186,6 +186,10 @@ def test_a_stream_gives_what_generate_adds(sampling: dict[str, Any]) -> None:
     assert list(stream(module, prompt, max_new_tokens=0)) == []
     with pytest.raises(ValueError, match="max_new_tokens: expected no more than"):
         stream(module, prompt, max_new_tokens=1000)
+    with pytest.raises(
+        ValueError, match=r"input_ids: expected one prompt, of shape \[S\] or \[1, S\], got shape \(4, "
+    ):
+        stream(module, PROMPTS)
 
 
 def test_a_stream_computes_no_token_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

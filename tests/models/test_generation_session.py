@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -139,11 +140,96 @@ def test_wrong_sessions_are_named(model: Any, options: dict[str, Any], message: 
         ([1, 2], {"max_new_tokens": 9}, "expected no more than 10 tokens with the prompt, got 9 after 2"),
         ([1], {"max_new_tokens": 1, "eos_token_id": list(range(9))}, "eos_token_id: expected at most 8 tokens, got 9"),
         ([1], {"max_new_tokens": 1, "top_k": 0}, "top_k: expected None or a number of tokens"),
+        ([1, 61], {}, "input_ids: expected ids from 0 to 60, got 1 to 61"),
+        ([-1], {}, "input_ids: expected ids from 0 to 60, got -1 to -1"),
+        ([1.5], {}, r"input_ids: expected a list of ids, got \[1.5\]"),
+        ([[1, 2]], {}, r"input_ids: expected a list of ids, got \[\[1, 2\]\]"),
+        ([1], {"max_new_tokens": 2.5}, "max_new_tokens: expected at least 0, got 2.5"),
+        ([1], {"max_new_tokens": 1, "eos_token_id": "a"}, "eos_token_id: expected one token or several, got 'a'"),
+        ([1], {"max_new_tokens": 1, "do_sample": True, "seed": 2**63}, "seed: expected a whole number"),
+        ([1], {"max_new_tokens": 1, "temperature": "hot"}, "temperature: expected a number above 0, got 'hot'"),
     ],
 )
 def test_wrong_prompts_are_named(model: Any, prompt: list[int], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GenerationSession(model, max_length=10).submit(prompt, **options)
+
+
+@pytest.mark.parametrize("ends", [np.int64(3), torch.tensor(3), torch.tensor([3, 4])])
+def test_ends_may_be_arrays(model: Any, ends: Any) -> None:
+    assert alone(model, PROMPTS[2], eos_token_id=ends) == alone(model, PROMPTS[2], eos_token_id=np.ravel(ends).tolist())
+
+
+def test_a_failed_step_ends_those_that_ran_in_it(model: Any) -> None:
+    """They raise instead of being waited for without end; those that are submitted later are not affected."""
+    calls: list[int] = []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ArithmeticError("unlucky")
+
+    expected = alone(model, PROMPTS[0], max_new_tokens=9)
+    session = GenerationSession(model)
+    first, second = (session.submit(prompt, max_new_tokens=9) for prompt in PROMPTS[:2])
+    hook = model.transformer.encoder.layers[0].qkv.register_forward_hook(fail)
+    try:
+        with pytest.raises(ArithmeticError, match="unlucky"):
+            first.result()
+        for each in (first, second):
+            with pytest.raises(RuntimeError, match="a step of the session has failed: ArithmeticError"):
+                each.result()
+        with pytest.raises(RuntimeError, match="a step of the session has failed"):
+            list(second)
+        assert session.submit(PROMPTS[0], max_new_tokens=9).result() == expected
+    finally:
+        hook.remove()
+
+
+def test_the_last_tokens_come_with_the_end(model: Any) -> None:
+    """Another thread may note the end between two looks of an iteration at the sequence."""
+    session = GenerationSession(model)
+    generation = session.submit(PROMPTS[0], max_new_tokens=2, eos_token_id=[])
+
+    looks: list[int] = []
+
+    class Tokens(list[int]):
+        def __len__(self) -> int:
+            before = super().__len__()
+            looks.append(before)
+            if len(looks) == 1:
+                session._advance(8)  # after the length is read
+            return before
+
+    generation.tokens = Tokens()
+    assert list(generation) == alone(model, PROMPTS[0], max_new_tokens=2, eos_token_id=[])
+
+
+def test_a_model_that_is_trained_meanwhile_is_refused(model: Any) -> None:
+    session = GenerationSession(model)
+    waiting = session.submit(PROMPTS[0])
+    model.train()
+    try:
+        with pytest.raises(ValueError, match="expected evaluation mode"):
+            session.submit(PROMPTS[0])
+        with pytest.raises(ValueError, match="expected evaluation mode"):
+            waiting.result()
+    finally:
+        model.eval()
+
+
+def test_a_cold_temperature_takes_the_most_likely(model: Any) -> None:
+    options = {"max_new_tokens": 6, "eos_token_id": []}
+    assert alone(model, [5], do_sample=True, temperature=1e-44, **options) == alone(model, [5], **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 2}])
+def test_a_model_that_is_not_finite_is_named(options: dict[str, Any]) -> None:
+    broken = models.GPT2LMHeadModel(models.GPT2Config(**SIZES)).eval()
+    with torch.no_grad():
+        broken.transformer.encoder.layers[0].up.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="logits: expected numbers, got NaN"):
+        generate(broken, torch.tensor([[5, 9]]), **options)
 
 
 def test_generate_and_stream_are_sessions(model: Any) -> None:

@@ -7,6 +7,7 @@ the K best compete with the finished sequences; the K best of the others become 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.generate.decoder import CachedDecoder
+from fasttfm.generate.sampling import check_logits, is_count
 from fasttfm.nn import PackedBatch
 
 _NO_SCORE = -1e9  # the score of a beam or sequence that does not exist
@@ -34,14 +36,15 @@ class BeamSearch:
     early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
-        beams = self.num_beams
+        beams, returned, stopping = self.num_beams, self.num_return_sequences, self.early_stopping
         for name, fits, expected in (
-            ("num_beams", beams >= 1, "at least 1"),
-            ("num_return_sequences", 1 <= self.num_return_sequences <= beams, f"from 1 to the {beams} beams"),
-            ("early_stopping", self.early_stopping in (True, False, "never"), 'True, False or "never"'),
+            ("num_beams", is_count(beams, 1), "at least 1"),
+            ("num_return_sequences", is_count(returned, 1) and returned <= beams, f"from 1 to the {beams} beams"),
+            ("length_penalty", math.isfinite(self.length_penalty), "a finite number"),
+            ("early_stopping", stopping == "never" or isinstance(stopping, bool), 'True, False or "never"'),
         ):
             if not fits:
-                raise ValueError(f"generate: {name}: expected {expected}, got {getattr(self, name)}")
+                raise ValueError(f"generate: {name}: expected {expected}, got {getattr(self, name)!r}")
 
 
 class _Beams:
@@ -61,6 +64,7 @@ class _Beams:
     def advance(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Adds token number ``count`` from logits [B * K, V]. Returns the last token of each running beam and the beam
         that it continues: int64 [B, K]."""
+        check_logits(logits)
         beams = self.search.num_beams
         vocab = logits.shape[-1]
         sums = logits.float().log_softmax(-1).view(-1, beams, vocab) + self.scores[:, :, None]

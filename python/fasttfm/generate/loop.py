@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.generate.beams import BeamSearch, search_beams
-from fasttfm.generate.sampling import Sampling
+from fasttfm.generate.sampling import Sampling, check_new_tokens, end_tokens
 from fasttfm.generate.session import Generation, GenerationSession
 from fasttfm.models.text_model import TextModel
 from fasttfm.nn import CausalLMHead, PackedBatch
@@ -91,7 +91,10 @@ def stream(
 ) -> Iterator[int]:
     """Continues one prompt ``input_ids`` [S] or [1, S] and yields each token as soon as it is computed. The tokens are
     those of ``generate`` with the same arguments, including the one that ends the sequence."""
-    prompt = input_ids.view(1, -1)
+    prompt = input_ids[None] if input_ids.dim() == 1 else input_ids
+    if prompt.dim() != 2 or len(prompt) != 1:
+        expected = "one prompt, of shape [S] or [1, S]"
+        raise ValueError(f"{_NAME}: input_ids: expected {expected}, got shape {tuple(input_ids.shape)}")
     ends = _StopTokens.of(model.config, eos_token_id, None)
     batch = PackedBatch.of(prompt)
     _check(model, batch, max_new_tokens)
@@ -179,8 +182,7 @@ class _StopTokens(NamedTuple):
 
     @staticmethod
     def of(config: Any, eos_token_id: int | Sequence[int] | None, pad_token_id: int | None) -> _StopTokens:
-        given = config.eos_token_id if eos_token_id is None else eos_token_id
-        ends = [] if given is None else [given] if isinstance(given, int) else list(given)
+        ends = end_tokens(config, eos_token_id)
         padding = config.pad_token_id if pad_token_id is None else pad_token_id
         return _StopTokens(ends, padding if padding is not None else ends[0] if ends else 0)
 
@@ -188,8 +190,7 @@ class _StopTokens(NamedTuple):
 def _check(model: CausalModel, batch: PackedBatch, new: int) -> None:
     if model.training:
         raise ValueError(f"{_NAME}: model: expected evaluation mode (model.eval()), got training mode")
-    if new < 0:
-        raise ValueError(f"{_NAME}: max_new_tokens: expected at least 0, got {new}")
+    check_new_tokens(new)
     if batch.cu_seqlens.shape[0] > 1 and bool((batch.cu_seqlens.diff() < 1).any()):
         raise ValueError(f"{_NAME}: input_ids: expected prompts of at least one token, got an empty one")
     positions = model.config.n_positions

@@ -8,18 +8,20 @@ steps the state is copied to the host asynchronously; finished sequences then le
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fasttfm import ops
 from fasttfm.generate.decoder import CachedDecoder
-from fasttfm.generate.sampling import Sampling
+from fasttfm.generate.sampling import Sampling, check_logits, check_new_tokens, end_tokens, is_count
 from fasttfm.models.text_model import TextModel
 from fasttfm.nn import CausalLMHead, PackedBatch
 from fasttfm.nn.plain import Tree, is_plain
@@ -41,11 +43,14 @@ class Generation:
         self.done = False
         self._session, self._row = session, row
         self._steps = 0  # the number of new tokens that are launched
+        self._error: BaseException | None = None  # what ended the sequence before its end
 
     def result(self) -> list[int]:
-        """The new tokens, including the one that ends the sequence."""
+        """The new tokens, including the one that ends the sequence. Raises RuntimeError where a step that the sequence
+        was part of has failed."""
         while not self.done:
             self._session._advance(_STEPS_PER_ROUND)
+        self._raise_error()
         return self.tokens
 
     def cancel(self) -> None:
@@ -54,12 +59,20 @@ class Generation:
 
     def __iter__(self) -> Iterator[int]:
         given = 0
-        while given < len(self.tokens) or not self.done:
-            if given == len(self.tokens):
+        while True:
+            done = self.done  # read first: the last tokens are known before the end, which another thread may note
+            if given < len(self.tokens):
+                yield self.tokens[given]
+                given += 1
+            elif done:
+                break
+            else:
                 self._session._advance(1)
-                continue
-            yield self.tokens[given]
-            given += 1
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(f"generate: a step of the session has failed: {self._error!r}") from self._error
 
 
 @dataclass(frozen=True)
@@ -141,6 +154,7 @@ class _State:
     def take(self, logits: Tensor, lengths: Tensor, backend: str | None) -> None:
         """Draws the token at position ``lengths`` of each active sequence, and clears ``active`` where it is the
         last."""
+        check_logits(logits)
         sampling = (self.temperature, self.top_k, self.top_p)
         sequences = Sequences(self.ids, self.active, self.limits, self.ends, self.history)
         ops.sample_tokens(logits, self.seeds, lengths, *sampling, sequences=sequences, backend=backend)
@@ -192,8 +206,7 @@ class GenerationSession:
         graphs: bool | None = None,
         fused: bool = True,
     ) -> None:
-        if model.training:
-            raise ValueError(f"{_NAME}: model: expected evaluation mode (model.eval()), got training mode")
+        _check_mode(model)
         positions = model.config.n_positions
         capacity = positions if max_length is None else max_length
         if not 1 <= capacity <= positions:
@@ -235,27 +248,38 @@ class GenerationSession:
             sampling: How tokens are drawn; by default ``Sampling(**options)``.
             options: ``do_sample``, ``temperature``, ``top_k``, ``top_p``: see ``Sampling``.
         """
-        ids = [int(token) for token in (prompt.tolist() if isinstance(prompt, Tensor) else prompt)]
-        if not ids:
-            raise ValueError("generate: input_ids: expected prompts of at least one token, got an empty one")
-        if max_new_tokens < 0:
-            raise ValueError(f"generate: max_new_tokens: expected at least 0, got {max_new_tokens}")
+        ids = self._checked(prompt)
+        check_new_tokens(max_new_tokens)
         if len(ids) + max_new_tokens > self.capacity:
             got = f"{max_new_tokens} after {len(ids)}"
             expected = f"no more than {self.capacity} tokens with the prompt"
             raise ValueError(f"generate: max_new_tokens: expected {expected}, got {got}")
-        given = self.model.config.eos_token_id if eos_token_id is None else eos_token_id
-        ends = () if given is None else (given,) if isinstance(given, int) else tuple(given)
+        _check_mode(self.model)
+        ends = end_tokens(self.model.config, eos_token_id)
         if len(ends) > _MAX_STOP_TOKENS:
             raise ValueError(f"generate: eos_token_id: expected at most {_MAX_STOP_TOKENS} tokens, got {len(ends)}")
         row = (Sampling(**options) if sampling is None else sampling).row(seed)
-        generation = Generation(self, ids, _Row(max_new_tokens, ends, *row))
+        generation = Generation(self, ids, _Row(max_new_tokens, tuple(ends), *row))
         if max_new_tokens == 0:
             generation.done = True
             return generation
         with self._lock:
             self._waiting.append(generation)
         return generation
+
+    def _checked(self, prompt: Sequence[int] | Tensor) -> list[int]:
+        """The ids of a prompt. A wrong one would end the sequences that are read with it, too."""
+        found = prompt.tolist() if isinstance(prompt, (Tensor, np.ndarray)) else prompt
+        ids = list(found) if isinstance(found, Iterable) else [found, None]
+        if not all(is_count(token, -math.inf) for token in ids):
+            raise ValueError(f"generate: input_ids: expected a list of ids, got {prompt!r:.80}")
+        if not ids:
+            raise ValueError("generate: input_ids: expected prompts of at least one token, got an empty one")
+        words = self.model.config.vocab_size
+        if not 0 <= min(ids) <= max(ids) < words:
+            got = f"{min(ids)} to {max(ids)}"
+            raise ValueError(f"generate: input_ids: expected ids from 0 to {words - 1}, got {got}")
+        return [int(token) for token in ids]
 
     def fits(self, sequences: int, tokens: int) -> bool:
         """Whether the cache has room for this many sequences of this many tokens, and still has the device and dtype of
@@ -271,21 +295,36 @@ class GenerationSession:
         """Runs a round: admits waiting sequences, launches up to ``steps`` steps and reads earlier results. On a GPU
         the results are those of the previous round, so that the GPU does not wait for the host."""
         with self._lock:
-            steps -= self._admit_waiting()
-            missing = [generation._row.new - generation._steps for generation in self._running.values()]
-            steps = min(steps, max(missing, default=0))
-            rows = max(self._running, default=-1) + 1
-            for _ in range(steps):
-                self._step(rows)
-            for generation in self._running.values():
-                generation._steps += steps
-            if steps or not self._snapshots:
-                self._snapshots.append(self._snapshot(rows))
-            ahead = 1 if steps and self.device.type == "cuda" else 0
-            while len(self._snapshots) > ahead:
-                self._snapshots.popleft().apply()
-            self._running = {slot: each for slot, each in self._running.items() if not each.done}
-            self._compact_slots()
+            try:
+                self._run_round(steps)
+            except BaseException as error:
+                self._fail(error)
+                raise
+
+    def _run_round(self, steps: int) -> None:
+        steps -= self._admit_waiting()
+        missing = [generation._row.new - generation._steps for generation in self._running.values()]
+        steps = min(steps, max(missing, default=0))
+        rows = max(self._running, default=-1) + 1
+        for _ in range(steps):
+            self._step(rows)
+        for generation in self._running.values():
+            generation._steps += steps
+        if steps or not self._snapshots:
+            self._snapshots.append(self._snapshot(rows))
+        ahead = 1 if steps and self.device.type == "cuda" else 0
+        while len(self._snapshots) > ahead:
+            self._snapshots.popleft().apply()
+        self._running = {slot: each for slot, each in self._running.items() if not each.done}
+        self._compact_slots()
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends all running sequences: what a step has changed before its error is not known. Others still wait."""
+        for generation in self._running.values():
+            generation._error, generation.done = error, True
+        self._running = {}
+        self._snapshots.clear()
+        self._state.active.zero_()
 
     def _admit_waiting(self) -> bool:
         """Reads the prompts of waiting sequences for which there are free slots, and draws their first tokens. Returns
@@ -300,6 +339,10 @@ class GenerationSession:
             taken.append(self._waiting.popleft())
         if not taken:
             return False
+        _check_mode(self.model)
+        for slot, generation in zip(free, taken, strict=False):
+            self._running[slot] = generation
+            generation._steps = 1
         if self._graphs is not None:
             self._graphs.drop_if_model_changed()
         lengths = [len(generation.prompt) for generation in taken]
@@ -311,9 +354,6 @@ class GenerationSession:
         logits = self.head(self.decoder.read(flat.to(self.device), batch, slots))
         rows.take(logits, self.decoder.lengths[slots], self._sampler)
         self._state.store(slots, rows)
-        for slot, generation in zip(free, taken, strict=False):
-            self._running[slot] = generation
-            generation._steps = 1
         return True
 
     def _cancel(self, generation: Generation) -> None:
@@ -373,6 +413,11 @@ class GenerationSession:
         self._state.active[source] = False
         for before, after in zip(moved, free, strict=True):
             self._running[after] = self._running.pop(before)
+
+
+def _check_mode(model: Any) -> None:
+    if model.training:
+        raise ValueError(f"{_NAME}: model: expected evaluation mode (model.eval()), got training mode")
 
 
 def _uses_graphs(model: Any, device: torch.device, wanted: bool | None) -> bool:

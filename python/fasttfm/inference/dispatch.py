@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,14 +14,16 @@ from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
 Finish = Callable[[], Sequence[Any]]  # waits for a group, and returns the result of each item
+Launch = Callable[[list[Item]], Finish]
 
 
 @dataclass
 class Request(Generic[Item]):
-    """A request that waits for its result."""
+    """A request that waits for its result. It holds what computes it."""
 
     item: Item
     tokens: int
+    launch: Launch[Item]
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -28,6 +32,9 @@ class Dispatcher(Generic[Item]):
     group is computed, requests for the next one arrive: groups grow with the rate of requests, and a single request
     does not wait.
 
+    Only requests that wait hold the dispatcher: one that is given up ends its thread. A child process begins with an
+    empty queue and a thread of its own.
+
     Args:
         launch: Starts the computation of items and returns a function that waits for it and returns their results. The
             next group is launched before this function is called.
@@ -35,25 +42,30 @@ class Dispatcher(Generic[Item]):
         max_waiting: The maximum number of requests in the queue; ``submit`` waits while it is full.
     """
 
-    def __init__(self, launch: Callable[[list[Item]], Finish], *, max_tokens: int, max_waiting: int) -> None:
-        self._launch, self._max_tokens = launch, max_tokens
-        self._queue: queue.Queue[Request[Item] | None] = queue.Queue(max_waiting)
+    def __init__(self, launch: Launch[Item], *, max_tokens: int, max_waiting: int) -> None:
+        self._launch, self._max_tokens, self._max_waiting = launch, max_tokens, max_waiting
+        self._closed = False
+        self.begin_anew()
+        begins_anew_in_children(self)
+
+    def begin_anew(self) -> None:
+        self._queue: queue.SimpleQueue[Request[Item] | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(self._max_waiting)
         self._lock = threading.Lock()  # guards _thread and _closed
         self._thread: threading.Thread | None = None
-        self._closed = False
-        self._deferred: Request[Item] | None = None  # taken from the queue, but did not fit the group
 
     def submit(self, item: Item, tokens: int, timeout: float | None = None) -> Future[Any]:
         """Returns the future of an item's result. Raises ``queue.Full`` if the queue stays full for ``timeout``
         seconds."""
-        request = Request(item, tokens)
+        request = Request(item, tokens, self._launch)
         with self._lock:
             if self._closed:
                 raise RuntimeError("Session: submit: expected an open session, got a closed one")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="fasttfm-session", daemon=True)
-                self._thread.start()
-        self._queue.put(request, timeout=timeout)
+                self._start()
+        if not self._room.acquire(timeout=timeout):
+            raise queue.Full
+        self._queue.put(request)
         if self._closed and not self._is_working():  # closed in the meantime: the thread takes no more requests
             self._refuse_waiting()
         return request.future
@@ -66,8 +78,16 @@ class Dispatcher(Generic[Item]):
             self._closed, thread = True, self._thread
         if thread is not None:
             self._queue.put(None)
+            if thread is threading.current_thread():  # called by a future's callback: it ends after what is waiting
+                return
             thread.join()
         self._refuse_waiting()
+
+    def _start(self) -> None:
+        worker = _Worker(self._queue, self._room, self._max_tokens)
+        self._thread = threading.Thread(target=worker.run, name="fasttfm-session", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._queue.put, None).atexit = False
 
     def _is_working(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
@@ -78,22 +98,48 @@ class Dispatcher(Generic[Item]):
                 request = self._queue.get_nowait()
             except queue.Empty:
                 return
-            if request is not None and request.future.set_running_or_notify_cancel():
+            if request is None:
+                continue
+            self._room.release()
+            if request.future.set_running_or_notify_cancel():
                 request.future.set_exception(RuntimeError("Session: submit: the session was closed"))
 
-    # ---- the thread --------------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+_parents: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def begins_anew_in_children(each: Any) -> None:
+    """A child process, which has this one's objects but not its threads, calls ``each.begin_anew()``."""
+    _parents.add(each)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: [each.begin_anew() for each in list(_parents)])
+
+
+# ---- the thread ------------------------------------------------------------------------------------------------------
+
+
+class _Worker(Generic[Item]):
+    """What the thread does. It holds no dispatcher."""
+
+    def __init__(
+        self, source: queue.SimpleQueue[Request[Item] | None], room: threading.Semaphore, max_tokens: int
+    ) -> None:
+        self._queue, self._room, self._max_tokens = source, room, max_tokens
+        self._deferred: Request[Item] | None = None  # taken from the queue, but did not fit the group
+
+    def run(self) -> None:
         launched: deque[tuple[list[Request[Item]], Finish]] = deque()
         is_open = True
         while is_open or launched:
-            group: list[Request[Item]] = []
+            group: list[Request[Item]] = []  # the one before holds its requests no longer
             if is_open:
                 group, is_open = self._take(wait=not launched)
             group = [request for request in group if request.future.set_running_or_notify_cancel()]
             if group:
                 try:
-                    launched.append((group, self._launch([request.item for request in group])))
+                    launched.append((group, group[0].launch([request.item for request in group])))
                 except BaseException as error:
                     _fail(group, error)
             if launched and (not group or len(launched) > 1):
@@ -113,6 +159,7 @@ class Dispatcher(Generic[Item]):
                     return group, True
                 if request is None:
                     return group, False
+                self._room.release()
             if group and tokens + request.tokens > self._max_tokens:
                 self._deferred = request
                 return group, True

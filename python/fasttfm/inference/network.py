@@ -152,11 +152,13 @@ class Network:
 def _own_copy(
     model: PretrainedModel, device: torch.device, dtype: torch.dtype, *, always: bool = False
 ) -> PretrainedModel:
-    """The model itself if it already is in evaluation mode with this device and dtype, otherwise a copy of it; with
-    ``always``, a copy in any case."""
+    """A copy; where the model is as the session needs it, and not ``always``, one that shares the model's tensors: its
+    modules stay in evaluation when the model is trained."""
     tensors = [each for each in model.parameters() if each.is_floating_point()]
-    if not always and not model.training and all(each.dtype == dtype and each.device == device for each in tensors):
-        return model
+    if not always and all(each.dtype == dtype and each.device == device for each in tensors):
+        places = [place for each in model.modules() for place in (vars(each), each._parameters, each._buffers)]
+        shared = {id(value): value for place in places for value in place.values() if isinstance(value, Tensor)}
+        return copy.deepcopy(model, shared).eval()
     return copy.deepcopy(model).eval().requires_grad_(False).to(device=device, dtype=dtype)
 
 

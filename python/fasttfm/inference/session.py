@@ -19,14 +19,15 @@ from torch import Tensor
 
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.inference.batches import Packed, pack, plan, prefetch
-from fasttfm.inference.dispatch import Dispatcher
+from fasttfm.inference.dispatch import Dispatcher, begins_anew_in_children
 from fasttfm.inference.formats import Tokens, text_format
 from fasttfm.inference.graphs import GraphCounts, Graphs
 from fasttfm.inference.network import Inputs, Network, Output
-from fasttfm.inference.opening import longest_input, open_with_stated_head, tokenizer_of
+from fasttfm.inference.opening import longest_input, open_with_stated_head, stack_of, tokenizer_of
 from fasttfm.inference.sentence_folder import read_sentence_folder
 from fasttfm.inference.settings import EmbedSettings
 from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.models.text_model import TextModel
 
 Text = str | tuple[str, str] | Sequence[int]  # a text, a pair of texts, or ids with the special tokens
 _WINDOWS = (256, 4096)  # how many texts are sorted by length together: the first window, and the largest
@@ -73,9 +74,11 @@ class _Item(NamedTuple):
 class Session:
     """Computes vectors, hidden states and logits of any number of texts of any length.
 
-    Weights are cast once; the given model is not modified. Texts are sorted by length and packed without padding into
-    batches of up to ``max_tokens`` tokens; results come in the order of the texts. On a GPU small batches run as CUDA
-    graphs, one for each bucket of shapes. ``encode`` and ``submit`` may be called from several threads.
+    Weights are cast once; the given model is not modified. Parameters that already have the session's device and dtype
+    are shared with it, others are copied: after a change of the model's weights a new session is needed. Texts are
+    sorted by length and packed without padding into batches of up to ``max_tokens`` tokens; results come in the order
+    of the texts. On a GPU small batches run as CUDA graphs, one for each bucket of shapes. ``encode`` and ``submit``
+    may be called from several threads.
 
     Args:
         model: A model of ``fasttfm.models``, or a checkpoint directory or hub id of transformers, sentence-transformers
@@ -118,13 +121,20 @@ class Session:
             got = f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
             raise ValueError(f"Session: precision: expected float32 on a CPU with 'int8', got {got}")
         for name, value in (("max_tokens", self.max_tokens), ("max_batch", max_batch), ("max_waiting", max_waiting)):
-            if value < 1:
-                raise ValueError(f"Session: {name}: expected a number from 1 on, got {value}")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"Session: {name}: expected a number from 1 on, got {value!r}")
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise ValueError(f"Session: dtype: expected a floating-point type such as torch.float32, got {dtype!r}")
+        if not isinstance(model, (PretrainedModel, str, Path)):
+            got = type(model).__name__
+            raise TypeError(f"Session: model: expected a model of fasttfm.models, a directory or a hub id, got {got}")
         if not isinstance(model, PretrainedModel):
             folder = read_sentence_folder(model)
             settings = settings or EmbedSettings.of_folder(folder)
             tokenizer = tokenizer or tokenizer_of(folder.model)
             model = open_with_stated_head(folder.model).eval().requires_grad_(False).to(self.device)
+        if not isinstance(stack_of(model), TextModel):
+            raise ValueError(f"Session: model: expected one that reads tokens, got {type(model).__name__}")
         self.settings, self.tokenizer = settings or EmbedSettings(), tokenizer
         longest = longest_input(model.config)
         self.max_length = longest if self.settings.max_length is None else self.settings.max_length
@@ -153,6 +163,11 @@ class Session:
             self._launch_items, max_tokens=self.max_tokens, max_waiting=max_waiting
         )
         self._closed = False
+        begins_anew_in_children(self)
+
+    def begin_anew(self) -> None:
+        """In a child process, where no other thread computes. (The dispatcher follows by itself.)"""
+        self._lock = threading.Lock()
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -170,6 +185,9 @@ class Session:
         """
         single = _is_single(inputs)
         kind = self._output(output)
+        if not isinstance(inputs, Iterable):
+            got = type(inputs).__name__
+            raise TypeError(f"Session: inputs: expected texts, pairs of texts or lists of ids, got {got}")
         found = [result for _, result in self._results([inputs] if single else inputs, kind)]
         if single:
             return found[0]
@@ -210,6 +228,11 @@ class Session:
             if self._graphs is not None:
                 self._graphs.clear()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "Session: expected to stay in its process (make one of the model in each), got a copy or pickle"
+        )
+
     def __enter__(self) -> Session:
         return self
 
@@ -246,8 +269,10 @@ class Session:
                 places.append((index, 1))
                 texts.append(self._with_prompt(each))
             elif isinstance(each, tuple) and len(each) == 2 and all(isinstance(text, str) for text in each):
+                if self.settings.prompt:
+                    raise ValueError("Session: inputs: expected single texts with a prompt, got a pair")
                 places.append((index, 2))
-                texts += each
+                texts += map(self._with_prompt, each)
             else:
                 found[index] = self._from_ids(each)
         if len(places) < len(inputs):
@@ -262,7 +287,10 @@ class Session:
 
     def _from_ids(self, given: Any) -> Tokens:
         """A sequence of given ids. ``_check_values`` validates the values of all sequences together."""
-        ids = given.cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
+        try:
+            ids = given.cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
+        except ValueError:  # lists within lists
+            ids = np.empty((0, 0))
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
             raise TypeError(f"Session: inputs: expected texts, pairs of texts or lists of ids, got {given!r:.80}")
         if ids.size > self._max_positions:
@@ -397,7 +425,9 @@ class Session:
         """The shape of the result of a text without tokens."""
         if self.network.is_per_sequence(output):
             return (self._width(output),)
-        return (0, self.network.state_width if output is Output.STATES else 0)
+        if output is Output.STATES:
+            return (0, self.network.state_width)
+        return (0, *self.run(pack([[0]]), output)().shape[1:])
 
 
 def _device(given: str | torch.device | None, model: Any) -> torch.device:
