@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.triton.rotary import load_angles, turned
 
 _TILE_ELEMENTS = 2048  # of each half of the pairs
 _NUM_WARPS = 4
@@ -51,11 +52,7 @@ def _rotary_kernel(
         place = tl.load(positions + tokens, mask=real, other=0).to(tl.int64)
     pairs = tl.arange(0, BLOCK_PAIRS)
     mask = real[:, None] & (pairs < PAIRS)[None, :]
-    # A position outside of the tables reads nothing and gives NaN.
-    known = mask & ((place >= 0) & (place < P) & (head < TURNED))[:, None]
-    angle = place[:, None] * PAIRS + pairs[None, :]
-    c = tl.load(cos + angle, mask=known, other=float("nan")).to(tl.float32)
-    s = tl.load(sin + angle, mask=known, other=float("nan")).to(tl.float32) * sign
+    c, s = load_angles(cos, sin, place, pairs, mask, head < TURNED, sign, P, PAIRS)
     if INTERLEAVED:
         first = 2 * pairs
         second = first + 1
@@ -64,8 +61,7 @@ def _rotary_kernel(
         second = pairs + PAIRS
     a = tl.load(source[:, None] + first[None, :], mask=mask, other=0.0).to(tl.float32)
     b = tl.load(source[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float32)
-    turned_a = a * c - b * s
-    turned_b = a * s + b * c
+    turned_a, turned_b = turned(a, b, c, s)
     if TURNED < H:
         turned_a = tl.where((head < TURNED)[:, None], turned_a, a)
         turned_b = tl.where((head < TURNED)[:, None], turned_b, b)

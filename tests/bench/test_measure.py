@@ -19,7 +19,7 @@ from fasttfm.bench.peers import Inputs, PeerUnavailable
 from fasttfm.bench.timing import Ceilings, Effort, Work
 from fasttfm.cli.main import main
 from fasttfm.ops import backends
-from fasttfm.ops.backends import BackendTable
+from fasttfm.ops.backends import Backend, BackendTable, tables
 from fasttfm.testing import specs
 from fasttfm.testing.spec import Cost, OpCase, OpSpec, Peer, PeerCall
 from fasttfm.testing.specs.layer_norm import SPEC
@@ -177,7 +177,7 @@ def _absent(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
 def test_every_contender_gets_a_row_in_every_direction() -> None:
     peers = (Peer("absent", _absent), Peer("failing", _failing), Peer("no backward", _failing_backward))
     spec = _spec(*peers)
-    names = measure.contender_names(spec, measure.Selection())
+    names = measure.contender_names(spec, CPU, measure.Selection())
     rows = measure.bench_case(spec, CASE, torch.float32, CPU, contenders=names, effort=BRIEF)
     assert [(row.direction, row.contender) for row in rows] == [
         (direction, name) for direction in measure.DIRECTIONS for name in names
@@ -194,6 +194,19 @@ def test_every_contender_gets_a_row_in_every_direction() -> None:
     text = report.table(rows)
     assert "(needs another machine): layer_norm: absent" in text
     assert "(RuntimeError: no backward): layer_norm: no backward" in text
+
+
+def test_backends_that_are_used_only_by_name_are_contenders_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tables()["layer_norm"]
+    further = (
+        Backend("new", lambda: None, lambda *_: None, lambda *_: None, by_name="is not measured"),
+        Backend("elsewhere", lambda: "is not here", lambda *_: None, lambda *_: None, by_name="is not measured"),
+    )
+    monkeypatch.setitem(vars(table), "backends", (*table.backends, *further))
+    spec, everything = _spec(), measure.Selection()
+    assert measure.contender_names(spec, torch.device("cuda"), everything)[:2] == ("fasttfm", "fasttfm:new")
+    assert "fasttfm:new" not in measure.contender_names(spec, CPU, everything)
+    assert measure.contender_names(spec, CPU, measure.Selection(contenders=("fasttfm",))) == ("fasttfm",)
 
 
 @pytest.mark.usefixtures("_fixed_ceilings")

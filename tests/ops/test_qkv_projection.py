@@ -2,9 +2,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fasttfm.ops import fuse_qkv, layer_norm, qkv_projection
+from fasttfm import explain, use_backend
+from fasttfm.ops import fuse_qkv, layer_norm, qkv_projection, rotary
 from fasttfm.testing.harness import same_bits
-from fasttfm.testing.pytest_ops import op_tests
+from fasttfm.testing.pytest_ops import interpreted, op_tests
 from fasttfm.testing.saved import saved_bytes
 from fasttfm.testing.specs.qkv_projection import SPEC
 
@@ -111,3 +112,72 @@ def test_autocast(dtype: torch.dtype) -> None:
     found = torch.autograd.grad(qkv.float().square().sum(), given)
     wanted = torch.autograd.grad(expected.float().square().sum(), cast)
     assert all(same_bits(one, other.float()) for one, other in zip(found, wanted, strict=True))
+
+
+# ---- rotary embedding ------------------------------------------------------------------------------------------------
+
+
+def tables(positions: int, pairs: int) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(positions)[:, None] * 100.0 ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    return angles.cos().float(), angles.sin().float()
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_tables_turn_queries_and_keys_as_rotary_does(backend: str | None, interleaved: bool) -> None:
+    torch.manual_seed(0)
+    x, weight, bias, (cos, sin) = random(9, C), random(3 * C, C), random(3 * C), tables(6, 2)
+    positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 5])
+    options = {"positions": positions, "interleaved": interleaved, "backend": backend}
+    qkv = qkv_projection(x, weight, bias, H, cos=cos, sin=sin, **options)  # type: ignore[arg-type]
+    plain = qkv_projection(x, weight, bias, H, backend=backend)
+    apart = rotary(plain.flatten(-3, -2), cos, sin, turned_heads=2 * H, **options)  # type: ignore[arg-type]
+    apart = apart.view(qkv.shape)
+    assert same_bits(qkv, apart)
+    gradient = torch.randn_like(qkv)
+    found, wanted = (torch.autograd.grad(result, [x, weight, bias], gradient) for result in (qkv, apart))
+    assert all(same_bits(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_a_turned_result_is_no_view() -> None:
+    cos, sin = tables(7, 2)
+    qkv = qkv_projection(random(7, C), random(3 * C, C), random(3 * C), H, cos=cos, sin=sin)
+    assert qkv.is_contiguous()
+    assert not qkv._is_view()
+    qkv.mul_(2.0).sum().backward()
+
+
+def test_saves_the_tables_next_to_input_and_weight() -> None:
+    x, weight, (cos, sin) = random(7, C), random(3 * C, C), tables(7, 2)
+    kept = x.nbytes + weight.nbytes + cos.nbytes + sin.nbytes
+    assert saved_bytes(lambda: qkv_projection(x, weight, None, H, cos=cos, sin=sin)) == kept
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_position_outside_of_the_tables_gives_nan_on_a_gpu(backend: str) -> None:
+    x, weight = torch.ones(3, C, device="cuda"), torch.ones(3 * C, C, device="cuda")
+    cos, sin = (table.cuda() for table in tables(4, 2))
+    positions = torch.tensor([3, 4, -1], device="cuda")
+    qkv = qkv_projection(x, weight, None, H, cos=cos, sin=sin, positions=positions, backend=backend)
+    assert qkv.isnan().any(-1).any(-1).tolist() == [[False] * 3, [True, True, False], [True, True, False]]
+
+
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+@interpreted
+def test_triton_serves_only_by_name_and_explain_says_why() -> None:
+    x, weight = torch.randn(5, C), torch.randn(3 * C, C)
+    free = explain("qkv_projection", x, weight, None, H)
+    assert (free.chosen, free.reasons["triton"]) == ("torch", None)
+    assert "triton     could serve this call, requested by name: its time on a GPU" in str(free)
+    with use_backend("triton"):
+        asked = explain("qkv_projection", x, weight, None, H)
+        assert (asked.chosen, asked.backward) == ("triton", "triton")
+        torch.testing.assert_close(
+            qkv_projection(x, weight, None, H), qkv_projection(x, weight, None, H, backend="torch")
+        )
+    refused = explain("qkv_projection", x.double(), weight.double(), None, H, backend="triton")
+    assert refused.chosen is None
+    assert refused.reasons["triton"] == "takes float32, bfloat16 and float16, got float64"

@@ -22,7 +22,7 @@ from torch import Tensor
 from fasttfm._version import __version__
 from fasttfm.bench import timing
 from fasttfm.bench.peers import Build, Inputs, PeerUnavailable, version_of
-from fasttfm.ops.backends import Backend, BackendTable, dtype_name
+from fasttfm.ops.backends import Backend, BackendTable, dtype_name, tables
 from fasttfm.ops.declare import KnownCalls
 from fasttfm.testing.harness import draw_inputs
 from fasttfm.testing.spec import Cost, OpCase, OpSpec, PeerCall, outputs_of
@@ -102,8 +102,11 @@ def calls_of(spec: OpSpec, device: torch.device, selection: Selection) -> list[t
     return pairs[:1] if selection.quick else pairs
 
 
-def contender_names(spec: OpSpec, selection: Selection) -> tuple[str, ...]:
-    return selection.contenders or (OURS, *(peer.name for peer in spec.peers))
+def contender_names(spec: OpSpec, device: torch.device, selection: Selection) -> tuple[str, ...]:
+    """By default ours, on a GPU also its backends that are used only by name, and the peers."""
+    table = tables()[spec.name].backends if device.type == "cuda" else ()
+    named = [f"{OURS}:{each.name}" for each in table if each.by_name is not None and each.absent() is None]
+    return selection.contenders or (OURS, *named, *(peer.name for peer in spec.peers))
 
 
 def directions_of(spec: OpSpec) -> tuple[str, ...]:
@@ -121,7 +124,7 @@ def bench_op(spec: OpSpec, device: torch.device, selection: Selection) -> Iterat
             case,
             dtype,
             device,
-            contenders=contender_names(spec, selection),
+            contenders=contender_names(spec, device, selection),
             effort=timing.effort_for(device, selection.quick),
         )
 

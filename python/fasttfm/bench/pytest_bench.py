@@ -32,7 +32,7 @@ def bench_test(spec: OpSpec) -> Callable[..., None]:
 
     Every case but the op's first in its first dtype carries the mark ``further_case``."""
     device, everything = measure.default_device(), measure.Selection()
-    contenders = measure.contender_names(spec, everything)
+    contenders = measure.contender_names(spec, device, everything)
     parameters = [
         pytest.param(
             case,

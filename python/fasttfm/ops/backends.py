@@ -42,7 +42,8 @@ class Backend:
     options, why it cannot serve that call; ``refuse_backward(...)``, with the same, why it can serve only the forward:
     the next backend then serves the backward; ``yield_backward(...)`` why the next one is preferable for the backward,
     unless this backend was requested by name. All return None if there is no reason. ``sums_columns(...)`` says whether
-    the backward can also give its gradients' sums over rows, as ``column_sums``.
+    the backward can also give its gradients' sums over rows, as ``column_sums``. ``by_name`` says why a backend that
+    could serve is listed after one that serves every call, and so has to be requested by name.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Backend:
     refuse_backward: Callable[..., str | None] = field(default=_nothing)
     yield_backward: Callable[..., str | None] = field(default=_nothing)
     sums_columns: Callable[..., bool] = field(default=_never)
+    by_name: str | None = None
 
     def backward_reason(self, requested: str | None, *args: Any, **options: Any) -> str | None:
         """Why the backward is left to others; None if it is not."""
@@ -193,12 +195,15 @@ class Explanation:
     reasons: Mapping[str, str | None]
     backward: str | None  # who serves the backward
     backward_reason: str | None = None  # why that is another one
+    by_name: Mapping[str, str] = field(default_factory=dict)  # why some that could serve are used only by name
 
     def __str__(self) -> str:
         def verdict(name: str, reason: str | None) -> str:
             if name == self.chosen:
                 other = f", {self.backward} its backward: {name} {self.backward_reason}" if self.backward_reason else ""
                 return f"serves this call{other}"
+            if reason is None and name in self.by_name:
+                return f"could serve this call, requested by name: {self.by_name[name]}"
             return reason or "could serve this call"
 
         lines = [f"  {name:<10} {verdict(name, reason)}" for name, reason in self.reasons.items()]
@@ -217,12 +222,13 @@ def explain(op: str, *args: Any, backend: str | None = None, **options: Any) -> 
     wanted = requested(backend)
     reasons = table.reasons(*args, **options)
     able = [name for name, reason in reasons.items() if reason is None and wanted in (None, name)]
+    by_name = {backend.name: backend.by_name for backend in table.backends if backend.by_name is not None}
     if not able:
-        return Explanation(op, None, reasons, None)
+        return Explanation(op, None, reasons, None, by_name=by_name)
     chosen = table.backends[table.names.index(able[0])]
     backward = table.select_backward(wanted, *args, **options).name
     left = None if backward == chosen.name else chosen.backward_reason(wanted, *args, **options)
-    return Explanation(op, chosen.name, reasons, backward, left)
+    return Explanation(op, chosen.name, reasons, backward, left, by_name)
 
 
 def tables() -> Mapping[str, BackendTable]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,19 @@ from torch import Tensor
 from fasttfm.kernels.common.rows import as_rows
 from fasttfm.kernels.qkv_projection import reference
 from fasttfm.ops import checks, linear
-from fasttfm.ops.backends import Backend, BackendTable, always, requested
+from fasttfm.ops.backends import (
+    Backend,
+    BackendTable,
+    always,
+    refuse_triton,
+    requested,
+    torch_reference,
+    triton_absent,
+)
 from fasttfm.ops.column_sum import column_sum_op
 from fasttfm.ops.layer_norm import layer_norm as apply_layer_norm
-from fasttfm.ops.library import OpFunction, needs_gradient, register
+from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
+from fasttfm.ops.rotary import check_positions, check_tables, rotary_op
 
 OP = "qkv_projection"
 
@@ -28,6 +37,10 @@ def qkv_projection(
     num_heads: int,
     *,
     layer_norm: LayerNorm | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Projects ``x`` to queries, keys and values.
@@ -39,6 +52,9 @@ def qkv_projection(
         bias: ``[3C]`` or None; three, each ``[C]`` or None, go with three weights.
         num_heads: H; it divides C.
         layer_norm: Weight, bias and eps of a LayerNorm in front (pre-LN). Its output is kept for the backward.
+        cos, sin: Tables ``[P, R / 2]`` of a rotary position embedding, which turns the first R columns of each query
+            and key; values are copied. ``positions`` and ``interleaved`` are those of ``rotary``: the result is that of
+            ``rotary(qkv.flatten(-3, -2), cos, sin, turned_heads=2 * num_heads)``.
         backend: Requests one backend; by default the first that can serve the call does.
 
     Returns:
@@ -55,8 +71,9 @@ def qkv_projection(
     fused = _fused(weight, bias) if isinstance(weight, (tuple, list)) else (weight, bias)
     tensors = linear.autocast(x, *fused)
     _check(num_heads, *tensors)
+    _check_rotary(num_heads, tensors[0], cos, sin, positions, interleaved)
     apply = _QkvProjection.apply if needs_gradient(*tensors) else forward_op
-    qkv: Tensor = apply(*tensors, num_heads, wanted)
+    qkv: Tensor = apply(*tensors, num_heads, cos, sin, positions, interleaved, wanted)
     return qkv
 
 
@@ -114,37 +131,65 @@ def _check(num_heads: Any, x: Any, weight: Any, bias: Any) -> None:
         raise checks.bad_value(OP, "num_heads", f"a divisor of x's {columns} columns", num_heads)
 
 
+def _check_rotary(num_heads: int, x: Tensor, cos: Any, sin: Any, positions: Any, interleaved: Any) -> None:
+    if cos is None and sin is None:
+        if positions is not None:
+            raise checks.bad_value(OP, "positions", "None without cos and sin", type(positions).__name__)
+        return
+    if x.dim() < 2:
+        raise checks.bad_value(OP, "x", "rows [..., S, C] next to cos and sin", f"shape {tuple(x.shape)}")
+    check_tables(OP, x, _shape(x, num_heads, 3 * num_heads), cos, sin, positions, interleaved)
+
+
+def _shape(x: Tensor, num_heads: int, *heads: int) -> tuple[int, ...]:
+    return (*x.shape[:-1], *heads, x.shape[-1] // num_heads)
+
+
 class _QkvProjection(OpFunction):
     op = OP
     instead = "torch.nn.functional.linear"
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, backend: str | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        num_heads: int,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        positions: Tensor | None,
+        interleaved: bool,
+        backend: str | None,
     ) -> Tensor:
-        qkv: Tensor = forward_op(x, weight, bias, num_heads, backend)
-        ctx.save_for_backward(x, weight)
-        ctx.backend = backend
+        qkv: Tensor = forward_op(x, weight, bias, num_heads, cos, sin, positions, interleaved, backend)
+        ctx.save_for_backward(x, weight, cos, sin, *unshared(positions))
+        ctx.interleaved, ctx.backend = interleaved, backend
         return qkv
 
     @staticmethod
     def backward(ctx: Any, dqkv: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, cos, sin, positions = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:3])
+        if cos is not None:
+            dqkv = _turned(dqkv, cos, sin, positions, ctx.interleaved, True, _ROTARY.get(ctx.backend))
         gradients = backward_op(dqkv, x, weight, wanted, ctx.backend)
-        return *(found if want else None for found, want in zip(gradients, wanted, strict=True)), None, None
+        return (*(found if want else None for found, want in zip(gradients, wanted, strict=True)), *[None] * 6)
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, backend: str | None) -> Tensor:
-    qkv: Tensor = TABLE.select(backend, x, weight, bias, num_heads).forward(x, weight, bias, num_heads)
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, *options: Any) -> Tensor:
+    cos, sin, positions, interleaved, asked = options
+    check_positions(OP, positions, cos)
+    chosen = TABLE.select(asked, x, weight, bias, num_heads)
+    qkv: Tensor = chosen.forward(x, weight, bias, num_heads, cos, sin, positions, interleaved)
     return qkv
 
 
-def _forward_fake(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, backend: str | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], 3, num_heads, x.shape[-1] // num_heads))
+def _forward_fake(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, *_: Any) -> Tensor:
+    return x.new_empty(_shape(x, num_heads, 3, num_heads))
 
 
 def _backward(
@@ -162,7 +207,8 @@ def _backward_fake(
 
 
 forward_op = register(
-    "qkv_projection_forward(Tensor x, Tensor weight, Tensor? bias, SymInt num_heads, str? backend) -> Tensor",
+    "qkv_projection_forward(Tensor x, Tensor weight, Tensor? bias, SymInt num_heads, Tensor? cos, Tensor? sin,"
+    " Tensor? positions, bool interleaved, str? backend) -> Tensor",
     _forward,
     _forward_fake,
 )
@@ -177,9 +223,50 @@ backward_op = register(
 # ---- backends --------------------------------------------------------------------------------------------------------
 
 
+# Who turns queries and keys where the projection's backend does not, by its name.
+_ROTARY = {"reference": "reference", "triton": "triton"}
+
+
+def _turned(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    inverse: bool,
+    backend: str | None,
+) -> Tensor:
+    """Queries and keys of qkv [..., 3, H, D] turned, or turned back; values copied."""
+    heads = qkv.flatten(-3, -2)
+    turned = rotary_op(heads, cos, sin, positions, interleaved, 2 * qkv.shape[-2], inverse, backend)
+    # Not a view for autograd: users may change the result in place.
+    result: Tensor = torch.ops.aten._unsafe_view(turned, qkv.shape)
+    return result
+
+
+def _then_rotary(project: Callable[..., Tensor], backend: str | None) -> Callable[..., Tensor]:
+    """A projection, and rotary's pass over its result."""
+
+    def forward(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        num_heads: int,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        positions: Tensor | None,
+        interleaved: bool,
+    ) -> Tensor:
+        qkv = project(x, weight, bias, num_heads)
+        if cos is None or sin is None:
+            return qkv
+        return _turned(qkv, cos, sin, positions, interleaved, False, backend)
+
+    return forward
+
+
 def _forward_torch(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int) -> Tensor:
-    shape = (*x.shape[:-1], 3, num_heads, x.shape[-1] // num_heads)
-    return linear.matmul(as_rows(x), weight.t(), bias, shape=shape)
+    return linear.matmul(as_rows(x), weight.t(), bias, shape=_shape(x, num_heads, 3, num_heads))
 
 
 def _backward_torch(dqkv: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,10 +279,27 @@ def _backward_torch(dqkv: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bo
     )
 
 
+def _forward_triton(*arguments: Any) -> Tensor:
+    from fasttfm.kernels.qkv_projection import triton
+
+    qkv: Tensor = triton.qkv_projection_forward_triton(*arguments)
+    return qkv
+
+
+_NOT_MEASURED = "its time on a GPU next to torch's GEMM is not measured"
+
 TABLE = BackendTable(
     OP,
     (
-        Backend("torch", always, lambda *_: None, _forward_torch, _backward_torch),
-        Backend("reference", always, lambda *_: None, reference.qkv_projection, reference.qkv_projection_backward),
+        Backend("torch", always, lambda *_: None, _then_rotary(_forward_torch, None), _backward_torch),
+        Backend(
+            "triton",
+            triton_absent,
+            lambda x, *_: refuse_triton(x),
+            _forward_triton,
+            _backward_torch,
+            by_name=_NOT_MEASURED,
+        ),
+        torch_reference(_then_rotary(reference.qkv_projection, "reference"), reference.qkv_projection_backward),
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,34 +67,50 @@ def _check(x: Any, cos: Any, sin: Any, positions: Any, interleaved: Any, turned_
     checks.check_floating(OP, "x", x)
     if x.dim() < 3 or 0 in x.shape[-2:]:
         raise checks.bad_value(OP, "x", "shape [..., S, H, D] or [T, H, D]", f"shape {tuple(x.shape)}")
-    for name, table in (("cos", cos), ("sin", sin)):
-        checks.check_floating(OP, name, table)
-        checks.check_device(OP, name, table, like=x)
-        if table.requires_grad and torch.is_grad_enabled():
-            raise checks.bad_value(OP, name, "a tensor that requires no gradient", "one that does; detach() it")
-    if cos.dim() != 2 or not 1 <= cos.shape[1] <= x.shape[-1] // 2:
-        expected = f"shape [positions, R / 2] with R up to x's {x.shape[-1]} columns"
-        raise checks.bad_value(OP, "cos", expected, f"shape {tuple(cos.shape)}")
-    if positions is None and x.shape[-3] > cos.shape[0]:
-        raise checks.bad_value(OP, "cos", f"at least {x.shape[-3]} positions, as x has", cos.shape[0])
-    checks.check_shape(OP, "sin", sin, cos.shape)
-    checks.check_double(OP, x=x, cos=cos, sin=sin)
-    if not isinstance(interleaved, bool):
-        raise checks.bad_type(OP, "interleaved", "a bool", type(interleaved).__name__)
+    check_tables(OP, x, x.shape, cos, sin, positions, interleaved)
     if turned_heads is not None:
         if isinstance(turned_heads, bool) or not isinstance(turned_heads, (int, torch.SymInt)):
             raise checks.bad_type(OP, "turned_heads", "an integer", type(turned_heads).__name__)
         if not 0 <= turned_heads <= x.shape[-2]:
             raise checks.bad_value(OP, "turned_heads", f"0 to x's {x.shape[-2]} heads", turned_heads)
-    if positions is None:
-        return
-    checks.check_index(OP, "positions", positions)
-    checks.check_shape(OP, "positions", positions, x.shape[:-2])
-    checks.check_device(OP, "positions", positions, like=x)
+
+
+def check_tables(
+    op: str, x: Tensor, heads: Sequence[int], cos: Any, sin: Any, positions: Any, interleaved: Any
+) -> None:
+    """Raises what is wrong with the tables and positions for heads of the shape ``heads`` [..., S, H, D], which are x
+    or made of it."""
+    for name, table in (("cos", cos), ("sin", sin)):
+        checks.check_floating(op, name, table)
+        checks.check_device(op, name, table, like=x)
+        if table.requires_grad and torch.is_grad_enabled():
+            raise checks.bad_value(op, name, "a tensor that requires no gradient", "one that does; detach() it")
+    if cos.dim() != 2 or not 1 <= cos.shape[1] <= heads[-1] // 2:
+        expected = f"shape [positions, R / 2] with R up to a head's {heads[-1]} columns"
+        raise checks.bad_value(op, "cos", expected, f"shape {tuple(cos.shape)}")
+    if positions is None and heads[-3] > cos.shape[0]:
+        raise checks.bad_value(op, "cos", f"at least {heads[-3]} positions, as x has", cos.shape[0])
+    checks.check_shape(op, "sin", sin, cos.shape)
+    checks.check_double(op, x=x, cos=cos, sin=sin)
+    if not isinstance(interleaved, bool):
+        raise checks.bad_type(op, "interleaved", "a bool", type(interleaved).__name__)
+    if positions is not None:
+        checks.check_index(op, "positions", positions)
+        checks.check_shape(op, "positions", positions, heads[:-2])
+        checks.check_device(op, "positions", positions, like=x)
+
+
+def check_positions(op: str, positions: Tensor | None, cos: Tensor) -> None:
+    """Raises where a position is outside of the tables; positions on a GPU are not validated."""
+    if positions is not None and positions.is_cpu and positions.numel():
+        least, most = (int(bound) for bound in positions.aminmax())
+        if least < 0 or most >= cos.shape[0]:
+            expected = f"numbers in [0, {cos.shape[0]}), the rows of cos"
+            raise checks.bad_value(op, "positions", expected, least if least < 0 else most)
 
 
 def _turned(x: Tensor, *options: Any) -> Tensor:
-    y: Tensor = _Rotary.apply(x, *options) if needs_gradient(x) else _rotary_op(x, *options)
+    y: Tensor = _Rotary.apply(x, *options) if needs_gradient(x) else rotary_op(x, *options)
     return y
 
 
@@ -115,7 +132,7 @@ class _Rotary(OpFunction):
     ) -> Tensor:
         ctx.save_for_backward(cos, sin, *unshared(positions))
         ctx.options = (interleaved, turned_heads, not inverse, backend)
-        y: Tensor = _rotary_op(x, cos, sin, positions, interleaved, turned_heads, inverse, backend)
+        y: Tensor = rotary_op(x, cos, sin, positions, interleaved, turned_heads, inverse, backend)
         return y
 
     @staticmethod
@@ -128,11 +145,7 @@ class _Rotary(OpFunction):
 
 def _forward(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, *options: Any) -> Tensor:
     interleaved, turned_heads, inverse, asked = options
-    if positions is not None and positions.is_cpu and positions.numel():
-        least, most = (int(bound) for bound in positions.aminmax())
-        if least < 0 or most >= cos.shape[0]:
-            expected = f"numbers in [0, {cos.shape[0]}), the rows of cos"
-            raise checks.bad_value(OP, "positions", expected, least if least < 0 else most)
+    check_positions(OP, positions, cos)
     chosen = TABLE.select(asked, x, interleaved)
     y: Tensor = chosen.forward(x, cos, sin, positions, interleaved, turned_heads, inverse)
     return y
@@ -142,7 +155,7 @@ def _forward_fake(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-_rotary_op = register(
+rotary_op = register(
     "rotary(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, SymInt turned_heads, bool inverse,"
     " str? backend) -> Tensor",
     _forward,

@@ -27,15 +27,22 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
         x = draw(generator, shape[0], shape[2], shape[1], shape[3], dtype=dtype, device=device).transpose(1, 2)
     else:
         x = draw(generator, *shape, dtype=dtype, device=device)
+    return {"x": x, **table_inputs(case, shape[:-2], dtype, device, generator)}
+
+
+def table_inputs(
+    case: OpCase, tokens: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Inputs:
+    """cos and sin of the case's ``positions`` and ``pairs``, and positions of the type ``drawn``, or None."""
     pairs, most = case.sizes["pairs"], case.sizes["positions"]
     rates = _BASE ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
     angles = torch.arange(most, dtype=torch.float64)[:, None] * rates
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    inputs: Inputs = {"x": x, "cos": angles.cos().to(wide).to(device), "sin": angles.sin().to(wide).to(device)}
+    inputs: Inputs = {"cos": angles.cos().to(wide).to(device), "sin": angles.sin().to(wide).to(device)}
     drawn = case.sizes.get("drawn")
     inputs["positions"] = None
     if drawn is not None:
-        inputs["positions"] = torch.randint(most, shape[:-2], generator=generator).to(drawn).to(device)
+        inputs["positions"] = torch.randint(most, tokens, generator=generator).to(drawn).to(device)
     return inputs
 
 
@@ -90,11 +97,16 @@ def _cost(case: OpCase, dtype: torch.dtype) -> Cost:
 
 
 def _torch_rotary(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
-    """As models of transformers write it: tables of the model's type for each token, halves swapped by a copy."""
-    x, positions = inputs["x"], inputs["positions"]
-    cos, sin = (torch.cat([inputs[name]] * 2, dim=-1).to(x.dtype) for name in ("cos", "sin"))
+    turn = torch_rotary(inputs)
+    return lambda: turn(inputs["x"])
 
-    def call() -> Tensor:
+
+def torch_rotary(inputs: Inputs) -> Callable[[Tensor], Tensor]:
+    """As models of transformers write it: tables of the model's type for each token, halves swapped by a copy."""
+    positions = inputs["positions"]
+    cos, sin = (torch.cat([inputs[name]] * 2, dim=-1).to(inputs["x"].dtype) for name in ("cos", "sin"))
+
+    def call(x: Tensor) -> Tensor:
         if positions is None:
             c, s = (table[: x.shape[-3], None] for table in (cos, sin))
         else:
