@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file
 from small_models import addresses, save_bert
 
 from fasttfm import models
-from fasttfm.cli.main import main
+from fasttfm.cli.main import COMMANDS, main
 from fasttfm.data import Tokenizer, load_tokenizer
 from fasttfm.extras import how_to_install
 from fasttfm.generate import generate
@@ -303,12 +304,13 @@ def test_nothing_is_trained_that_could_not_be_scored(
     assert not list((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("command", ["finetune", "embed", "distill", "generate", "predict", "fill-mask", "score"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_explains_the_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         run(command, "--help")
     assert error.value.code == 0
     text = capsys.readouterr().out
-    assert f"  fasttfm {command} --" in text  # an example
-    assert "(default: None)" not in text
-    assert "(default: False)" not in text
+    assert f"\n  fasttfm {command}" in text  # an example
+    assert "``" not in text
+    assert not re.search(r"\(default: (None|False|\[\]|\(\))\)", text)
+    assert "by default" not in text.partition("\noptions:\n")[2], "options end in (default: X)"

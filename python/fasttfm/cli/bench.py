@@ -1,4 +1,11 @@
-"""``fasttfm bench``: measures the ops against their peers, prints the table, writes a CSV and a chart for each op."""
+"""``fasttfm bench``: times the ops and their peers, prints a table, and writes a CSV and a chart for each op.
+
+  fasttfm bench --quick                                          one small case for each op
+  fasttfm bench --ops layer_norm,attention --dtypes bfloat16
+  fasttfm bench --ops attention --contenders fasttfm,sdpa.cudnn --output results
+
+The row of a peer that is not installed says so.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +17,35 @@ from typing import Any
 
 import torch
 
+from fasttfm.cli.options import Formatter
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def add_parser(subparsers: Any) -> None:
     """Adds the ``bench`` command to a command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "bench", help="measure the ops against their peers", description=__doc__
+        "bench", help="time the ops and their peers", description=__doc__, formatter_class=Formatter
     )
     parser.add_argument("--ops", type=_names, default=(), metavar="A,B", help="only these ops")
-    parser.add_argument("--cases", type=_names, default=(), metavar="A,B", help="only these cases, by name")
-    parser.add_argument("--dtypes", type=_names, default=(), metavar="A,B", help=f"of {', '.join(_DTYPES)}")
+    parser.add_argument("--cases", type=_names, default=(), metavar="A,B", help="only the cases with these names")
+    parser.add_argument(
+        "--dtypes", type=_names, default=(), metavar="A,B", help=f"only these types, of {', '.join(_DTYPES)}"
+    )
     parser.add_argument(
         "--contenders",
         type=_names,
         default=(),
         metavar="A,B",
-        help="fasttfm, fasttfm:<backend>, or peers, as the table names them",
+        help="only these: fasttfm, fasttfm:BACKEND, or peers by their names in the table",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="cpu or cuda (default: cuda if there is a GPU)")
     parser.add_argument("--quick", action="store_true", help="one small case for each op")
     parser.add_argument(
         "--output",
         type=Path,
-        help="folder for CSV and charts; default: benchmarks/results for a whole run in a checkout, else fasttfm-bench",
+        metavar="DIR",
+        help="folder for CSV and charts (default: benchmarks/results for a full run in a clone, else fasttfm-bench)",
     )
     parser.set_defaults(refuse=parser.error)
 

@@ -1,16 +1,16 @@
-"""``fasttfm distill``: trains a small model to do as a large one does.
+"""``fasttfm distill``: trains a small model (the student) to imitate a large one (the teacher).
 
   fasttfm distill --recipe distilbert --teacher DIR --data 'books/*.txt' --steps 20000
   fasttfm distill --recipe tinybert --teacher DIR --layers 4 --width 312 --intermediate 1200 --output general
   fasttfm distill --recipe tinybert --task classify --teacher FINE_TUNED --student general
 
-distilbert  a student with every second layer of its teacher learns its soft targets, the masked LM loss (of a
-            GPT the causal one) and the direction of its last states.
-tinybert    a student of its teacher's kind and of any size learns its embeddings, attention maps and states: first on a
-            corpus; then (--task) those of a teacher that was fine-tuned on a task, and at the end its predictions.
+distilbert  The student starts from every second layer of its teacher. Its loss adds up the teacher's soft targets, the
+            masked LM loss (the causal one for GPTs), and the cosine between both models' last hidden states.
+tinybert    A student of the teacher's kind and of any size learns its embeddings, attention maps and hidden states on a
+            corpus. A second stage (--task) repeats this with a fine-tuned teacher, and then learns its predictions.
 
-Without --data the corpus or the task's sample that is shipped serves. The output directory holds the student, which
-transformers opens, metrics.json, log.csv and curves.png, and of a task also the student's predictions.
+Without --data, the shipped corpus or the shipped sample of the task is used. The output directory contains the student
+as a transformers checkpoint, metrics.json, log.csv, curves.png and, for a task, the student's predictions.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "distill", help="distill a model into a smaller one", description=__doc__, formatter_class=Formatter
     )
-    parser.add_argument(
-        "--recipe", required=True, choices=("distilbert", "tinybert"), help="losses of the student, see above"
-    )
+    parser.add_argument("--recipe", required=True, choices=("distilbert", "tinybert"), help="one of the recipes above")
     parser.add_argument("--teacher", required=True, metavar="MODEL", help=MODEL_HELP)
     group = parser.add_argument_group("data")
-    group.add_argument("--data", nargs="+", metavar="PATH", help="texts; with --task a file or directory of examples")
+    group.add_argument(
+        "--data", nargs="+", metavar="PATH", help="text files; with --task, a file or directory of examples"
+    )
     group.add_argument("--prepared", type=Path, metavar="DIR", help="folder of token shards, reused by other runs")
     group.add_argument("--max-length", type=int, default=128, metavar="N", help="max tokens per sequence")
     group.add_argument(
-        "--tokens-per-batch", type=int, metavar="N", help="tokens per packed batch; by default 4096 of a corpus"
+        "--tokens-per-batch", type=int, metavar="N", help="max tokens per packed batch (default: 4096 on a corpus)"
     )
     group.add_argument("--batch-size", type=int, default=32, metavar="N", help="with --task: examples per batch")
     group.add_argument(
@@ -63,12 +63,16 @@ def add_parser(subparsers: Any) -> None:
         "--held-out", type=float, default=0.02, metavar="SHARE", help="fraction of documents in the validation set"
     )
     group = parser.add_argument_group("student")
-    group.add_argument("--layers", type=int, metavar="N", help="by default half of the teacher's")
-    group.add_argument("--width", type=int, metavar="N", help="tinybert: by default half of the teacher's")
-    group.add_argument("--intermediate", type=int, metavar="N", help="tinybert: by default four times the width")
+    group.add_argument("--layers", type=int, metavar="N", help="layers of the student (default: half of the teacher's)")
+    group.add_argument("--width", type=int, metavar="N", help="tinybert: hidden size (default: half of the teacher's)")
+    group.add_argument(
+        "--intermediate", type=int, metavar="N", help="tinybert: intermediate size (default: four times the width)"
+    )
     group.add_argument("--student", metavar="DIR", help="tinybert with --task: output directory of the first stage")
     group = parser.add_argument_group("loss")
-    group.add_argument("--temperature", type=float, metavar="T", help="by default 2, for a task's predictions 1")
+    group.add_argument(
+        "--temperature", type=float, metavar="T", help="softmax temperature (default: 2; 1 for a task's predictions)"
+    )
     group.add_argument(
         "--weights",
         type=float,
@@ -81,7 +85,7 @@ def add_parser(subparsers: Any) -> None:
         "--soft-targets",
         choices=("all", "masked"),
         default="all",
-        help="distilbert: soft targets of all tokens or only of masked ones",
+        help="distilbert: soft targets for all tokens or only for masked ones",
     )
     group.add_argument(
         "--layer-map", type=_numbers, metavar="A,B", help="tinybert: the teacher's layer for each layer of the student"
@@ -96,9 +100,9 @@ def add_parser(subparsers: Any) -> None:
     training.add_argument("--steps", type=int, default=1000, metavar="N", help="optimizer steps on a corpus")
     group = parser.add_argument_group("task")
     tasks = tuple(name for name, task in TASKS.items() if task.distills)
-    group.add_argument("--task", choices=tasks, help="tinybert's second stage")
+    group.add_argument("--task", choices=tasks, help="run tinybert's second stage on this task")
     group.add_argument(
-        "--dev", type=Path, metavar="FILE", help="dev set; by default the directory's, or a tenth of the examples"
+        "--dev", type=Path, metavar="FILE", help="dev set (default: the directory's, or a tenth of the examples)"
     )
     group.add_argument(
         "--epochs", type=int, default=10, metavar="N", help="epochs on embeddings, attention maps and hidden states"

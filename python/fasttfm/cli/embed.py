@@ -1,13 +1,13 @@
-"""``fasttfm embed``: writes a vector for each text, from a trained model that is left as it is.
+"""``fasttfm embed``: writes a vector for each text, computed by a trained model.
 
   fasttfm embed --model DIR --data texts.txt --output vectors.npy
   fasttfm embed --model DIR --data reviews.jsonl --layers sum:4 --pooling first --output vectors.safetensors
   fasttfm embed --model DIR --data - --tokens --output tokens.npz < texts.txt
 
-Texts are the lines of .txt files (an empty line is an empty text, so that vector i is line i), the "text" of .jsonl
-files, or the column text of .csv, .tsv and .parquet files (--text-column); --split changes how .txt files are divided.
-The vectors are one array [texts, width] in the order of the texts. A folder of sentence-transformers brings its own
-pooling, prompts, length and normalization: the vectors are those of SentenceTransformer.encode.
+Texts are the lines of .txt files (vector i is that of line i; empty lines count), the "text" fields of .jsonl files, or
+the column "text" of .csv, .tsv and .parquet files (--text-column). --split changes how .txt files are divided. The
+vectors are one array [texts, width] in the order of the texts. For a folder of sentence-transformers, its own pooling,
+prompts, length and normalization are used: the vectors are those of SentenceTransformer.encode.
 """
 
 from __future__ import annotations
@@ -35,34 +35,37 @@ _SUFFIXES = (".npy", ".npz", ".safetensors", ".jsonl", ".csv")
 def add_parser(subparsers: Any) -> None:
     """Adds the ``embed`` command to a command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "embed", help="write embeddings of texts", description=__doc__, formatter_class=Formatter
+        "embed", help="write embeddings of texts to a file", description=__doc__, formatter_class=Formatter
     )
     parser.add_argument(
         "--data",
         required=True,
         nargs="+",
         metavar="PATH",
-        help="files, directories or patterns; - reads lines of stdin",
+        help="files, directories or glob patterns; - reads lines from stdin",
     )
     parser.add_argument(
-        "--output", required=True, type=Path, metavar="FILE", help=f"a name that ends in {', '.join(_SUFFIXES)}"
+        "--output", required=True, type=Path, metavar="FILE", help=f"output file that ends in {', '.join(_SUFFIXES)}"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
     parser.add_argument(
         "--split",
         choices=SPLITS,
         default="line",
-        help="a text of a .txt file is a line, a document (between blank lines), or the whole file",
+        help="divide .txt files into lines, documents (between blank lines) or whole files",
     )
     parser.add_argument(
-        "--text-column", default="text", metavar="NAME", help="of .jsonl, .csv, .tsv and .parquet files"
+        "--text-column",
+        default="text",
+        metavar="NAME",
+        help="column of the text in .jsonl, .csv, .tsv and .parquet files",
     )
     parser.add_argument("--lines", dest="split", action="store_const", const="line", help=argparse.SUPPRESS)
     parser.add_argument(
         "--tokens", action="store_true", help="write a vector for each token instead (.npz, .safetensors or .jsonl)"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "float16"), default="float32", help="type of the numbers in the file"
+        "--dtype", choices=("float32", "float16"), default="float32", help="dtype of the vectors in the file"
     )
     add_model_options(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -78,21 +81,21 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
         metavar="MODEL",
         help="checkpoint directory of transformers, sentence-transformers or fasttfm, or a hub id",
     )
-    group.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
+    group.add_argument("--tokenizer", metavar="PATH", help="tokenizer (default: that of the model's directory)")
     group.add_argument(
         "--pooling",
         metavar="NAME",
         help="pooling over a text's tokens: mean, first ([CLS]), last, max, mean-sqrt, weighted, or several as in "
-        "mean,max; by default that of a sentence-transformers folder, or mean",
+        "mean,max (default: that of a sentence-transformers folder, or mean)",
     )
     group.add_argument(
         "--layers",
         metavar="CHOICE",
         help="last, second-to-last, concat:N, sum:N or mean:N of the last N layers, or weights:W,W,...; N means "
-        "concat:N; by default last",
+        "concat:N (default: last)",
     )
     group.add_argument("--normalize", action="store_true", help="scale vectors to length 1")
-    group.add_argument("--prompt", metavar="TEXT", help="put in front of each text")
+    group.add_argument("--prompt", metavar="TEXT", help="prefix of each text")
     group.add_argument(
         "--prompt-name", metavar="NAME", help="one of the prompts of a sentence-transformers folder, such as query"
     )
@@ -100,19 +103,19 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
         "--max-length",
         type=int,
         metavar="N",
-        help="max tokens per text; by default that of a sentence-transformers folder, or as many as the model has "
-        "positions",
+        help="max tokens per text (default: that of a sentence-transformers folder, or the model's number of "
+        "positions)",
     )
     group.add_argument(
         "--tokens-per-batch",
         type=int,
         metavar="N",
-        help="tokens per batch; by default 16384 on a GPU and 2048 on a CPU",
+        help="tokens per batch (default: 16384 on a GPU, 2048 on a CPU)",
     )
     group.add_argument(
         "--precision",
         choices=("float32", "bfloat16", "int8"),
-        help="by default bfloat16 on a GPU and float32 on a CPU; int8: 8-bit products, on a CPU",
+        help="compute precision; int8: 8-bit GEMMs, on a CPU (default: bfloat16 on a GPU, float32 on a CPU)",
     )
     add_device_option(group)
 

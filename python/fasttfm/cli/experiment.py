@@ -1,4 +1,4 @@
-"""``fasttfm experiment``: repeats an ablation of a paper with small models and the shipped data, in minutes on a CPU.
+"""``fasttfm experiment``: reproduces an ablation of a paper with small models on the shipped data, in minutes on a CPU.
 
   fasttfm experiment sentence-pairs
   fasttfm experiment sharing --output runs/sharing --seed 1
@@ -6,8 +6,8 @@
 experiments:
 {experiments}
 
-The output directory holds the table (NAME.csv), a plot (NAME.png), and a page (NAME.md) that says what the paper found
-and what to expect of models this small.
+The output directory contains the table (NAME.csv), a plot (NAME.png), and a page (NAME.md) that says what the paper
+found and what to expect of models this small.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ def add_parser(subparsers: Any) -> None:
     listed = "\n".join(f"  {name:16} {each.title}" for name, each in EXPERIMENTS.items())
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "experiment",
-        help="repeat an ablation of a paper on small data",
+        help="reproduce an ablation of a paper with small models",
         description=str(__doc__).format(experiments=listed),
         formatter_class=Formatter,
     )
-    parser.add_argument("name", choices=tuple(EXPERIMENTS), metavar="NAME", help="the experiment, see above")
-    parser.add_argument("--quick", action="store_true", help="a few steps of the smallest models, to see that it runs")
+    parser.add_argument("name", choices=tuple(EXPERIMENTS), metavar="NAME", help="one of the experiments above")
+    parser.add_argument("--quick", action="store_true", help="only a few steps of the smallest models, as a smoke test")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="by default a new one under fasttfm-runs")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="output directory (default: a new one under fasttfm-runs)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="write to --output even if it has files")
     parser.add_argument("--quiet", action="store_true", help="print the table only at the end")
     parser.set_defaults(refuse=parser.error)

@@ -1,11 +1,10 @@
-"""``fasttfm explain``: answers questions with a fine-tuned KagNet and shows the paths that each answer rests on.
+"""``fasttfm explain``: answers questions with a fine-tuned KagNet and shows the graph paths that support each answer.
 
   fasttfm explain --model DIR --question "Where would you find a kettle?" --choices kitchen harbour steel
   fasttfm explain --model DIR --data dev.jsonl --number 5 --output explanations
 
-DIR is an output directory of fasttfm finetune --task commonsense. For each question the choices are printed with their
-probabilities and, for the chosen one (*), the paths of the graph with the highest attention. With --output a picture of
-each is written.
+DIR is an output directory of fasttfm finetune --task commonsense. For each question, the choices are printed with their
+probabilities and, for the chosen one (*), the graph paths with the highest attention. --output also draws them.
 """
 
 from __future__ import annotations
@@ -20,18 +19,23 @@ from fasttfm.cli.options import Formatter, add_device_option, device_of, exit_on
 def add_parser(subparsers: Any) -> None:
     """Adds the ``explain`` command to a command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "explain", help="show the paths that answers rest on", description=__doc__, formatter_class=Formatter
+        "explain",
+        help="show the graph paths that support a KagNet's answers",
+        description=__doc__,
+        formatter_class=Formatter,
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="directory of a fine-tuned KagNet")
     parser.add_argument("--data", type=Path, metavar="FILE", help="questions in CommonsenseQA's format")
-    parser.add_argument(
-        "--number", type=int, default=5, metavar="N", help="how many questions of --data, from the first"
-    )
-    parser.add_argument("--question", metavar="TEXT", help="a question of your own, instead of --data")
+    parser.add_argument("--number", type=int, default=5, metavar="N", help="answer the first N questions of --data")
+    parser.add_argument("--question", metavar="TEXT", help="a single question, instead of --data")
     parser.add_argument("--choices", nargs="+", metavar="TEXT", help="the answers to --question")
-    parser.add_argument("--graph", type=Path, metavar="FILE", help="by default the one that the model was trained with")
+    parser.add_argument(
+        "--graph", type=Path, metavar="FILE", help="graph (default: the one that the model was trained with)"
+    )
     parser.add_argument("--paths", type=int, default=5, metavar="N", help="paths per answer")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write a picture of each answer's paths")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="write a picture of each answer's paths into this directory"
+    )
     parser.add_argument("--overwrite", action="store_true", help="write to --output even if it has files")
     add_device_option(parser)
     parser.set_defaults(refuse=parser.error)

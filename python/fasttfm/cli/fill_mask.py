@@ -1,10 +1,10 @@
-"""``fasttfm fill-mask``: the likeliest words for the masks of a text.
+"""``fasttfm fill-mask``: predicts the most likely words for the masks of a text.
 
   fasttfm fill-mask --model DIR --text "The state of the [MASK] is strong."
   fasttfm fill-mask --model RUN --data texts.txt --top-k 10 --output words.csv
 
-The model is a masked language model, such as the newest checkpoint of a pre-training run; of ELECTRA's two models it is
-the generator. The mask is the one of its vocabulary: [MASK], or <mask> for RoBERTa.
+The model is a masked language model. For a pre-training run, its newest checkpoint is used; for ELECTRA, the generator.
+Write the mask as in the model's vocabulary: [MASK], or <mask> for RoBERTa.
 """
 
 from __future__ import annotations
@@ -17,35 +17,39 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fasttfm.cli.options import Formatter, add_device_option, check_output_file, exit_on_user_error
+from fasttfm.cli.options import MODEL_HELP, Formatter, add_device_option, check_output_file, exit_on_user_error
 
 
 def add_parser(subparsers: Any) -> None:
     """Adds the ``fill-mask`` command to a command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "fill-mask", help="find words for the masks of texts", description=__doc__, formatter_class=Formatter
+        "fill-mask", help="predict the masked words of texts", description=__doc__, formatter_class=Formatter
     )
     add_language_model_options(parser)
-    parser.add_argument("--top-k", type=int, default=5, metavar="K", help="number of words for each mask")
+    parser.add_argument("--top-k", type=int, default=5, metavar="K", help="number of words per mask")
     parser.set_defaults(refuse=parser.error)
 
 
 def add_language_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that ``fill-mask`` and ``score`` share."""
-    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint or pre-training run")
-    parser.add_argument("--text", metavar="TEXT", help="a text")
+    parser.add_argument("--model", required=True, metavar="DIR", help=f"{MODEL_HELP}, or a pre-training run")
+    parser.add_argument("--text", metavar="TEXT", help="a single text, instead of --data")
     parser.add_argument(
-        "--data", metavar="FILE", help=".txt (a text a line) or .jsonl (its text); - reads lines from stdin"
+        "--data", metavar="FILE", help=".txt (one text per line) or .jsonl (the field text); - reads lines from stdin"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="by default the terminal")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="output file (default: print to the terminal)")
     parser.add_argument(
-        "--format", choices=("csv", "jsonl"), help="by default as --output ends, or lines for the terminal"
+        "--format",
+        choices=("csv", "jsonl"),
+        help="output format (default: by the name of --output, or plain lines for the terminal)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
-    parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
+    parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer (default: that of the model's directory)")
     parser.add_argument("--tokens-per-batch", type=int, default=8192, metavar="N", help="tokens per packed batch")
     parser.add_argument(
-        "--precision", choices=("float32", "bfloat16"), help="by default bfloat16 on a GPU and float32 on a CPU"
+        "--precision",
+        choices=("float32", "bfloat16"),
+        help="compute precision (default: bfloat16 on a GPU, float32 on a CPU)",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_device_option(parser)

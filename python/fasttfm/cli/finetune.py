@@ -1,6 +1,6 @@
-"""``fasttfm finetune``: trains a model for a task and reports its scores and those of the majority baseline.
+"""``fasttfm finetune``: fine-tunes a model for a task and reports its scores next to those of the majority baseline.
 
-  fasttfm finetune --task classify --model DIR                           the sample that is shipped
+  fasttfm finetune --task classify --model DIR                           on the shipped sample
   fasttfm finetune --task pair --model DIR --data glue/RTE               a directory with train.tsv and dev.tsv
   fasttfm finetune --task qa --model DIR --data train-v2.0.json --dev dev-v2.0.json --max-length 384 --stride 128
   fasttfm finetune --task pair --model DIR --data glue/RTE --search 5e-5,4e-5,3e-5,2e-5 --restarts 3
@@ -9,13 +9,12 @@
 tasks:
 {tasks}
 
-The dev set is scored after each epoch, and the model of the best epoch is kept. The output directory holds a
+The dev set is scored after each epoch, and the model of the best epoch is kept. The output directory contains a
 checkpoint that transformers opens, the predictions for the dev set, metrics.json with every setting, log.csv,
-curves.png and, for labels, confusion.png. A run that was interrupted continues with --resume. With several GPUs:
+curves.png and, for labels, confusion.png. --resume continues an interrupted run. On several GPUs:
 torchrun --nproc-per-node N -m fasttfm finetune ...
 
-GPTs read a task as GPT-1 does: with start, delimiter and extract tokens and an auxiliary causal LM
-loss.
+GPTs are fine-tuned as in GPT-1: with start, delimiter and extract tokens and an auxiliary causal LM loss.
 """
 
 from __future__ import annotations
@@ -51,27 +50,29 @@ METRICS = "metrics.json"
 
 def add_parser(subparsers: Any) -> None:
     """Adds the ``finetune`` command to a command line."""
-    tasks = "\n".join(f"  {name:10} {task.about:31} {task.file_format}" for name, task in TASKS.items())
+    tasks = "\n".join(f"  {name:14} {task.about:38} {task.file_format}" for name, task in TASKS.items())
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "finetune",
-        help="train a model for a task",
+        help="fine-tune a model for a task",
         description=str(__doc__).format(tasks=tasks),
         formatter_class=Formatter,
     )
-    parser.add_argument("--task", required=True, choices=tuple(TASKS), help="the task, see above")
+    parser.add_argument("--task", required=True, choices=tuple(TASKS), metavar="TASK", help="one of the tasks above")
     parser.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
+    parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer (default: that of the model's directory)")
     _add_data(parser.add_argument_group("data"))
     training = add_training_options(
-        parser, rate=None, about_rate="peak learning rate; by default 5e-5 for a width of 768, more for narrower models"
+        parser,
+        rate=None,
+        about_rate="peak learning rate (default: 5e-5 for a width of 768, higher for narrower models)",
     )
     _add_training(training)
-    _add_trials(parser.add_argument_group("several trainings"))
+    _add_trials(parser.add_argument_group("several runs"))
     group = parser.add_argument_group("questions")
     group.add_argument(
-        "--stride", type=int, metavar="N", help="tokens between the starts of two windows; by default 128"
+        "--stride", type=int, metavar="N", help="tokens between the starts of two windows (default: 128)"
     )
-    group.add_argument("--max-question", type=int, metavar="N", help="max tokens per question; by default 64")
+    group.add_argument("--max-question", type=int, metavar="N", help="max tokens per question (default: 64)")
     group.add_argument("--max-answer", type=int, default=30, metavar="N", help="max tokens per answer")
     _add_graph(parser.add_argument_group("commonsense"))
     _add_similarity(parser.add_argument_group("similarity"))
@@ -80,71 +81,75 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_data(group: Any) -> None:
-    group.add_argument("--data", type=Path, metavar="PATH", help="a file or a directory; by default the shipped sample")
     group.add_argument(
-        "--dev", type=Path, metavar="FILE", help="dev set; by default the directory's, or a tenth of the examples"
+        "--data", type=Path, metavar="PATH", help="file or directory of training examples (default: the shipped sample)"
+    )
+    group.add_argument(
+        "--dev", type=Path, metavar="FILE", help="dev set (default: the directory's, or a tenth of the examples)"
     )
     group.add_argument(
         "--test", type=Path, metavar="FILE", help="also write predictions for this file, which may have no labels"
     )
+    group.add_argument("--max-length", type=int, metavar="N", help="max tokens per sequence (default: 128, for qa 384)")
     group.add_argument(
-        "--max-length", type=int, metavar="N", help="max tokens per sequence; by default 128, for qa 384"
+        "--batch-size", type=int, default=32, metavar="N", help="examples per batch, summed over all processes"
     )
-    group.add_argument("--batch-size", type=int, default=32, metavar="N", help="examples per batch, of all processes")
     group.add_argument(
-        "--tokens-per-batch", type=int, metavar="N", help="instead of --batch-size: maximum tokens per packed batch"
+        "--tokens-per-batch", type=int, metavar="N", help="max tokens per packed batch, instead of --batch-size"
     )
     add_column_options(group)
-    group.add_argument("--values", action="store_true", help="classify, pair: regression, labels are numbers")
+    group.add_argument("--values", action="store_true", help="classify, pair: regression; labels are numbers")
 
 
 def _add_training(group: Any) -> None:
-    group.add_argument("--epochs", type=int, metavar="N", help="by default 3, and 10 on the shipped sample")
-    group.add_argument("--keep", choices=("best", "last"), default="best", help="the epoch whose model is kept")
+    group.add_argument("--epochs", type=int, metavar="N", help="epochs (default: 3; 10 on the shipped sample)")
+    group.add_argument(
+        "--keep", choices=("best", "last"), default="best", help="keep the model of the best or of the last epoch"
+    )
     group.add_argument("--patience", type=int, metavar="N", help="stop after N epochs without a better dev score")
-    group.add_argument("--head-rate", type=float, metavar="RATE", help="learning rate of the head")
+    group.add_argument(
+        "--head-rate", type=float, metavar="RATE", help="learning rate of the head (default: that of the other layers)"
+    )
     group.add_argument(
         "--layer-decay",
         type=float,
         default=1.0,
         metavar="FACTOR",
-        help="factor of the learning rate from a layer to the one below",
+        help="each layer's learning rate is that of the layer above times this factor",
     )
     group.add_argument(
-        "--new-head", action="store_true", help="randomly initialize the head even if the model has one for the labels"
+        "--new-head", action="store_true", help="randomly initialize the head even if the checkpoint has one that fits"
     )
     group.add_argument("--freeze-encoder", action="store_true", help="train the head only")
     group.add_argument("--freeze-layers", type=int, metavar="N", help="freeze the embeddings and the N lowest layers")
     group.add_argument(
-        "--lora", type=int, metavar="RANK", help="train low-rank updates of the layers and the head (needs PEFT)"
+        "--lora", type=int, metavar="RANK", help="train low-rank adapters of this rank and the head (needs PEFT)"
     )
     group.add_argument(
         "--class-weights",
         metavar="WEIGHTS",
-        help="balanced: rare labels count more; or a JSON file with a weight for each label",
+        help="balanced (rare labels count more), or a JSON file with a weight for each label",
     )
     group.add_argument(
         "--auxiliary",
         type=float,
         default=0.5,
         metavar="WEIGHT",
-        help="GPTs: weight of the auxiliary causal LM loss (not classify and pair of gpt2)",
+        help="GPTs: weight of the auxiliary causal LM loss; GPT-2 has none in classify and pair",
     )
     group.add_argument(
         "--both-orders",
         action="store_true",
-        help="GPTs: read each pair in both orders and add the states, for tasks without an order such as similarity",
+        help="GPTs: read each pair in both orders and add the states, for symmetric tasks",
     )
 
 
 def _add_graph(group: Any) -> None:
-    group.add_argument(
-        "--graph", metavar="FILE", help="edges: relation, head, tail, weight; by default the shipped one"
-    )
-    group.add_argument("--graph-vectors", metavar="DIR", help="TransE's vectors of the graph; by default trained along")
-    group.add_argument("--path-score", type=float, default=0.15, metavar="P", help="least TransE score of a path")
-    group.add_argument("--path-length", type=int, default=3, metavar="N", help="most edges of a path, up to 3")
-    group.add_argument("--max-paths", type=int, default=50, metavar="N", help="most paths of a pair of concepts")
+    group.add_argument("--graph", metavar="FILE", help="edges: relation, head, tail, weight (default: the shipped one)")
+    group.add_argument("--graph-vectors", metavar="DIR", help="TransE vectors of the graph (default: trained first)")
+    group.add_argument("--path-score", type=float, default=0.15, metavar="P", help="minimum TransE score of a path")
+    group.add_argument("--path-length", type=int, default=3, metavar="N", help="max edges of a path, up to 3")
+    group.add_argument("--max-paths", type=int, default=50, metavar="N", help="max paths per pair of concepts")
 
 
 def _add_similarity(group: Any) -> None:
@@ -155,16 +160,20 @@ def _add_similarity(group: Any) -> None:
         "--mini-batch",
         type=int,
         metavar="N",
-        help="examples in the model at a time, for batches that do not fit (gradient caching)",
+        help="examples per forward pass, for batches that do not fit into memory (gradient caching)",
     )
 
 
 def _add_trials(group: Any) -> None:
     group.add_argument(
-        "--search", type=_rates, metavar="A,B,...", help="train with each of these learning rates, keep the best"
+        "--search", type=_rates, metavar="A,B,...", help="train with each of these learning rates and keep the best"
     )
     group.add_argument(
-        "--restarts", type=int, default=1, metavar="N", help="train with N seeds, keep the best and report the spread"
+        "--restarts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="train with N seeds, keep the best, and report mean and deviation",
     )
 
 
@@ -174,14 +183,14 @@ def _add_run(group: Any) -> None:
         "--checkpoint-every",
         type=int,
         metavar="STEPS",
-        help="by default at the ends of epochs, at most once a minute; a run that is stopped writes one too",
+        help="checkpoint interval (default: after each epoch, at most once a minute); interrupted runs write one too",
     )
     group.add_argument(
         "--report",
         action="append",
         default=[],
         choices=("tensorboard", "wandb"),
-        help="also report to TensorBoard (by default if it is installed) or Weights & Biases",
+        help="also report to TensorBoard (always, if installed) or Weights & Biases",
     )
 
 

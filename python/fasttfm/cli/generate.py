@@ -1,11 +1,11 @@
-"""``fasttfm generate``: continues a prompt token by token, or answers by a description and examples.
+"""``fasttfm generate``: continues a prompt, or answers it given a description and examples.
 
   fasttfm generate --model DIR --prompt "Once upon a time" --temperature 0.8
   fasttfm generate --model DIR --prompt "cheese" --description "Translate English to French:" --shots examples.jsonl
   fasttfm generate --model DIR --prompt "The meaning of" --num-beams 4
 
-examples.jsonl has one example a line: {"input": "sea otter", "output": "loutre de mer"}. With a description or examples
-the prompt is written as one more example, to which the output is missing: zero-, one- or few-shot prompting.
+examples.jsonl has one example per line: {"input": "sea otter", "output": "loutre de mer"}. With a description or
+examples, the prompt becomes one more example whose output the model completes (zero-, one- or few-shot prompting).
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--prompt", required=True, metavar="TEXT", help="the text to continue or to answer; - reads it from stdin"
     )
-    parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
+    parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer (default: that of the model's directory)")
     group = parser.add_argument_group("the task")
     group.add_argument("--description", default="", metavar="TEXT", help="instruction at the beginning of the prompt")
     group.add_argument("--shots", type=Path, metavar="FILE", help="examples, one JSON object per line")
     group.add_argument("--count", type=int, metavar="N", help="use the first N examples only")
     group.add_argument(
-        "--template", metavar="TEXT", help=r"format of an example, by default 'Input: {input}\nOutput: {output}'"
+        "--template", metavar="TEXT", help=r"format of an example (default: 'Input: {input}\nOutput: {output}')"
     )
-    group.add_argument("--separator", default=r"\n\n", metavar="TEXT", help="between examples")
+    group.add_argument("--separator", default=r"\n\n", metavar="TEXT", help="text between examples")
     group.add_argument(
         "--stop",
         metavar="TEXT",
-        help="ends the answer; by default the separator, if there is a description, a template or examples",
+        help="text that ends the answer (default: the separator, if there is a description, a template or examples)",
     )
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="max number of tokens")
+    group.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="max tokens to generate")
     group.add_argument(
-        "--temperature", type=float, metavar="T", help="sample with this temperature; by default the most likely token"
+        "--temperature", type=float, metavar="T", help="sample with this temperature (default: the most likely token)"
     )
     group.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
     group.add_argument(
@@ -55,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
     )
     group.add_argument("--seed", type=int, metavar="N", help="random seed of the samples")
     group.add_argument(
-        "--num-beams", type=int, default=1, metavar="N", help="search with N beams; the text is printed at the end"
+        "--num-beams", type=int, default=1, metavar="N", help="beam search with N beams; the text is printed at the end"
     )
     group.add_argument("--show-prompt", action="store_true", help="print the whole prompt first")
     add_device_option(parser)

@@ -1,12 +1,12 @@
-"""``fasttfm glue``: fine-tunes a model on every task of GLUE, and writes its scores and the leaderboard's files.
+"""``fasttfm glue``: fine-tunes a model on all tasks of GLUE, and writes its scores and the files for the leaderboard.
 
-  fasttfm glue --model bert-base --data glue_data/                        all tasks that are there
+  fasttfm glue --model bert-base --data glue_data/                        all tasks in glue_data
   fasttfm glue --model bert-base --data glue_data/ --tasks RTE MRPC --epochs 5
-  fasttfm glue --model bert-base --data glue_data/ --output run --resume  the tasks that are missing in run
+  fasttfm glue --model bert-base --data glue_data/ --output run --resume  only the tasks that run lacks
 
---data has a folder for each task as it is downloaded: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI, RTE, WNLI, and
-diagnostic or AX. The output directory holds glue.json, glue.csv, glue.png, a log for each task, and the predictions for
-the test sets in submission/ (CoLA.tsv, MNLI-m.tsv, AX.tsv, ...), which the leaderboard takes as a zip file.
+--data contains one folder per task, as downloaded: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI, RTE, WNLI, and diagnostic
+or AX. The output directory contains glue.json, glue.csv, glue.png, a log for each task and, in submission/, the
+predictions for the test sets (CoLA.tsv, MNLI-m.tsv, AX.tsv, ...); upload them to the leaderboard as a zip file.
 """
 
 from __future__ import annotations
@@ -39,19 +39,23 @@ _RESULTS = "glue.json"
 def add_parser(subparsers: Any) -> None:
     """Adds the ``glue`` command to a command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "glue", help="fine-tune a model on every task of GLUE", description=__doc__, formatter_class=Formatter
+        "glue", help="fine-tune a model on all tasks of GLUE", description=__doc__, formatter_class=Formatter
     )
     parser.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--data", required=True, type=Path, metavar="DIR", help="directory with a folder for each task")
-    parser.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help="only these tasks; by default all found")
-    parser.add_argument("--max-length", type=int, metavar="N", help="max tokens per sequence; by default 128")
+    parser.add_argument("--data", required=True, type=Path, metavar="DIR", help="directory with one folder per task")
+    parser.add_argument(
+        "--tasks", nargs="+", default=[], metavar="NAME", help="only these tasks (default: all that --data contains)"
+    )
+    parser.add_argument("--max-length", type=int, metavar="N", help="max tokens per sequence (default: 128)")
     training = add_training_options(
-        parser, rate=None, about_rate="peak learning rate; by default 5e-5 for a width of 768, more for narrower models"
+        parser,
+        rate=None,
+        about_rate="peak learning rate (default: 5e-5 for a width of 768, higher for narrower models)",
     )
     training.add_argument("--epochs", type=int, default=3, metavar="N", help="epochs of each task")
     training.add_argument("--batch-size", type=int, default=32, metavar="N", help="examples per batch")
-    parser.add_argument("--save-models", action="store_true", help="save the model of each task under its name")
-    parser.add_argument("--resume", action="store_true", help="train only the tasks that --output has no scores of")
+    parser.add_argument("--save-models", action="store_true", help="save the model of each task")
+    parser.add_argument("--resume", action="store_true", help="train only the tasks without scores in --output")
     add_run_options(parser)
     parser.set_defaults(refuse=parser.error)
 

@@ -14,6 +14,7 @@ import torch
 from fasttfm import _gpus, _native
 from fasttfm._version import __version__
 from fasttfm.bench.timing import device_name
+from fasttfm.cli.options import Formatter
 from fasttfm.cli.readiness import readiness, this_machine
 from fasttfm.ops import transformer_native
 from fasttfm.ops.backends import BackendTable, tables
@@ -24,8 +25,13 @@ _PACKAGES = ("torch", "triton", "numpy", "safetensors")
 
 
 def add_parser(commands: Any) -> None:
-    text = "whether this machine runs fast, versions, devices, and which backends each op has"
-    commands.add_parser("info", help=text, description=f"Prints {text}, with the reason where one is absent.")
+    commands.add_parser(
+        "info",
+        help="check whether this machine runs fast; list versions, devices and backends",
+        description="Says whether this machine runs fast and, if not, what to do. Then lists versions, devices, and\n"
+        "the backends of every op, with the reason if one is unavailable.\n\n  fasttfm info",
+        formatter_class=Formatter,
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,40 +9,55 @@ import sys
 from collections.abc import Sequence
 
 from fasttfm._version import __version__
-from fasttfm.cli.options import in_words
+from fasttfm.cli.options import Formatter, in_words
 
 # Command -> the module that adds its arguments (add_parser) and does its work (run).
-_COMMANDS = {
+COMMANDS = {
     "info": "fasttfm.cli.info",
     "bench": "fasttfm.cli.bench",
     "pretrain": "fasttfm.cli.pretrain",
-    "pretrain-knowledge": "fasttfm.cli.pretrain_knowledge",
     "finetune": "fasttfm.cli.finetune",
     "glue": "fasttfm.cli.glue",
-    "explain": "fasttfm.cli.explain",
-    "experiment": "fasttfm.cli.experiment",
+    "distill": "fasttfm.cli.distill",
     "predict": "fasttfm.cli.predict",
-    "fill-mask": "fasttfm.cli.fill_mask",
-    "score": "fasttfm.cli.score",
     "embed": "fasttfm.cli.embed",
     "search": "fasttfm.cli.search",
-    "show": "fasttfm.cli.show",
-    "distill": "fasttfm.cli.distill",
     "generate": "fasttfm.cli.generate",
-    "transe": "fasttfm.cli.transe",
     "prompt-eval": "fasttfm.cli.prompt_eval",
+    "fill-mask": "fasttfm.cli.fill_mask",
+    "score": "fasttfm.cli.score",
+    "show": "fasttfm.cli.show",
+    "experiment": "fasttfm.cli.experiment",
+    "transe": "fasttfm.cli.transe",
+    "pretrain-knowledge": "fasttfm.cli.pretrain_knowledge",
+    "explain": "fasttfm.cli.explain",
 }
+_EXAMPLES = """
+examples:
+  fasttfm info                                                    is everything installed, and is it fast here?
+  fasttfm pretrain gpt2 --steps 200 --output run                  pre-train a small GPT-2 on the shipped text
+  fasttfm generate --model run --prompt "The state of"            continue a text
+  fasttfm finetune --task classify --model bert-base-uncased --data reviews/ --output classifier
+  fasttfm predict --model classifier --data new.txt --output labels.csv
+
+'fasttfm COMMAND --help' shows the options of a command, with examples.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status. A wrong argument exits with 2 and a sentence on stderr; a file
     or directory that cannot be read or written with 1, and an interruption with 130."""
-    parser = argparse.ArgumentParser(prog="fasttfm", description="Fused transformer ops, modules and models.")
+    parser = argparse.ArgumentParser(
+        prog="fasttfm",
+        description="Trains, evaluates and uses transformers on fused kernels.",
+        epilog=_EXAMPLES,
+        formatter_class=Formatter,
+    )
     parser.add_argument("--version", action="version", version=f"fasttfm {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     arguments = sys.argv[1:] if arguments is None else arguments
-    named = [name for name in arguments[:1] if name in _COMMANDS]  # only its module is imported
-    modules = {name: importlib.import_module(_COMMANDS[name]) for name in named or _COMMANDS}
+    named = [name for name in arguments[:1] if name in COMMANDS]  # only its module is imported
+    modules = {name: importlib.import_module(COMMANDS[name]) for name in named or COMMANDS}
     for module in modules.values():
         module.add_parser(commands)
     parsed = parser.parse_args(arguments)

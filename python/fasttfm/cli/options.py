@@ -16,14 +16,19 @@ MODEL_HELP = "checkpoint directory of transformers or fasttfm, or a hub id such 
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of descriptions, and shows the defaults of options."""
+    """Shows a command's docstring as its description, with its line breaks, and the defaults of options."""
+
+    def _format_text(self, text: str) -> str:
+        begun, sign, rest = text.partition("``: ")  # the docstring of a module begins with the command's name
+        return super()._format_text(rest[:1].upper() + rest[1:] if sign and begun.startswith("``fasttfm") else text)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False, "") else super()._get_help_string(action)
+        shown = not (action.default is None or action.default is False or action.default in ("", (), []))
+        return super()._get_help_string(action) if shown else action.help
 
 
 def add_device_option(parser: Any) -> None:
-    parser.add_argument("--device", metavar="NAME", help="cpu or cuda; by default a GPU if there is one")
+    parser.add_argument("--device", metavar="NAME", help="cpu or cuda (default: a GPU if there is one)")
 
 
 def add_training_options(parser: argparse.ArgumentParser, *, rate: float | None, about_rate: str) -> Any:
@@ -45,7 +50,7 @@ def add_training_options(parser: argparse.ArgumentParser, *, rate: float | None,
     group.add_argument(
         "--precision",
         choices=("float32", "bfloat16", "fp8"),
-        help="by default bfloat16 on a GPU and float32 on a CPU; fp8: the layers' GEMMs in FP8 while training",
+        help="compute precision; fp8: the layers' GEMMs train in FP8 (default: bfloat16 on a GPU, float32 on a CPU)",
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed")
     return group
@@ -54,7 +59,9 @@ def add_training_options(parser: argparse.ArgumentParser, *, rate: float | None,
 def add_run_options(parser: argparse.ArgumentParser) -> Any:
     """Adds the options for output and device. Returns their group."""
     group = parser.add_argument_group("run")
-    group.add_argument("--output", type=Path, metavar="DIR", help="by default a new one under fasttfm-runs")
+    group.add_argument(
+        "--output", type=Path, metavar="DIR", help="output directory (default: a new one under fasttfm-runs)"
+    )
     group.add_argument("--overwrite", action="store_true", help="write to --output even if it has files")
     group.add_argument("--quiet", action="store_true", help="no progress bar")
     add_device_option(group)
@@ -63,13 +70,13 @@ def add_run_options(parser: argparse.ArgumentParser) -> Any:
 
 def add_column_options(group: Any) -> None:
     """Adds the options of files with columns; ``columns_of`` reads them."""
-    about = "by name or number; by default found by its name"
+    about = "by name or number (default: the column with a usual name)"
     for name, what in (("text", "text"), ("pair", "second text of a pair"), ("label", "label")):
         group.add_argument(f"--{name}-column", metavar="NAME", help=f"column of the {what}, {about}")
     group.add_argument(
         "--no-header",
         action="store_true",
-        help="the first line of a csv or tsv file is an example: columns have numbers",
+        help="csv and tsv files have no header line; columns are numbered from 1",
     )
 
 

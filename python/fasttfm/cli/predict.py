@@ -1,4 +1,4 @@
-"""``fasttfm predict``: uses a model that was trained for a task.
+"""``fasttfm predict``: runs a fine-tuned model on new examples.
 
   fasttfm predict --model DIR --data reviews.txt --output predictions.csv
   fasttfm predict --model DIR --data dev-v2.0.json --output answers.jsonl
@@ -41,26 +41,35 @@ def add_parser(subparsers: Any) -> None:
     lines += "\n".join(f"  {name:14} {task.line_format:34} {task.json_fields}" for name, task in TASKS.items())
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "predict",
-        help="use a model that was trained for a task",
+        help="run a fine-tuned model on new examples",
         description=str(__doc__).format(lines=lines),
         formatter_class=Formatter,
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="directory of a model that was fine-tuned")
-    parser.add_argument("--data", required=True, metavar="FILE", help="examples; - reads them from stdin")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="by default the terminal")
-    parser.add_argument("--format", choices=("csv", "jsonl"), help="by default as --output ends, or jsonl")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="output directory of fasttfm finetune, or a fine-tuned checkpoint of transformers",
+    )
+    parser.add_argument("--data", required=True, metavar="FILE", help="file of examples; - reads lines from stdin")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="output file (default: print to the terminal)")
+    parser.add_argument(
+        "--format", choices=("csv", "jsonl"), help="output format (default: by the name of --output, or jsonl)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
-    parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
-    parser.add_argument("--max-length", type=int, metavar="N", help="max tokens per sequence; by default the model's")
+    parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer (default: that of the model's directory)")
+    parser.add_argument("--max-length", type=int, metavar="N", help="max tokens per sequence (default: the model's)")
     parser.add_argument(
         "--threshold",
         type=float,
         metavar="X",
-        help="qa: no answer is given if its score is above that of the best answer by more; by default the model's",
+        help="qa: give no answer if no_answer is above this threshold (default: the model's)",
     )
     parser.add_argument("--tokens-per-batch", type=int, default=8192, metavar="N", help="tokens per packed batch")
     parser.add_argument(
-        "--precision", choices=("float32", "bfloat16"), help="by default bfloat16 on a GPU and float32 on a CPU"
+        "--precision",
+        choices=("float32", "bfloat16"),
+        help="compute precision (default: bfloat16 on a GPU, float32 on a CPU)",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_device_option(parser)

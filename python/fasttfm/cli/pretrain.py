@@ -1,4 +1,4 @@
-"""``fasttfm pretrain``: trains a model on text files, from the tokenizer to a checkpoint that transformers opens."""
+"""``fasttfm pretrain``: pre-trains a model on text files. The checkpoints open in transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fasttfm.cli.options import MODEL_HELP, exit_on_user_error, new_directory
+from fasttfm.cli.options import MODEL_HELP, Formatter, exit_on_user_error, new_directory
 from fasttfm.models.families import FAMILIES, objectives_of, trained_on_text
 
 _COMPARED = ("bert", "gpt2")  # whose training step is timed against plain torch
@@ -55,26 +55,28 @@ def add_parser(commands: Any) -> None:
     """Adds the ``pretrain`` command to a command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "pretrain",
-        help="train a model on text files",
+        help="pre-train a model on text files",
         description=__doc__,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Formatter,
     )
     parser.add_argument(
-        "model", nargs="?", choices=tuple(trained_on_text()), help="the family; default: bert, or that of --init"
+        "model", nargs="?", choices=tuple(trained_on_text()), help="model family (default: bert, or that of --init)"
     )
-    parser.add_argument("--size", help="a named size of the family, for example base; default: a small one")
+    parser.add_argument("--size", help="a named size of the family, for example base (default: a small one)")
     parser.add_argument(
         "--init",
         metavar="MODEL",
-        help=f"start from this checkpoint, its tokenizer too: {MODEL_HELP}",
+        help=f"start from this checkpoint and its tokenizer: {MODEL_HELP}",
     )
     parser.add_argument(
         "--objective",
         metavar="NAME",
-        help="mlm, mlm+nsp, mlm+sop, rtd or clm; default: the family's own, or what the model of --init is made for",
+        help="mlm, mlm+nsp, mlm+sop, rtd or clm (default: the family's own, or that of the --init checkpoint)",
     )
-    parser.add_argument("--set", nargs="+", type=_field, metavar="FIELD=VALUE", help="override config fields")
+    parser.add_argument(
+        "--set", nargs="+", type=_field, metavar="FIELD=VALUE", help="override fields of the configuration"
+    )
     _add_data(parser.add_argument_group("data"))
     _add_masking(parser.add_argument_group("masked tokens"))
     _add_training(parser.add_argument_group("training"))
@@ -90,89 +92,150 @@ def _add_data(group: Any) -> None:
         "--data",
         nargs="+",
         metavar="PATH",
-        help=".txt, .md, .rst, .jsonl, .csv, .tsv or .parquet files, folders or patterns; default: the text that ships "
-        "with the package",
+        help=".txt, .md, .rst, .jsonl, .csv, .tsv or .parquet files, folders or glob patterns (default: the text that "
+        "ships with the package)",
     )
-    group.add_argument("--text-column", metavar="NAME", help="of .jsonl, .csv, .tsv and .parquet files (text)")
+    group.add_argument(
+        "--text-column",
+        metavar="NAME",
+        help="column of the text in .jsonl, .csv, .tsv and .parquet files (default: text)",
+    )
     group.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="a folder, tokenizer.json, vocab.txt, vocab.json or .model; default: that of --init, or a trained one",
+        help="a folder, tokenizer.json, vocab.txt, vocab.json or .model (default: that of --init, or a trained one)",
     )
-    group.add_argument("--vocabulary", type=int, help="vocabulary size of a trained tokenizer (4000)")
     group.add_argument(
-        "--vocabulary-kind", metavar="KIND", help="wordpiece, bpe or unigram; default: the family's own kind"
+        "--vocabulary", type=int, metavar="N", help="vocabulary size of a trained tokenizer (default: 4000)"
+    )
+    group.add_argument(
+        "--vocabulary-kind", metavar="KIND", help="wordpiece, bpe or unigram (default: the family's own kind)"
     )
     group.add_argument("--cased", action="store_true", default=None, help="a trained tokenizer keeps capital letters")
     group.add_argument(
         "--strip-accents", action="store_true", default=None, help="a trained tokenizer removes accents from letters"
     )
     group.add_argument("--prepared", type=Path, metavar="FOLDER", help="folder of token shards, reused by other runs")
-    group.add_argument("--held-out", type=float, help="fraction of the documents in the validation set (0.02)")
-    group.add_argument("--max-length", type=int, help="max tokens per sequence (128)")
-    group.add_argument("--workers", type=int, help="data loading processes; default: 2 with a GPU, else 0")
+    group.add_argument(
+        "--held-out",
+        type=float,
+        metavar="FRACTION",
+        help="fraction of the documents in the validation set (default: 0.02)",
+    )
+    group.add_argument("--max-length", type=int, metavar="N", help="max tokens per sequence (default: 128)")
+    group.add_argument(
+        "--workers", type=int, metavar="N", help="data loading processes (default: 2 with a GPU, else 0)"
+    )
 
 
 def _add_masking(group: Any) -> None:
-    group.add_argument("--masking", type=float, help="fraction of tokens that are predicted (0.15)")
-    group.add_argument("--mask-share", type=float, help="of these, the fraction that becomes [MASK] (0.8; for rtd 1)")
-    group.add_argument("--random-share", type=float, help="the fraction that becomes a random token (0.1; for rtd 0)")
-    group.add_argument("--whole-word", action="store_true", default=None, help="mask whole words")
-    group.add_argument("--ngram", type=int, help="mask n-grams of up to this length (1; with --spans 10)")
     group.add_argument(
-        "--spans", action="store_true", default=None, help="mask spans of whole words as SpanBERT does, mean length 3.8"
+        "--masking", type=float, metavar="FRACTION", help="fraction of tokens that are predicted (default: 0.15)"
+    )
+    group.add_argument(
+        "--mask-share",
+        type=float,
+        metavar="FRACTION",
+        help="of these, the fraction that becomes [MASK] (default: 0.8; 1 for rtd)",
+    )
+    group.add_argument(
+        "--random-share",
+        type=float,
+        help="of these, the fraction that becomes a random token (default: 0.1; 0 for rtd)",
+    )
+    group.add_argument("--whole-word", action="store_true", default=None, help="mask whole words")
+    group.add_argument(
+        "--ngram", type=int, metavar="N", help="mask n-grams of up to this length (default: 1; 10 with --spans)"
+    )
+    group.add_argument(
+        "--spans",
+        action="store_true",
+        default=None,
+        help="mask spans of whole words as SpanBERT does (3.8 words on average)",
     )
 
 
 def _add_training(group: Any) -> None:
-    group.add_argument("--steps", type=int, help="optimizer steps (400)")
-    group.add_argument("--tokens-per-step", type=int, help="summed over all processes (2048)")
-    group.add_argument("--accumulation", type=int, help="gradient accumulation steps per process (1)")
-    group.add_argument("--optimizer", help="adamw (default) or lamb")
+    group.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default: 400)")
     group.add_argument(
-        "--learning-rate", type=float, help="peak learning rate; default by size: 0.001 to 0.0001, with --init 0.00005"
+        "--tokens-per-step",
+        type=int,
+        metavar="N",
+        help="tokens per optimizer step, summed over all processes (default: 2048)",
     )
-    group.add_argument("--weight-decay", type=float, help="weight decay, except for biases and LayerNorms (0.01)")
-    group.add_argument("--betas", type=float, nargs=2, metavar="B", help="Adam betas (0.9 0.999)")
-    group.add_argument("--schedule", help="linear (default), cosine or constant")
-    group.add_argument("--warmup", type=int, help="warmup steps; default: a tenth of all steps")
-    group.add_argument("--clip", type=float, help="max gradient norm; 0 disables clipping (1.0)")
-    group.add_argument("--dropout", type=float, help="dropout probability; default: that of the size")
     group.add_argument(
-        "--precision", help="bfloat16 (default on a GPU), float32 (default on a CPU) or fp8: the layers' GEMMs in FP8"
+        "--accumulation", type=int, metavar="N", help="gradient accumulation steps per process (default: 1)"
+    )
+    group.add_argument("--optimizer", metavar="NAME", help="adamw or lamb (default: adamw)")
+    group.add_argument(
+        "--learning-rate",
+        type=float,
+        metavar="RATE",
+        help="peak learning rate (default: 0.001 to 0.0001 by size; 0.00005 with --init)",
+    )
+    group.add_argument(
+        "--weight-decay",
+        type=float,
+        metavar="RATE",
+        help="weight decay, except for biases and LayerNorms (default: 0.01)",
+    )
+    group.add_argument("--betas", type=float, nargs=2, metavar="B", help="Adam betas (default: 0.9 0.999)")
+    group.add_argument(
+        "--schedule", metavar="NAME", help="learning rate schedule: linear, cosine or constant (default: linear)"
+    )
+    group.add_argument("--warmup", type=int, metavar="N", help="warmup steps (default: a tenth of all steps)")
+    group.add_argument(
+        "--clip", type=float, metavar="NORM", help="max gradient norm; 0 disables clipping (default: 1.0)"
+    )
+    group.add_argument("--dropout", type=float, metavar="P", help="dropout probability (default: that of the size)")
+    group.add_argument(
+        "--precision",
+        help="bfloat16, float32 or fp8, the layers' GEMMs in FP8 (default: bfloat16 on a GPU, float32 on a CPU)",
     )
     group.add_argument("--compile", action="store_true", default=None, help="compile the forward with torch.compile")
     group.add_argument(
-        "--cuda-graph", action="store_true", default=None, help="run the step as a CUDA graph: one GPU, fixed shapes"
+        "--cuda-graph", action="store_true", default=None, help="run the step as a CUDA graph (one GPU, fixed shapes)"
     )
-    group.add_argument("--bad-steps", type=int, help="consecutive non-finite steps that end the run (5)")
-    group.add_argument("--seed", type=int, help="random seed (0)")
+    group.add_argument(
+        "--bad-steps",
+        type=int,
+        metavar="N",
+        help="end the run after this many consecutive non-finite steps (default: 5)",
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="random seed (default: 0)")
 
 
 def _add_run(group: Any) -> None:
-    group.add_argument("--output", type=Path, help="the run's folder; default: a new one under fasttfm-runs")
+    group.add_argument(
+        "--output", type=Path, metavar="DIR", help="output directory (default: a new one under fasttfm-runs)"
+    )
     group.add_argument(
         "--resume", action="store_true", help="resume the run in --output from its newest checkpoint, with its settings"
     )
+    group.add_argument("--more-steps", type=int, metavar="N", help="with --resume: extend the run by N steps")
     group.add_argument(
-        "--more-steps", type=int, metavar="N", help="with --resume: train N steps more than the run was to have"
+        "--overwrite", action="store_true", help="replace the run in --output, or write to a directory that has files"
+    )
+    group.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    group.add_argument("--parallel", metavar="NAME", help="under torchrun: ddp or fsdp (default: ddp)")
+    group.add_argument(
+        "--checkpoint-every",
+        type=int,
+        metavar="STEPS",
+        help="checkpoint interval (default: a fifth of the run, at most 1000)",
+    )
+    group.add_argument("--keep", type=int, metavar="N", help="number of checkpoints to keep (default: 3)")
+    group.add_argument(
+        "--evaluate-every", type=int, metavar="STEPS", help="evaluation interval (default: a tenth of the run)"
     )
     group.add_argument(
-        "--overwrite", action="store_true", help="replace the run in --output, or write to a folder that has files"
+        "--evaluation-batches", type=int, metavar="N", help="validation batches per process (default: 8)"
     )
-    group.add_argument("--device", help="cpu, cuda or cuda:<number>; default: a GPU where there is one")
-    group.add_argument("--parallel", help="under torchrun: ddp (default) or fsdp")
-    group.add_argument(
-        "--checkpoint-every", type=int, metavar="STEPS", help="default: five times per run, at most every 1000"
-    )
-    group.add_argument("--keep", type=int, help="checkpoints to keep (3)")
-    group.add_argument("--evaluate-every", type=int, metavar="STEPS", help="default: ten times per run")
-    group.add_argument("--evaluation-batches", type=int, help="per process (8)")
-    group.add_argument("--log-every", type=int, metavar="STEPS", help="steps per log row (10)")
+    group.add_argument("--log-every", type=int, metavar="STEPS", help="logging interval (default: 10)")
     group.add_argument(
         "--compare",
         action=argparse.BooleanOptionalAction,
-        help="at the end, time a training step of bert or gpt2 against plain torch; default: without --data",
+        help="at the end, time a training step of bert or gpt2 and of plain torch (default: without --data)",
     )
     group.add_argument("--quiet", action="store_true", help="no progress bar")
 

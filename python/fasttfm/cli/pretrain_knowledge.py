@@ -37,18 +37,24 @@ def add_parser(subparsers: Any) -> None:
     """Adds the ``pretrain-knowledge`` command to a command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "pretrain-knowledge",
-        help="train ERNIE on texts with entities of a knowledge graph",
+        help="pre-train ERNIE on texts with entities of a knowledge graph",
         description=str(__doc__).format(),
         formatter_class=Formatter,
     )
-    parser.add_argument("--entities", type=Path, required=True, metavar="DIR", help="vectors, as of fasttfm transe")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="texts with mentions; by default the shipped ones")
     parser.add_argument(
-        "--init", metavar="DIR", help="checkpoint of a BERT, or of an ERNIE; by default parameters are drawn"
+        "--entities", type=Path, required=True, metavar="DIR", help="entity vectors, written by fasttfm transe"
     )
-    parser.add_argument("--size", choices=FAMILY.sizes, default=FAMILY.default_size, help="of a model without --init")
-    parser.add_argument("--tokenizer", metavar="PATH", help="by default that of --init, or one trained on the data")
-    parser.add_argument("--vocabulary", type=int, default=4000, metavar="N", help="entries of a trained tokenizer")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="texts with mentions (default: the shipped texts)")
+    parser.add_argument("--init", metavar="DIR", help="start from this BERT or ERNIE (default: random initialization)")
+    parser.add_argument(
+        "--size", choices=FAMILY.sizes, default=FAMILY.default_size, help="size of the model without --init"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="tokenizer (default: that of --init, or one trained on the data)"
+    )
+    parser.add_argument(
+        "--vocabulary", type=int, default=4000, metavar="N", help="vocabulary size of a trained tokenizer"
+    )
     group = add_training_options(parser, rate=5e-4, about_rate="peak learning rate")
     group.add_argument("--steps", type=int, default=300, metavar="N", help="optimizer steps")
     group.add_argument("--tokens-per-step", type=int, default=2048, metavar="N", help="tokens per optimizer step")

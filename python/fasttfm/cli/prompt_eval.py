@@ -1,4 +1,4 @@
-"""``fasttfm prompt-eval``: zero-, one- and few-shot scores of a causal language model, without training it.
+"""``fasttfm prompt-eval``: scores a causal language model on zero-, one- and few-shot prompts, without training it.
 
   fasttfm prompt-eval --model DIR --data dev.jsonl --shots train.jsonl --k 0,1,8 --seeds 3
   fasttfm prompt-eval --model DIR --data articles.jsonl --task tldr --max-new-tokens 100
@@ -38,12 +38,12 @@ _TASKS = ("classify", "choice", "tldr", "translate", "reading")
 def add_parser(subparsers: Any) -> None:
     """Adds the ``prompt-eval`` command to a command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "prompt-eval", help="zero- and few-shot scores by prompts", description=__doc__, formatter_class=Formatter
+        "prompt-eval", help="score a GPT on zero- and few-shot prompts", description=__doc__, formatter_class=Formatter
     )
     parser.add_argument("--model", required=True, metavar="MODEL", help=f"a GPT: {MODEL_HELP}")
-    parser.add_argument("--data", required=True, type=Path, metavar="FILE", help="examples to be answered, .jsonl")
-    parser.add_argument("--shots", type=Path, metavar="FILE", help="examples to draw from for prompts, .jsonl")
-    parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
+    parser.add_argument("--data", required=True, type=Path, metavar="FILE", help="examples to answer (.jsonl)")
+    parser.add_argument("--shots", type=Path, metavar="FILE", help="examples to draw the shots from (.jsonl)")
+    parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer (default: that of the model's directory)")
     group = parser.add_argument_group("the prompt")
     group.add_argument(
         "--task",
@@ -52,12 +52,18 @@ def add_parser(subparsers: Any) -> None:
         help="sets template, separator, kind of answer and metrics: classify and choice by likelihood; tldr, translate "
         "and reading by generation",
     )
-    group.add_argument("--k", default="0", metavar="K,K,...", help="numbers of examples in the prompt")
+    group.add_argument("--k", default="0", metavar="K,K,...", help="numbers of examples (shots) in the prompt")
     group.add_argument("--description", default="", metavar="TEXT", help="instruction at the beginning of the prompt")
-    group.add_argument("--template", metavar="TEXT", help=r"such as 'Q: {input}\nA: {output}'")
-    group.add_argument("--separator", metavar="TEXT", help="between examples")
+    group.add_argument(
+        "--template",
+        metavar="TEXT",
+        help=r"format of an example, such as 'Q: {input}\nA: {output}' (default: the task's)",
+    )
+    group.add_argument("--separator", metavar="TEXT", help="text between examples (default: the task's)")
     group = parser.add_argument_group("the answer")
-    group.add_argument("--answer", choices=("likelihood", "generate"), help="by default the task's")
+    group.add_argument(
+        "--answer", choices=("likelihood", "generate"), help="choose by likelihood or generate (default: the task's)"
+    )
     group.add_argument(
         "--normalization",
         choices=("none", "tokens", "bytes", "unconditional"),
@@ -66,16 +72,18 @@ def add_parser(subparsers: Any) -> None:
         "after the end of the template only (GPT-3)",
     )
     group.add_argument("--max-new-tokens", type=int, default=50, metavar="N", help="max tokens of a generated answer")
-    group.add_argument("--stop", metavar="TEXT", help="ends a generated answer; by default the separator")
+    group.add_argument("--stop", metavar="TEXT", help="text that ends a generated answer (default: the separator)")
     group.add_argument(
-        "--metrics", metavar="NAME,...", help="accuracy, f1, exact_match, answer_f1, bleu, rouge; by default the task's"
+        "--metrics", metavar="NAME,...", help="accuracy, f1, exact_match, answer_f1, bleu, rouge (default: the task's)"
     )
     group = parser.add_argument_group("run")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the drawn examples")
     group.add_argument("--seeds", type=int, default=1, metavar="N", help="repeat with this many seeds, from --seed on")
     group.add_argument("--limit", type=int, metavar="N", help="only the first N examples of --data")
     group.add_argument("--tokens-per-batch", type=int, default=16384, metavar="N", help="tokens per batch")
-    group.add_argument("--output", type=Path, metavar="DIR", help="by default a new one under fasttfm-runs")
+    group.add_argument(
+        "--output", type=Path, metavar="DIR", help="output directory (default: a new one under fasttfm-runs)"
+    )
     group.add_argument("--overwrite", action="store_true", help="write to --output even if it has files")
     group.add_argument("--quiet", action="store_true", help="no progress bar")
     add_device_option(group)

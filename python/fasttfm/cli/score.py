@@ -1,13 +1,13 @@
-"""``fasttfm score``: how likely texts are to a language model.
+"""``fasttfm score``: computes how likely texts are under a language model.
 
   fasttfm score --model DIR --text "The state of the union is strong."
   fasttfm score --model DIR --text "The capital of France is" --continuation " Paris"
   fasttfm score --model RUN --data texts.txt --output scores.csv
 
-Causal models give the log-likelihood and the perplexity of a text: each token but the first is predicted from those
-before it. Masked models give its pseudo-log-likelihood: each token is masked and predicted from all the others. With a
-continuation, only its tokens are predicted, and the probability of all of them together is given; lines of a .jsonl
-file may have their own ("text", "continuation").
+A causal model computes the log-likelihood and perplexity of a text: each token but the first is predicted from those
+before it. A masked model computes the pseudo-log-likelihood: each token is masked and predicted from all others. With a
+continuation, only its tokens are predicted, and their joint probability is printed. Lines of a .jsonl file may have
+their own continuation (fields "text" and "continuation").
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from fasttfm.cli.options import Formatter, exit_on_user_error
 def add_parser(subparsers: Any) -> None:
     """Adds the ``score`` command to a command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "score", help="compute how likely texts are to a language model", description=__doc__, formatter_class=Formatter
+        "score", help="compute perplexities and likelihoods of texts", description=__doc__, formatter_class=Formatter
     )
     add_language_model_options(parser)
     parser.add_argument(
-        "--continuation", metavar="TEXT", help="what follows each text, as it is written, with its space in front"
+        "--continuation", metavar="TEXT", help="score this continuation of each text; include its leading space"
     )
     parser.add_argument(
         "--stride",
         type=int,
         metavar="N",
-        help="causal models: tokens between the starts of two windows over a text that is longer than the model; by "
-        "default half of the model's positions",
+        help="causal models: tokens between the starts of two windows over a text that is longer than the model's "
+        "positions (default: half of them)",
     )
     parser.set_defaults(refuse=parser.error)
 

@@ -1,13 +1,13 @@
-"""``fasttfm search``: the texts whose vectors are nearest to a query's, by cosine similarity.
+"""``fasttfm search``: finds the texts whose vectors are nearest to a query's by cosine similarity.
 
   fasttfm embed --model DIR --data texts.txt --output vectors.npy
   fasttfm search --vectors vectors.npy --texts texts.txt --model DIR --query "peace with all nations"
   fasttfm search --vectors vectors.jsonl --query-vectors queries.npy --top 5 --output found.jsonl
 
-The file of vectors is read a block at a time, so that it may be larger than the memory. Texts come from --texts, which
-has one for each vector, or from the file of vectors (.jsonl and .csv have them). A query is embedded as the texts were:
-give the same --pooling and --layers as to embed (a .safetensors file remembers them). The prompt "query" of a
-sentence-transformers folder is put in front of queries.
+The file of vectors is read block by block and may be larger than memory. Texts come from --texts, one for each vector,
+or from the file of vectors (.jsonl and .csv contain them). Queries must be embedded like the texts: pass the same
+--pooling and --layers as to embed (a .safetensors file stores them). If a sentence-transformers folder has a prompt
+"query", it is prepended to queries.
 """
 
 from __future__ import annotations
@@ -26,16 +26,21 @@ from fasttfm.cli.options import Formatter, device_of, exit_on_user_error
 def add_parser(subparsers: Any) -> None:
     """Adds the ``search`` command to a command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "search", help="find texts by their embeddings", description=__doc__, formatter_class=Formatter
+        "search",
+        help="find texts by the similarity of their embeddings",
+        description=__doc__,
+        formatter_class=Formatter,
     )
-    parser.add_argument("--vectors", required=True, metavar="FILE", help="what fasttfm embed has written")
+    parser.add_argument("--vectors", required=True, metavar="FILE", help="output file of fasttfm embed")
     parser.add_argument("--texts", nargs="+", metavar="PATH", help="the texts of the vectors, as given to embed --data")
     parser.add_argument(
         "--split", choices=SPLITS, default="line", help="how .txt files of --texts are divided, as given to embed"
     )
-    parser.add_argument("--text-column", default="text", metavar="NAME", help="of files of --texts that have columns")
-    parser.add_argument("--query", action="append", default=[], metavar="TEXT", help="may be given several times")
-    parser.add_argument("--queries", metavar="FILE", help="queries, one a line; - reads stdin")
+    parser.add_argument("--text-column", default="text", metavar="NAME", help="column of the text in --texts")
+    parser.add_argument(
+        "--query", action="append", default=[], metavar="TEXT", help="a query; repeat the option for several"
+    )
+    parser.add_argument("--queries", metavar="FILE", help="file of queries, one per line; - reads stdin")
     parser.add_argument("--query-vectors", metavar="FILE", help="vectors of queries, instead of texts and --model")
     parser.add_argument("--top", type=int, default=10, metavar="K", help="matches for each query")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write matches as .jsonl instead of printing them")

@@ -1,10 +1,10 @@
-"""``fasttfm show attention``: the attention weights of a text, a small map for each head.
+"""``fasttfm show attention``: draws the attention probabilities of a text, one small map per head.
 
   fasttfm show attention --model DIR --text "The cat sat on the mat." --output attention.html
   fasttfm show attention --model DIR --text "Is it?" --second "It is." --layers 1,12 --heads 1-6 --output attention.png
 
-A page (.html) needs no other file and enlarges a map on a click; a picture (.png) needs matplotlib. Layers and heads
-are counted from 1.
+An .html page is self-contained and enlarges a map on a click; a .png picture needs matplotlib. Layers and heads are
+counted from 1.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from fasttfm.cli.options import MODEL_HELP, Formatter, add_device_option, device
 def add_parser(subparsers: Any) -> None:
     """Adds the ``show`` command to a command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "show", help="draw the attention of a model's heads", description=__doc__, formatter_class=Formatter
+        "show", help="draw attention probabilities", description=__doc__, formatter_class=Formatter
     )
     parser.add_argument("what", choices=("attention",), help="what to draw")
     parser.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--text", required=True, metavar="TEXT", help="the text that the model reads")
     parser.add_argument("--second", metavar="TEXT", help="the second text of a pair")
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="a name that ends in .html or .png")
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="FILE", help="output file that ends in .html or .png"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
-    parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's directory")
-    parser.add_argument("--layers", metavar="N,N,...", help="such as 1,2 or 1-4; by default all")
-    parser.add_argument("--heads", metavar="N,N,...", help="such as 1,2 or 1-4; by default all")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="a longer text is truncated")
+    parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer (default: that of the model's directory)")
+    parser.add_argument("--layers", metavar="N,N,...", help="such as 1,2 or 1-4 (default: all)")
+    parser.add_argument("--heads", metavar="N,N,...", help="such as 1,2 or 1-4 (default: all)")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="truncate longer texts")
     add_device_option(parser)
     parser.set_defaults(refuse=parser.error)
 

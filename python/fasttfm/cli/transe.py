@@ -1,12 +1,12 @@
 """``fasttfm transe``: learns vectors of a knowledge graph's entities and relations (TransE).
 
-  fasttfm transe                                            the graph that is shipped
+  fasttfm transe                                            the shipped graph
   fasttfm transe --data triples.tsv --width 100 --epochs 500
   fasttfm transe --data train.tsv --test test.tsv --output kg
   fasttfm transe --graph conceptnet.tsv --output kg         for finetune --graph conceptnet.tsv --graph-vectors kg
 
 A line of --data has head, relation and tail, separated by tabs. A line of --graph is an edge as finetune --graph
-reads it: relation, head, tail and, if there is one, a weight, which TransE ignores. The output directory holds
+reads it: relation, head, tail and, if there is one, a weight, which TransE ignores. The output directory contains
 entity2id.txt, entity2vec.vec, relation2id.txt and relation2vec.vec in the format of OpenKE and of ERNIE's released
 knowledge embeddings, and metrics.json. Hits@10 and mean rank are filtered: a test fact's head or tail is ranked among
 all entities that do not make another known fact.
@@ -26,28 +26,28 @@ from fasttfm.cli.options import Formatter, check_output, exit_on_user_error, out
 def add_parser(subparsers: Any) -> None:
     """Adds the ``transe`` command to a command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "transe", help="vectors of a knowledge graph", description=__doc__, formatter_class=Formatter
+        "transe", help="learn vectors of a knowledge graph", description=__doc__, formatter_class=Formatter
     )
     files = parser.add_mutually_exclusive_group()
     files.add_argument(
-        "--data", type=Path, metavar="FILE", help="triples: head, relation, tail; by default the shipped graph"
+        "--data", type=Path, metavar="FILE", help="triples: head, relation, tail (default: the shipped graph)"
     )
-    files.add_argument("--graph", type=Path, metavar="FILE", help="edges: relation, head, tail and a weight or none")
+    files.add_argument("--graph", type=Path, metavar="FILE", help="edges: relation, head, tail and, optionally, weight")
     parser.add_argument(
         "--test",
         type=Path,
         metavar="FILE",
-        help="triples to rank: head, relation, tail; by default a share of the data",
+        help="triples to rank: head, relation, tail (default: a fraction of the data)",
     )
     parser.add_argument(
         "--held-out",
         type=float,
         default=0.05,
         metavar="SHARE",
-        help="share of the triples to rank instead of learning them; 0 learns all of them and ranks those",
+        help="fraction of the triples that are ranked, not learnt; 0 learns and ranks all",
     )
     group = parser.add_argument_group("training")
-    group.add_argument("--width", type=int, default=100, metavar="N", help="elements of a vector")
+    group.add_argument("--width", type=int, default=100, metavar="N", help="width of the vectors")
     group.add_argument("--epochs", type=int, default=200, metavar="N", help="passes over the triples")
     group.add_argument("--batch-size", type=int, default=512, metavar="N", help="triples per step")
     group.add_argument("--learning-rate", type=float, default=0.01, metavar="RATE", help="Adam's learning rate")
@@ -56,7 +56,9 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--norm", type=int, default=1, choices=(1, 2), help="L1 or L2 distance")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed")
     group = parser.add_argument_group("run")
-    group.add_argument("--output", type=Path, metavar="DIR", help="by default a new one under fasttfm-runs")
+    group.add_argument(
+        "--output", type=Path, metavar="DIR", help="output directory (default: a new one under fasttfm-runs)"
+    )
     group.add_argument("--overwrite", action="store_true", help="write to --output even if it has files")
     group.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(refuse=parser.error)
