@@ -23,7 +23,7 @@ from fasttfm.cli.options import MODEL_HELP, Formatter, add_device_option, check_
 def add_parser(subparsers: Any) -> None:
     """Adds the ``fill-mask`` command to a command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "fill-mask", help="predict the masked words of texts", description=__doc__, formatter_class=Formatter
+        "fill-mask", help="predict the masked tokens of texts", description=__doc__, formatter_class=Formatter
     )
     add_language_model_options(parser)
     parser.add_argument("--top-k", type=int, default=5, metavar="K", help="number of words per mask")
