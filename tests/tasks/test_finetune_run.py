@@ -127,6 +127,8 @@ def test_what_cannot_be_resumed(
         (("--lora", 2, "--freeze-layers", 1), 2, "--lora: expected without --freeze-layers"),
         (("--freeze-layers", 3), 2, "freeze_layers: expected 0 to the model's 2 layers, got 3"),
         (("--search", "1e-3,1e-4"), 2, "--search: expected without --learning-rate"),
+        (("--mini-batch", 8), 2, "--mini-batch: expected with --task similarity"),
+        (("--stride", 8), 2, "--stride: expected with --task qa"),
         (("--patience", 0), 2, "patience: expected a number from 1 on, got 0"),
         (("--restarts", 0), 2, "restarts: expected a number from 1 on, got 0"),
         (("--class-weights", tmp_path / "none.json"), 1, "none.json: No such file or directory"),

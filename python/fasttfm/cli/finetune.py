@@ -77,7 +77,7 @@ def add_parser(subparsers: Any) -> None:
     _add_graph(parser.add_argument_group("commonsense"))
     _add_similarity(parser.add_argument_group("similarity"))
     _add_run(add_run_options(parser))
-    parser.set_defaults(refuse=parser.error)
+    parser.set_defaults(refuse=parser.error, default_of=parser.get_default)
 
 
 def _add_data(group: Any) -> None:
@@ -227,6 +227,11 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError("--output: expected under torchrun")
     if arguments.search is not None and arguments.learning_rate is not None:
         raise ValueError("--search: expected without --learning-rate")
+    for task in TASKS.values():
+        for name in set(task.options) - set(TASKS[arguments.task].options):
+            if getattr(arguments, name) != arguments.default_of(name):
+                takers = [other for other, kind in TASKS.items() if name in kind.options]
+                raise ValueError(f"--{name.replace('_', '-')}: expected with --task {' or '.join(takers)}")
     ways = {"--freeze-encoder": arguments.freeze_encoder, "--freeze-layers": arguments.freeze_layers is not None}
     given = [name for name, used in {**ways, "--lora": arguments.lora is not None}.items() if used]
     if len(given) > 1:
@@ -384,7 +389,7 @@ class Session:
 
     def _options(self, work: Any) -> dict[str, Any]:
         """Every setting of a training, with the values that were chosen by default."""
-        left_out = {"command", "refuse", "resume", "overwrite", "quiet", "search", "restarts"}
+        left_out = {"command", "refuse", "default_of", "resume", "overwrite", "quiet", "search", "restarts"}
         found = {name: value for name, value in vars(self.arguments).items() if name not in left_out}
         settings = work.settings
         found |= {"learning_rate": settings.rates.rate, "seed": settings.seed, "epochs": settings.epochs}
