@@ -144,7 +144,8 @@ def report(soak: Soak, samples: list[tuple[float, int, int, int]]) -> tuple[bool
 def write(rows: list[dict[str, Any]], session: Session, model: str, folder: Path) -> None:
     """Replaces the rows of the same model in the machine's file."""
     path = folder / f"{file_stem(session.device)}-soak.csv"
-    threads = f", {torch.get_num_threads()} threads" if session.device.type == "cpu" else ""
+    count = torch.get_num_threads()
+    threads = f", {count} thread{'s' if count > 1 else ''}" if session.device.type == "cpu" else ""
     fixed = {
         "model": model,
         "device": device_name(session.device) + threads,

@@ -121,6 +121,27 @@ def test_swag(tmp_path: Path) -> None:
     assert read_choices(write(tmp_path, without))[0].label is None
 
 
+def test_columns_without_a_header(tmp_path: Path) -> None:
+    without = Columns(header=False)
+    assert read_texts(write(tmp_path, "a\tx\nb\ty\n"), without) == [
+        TextExample("a", None, "x"),
+        TextExample("b", None, "y"),
+    ]
+    assert read_texts(write(tmp_path, "a\tb\tx\n"), without) == [TextExample("a", "b", "x")]
+    assert read_texts(write(tmp_path, "a\nb\n"), without) == [
+        TextExample("a", None, None),
+        TextExample("b", None, None),
+    ]
+    four = write(tmp_path, "a\tb\tc\td\n")
+    with pytest.raises(
+        DataError, match=r"line 1: expected up to three columns without a header: .*, got 4; --text-column"
+    ):
+        read_texts(four, without)
+    assert read_texts(four, Columns("4", None, "1", header=False)) == [TextExample("d", None, "a")]
+    with pytest.raises(DataError, match=r"line 1: expected a header .* --no-header says that this line is an example"):
+        read_texts(four)
+
+
 # ---- what is not of a format -----------------------------------------------------------------------------------------
 
 

@@ -76,7 +76,8 @@ def add_column_options(group: Any) -> None:
     group.add_argument(
         "--no-header",
         action="store_true",
-        help="csv and tsv files have no header line; columns are numbered from 1",
+        help="csv and tsv files have no header line; columns are text and label, or two texts and label, or are "
+        "numbered from 1",
     )
 
 

@@ -157,7 +157,10 @@ class TextColumns(NamedTuple):
 
 
 def text_columns(table: Table, columns: Columns) -> TextColumns:
-    """The columns of a table that are read: the given ones, or those with a known name."""
+    """The columns of a table that are read: the given ones, or those with a known name. Without a header, two columns
+    are text and label, and three the texts of a pair and its label."""
+    if isinstance(table, Delimited) and not columns.header and not any(columns[:3]):
+        return _columns_by_number(table)
     names = {name.lower(): name for name in reversed(table.columns)}
     text, pair, label = (None if given is None else _column(table, given) for given in columns[:3])
     if text is None:
@@ -169,12 +172,22 @@ def text_columns(table: Table, columns: Columns) -> TextColumns:
             text = single[0]
         else:
             known = "; ".join([*(f"{a!r} and {b!r}" for a, b in _PAIRS), *map(repr, _TEXTS)])
-            expected = f"a header with the columns {known} (--text-column names another)"
+            others = "--text-column names another, --no-header says that this line is an example"
+            expected = f"a header with the columns {known} ({others})"
             got = ", ".join(map(repr, table.columns))
             raise data_error(table.path, expected, f"{got:.200}", line=table.header_line)
     if label is None:
         label = next((names[each] for each in _LABELS if each in names and names[each] not in (text, pair)), None)
     return TextColumns(text, pair, label)
+
+
+def _columns_by_number(table: Table) -> TextColumns:
+    if len(table.columns) > 3:
+        expected = "up to three columns without a header: a text, the second text of a pair, a label"
+        got = f"{len(table.columns)}; --text-column and --label-column give the numbers"
+        raise data_error(table.path, expected, got, line=table.header_line)
+    first, *others = table.columns
+    return TextColumns(first, others[0] if len(others) == 2 else None, others[-1] if others else None)
 
 
 def _column(table: Table, given: str) -> str:
