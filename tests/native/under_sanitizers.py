@@ -15,7 +15,7 @@ import torch
 
 from fasttfm import nn
 from fasttfm.kernels.common.activation import CODES
-from fasttfm.ops import attention, cu_seqlens_from_lengths, gelu_product
+from fasttfm.ops import attention, cu_seqlens_from_lengths, gelu_product, qkv_projection
 from fasttfm.ops.backends import BackendRefused, dtype_name, tables
 from fasttfm.ops.gelu_product import DERIVATIVE, PRODUCT
 from fasttfm.testing.harness import draw_inputs, run, with_backend
@@ -177,3 +177,14 @@ def test_gelu_product(rows: int, inner: int, columns: int, kind: str, dtype: tor
     transposed = weight.t().contiguous()
     gelu_product.backward_op(x, transposed, h, bias, kind, True, True, "cuda")
     gelu_product.scaled_op(x, transposed, h, bias, True, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "columns"), [(127, 72), (300, 200), (4300, 1024)])
+def test_qkv_projection(rows: int, columns: int, dtype: torch.dtype) -> None:
+    randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    x, weight, bias = (
+        randn(*shape).to(dtype).cuda() for shape in ((rows, columns), (3 * columns, columns), (3 * columns,))
+    )
+    qkv_projection(x, weight, bias, 2, backend="cuda")

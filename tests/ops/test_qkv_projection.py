@@ -3,11 +3,15 @@ import torch
 from torch import Tensor
 
 from fasttfm import explain, use_backend
+from fasttfm.kernels.qkv_projection import reference
 from fasttfm.ops import fuse_qkv, layer_norm, qkv_projection, rotary
+from fasttfm.ops.backends import BackendRefused
+from fasttfm.ops.backends import tables as tables_of_backends
 from fasttfm.testing.harness import same_bits
 from fasttfm.testing.pytest_ops import interpreted, op_tests
 from fasttfm.testing.saved import saved_bytes
 from fasttfm.testing.specs.qkv_projection import SPEC
+from fasttfm.testing.tolerance import OUTPUT_FACTOR, compare
 
 TestQkvProjection = op_tests(SPEC)
 
@@ -181,3 +185,34 @@ def test_triton_serves_only_by_name_and_explain_says_why() -> None:
     refused = explain("qkv_projection", x.double(), weight.double(), None, H, backend="triton")
     assert refused.chosen is None
     assert refused.reasons["triton"] == "takes float32, bfloat16 and float16, got float64"
+
+
+def test_the_hopper_kernel_refuses_in_words() -> None:
+    (cuda,) = (backend for backend in tables_of_backends()["qkv_projection"].backends if backend.name == "cuda")
+    x, weight, cos = torch.randn(5, C).bfloat16(), torch.randn(3 * C, C).bfloat16(), torch.ones(5, 2)
+    assert cuda.refuse(x, weight, None, H, cos) == "takes no rotary embedding"
+    assert cuda.refuse(x.float(), weight.float(), None, H) == "takes bfloat16 and float16, got float32"
+    assert cuda.refuse(x, weight, None, H) == "takes tensors on a GPU of compute capability 9.0"
+    with pytest.raises(BackendRefused, match=r"backend 'cuda' cannot serve this call:\n  torch: can serve"):
+        qkv_projection(x, weight, None, H, backend="cuda")
+    assert explain("qkv_projection", x, weight, None, H, cos=cos, sin=cos).chosen == "torch"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="requires Hopper"
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+# Of one tile, of tiles that reach past the end, and of several rounds of tiles on all multiprocessors.
+@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (127, 72), (300, 200), (777, 768), (4700, 1024)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_hopper_kernel(rows: int, columns: int, biased: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    wide = torch.randn(rows, columns + 8, device="cuda").to(dtype)
+    x, weight = wide[:, :columns], (torch.randn(3 * columns, columns, device="cuda") * columns**-0.5).to(dtype)
+    bias = torch.randn(3 * columns, device="cuda").to(dtype) if biased else None
+    tested = qkv_projection(x, weight, bias, 2, backend="cuda")
+    naive = reference.qkv_projection(x, weight, bias, 2)
+    exact = reference.qkv_projection(x.double(), weight.double(), None if bias is None else bias.double(), 2)
+    found = compare("qkv", tested, naive, exact, OUTPUT_FACTOR)
+    assert found.ok, str(found)

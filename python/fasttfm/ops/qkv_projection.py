@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm import _native
 from fasttfm.kernels.common.rows import as_rows
 from fasttfm.kernels.qkv_projection import reference
 from fasttfm.ops import checks, linear
@@ -21,6 +22,7 @@ from fasttfm.ops.backends import (
     triton_absent,
 )
 from fasttfm.ops.column_sum import column_sum_op
+from fasttfm.ops.gelu_product import refuse_cuda as refuse_hopper_product
 from fasttfm.ops.layer_norm import layer_norm as apply_layer_norm
 from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
 from fasttfm.ops.rotary import check_positions, check_tables, rotary_op
@@ -183,7 +185,7 @@ class _QkvProjection(OpFunction):
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, *options: Any) -> Tensor:
     cos, sin, positions, interleaved, asked = options
     check_positions(OP, positions, cos)
-    chosen = TABLE.select(asked, x, weight, bias, num_heads)
+    chosen = TABLE.select(asked, x, weight, bias, num_heads, cos)
     qkv: Tensor = chosen.forward(x, weight, bias, num_heads, cos, sin, positions, interleaved)
     return qkv
 
@@ -286,16 +288,50 @@ def _forward_triton(*arguments: Any) -> Tensor:
     return qkv
 
 
+def _forward_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, *_: Any) -> Tensor:
+    rows = as_rows(x)
+    qkv = torch.empty(_shape(x, num_heads, 3, num_heads), dtype=x.dtype, device=x.device)
+    _native.core().qkv_projection_cuda(
+        x=rows.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=_native.address(bias),
+        qkv=qkv.data_ptr(),
+        rows=rows.shape[0],
+        inputs=rows.shape[1],
+        columns=weight.shape[0],
+        x_stride=rows.stride(0),
+        dtype=_native.DTYPE_CODES[x.dtype],
+        bias_dtype=_native.dtype_code(bias),
+        device=x.device.index,
+        stream=_native.stream(x),
+    )
+    return qkv
+
+
+def _refuse_cuda(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    num_heads: int | None = None,
+    cos: Tensor | None = None,
+    **_: Any,
+) -> str | None:
+    if cos is not None:
+        return "takes no rotary embedding"
+    return refuse_hopper_product(x, weight, bias)
+
+
 _NOT_MEASURED = "its time on a GPU next to torch's GEMM is not measured"
 
 TABLE = BackendTable(
     OP,
     (
-        Backend("torch", always, lambda *_: None, _then_rotary(_forward_torch, None), _backward_torch),
+        Backend("torch", always, lambda *_, **__: None, _then_rotary(_forward_torch, None), _backward_torch),
+        Backend("cuda", _native.missing_hopper, _refuse_cuda, _forward_cuda, _backward_torch, by_name=_NOT_MEASURED),
         Backend(
             "triton",
             triton_absent,
-            lambda x, *_: refuse_triton(x),
+            lambda x, *_, **__: refuse_triton(x),
             _forward_triton,
             _backward_torch,
             by_name=_NOT_MEASURED,

@@ -1,0 +1,485 @@
+// A persistent Hopper GEMM whose epilogue is a type: its Params, and what its warps do with a tile of the result.
+//
+// A block is persistent and computes one tile of 128 rows by kColumns columns of the result after another. One producer
+// warp loads the operands by TMA, 64 elements of K per step, into a ring in shared memory. Two consumer warpgroups
+// issue wgmma, 64 rows each, and store their accumulators, rounded to 16 bits, in shared memory. Epilogue warps read
+// them from there, finish them and write to global memory, while the next tile is computed. The blocks of a cluster
+// compute tiles one below the other, which share the operand b: each block loads a part of it and multicasts it to all.
+//
+// An epilogue E has
+//   E::Params   what it needs, and these, the last five of which launch_product() sets:
+//                 int rows, columns;        of the result
+//                 int steps;                of 64 elements of K
+//                 int column_tiles, turns;  turns: tiles of clusters; the tiles of a cluster's blocks are one below the
+//                                           other
+//                 int whole, split;         turns before the last round, and the number of clusters per tile in it
+//   E::kB       how the operand b is stored; a is K-major
+//   E::finish<T, S>(params, memory, warp)   what each of its warps does, for all tiles of the block
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+
+#include "common/cuda/hopper.cuh"
+#include "common/cuda/reduce.cuh"
+#include "common/cuda/rows.cuh"
+#include "common/dtype.h"
+#include "common/status.h"
+
+namespace fasttfm {
+namespace cuda {
+
+// COLUMNS of a tile, STAGES of the ring, CLUSTER blocks, EPILOGUES epilogue warps.
+//
+// A consumer needs 154 registers for 256 columns and 120 for 192, and ptxas allows no more than a thread has at launch.
+// So EPILOGUES is at most 3 for 256 columns and 7 for 192.
+template <int COLUMNS, int STAGES, int CLUSTER, int EPILOGUES>
+struct ProductShape {
+  static constexpr int kRows = 128, kColumns = COLUMNS, kStages = STAGES, kCluster = CLUSTER;
+  static constexpr int kParts = COLUMNS / kTileColumns;  // 64-column parts of a tile of the result
+  static constexpr int kPartBytes = kRows * kTileRowBytes;
+  static constexpr int kStepBytes = (kRows + COLUMNS) * kTileRowBytes;
+  static constexpr int kConsumerWarps = 8, kEpilogueWarps = EPILOGUES;
+  static constexpr int kThreads = 32 * (kConsumerWarps + 1 + EPILOGUES);
+  static constexpr int kRowGroups = kRows / 4;  // an epilogue warp processes four rows of a part at a time
+  static constexpr int kVectors = (kRowGroups + EPILOGUES - 1) / EPILOGUES;  // of 8 elements per thread and part
+  // Bytes below a part that the last vectors of some warps read without using them.
+  static constexpr int kBytesBelow = 4 * (kVectors * EPILOGUES - kRowGroups) * kTileRowBytes;
+};
+
+template <class S>
+struct alignas(1024) ProductMemory {
+  char a[S::kStages][S::kRows * kTileRowBytes];
+  char b[S::kStages][S::kColumns * kTileRowBytes];
+  char result[S::kParts * S::kPartBytes + S::kBytesBelow];  // nothing is written below the last part
+  alignas(16) float sums[2][S::kEpilogueWarps][kTileColumns];
+  Mbarrier full[S::kStages], empty[S::kStages], result_full, result_empty;
+
+  static constexpr int kSlack = 1024;  // dynamic shared memory is aligned only to 16 bytes
+
+  __device__ __forceinline__ void init() {
+    for (int i = 0; i < S::kStages; ++i) {
+      full[i].init(1);
+      empty[i].init(S::kConsumerWarps * S::kCluster);
+    }
+    result_full.init(S::kConsumerWarps * kWarpArrivals);
+    result_empty.init(S::kEpilogueWarps * kWarpArrivals);
+    fence_mbarrier_init();
+  }
+};
+
+// The tiles of one block. In each round neighbouring clusters take neighbouring columns of the same rows. From round to
+// round the assignment shifts by one cluster; otherwise one cluster might get all of the narrower tiles at the ends of
+// rows. In the last round, where few tiles are left, several clusters share the columns of a tile.
+template <class S>
+struct ProductTileScheduler {
+  int first, own;   // the round's first turn, and this cluster's offset from it
+  int row, column;  // of the tile's first element
+
+  template <class P>
+  __device__ __forceinline__ explicit ProductTileScheduler(const P& p)
+      : first(0), own(static_cast<int>(blockIdx.x) / S::kCluster) {
+    place(p);
+  }
+  template <class P>
+  __device__ __forceinline__ bool valid(const P& p) const {
+    return first + own < p.turns;
+  }
+  template <class P>
+  __device__ __forceinline__ void next(const P& p) {
+    const int clusters = static_cast<int>(gridDim.x) / S::kCluster;
+    first += clusters;
+    own = own + 1 == clusters ? 0 : own + 1;
+    place(p);
+  }
+  // The number of 64-column parts that the block computes, which may be 0 in the last round.
+  template <class P>
+  __device__ __forceinline__ int parts(const P& p) const {
+    const int width = first < p.whole ? S::kParts : S::kParts / p.split;
+    return min(width, (p.columns - column + kTileColumns - 1) / kTileColumns);
+  }
+
+ private:
+  template <class P>
+  __device__ __forceinline__ void place(const P& p) {
+    const int rank = static_cast<int>(blockIdx.x) % S::kCluster;
+    int turn = first + own, share = 0;
+    if (first >= p.whole) {
+      turn = p.whole + own / p.split;
+      share = own % p.split * (S::kColumns / p.split);
+    }
+    row = (turn / p.column_tiles * S::kCluster + rank) * S::kRows;
+    column = turn % p.column_tiles * S::kColumns + share;
+  }
+};
+
+// ---- producer --------------------------------------------------------------------------------------------------------
+
+template <class S>
+__device__ __forceinline__ void tma_load_to_cluster(const CUtensorMap* map, Mbarrier& full, uint32_t to, int c0,
+                                                    int c1) {
+  if constexpr (S::kCluster == 1)
+    tma_load(map, full, to, c0, c1, 0, 0);
+  else
+    tma_load_multicast((1 << S::kCluster) - 1, map, full, to, c0, c1, 0, 0);
+}
+
+// Runs in one thread. The block loads a part of b's tile: some of its rows if b is K-major, otherwise some elements of
+// K.
+template <class S, Major B, class P>
+__device__ __forceinline__ void produce(const P& p, ProductMemory<S>& memory, const CUtensorMap* a_map,
+                                        const CUtensorMap* b_map) {
+  const int rank = static_cast<int>(blockIdx.x) % S::kCluster;
+  RingPosition<S::kStages> at;
+  for (ProductTileScheduler<S> tile(p); tile.valid(p); tile.next(p)) {
+    for (int step = 0; step < p.steps; ++step) {
+      memory.empty[at.slot].wait(at.parity ^ 1);
+      Mbarrier& full = memory.full[at.slot];
+      full.arrive_expect_tx(S::kStepBytes);
+      tma_load(a_map, full, shared_address(memory.a[at.slot]), step * kTileColumns, tile.row, 0, 0);
+      const uint32_t b = shared_address(memory.b[at.slot]);
+      if constexpr (B == Major::k) {
+        const int first = rank * (S::kColumns / S::kCluster);
+        tma_load_to_cluster<S>(b_map, full, b + first * kTileRowBytes, step * kTileColumns, tile.column + first);
+      } else {
+        const int first = rank * (kTileColumns / S::kCluster);
+#pragma unroll
+        for (int part = 0; part < S::kParts; ++part)
+          tma_load_to_cluster<S>(b_map, full, b + (part * kTileColumns + first) * kTileRowBytes,
+                                 tile.column + part * kTileColumns, step * kTileColumns + first);
+      }
+      at.next();
+    }
+  }
+}
+
+// ---- consumers -------------------------------------------------------------------------------------------------------
+
+// Stores a warpgroup's accumulators, rounded, to its 64 rows of the first PARTS parts of the result.
+template <class T, class S, int PARTS>
+__device__ __forceinline__ void store_result(uint32_t parts, const float (&d)[PARTS * kTileColumns / 2]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, row = 16 * (static_cast<int>(threadIdx.x) / 32 % 4) + lane % 16;
+  const uint32_t first = parts + row * kTileRowBytes + (((lane / 16) ^ (row % 8)) << 4);
+#pragma unroll
+  for (int i = 0; i < PARTS * kTileColumns / 8; i += 2) {  // columns 8 * i to 8 * i + 15
+    uint32_t word[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) word[k] = narrow_word(d[4 * i + 2 * k], d[4 * i + 2 * k + 1], T{});
+    stmatrix_x4((first ^ (i % 8 << 4)) + i / 8 * S::kPartBytes, word);
+  }
+}
+
+// The state of a consumer warpgroup: its half of a tile's rows, its position in the ring, and the parity of the result
+// buffer.
+template <class S>
+struct ProductConsumer {
+  int group;
+  RingPosition<S::kStages> at;
+  uint32_t parity = 0, last = 0;
+};
+
+template <class S>
+__device__ __forceinline__ void release(Mbarrier& empty) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  __syncwarp();
+  if constexpr (S::kCluster == 1) {
+    if (lane == 0) empty.arrive();
+  } else {
+    if (lane < S::kCluster) empty.arrive_remote(lane);
+  }
+}
+
+// A warpgroup computes 64 rows of the tile's first PARTS parts, or of fewer if the tile is narrower. All widths share
+// the accumulators `sums`; otherwise ptxas would reserve registers for each.
+template <class T, class S, Major B, int PARTS = S::kParts, class P>
+__device__ __forceinline__ void multiply_tile(const P& p, ProductMemory<S>& memory, ProductConsumer<S>& own, int parts,
+                                              float (&sums)[S::kColumns / 2]) {
+  if constexpr (PARTS > 1) {
+    if (parts < PARTS) return multiply_tile<T, S, B, PARTS - 1>(p, memory, own, parts, sums);
+  }
+  auto& d = reinterpret_cast<float (&)[PARTS * kTileColumns / 2]>(sums);
+  for (int step = 0; step < p.steps; ++step) {
+    memory.full[own.at.slot].wait(own.at.parity);
+    const uint64_t a = k_major(shared_address(memory.a[own.at.slot]) + own.group * 64 * kTileRowBytes);
+    const uint32_t b_tile = shared_address(memory.b[own.at.slot]);
+    const uint64_t b = B == Major::k ? k_major(b_tile) : mn_major(b_tile, kTileColumns * kTileRowBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kTileColumns / 16; ++i)
+      wgmma<T, Major::k, B>(d, advance(a, i * kKMajorStep),
+                            advance(b, i * (B == Major::k ? kKMajorStep : kMnMajorStep)), step > 0 || i > 0);
+    wgmma_commit();
+    if (step > 0) {
+      wgmma_wait<1>();
+      release<S>(memory.empty[own.last]);
+    }
+    own.last = own.at.slot;
+    own.at.next();
+  }
+  wgmma_wait<0>();
+  fence_operand(d);
+  release<S>(memory.empty[own.last]);
+  memory.result_empty.wait(own.parity ^ 1);
+  store_result<T, S, PARTS>(shared_address(memory.result) + own.group * 64 * kTileRowBytes, d);
+}
+
+template <class T, class S, Major B, class P>
+__device__ __forceinline__ void consume(const P& p, ProductMemory<S>& memory, int group) {
+  ProductConsumer<S> own = {group};
+  float sums[S::kColumns / 2];
+  for (ProductTileScheduler<S> tile(p); tile.valid(p); tile.next(p)) {
+    multiply_tile<T, S, B>(p, memory, own, tile.parts(p), sums);
+    arrive_warp(memory.result_full);
+    own.parity ^= 1;
+  }
+}
+
+// ---- epilogue -----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint4 load_vector(uint32_t shared) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared));
+  return v;
+}
+__device__ __forceinline__ void store_vector_if(bool wanted, void* to, uint4 v) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.v4.b32 [%1], {%2, %3, %4, %5}; }" ::"r"(
+                   static_cast<int>(wanted)),
+               "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+// Loads data that is read once, without allocating it in L1.
+__device__ __forceinline__ uint4 load_stream_if(bool wanted, const void* from) {
+  uint4 v;
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %4, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
+      " @p ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%5]; }"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "r"(static_cast<int>(wanted)), "l"(from));
+  return v;
+}
+// Eight elements of the bias in their storage type, loaded ahead of their use; zeros if there is no bias.
+struct BiasVector {
+  uint4 words[2];
+
+  template <class P>
+  __device__ __forceinline__ BiasVector(const P& p, int column) {
+    const bool wide = p.bias_dtype == DType::f32, there = p.bias != nullptr && column < p.columns;
+    const char* from = static_cast<const char*>(p.bias) + column * (wide ? 4 : 2);
+    words[0] = load_stream_if(there, from);
+    words[1] = load_stream_if(there && wide, from + 16);
+  }
+  __device__ __forceinline__ void widen_to(float (&to)[kVector], DType dtype) const {
+    if (dtype == DType::f32)
+      widen(*reinterpret_cast<const Packed<float>*>(words), to);
+    else if (dtype == DType::bf16)
+      widen(*reinterpret_cast<const Packed<bf16_t>*>(words), to);
+    else
+      widen(*reinterpret_cast<const Packed<f16_t>*>(words), to);
+  }
+};
+
+template <class T>
+__device__ __forceinline__ void widen_vector(uint4 v, float (&to)[kVector]) {
+  widen(*reinterpret_cast<const Packed<T>*>(&v), to);
+}
+template <class T>
+__device__ __forceinline__ uint4 narrow_vector(const float (&from)[kVector]) {
+  const Packed<T> packed = narrow<T>(from);
+  return *reinterpret_cast<const uint4*>(&packed);
+}
+
+// A thread's position in the 64-column parts of a tile: eight threads process the 128 bytes of a row, a warp four rows,
+// and neighbouring warps neighbouring rows. A thread's vectors of a part are kStep rows apart.
+template <class S>
+struct EpilogueThread {
+  static constexpr int kStep = 4 * S::kEpilogueWarps;
+  int warp, lane, row, column;
+  uint32_t result;  // shared address of its first vector of a part
+
+  __device__ __forceinline__ EpilogueThread(const ProductMemory<S>& memory, int number)
+      : warp(number), lane(static_cast<int>(threadIdx.x) % 32), row(4 * number + lane / 8), column(8 * (lane % 8)) {
+    result = shared_address(memory.result) + row * kTileRowBytes + (((lane % 8) ^ (row % 8)) << 4);
+  }
+  // The number of valid rows of a tile from the thread's first row on.
+  __device__ __forceinline__ int rows_left(int rows) const { return min(rows, S::kRows) - row; }
+  // The thread's v-th vector of a part. In the swizzle, a step of 4 mod 8 rows swaps the first and the last four chunks
+  // of a row.
+  __device__ __forceinline__ uint4 vector(int part, int v) const {
+    const uint32_t swap = kStep % 8 != 0 && v % 2 != 0 ? 64 : 0;
+    return load_vector((result ^ swap) + part * S::kPartBytes + v * kStep * kTileRowBytes);
+  }
+};
+
+// Iterates over the positions of a thread's vectors of one part of a tile in a tensor [rows, columns].
+template <class S>
+struct PartWalk {
+  int column, rows;  // number of valid rows from the next vector's on
+  int64_t offset;    // of the next vector, in bytes
+
+  template <class P>
+  __device__ __forceinline__ PartWalk(const P& p, const EpilogueThread<S>& thread, const ProductTileScheduler<S>& tile,
+                                      int part)
+      : column(tile.column + part * kTileColumns + thread.column),
+        rows(column < p.columns ? thread.rows_left(p.rows - tile.row) : 0),
+        offset(2 * (static_cast<int64_t>(tile.row + thread.row) * p.columns + column)) {}
+  __device__ __forceinline__ bool there() const { return rows > 0; }
+  // The asm keeps ptxas from computing all positions of a part first, for which there are no registers.
+  template <class P>
+  __device__ __forceinline__ void next(const P& p) {
+    rows -= EpilogueThread<S>::kStep;
+    offset += static_cast<int64_t>(p.columns) * (2 * EpilogueThread<S>::kStep);
+    asm volatile("" : "+l"(offset), "+r"(rows));
+  }
+};
+
+// arrive_warp() with thread.lane: reading threadIdx.x takes another register, and some kernels would spill.
+template <class S>
+__device__ __forceinline__ void release_result(ProductMemory<S>& memory, const EpilogueThread<S>& thread) {
+  __syncwarp();
+  if (kWarpArrivals > 1 || thread.lane == 0) memory.result_empty.arrive();
+}
+
+// Calls body(at, sums, bias) for each vector of eight sums that the thread finishes: where they go, the sums in the
+// storage type, and the bias of their columns.
+template <class S, class P, class F>
+__device__ __forceinline__ void finish_vectors(const P& p, ProductMemory<S>& memory, int warp, F body) {
+  const EpilogueThread<S> thread(memory, warp);
+  uint32_t parity = 0;
+  ProductTileScheduler<S> tile(p);
+  BiasVector next_bias(p, tile.column + thread.column);
+  for (; tile.valid(p); tile.next(p)) {
+    memory.result_full.wait(parity);
+    const int parts = tile.parts(p);
+#pragma unroll 1
+    for (int part = 0; part < parts; ++part) {
+      const bool ends = part == parts - 1;
+      PartWalk<S> at(p, thread, tile, part);
+      float bias[kVector];
+      next_bias.widen_to(bias, p.bias_dtype);
+      ProductTileScheduler<S> then = tile;
+      if (ends) then.next(p);
+      next_bias = BiasVector(p, then.column + (ends ? 0 : part + 1) * kTileColumns + thread.column);
+      constexpr int kBatch = 4;  // vectors in flight
+#pragma unroll
+      for (int first = 0; first < S::kVectors; first += kBatch) {
+        uint4 sums[kBatch];
+#pragma unroll
+        for (int v = first; v < first + kBatch && v < S::kVectors; ++v) sums[v - first] = thread.vector(part, v);
+#pragma unroll
+        for (int v = first; v < first + kBatch && v < S::kVectors; ++v) {
+          body(at, sums[v - first], bias);
+          at.next(p);
+        }
+      }
+    }
+    release_result(memory, thread);
+    parity ^= 1;
+  }
+}
+
+// ---- kernel ----------------------------------------------------------------------------------------------------------
+
+// The operand a is K-major. E::kB says how b is stored, E::Params has `tiles`, and E::finish<T, S>(p, memory, warp)
+// runs in every epilogue warp.
+template <class T, class S, class E>
+__global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThreads, 1)
+    product_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
+                   const __grid_constant__ typename E::Params p) {
+  extern __shared__ char dynamic_memory[];
+  auto& memory =
+      *reinterpret_cast<ProductMemory<S>*>(dynamic_memory + (1024 - shared_address(dynamic_memory) % 1024) % 1024);
+  const int warp = warp_uniform(static_cast<int>(threadIdx.x) / 32);
+  if (threadIdx.x == 0) memory.init();
+  __syncthreads();
+  if constexpr (S::kCluster > 1) cluster_sync();
+  if (warp < S::kConsumerWarps) {
+    consume<T, S, E::kB>(p, memory, warp / 4);
+  } else {
+    if (warp > S::kConsumerWarps) {
+      E::template finish<T, S>(p, memory, warp - S::kConsumerWarps - 1);
+    } else if (elect_one()) {
+      prefetch_tensormap(&a_map);
+      prefetch_tensormap(&b_map);
+      produce<S, E::kB>(p, memory, &a_map, &b_map);
+    }
+    __syncwarp();
+  }
+  if constexpr (S::kCluster > 1) cluster_sync();  // another block may still multicast into this block's shared memory
+}
+
+// ---- launch ----------------------------------------------------------------------------------------------------------
+
+struct ProductOperands {
+  const void *a, *b;
+  int64_t a_stride,
+      inner;  // a: [rows, inner], rows a_stride apart; b: [columns, inner], or [inner, columns] if MN-major
+  DType dtype;
+  int device;
+  void* stream;
+};
+
+template <class T, class S, class E>
+Status launch_product(const ProductOperands& operands, typename E::Params p, int multiprocessors) {
+  constexpr size_t kMemory = sizeof(ProductMemory<S>) + ProductMemory<S>::kSlack;
+  static_assert(kMemory <= 227 * 1024, "more shared memory than an SM has");
+  const int64_t inner = operands.inner, columns = p.columns;
+  const TensorView a_view = {
+      operands.a, operands.dtype, {inner, p.rows, 1, 1}, {operands.a_stride, 0, 0}, {kTileColumns, S::kRows, 1, 1}};
+  const TensorView b_view = E::kB == Major::mn ? TensorView{operands.b,
+                                                            operands.dtype,
+                                                            {columns, inner, 1, 1},
+                                                            {columns, 0, 0},
+                                                            {kTileColumns, kTileColumns / S::kCluster, 1, 1}}
+                                               : TensorView{operands.b,
+                                                            operands.dtype,
+                                                            {inner, columns, 1, 1},
+                                                            {inner, 0, 0},
+                                                            {kTileColumns, S::kColumns / S::kCluster, 1, 1}};
+  CUtensorMap a_map, b_map;
+  Status status = make_tensor_map(&a_map, a_view);
+  if (status.code == StatusCode::ok) status = make_tensor_map(&b_map, b_view);
+  if (status.code != StatusCode::ok) return status;
+  constexpr int kTurnRows = S::kRows * S::kCluster;
+  p.steps = static_cast<int>((inner + kTileColumns - 1) / kTileColumns);
+  p.column_tiles = (p.columns + S::kColumns - 1) / S::kColumns;
+  const int count = (p.rows + kTurnRows - 1) / kTurnRows * p.column_tiles;
+  const int clusters = multiprocessors / S::kCluster;
+  p.whole = count / clusters * clusters;
+  p.split = 1;
+  for (int split = 2; split <= S::kParts; ++split)
+    if (S::kParts % split == 0 && (count - p.whole) * split <= clusters) p.split = split;
+  p.turns = p.whole + (count - p.whole) * p.split;
+  return launch(product_kernel<T, S, E>, dim3(std::min(clusters, p.turns) * S::kCluster), dim3(S::kThreads), kMemory,
+                operands.stream, a_map, b_map, p);
+}
+
+// What the kernels require: of tensors that they access, 16-byte alignment; null is allowed.
+inline Status check_product(const ProductOperands& operands, int64_t rows, int64_t columns,
+                            std::initializer_list<const void*> tensors) {
+  if (operands.dtype != DType::bf16 && operands.dtype != DType::f16) return unknown_dtype();
+  if (rows < 0 || rows > 0x7fffffff / 2 || operands.inner < kVector || operands.inner % kVector != 0 ||
+      operands.inner > 0x7fffffff / 2 || columns < kVector || columns % kVector != 0 || columns > 0x7fffffff / 4)
+    return bad_size("Hopper GEMM: inputs and columns must be multiples of 8, and sizes must fit 32-bit indices");
+  if (operands.a_stride % kVector != 0) return misaligned_rows();
+  for (const void* tensor : tensors)
+    if (!rows_aligned(tensor, 0)) return misaligned_rows();
+  int major = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, operands.device);
+  if (error != cudaSuccess) return status_of(error);
+  if (major != 9) return {StatusCode::bad_value, "Hopper GEMM: these kernels require compute capability 9.0"};
+  return {};
+}
+
+// launch_product() for the operands' type.
+template <class S, class E>
+Status run_product(const ProductOperands& operands, const typename E::Params& p) {
+  int multiprocessors = 0;
+  const Status status = count_multiprocessors(operands.device, &multiprocessors);
+  if (status.code != StatusCode::ok) return status;
+  return operands.dtype == DType::bf16 ? launch_product<bf16_t, S, E>(operands, p, multiprocessors)
+                                       : launch_product<f16_t, S, E>(operands, p, multiprocessors);
+}
+
+}  // namespace cuda
+}  // namespace fasttfm

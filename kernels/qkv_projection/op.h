@@ -1,0 +1,34 @@
+// The projection of N rows to queries, keys and values: qkv = x weight^T + bias, [N, 3C], seen as [N, 3, H, D].
+//
+// The sums are rounded to the storage type before the bias is added to them. Memory traffic in addition to the
+// operands: 3C elements per row are written.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/status.h"
+
+namespace fasttfm {
+
+struct QkvProjection {
+  const void* x;       // [N, C], dtype; rows x_stride elements apart
+  const void* weight;  // [3C, C], dtype, contiguous
+  const void* bias;    // [3C], bias_dtype, or null for 0
+  void* qkv;           // [N, 3C], dtype, contiguous
+  int64_t rows;        // N
+  int64_t inputs;      // C
+  int64_t columns;     // 3C
+  int64_t x_stride;
+  DType dtype;  // bf16 or f16
+  DType bias_dtype;
+  int device;
+  void* stream;
+};
+
+namespace cuda {
+// Requires compute capability 9.0, sizes and strides that are multiples of 8, and tensors aligned to 16 bytes.
+Status qkv_projection(const QkvProjection&);
+}  // namespace cuda
+
+}  // namespace fasttfm
