@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import re
 import runpy
 from pathlib import Path
@@ -104,6 +105,14 @@ def test_every_op_has_its_chart_on_its_page() -> None:
     for page in ROOT.glob("docs/ops/*.md"):
         if page.stem in charts:
             assert charts[page.stem].name in page.read_text(), f"{page.name} does not show {charts[page.stem].name}"
+
+
+@pytest.mark.parametrize("module", ["ops", "nn", "models"])
+def test_every_public_name_is_on_the_page_of_the_api(module: str) -> None:
+    page = (ROOT / "docs" / "api" / f"{module}.md").read_text()
+    shown = {name.rpartition(".")[2] for name in re.findall(r"^(?::::|##) (\S+)$", page, re.MULTILINE)}
+    public = importlib.import_module(f"fasttfm.{module}").__all__
+    assert set(public) - shown == set()
 
 
 # ---- the README's figures --------------------------------------------------------------------------------------------
