@@ -50,7 +50,7 @@ def test_triples(tmp_path: Path) -> None:
     for row, message in (
         ("Ahab\tsails", "line 1: expected a head, a relation and a tail, separated by tabs, got 'Ahab"),
         ("Ahab\t \tPequod", "line 1: expected a head, a relation and a tail"),
-        ("", "expected triples, one a line, got none"),
+        ("", "expected triples, one per line, got none"),
     ):
         with pytest.raises(DataError, match=message):
             read_triples(written(tmp_path / "bad.tsv", row))
@@ -125,21 +125,21 @@ BAD_ROWS: list[tuple[Callable[[Path], Any], Any, str]] = [
     (read_mentions, "[1]", "line 1: expected a JSON object, got"),
     (read_mentions, {"text": 7}, "expected a string 'text', got 7"),
     (read_mentions, {"text": TEXT, "entities": 7}, "expected a list 'entities', got 7"),
-    (read_mentions, "", "expected texts with entities, one a line, got none"),
+    (read_mentions, "", "expected texts with entities, one per line, got none"),
     (read_relations, {"text": TEXT, "head": {"start": 0, "end": 1}}, "expected 'tail' with whole numbers"),
     (
         read_relations,
         {"text": TEXT, "head": {"start": 0, "end": 1}, "tail": {"start": 2, "end": 3}, "label": 1},
         "expected a string 'label', or none, got 1",
     ),
-    (read_relations, "", "expected examples, one a line, got none"),
+    (read_relations, "", "expected examples, one per line, got none"),
     (read_types, {"text": TEXT}, "expected 'mention' with whole numbers"),
     (
         read_types,
         {"text": TEXT, "mention": {"start": 0, "end": 1}, "labels": "x"},
         "expected a list of strings 'labels'",
     ),
-    (read_types, "", "expected examples, one a line, got none"),
+    (read_types, "", "expected examples, one per line, got none"),
 ]
 
 

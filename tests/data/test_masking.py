@@ -140,7 +140,7 @@ def test_the_same_generator_gives_the_same_masks() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"probability": 1.5}, r"Masking: probability: expected a share in \[0, 1\], got 1.5"),
+        ({"probability": 1.5}, r"Masking: probability: expected a number in \[0, 1\], got 1.5"),
         ({"mask_share": 0.9, "random_share": 0.2}, "at most 1, got 0.9 \\+ 0.2"),
         ({"ngram": 0}, "ngram: expected 1 or more, got 0"),
     ],

@@ -123,7 +123,7 @@ def test_split(traced: Traced) -> None:
     assert traced.shards.split(0.1)[1].fingerprint == held.fingerprint
     assert len({train.fingerprint, held.fingerprint, traced.shards.fingerprint}) == 3
     assert train.split(0.001)[1].documents == 1
-    with pytest.raises(ValueError, match="held_out: expected a share between 0 and 1, got 1"):
+    with pytest.raises(ValueError, match="held_out: expected a fraction between 0 and 1, got 1"):
         train.split(1)
     with pytest.raises(DataError, match="expected two documents or more to hold some out, got 1"):
         train.split(0.001)[1].split()
@@ -252,7 +252,7 @@ def test_checksums(tmp_path: Path, tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("no json", r"shards\.json: expected what fasttfm wrote there, got no JSON"),
+        ("no json", r"shards\.json: expected the file that fasttfm wrote, got no JSON"),
         ("[]", "got another JSON file"),
         (json.dumps({"format": 99, "shards": []}), "expected format 2, got format 99"),
     ],

@@ -156,7 +156,7 @@ def test_columns_without_a_header(tmp_path: Path) -> None:
         ),
         (read_texts, "sentence\tlabel\n", "expected examples after the header line, got none"),
         (read_texts, b"sentence\tlabel\n\xff\t1\n", "line 2: expected UTF-8 text, got byte 0xff"),
-        (read_conll, "", "expected words with tags, one a line, got none"),
+        (read_conll, "", "expected words with tags, one per line, got none"),
         (read_conll, "Ahab B-PER\nsails\n", "line 2: expected 2 columns, as in the previous lines, got 'sails'"),
         (read_conll, "Ahab\n", "line 1: expected a word and a tag, got 'Ahab'"),
         (read_questions, "{\n{", "file, line 2: expected JSON, got Expecting property name"),

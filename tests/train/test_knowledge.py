@@ -53,7 +53,7 @@ def test_one_entity_has_no_other() -> None:
     entities = np.array([4, -1, 4, 4])
     assert EntityNoise(replaced=1.0, masked=0.0).apply(entities, np.random.default_rng(0)).tolist() == [4, -1, 4, 4]
     assert EntityNoise(replaced=0.0, masked=1.0).apply(entities, np.random.default_rng(0)).tolist() == [-1] * 4
-    with pytest.raises(ValueError, match="EntityNoise: expected shares of 0 or more and together at most 1"):
+    with pytest.raises(ValueError, match="EntityNoise: expected fractions of at least 0 with a sum of at most 1"):
         EntityNoise(0.6, 0.5)
 
 

@@ -102,7 +102,7 @@ def _queries(arguments: argparse.Namespace, settings: dict[str, str]) -> tuple[l
         return texts or [f"query {number}" for number in range(1, len(found) + 1)], found
     texts = [*arguments.query, *(read_texts([arguments.queries], "line") if arguments.queries else ())]
     if not texts:
-        raise DataError(f"{arguments.queries}: expected queries, one a line, got none")
+        raise DataError(f"{arguments.queries}: expected queries, one per line, got none")
     for name in ("pooling", "layers"):
         if getattr(arguments, name) is None:
             setattr(arguments, name, settings.get(name))

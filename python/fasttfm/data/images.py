@@ -1,6 +1,6 @@
-"""Images: readers of labelled ones, and the way from an image to a model's pixels.
+"""Readers of labelled images, and the conversion of an image to a model's pixels.
 
-Files of arrays (.npz, .npy) need nothing but NumPy; PNG, JPEG and other images are decoded by Pillow.
+Files of arrays (.npz, .npy) need only NumPy; PNG, JPEG and other images are decoded by Pillow.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fasttfm.data.lines import DataError, data_error
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _ARRAYS = (".npz", ".npy")
 _IMAGES, _LABELS, _NAMES = ("images", "image", "x"), ("labels", "label", "y"), "names"
-_GREY = np.array([0.299, 0.587, 0.114])  # ITU-R 601, as Pillow converts colours to grey
+_GREY = np.array([0.299, 0.587, 0.114])  # ITU-R 601, the weights with which Pillow converts colours to grey
 
 
 @dataclass(frozen=True, eq=False)
 class ImageExample:
     """An image, and its label if it has one."""
 
-    name: str  # its path, or that of its file with its number
+    name: str  # its path, or the path of its file and its number there
     image: np.ndarray | Path  # uint8 [height, width] or [height, width, channels]; or the file to decode
     label: str | None = None
 
@@ -43,8 +43,8 @@ def read_images(path: str | Path) -> list[ImageExample]:
     """The images of a folder, of a file of arrays, or of one image file.
 
     A folder has a folder of images for each label, or images without labels. An ``.npz`` file has the array ``images``
-    [count, height, width] or [count, height, width, channels], uint8 or numbers from 0 to 1, and mostly ``labels``
-    [count]: texts, or numbers, to which the array ``names`` may give names. An ``.npy`` file has images only.
+    [count, height, width] or [count, height, width, channels], uint8 or numbers from 0 to 1, and usually ``labels``
+    [count]: texts, or indices into the optional array ``names``. An ``.npy`` file has only images.
     """
     path = Path(path)
     if path.is_dir():
@@ -59,8 +59,8 @@ def read_images(path: str | Path) -> list[ImageExample]:
 
 
 def images_of(dataset: Any) -> list[ImageExample]:
-    """The examples of a data set of (image, label) pairs, such as those of torchvision: images are arrays, tensors
-    [channels, height, width] or Pillow's; numbers of labels have the names in ``classes``, if the data set has it."""
+    """The examples of a data set of (image, label) pairs, such as torchvision's. Images are arrays, tensors [channels,
+    height, width] or Pillow's; labels that are numbers get their names from ``classes``, if the data set has it."""
     classes = getattr(dataset, "classes", None)
     found = []
     for number in range(len(dataset)):
@@ -77,8 +77,8 @@ def is_image_folder(folder: Path) -> bool:
 
 
 def as_pixels(image: Any, name: str) -> np.ndarray:
-    """uint8 [height, width] or [height, width, channels] of an array, a tensor [channels, height, width] or Pillow's
-    image."""
+    """Converts an array, a tensor [channels, height, width] or Pillow's image to uint8 [height, width] or [height,
+    width, channels]."""
     if isinstance(image, Tensor):
         image = image.detach().cpu().movedim(0, -1).numpy() if image.dim() == 3 else image.detach().cpu().numpy()
     elif hasattr(image, "getbands"):
@@ -87,7 +87,7 @@ def as_pixels(image: Any, name: str) -> np.ndarray:
 
 
 def decoded(path: Path) -> np.ndarray:
-    """The pixels of an image file, uint8 [height, width] or [height, width, 3], turned as its camera was held."""
+    """The pixels of an image file, uint8 [height, width] or [height, width, 3], rotated by its EXIF orientation."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -137,7 +137,7 @@ def _of_arrays(path: Path) -> list[ImageExample]:
     names = arrays.get(_NAMES)
     if labels is not None and names is not None:
         if labels.dtype.kind not in "iu" or (len(labels) and not 0 <= labels.min() <= labels.max() < len(names)):
-            raise data_error(path, f"labels from 0 to {len(names) - 1}, as there are names", "others")
+            raise data_error(path, f"labels from 0 to {len(names) - 1}, indices into names", "others")
         labels = names[labels]
     return [
         ImageExample(f"{path}:{number}", image, None if labels is None else str(labels[number]))
@@ -146,7 +146,7 @@ def _of_arrays(path: Path) -> list[ImageExample]:
 
 
 def _bytes(images: np.ndarray, where: str, dimensions: tuple[int, int]) -> np.ndarray:
-    """An image or several as uint8."""
+    """Converts one or several images to uint8."""
     if images.ndim not in dimensions or (images.ndim == dimensions[1] and images.shape[-1] not in (1, 3, 4)):
         count = "count, " if dimensions[0] == 3 else ""
         expected = f"[{count}height, width] or [{count}height, width, 1 or 3 channels]"
@@ -166,13 +166,13 @@ def _bytes(images: np.ndarray, where: str, dimensions: tuple[int, int]) -> np.nd
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """How an image becomes a model's pixels: ``(resized / 255 - mean) / std``.
+    """The conversion of an image to a model's pixels: ``(resized / 255 - mean) / std``.
 
     Args:
         size: Height and width.
         channels: 1 for grey, 3 for colours.
         mean, std: One number for each channel.
-        bicubic: How images are resized; bilinearly otherwise.
+        bicubic: Whether images are resized bicubically; otherwise bilinearly.
     """
 
     size: tuple[int, int]
@@ -189,7 +189,7 @@ class ImageFormat:
             raise DataError(f"images: image_mean, image_std: expected {expected}, got {self.mean}, {self.std}")
 
     def __call__(self, pixels: np.ndarray) -> Tensor:
-        """fp32 [channels, height, width] of uint8 [height, width, channels]."""
+        """Converts uint8 [height, width, channels] to fp32 [channels, height, width]."""
         if pixels.shape[-1] == 3 and self.channels == 1:
             pixels = (pixels @ _GREY).round().astype(np.uint8)[..., None]
         x = torch.from_numpy(np.array(pixels)).permute(2, 0, 1).float()  # a copy: Pillow's arrays are not writable

@@ -2,10 +2,10 @@
 
 triples     .tsv, a line ``head<TAB>relation<TAB>tail`` for each fact; names are any texts without tabs
 mentions    JSONL, a line for each text: {"text": "Ahab sails the Pequod.", "entities": [{"start": 0, "end": 4,
-            "entity": "Ahab"}, ...]}, with characters from ``start`` up to ``end``
+            "entity": "Ahab"}, ...]}; a mention has the characters from ``start`` up to, but without, ``end``
 
-Spans lie in their text and do not overlap; their order does not matter. An entity that the graph does not have is left
-out where a text is read by a model: that mention is like any other word. Files may be compressed (.gz).
+Spans are inside their text and do not overlap; they may be in any order. Mentions of entities that the graph does not
+have are ignored. Files may be compressed (.gz).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Example = TypeVar("Example")
 
 @dataclass(frozen=True)
 class Graph:
-    """Facts as numbers of entities and relations, which have names."""
+    """A knowledge graph: the names of entities and relations, and facts as triples of their numbers."""
 
     entities: list[str]
     relations: list[str]
     triples: Tensor  # int64 [facts, 3]: head, relation, tail
 
-    def split(self, share: float, seed: int) -> tuple[Tensor, Tensor]:
-        """Triples to learn from and to test with: about ``share`` of them are tested, at least one, and every entity
-        and relation is in one of the others."""
+    def split(self, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+        """Splits the triples into a training set and a test set with about ``fraction`` of them, at least one. Every
+        entity and relation is in the training set."""
         order = torch.randperm(len(self.triples), generator=torch.Generator().manual_seed(seed)).tolist()
-        wanted = max(1, round(share * len(self.triples))) if share else 0
+        wanted = max(1, round(fraction * len(self.triples))) if fraction else 0
         rows: list[list[int]] = self.triples.tolist()
         uses = np.bincount(self.triples[:, [0, 2]].flatten().numpy(), minlength=len(self.entities))
         kinds = np.bincount(self.triples[:, 1].numpy(), minlength=len(self.relations))
@@ -66,8 +66,8 @@ def read_triples(
 
     Args:
         path: The file.
-        entities, relations: Those that it may name, in their order; by default those that it does, in the order in
-            which they come.
+        entities, relations: The allowed names, in the order of their numbers; by default all names of the file, in the
+            order in which they appear.
     """
     path = Path(path)
     numbers: list[dict[str, int]] = [
@@ -91,12 +91,12 @@ def read_triples(
         head, relation, tail = parts
         triples[number(0, head, line), number(1, relation, line), number(0, tail, line)] = None
     if not triples:
-        raise data_error(path, "triples, one a line", "none")
+        raise data_error(path, "triples, one per line", "none")
     return Graph([*numbers[0]], [*numbers[1]], torch.tensor([*triples], dtype=torch.int64))
 
 
 def facts_of(graph: ConceptGraph) -> Graph:
-    """The edges of a graph of concepts as facts, in their own direction."""
+    """The edges of a graph of concepts as facts, without inverse relations."""
     own = graph.relation_ids < len(graph.relations)
     rows = np.stack([graph.heads[own], graph.relation_ids[own], graph.tails[own]], axis=1)
     return Graph(graph.concepts, graph.relations, torch.from_numpy(rows))
@@ -106,7 +106,7 @@ def facts_of(graph: ConceptGraph) -> Graph:
 
 
 class Span(NamedTuple):
-    """The characters of a text from ``start`` up to ``end``, and the entity that they name; None for none."""
+    """The characters of a text from ``start`` up to, but without, ``end``, and the entity that they name or None."""
 
     start: int
     end: int
@@ -127,12 +127,12 @@ def read_mentions(path: str | Path) -> list[MentionExample]:
         text = text_of(path, line, row)
         found.append(MentionExample(text, spans_of(path, line, row, text)))
     if not found:
-        raise data_error(path, "texts with entities, one a line", "none")
+        raise data_error(path, "texts with entities, one per line", "none")
     return found
 
 
 def json_rows(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
-    """Number and object of every line."""
+    """Yields the number and the object of every line."""
     for line, text, row in read_json_lines(path):
         if not isinstance(row, dict):
             raise data_error(path, "a JSON object", f"{text:.60}", line=line)
@@ -147,17 +147,17 @@ def text_of(path: Path, line: int | None, row: Mapping[str, Any]) -> str:
 
 
 def spans_of(path: Path, line: int | None, row: Mapping[str, Any], text: str) -> list[Span]:
-    """The row's ``entities`` in the order of their starts; none where it has no such key."""
+    """The row's ``entities`` in the order of their starts; empty without this key."""
     rows = row.get("entities", [])
     if not isinstance(rows, list):
         raise data_error(path, "a list 'entities'", f"{rows!r:.60}", line=line)
     spans = sorted(span_of(path, line, each, text, f"entities[{number}]") for number, each in enumerate(rows))
-    check_apart(path, line, spans, text)
+    check_disjoint(path, line, spans, text)
     return spans
 
 
 def span_of(path: Path, line: int | None, row: Any, text: str, name: str) -> Span:
-    """A span of the text, which must lie in it."""
+    """A span of the text. Raises DataError if it is not inside the text."""
     start, end, entity = (row.get(key) if isinstance(row, dict) else None for key in ("start", "end", "entity"))
     if type(start) is not int or type(end) is not int or not (entity is None or isinstance(entity, str)):
         expected = f"{name} with whole numbers 'start' and 'end', and perhaps a text 'entity'"
@@ -168,8 +168,8 @@ def span_of(path: Path, line: int | None, row: Any, text: str, name: str) -> Spa
     return Span(start, end, entity)
 
 
-def check_apart(path: Path, line: int | None, spans: Sequence[Span], text: str) -> None:
-    """Raises DataError if two neighbours overlap."""
+def check_disjoint(path: Path, line: int | None, spans: Sequence[Span], text: str) -> None:
+    """Raises DataError if two of the sorted spans overlap."""
     for first, second in itertools.pairwise(spans):
         if second.start < first.end:
             got = f"{text[first.start : first.end]!r} ({first.start} to {first.end}) and "
@@ -178,7 +178,7 @@ def check_apart(path: Path, line: int | None, spans: Sequence[Span], text: str) 
 
 
 class AlignedTokens(NamedTuple):
-    """A text's tokens, and for each the number of the entity whose mention it begins; -1 for none."""
+    """A text's tokens, and for each token the number of the entity whose mention starts there, or -1."""
 
     ids: list[int]
     entities: list[int]
@@ -186,8 +186,8 @@ class AlignedTokens(NamedTuple):
 
 
 def align(tokenizer: Tokenizer, text: str, spans: Sequence[Span], known: Mapping[str, int]) -> AlignedTokens:
-    """Aligns each entity with the first token of its mention, as the paper and its release do. A span of no token, and
-    an entity that is not known, are left out."""
+    """Aligns each entity with the first token of its mention, as the paper and its release do. Spans without tokens and
+    unknown entities are ignored."""
     ids, offsets = tokenizer.encode_with_offsets(text)
     entities = [-1] * len(ids)
     token = 0
@@ -200,7 +200,7 @@ def align(tokenizer: Tokenizer, text: str, spans: Sequence[Span], known: Mapping
 
 
 def check_known(examples: Iterable[MentionExample], known: Collection[str], source: str) -> None:
-    """Raises DataError if no mention at all is of a known entity: the graph must be another one."""
+    """Raises DataError if no mention is of a known entity, as with a graph that does not belong to the texts."""
     names = {span.entity for example in examples for span in example.entities if span.entity is not None}
     if names.isdisjoint(known):
         some = ", ".join(map(repr, sorted(names)[:3])) or "none"
@@ -232,7 +232,7 @@ class TypingExample:
 
 
 def read_relations(path: str | Path) -> list[RelationExample]:
-    """Lines {"text", "head": {"start", "end", "entity"}, "tail": {...}, "label"}, and perhaps "entities"."""
+    """Reads lines {"text", "head": {"start", "end", "entity"}, "tail": {...}, "label"}, optionally with "entities"."""
     return _examples(Path(path), relation_of)
 
 
@@ -240,7 +240,7 @@ def relation_of(path: Path, line: int | None, row: Any) -> RelationExample:
     """The example of such a line."""
     text = text_of(path, line, row)
     head, tail = (span_of(path, line, row.get(name), text, f"{name!r}") for name in ("head", "tail"))
-    check_apart(path, line, sorted([head, tail]), text)
+    check_disjoint(path, line, sorted([head, tail]), text)
     label = row.get("label")
     if label is not None and not isinstance(label, str):
         raise data_error(path, "a string 'label', or none", f"{label!r:.60}", line=line)
@@ -248,7 +248,7 @@ def relation_of(path: Path, line: int | None, row: Any) -> RelationExample:
 
 
 def read_types(path: str | Path) -> list[TypingExample]:
-    """Lines {"text", "mention": {"start", "end", "entity"}, "labels": [...]}, and perhaps "entities"."""
+    """Reads lines {"text", "mention": {"start", "end", "entity"}, "labels": [...]}, optionally with "entities"."""
     return _examples(Path(path), typing_of)
 
 
@@ -265,5 +265,5 @@ def typing_of(path: Path, line: int | None, row: Any) -> TypingExample:
 def _examples(path: Path, example_of: Callable[[Path, int, Any], Example]) -> list[Example]:
     found = [example_of(path, line, row) for line, row in json_rows(path)]
     if not found:
-        raise data_error(path, "examples, one a line", "none")
+        raise data_error(path, "examples, one per line", "none")
     return found

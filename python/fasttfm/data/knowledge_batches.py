@@ -1,9 +1,9 @@
 """``KnowledgeStream``: packed batches of texts with aligned entities, for ERNIE's three losses.
 
 A sequence is ``[CLS] A [SEP] B [SEP]`` of one text's sentences (label 0), or with B from another text (label 1, half of
-them). Tokens are masked as BERT's. Of the alignments of a batch some are noise, which the denoising entity auto-encoder
-has to undo: 5% are given another entity of the batch, 15% are taken away, 80% stay. The original entity of all of them
-is predicted, among the entities of the batch.
+them). Tokens are masked as in BERT. For the denoising entity auto-encoder, 5% of the alignments of a batch get another
+entity of the batch, 15% are removed and 80% are unchanged. The original entity of all of them is predicted, among the
+entities of the batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class EntityNoise:
-    """Shares of alignments that are given another entity, and that are taken away; the others stay."""
+    """The fractions of alignments that get another entity, and that are removed."""
 
     replaced: float = 0.05
     masked: float = 0.15
@@ -39,18 +39,18 @@ class EntityNoise:
     def __post_init__(self) -> None:
         if min(self.replaced, self.masked) < 0 or self.replaced + self.masked > 1:
             got = f"{self.replaced} and {self.masked}"
-            raise ValueError(f"EntityNoise: expected shares of 0 or more and together at most 1, got {got}")
+            raise ValueError(f"EntityNoise: expected fractions of at least 0 with a sum of at most 1, got {got}")
 
     def apply(self, entities: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-        """The entities that a model reads instead of ``entities`` int64 [T], -1 for none. Where there is only one
-        entity, none can be another one: such alignments stay."""
+        """The entities that a model reads instead of ``entities`` int64 [T], -1 for none. If there is only one entity,
+        no alignment gets another one."""
         noisy = entities.copy()
         places = np.flatnonzero(entities >= 0)
         draw = generator.random(len(places))
         known = np.unique(entities[places])
         other = places[draw < self.replaced]
         if len(known) > 1:
-            # A number below that of the others; from the entity itself on, the next.
+            # A uniform draw from all entities but the alignment's own.
             number = generator.integers(0, len(known) - 1, len(other))
             own = np.searchsorted(known, entities[other])
             noisy[other] = known[number + (number >= own)]
@@ -60,7 +60,7 @@ class EntityNoise:
 
 @dataclass(frozen=True)
 class KnowledgeBatch(Batch):
-    """A batch with the entities that the model reads, and those that it predicts."""
+    """A batch with the entities that the model reads and those that it predicts."""
 
     entities: AlignedEntities
     entity_targets: EntityTargets
@@ -77,16 +77,16 @@ class _Sentence(NamedTuple):
 
 
 class KnowledgeStream:
-    """Batches of at most ``tokens_per_batch`` tokens without an end, in an order that the seed decides; iterating again
-    begins again.
+    """An endless stream of batches of at most ``tokens_per_batch`` tokens, in an order that the seed determines. Every
+    iteration starts from the beginning.
 
     Args:
-        examples: Texts of two sentences or more; shorter ones only follow others.
-        tokenizer: Theirs.
-        known: The rows of the model's entities, by name; others are left out.
-        max_length: Tokens of a sequence.
-        tokens_per_batch: At least ``max_length``.
-        masking, noise: What is predicted.
+        examples: Texts of two sentences or more; shorter ones are only used as the second part of a pair.
+        tokenizer: The model's tokenizer.
+        known: The rows of the model's entities, by name; other entities are ignored.
+        max_length: The maximum number of tokens in a sequence.
+        tokens_per_batch: The maximum number of tokens in a batch, at least ``max_length``.
+        masking, noise: Which tokens and entities are masked or replaced.
         seed: Random seed.
     """
 
@@ -182,7 +182,7 @@ class KnowledgeStream:
 
 
 def _sentences(example: MentionExample, tokenizer: Tokenizer, known: Mapping[str, int]) -> list[_Sentence]:
-    """The sentences of a text, each with its tokens."""
+    """The sentences of a text as tokens."""
     found = align(tokenizer, example.text, example.entities, known)
     bounds = [0, *sentence_starts(example.text), len(example.text)]
     sentences = []

@@ -1,4 +1,4 @@
-"""``read_lines`` and ``read_json_lines``: a file line by line; ``DataError``: what is wrong with a file, and where."""
+"""``read_lines`` and ``read_json_lines`` read a file line by line; ``DataError`` reports an unusable file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SURROGATE = re.compile("[\\ud800-\\udfff]")
 
 
 class DataError(ValueError):
-    """A file or a text that cannot be used: which one, where in it, what was expected and what came."""
+    """An unusable file or text. The message names the file and line, what was expected and what was found."""
 
 
 def data_error(where: str | Path, expected: str, got: str, *, line: int | None = None) -> DataError:
@@ -23,7 +23,7 @@ def data_error(where: str | Path, expected: str, got: str, *, line: int | None =
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, str, Any]]:
-    """Number, text and value of each line that is not blank."""
+    """Yields number, text and value of each line that is not blank."""
     for number, line in read_lines(path):
         if not line.strip():
             continue
@@ -35,7 +35,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number (from 1) and text of every line of a UTF-8 file, compressed or not, without the line's end."""
+    """Yields number (from 1) and text of every line of a UTF-8 file, which may be compressed, without line endings."""
     try:
         with _open(path) as file:
             for number, line in enumerate(file, 1):

@@ -1,4 +1,4 @@
-"""``Masking``: which tokens of a batch are predicted, and what replaces them; a whole batch at a time."""
+"""``Masking``: selects the tokens of a batch that are predicted, and replaces them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Masking:
     """BERT's masking and its variants.
 
     Args:
-        probability: Share of the texts' tokens that are predicted; never a special token.
-        whole_word: All tokens of a word or none.
-        ngram: Up to so many neighbouring tokens (words, with ``whole_word``) together, n of them with a probability in
-            proportion to 1 / n, as ALBERT's.
-        mask_share: Of the predicted tokens, those that are replaced by [MASK].
-        random_share: And those that are replaced by a random token; the others stay.
-        spans: As SpanBERT's: n-grams of up to ``ngram`` have n with a probability in proportion to 0.8^n, and the
-            tokens of one are all masked, all random, or all kept.
+        probability: The fraction of text tokens that are predicted. Special tokens never are.
+        whole_word: Whether either all tokens of a word are predicted or none (whole word masking).
+        ngram: The maximum number of neighbouring tokens (words, with ``whole_word``) that are predicted together; n has
+            a probability proportional to 1 / n, as in ALBERT.
+        mask_share: The fraction of predicted tokens that are replaced by [MASK].
+        random_share: The fraction of predicted tokens that are replaced by a random token; the others are unchanged.
+        spans: As in SpanBERT: n has a probability proportional to 0.8^n, and the tokens of an n-gram are all masked,
+            all random, or all unchanged.
     """
 
     probability: float = 0.15
@@ -43,7 +43,7 @@ class Masking:
     def __post_init__(self) -> None:
         for name in ("probability", "mask_share", "random_share"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"Masking: {name}: expected a share in [0, 1], got {getattr(self, name)}")
+                raise ValueError(f"Masking: {name}: expected a number in [0, 1], got {getattr(self, name)}")
         if self.mask_share + self.random_share > 1 + 1e-9:
             got = f"{self.mask_share} + {self.random_share}"
             raise ValueError(f"Masking: mask_share + random_share: expected at most 1, got {got}")
@@ -51,7 +51,7 @@ class Masking:
             raise ValueError(f"Masking: ngram: expected 1 or more, got {self.ngram}")
 
     def most(self, tokens: int) -> int:
-        """The largest number of predictions of a batch of that many tokens."""
+        """The maximum number of predictions in a batch of ``tokens`` tokens."""
         return round(self.probability * tokens)
 
     def apply(
@@ -61,12 +61,13 @@ class Masking:
 
         Args:
             ids: int64 [T].
-            text: int64 [n], ascending: where the tokens of the texts are. Between two parts of texts is a special
-                token, so that neighbours in ``text`` that are no neighbours in ``ids`` belong to different parts.
+            text: int64 [n], ascending: the positions of text tokens. There is a special token between two texts, so
+                consecutive elements of ``text`` that are not consecutive numbers belong to different texts.
             vocabulary: The vocabulary of the ids.
-            generator: Everything random comes from it.
+            generator: The source of all random numbers.
 
-        Returns: positions, int64 [predictions], ascending, and the ids that were there.
+        Returns:
+            The positions, int64 [predictions], ascending, and the original ids there.
         """
         count = round(self.probability * len(text))
         chosen, groups = self._choose(ids, text, count, vocabulary, generator)
@@ -74,7 +75,7 @@ class Masking:
         labels = ids[positions]
         draw = generator.random(len(positions), dtype=np.float32)
         if self.spans:
-            draw = draw[np.searchsorted(groups, groups)]  # that of the span's first token
+            draw = draw[np.searchsorted(groups, groups)]  # the draw of the span's first token
         ids[positions[draw < self.mask_share]] = vocabulary.mask
         random = positions[(draw >= self.mask_share) & (draw < self.mask_share + self.random_share)]
         ids[random] = vocabulary.ordinary[generator.integers(0, len(vocabulary.ordinary), len(random))]
@@ -83,7 +84,8 @@ class Masking:
     def _choose(
         self, ids: np.ndarray, text: np.ndarray, count: int, vocabulary: Vocabulary, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the text's tokens: ``count``, or fewer by less than a word or an n-gram; and the group of each."""
+        """Selects ``count`` of the text tokens, or fewer if the next group does not fit. Returns their indices in
+        ``text`` and their groups."""
         if not self.whole_word and self.ngram == 1:
             taken = np.zeros(len(text), dtype=bool)
             taken[generator.choice(len(text), count, replace=False, shuffle=False)] = True
@@ -100,8 +102,8 @@ class Masking:
     def _groups(
         self, ids: np.ndarray, text: np.ndarray, vocabulary: Vocabulary, generator: np.random.Generator
     ) -> np.ndarray:
-        """int64 [n], ascending from 0: which tokens of the text are predicted together."""
-        parts = np.ones(len(text), dtype=bool)  # a part of a text begins
+        """int64 [n], ascending from 0: the group of each text token. Tokens of a group are predicted together."""
+        parts = np.ones(len(text), dtype=bool)  # whether a text starts here
         parts[1:] = np.diff(text) > 1
         if not self.whole_word:
             words: np.ndarray = np.arange(len(text))
@@ -109,7 +111,7 @@ class Masking:
             words = np.cumsum(vocabulary.starts_word[ids[text]] | parts) - 1
         if self.ngram == 1 or not len(text):
             return words
-        # Lengths of n-grams, side by side over all words; where a part begins, one ends early.
+        # The words are divided into n-grams of random lengths; an n-gram also ends where a text ends.
         sizes = np.arange(1, self.ngram + 1)
         weights = np.cumsum(_SPAN_DECAY**sizes if self.spans else 1 / sizes)
         drawn = sizes[np.searchsorted(weights / weights[-1], generator.random(int(words[-1]) + 1), side="right")]

@@ -1,4 +1,4 @@
-"""Reader of pairs and triplets of texts that belong together, for training and judging text vectors."""
+"""Reader of pairs and triplets of texts, for training and evaluating text vectors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from fasttfm.data.lines import data_error
 from fasttfm.data.tables import Table, open_table
 
-# The names of columns, as datasets of pairs have them.
+# The names of columns in data sets of pairs.
 _FIRST = ("anchor", "query", "question", "sentence1", "question1")
 _SECOND = ("positive", "answer", "document", "passage", "sentence2", "question2")
 _NEGATIVE = ("negative",)
@@ -19,8 +19,8 @@ _SCORE = ("score", "similarity", "label")
 
 @dataclass(frozen=True)
 class SimilarityExample:
-    """Two texts that belong together, perhaps a third that does not belong to the first; or two texts and how similar
-    they are."""
+    """Two texts that belong together, optionally with a hard negative of the first; or two texts and their
+    similarity."""
 
     first: str
     second: str
@@ -29,10 +29,10 @@ class SimilarityExample:
 
 
 def read_similarity(path: str | Path) -> list[SimilarityExample]:
-    """Examples of a file in any of the formats of ``tables.py``.
+    """Reads a file in any of the formats of ``tables.py``.
 
     The columns are ``anchor`` and ``positive`` (or ``query`` and ``document``, ``sentence1`` and ``sentence2``, ...),
-    and perhaps ``negative``, or a number, ``score``, how similar the two are.
+    and optionally ``negative``, or the similarity ``score``, a number.
     """
     table = open_table(Path(path))
     first, second, negative, score = (

@@ -2,7 +2,7 @@
 
 SQuAD 1.1 and 2.0, KorQuAD 1.0, KLUE-MRC     {"data": [{"paragraphs": [{"context": ..., "qas": [...]}]}]}
 CoQA                                         {"data": [{"story": ..., "questions": [...], "answers": [...]}]}, or rows
-                                             with story, questions and answers, as the hub has it
+                                             with story, questions and answers, as on the hub
 TriviaQA                                     {"Data": [{"Question": ..., "Answer": ..., "EntityPages": [...]}]}
 rows (``tables``)                            question, context, answers {"text": [...], "answer_start": [...]}
 """
@@ -18,8 +18,8 @@ from fasttfm.data.lines import data_error, read_lines
 from fasttfm.data.tables import Row, Table, is_dataset, open_table, read_json
 from fasttfm.data.task_files import Answer, QuestionExample
 
-_TURNS = 2  # earlier turns of a conversation that follow a question
-_EVIDENCE_WORDS = 800  # of a TriviaQA document, as its authors' conversion to SQuAD's format takes
+_TURNS = 2  # how many earlier turns of a conversation are appended to a question
+_EVIDENCE_WORDS = 800  # of a TriviaQA document, as in its authors' conversion to SQuAD's format
 _ROWS = (".jsonl", ".jsonl.gz", ".parquet")
 # CoQA's sources by the names of the domains that its evaluation reports.
 _DOMAINS = {
@@ -34,14 +34,14 @@ _DOMAINS = {
 
 
 def read_questions(path: str | Path) -> list[QuestionExample]:
-    """Questions of a file, see above.
+    """Reads the questions of a file in one of the formats above.
 
-    CoQA: a question is followed by the turns before it, the nearest first; its answer is the free answer where the
-    story has it, or else the span that people marked; a question without one has none. Its references are people's
-    free answers; if there are several, all but one in turn, as CoQA's evaluation has it, and its domain is the story's.
-    TriviaQA: the context is the beginning of a document under ``evidence`` in the folder above the file's, and its
-    answers are the places of an alias in it, its references all aliases; questions without a place or a document are
-    left out and counted in a warning, and those that a verified file rejects are left out.
+    CoQA: the previous turns are appended to a question, the latest first. Its answer is the free-form answer if that is
+    in the story, or else the marked span; a question without a span has no answer. Its references are the free-form
+    answers; if there are several, the lists that leave out one of them each, as in CoQA's evaluation. Its domain is the
+    story's. TriviaQA: the context is the beginning of a document below ``evidence`` in the parent of the file's folder.
+    Its answers are the positions of its aliases in the context, its references all aliases. Questions without such a
+    position or document are skipped and counted in a warning; those that a verified file rejects are skipped.
     """
     path = Path(path)
     if path.name.endswith(_ROWS) or is_dataset(path):
@@ -86,7 +86,7 @@ def _question(path: Path, place: str, asked: Any, context: str) -> QuestionExamp
 
 
 def _answer(where: str, context: str, text: str, start: int) -> Answer:
-    if start >= 0 and text[:1].strip():  # the hub's KLUE has answers without the space that they begin with
+    if start >= 0 and text[:1].strip():  # on the hub, KLUE's answers lack their leading space
         start += len(context[start:]) - len(context[start:].lstrip())
     if start < 0 or context[start : start + len(text)] != text:
         got = f"{context[max(0, start) : max(0, start) + len(text)]!r}"
@@ -95,7 +95,7 @@ def _answer(where: str, context: str, text: str, start: int) -> Answer:
 
 
 def _field(path: Path, place: str, value: Any, name: str, kind: type) -> Any:
-    """``value[name]``, which has to be there and of its kind."""
+    """``value[name]``. Raises DataError if it does not exist or is not of this type."""
     names = {str: "text", list: "list", int: "number", dict: "object"}
     if not isinstance(value, dict):
         raise data_error(f"{path}, {place}", f"an object with {name!r}", type(value).__name__)
@@ -106,7 +106,7 @@ def _field(path: Path, place: str, value: Any, name: str, kind: type) -> Any:
 
 
 def _questions_of_rows(path: Path) -> Iterator[QuestionExample]:
-    """As the hub has SQuAD: an object with lists of the answers' texts and of their first characters."""
+    """Reads rows in the hub's format: ``answers`` has lists of the answers' texts and of their starts."""
     table = open_table(path)
     for number, row in table.rows():
         if "story" in row:
@@ -124,7 +124,7 @@ def _questions_of_rows(path: Path) -> Iterator[QuestionExample]:
 
 
 def _coqa_row(table: Table, number: int, row: Row) -> dict[str, Any]:
-    """A row of the hub's as CoQA's own file has it."""
+    """Converts a row of the hub's data set to the format of CoQA's file."""
     questions, answers = row.get("questions"), row.get("answers")
     names = ("input_text", "answer_start", "answer_end")
     lists = [answers.get(name) for name in names] if isinstance(answers, dict) else [None]
@@ -220,7 +220,7 @@ def _aliases(path: Path, place: str, answer: Any) -> list[str]:
 
 
 def _evidence(path: Path, each: Any, verified: bool) -> Iterator[tuple[str, Path]]:
-    """A question's documents that are there; with ``verified`` those that were checked."""
+    """The existing documents of a question; with ``verified`` only those that were checked."""
     folder = path.parent.parent / "evidence"
     for kind, pages in (("wikipedia", each.get("EntityPages")), ("web", each.get("SearchResults"))):
         for page in pages or []:

@@ -1,6 +1,6 @@
 """Reads SentencePiece's ``.model`` files: a protocol buffer (sentencepiece_model.proto) of pieces and rules.
 
-Only the fields that decide how a text is split are read, so no protocol buffer library is needed:
+Only the fields that determine how a text is split are read, so no protocol buffer library is needed:
 
     1   pieces (repeated)         1 piece, string    2 score, float    3 type: 1 normal, 2 unknown, 3 control, ...
     2   trainer specification     3 model type: 1 unigram, 2 BPE, 3 word, 4 char    35 byte fallback
@@ -26,10 +26,10 @@ class SentencePieceModel:
     kind: str  # "unigram" or "bpe"
     pieces: list[tuple[str, float]]  # by id, with their scores
     unknown: int  # the id of the unknown piece
-    byte_fallback: bool  # letters that no piece has become bytes
+    byte_fallback: bool  # whether characters without a piece become bytes
     character_map: bytes  # the normalizer's compiled rules
-    dummy_prefix: bool  # a space is added before a text
-    single_spaces: bool  # spaces before, after and beyond one are removed
+    dummy_prefix: bool  # whether a space is added before a text
+    single_spaces: bool  # whether leading, trailing and repeated spaces are removed
 
 
 def read_sentencepiece(path: Path) -> SentencePieceModel:
@@ -66,7 +66,8 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a message: a number, and an int or bytes. A cut message raises IndexError or ValueError."""
+    """Yields the fields of a message: a number, and an int or bytes. A truncated message raises IndexError or
+    ValueError."""
     place = 0
     while place < len(data):
         key, place = _varint(data, place)

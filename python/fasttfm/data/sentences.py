@@ -1,11 +1,11 @@
-"""``sentence_starts``: where the sentences of a text begin, in any language, by the Unicode properties of its letters.
+"""``sentence_starts``: splits texts of any language into sentences, by the Unicode properties of characters.
 
-A line begins a sentence. Within a line one begins
+Every line starts a sentence. Within a line a sentence starts
 
-    after . ! ? (also of Arabic, Devanagari, Ethiopic ...), closing quotes and a space, if what follows, after opening
-    quotes, is a digit or a letter that is no small letter: a capital, or one of a script that has no capitals, such as
-    Hangul, kana, Chinese characters, Arabic or Devanagari;
-    after the full-width signs of Chinese and Japanese, with or without a space;
+    after . ! ? (also of Arabic, Devanagari, Ethiopic ...), closing quotes and a space, if the next character, after
+    opening quotes, is a digit or a letter that is not lower case: a capital, or a letter of a script without capitals,
+    such as Hangul, kana, Chinese characters, Arabic or Devanagari;
+    after the full-width punctuation of Chinese and Japanese, with or without a space;
 
 but not after an initial, a title or another abbreviation, nor between a German ordinal number and its noun.
 """
@@ -54,13 +54,13 @@ _HIRAGANA = re.compile("[\u3041-\u309f]")
 
 def sentence_starts(text: str) -> list[int]:
     """The offsets of the sentences of a text after the first."""
-    return [match.end() for match in _START.finditer(text) if _begins(text, match)]
+    return [match.end() for match in _START.finditer(text) if _is_start(text, match)]
 
 
-def _begins(text: str, match: re.Match[str]) -> bool:
+def _is_start(text: str, match: re.Match[str]) -> bool:
     if match["next"] is not None:
         return not match["next"].islower() and not (text[match.start() - 1] == "." and _abbreviates(text, match))
-    # A quotation goes on in Japanese: 「...。」と
+    # In Japanese the sentence continues after a quotation: 「...。」と
     return not (match["quote"] and _HIRAGANA.match(text, match.end()))
 
 

@@ -1,14 +1,12 @@
-"""``TokenShards``: a corpus as ids in memory-mapped files; ``prepare`` writes them, once.
+"""``TokenShards``: the token ids of a corpus in memory-mapped files, which ``prepare`` writes.
 
-A folder holds ``shards.json`` (of which texts, with which tokenizer, and checksums of every file and of itself) and for
-each shard
+A folder has ``starts_word.npy``, bool [vocabulary], ``shards.json`` (the texts, the tokenizer, and checksums of every
+file and of itself), and for each shard
 
     00000.tokens.npy     uint16 or uint32 [tokens]
-    00000.sentences.npy  int64 [sentences + 1]   sentence i is the tokens from [i] to [i + 1]
-    00000.documents.npy  int64 [documents + 1]   document i is the sentences from [i] to [i + 1]
-    00000.json           the shard's own record, written last, from which an interrupted preparation resumes
-
-and also ``starts_word.npy``, bool [vocabulary].
+    00000.sentences.npy  int64 [sentences + 1]   sentence i has the tokens from [i] to [i + 1]
+    00000.documents.npy  int64 [documents + 1]   document i has the sentences from [i] to [i + 1]
+    00000.json           the shard's record, written last, from which an interrupted preparation resumes
 """
 
 from __future__ import annotations
@@ -39,12 +37,13 @@ FORMAT = 2
 _MANIFEST = "shards.json"
 _PARTS = ("tokens", "sentences", "documents")
 _STARTS_WORD = "starts_word.npy"
-_OWN = re.compile(r"(\d{5,})\.(?:json|(?:tokens|sentences|documents)\.npy)")  # the files of a shard
+_SHARD_FILE = re.compile(r"(\d{5,})\.(?:json|(?:tokens|sentences|documents)\.npy)")
 
 
 @dataclass(frozen=True)
 class TokenShards:
-    """Documents of token ids. ``open`` one that ``prepare`` has written; ``split`` gives a part to hold out."""
+    """The documents of a corpus as token ids. ``open`` reads a folder of ``prepare``; ``split`` makes a validation
+    set."""
 
     directory: Path
     manifest: dict[str, Any]
@@ -56,8 +55,8 @@ class TokenShards:
         """Opens a prepared folder.
 
         Args:
-            directory: Where ``prepare`` has written.
-            verify: Reads every file once and compares checksums (a gigabyte or more a second).
+            directory: A folder that ``prepare`` has written.
+            verify: Whether to read every file once and compare checksums (a gigabyte or more per second).
         """
         folder = Path(directory)
         manifest = _read_manifest(folder)
@@ -71,7 +70,7 @@ class TokenShards:
         return TokenShards(folder, manifest, _index(arrays), arrays)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process maps the files itself."""
+        """Pickles only the directory and the index: another process maps the files itself."""
         return _reopen, (self.directory, self.index)
 
     @property
@@ -93,31 +92,32 @@ class TokenShards:
 
     @property
     def starts_word(self) -> np.ndarray:
-        """bool [vocab_size]: whether a token begins a word."""
+        """bool [vocab_size]: whether a token starts a word."""
         starts: np.ndarray = np.load(self.directory / _STARTS_WORD)
         return starts
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same documents of the same texts, with the same tokenizer, wherever they lie."""
+        """A hash of the documents and the tokenizer, which does not depend on the directory."""
         state = [self.manifest["tokenizer"], [record["digest"] for record in self.manifest["shards"]]]
         chosen = np.ascontiguousarray(self.index).tobytes()
         return hashlib.blake2b(json.dumps(state).encode() + chosen, digest_size=16).hexdigest()
 
     def document(self, number: int) -> np.ndarray:
-        """The ids of a document, as they lie in the file."""
+        """The ids of a document, a view of the mapped file."""
         shard, _, _, start, length = self.index[number].tolist()
         return self.files[shard]["tokens"][start : start + length]
 
     def sentences(self, number: int) -> np.ndarray:
-        """int64 [sentences + 1]: where in ``document(number)`` its sentences begin; the last is its length."""
+        """int64 [sentences + 1]: the starts of the sentences in ``document(number)``, and its length."""
         shard, sentence, count, start, _ = self.index[number].tolist()
         return (self.files[shard]["sentences"][sentence : sentence + count + 1]) - start
 
     def split(self, held_out: float = 0.02) -> tuple[TokenShards, TokenShards]:
-        """Two parts with different documents: about ``1 - held_out`` of them, and the rest; always the same ones."""
+        """Splits the documents into a training set and a validation set with a fraction of about ``held_out``. The
+        split is always the same."""
         if not 0 < held_out < 1:
-            raise ValueError(f"TokenShards.split: held_out: expected a share between 0 and 1, got {held_out}")
+            raise ValueError(f"TokenShards.split: held_out: expected a fraction between 0 and 1, got {held_out}")
         if self.documents < 2:
             raise data_error(self.directory, "two documents or more to hold some out", f"{self.documents}")
         count = min(max(1, round(held_out * self.documents)), self.documents - 1)
@@ -142,16 +142,16 @@ def prepare(
 ) -> TokenShards:
     """Writes the ids of ``source`` into ``directory`` and opens them.
 
-    What is there already is kept: a second call with the same texts and tokenizer does nothing, one after an
-    interruption goes on. Several processes may call it for the same folder: one works, the others wait for it.
+    Complete shards are kept: a second call with the same texts and tokenizer does nothing, and a call after an
+    interruption continues. If several processes call it for the same folder, one works and the others wait.
 
     Args:
         source: The argument of ``read_documents``. Files that are unchanged (size and time) are not read again.
-        tokenizer: Makes the ids.
-        directory: A folder only for the result; other texts or another tokenizer replace its content.
-        workers: Number of shards that are written in parallel; the number of cores by default.
-        progress: Shows a bar, where tqdm is installed.
-        shard_characters: Number of characters of documents after which a shard is full.
+        tokenizer: The tokenizer.
+        directory: A folder that has nothing else; other texts or another tokenizer replace its content.
+        workers: The number of shards that are written in parallel; the number of cores by default.
+        progress: Whether to show a progress bar, if tqdm is installed.
+        shard_characters: The number of characters after which a shard is full.
         column: The argument of ``read_documents``.
     """
     folder = Path(directory)
@@ -182,16 +182,16 @@ def _unchanged(folder: Path, identity: dict[str, Any]) -> TokenShards | None:
             return None
         return TokenShards.open(folder)
     except DataError:
-        return None  # damaged: those shards are made again
+        return None  # damaged: the shards are written again
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 class _Writer:
-    """Turns groups of documents into shards, some at a time, and keeps those that are there already.
+    """Writes groups of documents as shards, several in parallel, and keeps existing ones that are up to date.
 
-    Threads, not processes: tokenizing releases Python's lock, and uses the cores for one shard, too.
+    It uses threads, because tokenizing releases the GIL and is itself parallel.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, workers: int) -> None:
@@ -223,9 +223,9 @@ class _Writer:
                 _check_files(self.folder, found, checksums=True)
                 return found
         except (DataError, LookupError, TypeError, AttributeError):
-            pass  # not there, half-written or damaged: made again
+            pass  # missing, half-written or damaged: written again
         record_path.unlink(missing_ok=True)
-        # From here on the folder's content is not what its manifest says.
+        # From here on the manifest does not describe the folder.
         (self.folder / _MANIFEST).unlink(missing_ok=True)
         arrays = self._tokenize(documents)
         record: dict[str, Any] = {"number": number, "digest": digest, "documents": len(arrays["documents"]) - 1}
@@ -244,7 +244,7 @@ class _Writer:
         return digest.hexdigest()
 
     def _tokenize(self, documents: list[str]) -> dict[str, np.ndarray]:
-        """The arrays of a shard. Documents without a token are left out; a sentence without one is none."""
+        """The arrays of a shard. Documents and sentences without tokens are skipped."""
         tokens, sentences, counts = [], [np.zeros(1, np.int64)], [0]
         total = 0
         for start in range(0, len(documents), 256):
@@ -257,7 +257,7 @@ class _Writer:
                     continue
                 ends = np.fromiter((end for _, end in encoding.offsets), np.int64, len(ids))
                 starts = np.array(sentence_starts(text), dtype=np.int64)
-                # A sentence begins with the first token that reaches beyond its first character.
+                # A sentence starts with the first token that ends after the sentence's first character.
                 firsts = np.searchsorted(np.maximum.accumulate(ends), starts, side="right")
                 bounds = np.unique(np.append(firsts[firsts > 0], len(ids)))
                 tokens.append(ids)
@@ -302,15 +302,15 @@ def _counted(documents: Iterator[str], bar: Any) -> Iterator[str]:
 
 
 def _files(source: Any) -> list[list[Any]]:
-    """Name, size and time of the files of ``source``; none where it is no path."""
+    """Name, size and modification time of the files of ``source``; empty if it is not a path."""
     files = [each for path in files_of(source) or [] for each in (sorted(path.glob("*")) if path.is_dir() else [path])]
     return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
 def _remove_stale(folder: Path, shards: int) -> None:
     for path in folder.iterdir():
-        own = _OWN.fullmatch(path.name)
-        if own is not None and int(own[1]) >= shards:
+        found = _SHARD_FILE.fullmatch(path.name)
+        if found is not None and int(found[1]) >= shards:
             path.unlink()
 
 
@@ -329,7 +329,7 @@ def _index(arrays: Sequence[dict[str, np.ndarray]]) -> np.ndarray:
 
 
 def _write_array(path: Path, array: np.ndarray) -> dict[str, Any]:
-    """The facts with which ``_check_file`` compares the file."""
+    """Writes an array, and returns the size and checksum that ``_check_file`` compares."""
     with atomic_write(path) as partial:
         with partial.open("wb") as file:
             np.save(file, array)
@@ -369,18 +369,18 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if manifest.get("format") != FORMAT:
         raise data_error(path, f"format {FORMAT}", f"format {manifest.get('format')!r}")
     if manifest.pop("crc32", None) != _own_checksum(manifest):
-        raise data_error(path, "what fasttfm wrote there", "another content: the file is damaged; prepare again")
+        raise data_error(path, "the file that fasttfm wrote", "another content: the file is damaged; prepare again")
     return manifest
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A record that we wrote."""
+    """A record that ``prepare`` has written."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise data_error(path, "what fasttfm wrote there", f"no JSON ({error})") from None
+        raise data_error(path, "the file that fasttfm wrote", f"no JSON ({error})") from None
     if not isinstance(value, dict):
-        raise data_error(path, "what fasttfm wrote there", "another JSON file")
+        raise data_error(path, "the file that fasttfm wrote", "another JSON file")
     return value
 
 

@@ -1,12 +1,13 @@
 """``Table``: rows with named columns from CSV, TSV, JSON and parquet files and from folders of ``datasets``.
 
     .tsv                    columns separated by tabs; nothing is quoted
-    .csv                    columns separated by commas, or by semicolons where the first line has no comma; quoted
-    .jsonl, .json           an object a line; a list of objects
+    .csv                    columns separated by commas, or by semicolons if the first line has no comma; quoted
+    .jsonl, .json           one object per line; a list of objects
     .parquet                needs pyarrow; class labels have the names that the ``datasets`` library stored with them
-    a folder                one split as ``datasets`` saves it to disk (state.json and .arrow files; needs pyarrow)
+    a folder                one split that ``datasets`` has saved to disk (state.json and .arrow files; needs pyarrow)
 
-All but parquet and folders may be compressed (.gz). A file of another name is what its first line looks like.
+All but parquet and folders may be compressed (.gz). The format of files with other suffixes is guessed from their first
+line.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def open_table(path: Path, *, header: bool = True) -> Table:
     """The table of a file or folder.
 
     Args:
-        path: See above.
-        header: Whether the first line of a CSV or TSV file names the columns; otherwise they are 1, 2, ...
+        path: A file or folder in one of the formats above.
+        header: Whether the first line of a CSV or TSV file has the names of the columns; otherwise they are 1, 2, ...
     """
     if path.is_dir():
         return ArrowFolder(path)
@@ -51,9 +52,9 @@ def open_table(path: Path, *, header: bool = True) -> Table:
 
 
 class Table(ABC):
-    """A file of rows. ``rows`` may be iterated once or more; nothing is held in memory but what is yielded."""
+    """A file of rows. ``rows`` can be iterated repeatedly, and streams the file."""
 
-    unit = "line"  # what the numbers of rows count
+    unit = "line"  # the meaning of row numbers: "line" or "row"
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,7 +64,7 @@ class Table(ABC):
 
     @abstractmethod
     def rows(self) -> Iterator[tuple[int, Row]]:
-        """Number and values of each row."""
+        """Yields the number and the values of each row."""
 
     def error(self, number: int, expected: str, got: str) -> DataError:
         if self.unit == "line":
@@ -71,7 +72,7 @@ class Table(ABC):
         return data_error(f"{self.path}, row {number}", expected, got)
 
     def value(self, row: Row, column: str) -> Any:
-        """A value of a row; ``a.b`` is the field b of an object a. Class labels have their names, and -1 is None."""
+        """A value of a row; ``a.b`` is field b of object a. Class labels are returned by name, -1 as None."""
         found: Any = row.get(column)
         if column not in row and "." in column:
             found = row
@@ -83,7 +84,7 @@ class Table(ABC):
         return found
 
     def text(self, number: int, row: Row, column: str) -> str:
-        """A value of a row that has to be a text."""
+        """A value of a row. Raises DataError if it is not a text."""
         found = self.value(row, column)
         if not isinstance(found, str):
             got = ", ".join(map(repr, row)) if found is None and column not in row else f"{found!r:.60}"
@@ -92,7 +93,7 @@ class Table(ABC):
 
 
 class Delimited(Table):
-    """Columns of text. Lines of another number of columns raise, or are counted where ``skip_broken`` is set."""
+    """A CSV or TSV file. Lines with another number of columns raise DataError, or are counted with ``skip_broken``."""
 
     def __init__(self, path: Path, delimiter: str, *, header: bool) -> None:
         super().__init__(path)
@@ -204,7 +205,7 @@ class Parquet(Table):
         yield from self.batches(None)
 
     def batches(self, columns: Sequence[str] | None) -> Iterator[tuple[int, Row]]:
-        """Rows with only these columns."""
+        """Yields the rows with only these columns."""
         number = 0
         try:
             with self._pyarrow.parquet.ParquetFile(self.path) as file:
@@ -217,8 +218,8 @@ class Parquet(Table):
 
 
 class ArrowFolder(Table):
-    """A split as ``Dataset.save_to_disk`` writes it: ``state.json`` names the arrow files, ``dataset_info.json`` the
-    classes."""
+    """A split that ``Dataset.save_to_disk`` has written: ``state.json`` lists the arrow files, ``dataset_info.json``
+    the classes."""
 
     unit = "row"
 
@@ -253,7 +254,7 @@ class ArrowFolder(Table):
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether a folder is one split that ``datasets`` has saved."""
+    """Whether a folder is a split that ``datasets`` has saved."""
     return (path / "state.json").is_file()
 
 

@@ -1,7 +1,7 @@
 """Examples of tasks, and the readers of labelled texts and tagged words.
 
-Each reader returns the file's examples in their order. A file that is not of a known form raises ``DataError`` with its
-name, the place in it, what was expected and what came. ``question_files`` and ``choice_files`` have the other readers.
+Each reader returns the file's examples in their order. A file in an unknown format raises ``DataError`` with its name,
+the line, what was expected and what was found. ``question_files`` and ``choice_files`` have the other readers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fasttfm.data.tables import Delimited, Table, open_table
 
 @dataclass(frozen=True)
 class TextExample:
-    """A text or a pair of texts, and its label as the file has it."""
+    """A text or a pair of texts, and its label in the file."""
 
     first: str
     second: str | None
@@ -29,7 +29,7 @@ class TextExample:
 @dataclass(frozen=True)
 class TagExample:
     words: list[str]
-    tags: list[str]  # one a word
+    tags: list[str]  # one per word
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class QuestionExample:
     context: str
     answers: list[Answer]  # several if people answered differently; none if the context has no answer
     impossible: bool
-    # Answers in people's own words, for scores: the nearest of each list counts, and the mean over the lists. Without
-    # any, a prediction is compared with ``answers``.
+    # Free-form answers for scores: a prediction's score is its best score in each list, averaged over the lists. If
+    # empty, predictions are compared with ``answers``.
     references: list[list[str]] = field(default_factory=list)
     domain: str = ""  # where the context comes from, in files that say so (CoQA)
 
@@ -54,16 +54,16 @@ class QuestionExample:
 @dataclass(frozen=True)
 class ChoiceExample:
     context: str
-    start: str  # of the sentence that the endings end; may be empty
+    start: str  # the start of the sentence that the endings complete; may be empty
     endings: list[str]
     label: int | None  # None in test sets
 
 
 class Columns(NamedTuple):
-    """The columns of a file by name or by number from 1 on; None for those to be found by their names.
+    """The columns of a file, by name or by number, counted from 1; None for columns with a known name.
 
     Args:
-        header: Whether the first line of a CSV or TSV file names the columns.
+        header: Whether the first line of a CSV or TSV file has the names of the columns.
     """
 
     text: str | None = None
@@ -76,7 +76,7 @@ BY_NAME = Columns()
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
-# Names of columns, in small letters: GLUE's, SNLI's and those that are usual elsewhere.
+# Known names of columns, in lower case: GLUE's, SNLI's and other common ones.
 _PAIRS = (
     ("sentence1", "sentence2"),  # MNLI, RTE, WNLI, STS-B, SNLI, KLUE-STS
     ("question1", "question2"),  # QQP
@@ -99,15 +99,15 @@ def read_texts(
     *,
     skip_broken: bool = False,
 ) -> list[TextExample]:
-    """Texts or pairs of texts with labels, from any file that ``tables`` reads, as well as CoLA's without a header.
+    """Reads texts or pairs of texts with labels from any file that ``tables`` reads, and from CoLA's without a header.
 
-    Lines of QQP's training set that have another number of columns, and SNLI's examples without a label on which the
-    annotators agreed (``-``), are left out and counted in a warning.
+    Lines of QQP's training set with a wrong number of columns, and SNLI's examples without an agreed label (``-``), are
+    skipped and counted in a warning.
 
     Args:
         path: The file.
         columns: Which columns to read; by default those with a known name.
-        skip_broken: Leaves lines out that have another number of columns than the header.
+        skip_broken: Whether to skip lines whose number of columns differs from the header's.
     """
     table = _text_table(Path(path), columns)
     first, second, label = text_columns(table, columns)
@@ -133,14 +133,14 @@ def read_texts(
 
 
 def describe_columns(path: Path, columns: Columns) -> str:
-    """Which columns ``read_texts`` reads, in words."""
+    """A description of the columns that ``read_texts`` reads."""
     first, second, label = text_columns(_text_table(path, columns), columns)
     texts = f"texts in {first!r}" if second is None else f"texts in {first!r} and {second!r}"
     return texts if label is None else f"{texts}, labels in {label!r}"
 
 
 def _text_table(path: Path, columns: Columns) -> Table:
-    """With CoLA's columns named as the other tasks name them: source, label, mark, sentence."""
+    """Opens the table. CoLA's columns, which have no header, get the names source, label, mark and sentence."""
     table = open_table(path, header=columns.header)
     header = table.columns
     is_cola = len(header) == 4 and header[1] in ("0", "1") and header[2] in ("", "*")
@@ -201,7 +201,7 @@ def _column(table: Table, given: str) -> str:
 
 
 def _label(table: Table, number: int, value: Any) -> str | None:
-    """A label as a text. KLUE-STS has an object with several, of which ``label`` is the one."""
+    """A label as a text. KLUE-STS has an object with several labels, of which ``label`` is used."""
     if isinstance(value, dict):
         value = value.get("label")
     if value is None or isinstance(value, (str, int, float)):
@@ -212,24 +212,25 @@ def _label(table: Table, number: int, value: Any) -> str | None:
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 _CONLLU = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "deprel", "deps", "misc")
-# Lines of CoNLL-U and of KLUE before a sentence, and KLUE's before the first; a word may be "#" or "##", too.
+# Comment lines of CoNLL-U and KLUE. A word may be "#" or "##", too.
 _COMMENT = re.compile(r"# ?(?:\S+ ?=|newdoc\b|newpar\b)|## ?klue-|## [^\t]* : ")
 
 
 def read_conll(path: str | Path, columns: Columns = BY_NAME) -> list[TagExample]:
-    """Sentences of a file with one word a line, the word first and its tag last, a blank line between sentences: those
-    of CoNLL-2000 and 2003, CoNLL-U (form and universal part of speech), and KLUE's names (a syllable a line).
+    """Reads sentences from a file with one word per line, the word in the first column and its tag in the last, and
+    blank lines between sentences: CoNLL-2000 and 2003, CoNLL-U (form and universal part of speech), and KLUE-NER (one
+    syllable per line).
 
     Args:
-        path: The file; columns are separated by tabs or by spaces. ``-DOCSTART-`` lines are left out, and of
-            CoNLL-U comments, ranges of words and empty nodes.
+        path: The file; columns are separated by tabs or by spaces. ``-DOCSTART-`` lines and CoNLL-U's comments, ranges
+            of words and empty nodes are skipped.
         columns: ``text`` and ``label`` are the columns of words and tags, by number, or by name in CoNLL-U.
     """
     path = Path(path)
     rows = list(_word_rows(path))
     width = next((len(row) for _, row in rows if row), 0)
     if width == 0:
-        raise data_error(path, "words with tags, one a line", "none")
+        raise data_error(path, "words with tags, one per line", "none")
     is_conllu = width == len(_CONLLU) and next(row for _, row in rows if row)[0].partition("-")[0] == "1"
     names = _CONLLU if is_conllu else ()
     word = _word_column(path, columns.text or ("form" if is_conllu else "1"), names, width)
@@ -250,12 +251,12 @@ def read_conll(path: str | Path, columns: Columns = BY_NAME) -> list[TagExample]
             words.append(row[word])
             tags.append(row[tag])
     if not examples:
-        raise data_error(path, "words with tags, one a line", "none")
+        raise data_error(path, "words with tags, one per line", "none")
     return examples
 
 
 def _word_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Number and columns of each line; none of a line between sentences."""
+    """Yields the number and the columns of each line; no columns for a line between sentences."""
     for number, line in read_lines(path):
         if line.startswith("-DOCSTART-") or not line.strip():
             yield number, []

@@ -1,4 +1,4 @@
-"""``read_documents``: files, folders, patterns, data sets and plain iterables as documents; and what texts we ship."""
+"""``read_documents`` reads documents from files, folders, patterns, data sets and iterables; shipped texts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fasttfm.data.lines import SURROGATE, data_error, read_lines
 from fasttfm.data.tables import Parquet, open_table
 
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
-# Of a folder only where it has none of these; by their own name always.
+# Suffixes of files that are read if they are named, and from folders without files of SUFFIXES.
 _MARKUP, _TABLES = (".md", ".rst"), (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 OTHER_SUFFIXES = (*_MARKUP, *_TABLES)
 _HERE = Path(__file__).parent
-# Lines of Markdown and reStructuredText that are no part of a paragraph: headings, items, quotes, tables, directives.
+# Lines of Markdown and reStructuredText that do not belong to a paragraph: headings, items, quotes, tables, directives.
 _OWN_LINE = re.compile(r"\s{4,}|\s*(?:#|[-*+] |\d+[.)] |>|\||\.\. |:\w|([-=~^\"'`*+#])\1{2,}\s*$)")
 
 
 def read_documents(source: Any, *, column: str = "text") -> Iterator[str]:
-    """The documents of ``source``, one after the other; nothing is held in memory.
+    """Yields the documents of ``source``, which is streamed.
 
     Args:
         source: A file, a folder (every file in and below it whose name ends in one of ``SUFFIXES``, or else in one of
@@ -29,7 +29,7 @@ def read_documents(source: Any, *, column: str = "text") -> Iterator[str]:
             list of these. ``.txt``: documents are separated by blank lines; ``.md``, ``.rst``:
             a file is a document; ``.jsonl``, ``.parquet``, ``.csv``, ``.tsv``: each row has one; ``.gz`` may follow.
             Otherwise a ``datasets`` data set, or any other iterable of texts.
-        column: Where the rows of files and data sets have the text.
+        column: The column of files and data sets that has the text.
     """
     files = files_of(source)
     if files is not None:
@@ -47,7 +47,8 @@ def read_documents(source: Any, *, column: str = "text") -> Iterator[str]:
 
 
 def files_of(source: Any) -> list[Path] | None:
-    """The files that ``source`` names, in the order they are read; None where it is no path and no list of paths."""
+    """The files of ``source``, in the order in which they are read; None if it is neither a path nor a list of
+    paths."""
     if isinstance(source, (str, Path)):
         return _files_of_path(source)
     if isinstance(source, (list, tuple)):
@@ -61,8 +62,8 @@ def files_of(source: Any) -> list[Path] | None:
 
 
 def shipped_corpus(language: str = "english") -> Path:
-    """The texts that come with fasttfm, all in the public domain (their READMEs name the sources): a folder of about
-    three million characters of English, or the file of a small sample, ``"korean"``."""
+    """The shipped texts, all in the public domain (their READMEs name the sources): a folder of about three million
+    characters of English, or the file of a small sample, ``"korean"``."""
     known = {"english": _HERE / "corpus", "korean": _HERE / "languages" / "korean.txt"}
     if language not in known:
         raise ValueError(f"shipped_corpus: language: expected one of {', '.join(known)}, got {language!r}")
@@ -70,7 +71,7 @@ def shipped_corpus(language: str = "english") -> Path:
 
 
 def shipped_task(name: str) -> dict[str, Path]:
-    """The files ``"train"`` and ``"dev"`` of the small labelled set that comes with fasttfm for a task."""
+    """The files ``"train"`` and ``"dev"`` of the small labelled data set that is shipped for a task."""
     files = sorted((_HERE / "corpus" / "tasks").glob("*-train.*"))
     known = {path.name.partition("-train.")[0]: path for path in files}
     if name not in known:
@@ -79,8 +80,8 @@ def shipped_task(name: str) -> dict[str, Path]:
 
 
 def shipped_knowledge(name: str) -> Path:
-    """A file of the small knowledge graph that comes with fasttfm: ``"triples"``, or ``"mentions"`` of its entities in
-    texts (``data.knowledge``)."""
+    """A file of the small shipped knowledge graph: ``"triples"``, or ``"mentions"`` of its entities in texts
+    (``data.knowledge``)."""
     names = {"triples": "triples.tsv", "mentions": "mentions.jsonlines.gz"}
     if name not in names:
         raise ValueError(f"shipped_knowledge: name: expected one of {', '.join(names)}, got {name!r}")
@@ -97,12 +98,12 @@ def _files_of_path(source: str | Path) -> list[Path]:
             return _files_of_folder(path)
         if path.exists():
             return [path]
-    except OSError as error:  # for example a text of a thousand words, which no path can be
+    except OSError as error:  # for example a long text, which is not a valid path
         raise data_error(f"{source!s:.60}", "a path", error.strerror or str(error)) from None
     found = sorted(Path(name) for name in glob.glob(str(source), recursive=True))
     files = [path for path in found if path.is_file()]
     if not files:
-        hint = "; texts themselves are given as an iterator, for example iter(texts)" if len(str(source)) > 60 else ""
+        hint = "; to pass texts, use an iterator, for example iter(texts)" if len(str(source)) > 60 else ""
         raise data_error(f"{source!s:.200}", "a file, a folder or a pattern that matches one", "nothing there" + hint)
     return files
 
@@ -145,7 +146,7 @@ def _read_text(path: Path) -> Iterator[str]:
 
 
 def _read_markup(path: Path) -> Iterator[str]:
-    """The whole file, in which the lines of a paragraph are joined: they are broken in the middle of sentences."""
+    """The whole file as one document, with the lines of each paragraph joined."""
     lines: list[str] = []
     joins = False
     for _, line in read_lines(path):
@@ -171,6 +172,6 @@ def _read_column(path: Path, column: str) -> Iterator[str]:
             raise data_error(path, f"a column {column!r}", f"columns {', '.join(map(repr, table.columns))}")
     for number, row in rows:
         text = table.text(number, row, column)
-        if SURROGATE.search(text):  # "\\ud800" is JSON, but no character
+        if SURROGATE.search(text):  # "\\ud800" is valid JSON, but not a character
             raise table.error(number, "UTF-8 text", "half of a surrogate pair")
         yield text

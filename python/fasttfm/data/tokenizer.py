@@ -1,6 +1,6 @@
-"""``Tokenizer``: text to ids and back, over the ``tokenizers`` library; saved as HF's tools want it.
+"""``Tokenizer``: text to ids and back, by the ``tokenizers`` library, saved in transformers' format.
 
-``tokenizer_training`` makes one from texts, ``tokenizer_files`` reads one.
+``tokenizer_training`` trains one, ``tokenizer_files`` reads one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fasttfm.models.families import family_of_type
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """The ids of the special tokens; None for those that a vocabulary does not have."""
+    """The ids of the special tokens, None if the vocabulary does not have one."""
 
     pad: int | None = None
     unk: int | None = None
@@ -36,7 +36,7 @@ class SpecialIds:
         return sorted({value for value in asdict(self).values() if value is not None})
 
 
-# The names under which vocabularies have them, the likeliest first.
+# The names of special tokens in vocabularies, the most likely first.
 _NAMES = {
     "pad": ("[PAD]", "<pad>"),
     "unk": ("[UNK]", "<unk>", "<|endoftext|>"),
@@ -68,7 +68,7 @@ class Tokenizer:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids, and for each its range of characters of ``text``: from, to."""
+        """The ids, and for each the range of its characters in ``text``."""
         encoding = self.backend.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
@@ -77,7 +77,7 @@ class Tokenizer:
         return text
 
     def token(self, id: int) -> str:
-        """An id's entry in the vocabulary."""
+        """The vocabulary's entry for an id."""
         name: str | None = self.backend.id_to_token(int(id))
         if name is None:
             raise ValueError(f"Tokenizer: id: expected one in [0, {self.vocab_size}), got {id}")
@@ -85,7 +85,7 @@ class Tokenizer:
 
     @property
     def starts_word(self) -> np.ndarray:
-        """bool [vocab_size]: whether a token begins a word; the others go on with the one before."""
+        """bool [vocab_size]: whether a token starts a word; the others continue one."""
         state = json.loads(self.backend.to_str())
         names = [self.backend.id_to_token(id) or "" for id in range(self.vocab_size)]
         special = {self.backend.id_to_token(id) for id in self.special.all()}
@@ -103,16 +103,16 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same vocabulary, rules and special tokens."""
+        """A hash of vocabulary, rules and special tokens."""
         text = json.dumps([json.loads(self.backend.to_str()), asdict(self.special)], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def save(self, directory: str | Path, *, model_max_length: int = 512, config: ModelConfig | None = None) -> None:
-        """Writes what ``load_tokenizer`` and ``transformers.AutoTokenizer`` open.
+        """Writes the files that ``load_tokenizer`` and ``transformers.AutoTokenizer`` read.
 
         Args:
-            model_max_length: The most tokens that the model reads.
-            config: The model's configuration, which decides the inputs that transformers passes to it: segments
+            model_max_length: The maximum number of tokens that the model reads.
+            config: The model's configuration, which determines the inputs that transformers passes to it: segments
                 (``token_type_ids``) if it has them, and no [CLS] and [SEP] around the prompt of a causal model.
         """
         folder = Path(directory)
@@ -129,7 +129,7 @@ class Tokenizer:
             segments = getattr(config, "type_vocab_size", 0) > 1
             settings["model_input_names"] = ["input_ids", *["token_type_ids"] * segments, "attention_mask"]
             family = family_of_type(config.model_type)
-            if family is not None and family.causal and self._wraps_texts():
+            if family is not None and family.causal and self._adds_special_tokens():
                 rules["post_processor"] = None
         contents = {
             "tokenizer.json": json.dumps(rules, indent=2, ensure_ascii=False),
@@ -140,12 +140,12 @@ class Tokenizer:
             for name, text in contents.items():
                 partials[folder / name].write_text(text, encoding="utf-8")
 
-    def _wraps_texts(self) -> bool:
+    def _adds_special_tokens(self) -> bool:
         """Whether transformers puts [CLS] or [SEP] around a text."""
         return not {self.special.cls, self.special.sep}.isdisjoint(self.backend.encode("").ids)
 
 
-# ---- parts of training and loading -----------------------------------------------------------------------------------
+# ---- shared by training and loading ----------------------------------------------------------------------------------
 
 
 def library() -> Any:
@@ -163,7 +163,7 @@ def library() -> Any:
 
 
 def finished(backend: Any, special: SpecialIds, lowercase: bool) -> Tokenizer:
-    """Marks the special tokens, and says how HF's tools put them around a text and a pair."""
+    """Marks the special tokens, and sets the template with which transformers puts them around a text and a pair."""
     tokenizers = library()
     names = [backend.id_to_token(id) for id in special.all()]
     backend.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names])
@@ -179,7 +179,7 @@ def finished(backend: Any, special: SpecialIds, lowercase: bool) -> Tokenizer:
 
 
 def special_by_name(backend: Any, settings: dict[str, Any]) -> SpecialIds:
-    """The special tokens that a folder's settings name, else those with a known name."""
+    """The special tokens that a folder's settings name, or else those with a known name."""
     found: dict[str, int | None] = {}
     for role, known in _NAMES.items():
         named = settings.get(f"{role}_token")

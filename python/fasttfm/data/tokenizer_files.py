@@ -1,9 +1,9 @@
-"""``load_tokenizer``: a tokenizer from the files that models come with.
+"""``load_tokenizer``: reads the tokenizer files of models.
 
-tokenizer.json               the tokenizers library's own
-vocab.txt                    WordPiece: BERT's, DistilBERT's and ELECTRA's
-vocab.json and merges.txt    BPE: GPT-2's and RoBERTa's of bytes, GPT's of letters
-*.model                      SentencePiece: ALBERT's (``spiece.model``), or one of your own
+tokenizer.json               the format of the tokenizers library
+vocab.txt                    WordPiece: BERT, DistilBERT and ELECTRA
+vocab.json and merges.txt    BPE: of bytes for GPT-2 and RoBERTa, of characters for GPT
+*.model                      SentencePiece: ALBERT (``spiece.model``), or your own
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fasttfm.data.tokenizer_training import wordpiece
 from fasttfm.models.hub import TOKENIZER_FILES, Part, model_directory
 
 _EXPECTED = "a tokenizer.json, a vocab.txt, a vocab.json with merges.txt or a SentencePiece .model"
-_WORD_END = "</w>"  # of GPT's pieces that end a word
+_WORD_END = "</w>"  # the suffix of GPT's tokens that end a word
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A tokenizer from a folder, a ``tokenizer.json``, a ``vocab.txt``, a ``vocab.json`` with ``merges.txt``, a
-    SentencePiece ``.model``, or a model of the hub (``model_directory``). Special tokens are those that the folder's
-    settings name, or else those with a well-known name."""
+    """Reads a tokenizer from a folder, a ``tokenizer.json``, a ``vocab.txt``, a ``vocab.json`` with ``merges.txt``, a
+    SentencePiece ``.model``, or a hub model (``model_directory``). Special tokens are those that the folder's settings
+    name, or else those with a well-known name."""
     is_hub_id = isinstance(path, str) and not Path(path).exists()
     return _read_tokenizer(model_directory(path, Part.TOKENIZER) if is_hub_id else Path(path))
 
@@ -72,7 +72,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def _lowercase(settings: dict[str, Any], pieces: Any) -> bool:
-    """As the settings state it, or whether no piece is capitalized."""
+    """Whether the tokenizer lowercases texts: as the settings say, or if no piece is capitalized."""
     return bool(settings.get("do_lower_case", not any(name.isascii() and name.istitle() for name in pieces)))
 
 
@@ -88,10 +88,10 @@ def _from_vocabulary(path: Path, settings: dict[str, Any]) -> Tokenizer:
         vocabulary[name] = number - 1
     if "[UNK]" not in vocabulary:
         raise data_error(
-            path, "a WordPiece vocabulary with [UNK], one token a line", f"{len(vocabulary)} lines without"
+            path, "a WordPiece vocabulary with [UNK], one token per line", f"{len(vocabulary)} lines without"
         )
     lowercase = _lowercase(settings, vocabulary)
-    # Without a setting, BERT strips accents where it writes small letters.
+    # By default BERT strips accents if it lowercases.
     accents = {"strip_accents": settings.get("strip_accents"), "lowercase": lowercase}
     normalizer = tokenizers.normalizers.BertNormalizer(
         **accents, handle_chinese_chars=settings.get("tokenize_chinese_chars", True)
@@ -109,7 +109,7 @@ def _from_merges(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     if not vocabulary or not all(type(id) is int for id in vocabulary.values()):
         raise data_error(folder / "vocab.json", "an object with an id for each token", f"{str(vocabulary)[:60]}")
     merges = _merges(folder / "merges.txt", vocabulary)
-    if any(name.endswith(_WORD_END) for name in vocabulary):  # GPT's: letters of small words
+    if any(name.endswith(_WORD_END) for name in vocabulary):  # GPT's: characters of lowercased words
         model = tokenizers.models.BPE(vocabulary, merges, unk_token="<unk>", end_of_word_suffix=_WORD_END)
         backend = tokenizers.Tokenizer(model)
         backend.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
@@ -159,7 +159,7 @@ def _sentencepiece_backend(model: SentencePieceModel) -> Any:
         return models.Unigram(model.pieces, model.unknown, byte_fallback=model.byte_fallback)
     ids = {piece: id for id, (piece, _) in enumerate(model.pieces)}
     scores = dict(model.pieces)
-    # A piece is merged of every two that it consists of, those with the higher score first.
+    # Every split of a piece into two pieces is a merge; those of pieces with higher scores come first.
     merges = [
         (piece[:cut], piece[cut:])
         for piece in ids
@@ -172,7 +172,7 @@ def _sentencepiece_backend(model: SentencePieceModel) -> Any:
 
 
 def _sentencepiece_normalizer(model: SentencePieceModel, settings: dict[str, Any], lowercase: bool) -> Any:
-    """The model's own, after ALBERT's: small letters without accents, where its settings do not say otherwise."""
+    """ALBERT's normalizer (by default lower case without accents), followed by the model's own."""
     tokenizers = library()
     forms = tokenizers.normalizers
     steps = []

@@ -1,4 +1,4 @@
-"""``train_tokenizer``: a vocabulary that is learnt from texts: WordPiece, byte-level BPE or Unigram."""
+"""``train_tokenizer``: trains a WordPiece, byte-level BPE or Unigram vocabulary on texts."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def train_tokenizer(
     special: Literal["bert", "roberta"] | None = None,
     progress: bool = False,
 ) -> Tokenizer:
-    """A vocabulary of ``documents``. For WordPiece and BPE the same texts in the same order give the same one, in every
-    process; the library's Unigram trainer does not promise that.
+    """Trains a vocabulary on ``documents``. For WordPiece and BPE the same texts in the same order give the same
+    vocabulary in every process; the library's Unigram trainer does not guarantee that.
 
     Args:
-        kind: ``"wordpiece"`` (BERT's), ``"bpe"`` (bytes, as the GPTs' and RoBERTa's; keeps every text as it is) or
-            ``"unigram"`` (ALBERT's and XLM-RoBERTa's, words with a leading ``▁``).
-        documents: Texts; ``read_documents`` gives them. WordPiece goes over them twice, the second
-            time in a temporary file.
-        vocab_size: The maximum number of entries, including special ones; fewer if the texts have no more.
-        lowercase: Words in lower case; WordPiece and Unigram only.
-        strip_accents: Letters without their accents; WordPiece and Unigram only. Hangul stays composed.
-        special: Whose special tokens: ``"bert"`` ([PAD], [UNK], [CLS], [SEP], [MASK], the default of WordPiece) or
+        kind: ``"wordpiece"`` (BERT), ``"bpe"`` (byte-level, as in the GPTs and RoBERTa; lossless) or ``"unigram"``
+            (ALBERT and XLM-RoBERTa, words with a leading ``▁``).
+        documents: Texts, for example of ``read_documents``. WordPiece reads them twice, the second time from a
+            temporary file.
+        vocab_size: The maximum number of entries, including special tokens; fewer if the texts do not have as many.
+        lowercase: Whether to lowercase texts; only for WordPiece and Unigram.
+        strip_accents: Whether to remove accents; only for WordPiece and Unigram. Hangul stays composed.
+        special: The special tokens: ``"bert"`` ([PAD], [UNK], [CLS], [SEP], [MASK], the default of WordPiece) or
             ``"roberta"`` (``<s>``, ``<pad>``, ``</s>``, ``<unk>``, ``<mask>``, the default of the others).
-        progress: Shows how far it is.
+        progress: Whether to show the progress.
     """
     tokenizers = library()
     if kind not in KINDS:
@@ -74,7 +74,7 @@ def train_tokenizer(
 
 
 def wordpiece(model: Any, normalizer: Any) -> Any:
-    """BERT's rules around a WordPiece model."""
+    """A WordPiece model with BERT's pre-tokenizer and decoder."""
     tokenizers = library()
     backend = tokenizers.Tokenizer(model)
     backend.normalizer = normalizer
@@ -84,14 +84,14 @@ def wordpiece(model: Any, normalizer: Any) -> Any:
 
 
 def _bert_normalizer(lowercase: bool, strip_accents: bool) -> Any:
-    """BERT's, between normal forms C: stripping accents decomposes what it reads."""
+    """BERT's normalizer with NFC before and after it, because stripping accents decomposes characters."""
     forms = library().normalizers
     of_bert = forms.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
     return forms.Sequence([forms.NFC(), of_bert, *([forms.NFC()] if strip_accents else [])])
 
 
 def _unigram_normalizer(lowercase: bool, strip_accents: bool) -> Any:
-    """Normal form C and single spaces, as SentencePiece's models read texts."""
+    """NFC and single spaces, as in SentencePiece."""
     tokenizers = library()
     forms = tokenizers.normalizers
     stripped = [forms.NFD(), forms.StripAccents()] if strip_accents else []
@@ -102,11 +102,11 @@ def _unigram_normalizer(lowercase: bool, strip_accents: bool) -> Any:
 def _wordpiece_vocabulary(
     documents: Iterable[str], normalizer: Any, unknown: str, options: dict[str, Any]
 ) -> dict[str, int]:
-    """The ids of a WordPiece vocabulary: special tokens, letters, letters inside words (##a), then merges.
+    """The ids of a WordPiece vocabulary: special tokens, characters, characters inside words (##a), then merges.
 
-    The library numbers letters inside words in the order of a hash table that differs from process to process, and of
-    two pairs that are equally frequent it merges the one with the smaller numbers. So a first pass over the texts,
-    which merges nothing, finds these letters, and the second one gets them in order, as if they were special tokens.
+    The library numbers characters inside words in the order of a hash table that differs between processes, and of two
+    equally frequent pairs it merges the one with the smaller numbers. So a first pass over the texts, which merges
+    nothing, finds these characters, and the second pass gets them in a fixed order, as if they were special tokens.
     """
     tokenizers = library()
 
@@ -145,7 +145,7 @@ def _repeated(pieces: Iterable[str]) -> Iterator[Callable[[], Iterator[str]]]:
 
 
 def _pieces(documents: Iterable[str], size: int = 1 << 12) -> Iterable[str]:
-    """The texts in pieces of lines: training takes long over a word of many thousand letters."""
+    """Yields the lines of texts in pieces of at most ``size`` characters: training is slow for very long words."""
     empty = True
     for document in documents:
         for line in document.split("\n"):
