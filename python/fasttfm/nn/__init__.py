@@ -1,4 +1,4 @@
-"""Modules with torch.nn's arguments and state_dict, and modules over packed tokens, served by fasttfm's ops."""
+"""Modules with torch.nn's arguments and state_dict, and modules for packed tokens, built on fasttfm's ops."""
 
 from fasttfm.nn.embeddings import Embeddings
 from fasttfm.nn.fp8 import Fp8Training

@@ -1,4 +1,4 @@
-"""``Embeddings``: what a transformer's tokens begin as."""
+"""``Embeddings``: the embedding layer of a transformer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Embeddings(nn.Module):
         positions: Rows of the position table; 0 for none.
         segments: Rows of the segment table; 0 for none, None if segments are token ids (GPT).
         norm: Whether there is a LayerNorm (GPT has none here).
-        norm_bias: Whether that has a bias.
+        norm_bias: Whether the LayerNorm has a bias.
         eps: Added to its variance.
         dropout: Dropout probability of the result.
         padding_idx: A token whose embedding gets no gradient.
         output_width: The width of a final linear layer, if tables are narrower than the model (ALBERT, ELECTRA).
-        device, dtype: The parameters'.
+        device, dtype: Device and dtype of the parameters.
     """
 
     def __init__(
@@ -67,10 +67,11 @@ class Embeddings(nn.Module):
         segment_ids: Tensor | None = None,
         seed: Tensor | None = None,
     ) -> Tensor:
-        """``[T, C]`` of packed ``ids`` [T] with ``cu_seqlens``, or ``[..., S, C]``; in autocast's type under autocast.
+        """``[T, C]`` for packed ``ids`` [T] with ``cu_seqlens``, or ``[..., S, C]``; in autocast's dtype under
+        autocast.
 
-        Positions are by default a token's index in its own sequence, segments 0; segments that are token ids are left
-        out.
+        By default positions are the tokens' indices in their sequences, and segments are 0; if segments are token ids,
+        they are not added by default.
         """
         segment = self.word if self.word_segments and segment_ids is not None else self.segment
         if not self._is_fusable(segment):
@@ -110,7 +111,7 @@ class Embeddings(nn.Module):
         segment_ids: Tensor | None,
         seed: Tensor | None,
     ) -> Tensor:
-        """The sum of rows that modules give, LayerNorm and dropout."""
+        """Calls the embedding modules and the LayerNorm one by one."""
         x: Tensor = self.word(ids)
         if self.position is not None:
             if position_ids is None and cu_seqlens is not None:

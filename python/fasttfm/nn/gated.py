@@ -33,19 +33,19 @@ class GatedActivation(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """The feed-forward block of ModernBERT and LLaMA: ``down_proj(activation(gate) * up)``, where one product,
-    ``gate_up_proj``, gives the gate and up.
+    """The feed-forward block of ModernBERT and LLaMA: ``down_proj(activation(gate) * up)``, where one GEMM,
+    ``gate_up_proj``, computes both gate and up.
 
-    Weights of LLaMA go in with ``gate_up_proj.weight = torch.cat([gate_proj.weight, up_proj.weight])``, those of
-    ModernBERT (``Wi``, ``Wo``) and Phi-3 as they are.
+    For LLaMA's weights set ``gate_up_proj.weight = torch.cat([gate_proj.weight, up_proj.weight])``; those of ModernBERT
+    (``Wi``, ``Wo``) and Phi-3 have this layout.
 
     Args:
         width: Columns of the input and the output.
         intermediate: Columns of the gate, and of up.
-        activation: A name out of ``ops.ACTIVATIONS``: ``"silu"`` (SwiGLU), ``"gelu"`` (GeGLU), ``"relu"`` (ReGLU).
-        bias: Whether both products have one. That of the first is added in the activation's pass.
+        activation: A key of ``ops.ACTIVATIONS``: ``"silu"`` (SwiGLU), ``"gelu"`` (GeGLU), ``"relu"`` (ReGLU).
+        bias: Whether both linear layers have a bias. The activation's kernel adds the first one.
         gate_first: Whether the gate is the first half of ``gate_up_proj``'s output or the second.
-        device: Of the parameters. dtype: Of the parameters.
+        device, dtype: Device and dtype of the parameters.
     """
 
     def __init__(

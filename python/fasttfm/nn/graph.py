@@ -6,9 +6,9 @@
     a_ijk = softmax over k of T_ij W_1 p_ijk,    R_ij = sum over k of a_ijk p_ijk   path level
     b_ij = softmax over i, j of s W_2 T_ij,      g = sum over i, j of b_ij [R_ij; T_ij]   pair level
 
-Nodes and triples of all graphs follow one another; the paths of a pair and the pairs of a graph are padded for the two
-softmaxes. A pair without a path has R_ij = 0; a graph without pairs has g = 0. What depends on the graphs' structure
-only is computed on the CPU with the batch, so that nothing here synchronizes with the GPU.
+Nodes and triples of all graphs are concatenated; the paths of a pair and the pairs of a graph are padded for the two
+softmaxes. A pair without a path has R_ij = 0; a graph without pairs has g = 0. Indices that depend only on the graphs'
+structure are computed on the CPU with the batch, so that nothing here synchronizes with the GPU.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-_SUM = 0  # of embedding_bag's modes
+_SUM = 0  # embedding_bag's code of the mode "sum"
 _NO_MEMBER = -1e30  # finite, so that groups without members have finite weights
 
 
 class Rows(NamedTuple):
-    """Rows of a tensor to gather, and how their gradients are summed without atomic additions."""
+    """Rows of a tensor to gather, and an order in which their gradients are summed without atomics."""
 
     rows: Tensor  # int64 [n]
-    order: Tensor  # int64 [n]: their places, sorted by the rows
-    starts: Tensor  # int64 [rows + 1]: the first of each row in ``order``
+    order: Tensor  # int64 [n]: the indices that sort ``rows``
+    starts: Tensor  # int64 [rows + 1]: where each row starts in ``order``
 
     @staticmethod
     def of(index: Any, count: int) -> Rows:
-        """Of a tensor with ``count`` rows."""
+        """The rows ``index`` of a tensor with ``count`` rows."""
         index = np.asarray(index, dtype=np.int64).flatten()
         ends = np.cumsum(np.bincount(index, minlength=count))
         starts = np.concatenate([np.zeros(1, dtype=np.int64), ends])
@@ -58,7 +58,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _sums(rows: Tensor, order: Tensor, starts: Tensor, scales: Tensor | None = None) -> Tensor:
-    """The sums of the rows ``order[starts[i]]`` to ``order[starts[i + 1]]``, without the last, times their scales."""
+    """The sums of the rows ``order[starts[i]:starts[i + 1]]``, each multiplied by its scale."""
     if not len(order):
         return rows.new_zeros(len(starts) - 1, rows.shape[1])
     return torch.embedding_bag(rows, order, starts, False, _SUM, False, scales, True)[0]
@@ -67,13 +67,13 @@ def _sums(rows: Tensor, order: Tensor, starts: Tensor, scales: Tensor | None = N
 class Slots(NamedTuple):
     """Members of groups, padded to the size of the largest group."""
 
-    members: Tensor  # int64 [groups, size]; the number of members where there is none
-    scores: Tensor  # fp32 [groups, 1, size]: added to those of a softmax, 0 for members, very low where there is none
-    places: Tensor  # int64 [members]: each one's place among all groups' slots
+    members: Tensor  # int64 [groups, size], padded with the number of members
+    scores: Tensor  # fp32 [groups, 1, size]: an additive mask for a softmax, 0 for members
+    places: Tensor  # int64 [members]: the index of each member in the flattened slots
 
     @staticmethod
     def of(groups: Any, count: int) -> Slots:
-        """Of each member's group, one of ``count``."""
+        """The slots for the group of each member; there are ``count`` groups."""
         groups = np.asarray(groups, dtype=np.int64)
         order = np.argsort(groups, kind="stable")
         sizes = np.bincount(groups, minlength=count)
@@ -89,11 +89,11 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphBatch:
-    """The schema graphs of a batch, one after the other. Paths are sorted by length, the longest first."""
+    """The concatenated schema graphs of a batch. Paths are sorted by length, the longest first."""
 
     concepts: Tensor  # int64 [N]: the concept of each node
     edges: Tensor  # int64 [2, E]: node and neighbour, in both directions, sorted by node and then by neighbour
-    scales: Tensor  # fp32 [2, E]: 1 / the number of neighbours of either
+    scales: Tensor  # fp32 [2, E]: 1 / the number of neighbours of the node and of the neighbour
     starts: Tensor  # int64 [N + 1]: the first edge of each node
     pairs: Tensor  # int64 [3, P]: graph, node of the question's concept, node of the answer's
     ends: Tensor  # int64 [2 P]: the two nodes of each pair
@@ -108,15 +108,15 @@ class GraphBatch:
 
     @staticmethod
     def of(concepts: Any, edges: Any, pairs: Any, owners: Any, triples: Any, steps: Sequence[int], graphs: int) -> Any:
-        """Of arrays: ``concepts`` [N], ``edges`` [E, 2], ``pairs`` [P, 3], ``owners`` [K], ``triples`` [M, 3] of head,
-        relation and tail. The others are explained above."""
+        """A batch from arrays: ``concepts`` [N], ``edges`` [E, 2], ``pairs`` [P, 3], ``owners`` [K], ``triples`` [M, 3]
+        of head, relation and tail, and ``steps`` as above."""
         nodes, numbers = len(concepts), np.asarray
         edges = numbers(edges, dtype=np.int64).reshape(-1, 2)
         pairs = numbers(pairs, dtype=np.int64).reshape(-1, 3)
         triples = numbers(triples, dtype=np.int64).reshape(-1, 3)
         degrees = np.bincount(edges[:, 0], minlength=nodes)
         paths = Slots.of(owners, len(pairs))
-        rows = len(owners) + 1  # of the last states of a direction, which end with a row of zeros
+        rows = len(owners) + 1  # the last states of a direction, followed by a row of zeros
         either = np.stack([paths.members.numpy(), paths.members.numpy() + rows], -1)
         relations = triples[:, 1].max(initial=-1) + 1
         return GraphBatch(
@@ -150,7 +150,7 @@ class GraphBatch:
 
 
 def _gates(steps: Sequence[int]) -> Any:
-    """``GraphBatch.gates``: the first direction reads a path's triples in order, the second from the last one on."""
+    """``GraphBatch.gates``: the first direction reads a path's triples in order, the second in reverse order."""
     counts = np.array(steps, dtype=np.int64)
     starts, paths = np.cumsum(counts) - counts, np.arange(max(steps, default=0))
     lengths = (counts[:, None] > paths).sum(0)
@@ -162,15 +162,15 @@ def _gates(steps: Sequence[int]) -> Any:
 
 
 class Reasoned(NamedTuple):
-    """What a schema graph says, and how much each of its parts counts."""
+    """The vectors of schema graphs, and the attention weights of their paths and pairs."""
 
     vectors: Tensor  # [graphs, output_size]
-    path_weights: Tensor  # [K], 1 in sum over the paths of a pair
-    pair_weights: Tensor  # [P], 1 in sum over the pairs of a graph
+    path_weights: Tensor  # [K]; the sum over the paths of a pair is 1
+    pair_weights: Tensor  # [P]; the sum over the pairs of a graph is 1
 
 
 class GraphConvolution(nn.Module):
-    """``relu(W_self h_i + W mean of h_j + b)``, j the neighbours of i; without any, the mean is 0."""
+    """``relu(W_self h_i + W mean of h_j + b)`` over the neighbours j of i; without neighbours the mean is 0."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -183,13 +183,13 @@ class GraphConvolution(nn.Module):
 
 
 def neighbour_mean(h: Tensor, batch: GraphBatch) -> Tensor:
-    """The mean of the rows ``h`` [N, C] of each node's neighbours; 0 without any."""
+    """The mean of the rows ``h`` [N, C] of each node's neighbours; 0 without neighbours."""
     return cast("Tensor", _NeighbourMean.apply(h, batch.edges[1], batch.starts, batch.scales.to(h.dtype)))
 
 
 class _NeighbourMean(torch.autograd.Function):
-    """The mean of the neighbours' rows: a gather and a sum in one kernel. The graph is symmetric: the gradient is the
-    sum of the neighbours' gradients, each over the neighbour's own number of neighbours."""
+    """The mean of the neighbours' rows: a gather and a sum in one kernel. The graph is symmetric, so the gradient is
+    the sum of the neighbours' gradients, each divided by the neighbour's own number of neighbours."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, neighbours: Tensor, starts: Tensor, scales: Tensor) -> Tensor:
@@ -203,17 +203,17 @@ class _NeighbourMean(torch.autograd.Function):
 
 
 class GraphReasoner(nn.Module):
-    """From schema graphs and their statements' vectors to one vector a graph.
+    """Computes one vector per schema graph from the graphs and the vectors of their statements.
 
     Args:
-        concepts, relations: The sizes of the vocabularies; relations with their inverses.
+        concepts, relations: The sizes of the vocabularies; relations include inverses.
         concept_size: The width of concepts and relations.
         statement_size: The width of a statement's vector.
-        layers: Graph convolutions.
+        layers: The number of graph convolutions.
         path_size: The width of a path's vector, half of it for each direction of the LSTM.
         pair_size: The width of T.
-        dropout: In T's layers.
-        freeze: Whether concepts and relations keep their vectors.
+        dropout: The dropout probability in T's layers.
+        freeze: Whether the vectors of concepts and relations are not trained.
     """
 
     def __init__(
@@ -249,8 +249,8 @@ class GraphReasoner(nn.Module):
         self.output_size = path_size + pair_size
 
     def forward(self, batch: GraphBatch, statements: Tensor) -> Reasoned:
-        """``statements`` [graphs, statement_size]. Autocast applies to the path encoder; the others are small, and have
-        the parameters' precision."""
+        """``statements`` [graphs, statement_size]. Autocast applies only to the path encoder; the other parts are
+        small, and use the parameters' precision."""
         with torch.autocast(statements.device.type, enabled=False):
             h = self.convolved(batch)
         paths = self.path_vectors(batch, h)
@@ -280,8 +280,8 @@ class GraphReasoner(nn.Module):
         return h
 
     def path_vectors(self, batch: GraphBatch, h: Tensor) -> Tensor:
-        """The last states of both directions of the LSTM over each path's triples, in the slots of their pairs, 0 where
-        there is none: [P, size, path_size]."""
+        """The last states of both directions of the LSTM over each path's triples, in the slots of their pairs, padded
+        with 0: [P, size, path_size]."""
         lstm: Any = self.path_encoder
         size, slots = lstm.hidden_size, batch.path_slots.members.shape
         if not batch.steps:
@@ -300,8 +300,9 @@ def _last_states(gates: Tensor, weights: Tensor, steps: Sequence[int]) -> Tensor
     """The last states of both directions, and a row of zeros after each: [2, K + 1, size].
 
     Args:
-        gates: [2 M, 4 size], of the inputs. Paths are sorted: those of a step are the first of the step before it.
-        weights: [2, size, 4 size], of the states.
+        gates: [2 M, 4 size], from the inputs. Paths are sorted by length, so those of a step are a prefix of the
+            previous step's.
+        weights: [2, size, 4 size], the recurrent weights.
     """
     size = weights.shape[1]
     h = c = gates.new_zeros(2, steps[0], size)
@@ -329,8 +330,8 @@ def _lstm_cell(gates: Tensor, of_states: Tensor, c: Tensor) -> tuple[Tensor, Ten
 
 
 def _softmax(rows: Tensor, queries: Tensor, slots: Slots) -> Tensor:
-    """The weights of ``rows`` [groups, size, width] for ``queries`` [groups, width]: [groups, 1, size]. A group without
-    rows has weights, of rows that are 0."""
+    """The weights of ``rows`` [groups, size, width] for ``queries`` [groups, width]: [groups, 1, size]. The weights of
+    an empty group are finite, and its rows are 0."""
     added = slots.scores
     if rows.dtype == torch.float16:
         added = added.clamp(min=torch.finfo(rows.dtype).min)

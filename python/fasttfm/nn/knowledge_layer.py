@@ -3,9 +3,9 @@
 Aggregator of Zhang et al. (2019), with the residual connections and LayerNorms of the released model. ``w`` are all
 tokens, ``e`` the entities of the aligned ones, ``b = b_t + b_e``:
 
-    w~ = LN(w + Attention(w))         e~ = LN(e + Attention_e(e)), or e where entities do not attend
-    h  = act(W_t w~ + W_e e~ + b)     of aligned tokens
-    h  = act(W_t w~ + b)              of the others
+    w~ = LN(w + Attention(w))         e~ = LN(e + Attention_e(e)), or e if entities do not attend
+    h  = act(W_t w~ + W_e e~ + b)     for aligned tokens
+    h  = act(W_t w~ + b)              for the others
     w' = LN(w~ + W_t' h + b_t')       e' = LN(e~ + W_e' h + b_e')
 """
 
@@ -36,20 +36,21 @@ _NAME = "KnowledgeLayer"
 
 @dataclass(frozen=True)
 class AlignedEntities:
-    """Which packed tokens have an entity, and which one. The first token of every sequence always takes part, so that
-    no sequence is without an entity: with entity -1, the null entity, if it has no other."""
+    """Which packed tokens have an entity, and which one. The first token of every sequence always has one, so that no
+    sequence is without entities: by default -1, the null entity."""
 
     ids: Tensor  # int64 [A]: rows of a table of entities; -1 is the null entity
     positions: Tensor  # int64 [A]: the numbers of the aligned tokens, ascending
-    cu_seqlens: Tensor  # int32 [sequences + 1]: the entities of sequence i are those from [i] to [i + 1]
-    max_seqlen: int  # no sequence has more entities
+    cu_seqlens: Tensor  # int32 [sequences + 1]: sequence i has the entities from [i] to [i + 1]
+    max_seqlen: int  # an upper bound of the entities of a sequence
 
     @staticmethod
     def of(entity_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> AlignedEntities:
-        """Reads ``entity_ids`` [T], -1 for tokens without an entity; no sequence is longer than ``max_seqlen``.
+        """Reads ``entity_ids`` [T], -1 for tokens without an entity; ``max_seqlen`` bounds the sequences' lengths.
 
-        On a GPU this synchronizes: call it in a data pipeline on the CPU, and move the result. There the bound of the
-        numbers of entities is also smaller, a multiple of 64, so that few different ones occur."""
+        On a GPU this synchronizes: call it in a data pipeline on the CPU, and move the result. On the CPU the bound of
+        the entities is also tighter: their largest number, rounded up to a multiple of 64 so that few different values
+        occur."""
         checks.check_index("AlignedEntities", "entity_ids", entity_ids)
         checks.check_cu_seqlens("AlignedEntities", cu_seqlens, like=entity_ids)
         aligned = entity_ids >= 0
@@ -86,17 +87,17 @@ class AlignedEntities:
 class KnowledgeLayer(PackedLayer):
     """A post-LN layer that mixes tokens and entities. The parameters of the token stream are ``PackedLayer``'s.
 
-    One autograd node (ops/knowledge_block.py) while its linear layers and LayerNorms are plain (plain.py); otherwise
-    modules are called. The entity stream has a row for every aligned token only.
+    It is one autograd node (ops/knowledge_block.py) while its linear layers and LayerNorms are plain (plain.py);
+    otherwise its modules are called. The entity stream has one row per aligned token.
 
     Args:
-        width, heads, intermediate: ``PackedLayer``'s.
+        width, heads, intermediate: As in ``PackedLayer``.
         entity_width: E, the width of the entity stream.
         entity_heads: Its number of attention heads, a divisor of ``entity_width``.
         entity_attention: Whether entities attend to each other; otherwise they are only fused.
-        last: Whether the entities that leave the layer are not needed: the parameters that would compute them
-            (``entity_down``, ``entity_norm2``) are kept for checkpoints and not trained.
-        options: ``PackedLayer``'s others.
+        last: Whether this is the last layer, whose entities are not needed: the parameters that would compute them
+            (``entity_down``, ``entity_norm2``) exist for checkpoints, but are not trained.
+        options: Other arguments of ``PackedLayer``.
     """
 
     def __init__(
@@ -141,9 +142,9 @@ class KnowledgeLayer(PackedLayer):
 
         Args:
             x: Tokens ``[T, C]``.
-            cu_seqlens, max_seqlen: Of the tokens, as in ``PackedLayer``.
+            cu_seqlens, max_seqlen: The boundaries of the tokens, as in ``PackedLayer``.
             entities: ``[A, E]``.
-            aligned: Where they belong.
+            aligned: The tokens that the entities belong to.
             seeds: int64 ``[6]``; by default drawn from torch's generator.
 
         Returns:
@@ -168,7 +169,7 @@ class KnowledgeLayer(PackedLayer):
         return self._fuse(x, entities, cu_seqlens, aligned, own)
 
     def _knowledge_modules(self) -> tuple[nn.Module | None, ...]:
-        """Those of the tokens, then those of the entities, both in the order of ``BlockParameters``."""
+        """The modules of the tokens, then those of the entities, both in the order of ``BlockParameters``."""
         own = self._modules
         names = ("qkv", "out", "norm1", "up", "down", "norm2")
         return *(own[name] for name in names), *(own.get(f"entity_{name}") for name in names)
@@ -197,7 +198,7 @@ class KnowledgeLayer(PackedLayer):
         return packed_residual_norm(self.norm1, branch, x, linear_bias=bias, **options)[0]
 
     def _attend_to_entities(self, entities: Tensor, aligned: AlignedEntities, seeds: Any) -> Tensor:
-        """e~. Heads are filled up with zeros to a size that attention's kernels take: 25 of ERNIE-base."""
+        """e~. Heads are padded with zeros to a size that attention's kernels support: ERNIE-base's have 25 columns."""
         if self.entity_qkv is None:
             return entities
         assert self.entity_out is not None
@@ -240,7 +241,7 @@ class KnowledgeLayer(PackedLayer):
         return self.down(hidden), None if self.last else self.entity_down(hidden.index_select(0, positions))
 
     def is_fusable(self, next_norm: nn.Module | None = None) -> bool:
-        """A stack of plain layers cannot take it."""
+        """False: a stack of plain layers cannot include it."""
         return False
 
 
@@ -251,7 +252,7 @@ def draw_knowledge_seeds(device: torch.device, layers: int | None = None) -> Ten
 
 
 def _of(modules: tuple[Any, ...]) -> tuple[BlockParameters, BlockParameters]:
-    """The parameters of the tokens and of the entities; None for those of modules that are not there."""
+    """The parameters of the tokens and of the entities; None for absent modules."""
     values: list[Any] = [
         None if each is None else each._parameters[name] for each in modules for name in ("weight", "bias")
     ]
@@ -260,7 +261,7 @@ def _of(modules: tuple[Any, ...]) -> tuple[BlockParameters, BlockParameters]:
 
 
 class KnowledgeTransformer(PackedTransformer):
-    """Layers in order, ``PackedLayer``'s and ``KnowledgeLayer``'s. Neighbours of the first kind run as one stack."""
+    """A stack of ``PackedLayer`` and ``KnowledgeLayer``. Consecutive ``PackedLayer``s run as one stack."""
 
     def forward(  # type: ignore[override]
         self,
@@ -273,7 +274,7 @@ class KnowledgeTransformer(PackedTransformer):
         hidden_states: list[Tensor] | None = None,
     ) -> Tensor:
         """Runs the layers over ``x`` [T, C] and ``entities`` [A, E]; ``hidden_states`` collects the token stream before
-        each of them."""
+        each layer."""
         stream: Tensor | None = entities
         parts = self._parts()
         of_layers: Iterator[Any] = itertools.repeat(None)
@@ -310,5 +311,5 @@ def _stacked(layers: list[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _is_knowledge_layer(module: nn.Module) -> bool:
-    """Also of one that something is wrapped around."""
+    """Whether a module is a knowledge layer, or a wrapper around one."""
     return any(isinstance(each, KnowledgeLayer) for each in module.modules())

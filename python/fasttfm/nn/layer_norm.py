@@ -13,7 +13,7 @@ from fasttfm import ops
 class LayerNorm(torch.nn.LayerNorm):
     """Drop-in for ``torch.nn.LayerNorm``: same arguments, same state_dict, same numbers.
 
-    One difference, in memory's favour: under autocast the output keeps the input's type, where torch's becomes fp32.
+    One difference saves memory: under autocast the output has the input's dtype, while torch's is fp32.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -29,8 +29,8 @@ class LayerNorm(torch.nn.LayerNorm):
 class RMSNorm(torch.nn.RMSNorm):
     """Drop-in for ``torch.nn.RMSNorm``: same arguments, same state_dict, same numbers.
 
-    Where ``eps`` is None it is the machine epsilon of the statistics' type, as in torch: that of fp32, or of fp64 for
-    fp64 inputs. Under autocast the output keeps the input's type.
+    If ``eps`` is None it is the machine epsilon of the statistics' dtype, as in torch: fp32, or fp64 for fp64 inputs.
+    Under autocast the output has the input's dtype.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def _flat_input(module: str, argument: str, input: Tensor, normalized_shape: Sequence[int]) -> Tensor:
-    """``input`` with the dimensions that are normalised as one."""
+    """``input`` with the normalised dimensions flattened to one."""
     normalized = tuple(normalized_shape)
     leading = input.shape[: input.dim() - len(normalized)]
     if tuple(input.shape[len(leading) :]) != normalized:

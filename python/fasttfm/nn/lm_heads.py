@@ -1,4 +1,4 @@
-"""``MaskedLMHead`` and ``CausalLMHead``: from a model's last hidden states to logits, or directly to the loss."""
+"""``MaskedLMHead`` and ``CausalLMHead``: logits of a model's last hidden states, or their loss without logits."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from fasttfm.nn.parts import masked_lm_transform
 from fasttfm.nn.plain import is_plain, register_plain_class
 from fasttfm.ops import checks
 
-IGNORED = -100  # the label of a token that nothing is predicted for
+IGNORED = -100  # the label of tokens without a prediction
 
 
 class Sampled(NamedTuple):
     """A masked-LM loss, and a token sampled for each prediction from the model's distribution."""
 
     loss: Tensor
-    positions: Tensor  # [n]: the rows that are predicted; others, to fill up, have the label -100
+    positions: Tensor  # [n]: the predicted rows; padding has the label -100
     labels: Tensor  # [n]
-    words: Tensor  # [n]; -100 where the label is
+    words: Tensor  # [n]: the sampled tokens; -100 where the label is -100
 
 
 class MaskedLMHead(nn.Module):
     """Dense layer, activation, LayerNorm and decoder: the head of BERT, ALBERT and ELECTRA.
 
-    The loss needs no logits: only rows that are predicted go through the head, and only one block of their logits is in
-    memory at a time.
+    The loss does not store the logits: the head computes only the predicted rows, and one block of their logits at a
+    time.
 
     Args:
-        width: C, the model's.
+        width: C, the model's width.
         vocabulary: V.
-        embedding_width: The word table's, where it is not the model's.
-        activation: A name out of ``ops.ACTIVATIONS``.
+        embedding_width: The width of the word table, if it is not the model's.
+        activation: A key of ``ops.ACTIVATIONS``.
         eps: Added to LayerNorm's variance.
         dense_bias, norm_bias, decoder_bias: Whether these parts have a bias.
-        device, dtype: The parameters'.
+        device, dtype: Device and dtype of the parameters.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class MaskedLMHead(nn.Module):
         """The mean cross entropy of the predicted rows of ``x`` [T, C].
 
         Args:
-            labels: ``[T]`` with -100 where nothing is predicted; with ``positions``, one label for each of them.
-            positions: int ``[n]``: the rows that are predicted, which avoids a synchronization with the GPU. To keep n
-                the same from step to step, pad with any row and the label -100.
-            max_predictions: Without ``positions``, the maximum number of rows that have a label; it also avoids the
-                synchronization. If there are more the loss is NaN.
+            labels: ``[T]`` with -100 for tokens without a prediction; with ``positions``, one label for each of them.
+            positions: int ``[n]``: the predicted rows, which avoids a synchronization with the GPU. To keep n constant,
+                pad with any row and the label -100.
+            max_predictions: Without ``positions``, the maximum number of rows with a label; it also avoids the
+                synchronization. If there are more, the loss is NaN.
             reduction: "mean" or "sum".
         """
         positions, labels, missed = _predicted(labels, positions, max_predictions)
@@ -127,8 +127,8 @@ class CausalLMHead(nn.Module):
     Args:
         width: C.
         vocabulary: V.
-        bias: Whether there is one.
-        device, dtype: The parameters'.
+        bias: Whether the decoder has a bias.
+        device, dtype: Device and dtype of the parameters.
     """
 
     def __init__(
@@ -144,15 +144,14 @@ class CausalLMHead(nn.Module):
         return logits
 
     def loss(self, x: Tensor, labels: Tensor, cu_seqlens: Tensor, *, reduction: str = "mean") -> Tensor:
-        """The mean cross entropy (or the sum) of each token's successor, for packed ``x`` [T, C]; a label of -100 does
-        not count."""
+        """The mean (or sum) cross entropy of the next tokens for packed ``x`` [T, C]; the label -100 is ignored."""
         if is_plain(self):
             return next_token_loss(x, self.decoder.weight, self.decoder.bias, labels, cu_seqlens, reduction=reduction)
         return _loss_of_logits(self(x), _next_labels(labels, cu_seqlens), reduction)
 
 
 def _next_labels(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The label of each token's successor; none for the last of a sequence."""
+    """The label of the next token for each token; -100 for the last token of a sequence."""
     checks.check_cu_seqlens("CausalLMHead", cu_seqlens, like=labels)
     checks.check_cu_seqlens_values("CausalLMHead", cu_seqlens, len(labels))
     ends = torch.zeros(len(labels) + 1, dtype=torch.bool, device=labels.device)
@@ -161,7 +160,7 @@ def _next_labels(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _loss_of_logits(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
-    """The results of the fused losses, computed from logits of modules."""
+    """The result of the fused losses, from the logits of modules that are called."""
     if reduction not in ("mean", "sum"):
         raise ValueError(f"loss: reduction: expected mean or sum, got {reduction!r}")
     total = functional.cross_entropy(logits.float() if logits.element_size() < 4 else logits, labels, reduction="sum")
@@ -182,7 +181,7 @@ def next_token_loss(
 
 
 def _predicted(labels: Tensor, positions: Tensor | None, most: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The rows with a label and their labels, filled up to ``most`` with row 0 and -100; whether any is missing."""
+    """The rows with a label and their labels, padded to ``most`` with row 0 and -100; and whether there are more."""
     if positions is not None:
         checks.check_shape("MaskedLMHead", "labels", labels, positions.shape)
         return positions, labels, None

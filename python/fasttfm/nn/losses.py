@@ -1,4 +1,4 @@
-"""Losses on a few numbers per sequence or token: plain torch, for nothing is to be gained there."""
+"""Losses of a few logits per sequence or token, in plain torch: fusing them would save no time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PROBLEMS = ("regression", "single_label_classification", "multi_label_classifica
 def classification_loss(logits: Tensor, labels: Tensor, problem_type: str | None = None) -> Tensor:
     """The loss of sequence labels: ``logits`` [sequences, labels].
 
-    ``problem_type`` is one of ``PROBLEMS``; by default it follows from the number of labels and their type, as in HF's
-    models: one label is a regression, several are classes where they are integers and independent where they are not.
+    ``problem_type`` is one of ``PROBLEMS``. By default it follows from the number and dtype of labels, as in
+    transformers: one label is a regression; several are classes if they are integers, and multi-label otherwise.
     """
     if problem_type is None:
         integers = labels.dtype in (torch.int64, torch.int32)
@@ -28,14 +28,14 @@ def classification_loss(logits: Tensor, labels: Tensor, problem_type: str | None
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of token labels: ``logits`` [T, labels] and ``labels`` [T]; -100 does not count. 0 if none does."""
+    """The loss of token labels: ``logits`` [T, labels] and ``labels`` [T], where -100 is ignored; 0 if all are."""
     total = functional.cross_entropy(logits.float(), labels.long(), reduction="sum")
     return total / (labels != -100).sum().clamp(min=1)
 
 
 def span_loss(start_logits: Tensor, end_logits: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """The loss of spans: logits [sequences, S] of first and last tokens, positions [sequences]. Those outside [0, S) do
-    not count."""
+    """The loss of spans: logits [sequences, S] of first and last tokens, positions [sequences]. Positions outside [0,
+    S) are ignored."""
 
     def loss(logits: Tensor, positions: Tensor) -> Tensor:
         positions = positions.flatten().long()

@@ -20,12 +20,12 @@ class Compaction:
     """Moves the tokens of each of B sequences to its front and those that a mask ignores after them, both in order."""
 
     places: Tensor  # int64 [B * S]: the row of [B * S] that each row moves to
-    sources: Tensor  # int64 [B * S]: the row that comes to each place
-    lengths: Tensor  # int32 [B]: tokens of each sequence
+    sources: Tensor  # int64 [B * S]: the inverse permutation
+    lengths: Tensor  # int32 [B]: the number of tokens of each sequence
 
     @staticmethod
     def of(ignored: Tensor) -> Compaction:
-        """For a mask [B, S] that is true where there is no token."""
+        """The compaction for a mask [B, S] that is true for padding."""
         batch, sequence = ignored.shape
         tokens = ~ignored
         lengths = tokens.sum(1, keepdim=True)
@@ -36,11 +36,11 @@ class Compaction:
         return Compaction(places, torch.empty_like(rows).scatter_(0, places, rows), lengths.squeeze(1).int())
 
     def apply(self, x: Tensor) -> Tensor:
-        """``x`` [B, S, ...] with its tokens in front."""
+        """``x`` [B, S, ...] with the tokens of each sequence in front."""
         return x.flatten(0, 1).index_select(0, self.sources).view(x.shape)
 
     def undo(self, x: Tensor) -> Tensor:
-        """``x`` [B, S, ...] in the order that the mask has."""
+        """``x`` [B, S, ...] in the order of the mask again."""
         return x.flatten(0, 1).index_select(0, self.places).view(x.shape)
 
 
@@ -59,9 +59,9 @@ class Masks:
         return x if self.compaction is None else self.compaction.undo(x)
 
     def options(self) -> dict[str, Any]:
-        """``ops.attention``'s arguments, for queries and keys that have entered.
+        """``ops.attention``'s arguments, for queries and keys in the masks' order.
 
-        Only causal attention limits the queries too: theirs and the keys' positions are the same only among tokens.
+        Only causal attention gets the queries' lengths too: the positions of queries and keys agree only for tokens.
         """
         lengths = None if self.compaction is None else self.compaction.lengths
         return {"causal": self.causal, "lengths" if self.causal else "lengths_k": lengths, "bias": self.bias}
@@ -83,7 +83,7 @@ class Arguments:
                 raise ValueError(
                     f"{self.module}: is_causal: expected as many queries as keys, got {queries} and {keys}"
                 )
-            mask = None  # it is the causal one, says the caller
+            mask = None  # is_causal says that it is the causal mask
         bias = _bias(f"{self.module}: {self.attention}", mask, (heads, queries, keys), query.dtype)
         compaction = _compaction(f"{self.module}: {self.padding}", ignored, key)
         if bias is not None and compaction is not None:
@@ -99,7 +99,7 @@ def _compaction(argument: str, mask: Any, key: Tensor) -> Compaction | None:
         got = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"{argument}: expected a boolean mask (numbers to add are not supported), got {got}")
     if mask.dim() == 1 and key.shape[0] == 1:
-        mask = mask[None]  # of a call without a batch
+        mask = mask[None]  # the call has no batch dimension
     if mask.shape != key.shape[:2]:
         raise ValueError(f"{argument}: expected shape {tuple(key.shape[:2])}, got {tuple(mask.shape)}")
     return Compaction.of(mask)
@@ -117,7 +117,7 @@ def _bias(argument: str, mask: Any, shape: tuple[int, int, int], dtype: torch.dt
 
 
 def additive(mask: Any, dtype: torch.dtype) -> Any:
-    """A boolean mask (true excludes) as numbers to add to scores; others, and None, as they are."""
+    """Converts a boolean mask (true excludes) to numbers to add to scores; returns other masks and None unchanged."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))

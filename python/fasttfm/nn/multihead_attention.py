@@ -19,14 +19,14 @@ _ARGUMENTS = Arguments(_NAME, "attn_mask", "key_padding_mask")
 class MultiheadAttention(torch.nn.MultiheadAttention):
     """Drop-in for ``torch.nn.MultiheadAttention``: same arguments, same state_dict, same numbers.
 
-    With ``need_weights`` (torch's default) the call is torch's own, since it has to hold the weights in memory; pass
-    ``need_weights=False`` for speed. What differs then:
+    With ``need_weights`` (torch's default) torch's own implementation runs, because the weights have to be in memory;
+    pass ``need_weights=False`` for speed. Then there are these differences:
 
-    - A query without a key to attend to gets the output projection's bias. So it does in torch, except that torch's
-      fast path for inference gives NaN with a boolean mask.
-    - ``out_proj`` is called where it is not a plain Linear (LoRA, hooks, pruning); torch reads its weight past it.
-    - ``is_causal`` needs no ``attn_mask``. With a ``key_padding_mask`` it leaves rows of ignored tokens meaningless.
-    - Not supported, and refused by name: ``add_bias_kv``, ``add_zero_attn``, nested tensors, a ``key_padding_mask`` of
+    - A query without visible keys gets the output projection's bias. So it does in torch, except that torch's fast path
+      for inference gives NaN with a boolean mask.
+    - ``out_proj`` is called if it is not a plain Linear (LoRA, hooks, pruning); torch only reads its weight.
+    - ``is_causal`` needs no ``attn_mask``. With a ``key_padding_mask``, rows of ignored tokens are undefined.
+    - Not supported, with an error: ``add_bias_kv``, ``add_zero_attn``, nested tensors, a ``key_padding_mask`` of
       numbers, an ``attn_mask`` for each sequence or head, or one together with a ``key_padding_mask`` unless it is
       causal.
     """
@@ -88,7 +88,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return x if self.batch_first else x.transpose(0, 1)
 
     def _cross_attention(self, q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> Tensor:
-        """[B, Sq, C]; keys and values have entered the masks' order, queries only where attention is causal."""
+        """[B, Sq, C]; keys and values are in the masks' order, queries only if attention is causal."""
         separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         weights = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
@@ -101,7 +101,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
 
 def _has_one_projection(module: torch.nn.MultiheadAttention) -> bool:
-    """Whether ``self_attention`` and a plain output projection are all that the module does."""
+    """Whether the module computes just ``self_attention`` and a plain output projection."""
     others = module.bias_k is not None or module.bias_v is not None or module.add_zero_attn
     return module._qkv_same_embed_dim and not others and is_plain(module._modules["out_proj"])
 

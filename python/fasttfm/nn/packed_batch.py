@@ -1,4 +1,4 @@
-"""``PackedBatch``: where the tokens of a batch are, packed and as the caller has them."""
+"""``PackedBatch``: the layout of a packed batch, and of the padded batch that the caller has."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _NAME = "PackedBatch"
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """T tokens of several sequences, one after the other, and the way from a padded batch ``[B, S]`` to them and back.
+    """T tokens of several concatenated sequences, and the conversion between them and a padded batch ``[B, S]``.
 
-    ``of`` makes one from what a model is called with.
+    ``of`` creates it from a model's arguments.
     """
 
     cu_seqlens: Tensor  # int32 [sequences + 1]: sequence i is the tokens from cu_seqlens[i] to cu_seqlens[i + 1]
-    max_seqlen: int  # no sequence is longer
+    max_seqlen: int  # an upper bound of the sequences' lengths
     tokens: int
-    shape: tuple[int, int] | None = None  # of the padded batch; None where there is none
-    indices: Tensor | None = None  # int64 [T]: the tokens' places in the padded batch, where they are not in front
+    shape: tuple[int, int] | None = None  # of the padded batch; None for a packed one
+    indices: Tensor | None = None  # int64 [T]: the tokens' indices in the padded batch, if padding is not at the end
 
     @staticmethod
     def of(
@@ -103,7 +103,7 @@ class PackedBatch:
         return PackedBatch(boundaries, sequence, batch * sequence, (batch, sequence))
 
     def pack(self, x: Tensor) -> Tensor:
-        """Something of every token, ``[B, S, ...]``, without padding: ``[T, ...]``. What is packed already stays."""
+        """Removes the padding from ``[B, S, ...]``: ``[T, ...]``. A packed tensor is returned unchanged."""
         if self.shape is None:
             return x
         if x.shape[:2] != torch.Size(self.shape):
@@ -115,7 +115,7 @@ class PackedBatch:
         return ops.pack(x, self.cu_seqlens, total=self.tokens)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """``[T, ...]`` in the shape that the caller has: ``[B, S, ...]``, 0 where there is no token."""
+        """``[T, ...]`` in the caller's shape: ``[B, S, ...]``, padded with 0."""
         if self.shape is None:
             return x
         if self.indices is not None:
@@ -126,7 +126,7 @@ class PackedBatch:
         return ops.unpack(x, self.cu_seqlens, self.shape[1])
 
     def per_sequence(self, x: Tensor, *, fill: float) -> Tensor:
-        """``[T, ...]`` as ``[sequences, S, ...]``, for packed batches too; ``fill`` where there is no token."""
+        """``[T, ...]`` as ``[sequences, S, ...]``, padded with ``fill``, also for packed batches."""
         if self.is_full:
             return self.unpack(x)
         padded = ops.unpack(x, self.cu_seqlens, self.max_seqlen) if self.shape is None else self.unpack(x)
@@ -135,14 +135,15 @@ class PackedBatch:
         return padded.masked_fill(~there[(...,) + (None,) * (x.dim() - 1)], fill)
 
     def first_tokens(self, x: Tensor) -> Tensor:
-        """The row of each sequence's first token: ``[sequences, ...]``. A sequence without tokens gets another's."""
+        """The row of each sequence's first token: ``[sequences, ...]``. A sequence without tokens gets some other
+        row."""
         if self.tokens and self.is_full and self.shape is not None:
             return x.unflatten(0, self.shape)[:, 0]
         return x.index_select(0, self.cu_seqlens[:-1].clamp(max=max(0, self.tokens - 1)))
 
     def last_tokens(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
-        """The row of each sequence's last token, of those that are ``chosen`` (bool [T]) if there are any: the last of
-        them, or the sequence's first token where there is none. ``[sequences, ...]``"""
+        """The row of each sequence's last token: ``[sequences, ...]``. With ``chosen`` (bool [T]) it is the last chosen
+        token, or the sequence's first token if none is chosen."""
         rows = self.cu_seqlens[1:] - 1
         if chosen is not None:
             numbers = torch.arange(self.tokens, device=x.device).where(chosen, -1)
@@ -150,8 +151,8 @@ class PackedBatch:
         return x.index_select(0, rows)
 
     def rows(self, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """The row of one token of each sequence, by its column in the padded batch or, packed, its number; and whether
-        there is such a token. The row is 0 where there is none."""
+        """The row of one token of each sequence, given by its column in the padded batch or by its index in a packed
+        sequence, and whether that token exists. If it does not, the row is 0."""
         if columns.shape != self.cu_seqlens[1:].shape:
             raise checks.bad_value(_NAME, "columns", f"{len(self.cu_seqlens) - 1} numbers", f"{tuple(columns.shape)}")
         if not self.tokens:
@@ -166,7 +167,7 @@ class PackedBatch:
         return rows.where(known, 0), known
 
     def columns(self) -> Tensor | None:
-        """Each token's column in the padded batch, where that is not its number in its own sequence."""
+        """Each token's column in the padded batch; None if it is its index in its sequence."""
         return None if self.indices is None or self.shape is None else self.indices % self.shape[1]
 
     @property
@@ -189,7 +190,7 @@ def _from_lengths(input_ids: Tensor, lengths: Any) -> PackedBatch:
 
 
 def _from_traced_mask(mask: Tensor) -> PackedBatch:
-    """For a mask whose values cannot be read while a graph is traced."""
+    """The layout for a mask whose values cannot be read because a graph is being traced."""
     tokens = int(mask.sum())
     if tokens == mask.numel():
         return PackedBatch.full(mask)
@@ -199,6 +200,6 @@ def _from_traced_mask(mask: Tensor) -> PackedBatch:
 
 
 def on_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """An array's values on a device, without waiting for it."""
+    """Copies an array to a device without synchronizing with it."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -21,34 +21,35 @@ from fasttfm.ops.transformer_stack import transformer_stack
 _NAME = "PackedLayer"
 _NO_NORM = nn.LayerNorm(1, elementwise_affine=False)
 _PARAMETERS = ("weight", "bias")
-SEEDS = 3  # of a layer: for attention's weights and for what its two blocks add to the stream
+SEEDS = 3  # dropout seeds of a layer: for the attention weights and for the outputs of its two blocks
 
 
 class PackedLayer(nn.Module):
     """Attention and feed-forward block, each with dropout, residual connection and LayerNorm.
 
-    One autograd node while its linear layers and LayerNorms are plain (plain.py); those with hooks, LoRA's and other
-    replaced ones are called. Dropout is numbers here and no modules: it follows the layer's own training flag.
+    It is one autograd node while its linear layers and LayerNorms are plain (plain.py); modules with hooks and replaced
+    ones (LoRA) are called. Dropout probabilities are attributes and not modules; they apply if the layer is in training
+    mode.
 
     Args:
-        width: C, the model's.
+        width: C, the model's width.
         heads: The number of attention heads, a divisor of the width.
         intermediate: Width between the feed-forward block's two linear layers.
         norm_first: Whether LayerNorm comes before the blocks (GPT-2) or after them (BERT).
-        activation: A name out of ``ops.ACTIVATIONS``.
-        dropout: Dropout probability of what a block adds to the residual stream.
+        activation: A key of ``ops.ACTIVATIONS``.
+        dropout: Dropout probability of the blocks' outputs, before they are added to the residual stream.
         feed_forward_dropout: The same for the feed-forward block; ``dropout`` by default.
         attention_dropout: Dropout probability of the attention weights.
         eps: Added to variances.
-        causal: Whether tokens attend only to those up to themselves.
+        causal: Whether tokens attend only to themselves and earlier tokens.
         window: ``(left, right)``: how far before and after itself a token attends; None for no limit.
-        bias: Whether the linear layers have one.
-        qkv_bias: Whether the projection of queries, keys and values has one; as the others by default.
-        recompute: Whether the backward computes the inner LayerNorm again instead of keeping its result: 22 bytes
-            instead of 24 for each of C elements of a token, in 16-bit training.
-        keep_activation: Whether the feed-forward block's activation is kept for the backward instead of being computed
-            again: 32 bytes instead of 24, and the fastest step.
-        device, dtype: The parameters'.
+        bias: Whether the linear layers have a bias.
+        qkv_bias: Whether the projection of queries, keys and values has a bias; ``bias`` by default.
+        recompute: Whether the backward recomputes the inner LayerNorm instead of saving its result. In 16-bit training
+            that saves 22 bytes per token and column (of C) instead of 24.
+        keep_activation: Whether the feed-forward block's activation is saved for the backward instead of recomputed: 32
+            bytes instead of 24, and the fastest step.
+        device, dtype: Device and dtype of the parameters.
     """
 
     fp8: Any = None  # Fp8Training sets it
@@ -106,13 +107,13 @@ class PackedLayer(nn.Module):
         """Runs the layer.
 
         Args:
-            x: ``[T, C]``. In a pre-LN model ``norm1`` of the stream, for LayerNorms belong to the addition before them;
-                the stream itself where there is no ``residual``.
-            cu_seqlens: int32 ``[sequences + 1]``: sequence i is the rows from cu_seqlens[i] to cu_seqlens[i + 1].
-            max_seqlen: No sequence is longer.
-            residual: A pre-LN model's stream ``[T, C]``, in x's type or fp32; None where the layer has to normalise it.
+            x: ``[T, C]``. In a pre-LN model, ``norm1`` of the stream, because LayerNorms are fused with the residual
+                addition before them; without a ``residual``, the stream itself.
+            cu_seqlens: int32 ``[sequences + 1]``: sequence i has the rows from cu_seqlens[i] to cu_seqlens[i + 1].
+            max_seqlen: An upper bound of the sequences' lengths.
+            residual: A pre-LN model's stream ``[T, C]``, in x's dtype or fp32; None if the layer has to normalise it.
             next_norm: In a pre-LN model, the LayerNorm that follows: the next layer's ``norm1``, or the model's last.
-                None where the next layer normalises the stream itself.
+                None if the next layer normalises the stream itself.
             seeds: int64 ``[3]``; by default drawn from torch's generator. The same seeds drop the same elements.
 
         Returns:
@@ -142,15 +143,15 @@ class PackedLayer(nn.Module):
 
     def block_modules(self, next_norm: nn.LayerNorm | None) -> tuple[Any, ...]:
         """The modules of qkv, out, norm a, up, down and norm b, in the order of ``BlockParameters``. Without a
-        ``next_norm``, a pre-LN layer's y is to be left out."""
-        own: dict[str, Any] = self._modules  # a module takes its time to find its parts
+        ``next_norm``, a pre-LN layer's y is not used."""
+        own: dict[str, Any] = self._modules  # faster than the module's attributes
         norm_a, norm_b = own["norm1"], own["norm2"]
         if self.norm_first:
             norm_a, norm_b = norm_b, _NO_NORM if next_norm is None else next_norm
         return own["qkv"], own["out"], norm_a, own["up"], own["down"], norm_b
 
     def block_options(self, max_seqlen: int, next_norm: nn.LayerNorm | None) -> BlockOptions:
-        """The options of the layer as the op takes it."""
+        """The layer's options of the op."""
         _, _, norm_a, _, _, norm_b = self.block_modules(next_norm)
         _check_activation(self.activation)
         attention_p, p_a, p_b = self.rates()
@@ -179,14 +180,14 @@ class PackedLayer(nn.Module):
         return attention_p, p_a, p_b
 
     def is_fusable(self, next_norm: nn.Module | None = None) -> bool:
-        """Whether ``forward`` calls none of the layer's modules: they are plain."""
+        """Whether ``forward`` calls none of the layer's modules, because all are plain."""
         own = self._modules
         modules = [own["qkv"], own["out"], own["up"], own["down"], own["norm2"]]
         norm = next_norm if self.norm_first else own["norm1"]
         return is_plain(*modules) if norm is None else is_plain(*modules, norm)
 
     def uses_fp8(self) -> bool:
-        """Whether ``forward`` has FP8 operands in its GEMMs, where the layer's modules are plain."""
+        """Whether ``forward`` has FP8 operands in its GEMMs, if the layer's modules are plain."""
         return self.fp8 is not None and self.training and torch.is_grad_enabled()
 
     def _call_modules(
@@ -199,7 +200,7 @@ class PackedLayer(nn.Module):
         rates: tuple[float, float, float],
         seeds: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer where a module is more than its parameters: such modules are called, the others are fused."""
+        """The forward if some modules are not plain: those are called, the others are fused."""
         attention_p, p_a, p_b = rates
         seed, seed_a, seed_b = (None, None, None) if seeds is None else seeds.split(1)
         packed: dict[str, Any] = {"cu_seqlens": cu_seqlens}
@@ -228,8 +229,8 @@ class PackedLayer(nn.Module):
         return self.dropout, self.feed_forward_dropout, self.attention_dropout
 
     def attention_weights(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        """Attention's weights for ``forward``'s ``x``, fp32 ``[sequences, H, max_seqlen, max_seqlen]``: for plots and
-        distillation. Plain torch, all in memory."""
+        """The attention weights for ``forward``'s ``x``, fp32 ``[sequences, H, max_seqlen, max_seqlen]``, for plots and
+        distillation. Computed in plain torch."""
         left, right = self.window
         q, k, _ = self.project(x).unbind(-3)
         return ops.attention_weights(q, k, window=(left, right), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)

@@ -31,7 +31,7 @@ class PackedTransformer(nn.Module):
     """Layers in order, all post-LN or all pre-LN.
 
     Args:
-        layers: A layer that occurs in the list more than once is one set of parameters (ALBERT).
+        layers: The layers. The same layer may occur more than once (ALBERT).
         final_norm: The LayerNorm that ends a pre-LN model.
     """
 
@@ -48,7 +48,9 @@ class PackedTransformer(nn.Module):
         self.layers = nn.ModuleList(unique)
         self.order = [unique.index(layer) for layer in layers]
         self.final_norm = final_norm
-        self.checkpointing = False  # whether layers keep only their inputs for the backward, and run again there
+        self.checkpointing = (
+            False  # gradient checkpointing: layers save only their inputs and run again in the backward
+        )
 
     def forward(
         self,
@@ -60,9 +62,9 @@ class PackedTransformer(nn.Module):
         with_last: bool = False,
         **inputs: Any,
     ) -> Tensor:
-        """Runs the layers over ``x`` [T, C]; ``hidden_states`` collects the stream before each of them, and
-        ``with_last`` that after the last one, before the LayerNorm that ends a pre-LN model. ``inputs`` are what layers
-        of another class take in addition."""
+        """Runs the layers over ``x`` [T, C]. ``hidden_states`` collects the stream before each layer and, with
+        ``with_last``, after the last one, before the final LayerNorm of a pre-LN model. ``inputs`` are additional
+        arguments of layers of other classes."""
         blocks = self._blocks(max_seqlen) if hidden_states is None and not inputs else None
         if blocks is not None:
             return self._run_whole(x, cu_seqlens, blocks)
@@ -80,7 +82,7 @@ class PackedTransformer(nn.Module):
             following = norms[index + 1]
             run: Callable[..., Any] = partial(module, residual=residual, next_norm=following, seeds=seed, **inputs)
             if self.checkpointing and self.training:
-                # A fused layer draws nothing: its seeds are given. Modules in its place may draw.
+                # A fused layer draws no random numbers, because its seeds are given. Its modules may draw some.
                 draws = module is not layers[index] or not layers[index].is_fusable(following)
                 run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=draws)
             x, residual = run(x, cu_seqlens, max_seqlen)
@@ -89,8 +91,8 @@ class PackedTransformer(nn.Module):
         return x
 
     def _blocks(self, max_seqlen: int) -> list[Block] | None:
-        """The layers as the op takes them; None if something sees where one layer ends: a layer or one of its modules
-        is not plain, has FP8 GEMMs, or layers run again in the backward. Compilers see the layers one by one."""
+        """The op's arguments for the whole stack; None if the layers have to run one by one: one of them is not plain
+        or has FP8 GEMMs, gradient checkpointing is on, or the call is compiled."""
         if (self.checkpointing and self.training) or torch.compiler.is_dynamo_compiling():
             return None
         if self.training and any(isinstance(each, PackedLayer) and each.uses_fp8() for each in self.layers):
@@ -104,7 +106,7 @@ class PackedTransformer(nn.Module):
         return plan.blocks(max_seqlen) if plan.fusable else None
 
     def _run_whole(self, x: Tensor, cu_seqlens: Tensor, blocks: list[Block]) -> Tensor:
-        """The layers by one op: layers that differ in their options are several."""
+        """Runs the layers by one op for each group of layers with the same options."""
         first: Any = next(iter(self.layers))
         residual: Tensor | None = None
         if self.final_norm is not None:
@@ -122,8 +124,8 @@ class PackedTransformer(nn.Module):
         return x
 
     def explain(self, x: Tensor, max_seqlen: int) -> Explanation:
-        """How ``forward`` runs the layers over ``x`` [T, C], and why not in another way: "cpu", "cuda" or
-        "cuda_few_rows" is one native call, "ops" a layer's ops one by one. Nothing is computed."""
+        """Which implementation ``forward`` uses for ``x`` [T, C], and why not the others: "cpu", "cuda" or
+        "cuda_few_rows" is one native call, "ops" runs a layer's ops one by one. Nothing is computed."""
         blocks = self._blocks(max_seqlen)
         if blocks is None:
             reasons = {"cpu": _NOT_WHOLE, "cuda_few_rows": _NOT_WHOLE, "cuda": _NOT_WHOLE, "ops": None}
@@ -134,14 +136,14 @@ class PackedTransformer(nn.Module):
         return explain("transformer_stack", normalised, residual, blocks[0][0], parameters)
 
     def in_order(self) -> list[PackedLayer]:
-        """The layers as they follow each other, without what is wrapped around them."""
+        """The layers in their order, without wrappers."""
         return [_layer_in(module) for module in self._modules_in_order()]
 
     def _norms_in_front(self, modules: list[nn.Module], layers: list[PackedLayer]) -> list[nn.LayerNorm | None]:
-        """In a pre-LN model: the LayerNorm in front of each layer, which the layer before it applies, and the last one.
+        """In a pre-LN model: the first LayerNorm of each layer, which the previous layer applies, and the final one.
 
-        None for a layer that something is wrapped around, or that has hooks: its parameters are for its own call, as
-        FSDP's, which are whole only there.
+        None for a layer with a wrapper or hooks: only its own call may read its parameters. FSDP, for example, gathers
+        them only there.
         """
         if self.final_norm is None:
             return [None] * (len(layers) + 1)
@@ -154,7 +156,7 @@ class PackedTransformer(nn.Module):
         return [held[index] for index in self.order]
 
 
-# What a layer's options are made of, in addition to the epsilons of its norms.
+# The attributes that determine a layer's options, in addition to the epsilons of its norms.
 _settings_of = operator.itemgetter(
     *("training", "dropout", "feed_forward_dropout", "attention_dropout"),
     *("heads", "window", "activation", "recompute", "keep_activation"),
@@ -162,13 +164,13 @@ _settings_of = operator.itemgetter(
 
 
 class _Plan(Uncopied):
-    """The facts about a tree of modules that are needed to run it as one stack, computed once while it is unchanged."""
+    """What is needed to run a tree of modules as one stack, computed once for as long as the tree is unchanged."""
 
     def __init__(self, tree: Tree, layers: Sequence[Any], final_norm: nn.LayerNorm | None) -> None:
         self.tree = tree
         following: list[Any] = [None] * len(layers)
         known = all(type(layer) is PackedLayer for layer in layers)
-        if known and layers and final_norm is not None:  # in a pre-LN model a layer applies the next one's first norm
+        if known and layers and final_norm is not None:  # in a pre-LN model a layer applies the next layer's first norm
             following = [*(layer.norm1 for layer in layers[1:]), final_norm]
         self.layers = list(zip(layers, following, strict=True))
         self.fusable = known and bool(layers) and all(layer.is_fusable(norm) for layer, norm in self.layers)
@@ -197,7 +199,7 @@ class _Plan(Uncopied):
 
 
 def _layer_in(module: nn.Module) -> PackedLayer:
-    """The layer itself, or the one that something (torch.compile, checkpoint_wrapper) is wrapped around."""
+    """The layer itself, or the layer inside a wrapper (torch.compile, checkpoint_wrapper)."""
     if isinstance(module, PackedLayer):
         return module
     for each in module.modules():

@@ -1,4 +1,4 @@
-"""Steps of transformer layers over modules: fused where the modules are plain (plain.py), otherwise calls of them."""
+"""Steps of transformer layers: fused if their modules are plain (plain.py), otherwise calls of the modules."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fasttfm.nn.plain import activation_name, dropout_rate, is_plain
 from fasttfm.nn.residual import add_norm, add_then_norm
 from fasttfm.ops.linear import dense, is_widened
 
-Activation = str | Callable[[Tensor], Tensor]  # a name out of ops.ACTIVATIONS, a function or a module
+Activation = str | Callable[[Tensor], Tensor]  # a key of ops.ACTIVATIONS, a function or a module
 
 
 def product(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``linear(x)`` in two parts, whose sum it is: a fused op adds the second."""
+    """``linear(x)`` without its bias, and the bias, which a later fused op adds; None if it is already added."""
     return (dense(x, linear.weight), linear.bias) if is_plain(linear) else (linear(x), None)
 
 
 def linear_layer(linear: Any, x: Tensor) -> Tensor:
-    """``linear(x)``, of a plain layer by fp32 products where torch multiplies x's type very slowly."""
+    """``linear(x)``. A plain layer multiplies in fp32 if torch's GEMM in x's dtype is very slow."""
     if is_widened(x) and is_plain(linear):
         weight = linear.weight if isinstance(linear, nn.Linear) else linear.weight.t()  # transformers' Conv1D
         return dense(x, weight, linear.bias)
@@ -36,7 +36,7 @@ def linear_activation(linear: Any, activation: Activation, x: Tensor) -> Tensor:
     if name is not None and is_plain(linear):
         weight = linear.weight if isinstance(linear, nn.Linear) else linear.weight.t()  # transformers' Conv1D
         return ops.linear_gelu(x, weight, linear.bias, activation=name)
-    if name is not None and hasattr(linear, "activated"):  # a packed product applies it by itself
+    if name is not None and hasattr(linear, "activated"):  # a PackedLinear applies the activation itself
         activated: Tensor = linear.activated(x, ops.ACTIVATIONS[name])
         return activated
     hidden: Tensor = linear(x)
@@ -52,7 +52,7 @@ def layer_norm(norm: Any, x: Tensor) -> Tensor:
 def residual_norm(
     norm: Any, branch: Tensor, residual: Tensor, *, bias: Tensor | None = None, dropout: Any = None
 ) -> Tensor:
-    """``norm(residual + dropout(branch + bias))``; without a ``dropout`` nothing is dropped."""
+    """``norm(residual + dropout(branch + bias))``; ``dropout`` is optional."""
     if dropout is not None and not is_plain(dropout):
         branch, bias, dropout = dropout(branch if bias is None else branch + bias), None, None
     p = 0.0 if dropout is None else dropout_rate(dropout)
@@ -64,8 +64,8 @@ def residual_norm(
 
 
 def packed_residual_norm(norm: Any, branch: Tensor, residual: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """``norm(residual + dropout(branch + linear_bias))`` and the sum, of packed tokens. ``options`` are those of
-    ``add_then_norm``: the same seed drops the same elements, whatever ``norm`` is. Without one, the sum twice."""
+    """``norm(residual + dropout(branch + linear_bias))`` and the sum, for packed tokens. ``options`` are those of
+    ``add_then_norm``; the same seed drops the same elements for any ``norm``. Without a norm, returns the sum twice."""
     if residual.dtype not in (branch.dtype, torch.float32):
         branch = branch.to(residual.dtype)
     if norm is not None and is_plain(norm):
@@ -75,7 +75,7 @@ def packed_residual_norm(norm: Any, branch: Tensor, residual: Tensor, **options:
 
 
 def residual_then_norm(norm: Any, branch: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """``norm(residual + branch)``, and the sum, which pre-LN blocks carry on."""
+    """``norm(residual + branch)``, and the sum, the residual stream of pre-LN blocks."""
     if is_plain(norm) and residual.dtype in (branch.dtype, torch.float32):
         return add_then_norm(norm, branch, residual)
     stream = residual + branch

@@ -15,8 +15,8 @@ _NAME = "PatchEmbeddings"
 
 
 class PatchProjection(nn.Module):
-    """A linear map of each patch. ``weight`` [C, channels, height, width] is that of the convolution that other
-    implementations use; the patches do not overlap, so it is one product."""
+    """A linear projection of each patch. ``weight`` [C, channels, height, width] is the weight of the convolution that
+    other implementations use; because patches do not overlap, it is one GEMM."""
 
     def __init__(self, channels: int, width: int, patch: tuple[int, int], **factory: Any) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class PatchProjection(nn.Module):
         """``[B, patches, C]`` of ``pixels`` [B, channels, height, width], row by row."""
         width, channels, height, breadth = self.weight.shape
         cells = pixels.unflatten(3, (-1, breadth)).unflatten(2, (-1, height)).permute(0, 2, 4, 1, 3, 5)
-        # One pass lays the patches out and casts them.
+        # One copy reorders the patches and casts them.
         dtype = autocast_type(pixels) or self.weight.dtype
         rows = cells.to(dtype, memory_format=torch.contiguous_format).reshape(-1, channels * height * breadth)
         y: Tensor = linear.dense(rows, self.weight.view(width, -1), self.bias)
@@ -44,16 +44,16 @@ class MaskToken(nn.Module):
 
 
 class PatchEmbeddings(nn.Module):
-    """Patches of images with positions, and a class token in front (ViT).
+    """Patches of images with positions, and a class token before them (ViT).
 
     Args:
-        width: C, the model's.
+        width: C, the model's width.
         image: Height and width of the images that the positions belong to.
         patch: Height and width of a patch.
-        channels: Of an image.
+        channels: The number of channels of an image.
         dropout: Dropout probability of the result.
         mask_token: Whether patches can be masked.
-        device, dtype: The parameters'.
+        device, dtype: Device and dtype of the parameters.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PatchEmbeddings(nn.Module):
             raise checks.bad_value(_NAME, "patch", f"a part of the image {image}", patch)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.image, self.patch, self.channels, self.dropout = image, patch, channels, dropout
-        self.grid = (image[0] // patch[0], image[1] // patch[1])  # patches of a column and of a row
+        self.grid = (image[0] // patch[0], image[1] // patch[1])  # the number of patches per column and per row
         self.projection = PatchProjection(channels, width, patch, **factory)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width, **factory))
         self.position = nn.Parameter(torch.zeros(1, 1 + self.grid[0] * self.grid[1], width, **factory))
@@ -85,8 +85,8 @@ class PatchEmbeddings(nn.Module):
         Args:
             pixels: ``[B, channels, height, width]``.
             masked: bool ``[B, patches]``: the patches that the mask token replaces.
-            interpolate: Whether images of other sizes are allowed: their positions are interpolated. Rows and columns
-                of pixels beyond the last whole patch are left out.
+            interpolate: Whether images of other sizes are allowed, with interpolated positions. Rows and columns of
+                pixels after the last whole patch are ignored.
         """
         grid = self._check(pixels, masked, interpolate)
         x = self.projection(pixels[:, :, : grid[0] * self.patch[0], : grid[1] * self.patch[1]])

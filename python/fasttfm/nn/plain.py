@@ -1,8 +1,8 @@
 """Which modules a fused op may replace: one rule for ``fasttfm.nn``, ``fasttfm.models`` and ``fasttfm.patch``.
 
-A fused op reads the parameters of several modules and calls none of them. That gives the modules' result only if each
-of them does what its class says and nothing more: it has no hooks, nothing has replaced its forward, and its parameters
-are plain tensors. A module for which that does not hold is called, as torch calls it.
+A fused op reads the parameters of several modules and calls none of them. That gives the same result only if each
+module is plain: it is of a known class, has no hooks, its forward is not replaced, and its parameters are plain
+tensors. A module that is not plain is called, as torch does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fasttfm import ops
 from fasttfm.nn.layer_norm import LayerNorm
 from fasttfm.ops.library import PLAIN_TENSORS
 
-Condition = Callable[[Any], bool] | None  # None: nothing else
+Condition = Callable[[Any], bool] | None  # None for no condition
 
 
 def _of_the_last_dimension(norm: nn.LayerNorm) -> bool:
@@ -33,8 +33,8 @@ def _looks_rows_up(table: nn.Embedding) -> bool:
     return table.max_norm is None and not table.scale_grad_by_freq and not table.sparse
 
 
-# The classes whose formula the ops know, and what else a module of the class has to be. Subclasses are not among them:
-# their forward may be another one.
+# The classes whose formula the ops implement, and a condition for their modules. Subclasses are not included, because
+# their forward may differ.
 _CLASSES: dict[type, Condition] = {
     nn.Linear: None,
     NonDynamicallyQuantizableLinear: None,
@@ -47,18 +47,18 @@ _CLASSES: dict[type, Condition] = {
     nn.GELU: None,
     nn.SiLU: None,
 }
-# What a plain module's parameters are: tensors, those of a tracer, or none. DTensors and quantized tensors are not
-# among them: they have products of their own.
+# The types of a plain module's parameters: tensors, a tracer's tensors, or None. DTensors and quantized tensors are not
+# included, because they implement their own GEMMs.
 _PARAMETERS = (*PLAIN_TENSORS, FakeTensor, FunctionalTensor, type(None))
 
 
 def register_plain_class(kind: type, condition: Condition = None) -> None:
-    """Says that ops know the formula of a class of modules, for those of which a ``condition`` is true."""
+    """Registers a class of modules whose formula the ops implement; ``condition`` restricts it to some modules."""
     _CLASSES[kind] = condition
 
 
 def is_plain(*modules: Any) -> bool:
-    """Whether the parameters of modules say all that a call of them would do."""
+    """Whether all modules are plain, so that a fused op may read their parameters instead of calling them."""
     if _has_any_global_hook():
         return False
     for module in modules:
@@ -77,8 +77,8 @@ def is_plain(*modules: Any) -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a call of a module is more than a call of its class's forward: it has hooks, a compiled call or a forward
-    of its own."""
+    """Whether a call of a module does more than its class's forward: it has hooks, a compiled call or a replaced
+    forward."""
     own = module.__dict__
     return bool(
         own["_forward_hooks"]
@@ -91,7 +91,7 @@ def is_watched(module: nn.Module) -> bool:
 
 
 class _Absent:
-    """The type of a parameter that a module no longer has: it is none of a plain parameter's."""
+    """The type of a parameter that a module no longer has, which is not among the types of plain parameters."""
 
 
 ABSENT = _Absent()
@@ -105,12 +105,11 @@ class Uncopied:
 
 
 class Tree(Uncopied):
-    """The modules below a module, as they are now: what follows from them has to be worked out again only if the tree
-    ``is_unchanged`` no longer.
+    """A snapshot of the modules below a module. Results that depend on them stay valid while ``is_unchanged`` is true.
 
     Args:
-        root: The module. Its own hooks do not matter: whoever calls it runs them.
-        is_idle: Says of a module's forward hooks whether they do nothing now.
+        root: The module. Its own hooks do not matter, because its caller runs them.
+        is_idle: Whether a module's forward hooks currently do nothing.
     """
 
     def __init__(self, root: nn.Module, is_idle: Callable[[dict[int, Any]], bool] = lambda hooks: False) -> None:
@@ -139,13 +138,13 @@ class Tree(Uncopied):
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether something has put a forward before that of the module's class, as Accelerate does to offload modules."""
+    """Whether the module's ``forward`` is replaced, as Accelerate does to offload modules."""
     return "forward" in module.__dict__
 
 
 # ---- activations and dropout -----------------------------------------------------------------------------------------
 
-# torch's functions and module classes, and the name that ops know them by.
+# torch's functions and module classes, and the name of their activation in ops.
 _ACTIVATIONS: dict[Any, str] = {
     functional.relu: "relu",
     torch.relu: "relu",
@@ -157,7 +156,7 @@ _ACTIVATIONS: dict[Any, str] = {
 
 
 def register_activation(kind: type[nn.Module], name: str) -> None:
-    """Says that modules of a class compute the activation that ops know as ``name``."""
+    """Registers a class of modules that compute the activation ``name`` of ops."""
     if name not in ops.ACTIVATIONS:
         raise ValueError(f"register_activation: name: expected one of {', '.join(ops.ACTIVATIONS)}, got {name!r}")
     _ACTIVATIONS.setdefault(kind, name)
@@ -165,7 +164,7 @@ def register_activation(kind: type[nn.Module], name: str) -> None:
 
 
 def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
-    """The name that ops have for an activation, a function or a plain module; None where it has to be called."""
+    """The name in ops of an activation, which is a function or a plain module; None if it has to be called."""
     if not isinstance(activation, nn.Module):
         return _ACTIVATIONS.get(activation)
     if not is_plain(activation):

@@ -47,7 +47,7 @@ def add_then_norm(
     cu_seqlens: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same, and the sum before LayerNorm, which pre-LN blocks carry on."""
+    """The same, and the sum before LayerNorm, the residual stream of pre-LN blocks."""
     y, z = ops.dropout_add_layer_norm(
         branch,
         residual,

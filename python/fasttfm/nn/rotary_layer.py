@@ -16,24 +16,24 @@ from fasttfm.nn.packed_transformer import PackedTransformer
 from fasttfm.nn.parts import layer_norm, packed_residual_norm, product
 from fasttfm.ops import linear
 
-Tables = dict[float, tuple[Tensor, Tensor]]  # cosines and sines [positions, D / 2] by the wavelengths' base
+Tables = dict[float, tuple[Tensor, Tensor]]  # cosines and sines [positions, D / 2] by theta
 
 
 class RotaryLayer(PackedLayer):
     """ModernBERT's layer: ``x + attention(norm1(x))``, then ``x + down(activation(gate) * up)`` of ``norm2(x)``.
 
-    Queries and keys are rotated by their positions. ``up`` gives the gate and up: its first half goes through the
-    activation.
+    Queries and keys are rotated by their positions. The module ``up`` computes both gate and up; the gate is its first
+    half.
 
     Args:
-        width: C, the model's.
+        width: C, the model's width.
         heads: The number of attention heads, a divisor of the width.
         intermediate: Columns of the gate, and of up.
         theta: The base of the rotation's wavelengths.
         window: ``(left, right)``: how far before and after itself a token attends; None for no limit.
-        first: Whether this is a model's first layer, which has no ``norm1``: the embeddings are normalised.
-        activation: A name out of ``ops.ACTIVATIONS``.
-        dropout: Dropout probability of the attention weights, and of what attention adds to the residual stream.
+        first: Whether this is a model's first layer, which has no ``norm1`` because the embeddings are normalised.
+        activation: A key of ``ops.ACTIVATIONS``.
+        dropout: Dropout probability of the attention weights and of the attention block's output.
         intermediate_dropout: Dropout probability of ``down``'s input.
         eps: Added to variances.
         attention_bias, feed_forward_bias, norm_bias: Whether these parts have biases.
@@ -96,7 +96,7 @@ class RotaryLayer(PackedLayer):
         """Runs the layer. Arguments and results are those of ``PackedLayer`` with ``norm_first``; in addition:
 
         Args:
-            tables: The cosines and sines ``[positions, D / 2]`` of each ``theta``, where they are at hand.
+            tables: The cosines and sines ``[positions, D / 2]`` of each ``theta``, if they are already computed.
             positions: int64 ``[T]``; by default each token's index in its own sequence.
         """
         if residual is None:
@@ -130,8 +130,8 @@ class RotaryLayer(PackedLayer):
         tables: Tables | None,
         positions: Tensor | None,
     ) -> Tensor:
-        """Queries, keys and values [T, 3, H, D] of ``x``; queries and keys are rotated. One tensor, so that attention's
-        gradient goes back in one piece."""
+        """Queries, keys and values [T, 3, H, D] of ``x``; queries and keys are rotated. They are one tensor, so that
+        attention's gradient is one tensor, too."""
         if positions is None:
             positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
         if tables is None:
@@ -142,12 +142,12 @@ class RotaryLayer(PackedLayer):
         return turned.unflatten(1, (3, self.heads))
 
     def is_fusable(self, next_norm: nn.Module | None = None) -> bool:
-        """There is no op of the whole layer."""
+        """False: there is no op for the whole layer."""
         return False
 
     def attention_weights(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        """Attention's weights for ``forward``'s ``x``, fp32 ``[sequences, H, max_seqlen, max_seqlen]``, for plots.
-        Plain torch, all in memory."""
+        """The attention weights for ``forward``'s ``x``, fp32 ``[sequences, H, max_seqlen, max_seqlen]``, for plots.
+        Computed in plain torch."""
         q, k, _ = self.rotated(x, cu_seqlens, max_seqlen, None, None).unbind(1)
         left, right = self.window
         return ops.attention_weights(q, k, window=(left, right), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
@@ -169,13 +169,13 @@ def _table_type(x: Tensor) -> torch.dtype:
 class RotaryTransformer(PackedTransformer):
     """A stack of ``RotaryLayer``.
 
-    The tables of angles are computed at the first call on a device, for all of ``positions``, and kept in fp32 (in fp64
-    for fp64 models) whatever the parameters' type is. They grow where a sequence is longer.
+    The tables of cosines and sines are computed at the first call on a device, for all of ``positions``, and kept in
+    fp32 (fp64 for fp64 models) for any dtype of the parameters. They grow if a sequence is longer.
 
     Args:
-        layers: In order; each ``theta`` has tables of its own.
+        layers: The layers; there are tables for each of their ``theta``.
         final_norm: The model's last LayerNorm.
-        positions: Of the tables to begin with.
+        positions: The initial number of positions in the tables.
     """
 
     layer_class = RotaryLayer
@@ -195,8 +195,8 @@ class RotaryTransformer(PackedTransformer):
         positions: Tensor | None = None,
         **inputs: Any,
     ) -> Tensor:
-        """``PackedTransformer.forward``; ``positions`` int64 [T] are by default those in each token's own sequence. Of
-        others, which may be any numbers, each token has tables of its own, for this call."""
+        """As ``PackedTransformer.forward``. ``positions`` int64 [T] are by default the tokens' indices in their
+        sequences. For given ones, which may be any numbers, the call computes the cosines and sines of each token."""
         if positions is None:
             positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
             tables = self.tables(x, max_seqlen)
@@ -207,7 +207,8 @@ class RotaryTransformer(PackedTransformer):
         return super().forward(x, cu_seqlens, max_seqlen, hidden_states=hidden_states, **angles, **inputs)
 
     def tables(self, x: Tensor, max_seqlen: int) -> Tables:
-        """Cosines and sines by ``theta``. A compiler sees them computed: it cannot trace what is kept between calls."""
+        """Cosines and sines by ``theta``. Under torch.compile each call computes them, because a cache cannot be
+        traced."""
         if torch.compiler.is_compiling():
             return self._make_tables(x, torch.arange(max(self.positions, max_seqlen), device=x.device))
         key = (x.device, _table_type(x))

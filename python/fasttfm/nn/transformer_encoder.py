@@ -59,7 +59,8 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
 
 
 def _share_their_masks(layers: list[Any]) -> bool:
-    """Whether layers are plain and alike, so that tokens can stay in the masks' order from the first to the last."""
+    """Whether layers are plain and alike, so that tokens can stay in the masks' order from the first to the last
+    layer."""
     if not layers or not is_plain(*layers):
         return False
     first = layers[0].self_attn

@@ -50,7 +50,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
             raise ValueError(f'{_NAME}: activation: expected "relu", "gelu" or a callable, got {activation!r}')
         sizes = (d_model, nhead, dim_feedforward, dropout)
         super().__init__(*sizes, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype)
-        self.self_attn.__class__ = MultiheadAttention  # keeps the parameters that torch has drawn
+        self.self_attn.__class__ = MultiheadAttention  # keeps the parameters that torch has initialized
 
     def forward(
         self,
@@ -73,7 +73,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False
     ) -> Tensor:
         if not any(isinstance(each, MultiheadAttention) for each in self.self_attn.modules()):
-            # Another attention gets the masks that torch's layer hands over.
+            # Another attention module gets the masks that torch's layer passes.
             if is_causal and attn_mask is None:
                 length = x.shape[1 if self.self_attn.batch_first and x.dim() == 3 else 0]
                 attn_mask = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
@@ -143,7 +143,7 @@ def run_layers(
     *,
     causal: bool,
 ) -> Tensor:
-    """Runs fused layers over ``src`` [S, B, C], [B, S, C] or [S, C]. Tokens enter the masks' order once."""
+    """Runs fused layers over ``src`` [S, B, C], [B, S, C] or [S, C]. Tokens are moved to the masks' order once."""
     attention = layers[0].self_attn
     transposed = src.dim() == 3 and not attention.batch_first
     x = src[None] if src.dim() == 2 else src.transpose(0, 1) if transposed else src
