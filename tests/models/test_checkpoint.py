@@ -354,7 +354,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     [
         ("model-9.safetensors", "expected the name of a file in its directory"),
         ("../elsewhere/model.safetensors", "expected the name of a file in its directory"),
-        ("config.safetensors", "the index says that it is here"),
+        ("config.safetensors", "expected this key, which the index lists for this file"),
     ],
 )
 def test_a_wrong_index_is_named(name: str, message: str, tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_graphs_and_sequences_are_as_many(bert_directory: Path) -> None:
     some = read_commonsense(shipped_task("commonsense")["dev"])[:4]
     model, task = prepare("commonsense", bert_directory, some)
     whole, part = (task.batch(task.features(each)) for each in (some, some[:2]))
-    with pytest.raises(ValueError, match="BertKagNet: graph: expected 20 graphs, one a choice, got 10"):
+    with pytest.raises(ValueError, match="BertKagNet: graph: expected 20 graphs, one per choice, got 10"):
         model(**{**whole.inputs(), "graph": part.inputs()["graph"]}, num_choices=5)
 
 

@@ -1,4 +1,4 @@
-"""Reference models with HF's classes, arguments, outputs and checkpoints; one file per family."""
+"""Models with the classes, arguments, outputs and checkpoints of transformers; one file per family."""
 
 from fasttfm.models.albert import (
     AlbertConfig,

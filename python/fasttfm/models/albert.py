@@ -1,4 +1,4 @@
-"""ALBERT (Lan et al., 2019): BERT with few parameters. Tables are narrower than the model, layers share parameters.
+"""ALBERT (Lan et al., 2019): BERT with few parameters. Embeddings are narrower than the model, layers share parameters.
 
     x_0 = W_E LN(word + position + segment)        tables of width E, W_E [H, E]
     x_i = layer_g(i)(x_(i-1))                      BERT's layer, one for all layers of a group
@@ -41,7 +41,7 @@ from fasttfm.nn.losses import token_loss
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# What the layers of a group share, by the part of the layer that it belongs to.
+# The parameters that the layers of a group share, by the value of ``parameter_sharing``.
 SHARED = {
     "all": ("qkv", "out", "norm1", "up", "down", "norm2"),
     "attention": ("qkv", "out", "norm1"),
@@ -52,11 +52,12 @@ SHARED = {
 
 @dataclass
 class AlbertConfig(BertConfig):
-    """``num_hidden_groups`` groups of consecutive layers share what ``parameter_sharing`` says: all, attention, ffn or
-    none. Each of ``num_hidden_layers`` is ``inner_group_num`` layers with parameters of their own.
+    """The layers of each of ``num_hidden_groups`` groups share the parameters that ``parameter_sharing`` names: all,
+    attention, ffn or none. Each of ``num_hidden_layers`` consists of ``inner_group_num`` layers with their own
+    parameters.
 
-    transformers knows sharing of everything only. For any other, ``config.json`` names as many groups as layers, and
-    the checkpoint repeats what is shared.
+    transformers only supports sharing all parameters. Otherwise ``config.json`` has as many groups as layers, and the
+    checkpoint repeats the shared parameters.
     """
 
     model_type: ClassVar[str] = "albert"
@@ -110,7 +111,7 @@ class AlbertConfig(BertConfig):
 
 
 def names_of(config: AlbertConfig) -> Names:
-    """A group of layers in a checkpoint is ``inner_group_num`` layers here."""
+    """The names in checkpoints. A layer of a group there is ``inner_group_num`` layers here."""
     return Names(
         prefix="albert",
         base=(
@@ -172,7 +173,7 @@ class AlbertModel(BertModel):
         return packed_layer(config, drop_feed_forward=False)
 
     def layers_of(self, config: EncoderConfig) -> list[PackedLayer]:
-        """Layers that share everything are one module; those that share a part are several, tied to each other."""
+        """Layers that share all parameters are one module; if they share only some, those are tied."""
         assert isinstance(config, AlbertConfig)
         groups, inner = config.groups(), range(config.inner_group_num)
         if config.parameter_sharing != "all":
@@ -244,7 +245,7 @@ class AlbertForTokenClassification(AlbertHead, BertForTokenClassification):
 
 
 class AlbertForQuestionAnswering(AlbertHead, BertForQuestionAnswering):
-    """Finds the span that answers."""
+    """Finds the span that answers a question."""
 
 
 class AlbertForMultipleChoice(AlbertHead, BertForMultipleChoice):

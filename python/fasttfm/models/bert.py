@@ -4,8 +4,8 @@
     x_i = LN(y + MLP(y)),    y = LN(x_(i-1) + Attention(x_(i-1)))        i = 1 ... layers
     pooled = tanh(W x_layers[CLS])
 
-Classes, arguments, outputs and checkpoints are HF's. Inside, a batch is packed: padding is removed in front of the
-embeddings and comes back only in what is returned.
+Classes, arguments, outputs and checkpoints are those of transformers. Internally a batch is packed: padding is removed
+before the embeddings and restored only in outputs.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class BertConfig(ModelConfig):
     keep_activation: bool = False  # PackedLayer's: less time for more memory
 
     def head_dropout(self) -> float:
-        """In front of a classifier."""
+        """The dropout probability before a classifier."""
         return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
 
 
 class EncoderConfig(Protocol):
-    """The fields of a configuration that the encoder and its heads read, under ``BertConfig``'s names for every
-    family."""
+    """The fields of a configuration that the encoder and its heads read, with ``BertConfig``'s names in all
+    families."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -171,7 +171,7 @@ def word_embeddings(config: EncoderConfig, width: int, output_width: int | None 
 
 
 def packed_layer(config: EncoderConfig, *, drop_attention: bool = True, drop_feed_forward: bool = True) -> PackedLayer:
-    """A layer, and which of its blocks' outputs have dropout."""
+    """A layer; the options say which of its blocks' outputs have dropout."""
     dropout = config.hidden_dropout_prob
     return PackedLayer(
         config.hidden_size,
@@ -406,7 +406,8 @@ class BertForSequenceClassification(BertHead):
 
 
 class BertForMultipleChoice(BertHead):
-    """Chooses between continuations: ``input_ids`` [B, choices, S], or packed, ``num_choices`` sequences a question."""
+    """Chooses between continuations: ``input_ids`` [B, choices, S], or packed with ``num_choices`` sequences per
+    question."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=True)
@@ -468,7 +469,7 @@ class BertForTokenClassification(BertHead):
 
 
 class BertForQuestionAnswering(BertHead):
-    """Finds the span that answers. Padding cannot be chosen; positions outside the sequence do not count."""
+    """Finds the span that answers a question. Padding is excluded; labels outside of the sequence are ignored."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config, pooler=False)

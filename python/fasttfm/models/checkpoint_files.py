@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory: one or several, safetensors or torch's own format."""
+"""The files of a checkpoint directory: one or several, safetensors or torch's format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read as what it is said to be; the message names file and key."""
+    """An unusable checkpoint; the message names file and key."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class CheckpointReader:
             if Path(str(name)).name != name or not path.is_file():
                 raise CheckpointError(f"{index}: {key}: expected the name of a file in its directory, got {name!r}")
             if key not in self._open(path).keys():  # noqa: SIM118 - safetensors' handle is no mapping
-                raise CheckpointError(f"{path}: {key}: the index says that it is here; it is not")
+                raise CheckpointError(f"{path}: {key}: expected this key, which the index lists for this file")
             files[key] = path
         return files
 
@@ -80,7 +80,7 @@ class CheckpointReader:
                     self._opened[path] = _torch_file(path)
             except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
                 raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
-            except Exception as error:  # torch.load has its own idea of what it may raise
+            except Exception as error:  # torch.load may raise anything
                 raise CheckpointError(f"{path}: cannot be read with weights_only: {first_line(error)}") from error
         return self._opened[path]
 
@@ -97,8 +97,8 @@ class CheckpointReader:
 
 
 def _torch_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of torch's own format. No code in the file runs. torch before 1.6 wrote no zip archive; such a file
-    cannot be memory-mapped and is read as a whole."""
+    """The tensors of a file in torch's format. No code in the file runs. Files of torch before 1.6 are not zip
+    archives; they cannot be memory-mapped and are read as a whole."""
     found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     if not isinstance(found, Mapping):
         raise ValueError(f"expected tensors by name, got {type(found).__name__}")
@@ -109,7 +109,7 @@ def _torch_file(path: Path) -> dict[str, Tensor]:
 
 
 def _weight_map(index: Path) -> dict[str, Any]:
-    """The file of every key, as an index says it."""
+    """The file of every key, from an index."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index}: expected an object weight_map, got {type(weight_map).__name__}")
@@ -122,7 +122,8 @@ def shard_names(index: Path) -> set[str]:
 
 
 def _check_same(index: Path, whole: Path) -> None:
-    """Raises where a directory has both an index with its files and a single file: either may be the older one."""
+    """Raises if a directory has both an index with its files and a single file with different weights, because either
+    may be out of date."""
     others = shard_names(index) - {whole.name}
     if any((index.parent / name).is_file() for name in others):
         raise CheckpointError(
@@ -138,13 +139,13 @@ def write_tensors(
     *,
     config: Mapping[str, Any],
 ) -> None:
-    """Writes ``config.json`` and ``model.safetensors``, or several files and their index where that would be larger
-    than ``shard_bytes``.
+    """Writes ``config.json`` and ``model.safetensors``, or several files and their index if that would be larger than
+    ``shard_bytes``.
 
-    All files are written under other names and take their own when the last one is on the disk, so a save that fails
-    leaves an earlier checkpoint in the directory as it was. Files of an earlier one that the new one does not have are
-    removed at the end. Whoever reads between two of these renames finds an incomplete or an ambiguous checkpoint, which
-    ``CheckpointReader`` refuses; never a mixture of both.
+    All files are written under temporary names and renamed when the last one is on the disk, so a failed save leaves an
+    earlier checkpoint unchanged. Files of an earlier checkpoint that the new one does not have are removed at the end.
+    A reader between two of these renames finds an incomplete or ambiguous checkpoint, which ``CheckpointReader``
+    rejects, but never a mixture of both.
     """
     shards: list[dict[str, Tensor]] = [{}]
     size = 0

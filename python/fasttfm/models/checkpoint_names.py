@@ -1,4 +1,4 @@
-"""The names of parameters in checkpoints, where they differ from ours, and where tensors are joined or transposed."""
+"""The names of parameters in checkpoints that differ from ours, and tensors that are concatenated or transposed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 class Rule:
     """A module or parameter of ours and its names in a checkpoint. ``*`` is a placeholder for a number.
 
-    Of several names each has an equal share of our rows, as query, key and value have of ``qkv``. ``transpose`` is for
-    checkpoints that keep matrices as [inputs, outputs].
+    If there are several names, our rows are divided equally between them, as those of ``qkv`` between query, key and
+    value. ``transpose`` is for checkpoints with matrices [inputs, outputs].
     """
 
     ours: str
@@ -24,7 +24,7 @@ class Rule:
     transpose: bool = False
 
     def names(self, ours: str) -> list[str] | None:
-        """The checkpoint's names of what begins with this rule's module; None if it does not."""
+        """The checkpoint's names of a parameter of this rule's module; None if it belongs to another module."""
         found = re.fullmatch(re.escape(self.ours).replace(r"\*", r"(\d+)") + r"((?:\..*)?)", ours)
         if found is None:
             return None
@@ -37,7 +37,7 @@ class Rule:
         return names
 
     def pattern(self) -> str:
-        """A regular expression of every name that the rule can give."""
+        """A regular expression for all checkpoint names of this rule."""
         each = (re.escape(name).replace(r"\*", r"\d+") for name in self.theirs)
         return rf"(?:{'|'.join(each)})(?:\..*)?"
 
@@ -53,7 +53,7 @@ class Names:
     prefix: str  # of the base model inside models with a head, here and in checkpoints
     base: Sequence[Rule]
     heads: Sequence[Rule] = ()
-    ignored: Sequence[str] = ()  # regular expressions of names that hold nothing to learn
+    ignored: Sequence[str] = ()  # regular expressions of names of buffers that are not read
     optional: Sequence[str] = ("pooler",)  # parts of the base model that not every model with a head has
 
     @cached_property
@@ -82,7 +82,8 @@ class Names:
 
 
 def to_checkpoint(names: Names, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by our names (of a model with a head) as a checkpoint has them. Gradients translate the same way."""
+    """Converts tensors with our names (of a model with a head), such as parameters or gradients, to the
+    checkpoint's."""
     found: dict[str, Tensor] = {}
     for ours, tensor in tensors.items():
         theirs, each = names.find(ours)
@@ -93,7 +94,7 @@ def to_checkpoint(names: Names, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def from_checkpoint(names: Names, ours: str, read: Callable[[str], Tensor]) -> Tensor:
-    """Our tensor, out of the checkpoint's."""
+    """Our tensor, from the checkpoint's tensors."""
     theirs, each = names.find(ours)
     pieces = [read(name) for name in theirs]
     whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]

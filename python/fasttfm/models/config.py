@@ -1,4 +1,4 @@
-"""The common part of all configurations: HF's field names, loading and saving of ``config.json``."""
+"""The common part of all configurations: transformers' field names, loading and saving of ``config.json``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ Config = TypeVar("Config", bound="ModelConfig")
 
 @dataclass
 class ModelConfig:
-    """A model's configuration. Fields have HF's names; ``extra`` keeps what else a file says, to write it back."""
+    """A model's configuration. Fields have transformers' names; ``extra`` keeps other fields of a file, to write them
+    back."""
 
     model_type: ClassVar[str] = ""
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}  # named sizes: the fields in which they differ from the defaults
     config_files: ClassVar[tuple[str, ...]] = (CONFIG,)  # names of its file in checkpoints; the first is written
-    required: ClassVar[dict[str, tuple[Any, ...]]] = {}  # of fields that we do not have: what they may say
+    required: ClassVar[dict[str, tuple[Any, ...]]] = {}  # the supported values of fields that we do not have
 
     num_labels: int = 2
     problem_type: str | None = None
@@ -74,7 +75,7 @@ class ModelConfig:
         return cls(**known, extra=extra)
 
     def check(self) -> None:
-        """Raises ValueError for a field of another type or outside its range."""
+        """Raises ValueError for a field of the wrong type or outside of its range."""
         if (wrong := self._wrong()) is not None:
             raise ValueError(f"{type(self).__name__}: {wrong}")
 
@@ -85,7 +86,7 @@ class ModelConfig:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """As HF writes it: the number of labels is that of their names."""
+        """The fields as transformers writes them: the number of labels is that of their names."""
         fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "extra"}
         labels = fields.pop("num_labels")
         values = {**self.extra, **fields, "model_type": self.model_type}
@@ -102,8 +103,8 @@ class ModelConfig:
 
 
 def _rules(cls: type[ModelConfig]) -> Iterator[tuple[str, Callable[[Any], bool], str]]:
-    """Of every field: its name, what accepts a value, and that in words. Sizes and counts are 1 or more, shares of what
-    is dropped are below 1, no number is negative but ids."""
+    """For every field: its name, a predicate for its values, and a description of it. Sizes and counts are at least 1,
+    dropout probabilities below 1, and only ids may be negative."""
     hints = get_type_hints(cls)
     for name in (each.name for each in dataclasses.fields(cls) if each.name != "extra"):
         kinds = get_args(hints[name]) or (hints[name],)

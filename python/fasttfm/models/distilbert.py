@@ -1,6 +1,6 @@
 """DistilBERT (Sanh et al., 2019): BERT's encoder with half the layers, no segments and no pooler.
 
-A student begins with every second layer of its teacher: ``DistilBertForMaskedLM.from_teacher``.
+A student is initialized with every second layer of its teacher: ``DistilBertForMaskedLM.from_teacher``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _EPS = 1e-12
 
 @dataclass
 class DistilBertConfig(ModelConfig):
-    """Fields have HF's names; the encoder reads them by BERT's."""
+    """Fields have transformers' names; the encoder reads them by BERT's names."""
 
     model_type: ClassVar[str] = "distilbert"
     sizes: ClassVar[dict[str, dict[str, Any]]] = {"base": {}}
@@ -132,13 +132,13 @@ class DistilBertForMaskedLM(DistilBertHead, BertForMaskedLM):
     ) -> DistilBertForMaskedLM:
         """A student with copies of the teacher's embeddings, of some of its layers, and of its head.
 
-        There are no segments: the row of the first one is added to every position's, so that of a single sentence
-        nothing is lost.
+        The student has no segments: the row of the first segment is added to every position, so that single sentences
+        have the same embeddings.
 
         Args:
             teacher: A BERT.
-            layers: The teacher's layers that the student begins with; every second one from the first by default.
-            changes: Fields of the student's configuration to set otherwise, such as ``dropout``.
+            layers: The teacher's layers that are copied; every second one from the first by default.
+            changes: Fields of the student's configuration to override, such as ``dropout``.
         """
         theirs = teacher.config
         if theirs.model_type != "bert" or theirs.layer_norm_eps != _EPS:
@@ -183,7 +183,7 @@ class DistilBertForTokenClassification(DistilBertHead, BertForTokenClassificatio
 
 
 class DistilBertForQuestionAnswering(DistilBertHead, BertForQuestionAnswering):
-    """Finds the span that answers."""
+    """Finds the span that answers a question."""
 
     def __init__(self, config: DistilBertConfig) -> None:
         super().__init__(config)

@@ -152,7 +152,7 @@ class ElectraForTokenClassification(ElectraHead, BertForTokenClassification):
 
 
 class ElectraForQuestionAnswering(ElectraHead, BertForQuestionAnswering):
-    """Finds the span that answers."""
+    """Finds the span that answers a question."""
 
 
 class ElectraForSequenceClassification(ElectraHead, BertForSequenceClassification):

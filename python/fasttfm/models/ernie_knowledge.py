@@ -297,7 +297,7 @@ class ErnieKnowledgeForTokenClassification(ErnieKnowledgeHead, BertForTokenClass
 
 
 class ErnieKnowledgeForQuestionAnswering(ErnieKnowledgeHead, BertForQuestionAnswering):
-    """Finds the span that answers."""
+    """Finds the span that answers a question."""
 
 
 class ErnieKnowledgeForMultipleChoice(ErnieKnowledgeHead, BertForMultipleChoice):

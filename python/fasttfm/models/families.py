@@ -1,4 +1,4 @@
-"""``FAMILIES``: every family of models, by its name on the command line. Everything that offers families reads this."""
+"""``FAMILIES``: all families of models by their names on the command line. This is the only list of families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Family``: what the rest of the package knows about a kind of model. Each model file has one, its ``FAMILY``."""
+"""``Family``: the description of a model family for the rest of the package. Each model file defines its ``FAMILY``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fasttfm.models.pretrained import PretrainedModel
 
 
 class Head(Enum):
-    """What a model ends in. The value is what it computes, in words."""
+    """The head of a model. The value describes what it computes."""
 
     NONE = "hidden states"
     PRETRAINING = "pre-training"
@@ -30,19 +30,20 @@ class Head(Enum):
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model. What a family does not have is None; the commands that need it then leave the family out.
+    """A model family. Fields are None if a family does not support something; commands that need it do not offer the
+    family.
 
     Args:
         title: Its name in texts.
-        config: Its configuration, whose ``model_type`` checkpoints state.
-        models: Its model classes by their heads; a family without a head for a task is refused there.
+        config: Its configuration class, whose ``model_type`` is in checkpoints.
+        models: Its model classes by their heads; tasks that need another head reject the family.
         command: Its name on the command line; ``model_type`` by default.
         default_size: The size that ``fasttfm pretrain`` trains by default.
         pretraining: The losses that it is pre-trained on, over ``models[Head.PRETRAINING]``.
-        sequences: What it is pre-trained on: a kind of ``data.SequenceFormat``.
-        tokenizer: The kind of ``data.train_tokenizer``; None where it reads no text.
-        separators: How many separators it writes between two texts.
-        positions: The configuration's field of the longest sequence.
+        sequences: The sequences that it is pre-trained on, a kind of ``data.SequenceFormat``.
+        tokenizer: The kind of ``data.train_tokenizer``; None if it reads no text.
+        separators: The number of separators between two texts.
+        positions: The configuration's field with the maximum length of sequences.
         unused_positions: Rows of the position table that no sequence uses.
         patching: The module of ``fasttfm.patching`` that patches transformers' models of the family.
         benchmark: The head of the model whose training step ``benchmarks/training_step.py`` measures.
@@ -72,7 +73,7 @@ class Family:
 
     @property
     def causal(self) -> bool:
-        """Whether tokens attend only to those before them."""
+        """Whether attention is causal."""
         return Head.CAUSAL_LM in self.models
 
     @property

@@ -4,9 +4,9 @@
     y   = z_(i-1) + Attention(LN(z_(i-1))),    z_i = y + MLP(LN(y))        i = 1 ... layers
     x   = LN(z_layers)
 
-Classes, arguments, outputs and checkpoints are HF's, whose weights are transposed. Internally a batch is packed:
-padding is removed before the embeddings and restored only in outputs. GPT-1 (``openai_gpt.py``) and GPT-3 (``gpt3.py``)
-are built from the same parts.
+Classes, arguments, outputs and checkpoints are those of transformers, whose weights are transposed. Internally a batch
+is packed: padding is removed before the embeddings and restored only in outputs. GPT-1 (``openai_gpt.py``) and GPT-3
+(``gpt3.py``) are built from the same parts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GPTConfig(ModelConfig):
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
     summary_activation: str | None = None  # of the multiple-choice head: tanh or None
-    summary_first_dropout: float = 0.1  # in front of it
+    summary_first_dropout: float = 0.1  # before this head
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -114,7 +114,7 @@ LAYER_NAMES = (
 
 
 def names_of(*base: Rule) -> Names:
-    """The names of a family of GPTs, of which ``base`` are those outside the layers."""
+    """The names of a GPT family in checkpoints; ``base`` are the rules outside of the layers."""
     return Names(
         prefix="transformer",
         base=(*base, *LAYER_NAMES),
@@ -205,7 +205,7 @@ class GPT2Head(PretrainedModel):
 
 
 class GPT2LMHeadModel(GPT2Head):
-    """Predicts each token's successor: ``labels`` are ``input_ids``, with -100 where nothing is predicted."""
+    """Predicts the next tokens: ``labels`` are ``input_ids``, with -100 for tokens that are not predicted."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
@@ -229,10 +229,10 @@ class GPT2LMHeadModel(GPT2Head):
 
 
 class GPT2DoubleHeadsModel(GPT2Head):
-    """Predicts each token's successor and chooses between continuations: ``input_ids`` [B, choices, S], or packed,
-    ``num_choices`` sequences a question. The choice is read from the token at ``mc_token_ids`` [B, choices], its column
-    or, packed, its number in its sequence; by default from the last one. One that names no token of its sequence raises
-    ValueError; on a GPU its logit is NaN, and a later call or ``fasttfm.ops.check_errors()`` raises."""
+    """Predicts the next tokens and chooses between continuations: ``input_ids`` [B, choices, S], or packed with
+    ``num_choices`` sequences per question. The choice is read from the token at ``mc_token_ids`` [B, choices], its
+    column or, in a packed batch, its index in its sequence; by default from the last token. An index outside of its
+    sequence raises ValueError; on a GPU its logit is NaN, and a later call or ``fasttfm.ops.check_errors()`` raises."""
 
     def __init__(self, config: GPTConfig) -> None:
         config.num_labels = 1  # as HF's does
@@ -286,9 +286,9 @@ class GPT2DoubleHeadsModel(GPT2Head):
 
 
 class GPT2ForSequenceClassification(GPT2Head):
-    """Labels sequences by their last token that is not ``config.pad_token_id``. With ``num_orders`` above 1, that many
-    sequences in a row are one example with its texts in different orders: their states are added, and it has one label
-    (GPT-1's similarity of two sentences)."""
+    """Labels sequences by their last token that is not ``config.pad_token_id``. With ``num_orders`` above 1, each group
+    of ``num_orders`` consecutive sequences is one example with its texts in different orders: their states are added,
+    and it has one label (GPT-1's similarity of two sentences)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)

@@ -1,8 +1,8 @@
 """GPT-3 (Brown et al., 2020): GPT-2 in which every second layer attends only to the nearest tokens, in eight sizes.
 
-Layers 0, 2, ... attend to all tokens up to their own, layers 1, 3, ... to the last ``local_window`` of them, their own
-included. The paper does not say how wide its band is. transformers has no such model: checkpoints have GPT-2's names
-and the model type ``gpt3``, so that nothing reads them as GPT-2 by mistake.
+In layers 0, 2, ... a token attends to itself and all earlier tokens, in layers 1, 3, ... to the last ``local_window``
+of these. The paper does not state the width of its band. transformers has no such model: checkpoints have GPT-2's names
+and the model type ``gpt3``, so that they are not read as GPT-2 by mistake.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fasttfm.models.objectives import CausalLM
 @dataclass
 class GPT3Config(GPT2Config):
     model_type: ClassVar[str] = "gpt3"
-    # As in the paper's table 2.1, but for two entries that do not fit the rest of their rows: the heads of "xl" (24, of
-    # 128 columns each, in a width of 2048) and the width of "13b" (5140, for 40 heads of 128 columns).
+    # As in the paper's table 2.1, except for two entries that contradict the rest of their rows: the heads of "xl" (24,
+    # of 128 columns each, in a width of 2048) and the width of "13b" (5140, for 40 heads of 128 columns).
     sizes: ClassVar[dict[str, dict[str, Any]]] = {
         "small": {},
         "medium": {"n_layer": 24, "n_embd": 1024, "n_head": 16},

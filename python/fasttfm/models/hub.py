@@ -17,7 +17,7 @@ from fasttfm.atomic_files import first_line
 from fasttfm.models.checkpoint_files import CONFIG, SAFETENSORS, TORCH, CheckpointError, shard_names
 
 _HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
-# One of these is a tokenizer; the first that is there is read.
+# The tokenizer files; the first that exists is read.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "vocab.txt",
@@ -27,12 +27,12 @@ TOKENIZER_FILES = (
     "tokenizer.model",
 )
 _SMALL_SUFFIXES = (".json", ".txt", ".model")  # the configuration, the tokenizer and their relatives
-_ANSWER_SECONDS = 5.0  # of the hub; HF_HUB_ETAG_TIMEOUT sets another
+_ANSWER_SECONDS = 5.0  # the timeout of the hub's answer; HF_HUB_ETAG_TIMEOUT overrides it
 _MODULE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors|pytorch_model\.bin)")  # of sentence-transformers
 
 
 class Part(enum.Enum):
-    """What is read of a model."""
+    """A part of a model's files."""
 
     CONFIG = "configuration"
     TOKENIZER = "tokenizer"
@@ -42,18 +42,18 @@ class Part(enum.Enum):
 def model_directory(
     name: str | Path, part: Part = Part.WEIGHTS, *, revision: str | None = None, token: str | bool | None = None
 ) -> Path:
-    """The directory of a model: ``name`` itself if it is one, otherwise a snapshot of the hub's model of this name.
+    """The directory of a model: ``name`` itself if it is a directory, otherwise a snapshot of the hub model ``name``.
 
-    The hub's local cache is read first, and nothing is asked of the network if it has what is needed. Otherwise the
-    files that fasttfm reads are downloaded to the cache with huggingface_hub: configuration and tokenizer, and for
-    ``Part.WEIGHTS`` one set of weights, safetensors if there are any. A hub that does not
-    answer within 5 seconds (``HF_HUB_ETAG_TIMEOUT``) cannot be reached. ``HF_HUB_OFFLINE``, ``HF_HOME``, ``HF_TOKEN``
-    and its other variables are respected.
+    The hub's local cache is read first, and the network is not used if it has the files. Otherwise the files that
+    fasttfm reads are downloaded to the cache with huggingface_hub: configuration and tokenizer, and for
+    ``Part.WEIGHTS`` one set of weights, safetensors if there are any. If the hub does not answer within 5 seconds
+    (``HF_HUB_ETAG_TIMEOUT``), it counts as unreachable. ``HF_HUB_OFFLINE``, ``HF_HOME``, ``HF_TOKEN`` and its other
+    variables are respected.
 
     Args:
         name: A directory; or, as a string, a hub id such as ``"bert-base-uncased"`` or ``"org/name"``, followed by
-            ``@revision`` if a certain one is needed.
-        part: What is read of it.
+            ``@revision`` for a specific one.
+        part: The part to read.
         revision: A branch, tag or commit of the hub's model.
         token: An access token of the hub for private models; by default the one that the user has logged in with.
 
@@ -98,7 +98,7 @@ def _hub(name: str) -> ModuleType:
 
 
 def _snapshot(hub: ModuleType, name: str, revision: str | None) -> Path | None:
-    """The folder of the model in the hub's cache, if anything of it that we read is there."""
+    """The folder of the model in the hub's cache, if it has any file that we read."""
     for file in (CONFIG, *TOKENIZER_FILES):
         found = hub.try_to_load_from_cache(name, file, revision=revision)
         if isinstance(found, str):
@@ -119,7 +119,7 @@ def _has(snapshot: Path, part: Part) -> bool:
 
 
 def weight_files(names: Iterable[str]) -> list[str]:
-    """The files of a model's weights that ``CheckpointReader`` reads, and no others, out of a model's files."""
+    """The weight files that ``CheckpointReader`` reads, out of a model's files."""
     present = set(names)
     for whole in (SAFETENSORS, TORCH):
         if whole in present:
@@ -134,7 +134,7 @@ def weight_files(names: Iterable[str]) -> list[str]:
 def _download(hub: ModuleType, name: str, revision: str | None, token: str | bool | None, part: Part) -> Path:
     options = {"revision": revision, "token": token}
     try:
-        # One request, which is not repeated: `list_repo_files` tries for half a minute where there is no network.
+        # One request without retries: `list_repo_files` tries for half a minute if there is no network.
         answer = hub.model_info(name, timeout=_answer_seconds(hub), **options)
         found = [file.rfilename for file in answer.siblings or ()]
         wanted = [file for file in found if _is_small(file)]
@@ -150,11 +150,11 @@ def _download(hub: ModuleType, name: str, revision: str | None, token: str | boo
     except CheckpointError:
         raise
     except Exception as error:  # of huggingface_hub, its HTTP library or the system
-        _raise_in_words(hub, name, revision, error)
+        _raise_readable(hub, name, revision, error)
 
 
 def _answer_seconds(hub: ModuleType) -> float:
-    """How long the hub has to say which files a model has."""
+    """The timeout of the request for a model's list of files."""
     return hub.constants.HF_HUB_ETAG_TIMEOUT if "HF_HUB_ETAG_TIMEOUT" in os.environ else _ANSWER_SECONDS
 
 
@@ -163,8 +163,8 @@ def _is_small(file: str) -> bool:
     return bool(_MODULE.fullmatch(file)) or ("/" not in file and file.endswith(_SMALL_SUFFIXES) and not is_index)
 
 
-def _raise_in_words(hub: ModuleType, name: str, revision: str | None, error: Exception) -> NoReturn:
-    """The hub's refusals in one sentence each."""
+def _raise_readable(hub: ModuleType, name: str, revision: str | None, error: Exception) -> NoReturn:
+    """Raises a CheckpointError with one sentence for each of the hub's errors."""
     errors = hub.errors
     where = hub.constants.ENDPOINT
     if isinstance(error, errors.GatedRepoError):
@@ -181,7 +181,7 @@ def _raise_in_words(hub: ModuleType, name: str, revision: str | None, error: Exc
 
 
 def _raise_offline(hub: ModuleType, name: str, revision: str | None, absent: Part | None) -> NoReturn:
-    """``absent`` is what the cache lacks of a model that it has."""
+    """Raises a CheckpointError; ``absent`` is the missing part of a model that the cache has."""
     cache = hub.constants.HF_HUB_CACHE
     if absent is not None:
         reason = f"the hub's cache ({cache}) has a part of this model, but not its {absent.value}"
@@ -192,7 +192,7 @@ def _raise_offline(hub: ModuleType, name: str, revision: str | None, absent: Par
 
 
 def _similar(hub: ModuleType, name: str) -> str:
-    """Models of the cache with a similar name: a mistyped one is recognized."""
+    """A hint with models of the cache whose names are similar, for mistyped names."""
     folders = Path(hub.constants.HF_HUB_CACHE).glob("models--*")
     names = [folder.name.removeprefix("models--").replace("--", "/") for folder in folders]
     similar = difflib.get_close_matches(name, names, n=3, cutoff=0.8)

@@ -1,11 +1,11 @@
-"""KagNet (Lin et al., 2019): answers are scored by an encoder's vector of the statement together with a graph's.
+"""KagNet (Lin et al., 2019): answers are scored by an encoder's vector of the statement and a vector of a graph.
 
     s = the encoder's vector of "question [SEP] answer"
     g = GraphReasoner(schema graph of question and answer, s)
     score(question, answer) = MLP([g; s])
 
-The scores of a question's answers go into one softmax. ``GraphFields`` and ``GraphChoice`` are mixed into the
-configuration and the multiple-choice model of a family, whose file has both classes.
+The scores of a question's answers go into one softmax. ``GraphFields`` and ``GraphChoice`` are mixins for the
+configuration and the multiple-choice model of a family.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GRAPH_NAMES = (rule("graph", "graph"), rule("scorer", "scorer"))  # in checkpoin
 
 @dataclass
 class GraphFields:
-    """The fields of a configuration that describe the graph and the sizes of what reads it."""
+    """The fields of a configuration that describe the graph and the sizes of its encoder."""
 
     graph_concepts: int = 1
     graph_relations: int = 2  # with their inverses
@@ -40,7 +40,7 @@ class GraphFields:
     path_size: int = 256
     pair_size: int = 128
     graph_dropout: float = 0.1
-    freeze_concepts: bool = False  # whether concepts and relations keep the vectors that they are given
+    freeze_concepts: bool = False  # whether the vectors of concepts and relations are not trained
 
 
 class GraphChoice(PretrainedModel):
@@ -69,7 +69,7 @@ class GraphChoice(PretrainedModel):
         self.finish()
 
     def initialise(self, module: nn.Module) -> None:
-        """The graph's layers are drawn as torch draws them, because the encoder's rule is for its own width; vectors of
+        """The graph's layers have torch's initialization, because the encoder's is for its own width. Vectors of
         concepts and relations have length 1 on average."""
         parts = [self._modules[name] for name in ("graph", "scorer") if name in self._modules]
         inside = any(module is each for part in parts if part is not None for each in part.modules())
@@ -100,7 +100,7 @@ class GraphChoice(PretrainedModel):
         encoded = choosing.encoder.encode(ids, *others, **layout)
         statements = choosing.summarise(encoded)
         if graph.graphs != len(statements):
-            raise ValueError(f"{name}: graph: expected {len(statements)} graphs, one a choice, got {graph.graphs}")
+            raise ValueError(f"{name}: graph: expected {len(statements)} graphs, one per choice, got {graph.graphs}")
         reasoned = self.graph(graph, statements)
         scored = torch.cat([reasoned.vectors, statements.to(reasoned.vectors.dtype)], -1)
         logits = self.scorer(scored).view(-1, choices)

@@ -5,10 +5,10 @@
     x = LN(x_layers)
 
 The first layer has no LayerNorm before its attention. Every third layer attends to the whole sequence, the others to
-``local_attention / 2`` tokens on each side; queries and keys are rotated by their positions, with wavelengths of their
-own in the two kinds of layers. Linear layers and LayerNorms have no biases.
+``local_attention / 2`` tokens on each side. Queries and keys are rotated by their positions, with another base of
+wavelengths in each kind of layer. Linear layers and LayerNorms have no biases.
 
-Classes, arguments, outputs and checkpoints are HF's. Inside, a batch is packed.
+Classes, arguments, outputs and checkpoints are those of transformers. Internally a batch is packed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FULL, _LOCAL = "full_attention", "sliding_attention"
 
 @dataclass
 class ModernBertConfig(ModelConfig):
-    """Fields have HF's names; the encoder reads them by BERT's."""
+    """Fields have transformers' names; the encoder reads them by BERT's names."""
 
     model_type: ClassVar[str] = "modernbert"
     sizes: ClassVar[dict[str, dict[str, Any]]] = {
@@ -229,7 +229,7 @@ class ModernBertModel(BertModel):
 
 
 class PredictionHead(nn.Module):
-    """Dense layer, activation and LayerNorm, in front of a classifier."""
+    """Dense layer, activation and LayerNorm, before a classifier."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class ModernBertForTokenClassification(ModernBertClassifier, BertForTokenClassif
 
 
 class ModernBertForQuestionAnswering(ModernBertClassifier, BertForQuestionAnswering):
-    """Finds the span that answers."""
+    """Finds the span that answers a question."""
 
     def spans(self, encoded: Encoded) -> Tensor:
         logits: Tensor = self.qa_outputs(self.predict(encoded.x))

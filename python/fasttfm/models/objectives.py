@@ -1,4 +1,4 @@
-"""What the families are pre-trained on: modules that give the sums of their losses over a packed batch.
+"""Pre-training objectives: modules that return the sums of their losses over a packed batch.
 
     bert      masked LM + next sentence           albert    masked LM + sentence order
     roberta   masked LM                           electra   the generator's masked LM + 50 * replaced token detection
@@ -6,7 +6,7 @@
 
 Each has the name that ``fasttfm pretrain --objective`` calls it by; ``families.objectives_of`` lists those of a family.
 
-A batch may be filled up to a fixed shape (``fixed_shapes``): what fills it up has no part in any sum.
+A batch may be padded to a fixed shape (``fixed_shapes``); padding does not contribute to any sum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IGNORED = -100
 
 
 class Pretraining(nn.Module):
-    """A model whose forward gives its losses' sums, by ``terms``."""
+    """A model whose forward returns the sums of its losses, one for each of ``terms``."""
 
     name: ClassVar[str] = ""  # on the command line
     terms: ClassVar[tuple[str, ...]] = ()
@@ -39,8 +39,8 @@ class Pretraining(nn.Module):
         raise NotImplementedError
 
     def flops(self, batch: Any) -> float:
-        """The operations of the GEMMs that a step needs: forward, and twice that backward."""
-        lengths = batch.cu_seqlens.clamp(max=batch.tokens).diff().double()  # fillers follow the data
+        """The FLOPs of a step's GEMMs: the forward's, and twice as many in the backward."""
+        lengths = batch.cu_seqlens.clamp(max=batch.tokens).diff().double()  # padding follows the data
         encoders = [each for each in self.modules() if isinstance(each, PackedTransformer)]
         tokens, scores = float(lengths.sum()), float(lengths.square().sum())
         return 3.0 * (sum(_encoder_flops(each, tokens, scores) for each in encoders) + self.head_flops(batch))
@@ -78,7 +78,7 @@ class MaskedLM(Pretraining):
         return loss
 
     def word_logits(self, sentence: Tensor, place: int, special: Any) -> Tensor:
-        """The logits of every word for the token at ``place``, which is masked."""
+        """The logits for the token at ``place``, which is masked."""
         ends = sentence.new_tensor([special.cls, special.sep])
         ids = torch.cat([ends[:1], sentence, ends[1:]])
         ids[place + 1] = special.mask
@@ -120,7 +120,7 @@ class SentenceOrder(MaskedLMWithSentences):
 
 
 class ReplacedTokenDetection(Pretraining):
-    """ELECTRA's. The second term has its weight."""
+    """ELECTRA's. The second term is multiplied by its weight."""
 
     name = "rtd"
     terms = ("masked_words", "replaced_words")
@@ -163,7 +163,7 @@ class CausalLM(Pretraining):
         return (self.model.lm_head.loss(encoded.x, labels, batch.cu_seqlens, reduction="sum"),)
 
     def word_logits(self, sentence: Tensor, place: int, special: Any) -> Tensor:
-        """The logits of every word for the token at ``place``, which follows those before it."""
+        """The logits for the token at ``place``, given the tokens before it."""
         return _logits_at(self.model, self.model.transformer, sentence[:place], place - 1)
 
 
@@ -180,6 +180,6 @@ def _logits_at(model: Any, body: TextModel, ids: Tensor, place: int) -> Tensor:
 
 
 def _real(batch: Any) -> Tensor | None:
-    """Which tokens of a batch that was filled up are the data's; None for all."""
+    """Which tokens of a padded batch are not padding; None for all."""
     count = getattr(batch, "real_tokens", None)
     return None if count is None else torch.arange(len(batch.input_ids), device=count.device) < count

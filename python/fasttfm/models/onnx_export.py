@@ -1,6 +1,6 @@
-"""``export_onnx``: a model as an ONNX file of plain operators, for onnxruntime and others.
+"""``export_onnx``: writes a model as an ONNX file of standard operators, for onnxruntime and others.
 
-The file has none of fasttfm's ops: the model is traced as plain torch over padded batches, with the same parameters.
+The file has none of fasttfm's ops: the model is traced in plain torch over padded batches, with the same parameters.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def export_onnx(model: PretrainedModel, path: str | Path, *, opset_version: int 
     """Writes a model, with or without a head, as an ONNX file with dynamic batch and sequence sizes.
 
     Inputs are ``input_ids`` and ``attention_mask``, int64 [batch, sequence] ([batch, choices, sequence] for a choice),
-    and ``token_type_ids`` where the model has segments. Outputs have the names of the model's outputs, and mean nothing
-    where ``attention_mask`` is 0. A GPT is exported without its cache of keys and values; its head for sequences or
-    choices reads the last token.
+    and ``token_type_ids`` if the model has segments. Outputs have the names of the model's outputs, and are undefined
+    where ``attention_mask`` is 0. A GPT is exported without a KV cache; its head for sequences or choices reads the
+    last token.
 
     Args:
-        model: In fp32, on a CPU; it is not changed.
+        model: A model in fp32 on a CPU, which is not changed.
         path: A name that ends in .onnx; an existing file is replaced.
-        opset_version: torch's default if it is None.
+        opset_version: The ONNX opset; torch's default if None.
 
     Returns:
         The names of the outputs.
@@ -134,7 +134,7 @@ def _base(model: PretrainedModel) -> TextModel:
 
 
 class _PlainModel(nn.Module):
-    """The model as a function of padded tensors; within ``_plain``."""
+    """The model as a function of padded tensors, to be called within ``_plain``."""
 
     def __init__(self, model: PretrainedModel) -> None:
         super().__init__()
@@ -159,8 +159,8 @@ class _PlainModel(nn.Module):
 
 @contextlib.contextmanager
 def _plain(model: PretrainedModel) -> Iterator[None]:
-    """Within this, the model's layers are plain torch, and so are its heads: a hook on all modules makes ``nn.plain``
-    call them instead of fusing them."""
+    """A context in which the model's layers and heads run in plain torch: a hook on all modules makes ``nn.plain`` call
+    them instead of fusing them."""
     base = _base(model)
     named = [module for module in model.modules() if isinstance(getattr(module, "activation", None), str)]
     activations: list[tuple[Any, str]] = [(module, str(module.activation)) for module in named]
@@ -190,8 +190,8 @@ def _plain(model: PretrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _PaddedBatch(PackedBatch):
-    """A batch that stays [B, S, ...] where others are packed: rows of padding are computed too, and no token attends to
-    them. Reshapes from [B, S] to [T] and back give a tracer of any size conditions that it cannot prove."""
+    """A batch that stays padded, [B, S, ...]: rows of padding are computed too, and no token attends to them. Reshapes
+    from [B, S] to [T] and back would give a tracer of dynamic sizes conditions that it cannot prove."""
 
     mask: Tensor | None = None  # bool [B, S]: true for tokens
 
@@ -239,8 +239,8 @@ def _encoded(
 
 
 def _bias(layer: PackedLayer, attention_mask: Tensor) -> Tensor:
-    """[B, 1, 1 or S, S], added to attention's scores. The lowest number instead of -inf: a row of padding attends to
-    padding, and has no NaN."""
+    """[B, 1, 1 or S, S], added to the attention scores. It has the lowest finite number instead of -inf, so that rows
+    of padding have no NaN."""
     lowest = torch.finfo(torch.float32).min
     left, right = layer.window
     allowed = (attention_mask != 0)[:, None, None, :]
@@ -289,6 +289,6 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _context(layer: PackedLayer, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """What attention gives, [B, S, C]."""
+    """The output of attention, [B, S, C]."""
     scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(layer.width // layer.heads) + bias
     return torch.einsum("bhqk,bhkd->bqhd", scores.softmax(-1), v).contiguous().flatten(2)

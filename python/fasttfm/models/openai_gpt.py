@@ -45,7 +45,7 @@ class OpenAIGPTConfig(GPTConfig):
     vocab_size: int = 40478
     n_positions: int = 512
     afn: str = "gelu"
-    auxiliary_loss_weight: float = 0.5  # of the causal LM loss in a classification, if there are lm_labels
+    auxiliary_loss_weight: float = 0.5  # the weight of the causal LM loss in classification, if there are lm_labels
 
     @property
     def activation(self) -> str:
@@ -70,7 +70,7 @@ class OpenAIGPTDoubleHeadsModel(GPT2DoubleHeadsModel):
 
 
 class OpenAIGPTForSequenceClassification(GPT2ForSequenceClassification):
-    """Labels sequences by their last token. With ``lm_labels``, which are ``input_ids`` or -100 where nothing is
+    """Labels sequences by their last token. With ``lm_labels``, which are ``input_ids`` or -100 for tokens that are not
     predicted, the causal LM loss is added, with the word table as the decoder."""
 
     config_class, names, encoder_class = OpenAIGPTConfig, NAMES, OpenAIGPTModel
@@ -97,8 +97,8 @@ class OpenAIGPTForSequenceClassification(GPT2ForSequenceClassification):
 
 
 def task_sequence(*texts: Sequence[int], start: int, delimiter: int, extract: int) -> list[int]:
-    """A task's texts as the one sequence that GPT-1 is fine-tuned on: start, the texts with delimiters between them,
-    extract. Premise and hypothesis, a question's context and one of its answers, or a single text."""
+    """Joins the texts of a task to one sequence, as in GPT-1's fine-tuning: start, the texts with delimiters between
+    them, extract. The texts are premise and hypothesis, a context and an answer, or a single text."""
     ids = [start]
     for index, text in enumerate(texts):
         ids += [delimiter, *text] if index else text

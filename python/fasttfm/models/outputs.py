@@ -1,4 +1,4 @@
-"""Model outputs with HF's attributes, by name, by index or as a tuple; outputs that were not requested are None."""
+"""Model outputs with transformers' attributes, by name, by index or as a tuple; what was not requested is None."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass
 class ModelOutput:
-    """Attributes that are not None also come by index, in order, as HF's do."""
+    """Attributes that are not None can also be read by index, in order, as in transformers."""
 
     def __init_subclass__(cls) -> None:
         # Distributed wrappers and torch.export look for the tensors inside.
@@ -126,7 +126,7 @@ class QuestionAnsweringOutput(ModelOutput):
     attentions: States = None
 
     def no_answer_scores(self) -> Tensor:
-        """What the spans' scores are held against where a question may have no answer (SQuAD 2.0): both logits of the
+        """The score of "no answer" (SQuAD 2.0), to be compared with the spans' scores: the sum of both logits of the
         first token. For padded calls."""
         assert self.start_logits is not None
         assert self.end_logits is not None

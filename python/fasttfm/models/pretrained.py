@@ -1,4 +1,5 @@
-"""``PretrainedModel``: what models of all families share: initialisation, tied weights, checkpoints in and out."""
+"""``PretrainedModel``: the base class of all models: initialisation, tied weights, loading and saving of
+checkpoints."""
 
 from __future__ import annotations
 
@@ -27,16 +28,16 @@ Model = TypeVar("Model", bound="PretrainedModel")
 
 
 class PretrainedModel(nn.Module):
-    """A model that reads and writes HF's checkpoint directories.
+    """A model that reads and writes checkpoint directories of transformers.
 
-    A subclass names its configuration and its parameters' names in checkpoints. ``base`` is true of a family's model
-    without a head; the others hold one under ``names.prefix``.
+    A subclass defines its configuration class and the names of its parameters in checkpoints. ``base`` is true for a
+    family's model without a head; models with a head contain one as ``names.prefix``.
     """
 
     config_class: ClassVar[type[ModelConfig]]
     names: Names
     base: ClassVar[bool] = False
-    accepts_loss_kwargs: ClassVar[bool] = False  # transformers' Trainer asks: losses are means of the batch given
+    accepts_loss_kwargs: ClassVar[bool] = False  # read by transformers' Trainer: losses are means over the batch
     new_heads: tuple[str, ...] = ()  # the heads that ``from_pretrained`` has randomly initialized
 
     def __init__(self, config: Any) -> None:
@@ -47,13 +48,13 @@ class PretrainedModel(nn.Module):
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Called by a model's constructor when its parts are there."""
+        """Initializes and ties the parameters; a model's constructor calls this at its end."""
         self.apply(self.initialise)
         self.tie_weights()
 
     def initialise(self, module: nn.Module) -> None:
-        """Draws a module's parameters: normal weights, zero biases, LayerNorms that change nothing. In a pre-LN model
-        the blocks' outputs add up, so the weights that make them are smaller by the root of their number."""
+        """Initializes a module's parameters: normal weights, zero biases, identity LayerNorms. In a pre-LN model the
+        blocks' outputs add up, so the weights of their last layers are divided by the square root of their number."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -73,7 +74,7 @@ class PretrainedModel(nn.Module):
         return {"lm_head.decoder.weight": f"{self.names.prefix}.embeddings.word.weight"}
 
     def repeated(self) -> dict[str, str]:
-        """Those of ``tied()`` of which a checkpoint has copies all the same."""
+        """The parameters of ``tied()`` of which checkpoints nevertheless contain copies."""
         return {}
 
     def tie_weights(self) -> None:
@@ -82,7 +83,7 @@ class PretrainedModel(nn.Module):
             setattr(self.get_submodule(module), attribute, self.get_parameter(source))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """One name for a parameter that has two: files of tensors (safetensors) have no room for the other."""
+        """Each tied parameter has only one name, because safetensors does not allow shared tensors."""
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
         for name in self.tied():
             state.pop(kwargs.get("prefix", "") + name, None)
@@ -97,10 +98,10 @@ class PretrainedModel(nn.Module):
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
-        """Layers keep only their inputs for the backward, and run again there: a third more work for little memory.
+        """Makes layers save only their inputs for the backward, and run again there: a third more work for less memory.
 
-        Arguments are those of transformers; they may only state the supported values: ``use_reentrant=False``,
-        ``every_n_layers=1``, ``offload=False``.
+        Arguments are those of transformers, of which only the values ``use_reentrant=False``, ``every_n_layers=1`` and
+        ``offload=False`` are supported.
         """
         so = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
         for name, value in {**options, **(gradient_checkpointing_kwargs or {})}.items():
@@ -131,24 +132,25 @@ class PretrainedModel(nn.Module):
         token: str | bool | None = None,
         **changes: Any,
     ) -> Model:
-        """Reads an HF directory: ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``, sharded or not.
-        A string that names no directory is a hub id, such as ``"bert-base-uncased"`` (``model_directory``).
+        """Reads a directory in transformers' format: ``config.json`` and ``model.safetensors`` or
+        ``pytorch_model.bin``, possibly sharded. A string that is not a directory is a hub id, such as
+        ``"bert-base-uncased"`` (``model_directory``).
 
-        The weights of another model of the family work too: a head that the checkpoint lacks is randomly initialized,
-        with a warning, and named in ``new_heads``; heads that only the checkpoint has are left out. Anything else that
-        is missing, of another shape or of an unknown name raises ``CheckpointError`` with key and file.
+        The checkpoint may be of another model of the family: a head that it lacks is randomly initialized, with a
+        warning, and listed in ``new_heads``; heads that only the checkpoint has are ignored. Any other parameter that
+        is missing, has another shape or an unknown name raises ``CheckpointError`` with key and file.
 
         Args:
             dtype: The dtype of the parameters; as stored by default.
             device: The device of the parameters; the CPU by default.
-            new_head: Why the checkpoint's head cannot be used, a clause for the warning: it is randomly initialized
-                too. Poolers and language model heads are kept.
-            revision: Of a hub id: a branch, tag or commit.
-            token: Of a hub id: an access token for private models; by default the one that the user has logged in with.
-            changes: Fields of the configuration to set otherwise, for example ``num_labels``.
+            new_head: If given, the checkpoint's head is randomly initialized too, and this clause is the reason in the
+                warning. Poolers and language model heads are kept.
+            revision: For a hub id: a branch, tag or commit.
+            token: For a hub id: an access token for private models; by default that of the user's login.
+            changes: Fields of the configuration to override, for example ``num_labels``.
 
         Returns:
-            The model, in evaluation mode as HF's.
+            The model in evaluation mode, as in transformers.
         """
         path = model_directory(directory, revision=revision, token=token)
         config = cls.config_class.from_pretrained(path)
@@ -170,15 +172,16 @@ class PretrainedModel(nn.Module):
         return model.to(device=device, dtype=dtype).eval()
 
     def save_pretrained(self, directory: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-        """Writes a directory that ``from_pretrained``, here and in transformers, reads with the same bits. A checkpoint
-        that is there is replaced when the new one is whole; if the save fails, it stays as it is."""
+        """Writes a directory that ``from_pretrained``, here and in transformers, reads with the same bits. An existing
+        checkpoint is replaced when the new one is complete; if the save fails, it is unchanged."""
         tensors = self.checkpoint_tensors(dict(self.state_dict()))
         self.config.extra["architectures"] = [type(self).__name__]
         self.config.extra["dtype"] = str(next(self.parameters()).dtype).removeprefix("torch.")
         write_tensors(Path(directory), tensors, shard_bytes, config=self.config.to_dict())
 
     def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by our parameters' names, such as gradients, as a checkpoint of this model has them."""
+        """Converts tensors with our parameters' names, such as gradients, to the names of a checkpoint of this
+        model."""
         tied, repeated = self.tied(), self.repeated()
         own = {name: value for name, value in tensors.items() if name not in tied}
         own.update((name, tensors[source]) for name, source in repeated.items() if source in tensors)
@@ -187,7 +190,7 @@ class PretrainedModel(nn.Module):
         return {name.removeprefix(prefix): value for name, value in found.items()} if self.base else found
 
     def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The other way: tensors by the names of a checkpoint of this model, by our parameters' names."""
+        """Converts tensors with the names of a checkpoint of this model to our parameters' names."""
         prefix = f"{self.names.prefix}." if self.base else ""
         full = {prefix + name: value for name, value in tensors.items()}
         names = [name for name, _ in self.named_parameters()]
@@ -198,8 +201,8 @@ class PretrainedModel(nn.Module):
         return f"{self.names.prefix}.{name}" if self.base else name
 
     def _read(self, directory: Path, new_head: str | None) -> tuple[dict[str, Tensor], list[str]]:
-        """The checkpoint's tensors by our names, and our names of what is randomly initialized. All is checked before
-        any is read."""
+        """The checkpoint's tensors by our names, and the names of parameters that are randomly initialized. All keys
+        and shapes are checked before any tensor is read."""
         reader = CheckpointReader(directory)
         keys = {name: key for name, key in self._full_names(reader) if not self.names.is_ignored(name)}
         for name, key in keys.items():
@@ -231,7 +234,8 @@ class PretrainedModel(nn.Module):
         return state, new
 
     def _check_nothing_left(self, reader: CheckpointReader, keys: dict[str, str], ours: list[str]) -> None:
-        """Every parameter of the base model in a checkpoint has a place here; optional parts may be left out."""
+        """Raises if the checkpoint has parameters of the base model that this model lacks, except for optional
+        parts."""
         used = {theirs for name in ours for theirs in self.names.find(self._full(name))[0]}
         prefix = f"{self.names.prefix}."
         left = [name for name in keys if name.startswith(prefix) and name not in used]
@@ -249,7 +253,7 @@ class PretrainedModel(nn.Module):
         ]
 
     def _check_repeated(self, reader: CheckpointReader, keys: dict[str, str]) -> None:
-        """Copies in a checkpoint of what is one parameter here are equal."""
+        """Raises if the checkpoint's copies of a shared parameter are not equal."""
         for name, source in self.repeated().items():
             copies, originals = (self.names.find(self._full(each))[0] for each in (name, source))
             for copy, original in zip(copies, originals, strict=True):
@@ -260,7 +264,8 @@ class PretrainedModel(nn.Module):
                     raise CheckpointError(f"{where}: expected the values of {keys[original]}, which is shared")
 
     def _full_names(self, reader: CheckpointReader) -> Iterator[tuple[str, str]]:
-        """Every key of the checkpoint by its name in a model with a head. In old files LayerNorms have a gamma."""
+        """Yields each key of the checkpoint and its name in a model with a head. Old files call LayerNorm's weight
+        gamma."""
         prefix = f"{self.names.prefix}."
         whole = any(key.startswith(prefix) for key in reader.files)
         for key in reader.files:
@@ -272,8 +277,8 @@ class PretrainedModel(nn.Module):
     def _heads_to_draw(
         self, wanted: dict[str, torch.Size], keys: dict[str, str], directory: Path, new_head: str | None
     ) -> list[str]:
-        """Our parameters in heads of which the checkpoint has nothing, and with ``new_head`` in those that it has;
-        raises where anything else is missing."""
+        """The parameters of heads that the checkpoint lacks, and with ``new_head`` also of those that it has. Raises if
+        anything else is missing."""
         missing: dict[str, list[str]] = {}
         present = set()
         for name in wanted:
@@ -298,7 +303,8 @@ class PretrainedModel(nn.Module):
         return [name for name in wanted if self._head(name) in self.new_heads]
 
     def _head(self, name: str) -> str:
-        """The head that a parameter belongs to; empty for the base model's, save its optional parts."""
+        """The head, or optional part of the base model, that a parameter belongs to; empty for the rest of the base
+        model."""
         inner = self._full(name).removeprefix(f"{self.names.prefix}.")
         if inner != self._full(name):
             return self._optional_part(inner) or ""
@@ -309,7 +315,7 @@ class PretrainedModel(nn.Module):
         return next((part for part in self.names.optional if f"{name}.".startswith(f"{part}.")), None)
 
     def _draw(self, new: list[str], dtype: torch.dtype) -> None:
-        """Gives new parameters memory, and draws them."""
+        """Allocates and initializes new parameters."""
         modules = dict.fromkeys(name.rpartition(".")[0] for name in new)
         for name in modules:
             module = self.get_submodule(name)

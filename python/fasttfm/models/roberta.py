@@ -104,7 +104,7 @@ class RobertaForMultipleChoice(BertForMultipleChoice):
 
 
 class RobertaForSequenceClassification(BertForSequenceClassification):
-    """Labels sequences by a head of its own on the first token."""
+    """Labels sequences by a two-layer head on the first token."""
 
     config_class, names, untied_names, encoder_class = RobertaConfig, NAMES, UNTIED_NAMES, RobertaModel
     pooler = False
@@ -118,7 +118,7 @@ class RobertaForSequenceClassification(BertForSequenceClassification):
 
 
 class ClassificationHead(nn.Module):
-    """Two layers, with the model's dropout in front of each."""
+    """Two layers, with the model's dropout before each."""
 
     def __init__(self, width: int, labels: int, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

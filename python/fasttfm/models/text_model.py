@@ -1,5 +1,4 @@
-"""``BaseModel``, what the models without a head of all families share, and ``TextModel``: from a batch of ids to packed
-states."""
+"""``BaseModel``: the base class of models without a head; ``TextModel``: those that read token ids."""
 
 from __future__ import annotations
 
@@ -27,13 +26,13 @@ class Layout(TypedDict, total=False):
 
 
 class Encoded(NamedTuple):
-    """The layers' result as heads read it."""
+    """The result of the layers, for heads."""
 
     x: Tensor  # [T, C]
     batch: PackedBatch
-    hidden_states: States  # as the caller has them
+    hidden_states: States  # in the caller's shape
     attentions: States
-    pooled: Tensor | None = None  # [sequences, C], where a call of the model has given it
+    pooled: Tensor | None = None  # [sequences, C], if a call of the model has returned it
 
     def returned(self) -> dict[str, States]:
         return {"hidden_states": self.hidden_states, "attentions": self.attentions}
@@ -47,7 +46,7 @@ class BaseModel(PretrainedModel):
     encoder: PackedTransformer
 
     def attentions(self, states: list[Tensor], batch: PackedBatch) -> tuple[Tensor, ...]:
-        """Every layer's attention weights [sequences, H, S, S], for inspection: a sequence's tokens come first."""
+        """Every layer's attention weights [sequences, H, S, S], for inspection; padding is at the end."""
         longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
         return tuple(
             layer.attention_weights(layer_norm(layer.norm1, x) if layer.norm_first else x, batch.cu_seqlens, longest)
@@ -59,7 +58,7 @@ class TextModel(BaseModel):
     """A model without a head that reads token ids.
 
     Called with ``input_ids`` [B, S] and an ``attention_mask`` (or ``lengths``, which need no synchronization), or
-    packed with ``input_ids`` [T], ``cu_seqlens`` and ``max_seqlen``. Results are padded where the input is.
+    packed with ``input_ids`` [T], ``cu_seqlens`` and ``max_seqlen``. Outputs are padded if the input is.
     """
 
     embeddings: Embeddings
@@ -72,8 +71,8 @@ class TextModel(BaseModel):
         position_ids: Tensor | None = None,
         **layout: Any,
     ) -> Encoded:
-        """The packed states of the last layer, for a model around this one. Where a call of this module is more than
-        its forward (hooks, a subclass), that call is made and its result packed again."""
+        """The packed states of the last layer, for a model with a head. If this module has hooks or is a subclass, it
+        is called, and its output is packed again."""
         inputs = (input_ids, attention_mask, token_type_ids, position_ids)
         if type(self).__module__.startswith("fasttfm.models.") and not is_watched(self):
             return self.encode_packed(*inputs, **layout)
@@ -115,14 +114,14 @@ class TextModel(BaseModel):
         return Encoded(x, batch, None if hidden is None else tuple(batch.unpack(state) for state in hidden), attentions)
 
     def run_layers(self, x: Tensor, batch: PackedBatch, hidden_states: list[Tensor] | None) -> Tensor:
-        """The states of the last layer; a family whose layers read more takes it as additional arguments of a call."""
+        """The states of the last layer. Families whose layers need more inputs add arguments to this."""
         states: Tensor = self.encoder(x, batch.cu_seqlens, batch.max_seqlen, hidden_states=hidden_states)
         return states
 
     def positions(
         self, input_ids: Tensor, ids: Tensor, position_ids: Tensor | None, batch: PackedBatch
     ) -> Tensor | None:
-        """Each packed token's position; None for its number in its own sequence."""
+        """The position of each packed token; None for its index in its sequence."""
         return batch.columns() if position_ids is None else batch.pack(position_ids.expand_as(input_ids))
 
 
@@ -134,7 +133,7 @@ def _split(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def text_model(owner: str, module: Any) -> TextModel:
-    """The model without a head that a model holds, which heads do not call but run in parts."""
+    """The base model of a model with a head, whose parts the head runs without calling it."""
     if not isinstance(module, TextModel):
         expected = "a model without a head itself (compile or wrap the whole model, or layers of its encoder)"
         raise TypeError(f"{owner}: expected {expected}, got {type(module).__name__}")
@@ -144,7 +143,8 @@ def text_model(owner: str, module: Any) -> TextModel:
 def flatten_choices(
     owner: str, num_choices: int | None, input_ids: Tensor, *others: Tensor | None
 ) -> tuple[int, Tensor, list[Tensor | None]]:
-    """The number of choices, and what is given as [B, choices, S] as [B * choices, S]. A packed batch stays."""
+    """The number of choices, and the arguments reshaped from [B, choices, S] to [B * choices, S]; packed ones are
+    unchanged."""
     if input_ids.dim() != 3:
         if num_choices is None:
             got = f"shape {tuple(input_ids.shape)} without num_choices"

@@ -4,8 +4,8 @@
     x_i = y + MLP(LN(y)),    y = x_(i-1) + Attention(LN(x_(i-1)))        i = 1 ... layers
     x = LN(x_layers),    logits = V x[class token]
 
-Classes, arguments, outputs and checkpoints are HF's. Patches do not overlap, so their embedding is one product. The
-layers are those of the other families: all images of a batch have the same number of tokens, and none is padding.
+Classes, arguments, outputs and checkpoints are those of transformers. Patches do not overlap, so their embedding is one
+GEMM. The layers are those of the other families: all images of a batch have the same number of tokens, without padding.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _sizes(width: int, layers: int, heads: int, **others: Any) -> dict[str, Any]
 class ViTConfig(ModelConfig):
     model_type: ClassVar[str] = "vit"
     sizes: ClassVar[dict[str, dict[str, Any]]] = {
-        "mini": _sizes(64, 4, 4, image_size=28, patch_size=7, encoder_stride=7),  # for small pictures
+        "mini": _sizes(64, 4, 4, image_size=28, patch_size=7, encoder_stride=7),  # for small images
         "tiny": _sizes(192, 12, 3),
         "small": _sizes(384, 12, 6),
         "base": {},
@@ -61,7 +61,7 @@ class ViTConfig(ModelConfig):
     patch_size: int | list[int] = 16
     num_channels: int = 3
     qkv_bias: bool = True
-    encoder_stride: int = 16  # of masked-image modelling: pixels that a patch gives in each direction
+    encoder_stride: int = 16  # for masked image modelling: the reconstructed pixels per patch in each direction
     pooler_output_size: int | None = None  # hidden_size by default
     recompute: bool = False  # PackedLayer's: less memory for a little time
     keep_activation: bool = False  # PackedLayer's: less time for more memory
@@ -110,13 +110,13 @@ NAMES = Names(
 
 
 class ViTParts(PretrainedModel):
-    """What models with and without a head share."""
+    """The common part of models with and without a head."""
 
     config_class = ViTConfig
     names = NAMES
 
     def initialise(self, module: nn.Module) -> None:
-        """As in HF's models: truncated normal weights, which are the same for all products."""
+        """As in transformers: truncated normal weights, with the same standard deviation for all linear layers."""
         if isinstance(module, PatchEmbeddings):
             for table in (module.cls_token, module.position):
                 self._draw_weight(table)
@@ -183,8 +183,8 @@ class ViTModel(ViTParts, BaseModel):
         return BaseModelOutput(states, pooled, **encoded.returned())
 
     def encode(self, *images: Any, **options: Any) -> Encoded:
-        """The packed states of the last layer, for a model around this one. Where a call of this module is more than
-        its forward (hooks, a subclass), that call is made."""
+        """The packed states of the last layer, for a model with a head. If this module has hooks or is a subclass, it
+        is called."""
         if type(self) is ViTModel and not is_watched(self):
             return self.encode_packed(*images, **options)
         output = self(*images, **options)
@@ -205,7 +205,7 @@ class ViTModel(ViTParts, BaseModel):
         x = self.embeddings(pixel_values, masked, interpolate=bool(interpolate_pos_encoding))
         batch = PackedBatch.full(x[..., 0])
         states: list[Tensor] | None = [] if output_hidden_states or output_attentions else None
-        # transformers' last hidden state is that before LayerNorm.
+        # In transformers the last of the hidden states is before the final LayerNorm.
         x = self.encoder(batch.pack(x), batch.cu_seqlens, batch.max_seqlen, hidden_states=states, with_last=True)
         attentions = self.attentions(states[:-1], batch) if states is not None and output_attentions else None
         hidden = tuple(batch.unpack(state) for state in states) if states is not None and output_hidden_states else None
@@ -253,8 +253,8 @@ class ViTForImageClassification(ViTHead):
 
 
 class PixelDecoder(nn.Module):
-    """A linear map from a patch's state to its pixels. ``weight`` [pixels, C, 1, 1] is that of the convolution that
-    other implementations use."""
+    """A linear projection of a patch's state to its pixels. ``weight`` [pixels, C, 1, 1] is the weight of the
+    convolution that other implementations use."""
 
     def __init__(self, width: int, pixels: int) -> None:
         super().__init__()
@@ -282,8 +282,7 @@ class ViTForMaskedImageModeling(ViTHead):
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> MaskedImageOutput:
-        """The loss is the mean distance |pixel - reconstruction| over masked patches, where ``bool_masked_pos`` is
-        given."""
+        """With ``bool_masked_pos`` the loss is the mean of |pixel - reconstruction| over masked patches."""
         stride, patch = self.config.encoder_stride, self.config.patch()
         if bool_masked_pos is not None and patch != (stride, stride):
             expected = f"{stride}, as encoder_stride, for a loss"

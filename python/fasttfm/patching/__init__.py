@@ -1,4 +1,4 @@
-"""transformers' models on fasttfm's ops, in place; and attention for all of its models.
+"""Patches transformers' models in place to use fasttfm's ops, and registers fasttfm's attention with transformers.
 
 Nothing here imports transformers before it is called.
 """

@@ -1,4 +1,4 @@
-"""ALBERT's modules: attention holds its own residual connection, and a layer its own products."""
+"""ALBERT's modules: the attention module contains its residual connection, and the layer the feed-forward block."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AlbertLayer(parts.Patched, theirs.AlbertLayer):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         x, _ = self.attention(hidden_states, attention_mask, **kwargs)
         branch = apply_chunking_to_forward(self.ff_chunk, self.chunk_size_feed_forward, self.seq_len_dim, x)
-        bias = self.ffn_output.bias if parts.is_plain(self.ffn_output) else None  # what ff_chunk leaves out
+        bias = self.ffn_output.bias if parts.is_plain(self.ffn_output) else None  # which ff_chunk does not add
         return parts.residual_norm(self.full_layer_layer_norm, branch, x, bias=bias)
 
     def ff_chunk(self, attention_output: Tensor) -> Tensor:
@@ -96,13 +96,13 @@ class _Head(heads.MaskedLMLoss):
 
 
 class AlbertForMaskedLM(_Head, theirs.AlbertForMaskedLM):
-    forward = heads.loss_alone(theirs.AlbertForMaskedLM)
+    forward = heads.loss_only(theirs.AlbertForMaskedLM)
 
 
 class AlbertForPreTraining(_Head, heads.PreTrainingLoss, theirs.AlbertForPreTraining):
     loss_arguments = ("labels", "sentence_order_label")
     output_class = theirs.AlbertForPreTrainingOutput
-    forward = heads.loss_alone(theirs.AlbertForPreTraining)
+    forward = heads.loss_only(theirs.AlbertForPreTraining)
 
     def pair_logits(self: Any, pooled: Tensor) -> Tensor:
         logits: Tensor = self.sop_classifier(pooled)

@@ -1,9 +1,9 @@
-"""Attention by fasttfm's kernels, as transformers' models call it. Importing this module registers it.
+"""fasttfm's attention behind transformers' attention interface. Importing this module registers it.
 
 Two names are registered, with the same kernels. ``fasttfm`` reads the mask that transformers makes for each layer.
-``fasttfm_flash`` follows the contract of FlashAttention, so that what transformers and sentence-transformers do only
-for an implementation with "flash" in its name is done: inputs are flattened instead of padded, and a sliding window is
-an argument instead of a mask.
+``fasttfm_flash`` follows the contract of FlashAttention: transformers and sentence-transformers flatten inputs instead
+of padding them, and pass a sliding window as an argument instead of a mask, only for implementations with "flash" in
+their name.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention interface: q, k and v are [B, H, S, D], the result is [B, Sq, H, D].
 
-    Masks that lengths do not describe, and position biases, are computed by transformers' sdpa; attention weights, if
-    requested, by plain torch.
+    For masks that lengths do not describe, and for position biases, transformers' sdpa runs; if attention weights are
+    requested, plain torch.
     """
     return _forward(module, query, key, value, attention_mask, NAME, dropout, scaling, is_causal, kwargs)
 
@@ -58,13 +58,13 @@ def flash_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same by the contract of transformers' FlashAttention: ``sliding_window`` counts, ``cu_seq_lens_q`` and its
-    like, or position ids that start again, say which sequences share a row."""
+    """The same with the contract of transformers' FlashAttention: ``sliding_window`` is respected, and
+    ``cu_seq_lens_q`` (with its companions) or restarting position ids give the sequences that are packed in a row."""
     for name in ("cache", "block_table"):
         _refuse(flash.NAME, name, kwargs.get(name))
     size = kwargs.pop("sliding_window", None)
     limited = size is not None and key.shape[2] > size
-    window = (size - 1, size - 1) if limited else _NO_WINDOW  # causal attention cuts the second number off
+    window = (size - 1, size - 1) if limited else _NO_WINDOW  # causal attention ignores the second number
     if attention_mask is not None and attention_mask.dim() == 2 and not is_packed(attention_mask):
         attention_mask = attention_mask.bool()
     positions = kwargs.get("position_ids")
@@ -113,8 +113,8 @@ _RESTARTS = "_fasttfm_restarts"
 
 
 def _restarts(positions: Any, query: Tensor) -> Tensor | None:
-    """The mask of a batch of one row whose position ids start again, where the next sequence begins. They are inspected
-    once for all layers, which synchronizes with the GPU."""
+    """The mask of a batch of one row in which several sequences are packed: position ids restart where one starts. They
+    are read once for all layers, which synchronizes with the GPU."""
     one_row = isinstance(positions, Tensor) and positions.dim() == 2 and len(positions) == len(query) == 1
     if not one_row or positions.shape[1] != query.shape[2] or masking_utils.is_tracing(positions):
         return None
@@ -137,9 +137,10 @@ def attend(
     window: Window = _NO_WINDOW,
     **kwargs: Any,
 ) -> Tensor:
-    """``ops.attention`` of [B, S, H, D], or of a single [B, S, 3, H, D], under a mask that is not explicit.
+    """``ops.attention`` of [B, S, H, D], or of one tensor [B, S, 3, H, D], with a mask that is not explicit.
 
-    ``kwargs`` may hold transformers' ``cu_seq_lens_q`` and so on: a batch of one row that packs several sequences.
+    ``kwargs`` may have transformers' ``cu_seq_lens_q`` and its companions, for a batch of one row that packs several
+    sequences.
     """
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "dropout_p": p}
     boundaries = kwargs.get("cu_seq_lens_q")
@@ -158,7 +159,7 @@ def attend(
         )
     if mask is None:
         return _attention(q, k, v, **options)
-    placed = causal or window != _NO_WINDOW  # whether it matters where queries and keys are
+    placed = causal or window != _NO_WINDOW  # whether the positions of queries and keys matter
     if mask.dim() == 1:
         # Only positions limit the queries too, so that padding's rows are those of transformers otherwise.
         return _attention(q, k, v, **{"lengths" if placed else "lengths_k": mask}, **options)
@@ -179,7 +180,7 @@ def _number(length: Any) -> int | None:
 
 
 def captured(what: str) -> bool:
-    """Whether the model that runs collects its layers' ``hidden_states`` or ``attentions``."""
+    """Whether the running model collects its layers' ``hidden_states`` or ``attentions``."""
     collected = _active_collector.get()
     return collected is not None and what in collected
 
@@ -199,7 +200,7 @@ def _with_weights(
     dropout: float,
     scaling: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention in plain torch, and its weights [B, H, Sq, Sk] after dropout, as transformers' eager gives them."""
+    """Attention in plain torch, and its weights [B, H, Sq, Sk] after dropout, as in transformers' eager attention."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)

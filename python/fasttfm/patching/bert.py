@@ -44,13 +44,13 @@ class _Head(heads.MaskedLMLoss):
 
 
 class BertForMaskedLM(_Head, theirs.BertForMaskedLM):
-    forward = heads.loss_alone(theirs.BertForMaskedLM)
+    forward = heads.loss_only(theirs.BertForMaskedLM)
 
 
 class BertForPreTraining(_Head, heads.PreTrainingLoss, theirs.BertForPreTraining):
     loss_arguments = ("labels", "next_sentence_label")
     output_class = theirs.BertForPreTrainingOutput
-    forward = heads.loss_alone(theirs.BertForPreTraining)
+    forward = heads.loss_only(theirs.BertForPreTraining)
 
     def pair_logits(self: Any, pooled: Tensor) -> Tensor:
         logits: Tensor = self.cls.seq_relationship(pooled)

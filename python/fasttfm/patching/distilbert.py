@@ -1,4 +1,4 @@
-"""DistilBERT's modules: a block holds the residual connections."""
+"""DistilBERT's modules: the block contains the residual connections."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _modules_of(layer: Any) -> LayerModules:
 
 
 class DistilBertForMaskedLM(heads.MaskedLMLoss, theirs.DistilBertForMaskedLM):
-    forward = heads.loss_alone(theirs.DistilBertForMaskedLM)
+    forward = heads.loss_only(theirs.DistilBertForMaskedLM)
 
     def passed_by(self) -> tuple[Any, ...]:
         return (self.mlm_loss_fct,)

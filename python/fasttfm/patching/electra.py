@@ -41,7 +41,7 @@ class ElectraDiscriminatorPredictions(parts.Patched, theirs.ElectraDiscriminator
 
 
 class ElectraForMaskedLM(heads.MaskedLMLoss, theirs.ElectraForMaskedLM):
-    forward = heads.loss_alone(theirs.ElectraForMaskedLM)
+    forward = heads.loss_only(theirs.ElectraForMaskedLM)
 
     def vocabulary_layer(self) -> Any:
         return self.generator_lm_head

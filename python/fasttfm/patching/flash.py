@@ -1,7 +1,7 @@
-"""The place where transformers looks up FlashAttention's functions, with fasttfm's in it.
+"""Makes transformers find fasttfm's functions where it looks up those of FlashAttention.
 
-transformers and sentence-transformers ask ``lazy_import_flash_attention`` for the functions of an attention
-implementation whose name contains "flash"; without a varlen function there the inputs stay padded.
+transformers and sentence-transformers call ``lazy_import_flash_attention`` for the functions of an attention
+implementation whose name contains "flash"; without a varlen function there, they pad the inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ NAME = "fasttfm_flash"
 
 
 def _refusing_sinks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """With the argument ``s_aux``, attention sinks: transformers drops it where a signature does not have it."""
+    """Adds the argument ``s_aux`` (attention sinks), for which it raises: without it, transformers would silently drop
+    the sinks."""
 
     @functools.wraps(function)
     def call(*args: Any, s_aux: Any = None, **options: Any) -> Any:

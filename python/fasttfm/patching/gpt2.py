@@ -17,10 +17,10 @@ from fasttfm.patching.attention import attend
 
 
 class NoCache(theirs.DynamicCache):
-    """Replaces the cache that GPT2Model would create, which training does not need and which would hold keys and
-    values.
+    """Replaces the cache that GPT2Model would create, which training does not need and which would keep keys and values
+    in memory.
 
-    Without any cache it looks for packed documents in the position ids, even if it has created them itself: that
+    Without any cache GPT2Model looks for packed documents in the position ids, even if it has created them itself. That
     synchronizes with the GPU, and creates an explicit mask in a compiled graph."""
 
 
@@ -94,7 +94,7 @@ class GPT2Block(parts.Patched, theirs.GPT2Block):
 
 class GPT2LMHeadModel(heads.LossHead, theirs.GPT2LMHeadModel):
     does = "causal LM loss: logits a block at a time; in training, with labels, there are no logits and no cache"
-    forward = heads.loss_alone(theirs.GPT2LMHeadModel)
+    forward = heads.loss_only(theirs.GPT2LMHeadModel)
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         cached = given.get("use_cache") is not None or given.get("past_key_values") is not None

@@ -18,9 +18,9 @@ from fasttfm.patching.parts import Patched
 
 class LossHead(Patched):
     """A model with a language-modelling loss. In training, with labels, it returns the loss and no logits; without
-    labels, and in evaluation, it is transformers' own forward.
+    labels, and in evaluation, it runs transformers' forward.
 
-    A subclass writes ``forward = loss_alone(theirs)`` and has ``training_loss``.
+    A subclass defines ``forward = loss_only(theirs)`` and ``training_loss``.
     """
 
     loss_arguments: tuple[str, ...] = ("labels",)  # arguments that training_loss takes; without them there is no loss
@@ -30,11 +30,11 @@ class LossHead(Patched):
         raise NotImplementedError
 
     def passed_by(self) -> tuple[nn.Module, ...]:
-        """Modules around the vocabulary layer that transformers calls and ``training_loss`` does not."""
+        """Modules that contain the vocabulary layer, which transformers calls and ``training_loss`` does not."""
         return ()
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the base model among those that the caller has ``given``."""
+        """The arguments of the base model among the caller's arguments ``given``."""
         return given
 
     def training_loss(self, outputs: Any, *labels: Tensor, **kwargs: Any) -> Any:
@@ -42,8 +42,9 @@ class LossHead(Patched):
         raise NotImplementedError
 
 
-def loss_alone(theirs: type) -> Callable[..., Any]:
-    """The forward of a ``LossHead``, which replaces ``theirs`` and has its signature, which Trainer reads."""
+def loss_only(theirs: type) -> Callable[..., Any]:
+    """The forward of a ``LossHead``, with the signature of the class ``theirs`` that it replaces, which Trainer
+    reads."""
     original: Any = theirs.forward  # type: ignore[attr-defined]
     names = list(inspect.signature(original).parameters)[1:]
 
@@ -65,7 +66,7 @@ def loss_alone(theirs: type) -> Callable[..., Any]:
 
 
 def _fusable(head: LossHead) -> bool:
-    """Whether the modules of a head are those that transformers makes, and nothing waits for their calls."""
+    """Whether the modules of a head are transformers' own, without hooks."""
     own = all(type(each).__module__.startswith(_OWN) and not is_watched(each) for each in head.passed_by())
     return own and is_plain(head.vocabulary_layer())
 

@@ -1,12 +1,12 @@
-"""Masks as transformers' models hand them to attention, in the forms that fasttfm's attention reads.
+"""The masks that transformers' models pass to fasttfm's attention.
 
-    None                nothing is padding
-    int32 [B]           padding after the tokens: how many tokens each sequence has
+    None                no padding
+    int32 [B]           padding at the end: the number of tokens of each sequence
     bool [B, Sk]        padding anywhere
-    int32 [1, N + 1]    rows that pack N sequences without padding: where each starts in the B * S tokens, and their end
-    [B, 1, Sq, Sk]      anything else (windows, static caches): explicit, boolean or to be added
+    int32 [1, N + 1]    rows that pack N sequences without padding: their boundaries in the B * S tokens
+    [B, 1, Sq, Sk]      anything else (windows, static caches): explicit, boolean or additive
 
-Whether attention is causal says the module that calls it, as for transformers' other implementations.
+The module that calls attention says whether it is causal, as for transformers' other implementations.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from fasttfm.nn import PackedBatch
 
 
 class Pattern(NamedTuple):
-    """What a mask function of transformers says beyond padding, where it is made of parts that are known here."""
+    """What a mask function of transformers does in addition to padding, if all its parts are known."""
 
     causal: bool
-    window: bool  # attention is told the size by the module that calls it
+    window: bool  # whether there is a sliding window, whose size attention gets from the module that calls it
     sequences: Tensor | None  # [B, S]: a number that the tokens of one packed sequence share
 
 
 def pattern_of(mask_function: Callable[..., Any]) -> Pattern | None:
-    """The pattern of a mask function; None if some part of it is not known, or a graph is traced that would depend on
-    it."""
+    """The pattern of a mask function; None if a part of it is unknown, or if a traced graph would depend on it."""
     if (
         mask_function is masking_utils.causal_mask_function
         or mask_function is masking_utils.bidirectional_mask_function
@@ -54,7 +53,7 @@ def pattern_of(mask_function: Callable[..., Any]) -> Pattern | None:
 
 
 def _parts(mask_function: Callable[..., Any]) -> list[Any]:
-    """The functions that ``masking_utils.and_masks`` has joined."""
+    """The functions that ``masking_utils.and_masks`` has combined."""
     if getattr(mask_function, "__qualname__", "").startswith("and_masks."):
         return [part for members in _captured(mask_function) for each in members for part in _parts(each)]
     return [mask_function]
@@ -77,7 +76,7 @@ def create_mask(
     windows: bool = False,
     **others: Any,
 ) -> Tensor | None:
-    """transformers' mask interface, called once for all layers. With ``windows`` the mask says nothing about sliding
+    """transformers' mask interface, called once for all layers. With ``windows`` the mask does not include sliding
     windows, whose size attention gets as an argument.
 
     It inspects the mask, which synchronizes with the GPU once per forward pass, as transformers' sdpa does. Without a
@@ -98,7 +97,7 @@ def create_mask(
         return explicit
     if sequences is not None:
         return boundaries_of(sequences)
-    if attention_mask is None or masking_utils.is_tracing(attention_mask):  # its values cannot be looked at
+    if attention_mask is None or masking_utils.is_tracing(attention_mask):  # its values cannot be read
         return attention_mask
     batch = PackedBatch.from_mask(attention_mask)
     if batch.is_full:
@@ -113,7 +112,7 @@ _LAYOUT = "_fasttfm_layout"
 
 
 def boundaries_of(sequences: Tensor) -> Tensor:
-    """The mask of rows [B, S] that pack several sequences, each with a number of its own among its neighbours."""
+    """The mask of rows [B, S] that pack several sequences; adjacent sequences have different numbers."""
     batch, length = sequences.shape
     first = torch.ones_like(sequences, dtype=torch.bool)
     first[:, 1:] = sequences.diff(dim=1) != 0
@@ -157,7 +156,7 @@ def as_explicit(
     device: torch.device,
     window: tuple[int, int] = (-1, -1),
 ) -> Tensor | None:
-    """Any form as a mask that broadcasts to [B, H, Sq, Sk]: boolean, true where a query attends to a key."""
+    """Converts any form to a boolean mask that broadcasts to [B, H, Sq, Sk], true where a query attends to a key."""
     if mask is not None and mask.dim() == 4:
         return mask
     explicit = None

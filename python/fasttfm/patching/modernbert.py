@@ -62,14 +62,15 @@ class ModernBertPredictionHead(parts.Patched, theirs.ModernBertPredictionHead):
 
 
 class _Layers(Uncopied):
-    """transformers' layers as layers of ours that hold the same modules, read once for a tree of modules."""
+    """transformers' layers converted to ``RotaryLayer``s with the same modules, for as long as the tree is
+    unchanged."""
 
     def __init__(self, tree: Tree, model: Any) -> None:
         self.tree, self.config = tree, model.config
         self.layers = list(model.layers)
         self.ours = [_layer_of(layer, model.config) for layer in self.layers]
         self.stack = RotaryTransformer(self.ours, model.final_norm, model.config.max_position_embeddings)
-        # Of a rotation that changes with the sequence's length the tables would too.
+        # The tables of a rotation that depends on the sequence's length would change, too.
         default = all(kind == "default" for kind in model.rotary_emb.rope_type.values())
         leaves = [each for layer in self.ours for each in (layer.qkv, layer.out, layer.norm2, layer.up, layer.down)]
         leaves += [layer.norm1 for layer in self.ours if layer.norm1 is not None]
@@ -83,7 +84,7 @@ class _Layers(Uncopied):
             attention, mlp = layer.attn, layer.mlp
             ours.attention_dropout = attention.attention_dropout if attention.training else 0.0
             ours.dropout, ours.intermediate_dropout = dropout_rate(attention.out_drop), dropout_rate(mlp.drop)
-            ours.training = True  # what is dropped is in the rates
+            ours.training = True  # the dropout probabilities are already 0 in evaluation
         checkpointed = [layer.training and getattr(layer, "gradient_checkpointing", False) for layer in self.layers]
         self.stack.checkpointing, self.stack.training = any(checkpointed), True
         y: Tensor = self.stack(x, batch.cu_seqlens, batch.max_seqlen, positions=positions)
@@ -91,7 +92,7 @@ class _Layers(Uncopied):
 
 
 def _layer_of(layer: Any, config: Any) -> RotaryLayer:
-    """A layer of ours with the modules of one of transformers'."""
+    """A ``RotaryLayer`` with the modules of a transformers layer."""
     attention, mlp, kind = layer.attn, layer.mlp, layer.attention_type
     activation = activation_name(mlp.act)
     if activation is None:
@@ -126,7 +127,7 @@ class ModernBertModel(packing.PackedLayers, theirs.ModernBertModel):
         if layers is not None:
             assert given is not None
             batch = packing.flattened(given, kwargs) or layout_of(attention_mask, given[..., None])
-            if batch.indices is None:  # windows count the padding between tokens
+            if batch.indices is None:  # in transformers, windows count padding between tokens
                 positions = None if position_ids is None else batch.pack(position_ids.expand(given.shape[:2]))
                 packed = {"input_ids" if inputs_embeds is None else "inputs_embeds": batch.pack(given)}
                 y = layers.run(self.embeddings(**packed), batch, positions)
@@ -136,7 +137,7 @@ class ModernBertModel(packing.PackedLayers, theirs.ModernBertModel):
         )
 
     def _is_special(self, given: Any, mask: Any, embeddings: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether a call needs more than the last states of tokens, or something traces or transforms it."""
+        """Whether a call needs more than the last hidden states of tokens, or is traced or transformed."""
         if given is None or not is_plain_tensor((given,)) or not isinstance(mask, (Tensor, type(None))):
             return True
         outputs = ("output_hidden_states", "output_attentions")
@@ -146,7 +147,7 @@ class ModernBertModel(packing.PackedLayers, theirs.ModernBertModel):
         return asked or packing.is_special(like, mask, (), kwargs)
 
     def _layers(self) -> _Layers | None:
-        """The layers, if they, the last norm and the module of the rotation need not be called."""
+        """The layers, if they, the final norm and the rotary module need not be called."""
         if is_watched(self.rotary_emb) or is_watched(self.layers) or not is_plain(self.final_norm):
             return None
         found: _Layers | None = self.__dict__.get(ATTRIBUTE)
@@ -162,12 +163,12 @@ class ModernBertModel(packing.PackedLayers, theirs.ModernBertModel):
         return found if found.fusable else None
 
 
-# transformers looks a model's recorded outputs up by its class.
+# transformers looks up a model's recorded outputs by its class.
 output_capturing._CAN_RECORD_REGISTRY[str(ModernBertModel)] = theirs.ModernBertModel._can_record_outputs
 
 
 class ModernBertForMaskedLM(heads.MaskedLMLoss, theirs.ModernBertForMaskedLM):
-    forward = heads.loss_alone(theirs.ModernBertForMaskedLM)
+    forward = heads.loss_only(theirs.ModernBertForMaskedLM)
 
     def passed_by(self) -> tuple[Any, ...]:
         return ()

@@ -1,5 +1,5 @@
-"""MPNet's modules. A learnt bias by relative positions is added to its attention scores, and needs a gradient that
-``ops.attention`` does not compute: torch's attention serves, and padding stays."""
+"""MPNet's modules. Its relative position bias of the attention scores needs a gradient that ``ops.attention`` does not
+compute, so attention is torch's, and padding is not removed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fasttfm.patching import heads, parts, roberta
 
 class MPNetEmbeddings(parts.Embeddings, theirs.MPNetEmbeddings):
     def default_positions(self, input_ids: Tensor, past_key_values_length: int = 0) -> Tensor:
-        """Positions start after padding's."""
+        """Positions start at pad_token_id + 1."""
         positions: Tensor = theirs.create_position_ids_from_input_ids(input_ids, self.padding_idx)
         return positions
 
@@ -71,11 +71,11 @@ class MPNetLMHead(roberta.LMHead, theirs.MPNetLMHead): ...
 
 
 class MPNetForMaskedLM(roberta.ForMaskedLM, theirs.MPNetForMaskedLM):
-    forward = heads.loss_alone(theirs.MPNetForMaskedLM)
+    forward = heads.loss_only(theirs.MPNetForMaskedLM)
 
 
 MODEL = theirs.MPNetPreTrainedModel
-KEEPS_ATTENTION = True  # transformers computes it without an interface for others
+KEEPS_ATTENTION = True  # transformers' MPNet does not use the attention interface
 CLASSES = (
     MPNetEmbeddings,
     MPNetSelfAttention,

@@ -18,14 +18,14 @@ from fasttfm.patching.stack import LayerModules, stack_of
 class PackedLayers(Patched):
     """A stack of layers whose forward takes ``hidden_states`` and ``attention_mask``.
 
-    If nothing watches the modules in it, the layers run as one stack, and none of them is called (stack.py). Otherwise
-    they are called with a batch of one row with all tokens, [1, T, C], and attention gets the sequence boundaries by
-    the arguments that transformers has for that. Padding stays if the hidden states of each layer are requested, if a
-    graph is compiled (its shapes would depend on the mask's values), or if a mask is more than padding.
+    If all its modules are plain, the layers run as one stack, and none of them is called (stack.py). Otherwise they are
+    called with a batch of one row with all tokens, [1, T, C], and attention gets the sequence boundaries by
+    transformers' arguments. Padding is not removed if the hidden states of each layer are requested, if a graph is
+    compiled (its shapes would depend on the mask's values), or if a mask is more than padding.
     """
 
     does = "layers: one call for all of them, without padding, whose rows are 0 after them"
-    keeps_padding = False  # whether padding's rows are computed
+    keeps_padding = False  # whether rows of padding are computed
     output_class: type = BaseModelOutput
 
     def layer_modules(self) -> list[LayerModules]:
@@ -56,7 +56,7 @@ class PackedLayers(Patched):
 
 
 class BertLayers(PackedLayers):
-    """With the names that BERT's family gives the modules of a layer."""
+    """Layers whose modules have BERT's names."""
 
     output_class = BaseModelOutputWithPastAndCrossAttentions
 
@@ -79,7 +79,7 @@ def _of_bert(layer: Any) -> LayerModules:
 
 
 def _called(forward: Any, x: Tensor, batch: PackedBatch, kwargs: dict[str, Any]) -> Any:
-    """The layers' own calls, over packed tokens."""
+    """Calls the layers one by one, with packed tokens."""
     boundaries = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
     bounds = {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}
     output = forward(batch.pack(x)[None], None, **kwargs, **boundaries, **bounds)
@@ -97,14 +97,14 @@ def flattened(x: Tensor, kwargs: dict[str, Any]) -> PackedBatch | None:
     return PackedBatch(boundaries.int(), tokens if longest is None else int(longest), tokens, (1, tokens))
 
 
-# Arguments that change nothing about an encoder's layers, or say only where sequences begin in a row.
+# Arguments that do not change what an encoder's layers compute, or only give the boundaries of packed sequences.
 _HARMLESS = frozenset(
     ("position_ids", "num_items_in_batch", "return_dict", "encoder_attention_mask", "seq_idx", *PACKING)
 )
 
 
 def is_special(x: Tensor, mask: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call asks for more than the last layer's states of tokens, or something traces or transforms it."""
+    """Whether a call needs more than the last hidden states of tokens, or is traced or transformed."""
     if not is_plain((x,)) or (mask is not None and (mask.dim() > 2 or mask.shape[0] != x.shape[0])):
         return True
     if kwargs.get("cu_seq_lens_q") is not None and (mask is not None or x.shape[0] != 1):

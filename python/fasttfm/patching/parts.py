@@ -26,7 +26,7 @@ from fasttfm.patching.masks import is_explicit
 class Patched:
     """A base class of the patched modules, before transformers' class in the MRO."""
 
-    does: ClassVar[str]  # as reports say it
+    does: ClassVar[str]  # a description for reports
 
 
 class LayerNorm(Patched, fasttfm.nn.LayerNorm):
@@ -42,12 +42,12 @@ for _name in ops.ACTIVATIONS:
 
 
 def attention_rate(module: Any, dropout: Any) -> float:
-    """The share of weights that attention drops. transformers reads the rate of ``dropout`` and never calls it, so the
-    module's training flag counts; an Identity may replace a Dropout."""
+    """The dropout probability of attention. transformers reads the probability of ``dropout`` and never calls it, so
+    ``module.training`` decides; an Identity may replace a Dropout."""
     return getattr(dropout, "p", 0.0) if module.training else 0.0
 
 
-# ---- parts with the names that BERT's family gives them --------------------------------------------------------------
+# ---- parts with the names of BERT's modules --------------------------------------------------------------------------
 
 
 class Embeddings(Patched):
@@ -91,7 +91,7 @@ class Embeddings(Patched):
         )
 
     def default_positions(self: Any, input_ids: Tensor, past_key_values_length: int = 0) -> Tensor | None:
-        """None for a token's number in its sequence."""
+        """None for the tokens' indices in their sequences."""
         if not past_key_values_length:
             return None
         start, end = past_key_values_length, past_key_values_length + input_ids.shape[1]
@@ -100,7 +100,7 @@ class Embeddings(Patched):
 
 
 class SelfAttention(Patched):
-    """``query``, ``key`` and ``value`` by one product, then attention on its result in place."""
+    """``query``, ``key`` and ``value`` by one GEMM, then attention, which reads its result without a copy."""
 
     does = "attention: one product for q, k and v, fused attention without weights in memory"
 
@@ -110,7 +110,7 @@ class SelfAttention(Patched):
         projections = (self.query, self.key, self.value)
         cache = any(each is not None for each in (*args, kwargs.get("past_key_values")))
         if cache or not fusable(attention_mask, kwargs) or not is_plain(*projections):
-            # transformers' projections around attention by fasttfm
+            # transformers' projections, with fasttfm's attention between them
             y: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[misc]
             return y
         causal = self.is_causal if kwargs.get("is_causal") is None else kwargs["is_causal"]
@@ -128,7 +128,7 @@ def fusable(mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
 def self_attention(
     x: Tensor, projections: Any, heads: int, mask: Tensor | None, options: dict[str, Any], kwargs: dict[str, Any]
 ) -> Tensor:
-    """[B, S, C] of ``x`` and three linear layers; attend()'s ``options`` and what it takes from a call's ``kwargs``."""
+    """Attention [B, S, C] of ``x`` with three linear layers; ``options`` and ``kwargs`` go to ``attend``."""
     weights = tuple(each.weight for each in projections)
     qkv = ops.qkv_projection(x, weights, tuple(each.bias for each in projections), heads)
     return attend(qkv, mask=mask, **options, **packing(kwargs)).flatten(-2)
@@ -185,5 +185,5 @@ class _WithoutGradientOfRow(torch.autograd.Function):
 
 
 def without_gradient_of_row(table: Tensor, row: int | None) -> Tensor:
-    """The table; nothing learns its row."""
+    """The table, with no gradient for this row."""
     return table if row is None else _WithoutGradientOfRow.apply(table, row)

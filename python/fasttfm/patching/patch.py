@@ -12,7 +12,7 @@ from fasttfm.nn.plain import activation_name, has_own_forward
 from fasttfm.patching.register import load
 from fasttfm.patching.report import PatchReport
 
-_BEFORE = "_fasttfm_attention_before"  # a patched model's attribute: the attention that unpatch gives back
+_BEFORE = "_fasttfm_attention_before"  # a patched model's attribute: the attention implementation that unpatch restores
 
 
 def patch(model: nn.Module, *, remove_padding: bool | None = None, logits_in_training: bool = False) -> PatchReport:
@@ -23,20 +23,20 @@ def patch(model: nn.Module, *, remove_padding: bool | None = None, logits_in_tra
 
     Args:
         model: A BERT, RoBERTa, XLM-RoBERTa, ALBERT, ELECTRA, DistilBERT, ModernBERT, MPNet or GPT-2 of transformers,
-            with or without a head; or a module that holds such models, like a SentenceTransformer, a CrossEncoder of
+            with or without a head; or a module that contains such models, like a SentenceTransformer, a CrossEncoder of
             sentence-transformers, or a PEFT model.
-        remove_padding: Whether layers skip padding tokens: their rows are 0 after the layers, where transformers has
-            meaningless numbers. By default yes, except in models for question answering, whose loss reads these rows.
-            Not for GPT-2 and MPNet.
-        logits_in_training: By default a model with a masked-LM or causal LM loss returns, in training and with labels,
-            only the loss. With True it computes logits as transformers does.
+        remove_padding: Whether layers skip padding tokens; their rows are then 0 after the layers, while in
+            transformers they are undefined. True by default, except for question answering models, whose loss reads
+            these rows, and for GPT-2 and MPNet, which do not support it.
+        logits_in_training: By default, in training and with labels, a model with a masked LM or causal LM loss returns
+            only the loss. With True it also computes logits, as transformers does.
 
     Returns:
-        A report of what was changed and what was not, to be printed.
+        A printable report of what was changed and what was not.
 
     Raises:
-        TypeError: For a model that is none of these.
-        ValueError: For a model that is patched already.
+        TypeError: For any other model.
+        ValueError: For a model that is already patched.
     """
     found = _models(model)
     name = type(model).__name__
@@ -75,7 +75,7 @@ def _patch(
 
 
 def unpatch(model: nn.Module) -> None:
-    """Takes ``patch`` back: every module has transformers' class again, and the model its attention implementation."""
+    """Undoes ``patch``: restores transformers' class of every module, and the model's attention implementation."""
     found = _models(model)
     if not is_patched(model):
         raise ValueError(f"unpatch: model: expected a patched model, got a {type(model).__name__} that is not patched")
@@ -105,7 +105,7 @@ def is_patched(model: nn.Module) -> bool:
 
 
 def _models(model: Any) -> dict[Any, ModuleType]:
-    """The models of transformers that ``model`` is or holds, of families that are known, and their families."""
+    """The transformers models of known families that ``model`` is or contains, with their families."""
     load("attention")  # says what to install if transformers is missing
     found = {inner: _family(inner) for inner in _transformers_models(model)}
     known = {inner: family for inner, family in found.items() if family is not None}
@@ -128,7 +128,7 @@ def _transformers_models(model: Any) -> list[Any]:
     return list(dict.fromkeys(inner for child in children for inner in _transformers_models(child)))
 
 
-# Families that fasttfm has no models of: the title and the module, by transformers' model_type.
+# Families that fasttfm.models does not have: title and patching module, by transformers' model_type.
 _FURTHER = {"xlm-roberta": ("XLM-RoBERTa", "xlm_roberta"), "mpnet": ("MPNet", "mpnet")}
 
 
@@ -141,7 +141,7 @@ def _family(model: Any) -> ModuleType | None:
 
 
 def _keeps_attention(family: ModuleType) -> bool:
-    """Whether transformers' code around attention has no interface for another implementation."""
+    """Whether transformers' models of the family do not use the attention interface."""
     return getattr(family, "KEEPS_ATTENTION", False)
 
 

@@ -1,4 +1,4 @@
-"""``register_attention``: makes ``attn_implementation="fasttfm"`` known to transformers."""
+"""``register_attention``: registers ``attn_implementation="fasttfm"`` with transformers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fasttfm import extras
 
 
 def register_attention() -> None:
-    """Registers fasttfm's attention with transformers: ``from_pretrained(..., attn_implementation="fasttfm")`` and
-    ``model.set_attn_implementation("fasttfm")`` work from then on. ``fasttfm.patch`` does this by itself."""
+    """Registers fasttfm's attention with transformers, for ``from_pretrained(..., attn_implementation="fasttfm")`` and
+    ``model.set_attn_implementation("fasttfm")``. ``fasttfm.patch`` calls it."""
     load("attention")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class PatchReport:
-    """The changes, with the number of modules, and the parts that were left, with the reason. It prints as text."""
+    """The changes with the number of modules, and the parts that were not changed with the reason. Printable."""
 
     model: str
     changed: dict[str, int] = field(default_factory=dict)

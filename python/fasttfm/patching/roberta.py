@@ -62,7 +62,7 @@ class RobertaLMHead(LMHead, theirs.RobertaLMHead): ...
 
 
 class RobertaForMaskedLM(ForMaskedLM, theirs.RobertaForMaskedLM):
-    forward = heads.loss_alone(theirs.RobertaForMaskedLM)
+    forward = heads.loss_only(theirs.RobertaForMaskedLM)
 
 
 MODEL = theirs.RobertaPreTrainedModel

@@ -1,4 +1,4 @@
-"""An encoder of transformers as one stack of post-LN layers, which calls none of the modules in it."""
+"""Runs an encoder of transformers as one stack of post-LN layers, without calling its modules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KNOWN = ("transformers.models.", "fasttfm.patching.", "torch.nn.modules.containe
 
 
 class LayerModules(NamedTuple):
-    """The modules of a layer by what they do; those of another name in each family."""
+    """The modules of a layer by their function; their names differ between families."""
 
     layer: Any  # may be checkpointed
     attention: Any  # has scaling and the training flag
@@ -35,7 +35,7 @@ class LayerModules(NamedTuple):
     key: Any
     value: Any
     out: Any
-    dropout_a: Any  # of attention's output; None if nothing is dropped
+    dropout_a: Any  # of attention's output; None without dropout
     norm_a: Any
     up: Any
     activation: Any
@@ -52,11 +52,11 @@ class LayerModules(NamedTuple):
 
 
 class Stack(Uncopied):
-    """The layers of an encoder, read once for a tree of modules."""
+    """The layers of an encoder, read once for as long as the tree of modules is unchanged."""
 
     def __init__(self, tree: Tree, layers: Sequence[LayerModules]) -> None:
         self.tree = tree
-        unique = {id(each.layer): each for each in layers}  # ALBERT's are one layer again and again
+        unique = {id(each.layer): each for each in layers}  # ALBERT repeats one layer
         self.order = [list(unique).index(id(each.layer)) for each in layers]
         self.layers = layers = list(unique.values())
         self.width = layers[0].query.in_features if layers and isinstance(layers[0].query, nn.Linear) else 0
@@ -84,7 +84,7 @@ class Stack(Uncopied):
         )
 
     def options(self, max_seqlen: int) -> BlockOptions | None:
-        """The options that all layers share; None if they differ, or need what a stack does not support."""
+        """The options that all layers share; None if they differ, or if a stack does not support them."""
         found = {self._options(layer, max_seqlen) for layer in self.layers}
         return found.pop() if len(found) == 1 else None
 
@@ -118,7 +118,7 @@ class Stack(Uncopied):
             return None
         (x,) = linear.autocast(x)
         dtypes = {each.dtype for each in values if each is not None}
-        # Autocast casts fp32 weights; without it torch's linear layers take tensors of one type only.
+        # Autocast casts fp32 weights; without it torch's linear layers need operands of one dtype.
         if len(dtypes) > 1 or not (dtypes == {x.dtype} or torch.is_autocast_enabled(x.device.type)):
             return None
         x = x.contiguous()
@@ -133,7 +133,8 @@ class Stack(Uncopied):
     def _run_checkpointed(
         self, x: Tensor, values: list[Any], cu_seqlens: Tensor, seeds: Tensor | None, options: BlockOptions
     ) -> Tensor:
-        """Layer by layer, each of which keeps its input only and runs again in the backward, with the same seeds."""
+        """Gradient checkpointing: each layer saves only its input and runs again in the backward, with the same
+        seeds."""
         for index, place in enumerate(self.order):
             own = values[place * _PARAMETERS : (place + 1) * _PARAMETERS]
             seed = None if seeds is None else seeds[index : index + 1]
@@ -149,7 +150,7 @@ class Stack(Uncopied):
         return y
 
     def _parameters(self, values: list[Any]) -> list[BlockParameters]:
-        """Of one or several layers."""
+        """The parameters of one or several layers."""
         rows = [values[first : first + _PARAMETERS] for first in range(0, len(values), _PARAMETERS)]
         weights = join([row[place] for row in rows for place in (0, 2, 4)])
         biases = join([row[place] for row in rows for place in (1, 3, 5)])
@@ -160,8 +161,8 @@ class Stack(Uncopied):
 
 
 def collect_outputs(hooks: dict[int, Any]) -> bool:
-    """Whether hooks are those that transformers leaves in a model after its layers' outputs were once requested: they
-    do nothing unless they are requested again."""
+    """Whether hooks are those that transformers leaves in a model after its layers' outputs were requested once. They
+    do nothing unless the outputs are requested again."""
     return all(getattr(hook, "__module__", "") == "transformers.utils.output_capturing" for hook in hooks.values())
 
 
@@ -169,7 +170,7 @@ def collect_outputs(hooks: dict[int, Any]) -> bool:
 
 
 def join(tensors: list[Tensor | None]) -> Sequence[Any]:
-    """Every three tensors, a layer's of queries, keys and values, as one; those that are None stay None."""
+    """Concatenates every three tensors, those of a layer's queries, keys and values; None if all three are None."""
     given = [each for each in tensors if each is not None]
     if not given:
         return [None] * (len(tensors) // 3)
@@ -182,7 +183,7 @@ def join(tensors: list[Tensor | None]) -> Sequence[Any]:
 
 
 def _joined(tensors: list[Tensor] | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """By one launch for all of them."""
+    """Concatenates all of them by one launch."""
     rows, *others = tensors[0].shape
     memory = tensors[0].new_empty((len(tensors), rows, *others))
     torch._foreach_copy_(memory.unbind(), tensors)
@@ -222,5 +223,5 @@ def stack_of(encoder: Any) -> Stack | None:
 
 
 def forget(module: nn.Module) -> None:
-    """Removes what ``stack_of`` keeps in a module."""
+    """Removes the cache of ``stack_of`` from a module."""
     module.__dict__.pop(ATTRIBUTE, None)

@@ -29,7 +29,7 @@ class XLMRobertaLMHead(roberta.LMHead, theirs.XLMRobertaLMHead): ...
 
 
 class XLMRobertaForMaskedLM(roberta.ForMaskedLM, theirs.XLMRobertaForMaskedLM):
-    forward = heads.loss_alone(theirs.XLMRobertaForMaskedLM)
+    forward = heads.loss_only(theirs.XLMRobertaForMaskedLM)
 
 
 MODEL = theirs.XLMRobertaPreTrainedModel
