@@ -1,4 +1,4 @@
-"""fasttfm's attention behind transformers' attention interface. Importing this module registers it.
+"""fasttfm's attention for transformers' attention interface. Importing this module registers it.
 
 Two names are registered, with the same kernels. ``fasttfm`` reads the mask that transformers makes for each layer.
 ``fasttfm_flash`` follows the contract of FlashAttention: transformers and sentence-transformers flatten inputs instead
