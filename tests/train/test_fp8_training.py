@@ -40,7 +40,7 @@ def test_a_skipped_step_is_survived(corpus: dict[str, Path], tmp_path: Path, mon
 
     def spoilt(self: Trainer, batch: Any) -> Any:
         found = terms(self, batch)
-        return found * float("nan") if self.completed == 3 and self.module.training else found
+        return [each * float("nan") for each in found] if self.completed == 3 and self.module.training else found
 
     monkeypatch.setattr(Trainer, "_terms", spoilt)
     settings = settings_of(corpus, steps=8, step=StepSettings(precision="fp8"))

@@ -21,7 +21,7 @@ from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.class_weights import balanced_weights, weight_of, weighted_sum
 from fasttfm.tasks.gpt_inputs import TASK_TOKENS, grow_vocabulary, with_task_tokens
 from fasttfm.tasks.images import image_language
-from fasttfm.tasks.inputs import Feature, Format, TaskBatch, by_budget, by_count, truncation
+from fasttfm.tasks.inputs import Feature, Format, TaskBatch, by_budget, by_count, keep_arrays, truncation
 from fasttfm.tasks.labels import some
 from fasttfm.tasks.rates import Rates
 from fasttfm.tasks.registry import TASKS
@@ -224,6 +224,10 @@ class FineTuning:
             class_weights = balanced_weights(task, self.features)
         self.class_weights = None if class_weights is None else list(class_weights)
         self._weights = None if class_weights is None else torch.tensor(class_weights)
+        self._device_weights = None if self._weights is None else self._weights.to(self.world.device)
+        self._plain = type(task).batch is Task.batch
+        if self._plain:
+            keep_arrays(self.features)
         self._epochs = [list(shuffled_steps(self.features, settings, epoch)) for epoch in range(settings.epochs)]
         self.steps = sum(map(len, self._epochs))
 
@@ -263,7 +267,7 @@ class FineTuning:
             if completed >= len(groups):
                 continue
             left = len(groups) - completed
-            for batches in prefetch(groups[completed:], self._step_batches):
+            for batches in self._batches(groups[completed:]):
                 on_results(self.trainer.step(batches))
                 left -= 1
                 if left:
@@ -274,7 +278,14 @@ class FineTuning:
                 break
         on_results(self.trainer.finish())
 
-    def _step_batches(self, groups: list[list[Feature]]) -> list[TaskBatch]:
+    def _batches(self, steps: Sequence[list[list[Feature]]]) -> Iterator[list[TaskBatch]]:
+        """The batches of each step. Those of plain tokens are made between steps: that takes less time than a thread's
+        turns with the interpreter."""
+        if self._plain:
+            return ([self._batch(each) for each in groups] for groups in steps)
+        return prefetch(steps, self._pinned_batches)
+
+    def _pinned_batches(self, groups: list[list[Feature]]) -> list[TaskBatch]:
         batches = [self._batch(each) for each in groups]
         return [each.pin_memory() for each in batches] if self.world.device.type == "cuda" else batches
 
@@ -294,10 +305,10 @@ class FineTuning:
         return weight_of(batch.targets["labels"], self._weights)
 
     def _sum(self, module: Any, batch: TaskBatch) -> Tensor:
-        if self._weights is None:
+        if self._device_weights is None:
             return self.task.loss(module, batch) * batch.count
         logits, labels = self.task.logits(module, batch), batch.targets["labels"]
-        return weighted_sum(logits, labels, self._weights.to(logits.device)) * bool(batch.count)
+        return weighted_sum(logits, labels, self._device_weights) * bool(batch.count)
 
 
 def trainer_of(

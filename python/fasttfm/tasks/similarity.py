@@ -17,6 +17,7 @@ from fasttfm.data.lines import DataError
 from fasttfm.data.pair_files import read_similarity
 from fasttfm.inference.pooling import POOLING, Tokens
 from fasttfm.models.family import Head
+from fasttfm.nn.packed_batch import on_device
 from fasttfm.tasks.inputs import Feature, TaskBatch, collate
 from fasttfm.tasks.labels import table
 from fasttfm.tasks.metrics import Scores, value_scores
@@ -128,7 +129,7 @@ class SimilarityTask(Task):
         """The rows of the first texts, of the second texts and of the negatives in the vectors of a batch."""
         counts = np.array([len(feature.sequences) for feature in features], dtype=np.int64)
         first = np.cumsum(counts) - counts
-        return [torch.from_numpy(rows).to(device) for rows in (first, first + 1, first[counts > 2] + 2)]
+        return [on_device(rows, device) for rows in (first, first + 1, first[counts > 2] + 2)]
 
     # ---- predictions -------------------------------------------------------------------------------------------------
 

@@ -100,6 +100,8 @@ class Trainer:
         self._sums, self._totals, self._norm = self._report.split(
             [terms, terms + 2, 1]
         )  # totals: counts, tokens, flops
+        # Totals of a single process stay on the host, unless a CUDA graph reads them.
+        self._host_totals: list[float] | None = None
         self._metrics: AsyncMetrics = AsyncMetrics(device)
         if isinstance(optimizer, optim.AdamW):
             optimizer.max_norm = self.settings.clip or math.inf  # its step then also computes the norm
@@ -130,7 +132,7 @@ class Trainer:
         self.world.sum(self._sums)
         (self._update if self._graphs is None else self._graphs.update)()
         self.completed += 1
-        self._metrics.put((self.completed, rate), self._report)
+        self._metrics.put((self.completed, rate, self._host_totals), self._report)
         return self._arrived(self._metrics.take())
 
     def flush(self) -> list[StepResult]:
@@ -154,7 +156,13 @@ class Trainer:
     def _set_totals(self, batches: Sequence[Any]) -> None:
         flops = self.objective.flops or (lambda _: 0.0)
         rows = [[*self.objective.counts(each), getattr(each, "tokens", 0), flops(each)] for each in batches]
+        if self.world.size == 1 and self._graphs is None and len(rows) == 1:
+            self._host_totals = [float(each) for each in rows[0]]
+            return
         totals = torch.tensor(rows, dtype=torch.float64).sum(0)
+        if self.world.size == 1 and self._graphs is None:
+            self._host_totals = totals.tolist()
+            return
         if self.world.device.type == "cuda":
             totals = totals.pin_memory()
         self._totals.copy_(totals, non_blocking=True)
@@ -168,17 +176,26 @@ class Trainer:
     def _accumulate(self, batch: Any) -> None:
         """Adds a part's share to the gradients. Ranks' gradients are averaged, where their sum is wanted."""
         terms = self._terms(batch)
-        (terms * (self.world.size / self._counts()).float()).sum().backward()
-        self._sums.add_(terms.detach())
+        pairs = list(zip(terms, self._shares(terms), strict=True))
+        differentiable = [pair for pair in pairs if pair[0].requires_grad]
+        roots, gradients = zip(*(differentiable or pairs), strict=True)  # without any, torch says so
+        torch.autograd.backward(roots, gradients)
+        self._sums.add_(terms[0].detach() if len(terms) == 1 else torch.stack(terms).detach())
 
-    def _counts(self) -> Tensor:
-        return self._totals[: len(self.objective.terms)].clamp(min=1)
+    def _shares(self, terms: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The loss's gradient with respect to each term's sum, 1 / count, in fp32."""
+        if self._host_totals is None:
+            counts = self._totals[: len(terms)].clamp(min=1)
+            return (self.world.size / counts).float().unbind()
+        shares = [1 / max(count, 1.0) for count in self._host_totals[: len(terms)]]
+        return [torch.full_like(each, share) for each, share in zip(terms, shares, strict=True)]
 
-    def _terms(self, batch: Any) -> Tensor:
+    def _terms(self, batch: Any) -> list[Tensor]:
+        """Each term's sum, in fp32."""
         dtype = _PRECISIONS[self.settings.precision]
         with torch.autocast(self.world.device.type, dtype=dtype, enabled=dtype != torch.float32):
             sums = self.objective.sums(self._call, batch)
-        return torch.stack([each.float() for each in sums])
+        return [each.float() for each in sums]
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -200,7 +217,8 @@ class Trainer:
         else:
             self._norm.copy_(norm)
         if self._graphs is None:
-            self.optimizer.zero_grad(set_to_none=True)
+            for each in self._parameters:  # optimizer.zero_grad, without its profiler's range
+                each.grad = None
         else:  # a graph adds to the same gradients each time
             torch._foreach_zero_(self._gradients())
 
@@ -217,10 +235,10 @@ class Trainer:
 
     def _arrived(self, values: Iterable[tuple[Any, list[float]]]) -> list[StepResult]:
         results = []
-        for (step, rate), (*sums_and_counts, tokens, flops, norm) in values:
-            count = len(self.objective.terms)
-            pairs = zip(sums_and_counts[:count], sums_and_counts[count:], strict=True)
-            means = [total / max(number, 1.0) for total, number in pairs]
+        count = len(self.objective.terms)
+        for (step, rate, totals), (*sums_and_totals, norm) in values:
+            *counts, tokens, flops = sums_and_totals[count:] if totals is None else totals
+            means = [total / max(number, 1.0) for total, number in zip(sums_and_totals[:count], counts, strict=True)]
             loss = sum(means)
             bad = not math.isfinite(loss + norm)
             terms = dict(zip(self.objective.terms, means, strict=True))
@@ -243,7 +261,7 @@ class Trainer:
         with _own_random_numbers(self.world.device):
             for batch in batches:
                 counts = torch.tensor(self.objective.counts(batch), dtype=torch.float64)
-                sums += self._terms(self._moved(batch))
+                sums += torch.stack(self._terms(self._moved(batch)))
                 totals += counts.to(totals.device)
         means = (self.world.sum(sums) / self.world.sum(totals).clamp(min=1)).tolist()
         self.module.train()
