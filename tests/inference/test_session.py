@@ -161,6 +161,24 @@ def test_a_text_without_tokens(gpt_directory: Path) -> None:
         assert not session.submit("").result(60).any()
 
 
+def test_rows_of_several_batches_and_of_sequences_without_tokens(bert: Any, sentences: Ids) -> None:
+    given = [sentences[0], [], *sentences[1:9], [], np.array(sentences[9]), torch.tensor(sentences[10])]
+    with Session(bert, max_tokens=40) as session:
+        vectors, states = session.encode(given), session.encode(given, output="states")
+        assert session.counts.batches > 2
+        assert session.counts.empty == 4
+        assert session.counts.tokens == 2 * sum(len(ids) for ids in given)
+        for index, ids in enumerate(given):
+            assert states[index].shape == (len(ids), 64)
+            if len(ids):
+                assert np.allclose(vectors[index], session.encode(ids), atol=1e-5)
+            else:
+                assert not vectors[index].any()
+        assert session.encode([[], []]).shape == (2, 64)
+        assert vectors.base is None  # no view of a batch's memory
+        assert session.encode([given[0]]).base is None
+
+
 def test_a_prompt_that_is_not_pooled(wordpiece: Tokenizer, tmp_path: Path) -> None:
     directory = save_bert(wordpiece, tmp_path)
     settings = EmbedSettings(prompt="query: ", pool_prompt=False)

@@ -61,14 +61,14 @@ def pack(ids: Sequence[Sequence[int]], segments: Sequence[Sequence[int]] | None 
     return Packed(
         _concatenate(ids, total),
         None if segments is None else _concatenate(segments, total),
-        np.cumsum([0, *lengths], dtype=np.int32),
+        np.fromiter(itertools.accumulate(lengths, initial=0), np.int32, len(lengths) + 1),
         max(lengths, default=0),
     )
 
 
 def _concatenate(lists: Sequence[Sequence[int]], total: int) -> np.ndarray:
     if isinstance(lists[0], np.ndarray):
-        return np.concatenate(lists).astype(np.int32)
+        return (lists[0] if len(lists) == 1 else np.concatenate(lists)).astype(np.int32)
     return np.fromiter(itertools.chain.from_iterable(lists), np.int32, total)
 
 

@@ -31,6 +31,7 @@ from fasttfm.models.text_model import TextModel
 
 Text = str | tuple[str, str] | Sequence[int]  # a text, a pair of texts, or ids with the special tokens
 _WINDOWS = (256, 4096)  # how many texts are sorted by length together: the first window, and the largest
+_OUTPUTS = {each.value: each for each in Output}
 _IN_FLIGHT = 2  # how many batches are launched before the first one is waited for
 # The default number of tokens in a batch. On a CPU the activations of a batch should fit into its caches.
 _MAX_TOKENS = {"cuda": 16384, "cpu": 2048}
@@ -183,14 +184,15 @@ class Session:
             fp32: an array ``[inputs, width]`` of vectors or of logits of sequences; a list of arrays ``[tokens, ...]``
             of states or of logits of tokens. Of a single input, its part of it.
         """
-        single = _is_single(inputs)
         kind = self._output(output)
+        if _is_single(inputs):
+            return self._launch(self._tokenize([inputs]), kind)()[0]
+        if _is_one_window(inputs):
+            return self._launch(self._tokenize(inputs), kind)()
         if not isinstance(inputs, Iterable):
             got = type(inputs).__name__
             raise TypeError(f"Session: inputs: expected texts, pairs of texts or lists of ids, got {got}")
-        found = [result for _, result in self._results([inputs] if single else inputs, kind)]
-        if single:
-            return found[0]
+        found = [result for _, result in self._results(inputs, kind)]
         if self.network.is_per_sequence(kind):
             return np.stack(found) if found else np.zeros((0, self._width(kind)), np.float32)
         return found
@@ -250,9 +252,9 @@ class Session:
 
     # ---- texts -------------------------------------------------------------------------------------------------------
 
-    def _results(self, inputs: Iterable[Any], output: Output) -> Iterator[tuple[Tokens, np.ndarray]]:
+    def _results(self, inputs: Any, output: Output) -> Iterator[tuple[Tokens, np.ndarray]]:
         """The tokens and result of each input, by windows: while one is computed, the next one is tokenized."""
-        if isinstance(inputs, Sequence) and len(inputs) <= _WINDOWS[0]:
+        if _is_one_window(inputs):
             sequences = self._tokenize(inputs)
             yield from zip(sequences, self._launch(sequences, output)(), strict=True)
             return
@@ -291,16 +293,19 @@ class Session:
             ids = given.cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
         except ValueError:  # lists within lists
             ids = np.empty((0, 0))
-        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise TypeError(f"Session: inputs: expected texts, pairs of texts or lists of ids, got {given!r:.80}")
         if ids.size > self._max_positions:
             raise ValueError(f"Session: inputs: expected up to {self._max_positions} ids, got {ids.size}")
-        return Tokens(ids, [0] * ids.size)  # type: ignore[arg-type]
+        return Tokens(ids, np.zeros(ids.size, np.int32))  # type: ignore[arg-type]
 
     def _check_values(self, ids: list[np.ndarray]) -> None:
-        every = np.concatenate(ids)
-        if every.size and not 0 <= every.min() <= every.max() < self._vocabulary:
-            got = f"{every.min()} to {every.max()}"
+        every = ids[0] if len(ids) == 1 else np.concatenate(ids)
+        if not every.size:
+            return
+        low, high = int(every.min()), int(every.max())
+        if low < 0 or high >= self._vocabulary:
+            got = f"{low} to {high}"
             raise ValueError(f"Session: inputs: expected ids from 0 to {self._vocabulary - 1}, got {got}")
 
     def _with_prompt(self, text: str) -> str:
@@ -334,39 +339,50 @@ class Session:
 
         return finish
 
-    def _launch(self, sequences: Sequence[Tokens], output: Output) -> Callable[[], list[np.ndarray]]:
-        """Starts the computation of sequences. Returns a function that waits for it and returns each one's result."""
+    def _launch(self, sequences: Sequence[Tokens], output: Output) -> Callable[[], Any]:
+        """Starts the computation of sequences. Returns a function that waits for it and returns each one's result: an
+        array with one row per sequence, or a list of arrays with one row per token."""
         begun = time.perf_counter()
         per_sequence = self.network.is_per_sequence(output)
-        groups = deque(plan([len(each.ids) for each in sequences], self.max_tokens, self.max_batch))
+        lengths = [len(each.ids) for each in sequences]
+        groups = deque(plan(lengths, self.max_tokens, self.max_batch))
         launched: deque[tuple[list[int], Packed, Callable[[], np.ndarray]]] = deque()
 
         def launch_next() -> None:
             group = groups.popleft()
-            pairs = any(sequences[index].segments[-1] for index in group)
-            batch = pack(
-                [sequences[index].ids for index in group],
-                [sequences[index].segments for index in group] if pairs and self.network.has_segments else None,
-            )
+            own = [sequences[index] for index in group]
+            pairs = self.network.has_segments and any(each.segments[-1] for each in own)
+            batch = pack([each.ids for each in own], [each.segments for each in own] if pairs else None)
             launched.append((group, batch, self.run(batch, output)))
 
         for _ in range(min(_IN_FLIGHT, len(groups))):
             launch_next()
 
-        def finish() -> list[np.ndarray]:
-            found: list[Any] = [None] * len(sequences)
+        def finish() -> Any:
+            self._count(lengths, [each.cut for each in sequences])  # while the device computes
+            found: Any = None if per_sequence else [None] * len(sequences)
             while launched:
                 group, batch, wait = launched.popleft()
                 if groups:
                     launch_next()
                 rows = wait()
-                ends = batch.cu_seqlens
+                if per_sequence and len(sequences) == 1:
+                    found = rows.copy()  # pinned memory is not for keeping
+                    continue
+                if per_sequence:
+                    found = np.zeros((len(sequences), *rows.shape[1:]), np.float32) if found is None else found
+                    found[group] = rows
+                    continue
+                ends = batch.cu_seqlens.tolist()
                 for number, index in enumerate(group):
-                    found[index] = rows[number] if per_sequence else rows[ends[number] : ends[number + 1]]
-            self._count(sequences, time.perf_counter() - begun)
-            for index, each in enumerate(sequences):
-                if not len(each.ids):
-                    found[index] = np.zeros(self._empty_shape(output), np.float32)
+                    found[index] = rows[ends[number] : ends[number + 1]]
+            if found is None:  # no sequence has a token
+                found = np.zeros((len(sequences), *self._empty_shape(output)), np.float32)
+            if not per_sequence and 0 in lengths:
+                nothing = np.zeros(self._empty_shape(output), np.float32)
+                found = [nothing if each is None else each for each in found]
+            with self._lock:
+                self.counts.seconds += time.perf_counter() - begun
             return found
 
         return finish
@@ -399,21 +415,19 @@ class Session:
 
         return wait
 
-    def _count(self, sequences: Sequence[Tokens], seconds: float) -> None:
+    def _count(self, lengths: list[int], cut: list[int]) -> None:
         with self._lock:
             counts = self.counts
-            counts.texts += len(sequences)
-            counts.tokens += sum(len(each.ids) for each in sequences)
-            counts.seconds += seconds
-            counts.empty += sum(not len(each.ids) for each in sequences)
-            counts.truncated += sum(each.cut > 0 for each in sequences)
-            counts.left_out += sum(each.cut for each in sequences)
+            counts.texts += len(lengths)
+            counts.tokens += sum(lengths)
+            counts.empty += lengths.count(0)
+            counts.truncated += len(cut) - cut.count(0)
+            counts.left_out += sum(cut)
 
     def _output(self, name: str) -> Output:
-        names = [each.value for each in Output]
-        if name not in names:
-            raise ValueError(f"Session: output: expected {', '.join(names)}, got {name!r}")
-        output = Output(name)
+        output = _OUTPUTS.get(name)
+        if output is None:
+            raise ValueError(f"Session: output: expected {', '.join(_OUTPUTS)}, got {name!r}")
         self.network.check(output)
         return output
 
@@ -446,6 +460,11 @@ def _is_single(inputs: Any) -> bool:
     if isinstance(inputs, tuple):
         return len(inputs) == 2 and all(isinstance(text, str) for text in inputs)
     return isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], (int, np.integer))
+
+
+def _is_one_window(inputs: Any) -> bool:
+    """Whether inputs are tokenized at once."""
+    return isinstance(inputs, Sequence) and len(inputs) <= _WINDOWS[0]
 
 
 def _windows(inputs: Iterable[Any]) -> Iterator[list[Any]]:
